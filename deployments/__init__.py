@@ -1,0 +1,1 @@
+"""The actors: model replicas with their engine, and the activation store."""

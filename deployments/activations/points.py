@@ -1,0 +1,292 @@
+"""Capture points: which places of a model have a name, and what stands there.
+
+A point is `<module>.<input|output>`, in canonical names (`layers.8.attention.output`) or the model's own
+module paths (`model.layers.8.self_attn.q_proj.output`). Names are looked up in what one forward of the
+model showed at load; nothing a client sends is ever evaluated.
+"""
+
+from __future__ import annotations
+
+import difflib
+import re
+from collections import Counter
+from collections.abc import Iterable, Iterator
+from contextlib import ExitStack
+from dataclasses import dataclass
+from typing import Any, Literal
+
+import torch
+from torch import nn
+
+from deployments.activations.spec import LAYERNORM_SITES, Capture
+from deployments.errors import RequestError
+
+Layout = Literal["batched", "flat"]
+MAX_POINTS = 4096
+
+# Canonical name -> the names that architectures give the part inside a decoder layer.
+LAYER_PARTS: dict[str, tuple[str, ...]] = {
+    "attention": ("self_attn", "attn", "attention", "self_attention", "linear_attn"),
+    "mlp": ("mlp", "feed_forward", "block_sparse_moe"),
+    "input_layernorm": ("input_layernorm", "ln_1", "ln_attn", "self_attn_layer_norm"),
+    "post_attention_layernorm": ("post_attention_layernorm", "ln_2", "ln_mlp", "final_layer_norm"),
+}
+# Where a module has the right name but stands elsewhere: Gemma norms the attention's output under this name,
+# and OLMo 2 has norms behind its parts only.
+LAYER_PARTS_BY_MODEL: dict[str, dict[str, tuple[str, ...]]] = {
+    **dict.fromkeys(
+        ("gemma2", "gemma3", "gemma3_text"), {"post_attention_layernorm": ("pre_feedforward_layernorm",)}
+    ),
+    **dict.fromkeys(("olmo2", "olmo3"), {"input_layernorm": (), "post_attention_layernorm": ()}),
+}
+FINAL_NORMS = ("norm", "ln_f", "final_layer_norm", "final_layernorm")
+OUTPUT_PROJECTIONS = ("o_proj", "c_proj", "dense", "out_proj")
+
+
+@dataclass(frozen=True)
+class Place:
+    """One side of one module, as a forward showed it.
+
+    Attributes:
+        module: The module's path in the Hugging Face model.
+        side: Whether it is what the module reads or what it gives.
+        order: Its turn in a forward; places are read in this order.
+        layout: `batched` for [batch, tokens, ...], `flat` for [batch * tokens, ...].
+        shape: One token's shape.
+        dtype: The values' dtype.
+    """
+
+    module: str
+    side: Literal["input", "output"]
+    order: int
+    layout: Layout
+    shape: tuple[int, ...]
+    dtype: torch.dtype
+
+
+@dataclass(frozen=True)
+class Point:
+    """A name a user may capture by, and the place it means.
+
+    Attributes:
+        name: The name, with wildcards and negative indices resolved.
+        place: Where the value is read.
+        shape: One token's shape; the place's own, but for `attention.heads`, [heads, head_dim].
+    """
+
+    name: str
+    place: Place
+    shape: tuple[int, ...]
+
+    @property
+    def module(self) -> str:
+        """The place in the model's own words, `model.layers.8.self_attn.output`."""
+        return f"{self.place.module}.{self.place.side}"
+
+
+def first_tensor(value: Any) -> torch.Tensor | None:
+    """The tensor of a module's value: itself, or a tuple's first; None where there is none."""
+    if isinstance(value, (tuple, list)) and value:
+        value = value[0]
+    return value if isinstance(value, torch.Tensor) else None
+
+
+class Points:
+    """Every capture point of one model, and the names they go by."""
+
+    def __init__(self, model: nn.Module, places: Iterable[Place]) -> None:
+        self._places = {f"{place.module}.{place.side}": place for place in places}
+        modules = dict(model.named_modules())
+        paths = {id(module): path for path, module in modules.items()}
+        self.layers = _find_layers(model, modules)
+        self.layer_count = len(modules[self.layers])
+        self._aliases = _canonical_modules(model, modules, paths, self.layers)
+        self._heads = _head_shape(model)
+
+    @classmethod
+    @torch.inference_mode()
+    def learn(cls, model: Any) -> Points:
+        """Run one small forward and note what each module reads and gives.
+
+        Args:
+            model: A Hugging Face causal language model.
+        """
+        batch, tokens = 2, 5
+        seen: dict[tuple[str, str], Place | None] = {}
+        calls: Counter[tuple[str, str]] = Counter()
+
+        def note(path: str, side: Literal["input", "output"], value: Any) -> None:
+            calls[path, side] += 1
+            seen[path, side] = _place(path, side, len(seen), first_tensor(value), batch, tokens)
+
+        def before(path: str) -> Any:
+            return lambda _, args, kwargs: note(path, "input", next(iter((*args, *kwargs.values())), None))
+
+        def after(path: str) -> Any:
+            return lambda _, args, output: note(path, "output", output)
+
+        with ExitStack() as hooks:
+            for path, module in model.named_modules():
+                if path:
+                    hooks.callback(module.register_forward_pre_hook(before(path), with_kwargs=True).remove)
+                    hooks.callback(module.register_forward_hook(after(path)).remove)
+            ids = torch.ones(batch, tokens, dtype=torch.long, device=model.device)
+            model(input_ids=ids, use_cache=False)
+        return cls(model, [place for key, place in seen.items() if place and calls[key] == 1])
+
+    def __iter__(self) -> Iterator[Point]:
+        """All points, canonical names first where a place has one, in the order a forward reaches them."""
+        names: dict[Place, str] = {}
+        for name in self._canonical_names():
+            point = self._lookup(name)
+            if point:
+                names.setdefault(point.place, name)
+        for path, place in sorted(self._places.items(), key=lambda item: item[1].order):
+            yield Point(names.get(place, path), place, place.shape)
+
+    def resolve(self, capture: Capture) -> tuple[Point, ...]:
+        """The points a request means, in the order in which a forward reaches them.
+
+        Raises:
+            RequestError: A name that is nothing, or a layer that is not there; names the field.
+        """
+        found: dict[str, Point] = {}
+        for field, pattern in self._patterns(capture):
+            for name in self._expand(pattern, field):
+                found[name] = self._lookup(name) or self._refuse(name, field)
+            if len(found) > MAX_POINTS:
+                raise RequestError(f"more than {MAX_POINTS} points in one request", field)
+        features = capture.features
+        for name, point in found.items():
+            most = max(features.index) + 1 if features and features.index else features and features.first
+            if most and most > point.shape[-1]:
+                message = f"{name} has {point.shape[-1]} features, {most} were asked for"
+                raise RequestError(message, "capture.features")
+        return tuple(sorted(found.values(), key=lambda point: point.place.order))
+
+    def _patterns(self, capture: Capture) -> Iterator[tuple[str, str]]:
+        """(field, pattern) of everything the request names, or the defaults where it names nothing."""
+        for i, pattern in enumerate(capture.points or ()):
+            yield f"capture.points[{i}]", pattern
+        if capture.layers is None and capture.sites is None:
+            if capture.points is None:
+                yield from (("capture", name) for name in self.default_names())
+            return
+        layers: Iterable[int | str] = self._default_layers() if capture.layers is None else capture.layers
+        if capture.layers == "all":
+            layers = range(self.layer_count)
+        sites = capture.sites or [site for site in LAYERNORM_SITES if self._lookup(f"layers.0.{site}")]
+        for layer in layers:
+            for i, site in enumerate(sites or ["input"]):
+                field = f"capture.sites[{i}]" if capture.sites else "capture.layers"
+                yield field, f"layers.{layer}.{site}"
+
+    def default_names(self) -> list[str]:
+        """Both layernorm sites of three layers at about a third, a half and two thirds of the depth."""
+        sites = [site for site in LAYERNORM_SITES if self._lookup(f"layers.0.{site}")] or ["input"]
+        return [f"layers.{layer}.{site}" for layer in self._default_layers() for site in sites]
+
+    def _default_layers(self) -> list[int]:
+        depth = self.layer_count
+        if depth >= 24:
+            depth -= depth % 6  # the same layers for near depths: 8, 12 and 16 of 24 to 28
+        return sorted({depth // 3, depth // 2, 2 * depth // 3})
+
+    def _expand(self, pattern: str, field: str) -> list[str]:
+        """Spell out `*`, negative and bracketed indices of the layer axis."""
+        spelled = re.sub(r"\[(-?\d+|\*)\]", r".\1", pattern)
+        match = re.match(rf"^({re.escape(self.layers)}|layers)\.(\*|-?\d+)((?:\..*)?)$", spelled)
+        if not match:
+            return [spelled]
+        prefix, index, rest = match.groups()
+        if index == "*":
+            return [f"{prefix}.{layer}{rest}" for layer in range(self.layer_count)]
+        layer = int(index)
+        if not -self.layer_count <= layer < self.layer_count:
+            raise RequestError(f"there is no layer {layer}: this model has {self.layer_count}", field)
+        return [f"{prefix}.{layer % self.layer_count}{rest}"]
+
+    def _lookup(self, name: str) -> Point | None:
+        if match := re.match(r"^(layers\.\d+\.attention)\.heads$", name):
+            return self._lookup_heads(name, match[1])
+        if place := self._places.get(name):
+            return Point(name, place, place.shape)
+        module, _, side = name.rpartition(".")
+        if place := self._places.get(f"{self._aliases.get(module)}.{side}"):
+            return Point(name, place, place.shape)
+        return None
+
+    def _lookup_heads(self, name: str, attention: str) -> Point | None:
+        for projection in OUTPUT_PROJECTIONS:
+            place = self._places.get(f"{self._aliases.get(attention)}.{projection}.input")
+            if place and self._heads and place.shape == (self._heads[0] * self._heads[1],):
+                return Point(name, place, self._heads)
+        return None
+
+    def _refuse(self, name: str, field: str) -> Point:
+        """Raise, with the nearest names that do exist."""
+        layer = re.match(r"^layers\.(\d+)\.", name)
+        if layer and re.search(r"attention\.weights", name):
+            raise RequestError("attention patterns are not captured by this server", field)
+        known = [*self._canonical_names(int(layer[1]) if layer else 0), *self._places]
+        nearest = difflib.get_close_matches(name, known, n=3, cutoff=0.4)
+        hint = f"; the nearest names are {', '.join(nearest)}" if nearest else ""
+        raise RequestError(f"{name!r} is no capture point of this model{hint}", field, code="unknown_point")
+
+    def _canonical_names(self, layer: int | None = None) -> list[str]:
+        names = [f"{alias}.{side}" for alias in self._aliases for side in ("input", "output")]
+        if layer is not None:
+            names = [n for n in names if not n.startswith("layers.") or n.startswith(f"layers.{layer}.")]
+            names.append(f"layers.{layer}.attention.heads")
+        return [name for name in names if self._lookup(name)]
+
+
+def _place(
+    path: str, side: Literal["input", "output"], order: int, value: torch.Tensor | None, batch: int, tokens: int
+) -> Place | None:
+    """The place a probe's value shows, or None where rows cannot be told apart."""
+    if value is None or value.ndim < 2:
+        return None
+    if tuple(value.shape[:2]) == (batch, tokens):
+        return Place(path, side, order, "batched", tuple(value.shape[2:]) or (1,), value.dtype)
+    if value.shape[0] == batch * tokens:
+        return Place(path, side, order, "flat", tuple(value.shape[1:]), value.dtype)
+    return None
+
+
+def _find_layers(model: Any, modules: dict[str, nn.Module]) -> str:
+    """The path of the list of decoder layers."""
+    depth = model.config.get_text_config().num_hidden_layers
+    for path, module in modules.items():
+        if isinstance(module, nn.ModuleList) and len(module) == depth:
+            return path
+    raise ValueError(f"{type(model).__name__} has no list of {depth} decoder layers: not a model served here")
+
+
+def _canonical_modules(
+    model: Any, modules: dict[str, nn.Module], paths: dict[int, str], layers: str
+) -> dict[str, str]:
+    """Canonical module name -> the model's own path."""
+    stem = layers.rpartition(".")[0]
+    found = {"embed": paths[id(model.get_input_embeddings())], "lm_head": paths[id(model.get_output_embeddings())]}
+    found.update(
+        (("norm", f"{stem}.{norm}") for norm in FINAL_NORMS if f"{stem}.{norm}" in modules)
+    )
+    model_type = model.config.get_text_config().model_type
+    parts = LAYER_PARTS | LAYER_PARTS_BY_MODEL.get(model_type, {})
+    for i in range(len(modules[layers])):  # type: ignore[arg-type]
+        found[f"layers.{i}"] = f"{layers}.{i}"
+        for part, names in parts.items():
+            here = [f"{layers}.{i}.{name}" for name in names if f"{layers}.{i}.{name}" in modules]
+            if here:
+                found[f"layers.{i}.{part}"] = here[0]
+    return found
+
+
+def _head_shape(model: Any) -> tuple[int, int] | None:
+    """(heads, head_dim) of the attention's value rows."""
+    config = model.config.get_text_config()
+    heads = getattr(config, "num_attention_heads", None)
+    if not heads:
+        return None
+    return heads, getattr(config, "head_dim", None) or config.hidden_size // heads

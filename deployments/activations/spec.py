@@ -1,0 +1,68 @@
+"""What a request asks to have recorded: the `capture` field of the HTTP contract."""
+
+from __future__ import annotations
+
+from typing import Annotated, Literal
+
+from pydantic import BaseModel, ConfigDict, Field, model_validator
+
+LAYERNORM_SITES = ("input_layernorm.output", "post_attention_layernorm.output")
+
+Tag = Annotated[str, Field(max_length=256)]
+
+
+class Last(BaseModel):
+    """The last `last` tokens of prompt + generated."""
+
+    model_config = ConfigDict(extra="forbid", frozen=True)
+
+    last: int = Field(ge=1)
+
+
+class Features(BaseModel):
+    """Which features (entries of the last axis) of each row to keep: the first n, or those listed."""
+
+    model_config = ConfigDict(extra="forbid", frozen=True)
+
+    first: int | None = Field(default=None, ge=1)
+    index: list[Annotated[int, Field(ge=0)]] | None = Field(default=None, min_length=1, max_length=65536)
+
+    @model_validator(mode="after")
+    def _one_of_them(self) -> Features:
+        if (self.first is None) == (self.index is None):
+            raise ValueError('give either {"first": n} or {"index": [...]}')
+        return self
+
+
+class Capture(BaseModel):
+    """Which activations of a request to record, of which tokens, and where they go."""
+
+    model_config = ConfigDict(extra="forbid", frozen=True, populate_by_name=True)
+
+    points: list[Annotated[str, Field(min_length=1, max_length=256)]] | None = Field(
+        default=None, min_length=1, max_length=1024
+    )
+    layers: Annotated[list[int], Field(min_length=1, max_length=1024)] | Literal["all"] | None = None
+    sites: list[Annotated[str, Field(min_length=1, max_length=256)]] | None = Field(
+        default=None, min_length=1, max_length=64
+    )
+    tokens: Literal["all", "prompt", "generated", "last"] | Last = "all"
+    dtype: Literal["model", "float32", "float16", "bfloat16"] = "model"
+    features: Features | None = None
+    destination: Literal["reference", "inline"] = Field(default="reference", alias="return")
+    required: bool = False
+    tags: dict[Tag, Tag] = Field(default_factory=dict, max_length=64)
+    sample_id: str | None = Field(default=None, max_length=256)
+    mode: Literal["generate", "trace"] = "generate"
+
+    @property
+    def tail(self) -> int | None:
+        """How many of the last tokens are kept, where only those are asked for."""
+        if isinstance(self.tokens, Last):
+            return self.tokens.last
+        return 1 if self.tokens == "last" else None
+
+    @property
+    def names_points(self) -> bool:
+        """Whether the request says which points; otherwise the model's default ones are taken."""
+        return any(field is not None for field in (self.points, self.layers, self.sites))

@@ -1,0 +1,148 @@
+"""KV slots: one row of memory per running request, each with its own length."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from transformers.cache_utils import Cache, CacheLayerMixin
+
+
+@dataclass
+class Window:
+    """Which part of the slots the next forward writes and reads; one for all layers.
+
+    Attributes:
+        first: The first slot a prefill fills; its rows are first, first + 1, ...
+        rows: [batch] slot of each decoded row, always 0..batch-1; None in a prefill.
+        positions: [batch] where each decoded row writes; None in a prefill.
+        length: How many positions a decode reads.
+        slots: Slots to allocate, at least.
+        capacity: Positions per slot to allocate, at least.
+    """
+
+    first: int = 0
+    rows: torch.Tensor | None = None
+    positions: torch.Tensor | None = None
+    length: int = 0
+    slots: int = 0
+    capacity: int = 0
+
+
+class SlotLayer(CacheLayerMixin):
+    """One layer's keys and values, [slots, kv_heads, capacity, head_dim]."""
+
+    def __init__(self, window: Window) -> None:
+        super().__init__()
+        self.window = window
+
+    def lazy_initialization(self, key_states: torch.Tensor, value_states: torch.Tensor) -> None:
+        """Allocate for the window's slots and capacity; heads, sizes and dtype are the model's."""
+        self.keys, self.values = self._allocate(key_states), self._allocate(value_states)
+        self.is_initialized = True
+
+    def _allocate(self, like: torch.Tensor) -> torch.Tensor:
+        # Zeros: what a masked position holds must be finite, since 0 x NaN is NaN.
+        return like.new_zeros(self.window.slots, like.shape[1], self.window.capacity, like.shape[3])
+
+    def update(
+        self, key_states: torch.Tensor, value_states: torch.Tensor, *args: Any, **kwargs: Any
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """Write the new rows and give what attention reads.
+
+        Args:
+            key_states: [batch, kv_heads, tokens, head_dim].
+            value_states: The same.
+            args: What some models pass beside them; unused.
+            kwargs: The same.
+        """
+        if not self.is_initialized:
+            self.lazy_initialization(key_states, value_states)
+        assert self.keys is not None
+        assert self.values is not None
+        window = self.window
+        if window.rows is None:
+            batch, _, tokens, _ = key_states.shape
+            self.keys[window.first : window.first + batch, :, :tokens] = key_states
+            self.values[window.first : window.first + batch, :, :tokens] = value_states
+            return key_states, value_states
+        self.keys[window.rows, :, window.positions] = key_states[:, :, 0]
+        self.values[window.rows, :, window.positions] = value_states[:, :, 0]
+        batch = len(window.rows)
+        return self.keys[:batch, :, : window.length], self.values[:batch, :, : window.length]
+
+    def resize(self) -> None:
+        """Grow or shrink to the window's slots and capacity, keeping what fits."""
+        if not self.is_initialized:
+            return
+        for name in ("keys", "values"):
+            old = getattr(self, name)
+            new = self._allocate(old)
+            slots, length = min(old.shape[0], new.shape[0]), min(old.shape[2], new.shape[2])
+            new[:slots, :, :length] = old[:slots, :, :length]
+            setattr(self, name, new)  # the old one is freed here, layer by layer: the transient is one layer's
+
+    def move(self, source: int, target: int) -> None:
+        """Move a slot's rows into another and zero the slot it left."""
+        for memory in (self.keys, self.values):
+            if memory is not None:
+                if source != target:
+                    memory[target] = memory[source]
+                memory[source].zero_()
+
+    def get_mask_sizes(self, query_length: int) -> tuple[int, int]:
+        """(keys read, offset of the first); transformers builds a prefill's own masks from it."""
+        return (query_length, 0) if self.window.rows is None else (self.window.length, 0)
+
+    def get_seq_length(self) -> int:
+        """0 in a prefill; in a decode the longest row's tokens before this one."""
+        return 0 if self.window.rows is None else self.window.length - 1
+
+    def get_max_length(self) -> int:
+        """-1: it grows."""
+        return -1
+
+
+class SlotCache(Cache):
+    """The KV memory of all running requests.
+
+    Running requests hold slots 0..n-1 without gaps, so that a decode reads `[:n, :, :longest]` as a view.
+    """
+
+    def __init__(self, layers: int) -> None:
+        self.window = Window()
+        super().__init__(layers=[SlotLayer(self.window) for _ in range(layers)])
+
+    def prefill(self, first: int) -> None:
+        """Make the next forward fill whole prompts into slots from `first` on."""
+        self.window.first, self.window.rows, self.window.positions = first, None, None
+
+    def decode(self, rows: torch.Tensor, positions: torch.Tensor, longest: int) -> None:
+        """Make the next forward add one token to each of slots 0..n-1.
+
+        Args:
+            rows: [n] 0..n-1, on the model's device.
+            positions: [n] where each row writes.
+            longest: The longest row after this token.
+        """
+        self.window.rows, self.window.positions, self.window.length = rows, positions, longest
+
+    def resize(self, slots: int, capacity: int) -> None:
+        """Reallocate to `slots` of `capacity` positions each."""
+        if (slots, capacity) == (self.window.slots, self.window.capacity):
+            return
+        self.window.slots, self.window.capacity = slots, capacity
+        for layer in self.layers:
+            layer.resize()
+
+    def release(self, slot: int, last: int) -> None:
+        """Free a slot; the last running slot's rows move into its place."""
+        for layer in self.layers:
+            layer.move(last, slot)
+
+    @property
+    def bytes(self) -> int:
+        """Memory held, in bytes."""
+        memories = [m for layer in self.layers for m in (layer.keys, layer.values) if m is not None]
+        return sum(memory.numel() * memory.element_size() for memory in memories)

@@ -1,0 +1,274 @@
+"""One copy of a model's weights: loaded, instrumented by nnsight, and probed for how it may be batched."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+from nnsight import LanguageModel
+from nnsight.intervention.interleaver import Mediator
+from transformers import AutoModelForCausalLM, AutoTokenizer
+
+from deployments.activations.points import Place, Points, first_tensor
+from deployments.engine.cache import SlotCache
+from deployments.engine.masks import DecodeMasks, candidates
+
+Take = Callable[[Place, torch.Tensor], None]
+PROBE_TOLERANCE = {torch.float32: 1e-3, torch.float16: 3e-2, torch.bfloat16: 1e-1}  # of the logits' norm
+
+
+class UnsupportedModelError(ValueError):
+    """A model this engine cannot batch exactly; the message says why."""
+
+
+class InstrumentedModel(LanguageModel):
+    """nnsight's language model over weights that are already loaded."""
+
+
+class _Block(Mediator):
+    """A plain function run by nnsight as one intervention block over the whole batch."""
+
+    def __init__(self, body: Callable[[], None]) -> None:
+        super().__init__(None, {}, {})
+        self._body = body
+
+    def _run(self) -> None:
+        self._body()
+
+
+class Model:
+    """A causal language model ready to be batched.
+
+    Attributes:
+        name: What it was loaded from.
+        hf: The Hugging Face module; every forward goes through it whole.
+        nnsight: nnsight's view of the same modules.
+        tokenizer: Its tokenizer.
+        points: Its capture points.
+        context: The most tokens a sequence may have.
+        eos: Token ids that end a text.
+        head: The path of the module that gives the logits.
+    """
+
+    def __init__(self, hf: Any, tokenizer: Any, name: str, context: int | None = None) -> None:
+        if getattr(tokenizer, "backend_tokenizer", None) is None:
+            raise UnsupportedModelError(f"{name} has no fast tokenizer, which streaming text needs")
+        self.name = name
+        self.hf = hf.eval().requires_grad_(False)
+        self.tokenizer = tokenizer
+        self.config = hf.config.get_text_config()
+        self.context = min(filter(None, (context, getattr(self.config, "max_position_embeddings", None))))
+        self.eos = _end_tokens(hf, tokenizer)
+        self.head = next(path for path, module in hf.named_modules() if module is hf.get_output_embeddings())
+        self.points = Points.learn(hf)
+        self.nnsight = InstrumentedModel(hf, tokenizer=tokenizer)
+        self._envoys: dict[str, Any] = {}
+        self._last: torch.Tensor | None = None
+        hf.get_output_embeddings().register_forward_pre_hook(self._keep_last)
+        self.masks = self._probe()
+
+    @property
+    def device(self) -> torch.device:
+        """Where inputs go."""
+        return torch.device(self.hf.device)
+
+    @property
+    def dtype(self) -> torch.dtype:
+        """The weights' dtype."""
+        return self.hf.dtype  # type: ignore[no-any-return]
+
+    def new_cache(self) -> SlotCache:
+        """An empty KV memory for this model."""
+        return SlotCache(self.config.num_hidden_layers)
+
+    def prefill(
+        self,
+        ids: torch.Tensor,
+        lengths: torch.Tensor,
+        cache: SlotCache,
+        places: Sequence[Place] = (),
+        take: Take | None = None,
+        every_logit: bool = False,
+    ) -> torch.Tensor:
+        """Run whole prompts, padded on the right, which causal attention never reads.
+
+        Args:
+            ids: [batch, longest] token ids.
+            lengths: [batch] tokens of each row.
+            cache: Set to prefill.
+            places: What to read, in the order of execution.
+            take: Called with each place and its value [batch, longest, ...]; must copy what it keeps.
+            every_logit: Run the head over every token instead of each row's last, for who reads its rows.
+
+        Returns:
+            [batch, vocabulary] logits of each row's last token.
+        """
+        last = lengths - 1
+        positions = torch.arange(ids.shape[1], device=ids.device).expand(ids.shape)
+        self._last = None if every_logit else last
+        try:
+            logits = self._forward(ids, positions, None, cache, places, take)
+        finally:
+            self._last = None
+        return logits[torch.arange(len(last), device=ids.device), last if every_logit else 0]
+
+    def decode(
+        self,
+        ids: torch.Tensor,
+        positions: torch.Tensor,
+        longest: int,
+        cache: SlotCache,
+        places: Sequence[Place] = (),
+        take: Take | None = None,
+    ) -> torch.Tensor:
+        """Run one token of each running row.
+
+        Args:
+            ids: [batch] token ids.
+            positions: [batch] their positions.
+            longest: The longest row after this token.
+            cache: Set to decode.
+            places: What to read, in the order of execution.
+            take: Called with each place and its value [batch, 1, ...]; must copy what it keeps.
+
+        Returns:
+            [batch, vocabulary] logits.
+        """
+        mask = self.masks.build(positions, longest)
+        return self._forward(ids[:, None], positions[:, None], mask, cache, places, take)[:, -1]
+
+    def _forward(
+        self,
+        ids: torch.Tensor,
+        positions: torch.Tensor,
+        mask: Any,
+        cache: SlotCache,
+        places: Sequence[Place],
+        take: Take | None,
+    ) -> torch.Tensor:
+        """One forward of the Hugging Face module, with one nnsight block over the whole batch if any reads."""
+        inputs = {"input_ids": ids, "position_ids": positions, "attention_mask": mask}
+        call = functools.partial(self.hf, **inputs, past_key_values=cache, use_cache=True)
+        if not places:
+            return call().logits  # type: ignore[no-any-return]
+        assert take is not None
+        batch, tokens = ids.shape
+
+        def read_all() -> None:
+            for place in places:
+                value = first_tensor(getattr(self._envoy(place.module), place.side))
+                assert value is not None, f"{place.module}.{place.side} gave no tensor"
+                take(place, value.view(batch, -1, *place.shape) if place.layout == "flat" else value)
+
+        block = _Block(read_all)
+        interleaver = self.nnsight.interleaver
+        interleaver.mediators = [block]
+        try:
+            with interleaver:
+                logits = call().logits
+            # Read out of order, nnsight parks without an error.
+            assert not block.alive, f"the forward never came to {block.pending}"
+        finally:
+            interleaver.cancel()
+            interleaver.reindex()
+        return logits  # type: ignore[no-any-return]
+
+    def _envoy(self, path: str) -> Any:
+        if path not in self._envoys:
+            self._envoys[path] = functools.reduce(getattr, path.split("."), self.nnsight)
+        return self._envoys[path]
+
+    def _keep_last(self, _: Any, args: tuple[torch.Tensor, ...]) -> tuple[torch.Tensor, ...] | None:
+        """Narrow the head's input to each row's last token: a prompt's other logits are not needed."""
+        if self._last is None:
+            return None
+        hidden = args[0]  # [batch, tokens, hidden]
+        return (hidden[torch.arange(len(self._last), device=hidden.device), self._last][:, None], *args[1:])
+
+    @torch.inference_mode()
+    def _probe(self) -> DecodeMasks:
+        """Find the mask form with which unequal rows in one batch give what each gives alone.
+
+        Raises:
+            UnsupportedModelError: No form does.
+        """
+        vocabulary = self.hf.get_input_embeddings().num_embeddings
+        prompts = [[(7 * i + 3 * n) % vocabulary for i in range(n)] for n in (9, 4, 6)]
+        alone = [self._alone(prompt) for prompt in prompts]
+        tried = []
+        for masks in candidates(self.config, self.config._attn_implementation, self.dtype):
+            self.masks = masks
+            try:
+                together = self._together([prompt[:-1] for prompt in prompts], [p[-1] for p in prompts])
+            except (TypeError, ValueError, RuntimeError, AttributeError, KeyError, IndexError) as error:
+                tried.append(f"{masks.form}: {type(error).__name__}: {error}")
+                continue  # architectures refuse a form they do not take in ways of their own
+            worst = max(_relative_error(a, b) for a, b in zip(together, alone, strict=True))
+            if worst <= PROBE_TOLERANCE.get(self.dtype, 1e-1):
+                return masks
+            tried.append(f"{masks.form}: logits differ from a lone forward's by {worst:.1%} of their norm")
+        reasons = "; ".join(tried) or "its layers keep a state that has no slots"
+        raise UnsupportedModelError(f"{type(self.hf).__name__} cannot be batched exactly: {reasons}")
+
+    def _alone(self, prompt: list[int]) -> torch.Tensor:
+        ids = torch.tensor([prompt], device=self.device)
+        return self.hf(input_ids=ids, use_cache=False).logits[0, -1]  # type: ignore[no-any-return]
+
+    def _together(self, prompts: list[list[int]], last: list[int]) -> torch.Tensor:
+        """[prompts, vocabulary] logits after one padded prefill and one decode."""
+        lengths = torch.tensor([len(prompt) for prompt in prompts], device=self.device)
+        longest = int(lengths.max())
+        cache = self.new_cache()
+        cache.resize(len(prompts), longest + 1)
+        cache.prefill(0)
+        padded = [prompt + [0] * (longest - len(prompt)) for prompt in prompts]
+        self.prefill(torch.tensor(padded, device=self.device), lengths, cache)
+        cache.decode(torch.arange(len(prompts), device=self.device), lengths, longest + 1)
+        return self.decode(torch.tensor(last, device=self.device), lengths, longest + 1, cache)
+
+
+def load(
+    name: str,
+    *,
+    revision: str | None = None,
+    dtype: str = "auto",
+    device: str | None = None,
+    device_map: str | dict[str, Any] | None = None,
+    trust_remote_code: bool = False,
+    context: int | None = None,
+) -> Model:
+    """Load a model from the hub or a directory.
+
+    Args:
+        name: A repository id or a directory.
+        revision: The repository's branch, tag or commit.
+        dtype: `auto` for the checkpoint's own, else `float32`, `bfloat16` or `float16`.
+        device: Where it goes; a GPU where there is one, else the CPU.
+        device_map: Instead of `device`: how to spread it, as transformers takes it.
+        trust_remote_code: Run the repository's own code.
+        context: A context shorter than the model's own, in tokens.
+
+    Raises:
+        OSError: There is no such repository or directory.
+        UnsupportedModelError: The model cannot be batched exactly.
+    """
+    source = str(Path(name).expanduser()) if Path(name).expanduser().is_dir() else name
+    where = {"revision": revision, "trust_remote_code": trust_remote_code}
+    tokenizer = AutoTokenizer.from_pretrained(source, **where)
+    hf = AutoModelForCausalLM.from_pretrained(source, dtype=dtype, device_map=device_map, **where)
+    if device_map is None:
+        hf = hf.to(device or ("cuda" if torch.cuda.is_available() else "cpu"))
+    return Model(hf, tokenizer, name, context)
+
+
+def _end_tokens(hf: Any, tokenizer: Any) -> frozenset[int]:
+    configured = getattr(hf.generation_config, "eos_token_id", None)
+    ids = configured if isinstance(configured, (list, tuple)) else [configured]
+    return frozenset(id for id in (*ids, tokenizer.eos_token_id) if id is not None)
+
+
+def _relative_error(a: torch.Tensor, b: torch.Tensor) -> float:
+    return float((a.float() - b.float()).norm() / b.float().norm().clamp_min(1e-9))

@@ -1,0 +1,169 @@
+"""Recording activations: one read per point and step for the whole batch, cut to each request's rows."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+
+import torch
+
+from deployments.activations.points import Place, Point
+from deployments.activations.spec import Capture
+from deployments.engine.request import Captured
+
+WINDOW_BYTES = 32 << 20  # of the ring in which decoded rows gather before they are cut to requests
+WINDOW_STEPS = 64
+DTYPES = {"float32": torch.float32, "float16": torch.float16, "bfloat16": torch.bfloat16}
+
+
+class CaptureError(ValueError):
+    """What was recorded cannot be given as asked; the message says why."""
+
+
+class Recording:
+    """What one request records, as it grows.
+
+    Attributes:
+        points: The points it reads.
+        rows: How many tokens have passed, recorded or not wanted.
+        since: The recorder's step from which on its rows are not cut out yet.
+    """
+
+    def __init__(self, capture: Capture, points: Sequence[Point], prompt_tokens: int) -> None:
+        self.points = points
+        self.rows = 0
+        self.since = 0
+        self._capture = capture
+        self._prompt = prompt_tokens
+        self._chunks: dict[str, list[torch.Tensor]] = {point.name: [] for point in points}
+
+    @property
+    def wants_prompt(self) -> bool:
+        """Whether rows of prompt tokens are kept."""
+        return self._capture.tokens != "generated"
+
+    @property
+    def wants_generated(self) -> bool:
+        """Whether rows of generated tokens are kept; then the last one is run through too."""
+        return self._capture.tokens != "prompt" and self._capture.mode == "generate"
+
+    def add(self, place: Place, value: torch.Tensor) -> None:
+        """Take a place's rows [rows, ...] of consecutive tokens; they are copied to the host."""
+        index = self._feature_index()
+        for point in self.points:
+            if point.place is not place:
+                continue
+            rows = value.reshape(len(value), *point.shape)[..., index]
+            chunks = self._chunks[point.name]
+            chunks.append(rows.to("cpu", copy=True))
+            if (tail := self._capture.tail) and sum(map(len, chunks)) > 2 * tail:
+                chunks[:] = [torch.cat(chunks)[-tail:].clone()]
+
+    def finish(self, tokens: int) -> Captured:
+        """Everything recorded of a request of `tokens` tokens in all.
+
+        Raises:
+            CaptureError: A value has no finite float16, and that was asked for.
+        """
+        first, stop = 0, tokens
+        if self._capture.tail:
+            first = max(0, tokens - self._capture.tail)
+        elif self._capture.tokens == "generated":
+            first = self._prompt
+        if not self.wants_generated:
+            stop = self._prompt
+        values = {name: self._join(name, chunks, stop - first) for name, chunks in self._chunks.items()}
+        return Captured(range(first, stop), values)
+
+    def _join(self, name: str, chunks: list[torch.Tensor], rows: int) -> torch.Tensor:
+        if not rows:
+            point = next(point for point in self.points if point.name == name)
+            return torch.empty(0, *point.shape, dtype=point.place.dtype)[..., self._feature_index()]
+        joined = chunks[0] if len(chunks) == 1 else torch.cat(chunks)
+        assert len(joined) >= rows, f"{name}: {len(joined)} rows recorded of {rows}"
+        joined = joined[len(joined) - rows :]
+        dtype = DTYPES.get(self._capture.dtype, joined.dtype)
+        cast = joined.to(dtype)
+        if dtype == torch.float16 and bool((cast.isinf() & ~joined.isinf()).any()):
+            raise CaptureError(f"{name} has values beyond float16's 65504; ask for bfloat16 or float32")
+        return cast.contiguous()
+
+    def _feature_index(self) -> slice | list[int]:
+        features = self._capture.features
+        if features is None:
+            return slice(None)
+        return features.index if features.index else slice(features.first)
+
+
+class Recorder:
+    """Gathers decoded rows of all recording requests in a ring on the model's device.
+
+    Each step writes one [batch, ...] block per place; a request's rows are cut out when the ring is full,
+    when the request changes its slot or ends. So a step costs one copy per place, however many requests
+    record, and tensors leave the device once per window.
+    """
+
+    def __init__(self, device: torch.device) -> None:
+        self._device = device
+        self._ring: dict[Place, torch.Tensor] = {}  # [steps, slots, ...]
+        self._steps = 0
+        self._step = 0
+        self.recordings: dict[int, Recording] = {}  # slot -> the running request that records decoded rows
+
+    def places(self) -> list[Place]:
+        """What the next decode reads, in the order of execution."""
+        found = {point.place for recording in self.recordings.values() for point in recording.points}
+        return sorted(found, key=lambda place: place.order)
+
+    def begin(self, places: Sequence[Place], slots: int) -> None:
+        """Make room for one more step of these places."""
+        fits = all(place in self._ring and self._ring[place].shape[1] >= slots for place in places)
+        if fits and self._step < self._steps:
+            return
+        for slot in self.recordings:
+            self.cut(slot)
+        self._step = 0
+        for recording in self.recordings.values():
+            recording.since = 0
+        if not fits:
+            step_bytes = slots * sum(math.prod(place.shape) * place.dtype.itemsize for place in places)
+            self._steps = max(1, min(WINDOW_STEPS, WINDOW_BYTES // step_bytes))
+            self._ring = {
+                place: torch.empty(self._steps, slots, *place.shape, dtype=place.dtype, device=self._device)
+                for place in places
+            }
+
+    def take(self, place: Place, value: torch.Tensor) -> None:
+        """Copy a decode's value [batch, 1, ...]; modules may write over theirs afterwards."""
+        self._ring[place][self._step, : len(value)] = value.view(len(value), *place.shape)
+
+    def end(self) -> None:
+        """Close the step."""
+        self._step += 1
+        for recording in self.recordings.values():
+            recording.rows += 1
+
+    def join(self, slot: int, recording: Recording) -> None:
+        """Record a slot from the next step on."""
+        recording.since = self._step
+        self.recordings[slot] = recording
+
+    def leave(self, slot: int) -> None:
+        """Cut out a slot's rows and record it no more."""
+        self.cut(slot)
+        self.recordings.pop(slot, None)
+
+    def move(self, source: int, target: int) -> None:
+        """Follow a request to another slot."""
+        recording = self.recordings.get(source)
+        if recording is not None and source != target:
+            self.leave(source)
+            self.join(target, recording)
+
+    def cut(self, slot: int) -> None:
+        """Hand a slot's gathered rows to its recording."""
+        recording = self.recordings.get(slot)
+        if recording is not None and recording.since < self._step:
+            for place in {point.place for point in recording.points}:
+                recording.add(place, self._ring[place][recording.since : self._step, slot])
+            recording.since = self._step

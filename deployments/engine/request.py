@@ -1,0 +1,103 @@
+"""What goes into the engine and what comes out: small typed messages."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import Literal, NamedTuple
+
+import torch
+
+from deployments.activations.points import Point
+from deployments.activations.spec import Capture
+
+FinishReason = Literal["stop", "length", "cancelled", "error"]
+
+
+@dataclass(frozen=True)
+class Sampling:
+    """How tokens are drawn; OpenAI's defaults.
+
+    Attributes:
+        temperature: 0 takes the likeliest token.
+        top_p: Draw from the smallest set of tokens whose probability reaches this.
+        top_k: Draw from this many likeliest tokens; 0 for all.
+        seed: Makes the draw repeatable.
+    """
+
+    temperature: float = 1.0
+    top_p: float = 1.0
+    top_k: int = 0
+    seed: int | None = None
+
+
+GREEDY = Sampling(temperature=0.0)
+
+
+@dataclass(frozen=True)
+class Request:
+    """One sequence to generate.
+
+    Attributes:
+        id: Unique among running requests.
+        prompt: Token ids, at least one.
+        max_tokens: At most so many new tokens; 0 runs the prompt through and generates nothing.
+        sampling: How tokens are drawn.
+        stop: Strings that end the text; they are not part of it.
+        ignore_eos: Generate on behind the model's end tokens.
+        capture: What to record, with its points resolved; both or neither.
+        points: The places that `capture` means, in the order of execution.
+    """
+
+    id: str
+    prompt: Sequence[int]
+    max_tokens: int
+    sampling: Sampling = GREEDY
+    stop: tuple[str, ...] = ()
+    ignore_eos: bool = False
+    capture: Capture | None = None
+    points: tuple[Point, ...] = ()
+
+
+class Captured(NamedTuple):
+    """What was recorded of a request.
+
+    Attributes:
+        positions: [rows] index of each row's token in prompt + generated.
+        values: Point name -> [rows, ...features], on the CPU.
+    """
+
+    positions: range
+    values: dict[str, torch.Tensor]
+
+
+class Delta(NamedTuple):
+    """What one step added to a request: new tokens, and the text that is now whole."""
+
+    id: str
+    tokens: tuple[int, ...]
+    text: str
+
+
+@dataclass(frozen=True)
+class Finished:
+    """A request's last event.
+
+    Attributes:
+        id: The request.
+        reason: Why it ended.
+        prompt: Its prompt's token ids.
+        tokens: All generated token ids, an end token included.
+        captured: What was recorded, where capture was asked for and the request was not cut off.
+        error: What went wrong, for `reason` "error".
+    """
+
+    id: str
+    reason: FinishReason
+    prompt: Sequence[int]
+    tokens: Sequence[int] = field(default_factory=tuple)
+    captured: Captured | None = None
+    error: str | None = None
+
+
+Event = Delta | Finished

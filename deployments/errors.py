@@ -1,0 +1,27 @@
+"""What a request can do wrong, in one type that names the field."""
+
+from __future__ import annotations
+
+
+class RequestError(ValueError):
+    """A request that cannot be served as it was written.
+
+    Attributes:
+        message: What is wrong and what to do about it, for the user to read.
+        field: The request's field, as a path (`capture.points[0]`); None where no one field is at fault.
+        code: A stable word for programs (`context_length_exceeded`).
+        status: The HTTP status that says the same.
+    """
+
+    def __init__(
+        self, message: str, field: str | None = None, code: str = "invalid_value", status: int = 400
+    ) -> None:
+        # All four go to `args`, so that the error survives pickling between processes whole.
+        super().__init__(message, field, code, status)
+        self.message = message
+        self.field = field
+        self.code = code
+        self.status = status
+
+    def __str__(self) -> str:
+        return f"{self.field}: {self.message}" if self.field else self.message
