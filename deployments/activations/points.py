@@ -270,7 +270,7 @@ def _canonical_modules(
     stem = layers.rpartition(".")[0]
     found = {"embed": paths[id(model.get_input_embeddings())], "lm_head": paths[id(model.get_output_embeddings())]}
     found.update(
-        (("norm", f"{stem}.{norm}") for norm in FINAL_NORMS if f"{stem}.{norm}" in modules)
+        ("norm", f"{stem}.{norm}") for norm in FINAL_NORMS if f"{stem}.{norm}" in modules
     )
     model_type = model.config.get_text_config().model_type
     parts = LAYER_PARTS | LAYER_PARTS_BY_MODEL.get(model_type, {})

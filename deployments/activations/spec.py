@@ -14,7 +14,7 @@ Tag = Annotated[str, Field(max_length=256)]
 class Last(BaseModel):
     """The last `last` tokens of prompt + generated."""
 
-    model_config = ConfigDict(extra="forbid", frozen=True)
+    model_config = ConfigDict(extra="forbid", frozen=True, strict=True)
 
     last: int = Field(ge=1)
 
@@ -22,7 +22,7 @@ class Last(BaseModel):
 class Features(BaseModel):
     """Which features (entries of the last axis) of each row to keep: the first n, or those listed."""
 
-    model_config = ConfigDict(extra="forbid", frozen=True)
+    model_config = ConfigDict(extra="forbid", frozen=True, strict=True)
 
     first: int | None = Field(default=None, ge=1)
     index: list[Annotated[int, Field(ge=0)]] | None = Field(default=None, min_length=1, max_length=65536)
@@ -37,7 +37,7 @@ class Features(BaseModel):
 class Capture(BaseModel):
     """Which activations of a request to record, of which tokens, and where they go."""
 
-    model_config = ConfigDict(extra="forbid", frozen=True, populate_by_name=True)
+    model_config = ConfigDict(extra="forbid", frozen=True, strict=True)
 
     points: list[Annotated[str, Field(min_length=1, max_length=256)]] | None = Field(
         default=None, min_length=1, max_length=1024

@@ -1,20 +1,9 @@
-"""Continuous batching over a Hugging Face language model, with every activation open. No Ray in it."""
+"""Continuous batching over a Hugging Face language model, with every activation open. No Ray in it.
 
-from deployments.engine.engine import Engine, Statistics
-from deployments.engine.model import Model, UnsupportedModelError, load
-from deployments.engine.request import GREEDY, Captured, Delta, Event, Finished, Request, Sampling
+from deployments.engine.engine import Engine
+from deployments.engine.model import load
+from deployments.engine.request import Request
 
-__all__ = [
-    "GREEDY",
-    "Captured",
-    "Delta",
-    "Engine",
-    "Event",
-    "Finished",
-    "Model",
-    "Request",
-    "Sampling",
-    "Statistics",
-    "UnsupportedModelError",
-    "load",
-]
+engine = Engine(load("Qwen/Qwen3-0.6B"))
+done = engine.generate([Request("a", prompt_ids, max_tokens=64)])
+"""

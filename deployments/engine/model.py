@@ -9,12 +9,17 @@ from typing import Any
 
 import torch
 from nnsight import LanguageModel
+from nnsight._c import unmount
 from nnsight.intervention.interleaver import Mediator
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from deployments.activations.points import Place, Points, first_tensor
 from deployments.engine.cache import SlotCache
 from deployments.engine.masks import DecodeMasks, candidates
+
+if unmount is not None:
+    # nnsight gives every object in the process a `.save`, which other libraries' classes trip over.
+    unmount("save")
 
 Take = Callable[[Place, torch.Tensor], None]
 PROBE_TOLERANCE = {torch.float32: 1e-3, torch.float16: 3e-2, torch.bfloat16: 1e-1}  # of the logits' norm

@@ -4,12 +4,14 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from typing import Literal, NamedTuple
+from typing import TYPE_CHECKING, Literal, NamedTuple
 
-import torch
-
-from deployments.activations.points import Point
 from deployments.activations.spec import Capture
+
+if TYPE_CHECKING:  # the HTTP face imports this module, and needs no torch
+    import torch
+
+    from deployments.activations.points import Point
 
 FinishReason = Literal["stop", "length", "cancelled", "error"]
 

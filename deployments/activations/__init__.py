@@ -1,0 +1,23 @@
+"""Capture points, and the files that captured activations are kept in.
+
+`load("file:///.../session/shard.arrow", run_id="...")["layers.8.output"]` is a torch tensor
+`[tokens, hidden]`. Nothing here imports Ray: `deployments.activations.store` does.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from deployments.activations.reader import Run, load, runs
+
+__all__ = ["Run", "load", "runs"]
+
+
+def __getattr__(name: str) -> Any:
+    """Import the reader, and torch with it, at its first use: the HTTP face needs this package's plain parts."""
+    if name not in __all__:
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    from deployments.activations import reader
+
+    return getattr(reader, name)

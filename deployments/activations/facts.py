@@ -1,0 +1,106 @@
+"""What is said of stored activations, in plain types that import neither torch nor Arrow."""
+
+from __future__ import annotations
+
+import re
+from dataclasses import dataclass, field
+from typing import Any, NamedTuple
+
+_SESSION_ID = re.compile(r"[A-Za-z0-9_-][A-Za-z0-9._-]{0,127}")
+
+
+class StoreError(Exception):
+    """Activations that could not be stored or deleted; the message says why and what to do."""
+
+
+@dataclass(frozen=True)
+class ShardFacts:
+    """What all runs of one file share.
+
+    Attributes:
+        session_id: The session whose directory holds the file.
+        model: The model's id.
+        revision: Its revision, where one was asked for.
+        architecture: The model's class in transformers.
+        versions: Library versions by name (torch, transformers, nnsight, vitrine).
+        modules: Point name to the model's own module path with `.input` or `.output`.
+    """
+
+    session_id: str
+    model: str
+    revision: str | None
+    architecture: str
+    versions: dict[str, str]
+    modules: dict[str, str]
+
+
+@dataclass(frozen=True)
+class RunFacts:
+    """What one run is.
+
+    Attributes:
+        run_id: Unique within the session.
+        session_id: The session that the run belongs to.
+        model: The model's id.
+        created: Unix seconds.
+        prompt_tokens: Tokens of the prompt.
+        tokens: Tokens of prompt and generation together.
+        sample_id: The user's name for the sample.
+        tags: The user's strings by name.
+        sampling: The request's sampling fields, as JSON values.
+        finish_reason: Why generation ended.
+        request_id: The request that made the run.
+        messages_hash: Hash of the request's messages.
+    """
+
+    run_id: str
+    session_id: str
+    model: str
+    created: float
+    prompt_tokens: int
+    tokens: int
+    sample_id: str | None = None
+    tags: dict[str, str] = field(default_factory=dict)
+    sampling: dict[str, Any] = field(default_factory=dict)
+    finish_reason: str | None = None
+    request_id: str | None = None
+    messages_hash: str | None = None
+
+
+class PointType(NamedTuple):
+    """Shape of one token's value at a point, and its torch dtype's name."""
+
+    shape: tuple[int, ...]
+    dtype: str
+
+
+class StoredPoint(NamedTuple):
+    """Where one point of a run lies: rows `first_row` to `first_row + shape[0]` of the file `uri`."""
+
+    uri: str
+    first_row: int
+    shape: tuple[int, ...]
+    dtype: str
+
+
+class StoredRun(NamedTuple):
+    """A run that is on disk; `bytes` is what it takes in its file."""
+
+    run_id: str
+    session_id: str
+    points: dict[str, StoredPoint]
+    bytes: int
+
+
+def check_session_id(value: str) -> str:
+    """Return `value` if it may name a session.
+
+    Raises:
+        ValueError: If it may not; the message names `session_id`.
+    """
+    if not _SESSION_ID.fullmatch(value):
+        raise ValueError(
+            f"session_id {value[:140]!r} must be 1 to 128 letters, digits, '.', '_' or '-', "
+            "and must not begin with '.'"
+        )
+    return value

@@ -1,0 +1,186 @@
+"""Read stored activations back as torch tensors, from files that are sealed, still open or cut short."""
+
+from __future__ import annotations
+
+import mmap
+import os
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from itertools import islice
+from pathlib import Path
+from typing import NamedTuple
+from urllib.parse import unquote, urlsplit
+
+import pyarrow as pa
+import torch
+from torch.utils.dlpack import from_dlpack
+
+from deployments.activations.facts import RunFacts, ShardFacts
+from deployments.activations.schema import batch_facts, point_types, shard_facts, to_tensor
+
+# An Arrow IPC file is this, padded to 8 bytes, a stream, and a footer once it is sealed.
+_MAGIC = b"ARROW1\0\0"
+
+
+@dataclass(frozen=True, eq=False, repr=False)
+class Run(Mapping[str, torch.Tensor]):
+    """One stored run: point name to tensor `[rows, ...features]`, one row per captured token.
+
+    Tensors lie over a private map of the file where the run is one batch: writing to them is allowed
+    and never reaches the file.
+
+    Attributes:
+        facts: What the run is.
+        shard: What it shares with the other runs of its file.
+        positions: Each row's index in prompt + generated, int32 `[rows]`.
+        token_ids: Each row's token, int32 `[rows]`.
+        phases: Each row's phase, `"prompt"` or `"generated"`.
+    """
+
+    facts: RunFacts
+    shard: ShardFacts
+    positions: torch.Tensor
+    token_ids: torch.Tensor
+    phases: list[str]
+    tensors: dict[str, torch.Tensor]
+
+    def __getitem__(self, point: str) -> torch.Tensor:
+        return self.tensors[point]
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self.tensors)
+
+    def __len__(self) -> int:
+        return len(self.tensors)
+
+    def __repr__(self) -> str:
+        return f"Run({self.facts.run_id!r}, rows={len(self.positions)}, points={list(self.tensors)})"
+
+
+class WholeRun(NamedTuple):
+    """A run all of whose batches are in a file: its first row there, its size, the batches in order.
+
+    The size of the first run takes in the file's schema.
+    """
+
+    facts: RunFacts
+    first_row: int
+    bytes: int
+    batches: list[pa.RecordBatch]
+
+
+def load(
+    source: str | os.PathLike[str], run_id: str | None = None, points: Sequence[str] | None = None
+) -> Run:
+    """Load one run.
+
+    Args:
+        source: A `file://` URI or path of one file, or of a session's directory.
+        run_id: The run; may be left out where the source holds only one.
+        points: The points to load, in this order; all of them where left out.
+
+    Raises:
+        ValueError: If no one run is meant, or it has no such point; the message lists what there is.
+        FileNotFoundError: If the source does not exist.
+    """
+    path = _path(source)
+    matching = (run for run in _runs_in(path) if run_id in (None, run.facts.run_id))
+    found = next(matching, None)
+    if found is None or (run_id is None and next(matching, None)):
+        some = ", ".join(islice((run.facts.run_id for run in _runs_in(path)), 5))
+        wanted = "one run" if run_id is None else f"run {run_id!r}"
+        raise ValueError(
+            f"{path} does not hold {wanted}; it holds {some or 'no whole run'}: name one as run_id"
+        )
+    schema = found.batches[0].schema
+    types = point_types(schema)
+    if unknown := [name for name in points or () if name not in types]:
+        raise ValueError(f"Run {found.facts.run_id!r} has no {', '.join(unknown)}; it has {', '.join(types)}")
+    names = types if points is None else points
+    return Run(
+        facts=found.facts,
+        shard=shard_facts(schema),
+        positions=_join([from_dlpack(batch["position"]) for batch in found.batches]),
+        token_ids=_join([from_dlpack(batch["token_id"]) for batch in found.batches]),
+        phases=[phase for batch in found.batches for phase in batch["phase"].to_pylist()],
+        tensors={
+            name: _join([to_tensor(batch[name], types[name].dtype) for batch in found.batches])
+            for name in names
+        },
+    )
+
+
+def runs(source: str | os.PathLike[str]) -> list[RunFacts]:
+    """The whole runs of a file or directory (as for `load`), in the order in which they were written.
+
+    Raises:
+        FileNotFoundError: If the source does not exist.
+    """
+    return [run.facts for run in _runs_in(_path(source))]
+
+
+def whole_runs(path: Path) -> Iterator[WholeRun]:
+    """The whole runs of one file; no tensor is read. A torn tail, or a run short of batches, is left out."""
+    if (stream := _map(path)) is None:
+        return
+    rows = start = 0
+    first_row, batches = 0, list[pa.RecordBatch]()
+    try:
+        reader = pa.ipc.open_stream(stream)
+        while True:
+            batch, metadata = reader.read_next_batch_with_custom_metadata()
+            facts = batch_facts(metadata)
+            if facts.part == 0:
+                first_row, batches = rows, []
+            batches.append(batch)
+            rows += batch.num_rows
+            if facts.part == facts.parts - 1 == len(batches) - 1:
+                yield WholeRun(facts.run, first_row, stream.tell() - start, batches)
+                start = stream.tell()
+    except StopIteration:
+        return
+    except (pa.ArrowException, ValueError, OSError):
+        return  # a message that the end of the file cuts off, or none of ours: nothing behind it counts
+
+
+def is_sealed(path: Path) -> bool:
+    """Whether the file has its footer."""
+    try:
+        pa.ipc.open_file(pa.memory_map(str(path)))
+    except (pa.ArrowInvalid, OSError):
+        return False
+    return True
+
+
+def _path(source: str | os.PathLike[str]) -> Path:
+    text = os.fspath(source)
+    if "://" not in text:
+        return Path(text)
+    url = urlsplit(text)
+    if url.scheme != "file" or url.netloc not in ("", "localhost"):
+        raise ValueError(f"{text!r} is not a file:// URI of this machine")
+    return Path(unquote(url.path))
+
+
+def _runs_in(path: Path) -> Iterator[WholeRun]:
+    files = sorted(path.glob("*.arrow")) if path.is_dir() else [path]
+    for file in files:
+        yield from whole_runs(file)
+
+
+def _map(path: Path) -> pa.BufferReader | None:
+    """The file's Arrow stream, mapped; None where the file is too short to have one.
+
+    The map is private and copies on write: torch cannot keep a caller from writing to a tensor, and
+    on a read-only map that would end the process.
+    """
+    with path.open("rb") as file:
+        if file.read(len(_MAGIC)) != _MAGIC:
+            return None
+        stream = pa.BufferReader(pa.py_buffer(mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_COPY)))
+    stream.seek(len(_MAGIC))
+    return stream
+
+
+def _join(parts: list[torch.Tensor]) -> torch.Tensor:
+    return parts[0] if len(parts) == 1 else torch.cat(parts)

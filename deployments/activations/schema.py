@@ -1,0 +1,164 @@
+"""What a stored activation file says: its columns, its metadata, and the facts that both carry.
+
+One row per captured token: `run_id`, `sample_id`, `position`, `phase`, `token_id`, then one
+`fixed_shape_tensor` column per point, named by the point. The schema's metadata holds, under
+`vitrine`, what all runs of the file share; each record batch's own metadata holds, under `run`, what
+its run is, and under `batch` and `batches` which of the run's batches it is and how many there are, so
+that a run that a crash cut short can be told from a whole one.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, fields
+from typing import Any, NamedTuple
+
+import numpy as np
+import pyarrow as pa
+import torch
+from torch.utils.dlpack import from_dlpack
+
+from deployments.activations.facts import PointType, RunFacts, ShardFacts
+
+FORMAT = 1
+PHASES = ("prompt", "generated")
+
+_METADATA_KEY = b"vitrine"
+_FIXED_COLUMNS = ("run_id", "sample_id", "position", "phase", "token_id")
+_DTYPES = {
+    str(dtype).removeprefix("torch."): dtype
+    for dtype in (torch.float16, torch.bfloat16, torch.float32, torch.float64, torch.int32, torch.int64)
+}
+
+
+class BatchFacts(NamedTuple):
+    """What a record batch's own metadata says: its run, and that it is number `part` of `parts`."""
+
+    run: RunFacts
+    part: int
+    parts: int
+
+
+def to_batch(
+    shard: ShardFacts,
+    *,
+    run_id: str,
+    sample_id: str | None,
+    positions: Sequence[int],
+    token_ids: Sequence[int],
+    prompt_tokens: int,
+    points: Mapping[str, torch.Tensor],
+) -> pa.RecordBatch:
+    """Lay captured rows out as one record batch, without copying contiguous tensors.
+
+    Args:
+        shard: What the batch shares with the file it will be written to.
+        run_id: The run that the rows belong to.
+        sample_id: The user's name for the sample.
+        positions: Each row's index in prompt + generated, `[rows]`.
+        token_ids: Each row's token, `[rows]`.
+        prompt_tokens: Rows at this position and after count as generated.
+        points: Point name to CPU tensor `[rows, ...features]`; bfloat16 is kept as its bits.
+
+    Raises:
+        ValueError: If there are no rows, lengths differ, or a name, shape, device or dtype is unfit.
+    """
+    rows = len(positions)
+    if not rows or len(token_ids) != rows:
+        raise ValueError(f"{rows} positions and {len(token_ids)} token ids: need as many, and at least one")
+    columns = {name: _tensor_column(name, tensor, rows) for name, tensor in points.items()}
+    index = np.asarray(positions, dtype=np.int32)
+    fixed = (
+        pa.repeat(pa.scalar(run_id, pa.string()), rows),
+        pa.repeat(pa.scalar(sample_id, pa.string()), rows),
+        pa.array(index),
+        pa.DictionaryArray.from_arrays((index >= prompt_tokens).astype(np.int8), PHASES),
+        pa.array(np.asarray(token_ids, dtype=np.int32)),
+    )
+    dtypes = {name: _dtype_name(tensor) for name, tensor in points.items()}
+    facts = json.dumps({"format": FORMAT, **asdict(shard), "dtypes": dtypes}, sort_keys=True)
+    batch = pa.record_batch([*fixed, *columns.values()], names=[*_FIXED_COLUMNS, *columns])
+    return batch.replace_schema_metadata({_METADATA_KEY: facts})
+
+
+def _dtype_name(tensor: torch.Tensor) -> str:
+    return str(tensor.dtype).removeprefix("torch.")
+
+
+def _tensor_column(name: str, tensor: torch.Tensor, rows: int) -> pa.FixedShapeTensorArray:
+    """`[rows, ...features]` as a column of `rows` tensors over the same memory."""
+    if name in _FIXED_COLUMNS:
+        raise ValueError(f"A point cannot be named {name!r}: the files have a column of that name")
+    if tensor.ndim < 2 or tensor.shape[0] != rows or 0 in tensor.shape:
+        raise ValueError(f"{name}: shape {tuple(tensor.shape)} is not [{rows}, ...features]")
+    if tensor.device.type != "cpu" or _dtype_name(tensor) not in _DTYPES:
+        raise ValueError(f"{name}: {tensor.dtype} on {tensor.device} cannot be stored as it is")
+    # Arrow has no bfloat16: its bits go as uint16.
+    bits = tensor.view(torch.uint16) if tensor.dtype == torch.bfloat16 else tensor
+    # One buffer over the tensor's own memory; `pa.array` would be free to copy.
+    values = bits.detach().contiguous().numpy().reshape(-1)
+    flat = pa.Array.from_buffers(pa.from_numpy_dtype(values.dtype), values.size, [None, pa.py_buffer(values)])
+    kind = pa.fixed_shape_tensor(flat.type, tensor.shape[1:])
+    return pa.ExtensionArray.from_storage(kind, pa.FixedSizeListArray.from_arrays(flat, values.size // rows))
+
+
+def to_tensor(column: pa.FixedShapeTensorArray, dtype: str) -> torch.Tensor:
+    """The inverse of a point's column: `[rows, ...features]` of the true dtype, over the same memory."""
+    # DLPack carries no read-only flag, so torch does not warn of one as it does over numpy.
+    flat = from_dlpack(column.storage.flatten())
+    return flat.view(_DTYPES[dtype]).reshape(len(column), *column.type.shape)
+
+
+def shard_facts(schema: pa.Schema) -> ShardFacts:
+    """What the runs of a file with this schema share.
+
+    Raises:
+        ValueError: If the schema is not one that `to_batch` made.
+    """
+    facts = _metadata(schema)
+    return ShardFacts(**{item.name: facts[item.name] for item in fields(ShardFacts)})
+
+
+def point_types(schema: pa.Schema) -> dict[str, PointType]:
+    """Each point's feature shape and dtype.
+
+    Raises:
+        ValueError: If the schema is not one that `to_batch` made.
+    """
+    dtypes = _metadata(schema)["dtypes"]
+    names = (name for name in schema.names if name not in _FIXED_COLUMNS)
+    return {name: PointType(tuple(schema.field(name).type.shape), dtypes[name]) for name in names}
+
+
+def _metadata(schema: pa.Schema) -> dict[str, Any]:
+    metadata = schema.metadata or {}
+    if _METADATA_KEY not in metadata:
+        raise ValueError("Not a Vitrine activation schema: its metadata has no 'vitrine'")
+    facts: dict[str, Any] = json.loads(metadata[_METADATA_KEY])
+    return facts
+
+
+def batch_metadata(run: RunFacts, parts: int) -> list[dict[str, str]]:
+    """The metadata of each of a run's `parts` batches, in order.
+
+    Raises:
+        TypeError: If the run's facts hold what JSON cannot.
+    """
+    facts = json.dumps(asdict(run))
+    return [{"run": facts, "batch": str(part), "batches": str(parts)} for part in range(parts)]
+
+
+def batch_facts(metadata: Mapping[bytes, bytes] | None) -> BatchFacts:
+    """The inverse of `batch_metadata`; facts that a later version added are left out.
+
+    Raises:
+        ValueError: If the metadata is not of that making.
+    """
+    known = {item.name for item in fields(RunFacts)}
+    try:
+        metadata = metadata or {}
+        run = {name: value for name, value in json.loads(metadata[b"run"]).items() if name in known}
+        return BatchFacts(RunFacts(**run), int(metadata[b"batch"]), int(metadata[b"batches"]))
+    except (KeyError, TypeError, AttributeError) as error:
+        raise ValueError("Not a Vitrine activation batch: its metadata names no run") from error

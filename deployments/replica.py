@@ -1,0 +1,285 @@
+"""One model's replica: asyncio in front of the engine's thread."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import logging
+import os
+import threading
+import time
+from collections.abc import AsyncIterator
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import asdict, dataclass, field
+from typing import TYPE_CHECKING, Any
+
+from ray import serve
+from ray.serve.handle import DeploymentHandle
+
+from deployments.demo_model import WEIGHTS
+from deployments.engine.request import Delta, Event, Finished, Request
+from deployments.errors import RequestError
+from deployments.messages import End, Job, Message, Piece, Refusal
+from deployments.options import DEMO, Options
+
+if TYPE_CHECKING:
+    from deployments.chat import ToolReader
+
+logger = logging.getLogger("ray.serve")
+
+
+@dataclass
+class Choice:
+    """One sequence of a job on its way."""
+
+    request: Request
+    reader: ToolReader | None
+
+
+@dataclass
+class Ticket:
+    """A job on its way: its choices by engine request id, and what it has to say next."""
+
+    job: Job
+    choices: dict[str, Choice]
+    messages: asyncio.Queue[Message] = field(default_factory=asyncio.Queue)
+    open: int = 0  # choices that have not said End
+    tasks: set[asyncio.Task[None]] = field(default_factory=set)
+
+
+@serve.deployment(max_ongoing_requests=100_000, graceful_shutdown_timeout_s=60, health_check_period_s=5)
+class ModelReplica:
+    """Holds one copy of a model and one engine.
+
+    Admission is its own: Serve's limits stand above `max_running + max_queued`.
+    """
+
+    def __init__(self, options: Options, store: DeploymentHandle) -> None:
+        """Load the model and start the engine's thread.
+
+        Args:
+            options: The operator's.
+            store: The activation store.
+        """
+        # Serve's controller and proxies import this module too, and need no torch.
+        import torch
+
+        from deployments.chat import ChatFormat
+        from deployments.engine.engine import Engine
+        from deployments.engine.model import load
+        from deployments.runs import Runs
+
+        # Ray sets OMP_NUM_THREADS to the actor's CPUs, a fraction here, hence one thread.
+        torch.set_num_threads(options.threads or max(1, (os.cpu_count() or 1) // options.num_replicas))
+        self._options = options
+        self._model = load(
+            str(WEIGHTS) if options.model == DEMO else options.model,
+            revision=options.revision,
+            dtype=options.dtype,
+            device=options.device,
+            device_map=options.device_map,
+            trust_remote_code=options.trust_remote_code,
+            context=options.max_seq_len,
+        )
+        self._engine = Engine(
+            self._model,
+            max_running=options.max_running,
+            prefill_tokens=options.prefill_tokens,
+            kv_bytes=options.kv_bytes,
+        )
+        self._pool = ThreadPoolExecutor(max_workers=4, thread_name_prefix="replica")
+        self._runs = Runs(options, self._model, store, self._pool)
+        self._chat = ChatFormat(self._model.tokenizer, self._model.hf)
+        self._created = int(time.time())
+        self._tickets: dict[str, Ticket] = {}  # engine request id -> its job
+        self._loop: asyncio.AbstractEventLoop | None = None
+        self._thread = threading.Thread(target=self._run_engine, name="engine", daemon=True)
+        self._thread.start()
+
+    # ---- what the ingress and Serve call
+
+    async def stream(self, job: Job) -> AsyncIterator[list[Message]]:
+        """Run a job; each item holds all messages that gathered since the last."""
+        try:
+            ticket = await self._admit(job)
+        except RequestError as refused:
+            yield [Refusal(refused.message, refused.field, refused.code, refused.status)]
+            return
+        deadline = asyncio.get_running_loop().time() + self._options.request_timeout_s
+        try:
+            while ticket.open:
+                gathered = await _gather(ticket.messages, deadline)
+                ticket.open -= sum(isinstance(message, End) for message in gathered)
+                yield gathered
+                if any(isinstance(message, Refusal) for message in gathered):
+                    return
+        except TimeoutError:
+            limit = self._options.request_timeout_s
+            yield [Refusal(f"not done after the server's limit of {limit:g} s", None, "timeout", 504)]
+        finally:
+            self._drop(ticket)
+
+    async def complete(self, job: Job) -> list[Message]:
+        """Run a job and give all its messages at once."""
+        async with contextlib.aclosing(self.stream(job)) as stream:
+            return [message async for gathered in stream for message in gathered]
+
+    async def describe(self) -> dict[str, Any]:
+        """The model as `/v1/models` shows it."""
+        return {"created": self._created, "max_model_len": self._model.context}
+
+    async def statistics(self) -> dict[str, Any]:
+        """What the engine is doing now."""
+        return asdict(self._engine.statistics)
+
+    def check_health(self) -> None:
+        """Raise RuntimeError where the engine's thread has ended or one step takes too long."""
+        if not self._thread.is_alive():
+            raise RuntimeError("the engine's thread has ended; its error is in this replica's log")
+        busy = self._engine.statistics.running or self._engine.statistics.waiting
+        since = time.monotonic() - self._engine.beat
+        if busy and since > self._options.stuck_after_s:
+            raise RuntimeError(f"the engine has been in one step for {since:.0f} s")
+
+    def __del__(self) -> None:
+        # Serve calls this when the replica's requests are done.
+        if hasattr(self, "_thread"):
+            self._engine.stop()
+            self._thread.join(timeout=10)
+            self._pool.shutdown(wait=False)
+
+    # ---- the engine's side
+
+    def _run_engine(self) -> None:
+        try:
+            self._engine.run(self._emit)
+        except BaseException:
+            logger.exception("the engine has ended")
+            raise
+
+    def _emit(self, events: list[Event]) -> None:
+        """Hand a step's events to the event loop; called on the engine's thread."""
+        if self._loop is not None:
+            self._loop.call_soon_threadsafe(self._deliver, events)
+
+    def _deliver(self, events: list[Event]) -> None:
+        for event in events:
+            ticket = self._tickets.get(event.id)
+            if ticket is None:
+                continue  # its client has gone
+            choice = ticket.choices[event.id]
+            if isinstance(event, Delta):
+                self._put_text(ticket, choice, choice.reader.add(event.text) if choice.reader else None, event.text)
+            else:
+                task = asyncio.ensure_future(self._end(ticket, choice, event))
+                ticket.tasks.add(task)
+                task.add_done_callback(ticket.tasks.discard)
+
+    # ---- a job's way in
+
+    async def _admit(self, job: Job) -> Ticket:
+        """Render, tokenize, check and queue a job.
+
+        Raises:
+            RequestError: It cannot be served as it is.
+        """
+        self._loop = asyncio.get_running_loop()
+        prompts, texts = await self._loop.run_in_executor(self._pool, self._prompts, job)
+        room = self._options.max_running + self._options.max_queued
+        if len(self._tickets) + len(prompts) * job.n > room:
+            raise RequestError(f"all {room} places of this replica are taken", None, "server_busy", 429)
+        points = self._model.points.resolve(job.capture) if job.capture else ()
+        choices: dict[str, Choice] = {}
+        for index in range(len(prompts) * job.n):
+            prompt = prompts[index // job.n]
+            request = self._request(job, index, prompt, points)
+            self._engine.check(request)
+            self._runs.check(request)
+            reader = self._chat.reader(texts[index // job.n], job.tools) if job.tools else None
+            choices[request.id] = Choice(request, reader)
+        ticket = Ticket(job, choices, open=len(choices))
+        self._tickets.update(dict.fromkeys(choices, ticket))
+        for choice in choices.values():
+            self._engine.submit(choice.request)
+        return ticket
+
+    def _prompts(self, job: Job) -> tuple[list[list[int]], list[str]]:
+        """Each prompt's token ids, and its text where it is a chat's."""
+        if job.messages is not None:
+            text = self._chat.render(job.messages, job.tools)
+            return [self._chat.tokenize(text)], [text]
+        tokenizer = self._model.tokenizer
+        ids = [tokenizer(prompt)["input_ids"] if isinstance(prompt, str) else prompt for prompt in job.prompts]
+        vocabulary = self._model.hf.get_input_embeddings().num_embeddings
+        for prompt in ids:
+            if any(not 0 <= token < vocabulary for token in prompt):
+                raise RequestError(f"token ids go from 0 to {vocabulary - 1}", "prompt")
+        return ids, [""] * len(ids)
+
+    def _request(self, job: Job, index: int, prompt: list[int], points: Any) -> Request:
+        max_tokens = job.max_tokens
+        if max_tokens is None:
+            max_tokens = max(1, self._model.context - len(prompt))
+        if job.capture and job.capture.mode == "trace":
+            max_tokens = 0
+        sampling = job.sampling
+        if sampling.seed is not None and index % job.n:
+            sampling = type(sampling)(**{**asdict(sampling), "seed": sampling.seed + index % job.n})
+        return Request(
+            id=f"{job.id}-{index}",
+            prompt=prompt,
+            max_tokens=max_tokens,
+            sampling=sampling,
+            stop=job.stop,
+            ignore_eos=job.ignore_eos,
+            capture=job.capture,
+            points=points,
+        )
+
+    # ---- a job's way out
+
+    def _put_text(self, ticket: Ticket, choice: Choice, written: Any, text: str) -> None:
+        index = list(ticket.choices).index(choice.request.id)
+        if written is None:
+            piece = Piece(index, text)
+        else:
+            piece = Piece(index, written.content, written.tool_calls)
+        if piece.text or piece.tool_calls:
+            ticket.messages.put_nowait(piece)
+
+    async def _end(self, ticket: Ticket, choice: Choice, event: Finished) -> None:
+        """Say a choice's last words, once its activations are durable."""
+        if event.reason == "error":
+            ticket.messages.put_nowait(Refusal(event.error or "", None, "engine_error", 500))
+            return
+        reason: str = event.reason
+        if choice.reader:
+            self._put_text(ticket, choice, choice.reader.close(), "")
+            reason = "tool_calls" if choice.reader.called and reason == "stop" else reason
+        run = await self._runs.report(ticket.job, choice.request, event) if ticket.job.capture else None
+        if run and run.status == "failed" and ticket.job.capture and ticket.job.capture.required:
+            message = f"the activations could not be stored: {run.reason}"
+            ticket.messages.put_nowait(Refusal(message, "capture", "capture_failed", 500))
+            return
+        index = list(ticket.choices).index(event.id)
+        ticket.messages.put_nowait(End(index, reason, len(event.prompt), len(event.tokens), run))
+
+    def _drop(self, ticket: Ticket) -> None:
+        """Forget a job; what still runs of it is cancelled and frees its slot."""
+        for request_id in ticket.choices:
+            self._tickets.pop(request_id, None)
+            if ticket.open:
+                self._engine.cancel(request_id)
+
+
+async def _gather(messages: asyncio.Queue[Message], deadline: float) -> list[Message]:
+    """The next message, and all that are there already.
+
+    Raises:
+        TimeoutError: None came before the loop's clock said `deadline`.
+    """
+    async with asyncio.timeout_at(deadline):
+        gathered = [await messages.get()]
+    while not messages.empty():
+        gathered.append(messages.get_nowait())
+    return gathered

@@ -1,0 +1,118 @@
+"""The actors behind the ingress: which models are served, and how to ask them and the store."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncIterator, Iterator
+from contextlib import contextmanager
+from typing import Any
+
+from ray import serve
+from ray.exceptions import RayError
+from ray.serve.exceptions import RayServeException
+from ray.serve.handle import DeploymentHandle
+
+from deployments.messages import Job, Message
+from serve_app.errors import ApiError, render
+
+
+class Backend:
+    """Handles to the model's replicas and to the activation store."""
+
+    def __init__(self, name: str, model: DeploymentHandle, store: DeploymentHandle) -> None:
+        self._name = name
+        self._model = model
+        self._store = store
+
+    async def models(self) -> list[dict[str, Any]]:
+        """Every model as OpenAI lists it."""
+        with answering():
+            described = await self._model.describe.remote()
+        return [{"id": self._name, "object": "model", "owned_by": "vitrine"} | described]
+
+    async def model(self, model_id: str) -> dict[str, Any]:
+        """One model.
+
+        Raises:
+            ApiError: 404, with the ids that there are.
+        """
+        self.check_model(model_id)
+        return (await self.models())[0]
+
+    def check_model(self, model_id: str) -> None:
+        """Refuse a model that is not served.
+
+        Raises:
+            ApiError: 404, with the ids that there are.
+        """
+        if model_id != self._name:
+            message = f"the model {model_id!r} is not served here; {self._name!r} is"
+            raise ApiError(404, message, "model", "model_not_found")
+
+    async def complete(self, job: Job) -> list[Message]:
+        """Run a job to its end."""
+        with answering():
+            messages: list[Message] = await self._model.complete.remote(job)
+        return messages
+
+    async def stream(self, job: Job) -> AsyncIterator[list[Message]]:
+        """Run a job and pass on what gathers; when the caller stops listening, the job is cancelled."""
+        with answering():
+            async for gathered in self._model.options(stream=True).stream.remote(job):
+                yield gathered
+
+    async def sessions(self, limit: int, after: str | None) -> list[dict[str, Any]]:
+        """Sessions of stored activations, in the order of their ids."""
+        with answering():
+            return await self._store.sessions.remote(limit, after)  # type: ignore[no-any-return]
+
+    async def session(self, session_id: str) -> dict[str, Any]:
+        """One session with its runs and files.
+
+        Raises:
+            ApiError: 404.
+        """
+        with answering():
+            found: dict[str, Any] | None = await self._store.session.remote(session_id)
+        if found is None:
+            raise _no_session(session_id)
+        return found
+
+    async def delete_session(self, session_id: str) -> None:
+        """Delete a session; its files are gone when it returns.
+
+        Raises:
+            ApiError: 404.
+        """
+        with answering():
+            if not await self._store.delete.remote(session_id):
+                raise _no_session(session_id)
+
+    async def health(self) -> tuple[bool, dict[str, Any]]:
+        """Whether every model has a replica that can serve, and what `/health` says."""
+        status = await asyncio.to_thread(serve.status)  # asks Serve's controller, and blocks
+        app = status.applications[serve.get_replica_context().app_name]
+        states = app.deployments[self._model.deployment_name].replica_states
+        running = states.get("RUNNING", 0)
+        body = {
+            "status": "ok" if running else "unavailable",
+            "loaded_models": [self._name] if running else [],
+            "replicas": {self._name: {str(state): count for state, count in states.items()}},
+        }
+        return bool(running), body
+
+
+@contextmanager
+def answering() -> Iterator[None]:
+    """Turn what Ray says of an actor that cannot answer into the API's own error.
+
+    Serve would render its own exceptions as plain text.
+    """
+    try:
+        yield
+    except (RayError, RayServeException) as error:
+        raise render(error, serve.get_replica_context().replica_tag) from error
+
+
+def _no_session(session_id: str) -> ApiError:
+    return ApiError(404, f"there is no session {session_id!r}", "session_id", "session_not_found")

@@ -1,0 +1,112 @@
+"""Every failure as OpenAI's error body; the one place that renders errors.
+
+ApiError                      what a route raises: status, message, field
+RequestValidationError        pydantic's, a body that does not fit its schema -> 400, `param` names the field
+RequestError, ValueError      the deployments' -> as they say, or 400
+HTTPException                 starlette's: unknown route, wrong method
+RayError, RayServeException   no replica can answer -> 503 with Retry-After (caught in `backend.py`)
+anything else                 500 with the request's id; the traceback goes to the log
+"""
+
+from __future__ import annotations
+
+import logging
+from typing import Any
+
+from fastapi import FastAPI, Request
+from fastapi.exceptions import RequestValidationError
+from fastapi.responses import JSONResponse
+from ray.exceptions import RayError
+from ray.serve.exceptions import RayServeException
+from starlette.exceptions import HTTPException
+
+from deployments.errors import RequestError
+from deployments.messages import Refusal
+
+logger = logging.getLogger("ray.serve")
+
+RETRY_AFTER_S = 1
+TYPES = {
+    400: "invalid_request_error",
+    401: "authentication_error",
+    403: "permission_error",
+    404: "not_found_error",
+    405: "invalid_request_error",
+    413: "invalid_request_error",
+    429: "rate_limit_error",
+}
+
+
+class ApiError(Exception):
+    """A failure with its HTTP status."""
+
+    def __init__(self, status: int, message: str, param: str | None = None, code: str | None = None) -> None:
+        super().__init__(message)
+        self.status = status
+        self.message = message
+        self.param = param
+        self.code = code
+
+    @classmethod
+    def of(cls, refusal: Refusal) -> ApiError:
+        """A replica's refusal."""
+        return cls(refusal.status, refusal.message, refusal.field, refusal.code)
+
+    @property
+    def body(self) -> dict[str, Any]:
+        """OpenAI's error body."""
+        kind = TYPES.get(self.status, "server_error")
+        error = {"message": self.message, "type": kind, "param": self.param, "code": self.code}
+        return {"error": error}
+
+
+def render(error: Exception, request_id: str) -> ApiError:
+    """Any exception as what the client is told."""
+    if isinstance(error, ApiError):
+        return error
+    if isinstance(error, RequestError):
+        return ApiError(error.status, error.message, error.field, error.code)
+    if isinstance(error, RequestValidationError):
+        return _of_validation(error)
+    if isinstance(error, HTTPException):
+        return ApiError(error.status_code, str(error.detail), code="not_found" if error.status_code == 404 else None)
+    if isinstance(error, (RayError, RayServeException)):
+        logger.warning("request %s: no replica answered", request_id, exc_info=error)
+        return ApiError(503, f"no replica can answer now ({type(error).__name__}); try again", code="unavailable")
+    logger.error("request %s failed", request_id, exc_info=error)
+    return ApiError(500, f"the server failed on request {request_id}; its log says why", code="internal_error")
+
+
+def install(api: FastAPI) -> None:
+    """Make an application answer every failure with OpenAI's body."""
+
+    async def respond(request: Request, error: Exception) -> JSONResponse:
+        rendered = render(error, getattr(request.state, "request_id", "unknown"))
+        headers = {"Retry-After": str(RETRY_AFTER_S)} if rendered.status in (429, 503) else None
+        return JSONResponse(rendered.body, rendered.status, headers)
+
+    for kind in (ApiError, RequestError, RequestValidationError, HTTPException, Exception):
+        api.add_exception_handler(kind, respond)
+
+
+def _of_validation(error: RequestValidationError) -> ApiError:
+    """The first thing that does not fit, by the path of its field."""
+    first = error.errors()[0]
+    if first["type"] == "json_invalid":
+        return ApiError(400, f"the body is no valid JSON: {first['ctx']['error']}", code="invalid_json")
+    path = _path(first["loc"])
+    if first["type"] == "extra_forbidden":
+        return ApiError(400, f"unknown field {path!r}", path, "unknown_field")
+    message = first["msg"].removeprefix("Value error, ")
+    return ApiError(400, f"{path}: {message}" if path else message, path, "invalid_value")
+
+
+def _path(location: tuple[int | str, ...]) -> str | None:
+    """`("body", "messages", 0, "role")` as `messages[0].role`; a union's branch names are left out."""
+    path = ""
+    for part in location[1:]:
+        if isinstance(part, int):
+            path += f"[{part}]"
+        elif part.isidentifier() and part not in ("str", "int", "float", "bool", "list", "dict", "function"):
+            path += f".{part}" if path else part
+    return path or None

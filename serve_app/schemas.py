@@ -1,0 +1,175 @@
+"""The wire: what OpenAI's routes take, with this project's fields. Answers are plain dicts (`answers.py`)."""
+
+from __future__ import annotations
+
+from typing import Annotated, Any, Literal
+
+from pydantic import BaseModel, ConfigDict, Field, field_validator, model_validator
+
+from deployments.activations.facts import check_session_id
+from deployments.activations.spec import Capture
+
+Stop = Annotated[str, Field(min_length=1, max_length=1024)]
+TokenIds = Annotated[list[int], Field(min_length=1)]
+
+
+class Wire(BaseModel):
+    """A JSON object whose every field is known: an ignored `captrue` would cost a user their data."""
+
+    model_config = ConfigDict(extra="forbid", strict=True)
+
+
+class TextPart(Wire):
+    """A part of a message's content."""
+
+    type: Literal["text"]
+    text: str
+
+
+class FunctionCall(Wire):
+    """What a tool call calls; `arguments` is JSON text."""
+
+    name: str
+    arguments: str
+
+
+class ToolCall(Wire):
+    """A call that the model made earlier in the chat."""
+
+    id: str
+    type: Literal["function"] = "function"
+    function: FunctionCall
+
+
+class ChatMessage(Wire):
+    """One message of a chat.
+
+    The fields after `tool_call_id` say nothing to the model: clients send back the assistant's messages as
+    they got them.
+    """
+
+    role: Literal["system", "developer", "user", "assistant", "tool"]
+    content: str | list[TextPart] | None = None
+    name: str | None = None
+    tool_calls: list[ToolCall] | None = None
+    tool_call_id: str | None = None
+    refusal: str | None = None
+    annotations: list[Any] | None = None
+    audio: None = None
+    function_call: None = None
+    run_id: str | None = None
+    session_id: str | None = None
+    activation_files: dict[str, str] | None = None
+
+    @property
+    def spoken(self) -> dict[str, Any]:
+        """What the chat template sees."""
+        told = {"role", "content", "name", "tool_calls", "tool_call_id"}
+        return self.model_dump(include=told, exclude_none=True) | {"content": self.model_dump()["content"]}
+
+    @model_validator(mode="after")
+    def _has_content(self) -> ChatMessage:
+        if self.content is None and not (self.role == "assistant" and self.tool_calls):
+            raise ValueError("content is missing; only an assistant's message with tool_calls goes without")
+        return self
+
+
+class Function(Wire):
+    """A function the model may call, its parameters as JSON schema."""
+
+    name: str = Field(pattern=r"^[A-Za-z0-9_.-]{1,64}$")
+    description: str | None = None
+    parameters: dict[str, Any] = Field(default_factory=dict)
+    strict: bool | None = None
+
+
+class Tool(Wire):
+    """A tool the model may call."""
+
+    type: Literal["function"]
+    function: Function
+
+
+class StreamOptions(Wire):
+    """What a stream holds besides its choices."""
+
+    include_usage: bool = False
+
+
+class Generation(Wire):
+    """What chat and completions share."""
+
+    model: str = Field(min_length=1, max_length=256)
+    temperature: float | None = Field(default=None, ge=0, le=2)
+    top_p: float | None = Field(default=None, ge=0, le=1)
+    top_k: int | None = Field(default=None, ge=0)
+    seed: int | None = None
+    n: int = Field(default=1, ge=1, le=128)
+    stop: Stop | Annotated[list[Stop], Field(max_length=16)] | None = None
+    ignore_eos: bool = False
+    stream: bool = False
+    stream_options: StreamOptions | None = None
+    user: str | None = None
+    metadata: dict[str, str] | None = None
+    store_activations: bool | None = None
+    capture: Capture | None = None
+    session_id: str | None = None
+
+    @field_validator("session_id")
+    @classmethod
+    def _session_is_a_name(cls, value: str | None) -> str | None:
+        return value if value is None else check_session_id(value)
+
+    @model_validator(mode="after")
+    def _options_fit(self) -> Generation:
+        if self.stream_options and not self.stream:
+            raise ValueError("stream_options go with stream only")
+        if self.capture and self.store_activations is False:
+            raise ValueError("store_activations is false, but capture asks for activations")
+        return self
+
+    @property
+    def capturing(self) -> Capture | None:
+        """What to record; the model's default points where the request names none."""
+        return self.capture or (Capture() if self.store_activations else None)
+
+    @property
+    def stops(self) -> tuple[str, ...]:
+        """The stop strings."""
+        return (self.stop,) if isinstance(self.stop, str) else tuple(self.stop or ())
+
+
+class ChatRequest(Generation):
+    """`POST /v1/chat/completions`."""
+
+    messages: list[ChatMessage] = Field(min_length=1)
+    max_tokens: int | None = Field(default=None, ge=0)
+    max_completion_tokens: int | None = Field(default=None, ge=0)
+    tools: list[Tool] | None = None
+    tool_choice: Literal["none", "auto"] | None = None
+    parallel_tool_calls: bool | None = None
+
+    @property
+    def callable_tools(self) -> list[dict[str, Any]] | None:
+        """The tools, unless the request says that none may be called."""
+        if not self.tools or self.tool_choice == "none":
+            return None
+        return [tool.model_dump(exclude_none=True) for tool in self.tools]
+
+
+class CompletionRequest(Generation):
+    """`POST /v1/completions`."""
+
+    prompt: str | TokenIds | Annotated[list[str], Field(min_length=1, max_length=256)] | Annotated[
+        list[TokenIds], Field(min_length=1, max_length=256)
+    ]
+    max_tokens: int | None = Field(default=16, ge=0)
+
+    @property
+    def prompts(self) -> list[str | list[int]]:
+        """The prompts, one or many, each text or token ids."""
+        if isinstance(self.prompt, str):
+            return [self.prompt]
+        if isinstance(self.prompt[0], int):
+            return [self.prompt]  # type: ignore[list-item]
+        return list(self.prompt)  # type: ignore[arg-type]

@@ -1,0 +1,165 @@
+from __future__ import annotations
+
+import subprocess
+import sys
+import tempfile
+from pathlib import Path
+
+import pyarrow as pa
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+import deployments.activations
+from deployments.activations import load, runs
+from deployments.activations.catalogue import Catalogue
+from deployments.activations.reader import is_sealed
+from deployments.activations.writer import Writer
+
+REPOSITORY = Path(deployments.activations.__file__).parents[2]
+BITS = {torch.float32: torch.int32, torch.float16: torch.int16, torch.bfloat16: torch.int16}
+
+
+@st.composite
+def tensors(draw):
+    """Points of one run: any bits, NaN among them, as [rows, hidden] or [rows, heads, head_dim]."""
+    rows = draw(st.integers(1, 6))
+    shapes = st.lists(st.integers(1, 5), min_size=1, max_size=2)
+    points = {}
+    for name in draw(
+        st.sets(st.sampled_from(["layers.0.output", "lm_head.output", "norm.input"]), min_size=1)
+    ):
+        dtype, shape = draw(st.sampled_from(list(BITS))), (rows, *draw(shapes))
+        seed = torch.Generator().manual_seed(draw(st.integers(0, 2**31)))
+        info = torch.iinfo(BITS[dtype])
+        points[name] = torch.randint(info.min, info.max, shape, generator=seed, dtype=BITS[dtype]).view(dtype)
+    return points, draw(st.integers(1, rows))
+
+
+def same_bits(left, right):
+    return left.dtype == right.dtype and torch.equal(
+        left.view(BITS[left.dtype]), right.view(BITS[right.dtype])
+    )
+
+
+@settings(max_examples=40, deadline=None)
+@given(tensors(), st.booleans())
+def test_what_is_read_is_what_was_written_bit_by_bit(make, drawn, sealed):
+    points, parts = drawn
+    made = make("r", points, parts=parts, sample_id="s", tags={"k": "\u00e9"}, sampling={"top_p": 0.5})
+    with tempfile.TemporaryDirectory() as folder:
+        writer = Writer(Path(folder), Catalogue())
+        stored = writer.submit(made.facts, made.batches).result()
+        if sealed:
+            writer.close()
+        for name, point in stored.points.items():
+            run = load(point.uri, "r")
+            assert same_bits(run[name], points[name])
+            assert (point.shape, point.dtype) == (tuple(run[name].shape), str(run[name].dtype)[6:])
+            assert is_sealed(Path(point.uri.removeprefix("file://"))) == sealed
+        rows = len(run.positions)
+        assert run.facts == made.facts
+        assert (run.shard.architecture, list(run)) == ("Qwen3ForCausalLM", list(points))
+        assert run.positions.tolist() == list(range(rows))
+        assert run.token_ids.tolist() == list(range(100, 100 + rows))
+        assert run.phases == ["prompt"] * (rows - 1) + ["generated"]
+        writer.close()
+
+
+@pytest.fixture
+def shard(make, open_writer):
+    """An unsealed shard of three runs of two batches each, and what was written."""
+    writer = open_writer()
+    made = [make(f"r{number}", parts=2) for number in range(3)]
+    stored = [writer.submit(item.facts, item.batches).result() for item in made]
+    return Path(stored[0].points["layers.0.output"].uri.removeprefix("file://")), made
+
+
+def test_a_run_cut_off_by_a_crash_is_not_listed(shard, tmp_path):
+    path, made = shard
+    whole, torn = path.read_bytes(), tmp_path / "torn.arrow"
+    seen = set()
+    for length in (*range(0, len(whole), 7), len(whole)):  # odd, so that no alignment is left out
+        torn.write_bytes(whole[:length])
+        listed = runs(torn)
+        assert listed == [item.facts for item in made[: len(listed)]]
+        if listed:
+            last = load(torn, listed[-1].run_id)
+            assert torch.equal(last["layers.0.output"], made[len(listed) - 1].points["layers.0.output"])
+        seen.add(len(listed))
+    assert seen == {0, 1, 2, 3}
+
+
+def test_each_run_of_a_shared_file_is_found_by_its_id(shard):
+    path, made = shard
+    for source in (path, path.parent, path.as_uri(), str(path)):
+        for item in made:
+            assert torch.equal(
+                load(source, item.facts.run_id)["layers.0.output"], item.points["layers.0.output"]
+            )
+
+
+def test_a_plain_arrow_stream_reader_understands_an_open_shard(shard):
+    path, made = shard
+    with path.open("rb") as file:
+        file.seek(8)
+        table = pa.ipc.open_stream(file).read_all()
+    assert table["run_id"].unique().to_pylist() == [item.facts.run_id for item in made]
+
+
+def test_a_run_must_be_named_where_there_are_several(shard):
+    with pytest.raises(ValueError, match="r0, r1"):
+        load(shard[0])
+
+
+def test_an_unknown_run_is_answered_with_those_there_are(shard):
+    with pytest.raises(ValueError, match="'r9'.*r0, r1"):
+        load(shard[0], "r9")
+
+
+def test_the_only_run_needs_no_name_and_points_are_chosen_in_order(make, open_writer, tmp_path):
+    points = {name: torch.randn(2, 3) for name in "abc"}
+    made = make("r", points)
+    open_writer().submit(made.facts, made.batches).result()
+    assert list(load(tmp_path / "session", points=["c", "a"])) == ["c", "a"]
+    with pytest.raises(ValueError, match="no d; it has a, b, c"):
+        load(tmp_path / "session", points=["d"])
+
+
+def test_writing_to_a_loaded_tensor_leaves_the_file_as_it_was(make, open_writer, tmp_path):
+    made = make("r")
+    open_writer().submit(made.facts, made.batches).result()
+    load(tmp_path / "session")["layers.0.output"].zero_()
+    assert torch.equal(load(tmp_path / "session")["layers.0.output"], made.points["layers.0.output"])
+
+
+@pytest.mark.parametrize(
+    "content", [b"", b"ARROW1", b"ARROW1\0\0", b"no arrow file at all", b"ARROW1\0\0" + b"\0" * 64]
+)
+def test_a_file_that_holds_no_run_is_named(tmp_path, content):
+    path = tmp_path / "x.arrow"
+    path.write_bytes(content)
+    assert runs(path) == []
+    assert not is_sealed(path)
+    with pytest.raises(ValueError, match=r"x\.arrow.*no whole run"):
+        load(path)
+
+
+def test_an_arrow_file_of_others_holds_no_run(tmp_path):
+    table = pa.table({"a": [1, 2]})
+    with pa.ipc.new_file(str(tmp_path / "x.arrow"), table.schema) as file:
+        file.write_table(table)
+    assert runs(tmp_path) == []
+
+
+def test_sources_that_are_not_files_of_this_machine_are_refused():
+    with pytest.raises(ValueError, match="file://"):
+        load("s3://bucket/x.arrow")
+    with pytest.raises(FileNotFoundError):
+        load("file:///no/such/file.arrow")
+
+
+def test_importing_the_reader_does_not_import_ray():
+    check = "import sys, deployments.activations; sys.exit('ray' in sys.modules)"
+    subprocess.run([sys.executable, "-c", check], cwd=REPOSITORY, check=True)

@@ -1,0 +1,79 @@
+from __future__ import annotations
+
+import copy
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+
+from deployments.activations.facts import ShardFacts, StoreError, check_session_id
+from deployments.activations.schema import to_batch
+
+SHARD = ShardFacts("session", "model", "main", "Qwen3ForCausalLM", {"torch": "2"}, {"p": "model.p.output"})
+
+
+def batch(points, positions=(0, 1, 2), **options):
+    given = {"run_id": "r", "sample_id": None, "token_ids": [7, 8, 9], "prompt_tokens": 2, **options}
+    return to_batch(SHARD, positions=positions, points=points, **given)
+
+
+@given(st.from_regex(r"[A-Za-z0-9_-][A-Za-z0-9._-]{0,127}", fullmatch=True))
+def test_plain_names_may_name_a_session(value):
+    assert check_session_id(value) == value
+
+
+@pytest.mark.parametrize(
+    "value",
+    ["", ".", "..", ".hidden", "a/b", "../a", "a\\b", "a\n", "\n", "a b", "é", "a%2f", "a\0", "a" * 129],
+)
+def test_what_could_reach_outside_the_root_cannot_name_a_session(value):
+    with pytest.raises(ValueError, match="session_id"):
+        check_session_id(value)
+
+
+def test_rows_carry_ids_positions_and_phases():
+    rows = batch({"p": torch.zeros(3, 2)}, sample_id="gsm8k-7").select(range(5)).to_pylist()
+    assert rows[1:] == [
+        {"run_id": "r", "sample_id": "gsm8k-7", "position": 1, "phase": "prompt", "token_id": 8},
+        {"run_id": "r", "sample_id": "gsm8k-7", "position": 2, "phase": "generated", "token_id": 9},
+    ]
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.bfloat16])
+def test_contiguous_tensors_are_not_copied(dtype):
+    tensor = torch.randn(3, 2, 4).to(dtype)
+    column = batch({"p": tensor})["p"]
+    assert column.storage.flatten().buffers()[1].address == tensor.data_ptr()
+
+
+def test_a_strided_tensor_is_stored_by_its_values():
+    tensor = torch.randn(4, 3).T
+    assert batch({"p": tensor})["p"].to_numpy_ndarray().tolist() == tensor.tolist()
+
+
+@pytest.mark.parametrize(
+    ("points", "reason"),
+    [
+        ({"p": torch.zeros(2, 4)}, "shape"),
+        ({"p": torch.zeros(3)}, "shape"),
+        ({"p": torch.zeros(3, 0)}, "shape"),
+        ({"p": torch.zeros(3, 4, device="meta")}, "meta"),
+        ({"p": torch.zeros(3, 4, dtype=torch.complex64)}, "complex64"),
+        ({"token_id": torch.zeros(3, 4)}, "token_id"),
+    ],
+)
+def test_what_does_not_fit_the_columns_is_refused(points, reason):
+    with pytest.raises(ValueError, match=reason):
+        batch(points)
+
+
+@pytest.mark.parametrize(("positions", "tokens"), [([0, 1], [1, 2, 3]), ([], [])])
+def test_rows_without_a_position_and_a_token_each_are_refused(positions, tokens):
+    with pytest.raises(ValueError, match="positions"):
+        batch({"p": torch.zeros(3, 4)}, positions=positions, token_ids=tokens)
+
+
+def test_store_errors_survive_pickling():
+    # `copy` goes by way of what pickle calls.
+    assert str(copy.deepcopy(StoreError("the disk is full"))) == "the disk is full"

@@ -1,0 +1,99 @@
+from __future__ import annotations
+
+import asyncio
+import time
+import warnings
+
+import pytest
+import ray
+import torch
+
+from deployments.activations import load
+from deployments.activations.facts import StoreError
+
+with warnings.catch_warnings():
+    warnings.simplefilter("ignore", DeprecationWarning)  # Serve's own use of pydantic
+    from deployments.activations.store import ActivationStore
+
+Store = ActivationStore.func_or_class  # the class beneath the deployment, so that no Serve is needed
+
+
+@pytest.fixture(scope="module", autouse=True)
+def local_ray():
+    ray.init(num_cpus=1, include_dashboard=False, log_to_driver=False)
+    yield
+    ray.shutdown()
+
+
+@pytest.fixture
+def store(tmp_path):
+    store = Store(str(tmp_path / "made" / "here"))
+    yield store
+    store._writer.close()
+
+
+def test_batches_passed_by_reference_are_stored_listed_and_deleted(make, store):
+    points = {"layers.0.output": torch.randn(6, 8).bfloat16(), "heads": torch.randn(6, 2, 4)}
+    made = [make(f"r{number}", points, parts=2) for number in range(4)]
+
+    async def steps():
+        writes = [store.write(item.facts, [ray.put(batch) for batch in item.batches]) for item in made]
+        stored = await asyncio.gather(*writes)
+        return stored, await store.sessions(), await store.session("session"), await store.delete("session")
+
+    stored, sessions, session, deleted = asyncio.run(steps())
+    assert [run.run_id for run in stored] == ["r0", "r1", "r2", "r3"]
+    assert (sessions[0]["id"], sessions[0]["runs"], len(session["runs"])) == ("session", 4, 4)
+    assert deleted
+    assert asyncio.run(store.session("session")) is None
+
+
+def test_what_was_put_reads_back(make, store):
+    made = make("r", {"p": torch.randn(5, 8).bfloat16()})
+    stored = asyncio.run(store.write(made.facts, [ray.put(made.batches[0])]))
+    assert torch.equal(load(stored.points["p"].uri)["p"], made.points["p"])
+
+
+@ray.remote(num_cpus=0)
+class Owner:
+    def put(self, batch):
+        return [ray.put(batch)]
+
+
+def get_for_a_minute(reference):
+    deadline = time.monotonic() + 60
+    while time.monotonic() < deadline:
+        ray.get(reference)
+
+
+def test_a_batch_that_died_with_its_owner_fails_its_run_alone(make, store):
+    made = make("lost", {"p": torch.zeros(1000, 500)})
+    owner = Owner.remote()
+    [reference] = ray.get(owner.put.remote(made.batches[0]))
+    ray.kill(owner)
+    with pytest.raises(ray.exceptions.OwnerDiedError):
+        get_for_a_minute(reference)  # the object outlives its owner for a moment
+    with pytest.raises(StoreError, match="lost before they were stored"):
+        asyncio.run(store.write(made.facts, [reference]))
+    after = make("after")
+    assert asyncio.run(store.write(after.facts, [ray.put(after.batches[0])])).run_id == "after"
+
+
+def test_a_store_started_again_knows_what_is_on_disk(make, store, tmp_path):
+    made = make("r")
+    asyncio.run(store.write(made.facts, [ray.put(made.batches[0])]))
+    again = Store(str(tmp_path / "made" / "here"))
+    assert asyncio.run(again.session("session")) == asyncio.run(store.session("session"))
+    again._writer.close()
+
+
+def test_health_fails_once_nothing_can_be_written(store):
+    store.check_health()
+    store._writer.close()
+    with pytest.raises(RuntimeError, match="writer"):
+        store.check_health()
+
+
+def test_a_relative_root_is_refused():
+    with pytest.raises(ValueError, match="absolute"):
+        Store("activations")
