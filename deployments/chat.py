@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import functools
 import json
 import uuid
 from collections.abc import Sequence
@@ -65,34 +66,54 @@ class ChatFormat:
         return ToolReader(self._response_template, prompt, tools)
 
 
+# What the parser raises where a model wrote no proper call: bad JSON, missing keys, nesting without end.
+MALFORMED = (ValueError, KeyError, TypeError, RecursionError)
+
+
 class ToolReader:
-    """Reads one answer as it is written, by transformers' own parser."""
+    """Reads one answer as it is written, by transformers' own parser; a malformed call is content."""
 
     def __init__(self, template: dict[str, Any], prompt: str, tools: Sequence[dict[str, Any]]) -> None:
-        self._parser = ResponseParser(template, prefix=prompt, tools=list(tools))
-        self._text = ""
-        self._shown = 0
+        self._new_parser = functools.partial(ResponseParser, template, prefix=prompt, tools=list(tools))
+        self._parser = self._new_parser()
+        self._raw = ""  # what was read and is neither shown nor part of a call yet
         self.called = False
 
     def add(self, text: str) -> Written:
         """Take more text."""
-        self._text += text
-        return self._written(self._parser.feed(text))
+        # By character, so that a malformed call ends where the parser refuses it.
+        return self._joined([self._read(character) for character in text])
 
     def close(self) -> Written:
         """Take the end of the text."""
-        _, events = self._parser.finalize()
-        return self._written(events)
+        return self._joined([self._read(None)])
+
+    def _read(self, character: str | None) -> Written:
+        """Take one character, or with None the end."""
+        self._raw += character or ""
+        try:
+            events = self._parser.finalize()[1] if character is None else self._parser.feed(character)
+            return self._written(events)
+        except MALFORMED:
+            refused, self._raw = self._raw, ""
+            self._parser = self._new_parser()
+            return Written(refused, ())
 
     def _written(self, events: Sequence[dict[str, Any]]) -> Written:
         content, calls = [], []
         for event in events:
             if event["type"] == "region_chunk" and event["field"] == "content":
                 content.append(event.get("text") or "")
+                self._raw = self._raw.removeprefix(content[-1])
             elif event["type"] == "region_close" and event["field"] == "tool_calls":
                 calls.append(_tool_call(event["value"]))
-        self.called |= bool(calls)
+                self._raw = ""
         return Written("".join(content), tuple(calls))
+
+    def _joined(self, parts: Sequence[Written]) -> Written:
+        calls = tuple(call for part in parts for call in part.tool_calls)
+        self.called |= bool(calls)
+        return Written("".join(part.content for part in parts), calls)
 
 
 def _with_parsed_arguments(message: dict[str, Any]) -> dict[str, Any]:
@@ -100,15 +121,18 @@ def _with_parsed_arguments(message: dict[str, Any]) -> dict[str, Any]:
     calls = []
     for call in message.get("tool_calls") or ():
         function = dict(call["function"])
-        with contextlib.suppress(ValueError):  # text that is no JSON stays text, as the model wrote it
-            function["arguments"] = json.loads(function["arguments"])
+        if isinstance(function["arguments"], str):
+            with contextlib.suppress(ValueError):  # text that is no JSON stays text, as the model wrote it
+                function["arguments"] = json.loads(function["arguments"])
         calls.append({**call, "function": function})
     return {**message, "tool_calls": calls} if calls else message
 
 
 def _tool_call(value: dict[str, Any]) -> dict[str, Any]:
     function = value["function"]
-    arguments = function["arguments"]
+    if not (isinstance(function, dict) and isinstance(function.get("name"), str)):
+        raise ValueError("a tool call names its function")
+    arguments = function.get("arguments", {})
     if not isinstance(arguments, str):
         arguments = json.dumps(arguments)
     call = {"name": function["name"], "arguments": arguments}

@@ -13,9 +13,7 @@ class RequestError(ValueError):
         status: The HTTP status that says the same.
     """
 
-    def __init__(
-        self, message: str, field: str | None = None, code: str = "invalid_value", status: int = 400
-    ) -> None:
+    def __init__(self, message: str, field: str | None = None, code: str = "invalid_value", status: int = 400) -> None:
         # All four go to `args`, so that the error survives pickling between processes whole.
         super().__init__(message, field, code, status)
         self.message = message

@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import functools
 import logging
 import os
 import threading
 import time
-from collections.abc import AsyncIterator
+from collections.abc import AsyncGenerator, Callable
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import asdict, dataclass, field
 from typing import TYPE_CHECKING, Any
@@ -32,6 +33,7 @@ logger = logging.getLogger("ray.serve")
 class Choice:
     """One sequence of a job on its way."""
 
+    index: int
     request: Request
     reader: ToolReader | None
 
@@ -54,7 +56,7 @@ class ModelReplica:
     Admission is its own: Serve's limits stand above `max_running + max_queued`.
     """
 
-    def __init__(self, options: Options, store: DeploymentHandle) -> None:
+    def __init__(self, options: Options, store: DeploymentHandle[Any]) -> None:
         """Load the model and start the engine's thread.
 
         Args:
@@ -98,7 +100,7 @@ class ModelReplica:
 
     # ---- what the ingress and Serve call
 
-    async def stream(self, job: Job) -> AsyncIterator[list[Message]]:
+    async def stream(self, job: Job) -> AsyncGenerator[list[Message]]:
         """Run a job; each item holds all messages that gathered since the last."""
         try:
             ticket = await self._admit(job)
@@ -136,9 +138,9 @@ class ModelReplica:
         """Raise RuntimeError where the engine's thread has ended or one step takes too long."""
         if not self._thread.is_alive():
             raise RuntimeError("the engine's thread has ended; its error is in this replica's log")
-        busy = self._engine.statistics.running or self._engine.statistics.waiting
-        since = time.monotonic() - self._engine.beat
-        if busy and since > self._options.stuck_after_s:
+        began = self._engine.step_began
+        since = time.monotonic() - began if began is not None else 0
+        if since > self._options.stuck_after_s:
             raise RuntimeError(f"the engine has been in one step for {since:.0f} s")
 
     def __del__(self) -> None:
@@ -152,15 +154,17 @@ class ModelReplica:
 
     def _run_engine(self) -> None:
         try:
-            self._engine.run(self._emit)
+            self._engine.run(lambda events: self._on_loop(self._deliver, events))
         except BaseException:
             logger.exception("the engine has ended")
+            # Serve replaces the replica at its next health check; who waits here learns it now.
+            self._on_loop(self._fail_all)
             raise
 
-    def _emit(self, events: list[Event]) -> None:
-        """Hand a step's events to the event loop; called on the engine's thread."""
+    def _on_loop(self, call: Callable[..., None], *args: Any) -> None:
+        """Go over from the engine's thread to the event loop, which is there once a job is."""
         if self._loop is not None:
-            self._loop.call_soon_threadsafe(self._deliver, events)
+            self._loop.call_soon_threadsafe(call, *args)
 
     def _deliver(self, events: list[Event]) -> None:
         for event in events:
@@ -169,11 +173,23 @@ class ModelReplica:
                 continue  # its client has gone
             choice = ticket.choices[event.id]
             if isinstance(event, Delta):
-                self._put_text(ticket, choice, choice.reader.add(event.text) if choice.reader else None, event.text)
+                self._put_text(ticket, choice, event.text)
             else:
                 task = asyncio.ensure_future(self._end(ticket, choice, event))
                 ticket.tasks.add(task)
-                task.add_done_callback(ticket.tasks.discard)
+                task.add_done_callback(functools.partial(self._ended, ticket))
+
+    def _ended(self, ticket: Ticket, task: asyncio.Task[None]) -> None:
+        ticket.tasks.discard(task)
+        if not task.cancelled() and (error := task.exception()):
+            logger.error("request %s failed at its end", ticket.job.id, exc_info=error)
+            message = f"the server failed on request {ticket.job.id}; its log says why"
+            ticket.messages.put_nowait(Refusal(message, None, "internal_error", 500))
+
+    def _fail_all(self) -> None:
+        for ticket in self._tickets.values():
+            message = "the replica's engine has ended; another takes its place: try again"
+            ticket.messages.put_nowait(Refusal(message, None, "unavailable", 503))
 
     # ---- a job's way in
 
@@ -196,7 +212,7 @@ class ModelReplica:
             self._engine.check(request)
             self._runs.check(request)
             reader = self._chat.reader(texts[index // job.n], job.tools) if job.tools else None
-            choices[request.id] = Choice(request, reader)
+            choices[request.id] = Choice(index, request, reader)
         ticket = Ticket(job, choices, open=len(choices))
         self._tickets.update(dict.fromkeys(choices, ticket))
         for choice in choices.values():
@@ -238,14 +254,10 @@ class ModelReplica:
 
     # ---- a job's way out
 
-    def _put_text(self, ticket: Ticket, choice: Choice, written: Any, text: str) -> None:
-        index = list(ticket.choices).index(choice.request.id)
-        if written is None:
-            piece = Piece(index, text)
-        else:
-            piece = Piece(index, written.content, written.tool_calls)
-        if piece.text or piece.tool_calls:
-            ticket.messages.put_nowait(piece)
+    def _put_text(self, ticket: Ticket, choice: Choice, text: str) -> None:
+        content, calls = choice.reader.add(text) if choice.reader else (text, ())
+        if content or calls:
+            ticket.messages.put_nowait(Piece(choice.index, content, calls))
 
     async def _end(self, ticket: Ticket, choice: Choice, event: Finished) -> None:
         """Say a choice's last words, once its activations are durable."""
@@ -254,15 +266,16 @@ class ModelReplica:
             return
         reason: str = event.reason
         if choice.reader:
-            self._put_text(ticket, choice, choice.reader.close(), "")
+            content, calls = choice.reader.close()
+            if content or calls:
+                ticket.messages.put_nowait(Piece(choice.index, content, calls))
             reason = "tool_calls" if choice.reader.called and reason == "stop" else reason
         run = await self._runs.report(ticket.job, choice.request, event) if ticket.job.capture else None
         if run and run.status == "failed" and ticket.job.capture and ticket.job.capture.required:
             message = f"the activations could not be stored: {run.reason}"
             ticket.messages.put_nowait(Refusal(message, "capture", "capture_failed", 500))
             return
-        index = list(ticket.choices).index(event.id)
-        ticket.messages.put_nowait(End(index, reason, len(event.prompt), len(event.tokens), run))
+        ticket.messages.put_nowait(End(choice.index, reason, len(event.prompt), len(event.tokens), run))
 
     def _drop(self, ticket: Ticket) -> None:
         """Forget a job; what still runs of it is cancelled and frees its slot."""

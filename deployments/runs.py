@@ -30,7 +30,7 @@ logger = logging.getLogger("ray.serve")
 class Runs:
     """A replica's way to the activation store."""
 
-    def __init__(self, options: Options, model: Model, store: DeploymentHandle, pool: Executor) -> None:
+    def __init__(self, options: Options, model: Model, store: DeploymentHandle[Any], pool: Executor) -> None:
         """Take what every run is described by.
 
         Args:

@@ -14,7 +14,9 @@ def build_app(options: Options) -> Application:
     Args:
         options: The operator's; from `serve run` they come as `name=value`, and an unknown one is refused.
     """
-    store = ActivationStore.bind(options.activations_dir)  # type: ignore[attr-defined]
+    # On the head node, whose disk the operator knows.
+    head = {"num_cpus": 0, "resources": {"node:__internal_head__": 0.001}}
+    store = ActivationStore.options(ray_actor_options=head).bind(options.activations_dir)  # type: ignore[attr-defined]
     replica = ModelReplica.options(  # type: ignore[attr-defined]
         num_replicas=options.num_replicas,
         ray_actor_options={"num_cpus": options.num_cpus, "num_gpus": options.num_gpus},

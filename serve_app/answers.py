@@ -92,7 +92,7 @@ class Answer:
                     for event in self._events(message):
                         yield event
         except Exception as error:  # noqa: BLE001 - the head is sent: all that is left is to say it here
-            yield f"data: {json.dumps(render(error, self._head['id']).body)}\n\n"
+            yield f"data: {json.dumps(render(error, str(self._head['id'])).body)}\n\n"
             return
         if usage:
             yield self._event([], usage=self._usage())

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import AsyncIterator
+from collections.abc import AsyncGenerator, AsyncIterator
 from datetime import UTC, datetime
 from typing import Annotated, Any
 
@@ -151,9 +151,9 @@ async def _answer(kind: Kind, body: Generation, job: Job, backend: Backend, prom
     return StreamingResponse(events, media_type="text/event-stream", headers={"Cache-Control": "no-cache"})
 
 
-async def _until_gone(events: AsyncIterator[str], gathered: AsyncIterator[list[Message]]) -> AsyncIterator[str]:
+async def _until_gone(events: AsyncIterator[str], gathered: AsyncGenerator[list[Message]]) -> AsyncIterator[str]:
     """Pass on events; close the job's stream with the client's, so that its slot is freed at once."""
-    async with contextlib.aclosing(gathered):  # type: ignore[type-var]
+    async with contextlib.aclosing(gathered):
         async for event in events:
             yield event
 

@@ -3,14 +3,14 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncIterator, Iterator
+from collections.abc import AsyncGenerator, Iterator
 from contextlib import contextmanager
-from typing import Any
+from typing import Any, cast
 
 from ray import serve
 from ray.exceptions import RayError
 from ray.serve.exceptions import RayServeException
-from ray.serve.handle import DeploymentHandle
+from ray.serve.handle import DeploymentHandle, DeploymentResponseGenerator
 
 from deployments.messages import Job, Message
 from serve_app.errors import ApiError, render
@@ -19,7 +19,7 @@ from serve_app.errors import ApiError, render
 class Backend:
     """Handles to the model's replicas and to the activation store."""
 
-    def __init__(self, name: str, model: DeploymentHandle, store: DeploymentHandle) -> None:
+    def __init__(self, name: str, model: DeploymentHandle[Any], store: DeploymentHandle[Any]) -> None:
         self._name = name
         self._model = model
         self._store = store
@@ -55,10 +55,11 @@ class Backend:
             messages: list[Message] = await self._model.complete.remote(job)
         return messages
 
-    async def stream(self, job: Job) -> AsyncIterator[list[Message]]:
+    async def stream(self, job: Job) -> AsyncGenerator[list[Message]]:
         """Run a job and pass on what gathers; when the caller stops listening, the job is cancelled."""
         with answering():
-            async for gathered in self._model.options(stream=True).stream.remote(job):
+            answers = self._model.options(stream=True).stream.remote(job)
+            async for gathered in cast("DeploymentResponseGenerator[Any]", answers):
                 yield gathered
 
     async def sessions(self, limit: int, after: str | None) -> list[dict[str, Any]]:
@@ -92,12 +93,13 @@ class Backend:
         """Whether every model has a replica that can serve, and what `/health` says."""
         status = await asyncio.to_thread(serve.status)  # asks Serve's controller, and blocks
         app = status.applications[serve.get_replica_context().app_name]
-        states = app.deployments[self._model.deployment_name].replica_states
+        replicas = app.deployments[self._model.deployment_name].replica_states
+        states = {str(state): count for state, count in replicas.items()}
         running = states.get("RUNNING", 0)
         body = {
             "status": "ok" if running else "unavailable",
             "loaded_models": [self._name] if running else [],
-            "replicas": {self._name: {str(state): count for state, count in states.items()}},
+            "replicas": {self._name: states},
         }
         return bool(running), body
 

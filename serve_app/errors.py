@@ -11,6 +11,7 @@ anything else                 500 with the request's id; the traceback goes to t
 from __future__ import annotations
 
 import logging
+import re
 from typing import Any
 
 from fastapi import FastAPI, Request
@@ -90,23 +91,29 @@ def install(api: FastAPI) -> None:
 
 
 def _of_validation(error: RequestValidationError) -> ApiError:
-    """The first thing that does not fit, by the path of its field."""
-    first = error.errors()[0]
-    if first["type"] == "json_invalid":
-        return ApiError(400, f"the body is no valid JSON: {first['ctx']['error']}", code="invalid_json")
-    path = _path(first["loc"])
-    if first["type"] == "extra_forbidden":
+    """What does not fit, by the path of its field.
+
+    A value that fits no branch of a union brings an error for each; the deepest tells most.
+    """
+    errors = error.errors()
+    same = [one for one in errors if one["loc"][:2] == errors[0]["loc"][:2]]
+    worst = max(same, key=lambda one: len(one["loc"]))
+    if worst["type"] == "json_invalid":
+        return ApiError(400, f"the body is no valid JSON: {worst['ctx']['error']}", code="invalid_json")
+    if worst["type"] == "extra_forbidden":
+        path = ".".join(filter(None, [_path(worst["loc"][:-1]), str(worst["loc"][-1])]))
         return ApiError(400, f"unknown field {path!r}", path, "unknown_field")
-    message = first["msg"].removeprefix("Value error, ")
-    return ApiError(400, f"{path}: {message}" if path else message, path, "invalid_value")
+    path = _path(worst["loc"]) or ""
+    message = worst["msg"].removeprefix("Value error, ")
+    return ApiError(400, f"{path}: {message}" if path else message, path or None, "invalid_value")
 
 
-def _path(location: tuple[int | str, ...]) -> str | None:
-    """`("body", "messages", 0, "role")` as `messages[0].role`; a union's branch names are left out."""
+def _path(location: tuple[int | str, ...]) -> str:
+    """`("body", "messages", 0, "role")` as `messages[0].role`; names of a union's branches are left out."""
     path = ""
     for part in location[1:]:
         if isinstance(part, int):
             path += f"[{part}]"
-        elif part.isidentifier() and part not in ("str", "int", "float", "bool", "list", "dict", "function"):
+        elif re.fullmatch(r"[a-z][a-z_]*", part) and part not in ("str", "int", "float", "bool", "list", "dict"):
             path += f".{part}" if path else part
-    return path or None
+    return path

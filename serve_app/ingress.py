@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 from fastapi import FastAPI
 from ray import serve
 from ray.serve.handle import DeploymentHandle
@@ -17,7 +19,7 @@ from serve_app.backend import Backend
 class Ingress:
     """Takes HTTP requests and delegates them to the model's replicas and the activation store."""
 
-    def __init__(self, options: Options, model: DeploymentHandle, store: DeploymentHandle) -> None:
+    def __init__(self, options: Options, model: DeploymentHandle[Any], store: DeploymentHandle[Any]) -> None:
         self._options = options
         self._backend = Backend(options.served_name, model, store)
 

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import uuid
 
-from starlette.datastructures import MutableHeaders
 from starlette.responses import JSONResponse
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
@@ -19,20 +18,17 @@ class Gate:
         self._max = max_body_bytes
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        """Name the request, read its body within the limit, and pass it on."""
+        """Name the request, and pass it on while its body is within the limit."""
         if scope["type"] != "http":
             return await self._app(scope, receive, send)
-        request_id = uuid.uuid4().hex
-        scope.setdefault("state", {})["request_id"] = request_id
-
-        async def send_named(message: Message) -> None:
-            if message["type"] == "http.response.start":
-                MutableHeaders(scope=message)["x-request-id"] = request_id
-            await send(message)
-
+        scope.setdefault("state", {})["request_id"] = uuid.uuid4().hex
+        error = ApiError(
+            413, f"the body is larger than this server's limit of {self._max} bytes", None, "body_too_large"
+        )
+        refuse = JSONResponse(error.body, error.status)
         declared = dict(scope["headers"]).get(b"content-length", b"0")
         if declared.isdigit() and int(declared) > self._max:
-            return await self._refuse(scope, receive, send_named)
+            return await refuse(scope, receive, send)
         seen = 0
 
         async def receive_limited() -> Message:
@@ -40,15 +36,12 @@ class Gate:
             message = await receive()
             seen += len(message.get("body", b""))
             if seen > self._max:
-                raise ApiError(413, self._message, code="body_too_large")
+                raise error
             return message
 
-        return await self._app(scope, receive_limited, send_named)
+        async def send_unless_refused(message: Message) -> None:
+            if seen <= self._max:  # else it is the framework's own answer to the error above
+                await send(message)
 
-    @property
-    def _message(self) -> str:
-        return f"the body is larger than this server's limit of {self._max} bytes"
-
-    async def _refuse(self, scope: Scope, receive: Receive, send: Send) -> None:
-        error = ApiError(413, self._message, code="body_too_large")
-        await JSONResponse(error.body, error.status)(scope, receive, send)
+        await self._app(scope, receive_limited, send_unless_refused)
+        return await refuse(scope, receive, send) if seen > self._max else None

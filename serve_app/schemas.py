@@ -160,9 +160,12 @@ class ChatRequest(Generation):
 class CompletionRequest(Generation):
     """`POST /v1/completions`."""
 
-    prompt: str | TokenIds | Annotated[list[str], Field(min_length=1, max_length=256)] | Annotated[
-        list[TokenIds], Field(min_length=1, max_length=256)
-    ]
+    prompt: (
+        str
+        | TokenIds
+        | Annotated[list[str], Field(min_length=1, max_length=256)]
+        | Annotated[list[TokenIds], Field(min_length=1, max_length=256)]
+    )
     max_tokens: int | None = Field(default=16, ge=0)
 
     @property
@@ -171,5 +174,5 @@ class CompletionRequest(Generation):
         if isinstance(self.prompt, str):
             return [self.prompt]
         if isinstance(self.prompt[0], int):
-            return [self.prompt]  # type: ignore[list-item]
-        return list(self.prompt)  # type: ignore[arg-type]
+            return [self.prompt]
+        return list(self.prompt)

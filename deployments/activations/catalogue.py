@@ -160,7 +160,6 @@ def _run(entry: Entry) -> dict[str, Any]:
         "tags": facts.tags,
         "finish_reason": facts.finish_reason,
         "points": {
-            name: {**point._asdict(), "shape": list(point.shape)}
-            for name, point in entry.stored().points.items()
+            name: {**point._asdict(), "shape": list(point.shape)} for name, point in entry.stored().points.items()
         },
     }

@@ -100,7 +100,6 @@ def check_session_id(value: str) -> str:
     """
     if not _SESSION_ID.fullmatch(value):
         raise ValueError(
-            f"session_id {value[:140]!r} must be 1 to 128 letters, digits, '.', '_' or '-', "
-            "and must not begin with '.'"
+            f"session_id {value[:140]!r} must be 1 to 128 letters, digits, '.', '_' or '-', and must not begin with '.'"
         )
     return value

@@ -10,7 +10,7 @@ from __future__ import annotations
 import difflib
 import re
 from collections import Counter
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Mapping
 from contextlib import ExitStack
 from dataclasses import dataclass
 from typing import Any, Literal
@@ -34,9 +34,7 @@ LAYER_PARTS: dict[str, tuple[str, ...]] = {
 # Where a module has the right name but stands elsewhere: Gemma norms the attention's output under this name,
 # and OLMo 2 has norms behind its parts only.
 LAYER_PARTS_BY_MODEL: dict[str, dict[str, tuple[str, ...]]] = {
-    **dict.fromkeys(
-        ("gemma2", "gemma3", "gemma3_text"), {"post_attention_layernorm": ("pre_feedforward_layernorm",)}
-    ),
+    **dict.fromkeys(("gemma2", "gemma3", "gemma3_text"), {"post_attention_layernorm": ("pre_feedforward_layernorm",)}),
     **dict.fromkeys(("olmo2", "olmo3"), {"input_layernorm": (), "post_attention_layernorm": ()}),
 }
 FINAL_NORMS = ("norm", "ln_f", "final_layer_norm", "final_layernorm")
@@ -94,13 +92,21 @@ def first_tensor(value: Any) -> torch.Tensor | None:
 class Points:
     """Every capture point of one model, and the names they go by."""
 
-    def __init__(self, model: nn.Module, places: Iterable[Place]) -> None:
+    def __init__(self, model: nn.Module, places: Iterable[Place], seen: Mapping[tuple[str, str], torch.Tensor]) -> None:
+        """Name the places.
+
+        Args:
+            model: The model they are places of.
+            places: Where each stands.
+            seen: (module path, side) -> the value of one forward, by which the norms' names are checked.
+        """
         self._places = {f"{place.module}.{place.side}": place for place in places}
         modules = dict(model.named_modules())
         paths = {id(module): path for path, module in modules.items()}
         self.layers = _find_layers(model, modules)
         self.layer_count = len(modules[self.layers])
         self._aliases = _canonical_modules(model, modules, paths, self.layers)
+        _drop_misnamed_norms(self._aliases, seen)
         self._heads = _head_shape(model)
 
     @classmethod
@@ -113,11 +119,15 @@ class Points:
         """
         batch, tokens = 2, 5
         seen: dict[tuple[str, str], Place | None] = {}
+        values: dict[tuple[str, str], torch.Tensor] = {}
         calls: Counter[tuple[str, str]] = Counter()
 
         def note(path: str, side: Literal["input", "output"], value: Any) -> None:
             calls[path, side] += 1
-            seen[path, side] = _place(path, side, len(seen), first_tensor(value), batch, tokens)
+            tensor = first_tensor(value)
+            seen[path, side] = _place(path, side, len(seen), tensor, batch, tokens)
+            if tensor is not None:
+                values[path, side] = tensor
 
         def before(path: str) -> Any:
             return lambda _, args, kwargs: note(path, "input", next(iter((*args, *kwargs.values())), None))
@@ -132,7 +142,7 @@ class Points:
                     hooks.callback(module.register_forward_hook(after(path)).remove)
             ids = torch.ones(batch, tokens, dtype=torch.long, device=model.device)
             model(input_ids=ids, use_cache=False)
-        return cls(model, [place for key, place in seen.items() if place and calls[key] == 1])
+        return cls(model, [place for key, place in seen.items() if place and calls[key] == 1], values)
 
     def __iter__(self) -> Iterator[Point]:
         """All points, canonical names first where a place has one, in the order a forward reaches them."""
@@ -176,7 +186,8 @@ class Points:
         if capture.layers == "all":
             layers = range(self.layer_count)
         sites = capture.sites or [site for site in LAYERNORM_SITES if self._lookup(f"layers.0.{site}")]
-        for layer in layers:
+        for j, layer in enumerate(layers):
+            self._layer(int(layer), f"capture.layers[{j}]")
             for i, site in enumerate(sites or ["input"]):
                 field = f"capture.sites[{i}]" if capture.sites else "capture.layers"
                 yield field, f"layers.{layer}.{site}"
@@ -195,19 +206,22 @@ class Points:
     def _expand(self, pattern: str, field: str) -> list[str]:
         """Spell out `*`, negative and bracketed indices of the layer axis."""
         spelled = re.sub(r"\[(-?\d+|\*)\]", r".\1", pattern)
-        match = re.match(rf"^({re.escape(self.layers)}|layers)\.(\*|-?\d+)((?:\..*)?)$", spelled)
+        match = re.fullmatch(rf"({re.escape(self.layers)}|layers)\.(\*|-?\d+)((?:\..*)?)", spelled)
         if not match:
             return [spelled]
         prefix, index, rest = match.groups()
         if index == "*":
             return [f"{prefix}.{layer}{rest}" for layer in range(self.layer_count)]
-        layer = int(index)
+        return [f"{prefix}.{self._layer(int(index), field)}{rest}"]
+
+    def _layer(self, layer: int, field: str) -> int:
+        """A layer's index from the start."""
         if not -self.layer_count <= layer < self.layer_count:
             raise RequestError(f"there is no layer {layer}: this model has {self.layer_count}", field)
-        return [f"{prefix}.{layer % self.layer_count}{rest}"]
+        return layer % self.layer_count
 
     def _lookup(self, name: str) -> Point | None:
-        if match := re.match(r"^(layers\.\d+\.attention)\.heads$", name):
+        if match := re.fullmatch(r"(layers\.\d+\.attention)\.heads", name):
             return self._lookup_heads(name, match[1])
         if place := self._places.get(name):
             return Point(name, place, place.shape)
@@ -263,15 +277,11 @@ def _find_layers(model: Any, modules: dict[str, nn.Module]) -> str:
     raise ValueError(f"{type(model).__name__} has no list of {depth} decoder layers: not a model served here")
 
 
-def _canonical_modules(
-    model: Any, modules: dict[str, nn.Module], paths: dict[int, str], layers: str
-) -> dict[str, str]:
+def _canonical_modules(model: Any, modules: dict[str, nn.Module], paths: dict[int, str], layers: str) -> dict[str, str]:
     """Canonical module name -> the model's own path."""
     stem = layers.rpartition(".")[0]
     found = {"embed": paths[id(model.get_input_embeddings())], "lm_head": paths[id(model.get_output_embeddings())]}
-    found.update(
-        ("norm", f"{stem}.{norm}") for norm in FINAL_NORMS if f"{stem}.{norm}" in modules
-    )
+    found.update(("norm", f"{stem}.{norm}") for norm in FINAL_NORMS if f"{stem}.{norm}" in modules)
     model_type = model.config.get_text_config().model_type
     parts = LAYER_PARTS | LAYER_PARTS_BY_MODEL.get(model_type, {})
     for i in range(len(modules[layers])):  # type: ignore[arg-type]
@@ -281,6 +291,36 @@ def _canonical_modules(
             if here:
                 found[f"layers.{i}.{part}"] = here[0]
     return found
+
+
+def _drop_misnamed_norms(aliases: dict[str, str], seen: Mapping[tuple[str, str], torch.Tensor]) -> None:
+    """Take away the names of norms that are not what attention reads, or the MLP.
+
+    Under these modules' names some models (Exaone 4, OPT 350M) norm what a part gives.
+    """
+    inputs: dict[str, list[tuple[str, torch.Tensor]]] = {}  # layer -> what its modules read
+    layers = {path for alias, path in aliases.items() if re.fullmatch(r"layers\.\d+", alias)}
+    for (path, side), value in seen.items():
+        layer = next((layer for layer in _ancestors(path) if layer in layers), None)
+        if layer and side == "input":
+            inputs.setdefault(layer, []).append((path, value))
+    for alias in [alias for alias in aliases if alias.endswith("_layernorm")]:
+        layer_alias, _, site = alias.rpartition(".")
+        layer, norm = aliases[layer_alias], seen.get((aliases[alias], "output"))
+        # A model without a module for its MLP has the MLP's parts in the layer itself.
+        reader = aliases.get(f"{layer_alias}.attention" if site == "input_layernorm" else f"{layer_alias}.mlp", layer)
+        read = [value for path, value in inputs.get(layer, ()) if f"{path}.".startswith(f"{reader}.")]
+        if norm is None or not any(_same_values(norm, value) for value in read):
+            del aliases[alias]
+
+
+def _ancestors(path: str) -> Iterator[str]:
+    while path := path.rpartition(".")[0]:
+        yield path
+
+
+def _same_values(a: torch.Tensor, b: torch.Tensor) -> bool:
+    return a.numel() == b.numel() and torch.equal(a.flatten().cpu(), b.flatten().cpu())
 
 
 def _head_shape(model: Any) -> tuple[int, int] | None:

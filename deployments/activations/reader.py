@@ -69,9 +69,7 @@ class WholeRun(NamedTuple):
     batches: list[pa.RecordBatch]
 
 
-def load(
-    source: str | os.PathLike[str], run_id: str | None = None, points: Sequence[str] | None = None
-) -> Run:
+def load(source: str | os.PathLike[str], run_id: str | None = None, points: Sequence[str] | None = None) -> Run:
     """Load one run.
 
     Args:
@@ -89,9 +87,7 @@ def load(
     if found is None or (run_id is None and next(matching, None)):
         some = ", ".join(islice((run.facts.run_id for run in _runs_in(path)), 5))
         wanted = "one run" if run_id is None else f"run {run_id!r}"
-        raise ValueError(
-            f"{path} does not hold {wanted}; it holds {some or 'no whole run'}: name one as run_id"
-        )
+        raise ValueError(f"{path} does not hold {wanted}; it holds {some or 'no whole run'}: name one as run_id")
     schema = found.batches[0].schema
     types = point_types(schema)
     if unknown := [name for name in points or () if name not in types]:
@@ -103,10 +99,7 @@ def load(
         positions=_join([from_dlpack(batch["position"]) for batch in found.batches]),
         token_ids=_join([from_dlpack(batch["token_id"]) for batch in found.batches]),
         phases=[phase for batch in found.batches for phase in batch["phase"].to_pylist()],
-        tensors={
-            name: _join([to_tensor(batch[name], types[name].dtype) for batch in found.batches])
-            for name in names
-        },
+        tensors={name: _join([to_tensor(batch[name], types[name].dtype) for batch in found.batches]) for name in names},
     )
 
 

@@ -40,9 +40,7 @@ class Shard:
         """The file as it is."""
         return StoredFile(self._path.as_uri(), self.length, self.sealed)
 
-    def append(
-        self, run: RunFacts, batches: Sequence[pa.RecordBatch], metadata: Sequence[dict[str, str]]
-    ) -> Entry:
+    def append(self, run: RunFacts, batches: Sequence[pa.RecordBatch], metadata: Sequence[dict[str, str]]) -> Entry:
         """Write one run behind the last; not durable before `sync`.
 
         Raises:

@@ -70,9 +70,7 @@ class Writer:
         open_shards: How many shards stay open; the one idle the longest is sealed first.
     """
 
-    def __init__(
-        self, root: Path, catalogue: Catalogue, *, shard_bytes: int = 1 << 30, open_shards: int = 64
-    ) -> None:
+    def __init__(self, root: Path, catalogue: Catalogue, *, shard_bytes: int = 1 << 30, open_shards: int = 64) -> None:
         self._root = root
         self._catalogue = catalogue
         self._shard_bytes = shard_bytes

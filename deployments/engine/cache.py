@@ -112,7 +112,8 @@ class SlotCache(Cache):
 
     def __init__(self, layers: int) -> None:
         self.window = Window()
-        super().__init__(layers=[SlotLayer(self.window) for _ in range(layers)])
+        self._slots = [SlotLayer(self.window) for _ in range(layers)]
+        super().__init__(layers=list(self._slots))
 
     def prefill(self, first: int) -> None:
         """Make the next forward fill whole prompts into slots from `first` on."""
@@ -133,16 +134,16 @@ class SlotCache(Cache):
         if (slots, capacity) == (self.window.slots, self.window.capacity):
             return
         self.window.slots, self.window.capacity = slots, capacity
-        for layer in self.layers:
+        for layer in self._slots:
             layer.resize()
 
     def release(self, slot: int, last: int) -> None:
         """Free a slot; the last running slot's rows move into its place."""
-        for layer in self.layers:
+        for layer in self._slots:
             layer.move(last, slot)
 
     @property
     def bytes(self) -> int:
         """Memory held, in bytes."""
-        memories = [m for layer in self.layers for m in (layer.keys, layer.values) if m is not None]
+        memories = [m for layer in self._slots for m in (layer.keys, layer.values) if m is not None]
         return sum(memory.numel() * memory.element_size() for memory in memories)

@@ -45,6 +45,7 @@ class Row:
 
     @property
     def sequence(self) -> list[int]:
+        """Prompt and generated tokens."""
         return [*self.request.prompt, *self.tokens]
 
     @property
@@ -105,7 +106,7 @@ class Engine:
         self.max_running = max_running
         self.prefill_tokens = prefill_tokens
         self.statistics = Statistics()
-        self.beat = time.monotonic()  # when the loop last came round
+        self.step_began: float | None = None  # monotonic seconds; None between steps
         self._cache = model.new_cache()
         self._recorder = Recorder(model.device)
         self._token_bytes = self._measure_token_bytes()
@@ -128,6 +129,8 @@ class Engine:
         prompt, context = len(request.prompt), self.model.context
         if not prompt:
             raise RequestError("the prompt has no tokens", "prompt")
+        if min(request.prompt) < 0 or max(request.prompt) >= self.model.vocabulary:
+            raise RequestError(f"token ids go from 0 to {self.model.vocabulary - 1}", "prompt")
         if prompt + min(request.max_tokens, 1) > context:
             message = f"the prompt has {prompt} tokens, this model's context is {context} with the answer"
             raise RequestError(message, "prompt", "context_length_exceeded")
@@ -181,7 +184,7 @@ class Engine:
     @torch.inference_mode()
     def step(self) -> list[Event]:
         """One round: take in what was sent, run one forward, and say what it brought."""
-        self.beat = time.monotonic()
+        self.step_began = time.monotonic()
         events: list[Event] = []
         while not self._inbox.empty():
             self._receive(self._inbox.get(), events)
@@ -193,6 +196,7 @@ class Engine:
         elif self._running:
             self._guarded(self._decode, self._running, events)
         self._count()
+        self.step_began = None
         return events
 
     def _receive(self, message: Request | str | None, events: list[Event] | None = None) -> None:

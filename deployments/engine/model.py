@@ -65,7 +65,7 @@ class Model:
         self.hf = hf.eval().requires_grad_(False)
         self.tokenizer = tokenizer
         self.config = hf.config.get_text_config()
-        self.context = min(filter(None, (context, getattr(self.config, "max_position_embeddings", None))))
+        self.context = _context(self.config, context)
         self.eos = _end_tokens(hf, tokenizer)
         self.head = next(path for path, module in hf.named_modules() if module is hf.get_output_embeddings())
         self.points = Points.learn(hf)
@@ -84,6 +84,11 @@ class Model:
     def dtype(self) -> torch.dtype:
         """The weights' dtype."""
         return self.hf.dtype  # type: ignore[no-any-return]
+
+    @property
+    def vocabulary(self) -> int:
+        """Token ids go from 0 to below this."""
+        return self.hf.get_input_embeddings().num_embeddings  # type: ignore[no-any-return]
 
     def new_cache(self) -> SlotCache:
         """An empty KV memory for this model."""
@@ -200,8 +205,7 @@ class Model:
         Raises:
             UnsupportedModelError: No form does.
         """
-        vocabulary = self.hf.get_input_embeddings().num_embeddings
-        prompts = [[(7 * i + 3 * n) % vocabulary for i in range(n)] for n in (9, 4, 6)]
+        prompts = [[(7 * i + 3 * n) % self.vocabulary for i in range(n)] for n in (9, 4, 6)]
         alone = [self._alone(prompt) for prompt in prompts]
         tried = []
         for masks in candidates(self.config, self.config._attn_implementation, self.dtype):
@@ -263,10 +267,26 @@ def load(
     source = str(Path(name).expanduser()) if Path(name).expanduser().is_dir() else name
     where = {"revision": revision, "trust_remote_code": trust_remote_code}
     tokenizer = AutoTokenizer.from_pretrained(source, **where)
-    hf = AutoModelForCausalLM.from_pretrained(source, dtype=dtype, device_map=device_map, **where)
+    hf: Any = AutoModelForCausalLM.from_pretrained(source, dtype=dtype, device_map=device_map, **where)
     if device_map is None:
         hf = hf.to(device or ("cuda" if torch.cuda.is_available() else "cpu"))
     return Model(hf, tokenizer, name, context)
+
+
+def _context(config: Any, asked: int | None) -> int:
+    """The most tokens of a sequence: the model's, or fewer where asked for."""
+    known = [length for length in (asked, getattr(config, "max_position_embeddings", None)) if length]
+    if not known:
+        raise UnsupportedModelError("the model's config states no context length, and none was asked for")
+    context = min(known)
+    rope = getattr(config, "rope_parameters", None) or {}
+    for kind in (rope, *(value for value in rope.values() if isinstance(value, dict))):
+        original = kind.get("original_max_position_embeddings")
+        # One row longer than that would turn the positions of all rows in its batch.
+        if kind.get("rope_type") == "longrope" and original and context > original:
+            message = f"its rotary embedding changes beyond {original} tokens; load it with a context of {original}"
+            raise UnsupportedModelError(message)
+    return context
 
 
 def _end_tokens(hf: Any, tokenizer: Any) -> frozenset[int]:

@@ -65,13 +65,11 @@ class Recording:
         Raises:
             CaptureError: A value has no finite float16, and that was asked for.
         """
-        first, stop = 0, tokens
+        first, stop = 0, tokens if self.wants_generated else self._prompt
         if self._capture.tail:
-            first = max(0, tokens - self._capture.tail)
+            first = max(0, stop - self._capture.tail)
         elif self._capture.tokens == "generated":
             first = self._prompt
-        if not self.wants_generated:
-            stop = self._prompt
         values = {name: self._join(name, chunks, stop - first) for name, chunks in self._chunks.items()}
         return Captured(range(first, stop), values)
 

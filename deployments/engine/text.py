@@ -36,7 +36,7 @@ class TextStream:
         """
         if self.stopped:
             return ""
-        whole = self._tokenizer.decode(tokens, skip_special_tokens=True, clean_up_tokenization_spaces=False)
+        whole = str(self._tokenizer.decode(list(tokens), skip_special_tokens=True, clean_up_tokenization_spaces=False))
         if whole.startswith(self._decoded):
             self._decoded = whole
         return self._emit(hold=False)

@@ -51,9 +51,7 @@ def test_a_session_lists_where_each_point_of_each_run_lies(filled, tmp_path):
         "sample_id": "r3",
         "tags": {"k": "v"},
         "finish_reason": None,
-        "points": {
-            "layers.0.output": {"uri": file.as_uri(), "first_row": 3, "shape": [3, 4], "dtype": "float32"}
-        },
+        "points": {"layers.0.output": {"uri": file.as_uri(), "first_row": 3, "shape": [3, 4], "dtype": "float32"}},
     }
     assert filled.session("unknown") is None
 

@@ -27,9 +27,7 @@ def tensors(draw):
     rows = draw(st.integers(1, 6))
     shapes = st.lists(st.integers(1, 5), min_size=1, max_size=2)
     points = {}
-    for name in draw(
-        st.sets(st.sampled_from(["layers.0.output", "lm_head.output", "norm.input"]), min_size=1)
-    ):
+    for name in draw(st.sets(st.sampled_from(["layers.0.output", "lm_head.output", "norm.input"]), min_size=1)):
         dtype, shape = draw(st.sampled_from(list(BITS))), (rows, *draw(shapes))
         seed = torch.Generator().manual_seed(draw(st.integers(0, 2**31)))
         info = torch.iinfo(BITS[dtype])
@@ -38,9 +36,7 @@ def tensors(draw):
 
 
 def same_bits(left, right):
-    return left.dtype == right.dtype and torch.equal(
-        left.view(BITS[left.dtype]), right.view(BITS[right.dtype])
-    )
+    return left.dtype == right.dtype and torch.equal(left.view(BITS[left.dtype]), right.view(BITS[right.dtype]))
 
 
 @settings(max_examples=40, deadline=None)
@@ -95,9 +91,7 @@ def test_each_run_of_a_shared_file_is_found_by_its_id(shard):
     path, made = shard
     for source in (path, path.parent, path.as_uri(), str(path)):
         for item in made:
-            assert torch.equal(
-                load(source, item.facts.run_id)["layers.0.output"], item.points["layers.0.output"]
-            )
+            assert torch.equal(load(source, item.facts.run_id)["layers.0.output"], item.points["layers.0.output"])
 
 
 def test_a_plain_arrow_stream_reader_understands_an_open_shard(shard):

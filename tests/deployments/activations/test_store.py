@@ -2,7 +2,6 @@ from __future__ import annotations
 
 import asyncio
 import time
-import warnings
 
 import pytest
 import ray
@@ -10,19 +9,12 @@ import torch
 
 from deployments.activations import load
 from deployments.activations.facts import StoreError
-
-with warnings.catch_warnings():
-    warnings.simplefilter("ignore", DeprecationWarning)  # Serve's own use of pydantic
-    from deployments.activations.store import ActivationStore
+from deployments.activations.store import ActivationStore
 
 Store = ActivationStore.func_or_class  # the class beneath the deployment, so that no Serve is needed
 
 
-@pytest.fixture(scope="module", autouse=True)
-def local_ray():
-    ray.init(num_cpus=1, include_dashboard=False, log_to_driver=False)
-    yield
-    ray.shutdown()
+pytestmark = pytest.mark.usefixtures("cluster")
 
 
 @pytest.fixture

@@ -1,0 +1,1 @@
+"""Measurements that any user can repeat: peers and this project in turn, in one run."""

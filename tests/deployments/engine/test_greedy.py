@@ -1,0 +1,102 @@
+"""Tokens and text do not depend on who shares the batch."""
+
+import random
+
+import pytest
+
+from deployments.engine.engine import Engine
+from deployments.engine.request import Delta, Request
+
+LENGTHS = [random.Random(7).randrange(1, 70) for _ in range(32)]
+
+
+def serve_in_waves(engine, requests, drain):
+    """Submit at random moments, so that requests join and leave all the time."""
+    numbers = random.Random(3)
+    events = []
+    for request in requests:
+        engine.check(request)
+        engine.submit(request)
+        for _ in range(numbers.choice([0, 0, 1, 3])):
+            events += engine.step()
+    return events + drain(engine)
+
+
+@pytest.mark.parametrize("name", ["qwen3", "demo"])
+@pytest.mark.parametrize("max_running", [5, 32])
+def test_greedy_tokens_equal_generate_for_32_prompts_of_mixed_length(
+    name, max_running, tiny, demo, prompt, alone, same_greedy, capturing, drain, endings
+):
+    model = demo if name == "demo" else tiny(name)
+    numbers = random.Random(1)
+    requests = []
+    for i, length in enumerate(LENGTHS):
+        new = numbers.randrange(1, 26)
+        if i % 3:
+            requests.append(Request(str(i), prompt(length, i), new))
+        else:
+            requests.append(capturing(model, str(i), prompt(length, i), new, points=["layers.1.output"]))
+    done = endings(serve_in_waves(Engine(model, max_running=max_running), requests, drain))
+    assert len(done) == 32
+    for request in requests:
+        want = alone(model, request.prompt, request.max_tokens)
+        finished = done[request.id]
+        assert same_greedy(model, request.prompt, finished.tokens, want)
+        ended = finished.tokens[-1] in model.eos
+        assert finished.reason == ("stop" if ended else "length")
+        assert ended or len(finished.tokens) == request.max_tokens
+
+
+def test_deltas_add_up_to_the_tokens_and_their_text(demo, prompt, drain, endings):
+    requests = [Request(str(i), demo.tokenizer(text)["input_ids"], 30) for i, text in enumerate(["Tom has", "é", "12"])]
+    requests += [Request("random", prompt(9), 30)]
+    engine = Engine(demo)
+    for request in requests:
+        engine.submit(request)
+    events = drain(engine)
+    for id, finished in endings(events).items():
+        deltas = [event for event in events if isinstance(event, Delta) and event.id == id]
+        assert [token for delta in deltas for token in delta.tokens] == list(finished.tokens)
+        whole = demo.tokenizer.decode(finished.tokens, skip_special_tokens=True)
+        assert "".join(delta.text for delta in deltas) == whole
+
+
+def test_a_requests_last_event_is_its_finish(tiny, prompt, drain):
+    engine = Engine(tiny("qwen3"))
+    engine.submit(Request("a", prompt(5), 6))
+    events = drain(engine)
+    assert [type(event).__name__ for event in events] == ["Delta"] * 6 + ["Finished"]
+
+
+def test_an_end_token_ends_the_text_unless_it_is_to_be_ignored(tiny, ending_prompt):
+    model = tiny("qwen3")
+    stopped, went_on = Engine(model).generate(
+        [Request("stops", ending_prompt, 20), Request("ignores", ending_prompt, 20, ignore_eos=True)]
+    )
+    assert (stopped.reason, went_on.reason) == ("stop", "length")
+    assert stopped.tokens[-1] in model.eos
+    assert len(went_on.tokens) == 20
+    assert list(went_on.tokens[: len(stopped.tokens)]) == list(stopped.tokens)
+
+
+def test_a_stop_string_ends_the_request_with_its_text_before_it(demo, drain, endings):
+    ids = demo.tokenizer("Tom has 3 apples and")["input_ids"]
+    (whole,) = Engine(demo).generate([Request("whole", ids, 20, ignore_eos=True)])
+    text = demo.tokenizer.decode(whole.tokens, skip_special_tokens=True)
+    stop = text[4:7]
+    engine = Engine(demo)
+    engine.submit(Request("stops", ids, 20, stop=(stop,), ignore_eos=True))
+    events = drain(engine)
+    assert "".join(event.text for event in events if isinstance(event, Delta)) == text[: text.index(stop)]
+    finished = endings(events)["stops"]
+    assert finished.reason == "stop"
+    assert list(finished.tokens) == list(whole.tokens[: len(finished.tokens)])
+
+
+def test_a_prefill_too_large_for_one_forward_is_spread_over_several(tiny, prompt, alone, same_greedy):
+    model = tiny("qwen3")
+    prompts = [prompt(length) for length in (40, 3, 33, 50, 2)]
+    engine = Engine(model, prefill_tokens=48)  # the prompt of 50 alone is longer
+    done = engine.generate([Request(str(i), p, 8) for i, p in enumerate(prompts)])
+    for p, finished in zip(prompts, done, strict=True):
+        assert same_greedy(model, p, finished.tokens, alone(model, p, 8))

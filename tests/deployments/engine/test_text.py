@@ -1,0 +1,130 @@
+"""Text comes in whole characters and shows nothing of a stop string."""
+
+import pytest
+from hypothesis import example, given, settings
+from hypothesis import strategies as st
+from transformers import PreTrainedTokenizerFast
+
+from deployments.engine.text import TextStream
+
+
+def stream(tokenizer, tokens, stop=()):
+    """(text, pieces, stopped) of tokens added one at a time until a stop string."""
+    text = TextStream(tokenizer, stop)
+    pieces, read = [], []
+    for token in tokens:
+        read.append(token)
+        pieces.append(text.add(token))
+        if text.stopped:
+            break
+    pieces.append(text.close(read))
+    return "".join(pieces), pieces, text.stopped
+
+
+def encode(tokenizer: PreTrainedTokenizerFast, text: str) -> list[int]:
+    return tokenizer(text, add_special_tokens=False)["input_ids"]
+
+
+@settings(max_examples=150, deadline=None, derandomize=True)
+@given(st.text(max_size=20))
+@example("naïve — 北京 👩‍👩‍👧 ok")
+def test_any_text_comes_back_in_whole_characters(byte_tokenizer, text):
+    back, pieces, _ = stream(byte_tokenizer, encode(byte_tokenizer, text))
+    assert back == text
+    for piece in pieces:
+        piece.encode()  # a torn character would not encode, or be a replacement character
+        assert "\ufffd" not in piece or "\ufffd" in text
+
+
+@settings(max_examples=60, deadline=None, derandomize=True)
+@given(st.text(max_size=20))
+def test_any_text_comes_back_from_the_model_that_ships(demo, text):
+    tokens = encode(demo.tokenizer, text)
+    back, _, _ = stream(demo.tokenizer, tokens)
+    assert back == demo.tokenizer.decode(tokens, skip_special_tokens=True)
+
+
+@settings(max_examples=200, deadline=None, derandomize=True)
+@given(st.lists(st.integers(0, 255), max_size=24))
+def test_bytes_that_are_no_text_come_as_the_tokenizer_decodes_them(byte_tokenizer, tokens):
+    back, _, _ = stream(byte_tokenizer, tokens)
+    assert back == byte_tokenizer.decode(tokens)
+
+
+@settings(max_examples=60, deadline=None, derandomize=True)
+@given(st.lists(st.integers(0, 1023), max_size=24))
+def test_any_tokens_of_the_model_that_ships_come_as_its_tokenizer_decodes_them(demo, tokens):
+    back, _, _ = stream(demo.tokenizer, tokens)
+    assert back == demo.tokenizer.decode(tokens, skip_special_tokens=True, clean_up_tokenization_spaces=False)
+
+
+def test_a_character_waits_for_its_last_byte(byte_tokenizer):
+    text = TextStream(byte_tokenizer)
+    assert [text.add(token) for token in encode(byte_tokenizer, "a€b")] == ["a", "", "", "€", "b"]
+
+
+def test_an_unfinished_character_comes_as_a_replacement_at_the_end(byte_tokenizer):
+    tokens = encode(byte_tokenizer, "a€")[:-1]
+    back, pieces, _ = stream(byte_tokenizer, tokens)
+    assert pieces[0] == "a"
+    assert back == byte_tokenizer.decode(tokens)
+    assert back.startswith("a\ufffd")
+
+
+def until_stop(text: str, stops: list[str]) -> str | None:
+    """The text before the stop string that is complete first, the earliest where several end together."""
+    for end in range(1, len(text) + 1):
+        starts = [end - len(stop) for stop in stops if text[:end].endswith(stop)]
+        if starts:
+            return text[: min(starts)]
+    return None
+
+
+@settings(max_examples=300, deadline=None, derandomize=True)
+@given(st.text("ab€", max_size=12), st.lists(st.text("ab€", min_size=1, max_size=4), min_size=1, max_size=3))
+def test_text_ends_before_the_first_stop_string_and_shows_no_piece_of_it(byte_tokenizer, text, stops):
+    back, pieces, stopped = stream(byte_tokenizer, encode(byte_tokenizer, text), tuple(stops))
+    want = until_stop(text, stops)
+    assert stopped == (want is not None)
+    assert back == (text if want is None else want)
+    if stopped:
+        shown = "".join(pieces[:-1])
+        assert want.startswith(shown)
+
+
+@settings(max_examples=80, deadline=None, derandomize=True)
+@given(st.lists(st.sampled_from(["Tom", " has", " 12", "\n", "#### ", "apples", "."]), max_size=12), st.data())
+def test_stop_strings_are_found_across_and_inside_longer_tokens(demo, words, data):
+    tokens = encode(demo.tokenizer, "".join(words))
+    text = demo.tokenizer.decode(tokens)
+    stops = tuple(
+        data.draw(st.lists(st.sampled_from(["om h", "as", "#", "2\n", "\n\n", "s."]), min_size=1, max_size=3))
+    )
+    back, _, stopped = stream(demo.tokenizer, tokens, stops)
+    assert stopped == any(stop in text for stop in stops)
+    assert text.startswith(back)
+    assert not any(stop in back for stop in stops)
+    assert not stopped or any(text[len(back) :].startswith(stop) for stop in stops)
+
+
+def test_text_held_back_for_a_stop_string_comes_when_it_is_none(byte_tokenizer):
+    text = TextStream(byte_tokenizer, ("STOP",))
+    assert [text.add(token) for token in encode(byte_tokenizer, "aSTOx")] == ["a", "", "", "", "STOx"]
+
+
+def test_text_held_back_comes_at_the_end(byte_tokenizer):
+    tokens = encode(byte_tokenizer, "aSTO")
+    _, pieces, stopped = stream(byte_tokenizer, tokens, ("STOP",))
+    assert pieces[-1] == "STO"
+    assert not stopped
+
+
+@pytest.mark.parametrize("stops", [("bc", "abcd"), ("abcd", "bc")])
+def test_the_stop_string_complete_first_wins_in_any_order_given(stops, byte_tokenizer):
+    assert stream(byte_tokenizer, encode(byte_tokenizer, "xabcd"), stops)[0] == "xa"
+
+
+def test_special_tokens_are_no_text(demo):
+    end = demo.tokenizer.eos_token_id
+    tokens = [*encode(demo.tokenizer, "Tom"), end]
+    assert stream(demo.tokenizer, tokens)[0] == "Tom"

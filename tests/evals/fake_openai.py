@@ -1,0 +1,155 @@
+"""A server that speaks Vitrine's contract on a real port and answers sums.
+
+The label that a question starts with says how it answers:
+
+    (none)       right, through the calculator where tools are offered
+    [wrong]      a wrong number            [invalid]   no ####           [cut]    finish_reason length
+    [busy]       429 with Retry-After: 0 at first, then right            [flaky]  breaks the connection once
+    [restart]    the proxy's 500 in plain text at first, then right          [broken]  500 with a reason
+    [refused]    400                       [down]      503 always        [loop]   calls tools for ever
+    [unstored]   right, but its activations are not stored
+    [gather]     right, once `gather` such requests are here at the same time
+    [wait]       right, once `release()` was called
+"""
+
+import asyncio
+import re
+import socket
+import threading
+from collections import Counter
+from types import TracebackType
+from typing import Any, Self
+
+import uvicorn
+from fastapi import FastAPI, Request
+from fastapi.responses import JSONResponse, PlainTextResponse, Response
+
+Body = dict[str, Any]
+POINT = "layers.1.input_layernorm.output"
+
+
+class FakeServer:
+    """Runs in a thread; `requests` are the chat bodies in the order of their arrival."""
+
+    def __init__(self) -> None:
+        self.requests: list[Body] = []
+        self.gather = 1
+        self.healthy_after = 0  # health checks
+        self.models = ["fake/model"]
+        self.attempts: Counter[str] = Counter()  # by question
+        self.checks = 0
+        self._released = asyncio.Event()
+        self._waiting = 0
+        self._gathered = asyncio.Condition()
+        self._socket = socket.create_server(("127.0.0.1", 0))
+        self.base_url = f"http://127.0.0.1:{self._socket.getsockname()[1]}/v1"
+        app = FastAPI()
+        app.get("/health")(self._health)
+        app.get("/v1/models")(self._models)
+        app.post("/v1/chat/completions")(self._chat)
+        config = uvicorn.Config(app, log_level="error", ws="none", timeout_graceful_shutdown=1)
+        self._uvicorn = uvicorn.Server(config)
+        self._thread = threading.Thread(target=self._serve)
+
+    def release(self) -> None:
+        self._loop.call_soon_threadsafe(self._released.set)
+
+    def __enter__(self) -> Self:
+        self._thread.start()  # the socket already listens, so early requests wait in its queue
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self._uvicorn.should_exit = True
+        self._thread.join()
+        self._socket.close()
+
+    def _serve(self) -> None:
+        self._loop = asyncio.new_event_loop()
+        self._loop.run_until_complete(self._uvicorn.serve(sockets=[self._socket]))
+        self._loop.close()
+
+    async def _health(self) -> Response:
+        self.checks += 1
+        if self.checks <= self.healthy_after:
+            return PlainTextResponse("not yet", status_code=503)
+        return JSONResponse({"status": "ok", "loaded_models": self.models, "replicas": {}})
+
+    async def _models(self) -> Body:
+        return {"object": "list", "data": [{"id": model, "object": "model"} for model in self.models]}
+
+    async def _chat(self, request: Request) -> Response:
+        body = await request.json()
+        self.requests.append(body)
+        question = body["messages"][0]["content"]
+        label = (re.match(r"\[(\w+)\]", question) or [""])[0].strip("[]")
+        self.attempts[question] += 1
+        first = self.attempts[question] == 1
+        if label == "refused":
+            return _error(400, "prompt is not to my liking")
+        if label == "broken":
+            return _error(500, "a fault of request 7")
+        if label == "restart" and first:
+            return PlainTextResponse("Internal Server Error", status_code=500)
+        if label == "down" or (label == "busy" and first):
+            return _error(503 if label == "down" else 429, "no room", {"Retry-After": "0"})
+        if label == "flaky" and first:
+            return Response("{", headers={"Content-Length": "100"})  # the rest never comes
+        if label == "gather":
+            await self._gather()
+        if label == "wait":
+            await self._released.wait()
+        return JSONResponse(_completion(body, label, question, len(self.requests)))
+
+    async def _gather(self) -> None:
+        async with self._gathered:
+            self._waiting += 1
+            batch = (self._waiting - 1) // self.gather + 1
+            self._gathered.notify_all()
+            await self._gathered.wait_for(lambda: self._waiting >= batch * self.gather)
+
+
+def _error(status: int, message: str, headers: dict[str, str] | None = None) -> Response:
+    error = {"message": message, "type": "invalid_request_error", "param": "messages", "code": None}
+    return JSONResponse({"error": error}, status_code=status, headers=headers)
+
+
+def _completion(body: Body, label: str, question: str, number: int) -> Body:
+    numbers = re.search(r"What is (\d+) \+ (\d+)\?", question)
+    assert numbers, question
+    message: Body = {"role": "assistant", "content": None, "run_id": f"run-{number}"}
+    finish = "length" if label == "cut" else "stop"
+    results = [m["content"] for m in body["messages"] if m["role"] == "tool"]
+    if body.get("tools") and (label == "loop" or not results):
+        arguments = f'{{"expression": "{numbers[1]} + {numbers[2]}"}}'
+        call = {"name": "calculator", "arguments": arguments}
+        message["tool_calls"] = [{"id": f"call-{number}", "type": "function", "function": call}]
+        finish = "tool_calls"
+    else:
+        total = results[-1] if results else str(int(numbers[1]) + int(numbers[2]))
+        text = {"wrong": "#### 7", "invalid": f"It is {total}", "cut": "Well, 1 and"}
+        message["content"] = text.get(label, f"{numbers[1]} and {numbers[2]} make {total}.\n#### {total}")
+    answer: Body = {
+        "id": "chatcmpl-1",
+        "object": "chat.completion",
+        "model": body["model"],
+        "choices": [{"index": 0, "message": message, "finish_reason": finish}],
+        "usage": {"prompt_tokens": 11, "completion_tokens": 5, "total_tokens": 16},
+    }
+    if body.get("store_activations"):
+        answer["activations_meta"] = _activations(body, label, number)
+    return answer
+
+
+def _activations(body: Body, label: str, number: int) -> Body:
+    at = {
+        "uri": "file:///data/s/000001.arrow",
+        "first_row": 16 * number,
+        "shape": [16, 8],
+        "dtype": "bfloat16",
+    }
+    run = {"index": 0, "run_id": f"run-{number}", "tokens": 16, "prompt_tokens": 11, "points": {POINT: at}}
+    if label == "unstored":
+        return {"session_id": body["session_id"], "status": "failed", "runs": [run | {"points": {}}]}
+    return {"session_id": body["session_id"], "status": "stored", "runs": [run]}

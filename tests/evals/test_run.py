@@ -1,0 +1,156 @@
+import json
+import subprocess
+import sys
+from collections.abc import Callable, Iterator
+from itertools import islice
+from pathlib import Path
+from typing import Any
+
+import pytest
+import ray
+from fake_openai import POINT, FakeServer
+
+from evals.config import Config, parse_args
+from evals.gsm8k import main
+from evals.problems import load_problems
+from evals.rollouts import connect, run_all
+from evals.trajectory import Sample
+
+Write = Callable[..., Path]
+
+pytestmark = [
+    pytest.mark.usefixtures("cluster"),
+    # Ray Data's context warns of its own fields.
+]
+
+
+def evaluate(server: FakeServer, dataset: Path, *options: str) -> tuple[int, dict[str, Any], Path]:
+    results = dataset.parent / "results"
+    where = ["--base-url", server.base_url, "--dataset", str(dataset), "--results-dir", str(results)]
+    code = main([*where, *options])
+    return code, json.loads((results / "summary.json").read_text()), results
+
+
+def lines(results: Path) -> list[dict[str, Any]]:
+    return [json.loads(line) for line in (results / "dataset.jsonl").read_text().splitlines()]
+
+
+def samples_of(server: FakeServer, dataset: Path, parallel: int) -> tuple[Config, Iterator[Sample]]:
+    connect()
+    argv = ["--base-url", server.base_url, "--dataset", str(dataset), "--parallel", str(parallel)]
+    config = parse_args([*argv, "--model", "fake/model"])
+    return config, run_all(load_problems(config), "no-tools", config)
+
+
+def test_both_modes_are_scored_paired_and_written(server: FakeServer, write_problems: Write) -> None:
+    labels = ["", "", "[wrong]", "[invalid]", "[cut]", "[busy]"]
+    code, summary, results = evaluate(server, write_problems(*labels), "--collect-activations")
+    assert code == 0
+    plain = summary["modes"]["no-tools"]
+    assert (plain["strict"]["correct"], plain["flexible"]["correct"], plain["strict"]["of"]) == (3, 4, 6)
+    assert (plain["invalid"], plain["truncated"], plain["failed"]) == (2, 1, 0)
+    assert (plain["prompt_tokens"], plain["completion_tokens"]) == (66, 30)
+    assert plain["tokens_per_second"] > 0
+    assert summary["with_tools_less_no_tools"]["problems"] == 6
+    assert summary["counts"] == {"problems": 6, "samples": 12, "failed": 0, "missing": 0}
+    rows = lines(results)
+    assert len({(row["id"], row["mode"]) for row in rows}) == 12
+    for row in rows:
+        sample = json.loads((results / "samples" / f"{row['id']}.{row['mode']}.json").read_text())
+        assert len(sample["messages"]) == (2 if row["mode"] == "no-tools" else 4)
+        assert row["question"] == sample["question"]
+
+
+def test_the_report_says_where_activations_lie_and_how_to_load_one(
+    server: FakeServer, write_problems: Write, capsys: pytest.CaptureFixture[str]
+) -> None:
+    options = ["--collect-activations", "--session-id", "mine", "--mode", "no-tools"]
+    code, summary, results = evaluate(server, write_problems("", "", "[unstored]"), *options)
+    recorded = summary["activations"]
+    assert code == 0
+    assert (recorded["session_id"], recorded["points"], recorded["runs"]) == ("mine", [POINT], 3)
+    assert (recorded["tokens"], recorded["bytes"], recorded["files"]) == (48, 2 * 16 * 8 * 2, 1)
+    assert (recorded["where"], recorded["not_stored"]) == (["file:///data/s"], 1)
+    row = next(row for row in lines(results) if row["activation_uris"])
+    assert (row["session_id"], row["activation_uris"]) == ("mine", ["file:///data/s/000001.arrow"])
+    printed = capsys.readouterr().out
+    assert str(results) in printed
+    assert "from deployments.activations import load\nrun = load(" in printed
+    assert f'print(run["{POINT}"].shape)' in printed
+
+
+def test_failed_samples_are_no_wrong_answers_and_end_in_status_1(
+    server: FakeServer, write_problems: Write, capsys: pytest.CaptureFixture[str]
+) -> None:
+    code, summary, results = evaluate(
+        server, write_problems("", "[refused]", "[down]", ""), "--mode", "no-tools", "--retries", "0"
+    )
+    assert code == 1
+    mode = summary["modes"]["no-tools"]
+    assert (mode["failed"], mode["strict"]["of"], mode["strict"]["accuracy"]) == (2, 2, 1.0)
+    failed = {row["error"]: row["correct"] for row in lines(results) if row["error"]}
+    assert sorted(failed)[0].startswith("HTTP 400: prompt is not to my liking")
+    assert set(failed.values()) == {None}
+    assert "2 of 4 samples failed" in capsys.readouterr().err
+
+
+def test_all_slots_are_in_use_at_once(server: FakeServer, write_problems: Write) -> None:
+    server.gather = 8  # answers only where 8 requests are there together
+    _, samples = samples_of(server, write_problems(*["[gather]"] * 64), parallel=8)
+    assert sum(bool(sample.correct) for sample in samples) == 64
+
+
+def test_a_slow_problem_holds_up_no_other_and_results_come_as_they_finish(
+    server: FakeServer, write_problems: Write
+) -> None:
+    _, samples = samples_of(server, write_problems("[wait]", *[""] * 49), parallel=2)
+    others = list(islice(samples, 49))  # more than one block, with the first problem still unanswered
+    assert all(sample.correct and "[wait]" not in sample.question for sample in others)
+    server.release()
+    assert [sample.question[:6] for sample in samples] == ["[wait]"]
+
+
+def test_it_runs_where_no_cpu_is_free(server: FakeServer, write_problems: Write) -> None:
+    @ray.remote(num_cpus=2)
+    class Replica:
+        def ready(self) -> bool:
+            return True
+
+    replica = Replica.remote()
+    assert ray.get(replica.ready.remote())
+    code, summary, _ = evaluate(server, write_problems(*[""] * 5), "--samples", "4", "--mode", "no-tools")
+    ray.kill(replica)
+    assert (code, summary["counts"]["samples"]) == (0, 4)
+
+
+def test_a_results_directory_with_a_run_is_not_mixed_with_another(
+    server: FakeServer, write_problems: Write, capsys: pytest.CaptureFixture[str]
+) -> None:
+    path = write_problems("")
+    evaluate(server, path, "--mode", "no-tools")
+    before = lines(path.parent / "results")
+    code, _, results = evaluate(server, path, "--mode", "no-tools")
+    assert code == 2
+    assert "--results-dir" in capsys.readouterr().err
+    assert lines(results) == before
+
+
+def test_the_command_joins_a_running_cluster(server: FakeServer, cluster: Any, write_problems: Write) -> None:
+    path = write_problems("", "[wrong]")
+    argv = ["--base-url", server.base_url, "--dataset", str(path), "--seed", "3"]
+    argv += ["--results-dir", str(path.parent / "out")]
+    done = subprocess.run(
+        [sys.executable, "-m", "evals.gsm8k", *argv, "--wait-healthy", "30"],
+        env=cluster.env,
+        capture_output=True,
+        text=True,
+        timeout=120,
+    )
+    assert done.returncode == 0, done.stderr
+    summary = json.loads((path.parent / "out" / "summary.json").read_text())
+    assert summary["model"] == "fake/model"
+    assert summary["modes"]["with-tools"]["strict"]["accuracy"] == 0.5
+    assert "with-tools: 100%" in done.stderr
+    # One clean bar: nothing of Ray's own on the terminal.
+    seen = done.stderr.replace("\r", "\n").splitlines()
+    assert [line for line in seen if line.strip() and "tools:" not in line] == []

@@ -1,0 +1,93 @@
+import json
+from decimal import Decimal
+from pathlib import Path
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from evals.gsm8k import flexible_match, is_correct, strict_match
+
+
+@pytest.mark.parametrize(
+    ("text", "found"),
+    [
+        ("so it is\n#### 18", "18"),
+        ("#### -3.5 left", "-3.5"),
+        ("#### 1,234,567", "1234567"),
+        ("#### 5\n#### 6", "5"),  # the official code takes the first
+        ("####18", None),
+        ("#### $18", None),
+        ("the answer is 18", None),
+        ("#### ,.", None),
+        ("", None),
+    ],
+)
+def test_strict_takes_the_number_after_four_hashes(text: str, found: str | None) -> None:
+    assert strict_match(text) == found
+
+
+@pytest.mark.parametrize(
+    ("text", "found"),
+    [
+        ("first 3, then 18 ducks", "18"),
+        ("she pays $1,234.50 in all", "$1,234.50"),
+        ("it fell to -7", "-7"),
+        ("it is 18.", "18."),
+        ("none", None),
+    ],
+)
+def test_flexible_takes_the_last_number(text: str, found: str | None) -> None:
+    assert flexible_match(text) == found
+
+
+@pytest.mark.parametrize(
+    ("completion", "gold", "strict", "flexible"),
+    [
+        ("#### 1234", "#### 1,234", True, True),
+        ("#### 18.", "18", True, True),
+        ("#### 18.00", "18", True, True),
+        ("#### -5", "5", False, False),
+        ("costs $18.", "18", False, True),
+        ("-$5", "-5", False, True),
+        ("#### 0.1", "0.10", True, True),
+        ("#### 1.2.3", "1.2", False, False),
+        ("#### 18 and not 19", "18", True, False),
+        ("#### 10000000000000000000000001", "10000000000000000000000000", False, False),
+    ],
+)
+def test_numbers_are_compared_by_value(completion: str, gold: str, strict: bool, flexible: bool) -> None:
+    assert is_correct(completion, gold, "strict") is strict
+    assert is_correct(completion, gold, "flexible") is flexible
+
+
+def test_a_gold_answer_without_a_number_is_refused() -> None:
+    with pytest.raises(ValueError, match="no number"):
+        is_correct("#### 3", "three")
+
+
+def test_an_unknown_rule_is_refused() -> None:
+    with pytest.raises(ValueError, match="loose"):
+        is_correct("#### 3", "3", "loose")  # type: ignore[arg-type]
+
+
+@given(st.text())
+def test_any_text_is_scored_without_an_error(text: str) -> None:
+    assert is_correct(text, "#### 12345678901") in (True, False)
+    assert is_correct(text, "#### 12345678901", "flexible") in (True, False)
+
+
+@given(st.decimals(min_value=-(10**9), max_value=10**9, places=3))
+def test_a_number_is_found_however_it_is_written(value: Decimal) -> None:
+    for written in (f"#### {value}", f"#### {value:,}", f"#### {value}."):
+        assert is_correct(written, str(value), "strict")
+    if abs(value) >= 10:
+        assert is_correct(f"that makes {value:,}", str(value), "flexible")
+
+
+@pytest.mark.parametrize("split", ["train", "test"])
+def test_every_gold_answer_of_gsm8k_is_correct_by_both_rules(gsm8k: Path, split: str) -> None:
+    answers = [json.loads(line)["answer"] for line in gsm8k.with_name(f"{split}.jsonl").read_text().splitlines()]
+    assert len(answers) > 1000
+    assert all(is_correct(answer, answer, "strict") for answer in answers)
+    assert all(is_correct(answer, answer, "flexible") for answer in answers)

@@ -1,0 +1,75 @@
+import asyncio
+from typing import Any
+
+from fake_openai import FakeServer
+
+from evals.client import ChatClient
+from evals.config import Config, Mode, parse_args
+from evals.trajectory import PROMPT_SUFFIX, Problem, Sample, run_problem
+
+
+def play(server: FakeServer, label: str, mode: Mode, *options: str) -> Sample:
+    config = parse_args(["--base-url", server.base_url, "--model", "fake/model", "--retries", "0", *options])
+
+    async def talk(config: Config) -> Sample:
+        client = ChatClient(config.base_url, timeout=30, retries=0, parallel=1)
+        try:
+            problem = Problem("abc", f"{label} What is 2 + 3?", "5")
+            return await run_problem(client.chat, problem, mode, config)
+        finally:
+            await client.close()
+
+    return asyncio.run(talk(config))
+
+
+def test_without_tools_it_is_one_turn_of_the_question_and_the_instruction(server: FakeServer) -> None:
+    sample = play(server, "", "no-tools")
+    (body,) = server.requests
+    assert body["messages"] == [{"role": "user", "content": " What is 2 + 3?" + PROMPT_SUFFIX}]
+    assert not {"tools", "capture", "store_activations", "session_id"} & body.keys()
+    assert (sample.correct, sample.strict, len(sample.turns)) == (True, "5", 1)
+
+
+def test_with_tools_results_go_back_under_their_calls_id(server: FakeServer) -> None:
+    sample = play(server, "", "with-tools")
+    roles = [message["role"] for message in sample.messages]
+    assert roles == ["user", "assistant", "tool", "assistant"]
+    assert sample.messages[2] == {"role": "tool", "tool_call_id": "call-1", "content": "5"}
+    assert sample.correct
+    assert server.requests[0]["tools"][0]["function"]["name"] == "calculator"
+    # The server refuses fields it does not know, so what it added to its message does not come back to it.
+    assert server.requests[1]["messages"][1].keys() == {"role", "content", "tool_calls"}
+
+
+def test_the_tool_loop_ends_at_the_turn_limit(server: FakeServer) -> None:
+    sample = play(server, "[loop]", "with-tools", "--max-turns", "3")
+    assert (len(sample.turns), sample.turn_limit, sample.correct, sample.error) == (3, True, False, None)
+
+
+def test_a_cut_answer_is_said_to_be_cut(server: FakeServer) -> None:
+    sample = play(server, "[cut]", "no-tools")
+    assert (sample.finish_reason, sample.strict, sample.correct) == ("length", None, False)
+
+
+def test_a_failed_sample_has_its_error_and_no_score(server: FakeServer) -> None:
+    sample = play(server, "[refused]", "no-tools")
+    assert "HTTP 400" in str(sample.error)
+    assert (sample.correct, sample.correct_flexible, sample.completion) == (None, None, None)
+
+
+def test_capture_names_the_sample_the_turn_and_the_points(server: FakeServer) -> None:
+    def captured(mode: Mode, *options: str) -> list[dict[str, Any]]:
+        server.requests.clear()
+        play(server, "", mode, "--collect-activations", "--session-id", "s", *options)
+        assert all(b["session_id"] == "s" and b["store_activations"] is True for b in server.requests)
+        return [body["capture"] for body in server.requests]
+
+    tags = {"mode": "with-tools", "eval": "gsm8k", "turn": "0"}
+    assert captured("with-tools") == [
+        {"sample_id": "abc", "tags": tags},
+        {"sample_id": "abc", "tags": tags | {"turn": "1"}},
+    ]
+    (points,) = captured("no-tools", "--points", "embed.output,norm.output")
+    assert points["points"] == ["embed.output", "norm.output"]
+    (layers,) = captured("no-tools", "--layers", "1,2", "--sites", "mlp.output")
+    assert (layers["layers"], layers["sites"]) == ([1, 2], ["mlp.output"])

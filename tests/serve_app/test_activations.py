@@ -1,0 +1,177 @@
+"""What a request records: durable when it answers, exact, and of every token."""
+
+from __future__ import annotations
+
+import json
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from urllib.parse import urlsplit
+
+import httpx
+import pytest
+import torch
+from transformers import AutoModelForCausalLM
+
+from deployments.activations import load
+from deployments.demo_model import PROBLEMS, WEIGHTS
+
+MODEL = "vitrine-demo"
+SITES = ["input_layernorm", "post_attention_layernorm"]
+QUESTION = json.loads(PROBLEMS.read_text().splitlines()[0])["question"]
+
+
+def chat(served, question=QUESTION, **fields):
+    body = {"model": MODEL, "messages": [{"role": "user", "content": question}], "temperature": 0, "max_tokens": 24}
+    answer = httpx.post(f"{served.base_url}/chat/completions", json=body | fields, timeout=120)
+    assert answer.status_code == 200, answer.text
+    return answer.json()
+
+
+@pytest.fixture(scope="module")
+def lone_forward():
+    """Both norms' outputs of a plain forward: (token ids) -> {point: [tokens, hidden]}."""
+    model = AutoModelForCausalLM.from_pretrained(WEIGHTS, dtype=torch.float32)
+
+    def run(token_ids: torch.Tensor) -> dict[str, torch.Tensor]:
+        seen: dict[str, torch.Tensor] = {}
+        hooks = [
+            getattr(layer, site).register_forward_hook(
+                lambda _, args, out, name=f"layers.{i}.{site}.output": seen.update({name: out[0].clone()})
+            )
+            for i, layer in enumerate(model.model.layers)
+            for site in SITES
+        ]
+        with torch.no_grad():
+            model(input_ids=token_ids.long()[None])
+        for hook in hooks:
+            hook.remove()
+        return seen
+
+    return run
+
+
+def assert_rows_equal(stored: torch.Tensor, plain: torch.Tensor) -> None:
+    assert stored.shape == plain.shape
+    error = (stored - plain).norm(dim=-1) / plain.norm(dim=-1)
+    assert error.max() < 1e-4
+
+
+def test_fifty_real_problems_at_once_are_all_stored_whole_and_exact(served, gsm8k, lone_forward):
+    questions = [json.loads(line)["question"] for line in gsm8k.read_text().splitlines()[:50]]
+    fields = {
+        "capture": {"layers": [1, 3, 5], "sites": [f"{site}.output" for site in SITES]},
+        "session_id": "fifty",
+        "max_tokens": 64,
+    }
+    with ThreadPoolExecutor(16) as pool:
+        answers = list(pool.map(lambda question: chat(served, question, **fields), questions))
+    for answer in answers:
+        meta, usage = answer["activations_meta"], answer["usage"]
+        assert meta["status"] == "stored"
+        run = meta["runs"][0]
+        stored = load(run["points"]["layers.1.input_layernorm.output"]["uri"], run_id=run["run_id"])
+        assert len(stored) == 6
+        assert len(stored.token_ids) == usage["total_tokens"] == run["tokens"]
+        plain = lone_forward(torch.as_tensor(stored.token_ids))
+        for name, rows in stored.items():
+            assert run["points"][name]["shape"] == [usage["total_tokens"], rows.shape[-1]]
+            assert_rows_equal(rows, plain[name])
+
+
+def test_store_activations_alone_records_both_norms_of_three_layers(served):
+    answer = chat(served, store_activations=True, session_id="defaults")
+    points = answer["activations_meta"]["runs"][0]["points"]
+    assert sorted(points) == sorted(f"layers.{i}.{site}.output" for i in (2, 3, 4) for site in SITES)
+    message = answer["choices"][0]["message"]
+    assert message["session_id"] == "defaults"
+    assert message["activation_files"] == {name: point["uri"] for name, point in points.items()}
+
+
+def test_without_a_session_a_request_joins_the_servers_session_of_the_day(served):
+    session = chat(served, store_activations=True)["activations_meta"]["session_id"]
+    assert session.startswith("auto-20")
+    assert session in [s["id"] for s in httpx.get(f"{served.base_url}/activations/sessions").json()["data"]]
+
+
+def test_a_stream_ends_with_where_its_activations_lie(served):
+    body = {"model": MODEL, "messages": [{"role": "user", "content": QUESTION}], "max_tokens": 8, "temperature": 0}
+    body |= {"stream": True, "store_activations": True}
+    lines = httpx.post(f"{served.base_url}/chat/completions", json=body, timeout=60).text.split("\n\n")
+    events = [line.removeprefix("data: ") for line in lines if line]
+    assert events[-1] == "[DONE]"
+    last = json.loads(events[-2])
+    assert last["choices"] == []
+    run = last["activations_meta"]["runs"][0]
+    uri = run["points"]["layers.2.input_layernorm.output"]["uri"]
+    assert len(load(uri, run_id=run["run_id"]).token_ids) == run["tokens"]
+
+
+def test_one_request_makes_a_run_for_every_choice(served):
+    fields = {"store_activations": True, "session_id": "many"}
+    body = {"model": MODEL, "prompt": ["Tom has 3.", "Ann"], "n": 2, "max_tokens": 4, "seed": 1}
+    answer = httpx.post(f"{served.base_url}/completions", json=body | fields, timeout=60).json()
+    runs = answer["activations_meta"]["runs"]
+    assert [run["index"] for run in runs] == [0, 1, 2, 3]
+    assert [choice["run_id"] for choice in answer["choices"]] == [run["run_id"] for run in runs]
+    assert len({run["run_id"] for run in runs}) == 4
+
+
+def test_inline_values_are_those_that_would_be_stored(served):
+    capture = {"points": ["layers.-1.output"], "tokens": {"last": 3}, "features": {"first": 5}}
+    stored = chat(served, capture=capture, session_id="inline")["activations_meta"]["runs"][0]
+    inline = chat(served, capture=capture | {"return": "inline"})["activations_meta"]
+    assert inline["status"] == "inline"
+    point = inline["runs"][0]["points"]["layers.5.output"]
+    assert (point["format"], point["shape"], point["sample_info"]) == ("sampled_tensor", [3, 5], "first_5_features")
+    rows = load(stored["points"]["layers.5.output"]["uri"], run_id=stored["run_id"])["layers.5.output"]
+    torch.testing.assert_close(torch.tensor(point["data"]), rows, rtol=1e-5, atol=1e-5)
+
+
+def test_a_trace_runs_the_prompt_and_generates_nothing(served):
+    answer = chat(served, capture={"points": ["lm_head.output"], "mode": "trace"}, session_id="trace")
+    assert answer["usage"]["completion_tokens"] == 0
+    run = answer["activations_meta"]["runs"][0]
+    assert run["tokens"] == run["prompt_tokens"] == answer["usage"]["prompt_tokens"]
+
+
+def test_bfloat16_is_stored_and_read_back_as_it_is(served):
+    answer = chat(served, capture={"points": ["norm.output"], "dtype": "bfloat16"}, session_id="half")
+    run = answer["activations_meta"]["runs"][0]
+    assert run["points"]["norm.output"]["dtype"] == "bfloat16"
+    assert load(run["points"]["norm.output"]["uri"], run_id=run["run_id"])["norm.output"].dtype == torch.bfloat16
+
+
+def test_a_run_that_has_nothing_to_store_fails_with_the_reason_and_the_answer_comes(served):
+    capture = {"points": ["norm.output"], "tokens": "generated", "mode": "trace"}
+    meta = chat(served, capture=capture)["activations_meta"]
+    assert meta["status"] == "failed"
+    assert "generated" in meta["reason"]
+
+
+def test_what_is_asked_with_a_run_is_stored_with_it(served):
+    capture = {"points": ["embed.output"], "tags": {"condition": "control"}, "sample_id": "q7"}
+    run = chat(served, capture=capture, session_id="facts", seed=3)["activations_meta"]["runs"][0]
+    facts = load(run["points"]["embed.output"]["uri"], run_id=run["run_id"]).facts
+    assert (facts.tags, facts.sample_id, facts.model) == ({"condition": "control"}, "q7", MODEL)
+    assert facts.sampling["seed"] == 3
+
+
+def test_sessions_are_listed_shown_and_deleted_with_their_files(served):
+    chat(served, store_activations=True, session_id="short-lived")
+    url = f"{served.base_url}/activations/session/short-lived"
+    shown = httpx.get(url).json()
+    assert [run["tokens"] for run in shown["runs"]]
+    files = [Path(urlsplit(file["uri"]).path) for file in shown["files"]]
+    assert files
+    assert all(file.exists() for file in files)
+    assert httpx.delete(url).json() == {"id": "short-lived", "object": "session", "deleted": True}
+    assert not any(file.exists() for file in files)
+    assert httpx.get(url).status_code == 404
+
+
+def test_sessions_are_paged(served):
+    for name in ("page-a", "page-b", "page-c"):
+        chat(served, store_activations=True, session_id=name, max_tokens=1)
+    page = httpx.get(f"{served.base_url}/activations/sessions", params={"limit": 2, "after": "page-"}).json()
+    assert [session["id"] for session in page["data"]] == ["page-a", "page-b"]
+    assert page["has_more"]

@@ -1,0 +1,38 @@
+"""A client that goes away takes its request with it."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import time
+
+import pytest
+from ray import serve
+
+LIMIT_S = 1.0
+
+
+@pytest.mark.parametrize("stream", [True, False], ids=["streaming", "whole"])
+def test_killing_a_client_frees_its_slot_within_a_second(served, stream):
+    replica = serve.get_deployment_handle("ModelReplica", "default")
+
+    def running() -> int:
+        return replica.statistics.remote().result()["running"]
+
+    def until(wanted: int, limit_s: float) -> None:
+        deadline = time.monotonic() + limit_s
+        while running() != wanted:
+            assert time.monotonic() < deadline, f"{running()} requests run after {limit_s} s"
+
+    until(0, 30)
+    body = {"model": "vitrine-demo", "prompt": "Once", "max_tokens": 4000, "ignore_eos": True, "stream": stream}
+    command = ["curl", "-sN", f"{served.base_url}/completions", "-d", json.dumps(body)]
+    client = subprocess.Popen(
+        [*command, "-H", "content-type: application/json"], stdout=subprocess.PIPE, stderr=subprocess.DEVNULL
+    )
+    if stream:
+        assert client.stdout.readline().startswith(b"data: ")
+    until(1, 30)
+    client.kill()
+    client.communicate()
+    until(0, LIMIT_S)

@@ -1,0 +1,110 @@
+"""A bad request gets OpenAI's error, which names the field, and the server goes on."""
+
+from __future__ import annotations
+
+import httpx
+import pytest
+
+CHAT = {"model": "vitrine-demo", "messages": [{"role": "user", "content": "2+2?"}], "max_tokens": 2}
+TOOL = {"type": "function", "function": {"name": "calculator"}}
+
+BAD_CHATS = [
+    ({"model": "nope"}, 404, "model"),
+    ({"captrue": {"points": ["layers.1.output"]}}, 400, "captrue"),
+    ({"messages": []}, 400, "messages"),
+    ({"messages": [{"role": "king", "content": "x"}]}, 400, "messages[0].role"),
+    ({"messages": [{"role": "user"}]}, 400, "messages[0]"),
+    ({"messages": [{"role": "user", "content": "x", "mood": "sad"}]}, 400, "messages[0].mood"),
+    ({"temperature": "hot"}, 400, "temperature"),
+    ({"temperature": 9}, 400, "temperature"),
+    ({"top_p": -1}, 400, "top_p"),
+    ({"max_tokens": 5000}, 400, "max_tokens"),
+    ({"max_tokens": 2.5}, 400, "max_tokens"),
+    ({"n": 0}, 400, "n"),
+    ({"stop": ""}, 400, "stop"),
+    ({"tools": [TOOL | {"type": "oven"}]}, 400, "tools[0].type"),
+    ({"session_id": "../up"}, 400, "session_id"),
+    ({"messages": [{"role": "user", "content": "over the edge " * 4000}]}, 400, "prompt"),
+    ({"capture": {"points": ["layers.99.output"]}}, 400, "capture.points[0]"),
+    ({"capture": {"points": ["embed.output", "layers.1.outptu"]}}, 400, "capture.points[1]"),
+    ({"capture": {"points": ["__class__.__mro__.output"]}}, 400, "capture.points[0]"),
+    ({"capture": {"pints": []}}, 400, "capture.pints"),
+    ({"capture": {"layers": [1], "sites": ["nothing.output"]}}, 400, "capture.sites[0]"),
+    ({"capture": {"features": {"first": 10_000}}}, 400, "capture.features"),
+    ({"capture": {"points": ["layers.*.output"], "return": "inline"}, "max_tokens": 2000}, 400, "capture.return"),
+    ({"capture": {"tokens": {"last": 0}}}, 400, "capture.tokens.last"),
+]
+
+
+@pytest.mark.parametrize(("changes", "status", "param"), BAD_CHATS, ids=[str(bad[2]) for bad in BAD_CHATS])
+def test_a_bad_chat_is_refused_by_the_name_of_its_field(served, changes, status, param):
+    answer = httpx.post(f"{served.base_url}/chat/completions", json=CHAT | changes)
+    error = answer.json()["error"]
+    assert answer.status_code == status, error
+    assert error["param"] is not None
+    assert error["param"].startswith(param), error
+    assert error["message"]
+    assert error["type"] == ("not_found_error" if status == 404 else "invalid_request_error")
+
+
+def test_a_streamed_bad_request_is_refused_before_the_stream_begins(served):
+    body = CHAT | {"stream": True, "capture": {"points": ["nothing.output"]}}
+    answer = httpx.post(f"{served.base_url}/chat/completions", json=body)
+    assert answer.status_code == 400
+    assert answer.json()["error"]["param"] == "capture.points[0]"
+
+
+def test_an_unknown_point_gets_the_nearest_names(served):
+    body = CHAT | {"capture": {"points": ["layers.1.outptu"]}}
+    message = httpx.post(f"{served.base_url}/chat/completions", json=body).json()["error"]["message"]
+    assert "layers.1.output" in message
+
+
+@pytest.mark.parametrize("body", [b"{", b"[]", b"", b"\xff\xfe", b'{"model": NaN}'])
+def test_a_body_that_is_no_json_object_gets_400(served, body):
+    headers = {"content-type": "application/json"}
+    answer = httpx.post(f"{served.base_url}/chat/completions", content=body, headers=headers)
+    assert answer.status_code == 400
+    assert answer.json()["error"]["type"] == "invalid_request_error"
+
+
+def test_a_body_over_the_limit_gets_413(served):
+    body = CHAT | {"user": "x" * (17 << 20)}
+    answer = httpx.post(f"{served.base_url}/chat/completions", json=body, timeout=60)
+    assert answer.status_code == 413
+    assert answer.json()["error"]["code"] == "body_too_large"
+
+
+def test_a_body_over_the_limit_without_a_length_gets_413(served):
+    def endless():
+        yield b'{"user": "'
+        for _ in range(17):
+            yield b"x" * (1 << 20)
+
+    headers = {"content-type": "application/json"}
+    answer = httpx.post(f"{served.base_url}/chat/completions", content=endless(), headers=headers, timeout=60)
+    assert answer.status_code == 413
+
+
+@pytest.mark.parametrize(
+    ("method", "path", "status"),
+    [
+        ("GET", "/v1/nothing", 404),
+        ("GET", "/v1/models/no/such", 404),
+        ("PUT", "/v1/models", 405),
+        ("GET", "/v1/activations/session/none-such", 404),
+        ("DELETE", "/v1/activations/session/none-such", 404),
+        ("GET", "/v1/activations/session/.hidden", 400),
+        ("GET", "/v1/activations/sessions?limit=0", 400),
+    ],
+)
+def test_other_routes_answer_failures_with_the_same_body(served, method, path, status):
+    answer = httpx.request(method, served.root + path)
+    assert answer.status_code == status
+    assert set(answer.json()["error"]) == {"message", "type", "param", "code"}
+
+
+def test_the_server_goes_on_after_all_of_it(served):
+    answer = httpx.post(f"{served.base_url}/chat/completions", json=CHAT)
+    assert answer.status_code == 200
+    assert answer.json()["choices"][0]["finish_reason"] == "length"
