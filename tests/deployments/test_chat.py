@@ -1,5 +1,6 @@
 """Chats go in by the model's template, and tool calls come out in OpenAI's form."""
 
+import copy
 import json
 
 import pytest
@@ -111,9 +112,10 @@ def test_a_model_of_unknown_tool_form_refuses_tools(tiny):
 
 
 def test_what_a_template_cannot_render_is_refused_by_field(tiny, byte_tokenizer):
-    byte_tokenizer.chat_template = "{{ raise_exception('roles must alternate') }}"
+    tokenizer = copy.deepcopy(byte_tokenizer)
+    tokenizer.chat_template = "{{ raise_exception('roles must alternate') }}"
     with pytest.raises(RequestError, match="roles must alternate") as refused:
-        ChatFormat(byte_tokenizer, tiny("llama").hf).render([QUESTION], None)
+        ChatFormat(tokenizer, tiny("llama").hf).render([QUESTION], None)
     assert refused.value.field == "messages"
 
 
