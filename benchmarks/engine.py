@@ -54,6 +54,7 @@ def prompts(path: Path, tokenizer: Any, count: int) -> list[list[int]]:
 
 def ways(model: Model, batch: Sequence[Sequence[int]], new_tokens: int) -> dict[str, Way]:
     """What is measured: a name and a function that generates for the whole batch."""
+    model.hf.generation_config.eos_token_id = None  # all ways generate to the full length
     longest = max(map(len, batch))
     ids = torch.tensor([[0] * (longest - len(prompt)) + list(prompt) for prompt in batch])
     mask = torch.tensor([[0] * (longest - len(prompt)) + [1] * len(prompt) for prompt in batch])
@@ -64,7 +65,6 @@ def ways(model: Model, batch: Sequence[Sequence[int]], new_tokens: int) -> dict[
                 ids,
                 attention_mask=mask,
                 max_new_tokens=new_tokens,
-                min_new_tokens=new_tokens,
                 do_sample=False,
                 pad_token_id=0,
             )

@@ -15,9 +15,9 @@ from deployments.activations.facts import check_session_id
 from deployments.engine.request import Sampling
 from deployments.errors import RequestError
 from deployments.messages import Job, Message
-from serve_app import errors
 from serve_app.answers import Answer, Kind
 from serve_app.backend import Backend
+from serve_app.errors import install
 from serve_app.middleware import Gate
 from serve_app.schemas import ChatRequest, CompletionRequest, Generation
 
@@ -172,7 +172,7 @@ def build_api(backend: Backend, max_body_bytes: int) -> FastAPI:
     )
     api.state.backend = backend
     api.add_middleware(Gate, max_body_bytes=max_body_bytes)
-    errors.install(api)
+    install(api)
     for router in (openai, activations, server):
         api.include_router(router)
     return api

@@ -40,7 +40,7 @@ def main() -> int:
         print(f"Healthy after {time.monotonic() - began:.0f} s at http://127.0.0.1:{port}/v1\n", flush=True)
         return _evaluate(f"http://127.0.0.1:{port}/v1", ray.get_runtime_context().gcs_address)
     finally:
-        serve.shutdown()
+        serve.delete("default")  # gracefully: what runs ends, and the store closes its files
         ray.shutdown()
         print("\nShut down: nothing is left running.")
 

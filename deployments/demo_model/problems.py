@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from deployments.demo_model.stories import STORIES
 from deployments.demo_model.tale import Tale, Unfit
 
-HARD_SHARE = 0.42
+HARD_SHARE = 0.2
 """Share of problems that hold a product too hard for a small model's head."""
 
 HELD_OUT_SEED = 7_000_001
@@ -67,9 +67,9 @@ class Problem:
         return {"question": self.question, "answer": solution}
 
 
-def make_problem(rng: random.Random) -> Problem:
+def make_problem(rng: random.Random, hard_share: float = HARD_SHARE) -> Problem:
     """Draw one problem; whether it is hard is drawn first, so that the share is exact in expectation."""
-    hard = rng.random() < HARD_SHARE
+    hard = rng.random() < hard_share
     while True:
         tale = Tale(rng, hard)
         try:
@@ -80,11 +80,11 @@ def make_problem(rng: random.Random) -> Problem:
             return Problem(tale.question, tuple(Step(*line) for line in tale.lines), hard)
 
 
-def stream(seed: int, excluded: frozenset[str] = frozenset()) -> Iterator[Problem]:
+def stream(seed: int, excluded: frozenset[str] = frozenset(), hard_share: float = HARD_SHARE) -> Iterator[Problem]:
     """Endless distinct-seeded problems, leaving out those whose question is in `excluded`."""
     rng = random.Random(seed)
     while True:
-        problem = make_problem(rng)
+        problem = make_problem(rng, hard_share)
         if problem.question not in excluded:
             yield problem
 

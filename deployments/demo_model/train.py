@@ -7,6 +7,7 @@ import json
 import random
 import time
 from collections.abc import Iterator
+from dataclasses import dataclass
 from itertools import islice
 from pathlib import Path
 from typing import Any
@@ -17,16 +18,37 @@ from transformers import AttentionInterface, PreTrainedTokenizerFast, Qwen3Confi
 
 from deployments.demo_model.dialogues import CALCULATOR, conversation
 from deployments.demo_model.evaluate import measure
-from deployments.demo_model.problems import TRAIN_SEED, VALIDATION_SEED, Problem, held_out, stream
+from deployments.demo_model.problems import HARD_SHARE, TRAIN_SEED, VALIDATION_SEED, Problem, held_out, stream
 from deployments.demo_model.tokenizer import CONTEXT, train_tokenizer
 
-STEPS = 3600
+
+@dataclass(frozen=True)
+class Phase:
+    """A stretch of training with its own stream of problems and fresh optimizers.
+
+    Attributes:
+        seed: Of the stream and of the order of the batches.
+        steps: How many batches.
+        hard_share: The share of problems with a hard product.
+        falling: Whether the learning rate falls to zero over the phase or stays.
+    """
+
+    seed: int
+    steps: int
+    hard_share: float
+    falling: bool
+
+
+PHASES = (
+    Phase(seed=TRAIN_SEED, steps=1200, hard_share=0.42, falling=False),
+    Phase(seed=TRAIN_SEED + 1, steps=1300, hard_share=HARD_SHARE, falling=True),
+)
 BATCH_TOKENS = 6144
 CHUNK = 4096
 TOKENIZER_SAMPLE = 8000
 TOOL_SHARE = 0.35
 HELD_OUT = 1200
-MUON_RATE, ADAM_RATE, WARMUP, DECAY_FROM = 0.02, 3e-3, 100, 0.5
+MUON_RATE, ADAM_RATE, WARMUP = 0.02, 3e-3, 100
 
 Batch = tuple[torch.Tensor, torch.Tensor]
 
@@ -130,9 +152,9 @@ def batches(tokenizer: PreTrainedTokenizerFast, problems: Iterator[Problem], rng
         yield from chunk
 
 
-def rate(step: int, steps: int) -> float:
-    """The learning rate's factor: a short warm-up, a plateau, a straight fall to zero."""
-    return min(1.0, (step + 1) / WARMUP, (steps - step) / (steps * (1 - DECAY_FROM)))
+def rate(step: int, phase: Phase) -> float:
+    """The learning rate's factor at a step of a phase, counted from 0."""
+    return min((step + 1) / WARMUP, 1 - step / phase.steps if phase.falling else 1.0)
 
 
 def optimizers(model: Qwen3ForCausalLM) -> list[torch.optim.Optimizer]:
@@ -167,50 +189,58 @@ def save(model: Qwen3ForCausalLM, tokenizer: PreTrainedTokenizerFast, out: Path)
     tokenizer.save_pretrained(out)
 
 
-def train(out: Path, steps: int, check_every: int) -> None:
-    """Train for `steps` steps, with a check on validation problems now and then, and save to `out`."""
-    torch.manual_seed(TRAIN_SEED)
-    rng = random.Random(TRAIN_SEED)
-    problems = stream(TRAIN_SEED, frozenset(problem.question for problem in held_out(HELD_OUT)))
-    sample = list(islice(stream(TRAIN_SEED), TOKENIZER_SAMPLE))
-    # A tokenizer trained on nothing already renders the template.
-    tokenizer = train_tokenizer(render(sample, random.Random(TRAIN_SEED), train_tokenizer([])))
-    model = new_model(tokenizer)
-    body = torch.compile(model.model, dynamic=True)
+def run(phase: Phase, model: Qwen3ForCausalLM, body: Any, tokenizer: PreTrainedTokenizerFast) -> Iterator[float]:
+    """Train for one phase; yields the loss of each step."""
+    rng = random.Random(phase.seed)
+    excluded = frozenset(problem.question for problem in held_out(HELD_OUT))
+    problems = stream(phase.seed, excluded, phase.hard_share)
     tuned = optimizers(model)
-    checks = list(islice(stream(VALIDATION_SEED), 60))
-    questions, gold = [p.question for p in checks], [p.answer for p in checks]
-    save(model, tokenizer, out)
-    begun, tokens, mean = time.time(), 0, 0.0
-    for step, batch in enumerate(islice(batches(tokenizer, problems, rng), steps), start=1):
+    for step, batch in enumerate(islice(batches(tokenizer, problems, rng), phase.steps)):
         for optimizer, base in zip(tuned, (MUON_RATE, ADAM_RATE), strict=True):
-            optimizer.param_groups[0]["lr"] = base * rate(step - 1, steps)
+            optimizer.param_groups[0]["lr"] = base * rate(step, phase)
         loss = loss_of(model, body, batch)
         loss.backward()
         for optimizer in tuned:
             optimizer.step()
             optimizer.zero_grad()
-        tokens += batch[0].numel()
-        mean = loss.item() if step == 1 else 0.98 * mean + 0.02 * loss.item()
-        if step % 50 == 0:
-            print(f"step {step} loss {mean:.4f} tokens {tokens} cpu {time.process_time():.0f}s "
-                  f"wall {time.time() - begun:.0f}s", flush=True)  # fmt: skip
-        if step % check_every == 0 or step == steps:
-            save(model, tokenizer, out)
-            saved: Any = Qwen3ForCausalLM.from_pretrained(out)
-            print(json.dumps(measure(saved.eval(), tokenizer, questions, gold)), flush=True)
+        yield loss.item()
+
+
+def train(out: Path, resume: bool, check_every: int) -> None:
+    """Go through the phases, with a check on validation problems now and then, and save to `out`."""
+    torch.manual_seed(TRAIN_SEED)
+    sample = list(islice(stream(TRAIN_SEED, hard_share=PHASES[0].hard_share), TOKENIZER_SAMPLE))
+    # A tokenizer trained on nothing already renders the template.
+    tokenizer = train_tokenizer(render(sample, random.Random(TRAIN_SEED), train_tokenizer([])))
+    model = new_model(tokenizer)
+    if resume:
+        model.load_state_dict(Qwen3ForCausalLM.from_pretrained(out).state_dict())
+    body = torch.compile(model.model, dynamic=True)
+    checks = list(islice(stream(VALIDATION_SEED), 60))
+    begun, mean = time.time(), 0.0
+    for phase in PHASES[1:] if resume else PHASES:
+        for step, loss in enumerate(run(phase, model, body, tokenizer), start=1):
+            mean = loss if step == 1 else 0.98 * mean + 0.02 * loss
+            if step % 50 == 0:
+                spent = f"cpu {time.process_time():.0f}s wall {time.time() - begun:.0f}s"
+                print(f"seed {phase.seed} step {step} loss {mean:.4f} {spent}", flush=True)
+            if step % check_every == 0 or step == phase.steps:
+                save(model, tokenizer, out)
+                saved: Any = Qwen3ForCausalLM.from_pretrained(out)
+                figures = measure(saved.eval(), tokenizer, [p.question for p in checks], [p.answer for p in checks])
+                print(json.dumps(figures), flush=True)
 
 
 def main() -> None:
     """Read the options and train."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--out", type=Path, required=True)
-    parser.add_argument("--steps", type=int, default=STEPS)
+    parser.add_argument("--resume", action="store_true", help="begin the second phase from the weights in --out")
     parser.add_argument("--check-every", type=int, default=600)
     parser.add_argument("--threads", type=int, default=2)
     options = parser.parse_args()
     torch.set_num_threads(options.threads)
-    train(options.out, options.steps, options.check_every)
+    train(options.out, options.resume, options.check_every)
 
 
 if __name__ == "__main__":

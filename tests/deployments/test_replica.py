@@ -1,0 +1,106 @@
+"""A replica tells Serve when its engine is dead or stuck, and leaves nothing behind when it goes."""
+
+from __future__ import annotations
+
+import asyncio
+import threading
+
+import pytest
+
+from deployments.engine.request import GREEDY
+from deployments.messages import End, Job, Piece, Refusal
+from deployments.options import Options
+from deployments.replica import ModelReplica
+
+Replica = ModelReplica.func_or_class  # the class beneath the deployment
+
+
+@pytest.fixture
+def replica():
+    made = Replica(Options(dtype="float32", threads=1), store=None)
+    yield made
+    made.__del__()
+
+
+def job(**fields):
+    return Job(**{"id": "job", "prompts": ["Tom has 3 boxes."], "max_tokens": 4, "sampling": GREEDY} | fields)
+
+
+def test_a_working_engine_is_healthy(replica):
+    messages = asyncio.run(replica.complete(job()))
+    assert isinstance(messages[-1], End)
+    assert "".join(message.text for message in messages if isinstance(message, Piece))
+    replica.check_health()
+
+
+def test_a_dead_engine_fails_the_health_check_and_who_waits_is_told(replica):
+    def broken(*_):
+        raise AssertionError("a broken invariant")
+
+    replica._model.hf.register_forward_pre_hook(broken)
+    # The thread's death is the point; pytest would count it as an error of the test.
+    threading.excepthook, kept = lambda _: None, threading.excepthook
+    try:
+        messages = asyncio.run(replica.complete(job()))
+        replica._thread.join(timeout=30)
+    finally:
+        threading.excepthook = kept
+    assert isinstance(messages[-1], Refusal)
+    assert messages[-1].status == 503
+    with pytest.raises(RuntimeError, match="thread has ended"):
+        replica.check_health()
+
+
+def test_a_stuck_engine_fails_the_health_check():
+    replica = Replica(Options(dtype="float32", threads=1, stuck_after_s=0.01), store=None)
+    entered, go_on = threading.Event(), threading.Event()
+
+    def stuck(*_):
+        entered.set()
+        go_on.wait(60)
+
+    hook = replica._model.hf.register_forward_pre_hook(stuck)
+
+    async def ask():
+        waiting = asyncio.ensure_future(replica.complete(job()))
+        await asyncio.to_thread(entered.wait, 60)
+        while True:
+            try:
+                replica.check_health()
+            except RuntimeError as error:
+                assert "in one step" in str(error)  # noqa: PT017 - the loop ends here
+                break
+            await asyncio.sleep(0)
+        hook.remove()
+        go_on.set()
+        return await waiting
+
+    assert isinstance(asyncio.run(ask())[-1], End)
+    replica.__del__()
+
+
+def test_a_job_past_its_time_gets_504_and_frees_its_slot():
+    replica = Replica(Options(dtype="float32", threads=1, request_timeout_s=0.2), store=None)
+
+    async def ask():
+        messages = await replica.complete(job(max_tokens=4000, ignore_eos=True))
+        async with asyncio.timeout(30):
+            while replica._engine.statistics.running:
+                await asyncio.sleep(0)
+        return messages
+
+    assert asyncio.run(ask())[-1].status == 504
+    replica.__del__()
+
+
+def test_more_requests_than_places_get_429(replica):
+    full = Replica(Options(dtype="float32", threads=1, max_running=1, max_queued=1), store=None)
+    messages = asyncio.run(full.complete(job(n=3)))
+    assert (messages[-1].status, messages[-1].code) == (429, "server_busy")
+    full.__del__()
+
+
+def test_a_replica_that_goes_ends_its_thread():
+    gone = Replica(Options(dtype="float32", threads=1), store=None)
+    gone.__del__()
+    assert not gone._thread.is_alive()

@@ -1,0 +1,49 @@
+"""The files for a cluster say what Ray and this project understand."""
+
+from __future__ import annotations
+
+import json
+import re
+from pathlib import Path
+
+import jsonschema
+import pytest
+import ray.autoscaler
+import yaml
+from ray.serve.schema import ServeDeploySchema
+
+from deployments.options import Options
+
+ROOT = Path(__file__).parent.parent
+CLUSTER = yaml.safe_load((ROOT / "cluster.yaml").read_text())
+SERVE = yaml.safe_load((ROOT / "serve_config.yaml").read_text())
+
+
+def test_serve_takes_its_configuration():
+    ServeDeploySchema.model_validate(SERVE)
+
+
+def test_every_option_in_the_serve_configuration_is_one():
+    options = Options.model_validate(SERVE["applications"][0]["args"])
+    assert options.num_replicas > 1
+    assert SERVE["http_options"]["request_timeout_s"] > options.request_timeout_s
+
+
+def test_ray_up_takes_the_cluster_file():
+    schema = json.loads((Path(ray.autoscaler.__file__).parent / "ray-schema.json").read_text())
+    jsonschema.validate(CLUSTER, schema)
+
+
+def test_the_cluster_can_grow_to_all_replicas():
+    options = Options.model_validate(SERVE["applications"][0]["args"])
+    worker = CLUSTER["available_node_types"]["gpu_worker"]
+    assert worker["resources"]["GPU"] * worker["max_workers"] >= options.num_replicas * options.num_gpus
+    assert CLUSTER["max_workers"] >= worker["max_workers"]
+
+
+@pytest.mark.parametrize("name", ["cluster.yaml", "serve_config.yaml"])
+def test_every_number_is_commented(name):
+    lines = (ROOT / name).read_text().splitlines()
+    for number, line in enumerate(lines):
+        if re.match(r"\s*\w+:\s*[\d.]+\s*$", line):
+            assert lines[number - 1].lstrip().startswith("#"), f"{name}:{number + 1} says neither unit nor reason"

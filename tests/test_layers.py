@@ -1,0 +1,89 @@
+"""The stairs: each part imports only what stands below it, and nothing goes round in a circle."""
+
+from __future__ import annotations
+
+import ast
+from graphlib import TopologicalSorter
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parent.parent
+# From high to low. A module belongs to the longest prefix that fits.
+STAIRS = [
+    "benchmarks",
+    "evals",
+    "serve_app",
+    "deployments.replica",
+    "deployments.runs",
+    "deployments.chat",
+    "deployments.messages",
+    "deployments.engine",
+    "deployments.activations",
+    "deployments.demo_model",
+    "deployments.options",
+    "deployments.errors",
+]
+# The evaluator reaches the server over HTTP: of all that is below, these alone are its own.
+EVALS_MAY = {"evals", "deployments.demo_model", "deployments.options"}
+
+
+def modules() -> dict[str, Path]:
+    found = {}
+    for top in ("serve_app", "deployments", "evals", "benchmarks"):
+        for path in (ROOT / top).rglob("*.py"):
+            parts = path.relative_to(ROOT).with_suffix("").parts
+            found[".".join(parts[:-1] if parts[-1] == "__init__" else parts)] = path
+    return found
+
+
+MODULES = modules()
+
+
+def imports(name: str, only_at_import: bool = False) -> set[str]:
+    """Modules of the project that one imports; those under TYPE_CHECKING and in functions, too, unless told."""
+    tree = ast.parse(MODULES[name].read_text())
+    nodes = tree.body if only_at_import else list(ast.walk(tree))
+    found = set()
+    for node in nodes:
+        if isinstance(node, ast.ImportFrom) and node.module:
+            found |= {node.module} | {f"{node.module}.{alias.name}" for alias in node.names}
+        elif isinstance(node, ast.Import):
+            found |= {alias.name for alias in node.names}
+    return (found & set(MODULES)) - {name}
+
+
+def step(name: str) -> str:
+    fits = [prefix for prefix in STAIRS if name == prefix or name.startswith(prefix + ".")]
+    return max(fits, key=len) if fits else ""
+
+
+@pytest.mark.parametrize("name", sorted(MODULES))
+def test_imports_point_downward(name):
+    if name == "deployments":
+        return
+    assert step(name), f"{name} stands on no stair: add it to STAIRS"
+    for imported in imports(name):
+        if step(imported):
+            assert STAIRS.index(step(name)) <= STAIRS.index(step(imported)), f"{name} imports {imported}, above it"
+
+
+def test_no_imports_go_round():
+    graph = {name: imports(name, only_at_import=True) for name in MODULES}
+    TopologicalSorter(graph).prepare()  # raises CycleError with the circle
+
+
+def test_the_evaluator_knows_the_server_by_http_only():
+    for name in MODULES:
+        if step(name) == "evals":
+            assert {step(imported) for imported in imports(name) if step(imported)} <= EVALS_MAY, name
+
+
+@pytest.mark.parametrize("name", [name for name in sorted(MODULES) if step(name) == "deployments.engine"])
+def test_the_engine_holds_no_ray(name):
+    tree = ast.parse(MODULES[name].read_text())
+    tops = {node.module.split(".")[0] for node in ast.walk(tree) if isinstance(node, ast.ImportFrom) and node.module}
+    tops |= {
+        alias.name.split(".")[0] for node in ast.walk(tree) if isinstance(node, ast.Import) for alias in node.names
+    }
+    assert "ray" not in tops

@@ -1,0 +1,100 @@
+"""The README's commands do what it says, word for word but for the server's address."""
+
+from __future__ import annotations
+
+import os
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parent.parent
+BLOCKS = re.findall(r"^```(\w*)\n(.*?)^```", (ROOT / "README.md").read_text(), re.DOTALL | re.MULTILINE)
+ADDRESS = "http://127.0.0.1:8000"
+
+# What other tests run, or what needs more than this machine: and why it is not run here.
+ELSEWHERE = {
+    "git clone": "test_make_demo_works_in_a_fresh_clone",
+    "make demo": "test_make_demo_works_in_a_fresh_clone",
+    "source .venv/bin/activate": "the fixtures put the environment on PATH",
+    "serve run serve_app:app": "the fixture `served` is this command",
+    "serve run serve_app:build_app": "needs the hub; test_options.py gives the options to a model at hand",
+    "ray up": "needs a cloud; test_cluster_files.py checks the file",
+    "ray attach": "needs a cloud",
+    "serve deploy": "needs GPUs; test_cluster_files.py checks the file",
+}
+
+
+def commands() -> list[str]:
+    """Every command of the shell blocks; one in quotes may span lines."""
+    found = []
+    for language, block in BLOCKS:
+        if language == "sh":
+            found += re.findall(r"^\S(?:[^'\n]|'[^']*')*$", block, re.MULTILINE)
+    return found
+
+
+def test_every_shell_command_of_the_readme_is_run_here_or_accounted_for():
+    assert len(commands()) > 10
+    for name in ELSEWHERE:
+        assert any(command.startswith(name) for command in commands()), f"the README no longer says {name!r}"
+
+
+@pytest.mark.parametrize(
+    "command", [c for c in commands() if not c.startswith(tuple(ELSEWHERE))], ids=lambda c: c.split("\n")[0][:60]
+)
+def test_a_shell_command_of_the_readme_works(served, command):
+    env = served.cluster.env | {"RAY_API_SERVER_ADDRESS": served.cluster.dashboard}
+    if "ray job submit" in command:
+        # The fixture's cluster takes no token, and does not listen at the usual port.
+        command = command.replace("RAY_AUTH_MODE=token ", "") + f" --base-url {ADDRESS}/v1"
+    if "evals.gsm8k" in command:
+        command = command.replace("--samples 20", "--samples 2") + " --max-tokens 64"
+    command = command.replace(ADDRESS, served.root)
+    done = subprocess.run(["bash", "-euc", command], cwd=ROOT, env=env, capture_output=True, text=True, timeout=300)
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert '"error"' not in done.stdout
+
+
+@pytest.mark.parametrize(
+    "code", [block for language, block in BLOCKS if language == "python"], ids=["openai", "engine"]
+)
+def test_a_python_example_of_the_readme_works(served, code):
+    done = subprocess.run(
+        [sys.executable, "-c", code.replace(ADDRESS, served.root)],
+        cwd=ROOT,
+        env=served.cluster.env,
+        capture_output=True,
+        text=True,
+        timeout=120,
+    )
+    assert done.returncode == 0, done.stderr
+    assert done.stdout.strip()
+
+
+def test_the_file_tree_of_the_readme_is_there():
+    tree = next(block for language, block in BLOCKS if not language and "serve_app/" in block)
+    directory = Path()
+    for line in tree.splitlines():
+        name = line.split()[0]
+        if not line.startswith(" "):
+            directory = ROOT / name
+            assert directory.is_dir(), name
+        elif not (directory / name).exists():
+            pytest.fail(f"{directory.name}/{name} is not there")
+
+
+@pytest.mark.long
+def test_make_demo_works_in_a_fresh_clone(tmp_path):
+    subprocess.run(["git", "clone", "-q", str(ROOT), str(tmp_path / "vitrine")], check=True)
+    inherited = ("PYTHONPATH", "VIRTUAL_ENV", "RAY_ADDRESS", "RAY_AUTH_MODE")
+    env = {name: value for name, value in os.environ.items() if name not in inherited}
+    env |= {"VITRINE_HOME": str(tmp_path / "home")}
+    done = subprocess.run(["make", "demo"], cwd=tmp_path / "vitrine", env=env, capture_output=True, text=True)
+    assert done.returncode == 0, done.stdout + done.stderr
+    code = done.stdout[done.stdout.index("from deployments.activations import load") :].split("\n")[:3]
+    python = tmp_path / "vitrine" / ".venv" / "bin" / "python"
+    loaded = subprocess.run([python, "-c", "\n".join(code)], env=env, capture_output=True, text=True, check=True)
+    assert loaded.stdout.startswith("torch.Size([")
