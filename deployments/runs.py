@@ -14,6 +14,8 @@ from dataclasses import asdict, replace
 from typing import Any
 
 import ray
+from ray.exceptions import RayError
+from ray.serve.exceptions import RayServeException
 from ray.serve.handle import DeploymentHandle
 
 from deployments.activations.facts import RunFacts, ShardFacts, StoredRun, StoreError
@@ -78,7 +80,7 @@ class Runs:
             loop = asyncio.get_running_loop()
             facts, batch = await loop.run_in_executor(self._pool, self._lay_out, job, request, event)
             stored: StoredRun = await self._store.write.remote(facts, [batch])
-        except (StoreError, ray.exceptions.RayError, ValueError) as error:
+        except (StoreError, RayError, RayServeException, ValueError) as error:
             # The completion is worth having without them; the answer says what happened.
             logger.warning("run %s was not stored: %s", report.run_id, error)
             return replace(report, reason=str(getattr(error, "cause", None) or error))

@@ -110,15 +110,15 @@ def summary(plain: list[bool], tooled: list[bool]) -> dict[str, float]:
     return figures
 
 
-def measure(
+def grade(
     model: PreTrainedModel, tokenizer: PreTrainedTokenizerFast, questions: list[str], gold: list[int]
-) -> dict[str, float]:
-    """Solve the questions in both modes and summarize."""
-    right = [
+) -> tuple[list[bool], list[bool]]:
+    """Which questions the model gets right, without and with the calculator."""
+    plain, tooled = (
         [answer == truth for answer, truth in zip(solve(model, tokenizer, questions, tools), gold, strict=True)]
         for tools in (False, True)
-    ]
-    return summary(*right)
+    )
+    return plain, tooled
 
 
 def read_problems(path: Path) -> tuple[list[str], list[int]]:
@@ -132,21 +132,16 @@ def main() -> None:
     """Print the figures for the demo set and for held-out problems."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--weights", type=Path, default=WEIGHTS)
-    parser.add_argument("--count", type=int, default=1000, help="held-out problems beside the demo set")
+    parser.add_argument("--count", type=int, default=600, help="held-out problems beside the demo set")
     options = parser.parse_args()
     tokenizer: Any = AutoTokenizer.from_pretrained(options.weights)
     model = AutoModelForCausalLM.from_pretrained(options.weights, dtype=torch.float32).eval()
-    print("demo", json.dumps(measure(model, tokenizer, *read_problems(PROBLEMS))), flush=True)
+    print("demo", json.dumps(summary(*grade(model, tokenizer, *read_problems(PROBLEMS)))), flush=True)
     problems = held_out(DEMO_COUNT + options.count)[DEMO_COUNT:]
-    for kind, chosen in (
-        ("held-out", problems),
-        ("held-out, easy", [p for p in problems if not p.hard]),
-        ("held-out, hard", [p for p in problems if p.hard]),
-    ):
-        print(
-            kind,
-            json.dumps(measure(model, tokenizer, [p.question for p in chosen], [p.answer for p in chosen])),
-        )
+    grades = grade(model, tokenizer, [p.question for p in problems], [p.answer for p in problems])
+    for kind, wanted in (("held-out", (False, True)), ("easy", (False,)), ("hard", (True,))):
+        chosen = [i for i, problem in enumerate(problems) if problem.hard in wanted]
+        print(kind, json.dumps(summary(*([grades[k][i] for i in chosen] for k in (0, 1)))), flush=True)
 
 
 if __name__ == "__main__":

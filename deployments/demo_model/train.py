@@ -17,7 +17,7 @@ from torch.nn.functional import cross_entropy
 from transformers import AttentionInterface, PreTrainedTokenizerFast, Qwen3Config, Qwen3ForCausalLM
 
 from deployments.demo_model.dialogues import CALCULATOR, conversation
-from deployments.demo_model.evaluate import measure
+from deployments.demo_model.evaluate import grade, summary
 from deployments.demo_model.problems import HARD_SHARE, TRAIN_SEED, VALIDATION_SEED, Problem, held_out, stream
 from deployments.demo_model.tokenizer import CONTEXT, train_tokenizer
 
@@ -227,8 +227,8 @@ def train(out: Path, resume: bool, check_every: int) -> None:
             if step % check_every == 0 or step == phase.steps:
                 save(model, tokenizer, out)
                 saved: Any = Qwen3ForCausalLM.from_pretrained(out)
-                figures = measure(saved.eval(), tokenizer, [p.question for p in checks], [p.answer for p in checks])
-                print(json.dumps(figures), flush=True)
+                right = grade(saved.eval(), tokenizer, [p.question for p in checks], [p.answer for p in checks])
+                print(json.dumps(summary(*right)), flush=True)
 
 
 def main() -> None:

@@ -8,58 +8,24 @@ token for all running ones.
 from __future__ import annotations
 
 import itertools
-import os
 import queue
 import random
 import time
 from collections import deque
 from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 
 import torch
 
 from deployments.activations.points import Place
+from deployments.engine.memory import Memory
 from deployments.engine.model import Model
 from deployments.engine.recorder import CaptureError, Recorder, Recording
 from deployments.engine.request import Delta, Event, Finished, FinishReason, Request
+from deployments.engine.row import Row
 from deployments.engine.sampling import draw
 from deployments.engine.text import TextStream
 from deployments.errors import RequestError
-
-FIRST_CAPACITY = 256  # positions of a slot's first bucket; each next one is twice as long
-RESERVE = 256  # tokens a request must find room for beyond its prompt, or fewer where it asks for fewer
-
-
-@dataclass(eq=False)
-class Row:
-    """A request on its way through the engine."""
-
-    request: Request
-    text: TextStream
-    random: random.Random
-    recording: Recording | None
-    arrival: int
-    tokens: list[int] = field(default_factory=list)
-    fed: int = 0  # tokens in its KV slot
-    ending: FinishReason | None = None  # decided; one more forward gives the last token its activations
-
-    @property
-    def sequence(self) -> list[int]:
-        """Prompt and generated tokens."""
-        return [*self.request.prompt, *self.tokens]
-
-    @property
-    def records_prefill(self) -> bool:
-        """Whether a prefill brings rows to keep: of the prompt, or of tokens run again after a preemption."""
-        if self.recording is None:
-            return False
-        return self.recording.wants_generated if self.tokens else self.recording.wants_prompt
-
-    @property
-    def need(self) -> int:
-        """KV positions to find before it is admitted."""
-        left = self.request.max_tokens - len(self.tokens)
-        return len(self.request.prompt) + len(self.tokens) + min(left, RESERVE) + 1
 
 
 @dataclass
@@ -107,10 +73,9 @@ class Engine:
         self.prefill_tokens = prefill_tokens
         self.statistics = Statistics()
         self.step_began: float | None = None  # monotonic seconds; None between steps
-        self._cache = model.new_cache()
+        self._memory = Memory(model, max_running, kv_bytes)
+        self._cache = self._memory.cache
         self._recorder = Recorder(model.device)
-        self._token_bytes = self._measure_token_bytes()
-        self._budget = (kv_bytes or _free_bytes(model.device) // 2) // self._token_bytes  # in positions
         self._inbox: queue.SimpleQueue[Request | str | None] = queue.SimpleQueue()
         self._waiting: deque[Row] = deque()
         self._running: list[Row] = []  # by slot
@@ -138,8 +103,8 @@ class Engine:
             message = f"{prompt} prompt tokens and {request.max_tokens} new ones exceed the context of {context}"
             raise RequestError(message, "max_tokens", "context_length_exceeded")
         most = prompt + request.max_tokens + 1
-        if _bucket(most, FIRST_CAPACITY) > self._budget:
-            message = f"{most} tokens need more KV memory than the server's {self._budget} positions"
+        if not self._memory.fits(1, most):
+            message = f"{most} tokens need more KV memory than the server's {self._memory.budget} positions"
             raise RequestError(message, "max_tokens", "kv_memory_exceeded")
 
     def submit(self, request: Request) -> None:
@@ -234,28 +199,16 @@ class Engine:
             slots = len(self._running) + len(admitted) + 1
             if admitted and longest * (len(admitted) + 1) > self.prefill_tokens:
                 break
-            if slots > 1 and self._positions(slots, need) > self._budget:
+            if slots > 1 and not self._memory.fits(slots, need):
                 break
             admitted.append(self._waiting.popleft())
         return admitted
 
-    def _positions(self, slots: int, need: int) -> int:
-        return min(_bucket(slots, 1), self.max_running) * _bucket(need, FIRST_CAPACITY)
-
-    def _reserve(self, slots: int, need: int) -> None:
-        """Make the KV memory hold `slots` rows of `need` tokens; what is larger stays while in the budget."""
-        window = self._cache.window
-        slots, capacity = min(_bucket(slots, 1), self.max_running), _bucket(need, FIRST_CAPACITY)
-        larger = max(slots, window.slots), max(capacity, window.capacity)
-        if self._running and larger[0] * larger[1] <= self._budget:
-            slots, capacity = larger
-        self._cache.resize(slots, capacity)
-
     def _make_room(self) -> None:
         """Grow for the longest row's next token; while that exceeds the budget, the youngest row waits again."""
         while (longest := max(row.fed for row in self._running) + 1) > self._cache.window.capacity:
-            if len(self._running) == 1 or self._positions(len(self._running), longest) <= self._budget:
-                return self._reserve(len(self._running), longest)
+            if len(self._running) == 1 or self._memory.fits(len(self._running), longest):
+                return self._memory.reserve(len(self._running), longest, keep=True)
             youngest = max(self._running, key=lambda row: row.arrival)
             self._remove(youngest)
             youngest.fed = 0
@@ -267,7 +220,8 @@ class Engine:
 
     def _prefill(self, rows: Sequence[Row], events: list[Event]) -> None:
         first = len(self._running)
-        self._reserve(first + len(rows), max(row.need for row in (*rows, *self._running)))
+        need = max(row.need for row in (*rows, *self._running))
+        self._memory.reserve(first + len(rows), need, keep=bool(self._running))
         sequences = [row.sequence for row in rows]
         longest = max(map(len, sequences))
         padded = [sequence + [0] * (longest - len(sequence)) for sequence in sequences]
@@ -389,34 +343,8 @@ class Engine:
         self._running[slot] = self._running[last]
         self._running.pop()
 
-    # ---- memory
-
-    @torch.inference_mode()
-    def _measure_token_bytes(self) -> int:
-        """Bytes of KV memory that one position takes over all layers."""
-        cache = self.model.new_cache()
-        cache.resize(1, 1)
-        cache.prefill(0)
-        one = torch.ones(1, 1, dtype=torch.long, device=self.model.device)
-        self.model.prefill(one, one[0], cache)
-        return cache.bytes
-
     def _count(self) -> None:
         self.statistics.running = len(self._running)
         self.statistics.waiting = len(self._waiting)
         self.statistics.kv_bytes = self._cache.bytes
         self.statistics.steps += 1
-
-
-def _bucket(value: int, first: int) -> int:
-    """The smallest first * 2**k that holds `value`."""
-    bucket = first
-    while bucket < value:
-        bucket *= 2
-    return bucket
-
-
-def _free_bytes(device: torch.device) -> int:
-    if device.type == "cuda":
-        return torch.cuda.mem_get_info(device)[0]
-    return os.sysconf("SC_AVPHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
