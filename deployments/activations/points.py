@@ -18,27 +18,18 @@ from typing import Any, Literal
 import torch
 from torch import nn
 
+from deployments.activations.architectures import (
+    OUTPUT_PROJECTIONS,
+    canonical_modules,
+    drop_misnamed_norms,
+    find_layers,
+    head_shape,
+)
 from deployments.activations.spec import LAYERNORM_SITES, Capture
 from deployments.errors import RequestError
 
 Layout = Literal["batched", "flat"]
 MAX_POINTS = 4096
-
-# Canonical name -> the names that architectures give the part inside a decoder layer.
-LAYER_PARTS: dict[str, tuple[str, ...]] = {
-    "attention": ("self_attn", "attn", "attention", "self_attention", "linear_attn"),
-    "mlp": ("mlp", "feed_forward", "block_sparse_moe"),
-    "input_layernorm": ("input_layernorm", "ln_1", "ln_attn", "self_attn_layer_norm"),
-    "post_attention_layernorm": ("post_attention_layernorm", "ln_2", "ln_mlp", "final_layer_norm"),
-}
-# Where a module has the right name but stands elsewhere: Gemma norms the attention's output under this name,
-# and OLMo 2 has norms behind its parts only.
-LAYER_PARTS_BY_MODEL: dict[str, dict[str, tuple[str, ...]]] = {
-    **dict.fromkeys(("gemma2", "gemma3", "gemma3_text"), {"post_attention_layernorm": ("pre_feedforward_layernorm",)}),
-    **dict.fromkeys(("olmo2", "olmo3"), {"input_layernorm": (), "post_attention_layernorm": ()}),
-}
-FINAL_NORMS = ("norm", "ln_f", "final_layer_norm", "final_layernorm")
-OUTPUT_PROJECTIONS = ("o_proj", "c_proj", "dense", "out_proj")
 
 
 @dataclass(frozen=True)
@@ -103,11 +94,11 @@ class Points:
         self._places = {f"{place.module}.{place.side}": place for place in places}
         modules = dict(model.named_modules())
         paths = {id(module): path for path, module in modules.items()}
-        self.layers = _find_layers(model, modules)
+        self.layers = find_layers(model, modules)
         self.layer_count = len(modules[self.layers])
-        self._aliases = _canonical_modules(model, modules, paths, self.layers)
-        _drop_misnamed_norms(self._aliases, seen)
-        self._heads = _head_shape(model)
+        self._aliases = canonical_modules(model, modules, paths, self.layers)
+        drop_misnamed_norms(self._aliases, seen)
+        self._heads = head_shape(model)
 
     @classmethod
     @torch.inference_mode()
@@ -266,67 +257,3 @@ def _place(
     if value.shape[0] == batch * tokens:
         return Place(path, side, order, "flat", tuple(value.shape[1:]), value.dtype)
     return None
-
-
-def _find_layers(model: Any, modules: dict[str, nn.Module]) -> str:
-    """The path of the list of decoder layers."""
-    depth = model.config.get_text_config().num_hidden_layers
-    for path, module in modules.items():
-        if isinstance(module, nn.ModuleList) and len(module) == depth:
-            return path
-    raise ValueError(f"{type(model).__name__} has no list of {depth} decoder layers: not a model served here")
-
-
-def _canonical_modules(model: Any, modules: dict[str, nn.Module], paths: dict[int, str], layers: str) -> dict[str, str]:
-    """Canonical module name -> the model's own path."""
-    stem = layers.rpartition(".")[0]
-    found = {"embed": paths[id(model.get_input_embeddings())], "lm_head": paths[id(model.get_output_embeddings())]}
-    found.update(("norm", f"{stem}.{norm}") for norm in FINAL_NORMS if f"{stem}.{norm}" in modules)
-    model_type = model.config.get_text_config().model_type
-    parts = LAYER_PARTS | LAYER_PARTS_BY_MODEL.get(model_type, {})
-    for i in range(len(modules[layers])):  # type: ignore[arg-type]
-        found[f"layers.{i}"] = f"{layers}.{i}"
-        for part, names in parts.items():
-            here = [f"{layers}.{i}.{name}" for name in names if f"{layers}.{i}.{name}" in modules]
-            if here:
-                found[f"layers.{i}.{part}"] = here[0]
-    return found
-
-
-def _drop_misnamed_norms(aliases: dict[str, str], seen: Mapping[tuple[str, str], torch.Tensor]) -> None:
-    """Take away the names of norms that are not what attention reads, or the MLP.
-
-    Under these modules' names some models (Exaone 4, OPT 350M) norm what a part gives.
-    """
-    inputs: dict[str, list[tuple[str, torch.Tensor]]] = {}  # layer -> what its modules read
-    layers = {path for alias, path in aliases.items() if re.fullmatch(r"layers\.\d+", alias)}
-    for (path, side), value in seen.items():
-        layer = next((layer for layer in _ancestors(path) if layer in layers), None)
-        if layer and side == "input":
-            inputs.setdefault(layer, []).append((path, value))
-    for alias in [alias for alias in aliases if alias.endswith("_layernorm")]:
-        layer_alias, _, site = alias.rpartition(".")
-        layer, norm = aliases[layer_alias], seen.get((aliases[alias], "output"))
-        # A model without a module for its MLP has the MLP's parts in the layer itself.
-        reader = aliases.get(f"{layer_alias}.attention" if site == "input_layernorm" else f"{layer_alias}.mlp", layer)
-        read = [value for path, value in inputs.get(layer, ()) if f"{path}.".startswith(f"{reader}.")]
-        if norm is None or not any(_same_values(norm, value) for value in read):
-            del aliases[alias]
-
-
-def _ancestors(path: str) -> Iterator[str]:
-    while path := path.rpartition(".")[0]:
-        yield path
-
-
-def _same_values(a: torch.Tensor, b: torch.Tensor) -> bool:
-    return a.numel() == b.numel() and torch.equal(a.flatten().cpu(), b.flatten().cpu())
-
-
-def _head_shape(model: Any) -> tuple[int, int] | None:
-    """(heads, head_dim) of the attention's value rows."""
-    config = model.config.get_text_config()
-    heads = getattr(config, "num_attention_heads", None)
-    if not heads:
-        return None
-    return heads, getattr(config, "head_dim", None) or config.hidden_size // heads

@@ -76,4 +76,4 @@ def _bucket(value: int, first: int) -> int:
 def _free_bytes(device: torch.device) -> int:
     if device.type == "cuda":
         return torch.cuda.mem_get_info(device)[0]
-    return psutil.virtual_memory().available
+    return int(psutil.virtual_memory().available)
