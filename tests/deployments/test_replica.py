@@ -8,7 +8,7 @@ import threading
 import pytest
 
 from deployments.engine.request import GREEDY
-from deployments.messages import End, Job, Piece, Refusal
+from deployments.messages import End, Job, Refusal
 from deployments.options import Options
 from deployments.replica import ModelReplica
 
@@ -29,7 +29,7 @@ def job(**fields):
 def test_a_working_engine_is_healthy(replica):
     messages = asyncio.run(replica.complete(job()))
     assert isinstance(messages[-1], End)
-    assert "".join(message.text for message in messages if isinstance(message, Piece))
+    assert messages[-1].completion_tokens > 0
     replica.check_health()
 
 
