@@ -4,7 +4,10 @@ PYTHON ?= python3
 VENV := .venv
 BIN := $(VENV)/bin
 
-.PHONY: demo serve test test-all lint format bench clean
+.PHONY: help demo serve test test-all lint format bench clean
+
+help:  ## say what there is
+	@sed -n 's/^\([a-z-]*\):.*##  *\(.*\)/make \1\t\2/p' Makefile | expand -t 18
 
 demo: $(VENV)/.ready  ## serve the shipped model, evaluate 20 problems with activations, shut down
 	HF_HUB_OFFLINE=1 $(BIN)/python -m serve_app.demo
@@ -18,12 +21,12 @@ test: lint  ## what every change must pass
 test-all: lint  ## the same with the tests that take minutes
 	HF_HUB_OFFLINE=1 $(BIN)/python -m pytest
 
-lint: $(VENV)/.ready-dev
+lint: $(VENV)/.ready-dev  ## style and types
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
 	$(BIN)/mypy
 
-format: $(VENV)/.ready-dev
+format: $(VENV)/.ready-dev  ## put the style right
 	$(BIN)/ruff check --fix .
 	$(BIN)/ruff format .
 
@@ -32,7 +35,7 @@ bench: $(VENV)/.ready-dev  ## the engine beside transformers' own ways of genera
 
 $(VENV)/bin/python:
 	$(PYTHON) -c 'import sys; sys.exit(0 if sys.version_info >= (3, 11) else "Python 3.11 or newer is needed: make PYTHON=python3.11 ...")'
-	$(PYTHON) -m venv $(VENV)
+	$(PYTHON) -m venv $(VENV) || { rm -rf $(VENV); exit 1; }
 
 $(VENV)/.ready: pyproject.toml constraints.txt | $(VENV)/bin/python
 	$(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt -e .
@@ -42,5 +45,5 @@ $(VENV)/.ready-dev: $(VENV)/.ready
 	$(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt -e '.[dev]'
 	touch $@
 
-clean:
+clean:  ## take away what was set up
 	rm -rf $(VENV) build *.egg-info .mypy_cache .pytest_cache .ruff_cache

@@ -8,10 +8,12 @@ leaving. Greedy tokens are compared, too: speed counts for nothing where they di
 from __future__ import annotations
 
 import argparse
+import copy
 import json
 import os
 import platform
 import statistics
+import sys
 import time
 from collections.abc import Callable, Sequence
 from pathlib import Path
@@ -52,16 +54,23 @@ def prompts(path: Path, tokenizer: Any, count: int) -> list[list[int]]:
     return [tokenizer(question)["input_ids"] for question in questions]
 
 
-def ways(model: Model, batch: Sequence[Sequence[int]], new_tokens: int) -> dict[str, Way]:
-    """What is measured: a name and a function that generates for the whole batch."""
-    model.hf.generation_config.eos_token_id = None  # all ways generate to the full length
+def ways(plain: Any, model: Model, batch: Sequence[Sequence[int]], new_tokens: int) -> dict[str, Way]:
+    """What is measured: a name and a function that generates for the whole batch.
+
+    Args:
+        plain: The same weights without nnsight, so that the peer is at its best.
+        model: The engine's.
+        batch: Prompts as token ids.
+        new_tokens: Tokens to generate for each.
+    """
+    plain.generation_config.eos_token_id = None  # all ways generate to the full length
     longest = max(map(len, batch))
     ids = torch.tensor([[0] * (longest - len(prompt)) + list(prompt) for prompt in batch])
     mask = torch.tensor([[0] * (longest - len(prompt)) + [1] * len(prompt) for prompt in batch])
 
     def static_generate() -> list[list[int]]:
         with torch.inference_mode():
-            out = model.hf.generate(
+            out = plain.generate(
                 ids,
                 attention_mask=mask,
                 max_new_tokens=new_tokens,
@@ -120,8 +129,8 @@ def report(title: str, results: dict[str, dict[str, Any]], count: int) -> None:
         print(f"{name:45}{rate:>10.0f}{rate / base:>8.2f}{f'{same} of {count}':>14}")
 
 
-def main() -> None:
-    """Measure both models and keep the numbers as JSON."""
+def main() -> int:
+    """Measure both models and keep the numbers as JSON; 1 where the engine is behind the static batch."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--requests", type=int, default=32, help="how many at once")
     parser.add_argument("--new-tokens", type=int, default=64)
@@ -137,17 +146,21 @@ def main() -> None:
         "random-40m": random_model,
         "demo": lambda: AutoModelForCausalLM.from_pretrained(WEIGHTS),
     }
-    kept: dict[str, Any] = {"torch": torch.__version__, "machine": platform.processor(), "threads": options.threads}
+    kept: dict[str, Any] = {"torch": torch.__version__, "machine": platform.platform(), "threads": options.threads}
     for name in options.model or loaders:
         batch = prompts(options.prompts, tokenizer, options.requests)
-        model = Model(loaders[name]().float(), tokenizer, name)
+        hf = loaders[name]().float().eval()
+        plain = copy.deepcopy(hf)
+        model = Model(hf, tokenizer, name)
         tokens = options.requests * options.new_tokens
-        kept[name] = measure(ways(model, batch, options.new_tokens), tokens, options.repeats)
+        kept[name] = measure(ways(plain, model, batch, options.new_tokens), tokens, options.repeats)
         report(f"{name}: {options.requests} requests at once, {options.new_tokens} new tokens", kept[name], len(batch))
     options.json.parent.mkdir(parents=True, exist_ok=True)
     options.json.write_text(json.dumps(kept, indent=2))
     print(f"\nKept in {options.json}")
+    rates = [{way: row["tokens_per_second"] for way, row in kept[name].items()} for name in options.model or loaders]
+    return int(any(rate["engine"] < rate["transformers generate, one static batch"] for rate in rates))
 
 
 if __name__ == "__main__":
-    main()
+    sys.exit(main())

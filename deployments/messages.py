@@ -25,6 +25,7 @@ class Job:
         ignore_eos: Generate on behind the model's end tokens.
         capture: What to record; None for nothing.
         session_id: The session its runs join.
+        fields: What the request calls a field that a refusal may name, where it is not that name.
     """
 
     id: str
@@ -38,6 +39,7 @@ class Job:
     ignore_eos: bool = False
     capture: Capture | None = None
     session_id: str = ""
+    fields: dict[str, str] = field(default_factory=dict)
 
 
 @dataclass(frozen=True)

@@ -105,7 +105,8 @@ class ModelReplica:
         try:
             ticket = await self._admit(job)
         except RequestError as refused:
-            yield [Refusal(refused.message, refused.field, refused.code, refused.status)]
+            named = job.fields.get(refused.field or "", refused.field)
+            yield [Refusal(refused.message, named, refused.code, refused.status)]
             return
         deadline = asyncio.get_running_loop().time() + self._options.request_timeout_s
         try:
@@ -226,10 +227,6 @@ class ModelReplica:
             return [self._chat.tokenize(text)], [text]
         tokenizer = self._model.tokenizer
         ids = [tokenizer(prompt)["input_ids"] if isinstance(prompt, str) else prompt for prompt in job.prompts]
-        vocabulary = self._model.hf.get_input_embeddings().num_embeddings
-        for prompt in ids:
-            if any(not 0 <= token < vocabulary for token in prompt):
-                raise RequestError(f"token ids go from 0 to {vocabulary - 1}", "prompt")
         return ids, [""] * len(ids)
 
     def _request(self, job: Job, index: int, prompt: list[int], points: Any) -> Request:

@@ -6,12 +6,11 @@ from typing import Any, NamedTuple
 
 from pydantic import BaseModel
 
-from evals.calculator import TOOL, answer_call
+from deployments.demo_model.calculator import TOOL, answer_call
+from deployments.demo_model.dialogues import INSTRUCTION
 from evals.client import RequestFailed
 from evals.config import Config, Mode
 from evals.scoring import flexible_match, is_correct, strict_match
-
-PROMPT_SUFFIX = "\n\nSolve it step by step. End with #### and the answer."
 
 Chat = Callable[[dict[str, Any]], Awaitable[dict[str, Any]]]
 
@@ -59,7 +58,7 @@ class Sample(BaseModel):
 async def run_problem(chat: Chat, problem: Problem, mode: Mode, config: Config) -> Sample:
     """Talks until an answer calls no tool, is cut, or is the last allowed; a failure is in the sample."""
     started, clock = time.time(), time.perf_counter()
-    messages: list[dict[str, Any]] = [{"role": "user", "content": problem.question + PROMPT_SUFFIX}]
+    messages: list[dict[str, Any]] = [{"role": "user", "content": problem.question + INSTRUCTION}]
     turns: list[Turn] = []
     error: str | None = None
     calls: list[dict[str, Any]] = []

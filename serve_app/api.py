@@ -60,13 +60,14 @@ server = APIRouter(tags=["Server"])
 @openai.post("/v1/chat/completions")
 async def chat(body: ChatRequest, request: Request, backend: Actors) -> Response:
     """Answer a chat, streamed or whole; record activations where `capture` or `store_activations` asks."""
-    limit = body.max_completion_tokens if body.max_completion_tokens is not None else body.max_tokens
+    limit, name = body.limit
     job = _job(
         body,
         request,
         messages=[message.spoken for message in body.messages],
         tools=body.callable_tools,
         max_tokens=limit,
+        fields={"prompt": "messages", "max_tokens": name},
     )
     return await _answer("chat", body, job, backend, prompts=1)
 
@@ -124,7 +125,7 @@ def _job(body: Generation, request: Request, **own: Any) -> Job:
     top_p = 1.0 if body.top_p is None else body.top_p
     return Job(
         id=request.state.request_id,
-        n=body.n,
+        n=body.choices,
         sampling=Sampling(temperature, top_p, body.top_k or 0, body.seed),
         stop=body.stops,
         ignore_eos=body.ignore_eos,
@@ -136,7 +137,7 @@ def _job(body: Generation, request: Request, **own: Any) -> Job:
 
 async def _answer(kind: Kind, body: Generation, job: Job, backend: Backend, prompts: int) -> Response:
     backend.check_model(body.model)
-    answer = Answer(kind, job.id, body.model, prompts * body.n, body.n)
+    answer = Answer(kind, job.id, body.model, prompts * body.choices, body.choices)
     if not body.stream:
         return JSONResponse(answer.whole(await backend.complete(job)))
     usage = body.stream_options is not None and body.stream_options.include_usage

@@ -21,28 +21,32 @@ SAMPLES = 20
 
 def main() -> int:
     """Run the demo on a Ray of its own and give the evaluation's exit status."""
-    began = time.monotonic()
     # SIGTERM ends it as Ctrl-C does, so that what was started is shut down.
     signal.signal(signal.SIGTERM, signal.default_int_handler)
+    try:
+        return _run()
+    except KeyboardInterrupt:
+        print("\nInterrupted: what was started is shut down.")
+        return 130
+
+
+def _run() -> int:
+    began = time.monotonic()
+    logging.getLogger("ray").setLevel(logging.ERROR)
+    logging.getLogger("ray.serve").setLevel(logging.ERROR)
     print("Starting Ray Serve with the model that ships with Vitrine ...", flush=True)
-    ray.init(
-        address="local",
-        num_cpus=2,
-        include_dashboard=False,
-        log_to_driver=False,
-        logging_level=logging.WARNING,
-        namespace="vitrine",
-    )
+    ray.init(address="local", num_cpus=2, include_dashboard=False, log_to_driver=False, namespace="vitrine")
     try:
         port = _free_port()
         serve.start(http_options={"host": "127.0.0.1", "port": port}, logging_config={"log_level": "WARNING"})
         serve.run(app)
         print(f"Healthy after {time.monotonic() - began:.0f} s at http://127.0.0.1:{port}/v1\n", flush=True)
-        return _evaluate(f"http://127.0.0.1:{port}/v1", ray.get_runtime_context().gcs_address)
-    finally:
+        status = _evaluate(f"http://127.0.0.1:{port}/v1", ray.get_runtime_context().gcs_address)
         serve.delete("default")  # gracefully: what runs ends, and the store closes its files
-        ray.shutdown()
         print("\nShut down: nothing is left running.")
+        return status
+    finally:
+        ray.shutdown()
 
 
 def _evaluate(base_url: str, ray_address: str) -> int:

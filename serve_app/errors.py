@@ -1,11 +1,12 @@
 """Every failure as OpenAI's error body; the one place that renders errors.
 
-ApiError                      what a route raises: status, message, field
-RequestValidationError        pydantic's, a body that does not fit its schema -> 400, `param` names the field
-RequestError, ValueError      the deployments' -> as they say, or 400
-HTTPException                 starlette's: unknown route, wrong method
-RayError, RayServeException   no replica can answer -> 503 with Retry-After (caught in `backend.py`)
-anything else                 500 with the request's id; the traceback goes to the log
+ApiError: what a route raises, with status, message and field.
+RequestError: what the deployments refuse; it says its own status.
+RequestValidationError: pydantic's, a body that does not fit its schema: 400, `param` names the field.
+HTTPException: starlette's, an unknown route or a wrong method.
+RayTaskError: an actor's own failure: 500.
+RayError, RayServeException: no replica can answer: 503 with Retry-After (caught in `backend.py`).
+Anything else: 500 with the request's id; the traceback goes to the log.
 """
 
 from __future__ import annotations
@@ -17,7 +18,7 @@ from typing import Any
 from fastapi import FastAPI, Request
 from fastapi.exceptions import RequestValidationError
 from fastapi.responses import JSONResponse
-from ray.exceptions import RayError
+from ray.exceptions import RayError, RayTaskError
 from ray.serve.exceptions import RayServeException
 from starlette.exceptions import HTTPException
 
@@ -71,7 +72,7 @@ def render(error: Exception, request_id: str) -> ApiError:
         return _of_validation(error)
     if isinstance(error, HTTPException):
         return ApiError(error.status_code, str(error.detail), code="not_found" if error.status_code == 404 else None)
-    if isinstance(error, (RayError, RayServeException)):
+    if isinstance(error, (RayError, RayServeException)) and not isinstance(error, RayTaskError):
         logger.warning("request %s: no replica answered", request_id, exc_info=error)
         return ApiError(503, f"no replica can answer now ({type(error).__name__}); try again", code="unavailable")
     logger.error("request %s failed", request_id, exc_info=error)
@@ -103,7 +104,7 @@ def _of_validation(error: RequestValidationError) -> ApiError:
     if worst["type"] == "extra_forbidden":
         path = ".".join(filter(None, [_path(worst["loc"][:-1]), str(worst["loc"][-1])]))
         return ApiError(400, f"unknown field {path!r}", path, "unknown_field")
-    path = _path(worst["loc"]) or ""
+    path = worst.get("ctx", {}).get("field") or _path(worst["loc"])
     message = worst["msg"].removeprefix("Value error, ")
     return ApiError(400, f"{path}: {message}" if path else message, path or None, "invalid_value")
 

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from typing import Annotated, Any, Literal
 
-from pydantic import BaseModel, ConfigDict, Field, field_validator, model_validator
+from pydantic import BaseModel, ConfigDict, Field, ValidationInfo, field_validator, model_validator
+from pydantic_core import PydanticCustomError
 
 from deployments.activations.facts import check_session_id
 from deployments.activations.spec import Capture
@@ -96,6 +98,12 @@ class StreamOptions(Wire):
     include_usage: bool = False
 
 
+class ResponseFormat(Wire):
+    """The form of an answer; text is the only one served."""
+
+    type: Literal["text"]
+
+
 class Generation(Wire):
     """What chat and completions share."""
 
@@ -104,13 +112,18 @@ class Generation(Wire):
     top_p: float | None = Field(default=None, ge=0, le=1)
     top_k: int | None = Field(default=None, ge=0)
     seed: int | None = None
-    n: int = Field(default=1, ge=1, le=128)
+    n: int | None = Field(default=None, ge=1, le=128)
     stop: Stop | Annotated[list[Stop], Field(max_length=16)] | None = None
     ignore_eos: bool = False
-    stream: bool = False
+    stream: bool | None = None
     stream_options: StreamOptions | None = None
     user: str | None = None
     metadata: dict[str, str] | None = None
+    presence_penalty: float | None = None
+    frequency_penalty: float | None = None
+    logit_bias: dict[str, float] | None = None
+    logprobs: bool | int | None = None
+    response_format: ResponseFormat | None = None
     store_activations: bool | None = None
     capture: Capture | None = None
     session_id: str | None = None
@@ -120,13 +133,39 @@ class Generation(Wire):
     def _session_is_a_name(cls, value: str | None) -> str | None:
         return value if value is None else check_session_id(value)
 
+    @field_validator("presence_penalty", "frequency_penalty", "logit_bias", "logprobs")
+    @classmethod
+    def _is_at_its_default(cls, value: Any) -> Any:
+        if value:
+            raise ValueError("only its default is supported")
+        return value
+
+    @field_validator("stream_options")
+    @classmethod
+    def _goes_with_a_stream(cls, value: StreamOptions | None, info: ValidationInfo) -> StreamOptions | None:
+        if value is not None and not info.data.get("stream"):
+            raise ValueError("goes with stream only")
+        return value
+
+    @model_validator(mode="before")
+    @classmethod
+    def _is_text(cls, body: Any) -> Any:
+        """Refuse what JSON can write and no text can hold: half of a surrogate pair."""
+        field = _unpaired(body, "")
+        if field is not None:
+            raise PydanticCustomError("not_text", "the text holds half of a surrogate pair", {"field": field})
+        return body
+
     @model_validator(mode="after")
     def _options_fit(self) -> Generation:
-        if self.stream_options and not self.stream:
-            raise ValueError("stream_options go with stream only")
         if self.capture and self.store_activations is False:
             raise ValueError("store_activations is false, but capture asks for activations")
         return self
+
+    @property
+    def choices(self) -> int:
+        """How many choices each prompt gets."""
+        return self.n or 1
 
     @property
     def capturing(self) -> Capture | None:
@@ -148,6 +187,13 @@ class ChatRequest(Generation):
     tools: list[Tool] | None = None
     tool_choice: Literal["none", "auto"] | None = None
     parallel_tool_calls: bool | None = None
+
+    @property
+    def limit(self) -> tuple[int | None, str]:
+        """The most new tokens, and which field says so."""
+        if self.max_completion_tokens is not None:
+            return self.max_completion_tokens, "max_completion_tokens"
+        return self.max_tokens, "max_tokens"
 
     @property
     def callable_tools(self) -> list[dict[str, Any]] | None:
@@ -176,3 +222,19 @@ class CompletionRequest(Generation):
         if isinstance(self.prompt[0], int):
             return [self.prompt]
         return list(self.prompt)
+
+
+def _unpaired(value: Any, path: str) -> str | None:
+    """The path of a text that UTF-8 cannot write, if there is one."""
+    if isinstance(value, str):
+        try:
+            value.encode()
+        except UnicodeEncodeError:
+            return path
+        return None
+    inner: Iterable[tuple[str, Any]] = ()
+    if isinstance(value, dict):
+        inner = ((f"{path}.{key}" if path else str(key), item) for key, item in value.items())
+    elif isinstance(value, list):
+        inner = ((f"{path}[{i}]", item) for i, item in enumerate(value))
+    return next((found for name, item in inner if (found := _unpaired(item, name)) is not None), None)

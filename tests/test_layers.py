@@ -46,7 +46,9 @@ def imports(name: str, only_at_import: bool = False) -> set[str]:
     nodes = tree.body if only_at_import else list(ast.walk(tree))
     found = set()
     for node in nodes:
-        if isinstance(node, ast.ImportFrom) and node.module:
+        if isinstance(node, ast.ImportFrom):
+            assert node.level == 0, f"{name}: relative imports hide from this test"
+            assert node.module
             found |= {node.module} | {f"{node.module}.{alias.name}" for alias in node.names}
         elif isinstance(node, ast.Import):
             found |= {alias.name for alias in node.names}

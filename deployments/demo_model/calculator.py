@@ -1,54 +1,119 @@
-"""A calculator for plain expressions: digits, `+ - * / ( )` and the decimal point, worked out exactly."""
+"""The calculator tool: `+ - * /`, parentheses and unary minus over exact fractions."""
 
 from __future__ import annotations
 
 import ast
+import json
+import operator
+from collections.abc import Callable
 from fractions import Fraction
+from typing import Any
 
-MAX_LENGTH = 200
+TOOL: dict[str, Any] = {
+    "type": "function",
+    "function": {
+        "name": "calculator",
+        "description": "Evaluates an arithmetic expression with + - * / and parentheses.",
+        "parameters": {
+            "type": "object",
+            "properties": {"expression": {"type": "string", "description": "for example (3 + 4) * 2.5"}},
+            "required": ["expression"],
+        },
+    },
+}
+
+# Without powers, the length bounds digits, nesting and time alike.
+MAX_LENGTH = 200  # characters
+DECIMALS = 10  # places of a result that has no end, such as 1/3
+ALLOWED = set("0123456789.+-*/() ")
+OPERATIONS: dict[type[ast.operator], Callable[[Fraction, Fraction], Fraction]] = {
+    ast.Add: operator.add,
+    ast.Sub: operator.sub,
+    ast.Mult: operator.mul,
+    ast.Div: operator.truediv,
+}
 
 
-def _value(node: ast.expr) -> Fraction:
-    match node:
-        case ast.Constant(value=int() | float()) if not isinstance(node.value, bool):
-            return Fraction(str(node.value))
-        case ast.UnaryOp(op=ast.USub()):
-            return -_value(node.operand)
-        case ast.BinOp(op=ast.Add()):
-            return _value(node.left) + _value(node.right)
-        case ast.BinOp(op=ast.Sub()):
-            return _value(node.left) - _value(node.right)
-        case ast.BinOp(op=ast.Mult()):
-            return _value(node.left) * _value(node.right)
-        case ast.BinOp(op=ast.Div()):
-            return _value(node.left) / _value(node.right)
-    raise ValueError("only numbers, + - * / and brackets are allowed")
+class CalculatorError(Exception):
+    """An expression that has no value; the text is meant for the model."""
 
 
-def calculate(expression: str) -> Fraction:
-    """Work an expression out exactly.
+def calculate(expression: str) -> str:
+    """The value of `expression` in decimal digits: exact where they end, else rounded to 10 places.
 
     Raises:
-        ValueError: If it is no plain expression, is too long, or divides by zero.
+        CalculatorError: It is no expression of this calculator, too long, or divides by zero.
     """
-    if len(expression) > MAX_LENGTH:
-        raise ValueError("the expression is too long")
+    return format_number(work_out(expression))
+
+
+def work_out(expression: str) -> Fraction:
+    """The value of `expression`, exactly.
+
+    Raises:
+        CalculatorError: It is no expression of this calculator, too long, or divides by zero.
+    """
+    source = expression.replace(",", "").strip()
+    if len(source) > MAX_LENGTH:
+        raise CalculatorError(f"the expression is longer than {MAX_LENGTH} characters")
+    if unknown := sorted(set(source) - ALLOWED):
+        raise CalculatorError(f"only numbers and + - * / ( ) are allowed, not {' '.join(unknown)}")
     try:
-        return _value(ast.parse(expression.strip(), mode="eval").body)
-    except (SyntaxError, ZeroDivisionError, RecursionError, MemoryError) as error:
-        raise ValueError(f"cannot work out {expression!r}") from error
-
-
-def plain(value: Fraction) -> str:
-    """A number as the calculator writes it: integers without a point, others to six decimals at most."""
-    if value.denominator == 1:
-        return str(value.numerator)
-    return f"{float(value):.6f}".rstrip("0").rstrip(".")
-
-
-def respond(expression: object) -> str:
-    """The calculator tool's reply to one call: the number, or `error`."""
+        tree = ast.parse(source, mode="eval")
+    except SyntaxError as error:
+        raise CalculatorError("not a valid expression") from error
     try:
-        return plain(calculate(str(expression)))
-    except ValueError:
-        return "error"
+        return _value(tree.body, source)
+    except ZeroDivisionError as error:
+        raise CalculatorError("division by zero") from error
+
+
+def format_number(value: Fraction) -> str:
+    """`value` in decimal digits: `42`, `2.5`, `0.3333333333`."""
+    places = _places(value.denominator)
+    scaled = str(abs(round(value * 10**places))).rjust(places + 1, "0")
+    digits = f"{scaled[:-places]}.{scaled[-places:]}".rstrip("0").rstrip(".") if places else scaled
+    return f"-{digits}" if value < 0 and digits != "0" else digits
+
+
+def answer_call(name: str, arguments: str) -> str:
+    """The text to return for one tool call; what is wrong with the call is said to the model.
+
+    Args:
+        name: the function that the model named.
+        arguments: its arguments, a JSON object as text.
+    """
+    if name != "calculator":
+        return f"error: there is no tool {name!r}, only calculator"
+    try:
+        expression = json.loads(arguments)["expression"]
+    except (ValueError, TypeError, KeyError):
+        return 'error: the arguments must be JSON like {"expression": "1 + 2"}'
+    try:
+        return calculate(str(expression))
+    except CalculatorError as error:
+        return f"error: {error}"
+
+
+def _value(node: ast.expr, source: str) -> Fraction:
+    match node:
+        case ast.Constant():
+            # From the source's digits: the parser's float would have lost some.
+            return Fraction(ast.get_source_segment(source, node) or "")
+        case ast.UnaryOp(op=ast.USub()):
+            return -_value(node.operand, source)
+        case ast.UnaryOp(op=ast.UAdd()):
+            return _value(node.operand, source)
+        case ast.BinOp(op=op) if type(op) in OPERATIONS:
+            return OPERATIONS[type(op)](_value(node.left, source), _value(node.right, source))
+    raise CalculatorError("only numbers and + - * / ( ) are allowed")
+
+
+def _places(denominator: int) -> int:
+    """How many decimals 1/denominator has, if it ends; else DECIMALS."""
+    twos = fives = 0
+    while denominator % 2 == 0:
+        denominator, twos = denominator // 2, twos + 1
+    while denominator % 5 == 0:
+        denominator, fives = denominator // 5, fives + 1
+    return max(twos, fives) if denominator == 1 else DECIMALS

@@ -41,19 +41,6 @@ SYSTEMS = (
     "Be brief and calm.",
 )
 
-CALCULATOR: dict[str, Any] = {
-    "type": "function",
-    "function": {
-        "name": "calculator",
-        "description": "Work out an arithmetic expression exactly.",
-        "parameters": {
-            "type": "object",
-            "properties": {"expression": {"type": "string", "description": "such as 14*23"}},
-            "required": ["expression"],
-        },
-    },
-}
-
 
 def dress(question: str, rng: random.Random) -> str:
     """The question as a user may send it: often with `INSTRUCTION`, at times with a mood before it."""

@@ -14,8 +14,8 @@ import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedModel, PreTrainedTokenizerFast
 
 from deployments.demo_model import PROBLEMS, WEIGHTS
-from deployments.demo_model.calculator import respond
-from deployments.demo_model.dialogues import CALCULATOR, INSTRUCTION, Message
+from deployments.demo_model.calculator import TOOL, answer_call
+from deployments.demo_model.dialogues import INSTRUCTION, Message
 from deployments.demo_model.problems import held_out
 
 MAX_TURNS = 8
@@ -40,7 +40,7 @@ def reply(
 ) -> list[Message]:
     """The model's next message in each conversation, decoded greedily as one batch."""
     prompts: Any = tokenizer.apply_chat_template(
-        conversations, tools=[CALCULATOR] if tools else None, tokenize=False, add_generation_prompt=True
+        conversations, tools=[TOOL] if tools else None, tokenize=False, add_generation_prompt=True
     )
     # Padding on the left, so that all prompts end where generation begins: ids [batch, length].
     inputs = tokenizer(prompts, return_tensors="pt", padding=True, padding_side="left")
@@ -72,8 +72,9 @@ def _solve_batch(
             conversations[i].append(message)
             calls = message.get("tool_calls") or []
             for call in calls:
-                arguments = call["function"].get("arguments") or {}
-                conversations[i].append({"role": "tool", "content": respond(arguments.get("expression"))})
+                function = call["function"]
+                result = answer_call(function.get("name", ""), json.dumps(function.get("arguments") or {}))
+                conversations[i].append({"role": "tool", "content": result})
             if calls:
                 waiting.append(i)
             else:

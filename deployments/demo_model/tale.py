@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import random
 
-from deployments.demo_model.calculator import calculate
+from deployments.demo_model.calculator import work_out
 
 
 def _words(text: str) -> list[str]:
@@ -56,7 +56,7 @@ class Tale:
 
     def work(self, sentence: str, expression: str, **values: object) -> int:
         """Add a step whose sentence holds `{e}` for the expression; returns the expression's value."""
-        value = calculate(expression)
+        value = work_out(expression)
         if value.denominator != 1 or not 1 <= value <= LARGEST:
             raise Unfit
         text = sentence.format(e="{}", **self.words, **values)

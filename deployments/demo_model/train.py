@@ -16,7 +16,8 @@ import torch
 from torch.nn.functional import cross_entropy
 from transformers import AttentionInterface, PreTrainedTokenizerFast, Qwen3Config, Qwen3ForCausalLM
 
-from deployments.demo_model.dialogues import CALCULATOR, conversation
+from deployments.demo_model.calculator import TOOL
+from deployments.demo_model.dialogues import conversation
 from deployments.demo_model.evaluate import grade, summary
 from deployments.demo_model.problems import HARD_SHARE, TRAIN_SEED, VALIDATION_SEED, Problem, held_out, stream
 from deployments.demo_model.tokenizer import CONTEXT, train_tokenizer
@@ -116,7 +117,7 @@ def render(problems: list[Problem], rng: random.Random, tokenizer: PreTrainedTok
     split = round(len(problems) * TOOL_SHARE)
     for tools, part in ((True, problems[:split]), (False, problems[split:])):
         conversations = [conversation(problem, tools, rng) for problem in part]
-        texts += renderer.apply_chat_template(conversations, tools=[CALCULATOR] if tools else None, tokenize=False)
+        texts += renderer.apply_chat_template(conversations, tools=[TOOL] if tools else None, tokenize=False)
     return texts
 
 

@@ -3,9 +3,10 @@ from typing import Any
 
 from fake_openai import FakeServer
 
+from deployments.demo_model.dialogues import INSTRUCTION
 from evals.client import ChatClient
 from evals.config import Config, Mode, parse_args
-from evals.trajectory import PROMPT_SUFFIX, Problem, Sample, run_problem
+from evals.trajectory import Problem, Sample, run_problem
 
 
 def play(server: FakeServer, label: str, mode: Mode, *options: str) -> Sample:
@@ -25,7 +26,7 @@ def play(server: FakeServer, label: str, mode: Mode, *options: str) -> Sample:
 def test_without_tools_it_is_one_turn_of_the_question_and_the_instruction(server: FakeServer) -> None:
     sample = play(server, "", "no-tools")
     (body,) = server.requests
-    assert body["messages"] == [{"role": "user", "content": " What is 2 + 3?" + PROMPT_SUFFIX}]
+    assert body["messages"] == [{"role": "user", "content": " What is 2 + 3?" + INSTRUCTION}]
     assert not {"tools", "capture", "store_activations", "session_id"} & body.keys()
     assert (sample.correct, sample.strict, len(sample.turns)) == (True, "5", 1)
 

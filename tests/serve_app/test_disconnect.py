@@ -4,12 +4,19 @@ from __future__ import annotations
 
 import json
 import subprocess
+import sys
 import time
 
 import pytest
 from ray import serve
 
 LIMIT_S = 1.0
+CLIENT = """
+import json, sys, httpx
+with httpx.stream("POST", sys.argv[1], json=json.loads(sys.argv[2]), timeout=60) as answer:
+    for line in answer.iter_lines():
+        print(line, flush=True)
+"""
 
 
 @pytest.mark.parametrize("stream", [True, False], ids=["streaming", "whole"])
@@ -26,10 +33,8 @@ def test_killing_a_client_frees_its_slot_within_a_second(served, stream):
 
     until(0, 30)
     body = {"model": "vitrine-demo", "prompt": "Once", "max_tokens": 4000, "ignore_eos": True, "stream": stream}
-    command = ["curl", "-sN", f"{served.base_url}/completions", "-d", json.dumps(body)]
-    client = subprocess.Popen(
-        [*command, "-H", "content-type: application/json"], stdout=subprocess.PIPE, stderr=subprocess.DEVNULL
-    )
+    command = [sys.executable, "-c", CLIENT, f"{served.base_url}/completions", json.dumps(body)]
+    client = subprocess.Popen(command, stdout=subprocess.PIPE)
     if stream:
         assert client.stdout.readline().startswith(b"data: ")
     until(1, 30)

@@ -14,8 +14,8 @@ from hypothesis import strategies as st
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from deployments.demo_model import PROBLEMS, WEIGHTS
-from deployments.demo_model.calculator import calculate, plain, respond
-from deployments.demo_model.dialogues import CALCULATOR, dress, tool_turns
+from deployments.demo_model.calculator import TOOL, work_out
+from deployments.demo_model.dialogues import dress, tool_turns
 from deployments.demo_model.evaluate import final_answer, read_problems, solve, summary
 from deployments.demo_model.problems import HARD_SHARE, TRAIN_SEED, Problem, held_out, stream
 from deployments.demo_model.train import spoken
@@ -42,7 +42,7 @@ def check_record(record: dict[str, str]) -> None:
     found = ANNOTATION.findall(record["answer"])
     assert 2 <= len(found) <= 5
     for expression, value, shown in found:
-        assert calculate(expression) == Fraction(value)
+        assert work_out(expression) == Fraction(value)
         assert value == shown
     assert final_answer(record["answer"]) == int(found[-1][1])
     assert record["answer"].splitlines()[-1] == f"#### {found[-1][1]}"
@@ -118,7 +118,7 @@ def test_template_renders_tools_parts_and_both_kinds_of_arguments(tokenizer: Any
     )
     short = {"name": "calculator", "parameters": {"type": "object", "properties": {"expression": {}}}}
     for arguments in ({"expression": "14*23"}, '{"expression": "14*23"}'):
-        for tool in (CALCULATOR, short):
+        for tool in (TOOL, short):
             text = tokenizer.apply_chat_template(
                 with_call(arguments), tools=[tool], tokenize=False, add_generation_prompt=True
             )
@@ -134,13 +134,13 @@ def test_template_without_tools(tokenizer: Any) -> None:
 def test_tokens_of_a_prefix_are_a_prefix_of_the_tokens(tokenizer: Any, sample: list[Problem]) -> None:
     for problem in sample[:20]:
         messages = [{"role": "user", "content": problem.question}, *tool_turns(problem)]
-        whole = tokenizer.apply_chat_template(messages, tools=[CALCULATOR], return_dict=False)
+        whole = tokenizer.apply_chat_template(messages, tools=[TOOL], return_dict=False)
         for cut in range(1, len(messages)):
             for prompt in (False, True):
                 if prompt and messages[cut]["role"] != "assistant":
                     continue
                 part = tokenizer.apply_chat_template(
-                    messages[:cut], tools=[CALCULATOR], add_generation_prompt=prompt, return_dict=False
+                    messages[:cut], tools=[TOOL], add_generation_prompt=prompt, return_dict=False
                 )
                 assert whole[: len(part)] == part
 
@@ -173,32 +173,6 @@ def test_only_what_the_assistant_says_is_learned(tokenizer: Any) -> None:
 def test_dressing_keeps_the_question() -> None:
     rng = random.Random(0)
     assert all("How many?" in dress("How many?", rng) for _ in range(100))
-
-
-@pytest.mark.parametrize(
-    ("expression", "reply"),
-    [
-        ("14*23", "322"),
-        ("(1+2)*3-4/2", "7"),
-        ("0.1+0.2", "0.3"),
-        ("1/3", "0.333333"),
-        ("-5+2", "-3"),
-        ("1/0", "error"),
-        ("2**99", "error"),
-        ("__import__('os')", "error"),
-        ("", "error"),
-        (None, "error"),
-        ("(" * 150, "error"),
-        ("1" * 500, "error"),
-    ],
-)
-def test_calculator(expression: object, reply: str) -> None:
-    assert respond(expression) == reply
-
-
-def test_calculator_writes_plain_numbers() -> None:
-    assert plain(Fraction(5, 2)) == "2.5"
-    assert plain(Fraction(6, 2)) == "3"
 
 
 def test_summary_pairs_the_two_modes() -> None:

@@ -4,7 +4,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from evals.calculator import MAX_LENGTH, CalculatorError, answer_call, calculate
+from deployments.demo_model.calculator import MAX_LENGTH, CalculatorError, answer_call, calculate
 
 
 @pytest.mark.parametrize(
