@@ -45,7 +45,7 @@ class ChatFormat:
                 add_generation_prompt=True,
                 tokenize=False,
             )
-        except (TemplateError, TypeError, ValueError, KeyError) as error:
+        except (TemplateError, TypeError, ValueError, KeyError, RecursionError) as error:
             # A template is the model's own program: what it cannot render, it says in ways of its own.
             raise RequestError(f"the model's chat template refuses these messages: {error}", "messages") from error
         return str(text)

@@ -6,7 +6,7 @@ import os
 from pathlib import Path
 from typing import Any, Literal
 
-from pydantic import BaseModel, ConfigDict, Field
+from pydantic import BaseModel, ConfigDict, Field, field_validator
 
 DEMO = "vitrine-demo"
 
@@ -40,6 +40,7 @@ class Options(BaseModel):
         request_timeout_s: Seconds after which a request gets 504.
         stuck_after_s: Seconds in one engine step after which a replica counts as dead and is replaced.
         max_body_bytes: The largest request body; larger ones get 413.
+        max_capture_bytes: The most bytes that one choice of a request may record.
         max_inline_values: The most numbers that `"return": "inline"` may put into an answer.
         activations_dir: Where activations are stored.
     """
@@ -66,7 +67,16 @@ class Options(BaseModel):
     stuck_after_s: float = Field(default=300, gt=0)
     max_body_bytes: int = Field(default=16 << 20, ge=1)
     max_inline_values: int = Field(default=200_000, ge=1)
+    max_capture_bytes: int = Field(default=4 << 30, ge=1)
     activations_dir: str = Field(default_factory=lambda: str(home() / "activations"))
+
+    @field_validator("activations_dir")
+    @classmethod
+    def _is_absolute(cls, value: str) -> str:
+        path = Path(value).expanduser()
+        if not path.is_absolute():
+            raise ValueError("must be an absolute path: the actors that use it have other working directories")
+        return str(path)
 
     @property
     def served_name(self) -> str:

@@ -15,8 +15,8 @@ from dataclasses import asdict, dataclass, field
 from typing import TYPE_CHECKING, Any
 
 from ray import serve
-from ray.serve.handle import DeploymentHandle
 
+from deployments.activations.store import connect
 from deployments.demo_model import WEIGHTS
 from deployments.engine.request import Delta, Event, Finished, Request
 from deployments.errors import RequestError
@@ -27,6 +27,7 @@ if TYPE_CHECKING:
     from deployments.chat import ToolReader
 
 logger = logging.getLogger("ray.serve")
+ENGINE_ENDED = "the replica's engine has ended; another takes its place: try again"
 
 
 @dataclass
@@ -56,12 +57,12 @@ class ModelReplica:
     Admission is its own: Serve's limits stand above `max_running + max_queued`.
     """
 
-    def __init__(self, options: Options, store: DeploymentHandle[Any]) -> None:
+    def __init__(self, options: Options, store: Any = None) -> None:
         """Load the model and start the engine's thread.
 
         Args:
             options: The operator's.
-            store: The activation store.
+            store: The activation store's handle; by default that of the operator's directory.
         """
         # Serve's controller and proxies import this module too, and need no torch.
         import torch
@@ -90,10 +91,11 @@ class ModelReplica:
             kv_bytes=options.kv_bytes,
         )
         self._pool = ThreadPoolExecutor(max_workers=4, thread_name_prefix="replica")
-        self._runs = Runs(options, self._model, store, self._pool)
+        self._runs = Runs(options, self._model, store or connect(options.activations_dir), self._pool)
         self._chat = ChatFormat(self._model.tokenizer, self._model.hf)
         self._created = int(time.time())
         self._tickets: dict[str, Ticket] = {}  # engine request id -> its job
+        self._preparing = 0  # choices on their way to a ticket
         self._loop: asyncio.AbstractEventLoop | None = None
         self._thread = threading.Thread(target=self._run_engine, name="engine", daemon=True)
         self._thread.start()
@@ -173,24 +175,29 @@ class ModelReplica:
             if ticket is None:
                 continue  # its client has gone
             choice = ticket.choices[event.id]
-            if isinstance(event, Delta):
-                self._put_text(ticket, choice, event.text)
-            else:
-                task = asyncio.ensure_future(self._end(ticket, choice, event))
-                ticket.tasks.add(task)
-                task.add_done_callback(functools.partial(self._ended, ticket))
+            try:
+                if isinstance(event, Delta):
+                    self._put_text(ticket, choice, event.text)
+                else:
+                    task = asyncio.ensure_future(self._end(ticket, choice, event))
+                    ticket.tasks.add(task)
+                    task.add_done_callback(functools.partial(self._ended, ticket))
+            except Exception as error:  # noqa: BLE001 - a parser's; the other requests' events go on
+                self._fail(ticket, error)
 
     def _ended(self, ticket: Ticket, task: asyncio.Task[None]) -> None:
         ticket.tasks.discard(task)
-        if not task.cancelled() and (error := task.exception()):
-            logger.error("request %s failed at its end", ticket.job.id, exc_info=error)
-            message = f"the server failed on request {ticket.job.id}; its log says why"
-            ticket.messages.put_nowait(Refusal(message, None, "internal_error", 500))
+        if not task.cancelled() and isinstance(error := task.exception(), Exception):
+            self._fail(ticket, error)
+
+    def _fail(self, ticket: Ticket, error: Exception) -> None:
+        logger.error("request %s failed", ticket.job.id, exc_info=error)
+        message = f"the server failed on request {ticket.job.id}; its log says why"
+        ticket.messages.put_nowait(Refusal(message, None, "internal_error", 500))
 
     def _fail_all(self) -> None:
         for ticket in self._tickets.values():
-            message = "the replica's engine has ended; another takes its place: try again"
-            ticket.messages.put_nowait(Refusal(message, None, "unavailable", 503))
+            ticket.messages.put_nowait(Refusal(ENGINE_ENDED, None, "unavailable", 503))
 
     # ---- a job's way in
 
@@ -201,33 +208,57 @@ class ModelReplica:
             RequestError: It cannot be served as it is.
         """
         self._loop = asyncio.get_running_loop()
-        prompts, texts = await self._loop.run_in_executor(self._pool, self._prompts, job)
-        room = self._options.max_running + self._options.max_queued
-        if len(self._tickets) + len(prompts) * job.n > room:
+        wanted, room = max(1, len(job.prompts)) * job.n, self._options.max_running + self._options.max_queued
+        if len(self._tickets) + self._preparing + wanted > room:
             raise RequestError(f"all {room} places of this replica are taken", None, "server_busy", 429)
-        points = self._model.points.resolve(job.capture) if job.capture else ()
-        choices: dict[str, Choice] = {}
-        for index in range(len(prompts) * job.n):
-            prompt = prompts[index // job.n]
-            request = self._request(job, index, prompt, points)
-            self._engine.check(request)
-            self._runs.check(request)
-            reader = self._chat.reader(texts[index // job.n], job.tools) if job.tools else None
-            choices[request.id] = Choice(index, request, reader)
+        self._preparing += wanted
+        try:
+            choices = await self._loop.run_in_executor(self._pool, self._choices, job)
+        finally:
+            self._preparing -= wanted
         ticket = Ticket(job, choices, open=len(choices))
         self._tickets.update(dict.fromkeys(choices, ticket))
         for choice in choices.values():
             self._engine.submit(choice.request)
+        if not self._thread.is_alive():  # after submitting: who came before its end is told by `_fail_all`
+            self._drop(ticket)
+            raise RequestError(ENGINE_ENDED, None, "unavailable", 503)
         return ticket
+
+    def _choices(self, job: Job) -> dict[str, Choice]:
+        """Everything that is to be done before the engine: off the event loop, since it takes time."""
+        prompts, texts = self._prompts(job)
+        points = self._model.points.resolve(job.capture) if job.capture else ()
+        choices: dict[str, Choice] = {}
+        for index in range(len(prompts) * job.n):
+            request = self._request(job, index, prompts[index // job.n], points)
+            if index % job.n == 0:
+                self._engine.check(request)
+                self._runs.check(request)
+            reader = self._chat.reader(texts[index // job.n], job.tools) if job.tools else None
+            choices[request.id] = Choice(index, request, reader)
+        return choices
 
     def _prompts(self, job: Job) -> tuple[list[list[int]], list[str]]:
         """Each prompt's token ids, and its text where it is a chat's."""
         if job.messages is not None:
             text = self._chat.render(job.messages, job.tools)
+            self._check_length(text)
             return [self._chat.tokenize(text)], [text]
-        tokenizer = self._model.tokenizer
-        ids = [tokenizer(prompt)["input_ids"] if isinstance(prompt, str) else prompt for prompt in job.prompts]
+        ids = []
+        for prompt in job.prompts:
+            if isinstance(prompt, str):
+                self._check_length(prompt)
+                prompt = self._model.tokenizer(prompt)["input_ids"]
+            ids.append(prompt)
         return ids, [""] * len(ids)
+
+    def _check_length(self, text: str) -> None:
+        """Refuse a text before its tokens are counted, where the longest of tokens could not make it fit."""
+        most = self._model.context * self._model.longest_token
+        if len(text) > most:
+            message = f"{len(text)} characters are more than this model's context of {self._model.context} tokens holds"
+            raise RequestError(message, "prompt", "context_length_exceeded")
 
     def _request(self, job: Job, index: int, prompt: list[int], points: Any) -> Request:
         max_tokens = job.max_tokens

@@ -15,11 +15,10 @@ from typing import Any
 
 import ray
 from ray.exceptions import RayError
-from ray.serve.exceptions import RayServeException
-from ray.serve.handle import DeploymentHandle
 
 from deployments.activations.facts import RunFacts, ShardFacts, StoredRun, StoreError
 from deployments.activations.schema import to_batch
+from deployments.activations.spec import Capture
 from deployments.engine.model import Model
 from deployments.engine.request import Finished, Request
 from deployments.errors import RequestError
@@ -32,13 +31,13 @@ logger = logging.getLogger("ray.serve")
 class Runs:
     """A replica's way to the activation store."""
 
-    def __init__(self, options: Options, model: Model, store: DeploymentHandle[Any], pool: Executor) -> None:
+    def __init__(self, options: Options, model: Model, store: Any, pool: Executor) -> None:
         """Take what every run is described by.
 
         Args:
             options: The operator's.
             model: The model that is recorded.
-            store: The activation store.
+            store: The activation store's handle.
             pool: Where rows are laid out, off the event loop.
         """
         self._options = options
@@ -47,23 +46,29 @@ class Runs:
         self._pool = pool
 
     def check(self, request: Request) -> None:
-        """Refuse an inline answer that would grow too large.
+        """Refuse what could record more than the operator's limits.
 
         Raises:
-            RequestError: It could hold more numbers than the operator's limit.
+            RequestError: It could hold more bytes, or an inline answer more numbers.
         """
         capture = request.capture
-        if capture is None or capture.destination != "inline":
+        if capture is None:
             return
-        rows = capture.tail or len(request.prompt) + request.max_tokens
+        rows = _most_rows(capture, len(request.prompt), request.max_tokens)
         features = capture.features
         kept = (features.first or len(features.index or ())) if features else None
-        row = sum(math.prod(point.shape[:-1]) * (kept or point.shape[-1]) for point in request.points)
-        values = rows * row
-        if values > self._options.max_inline_values:
-            limit = self._options.max_inline_values
-            message = f"up to {values} numbers would come inline, the limit is {limit}: capture less, or by reference"
-            raise RequestError(message, "capture.return")
+        values = {point: rows * math.prod(point.shape[:-1]) * (kept or point.shape[-1]) for point in request.points}
+        size, limit = (
+            sum(n * point.place.dtype.itemsize for point, n in values.items()),
+            self._options.max_capture_bytes,
+        )
+        if size > limit:
+            message = f"up to {size} bytes would be recorded, the limit is {limit}: capture less, or set max_tokens"
+            raise RequestError(message, "capture", "capture_too_large")
+        count, limit = sum(values.values()), self._options.max_inline_values
+        if capture.destination == "inline" and count > limit:
+            message = f"up to {count} numbers would come inline, the limit is {limit}: capture less, or by reference"
+            raise RequestError(message, "capture.return", "capture_too_large")
 
     async def report(self, job: Job, request: Request, event: Finished) -> RunReport:
         """Store what was recorded and say where it lies; durable when it answers."""
@@ -80,7 +85,7 @@ class Runs:
             loop = asyncio.get_running_loop()
             facts, batch = await loop.run_in_executor(self._pool, self._lay_out, job, request, event)
             stored: StoredRun = await self._store.write.remote(facts, [batch])
-        except (StoreError, RayError, RayServeException, ValueError) as error:
+        except (StoreError, RayError, ValueError) as error:
             # The completion is worth having without them; the answer says what happened.
             logger.warning("run %s was not stored: %s", report.run_id, error)
             return replace(report, reason=str(getattr(error, "cause", None) or error))
@@ -125,6 +130,12 @@ class Runs:
             points=event.captured.values,
         )
         return facts, ray.put(batch)
+
+
+def _most_rows(capture: Capture, prompt: int, new: int) -> int:
+    """The most rows a request can record."""
+    rows = {"prompt": prompt, "generated": new}.get(str(capture.tokens), prompt + new)
+    return min(rows, capture.tail or rows)
 
 
 def _run_id(request: Request) -> str:

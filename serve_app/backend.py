@@ -3,29 +3,35 @@
 from __future__ import annotations
 
 import asyncio
+import time
 from collections.abc import AsyncGenerator, Iterator
 from contextlib import contextmanager
 from typing import Any, cast
 
 from ray import serve
-from ray.exceptions import RayError
 from ray.serve.exceptions import RayServeException
 from ray.serve.handle import DeploymentHandle, DeploymentResponseGenerator
 
 from deployments.messages import Job, Message
-from serve_app.errors import ApiError, render
+from serve_app.errors import ApiError
+
+FRESH_S = 1.0  # for how long it is taken as known whether a replica runs
 
 
 class Backend:
     """Handles to the model's replicas and to the activation store."""
 
-    def __init__(self, name: str, model: DeploymentHandle[Any], store: DeploymentHandle[Any]) -> None:
+    def __init__(self, name: str, model: DeploymentHandle[Any], store: Any) -> None:
         self._name = name
         self._model = model
         self._store = store
+        self._up = False
+        self._asked = -FRESH_S
+        self._asking: asyncio.Future[dict[str, int]] | None = None
 
     async def models(self) -> list[dict[str, Any]]:
         """Every model as OpenAI lists it."""
+        await self._check_up()
         with answering():
             described = await self._model.describe.remote()
         return [{"id": self._name, "object": "model", "owned_by": "vitrine"} | described]
@@ -51,21 +57,25 @@ class Backend:
 
     async def complete(self, job: Job) -> list[Message]:
         """Run a job to its end."""
+        await self._check_up()
         with answering():
             messages: list[Message] = await self._model.complete.remote(job)
         return messages
 
     async def stream(self, job: Job) -> AsyncGenerator[list[Message]]:
         """Run a job and pass on what gathers; when the caller stops listening, the job is cancelled."""
-        with answering():
-            answers = self._model.options(stream=True).stream.remote(job)
-            async for gathered in cast("DeploymentResponseGenerator[Any]", answers):
-                yield gathered
+        await self._check_up()
+        answers = cast("DeploymentResponseGenerator[Any]", self._model.options(stream=True).stream.remote(job))
+        try:
+            with answering():
+                async for gathered in answers:
+                    yield gathered
+        finally:
+            answers.cancel()
 
     async def sessions(self, limit: int, after: str | None) -> list[dict[str, Any]]:
         """Sessions of stored activations, in the order of their ids."""
-        with answering():
-            return await self._store.sessions.remote(limit, after)  # type: ignore[no-any-return]
+        return await self._store.sessions.remote(limit, after)  # type: ignore[no-any-return]
 
     async def session(self, session_id: str) -> dict[str, Any]:
         """One session with its runs and files.
@@ -73,8 +83,7 @@ class Backend:
         Raises:
             ApiError: 404.
         """
-        with answering():
-            found: dict[str, Any] | None = await self._store.session.remote(session_id)
+        found: dict[str, Any] | None = await self._store.session.remote(session_id)
         if found is None:
             raise _no_session(session_id)
         return found
@@ -85,16 +94,12 @@ class Backend:
         Raises:
             ApiError: 404.
         """
-        with answering():
-            if not await self._store.delete.remote(session_id):
-                raise _no_session(session_id)
+        if not await self._store.delete.remote(session_id):
+            raise _no_session(session_id)
 
     async def health(self) -> tuple[bool, dict[str, Any]]:
         """Whether every model has a replica that can serve, and what `/health` says."""
-        status = await asyncio.to_thread(serve.status)  # asks Serve's controller, and blocks
-        app = status.applications[serve.get_replica_context().app_name]
-        replicas = app.deployments[self._model.deployment_name].replica_states
-        states = {str(state): count for state, count in replicas.items()}
+        states = await self._replica_states()
         running = states.get("RUNNING", 0)
         body = {
             "status": "ok" if running else "unavailable",
@@ -103,17 +108,38 @@ class Backend:
         }
         return bool(running), body
 
+    async def _replica_states(self) -> dict[str, int]:
+        """How many replicas are in which state; remembers whether one runs."""
+        status = await asyncio.to_thread(serve.status)  # asks Serve's controller, and blocks
+        app = status.applications[serve.get_replica_context().app_name]
+        replicas = app.deployments[self._model.deployment_name].replica_states
+        states = {str(state): count for state, count in replicas.items()}
+        self._up, self._asked = "RUNNING" in states, time.monotonic()
+        return states
+
+    async def _check_up(self) -> None:
+        """Refuse while no replica runs: Serve's handle would wait for one without end.
+
+        Goes by what was last known, and asks again in the background when that is older than a second.
+
+        Raises:
+            ApiError: 503.
+        """
+        if time.monotonic() - self._asked > FRESH_S and (self._asking is None or self._asking.done()):
+            self._asking = asyncio.ensure_future(self._replica_states())
+            if not self._up:
+                await self._asking
+        if not self._up:
+            raise ApiError(503, f"no replica of {self._name!r} runs now; try again", code="unavailable")
+
 
 @contextmanager
 def answering() -> Iterator[None]:
-    """Turn what Ray says of an actor that cannot answer into the API's own error.
-
-    Serve would render its own exceptions as plain text.
-    """
+    """Turn what Serve says of an absent replica into the API's own error; it would render it as plain text."""
     try:
         yield
-    except (RayError, RayServeException) as error:
-        raise render(error, serve.get_replica_context().replica_tag) from error
+    except RayServeException as error:
+        raise ApiError(503, f"no replica can answer now: {error}", code="unavailable") from error
 
 
 def _no_session(session_id: str) -> ApiError:

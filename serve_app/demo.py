@@ -24,7 +24,9 @@ def main() -> int:
     # SIGTERM ends it as Ctrl-C does, so that what was started is shut down.
     signal.signal(signal.SIGTERM, signal.default_int_handler)
     try:
-        return _run()
+        status = _run()
+        print("\nShut down: nothing is left running.")
+        return status
     except KeyboardInterrupt:
         print("\nInterrupted: what was started is shut down.")
         return 130
@@ -41,10 +43,7 @@ def _run() -> int:
         serve.start(http_options={"host": "127.0.0.1", "port": port}, logging_config={"log_level": "WARNING"})
         serve.run(app)
         print(f"Healthy after {time.monotonic() - began:.0f} s at http://127.0.0.1:{port}/v1\n", flush=True)
-        status = _evaluate(f"http://127.0.0.1:{port}/v1", ray.get_runtime_context().gcs_address)
-        serve.delete("default")  # gracefully: what runs ends, and the store closes its files
-        print("\nShut down: nothing is left running.")
-        return status
+        return _evaluate(f"http://127.0.0.1:{port}/v1", ray.get_runtime_context().gcs_address)
     finally:
         ray.shutdown()
 

@@ -4,6 +4,7 @@ ApiError: what a route raises, with status, message and field.
 RequestError: what the deployments refuse; it says its own status.
 RequestValidationError: pydantic's, a body that does not fit its schema: 400, `param` names the field.
 HTTPException: starlette's, an unknown route or a wrong method.
+StoreError: what the activation store could not do, and why: 500.
 RayTaskError: an actor's own failure: 500.
 RayError, RayServeException: no replica can answer: 503 with Retry-After (caught in `backend.py`).
 Anything else: 500 with the request's id; the traceback goes to the log.
@@ -22,6 +23,7 @@ from ray.exceptions import RayError, RayTaskError
 from ray.serve.exceptions import RayServeException
 from starlette.exceptions import HTTPException
 
+from deployments.activations.facts import StoreError
 from deployments.errors import RequestError
 from deployments.messages import Refusal
 
@@ -72,6 +74,9 @@ def render(error: Exception, request_id: str) -> ApiError:
         return _of_validation(error)
     if isinstance(error, HTTPException):
         return ApiError(error.status_code, str(error.detail), code="not_found" if error.status_code == 404 else None)
+    if isinstance(error, StoreError):
+        reason = getattr(error, "cause", error)  # Ray adds the actor's traceback to what it hands on
+        return ApiError(500, f"the activation store: {reason}", code="store_failed")
     if isinstance(error, (RayError, RayServeException)) and not isinstance(error, RayTaskError):
         logger.warning("request %s: no replica answered", request_id, exc_info=error)
         return ApiError(503, f"no replica can answer now ({type(error).__name__}); try again", code="unavailable")
@@ -87,7 +92,7 @@ def install(api: FastAPI) -> None:
         headers = {"Retry-After": str(RETRY_AFTER_S)} if rendered.status in (429, 503) else None
         return JSONResponse(rendered.body, rendered.status, headers)
 
-    for kind in (ApiError, RequestError, RequestValidationError, HTTPException, Exception):
+    for kind in (ApiError, RequestError, RequestValidationError, HTTPException, RayError, Exception):
         api.add_exception_handler(kind, respond)
 
 

@@ -66,8 +66,11 @@ class ChatMessage(Wire):
     @property
     def spoken(self) -> dict[str, Any]:
         """What the chat template sees."""
-        told = {"role", "content", "name", "tool_calls", "tool_call_id"}
-        return self.model_dump(include=told, exclude_none=True) | {"content": self.model_dump()["content"]}
+        told = self.model_dump(include={"name", "tool_calls", "tool_call_id"}, exclude_none=True)
+        # Many templates know no other role for instructions, and drop contents that are no string.
+        role = "system" if self.role == "developer" else self.role
+        text = "".join(part.text for part in self.content) if isinstance(self.content, list) else self.content
+        return {"role": role, "content": text} | told
 
     @model_validator(mode="after")
     def _has_content(self) -> ChatMessage:
@@ -110,8 +113,8 @@ class Generation(Wire):
     model: str = Field(min_length=1, max_length=256)
     temperature: float | None = Field(default=None, ge=0, le=2)
     top_p: float | None = Field(default=None, ge=0, le=1)
-    top_k: int | None = Field(default=None, ge=0)
-    seed: int | None = None
+    top_k: int | None = Field(default=None, ge=0, le=2**31 - 1)
+    seed: int | None = Field(default=None, ge=-(2**63), lt=2**63)
     n: int | None = Field(default=None, ge=1, le=128)
     stop: Stop | Annotated[list[Stop], Field(max_length=16)] | None = None
     ignore_eos: bool = False

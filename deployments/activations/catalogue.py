@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import os
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
@@ -59,6 +60,9 @@ class _Session:
         self.updated = max(self.updated, entry.facts.created)
 
 
+logger = logging.getLogger(__name__)
+
+
 class Catalogue:
     """Sessions, runs and files. Safe to use from several threads."""
 
@@ -72,7 +76,10 @@ class Catalogue:
         catalogue = cls()
         for folder in os.scandir(root):
             if folder.is_dir(follow_symlinks=False) and _names_a_session(folder.name):
-                catalogue._read_session(folder)
+                try:
+                    catalogue._read_session(folder)
+                except OSError:  # one unreadable session must not keep the others from being served
+                    logger.exception("session %s cannot be read and is not listed", folder.name)
         return catalogue
 
     def _read_session(self, folder: os.DirEntry[str]) -> None:

@@ -1,22 +1,18 @@
-"""The activation store as a Ray Serve deployment: batches come by reference and end on disk."""
+"""The activation store as an actor: batches come by reference and end on disk."""
 
 from __future__ import annotations
 
 import asyncio
-import sys
 from pathlib import Path
 from typing import Any
 
 import ray
-from ray import serve
 
 from deployments.activations.facts import RunFacts, StoredPoint, StoredRun, StoreError
 
 __all__ = ["ActivationStore", "StoreError", "StoredPoint", "StoredRun"]
 
 
-# Disk work needs no CPU of its own. Admission is the replicas' business: the limit only stands above it.
-@serve.deployment(num_replicas=1, max_ongoing_requests=10_000, ray_actor_options={"num_cpus": 0})
 class ActivationStore:
     """Keeps runs in append-only Arrow files below one directory.
 
@@ -30,7 +26,7 @@ class ActivationStore:
         if not Path(root).is_absolute():
             # An actor's working directory may be a copy that Ray throws away.
             raise ValueError(f"The activation store's root {root!r} must be an absolute path")
-        # Serve's controller and proxies import this module too, and need no Arrow.
+        # Serve's controller and the ingress import this module too, and need no Arrow.
         from deployments.activations.catalogue import Catalogue
         from deployments.activations.writer import Writer
 
@@ -75,13 +71,30 @@ class ActivationStore:
         """
         return await asyncio.wrap_future(self._writer.delete(session_id))
 
-    def check_health(self) -> None:
+    async def check_health(self) -> None:
         """Raise RuntimeError if nothing can be written any more until the actor is replaced."""
         if not self._writer.alive:
             raise RuntimeError("The activation store's writer thread has ended")
 
-    def __del__(self) -> None:
-        # Serve calls this when it ends the replica, so that open files get their footers. There is no
-        # writer where the constructor failed, and none answers any more while the interpreter ends.
-        if hasattr(self, "_writer") and not sys.is_finalizing():
-            self._writer.close()
+
+def connect(root: str) -> Any:
+    """A handle to the actor that keeps `root`: one for all applications, made by whoever asks first.
+
+    It is a named actor and no Serve deployment. Serve stops all deployments of an application at once, and
+    this one has to outlive the requests that are being finished then. It needs no CPU, stays on the head node,
+    whose disk the operator knows, and ends with the cluster. Its methods are awaited as `handle.name.remote()`.
+    """
+    return (
+        ray.remote(ActivationStore)
+        .options(
+            name=f"activation store of {root}",
+            namespace="vitrine",
+            get_if_exists=True,
+            lifetime="detached",
+            max_restarts=-1,
+            max_concurrency=10_000,  # admission is the replicas' business: this only stands above it
+            num_cpus=0,
+            resources={"node:__internal_head__": 0.001},
+        )
+        .remote(root)
+    )

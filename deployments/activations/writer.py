@@ -19,7 +19,7 @@ from collections.abc import Sequence
 from concurrent.futures import Future
 from itertools import count
 from pathlib import Path
-from queue import SimpleQueue
+from queue import Empty, SimpleQueue
 from typing import NamedTuple
 
 import pyarrow as pa
@@ -68,13 +68,23 @@ class Writer:
         catalogue: Told of each run once it is on disk.
         shard_bytes: A shard of at least this length is sealed; one run is never split.
         open_shards: How many shards stay open; the one idle the longest is sealed first.
+        idle_s: Seconds without work after which all open shards are sealed.
     """
 
-    def __init__(self, root: Path, catalogue: Catalogue, *, shard_bytes: int = 1 << 30, open_shards: int = 64) -> None:
+    def __init__(
+        self,
+        root: Path,
+        catalogue: Catalogue,
+        *,
+        shard_bytes: int = 1 << 30,
+        open_shards: int = 64,
+        idle_s: float = 30,
+    ) -> None:
         self._root = root
         self._catalogue = catalogue
         self._shard_bytes = shard_bytes
         self._open_shards = open_shards
+        self._idle_s = idle_s
         self._open: OrderedDict[bytes, Shard] = OrderedDict()  # by schema, idle the longest first
         self._retired: list[Shard] = []  # full, idle or broken: closed at the end of the round
         self._appended: set[tuple[str, str]] = set()  # session and run ids of this round
@@ -148,13 +158,20 @@ class Writer:
     def _loop(self) -> None:
         while self._round():
             pass
+        self._seal_all()
+
+    def _seal_all(self) -> None:
         self._retired += self._open.values()
         self._open.clear()
         self._close_retired()
 
     def _round(self) -> bool:
         """Serve all that waits; false once the end was among it. Keeps no batch alive afterwards."""
-        items = [self._queue.get()]
+        try:
+            items = [self._queue.get(timeout=self._idle_s if self._open else None)]
+        except Empty:
+            self._seal_all()
+            return True
         while not self._queue.empty():  # this thread alone takes from it
             items.append(self._queue.get())
         wanted = [item for item in items if item and item.future.set_running_or_notify_cancel()]

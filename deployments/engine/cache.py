@@ -78,6 +78,8 @@ class SlotLayer(CacheLayerMixin):
             return
         for name in ("keys", "values"):
             old = getattr(self, name)
+            if (old.shape[0], old.shape[2]) == (self.window.slots, self.window.capacity):
+                continue
             new = self._allocate(old)
             slots, length = min(old.shape[0], new.shape[0]), min(old.shape[2], new.shape[2])
             new[:slots, :, :length] = old[:slots, :, :length]
@@ -130,12 +132,23 @@ class SlotCache(Cache):
         self.window.rows, self.window.positions, self.window.length = rows, positions, longest
 
     def resize(self, slots: int, capacity: int) -> None:
-        """Reallocate to `slots` of `capacity` positions each."""
-        if (slots, capacity) == (self.window.slots, self.window.capacity):
+        """Reallocate to `slots` of `capacity` positions each.
+
+        Raises:
+            RuntimeError: torch's, where memory does not suffice; the size is then as it was.
+        """
+        before = self.window.slots, self.window.capacity
+        if (slots, capacity) == before:
             return
         self.window.slots, self.window.capacity = slots, capacity
-        for layer in self._slots:
-            layer.resize()
+        try:
+            for layer in self._slots:
+                layer.resize()
+        except RuntimeError:  # out of memory: what has grown gives it back
+            self.window.slots, self.window.capacity = before
+            for layer in self._slots:
+                layer.resize()
+            raise
 
     def release(self, slot: int, last: int) -> None:
         """Free a slot; the last running slot's rows move into its place."""

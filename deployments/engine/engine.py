@@ -8,6 +8,7 @@ token for all running ones.
 from __future__ import annotations
 
 import itertools
+import logging
 import queue
 import random
 import time
@@ -26,6 +27,8 @@ from deployments.engine.row import Row
 from deployments.engine.sampling import draw
 from deployments.engine.text import TextStream
 from deployments.errors import RequestError
+
+logger = logging.getLogger(__name__)
 
 
 @dataclass
@@ -135,11 +138,14 @@ class Engine:
         """Run requests together to their end and give their last events, in order.
 
         Raises:
-            RequestError: One of them could never run.
+            RequestError: One of them could never run, or two have the same id.
         """
         requests = list(requests)
+        if len({request.id for request in requests}) < len(requests):
+            raise RequestError("two requests have the same id", "id")
         for request in requests:
             self.check(request)
+        for request in requests:
             self.submit(request)
         done: dict[str, Finished] = {}
         while len(done) < len(requests):
@@ -272,16 +278,21 @@ class Engine:
     def _guarded(
         self, forward: Callable[[Sequence[Row], list[Event]], None], rows: Sequence[Row], events: list[Event]
     ) -> None:
-        """Run a forward; what torch cannot do ends its rows, and the engine goes on."""
+        """Run a forward; an error ends its rows, and the engine goes on."""
         rows = list(rows)
         try:
             forward(rows, events)
-        except RuntimeError as error:  # torch's: out of memory, a shape its kernel refuses
+        except AssertionError:
+            raise  # the engine's own invariant is broken: it must not go on
+        except Exception as error:
+            logger.exception("a forward of %d requests failed", len(rows))
+            ended = {event.id for event in events if isinstance(event, Finished)}
+            message = f"{type(error).__name__}: {error}"
             for row in rows:
                 if row in self._running:
-                    self._finish(row, "error", events, f"{type(error).__name__}: {error}")
-                elif row not in self._waiting:
-                    events.append(Finished(row.request.id, "error", row.request.prompt, error=str(error)))
+                    self._finish(row, "error", events, message)
+                elif row not in self._waiting and row.request.id not in ended:
+                    events.append(Finished(row.request.id, "error", row.request.prompt, error=message))
 
     # ---- what a forward brought
 
@@ -330,8 +341,8 @@ class Engine:
         if row.recording and reason in ("stop", "length"):
             try:
                 captured = row.recording.finish(len(row.request.prompt) + len(row.tokens))
-            except CaptureError as refused:
-                error = str(refused)
+            except (CaptureError, RuntimeError) as failed:  # torch's: no memory to join what was recorded
+                error = str(failed)
         events.append(Finished(row.request.id, reason, row.request.prompt, row.tokens, captured, error))
 
     def _remove(self, row: Row) -> None:

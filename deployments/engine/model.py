@@ -54,6 +54,7 @@ class Model:
         tokenizer: Its tokenizer.
         points: Its capture points.
         context: The most tokens a sequence may have.
+        longest_token: The most characters one token stands for.
         eos: Token ids that end a text.
         head: The path of the module that gives the logits.
     """
@@ -66,6 +67,7 @@ class Model:
         self.tokenizer = tokenizer
         self.config = hf.config.get_text_config()
         self.context = _context(self.config, context)
+        self.longest_token = max(map(len, tokenizer.get_vocab()))
         self.eos = _end_tokens(hf, tokenizer)
         self.head = next(path for path, module in hf.named_modules() if module is hf.get_output_embeddings())
         self.points = Points.learn(hf)
@@ -179,8 +181,8 @@ class Model:
         try:
             with interleaver:
                 logits = call().logits
-            # Read out of order, nnsight parks without an error.
-            assert not block.alive, f"the forward never came to {block.pending}"
+            if block.alive:  # it parks without an error where its place is not reached
+                raise RuntimeError(f"this forward never came to {block.pending}")
         finally:
             interleaver.cancel()
             interleaver.reindex()

@@ -31,7 +31,8 @@ def draw(logits: torch.Tensor, settings: Sequence[Sampling], uniform: Sequence[f
     rank = torch.arange(vocabulary, device=logits.device)
     # Taken from the largest first, so that a tiny temperature cannot overflow.
     scaled = (ordered - ordered[:, :1]) / column([max(setting.temperature, 1e-5) for setting in settings])
-    scaled = scaled.masked_fill(rank >= column([setting.top_k or vocabulary for setting in settings]), -torch.inf)
+    kept = column([min(setting.top_k or vocabulary, vocabulary) for setting in settings])
+    scaled = scaled.masked_fill(rank >= kept, -torch.inf)
     weights = scaled.softmax(dim=-1)
     # A token is allowed while those before it have not reached top_p; the first always is.
     before = weights.cumsum(dim=-1) - weights

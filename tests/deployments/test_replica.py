@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import asyncio
+import dataclasses
 import threading
 
 import pytest
 
+from deployments.activations.spec import Capture
 from deployments.engine.request import GREEDY
 from deployments.messages import End, Job, Refusal
 from deployments.options import Options
@@ -17,7 +19,7 @@ Replica = ModelReplica.func_or_class  # the class beneath the deployment
 
 @pytest.fixture
 def replica():
-    made = Replica(Options(dtype="float32", threads=1), store=None)
+    made = Replica(Options(dtype="float32", threads=1), store=object())
     yield made
     made.__del__()
 
@@ -51,8 +53,53 @@ def test_a_dead_engine_fails_the_health_check_and_who_waits_is_told(replica):
         replica.check_health()
 
 
+def test_a_job_sent_to_a_dead_engine_is_refused_at_once(replica):
+    replica._engine.stop()
+    replica._thread.join(timeout=30)
+    assert asyncio.run(replica.complete(job()))[-1].status == 503
+
+
+def test_a_request_whose_answer_cannot_be_read_fails_alone(replica):
+    class Unreadable:
+        def add(self, text):
+            raise AttributeError("a parser's own fault")
+
+    def with_reader(choices, made):
+        return {id: dataclasses.replace(choice, reader=made) for id, choice in choices.items()}
+
+    choose = replica._choices
+    replica._choices = lambda asked: (
+        with_reader(choose(asked), Unreadable()) if asked.id == "unreadable" else choose(asked)
+    )
+
+    async def both():
+        return await asyncio.gather(replica.complete(job(id="unreadable")), replica.complete(job(id="other")))
+
+    unreadable, other = asyncio.run(both())
+    assert (unreadable[-1].status, unreadable[-1].code) == (500, "internal_error")
+    assert isinstance(other[-1], End)
+
+
+def test_a_capture_beyond_the_limit_is_refused_with_the_numbers():
+    small = Replica(Options(dtype="float32", threads=1, max_capture_bytes=1000), store=object())
+    refused = asyncio.run(small.complete(job(capture=Capture(points=["layers.*.output"]))))[-1]
+    assert (refused.field, refused.code) == ("capture", "capture_too_large")
+    assert "1000" in refused.message
+    small.__del__()
+
+
+def test_an_inline_answer_counts_the_rows_it_returns():
+    tight = Replica(Options(dtype="float32", threads=1, max_inline_values=192 * 8), store=object())
+    inline = {"points": ["norm.output"], "return": "inline"}
+    few = job(max_tokens=100, capture=Capture(**inline, tokens="prompt"))
+    assert isinstance(asyncio.run(tight.complete(few))[-1], End)
+    many = job(max_tokens=100, capture=Capture(**inline))
+    assert asyncio.run(tight.complete(many))[-1].field == "capture.return"
+    tight.__del__()
+
+
 def test_a_stuck_engine_fails_the_health_check():
-    replica = Replica(Options(dtype="float32", threads=1, stuck_after_s=0.01), store=None)
+    replica = Replica(Options(dtype="float32", threads=1, stuck_after_s=0.01), store=object())
     entered, go_on = threading.Event(), threading.Event()
 
     def stuck(*_):
@@ -83,7 +130,7 @@ def test_a_stuck_engine_fails_the_health_check():
 
 
 def test_a_job_past_its_time_gets_504_and_frees_its_slot():
-    replica = Replica(Options(dtype="float32", threads=1, request_timeout_s=0.2), store=None)
+    replica = Replica(Options(dtype="float32", threads=1, request_timeout_s=0.2), store=object())
 
     async def ask():
         messages = await replica.complete(job(max_tokens=4000, ignore_eos=True))
@@ -97,13 +144,13 @@ def test_a_job_past_its_time_gets_504_and_frees_its_slot():
 
 
 def test_more_requests_than_places_get_429(replica):
-    full = Replica(Options(dtype="float32", threads=1, max_running=1, max_queued=1), store=None)
+    full = Replica(Options(dtype="float32", threads=1, max_running=1, max_queued=1), store=object())
     messages = asyncio.run(full.complete(job(n=3)))
     assert (messages[-1].status, messages[-1].code) == (429, "server_busy")
     full.__del__()
 
 
 def test_a_replica_that_goes_ends_its_thread():
-    gone = Replica(Options(dtype="float32", threads=1), store=None)
+    gone = Replica(Options(dtype="float32", threads=1), store=object())
     gone.__del__()
     assert not gone._thread.is_alive()

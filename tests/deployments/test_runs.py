@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 
 import pytest
-from ray.serve.exceptions import DeploymentUnavailableError
+from ray.exceptions import ActorUnavailableError
 
 from deployments.activations.facts import StoreError
 from deployments.activations.spec import Capture
@@ -41,7 +41,7 @@ def run(error: Exception, **capture):
     ("error", "reason"),
     [
         (StoreError("the disk is full: free some room"), "disk is full"),
-        (DeploymentUnavailableError("the store"), "the store"),
+        (ActorUnavailableError("the store", None), "the store"),
     ],
 )
 def test_an_answer_comes_without_its_activations_and_says_why(error, reason):
@@ -60,7 +60,7 @@ def test_a_request_that_requires_its_activations_fails_with_them():
 
 
 def test_there_is_one_copy_of_the_weights():
-    replica = ModelReplica.func_or_class(Options(dtype="float32", threads=1), store=None)
+    replica = ModelReplica.func_or_class(Options(dtype="float32", threads=1), store=object())
     hf, traced = replica._model.hf, replica._model.nnsight._module
     assert traced is hf
     assert hf.lm_head.weight.data_ptr() == hf.model.embed_tokens.weight.data_ptr()

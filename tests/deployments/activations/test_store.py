@@ -9,17 +9,14 @@ import torch
 
 from deployments.activations import load
 from deployments.activations.facts import StoreError
-from deployments.activations.store import ActivationStore
-
-Store = ActivationStore.func_or_class  # the class beneath the deployment, so that no Serve is needed
-
+from deployments.activations.store import ActivationStore, connect
 
 pytestmark = pytest.mark.usefixtures("cluster")
 
 
 @pytest.fixture
 def store(tmp_path):
-    store = Store(str(tmp_path / "made" / "here"))
+    store = ActivationStore(str(tmp_path / "made" / "here"))
     yield store
     store._writer.close()
 
@@ -74,18 +71,36 @@ def test_a_batch_that_died_with_its_owner_fails_its_run_alone(make, store):
 def test_a_store_started_again_knows_what_is_on_disk(make, store, tmp_path):
     made = make("r")
     asyncio.run(store.write(made.facts, [ray.put(made.batches[0])]))
-    again = Store(str(tmp_path / "made" / "here"))
+    again = ActivationStore(str(tmp_path / "made" / "here"))
     assert asyncio.run(again.session("session")) == asyncio.run(store.session("session"))
     again._writer.close()
 
 
 def test_health_fails_once_nothing_can_be_written(store):
-    store.check_health()
+    asyncio.run(store.check_health())
     store._writer.close()
     with pytest.raises(RuntimeError, match="writer"):
-        store.check_health()
+        asyncio.run(store.check_health())
+
+
+def test_all_who_ask_for_a_directory_share_one_actor_that_comes_back_when_killed(make, tmp_path):
+    root = str(tmp_path / "shared")
+    first, second = connect(root), connect(root)
+    made = make("r")
+    ray.get(first.write.remote(made.facts, [ray.put(made.batches[0])]))
+    assert ray.get(second.session.remote("session"))["runs"][0]["run_id"] == "r"
+    ray.kill(first, no_restart=False)
+    after = make("after")
+    while True:  # until it is up again
+        try:
+            ray.get(second.write.remote(after.facts, [ray.put(after.batches[0])]), timeout=60)
+            break
+        except ray.exceptions.ActorUnavailableError:
+            continue
+    assert {run["run_id"] for run in ray.get(second.session.remote("session"))["runs"]} == {"r", "after"}
+    ray.kill(second)
 
 
 def test_a_relative_root_is_refused():
     with pytest.raises(ValueError, match="absolute"):
-        Store("activations")
+        ActivationStore("activations")
