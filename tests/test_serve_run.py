@@ -1,0 +1,87 @@
+"""`serve run serve_app:build_app name=value ...` on two cores, beside another application."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import subprocess
+import threading
+import time
+
+import httpx
+import pytest
+from ray import serve
+
+from deployments.activations import load
+from deployments.demo_model import WEIGHTS
+
+RUN = ["serve", "run", "--name=second", "--route-prefix=/second", "serve_app:build_app"]
+OPTIONS = [
+    f"model={WEIGHTS}",
+    "model_id=named/second",
+    "num_replicas=2",
+    "threads=1",
+    "dtype=float32",
+    "max_seq_len=2048",
+]
+
+
+@pytest.fixture(scope="module")
+def second(served):
+    """The root of an application with two replicas of a model from a directory."""
+    root = f"{served.root}/second"
+    log = served.cluster.directory / "second.log"
+    with log.open("wb") as out:
+        run = subprocess.Popen([*RUN, *OPTIONS], env=served.cluster.env, stdout=out, stderr=out, start_new_session=True)
+    deadline = time.monotonic() + 180
+    while httpx.get(f"{root}/health").status_code != 200:
+        assert run.poll() is None, log.read_text()[-3000:]
+        assert time.monotonic() < deadline, log.read_text()[-3000:]
+        time.sleep(0.2)
+    yield root
+    os.killpg(run.pid, signal.SIGKILL)  # on SIGINT it would shut down all of Serve
+    run.wait()
+    serve.delete("second")
+
+
+def test_the_options_are_those_that_were_given(second):
+    (model,) = httpx.get(f"{second}/v1/models").json()["data"]
+    assert (model["id"], model["max_model_len"]) == ("named/second", 2048)
+    deadline = time.monotonic() + 60
+    while httpx.get(f"{second}/health").json()["replicas"] != {"named/second": {"RUNNING": 2}}:
+        assert time.monotonic() < deadline
+    assert httpx.get(f"{second}/v1/models/named/second").status_code == 200
+
+
+def test_an_evaluation_finishes_beside_three_replicas_on_two_cores(second, served, tmp_path):
+    command = ["python", "-m", "evals.gsm8k", f"--base-url={second}/v1", "--samples=4", "--mode=no-tools"]
+    command += ["--max-tokens=16", f"--results-dir={tmp_path / 'results'}"]
+    done = subprocess.run(command, env=served.cluster.env, capture_output=True, text=True, timeout=120)
+    assert done.returncode == 0, done.stdout + done.stderr
+
+
+def test_an_application_that_is_deleted_finishes_what_it_streams_and_stores_it(second):
+    body = {"model": "named/second", "prompt": "Tom has", "max_tokens": 800, "ignore_eos": True, "stream": True}
+    body |= {"store_activations": True, "session_id": "drained"}
+    with httpx.stream("POST", f"{second}/v1/completions", json=body, timeout=120) as answer:
+        lines = (line.removeprefix("data: ") for line in answer.iter_lines() if line)
+        next(lines)  # it has begun
+        deletion = threading.Thread(target=serve.delete, args=("second",))
+        deletion.start()
+        events = list(lines)
+    deletion.join()
+    assert events[-1] == "[DONE]"
+    meta = json.loads(events[-2])["activations_meta"]
+    assert meta["status"] == "stored"
+    run = meta["runs"][0]
+    uri = run["points"]["layers.2.input_layernorm.output"]["uri"]
+    assert len(load(uri, run_id=run["run_id"]).token_ids) == run["tokens"] == run["prompt_tokens"] + 800
+
+
+def test_a_bad_option_ends_serve_run_with_its_name(served):
+    command = [*RUN, "modle=x", "num_replicas=none"]
+    done = subprocess.run(command, env=served.cluster.env, capture_output=True, text=True, timeout=120)
+    assert done.returncode != 0
+    assert "modle" in done.stderr
+    assert "num_replicas" in done.stderr
