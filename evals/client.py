@@ -76,7 +76,8 @@ def first_model(base_url: str) -> str:
     except httpx.TransportError as error:
         raise RequestFailed(f"no answer from {base_url}: {error}") from error
     if not response.is_success:
-        raise RequestFailed(f"{base_url}/models: HTTP {response.status_code}: {_message(response)}")
+        hint = "; an OpenAI root ends in /v1" if not base_url.endswith("/v1") else ""
+        raise RequestFailed(f"{base_url}/models: HTTP {response.status_code}: {_message(response)}{hint}")
     try:
         models = response.json()["data"]
     except (ValueError, TypeError, KeyError) as error:

@@ -71,7 +71,7 @@ class Backend:
                 async for gathered in answers:
                     yield gathered
         finally:
-            answers.cancel()
+            answers.cancel()  # type: ignore[no-untyped-call]
 
     async def sessions(self, limit: int, after: str | None) -> list[dict[str, Any]]:
         """Sessions of stored activations, in the order of their ids."""

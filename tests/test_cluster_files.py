@@ -42,8 +42,9 @@ def test_the_cluster_can_grow_to_all_replicas():
 
 
 @pytest.mark.parametrize("name", ["cluster.yaml", "serve_config.yaml"])
-def test_every_number_is_commented(name):
-    lines = (ROOT / name).read_text().splitlines()
-    for number, line in enumerate(lines):
-        if re.match(r"\s*\w+:\s*[\d.]+\s*$", line):
-            assert lines[number - 1].lstrip().startswith("#"), f"{name}:{number + 1} says neither unit nor reason"
+def test_every_value_says_its_unit_or_reason(name):
+    above = ""
+    for number, line in enumerate((ROOT / name).read_text().splitlines()):
+        if re.match(r"[\s-]*\w+: *[^\s#]", line):
+            assert "# " in line or above.startswith("#"), f"{name}:{number + 1} says neither unit nor reason"
+        above = line.strip()

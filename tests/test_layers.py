@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import ast
+import subprocess
+import sys
 from graphlib import TopologicalSorter
 from pathlib import Path
 
@@ -89,3 +91,17 @@ def test_the_engine_holds_no_ray(name):
         alias.name.split(".")[0] for node in ast.walk(tree) if isinstance(node, ast.Import) for alias in node.names
     }
     assert "ray" not in tops
+
+
+@pytest.mark.parametrize(
+    ("imported", "absent"),
+    [
+        ("deployments.engine.engine", "ray"),
+        ("deployments.activations.reader", "ray"),
+        ("serve_app", "torch"),
+        ("serve_app.ingress", "torch"),
+    ],
+)
+def test_a_part_does_without_what_it_is_to_do_without(imported, absent):
+    code = f"import sys, {imported}; sys.exit({absent!r} in sys.modules)"
+    subprocess.run([sys.executable, "-c", code], cwd=ROOT, check=True)

@@ -136,7 +136,7 @@ def main() -> None:
     parser.add_argument("--count", type=int, default=600, help="held-out problems beside the demo set")
     options = parser.parse_args()
     tokenizer: Any = AutoTokenizer.from_pretrained(options.weights)
-    model = AutoModelForCausalLM.from_pretrained(options.weights, dtype=torch.float32).eval()
+    model = AutoModelForCausalLM.from_pretrained(options.weights, dtype=torch.float32).eval()  # type: ignore[no-untyped-call]
     print("demo", json.dumps(summary(*grade(model, tokenizer, *read_problems(PROBLEMS)))), flush=True)
     problems = held_out(DEMO_COUNT + options.count)[DEMO_COUNT:]
     grades = grade(model, tokenizer, [p.question for p in problems], [p.answer for p in problems])

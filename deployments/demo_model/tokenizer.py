@@ -50,7 +50,7 @@ def train_tokenizer(texts: Iterable[str]) -> PreTrainedTokenizerFast:
     marker = re.compile("|".join(map(re.escape, SPECIAL + MARKERS)))
     tokenizer.train_from_iterator((marker.sub("\n", text) for text in texts), trainer)
     tokenizer.add_tokens([AddedToken(name, normalized=False, special=False) for name in MARKERS])
-    return PreTrainedTokenizerFast(
+    return PreTrainedTokenizerFast(  # type: ignore[no-untyped-call]
         tokenizer_object=tokenizer,
         eos_token="<|im_end|>",
         pad_token="<|endoftext|>",

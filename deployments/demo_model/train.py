@@ -200,7 +200,7 @@ def run(phase: Phase, model: Qwen3ForCausalLM, body: Any, tokenizer: PreTrainedT
         for optimizer, base in zip(tuned, (MUON_RATE, ADAM_RATE), strict=True):
             optimizer.param_groups[0]["lr"] = base * rate(step, phase)
         loss = loss_of(model, body, batch)
-        loss.backward()
+        loss.backward()  # type: ignore[no-untyped-call]
         for optimizer in tuned:
             optimizer.step()
             optimizer.zero_grad()

@@ -30,11 +30,11 @@ class Window:
     capacity: int = 0
 
 
-class SlotLayer(CacheLayerMixin):
+class SlotLayer(CacheLayerMixin):  # type: ignore[no-untyped-call]
     """One layer's keys and values, [slots, kv_heads, capacity, head_dim]."""
 
     def __init__(self, window: Window) -> None:
-        super().__init__()
+        super().__init__()  # type: ignore[no-untyped-call]
         self.window = window
 
     def lazy_initialization(self, key_states: torch.Tensor, value_states: torch.Tensor) -> None:

@@ -29,11 +29,11 @@ class UnsupportedModelError(ValueError):
     """A model this engine cannot batch exactly; the message says why."""
 
 
-class InstrumentedModel(LanguageModel):
+class InstrumentedModel(LanguageModel):  # type: ignore[misc]
     """nnsight's language model over weights that are already loaded."""
 
 
-class _Block(Mediator):
+class _Block(Mediator):  # type: ignore[misc]
     """A plain function run by nnsight as one intervention block over the whole batch."""
 
     def __init__(self, body: Callable[[], None]) -> None:
