@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import logging
 import time
 from collections.abc import AsyncGenerator, Iterator
 from contextlib import contextmanager
@@ -15,6 +16,7 @@ from ray.serve.handle import DeploymentHandle, DeploymentResponseGenerator
 from deployments.messages import Job, Message
 from serve_app.errors import ApiError
 
+logger = logging.getLogger("ray.serve")
 FRESH_S = 1.0  # for how long it is taken as known whether a replica runs
 
 
@@ -111,9 +113,9 @@ class Backend:
     async def _replica_states(self) -> dict[str, int]:
         """How many replicas are in which state; remembers whether one runs."""
         status = await asyncio.to_thread(serve.status)  # asks Serve's controller, and blocks
-        app = status.applications[serve.get_replica_context().app_name]
-        replicas = app.deployments[self._model.deployment_name].replica_states
-        states = {str(state): count for state, count in replicas.items()}
+        app = status.applications.get(serve.get_replica_context().app_name)
+        model = app.deployments.get(self._model.deployment_name) if app else None  # gone while it is deleted
+        states = {str(state): count for state, count in model.replica_states.items()} if model else {}
         self._up, self._asked = "RUNNING" in states, time.monotonic()
         return states
 
@@ -127,8 +129,9 @@ class Backend:
         """
         if time.monotonic() - self._asked > FRESH_S and (self._asking is None or self._asking.done()):
             self._asking = asyncio.ensure_future(self._replica_states())
-            if not self._up:
-                await self._asking
+            self._asking.add_done_callback(_log_failure)
+        if not self._up and self._asking is not None:
+            await asyncio.shield(self._asking)  # others wait for it, too
         if not self._up:
             raise ApiError(503, f"no replica of {self._name!r} runs now; try again", code="unavailable")
 
@@ -140,6 +143,11 @@ def answering() -> Iterator[None]:
         yield
     except RayServeException as error:
         raise ApiError(503, f"no replica can answer now: {error}", code="unavailable") from error
+
+
+def _log_failure(asking: asyncio.Future[dict[str, int]]) -> None:
+    if not asking.cancelled() and (error := asking.exception()):
+        logger.warning("Serve's controller does not say which replicas run: %s", error)
 
 
 def _no_session(session_id: str) -> ApiError:
