@@ -16,7 +16,6 @@ ADDRESS = "http://127.0.0.1:8000"
 
 # What other tests run, or what needs more than this machine: and why it is not run here.
 ELSEWHERE = {
-    "git clone": "test_make_demo_works_in_a_fresh_clone",
     "make demo": "test_make_demo_works_in_a_fresh_clone",
     "source .venv/bin/activate": "the fixtures put the environment on PATH",
     "serve run serve_app:app": "the fixture `served` is this command",
