@@ -34,10 +34,16 @@ def main() -> int:
 
 def _run() -> int:
     began = time.monotonic()
-    logging.getLogger("ray").setLevel(logging.ERROR)
     logging.getLogger("ray.serve").setLevel(logging.ERROR)
     print("Starting Ray Serve with the model that ships with Vitrine ...", flush=True)
-    ray.init(address="local", num_cpus=2, include_dashboard=False, log_to_driver=False, namespace="vitrine")
+    ray.init(
+        address="local",
+        num_cpus=2,
+        include_dashboard=False,
+        log_to_driver=False,
+        logging_level=logging.ERROR,
+        namespace="vitrine",
+    )
     try:
         port = _free_port()
         serve.start(http_options={"host": "127.0.0.1", "port": port}, logging_config={"log_level": "WARNING"})
