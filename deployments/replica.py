@@ -104,13 +104,19 @@ class ModelReplica:
 
     async def stream(self, job: Job) -> AsyncGenerator[list[Message]]:
         """Run a job; each item holds all messages that gathered since the last."""
+        limit = self._options.request_timeout_s
+        late = Refusal(f"not done after the server's limit of {limit:g} s", None, "timeout", 504)
+        deadline = asyncio.get_running_loop().time() + limit
         try:
-            ticket = await self._admit(job)
+            async with asyncio.timeout_at(deadline):
+                ticket = await self._admit(job)
         except RequestError as refused:
             named = job.fields.get(refused.field or "", refused.field)
             yield [Refusal(refused.message, named, refused.code, refused.status)]
             return
-        deadline = asyncio.get_running_loop().time() + self._options.request_timeout_s
+        except TimeoutError:
+            yield [late]
+            return
         try:
             while ticket.open:
                 gathered = await _gather(ticket.messages, deadline)
@@ -119,8 +125,7 @@ class ModelReplica:
                 if any(isinstance(message, Refusal) for message in gathered):
                     return
         except TimeoutError:
-            limit = self._options.request_timeout_s
-            yield [Refusal(f"not done after the server's limit of {limit:g} s", None, "timeout", 504)]
+            yield [late]
         finally:
             self._drop(ticket)
 

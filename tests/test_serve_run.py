@@ -35,23 +35,32 @@ def second(served):
     with log.open("wb") as out:
         run = subprocess.Popen([*RUN, *OPTIONS], env=served.cluster.env, stdout=out, stderr=out, start_new_session=True)
     deadline = time.monotonic() + 180
-    while httpx.get(f"{root}/health").status_code != 200:
-        assert run.poll() is None, log.read_text()[-3000:]
-        assert time.monotonic() < deadline, log.read_text()[-3000:]
-        time.sleep(0.2)
-    yield root
-    os.killpg(run.pid, signal.SIGKILL)  # on SIGINT it would shut down all of Serve
-    run.wait()
-    serve.delete("second")
+    try:
+        while not healthy(root):
+            assert run.poll() is None, log.read_text()[-3000:]
+            assert time.monotonic() < deadline, log.read_text()[-3000:]
+            time.sleep(0.2)
+        yield root
+    finally:
+        os.killpg(run.pid, signal.SIGKILL)  # on SIGINT it would shut down all of Serve
+        run.wait()
+        serve.delete("second")
+
+
+def healthy(root: str) -> bool:
+    try:
+        return httpx.get(f"{root}/health", timeout=30).status_code == 200
+    except httpx.TransportError:
+        return False
 
 
 def test_the_options_are_those_that_were_given(second):
-    (model,) = httpx.get(f"{second}/v1/models").json()["data"]
+    (model,) = httpx.get(f"{second}/v1/models", timeout=30).json()["data"]
     assert (model["id"], model["max_model_len"]) == ("named/second", 2048)
     deadline = time.monotonic() + 60
-    while httpx.get(f"{second}/health").json()["replicas"] != {"named/second": {"RUNNING": 2}}:
+    while httpx.get(f"{second}/health", timeout=30).json()["replicas"] != {"named/second": {"RUNNING": 2}}:
         assert time.monotonic() < deadline
-    assert httpx.get(f"{second}/v1/models/named/second").status_code == 200
+    assert httpx.get(f"{second}/v1/models/named/second", timeout=30).status_code == 200
 
 
 def test_an_evaluation_finishes_beside_three_replicas_on_two_cores(second, served, tmp_path):

@@ -90,7 +90,7 @@ def test_store_activations_alone_records_both_norms_of_three_layers(served):
 def test_without_a_session_a_request_joins_the_servers_session_of_the_day(served):
     session = chat(served, store_activations=True)["activations_meta"]["session_id"]
     assert session.startswith("auto-20")
-    assert session in [s["id"] for s in httpx.get(f"{served.base_url}/activations/sessions").json()["data"]]
+    assert session in [s["id"] for s in httpx.get(f"{served.base_url}/activations/sessions", timeout=60).json()["data"]]
 
 
 def test_a_stream_ends_with_where_its_activations_lie(served):
@@ -159,19 +159,21 @@ def test_what_is_asked_with_a_run_is_stored_with_it(served):
 def test_sessions_are_listed_shown_and_deleted_with_their_files(served):
     chat(served, store_activations=True, session_id="short-lived")
     url = f"{served.base_url}/activations/session/short-lived"
-    shown = httpx.get(url).json()
+    shown = httpx.get(url, timeout=60).json()
     assert [run["tokens"] for run in shown["runs"]]
     files = [Path(urlsplit(file["uri"]).path) for file in shown["files"]]
     assert files
     assert all(file.exists() for file in files)
-    assert httpx.delete(url).json() == {"id": "short-lived", "object": "session", "deleted": True}
+    assert httpx.delete(url, timeout=60).json() == {"id": "short-lived", "object": "session", "deleted": True}
     assert not any(file.exists() for file in files)
-    assert httpx.get(url).status_code == 404
+    assert httpx.get(url, timeout=60).status_code == 404
 
 
 def test_sessions_are_paged(served):
     for name in ("page-a", "page-b", "page-c"):
         chat(served, store_activations=True, session_id=name, max_tokens=1)
-    page = httpx.get(f"{served.base_url}/activations/sessions", params={"limit": 2, "after": "page-"}).json()
+    page = httpx.get(
+        f"{served.base_url}/activations/sessions", params={"limit": 2, "after": "page-"}, timeout=60
+    ).json()
     assert [session["id"] for session in page["data"]] == ["page-a", "page-b"]
     assert page["has_more"]

@@ -26,7 +26,7 @@ def test_a_killed_replica_means_503_until_another_serves(served):
     while True:
         answer = httpx.post(f"{served.base_url}/completions", json=BODY, timeout=60)
         seen.add(answer.status_code)
-        if answer.status_code == 200 and httpx.get(f"{served.root}/health").status_code == 200:
+        if answer.status_code == 200 and httpx.get(f"{served.root}/health", timeout=60).status_code == 200:
             break
         assert answer.status_code == 503
         assert answer.headers["retry-after"]

@@ -50,7 +50,7 @@ BAD_CHATS = [
 
 @pytest.mark.parametrize(("changes", "status", "param"), BAD_CHATS, ids=[str(bad[2]) for bad in BAD_CHATS])
 def test_a_bad_chat_is_refused_by_the_name_of_its_field(served, changes, status, param):
-    answer = httpx.post(f"{served.base_url}/chat/completions", json=CHAT | changes)
+    answer = httpx.post(f"{served.base_url}/chat/completions", json=CHAT | changes, timeout=60)
     error = answer.json()["error"]
     assert answer.status_code == status, error
     assert error["param"] == param, error
@@ -60,7 +60,7 @@ def test_a_bad_chat_is_refused_by_the_name_of_its_field(served, changes, status,
 
 def test_a_streamed_bad_request_is_refused_before_the_stream_begins(served):
     body = CHAT | {"stream": True, "capture": {"points": ["nothing.output"]}}
-    answer = httpx.post(f"{served.base_url}/chat/completions", json=body)
+    answer = httpx.post(f"{served.base_url}/chat/completions", json=body, timeout=60)
     assert answer.status_code == 400
     assert answer.json()["error"]["param"] == "capture.points[0]"
 
@@ -68,7 +68,9 @@ def test_a_streamed_bad_request_is_refused_before_the_stream_begins(served):
 def test_half_of_a_surrogate_pair_is_refused_as_no_text(served):
     body = CHAT | {"messages": [{"role": "user", "content": "half \ud800"}]}
     headers = {"content-type": "application/json"}
-    answer = httpx.post(f"{served.base_url}/chat/completions", content=json.dumps(body).encode(), headers=headers)
+    answer = httpx.post(
+        f"{served.base_url}/chat/completions", content=json.dumps(body).encode(), headers=headers, timeout=60
+    )
     assert answer.status_code == 400
     assert answer.json()["error"]["param"] == "messages[0].content"
 
@@ -76,20 +78,20 @@ def test_half_of_a_surrogate_pair_is_refused_as_no_text(served):
 def test_fields_at_openais_defaults_are_taken(served):
     neutral = {"n": None, "stream": None, "stop": None, "presence_penalty": 0, "frequency_penalty": 0.0}
     neutral |= {"logprobs": False, "logit_bias": {}, "response_format": {"type": "text"}, "tool_choice": "none"}
-    answer = httpx.post(f"{served.base_url}/chat/completions", json=CHAT | neutral)
+    answer = httpx.post(f"{served.base_url}/chat/completions", json=CHAT | neutral, timeout=60)
     assert answer.status_code == 200, answer.text
 
 
 def test_an_unknown_point_gets_the_nearest_names(served):
     body = CHAT | {"capture": {"points": ["layers.1.outptu"]}}
-    message = httpx.post(f"{served.base_url}/chat/completions", json=body).json()["error"]["message"]
+    message = httpx.post(f"{served.base_url}/chat/completions", json=body, timeout=60).json()["error"]["message"]
     assert "layers.1.output" in message
 
 
 @pytest.mark.parametrize("body", [b"{", b"[]", b"", b"\xff\xfe", b'{"model": NaN}'])
 def test_a_body_that_is_no_json_object_gets_400(served, body):
     headers = {"content-type": "application/json"}
-    answer = httpx.post(f"{served.base_url}/chat/completions", content=body, headers=headers)
+    answer = httpx.post(f"{served.base_url}/chat/completions", content=body, headers=headers, timeout=60)
     assert answer.status_code == 400
     assert answer.json()["error"]["type"] == "invalid_request_error"
 
@@ -125,12 +127,12 @@ def test_a_body_over_the_limit_without_a_length_gets_413(served):
     ],
 )
 def test_other_routes_answer_failures_with_the_same_body(served, method, path, status):
-    answer = httpx.request(method, served.root + path)
+    answer = httpx.request(method, served.root + path, timeout=60)
     assert answer.status_code == status
     assert set(answer.json()["error"]) == {"message", "type", "param", "code"}
 
 
 def test_the_server_goes_on_after_all_of_it(served):
-    answer = httpx.post(f"{served.base_url}/chat/completions", json=CHAT)
+    answer = httpx.post(f"{served.base_url}/chat/completions", json=CHAT, timeout=60)
     assert answer.status_code == 200
     assert answer.json()["choices"][0]["finish_reason"] == "length"

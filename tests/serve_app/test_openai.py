@@ -165,12 +165,12 @@ def test_models_are_listed(client):
 
 
 def test_health_says_what_is_loaded(served):
-    answer = httpx.get(f"{served.root}/health")
+    answer = httpx.get(f"{served.root}/health", timeout=60)
     assert answer.status_code == 200
     assert answer.json() == {"status": "ok", "loaded_models": [MODEL], "replicas": {MODEL: {"RUNNING": 1}}}
 
 
 def test_the_schema_of_every_route_is_published(served):
-    paths = httpx.get(f"{served.root}/openapi.json").json()["paths"]
+    paths = httpx.get(f"{served.root}/openapi.json", timeout=60).json()["paths"]
     assert {"/health", "/v1/models", "/v1/chat/completions", "/v1/activations/sessions"} <= set(paths)
-    assert httpx.get(f"{served.root}/docs").status_code == 200
+    assert httpx.get(f"{served.root}/docs", timeout=60).status_code == 200
