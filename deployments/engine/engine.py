@@ -21,7 +21,7 @@ import torch
 from deployments.activations.points import Place
 from deployments.engine.memory import Memory
 from deployments.engine.model import Model
-from deployments.engine.recorder import CaptureError, Recorder, Recording
+from deployments.engine.recorder import CaptureError, Recorder, Recording, places_of
 from deployments.engine.request import Delta, Event, Finished, FinishReason, Request
 from deployments.engine.row import Row
 from deployments.engine.sampling import draw
@@ -235,10 +235,7 @@ class Engine:
         ids = torch.tensor(padded, device=device)  # [rows, longest]
         lengths = torch.tensor([len(sequence) for sequence in sequences], device=device)
         recordings = [(i, row.recording) for i, row in enumerate(rows) if row.recording and row.records_prefill]
-        places = sorted(
-            {point.place for _, recording in recordings for point in recording.points},
-            key=lambda place: place.order,
-        )
+        places = places_of(recording for _, recording in recordings)
 
         def take(place: Place, value: torch.Tensor) -> None:
             for i, recording in recordings:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 
 import torch
 
@@ -93,6 +93,12 @@ class Recording:
         return features.index if features.index else slice(features.first)
 
 
+def places_of(recordings: Iterable[Recording]) -> list[Place]:
+    """What these read, in the order of execution, in which nnsight has to be asked."""
+    places = {point.place for recording in recordings for point in recording.points}
+    return sorted(places, key=lambda place: place.order)
+
+
 class Recorder:
     """Gathers decoded rows of all recording requests in a ring on the model's device.
 
@@ -110,8 +116,7 @@ class Recorder:
 
     def places(self) -> list[Place]:
         """What the next decode reads, in the order of execution."""
-        found = {point.place for recording in self.recordings.values() for point in recording.points}
-        return sorted(found, key=lambda place: place.order)
+        return places_of(self.recordings.values())
 
     def begin(self, places: Sequence[Place], slots: int) -> None:
         """Make room for one more step of these places."""
