@@ -66,11 +66,28 @@ class Captured(NamedTuple):
 
     Attributes:
         positions: [rows] index of each row's token in prompt + generated.
+        token_ids: [rows] the token itself.
         values: Point name -> [rows, ...features], on the CPU.
     """
 
     positions: range
+    token_ids: Sequence[int]
     values: dict[str, torch.Tensor]
+
+    @property
+    def bytes(self) -> int:
+        """Memory that the values take."""
+        return sum(value.nbytes for value in self.values.values())
+
+
+class Rows(NamedTuple):
+    """Rows that a request has recorded and hands out before its end; the next follow behind them.
+
+    Who keeps them says so by `Engine.written`.
+    """
+
+    id: str
+    captured: Captured
 
 
 class Delta(NamedTuple):
@@ -79,6 +96,21 @@ class Delta(NamedTuple):
     id: str
     tokens: tuple[int, ...]
     text: str
+
+
+@dataclass
+class MemoryUse:
+    """Memory around one request, in bytes: the device's on a GPU, else the process's own.
+
+    Attributes:
+        before: Held when it was admitted.
+        peak: The most held after any of its forwards.
+        after: Held when it had ended.
+    """
+
+    before: int = 0
+    peak: int = 0
+    after: int = 0
 
 
 @dataclass(frozen=True)
@@ -90,8 +122,11 @@ class Finished:
         reason: Why it ended.
         prompt: Its prompt's token ids.
         tokens: All generated token ids, an end token included.
-        captured: What was recorded, where capture was asked for and the request was not cut off.
-        error: What went wrong, for `reason` "error".
+        captured: What was recorded and not handed out before, where capture was asked for and the request was
+            not cut off.
+        error: What went wrong, for `reason` "error"; or why there is nothing captured.
+        code: A stable word for the error.
+        memory: What was held while it ran.
     """
 
     id: str
@@ -100,6 +135,8 @@ class Finished:
     tokens: Sequence[int] = field(default_factory=tuple)
     captured: Captured | None = None
     error: str | None = None
+    code: str = "engine_error"
+    memory: MemoryUse = field(default_factory=MemoryUse)
 
 
-Event = Delta | Finished
+Event = Delta | Rows | Finished
