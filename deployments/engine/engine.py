@@ -10,7 +10,6 @@ from __future__ import annotations
 import itertools
 import logging
 import queue
-import random
 import time
 from collections import deque
 from collections.abc import Callable, Iterable, Sequence
@@ -22,9 +21,10 @@ from deployments.activations.points import Place
 from deployments.engine.memory import Memory
 from deployments.engine.model import Model
 from deployments.engine.recorder import CaptureError, Recorder, Recording, places_of
-from deployments.engine.request import Delta, Event, Finished, FinishReason, Request
+from deployments.engine.request import Delta, Event, Finished, FinishReason, Logprob, Request
 from deployments.engine.row import Row
-from deployments.engine.sampling import draw
+from deployments.engine.sampler import Sampler
+from deployments.engine.sampling import check_sampling, choose
 from deployments.engine.text import TextStream
 from deployments.errors import RequestError
 
@@ -92,13 +92,15 @@ class Engine:
         """Refuse what could never run.
 
         Raises:
-            RequestError: An empty prompt, or more tokens than the context or the KV memory holds.
+            RequestError: An empty prompt, more tokens than the context or the KV memory holds, or settings
+                that this model or the request's own length cannot meet.
         """
         prompt, context = len(request.prompt), self.model.context
         if not prompt:
             raise RequestError("the prompt has no tokens", "prompt")
         if min(request.prompt) < 0 or max(request.prompt) >= self.model.vocabulary:
             raise RequestError(f"token ids go from 0 to {self.model.vocabulary - 1}", "prompt")
+        check_sampling(request, self.model.vocabulary)
         if prompt + min(request.max_tokens, 1) > context:
             message = f"the prompt has {prompt} tokens, this model's context is {context} with the answer"
             raise RequestError(message, "prompt", "context_length_exceeded")
@@ -175,8 +177,8 @@ class Engine:
             capture = message.capture
             recording = Recording(capture, message.points, len(message.prompt)) if capture else None
             text = TextStream(self.model.tokenizer, message.stop)
-            numbers = random.Random(message.sampling.seed)
-            self._waiting.append(Row(message, text, numbers, recording, next(self._arrivals)))
+            sampler = Sampler(message, self.model.eos, self.model.hf.get_output_embeddings().out_features)
+            self._waiting.append(Row(message, text, sampler, recording, next(self._arrivals)))
         elif isinstance(message, str):
             self._cancel(message, events if events is not None else [])
 
@@ -295,39 +297,33 @@ class Engine:
 
     def _advance(self, rows: list[Row], logits: torch.Tensor, events: list[Event]) -> None:
         """Draw each row's next token from logits [rows, vocabulary], and end what has come to its end."""
-        top, ids = logits.max(dim=-1)  # NaN wins a maximum
-        drawing = [i for i, row in enumerate(rows) if row.request.sampling.temperature > 0 and not row.ending]
-        if drawing:
-            drawn = draw(
-                logits[drawing],
-                [rows[i].request.sampling for i in drawing],
-                [rows[i].random.random() for i in drawing],
-            )
-            ids[drawing] = drawn
+        chosen = choose(logits, [None if row.ending else row.sampler for row in rows])
         # From the last slot down, since the last row moves into a freed slot.
-        for row, token, finite in reversed(list(zip(rows, ids.tolist(), top.isfinite().tolist(), strict=True))):
-            if not finite:
-                self._finish(row, "error", events, "the model gave a value that is not finite for this request")
+        for i, row in reversed(list(enumerate(rows))):
+            if i in chosen.failed:
+                self._finish(row, "error", events, chosen.failed[i])
             elif row.ending:
                 self._finish(row, row.ending, events)
             else:
-                self._accept(row, token, events)
+                self._accept(row, chosen.tokens[i], chosen.logprobs.get(i), events)
 
-    def _accept(self, row: Row, token: int, events: list[Event]) -> None:
+    def _accept(self, row: Row, token: int, logprob: Logprob | None, events: list[Event]) -> None:
         request = row.request
         if request.max_tokens == 0:
             return self._finish(row, "length", events)
         row.tokens.append(token)
+        row.sampler.add(token)
         self.statistics.tokens += 1
-        ended = token in self.model.eos and not request.ignore_eos
-        text = row.text.add(token)
+        ended = token in row.sampler.ends
+        logprobs = (logprob._replace(offset=row.text.length),) if logprob else ()
+        text = "" if ended else row.text.add(token, may_stop=len(row.tokens) >= request.sampling.min_tokens)
         if ended or row.text.stopped:
             row.ending = "stop"
         elif len(row.tokens) == request.max_tokens:
             row.ending = "length"
         if row.ending:
-            text += row.text.close(row.tokens)
-        events.append(Delta(request.id, (token,), text))
+            text += row.text.close(row.tokens[:-1] if ended else row.tokens)
+        events.append(Delta(request.id, (token,), text, logprobs))
         if row.ending and not (row.recording and row.recording.wants_generated):
             return self._finish(row, row.ending, events)
         return None

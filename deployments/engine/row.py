@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-import random
 from dataclasses import dataclass, field
 
 from deployments.engine.recorder import Recording
 from deployments.engine.request import FinishReason, Request
+from deployments.engine.sampler import Sampler
 from deployments.engine.text import TextStream
 
 RESERVE = 256  # tokens a request must find room for beyond its prompt, or fewer where it asks for fewer
@@ -18,7 +18,7 @@ class Row:
 
     request: Request
     text: TextStream
-    random: random.Random
+    sampler: Sampler
     recording: Recording | None
     arrival: int
     tokens: list[int] = field(default_factory=list)
