@@ -69,9 +69,7 @@ class Runs:
             raise RequestError(message, "capture", "capture_too_large")
         limit = self._options.capture_memory_bytes
         if capture.tail and size > limit:  # which rows are the last is known at the end only
-            message = (
-                f"the last rows take {size} bytes, {limit} can be held until the end: ask for fewer, or all"
-            )
+            message = f"the last rows take {size} bytes, {limit} can be held until the end: ask for fewer, or all"
             raise RequestError(message, "capture.tokens", "capture_too_large")
         count, limit = sum(values.values()), self._options.max_inline_values
         if capture.destination == "inline" and count > limit:

@@ -11,62 +11,30 @@ import contextlib
 import itertools
 import logging
 import queue
-import random
 import time
 from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from typing import NamedTuple
 
 import torch
 
-from deployments.activations.points import Place
 from deployments.engine import memory
 from deployments.engine.batch import Batch
+from deployments.engine.forwards import Forwards, Outcome
 from deployments.engine.memory import KvMemory, held_bytes
 from deployments.engine.model import Model
 from deployments.engine.outflow import Outflow
-from deployments.engine.recorder import CaptureError, Recorder, Recording, joined, places_of
-from deployments.engine.request import Captured, Delta, Event, Finished, FinishReason, Request, Rows
+from deployments.engine.recorder import CaptureError, Recorder, Recording, joined
+from deployments.engine.request import Captured, Delta, Event, Finished, FinishReason, Logprob, Request, Rows
 from deployments.engine.row import Row
-from deployments.engine.sampling import draw
-from deployments.engine.schedule import Prefill, Schedule
+from deployments.engine.sampler import Sampler
+from deployments.engine.sampling import check_sampling, choose
+from deployments.engine.schedule import Schedule
+from deployments.engine.statistics import Statistics
 from deployments.engine.text import TextStream
 from deployments.errors import RequestError
 
 logger = logging.getLogger(__name__)
-
-
-@dataclass
-class Statistics:
-    """What the engine is doing.
-
-    Attributes:
-        running: Requests that hold a slot.
-        waiting: Requests that wait for one.
-        slots: Slots there is KV memory for now.
-        kv_bytes: KV memory held.
-        kv_budget_bytes: The most KV memory that will be held.
-        capture_bytes: Recorded rows in host memory: gathered, or handed out and not written yet.
-        steps: Forwards so far.
-        step_seconds: How long one takes, a mean of the latest.
-        tokens: Tokens generated so far.
-        tokens_per_second: The rate of the latest steps.
-        preempted: Requests that lost their slot and were run again.
-        out_of_memory: Forwards that found no memory.
-    """
-
-    running: int = 0
-    waiting: int = 0
-    slots: int = 0
-    kv_bytes: int = 0
-    kv_budget_bytes: int = 0
-    capture_bytes: int = 0
-    steps: int = 0
-    step_seconds: float = 0.0
-    tokens: int = 0
-    tokens_per_second: float = 0.0
-    preempted: int = 0
-    out_of_memory: int = 0
 
 
 class _Written(NamedTuple):
@@ -103,8 +71,9 @@ class Engine:
         self.step_began: float | None = None  # monotonic seconds; None between steps
         self._memory = KvMemory(model, max_running, kv_bytes, kv_fraction)
         self._cache = self._memory.cache
-        self._recorder = Recorder(model.device)
-        self._batch = Batch(self._cache, self._recorder)
+        recorder = Recorder(model.device)
+        self._batch = Batch(self._cache, recorder)
+        self._forwards = Forwards(model, self._memory, self._batch, recorder)
         self._schedule = Schedule(self._memory, max_running, prefill_tokens, capture_bytes)
         self._outflow = Outflow(capture_bytes)
         self._inbox: queue.SimpleQueue[Request | str | _Written | None] = queue.SimpleQueue()
@@ -119,13 +88,16 @@ class Engine:
         """Refuse what could never run.
 
         Raises:
-            RequestError: An empty prompt, or more tokens than the context or the KV memory holds.
+            RequestError: An empty prompt, more tokens than the context or the KV memory holds, or settings
+                that this model or the request's own length cannot meet.
         """
         prompt, context = len(request.prompt), self.model.context
         if not prompt:
             raise RequestError("the prompt has no tokens", "prompt")
         if min(request.prompt) < 0 or max(request.prompt) >= self.model.vocabulary:
             raise RequestError(f"token ids go from 0 to {self.model.vocabulary - 1}", "prompt")
+        check_sampling(request, self.model.vocabulary)
+        check_sampling(request, self.model.vocabulary)
         if prompt + min(request.max_tokens, 1) > context:
             message = f"the prompt has {prompt} tokens, this model's context is {context} with the answer"
             raise RequestError(message, "prompt", "context_length_exceeded")
@@ -200,19 +172,22 @@ class Engine:
         events: list[Event] = []
         if wait and self._idle:
             self._receive(self._inbox.get(), events)
-        began = self.step_began = time.monotonic()
+        self.step_began = began = time.monotonic()
         while not self._inbox.empty():
             self._receive(self._inbox.get(), events)
-        tokens = self.statistics.tokens
         # A prefill is followed by a decode, so that running requests do not stand still behind new ones.
-        prefill = None if self._prefilled and self._batch.decoding else self._next_prefill()
+        decoding = list(self._batch.decoding)
+        prefill = None if self._prefilled and decoding else self._schedule.next_prefill(self._batch, self._outflow.full)
         self._prefilled = prefill is not None
-        self._idle = prefill is None and not self._batch.decoding
+        self._idle = not prefill and not decoding
+        tokens = self.statistics.tokens
         if prefill:
-            self._guarded(lambda: self._prefill(prefill, events), prefill.rows, events)
-        elif self._batch.decoding:
-            self._guarded(lambda: self._decode(events), list(self._batch.decoding), events)
-        self._count(time.monotonic() - began, self.statistics.tokens - tokens)
+            self._forward(lambda: self._forwards.prefill(prefill), prefill.rows, events)
+        elif decoding:
+            self._forward(self._decode, decoding, events)
+        if not self._idle:
+            self.statistics.count_step(time.monotonic() - began, self.statistics.tokens - tokens)
+        self._note()
         self.step_began = None
         return events
 
@@ -221,8 +196,8 @@ class Engine:
             capture = message.capture
             recording = Recording(capture, message.points, len(message.prompt)) if capture else None
             text = TextStream(self.model.tokenizer, message.stop)
-            numbers = random.Random(message.sampling.seed)
-            self._schedule.waiting.append(Row(message, text, numbers, recording, next(self._arrivals)))
+            sampler = Sampler(message, self.model.eos, self.model.hf.get_output_embeddings().out_features)
+            self._schedule.waiting.append(Row(message, text, sampler, recording, next(self._arrivals)))
         elif isinstance(message, str):
             self._cancel(message, events)
         elif isinstance(message, _Written):
@@ -236,9 +211,6 @@ class Engine:
         return None
 
     # ---- room
-
-    def _next_prefill(self) -> Prefill | None:
-        return self._schedule.next_prefill(self._batch, self._outflow.full)
 
     def _make_room(self) -> None:
         """Grow for the longest row's next token; while that exceeds the budget, the youngest row waits again."""
@@ -258,79 +230,34 @@ class Engine:
         self._schedule.put_back([row])
         self.statistics.preempted += 1
 
-    # ---- forwards
+    # ---- one forward
 
-    def _prefill(self, prefill: Prefill, events: list[Event]) -> None:
-        rows, start, counts = prefill
-        batch, device = self._batch, self.model.device
-        first = batch.rows.index(rows[0]) if start else len(batch)
-        longest = max(counts)
+    def _forward(self, run: Callable[[], Outcome], rows: Sequence[Row], events: list[Event]) -> None:
+        """Run a forward and take what it brings; an error ends its rows, and the engine goes on."""
+        device = self.model.device
         for row in rows:
             row.memory.before = row.memory.before or held_bytes(device)
-        new = [row for row in rows if row not in batch]
-        need = max(row.need for row in (*rows, *batch.rows))
-        self._memory.reserve(len(batch) + len(new), need, keep=len(batch) > 0)
-        for row in rows:
-            row.written = max(row.written, start + longest)
-        pieces = [row.sequence[start : start + count] for row, count in zip(rows, counts, strict=True)]
-        padded = [piece + [0] * (longest - len(piece)) for piece in pieces]
-        ids = torch.tensor(padded, device=device)  # [rows, longest]
-        lengths = torch.tensor(counts, device=device)
-        recordings = [(i, row.recording) for i, row in enumerate(rows) if row.recording and row.records_prefill]
-        places = places_of(recording for _, recording in recordings)
-        copies = []
-
-        def take(place: Place, value: torch.Tensor) -> None:
-            for i, recording in recordings:
-                fresh = value[i, max(0, recording.rows - start) : counts[i]]  # the rest was recorded before
-                copies.append((recording, recording.copy(place, fresh)))
-
-        self._cache.prefill(first, start)
-        every = any(place.module == self.model.head for place in places)
-        logits = self.model.prefill(ids, lengths, self._cache, places, take, every_logit=every, start=start)
-        for recording, copy in copies:
-            recording.add(copy)
-        for row in new:
-            batch.add(row)
-        for row, count in zip(rows, counts, strict=True):
-            row.fed = start + count
-            if row.recording:
-                row.recording.rows = max(row.recording.rows, row.fed)
-        whole = [i for i, row in enumerate(rows) if row.fed == row.length]
-        self._advance([rows[i] for i in whole], logits[whole], events)
-        self._went_well(rows, events)
-
-    def _decode(self, events: list[Event]) -> None:
-        self._make_room()
-        rows = list(self._batch.decoding)
-        if not rows:
-            return
-        device = self.model.device
-        slots = torch.arange(len(rows), device=device)
-        positions = torch.tensor([row.fed for row in rows], device=device)
-        ids = torch.tensor([row.tokens[-1] for row in rows], device=device)
-        longest = max(row.fed for row in rows) + 1
-        self._cache.decode(slots, positions, longest)
-        places = self._recorder.places()
-        if places:
-            self._recorder.begin(places, self._cache.window.slots)
-        logits = self.model.decode(ids, positions, longest, self._cache, places, self._recorder.take)
-        if places:
-            self._recorder.end()
-        for row in rows:
-            row.fed += 1
-            row.written = max(row.written, row.fed)
-        self._advance(rows, logits, events)
-        self._went_well(rows, events)
-
-    def _went_well(self, rows: Sequence[Row], events: list[Event]) -> None:
-        """After a forward: note the memory it took, hand out recorded rows, let rows decode or stand still."""
-        held = held_bytes(self.model.device)
+        failed = out_of_memory = None
+        try:
+            self._advance(*run(), events)
+            self._schedule.went_well()
+        except AssertionError:
+            raise  # the engine's own invariant is broken: it must not go on
+        except Exception as error:
+            logger.exception("a forward of %d requests failed", len(rows))
+            failed = f"{type(error).__name__}: {error}"
+            out_of_memory = memory.describe(device, error) if memory.is_out_of_memory(error) else None
+        if failed:  # outside of the handler, whose error holds on to the forward's tensors
+            self._recover(rows, failed, out_of_memory, events)
+        held = held_bytes(device)
         for row in rows:
             row.memory.peak = max(row.memory.peak, held)
-        self._schedule.went_well()
         self._send_rows(events)
         self._settle()
+
+    def _decode(self) -> Outcome:
+        self._make_room()
+        return self._forwards.decode()
 
     def _send_rows(self, events: list[Event]) -> None:
         recording = [row for row in self._batch.rows if row.recording]
@@ -360,60 +287,55 @@ class Engine:
 
     # ---- what goes wrong
 
-    def _guarded(self, forward: Callable[[], None], rows: Sequence[Row], events: list[Event]) -> None:
-        """Run a forward; an error ends its rows, a lack of memory as few as can be, and the engine goes on."""
-        try:
-            return forward()
-        except AssertionError:
-            raise  # the engine's own invariant is broken: it must not go on
-        except Exception as error:
-            logger.exception("a forward of %d requests failed", len(rows))
-            ended = {event.id for event in events if isinstance(event, Finished)}
-            left = [row for row in rows if row.request.id not in ended and row not in self._schedule.waiting]
-            if not memory.is_out_of_memory(error):
-                return self._fail(left, f"{type(error).__name__}: {error}", "engine_error", events)
-            said = memory.describe(self.model.device, error)
-        # Outside of the handler, whose error holds on to the forward's tensors.
+    def _recover(self, rows: Sequence[Row], failed: str, out_of_memory: str | None, events: list[Event]) -> None:
+        """After a failed forward: end its rows, or, where there was no memory, as few of them as can be."""
+        batch = self._batch
+        ended = {event.id for event in events if isinstance(event, Finished)}
+        rows = [row for row in rows if row.request.id not in ended and row not in self._schedule.waiting]
+        for slot, row in enumerate(row for row in rows if row not in batch):
+            if row.written:  # in some layers
+                self._cache.clear(len(batch) + slot, row.written)
+                row.written = 0
+        if out_of_memory is None:
+            return self._fail(rows, failed, "engine_error", events)
         self.statistics.out_of_memory += 1
         memory.release_cached(self.model.device)
-        return self._relieve(left, said, events)
+        relieved = self._relieve(rows)
+        if len(batch):
+            self._memory.trim(len(batch), max(row.written for row in batch.rows) + 1)
+        for row in () if relieved else rows:
+            size = memory.mib(row.need * self._memory.position_bytes)
+            message = (
+                f"out of memory: {out_of_memory}; this request has {len(row.request.prompt)} prompt and "
+                f"{len(row.tokens)} generated tokens of up to {row.request.max_tokens}, {size} of keys and values: "
+                "ask for less"
+            )
+            self._fail([row], message, "out_of_memory", events)
+        return None
 
-    def _relieve(self, rows: list[Row], said: str, events: list[Event]) -> None:
-        """Ask less of the next forwards than of one that found no memory; end a row that cannot ask less."""
+    def _relieve(self, rows: Sequence[Row]) -> bool:
+        """Ask less of the next forwards than of one that found no memory; false where that is not possible."""
         batch, schedule = self._batch, self._schedule
-        new = [row for row in rows if row not in batch]
-        decoding = bool(rows) and not new and rows[0].decodes
-        if decoding:
+        decoded = all(row in batch.decoding for row in rows)
+        tokens = sum(min(row.length - row.fed, schedule.tokens) for row in rows)
+        schedule.put_back([row for row in rows if row not in batch])
+        for row in rows:
+            if row in batch and row.fed == row.length:  # run, but its next token was not drawn
+                self._preempt(row)
+        if decoded:
             youngest = sorted(batch.rows, key=lambda row: row.arrival)[(len(batch) + 1) // 2 :]
             for row in reversed(youngest):
                 self._preempt(row)
+            schedule.limit_rows(len(batch) or len(rows) // 2)
+            return len(rows) > 1 or bool(youngest)
+        if schedule.halve_tokens(tokens):
+            return True
+        for row in rows:
+            if row in batch:
+                self._preempt(row)
+        if len(batch):  # they have the memory: it waits for their end
             schedule.limit_rows(len(batch))
-            hopeless = [] if youngest else rows
-        else:
-            tokens = sum(min(row.length - row.fed, schedule.tokens) for row in rows)
-            for i, row in enumerate(new):
-                if row.written:  # some layers were
-                    self._cache.clear(len(batch) + i, row.written)
-                    row.written = 0
-            schedule.put_back(new)
-            smaller = schedule.halve_tokens(tokens)
-            others = [row for row in batch.rows if row not in rows]
-            if not smaller and others:  # they have the memory: it waits for them
-                schedule.limit_rows(len(others))
-                for row in rows:
-                    if row in batch:
-                        self._preempt(row)
-            hopeless = [] if smaller or others else rows
-        if len(batch):
-            self._memory.trim(len(batch), max(row.written for row in batch.rows) + 1)
-        for row in hopeless:
-            size = row.need * self._memory.position_bytes
-            prompt, new_tokens = len(row.request.prompt), len(row.tokens)
-            message = (
-                f"out of memory: {said}; this request has {prompt} prompt and {new_tokens} generated tokens of up to "
-                f"{row.request.max_tokens}, {memory.mib(size)} of keys and values: ask for less, or capture less"
-            )
-            self._fail([row], message, "out_of_memory", events)
+        return len(batch) > 0
 
     def _fail(self, rows: Sequence[Row], message: str, code: str, events: list[Event]) -> None:
         for row in rows:
@@ -425,38 +347,32 @@ class Engine:
         """Draw each row's next token from logits [rows, vocabulary], and end what has come to its end."""
         if not rows:
             return
-        top, ids = logits.max(dim=-1)  # NaN wins a maximum
-        drawing = [i for i, row in enumerate(rows) if row.request.sampling.temperature > 0 and not row.ending]
-        if drawing:
-            drawn = draw(
-                logits[drawing],
-                [rows[i].request.sampling for i in drawing],
-                [rows[i].random.random() for i in drawing],
-            )
-            ids[drawing] = drawn
-        for row, token, finite in zip(rows, ids.tolist(), top.isfinite().tolist(), strict=True):
-            if not finite:
-                self._finish(row, "error", events, "the model gave a value that is not finite for this request")
+        chosen = choose(logits, [None if row.ending else row.sampler for row in rows])
+        for i, row in enumerate(rows):
+            if i in chosen.failed:
+                self._finish(row, "error", events, chosen.failed[i])
             elif row.ending:
                 self._finish(row, row.ending, events)
             else:
-                self._accept(row, token, events)
+                self._accept(row, chosen.tokens[i], chosen.logprobs.get(i), events)
 
-    def _accept(self, row: Row, token: int, events: list[Event]) -> None:
+    def _accept(self, row: Row, token: int, logprob: Logprob | None, events: list[Event]) -> None:
         request = row.request
         if request.max_tokens == 0:
             return self._finish(row, "length", events)
         row.tokens.append(token)
+        row.sampler.add(token)
         self.statistics.tokens += 1
-        ended = token in self.model.eos and not request.ignore_eos
-        text = row.text.add(token)
+        ended = token in row.sampler.ends
+        logprobs = (logprob._replace(offset=row.text.length),) if logprob else ()
+        text = "" if ended else row.text.add(token, may_stop=len(row.tokens) >= request.sampling.min_tokens)
         if ended or row.text.stopped:
             row.ending = "stop"
         elif len(row.tokens) == request.max_tokens:
             row.ending = "length"
         if row.ending:
-            text += row.text.close(row.tokens)
-        events.append(Delta(request.id, (token,), text))
+            text += row.text.close(row.tokens[:-1] if ended else row.tokens)
+        events.append(Delta(request.id, (token,), text, logprobs))
         if row.ending and not (row.recording and row.recording.wants_generated):
             return self._finish(row, row.ending, events)
         return None
@@ -485,17 +401,12 @@ class Engine:
         request = row.request
         events.append(Finished(request.id, reason, request.prompt, row.tokens, captured, error, code, row.memory))
 
-    def _count(self, seconds: float, tokens: int) -> None:
-        numbers, window = self.statistics, self._cache.window
+    def _note(self) -> None:
+        numbers = self.statistics
         numbers.running = len(self._batch)
         numbers.waiting = len(self._schedule.waiting)
-        numbers.slots = window.slots
+        numbers.slots = self._cache.window.slots
         numbers.kv_bytes = self._cache.bytes
         numbers.kv_budget_bytes = self._memory.budget * self._memory.position_bytes
         gathered = sum(row.recording.bytes for row in self._batch.rows if row.recording)
         numbers.capture_bytes = gathered + self._outflow.bytes
-        numbers.steps += not self._idle
-        if not self._idle:
-            numbers.step_seconds += (seconds - numbers.step_seconds) / min(numbers.steps, 16)
-            rate = tokens / seconds if seconds else 0.0
-            numbers.tokens_per_second += (rate - numbers.tokens_per_second) / min(numbers.steps, 16)

@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-import random
 from dataclasses import dataclass, field
 
 from deployments.engine.recorder import Recording
 from deployments.engine.request import FinishReason, MemoryUse, Request
+from deployments.engine.sampler import Sampler
 from deployments.engine.text import TextStream
 
 RESERVE = 256  # tokens a request must find room for beyond its prompt, or fewer where it asks for fewer
@@ -19,7 +19,7 @@ class Row:
     Attributes:
         request: What was asked.
         text: Its text as it grows.
-        random: Its own numbers to draw tokens by.
+        sampler: What it brings to the draw of its next token.
         recording: What it records.
         arrival: Its turn.
         memory: What the process held when it was admitted, and since.
@@ -32,7 +32,7 @@ class Row:
 
     request: Request
     text: TextStream
-    random: random.Random
+    sampler: Sampler
     recording: Recording | None
     arrival: int
     memory: MemoryUse = field(default_factory=MemoryUse)
