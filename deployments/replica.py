@@ -21,6 +21,7 @@ from deployments.demo_model import WEIGHTS
 from deployments.engine.request import Delta, Event, Finished, Request, Rows
 from deployments.errors import RequestError
 from deployments.messages import End, Job, Message, Piece, Refusal
+from deployments.metrics import Metrics
 from deployments.options import DEMO, Options
 
 if TYPE_CHECKING:
@@ -97,6 +98,7 @@ class ModelReplica:
         self._pool = ThreadPoolExecutor(max_workers=4, thread_name_prefix="replica")
         self._runs = Runs(options, self._model, store or connect(options.activations_dir), self._pool)
         self._chat = ChatFormat(self._model.tokenizer, self._model.hf)
+        self._metrics = Metrics(options.served_name)
         self._created = int(time.time())
         self._tickets: dict[str, Ticket] = {}  # engine request id -> its job
         self._preparing = 0  # choices on their way to a ticket
@@ -147,7 +149,11 @@ class ModelReplica:
         return asdict(self._engine.statistics)
 
     def check_health(self) -> None:
-        """Raise RuntimeError where the engine's thread has ended or one step takes too long."""
+        """Raise RuntimeError where the engine's thread has ended or one step takes too long.
+
+        Serve asks every few seconds, which is when the metrics follow, too.
+        """
+        self._metrics.update(self._engine.statistics)
         if not self._thread.is_alive():
             raise RuntimeError("the engine's thread has ended; its error is in this replica's log")
         began = self._engine.step_began

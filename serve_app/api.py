@@ -8,7 +8,7 @@ from datetime import UTC, datetime
 from typing import Annotated, Any
 
 from fastapi import APIRouter, Depends, FastAPI, Path, Query, Request
-from fastapi.responses import JSONResponse, Response, StreamingResponse
+from fastapi.responses import JSONResponse, PlainTextResponse, Response, StreamingResponse
 from pydantic import BaseModel
 
 from deployments.activations.facts import check_session_id
@@ -118,6 +118,12 @@ async def health(backend: Actors) -> Response:
     """200 while every model has a replica that can serve, else 503."""
     healthy, body = await backend.health()
     return JSONResponse(body, 200 if healthy else 503, None if healthy else {"Retry-After": "1"})
+
+
+@server.get("/metrics", response_class=PlainTextResponse)
+async def metrics(backend: Actors) -> str:
+    """What Ray exports of this project and of Serve, of all nodes, as Prometheus text."""
+    return await backend.metrics()
 
 
 def _job(body: Generation, request: Request, **own: Any) -> Job:

@@ -9,12 +9,15 @@ from collections.abc import AsyncGenerator, Iterator
 from contextlib import contextmanager
 from typing import Any, cast
 
+import httpx
+import ray
 from ray import serve
 from ray.serve.exceptions import RayServeException
 from ray.serve.handle import DeploymentHandle, DeploymentResponseGenerator
 
 from deployments.messages import Job, Message
 from serve_app.errors import ApiError
+from serve_app.exposition import merge
 
 logger = logging.getLogger("ray.serve")
 FRESH_S = 1.0  # for how long it is taken as known whether a replica runs
@@ -109,6 +112,25 @@ class Backend:
             "replicas": {self._name: states},
         }
         return bool(running), body
+
+    async def metrics(self) -> str:
+        """Prometheus text of all nodes, reduced to this project's and Serve's own.
+
+        Raises:
+            ApiError: 503, where a node's exporter does not answer.
+        """
+        nodes = await asyncio.to_thread(ray.nodes)
+        exporters = [
+            f"http://{node['NodeManagerAddress']}:{node['MetricsExportPort']}/metrics"
+            for node in nodes
+            if node["Alive"] and node["MetricsExportPort"] > 0
+        ]
+        try:
+            async with httpx.AsyncClient(timeout=5, trust_env=False) as client:
+                answers = await asyncio.gather(*(client.get(exporter) for exporter in exporters))
+        except httpx.HTTPError as error:
+            raise ApiError(503, f"a node's metrics cannot be read: {error}", code="unavailable") from error
+        return merge(answer.text for answer in answers)
 
     async def _replica_states(self) -> dict[str, int]:
         """How many replicas are in which state; remembers whether one runs."""
