@@ -11,7 +11,7 @@ import threading
 import time
 from collections.abc import AsyncGenerator, Callable
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, field, replace
 from typing import TYPE_CHECKING, Any
 
 from ray import serve
@@ -20,7 +20,7 @@ from deployments.activations.store import connect
 from deployments.demo_model import WEIGHTS
 from deployments.engine.request import Delta, Event, Finished, Request
 from deployments.errors import RequestError
-from deployments.messages import End, Job, Message, Piece, Refusal
+from deployments.messages import End, Job, Message, Piece, Refusal, TokenLogprob
 from deployments.options import DEMO, Options
 
 if TYPE_CHECKING:
@@ -37,6 +37,12 @@ class Choice:
     index: int
     request: Request
     reader: ToolReader | None
+    scored: list[TokenLogprob] = field(default_factory=list)  # tokens whose logprobs wait for a message
+
+    def take_scored(self) -> tuple[TokenLogprob, ...]:
+        """The tokens read since the last message."""
+        taken, self.scored = tuple(self.scored), []
+        return taken
 
 
 @dataclass
@@ -71,6 +77,7 @@ class ModelReplica:
         from deployments.engine.engine import Engine
         from deployments.engine.model import load
         from deployments.runs import Runs
+        from deployments.spelling import Spelling
 
         # Ray sets OMP_NUM_THREADS to the actor's CPUs, a fraction here, hence one thread.
         torch.set_num_threads(options.threads or max(1, (os.cpu_count() or 1) // options.num_replicas))
@@ -93,6 +100,7 @@ class ModelReplica:
         self._pool = ThreadPoolExecutor(max_workers=4, thread_name_prefix="replica")
         self._runs = Runs(options, self._model, store or connect(options.activations_dir), self._pool)
         self._chat = ChatFormat(self._model.tokenizer, self._model.hf)
+        self._spelling = Spelling(self._model.tokenizer)
         self._created = int(time.time())
         self._tickets: dict[str, Ticket] = {}  # engine request id -> its job
         self._preparing = 0  # choices on their way to a ticket
@@ -182,7 +190,7 @@ class ModelReplica:
             choice = ticket.choices[event.id]
             try:
                 if isinstance(event, Delta):
-                    self._put_text(ticket, choice, event.text)
+                    self._put(ticket, choice, event)
                 else:
                     task = asyncio.ensure_future(self._end(ticket, choice, event))
                     ticket.tasks.add(task)
@@ -273,24 +281,29 @@ class ModelReplica:
             max_tokens = 0
         sampling = job.sampling
         if sampling.seed is not None and index % job.n:
-            sampling = type(sampling)(**{**asdict(sampling), "seed": sampling.seed + index % job.n})
+            sampling = replace(sampling, seed=sampling.seed + index % job.n)
         return Request(
             id=f"{job.id}-{index}",
             prompt=prompt,
             max_tokens=max_tokens,
             sampling=sampling,
             stop=job.stop,
+            stop_token_ids=job.stop_token_ids,
             ignore_eos=job.ignore_eos,
+            logprobs=job.logprobs,
             capture=job.capture,
             points=points,
         )
 
     # ---- a job's way out
 
-    def _put_text(self, ticket: Ticket, choice: Choice, text: str) -> None:
-        content, calls = choice.reader.add(text) if choice.reader else (text, ())
+    def _put(self, ticket: Ticket, choice: Choice, delta: Delta) -> None:
+        """Pass on what can be shown; the logprobs of tokens whose text is held back wait with it."""
+        if delta.logprobs:
+            choice.scored.extend(self._spelling.scored(delta))
+        content, calls = choice.reader.add(delta.text) if choice.reader else (delta.text, ())
         if content or calls:
-            ticket.messages.put_nowait(Piece(choice.index, content, calls))
+            ticket.messages.put_nowait(Piece(choice.index, content, calls, choice.take_scored()))
 
     async def _end(self, ticket: Ticket, choice: Choice, event: Finished) -> None:
         """Say a choice's last words, once its activations are durable."""
@@ -301,14 +314,15 @@ class ModelReplica:
         if choice.reader:
             content, calls = choice.reader.close()
             if content or calls:
-                ticket.messages.put_nowait(Piece(choice.index, content, calls))
+                ticket.messages.put_nowait(Piece(choice.index, content, calls, choice.take_scored()))
             reason = "tool_calls" if choice.reader.called and reason == "stop" else reason
         run = await self._runs.report(ticket.job, choice.request, event) if ticket.job.capture else None
         if run and run.status == "failed" and ticket.job.capture and ticket.job.capture.required:
             message = f"the activations could not be stored: {run.reason}"
             ticket.messages.put_nowait(Refusal(message, "capture", "capture_failed", 500))
             return
-        ticket.messages.put_nowait(End(choice.index, reason, len(event.prompt), len(event.tokens), run))
+        counts = len(event.prompt), len(event.tokens)
+        ticket.messages.put_nowait(End(choice.index, reason, *counts, run, choice.take_scored()))
 
     def _drop(self, ticket: Ticket) -> None:
         """Forget a job; what still runs of it is cancelled and frees its slot."""

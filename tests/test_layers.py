@@ -19,6 +19,7 @@ STAIRS = [
     "deployments.replica",
     "deployments.runs",
     "deployments.chat",
+    "deployments.spelling",
     "deployments.messages",
     "deployments.engine",
     "deployments.activations",
