@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, NamedTuple
 
 from deployments.activations.spec import Capture
 from deployments.engine.request import Sampling
@@ -22,7 +22,9 @@ class Job:
         max_tokens: New tokens at most; None for what the context leaves.
         sampling: How tokens are drawn.
         stop: Strings that end a text.
+        stop_token_ids: Token ids that end a text.
         ignore_eos: Generate on behind the model's end tokens.
+        logprobs: With each token say its logprob and those of so many likeliest tokens; None for neither.
         capture: What to record; None for nothing.
         session_id: The session its runs join.
         fields: What the request calls a field that a refusal may name, where it is not that name.
@@ -36,19 +38,44 @@ class Job:
     max_tokens: int | None = None
     sampling: Sampling = Sampling()
     stop: tuple[str, ...] = ()
+    stop_token_ids: tuple[int, ...] = ()
     ignore_eos: bool = False
+    logprobs: int | None = None
     capture: Capture | None = None
     session_id: str = ""
     fields: dict[str, str] = field(default_factory=dict)
 
 
+class Scored(NamedTuple):
+    """A token and how likely the model held it; `text` and `raw` as in `spelling.Spelled`."""
+
+    text: str
+    raw: bytes | None
+    logprob: float
+
+
+class TokenLogprob(NamedTuple):
+    """One generated token.
+
+    Attributes:
+        chosen: The token itself.
+        top: The likeliest tokens in its place, likeliest first.
+        offset: Characters of the text before it.
+    """
+
+    chosen: Scored
+    top: tuple[Scored, ...]
+    offset: int
+
+
 @dataclass(frozen=True)
 class Piece:
-    """More of one choice: text, tool calls that are complete, or both."""
+    """More of one choice: text, tool calls that are complete, or both, and the tokens read since the last piece."""
 
     index: int
     text: str = ""
     tool_calls: tuple[dict[str, Any], ...] = ()
+    logprobs: tuple[TokenLogprob, ...] = ()
 
 
 @dataclass(frozen=True)
@@ -76,13 +103,14 @@ class RunReport:
 
 @dataclass(frozen=True)
 class End:
-    """The last message of one choice."""
+    """The last message of one choice; `logprobs` are of tokens read since the last piece."""
 
     index: int
     finish_reason: str
     prompt_tokens: int
     completion_tokens: int
     run: RunReport | None = None
+    logprobs: tuple[TokenLogprob, ...] = ()
 
 
 @dataclass(frozen=True)

@@ -4,53 +4,31 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import functools
 import logging
 import os
 import threading
 import time
 from collections.abc import AsyncGenerator, Callable
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, replace
 from typing import TYPE_CHECKING, Any
 
 from ray import serve
 
 from deployments.activations.store import connect
+from deployments.delivery import Choice, Delivery, Ticket
 from deployments.demo_model import WEIGHTS
-from deployments.engine.request import Delta, Event, Finished, Request, Rows
+from deployments.engine.request import Request
 from deployments.errors import RequestError
-from deployments.messages import End, Job, Message, Piece, Refusal
+from deployments.messages import End, Job, Message, Refusal
 from deployments.metrics import Metrics
 from deployments.options import DEMO, Options
 
 if TYPE_CHECKING:
-    from deployments.chat import ToolReader
-    from deployments.runs import OpenRun
+    pass
 
 logger = logging.getLogger("ray.serve")
 ENGINE_ENDED = "the replica's engine has ended; another takes its place: try again"
-
-
-@dataclass
-class Choice:
-    """One sequence of a job on its way."""
-
-    index: int
-    request: Request
-    reader: ToolReader | None
-    run: OpenRun | None
-
-
-@dataclass
-class Ticket:
-    """A job on its way: its choices by engine request id, and what it has to say next."""
-
-    job: Job
-    choices: dict[str, Choice]
-    messages: asyncio.Queue[Message] = field(default_factory=asyncio.Queue)
-    open: int = 0  # choices that have not said End
-    tasks: set[asyncio.Task[None]] = field(default_factory=set)
 
 
 @serve.deployment(max_ongoing_requests=100_000, graceful_shutdown_timeout_s=60, health_check_period_s=5)
@@ -74,6 +52,7 @@ class ModelReplica:
         from deployments.engine.engine import Engine
         from deployments.engine.model import load
         from deployments.runs import Runs
+        from deployments.spelling import Spelling
 
         # Ray sets OMP_NUM_THREADS to the actor's CPUs, a fraction here, hence one thread.
         torch.set_num_threads(options.threads or max(1, (os.cpu_count() or 1) // options.num_replicas))
@@ -98,9 +77,9 @@ class ModelReplica:
         self._pool = ThreadPoolExecutor(max_workers=4, thread_name_prefix="replica")
         self._runs = Runs(options, self._model, store or connect(options.activations_dir), self._pool)
         self._chat = ChatFormat(self._model.tokenizer, self._model.hf)
+        self._delivery = Delivery(self._engine, Spelling(self._model.tokenizer))
         self._metrics = Metrics(options.served_name)
         self._created = int(time.time())
-        self._tickets: dict[str, Ticket] = {}  # engine request id -> its job
         self._preparing = 0  # choices on their way to a ticket
         self._loop: asyncio.AbstractEventLoop | None = None
         self._thread = threading.Thread(target=self._run_engine, name="engine", daemon=True)
@@ -110,12 +89,22 @@ class ModelReplica:
 
     async def stream(self, job: Job) -> AsyncGenerator[list[Message]]:
         """Run a job; each item holds all messages that gathered since the last."""
+        async with contextlib.aclosing(self._run(job, streamed=True)) as items:
+            async for gathered in items:
+                yield gathered
+
+    async def complete(self, job: Job) -> list[Message]:
+        """Run a job and give all its messages at once."""
+        async with contextlib.aclosing(self._run(job, streamed=False)) as items:
+            return [message async for gathered in items for message in gathered]
+
+    async def _run(self, job: Job, streamed: bool) -> AsyncGenerator[list[Message]]:
         limit = self._options.request_timeout_s
         late = Refusal(f"not done after the server's limit of {limit:g} s", None, "timeout", 504)
         deadline = asyncio.get_running_loop().time() + limit
         try:
             async with asyncio.timeout_at(deadline):
-                ticket = await self._admit(job)
+                ticket = await self._admit(job, streamed)
         except RequestError as refused:
             named = job.fields.get(refused.field or "", refused.field)
             yield [Refusal(refused.message, named, refused.code, refused.status)]
@@ -133,12 +122,7 @@ class ModelReplica:
         except TimeoutError:
             yield [late]
         finally:
-            self._drop(ticket)
-
-    async def complete(self, job: Job) -> list[Message]:
-        """Run a job and give all its messages at once."""
-        async with contextlib.aclosing(self.stream(job)) as stream:
-            return [message async for gathered in stream for message in gathered]
+            self._delivery.drop(ticket)
 
     async def describe(self) -> dict[str, Any]:
         """The model as `/v1/models` shows it."""
@@ -172,11 +156,11 @@ class ModelReplica:
 
     def _run_engine(self) -> None:
         try:
-            self._engine.run(lambda events: self._on_loop(self._deliver, events))
+            self._engine.run(lambda events: self._on_loop(self._delivery.deliver, events))
         except BaseException:
             logger.exception("the engine has ended")
             # Serve replaces the replica at its next health check; who waits here learns it now.
-            self._on_loop(self._fail_all)
+            self._on_loop(self._delivery.fail_all, ENGINE_ENDED)
             raise
 
     def _on_loop(self, call: Callable[..., None], *args: Any) -> None:
@@ -184,49 +168,9 @@ class ModelReplica:
         if self._loop is not None:
             self._loop.call_soon_threadsafe(call, *args)
 
-    def _deliver(self, events: list[Event]) -> None:
-        for event in events:
-            ticket = self._tickets.get(event.id)
-            if ticket is None:  # its client has gone
-                if not isinstance(event, Delta):
-                    self._written(event)
-                continue
-            choice = ticket.choices[event.id]
-            try:
-                if isinstance(event, Delta):
-                    self._put_text(ticket, choice, event.text)
-                elif isinstance(event, Rows):
-                    assert choice.run is not None
-                    choice.run.add(event.captured, functools.partial(self._written, event))
-                else:
-                    task = asyncio.ensure_future(self._end(ticket, choice, event))
-                    ticket.tasks.add(task)
-                    task.add_done_callback(functools.partial(self._ended, ticket))
-            except Exception as error:  # noqa: BLE001 - a parser's; the other requests' events go on
-                self._fail(ticket, error)
-
-    def _written(self, event: Rows | Finished) -> None:
-        """Tell the engine that recorded rows need no memory any more."""
-        if event.captured is not None:
-            self._engine.written(event.id, event.captured.bytes)
-
-    def _ended(self, ticket: Ticket, task: asyncio.Task[None]) -> None:
-        ticket.tasks.discard(task)
-        if not task.cancelled() and isinstance(error := task.exception(), Exception):
-            self._fail(ticket, error)
-
-    def _fail(self, ticket: Ticket, error: Exception) -> None:
-        logger.error("request %s failed", ticket.job.id, exc_info=error)
-        message = f"the server failed on request {ticket.job.id}; its log says why"
-        ticket.messages.put_nowait(Refusal(message, None, "internal_error", 500))
-
-    def _fail_all(self) -> None:
-        for ticket in self._tickets.values():
-            ticket.messages.put_nowait(Refusal(ENGINE_ENDED, None, "unavailable", 503))
-
     # ---- a job's way in
 
-    async def _admit(self, job: Job) -> Ticket:
+    async def _admit(self, job: Job, streamed: bool) -> Ticket:
         """Render, tokenize, check and queue a job.
 
         Raises:
@@ -234,19 +178,16 @@ class ModelReplica:
         """
         self._loop = asyncio.get_running_loop()
         wanted, room = max(1, len(job.prompts)) * job.n, self._options.max_running + self._options.max_queued
-        if len(self._tickets) + self._preparing + wanted > room:
+        if len(self._delivery) + self._preparing + wanted > room:
             raise RequestError(f"all {room} places of this replica are taken", None, "server_busy", 429)
         self._preparing += wanted
         try:
             choices = await self._loop.run_in_executor(self._pool, self._choices, job)
         finally:
             self._preparing -= wanted
-        ticket = Ticket(job, choices, open=len(choices))
-        self._tickets.update(dict.fromkeys(choices, ticket))
-        for choice in choices.values():
-            self._engine.submit(choice.request)
-        if not self._thread.is_alive():  # after submitting: who came before its end is told by `_fail_all`
-            self._drop(ticket)
+        ticket = self._delivery.open(job, choices, streamed)
+        if not self._thread.is_alive():  # after submitting: who came before its end is told by `fail_all`
+            self._delivery.drop(ticket)
             raise RequestError(ENGINE_ENDED, None, "unavailable", 503)
         return ticket
 
@@ -294,67 +235,19 @@ class ModelReplica:
             max_tokens = 0
         sampling = job.sampling
         if sampling.seed is not None and index % job.n:
-            sampling = type(sampling)(**{**asdict(sampling), "seed": sampling.seed + index % job.n})
+            sampling = replace(sampling, seed=sampling.seed + index % job.n)
         return Request(
             id=f"{job.id}-{index}",
             prompt=prompt,
             max_tokens=max_tokens,
             sampling=sampling,
             stop=job.stop,
+            stop_token_ids=job.stop_token_ids,
             ignore_eos=job.ignore_eos,
+            logprobs=job.logprobs,
             capture=job.capture,
             points=points,
         )
-
-    # ---- a job's way out
-
-    def _put_text(self, ticket: Ticket, choice: Choice, text: str) -> None:
-        content, calls = choice.reader.add(text) if choice.reader else (text, ())
-        if content or calls:
-            ticket.messages.put_nowait(Piece(choice.index, content, calls))
-
-    async def _end(self, ticket: Ticket, choice: Choice, event: Finished) -> None:
-        """Say a choice's last words, once its activations are durable."""
-        try:
-            message = await self._last_message(ticket, choice, event)
-        finally:
-            self._written(event)
-        self._log(choice, event)
-        ticket.messages.put_nowait(message)
-
-    async def _last_message(self, ticket: Ticket, choice: Choice, event: Finished) -> Message:
-        if event.reason == "error":
-            return Refusal(event.error or "", None, event.code, 500)
-        reason: str = event.reason
-        if choice.reader:
-            content, calls = choice.reader.close()
-            if content or calls:
-                ticket.messages.put_nowait(Piece(choice.index, content, calls))
-            reason = "tool_calls" if choice.reader.called and reason == "stop" else reason
-        run = await choice.run.report(event) if choice.run else None
-        if run and run.status == "failed" and ticket.job.capture and ticket.job.capture.required:
-            return Refusal(f"the activations could not be stored: {run.reason}", "capture", "capture_failed", 500)
-        return End(choice.index, reason, len(event.prompt), len(event.tokens), run)
-
-    def _log(self, choice: Choice, event: Finished) -> None:
-        memory = event.memory
-        logger.info(
-            "request %s: %s, %d prompt and %d generated tokens; memory before %s, peak %s, after %s",
-            choice.request.id,
-            event.reason,
-            len(event.prompt),
-            len(event.tokens),
-            *(f"{size / 2**20:.1f} MiB" for size in (memory.before, memory.peak, memory.after)),
-        )
-
-    def _drop(self, ticket: Ticket) -> None:
-        """Forget a job; what still runs of it is cancelled and frees its slot."""
-        for request_id, choice in ticket.choices.items():
-            self._tickets.pop(request_id, None)
-            if ticket.open:
-                self._engine.cancel(request_id)
-                if choice.run:
-                    choice.run.drop()
 
 
 async def _gather(messages: asyncio.Queue[Message], deadline: float) -> list[Message]:

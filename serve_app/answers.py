@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import json
 import time
-from collections.abc import AsyncIterator, Iterable, Iterator
+from collections.abc import AsyncIterator, Iterable, Iterator, Sequence
 from dataclasses import asdict, dataclass, field
 from typing import Any, Literal
 
-from deployments.messages import End, Message, Piece, Refusal, RunReport
+from deployments.messages import End, Message, Piece, Refusal, RunReport, TokenLogprob
 from serve_app.errors import ApiError, render
+from serve_app.logprobs import of_chat, of_completion
 
 Kind = Literal["chat", "completion"]
 
@@ -20,6 +21,7 @@ class Choice:
 
     text: str = ""
     tool_calls: list[dict[str, Any]] = field(default_factory=list)
+    logprobs: list[TokenLogprob] = field(default_factory=list)
     end: End | None = None
 
 
@@ -37,6 +39,7 @@ class Answer:
             per_prompt: How many of them share a prompt, which usage counts once.
         """
         self._kind = kind
+        self._logprobs = of_chat if kind == "chat" else of_completion
         self._choices = [Choice() for _ in range(choices)]
         self._per_prompt = per_prompt
         self._head = {
@@ -104,6 +107,7 @@ class Answer:
         if isinstance(message, Refusal):
             raise ApiError.of(message)
         choice = self._choices[message.index]
+        choice.logprobs.extend(message.logprobs)
         if isinstance(message, End):
             choice.end = message
         else:
@@ -115,7 +119,8 @@ class Answer:
     def _choice(self, index: int, choice: Choice) -> dict[str, Any]:
         assert choice.end is not None
         where = _where(choice.end.run)
-        common = {"index": index, "finish_reason": choice.end.finish_reason, "logprobs": None}
+        scores = self._logprobs(choice.logprobs)
+        common = {"index": index, "finish_reason": choice.end.finish_reason, "logprobs": scores}
         if self._kind == "completion":
             return common | {"text": choice.text} | where
         message: dict[str, Any] = {"role": "assistant", "content": choice.text, "refusal": None}
@@ -151,12 +156,19 @@ class Answer:
                 calls = self._choices[message.index].tool_calls
                 first = len(calls) - len(message.tool_calls)
                 delta["tool_calls"] = [{"index": first + i} | call for i, call in enumerate(message.tool_calls)]
-            yield self._event([self._chunk(message.index, delta)])
+            yield self._event([self._chunk(message.index, delta, tokens=message.logprobs)])
         elif isinstance(message, End):
-            yield self._event([self._chunk(message.index, _where(message.run), message.finish_reason)])
+            where = _where(message.run)
+            yield self._event([self._chunk(message.index, where, message.finish_reason, message.logprobs)])
 
-    def _chunk(self, index: int, delta: dict[str, Any], finish_reason: str | None = None) -> dict[str, Any]:
-        head = {"index": index, "finish_reason": finish_reason, "logprobs": None}
+    def _chunk(
+        self,
+        index: int,
+        delta: dict[str, Any],
+        finish_reason: str | None = None,
+        tokens: Sequence[TokenLogprob] = (),
+    ) -> dict[str, Any]:
+        head = {"index": index, "finish_reason": finish_reason, "logprobs": self._logprobs(tokens)}
         if self._kind == "chat":
             return head | {"delta": delta}
         return head | {"text": delta.pop("content", "")} | delta

@@ -12,7 +12,6 @@ from fastapi.responses import JSONResponse, PlainTextResponse, Response, Streami
 from pydantic import BaseModel
 
 from deployments.activations.facts import check_session_id
-from deployments.engine.request import Sampling
 from deployments.errors import RequestError
 from deployments.messages import Job, Message
 from serve_app.answers import Answer, Kind
@@ -66,6 +65,7 @@ async def chat(body: ChatRequest, request: Request, backend: Actors) -> Response
         request,
         messages=[message.spoken for message in body.messages],
         tools=body.callable_tools,
+        logprobs=body.likeliest,
         max_tokens=limit,
         fields={"prompt": "messages", "max_tokens": name},
     )
@@ -75,7 +75,7 @@ async def chat(body: ChatRequest, request: Request, backend: Actors) -> Response
 @openai.post("/v1/completions")
 async def completions(body: CompletionRequest, request: Request, backend: Actors) -> Response:
     """Continue one prompt or many, streamed or whole; record activations where asked."""
-    job = _job(body, request, prompts=body.prompts, max_tokens=body.max_tokens)
+    job = _job(body, request, prompts=body.prompts, max_tokens=body.max_tokens, logprobs=body.logprobs)
     return await _answer("completion", body, job, backend, prompts=len(body.prompts))
 
 
@@ -127,13 +127,12 @@ async def metrics(backend: Actors) -> str:
 
 
 def _job(body: Generation, request: Request, **own: Any) -> Job:
-    temperature = 1.0 if body.temperature is None else body.temperature
-    top_p = 1.0 if body.top_p is None else body.top_p
     return Job(
         id=request.state.request_id,
         n=body.choices,
-        sampling=Sampling(temperature, top_p, body.top_k or 0, body.seed),
+        sampling=body.sampling,
         stop=body.stops,
+        stop_token_ids=tuple(body.stop_token_ids or ()),
         ignore_eos=body.ignore_eos,
         capture=body.capturing,
         session_id=body.session_id or f"auto-{datetime.now(UTC):%Y-%m-%d}",

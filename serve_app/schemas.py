@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterable
 from typing import Annotated, Any, Literal
 
@@ -10,9 +11,12 @@ from pydantic_core import PydanticCustomError
 
 from deployments.activations.facts import check_session_id
 from deployments.activations.spec import Capture
+from deployments.engine.request import MOST_LOGPROBS, Sampling
 
 Stop = Annotated[str, Field(min_length=1, max_length=1024)]
 TokenIds = Annotated[list[int], Field(min_length=1)]
+Penalty = Annotated[float, Field(ge=-2, le=2)]
+Bias = Annotated[float, Field(ge=-100, le=100)]
 
 
 class Wire(BaseModel):
@@ -116,16 +120,19 @@ class Generation(Wire):
     top_k: int | None = Field(default=None, ge=0, le=2**31 - 1)
     seed: int | None = Field(default=None, ge=-(2**63), lt=2**63)
     n: int | None = Field(default=None, ge=1, le=128)
+    min_p: float | None = Field(default=None, ge=0, le=1)
+    repetition_penalty: float | None = Field(default=None, ge=0.01, le=100)
+    presence_penalty: Penalty | None = None
+    frequency_penalty: Penalty | None = None
+    logit_bias: dict[str, Bias] | None = Field(default=None, max_length=1024)
+    min_tokens: int | None = Field(default=None, ge=0)
     stop: Stop | Annotated[list[Stop], Field(max_length=16)] | None = None
+    stop_token_ids: list[Annotated[int, Field(ge=0)]] | None = Field(default=None, max_length=256)
     ignore_eos: bool = False
     stream: bool | None = None
     stream_options: StreamOptions | None = None
     user: str | None = None
     metadata: dict[str, str] | None = None
-    presence_penalty: float | None = None
-    frequency_penalty: float | None = None
-    logit_bias: dict[str, float] | None = None
-    logprobs: bool | int | None = None
     response_format: ResponseFormat | None = None
     store_activations: bool | None = None
     capture: Capture | None = None
@@ -136,11 +143,12 @@ class Generation(Wire):
     def _session_is_a_name(cls, value: str | None) -> str | None:
         return value if value is None else check_session_id(value)
 
-    @field_validator("presence_penalty", "frequency_penalty", "logit_bias", "logprobs")
+    @field_validator("logit_bias")
     @classmethod
-    def _is_at_its_default(cls, value: Any) -> Any:
-        if value:
-            raise ValueError("only its default is supported")
+    def _names_token_ids(cls, value: dict[str, float] | None) -> dict[str, float] | None:
+        for key in value or ():
+            if not re.fullmatch(r"0|[1-9][0-9]{0,9}", key):
+                raise ValueError(f"its keys are token ids, and {key[:20]!r} is none")
         return value
 
     @field_validator("stream_options")
@@ -171,6 +179,22 @@ class Generation(Wire):
         return self.n or 1
 
     @property
+    def sampling(self) -> Sampling:
+        """How tokens are drawn."""
+        return Sampling(
+            temperature=1.0 if self.temperature is None else self.temperature,
+            top_p=1.0 if self.top_p is None else self.top_p,
+            top_k=self.top_k or 0,
+            seed=self.seed,
+            min_p=self.min_p or 0.0,
+            repetition_penalty=self.repetition_penalty or 1.0,
+            presence_penalty=self.presence_penalty or 0.0,
+            frequency_penalty=self.frequency_penalty or 0.0,
+            logit_bias={int(token): bias for token, bias in (self.logit_bias or {}).items()},
+            min_tokens=self.min_tokens or 0,
+        )
+
+    @property
     def capturing(self) -> Capture | None:
         """What to record; the model's default points where the request names none."""
         return self.capture or (Capture() if self.store_activations else None)
@@ -190,6 +214,20 @@ class ChatRequest(Generation):
     tools: list[Tool] | None = None
     tool_choice: Literal["none", "auto"] | None = None
     parallel_tool_calls: bool | None = None
+    logprobs: bool | None = None
+    top_logprobs: int | None = Field(default=None, ge=0, le=MOST_LOGPROBS)
+
+    @field_validator("top_logprobs")
+    @classmethod
+    def _goes_with_logprobs(cls, value: int | None, info: ValidationInfo) -> int | None:
+        if value and not info.data.get("logprobs"):
+            raise ValueError("goes with logprobs only")
+        return value
+
+    @property
+    def likeliest(self) -> int | None:
+        """How many likeliest tokens to score beside each token; None to score none."""
+        return (self.top_logprobs or 0) if self.logprobs else None
 
     @property
     def limit(self) -> tuple[int | None, str]:
@@ -216,6 +254,7 @@ class CompletionRequest(Generation):
         | Annotated[list[TokenIds], Field(min_length=1, max_length=256)]
     )
     max_tokens: int | None = Field(default=16, ge=0)
+    logprobs: int | None = Field(default=None, ge=0, le=5)
 
     @property
     def prompts(self) -> list[str | list[int]]:

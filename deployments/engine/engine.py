@@ -96,8 +96,6 @@ class Engine:
             raise RequestError("the prompt has no tokens", "prompt")
         if min(request.prompt) < 0 or max(request.prompt) >= self.model.vocabulary:
             raise RequestError(f"token ids go from 0 to {self.model.vocabulary - 1}", "prompt")
-        check_sampling(request, self.model.vocabulary)
-        check_sampling(request, self.model.vocabulary)
         if prompt + min(request.max_tokens, 1) > context:
             message = f"the prompt has {prompt} tokens, this model's context is {context} with the answer"
             raise RequestError(message, "prompt", "context_length_exceeded")
@@ -109,6 +107,7 @@ class Engine:
             needed, held = most * self._memory.position_bytes, self._memory.budget * self._memory.position_bytes
             message = f"{most} tokens need {needed} bytes of KV memory or more, the server's budget is {held}"
             raise RequestError(message, "max_tokens", "kv_memory_exceeded")
+        check_sampling(request, self.model.vocabulary)
 
     def submit(self, request: Request) -> None:
         """Queue a request that `check` let pass; its events come from `step`."""

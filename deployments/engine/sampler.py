@@ -73,6 +73,7 @@ class Sampler:
         self.draws = sampling.temperature > 0 and sampling.top_k != 1 and sampling.top_p > 0 and sampling.min_p < 1
         self.bias = Entries.of({token: value for token, value in sampling.logit_bias.items() if token < vocabulary})
         self._barred = Entries.of({token: NEVER for token in self.ends if token < vocabulary})
+        self._barred_until = sampling.min_tokens if self._barred.ids else 0
         self._random = random.Random(sampling.seed)
         self._generated = 0
         self._counts: Counts | None = None
@@ -85,7 +86,7 @@ class Sampler:
     @property
     def special(self) -> bool:
         """Whether its next token takes more than a maximum of the logits."""
-        return self._always_special or self._generated < self.sampling.min_tokens
+        return self._always_special or self._generated < self._barred_until
 
     @property
     def counts(self) -> Entries | None:
@@ -95,7 +96,7 @@ class Sampler:
     @property
     def barred(self) -> Entries | None:
         """-inf for each token that may not be drawn yet; None where all may."""
-        return self._barred if self._generated < self.sampling.min_tokens else None
+        return self._barred if self._generated < self._barred_until else None
 
     def number(self) -> float:
         """The next of the row's random numbers, from [0, 1)."""

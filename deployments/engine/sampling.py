@@ -14,7 +14,7 @@ What is done to a row's logits, and in which order, is what transformers' `gener
    is likely enough is kept by `top_k`, of that by `top_p` (Holtzman et al. 2019), of that by `min_p` (Nguyen et
    al. 2024), and one token is drawn from the rest.
 
-A threshold keeps every token as likely as the last it lets pass: the result does not hang on the order of a sort.
+A threshold keeps every token as likely as the last it lets pass: the result does not depend on the order of a sort.
 Rows touch each other nowhere; a row that asks for none of this costs one maximum.
 """
 
@@ -106,18 +106,14 @@ def adjust(scores: torch.Tensor, samplers: Sequence[Sampler]) -> None:
         scores: [rows, vocabulary] float32.
         samplers: One per row.
     """
-
-    def column(values: Iterable[float]) -> torch.Tensor:
-        return torch.tensor(list(values), device=scores.device, dtype=torch.float32)  # [rows]
-
     if biased := _flat([sampler.bias for sampler in samplers], scores.device):
         rows, ids, bias = biased
         scores[rows, ids] += bias
     if counted := _flat([sampler.counts for sampler in samplers], scores.device):
         rows, ids, counts = counted
-        repetition = column(sampler.sampling.repetition_penalty for sampler in samplers)[rows]
-        frequency = column(sampler.sampling.frequency_penalty for sampler in samplers)[rows]
-        presence = column(sampler.sampling.presence_penalty for sampler in samplers)[rows]
+        repetition = _column(scores, (sampler.sampling.repetition_penalty for sampler in samplers))[rows, 0]
+        frequency = _column(scores, (sampler.sampling.frequency_penalty for sampler in samplers))[rows, 0]
+        presence = _column(scores, (sampler.sampling.presence_penalty for sampler in samplers))[rows, 0]
         value = scores[rows, ids]  # [entries]
         value = torch.where(value < 0, value * repetition, value / repetition)
         scores[rows, ids] = value - frequency * counts - presence * (counts > 0)
@@ -145,6 +141,11 @@ def _flat(
     )
 
 
+def _column(like: torch.Tensor, values: Iterable[float]) -> torch.Tensor:
+    """[rows, 1] float32 beside `like`."""
+    return torch.tensor(list(values), device=like.device, dtype=torch.float32)[:, None]
+
+
 def weigh(scores: torch.Tensor, settings: Sequence[Sampling]) -> torch.Tensor:
     """How likely each token is to be drawn, relative to the likeliest, which weighs 1; 0 for never.
 
@@ -155,14 +156,10 @@ def weigh(scores: torch.Tensor, settings: Sequence[Sampling]) -> torch.Tensor:
     Returns:
         [rows, vocabulary] weights.
     """
-
-    def column(values: Iterable[float]) -> torch.Tensor:
-        return torch.tensor(list(values), device=scores.device, dtype=torch.float32)[:, None]  # [rows, 1]
-
     # Relative to the highest, so that a tiny temperature cannot overflow.
     scores.sub_(scores.amax(dim=-1, keepdim=True))
-    weights = scores.div_(column(max(setting.temperature, 1e-5) for setting in settings)).exp_()
-    least = column(setting.min_p for setting in settings)
+    weights = scores.div_(_column(scores, (max(setting.temperature, 1e-5) for setting in settings))).exp_()
+    least = _column(scores, (setting.min_p for setting in settings))
     vocabulary = weights.shape[-1]
     cut = [i for i, setting in enumerate(settings) if 0 < setting.top_k < vocabulary or setting.top_p < 1]
     if cut:
@@ -183,8 +180,8 @@ def _cut(weights: torch.Tensor, settings: Sequence[Sampling], width: int) -> tor
     """
     vocabulary = weights.shape[-1]
     ordered = weights.topk(width, dim=-1).values if width < vocabulary else weights.sort(dim=-1, descending=True).values
-    kept = torch.tensor([s.top_k or vocabulary for s in settings], device=weights.device)[:, None]
-    share = torch.tensor([s.top_p if s.top_p < 1 else torch.inf for s in settings], device=weights.device)[:, None]
+    kept = torch.tensor([setting.top_k or vocabulary for setting in settings], device=weights.device)[:, None]
+    share = _column(weights, (setting.top_p if setting.top_p < 1 else torch.inf for setting in settings))
     ordered = ordered.masked_fill(torch.arange(width, device=weights.device) >= kept, 0.0)
     whole = torch.where(kept <= width, ordered.sum(dim=-1, keepdim=True), weights.sum(dim=-1, keepdim=True))
     # A token passes while those before it have not reached top_p of what top_k kept; the first always does.
@@ -192,9 +189,9 @@ def _cut(weights: torch.Tensor, settings: Sequence[Sampling], width: int) -> tor
     passed = passing.sum(dim=-1, keepdim=True)  # [rows, 1]
     least = ordered.gather(-1, (passed - 1).clamp_min(0))
     if width < vocabulary:
-        open_ = ((passed == width) & (kept > width)).squeeze(-1).nonzero().squeeze(-1)  # [rows that need more]
-        if len(open_):
-            least[open_] = _cut(weights[open_], [settings[i] for i in open_.tolist()], vocabulary)
+        wider = ((passed == width) & (kept > width)).squeeze(-1).nonzero().squeeze(-1)  # [rows that need more]
+        if len(wider):
+            least[wider] = _cut(weights[wider], [settings[i] for i in wider.tolist()], vocabulary)
     return least
 
 
@@ -210,8 +207,7 @@ def draw(weights: torch.Tensor, numbers: Sequence[float], likeliest: torch.Tenso
         [rows] token ids, of weight above 0.
     """
     cumulative = weights.cumsum(dim=-1)
-    numbers_ = torch.tensor(numbers, device=weights.device, dtype=torch.float32)[:, None]  # [rows, 1]
-    at = torch.searchsorted(cumulative, numbers_ * cumulative[:, -1:], right=True)
+    at = torch.searchsorted(cumulative, _column(weights, numbers) * cumulative[:, -1:], right=True)  # [rows, 1]
     at = at.clamp_max_(weights.shape[-1] - 1)
     # Rounding may carry a number near 1 past the end, or, on a GPU, put a step where there is no weight.
     return torch.where(weights.gather(-1, at).squeeze(-1) > 0, at.squeeze(-1), likeliest)
@@ -232,7 +228,7 @@ def _logprobs(
     own = logprobs.gather(-1, tokens[rows][:, None]).squeeze(-1).tolist()
     if not any(most for _, most in asking):
         return {i: Logprob(logprob, ()) for i, logprob in zip(rows, own, strict=True)}
-    # As many for every row, so that which of two equals comes last does not hang on the neighbours.
+    # As many for every row, so that which of two equals comes last does not depend on the neighbours.
     top = logprobs.topk(min(MOST_LOGPROBS, logprobs.shape[-1]), dim=-1)
     found = {}
     for (i, most), logprob, ids, values in zip(asking, own, top.indices.tolist(), top.values.tolist(), strict=True):

@@ -27,8 +27,24 @@ BAD_CHATS = [
     ({"stop": 5}, 400, "stop"),
     ({"top_k": 10**40}, 400, "top_k"),
     ({"seed": 10**40}, 400, "seed"),
-    ({"presence_penalty": 0.5}, 400, "presence_penalty"),
-    ({"logprobs": True}, 400, "logprobs"),
+    ({"min_p": 1.5}, 400, "min_p"),
+    ({"repetition_penalty": 0}, 400, "repetition_penalty"),
+    ({"presence_penalty": -2.5}, 400, "presence_penalty"),
+    ({"frequency_penalty": 3}, 400, "frequency_penalty"),
+    ({"logit_bias": {"Tom": 1}}, 400, "logit_bias"),
+    ({"logit_bias": {"-1": 1}}, 400, "logit_bias"),
+    ({"logit_bias": {"5": 101}}, 400, "logit_bias"),
+    ({"logit_bias": {"99999999": 1}}, 400, "logit_bias"),
+    ({"logit_bias": {str(id): 1 for id in range(1025)}}, 400, "logit_bias"),
+    ({"min_tokens": -1}, 400, "min_tokens"),
+    ({"min_tokens": 3}, 400, "min_tokens"),
+    ({"stop_token_ids": [99999999]}, 400, "stop_token_ids"),
+    ({"stop_token_ids": [3, -1]}, 400, "stop_token_ids[1]"),
+    ({"stop_token_ids": list(range(257))}, 400, "stop_token_ids"),
+    ({"logprobs": 3}, 400, "logprobs"),
+    ({"top_logprobs": 3}, 400, "top_logprobs"),
+    ({"logprobs": False, "top_logprobs": 3}, 400, "top_logprobs"),
+    ({"logprobs": True, "top_logprobs": 21}, 400, "top_logprobs"),
     ({"response_format": {"type": "json_object"}}, 400, "response_format.type"),
     ({"stream_options": {"include_usage": True}}, 400, "stream_options"),
     ({"max_completion_tokens": 5000}, 400, "max_completion_tokens"),
@@ -65,6 +81,23 @@ def test_a_streamed_bad_request_is_refused_before_the_stream_begins(served):
     assert answer.json()["error"]["param"] == "capture.points[0]"
 
 
+@pytest.mark.parametrize("logprobs", [True, 6, -1, 1.5])
+def test_a_completion_counts_its_logprobs(served, logprobs):
+    body = {"model": "vitrine-demo", "prompt": "Tom", "max_tokens": 2, "logprobs": logprobs}
+    answer = httpx.post(f"{served.base_url}/completions", json=body, timeout=60)
+    assert answer.status_code == 400
+    assert answer.json()["error"]["param"] == "logprobs"
+
+
+@pytest.mark.parametrize("number", ["NaN", "Infinity", "1e999"])
+def test_a_number_that_is_not_finite_is_refused(served, number):
+    body = json.dumps(CHAT | {"logit_bias": {"5": 0}}).replace('"5": 0', f'"5": {number}').encode()
+    headers = {"content-type": "application/json"}
+    answer = httpx.post(f"{served.base_url}/chat/completions", content=body, headers=headers, timeout=60)
+    assert answer.status_code == 400, answer.text
+    assert answer.json()["error"]["param"] == "logit_bias"
+
+
 def test_half_of_a_surrogate_pair_is_refused_as_no_text(served):
     body = CHAT | {"messages": [{"role": "user", "content": "half \ud800"}]}
     headers = {"content-type": "application/json"}
@@ -78,6 +111,7 @@ def test_half_of_a_surrogate_pair_is_refused_as_no_text(served):
 def test_fields_at_openais_defaults_are_taken(served):
     neutral = {"n": None, "stream": None, "stop": None, "presence_penalty": 0, "frequency_penalty": 0.0}
     neutral |= {"logprobs": False, "logit_bias": {}, "response_format": {"type": "text"}, "tool_choice": "none"}
+    neutral |= {"top_logprobs": 0, "min_p": 0, "repetition_penalty": 1, "min_tokens": 0, "stop_token_ids": []}
     answer = httpx.post(f"{served.base_url}/chat/completions", json=CHAT | neutral, timeout=60)
     assert answer.status_code == 200, answer.text
 

@@ -68,6 +68,19 @@ def test_min_tokens_makes_an_early_stop_string_text_like_any_other(demo, drain, 
     assert text.startswith(all_of_it)
 
 
+def test_the_token_that_makes_min_tokens_full_may_complete_a_stop_string(demo, drain, endings):
+    ids = demo.tokenizer("Tom has 3 apples and")["input_ids"]
+    whole, _ = run(demo, Request("whole", ids, NEW, ignore_eos=True), drain, endings)
+    texts = [demo.tokenizer.decode(whole.tokens[:count]) for count in range(NEW)]
+    least = next(count for count in range(1, NEW) if texts[count][-1] not in texts[count - 1])
+    stop = texts[least][-1]
+    for min_tokens, ends in ((least, True), (least + 1, False)):
+        request = Request("a", ids, NEW, Sampling(0.0, min_tokens=min_tokens), stop=(stop,), ignore_eos=True)
+        finished, text = run(demo, request, drain, endings)
+        assert (len(finished.tokens) == least) == ends
+        assert (text == texts[least][:-1]) == ends
+
+
 requests = st.builds(
     lambda seed, stop, ids, least, temperature: Request(
         "a",

@@ -4,7 +4,10 @@ import pytest
 import torch
 
 from deployments.engine.engine import Engine
+from deployments.engine.model import Model
 from deployments.engine.request import Delta, Request, Sampling
+from deployments.engine.sampler import Sampler
+from deployments.engine.sampling import choose
 
 SETTINGS = {
     "greedy": Sampling(0.0),
@@ -59,6 +62,13 @@ def test_a_greedy_token_is_the_first_of_its_likeliest(tiny, prompt, drain, endin
     ]
 
 
+def test_equally_likely_tokens_come_in_the_order_of_their_ids():
+    logits = torch.tensor([[0.0, 2.0, 1.0, 2.0, 1.0, 2.0, 1.0, 0.0]])
+    for count in range(9):
+        (one,) = choose(logits, [Sampler(Request("", [1], 9, logprobs=count), frozenset(), 8)]).logprobs.values()
+        assert [id for id, _ in one.top] == [1, 3, 5, 2, 4, 6, 0, 7][:count]
+
+
 def test_offsets_say_where_each_token_begins_in_the_text(demo, drain, endings):
     ids = demo.tokenizer("Tom has 3 apples. ünï 北京 Tom")["input_ids"]
     engine = Engine(demo)
@@ -84,8 +94,6 @@ def test_a_captured_requests_extra_row_brings_no_logprobs(tiny, prompt, capturin
 
 
 def test_more_likeliest_tokens_than_the_vocabulary_has_are_all_of_it(build, byte_tokenizer, drain):
-    from deployments.engine.model import Model
-
     model = Model(build("qwen3", vocab_size=7), byte_tokenizer, "qwen3")
     engine = Engine(model)
     engine.submit(Request("a", [3, 4], 3, ignore_eos=True, logprobs=20))

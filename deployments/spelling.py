@@ -1,0 +1,86 @@
+"""How a single token is written: its text, and the bytes that it adds to an answer."""
+
+from __future__ import annotations
+
+import json
+import re
+from typing import Any, NamedTuple
+
+from transformers import PreTrainedTokenizerFast
+from transformers.convert_slow_tokenizer import bytes_to_unicode
+
+from deployments.engine.request import Delta
+from deployments.messages import Scored, TokenLogprob
+
+BYTES = {character: byte for byte, character in bytes_to_unicode().items()}  # type: ignore[no-untyped-call]
+FALLBACK = re.compile(r"<0x([0-9A-Fa-f]{2})>")
+
+
+class Spelled(NamedTuple):
+    r"""One token as written.
+
+    Attributes:
+        text: Its text, with bytes that are no whole character as `\xe2`.
+        raw: Its bytes, which joined to its neighbours' are the answer's UTF-8; None where it adds nothing.
+    """
+
+    text: str
+    raw: bytes | None
+
+
+class Spelling:
+    """Writes one tokenizer's tokens; each is worked out once."""
+
+    def __init__(self, tokenizer: PreTrainedTokenizerFast) -> None:
+        self._tokenizer = tokenizer
+        self._added = tokenizer.added_tokens_decoder
+        decoders = _kinds(tokenizer.backend_tokenizer.decoder)
+        self._of_bytes, self._falls_back = "ByteLevel" in decoders, "ByteFallback" in decoders
+        self._before = tokenizer("a", add_special_tokens=False)["input_ids"]
+        self._known: dict[int, Spelled] = {}
+
+    def scored(self, delta: Delta) -> list[TokenLogprob]:
+        """A step's tokens and their likeliest, where it brings logprobs."""
+        return [
+            TokenLogprob(
+                Scored(*self.of(token), logprob.logprob),
+                tuple(Scored(*self.of(likely), value) for likely, value in logprob.top),
+                logprob.offset,
+            )
+            for token, logprob in zip(delta.tokens, delta.logprobs, strict=True)
+        ]
+
+    def of(self, token: int) -> Spelled:
+        """One token, by its id."""
+        if token not in self._known:
+            self._known[token] = self._spell(token)
+        return self._known[token]
+
+    def _spell(self, token: int) -> Spelled:
+        if (added := self._added.get(token)) is not None:
+            return Spelled(added.content, None if added.special else added.content.encode())
+        piece = self._tokenizer.backend_tokenizer.id_to_token(token)
+        if piece is None:  # models pad their vocabulary beyond their tokenizer's
+            return Spelled(f"token_id:{token}", None)
+        raw = self._bytes(token, piece)
+        return Spelled(raw.decode(errors="backslashreplace"), raw)
+
+    def _bytes(self, token: int, piece: str) -> bytes:
+        if self._of_bytes and all(character in BYTES for character in piece):
+            return bytes(BYTES[character] for character in piece)
+        if self._falls_back and (byte := FALLBACK.fullmatch(piece)):
+            return bytes([int(byte[1], 16)])
+        # Behind another token, since many decoders drop the space that begins a text.
+        before = self._decode(self._before)
+        return self._decode([*self._before, token]).removeprefix(before).encode()
+
+    def _decode(self, tokens: list[int]) -> str:
+        return str(self._tokenizer.decode(tokens, clean_up_tokenization_spaces=False))
+
+
+def _kinds(decoder: Any) -> set[str]:
+    """The types of a tokenizer's decoder and those within it."""
+    if decoder is None:
+        return set()
+    state = json.loads(decoder.__getstate__())
+    return {state["type"], *(inner["type"] for inner in state.get("decoders", ()))}

@@ -1,0 +1,172 @@
+"""Logprobs come in OpenAI's forms, each token's once, streamed or whole."""
+
+from __future__ import annotations
+
+import json
+
+import openai
+import pytest
+import torch
+from transformers import AutoModelForCausalLM, AutoTokenizer
+
+from deployments.demo_model import PROBLEMS, WEIGHTS
+from deployments.messages import Scored, TokenLogprob
+from serve_app.logprobs import of_chat, of_completion
+
+MODEL = "vitrine-demo"
+QUESTION = json.loads(PROBLEMS.read_text().splitlines()[0])["question"]
+MESSAGES = [{"role": "user", "content": QUESTION}]
+CALCULATOR = {"type": "function", "function": {"name": "calculator", "parameters": {"type": "object"}}}
+
+
+@pytest.fixture(scope="module")
+def client(served):
+    with openai.OpenAI(base_url=served.base_url, api_key="unused", max_retries=0) as client:
+        yield client
+
+
+@pytest.fixture(scope="module")
+def tokenizer():
+    return AutoTokenizer.from_pretrained(WEIGHTS)
+
+
+@pytest.fixture(scope="module")
+def forced(tokenizer):
+    """[tokens, vocabulary] logprobs of each token of an answer in one plain forward."""
+    model = AutoModelForCausalLM.from_pretrained(WEIGHTS, dtype=torch.float32)
+
+    @torch.inference_mode()
+    def run(prompt, tokens):
+        logits = model(input_ids=torch.tensor([[*prompt, *tokens]]), use_cache=False).logits
+        return logits[0, len(prompt) - 1 : -1].log_softmax(-1)
+
+    return run
+
+
+def ask(client, **fields):
+    fields = {"temperature": 0, "max_tokens": 40, "logprobs": True, "top_logprobs": 3} | fields
+    return client.chat.completions.create(model=MODEL, messages=MESSAGES, **fields)
+
+
+def streamed(chunks, index=0):
+    """(text, logprobs) of one choice."""
+    mine = [choice for chunk in chunks for choice in chunk.choices if choice.index == index]
+    text = "".join(choice.delta.content or "" for choice in mine)
+    return text, [one for choice in mine if choice.logprobs for one in choice.logprobs.content]
+
+
+def assert_same(got, want):
+    assert [(one.token, one.bytes) for one in got] == [(one.token, one.bytes) for one in want]
+    assert [one.logprob for one in got] == pytest.approx([one.logprob for one in want], abs=1e-4)
+    assert [[top.token for top in one.top_logprobs] for one in got] == [
+        [top.token for top in one.top_logprobs] for one in want
+    ]
+
+
+def test_a_chats_logprobs_are_the_models_own_of_every_token(client, tokenizer, forced):
+    answer = ask(client, temperature=1.2, seed=4, presence_penalty=0.5, max_tokens=60)
+    content = answer.choices[0].logprobs.content
+    assert len(content) == answer.usage.completion_tokens
+    assert b"".join(bytes(one.bytes or ()) for one in content).decode() == answer.choices[0].message.content
+    prompt = tokenizer.apply_chat_template(MESSAGES, add_generation_prompt=True)["input_ids"]
+    tokens = [tokenizer.convert_tokens_to_ids(tokenizer.tokenize(one.token)) for one in content]
+    want = forced(prompt, [ids[0] for ids in tokens])
+    for one, row, ids in zip(content, want, tokens, strict=True):
+        assert len(ids) == 1
+        assert one.logprob == pytest.approx(row[ids[0]].item(), abs=1e-3)
+        assert [top.logprob for top in one.top_logprobs] == pytest.approx(row.topk(3).values.tolist(), abs=1e-3)
+
+
+@pytest.mark.parametrize(
+    "fields",
+    [
+        {},
+        {"max_tokens": 1},
+        {"stop": [" the", "zz"]},
+        {"tools": [CALCULATOR], "max_tokens": 128},
+        {"extra_body": {"ignore_eos": True}, "max_tokens": 90},
+    ],
+    ids=["plain", "one token", "stop", "tools", "beyond the end"],
+)
+def test_a_streams_logprobs_join_to_those_of_the_whole_answer(client, fields):
+    whole = ask(client, **fields)
+    text, content = streamed(list(ask(client, stream=True, **fields)))
+    assert len(content) == whole.usage.completion_tokens
+    assert text == (whole.choices[0].message.content or "")
+    assert_same(content, whole.choices[0].logprobs.content)
+
+
+def test_logprobs_of_characters_held_back_come_with_their_text(client, tokenizer):
+    (byte,) = [id for id in range(len(tokenizer)) if tokenizer.convert_ids_to_tokens(id) == "å"]  # 0xE5, a first byte
+    fields = {"logit_bias": {str(byte): 100}, "max_tokens": 5, "top_logprobs": 0}
+    chunks = list(ask(client, stream=True, **fields))
+    text, content = streamed(chunks)
+    assert [one.bytes for one in content] == [[0xE5]] * 5
+    assert [one.token for one in content] == ["\\xe5"] * 5
+    assert text == ask(client, **fields).choices[0].message.content
+    assert all(choice.delta.content for chunk in chunks for choice in chunk.choices if choice.logprobs)
+
+
+def test_logprobs_of_each_choice_are_its_own(client):
+    fields = {"n": 3, "seed": 5, "temperature": 1.0, "max_tokens": 16}
+    whole = ask(client, **fields)
+    chunks = list(ask(client, stream=True, **fields))
+    for choice in whole.choices:
+        assert_same(streamed(chunks, choice.index)[1], choice.logprobs.content)
+
+
+def test_who_asks_for_none_gets_none(client):
+    assert ask(client, logprobs=False, top_logprobs=None).choices[0].logprobs is None
+    chunks = ask(client, logprobs=None, top_logprobs=None, stream=True)
+    assert all(choice.logprobs is None for chunk in chunks for choice in chunk.choices)
+    done = client.completions.create(model=MODEL, prompt="Tom", max_tokens=2)
+    assert done.choices[0].logprobs is None
+
+
+def test_logprobs_without_likeliest_tokens(client):
+    content = ask(client, top_logprobs=None, max_tokens=4).choices[0].logprobs.content
+    assert [one.top_logprobs for one in content] == [[]] * 4
+
+
+def test_a_completions_logprobs_say_where_each_token_stands(client, tokenizer, forced):
+    fields = {"model": MODEL, "prompt": "Tom has 3 boxes.", "temperature": 0, "max_tokens": 24, "logprobs": 2}
+    choice = client.completions.create(**fields).choices[0]
+    found = choice.logprobs
+    said = [i for i, token in enumerate(found.tokens) if token != tokenizer.eos_token]
+    for i in said:
+        begin = found.text_offset[i]
+        assert choice.text[begin : begin + len(found.tokens[i])] == found.tokens[i]
+    assert "".join(found.tokens[i] for i in said) == choice.text
+    tokens = [tokenizer.convert_tokens_to_ids(tokenizer.tokenize(token))[0] for token in found.tokens]
+    want = forced(tokenizer("Tom has 3 boxes.")["input_ids"], tokens)
+    assert found.token_logprobs == pytest.approx(
+        [row[id].item() for row, id in zip(want, tokens, strict=True)], abs=1e-3
+    )
+    assert [max(top.values()) for top in found.top_logprobs] == pytest.approx(want.amax(-1).tolist(), abs=1e-3)
+    parts = [c.choices[0].logprobs for c in client.completions.create(**fields, stream=True) if c.choices[0].logprobs]
+    assert [token for part in parts for token in part.tokens] == found.tokens
+    assert [offset for part in parts for offset in part.text_offset] == found.text_offset
+    assert [value for part in parts for value in part.token_logprobs] == pytest.approx(found.token_logprobs, abs=1e-4)
+
+
+def test_a_completions_own_token_is_among_its_likeliest(client):
+    fields = {"model": MODEL, "prompt": "Tom", "max_tokens": 8, "temperature": 2.0, "seed": 3}
+    for count in (0, 1):
+        found = client.completions.create(**fields, logprobs=count).choices[0].logprobs
+        for token, logprob, top in zip(found.tokens, found.token_logprobs, found.top_logprobs, strict=True):
+            assert top[token] == logprob
+            assert count <= len(top) <= count + 1
+
+
+def test_json_says_of_the_impossible_what_openai_says():
+    never = Scored("x", b"x", float("-inf"))
+    tokens = [TokenLogprob(Scored("y", None, -0.5), (never,), 0)]
+    assert json.loads(json.dumps(of_chat(tokens), allow_nan=False))["content"] == [
+        {
+            "token": "y",
+            "logprob": -0.5,
+            "bytes": None,
+            "top_logprobs": [{"token": "x", "logprob": -9999.0, "bytes": [120]}],
+        }
+    ]
+    assert json.loads(json.dumps(of_completion(tokens), allow_nan=False))["top_logprobs"] == [{"x": -9999.0, "y": -0.5}]
