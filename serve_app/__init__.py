@@ -6,6 +6,15 @@ from deployments.options import Options
 from deployments.replica import ModelReplica
 from serve_app.ingress import Ingress
 
+# Ray Serve's own switches, for this application's actors alone: calls between them go by value over gRPC instead of
+# through the object store, and each actor serves on one event loop instead of three. A streamed token costs them
+# half the processor time so.
+FAST_PATH = {
+    "RAY_SERVE_USE_GRPC_BY_DEFAULT": "1",
+    "RAY_SERVE_RUN_USER_CODE_IN_SEPARATE_THREAD": "0",
+    "RAY_SERVE_RUN_ROUTER_IN_SEPARATE_LOOP": "0",
+}
+
 
 def build_app(options: Options) -> Application:
     """Compose the ingress and one model's replicas; both find the activation store by its directory.
@@ -13,11 +22,13 @@ def build_app(options: Options) -> Application:
     Args:
         options: The operator's; from `serve run` they come as `name=value`, and an unknown one is refused.
     """
+    environment = {"runtime_env": {"env_vars": FAST_PATH}}
     replica = ModelReplica.options(  # type: ignore[attr-defined]
         num_replicas=options.num_replicas,
-        ray_actor_options={"num_cpus": options.num_cpus, "num_gpus": options.num_gpus},
+        ray_actor_options={"num_cpus": options.num_cpus, "num_gpus": options.num_gpus, **environment},
     )
-    return Ingress.bind(options, replica.bind(options))  # type: ignore[attr-defined, no-any-return]
+    ingress = Ingress.options(ray_actor_options={"num_cpus": 0, **environment})  # type: ignore[attr-defined]
+    return ingress.bind(options, replica.bind(options))  # type: ignore[no-any-return]
 
 
 app = build_app(Options())
