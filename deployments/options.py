@@ -35,11 +35,14 @@ class Options(BaseModel):
         threads: torch threads of each replica; by default the machine's cores divided by `num_replicas`.
         max_running: The most requests of a replica that share a forward.
         max_queued: The most requests of a replica beyond those; more get 429.
-        prefill_tokens: The most prompt tokens of one forward.
-        kv_bytes: The most KV memory of a replica in bytes; half of what is free at start unless given.
+        prefill_tokens: The most prompt tokens of one forward; a longer prompt goes in pieces between decodes.
+        kv_bytes: The most KV memory of a replica in bytes.
+        kv_fraction: The same as a part of the memory that is free at start, where `kv_bytes` is not given.
         request_timeout_s: Seconds after which a request gets 504.
         stuck_after_s: Seconds in one engine step after which a replica counts as dead and is replaced.
         max_body_bytes: The largest request body; larger ones get 413.
+        capture_memory_bytes: Host memory of a replica for recorded rows on their way to the store. They go out in
+            pieces; where the disk is slower than the model, requests that record wait for it.
         max_capture_bytes: The most bytes that one choice of a request may record.
         max_inline_values: The most numbers that `"return": "inline"` may put into an answer.
         activations_dir: Where activations are stored.
@@ -61,12 +64,14 @@ class Options(BaseModel):
     threads: int | None = Field(default=None, ge=1)
     max_running: int = Field(default=64, ge=1)
     max_queued: int = Field(default=1024, ge=0)
-    prefill_tokens: int = Field(default=4096, ge=1)
+    prefill_tokens: int = Field(default=2048, ge=1)
     kv_bytes: int | None = Field(default=None, ge=1)
+    kv_fraction: float = Field(default=0.5, gt=0, le=1)
     request_timeout_s: float = Field(default=600, gt=0)
     stuck_after_s: float = Field(default=300, gt=0)
     max_body_bytes: int = Field(default=16 << 20, ge=1)
     max_inline_values: int = Field(default=200_000, ge=1)
+    capture_memory_bytes: int = Field(default=128 << 20, ge=1)
     max_capture_bytes: int = Field(default=4 << 30, ge=1)
     activations_dir: str = Field(default_factory=lambda: str(home() / "activations"))
 

@@ -18,13 +18,14 @@ from ray import serve
 
 from deployments.activations.store import connect
 from deployments.demo_model import WEIGHTS
-from deployments.engine.request import Delta, Event, Finished, Request
+from deployments.engine.request import Delta, Event, Finished, Request, Rows
 from deployments.errors import RequestError
 from deployments.messages import End, Job, Message, Piece, Refusal
 from deployments.options import DEMO, Options
 
 if TYPE_CHECKING:
     from deployments.chat import ToolReader
+    from deployments.runs import OpenRun
 
 logger = logging.getLogger("ray.serve")
 ENGINE_ENDED = "the replica's engine has ended; another takes its place: try again"
@@ -37,6 +38,7 @@ class Choice:
     index: int
     request: Request
     reader: ToolReader | None
+    run: OpenRun | None
 
 
 @dataclass
@@ -89,6 +91,8 @@ class ModelReplica:
             max_running=options.max_running,
             prefill_tokens=options.prefill_tokens,
             kv_bytes=options.kv_bytes,
+            kv_fraction=options.kv_fraction,
+            capture_bytes=options.capture_memory_bytes,
         )
         self._pool = ThreadPoolExecutor(max_workers=4, thread_name_prefix="replica")
         self._runs = Runs(options, self._model, store or connect(options.activations_dir), self._pool)
@@ -177,18 +181,28 @@ class ModelReplica:
     def _deliver(self, events: list[Event]) -> None:
         for event in events:
             ticket = self._tickets.get(event.id)
-            if ticket is None:
-                continue  # its client has gone
+            if ticket is None:  # its client has gone
+                if not isinstance(event, Delta):
+                    self._written(event)
+                continue
             choice = ticket.choices[event.id]
             try:
                 if isinstance(event, Delta):
                     self._put_text(ticket, choice, event.text)
+                elif isinstance(event, Rows):
+                    assert choice.run is not None
+                    choice.run.add(event.captured, functools.partial(self._written, event))
                 else:
                     task = asyncio.ensure_future(self._end(ticket, choice, event))
                     ticket.tasks.add(task)
                     task.add_done_callback(functools.partial(self._ended, ticket))
             except Exception as error:  # noqa: BLE001 - a parser's; the other requests' events go on
                 self._fail(ticket, error)
+
+    def _written(self, event: Rows | Finished) -> None:
+        """Tell the engine that recorded rows need no memory any more."""
+        if event.captured is not None:
+            self._engine.written(event.id, event.captured.bytes)
 
     def _ended(self, ticket: Ticket, task: asyncio.Task[None]) -> None:
         ticket.tasks.discard(task)
@@ -241,7 +255,8 @@ class ModelReplica:
                 self._engine.check(request)
                 self._runs.check(request)
             reader = self._chat.reader(texts[index // job.n], job.tools) if job.tools else None
-            choices[request.id] = Choice(index, request, reader)
+            run = self._runs.open(job, request) if job.capture else None
+            choices[request.id] = Choice(index, request, reader, run)
         return choices
 
     def _prompts(self, job: Job) -> tuple[list[list[int]], list[str]]:
@@ -294,28 +309,46 @@ class ModelReplica:
 
     async def _end(self, ticket: Ticket, choice: Choice, event: Finished) -> None:
         """Say a choice's last words, once its activations are durable."""
+        try:
+            message = await self._last_message(ticket, choice, event)
+        finally:
+            self._written(event)
+        self._log(choice, event)
+        ticket.messages.put_nowait(message)
+
+    async def _last_message(self, ticket: Ticket, choice: Choice, event: Finished) -> Message:
         if event.reason == "error":
-            ticket.messages.put_nowait(Refusal(event.error or "", None, "engine_error", 500))
-            return
+            return Refusal(event.error or "", None, event.code, 500)
         reason: str = event.reason
         if choice.reader:
             content, calls = choice.reader.close()
             if content or calls:
                 ticket.messages.put_nowait(Piece(choice.index, content, calls))
             reason = "tool_calls" if choice.reader.called and reason == "stop" else reason
-        run = await self._runs.report(ticket.job, choice.request, event) if ticket.job.capture else None
+        run = await choice.run.report(event) if choice.run else None
         if run and run.status == "failed" and ticket.job.capture and ticket.job.capture.required:
-            message = f"the activations could not be stored: {run.reason}"
-            ticket.messages.put_nowait(Refusal(message, "capture", "capture_failed", 500))
-            return
-        ticket.messages.put_nowait(End(choice.index, reason, len(event.prompt), len(event.tokens), run))
+            return Refusal(f"the activations could not be stored: {run.reason}", "capture", "capture_failed", 500)
+        return End(choice.index, reason, len(event.prompt), len(event.tokens), run)
+
+    def _log(self, choice: Choice, event: Finished) -> None:
+        memory = event.memory
+        logger.info(
+            "request %s: %s, %d prompt and %d generated tokens; memory before %s, peak %s, after %s",
+            choice.request.id,
+            event.reason,
+            len(event.prompt),
+            len(event.tokens),
+            *(f"{size / 2**20:.1f} MiB" for size in (memory.before, memory.peak, memory.after)),
+        )
 
     def _drop(self, ticket: Ticket) -> None:
         """Forget a job; what still runs of it is cancelled and frees its slot."""
-        for request_id in ticket.choices:
+        for request_id, choice in ticket.choices.items():
             self._tickets.pop(request_id, None)
             if ticket.open:
                 self._engine.cancel(request_id)
+                if choice.run:
+                    choice.run.drop()
 
 
 async def _gather(messages: asyncio.Queue[Message], deadline: float) -> list[Message]:

@@ -9,6 +9,7 @@ import json
 import logging
 import math
 import time
+from collections.abc import Callable
 from concurrent.futures import Executor
 from dataclasses import asdict, replace
 from typing import Any
@@ -20,7 +21,8 @@ from deployments.activations.facts import RunFacts, ShardFacts, StoredRun, Store
 from deployments.activations.schema import to_batch
 from deployments.activations.spec import Capture
 from deployments.engine.model import Model
-from deployments.engine.request import Finished, Request
+from deployments.engine.recorder import joined
+from deployments.engine.request import Captured, Finished, Request
 from deployments.errors import RequestError
 from deployments.messages import Job, RunReport
 from deployments.options import Options
@@ -65,37 +67,50 @@ class Runs:
         if size > limit:
             message = f"up to {size} bytes would be recorded, the limit is {limit}: capture less, or set max_tokens"
             raise RequestError(message, "capture", "capture_too_large")
+        limit = self._options.capture_memory_bytes
+        if capture.tail and size > limit:  # which rows are the last is known at the end only
+            message = f"the last rows take {size} bytes, {limit} can be held until the end: ask for fewer, or all"
+            raise RequestError(message, "capture.tokens", "capture_too_large")
         count, limit = sum(values.values()), self._options.max_inline_values
         if capture.destination == "inline" and count > limit:
             message = f"up to {count} numbers would come inline, the limit is {limit}: capture less, or by reference"
             raise RequestError(message, "capture.return", "capture_too_large")
 
-    async def report(self, job: Job, request: Request, event: Finished) -> RunReport:
-        """Store what was recorded and say where it lies; durable when it answers."""
-        assert job.capture is not None
-        tokens = len(event.prompt) + len(event.tokens)
-        report = RunReport(_run_id(request), job.session_id, "failed", tokens, len(event.prompt))
-        if event.captured is None or event.error:
-            return replace(report, reason=event.error or "nothing was recorded")
-        if not event.captured.positions:
-            return replace(report, reason="no token was generated, and only those were asked for")
-        if job.capture.destination == "inline":
-            return replace(report, status="inline", points=_inline(job, event))
-        try:
-            loop = asyncio.get_running_loop()
-            facts, batch = await loop.run_in_executor(self._pool, self._lay_out, job, request, event)
-            stored: StoredRun = await self._store.write.remote(facts, [batch])
-        except (StoreError, RayError, ValueError) as error:
-            # The completion is worth having without them; the answer says what happened.
-            logger.warning("run %s was not stored: %s", report.run_id, error)
-            return replace(report, reason=str(getattr(error, "cause", None) or error))
-        return replace(report, status="stored", points={name: p._asdict() for name, p in stored.points.items()})
+    def open(self, job: Job, request: Request) -> OpenRun:
+        """The run of one choice, which takes its rows as they come."""
+        return OpenRun(self, job, request)
 
-    def _lay_out(self, job: Job, request: Request, event: Finished) -> tuple[RunFacts, Any]:
-        """A run's facts and a reference to its rows in the object store."""
+    async def append(self, run: OpenRun, captured: Captured, part: int) -> None:
+        """Send rows of a run that is not finished; they need no memory here when this returns.
+
+        Raises:
+            StoreError: The store cannot take them; or its errors over Ray.
+        """
+        batch = await self._put(run, captured)
+        await self._store.append.remote(run.job.session_id, run.id, part, [batch])
+
+    async def write(self, run: OpenRun, event: Finished, parts: int) -> StoredRun:
+        """Send a run's last rows; durable when it answers.
+
+        Raises:
+            StoreError: The store cannot take them; or its errors over Ray.
+        """
         assert event.captured is not None
+        batches = [await self._put(run, event.captured)] if event.captured.positions else []
+        stored: StoredRun = await self._store.write.remote(self._facts(run, event), batches, parts)
+        return stored
+
+    def abandon(self, run: OpenRun) -> None:
+        """Have the store forget a run that will not be finished."""
+        self._store.abandon.remote(run.job.session_id, run.id)
+
+    async def _put(self, run: OpenRun, captured: Captured) -> Any:
+        """A reference to rows in the object store; they are laid out off the event loop."""
+        return await asyncio.get_running_loop().run_in_executor(self._pool, self._lay_out, run, captured)
+
+    def _lay_out(self, run: OpenRun, captured: Captured) -> Any:
+        job, request = run.job, run.request
         assert job.capture is not None
-        sequence = [*event.prompt, *event.tokens]
         shard = ShardFacts(
             session_id=job.session_id,
             model=self._options.served_name,
@@ -104,14 +119,28 @@ class Runs:
             versions={name: importlib.metadata.version(name) for name in ("torch", "transformers", "nnsight")},
             modules={point.name: point.module for point in request.points},
         )
+        batch = to_batch(
+            shard,
+            run_id=run.id,
+            sample_id=job.capture.sample_id,
+            positions=captured.positions,
+            token_ids=captured.token_ids,
+            prompt_tokens=len(request.prompt),
+            points=captured.values,
+        )
+        return ray.put(batch)
+
+    def _facts(self, run: OpenRun, event: Finished) -> RunFacts:
+        job, request = run.job, run.request
+        assert job.capture is not None
         spoken = json.dumps(job.messages if job.messages is not None else job.prompts, sort_keys=True)
-        facts = RunFacts(
-            run_id=_run_id(request),
+        return RunFacts(
+            run_id=run.id,
             session_id=job.session_id,
             model=self._options.served_name,
             created=time.time(),
             prompt_tokens=len(event.prompt),
-            tokens=len(sequence),
+            tokens=len(event.prompt) + len(event.tokens),
             sample_id=job.capture.sample_id,
             tags=dict(job.capture.tags),
             sampling={**asdict(request.sampling), "max_tokens": request.max_tokens},
@@ -119,17 +148,93 @@ class Runs:
             request_id=job.id,
             messages_hash=hashlib.sha256(spoken.encode()).hexdigest(),
         )
-        positions = event.captured.positions
-        batch = to_batch(
-            shard,
-            run_id=_run_id(request),
-            sample_id=job.capture.sample_id,
-            positions=positions,
-            token_ids=sequence[positions.start : positions.stop],
-            prompt_tokens=len(event.prompt),
-            points=event.captured.values,
-        )
-        return facts, ray.put(batch)
+
+
+class OpenRun:
+    """One choice's run on its way: rows go out in the order in which they come.
+
+    Attributes:
+        id: The run's name.
+        job: The job it is of.
+        request: The engine's request it records.
+    """
+
+    def __init__(self, runs: Runs, job: Job, request: Request) -> None:
+        self.id = f"run-{request.id}"
+        self.job = job
+        self.request = request
+        self._runs = runs
+        self._pieces: list[Captured] = []  # of an inline answer
+        self._sending: asyncio.Task[None] | None = None
+        self._parts = 0
+        self._failed: str | None = None
+
+    def add(self, captured: Captured, done: Callable[[], None]) -> None:
+        """Take rows that the engine hands out before the request's end.
+
+        Args:
+            captured: The rows.
+            done: Called when they need no memory here any more, also where they could not be stored.
+        """
+        assert self.job.capture is not None
+        if self.job.capture.destination == "inline":  # a few numbers
+            self._pieces.append(captured)
+            done()
+            return
+        self._sending = asyncio.ensure_future(self._send(self._sending, captured, done))
+
+    async def _send(self, before: asyncio.Task[None] | None, captured: Captured, done: Callable[[], None]) -> None:
+        if before is not None:
+            await before
+        try:
+            if self._failed is None:
+                await self._runs.append(self, captured, self._parts)
+                self._parts += 1
+        except (StoreError, RayError, ValueError) as error:
+            self._fail(error)
+        finally:
+            done()
+
+    def _fail(self, error: Exception) -> None:
+        # The completion is worth having without its activations; the answer says what happened.
+        self._failed = str(getattr(error, "cause", None) or error)
+        logger.warning("run %s was not stored: %s", self.id, self._failed)
+
+    async def report(self, event: Finished) -> RunReport:
+        """Store what was recorded last and say where all of it lies; durable when it answers."""
+        assert self.job.capture is not None
+        if self._sending is not None:
+            await self._sending
+        report = await self._settle(event)
+        if report.status == "failed":
+            self.drop()
+        return report
+
+    async def _settle(self, event: Finished) -> RunReport:
+        assert self.job.capture is not None
+        tokens = len(event.prompt) + len(event.tokens)
+        report = RunReport(self.id, self.job.session_id, "failed", tokens, len(event.prompt))
+        if self._failed is not None:
+            return replace(report, reason=self._failed)
+        if event.captured is None or event.error:
+            return replace(report, reason=event.error or "nothing was recorded")
+        if not event.captured.positions and not self._parts and not self._pieces:
+            return replace(report, reason="no token was generated, and only those were asked for")
+        if self.job.capture.destination == "inline":
+            captured = joined([*self._pieces, event.captured])
+            return replace(report, status="inline", points=_inline(self.job.capture, captured))
+        try:
+            stored = await self._runs.write(self, event, self._parts)
+        except (StoreError, RayError, ValueError) as error:
+            self._fail(error)
+            return replace(report, reason=self._failed)
+        return replace(report, status="stored", points={name: p._asdict() for name, p in stored.points.items()})
+
+    def drop(self) -> None:
+        """Forget the run: its client has gone, or it failed."""
+        if self._sending is not None:
+            self._failed = self._failed or "the request was given up"
+            self._runs.abandon(self)
 
 
 def _most_rows(capture: Capture, prompt: int, new: int) -> int:
@@ -138,14 +243,8 @@ def _most_rows(capture: Capture, prompt: int, new: int) -> int:
     return min(rows, capture.tail or rows)
 
 
-def _run_id(request: Request) -> str:
-    return f"run-{request.id}"
-
-
-def _inline(job: Job, event: Finished) -> dict[str, dict[str, Any]]:
-    assert job.capture is not None
-    assert event.captured is not None
-    features = job.capture.features
+def _inline(capture: Capture, captured: Captured) -> dict[str, dict[str, Any]]:
+    features = capture.features
     info = "all_features" if features is None else f"first_{features.first}_features"
     if features and features.index:
         info = f"{len(features.index)}_listed_features"
@@ -157,5 +256,5 @@ def _inline(job: Job, event: Finished) -> dict[str, dict[str, Any]]:
             "data": value.float().tolist(),
             "sample_info": info,
         }
-        for name, value in event.captured.values.items()
+        for name, value in captured.values.items()
     }

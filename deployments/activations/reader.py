@@ -8,7 +8,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import islice
 from pathlib import Path
-from typing import NamedTuple
+from typing import BinaryIO, NamedTuple
 from urllib.parse import unquote, urlsplit
 
 import pyarrow as pa
@@ -20,14 +20,15 @@ from deployments.activations.schema import batch_facts, point_types, shard_facts
 
 # An Arrow IPC file is this, padded to 8 bytes, a stream, and a footer once it is sealed.
 _MAGIC = b"ARROW1\0\0"
+_COPIED = 1 << 16  # reads below this many bytes, and so what Arrow says of a batch, are no views of the map
 
 
 @dataclass(frozen=True, eq=False, repr=False)
 class Run(Mapping[str, torch.Tensor]):
     """One stored run: point name to tensor `[rows, ...features]`, one row per captured token.
 
-    Tensors lie over a private map of the file where the run is one batch: writing to them is allowed
-    and never reaches the file.
+    Tensors of a run of one batch lie over a private map of the file if they are large; others are copies.
+    Writing to them is allowed and never reaches the file.
 
     Attributes:
         facts: What the run is.
@@ -57,8 +58,16 @@ class Run(Mapping[str, torch.Tensor]):
         return f"Run({self.facts.run_id!r}, rows={len(self.positions)}, points={list(self.tensors)})"
 
 
+class Message(NamedTuple):
+    """A record batch of a file, its own metadata, and the byte behind it."""
+
+    batch: pa.RecordBatch
+    metadata: Mapping[bytes, bytes] | None
+    end: int
+
+
 class WholeRun(NamedTuple):
-    """A run all of whose batches are in a file: its first row there, its size, the batches in order.
+    """A run all of whose batches are in a file: its first row there, its size, its batches with rows in order.
 
     The size of the first run takes in the file's schema.
     """
@@ -113,33 +122,46 @@ def runs(source: str | os.PathLike[str]) -> list[RunFacts]:
 
 
 def whole_runs(path: Path) -> Iterator[WholeRun]:
-    """The whole runs of one file; no tensor is read. A torn tail, or a run short of batches, is left out."""
-    if (stream := _map(path)) is None:
-        return
-    rows = start = 0
-    first_row, batches = 0, list[pa.RecordBatch]()
-    try:
-        reader = pa.ipc.open_stream(stream)
-        while True:
-            batch, metadata = reader.read_next_batch_with_custom_metadata()
-            facts = batch_facts(metadata)
-            if facts.part == 0:
-                first_row, batches = rows, []
-            batches.append(batch)
-            rows += batch.num_rows
-            if facts.part == facts.parts - 1 == len(batches) - 1:
-                yield WholeRun(facts.run, first_row, stream.tell() - start, batches)
-                start = stream.tell()
-    except StopIteration:
-        return
-    except (pa.ArrowException, ValueError, OSError):
-        return  # a message that the end of the file cuts off, or none of ours: nothing behind it counts
+    """The whole runs of one file; no tensor is read. A run without its end, or short of batches, is left out."""
+    rows = start = first_row = seen = 0
+    run_id, batches = "", list[pa.RecordBatch]()
+    for message in messages(path):
+        try:
+            facts = batch_facts(message.metadata)
+        except ValueError:
+            return  # none of ours: nothing behind it counts
+        if facts.number == 0:
+            run_id, first_row, batches, seen = facts.run_id, rows, [], 0
+        seen += 1
+        rows += message.batch.num_rows
+        if message.batch.num_rows:
+            batches.append(message.batch)
+        if facts.run and facts.run_id == run_id and facts.number + 1 == facts.batches == seen:
+            yield WholeRun(facts.run, first_row, message.end - start, batches)
+            start = message.end
+
+
+def messages(path: Path) -> Iterator[Message]:
+    """The record batches of one file up to where it ends or is cut off; no tensor is read."""
+    with path.open("rb") as file:
+        if file.read(len(_MAGIC)) != _MAGIC:
+            return
+        stream = _Stream(file)
+        try:
+            reader = pa.ipc.open_stream(stream)
+            while True:
+                batch, metadata = reader.read_next_batch_with_custom_metadata()
+                yield Message(batch, metadata, stream.position)
+        except StopIteration:
+            return
+        except (pa.ArrowException, ValueError, OSError):
+            return  # a message that the end of the file cuts off: nothing behind it counts
 
 
 def is_sealed(path: Path) -> bool:
     """Whether the file has its footer."""
     try:
-        pa.ipc.open_file(pa.memory_map(str(path)))
+        pa.ipc.open_file(pa.OSFile(str(path)))
     except (pa.ArrowInvalid, OSError):
         return False
     return True
@@ -161,18 +183,34 @@ def _runs_in(path: Path) -> Iterator[WholeRun]:
         yield from whole_runs(file)
 
 
-def _map(path: Path) -> pa.BufferReader | None:
-    """The file's Arrow stream, mapped; None where the file is too short to have one.
+class _Stream:
+    """What Arrow reads a file's stream from: tensors are views of a map, what describes them is copied.
 
-    The map is private and copies on write: torch cannot keep a caller from writing to a tensor, and
-    on a read-only map that would end the process.
+    The map is private and copies on write: torch cannot keep a caller from writing to a tensor, and on a
+    read-only map that would end the process. So would touching a page of it that the file no longer has. A writer
+    cuts runs off that will not be finished: until a run is known to be whole, it is read without the map.
     """
-    with path.open("rb") as file:
-        if file.read(len(_MAGIC)) != _MAGIC:
-            return None
-        stream = pa.BufferReader(pa.py_buffer(mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_COPY)))
-    stream.seek(len(_MAGIC))
-    return stream
+
+    closed = False
+
+    def __init__(self, file: BinaryIO) -> None:
+        self._file = file
+        self._map = memoryview(mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_COPY))
+        self.position = len(_MAGIC)
+
+    def read(self, size: int) -> memoryview:
+        data = self._map[self.position : self.position + size]
+        if len(data) < _COPIED:
+            copy = bytearray(len(data))
+            data = memoryview(copy)[: os.preadv(self._file.fileno(), [copy], self.position)]
+        self.position += len(data)
+        return data
+
+    def readable(self) -> bool:
+        return True
+
+    def close(self) -> None:
+        """The file is closed by whoever opened it."""
 
 
 def _join(parts: list[torch.Tensor]) -> torch.Tensor:

@@ -2,9 +2,9 @@
 
 One row per captured token: `run_id`, `sample_id`, `position`, `phase`, `token_id`, then one
 `fixed_shape_tensor` column per point, named by the point. The schema's metadata holds, under
-`vitrine`, what all runs of the file share; each record batch's own metadata holds, under `run`, what
-its run is, and under `batch` and `batches` which of the run's batches it is and how many there are, so
-that a run that a crash cut short can be told from a whole one.
+`vitrine`, what all runs of the file share. Each record batch's own metadata holds the `run_id` of its
+run and, under `batch`, which of the run's batches it is; the last one also holds, under `run`, what the
+run is, and under `batches` how many there are, so that a run without its end can be told from a whole one.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from torch.utils.dlpack import from_dlpack
 
 from deployments.activations.facts import PointType, RunFacts, ShardFacts
 
-FORMAT = 1
+FORMAT = 2
 PHASES = ("prompt", "generated")
 
 _METADATA_KEY = b"vitrine"
@@ -33,11 +33,19 @@ _DTYPES = {
 
 
 class BatchFacts(NamedTuple):
-    """What a record batch's own metadata says: its run, and that it is number `part` of `parts`."""
+    """What a record batch's own metadata says.
 
-    run: RunFacts
-    part: int
-    parts: int
+    Attributes:
+        run_id: The run that it belongs to.
+        number: Which of the run's batches it is, from 0.
+        run: What the run is, on its last batch; None on the others.
+        batches: How many the run has, on its last batch; None on the others.
+    """
+
+    run_id: str
+    number: int
+    run: RunFacts | None
+    batches: int | None
 
 
 def to_batch(
@@ -139,14 +147,38 @@ def _metadata(schema: pa.Schema) -> dict[str, Any]:
     return facts
 
 
-def batch_metadata(run: RunFacts, parts: int) -> list[dict[str, str]]:
-    """The metadata of each of a run's `parts` batches, in order.
+def free_batch(batch: pa.RecordBatch) -> pa.RecordBatch:
+    """The same rows, with a dictionary of phases that shares no memory with them.
+
+    A file's writer keeps the dictionaries of its first batch; one out of Ray's object store would keep all of that
+    batch's object there.
+    """
+    place = batch.schema.get_field_index("phase")
+    phases = pa.DictionaryArray.from_arrays(batch.column(place).indices, PHASES)
+    return batch.set_column(place, batch.schema.field(place), phases)
+
+
+def empty_batch(schema: pa.Schema) -> pa.RecordBatch:
+    """A batch without rows, whose dictionary of phases is that of the other batches."""
+    return free_batch(pa.record_batch([pa.array([], field.type) for field in schema], schema=schema))
+
+
+def batch_metadata(run_id: str, first: int, count: int, run: RunFacts | None = None) -> list[dict[str, str]]:
+    """The metadata of a run's batches `first` to `first + count`.
+
+    Args:
+        run_id: The run.
+        first: The first one's number.
+        count: How many there are.
+        run: What the run is, if the last of them is the run's last.
 
     Raises:
         TypeError: If the run's facts hold what JSON cannot.
     """
-    facts = json.dumps(asdict(run))
-    return [{"run": facts, "batch": str(part), "batches": str(parts)} for part in range(parts)]
+    metadata = [{"run_id": run_id, "batch": str(number)} for number in range(first, first + count)]
+    if run:
+        metadata[-1] |= {"run": json.dumps(asdict(run)), "batches": str(first + count)}
+    return metadata
 
 
 def batch_facts(metadata: Mapping[bytes, bytes] | None) -> BatchFacts:
@@ -155,10 +187,13 @@ def batch_facts(metadata: Mapping[bytes, bytes] | None) -> BatchFacts:
     Raises:
         ValueError: If the metadata is not of that making.
     """
-    known = {item.name for item in fields(RunFacts)}
     try:
         metadata = metadata or {}
+        run_id, number = metadata[b"run_id"].decode(), int(metadata[b"batch"])
+        if b"run" not in metadata:
+            return BatchFacts(run_id, number, None, None)
+        known = {item.name for item in fields(RunFacts)}
         run = {name: value for name, value in json.loads(metadata[b"run"]).items() if name in known}
-        return BatchFacts(RunFacts(**run), int(metadata[b"batch"]), int(metadata[b"batches"]))
+        return BatchFacts(run_id, number, RunFacts(**run), int(metadata[b"batches"]))
     except (KeyError, TypeError, AttributeError) as error:
         raise ValueError("Not a Vitrine activation batch: its metadata names no run") from error

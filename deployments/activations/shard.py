@@ -1,4 +1,4 @@
-"""One shard: an uncompressed Arrow IPC file that only grows until its footer seals it."""
+"""One shard: an uncompressed Arrow IPC file of whole runs, and at its end at most one that is not finished."""
 
 from __future__ import annotations
 
@@ -12,7 +12,8 @@ import pyarrow as pa
 
 from deployments.activations.catalogue import Entry, StoredFile
 from deployments.activations.facts import RunFacts
-from deployments.activations.schema import point_types
+from deployments.activations.reader import messages
+from deployments.activations.schema import batch_metadata, empty_batch, free_batch, point_types
 
 
 class Shard:
@@ -20,92 +21,155 @@ class Shard:
 
     Attributes:
         session_id: The session whose directory holds it.
+        schema: Of all its batches.
         rows: Rows of whole runs in it.
         length: Bytes up to the end of the last whole run, the footer included once sealed.
-        broken: Whether it takes no more runs, because the disk refused something.
+        broken: Whether it takes no more runs.
         sealed: Whether the footer is on disk.
     """
 
     def __init__(self, root: Path, session_id: str, name: str, schema: pa.Schema) -> None:
         self.session_id = session_id
+        self.schema = schema
         self.rows = self.length = 0
         self.broken = self.sealed = False
         self._path = root / session_id / name
         self._points = point_types(schema)
+        self._batches = self._new_rows = 0  # of the run that is not finished
         self._sink = _Sink(_create(root, session_id, name))
         self._writer = pa.ipc.new_file(self._sink, schema)  # writes nothing before the first batch
         self._synced = (0, 0)  # length and rows
+        self._flushed = 0  # bytes, those of the unfinished run included
+        self._rewound = False
+
+    @property
+    def unsynced(self) -> int:
+        """Bytes written since the last `sync`."""
+        return self._sink.length - self._flushed
 
     def facts(self) -> StoredFile:
         """The file as it is."""
         return StoredFile(self._path.as_uri(), self.length, self.sealed)
 
-    def append(self, run: RunFacts, batches: Sequence[pa.RecordBatch], metadata: Sequence[dict[str, str]]) -> Entry:
-        """Write one run behind the last; not durable before `sync`.
+    def append(self, run_id: str, batches: Sequence[pa.RecordBatch]) -> None:
+        """Write more of the run at the end, or begin one; it counts once it is finished.
 
         Raises:
-            OSError: If the disk refuses; the shard is then broken, and ends with the run before.
+            OSError: If the disk refuses; the shard is then broken, and ends with the last whole run.
         """
-        first_row, start = self.rows, self.length
-        try:
-            for batch, facts in zip(batches, metadata, strict=True):
-                self._writer.write_batch(batch, custom_metadata=facts)
-        except (OSError, pa.ArrowException):
-            self._cut(start, first_row)
-            raise
-        rows = sum(batch.num_rows for batch in batches)
-        self.rows, self.length = first_row + rows, self._sink.length
-        return Entry(run, self._path.as_uri(), first_row, rows, self.length - start, self._points)
+        self._write(batches, batch_metadata(run_id, self._batches, len(batches)))
+
+    def finish(self, run: RunFacts, batches: Sequence[pa.RecordBatch]) -> Entry:
+        """Write the last batches, if any, of the run at the end; not durable before `sync`.
+
+        Raises:
+            OSError: As for `append`.
+        """
+        # The facts need a batch to stand on.
+        batches = batches or [empty_batch(self.schema)]
+        self._write(batches, batch_metadata(run.run_id, self._batches, len(batches), run))
+        size = self._sink.length - self.length
+        entry = Entry(run, self._path.as_uri(), self.rows, self._new_rows, size, self._points)
+        self.rows += self._new_rows
+        self.length = self._sink.length
+        self._batches = self._new_rows = 0
+        return entry
+
+    def rewind(self) -> None:
+        """Take away the run at the end that is not finished; a shard with no other is broken."""
+        if self._batches and not self.broken:
+            self._cut(self.length, self.rows)
+            self._rewound = True
+            self.broken = not self.rows or self._sink.length != self.length
 
     def sync(self) -> None:
-        """Make all runs appended so far durable.
+        """Make all that was written durable.
 
         Raises:
-            OSError: If that failed; the shard is then broken, and ends where it was last synced, since
-                what a failed fsync left behind cannot be known.
+            OSError: If that failed; the shard is then broken, and ends with the last whole run that was
+                synced, since what a failed fsync left behind cannot be known.
         """
         try:
             os.fsync(self._sink.descriptor)
             if not os.fstat(self._sink.descriptor).st_nlink:
                 raise FileNotFoundError(errno.ENOENT, "somebody removed the file", str(self._path))
         except OSError:
+            self.broken = True
             self._cut(*self._synced)
             raise
         self._synced = (self.length, self.rows)
+        self._flushed = self._sink.length
 
     def close(self) -> None:
         """Seal the file, or remove it if no run is in it. A broken one reads as a stream as it is."""
+        self.rewind()
         try:
             if not self.broken:
-                self._writer.close()
+                self._write_footer()
                 os.fsync(self._sink.descriptor)
                 self.length, self.sealed = self._sink.length, True
-        except OSError:  # its runs are durable all the same; only the footer is missing
+        except (OSError, pa.ArrowException):  # its runs are durable all the same; only the footer is missing
             self._cut(self.length, self.rows)
         with contextlib.suppress(OSError):  # what counts was fsynced before
             os.close(self._sink.descriptor)
             if not self.rows:
                 self._path.unlink()
 
+    def _write(self, batches: Sequence[pa.RecordBatch], metadata: Sequence[dict[str, str]]) -> None:
+        try:
+            for batch, facts in zip(batches, metadata, strict=True):
+                first = not self._sink.length
+                self._writer.write_batch(free_batch(batch) if first else batch, custom_metadata=facts)
+        except (OSError, pa.ArrowException):
+            self.broken = True
+            self._cut(self.length, self.rows)
+            raise
+        self._batches += len(batches)
+        self._new_rows += sum(batch.num_rows for batch in batches)
+
+    def _write_footer(self) -> None:
+        if self._rewound:
+            # The writer's footer would list what was taken away: another one passes over what the file holds.
+            self._sink = _Sink(self._sink.descriptor, written=self.length)
+            self._writer = pa.ipc.new_file(self._sink, self.schema)
+            for batch, metadata, _ in messages(self._path):
+                self._writer.write_batch(batch, custom_metadata=metadata)
+            if self._sink.length != self.length:
+                raise pa.ArrowInvalid(f"{self._path} does not read back as it was written")
+        self._writer.close()
+
     def _cut(self, length: int, rows: int) -> None:
-        self.broken = True
         self.length, self.rows = length, rows
-        # Where even this fails, readers still know a torn run by its count of batches.
+        self._batches = self._new_rows = 0
+        if not rows:
+            return  # removed when it is closed: who reads it now loses nothing under their hands
+        # Where even this fails, readers still know that the run at the end is not whole.
         with contextlib.suppress(OSError):
             os.truncate(self._sink.descriptor, length)
+            self._sink.length = os.lseek(self._sink.descriptor, length, os.SEEK_SET)
+            self._flushed = min(self._flushed, length)
 
 
 class _Sink:
-    """What Arrow writes to: a descriptor, with every short write carried on."""
+    """What Arrow writes to: a descriptor, with every short write carried on.
+
+    Args:
+        descriptor: Of the file, at the place of the next byte to write.
+        written: Of what Arrow writes, the first bytes, which the file has already.
+    """
 
     closed = False
 
-    def __init__(self, descriptor: int) -> None:
+    def __init__(self, descriptor: int, written: int = 0) -> None:
         self.descriptor = descriptor
         self.length = 0
+        self._written = written
 
     def write(self, data: bytes) -> None:
         view = memoryview(data).cast("B")
+        passed = min(len(view), max(0, self._written - self.length))
+        self.length += passed
+        view = view[passed:]
         while view:
             done = os.write(self.descriptor, view)
             self.length += done

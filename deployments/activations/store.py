@@ -20,9 +20,10 @@ class ActivationStore:
         root: An absolute directory; made if it is missing.
         shard_bytes: A file of at least this length is sealed, and the next run begins another.
         open_shards: How many files stay open for more runs.
+        lease_s: Seconds without a chunk after which a run that is not finished is abandoned.
     """
 
-    def __init__(self, root: str, shard_bytes: int = 1 << 30, open_shards: int = 64) -> None:
+    def __init__(self, root: str, shard_bytes: int = 1 << 30, open_shards: int = 64, lease_s: float = 900) -> None:
         if not Path(root).is_absolute():
             # An actor's working directory may be a copy that Ray throws away.
             raise ValueError(f"The activation store's root {root!r} must be an absolute path")
@@ -33,27 +34,52 @@ class ActivationStore:
         Path(root).mkdir(parents=True, exist_ok=True)
         resolved = Path(root).resolve()
         self._catalogue = Catalogue.rebuild(resolved)
-        self._writer = Writer(resolved, self._catalogue, shard_bytes=shard_bytes, open_shards=open_shards)
+        self._writer = Writer(
+            resolved, self._catalogue, shard_bytes=shard_bytes, open_shards=open_shards, lease_s=lease_s
+        )
 
-    async def write(self, run: RunFacts, batches: list[ray.ObjectRef[Any]]) -> StoredRun:
-        """Store one run: its batches in order, as contiguous rows of one file. Durable when it answers.
+    async def append(self, session_id: str, run_id: str, part: int, batches: list[ray.ObjectRef[Any]]) -> None:
+        """Take more of a run that is not finished; `write` takes its end. Not durable yet when it answers.
+
+        Who waits for the answer before they send the next part sends no faster than the disk writes.
+
+        Args:
+            session_id: The session that the run belongs to.
+            run_id: Unique within the session.
+            part: How many parts of the run came before.
+            batches: References to record batches of `to_batch` with the run's next rows, in a list so that
+                Ray passes them on unresolved.
+
+        Raises:
+            StoreError: If a batch is lost, parts before it are missing, the run or its session was given up, or
+                the disk refuses. The run cannot be finished then.
+        """
+        found = await _fetch(run_id, batches)
+        await asyncio.wrap_future(self._writer.append(session_id, run_id, part, found))
+
+    async def write(self, run: RunFacts, batches: list[ray.ObjectRef[Any]], part: int = 0) -> StoredRun:
+        """Store a run, or the end of one: contiguous rows of one file, in order. Durable when it answers.
 
         Args:
             run: What the run is.
-            batches: References to record batches of `to_batch`, in a list so that Ray passes them on
-                unresolved.
+            batches: References as for `append`; may be empty only where there are parts before.
+            part: How many parts were appended before.
 
         Raises:
-            StoreError: If a batch is lost, the batches do not fit together, or the disk refuses.
+            StoreError: As for `append`, or if the batches do not fit together.
         """
-        try:
-            found = await asyncio.gather(*batches)
-        except ray.exceptions.RayError as error:
-            raise StoreError(
-                f"The activations of run {run.run_id} were lost before they were stored "
-                f"({type(error).__name__}): send the request again."
-            ) from error
-        return await asyncio.wrap_future(self._writer.submit(run, found))
+        found = await _fetch(run.run_id, batches)
+        return await asyncio.wrap_future(self._writer.submit(run, found, part))
+
+    async def abandon(self, session_id: str, run_id: str) -> None:
+        """Remove what was appended of a run that will not be finished, and refuse what comes of it later.
+
+        A run that is stored is kept; one that is not known is no error.
+
+        Raises:
+            StoreError: If the store is shutting down.
+        """
+        await asyncio.wrap_future(self._writer.abandon(session_id, run_id))
 
     async def sessions(self, limit: int = 100, after: str | None = None) -> list[dict[str, Any]]:
         """Up to `limit` sessions in the order of their ids, beginning behind the id `after`."""
@@ -75,6 +101,16 @@ class ActivationStore:
         """Raise RuntimeError if nothing can be written any more until the actor is replaced."""
         if not self._writer.alive:
             raise RuntimeError("The activation store's writer thread has ended")
+
+
+async def _fetch(run_id: str, batches: list[ray.ObjectRef[Any]]) -> list[Any]:
+    try:
+        return await asyncio.gather(*batches)
+    except ray.exceptions.RayError as error:
+        raise StoreError(
+            f"The activations of run {run_id} were lost before they were stored "
+            f"({type(error).__name__}): send the request again."
+        ) from error
 
 
 def connect(root: str) -> Any:

@@ -1,23 +1,19 @@
 """Append runs to shards: one thread, group commit, and no answer before the bytes are on disk.
 
-    <root>/<session_id>/<writer>-000001.arrow
-
-Each writer names its files after itself and creates them exclusively, so that two writers on one root
-never share a file; nor is a file of an earlier writer ever appended to.
+<root>/<session_id>/<writer>-000001.arrow
 """
 
 from __future__ import annotations
 
-import errno
+import math
 import os
 import secrets
 import shutil
 import threading
 import time
-from collections import OrderedDict
+from collections import deque
 from collections.abc import Sequence
 from concurrent.futures import Future
-from itertools import count
 from pathlib import Path
 from queue import Empty, SimpleQueue
 from typing import NamedTuple
@@ -26,30 +22,29 @@ import pyarrow as pa
 
 from deployments.activations.catalogue import Catalogue, Entry
 from deployments.activations.facts import RunFacts, StoredRun, StoreError, check_session_id
+from deployments.activations.failures import explain
+from deployments.activations.open_runs import Chunk, OpenRuns, RunName
+from deployments.activations.pool import Pool
 from deployments.activations.schema import batch_metadata, shard_facts
 from deployments.activations.shard import Shard, directory
 
 _TRASH = ".deleted-"  # no session id begins with '.'
+_SYNC_BYTES = 64 << 20  # an open run's bytes are fsynced in pieces of this size, so that no commit waits for gigabytes
 
-_ADVICE = {
-    errno.ENOSPC: "free space on the disk, or delete sessions",
-    errno.EDQUOT: "free space under the quota, or delete sessions",
-    errno.EFBIG: "raise the limit on file sizes, or make shards smaller",
-    errno.EACCES: "let the server's user write there",
-    errno.EPERM: "let the server's user write there",
-    errno.EROFS: "remount the file system for writing",
-    errno.ENOENT: "put the directory back, or mount it again",
-    errno.ENOTDIR: "remove what stands where the session's directory belongs",
-    errno.ELOOP: "remove the link where the session's directory belongs",
-    errno.EMFILE: "raise the limit on open files",
-}
+
+class _Append(NamedTuple):
+    chunk: Chunk
+    future: Future[None]
 
 
 class _Write(NamedTuple):
-    run: RunFacts
-    batches: list[pa.RecordBatch]
-    metadata: list[dict[str, str]]
+    chunk: Chunk
     future: Future[StoredRun]
+
+
+class _Abandon(NamedTuple):
+    name: RunName
+    future: Future[None]
 
 
 class _Delete(NamedTuple):
@@ -57,18 +52,22 @@ class _Delete(NamedTuple):
     future: Future[bool]
 
 
+_Written = dict[Shard, list[tuple[Future[StoredRun], Entry]]]
+
+
 class Writer:
     """Writes and deletes under one root, on a thread of its own; the catalogue follows.
 
-    All runs waiting when the thread comes round are appended, each touched file is fsynced once, and
-    then their futures are answered.
+    All that waits when the thread comes round is appended, each touched file is fsynced once, and then the
+    futures of the runs that are whole are answered.
 
     Args:
         root: An existing directory, absolute and no link.
         catalogue: Told of each run once it is on disk.
         shard_bytes: A shard of at least this length is sealed; one run is never split.
         open_shards: How many shards stay open; the one idle the longest is sealed first.
-        idle_s: Seconds without work after which all open shards are sealed.
+        idle_s: Seconds without a run after which a shard is sealed.
+        lease_s: Seconds without a chunk after which a run that is not finished is abandoned.
     """
 
     def __init__(
@@ -79,20 +78,15 @@ class Writer:
         shard_bytes: int = 1 << 30,
         open_shards: int = 64,
         idle_s: float = 30,
+        lease_s: float = 900,
     ) -> None:
         self._root = root
         self._catalogue = catalogue
-        self._shard_bytes = shard_bytes
-        self._open_shards = open_shards
-        self._idle_s = idle_s
-        self._open: OrderedDict[bytes, Shard] = OrderedDict()  # by schema, idle the longest first
-        self._retired: list[Shard] = []  # full, idle or broken: closed at the end of the round
-        self._appended: set[tuple[str, str]] = set()  # session and run ids of this round
-        prefix = f"{time.strftime('%Y%m%dT%H%M%S', time.gmtime())}-{secrets.token_hex(4)}"
-        self._names = (f"{prefix}-{number:06}.arrow" for number in count(1))
+        self._pool = Pool(root, catalogue, shard_bytes=shard_bytes, open_shards=open_shards, idle_s=idle_s)
+        self._runs = OpenRuns(root, catalogue, self._pool, lease_s)
         self._closing = threading.Lock()
         self._closed = False
-        self._queue: SimpleQueue[_Write | _Delete | None] = SimpleQueue()
+        self._queue: SimpleQueue[_Append | _Write | _Abandon | _Delete | None] = SimpleQueue()
         for trash in root.glob(f"{_TRASH}*"):
             shutil.rmtree(trash, ignore_errors=True)  # a deletion that a crash cut short
         self._thread = threading.Thread(target=self._loop, name="activation-writer", daemon=True)
@@ -103,27 +97,57 @@ class Writer:
         """Whether the thread runs."""
         return self._thread.is_alive()
 
-    def submit(self, run: RunFacts, batches: Sequence[pa.RecordBatch]) -> Future[StoredRun]:
-        """Queue one run, whose batches share one schema; answered when it is on disk.
+    def append(self, session_id: str, run_id: str, part: int, batches: Sequence[pa.RecordBatch]) -> Future[None]:
+        """Queue a chunk of a run that is not finished; answered when it is in the file, if not yet durable.
+
+        Args:
+            session_id: The session that the run belongs to.
+            run_id: Unique within the session.
+            part: How many chunks of the run came before. Each is sent when the one before is answered.
+            batches: The run's next rows, of one schema.
 
         Raises:
             StoreError: At once if the batches are not this session's or the writer is closed; from the
-                future if the disk refused.
+                future if chunks before it are missing or the disk refused. The run cannot be finished then.
         """
+        name = RunName(session_id, run_id)
         if not batches:
+            raise StoreError(f"Part {part} of run {run_id} has no rows: send it when there are some")
+        _check_batches(name, batches)
+        future: Future[None] = Future()
+        self._put(_Append(Chunk(name, part, list(batches), None), future))
+        return future
+
+    def submit(self, run: RunFacts, batches: Sequence[pa.RecordBatch], part: int = 0) -> Future[StoredRun]:
+        """Queue a whole run, or the end of one; answered when all of it is on disk.
+
+        Args:
+            run: What the run is.
+            batches: Its rows behind those appended before; may be empty only where there are some.
+            part: How many chunks were appended before.
+
+        Raises:
+            StoreError: As for `append`.
+        """
+        name = RunName(run.session_id, run.run_id)
+        if not batches and not part:
             raise StoreError(f"Run {run.run_id} has no rows: capture at least one token")
-        schema = batches[0].schema
-        try:
-            check_session_id(run.session_id)
-            shard = shard_facts(schema)
-        except ValueError as error:
-            raise StoreError(str(error)) from error
-        if shard.session_id != run.session_id or shard.model != run.model:
-            raise StoreError(f"Run {run.run_id} and its batches are not of one session and model")
-        if not all(batch.schema.equals(schema, check_metadata=True) for batch in batches):
-            raise StoreError(f"Run {run.run_id}: its batches differ in points, shapes or dtypes")
+        _check_batches(name, batches, run.model)
+        batch_metadata(run.run_id, 0, 1, run)  # what JSON cannot hold is the caller's to hear of
         future: Future[StoredRun] = Future()
-        self._put(_Write(run, list(batches), batch_metadata(run, len(batches)), future))
+        self._put(_Write(Chunk(name, part, list(batches), run), future))
+        return future
+
+    def abandon(self, session_id: str, run_id: str) -> Future[None]:
+        """Queue the end of a run that will not be finished; answered when nothing of it is left.
+
+        What comes of the run later is refused. A run that is stored, or not known, is no error.
+
+        Raises:
+            StoreError: At once if the writer is closed.
+        """
+        future: Future[None] = Future()
+        self._put(_Abandon(RunName(session_id, run_id), future))
         return future
 
     def delete(self, session_id: str) -> Future[bool]:
@@ -133,23 +157,20 @@ class Writer:
             StoreError: At once if `session_id` can name none or the writer is closed; from the future if
                 the disk refused.
         """
-        try:
-            check_session_id(session_id)
-        except ValueError as error:
-            raise StoreError(str(error)) from error
+        _check_name(session_id)
         future: Future[bool] = Future()
         self._put(_Delete(session_id, future))
         return future
 
     def close(self) -> None:
-        """Finish what is queued, seal what is open, end the thread. May be called twice."""
+        """Finish what is queued, abandon open runs, seal all files, end the thread. May be called twice."""
         with self._closing:
             if not self._closed:
                 self._queue.put(None)
             self._closed = True
         self._thread.join()
 
-    def _put(self, item: _Write | _Delete) -> None:
+    def _put(self, item: _Append | _Write | _Abandon | _Delete) -> None:
         with self._closing:  # nothing is queued behind the end
             if self._closed:
                 raise StoreError("The activation store is shutting down: send the request again")
@@ -158,89 +179,81 @@ class Writer:
     def _loop(self) -> None:
         while self._round():
             pass
-        self._seal_all()
-
-    def _seal_all(self) -> None:
-        self._retired += self._open.values()
-        self._open.clear()
-        self._close_retired()
+        self._runs.abandon_all()
+        self._pool.close()
 
     def _round(self) -> bool:
-        """Serve all that waits; false once the end was among it. Keeps no batch alive afterwards."""
+        """Serve all that waits; false once the end was among it. Keeps no batch alive once it is written."""
+        items = self._waiting()
+        last = None in items
+        written: _Written = {}
+        ended = list[_Abandon | _Delete]()
+        while items:
+            item = items.popleft()
+            if item is None or not item.future.set_running_or_notify_cancel():
+                continue
+            if isinstance(item, (_Append, _Write)):
+                self._write(item, written)
+                continue
+            if isinstance(item, _Abandon):
+                self._runs.abandon(item.name, f"Run {item.name.run_id} was abandoned: send the request again.")
+            ended.append(item)
+        for shard, runs in written.items():
+            self._commit(shard, runs)
+        self._runs.settle()
+        self._pool.settle()
+        for end in ended:
+            if isinstance(end, _Delete):
+                self._delete(end)
+            else:
+                end.future.set_result(None)
+        return not last
+
+    def _waiting(self) -> deque[_Append | _Write | _Abandon | _Delete | None]:
+        """All that waits, or nothing once something is due."""
+        due = min(self._pool.due, self._runs.due)
         try:
-            items = [self._queue.get(timeout=self._idle_s if self._open else None)]
+            first = self._queue.get(timeout=None if due == math.inf else max(0.0, due - time.monotonic()))
         except Empty:
-            self._seal_all()
-            return True
+            return deque()
+        items = deque([first])
         while not self._queue.empty():  # this thread alone takes from it
             items.append(self._queue.get())
-        wanted = [item for item in items if item and item.future.set_running_or_notify_cancel()]
-        touched: dict[Shard, list[tuple[_Write, Entry]]] = {}
-        for item in wanted:
-            if isinstance(item, _Write):
-                self._append(item, touched)
-        for shard, written in touched.items():
-            self._commit(shard, written)
-        while len(self._open) > self._open_shards:
-            self._retired.append(self._open.popitem(last=False)[1])
-        self._close_retired()
-        self._appended.clear()
-        for item in wanted:
-            if isinstance(item, _Delete):
-                self._delete(item)
-        return None not in items
+        return items
 
-    def _append(self, item: _Write, touched: dict[Shard, list[tuple[_Write, Entry]]]) -> None:
-        run = item.run
-        name = (run.session_id, run.run_id)
-        if name in self._appended or self._catalogue.holds(*name):
-            item.future.set_exception(StoreError(f"Run {run.run_id} is stored already: give it another id"))
-            return
-        schema = item.batches[0].schema
-        key = schema.serialize().to_pybytes()
+    def _write(self, item: _Append | _Write, written: _Written) -> None:
         try:
-            if key not in self._open:
-                self._open[key] = Shard(self._root, run.session_id, next(self._names), schema)
-            shard = self._open[key]
-            self._open.move_to_end(key)
-            entry = shard.append(run, item.batches, item.metadata)
-            touched.setdefault(shard, []).append((item, entry))
-            self._appended.add(name)
-        except (OSError, pa.ArrowException) as error:
-            item.future.set_exception(self._explain(error))
-        if key in self._open and (self._open[key].broken or self._open[key].length >= self._shard_bytes):
-            self._retired.append(self._open.pop(key))
+            shard, entry = self._runs.write(item.chunk)
+        except StoreError as error:
+            item.future.set_exception(error)
+            return
+        finally:
+            item.chunk.batches.clear()
+        if isinstance(item, _Append):
+            item.future.set_result(None)
+            if shard.unsynced >= _SYNC_BYTES:
+                written.setdefault(shard, [])
+        elif entry:
+            written.setdefault(shard, []).append((item.future, entry))
 
-    def _commit(self, shard: Shard, written: list[tuple[_Write, Entry]]) -> None:
+    def _commit(self, shard: Shard, runs: list[tuple[Future[StoredRun], Entry]]) -> None:
         try:
             shard.sync()
         except OSError as error:
-            for item, _ in written:
-                item.future.set_exception(self._explain(error))
-            self._retire(shard)
+            for future, _ in runs:
+                future.set_exception(explain(self._root, error))
+            self._runs.abandon_broken(shard, str(explain(self._root, error)))
             return
-        self._catalogue.add(shard.session_id, [entry for _, entry in written], shard.facts())
-        for item, entry in written:
-            item.future.set_result(entry.stored())
-
-    def _retire(self, shard: Shard) -> None:
-        for key, other in list(self._open.items()):
-            if other is shard:
-                self._retired.append(self._open.pop(key))
-
-    def _close_retired(self) -> None:
-        for shard in self._retired:
-            shard.close()
-            if shard.rows:
-                self._catalogue.add(shard.session_id, [], shard.facts())
-        self._retired.clear()
+        if runs:
+            self._catalogue.add(shard.session_id, [entry for _, entry in runs], shard.facts())
+        for future, entry in runs:
+            future.set_result(entry.stored())
 
     def _delete(self, item: _Delete) -> None:
         folder = self._root / item.session_id
         try:
-            for shard in [shard for shard in self._open.values() if shard.session_id == item.session_id]:
-                self._retire(shard)
-            self._close_retired()
+            self._runs.abandon_session(item.session_id, f"Session {item.session_id} was deleted while the run went on.")
+            self._pool.close(item.session_id)
             on_disk = folder.is_dir() and not folder.is_symlink()
             trash = self._root / f"{_TRASH}{secrets.token_hex(8)}"
             if on_disk:
@@ -253,11 +266,25 @@ class Writer:
                 shutil.rmtree(trash)
             item.future.set_result(on_disk or known)
         except OSError as error:
-            item.future.set_exception(self._explain(error))
+            item.future.set_exception(explain(self._root, error))
 
-    def _explain(self, error: Exception) -> StoreError:
-        advice = _ADVICE.get(
-            getattr(error, "errno", None) or 0,
-            "see that the disk can be written, then send the request again",
-        )
-        return StoreError(f"The activation store at {self._root} failed ({error}): {advice}.")
+
+def _check_name(session_id: str) -> None:
+    try:
+        check_session_id(session_id)
+    except ValueError as error:
+        raise StoreError(str(error)) from error
+
+
+def _check_batches(name: RunName, batches: Sequence[pa.RecordBatch], model: str | None = None) -> None:
+    """Raise StoreError unless the batches are of one schema, and of the session and model."""
+    _check_name(name.session_id)
+    for schema in (batch.schema for batch in batches[:1]):
+        try:
+            shard = shard_facts(schema)
+        except ValueError as error:
+            raise StoreError(str(error)) from error
+        if shard.session_id != name.session_id or model not in (None, shard.model):
+            raise StoreError(f"Run {name.run_id} and its batches are not of one session and model")
+        if not all(batch.schema.equals(schema, check_metadata=True) for batch in batches):
+            raise StoreError(f"Run {name.run_id}: its batches differ in points, shapes or dtypes")

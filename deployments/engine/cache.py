@@ -1,4 +1,4 @@
-"""KV slots: one row of memory per running request, each with its own length."""
+"""KV slots: one row of memory per request that is under way, each with its own length."""
 
 from __future__ import annotations
 
@@ -15,14 +15,16 @@ class Window:
 
     Attributes:
         first: The first slot a prefill fills; its rows are first, first + 1, ...
+        start: The position at which a prefill begins. Behind 0 its one row attends to what its slot holds.
         rows: [batch] slot of each decoded row, always 0..batch-1; None in a prefill.
         positions: [batch] where each decoded row writes; None in a prefill.
-        length: How many positions a decode reads.
+        length: How many positions are read.
         slots: Slots to allocate, at least.
         capacity: Positions per slot to allocate, at least.
     """
 
     first: int = 0
+    start: int = 0
     rows: torch.Tensor | None = None
     positions: torch.Tensor | None = None
     length: int = 0
@@ -33,9 +35,17 @@ class Window:
 class SlotLayer(CacheLayerMixin):  # type: ignore[no-untyped-call]
     """One layer's keys and values, [slots, kv_heads, capacity, head_dim]."""
 
+    keys: torch.Tensor
+    values: torch.Tensor
+
     def __init__(self, window: Window) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
         self.window = window
+
+    @property
+    def memories(self) -> list[torch.Tensor]:
+        """Keys and values, once there are any."""
+        return [self.keys, self.values] if self.is_initialized else []
 
     def lazy_initialization(self, key_states: torch.Tensor, value_states: torch.Tensor) -> None:
         """Allocate for the window's slots and capacity; heads, sizes and dtype are the model's."""
@@ -59,17 +69,17 @@ class SlotLayer(CacheLayerMixin):  # type: ignore[no-untyped-call]
         """
         if not self.is_initialized:
             self.lazy_initialization(key_states, value_states)
-        assert self.keys is not None
-        assert self.values is not None
         window = self.window
+        batch, _, tokens, _ = key_states.shape
         if window.rows is None:
-            batch, _, tokens, _ = key_states.shape
-            self.keys[window.first : window.first + batch, :, :tokens] = key_states
-            self.values[window.first : window.first + batch, :, :tokens] = value_states
-            return key_states, value_states
+            slots, stop = slice(window.first, window.first + batch), window.start + tokens
+            self.keys[slots, :, window.start : stop] = key_states
+            self.values[slots, :, window.start : stop] = value_states
+            if not window.start:
+                return key_states, value_states
+            return self.keys[slots, :, :stop], self.values[slots, :, :stop]
         self.keys[window.rows, :, window.positions] = key_states[:, :, 0]
         self.values[window.rows, :, window.positions] = value_states[:, :, 0]
-        batch = len(window.rows)
         return self.keys[:batch, :, : window.length], self.values[:batch, :, : window.length]
 
     def resize(self) -> None:
@@ -85,21 +95,27 @@ class SlotLayer(CacheLayerMixin):  # type: ignore[no-untyped-call]
             new[:slots, :, :length] = old[:slots, :, :length]
             setattr(self, name, new)  # the old one is freed here, layer by layer: the transient is one layer's
 
-    def move(self, source: int, target: int) -> None:
-        """Move a slot's rows into another and zero the slot it left."""
-        for memory in (self.keys, self.values):
-            if memory is not None:
-                if source != target:
-                    memory[target] = memory[source]
-                memory[source].zero_()
+    def swap(self, a: int, b: int, length: int) -> None:
+        """Exchange the first `length` positions of two slots."""
+        for memory in self.memories:
+            kept = memory[a, :, :length].clone()
+            memory[a, :, :length] = memory[b, :, :length]
+            memory[b, :, :length] = kept
+
+    def clear(self, slot: int, length: int) -> None:
+        """Zero the first `length` positions of a slot."""
+        for memory in self.memories:
+            memory[slot, :, :length].zero_()
 
     def get_mask_sizes(self, query_length: int) -> tuple[int, int]:
-        """(keys read, offset of the first); transformers builds a prefill's own masks from it."""
-        return (query_length, 0) if self.window.rows is None else (self.window.length, 0)
+        """(keys read, offset of the first); transformers builds a whole prefill's own masks from it."""
+        if self.window.rows is None:
+            return self.window.start + query_length, 0
+        return self.window.length, 0
 
     def get_seq_length(self) -> int:
-        """0 in a prefill; in a decode the longest row's tokens before this one."""
-        return 0 if self.window.rows is None else self.window.length - 1
+        """Where a prefill starts; in a decode the longest row's tokens before this one."""
+        return self.window.start if self.window.rows is None else self.window.length - 1
 
     def get_max_length(self) -> int:
         """-1: it grows."""
@@ -107,9 +123,9 @@ class SlotLayer(CacheLayerMixin):  # type: ignore[no-untyped-call]
 
 
 class SlotCache(Cache):
-    """The KV memory of all running requests.
+    """The KV memory of all requests that are under way.
 
-    Running requests hold slots 0..n-1 without gaps, so that a decode reads `[:n, :, :longest]` as a view.
+    Decoding requests hold slots 0..n-1 without gaps, so that a decode reads `[:n, :, :longest]` as a view.
     """
 
     def __init__(self, layers: int) -> None:
@@ -117,9 +133,10 @@ class SlotCache(Cache):
         self._slots = [SlotLayer(self.window) for _ in range(layers)]
         super().__init__(layers=list(self._slots))
 
-    def prefill(self, first: int) -> None:
-        """Make the next forward fill whole prompts into slots from `first` on."""
-        self.window.first, self.window.rows, self.window.positions = first, None, None
+    def prefill(self, first: int, start: int = 0) -> None:
+        """Make the next forward fill slots from `first` on; from position `start` > 0 on, one slot."""
+        self.window.first, self.window.start = first, start
+        self.window.rows = self.window.positions = None
 
     def decode(self, rows: torch.Tensor, positions: torch.Tensor, longest: int) -> None:
         """Make the next forward add one token to each of slots 0..n-1.
@@ -150,13 +167,17 @@ class SlotCache(Cache):
                 layer.resize()
             raise
 
-    def release(self, slot: int, last: int) -> None:
-        """Free a slot; the last running slot's rows move into its place."""
+    def swap(self, a: int, b: int, length: int) -> None:
+        """Exchange two slots, of which `length` positions are in use."""
         for layer in self._slots:
-            layer.move(last, slot)
+            layer.swap(a, b, length)
+
+    def clear(self, slot: int, length: int) -> None:
+        """Zero a slot, of which `length` positions were in use."""
+        for layer in self._slots:
+            layer.clear(slot, length)
 
     @property
     def bytes(self) -> int:
         """Memory held, in bytes."""
-        memories = [m for layer in self._slots for m in (layer.keys, layer.values) if m is not None]
-        return sum(memory.numel() * memory.element_size() for memory in memories)
+        return sum(memory.nbytes for layer in self._slots for memory in layer.memories)

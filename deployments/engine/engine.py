@@ -1,55 +1,45 @@
 """The engine: admit -> forward -> sample -> emit, for all requests at once.
 
-One thread owns the model and calls `step` (or `run`, which does nothing else); any thread may `submit` and
-`cancel`. Running requests hold KV slots 0..n-1. Each step is one forward: a prefill of new requests, or one
-token for all running ones.
+One thread owns the model and calls `step` (or `run`, which does nothing else); any thread may `submit`,
+`cancel` and say what was `written`. Requests under way hold KV slots. Each step is one forward: a prefill of
+new requests, the next piece of a long prompt, or one token for all requests whose prompts are in.
 """
 
 from __future__ import annotations
 
+import contextlib
 import itertools
 import logging
 import queue
-import random
 import time
-from collections import deque
 from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass
+from dataclasses import replace
+from typing import NamedTuple
 
 import torch
 
-from deployments.activations.points import Place
-from deployments.engine.memory import Memory
+from deployments.engine import memory
+from deployments.engine.batch import Batch
+from deployments.engine.forwards import Forwards, Outcome
+from deployments.engine.memory import KvMemory, held_bytes
 from deployments.engine.model import Model
-from deployments.engine.recorder import CaptureError, Recorder, Recording, places_of
-from deployments.engine.request import Delta, Event, Finished, FinishReason, Request
+from deployments.engine.outflow import Outflow
+from deployments.engine.recorder import CaptureError, Recorder, Recording, joined
+from deployments.engine.request import Captured, Delta, Event, Finished, FinishReason, Logprob, Request, Rows
 from deployments.engine.row import Row
-from deployments.engine.sampling import draw
+from deployments.engine.sampler import Sampler
+from deployments.engine.sampling import check_sampling, choose
+from deployments.engine.schedule import Schedule
+from deployments.engine.statistics import Statistics
 from deployments.engine.text import TextStream
 from deployments.errors import RequestError
 
 logger = logging.getLogger(__name__)
 
 
-@dataclass
-class Statistics:
-    """What the engine is doing.
-
-    Attributes:
-        running: Requests that hold a slot.
-        waiting: Requests that wait for one.
-        kv_bytes: KV memory held.
-        steps: Forwards so far.
-        tokens: Tokens generated so far.
-        preempted: Requests that lost their slot and were run again.
-    """
-
-    running: int = 0
-    waiting: int = 0
-    kv_bytes: int = 0
-    steps: int = 0
-    tokens: int = 0
-    preempted: int = 0
+class _Written(NamedTuple):
+    id: str
+    bytes: int
 
 
 class Engine:
@@ -60,30 +50,36 @@ class Engine:
         model: Model,
         *,
         max_running: int = 64,
-        prefill_tokens: int = 4096,
+        prefill_tokens: int = 2048,
         kv_bytes: int | None = None,
+        kv_fraction: float | None = None,
+        capture_bytes: int | None = None,
     ) -> None:
         """Take a model into service.
 
         Args:
             model: The only copy of the weights.
             max_running: The most requests that share a decode.
-            prefill_tokens: The most tokens, padding included, of one prefill; a longer prompt goes alone.
-            kv_bytes: The most KV memory; by default half of what is free now.
+            prefill_tokens: The most tokens, padding included, of one prefill; a longer prompt goes in pieces.
+            kv_bytes: The most KV memory; without it, `kv_fraction` of what is free now.
+            kv_fraction: A part of the free memory; half unless given.
+            capture_bytes: Host memory for recorded rows. Rows are then handed out in pieces as `Rows`, and
+                whoever takes them calls `written`; None leaves them with their request until its end.
         """
         self.model = model
-        self.max_running = max_running
-        self.prefill_tokens = prefill_tokens
         self.statistics = Statistics()
         self.step_began: float | None = None  # monotonic seconds; None between steps
-        self._memory = Memory(model, max_running, kv_bytes)
+        self._memory = KvMemory(model, max_running, kv_bytes, kv_fraction)
         self._cache = self._memory.cache
-        self._recorder = Recorder(model.device)
-        self._inbox: queue.SimpleQueue[Request | str | None] = queue.SimpleQueue()
-        self._waiting: deque[Row] = deque()
-        self._running: list[Row] = []  # by slot
+        recorder = Recorder(model.device)
+        self._batch = Batch(self._cache, recorder)
+        self._forwards = Forwards(model, self._memory, self._batch, recorder)
+        self._schedule = Schedule(self._memory, max_running, prefill_tokens, capture_bytes)
+        self._outflow = Outflow(capture_bytes)
+        self._inbox: queue.SimpleQueue[Request | str | _Written | None] = queue.SimpleQueue()
         self._arrivals = itertools.count()
         self._prefilled = False
+        self._idle = True
         self._stopping = False
 
     # ---- for any thread
@@ -92,13 +88,16 @@ class Engine:
         """Refuse what could never run.
 
         Raises:
-            RequestError: An empty prompt, or more tokens than the context or the KV memory holds.
+            RequestError: An empty prompt, more tokens than the context or the KV memory holds, or settings
+                that this model or the request's own length cannot meet.
         """
         prompt, context = len(request.prompt), self.model.context
         if not prompt:
             raise RequestError("the prompt has no tokens", "prompt")
         if min(request.prompt) < 0 or max(request.prompt) >= self.model.vocabulary:
             raise RequestError(f"token ids go from 0 to {self.model.vocabulary - 1}", "prompt")
+        check_sampling(request, self.model.vocabulary)
+        check_sampling(request, self.model.vocabulary)
         if prompt + min(request.max_tokens, 1) > context:
             message = f"the prompt has {prompt} tokens, this model's context is {context} with the answer"
             raise RequestError(message, "prompt", "context_length_exceeded")
@@ -107,7 +106,8 @@ class Engine:
             raise RequestError(message, "max_tokens", "context_length_exceeded")
         most = prompt + request.max_tokens + 1
         if not self._memory.fits(1, most):
-            message = f"{most} tokens need more KV memory than the server's {self._memory.budget} positions"
+            needed, held = most * self._memory.position_bytes, self._memory.budget * self._memory.position_bytes
+            message = f"{most} tokens need {needed} bytes of KV memory or more, the server's budget is {held}"
             raise RequestError(message, "max_tokens", "kv_memory_exceeded")
 
     def submit(self, request: Request) -> None:
@@ -117,6 +117,10 @@ class Engine:
     def cancel(self, request_id: str) -> None:
         """End a request where it stands; its last event says "cancelled". Unknown ids do nothing."""
         self._inbox.put(request_id)
+
+    def written(self, request_id: str, size: int) -> None:
+        """Say that `size` bytes of the rows that a request handed out need no memory any more."""
+        self._inbox.put(_Written(request_id, size))
 
     def stop(self) -> None:
         """Make `run` return after its step."""
@@ -128,14 +132,12 @@ class Engine:
     def run(self, emit: Callable[[list[Event]], None]) -> None:
         """Step until stopped, handing on each step's events; wait where there is nothing to do."""
         while not self._stopping:
-            if not self._running and not self._waiting:
-                self._receive(self._inbox.get())
-            events = self.step()
+            events = self.step(wait=True)
             if events:
                 emit(events)
 
     def generate(self, requests: Iterable[Request]) -> list[Finished]:
-        """Run requests together to their end and give their last events, in order.
+        """Run requests together to their end and give their last events, in order, with all they recorded.
 
         Raises:
             RequestError: One of them could never run, or two have the same id.
@@ -147,212 +149,264 @@ class Engine:
             self.check(request)
         for request in requests:
             self.submit(request)
+        pieces: dict[str, list[Captured]] = {request.id: [] for request in requests}
         done: dict[str, Finished] = {}
         while len(done) < len(requests):
-            done.update((event.id, event) for event in self.step() if isinstance(event, Finished))
+            for event in self.step(wait=True):
+                if isinstance(event, Finished):
+                    done[event.id] = event
+                    if event.captured is not None and pieces[event.id]:
+                        done[event.id] = replace(event, captured=joined([*pieces[event.id], event.captured]))
+                elif isinstance(event, Rows):
+                    pieces[event.id].append(event.captured)
+                    self.written(event.id, event.captured.bytes)
         return [done[request.id] for request in requests]
 
     @torch.inference_mode()
-    def step(self) -> list[Event]:
-        """One round: take in what was sent, run one forward, and say what it brought."""
-        self.step_began = time.monotonic()
+    def step(self, wait: bool = False) -> list[Event]:
+        """One round: take in what was sent, run one forward, and say what it brought.
+
+        Args:
+            wait: Where there is nothing to do, wait until something is sent.
+        """
         events: list[Event] = []
+        if wait and self._idle:
+            self._receive(self._inbox.get(), events)
+        self.step_began = began = time.monotonic()
         while not self._inbox.empty():
             self._receive(self._inbox.get(), events)
         # A prefill is followed by a decode, so that running requests do not stand still behind new ones.
-        admitted = [] if self._prefilled and self._running else self._admit()
-        self._prefilled = bool(admitted)
-        if admitted:
-            self._guarded(self._prefill, admitted, events)
-        elif self._running:
-            self._guarded(self._decode, self._running, events)
-        self._count()
+        decoding = list(self._batch.decoding)
+        prefill = None if self._prefilled and decoding else self._schedule.next_prefill(self._batch, self._outflow.full)
+        self._prefilled = prefill is not None
+        self._idle = not prefill and not decoding
+        tokens = self.statistics.tokens
+        if prefill:
+            self._forward(lambda: self._forwards.prefill(prefill), prefill.rows, events)
+        elif decoding:
+            self._forward(self._decode, decoding, events)
+        if not self._idle:
+            self.statistics.count_step(time.monotonic() - began, self.statistics.tokens - tokens)
+        self._note()
         self.step_began = None
         return events
 
-    def _receive(self, message: Request | str | None, events: list[Event] | None = None) -> None:
+    def _receive(self, message: Request | str | _Written | None, events: list[Event]) -> None:
         if isinstance(message, Request):
             capture = message.capture
             recording = Recording(capture, message.points, len(message.prompt)) if capture else None
             text = TextStream(self.model.tokenizer, message.stop)
-            numbers = random.Random(message.sampling.seed)
-            self._waiting.append(Row(message, text, numbers, recording, next(self._arrivals)))
+            sampler = Sampler(message, self.model.eos, self.model.hf.get_output_embeddings().out_features)
+            self._schedule.waiting.append(Row(message, text, sampler, recording, next(self._arrivals)))
         elif isinstance(message, str):
-            self._cancel(message, events if events is not None else [])
+            self._cancel(message, events)
+        elif isinstance(message, _Written):
+            self._outflow.written(message.id, message.bytes)
+            self._settle()
 
     def _cancel(self, request_id: str, events: list[Event]) -> None:
-        for row in self._waiting:
+        for row in (*self._schedule.waiting, *self._batch.rows):
             if row.request.id == request_id:
-                self._waiting.remove(row)
-                events.append(Finished(request_id, "cancelled", row.request.prompt, row.tokens))
-                return
-        for row in self._running:
-            if row.request.id == request_id:
-                self._finish(row, "cancelled", events)
-                return
+                return self._finish(row, "cancelled", events)
+        return None
 
-    # ---- admission
-
-    def _admit(self) -> list[Row]:
-        """Take waiting requests, first come first served, while slots, KV memory and the token budget last."""
-        admitted: list[Row] = []
-        longest = 0
-        need = max((row.need for row in self._running), default=0)
-        while self._waiting and len(self._running) + len(admitted) < self.max_running:
-            row = self._waiting[0]
-            longest = max(longest, len(row.request.prompt) + len(row.tokens))
-            need = max(need, row.need)
-            slots = len(self._running) + len(admitted) + 1
-            if admitted and longest * (len(admitted) + 1) > self.prefill_tokens:
-                break
-            if slots > 1 and not self._memory.fits(slots, need):
-                break
-            admitted.append(self._waiting.popleft())
-        return admitted
+    # ---- room
 
     def _make_room(self) -> None:
         """Grow for the longest row's next token; while that exceeds the budget, the youngest row waits again."""
-        while (longest := max(row.fed for row in self._running) + 1) > self._cache.window.capacity:
-            if len(self._running) == 1 or self._memory.fits(len(self._running), longest):
-                return self._memory.reserve(len(self._running), longest, keep=True)
-            youngest = max(self._running, key=lambda row: row.arrival)
-            self._remove(youngest)
-            youngest.fed = 0
-            self._waiting.appendleft(youngest)
-            self.statistics.preempted += 1
+        batch = self._batch
+        while (longest := max(row.fed for row in batch.decoding) + 1) > self._cache.window.capacity:
+            if len(batch) == 1 or self._memory.fits(len(batch), longest):
+                return self._memory.reserve(len(batch), longest, keep=True)
+            self._preempt(max(batch.rows, key=lambda row: row.arrival))
+            if not batch.decoding:
+                return None
         return None
 
-    # ---- forwards
+    def _preempt(self, row: Row) -> None:
+        """Take a row's slot; its tokens and what it recorded stay, and it is run again from its beginning."""
+        self._batch.remove(row)
+        row.stalled = False
+        self._schedule.put_back([row])
+        self.statistics.preempted += 1
 
-    def _prefill(self, rows: Sequence[Row], events: list[Event]) -> None:
-        first = len(self._running)
-        need = max(row.need for row in (*rows, *self._running))
-        self._memory.reserve(first + len(rows), need, keep=bool(self._running))
-        sequences = [row.sequence for row in rows]
-        longest = max(map(len, sequences))
-        padded = [sequence + [0] * (longest - len(sequence)) for sequence in sequences]
+    # ---- one forward
+
+    def _forward(self, run: Callable[[], Outcome], rows: Sequence[Row], events: list[Event]) -> None:
+        """Run a forward and take what it brings; an error ends its rows, and the engine goes on."""
         device = self.model.device
-        ids = torch.tensor(padded, device=device)  # [rows, longest]
-        lengths = torch.tensor([len(sequence) for sequence in sequences], device=device)
-        recordings = [(i, row.recording) for i, row in enumerate(rows) if row.recording and row.records_prefill]
-        places = places_of(recording for _, recording in recordings)
-
-        def take(place: Place, value: torch.Tensor) -> None:
-            for i, recording in recordings:
-                recording.add(place, value[i, recording.rows : len(sequences[i])])
-
-        self._cache.prefill(first)
-        every = any(place.module == self.model.head for place in places)
-        logits = self.model.prefill(ids, lengths, self._cache, places, take, every_logit=every)
-        for row, sequence in zip(rows, sequences, strict=True):
-            row.fed = len(sequence)
-            if row.recording:
-                row.recording.rows = row.fed
-                if row.recording.wants_generated:
-                    self._recorder.join(len(self._running), row.recording)
-            self._running.append(row)
-        self._advance(list(rows), logits, events)
-
-    def _decode(self, _: Sequence[Row], events: list[Event]) -> None:
-        self._make_room()
-        rows = list(self._running)
-        device = self.model.device
-        slots = torch.arange(len(rows), device=device)
-        positions = torch.tensor([row.fed for row in rows], device=device)
-        ids = torch.tensor([row.tokens[-1] for row in rows], device=device)
-        longest = max(row.fed for row in rows) + 1
-        self._cache.decode(slots, positions, longest)
-        places = self._recorder.places()
-        if places:
-            self._recorder.begin(places, self._cache.window.slots)
-        logits = self.model.decode(ids, positions, longest, self._cache, places, self._recorder.take)
-        if places:
-            self._recorder.end()
         for row in rows:
-            row.fed += 1
-        self._advance(rows, logits, events)
-
-    def _guarded(
-        self, forward: Callable[[Sequence[Row], list[Event]], None], rows: Sequence[Row], events: list[Event]
-    ) -> None:
-        """Run a forward; an error ends its rows, and the engine goes on."""
-        rows = list(rows)
+            row.memory.before = row.memory.before or held_bytes(device)
+        failed = out_of_memory = None
         try:
-            forward(rows, events)
+            self._advance(*run(), events)
+            self._schedule.went_well()
         except AssertionError:
             raise  # the engine's own invariant is broken: it must not go on
         except Exception as error:
             logger.exception("a forward of %d requests failed", len(rows))
-            ended = {event.id for event in events if isinstance(event, Finished)}
-            message = f"{type(error).__name__}: {error}"
-            for row in rows:
-                if row in self._running:
-                    self._finish(row, "error", events, message)
-                elif row not in self._waiting and row.request.id not in ended:
-                    events.append(Finished(row.request.id, "error", row.request.prompt, error=message))
+            failed = f"{type(error).__name__}: {error}"
+            out_of_memory = memory.describe(device, error) if memory.is_out_of_memory(error) else None
+        if failed:  # outside of the handler, whose error holds on to the forward's tensors
+            self._recover(rows, failed, out_of_memory, events)
+        held = held_bytes(device)
+        for row in rows:
+            row.memory.peak = max(row.memory.peak, held)
+        self._send_rows(events)
+        self._settle()
+
+    def _decode(self) -> Outcome:
+        self._make_room()
+        return self._forwards.decode()
+
+    def _send_rows(self, events: list[Event]) -> None:
+        recording = [row for row in self._batch.rows if row.recording]
+        piece = self._outflow.piece(len(recording))
+        if piece is None:
+            return
+        for row in recording:
+            assert row.recording is not None
+            if row.recording.bytes < piece:
+                continue
+            try:
+                captured = row.recording.flush(row.sequence)
+            except CaptureError as error:
+                row.recording.give_up(str(error))
+            else:
+                if captured is not None:
+                    self._outflow.sent(row, captured.bytes)
+                    events.append(Rows(row.request.id, captured))
+
+    def _settle(self) -> None:
+        """Let rows stand still that hold too many recorded bytes, and put each row where it belongs."""
+        rows = list(self._batch.rows)
+        recording = sum(row.recording is not None for row in rows)
+        for row in rows:
+            row.stalled = self._outflow.stalls(row, recording)
+            self._batch.settle(row)
+
+    # ---- what goes wrong
+
+    def _recover(self, rows: Sequence[Row], failed: str, out_of_memory: str | None, events: list[Event]) -> None:
+        """After a failed forward: end its rows, or, where there was no memory, as few of them as can be."""
+        batch = self._batch
+        ended = {event.id for event in events if isinstance(event, Finished)}
+        rows = [row for row in rows if row.request.id not in ended and row not in self._schedule.waiting]
+        for slot, row in enumerate(row for row in rows if row not in batch):
+            if row.written:  # in some layers
+                self._cache.clear(len(batch) + slot, row.written)
+                row.written = 0
+        if out_of_memory is None:
+            return self._fail(rows, failed, "engine_error", events)
+        self.statistics.out_of_memory += 1
+        memory.release_cached(self.model.device)
+        relieved = self._relieve(rows)
+        if len(batch):
+            self._memory.trim(len(batch), max(row.written for row in batch.rows) + 1)
+        for row in () if relieved else rows:
+            size = memory.mib(row.need * self._memory.position_bytes)
+            message = (
+                f"out of memory: {out_of_memory}; this request has {len(row.request.prompt)} prompt and "
+                f"{len(row.tokens)} generated tokens of up to {row.request.max_tokens}, {size} of keys and values: "
+                "ask for less"
+            )
+            self._fail([row], message, "out_of_memory", events)
+        return None
+
+    def _relieve(self, rows: Sequence[Row]) -> bool:
+        """Ask less of the next forwards than of one that found no memory; false where that is not possible."""
+        batch, schedule = self._batch, self._schedule
+        decoded = all(row in batch.decoding for row in rows)
+        tokens = sum(min(row.length - row.fed, schedule.tokens) for row in rows)
+        schedule.put_back([row for row in rows if row not in batch])
+        for row in rows:
+            if row in batch and row.fed == row.length:  # run, but its next token was not drawn
+                self._preempt(row)
+        if decoded:
+            youngest = sorted(batch.rows, key=lambda row: row.arrival)[(len(batch) + 1) // 2 :]
+            for row in reversed(youngest):
+                self._preempt(row)
+            schedule.limit_rows(len(batch) or len(rows) // 2)
+            return len(rows) > 1 or bool(youngest)
+        if schedule.halve_tokens(tokens):
+            return True
+        for row in rows:
+            if row in batch:
+                self._preempt(row)
+        if len(batch):  # they have the memory: it waits for their end
+            schedule.limit_rows(len(batch))
+        return len(batch) > 0
+
+    def _fail(self, rows: Sequence[Row], message: str, code: str, events: list[Event]) -> None:
+        for row in rows:
+            self._finish(row, "error", events, message, code)
 
     # ---- what a forward brought
 
     def _advance(self, rows: list[Row], logits: torch.Tensor, events: list[Event]) -> None:
         """Draw each row's next token from logits [rows, vocabulary], and end what has come to its end."""
-        top, ids = logits.max(dim=-1)  # NaN wins a maximum
-        drawing = [i for i, row in enumerate(rows) if row.request.sampling.temperature > 0 and not row.ending]
-        if drawing:
-            drawn = draw(
-                logits[drawing],
-                [rows[i].request.sampling for i in drawing],
-                [rows[i].random.random() for i in drawing],
-            )
-            ids[drawing] = drawn
-        # From the last slot down, since the last row moves into a freed slot.
-        for row, token, finite in reversed(list(zip(rows, ids.tolist(), top.isfinite().tolist(), strict=True))):
-            if not finite:
-                self._finish(row, "error", events, "the model gave a value that is not finite for this request")
+        if not rows:
+            return
+        chosen = choose(logits, [None if row.ending else row.sampler for row in rows])
+        for i, row in enumerate(rows):
+            if i in chosen.failed:
+                self._finish(row, "error", events, chosen.failed[i])
             elif row.ending:
                 self._finish(row, row.ending, events)
             else:
-                self._accept(row, token, events)
+                self._accept(row, chosen.tokens[i], chosen.logprobs.get(i), events)
 
-    def _accept(self, row: Row, token: int, events: list[Event]) -> None:
+    def _accept(self, row: Row, token: int, logprob: Logprob | None, events: list[Event]) -> None:
         request = row.request
         if request.max_tokens == 0:
             return self._finish(row, "length", events)
         row.tokens.append(token)
+        row.sampler.add(token)
         self.statistics.tokens += 1
-        ended = token in self.model.eos and not request.ignore_eos
-        text = row.text.add(token)
+        ended = token in row.sampler.ends
+        logprobs = (logprob._replace(offset=row.text.length),) if logprob else ()
+        text = "" if ended else row.text.add(token, may_stop=len(row.tokens) >= request.sampling.min_tokens)
         if ended or row.text.stopped:
             row.ending = "stop"
         elif len(row.tokens) == request.max_tokens:
             row.ending = "length"
         if row.ending:
-            text += row.text.close(row.tokens)
-        events.append(Delta(request.id, (token,), text))
+            text += row.text.close(row.tokens[:-1] if ended else row.tokens)
+        events.append(Delta(request.id, (token,), text, logprobs))
         if row.ending and not (row.recording and row.recording.wants_generated):
             return self._finish(row, row.ending, events)
         return None
 
-    def _finish(self, row: Row, reason: FinishReason, events: list[Event], error: str | None = None) -> None:
-        self._remove(row)
+    def _finish(
+        self,
+        row: Row,
+        reason: FinishReason,
+        events: list[Event],
+        error: str | None = None,
+        code: str = "engine_error",
+    ) -> None:
+        if row in self._batch:
+            self._batch.remove(row)
+        else:
+            with contextlib.suppress(ValueError):  # it is on its way from the queue to a slot
+                self._schedule.waiting.remove(row)
         captured = None
         if row.recording and reason in ("stop", "length"):
             try:
-                captured = row.recording.finish(len(row.request.prompt) + len(row.tokens))
+                captured = row.recording.finish(row.sequence)
+                self._outflow.sent(row, captured.bytes)
             except (CaptureError, RuntimeError) as failed:  # torch's: no memory to join what was recorded
                 error = str(failed)
-        events.append(Finished(row.request.id, reason, row.request.prompt, row.tokens, captured, error))
+        row.memory.after = held_bytes(self.model.device)
+        request = row.request
+        events.append(Finished(request.id, reason, request.prompt, row.tokens, captured, error, code, row.memory))
 
-    def _remove(self, row: Row) -> None:
-        """Free a row's slot; the last row moves into it."""
-        slot, last = self._running.index(row), len(self._running) - 1
-        self._recorder.leave(slot)
-        self._recorder.move(last, slot)
-        self._cache.release(slot, last)
-        self._running[slot] = self._running[last]
-        self._running.pop()
-
-    def _count(self) -> None:
-        self.statistics.running = len(self._running)
-        self.statistics.waiting = len(self._waiting)
-        self.statistics.kv_bytes = self._cache.bytes
-        self.statistics.steps += 1
+    def _note(self) -> None:
+        numbers = self.statistics
+        numbers.running = len(self._batch)
+        numbers.waiting = len(self._schedule.waiting)
+        numbers.slots = self._cache.window.slots
+        numbers.kv_bytes = self._cache.bytes
+        numbers.kv_budget_bytes = self._memory.budget * self._memory.position_bytes
+        gathered = sum(row.recording.bytes for row in self._batch.rows if row.recording)
+        numbers.capture_bytes = gathered + self._outflow.bytes

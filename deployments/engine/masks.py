@@ -1,4 +1,4 @@
-"""Attention masks for a decode, in the form that the architecture takes."""
+"""Attention masks over the slots, in the form that the architecture takes."""
 
 from __future__ import annotations
 
@@ -11,8 +11,8 @@ Form = Literal["by_layer_type", "single"]
 
 
 @dataclass(frozen=True)
-class DecodeMasks:
-    """Builds the mask of one token per row over slots of unequal length.
+class Masks:
+    """Builds the masks of rows that attend to what their slots hold.
 
     Attributes:
         form: A dict of masks by layer type, or one for all layers. Only some architectures take a dict, and
@@ -28,31 +28,31 @@ class DecodeMasks:
     dtype: torch.dtype
 
     def build(self, positions: torch.Tensor, longest: int) -> Any:
-        """The `attention_mask` argument of a decode.
+        """The `attention_mask` argument of a forward over slots.
 
         Args:
-            positions: [batch] each row's own position.
+            positions: [batch, tokens] each token's own position.
             longest: How many slot positions are read.
 
         Returns:
-            [batch, 1, 1, longest], or a dict of such by layer type.
+            [batch, 1, tokens, longest], or a dict of such by layer type.
         """
         slot = torch.arange(longest, device=positions.device)
-        masks = {kind: self._mask(slot, positions[:, None], window) for kind, window in self.windows.items()}
+        masks = {kind: self._mask(slot, positions[..., None], window) for kind, window in self.windows.items()}
         return masks if self.form == "by_layer_type" else next(iter(masks.values()))
 
     def _mask(self, slot: torch.Tensor, position: torch.Tensor, window: int | None) -> torch.Tensor:
-        reads = slot <= position  # [batch, longest]
+        reads = slot <= position  # [batch, tokens, longest]
         if window is not None:
             reads &= slot > position - window
-        reads = reads[:, None, None, :]
+        reads = reads[:, None]
         if self.boolean:
             return reads
         lowest = torch.finfo(self.dtype).min
         return torch.zeros(reads.shape, dtype=self.dtype, device=reads.device).masked_fill_(~reads, lowest)
 
 
-def candidates(config: Any, attention: str, dtype: torch.dtype) -> list[DecodeMasks]:
+def candidates(config: Any, attention: str, dtype: torch.dtype) -> list[Masks]:
     """The forms a model's config allows, likeliest first; a probe tries them in turn."""
     window = getattr(config, "sliding_window", None) if getattr(config, "use_sliding_window", True) else None
     kinds = list(dict.fromkeys(getattr(config, "layer_types", None) or []))
@@ -60,8 +60,8 @@ def candidates(config: Any, attention: str, dtype: torch.dtype) -> list[DecodeMa
     found = []
     if kinds and set(kinds) <= {"full_attention", "sliding_attention"}:
         by_kind = {kind: window if kind == "sliding_attention" else None for kind in kinds}
-        found.append(DecodeMasks("by_layer_type", by_kind, boolean, dtype))
+        found.append(Masks("by_layer_type", by_kind, boolean, dtype))
     if len(kinds) < 2:  # one mask cannot say that some layers have a window and some have none
         only = None if kinds == ["full_attention"] else window
-        found.append(DecodeMasks("single", {"all": only}, boolean, dtype))
+        found.append(Masks("single", {"all": only}, boolean, dtype))
     return found

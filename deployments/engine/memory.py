@@ -1,6 +1,9 @@
-"""The KV memory's size: slots x positions in buckets, under one budget."""
+"""Memory: the KV slots' size under one budget, what is held now, and what to say when there is none left."""
 
 from __future__ import annotations
+
+import re
+from pathlib import Path
 
 import psutil
 import torch
@@ -8,26 +11,34 @@ import torch
 from deployments.engine.model import Model
 
 FIRST_CAPACITY = 256  # positions of a slot's first bucket; each next one is twice as long
+_PAGE = Path("/proc/self/statm")
+_ASKED = re.compile(r"allocate ([\d.]+ ?(?:[KMGT]i?B|bytes))", re.IGNORECASE)
 
 
-class Memory:
-    """The KV slots of all running requests, grown and shrunk within a budget.
+class KvMemory:
+    """The KV slots of all requests under way, grown and shrunk within a budget.
 
     Attributes:
         cache: The slots.
         budget: The most positions that all slots may have together.
+        position_bytes: Bytes of one position over all layers.
     """
 
-    def __init__(self, model: Model, max_slots: int, kv_bytes: int | None = None) -> None:
+    def __init__(
+        self, model: Model, max_slots: int, kv_bytes: int | None = None, kv_fraction: float | None = None
+    ) -> None:
         """Hold nothing yet.
 
         Args:
             model: Whose keys and values they are.
             max_slots: The most slots.
-            kv_bytes: The budget; by default half of what is free now.
+            kv_bytes: The budget.
+            kv_fraction: The budget as a part of what is free now, where `kv_bytes` is not given; by default
+                half of it.
         """
         self.cache = model.new_cache()
-        self.budget = (kv_bytes or _free_bytes(model.device) // 2) // _position_bytes(model)
+        self.position_bytes = _position_bytes(model)
+        self.budget = (kv_bytes or int(free_bytes(model.device) * (kv_fraction or 0.5))) // self.position_bytes
         self._max_slots = max_slots
 
     def fits(self, slots: int, need: int) -> bool:
@@ -49,6 +60,12 @@ class Memory:
         if keep and larger[0] * larger[1] <= self.budget:
             held, capacity = larger
         self.cache.resize(held, capacity)
+
+    def trim(self, slots: int, need: int) -> None:
+        """Give back all that `slots` rows of `need` tokens do not need."""
+        held, capacity = self._buckets(slots, need) if slots else (0, 0)
+        window = self.cache.window
+        self.cache.resize(min(held, window.slots), min(capacity, window.capacity))
 
     def _buckets(self, slots: int, need: int) -> tuple[int, int]:
         return min(_bucket(slots, 1), self._max_slots), _bucket(need, FIRST_CAPACITY)
@@ -73,7 +90,47 @@ def _bucket(value: int, first: int) -> int:
     return bucket
 
 
-def _free_bytes(device: torch.device) -> int:
+def free_bytes(device: torch.device) -> int:
+    """Memory that could be taken now."""
     if device.type == "cuda":
         return torch.cuda.mem_get_info(device)[0]
     return int(psutil.virtual_memory().available)
+
+
+def held_bytes(device: torch.device) -> int:
+    """Memory held now: by tensors on a GPU, else by this process."""
+    if device.type == "cuda":
+        return torch.cuda.memory_allocated(device)
+    if _PAGE.exists():  # a third of what psutil takes, each step
+        return int(_PAGE.read_bytes().split()[1]) * 4096
+    return int(psutil.Process().memory_info().rss)
+
+
+def is_out_of_memory(error: Exception) -> bool:
+    """Whether an error says that there is no memory; on a CPU torch has no type of its own for it."""
+    if isinstance(error, (torch.OutOfMemoryError, MemoryError)):
+        return True
+    text = str(error)
+    return isinstance(error, RuntimeError) and ("can't allocate memory" in text or "not enough memory" in text)
+
+
+def release_cached(device: torch.device) -> None:
+    """Give the allocator's unused blocks back."""
+    if device.type == "cuda":
+        torch.cuda.empty_cache()
+
+
+def describe(device: torch.device, error: Exception) -> str:
+    """Allocated, reserved and asked-for memory, in words."""
+    asked = _ASKED.search(str(error))
+    held = f"{mib(held_bytes(device))} allocated"
+    if device.type == "cuda":
+        held += f", {mib(torch.cuda.memory_reserved(device))} reserved"
+    else:
+        held += f", {mib(psutil.Process().memory_info().vms)} reserved"
+    return f"{held}, {asked[1] if asked else 'an unknown size'} asked for, {mib(free_bytes(device))} free"
+
+
+def mib(size: int) -> str:
+    """A size for people."""
+    return f"{size / 2**20:.1f} MiB"

@@ -15,7 +15,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from deployments.activations.points import Place, Points, first_tensor
 from deployments.engine.cache import SlotCache
-from deployments.engine.masks import DecodeMasks, candidates
+from deployments.engine.masks import Masks, candidates
 
 if unmount is not None:
     # nnsight gives every object in the process a `.save`, which other libraries' classes trip over.
@@ -64,6 +64,7 @@ class Model:
             raise UnsupportedModelError(f"{name} has no fast tokenizer, which streaming text needs")
         self.name = name
         self.hf = hf.eval().requires_grad_(False)
+        _lay_out_for_few_rows(self.hf)
         self.tokenizer = tokenizer
         self.config = hf.config.get_text_config()
         self.context = _context(self.config, context)
@@ -104,25 +105,29 @@ class Model:
         places: Sequence[Place] = (),
         take: Take | None = None,
         every_logit: bool = False,
+        start: int = 0,
     ) -> torch.Tensor:
-        """Run whole prompts, padded on the right, which causal attention never reads.
+        """Run prompts, padded on the right, which causal attention never reads; or one prompt's next piece.
 
         Args:
             ids: [batch, longest] token ids.
             lengths: [batch] tokens of each row.
-            cache: Set to prefill.
+            cache: Set to prefill from `start` on.
             places: What to read, in the order of execution.
             take: Called with each place and its value [batch, longest, ...]; must copy what it keeps.
             every_logit: Run the head over every token instead of each row's last, for who reads its rows.
+            start: The first token's position; behind 0 the batch is one row, which attends to its slot.
 
         Returns:
             [batch, vocabulary] logits of each row's last token.
         """
         last = lengths - 1
-        positions = torch.arange(ids.shape[1], device=ids.device).expand(ids.shape)
+        stop = start + ids.shape[1]
+        positions = torch.arange(start, stop, device=ids.device).expand(ids.shape)
+        mask = self.masks.build(positions, stop) if start else None
         self._last = None if every_logit else last
         try:
-            logits = self._forward(ids, positions, None, cache, places, take)
+            logits = self._forward(ids, positions, mask, cache, places, take)
         finally:
             self._last = None
         return logits[torch.arange(len(last), device=ids.device), last if every_logit else 0]
@@ -149,8 +154,9 @@ class Model:
         Returns:
             [batch, vocabulary] logits.
         """
+        positions = positions[:, None]
         mask = self.masks.build(positions, longest)
-        return self._forward(ids[:, None], positions[:, None], mask, cache, places, take)[:, -1]
+        return self._forward(ids[:, None], positions, mask, cache, places, take)[:, -1]
 
     def _forward(
         self,
@@ -201,7 +207,7 @@ class Model:
         return (hidden[torch.arange(len(self._last), device=hidden.device), self._last][:, None], *args[1:])
 
     @torch.inference_mode()
-    def _probe(self) -> DecodeMasks:
+    def _probe(self) -> Masks:
         """Find the mask form with which unequal rows in one batch give what each gives alone.
 
         Raises:
@@ -209,11 +215,13 @@ class Model:
         """
         prompts = [[(7 * i + 3 * n) % self.vocabulary for i in range(n)] for n in (9, 4, 6)]
         alone = [self._alone(prompt) for prompt in prompts]
+        alone.append(alone[0])
         tried = []
         for masks in candidates(self.config, self.config._attn_implementation, self.dtype):
             self.masks = masks
             try:
-                together = self._together([prompt[:-1] for prompt in prompts], [p[-1] for p in prompts])
+                together = [*self._together([prompt[:-1] for prompt in prompts], [p[-1] for p in prompts])]
+                together.append(self._in_pieces(prompts[0], 4))
             except (TypeError, ValueError, RuntimeError, AttributeError, KeyError, IndexError) as error:
                 tried.append(f"{masks.form}: {type(error).__name__}: {error}")
                 continue  # architectures refuse a form they do not take in ways of their own
@@ -239,6 +247,16 @@ class Model:
         self.prefill(torch.tensor(padded, device=self.device), lengths, cache)
         cache.decode(torch.arange(len(prompts), device=self.device), lengths, longest + 1)
         return self.decode(torch.tensor(last, device=self.device), lengths, longest + 1, cache)
+
+    def _in_pieces(self, prompt: list[int], first: int) -> torch.Tensor:
+        """[vocabulary] logits after a prefill of `first` tokens and one of the rest."""
+        cache = self.new_cache()
+        cache.resize(1, len(prompt))
+        for start, piece in ((0, prompt[:first]), (first, prompt[first:])):
+            cache.prefill(0, start)
+            ids = torch.tensor([piece], device=self.device)
+            logits = self.prefill(ids, torch.tensor([len(piece)], device=self.device), cache, start=start)
+        return logits[0]
 
 
 def load(
@@ -273,6 +291,21 @@ def load(
     if device_map is None:
         hf = hf.to(device or ("cuda" if torch.cuda.is_available() else "cpu"))
     return Model(hf, tokenizer, name, context)
+
+
+def _lay_out_for_few_rows(hf: Any) -> None:
+    """Store float32 weights of linear layers by columns where they are on a CPU.
+
+    MKL multiplies the few rows of a decode by such a matrix in four fifths of the time (32 rows; `benchmarks`),
+    and many rows in the same. Shapes, values and memory stay as they are. A weight that is the embedding's, too,
+    is left as it is, since its rows are looked up.
+    """
+    embedding = hf.get_input_embeddings().weight
+    for module in hf.modules():
+        if isinstance(module, torch.nn.Linear) and module.weight is not embedding:
+            weight = module.weight
+            if weight.device.type == "cpu" and weight.dtype == torch.float32 and weight.is_contiguous():
+                weight.data = weight.data.t().contiguous().t()
 
 
 def _context(config: Any, asked: int | None) -> int:

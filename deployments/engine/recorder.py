@@ -13,6 +13,7 @@ from deployments.engine.request import Captured
 
 WINDOW_BYTES = 32 << 20  # of the ring in which decoded rows gather before they are cut to requests
 WINDOW_STEPS = 64
+Rows = dict[str, torch.Tensor]  # point name -> [rows, ...features], on the host
 DTYPES = {"float32": torch.float32, "float16": torch.float16, "bfloat16": torch.bfloat16}
 
 
@@ -27,15 +28,21 @@ class Recording:
         points: The points it reads.
         rows: How many tokens have passed, recorded or not wanted.
         since: The recorder's step from which on its rows are not cut out yet.
+        bytes: Host memory that its rows take, until they are handed out.
+        token_bytes: Bytes of one token's rows.
     """
 
     def __init__(self, capture: Capture, points: Sequence[Point], prompt_tokens: int) -> None:
         self.points = points
         self.rows = 0
         self.since = 0
+        self.bytes = 0
+        self.token_bytes = sum(point.place.dtype.itemsize * math.prod(point.shape) for point in points)
+        self._failed: str | None = None
         self._capture = capture
         self._prompt = prompt_tokens
-        self._chunks: dict[str, list[torch.Tensor]] = {point.name: [] for point in points}
+        self._next = prompt_tokens if capture.tokens == "generated" else 0  # the first token not handed out
+        self._pieces: dict[str, list[torch.Tensor]] = {point.name: [] for point in points}
 
     @property
     def wants_prompt(self) -> bool:
@@ -47,39 +54,82 @@ class Recording:
         """Whether rows of generated tokens are kept; then the last one is run through too."""
         return self._capture.tokens != "prompt" and self._capture.mode == "generate"
 
-    def add(self, place: Place, value: torch.Tensor) -> None:
-        """Take a place's rows [rows, ...] of consecutive tokens; they are copied to the host."""
+    def copy(self, place: Place, value: torch.Tensor) -> Rows:
+        """Copy what is wanted of a place's rows [rows, ...] of consecutive tokens to the host."""
+        tail = self._capture.tail
+        kept = value[-tail:] if tail else value
         index = self._feature_index()
-        for point in self.points:
-            if point.place is not place:
-                continue
-            rows = value.reshape(len(value), *point.shape)[..., index]
-            chunks = self._chunks[point.name]
-            chunks.append(rows.to("cpu", copy=True))
-            if (tail := self._capture.tail) and sum(map(len, chunks)) > 2 * tail:
-                chunks[:] = [torch.cat(chunks)[-tail:].clone()]
+        return {
+            point.name: kept.reshape(len(kept), *point.shape)[..., index].to("cpu", copy=True)
+            for point in self.points
+            if point.place is place
+        }
 
-    def finish(self, tokens: int) -> Captured:
-        """Everything recorded of a request of `tokens` tokens in all.
+    def add(self, rows: Rows) -> None:
+        """Take what `copy` gave, which follows what was taken before."""
+        if self._failed:
+            return
+        for name, value in rows.items():
+            pieces = self._pieces[name]
+            pieces.append(value)
+            self.bytes += value.nbytes
+            if (tail := self._capture.tail) and sum(map(len, pieces)) > 2 * tail:
+                self.bytes -= sum(piece.nbytes for piece in pieces)
+                pieces[:] = [torch.cat(pieces)[-tail:].clone()]
+                self.bytes += pieces[0].nbytes
+
+    def flush(self, sequence: Sequence[int]) -> Captured | None:
+        """Hand out the rows gathered so far; None where there are none, or only the last ones are wanted.
+
+        Args:
+            sequence: The token ids of prompt and generation.
 
         Raises:
             CaptureError: A value has no finite float16, and that was asked for.
         """
-        first, stop = 0, tokens if self.wants_generated else self._prompt
-        if self._capture.tail:
-            first = max(0, stop - self._capture.tail)
-        elif self._capture.tokens == "generated":
-            first = self._prompt
-        values = {name: self._join(name, chunks, stop - first) for name, chunks in self._chunks.items()}
-        return Captured(range(first, stop), values)
+        if self._capture.tail or not self.bytes:
+            return None
+        gathered = sum(map(len, next(iter(self._pieces.values()))))
+        return self._hand_out(self._next, self._next + gathered, sequence)
 
-    def _join(self, name: str, chunks: list[torch.Tensor], rows: int) -> torch.Tensor:
+    def finish(self, sequence: Sequence[int]) -> Captured:
+        """The rows of a request that has come to its end, but for those that were handed out before.
+
+        Args:
+            sequence: The token ids of prompt and generation.
+
+        Raises:
+            CaptureError: A value has no finite float16, and that was asked for.
+        """
+        if self._failed:
+            raise CaptureError(self._failed)
+        stop = len(sequence) if self.wants_generated else self._prompt
+        first = max(0, stop - self._capture.tail) if self._capture.tail else min(self._next, stop)
+        return self._hand_out(first, stop, sequence)
+
+    def give_up(self, reason: str) -> None:
+        """Keep no more rows; `finish` says why."""
+        self._failed = reason
+        for pieces in self._pieces.values():
+            pieces.clear()
+        self.bytes = 0
+
+    def _hand_out(self, first: int, stop: int, sequence: Sequence[int]) -> Captured:
+        values = {name: self._join(name, pieces, stop - first) for name, pieces in self._pieces.items()}
+        for pieces in self._pieces.values():
+            pieces.clear()
+        self.bytes = 0
+        self._next = stop
+        return Captured(range(first, stop), sequence[first:stop], values)
+
+    def _join(self, name: str, pieces: list[torch.Tensor], rows: int) -> torch.Tensor:
         if not rows:
             point = next(point for point in self.points if point.name == name)
             return torch.empty(0, *point.shape, dtype=point.place.dtype)[..., self._feature_index()]
-        joined = chunks[0] if len(chunks) == 1 else torch.cat(chunks)
-        assert len(joined) >= rows, f"{name}: {len(joined)} rows recorded of {rows}"
-        joined = joined[len(joined) - rows :]
+        joined = pieces[0] if len(pieces) == 1 else torch.cat(pieces)
+        if self._capture.tail:
+            joined = joined[-rows:]
+        assert len(joined) == rows, f"{name}: {len(joined)} rows recorded of {rows}"
         dtype = DTYPES.get(self._capture.dtype, joined.dtype)
         cast = joined.to(dtype)
         if dtype == torch.float16 and bool((cast.isinf() & ~joined.isinf()).any()):
@@ -91,6 +141,15 @@ class Recording:
         if features is None:
             return slice(None)
         return features.index if features.index else slice(features.first)
+
+
+def joined(parts: Sequence[Captured]) -> Captured:
+    """Rows that were handed out one part after the other, as one."""
+    if len(parts) == 1:
+        return parts[0]
+    values = {name: torch.cat([part.values[name] for part in parts]) for name in parts[0].values}
+    token_ids = [token for part in parts for token in part.token_ids]
+    return Captured(range(parts[0].positions.start, parts[-1].positions.stop), token_ids, values)
 
 
 def places_of(recordings: Iterable[Recording]) -> list[Place]:
@@ -151,22 +210,22 @@ class Recorder:
         recording.since = self._step
         self.recordings[slot] = recording
 
-    def leave(self, slot: int) -> None:
-        """Cut out a slot's rows and record it no more."""
+    def leave(self, slot: int) -> Recording | None:
+        """Cut out a slot's rows and record it no more; gives what was recorded there."""
         self.cut(slot)
-        self.recordings.pop(slot, None)
+        return self.recordings.pop(slot, None)
 
-    def move(self, source: int, target: int) -> None:
-        """Follow a request to another slot."""
-        recording = self.recordings.get(source)
-        if recording is not None and source != target:
-            self.leave(source)
-            self.join(target, recording)
+    def swap(self, a: int, b: int) -> None:
+        """Follow two requests that change places."""
+        moving = (b, self.leave(a)), (a, self.leave(b))
+        for slot, recording in moving:
+            if recording is not None:
+                self.join(slot, recording)
 
     def cut(self, slot: int) -> None:
         """Hand a slot's gathered rows to its recording."""
         recording = self.recordings.get(slot)
         if recording is not None and recording.since < self._step:
             for place in {point.place for point in recording.points}:
-                recording.add(place, self._ring[place][recording.since : self._step, slot])
+                recording.add(recording.copy(place, self._ring[place][recording.since : self._step, slot]))
             recording.since = self._step

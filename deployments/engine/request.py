@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Literal, NamedTuple
 
@@ -16,21 +16,37 @@ if TYPE_CHECKING:  # the HTTP face imports this module, and needs no torch
 FinishReason = Literal["stop", "length", "cancelled", "error"]
 
 
+MOST_LOGPROBS = 20  # the most likely tokens that a request may ask for beside each token it gets
+
+
 @dataclass(frozen=True)
 class Sampling:
-    """How tokens are drawn; OpenAI's defaults.
+    """How tokens are drawn; OpenAI's defaults. `sampling.py` says in which order this is applied.
 
     Attributes:
         temperature: 0 takes the likeliest token.
         top_p: Draw from the smallest set of tokens whose probability reaches this.
         top_k: Draw from this many likeliest tokens; 0 for all.
         seed: Makes the draw repeatable.
+        min_p: Draw from tokens at least this times as likely as the likeliest.
+        repetition_penalty: Makes tokens of the prompt and the answer less likely, above 1; more likely, below.
+        presence_penalty: Taken off the logits of tokens that the answer has.
+        frequency_penalty: Taken off a token's logit for each time that the answer has it.
+        logit_bias: Token id -> what is added to its logit.
+        min_tokens: Before so many tokens nothing ends the text: no end token or stop token id is drawn, and a
+            stop string is text like any other.
     """
 
     temperature: float = 1.0
     top_p: float = 1.0
     top_k: int = 0
     seed: int | None = None
+    min_p: float = 0.0
+    repetition_penalty: float = 1.0
+    presence_penalty: float = 0.0
+    frequency_penalty: float = 0.0
+    logit_bias: Mapping[int, float] = field(default_factory=dict, hash=False)
+    min_tokens: int = 0
 
 
 GREEDY = Sampling(temperature=0.0)
@@ -46,7 +62,9 @@ class Request:
         max_tokens: At most so many new tokens; 0 runs the prompt through and generates nothing.
         sampling: How tokens are drawn.
         stop: Strings that end the text; they are not part of it.
+        stop_token_ids: Token ids that end the text as the model's end tokens do: among the tokens, not in the text.
         ignore_eos: Generate on behind the model's end tokens.
+        logprobs: With each token give its logprob and those of so many likeliest tokens; None for neither.
         capture: What to record, with its points resolved; both or neither.
         points: The places that `capture` means, in the order of execution.
     """
@@ -56,7 +74,9 @@ class Request:
     max_tokens: int
     sampling: Sampling = GREEDY
     stop: tuple[str, ...] = ()
+    stop_token_ids: tuple[int, ...] = ()
     ignore_eos: bool = False
+    logprobs: int | None = None
     capture: Capture | None = None
     points: tuple[Point, ...] = ()
 
@@ -66,19 +86,73 @@ class Captured(NamedTuple):
 
     Attributes:
         positions: [rows] index of each row's token in prompt + generated.
+        token_ids: [rows] the token itself.
         values: Point name -> [rows, ...features], on the CPU.
     """
 
     positions: range
+    token_ids: Sequence[int]
     values: dict[str, torch.Tensor]
+
+    @property
+    def bytes(self) -> int:
+        """Memory that the values take."""
+        return sum(value.nbytes for value in self.values.values())
+
+
+class Rows(NamedTuple):
+    """Rows that a request has recorded and hands out before its end; the next follow behind them.
+
+    Who keeps them says so by `Engine.written`.
+    """
+
+    id: str
+    captured: Captured
+
+
+class Logprob(NamedTuple):
+    """How likely the model itself held a token, before temperature, penalties and bias.
+
+    Attributes:
+        logprob: The token's, natural.
+        top: (token id, logprob) of the likeliest tokens, likeliest first; -inf for what the model rules out.
+        offset: Characters of the text before this token.
+    """
+
+    logprob: float
+    top: tuple[tuple[int, float], ...]
+    offset: int = 0
 
 
 class Delta(NamedTuple):
-    """What one step added to a request: new tokens, and the text that is now whole."""
+    """What one step added to a request.
+
+    Attributes:
+        id: The request.
+        tokens: New tokens.
+        text: The text that is now whole.
+        logprobs: One for each of `tokens`, where the request asks for them.
+    """
 
     id: str
     tokens: tuple[int, ...]
     text: str
+    logprobs: tuple[Logprob, ...] = ()
+
+
+@dataclass
+class MemoryUse:
+    """Memory around one request, in bytes: the device's on a GPU, else the process's own.
+
+    Attributes:
+        before: Held when it was admitted.
+        peak: The most held after any of its forwards.
+        after: Held when it had ended.
+    """
+
+    before: int = 0
+    peak: int = 0
+    after: int = 0
 
 
 @dataclass(frozen=True)
@@ -90,8 +164,11 @@ class Finished:
         reason: Why it ended.
         prompt: Its prompt's token ids.
         tokens: All generated token ids, an end token included.
-        captured: What was recorded, where capture was asked for and the request was not cut off.
-        error: What went wrong, for `reason` "error".
+        captured: What was recorded and not handed out before, where capture was asked for and the request was
+            not cut off.
+        error: What went wrong, for `reason` "error"; or why there is nothing captured.
+        code: A stable word for the error.
+        memory: What was held while it ran.
     """
 
     id: str
@@ -100,6 +177,8 @@ class Finished:
     tokens: Sequence[int] = field(default_factory=tuple)
     captured: Captured | None = None
     error: str | None = None
+    code: str = "engine_error"
+    memory: MemoryUse = field(default_factory=MemoryUse)
 
 
-Event = Delta | Finished
+Event = Delta | Rows | Finished

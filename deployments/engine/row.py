@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-import random
 from dataclasses import dataclass, field
 
 from deployments.engine.recorder import Recording
-from deployments.engine.request import FinishReason, Request
+from deployments.engine.request import FinishReason, MemoryUse, Request
+from deployments.engine.sampler import Sampler
 from deployments.engine.text import TextStream
 
 RESERVE = 256  # tokens a request must find room for beyond its prompt, or fewer where it asks for fewer
@@ -14,21 +14,48 @@ RESERVE = 256  # tokens a request must find room for beyond its prompt, or fewer
 
 @dataclass(eq=False)
 class Row:
-    """A request on its way through the engine."""
+    """A request on its way through the engine.
+
+    Attributes:
+        request: What was asked.
+        text: Its text as it grows.
+        sampler: What it brings to the draw of its next token.
+        recording: What it records.
+        arrival: Its turn.
+        memory: What the process held when it was admitted, and since.
+        tokens: Generated so far.
+        fed: Tokens in its KV slot.
+        written: Positions of its slot that were written to, padding included.
+        stalled: What it recorded waits to be written: it goes on when that is done.
+        ending: Decided; one more forward gives the last token its activations.
+    """
 
     request: Request
     text: TextStream
-    random: random.Random
+    sampler: Sampler
     recording: Recording | None
     arrival: int
+    memory: MemoryUse = field(default_factory=MemoryUse)
     tokens: list[int] = field(default_factory=list)
-    fed: int = 0  # tokens in its KV slot
-    ending: FinishReason | None = None  # decided; one more forward gives the last token its activations
+    fed: int = 0
+    written: int = 0
+    stalled: bool = False
+    ending: FinishReason | None = None
+
+    @property
+    def length(self) -> int:
+        """Tokens of prompt and generation."""
+        return len(self.request.prompt) + len(self.tokens)
 
     @property
     def sequence(self) -> list[int]:
         """Prompt and generated tokens."""
         return [*self.request.prompt, *self.tokens]
+
+    @property
+    def decodes(self) -> bool:
+        """Whether its next forward is a decode: all but its last token is in."""
+        return bool(self.tokens) and self.fed >= self.length - 1 and not self.stalled
 
     @property
     def records_prefill(self) -> bool:
@@ -41,4 +68,4 @@ class Row:
     def need(self) -> int:
         """KV positions to find before it is admitted."""
         left = self.request.max_tokens - len(self.tokens)
-        return len(self.request.prompt) + len(self.tokens) + min(left, RESERVE) + 1
+        return self.length + min(left, RESERVE) + 1

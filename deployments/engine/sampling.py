@@ -1,44 +1,241 @@
-"""Drawing the next token for every sampled row of a batch at once, each by its own settings."""
+"""The next token of every row of a batch at once, each row by its own settings.
+
+What is done to a row's logits, and in which order, is what transformers' `generate` does (its
+`_get_logits_processor`; the penalties on presence and frequency, which it does not have, as in vLLM's
+`apply_penalties` behind the one on repetition, and as OpenAI's API defines them):
+
+1. `logit_bias` is added (`SequenceBiasLogitsProcessor`; OpenAI).
+2. `repetition_penalty` divides a positive logit and multiplies a negative one, of every token of the prompt and
+   the answer (Keskar et al. 2019, CTRL; `RepetitionPenaltyLogitsProcessor`).
+3. `frequency_penalty` times how often the answer has a token, and `presence_penalty` where it has it, are taken
+   off (OpenAI).
+4. `min_tokens` rules out end tokens and stop token ids (`MinNewTokensLengthLogitsProcessor`).
+5. Temperature 0 takes the likeliest of what that leaves. Else the logits are divided by `temperature`, and what
+   is likely enough is kept by `top_k`, of that by `top_p` (Holtzman et al. 2019), of that by `min_p` (Nguyen et
+   al. 2024), and one token is drawn from the rest.
+
+A threshold keeps every token as likely as the last it lets pass: the result does not hang on the order of a sort.
+Rows touch each other nowhere; a row that asks for none of this costs one maximum.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from array import array
+from collections.abc import Iterable, Sequence
+from typing import NamedTuple
 
 import torch
 
-from deployments.engine.request import Sampling
+from deployments.engine.request import MOST_LOGPROBS, Logprob, Request, Sampling
+from deployments.engine.sampler import Entries, Sampler
+from deployments.errors import RequestError
+
+NOT_FINITE = "the model gave a value that is not finite for this request"
+NOTHING_LEFT = "this request's settings leave no token to draw here: min_tokens rules out all that the model could give"
+HEAD = 1024  # the likeliest tokens, among which top_k and top_p nearly always find their last
 
 
-def draw(logits: torch.Tensor, settings: Sequence[Sampling], uniform: Sequence[float]) -> torch.Tensor:
-    """Draw one token per row by inverting its cumulative distribution, likeliest token first.
+class Chosen(NamedTuple):
+    """What became of a batch's logits.
 
-    A row's draw depends on its own logits, settings and number alone, not on its neighbours.
-
-    Args:
-        logits: [rows, vocabulary], finite.
-        settings: One per row, of a temperature above 0.
-        uniform: One number from [0, 1) per row.
-
-    Returns:
-        [rows] token ids.
+    Attributes:
+        tokens: Each row's next token.
+        failed: Row -> why it has none.
+        logprobs: Row -> how likely its token was, for rows that ask.
     """
 
-    def column(values: Sequence[float]) -> torch.Tensor:
-        return torch.tensor(values, device=logits.device, dtype=torch.float32)[:, None]  # [rows, 1]
+    tokens: list[int]
+    failed: dict[int, str]
+    logprobs: dict[int, Logprob]
 
-    vocabulary = logits.shape[-1]
-    ordered, ids = logits.float().sort(dim=-1, descending=True, stable=True)  # [rows, vocabulary]
-    rank = torch.arange(vocabulary, device=logits.device)
-    # Taken from the largest first, so that a tiny temperature cannot overflow.
-    scaled = (ordered - ordered[:, :1]) / column([max(setting.temperature, 1e-5) for setting in settings])
-    kept = column([min(setting.top_k or vocabulary, vocabulary) for setting in settings])
-    scaled = scaled.masked_fill(rank >= kept, -torch.inf)
-    weights = scaled.softmax(dim=-1)
-    # A token is allowed while those before it have not reached top_p; the first always is.
-    before = weights.cumsum(dim=-1) - weights
-    allowed = (before < column([setting.top_p for setting in settings])) & (weights > 0)
-    allowed[:, 0] = True
-    cumulative = weights.masked_fill(~allowed, 0.0).cumsum(dim=-1)
-    at = (cumulative <= column(uniform) * cumulative[:, -1:]).sum(dim=-1)  # [rows]
-    at = torch.minimum(at, allowed.sum(dim=-1) - 1)  # rounding may carry a number near 1 past the end
-    return ids.gather(-1, at[:, None]).squeeze(-1)
+
+def check_sampling(request: Request, vocabulary: int) -> None:
+    """Refuse settings that this model, or the request's own length, cannot meet.
+
+    Raises:
+        RequestError: A token id that is none, more `min_tokens` than `max_tokens`, or too many logprobs.
+    """
+    sampling = request.sampling
+    for field, ids in (("logit_bias", sampling.logit_bias), ("stop_token_ids", request.stop_token_ids)):
+        if unknown := [id for id in ids if not 0 <= id < vocabulary]:
+            raise RequestError(f"{unknown[0]} is no token id; they go from 0 to {vocabulary - 1}", field)
+    if sampling.min_tokens > request.max_tokens:
+        message = f"{sampling.min_tokens} tokens at least are more than the {request.max_tokens} at most"
+        raise RequestError(message, "min_tokens")
+    if request.logprobs is not None and not 0 <= request.logprobs <= MOST_LOGPROBS:
+        raise RequestError(f"from 0 to {MOST_LOGPROBS} likeliest tokens can be asked for", "logprobs")
+
+
+def choose(logits: torch.Tensor, samplers: Sequence[Sampler | None]) -> Chosen:
+    """Choose each row's next token.
+
+    Args:
+        logits: [rows, vocabulary], which stay as they are.
+        samplers: One per row; None where no token is wanted of it.
+    """
+    top, tokens = logits.max(dim=-1)  # [rows]; NaN wins a maximum
+    failed = {i: NOT_FINITE for i, finite in enumerate(top.isfinite().tolist()) if not finite}
+    special = [(i, sampler) for i, sampler in enumerate(samplers) if sampler and sampler.special]
+    if special:
+        rows = [i for i, _ in special]
+        best, ids = _by_settings(logits[rows].float(), [sampler for _, sampler in special])
+        tokens[rows] = ids
+        for i, finite in zip(rows, best.isfinite().tolist(), strict=True):
+            if not finite:
+                failed.setdefault(i, NOTHING_LEFT)
+    asking = [(i, sampler.logprobs) for i, sampler in enumerate(samplers) if sampler and sampler.logprobs is not None]
+    return Chosen(tokens.tolist(), failed, _logprobs(logits, tokens, asking) if asking else {})
+
+
+def _by_settings(scores: torch.Tensor, samplers: Sequence[Sampler]) -> tuple[torch.Tensor, torch.Tensor]:
+    """The highest score and the chosen token of each row, [rows] each; scores [rows, vocabulary] are used up."""
+    adjust(scores, samplers)
+    best, tokens = scores.max(dim=-1)
+    drawing = [i for i, sampler in enumerate(samplers) if sampler.draws]
+    if drawing:
+        all_draw = len(drawing) == len(samplers)
+        weights = weigh(scores if all_draw else scores[drawing], [samplers[i].sampling for i in drawing])
+        tokens[drawing] = draw(weights, [samplers[i].number() for i in drawing], tokens[drawing])
+    return best, tokens
+
+
+def adjust(scores: torch.Tensor, samplers: Sequence[Sampler]) -> None:
+    """Add bias, take off penalties and rule out tokens, in place.
+
+    Args:
+        scores: [rows, vocabulary] float32.
+        samplers: One per row.
+    """
+
+    def column(values: Iterable[float]) -> torch.Tensor:
+        return torch.tensor(list(values), device=scores.device, dtype=torch.float32)  # [rows]
+
+    if biased := _flat([sampler.bias for sampler in samplers], scores.device):
+        rows, ids, bias = biased
+        scores[rows, ids] += bias
+    if counted := _flat([sampler.counts for sampler in samplers], scores.device):
+        rows, ids, counts = counted
+        repetition = column(sampler.sampling.repetition_penalty for sampler in samplers)[rows]
+        frequency = column(sampler.sampling.frequency_penalty for sampler in samplers)[rows]
+        presence = column(sampler.sampling.presence_penalty for sampler in samplers)[rows]
+        value = scores[rows, ids]  # [entries]
+        value = torch.where(value < 0, value * repetition, value / repetition)
+        scores[rows, ids] = value - frequency * counts - presence * (counts > 0)
+    if barred := _flat([sampler.barred for sampler in samplers], scores.device):
+        rows, ids, never = barred
+        scores[rows, ids] = never
+
+
+def _flat(
+    entries: Sequence[Entries | None], device: torch.device
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor] | None:
+    """Entries of several rows as rows, token ids and values, [entries] each; None where no row has any."""
+    rows, ids, values = array("q"), array("q"), array("f")
+    for row, entry in enumerate(entries):
+        if entry:
+            rows.extend(array("q", [row]) * len(entry.ids))
+            ids.extend(entry.ids)
+            values.extend(entry.values)
+    if not rows:
+        return None
+    return (
+        torch.frombuffer(rows, dtype=torch.int64).to(device),
+        torch.frombuffer(ids, dtype=torch.int64).to(device),
+        torch.frombuffer(values, dtype=torch.float32).to(device),
+    )
+
+
+def weigh(scores: torch.Tensor, settings: Sequence[Sampling]) -> torch.Tensor:
+    """How likely each token is to be drawn, relative to the likeliest, which weighs 1; 0 for never.
+
+    Args:
+        scores: [rows, vocabulary] float32, adjusted; used up.
+        settings: One per row, of a temperature above 0.
+
+    Returns:
+        [rows, vocabulary] weights.
+    """
+
+    def column(values: Iterable[float]) -> torch.Tensor:
+        return torch.tensor(list(values), device=scores.device, dtype=torch.float32)[:, None]  # [rows, 1]
+
+    # Relative to the highest, so that a tiny temperature cannot overflow.
+    scores.sub_(scores.amax(dim=-1, keepdim=True))
+    weights = scores.div_(column(max(setting.temperature, 1e-5) for setting in settings)).exp_()
+    least = column(setting.min_p for setting in settings)
+    vocabulary = weights.shape[-1]
+    cut = [i for i, setting in enumerate(settings) if 0 < setting.top_k < vocabulary or setting.top_p < 1]
+    if cut:
+        some = weights if len(cut) == len(settings) else weights[cut]
+        least[cut] = least[cut].maximum(_cut(some, [settings[i] for i in cut], min(HEAD, vocabulary)))
+    if cut or any(setting.min_p for setting in settings):
+        weights.mul_(weights >= least)
+    return weights
+
+
+def _cut(weights: torch.Tensor, settings: Sequence[Sampling], width: int) -> torch.Tensor:
+    """The least weight that top_k and top_p let pass, [rows, 1].
+
+    Args:
+        weights: [rows, vocabulary].
+        settings: One per row.
+        width: How many of the likeliest tokens to look among first; rows that need more get a full sort.
+    """
+    vocabulary = weights.shape[-1]
+    ordered = weights.topk(width, dim=-1).values if width < vocabulary else weights.sort(dim=-1, descending=True).values
+    kept = torch.tensor([s.top_k or vocabulary for s in settings], device=weights.device)[:, None]
+    share = torch.tensor([s.top_p if s.top_p < 1 else torch.inf for s in settings], device=weights.device)[:, None]
+    ordered = ordered.masked_fill(torch.arange(width, device=weights.device) >= kept, 0.0)
+    whole = torch.where(kept <= width, ordered.sum(dim=-1, keepdim=True), weights.sum(dim=-1, keepdim=True))
+    # A token passes while those before it have not reached top_p of what top_k kept; the first always does.
+    passing = (ordered.cumsum(dim=-1) - ordered < share * whole) & (ordered > 0)
+    passed = passing.sum(dim=-1, keepdim=True)  # [rows, 1]
+    least = ordered.gather(-1, (passed - 1).clamp_min(0))
+    if width < vocabulary:
+        open_ = ((passed == width) & (kept > width)).squeeze(-1).nonzero().squeeze(-1)  # [rows that need more]
+        if len(open_):
+            least[open_] = _cut(weights[open_], [settings[i] for i in open_.tolist()], vocabulary)
+    return least
+
+
+def draw(weights: torch.Tensor, numbers: Sequence[float], likeliest: torch.Tensor) -> torch.Tensor:
+    """Draw one token per row by inverting its cumulative distribution.
+
+    Args:
+        weights: [rows, vocabulary], of which at least one is above 0 in each row.
+        numbers: One from [0, 1) per row.
+        likeliest: [rows] token ids, of weight above 0.
+
+    Returns:
+        [rows] token ids, of weight above 0.
+    """
+    cumulative = weights.cumsum(dim=-1)
+    numbers_ = torch.tensor(numbers, device=weights.device, dtype=torch.float32)[:, None]  # [rows, 1]
+    at = torch.searchsorted(cumulative, numbers_ * cumulative[:, -1:], right=True)
+    at = at.clamp_max_(weights.shape[-1] - 1)
+    # Rounding may carry a number near 1 past the end, or, on a GPU, put a step where there is no weight.
+    return torch.where(weights.gather(-1, at).squeeze(-1) > 0, at.squeeze(-1), likeliest)
+
+
+def _logprobs(
+    logits: torch.Tensor, tokens: torch.Tensor, asking: Sequence[tuple[int, int | None]]
+) -> dict[int, Logprob]:
+    """The logprob of each asking row's token and those of its likeliest tokens, by row.
+
+    Args:
+        logits: [rows, vocabulary], as the model gave them.
+        tokens: [rows] token ids.
+        asking: (row, how many likeliest tokens).
+    """
+    rows = [i for i, _ in asking]
+    logprobs = logits[rows].float().log_softmax(dim=-1)  # [asking, vocabulary]
+    own = logprobs.gather(-1, tokens[rows][:, None]).squeeze(-1).tolist()
+    if not any(most for _, most in asking):
+        return {i: Logprob(logprob, ()) for i, logprob in zip(rows, own, strict=True)}
+    # As many for every row, so that which of two equals comes last does not hang on the neighbours.
+    top = logprobs.topk(min(MOST_LOGPROBS, logprobs.shape[-1]), dim=-1)
+    found = {}
+    for (i, most), logprob, ids, values in zip(asking, own, top.indices.tolist(), top.values.tolist(), strict=True):
+        ranked = sorted(zip(ids, values, strict=True), key=lambda pair: (-pair[1], pair[0]))
+        found[i] = Logprob(logprob, tuple(ranked[:most]))
+    return found

@@ -17,15 +17,28 @@ class TextStream:
         self._stop = tuple(stop)
         self._emitted = 0
         self._decoded = ""
+        self._settled = 0  # characters that no stop string may end in any more
         self.stopped = False
 
-    def add(self, token: int) -> str:
+    @property
+    def length(self) -> int:
+        """Characters so far, those held back and those behind a stop string included."""
+        return len(self._decoded)
+
+    def add(self, token: int, may_stop: bool = True) -> str:
         """Take one token and give the text that can be shown now.
 
         Characters wait for their last byte, and what may be the beginning of a stop string waits until it is
         not. Sets `stopped` when a stop string is complete; the text then ends before it.
+
+        Args:
+            token: Its id.
+            may_stop: Without, a stop string that this token completes is text like any other; one that it
+                begins may still end the text later.
         """
         self._decoded += self._stream.step(self._tokenizer.backend_tokenizer, token) or ""
+        if not may_stop:
+            self._settled = len(self._decoded)
         return self._emit(hold=True)
 
     def close(self, tokens: Sequence[int]) -> str:
@@ -43,10 +56,16 @@ class TextStream:
 
     def _emit(self, hold: bool) -> str:
         pending = self._decoded[self._emitted :]
-        found = [at for stop in self._stop if (at := pending.find(stop)) >= 0]
+        settled = self._settled - self._emitted
+        # Where each stop string that ends behind what is settled ends first, and where it begins.
+        found = [
+            (at + len(stop), at)
+            for stop in self._stop
+            if (at := pending.find(stop, max(0, settled - len(stop) + 1))) >= 0
+        ]
         if found:
             self.stopped = True
-            end = min(found)
+            end = min(found)[1]
         else:
             end = len(pending) - (self._held(pending) if hold else 0)
         self._emitted += end

@@ -10,8 +10,9 @@ import pyarrow as pa
 import pytest
 import torch
 
+from deployments.activations import runs
 from deployments.activations.catalogue import Catalogue
-from deployments.activations.facts import RunFacts, ShardFacts
+from deployments.activations.facts import RunFacts, ShardFacts, StoredRun
 from deployments.activations.schema import to_batch
 from deployments.activations.writer import Writer
 
@@ -67,3 +68,41 @@ def open_writer(tmp_path: Path) -> Iterator[Callable[..., Writer]]:
     yield opened
     for writer in writers:
         writer.close()
+
+
+class Sender(NamedTuple):
+    """Sends runs of the session `session` in chunks of one batch, and waits for each answer."""
+
+    writer: Writer
+    folder: Path
+
+    def append(self, made: Made, part: int) -> None:
+        self.writer.append(made.facts.session_id, made.facts.run_id, part, [made.batches[part]]).result()
+
+    def finish(self, made: Made, part: int = 0) -> StoredRun:
+        return self.writer.submit(made.facts, made.batches[part:], part).result()
+
+    def abandon(self, made: Made) -> None:
+        self.writer.abandon(made.facts.session_id, made.facts.run_id).result()
+
+    def settled(self) -> None:
+        """Return behind a round of the writer."""
+        self.writer.abandon("nothing", "nothing").result()
+
+    def files(self) -> list[Path]:
+        return sorted(self.folder.iterdir())
+
+    def listed(self) -> list[str]:
+        return sorted(run.run_id for run in runs(self.folder))
+
+
+@pytest.fixture
+def open_sender(open_writer: Callable[..., Writer], tmp_path: Path) -> Callable[..., Sender]:
+    """Opens writers as `open_writer` does, to be sent chunks."""
+    return lambda **options: Sender(open_writer(**options), tmp_path / "session")
+
+
+@pytest.fixture
+def long() -> Made:
+    """A run of three batches of two rows."""
+    return _make("long", {"layers.0.output": torch.randn(6, 4)}, parts=3)

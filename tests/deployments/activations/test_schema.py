@@ -7,8 +7,8 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from deployments.activations.facts import ShardFacts, StoreError, check_session_id
-from deployments.activations.schema import to_batch
+from deployments.activations.facts import RunFacts, ShardFacts, StoreError, check_session_id
+from deployments.activations.schema import batch_facts, batch_metadata, to_batch
 
 SHARD = ShardFacts("session", "model", "main", "Qwen3ForCausalLM", {"torch": "2"}, {"p": "model.p.output"})
 
@@ -72,6 +72,17 @@ def test_what_does_not_fit_the_columns_is_refused(points, reason):
 def test_rows_without_a_position_and_a_token_each_are_refused(positions, tokens):
     with pytest.raises(ValueError, match="positions"):
         batch({"p": torch.zeros(3, 4)}, positions=positions, token_ids=tokens)
+
+
+def test_the_metadata_of_batches_reads_back_and_its_last_one_says_what_the_run_is():
+    run = RunFacts("r", "session", "model", 1.0, 2, 3, tags={"k": "\u00e9"})
+    told = [
+        batch_facts({key.encode(): value.encode() for key, value in one.items()})
+        for one in (*batch_metadata("r", 0, 2), *batch_metadata("r", 2, 1, run))
+    ]
+    assert told == [("r", 0, None, None), ("r", 1, None, None), ("r", 2, run, 3)]
+    with pytest.raises(ValueError, match="names no run"):
+        batch_facts({b"other": b"x"})
 
 
 def test_store_errors_survive_pickling():

@@ -43,6 +43,24 @@ def test_what_was_put_reads_back(make, store):
     assert torch.equal(load(stored.points["p"].uri)["p"], made.points["p"])
 
 
+def test_a_run_sent_in_parts_by_reference_reads_back_and_an_abandoned_one_does_not(make, store):
+    kept, dropped = (make(name, {"p": torch.randn(6, 8).bfloat16()}, parts=3) for name in ("kept", "dropped"))
+
+    async def steps():
+        for made in (kept, dropped):
+            for part in range(2):
+                await store.append("session", made.facts.run_id, part, [ray.put(made.batches[part])])
+        await store.abandon("session", "dropped")
+        stored = await store.write(kept.facts, [ray.put(kept.batches[2])], 2)
+        with pytest.raises(StoreError, match="abandoned"):
+            await store.write(dropped.facts, [], 2)
+        return stored, await store.session("session")
+
+    stored, session = asyncio.run(steps())
+    assert [run["run_id"] for run in session["runs"]] == ["kept"]
+    assert torch.equal(load(stored.points["p"].uri)["p"], kept.points["p"])
+
+
 @ray.remote(num_cpus=0)
 class Owner:
     def put(self, batch):

@@ -8,13 +8,13 @@ from transformers import PreTrainedTokenizerFast
 from deployments.engine.text import TextStream
 
 
-def stream(tokenizer, tokens, stop=()):
+def stream(tokenizer, tokens, stop=(), min_tokens=0):
     """(text, pieces, stopped) of tokens added one at a time until a stop string."""
     text = TextStream(tokenizer, stop)
     pieces, read = [], []
     for token in tokens:
         read.append(token)
-        pieces.append(text.add(token))
+        pieces.append(text.add(token, may_stop=len(read) >= min_tokens))
         if text.stopped:
             break
     pieces.append(text.close(read))
@@ -72,25 +72,72 @@ def test_an_unfinished_character_comes_as_a_replacement_at_the_end(byte_tokenize
     assert back.startswith("a\ufffd")
 
 
-def until_stop(text: str, stops: list[str]) -> str | None:
-    """The text before the stop string that is complete first, the earliest where several end together."""
-    for end in range(1, len(text) + 1):
-        starts = [end - len(stop) for stop in stops if text[:end].endswith(stop)]
-        if starts:
-            return text[: min(starts)]
+def until_stop(texts: list[str], stops: list[str], min_tokens: int = 0) -> str | None:
+    """The text before the stop string that is complete first, the earliest where several end together.
+
+    Args:
+        texts: What each token adds.
+        stops: Stop strings.
+        min_tokens: Before so many tokens none ends the text.
+    """
+    text = ""
+    for count, added in enumerate(texts, 1):
+        for character in added:
+            text += character
+            starts = [len(text) - len(stop) for stop in stops if text.endswith(stop)]
+            if starts and count >= min_tokens:
+                return text[: min(starts)]
     return None
 
 
-@settings(max_examples=300, deadline=None, derandomize=True)
-@given(st.text("ab€", max_size=12), st.lists(st.text("ab€", min_size=1, max_size=4), min_size=1, max_size=3))
-def test_text_ends_before_the_first_stop_string_and_shows_no_piece_of_it(byte_tokenizer, text, stops):
-    back, pieces, stopped = stream(byte_tokenizer, encode(byte_tokenizer, text), tuple(stops))
-    want = until_stop(text, stops)
+some_stops = st.lists(st.text("ab€", min_size=1, max_size=4), min_size=1, max_size=3)
+
+
+@settings(max_examples=500, deadline=None, derandomize=True)
+@given(st.text("ab€", max_size=14), some_stops, st.integers(0, 14))
+@example("xabc", ["abcd", "bc"], 4)
+@example("aaa", ["aa"], 3)
+def test_text_ends_before_the_first_stop_string_and_shows_no_piece_of_it(byte_tokenizer, text, stops, min_tokens):
+    tokens = encode(byte_tokenizer, text)
+    back, pieces, stopped = stream(byte_tokenizer, tokens, tuple(stops), min_tokens)
+    _, texts, _ = stream(byte_tokenizer, tokens)
+    want = until_stop(texts[:-1], stops, min_tokens)
     assert stopped == (want is not None)
     assert back == (text if want is None else want)
-    if stopped:
-        shown = "".join(pieces[:-1])
-        assert want.startswith(shown)
+    assert not any("\ufffd" in piece for piece in pieces)
+
+
+@settings(max_examples=300, deadline=None, derandomize=True)
+@given(
+    st.lists(st.integers(0, 255), max_size=24), st.lists(st.text('!"#$%\ufffdé', min_size=1, max_size=3), max_size=3)
+)
+def test_bytes_that_are_no_text_end_before_a_stop_string_as_well(byte_tokenizer, tokens, stops):
+    back, pieces, stopped = stream(byte_tokenizer, tokens, tuple(stops))
+    whole = byte_tokenizer.decode(tokens)
+    assert whole.startswith(back)
+    assert not any(stop in back for stop in stops)
+    assert stopped or back == whole
+    assert "".join(pieces) == back
+
+
+@settings(max_examples=200, deadline=None, derandomize=True)
+@given(
+    st.lists(st.sampled_from(["Tom", " has", " 12", "\n", "#### ", "é", "北京"]), max_size=10),
+    st.integers(0, 12),
+    st.data(),
+)
+def test_which_stop_string_ends_a_text_does_not_hang_on_its_tokens(demo, words, min_tokens, data):
+    tokens = encode(demo.tokenizer, "".join(words))
+    text = demo.tokenizer.decode(tokens)
+    pieces = st.integers(0, max(0, len(text) - 1)).flatmap(
+        lambda start: st.integers(1, 5).map(lambda length: text[start : start + length] or "#")
+    )
+    stops = tuple(data.draw(st.lists(pieces, min_size=1, max_size=3)))
+    back, _, stopped = stream(demo.tokenizer, tokens, stops, min_tokens)
+    _, texts, _ = stream(demo.tokenizer, tokens)
+    want = until_stop(texts[:-1], list(stops), min_tokens)
+    assert stopped == (want is not None)
+    assert back == (text if want is None else want)
 
 
 @settings(max_examples=80, deadline=None, derandomize=True)
@@ -123,6 +170,14 @@ def test_text_held_back_comes_at_the_end(byte_tokenizer):
 @pytest.mark.parametrize("stops", [("bc", "abcd"), ("abcd", "bc")])
 def test_the_stop_string_complete_first_wins_in_any_order_given(stops, byte_tokenizer):
     assert stream(byte_tokenizer, encode(byte_tokenizer, "xabcd"), stops)[0] == "xa"
+
+
+def test_before_min_tokens_a_stop_string_is_text_but_what_begins_one_waits(byte_tokenizer):
+    text = TextStream(byte_tokenizer, ("abc", "cd"))
+    tokens = encode(byte_tokenizer, "abcd")
+    shown = [text.add(token, may_stop=count >= 4) for count, token in enumerate(tokens, 1)]
+    assert shown == ["", "", "ab", ""]
+    assert text.stopped
 
 
 def test_special_tokens_are_no_text(demo):

@@ -1,0 +1,30 @@
+"""What a failure of the disk means for the user."""
+
+from __future__ import annotations
+
+import errno
+from pathlib import Path
+
+from deployments.activations.facts import StoreError
+
+_ADVICE = {
+    errno.ENOSPC: "free space on the disk, or delete sessions",
+    errno.EDQUOT: "free space under the quota, or delete sessions",
+    errno.EFBIG: "raise the limit on file sizes, or make shards smaller",
+    errno.EACCES: "let the server's user write there",
+    errno.EPERM: "let the server's user write there",
+    errno.EROFS: "remount the file system for writing",
+    errno.ENOENT: "put the directory back, or mount it again",
+    errno.ENOTDIR: "remove what stands where the session's directory belongs",
+    errno.ELOOP: "remove the link where the session's directory belongs",
+    errno.EMFILE: "raise the limit on open files",
+}
+
+
+def explain(root: Path, error: Exception) -> StoreError:
+    """The error that says what failed below `root`, and what to do."""
+    advice = _ADVICE.get(
+        getattr(error, "errno", None) or 0,
+        "see that the disk can be written, then send the request again",
+    )
+    return StoreError(f"The activation store at {root} failed ({error}): {advice}.")

@@ -1,0 +1,91 @@
+"""The shards of one writer that are open: taken by a run, or idle until the next run of their schema."""
+
+from __future__ import annotations
+
+import secrets
+import time
+from collections import OrderedDict
+from itertools import count
+from pathlib import Path
+
+import pyarrow as pa
+
+from deployments.activations.catalogue import Catalogue
+from deployments.activations.shard import Shard
+
+
+class Pool:
+    """Hands out shards and seals them. For one thread.
+
+    Each pool names its files after itself and creates them exclusively, so that two writers on one root
+    never share a file; nor is a file of an earlier writer ever appended to.
+
+    Args:
+        root: An existing directory, absolute and no link.
+        catalogue: Told of each file that is closed.
+        shard_bytes: A shard of at least this length is sealed.
+        open_shards: How many shards stay open, those that are taken included; these are never sealed.
+        idle_s: Seconds that a shard waits for another run before it is sealed.
+    """
+
+    def __init__(self, root: Path, catalogue: Catalogue, *, shard_bytes: int, open_shards: int, idle_s: float) -> None:
+        self._root = root
+        self._catalogue = catalogue
+        self._shard_bytes = shard_bytes
+        self._open_shards = open_shards
+        self._idle_s = idle_s
+        self._taken: set[Shard] = set()
+        self._idle: OrderedDict[Shard, float] = OrderedDict()  # since when, the longest first
+        prefix = f"{time.strftime('%Y%m%dT%H%M%S', time.gmtime())}-{secrets.token_hex(4)}"
+        self._names = (f"{prefix}-{number:06}.arrow" for number in count(1))
+
+    @property
+    def due(self) -> float:
+        """When a shard will have been idle for too long, in the monotonic clock's seconds."""
+        return next(iter(self._idle.values()), float("inf")) + self._idle_s
+
+    def take(self, session_id: str, schema: pa.Schema) -> Shard:
+        """A shard for one run alone, until it is given back.
+
+        Raises:
+            OSError: If a new one was needed and the disk refused.
+        """
+        fitting = (
+            shard
+            for shard in reversed(self._idle)
+            if shard.schema.equals(schema, check_metadata=True) and not self._spent(shard)
+        )
+        if shard := next(fitting, None):
+            del self._idle[shard]
+        else:
+            shard = Shard(self._root, session_id, next(self._names), schema)
+        self._taken.add(shard)
+        return shard
+
+    def give_back(self, shard: Shard) -> None:
+        """The run is finished, or taken away."""
+        self._taken.remove(shard)
+        self._idle[shard] = time.monotonic()
+
+    def settle(self) -> None:
+        """Close what is full, broken, idle for too long, or too many."""
+        now = time.monotonic()
+        for shard, since in list(self._idle.items()):
+            many = len(self._idle) + len(self._taken) > self._open_shards
+            if many or self._spent(shard) or now - since >= self._idle_s:
+                self._close(shard)
+
+    def close(self, session_id: str | None = None) -> None:
+        """Close the idle shards of one session, or all."""
+        for shard in list(self._idle):
+            if session_id in (None, shard.session_id):
+                self._close(shard)
+
+    def _spent(self, shard: Shard) -> bool:
+        return shard.broken or shard.length >= self._shard_bytes
+
+    def _close(self, shard: Shard) -> None:
+        del self._idle[shard]
+        shard.close()
+        if shard.rows:
+            self._catalogue.add(shard.session_id, [], shard.facts())

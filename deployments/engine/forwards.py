@@ -1,0 +1,98 @@
+"""The two kinds of forward: prompts, and one token of every request whose prompt is in."""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import torch
+
+from deployments.activations.points import Place
+from deployments.engine.batch import Batch
+from deployments.engine.memory import KvMemory
+from deployments.engine.model import Model
+from deployments.engine.recorder import Recorder, places_of
+from deployments.engine.row import Row
+from deployments.engine.schedule import Prefill
+
+
+class Outcome(NamedTuple):
+    """What a forward brought.
+
+    Attributes:
+        rows: The rows whose next token it decides; none where a prompt is not all in yet.
+        logits: [rows, vocabulary].
+    """
+
+    rows: list[Row]
+    logits: torch.Tensor
+
+
+class Forwards:
+    """Runs rows through the model. What fails leaves rows, slots and recordings as they were."""
+
+    def __init__(self, model: Model, memory: KvMemory, batch: Batch, recorder: Recorder) -> None:
+        self._model = model
+        self._memory = memory
+        self._cache = memory.cache
+        self._batch = batch
+        self._recorder = recorder
+
+    def prefill(self, prefill: Prefill) -> Outcome:
+        """Run prompts, or a piece of one, into slots behind those in use or the one it has."""
+        rows, start, counts = prefill
+        batch, model = self._batch, self._model
+        first = batch.rows.index(rows[0]) if start else len(batch)
+        new = [] if start else rows
+        need = max(row.need for row in (*rows, *batch.rows))
+        self._memory.reserve(len(batch) + len(new), need, keep=len(batch) > 0)
+        longest = max(counts)
+        for row in rows:
+            row.written = max(row.written, start + longest)
+        pieces = [row.sequence[start : start + count] for row, count in zip(rows, counts, strict=True)]
+        padded = [piece + [0] * (longest - len(piece)) for piece in pieces]
+        ids = torch.tensor(padded, device=model.device)  # [rows, longest]
+        lengths = torch.tensor(counts, device=model.device)
+        recordings = [(i, row.recording) for i, row in enumerate(rows) if row.recording and row.records_prefill]
+        places = places_of(recording for _, recording in recordings)
+        copies = []
+
+        def take(place: Place, value: torch.Tensor) -> None:
+            for i, recording in recordings:
+                fresh = value[i, max(0, recording.rows - start) : counts[i]]  # the rest was recorded before
+                copies.append((recording, recording.copy(place, fresh)))
+
+        self._cache.prefill(first, start)
+        every = any(place.module == model.head for place in places)
+        logits = model.prefill(ids, lengths, self._cache, places, take, every_logit=every, start=start)
+        for recording, copy in copies:
+            recording.add(copy)
+        for row in new:
+            batch.add(row)
+        for row, count in zip(rows, counts, strict=True):
+            row.fed = start + count
+            if row.recording:
+                row.recording.rows = max(row.recording.rows, row.fed)
+        whole = [i for i, row in enumerate(rows) if row.fed == row.length]
+        return Outcome([rows[i] for i in whole], logits[whole])
+
+    def decode(self) -> Outcome:
+        """Run one token of all rows that decode."""
+        rows = list(self._batch.decoding)
+        device = self._model.device
+        if not rows:  # all had to make room
+            return Outcome(rows, torch.empty(0, 0, device=device))
+        slots = torch.arange(len(rows), device=device)
+        positions = torch.tensor([row.fed for row in rows], device=device)
+        ids = torch.tensor([row.tokens[-1] for row in rows], device=device)
+        longest = max(row.fed for row in rows) + 1
+        self._cache.decode(slots, positions, longest)
+        places = self._recorder.places()
+        if places:
+            self._recorder.begin(places, self._cache.window.slots)
+        logits = self._model.decode(ids, positions, longest, self._cache, places, self._recorder.take)
+        if places:
+            self._recorder.end()
+        for row in rows:
+            row.fed += 1
+            row.written = max(row.written, row.fed)
+        return Outcome(rows, logits)

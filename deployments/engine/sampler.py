@@ -1,0 +1,108 @@
+"""What one row brings to the draw of its next token; `sampling.py` draws for all rows at once."""
+
+from __future__ import annotations
+
+import random
+from array import array
+from collections.abc import Iterable
+from typing import NamedTuple
+
+from deployments.engine.request import Request
+
+NEVER = float("-inf")
+
+
+class Entries(NamedTuple):
+    """Numbers for some tokens of one row, on the CPU; most tokens have none.
+
+    Attributes:
+        ids: Token ids, each once.
+        values: A number for each.
+    """
+
+    ids: array[int]
+    values: array[float]
+
+    @classmethod
+    def of(cls, numbers: dict[int, float]) -> Entries:
+        """Token id -> number."""
+        return cls(array("q", numbers), array("f", numbers.values()))
+
+
+class Counts:
+    """Which tokens a row has, and how often its answer has each."""
+
+    def __init__(self, prompt: Iterable[int] = ()) -> None:
+        self.entries = Entries.of(dict.fromkeys(prompt, 0.0))
+        self._at = {token: i for i, token in enumerate(self.entries.ids)}
+
+    def add(self, token: int) -> None:
+        """Count one token of the answer."""
+        at = self._at.setdefault(token, len(self._at))
+        if at == len(self.entries.ids):
+            self.entries.ids.append(token)
+            self.entries.values.append(0.0)
+        self.entries.values[at] += 1
+
+
+class Sampler:
+    """A row's settings, its random numbers and what it has said.
+
+    It stays with its row when that loses its slot: the tokens that are run again are in it already.
+
+    Attributes:
+        sampling: The settings.
+        logprobs: How many likeliest tokens are asked for beside each token; None where no logprob is.
+        ends: Token ids that end the text.
+        draws: Whether there is anything to draw; settings that leave the likeliest alone are greedy.
+        bias: What is added to logits.
+    """
+
+    def __init__(self, request: Request, eos: frozenset[int], vocabulary: int) -> None:
+        """Begin a row.
+
+        Args:
+            request: What it asks for.
+            eos: The model's end tokens.
+            vocabulary: Logits a row has; an embedding may know ids beyond, which are never drawn.
+        """
+        sampling = request.sampling
+        self.sampling = sampling
+        self.logprobs = request.logprobs
+        self.ends = frozenset(request.stop_token_ids) | (frozenset() if request.ignore_eos else eos)
+        self.draws = sampling.temperature > 0 and sampling.top_k != 1 and sampling.top_p > 0 and sampling.min_p < 1
+        self.bias = Entries.of({token: value for token, value in sampling.logit_bias.items() if token < vocabulary})
+        self._barred = Entries.of({token: NEVER for token in self.ends if token < vocabulary})
+        self._random = random.Random(sampling.seed)
+        self._generated = 0
+        self._counts: Counts | None = None
+        if sampling.repetition_penalty != 1:
+            self._counts = Counts(token for token in request.prompt if token < vocabulary)
+        elif sampling.presence_penalty or sampling.frequency_penalty:
+            self._counts = Counts()
+        self._always_special = self.draws or bool(self.bias.ids) or self._counts is not None
+
+    @property
+    def special(self) -> bool:
+        """Whether its next token takes more than a maximum of the logits."""
+        return self._always_special or self._generated < self.sampling.min_tokens
+
+    @property
+    def counts(self) -> Entries | None:
+        """How often the answer has each token that a penalty may touch; None without a penalty."""
+        return self._counts.entries if self._counts else None
+
+    @property
+    def barred(self) -> Entries | None:
+        """-inf for each token that may not be drawn yet; None where all may."""
+        return self._barred if self._generated < self.sampling.min_tokens else None
+
+    def number(self) -> float:
+        """The next of the row's random numbers, from [0, 1)."""
+        return self._random.random()
+
+    def add(self, token: int) -> None:
+        """Take note of the row's next token."""
+        self._generated += 1
+        if self._counts:
+            self._counts.add(token)
