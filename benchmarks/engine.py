@@ -27,6 +27,7 @@ from benchmarks.peers import Work
 from deployments.engine.engine import Engine
 from deployments.engine.model import Model
 from deployments.engine.request import Sampling
+from deployments.options import Options
 
 PARTS = ("ways", "arrivals", "wide", "floor", "sweep")
 BARE, ENGINE, STATIC, BATCH = (
@@ -64,7 +65,8 @@ class Case:
     def engine(self) -> Engine:
         """An engine that takes all requests at once."""
         model = Model(self.hf(), models.tokenizer(self.name), self.name)
-        return Engine(model, max_running=max(64, self.options.requests))
+        memory = Options().capture_memory_bytes  # as a server has it
+        return Engine(model, max_running=max(64, self.options.requests), capture_bytes=memory)
 
 
 def measure_ways(case: Case, findings: Findings) -> None:

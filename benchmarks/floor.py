@@ -20,7 +20,7 @@ from benchmarks.peers import Work
 from deployments.activations.spec import Capture
 from deployments.engine import engine as engine_module
 from deployments.engine.engine import Engine
-from deployments.engine.masks import DecodeMasks
+from deployments.engine.masks import Masks
 from deployments.engine.model import Model
 from deployments.engine.recorder import Recorder
 from deployments.engine.request import GREEDY, Request, Sampling
@@ -88,9 +88,9 @@ def _median(work: Callable[[], Any], device: str, repeats: int) -> float:
 # What belongs to which part: a class or module, and the names of what is timed there.
 PARTS: dict[str, list[tuple[Any, Sequence[str]]]] = {
     "forward": [(Model, ("decode",))],
-    "mask": [(DecodeMasks, ("build",))],
-    "sampling": [(engine_module, ("draw",)), (Engine, ("_advance",))],
-    "capture": [(Recorder, ("begin", "take", "end"))],
+    "mask": [(Masks, ("build",))],
+    "sampling": [(engine_module, ("choose",))],
+    "capture": [(Recorder, ("begin", "take", "end")), (Engine, ("_send_rows",))],
     "text": [(TextStream, ("add",))],
 }
 REST = "scheduling and the rest"

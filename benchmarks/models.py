@@ -30,6 +30,16 @@ SHAPES: dict[str, dict[str, int]] = {
         "head_dim": 64,
         "intermediate_size": 1536,
     },
+    # As much is recorded of it as of Qwen3-0.6B, in a fraction of the time.
+    "thin-28x1024": {
+        "vocab_size": 2048,
+        "hidden_size": 1024,
+        "num_hidden_layers": 28,
+        "num_attention_heads": 4,
+        "num_key_value_heads": 2,
+        "head_dim": 64,
+        "intermediate_size": 512,
+    },
     # Qwen3-0.6B's shape; on a CPU its vocabulary of 151,936 would take most of a step.
     "qwen3-0.6b-small-vocabulary": {
         "vocab_size": 4096,

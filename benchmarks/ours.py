@@ -7,7 +7,7 @@ import dataclasses
 import itertools
 import random
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 from unittest import mock
@@ -50,17 +50,18 @@ def engine_storing(running: Engine, work: Work, capture: Capture, store: Store, 
     """All requests at once; the turn ends when the last captured row is durable."""
 
     def generate() -> Tokens:
-        waiting = {request.id: request for request in requests(running.model, work, capture)}
-        order, done = list(waiting), dict[str, list[int]]()
-        for request in waiting.values():
+        asked = requests(running.model, work, capture)
+        done: dict[str, list[int]] = {}
+        for request in asked:
+            store.expect(request)
             running.submit(request)
-        while waiting:
-            for event in running.step():
+        while len(done) < len(asked):
+            for event in running.step(wait=True):
+                store.take(running, event)
                 if isinstance(event, Finished):
-                    store.take(waiting.pop(event.id), event)
                     done[event.id] = list(event.tokens)
         store.wait()
-        return [done[id] for id in order]
+        return [done[request.id] for request in asked]
 
     def run() -> Run:
         turn = timed(generate, work.device)
@@ -80,14 +81,15 @@ class Forward:
     prefill: bool
     window: Window
     args: tuple[Any, ...]  # those before the cache
+    start: Mapping[str, Any]  # where a piece of a prompt begins
 
     def run(self, model: Model, cache: SlotCache) -> torch.Tensor:
         """Run it once more, on a cache of its own: [batch, vocabulary] logits."""
         window = self.window
         cache.resize(window.slots, window.capacity)
         if self.prefill:
-            cache.prefill(window.first)
-            return model.prefill(*self.args, cache)  # type: ignore[call-arg]
+            cache.prefill(window.first, window.start)
+            return model.prefill(*self.args, cache, **self.start)  # type: ignore[call-arg]
         assert window.rows is not None
         assert window.positions is not None
         cache.decode(window.rows, window.positions, window.length)
@@ -102,7 +104,8 @@ def forwards(running: Engine, work: Work) -> list[Forward]:
         def noted(*args: Any, **kwargs: Any) -> torch.Tensor:
             at = next(i for i, arg in enumerate(args) if hasattr(arg, "window"))
             # Copies: an engine may go on to use its tensors for the next step.
-            found.append(copy.deepcopy(Forward(prefill, args[at].window, args[:at])))
+            start = {"start": kwargs["start"]} if "start" in kwargs else {}
+            found.append(copy.deepcopy(Forward(prefill, args[at].window, args[:at], start)))
             return forward(*args, **kwargs)
 
         return noted

