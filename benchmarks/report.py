@@ -75,11 +75,11 @@ def picture(path: Path, charts: Mapping[str, Sequence[Bar]], unit: str) -> None:
         values = [bar.value for bar in rows]
         errors = [[bar.value - bar.lowest for bar in rows], [bar.highest - bar.value for bar in rows]]
         drawn = axis.barh([bar.label for bar in rows], values, xerr=errors, color="#4477aa", ecolor="#999999")
-        axis.bar_label(drawn, [f"{value:.3g}" for value in values], padding=6)
+        axis.bar_label(drawn, [f"{value:,.0f}" if value >= 100 else f"{value:.3g}" for value in values], padding=6)
         axis.set_title(title, fontsize=10)
         axis.set_xlabel(unit)
         axis.invert_yaxis()
-        axis.margins(x=0.15)
+        axis.margins(x=0.2)
     keep(path, figure)
 
 

@@ -33,7 +33,7 @@ WHOLE, STREAMED, CAPTURED = "served, whole", "served, streamed", "served, whole,
 CB_WHOLE, CB_STREAMED = "transformers serve, batching, whole", "transformers serve, batching, streamed"
 PLAIN = "transformers serve, whole"
 # The counterparts of the settings at which `generate_batch` does best.
-BATCHING = ("--continuous-batching", "--cb-num-blocks=1024", "--cb-block-size=32")
+BATCHING = ("--continuous-batching", "--cb-num-blocks=64")
 CAPTURE: dict[str, Any] = {"session_id": "measured", "capture": {"points": ["layers.*.output"]}}
 OURS = [Ratio(WHOLE, ENGINE), Ratio(STREAMED, ENGINE), Ratio(CAPTURED, WHOLE)]
 

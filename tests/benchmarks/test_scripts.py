@@ -59,13 +59,19 @@ def test_memory_is_watched_while_rows_go_to_disk(tmp_path):
 
 @pytest.mark.long
 def test_serving_is_measured_beside_the_engine_and_leaves_nothing_running(tmp_path):
-    before = {process.pid for process in psutil.process_iter()}
-    printed, found = run("serving", tmp_path / "serving", "--dtype=float32", env={**os.environ, "RAY_ADDRESS": ""})
+    mark = {"STARTED_BY": str(tmp_path)}  # children inherit it
+    printed, found = run("serving", tmp_path / "serving", "--dtype=float32", env={**os.environ, **mark})
     case = found["cases"]["tiny, float32"]
     assert "served, whole / engine in process" in case["ways"]["ratios"]
     assert all(same == of for same, of in case["ways"]["same_outputs"].values())
     assert case["latencies"]["gaps"]["tokens"] >= 1
     assert case["processor_ms_per_token"]["streamed"]["ModelReplica"] >= 0
     assert "first token" in printed
-    left = [process for process in psutil.process_iter() if process.pid not in before]
-    assert not [process for process in left if "ray" in process.name() or "serve" in " ".join(process.cmdline())]
+    assert not [process.cmdline() for process in psutil.process_iter() if marked(process, str(tmp_path))]
+
+
+def marked(process: psutil.Process, mark: str) -> bool:
+    try:
+        return process.environ().get("STARTED_BY") == mark
+    except psutil.Error:  # it has ended, or is another user's
+        return False
