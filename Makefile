@@ -4,10 +4,10 @@ PYTHON ?= python3
 VENV := .venv
 BIN := $(VENV)/bin
 
-.PHONY: help demo serve test test-all lint format bench clean
+.PHONY: help demo serve test test-all lint format bench bench-engine bench-serving bench-memory clean
 
 help:  ## say what there is
-	@sed -n 's/^\([a-z-]*\):.*##  *\(.*\)/make \1\t\2/p' Makefile | expand -t 18
+	@sed -n 's/^\([a-z-]*\):.*##  *\(.*\)/make \1\t\2/p' Makefile | expand -t 20
 
 demo: $(VENV)/.ready  ## serve the shipped model, evaluate 20 problems with activations, shut down
 	HF_HUB_OFFLINE=1 $(BIN)/python -m serve_app.demo
@@ -30,8 +30,16 @@ format: $(VENV)/.ready-dev  ## put the style right
 	$(BIN)/ruff check --fix .
 	$(BIN)/ruff format .
 
-bench: $(VENV)/.ready-dev  ## the engine beside transformers' own ways of generating
+bench: bench-engine bench-serving bench-memory  ## all benchmarks, one after another
+
+bench-engine: $(VENV)/.ready-dev  ## the engine beside transformers and nnsight
 	HF_HUB_OFFLINE=1 $(BIN)/python -m benchmarks.engine
+
+bench-serving: $(VENV)/.ready-dev  ## what HTTP costs, and transformers serve
+	HF_HUB_OFFLINE=1 $(BIN)/python -m benchmarks.serving
+
+bench-memory: $(VENV)/.ready-dev  ## host memory while much is recorded
+	HF_HUB_OFFLINE=1 $(BIN)/python -m benchmarks.memory
 
 $(VENV)/bin/python:
 	$(PYTHON) -c 'import sys; sys.exit(0 if sys.version_info >= (3, 11) else "Python 3.11 or newer is needed: make PYTHON=python3.11 ...")'

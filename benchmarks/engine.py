@@ -1,165 +1,207 @@
-"""The engine beside `transformers.generate`: `python -m benchmarks.engine`.
+"""The engine beside its peers, in one process and without Ray: `python -m benchmarks.engine`.
 
-All ways run in turn, several times over, on the same weights and prompts in one process; the table gives
-medians. `generate` is at its best: one static batch of all prompts, padded on the left, nobody joining or
-leaving. Greedy tokens are compared, too: speed counts for nothing where they differ.
+Parts:
+  ways      tokens per second of the bare loop, transformers, nnsight and the engine, with and without capture
+  arrivals  requests that arrive one by one, and the gaps between a request's tokens
+  wide      capture of 28 layers of hidden size 1024 and both norms to disk, few tokens
+  floor     where a decode step's time goes, and how fast the hardware could do it
+  sweep     transformers' continuous batching at many settings (only where asked for)
+
+Ends with 1 where greedy tokens in float32 differ, or the engine is behind `generate`'s static batch.
 """
 
 from __future__ import annotations
 
 import argparse
-import copy
-import json
-import os
-import platform
 import statistics
 import sys
-import time
-from collections.abc import Callable, Sequence
-from pathlib import Path
+from dataclasses import asdict, dataclass
 from typing import Any
 
 import torch
-from transformers import AutoModelForCausalLM, AutoTokenizer, Qwen3Config
 
-from deployments.activations.spec import Capture
-from deployments.demo_model import PROBLEMS, WEIGHTS
+from benchmarks import floor, models, ours, peers, report, settings, storing
+from benchmarks.findings import Findings
+from benchmarks.measuring import Ratio
+from benchmarks.peers import Work
 from deployments.engine.engine import Engine
 from deployments.engine.model import Model
-from deployments.engine.request import Request
+from deployments.engine.request import Sampling
+from deployments.options import Options
 
-Way = Callable[[], list[list[int]]]
-
-
-def random_model() -> Any:
-    """A random Qwen3 of 40M parameters: 12 layers of hidden size 512."""
-    torch.manual_seed(0)
-    config = Qwen3Config(
-        vocab_size=4096,
-        hidden_size=512,
-        num_hidden_layers=12,
-        num_attention_heads=8,
-        num_key_value_heads=4,
-        head_dim=64,
-        intermediate_size=1536,
-        max_position_embeddings=4096,
-    )
-    return AutoModelForCausalLM.from_config(config)  # type: ignore[no-untyped-call]
+PARTS = ("ways", "arrivals", "wide", "floor", "sweep")
+BARE, ENGINE, STATIC, BATCH = (
+    "bare loop of the same forwards",
+    "engine",
+    "generate, one static batch",
+    "generate_batch",
+)
+MEMORY, DISK = "engine, all layer outputs to memory", "engine, all layer outputs to disk"
+ARRIVING = "engine, Poisson arrivals"
 
 
-def prompts(path: Path, tokenizer: Any, count: int) -> list[list[int]]:
-    """The first questions of a GSM8K jsonl file as token ids."""
-    with path.open(encoding="utf-8") as lines:
-        questions = [json.loads(line)["question"] for _, line in zip(range(count), lines, strict=False)]
-    return [tokenizer(question)["input_ids"] for question in questions]
+@dataclass(frozen=True)
+class Case:
+    """One model in one dtype on one device."""
+
+    name: str
+    dtype: str
+    device: str
+    options: argparse.Namespace
+
+    @property
+    def title(self) -> str:
+        """How tables and pictures call it."""
+        return f"{self.name}, {self.dtype}, {self.device}"
+
+    def hf(self) -> Any:
+        """The model, new each time: nnsight instruments what it is given."""
+        return models.build(self.name, settings.DTYPES[self.dtype], self.device)
+
+    def work(self, new_tokens: int | None = None) -> Work:
+        """What it is to generate."""
+        return settings.work(self.name, self.options, self.device, new_tokens)
+
+    def engine(self) -> Engine:
+        """An engine that takes all requests at once."""
+        model = Model(self.hf(), models.tokenizer(self.name), self.name)
+        memory = Options().capture_memory_bytes  # as a server has it
+        return Engine(model, max_running=max(64, self.options.requests), capture_bytes=memory)
 
 
-def ways(plain: Any, model: Model, batch: Sequence[Sequence[int]], new_tokens: int) -> dict[str, Way]:
-    """What is measured: a name and a function that generates for the whole batch.
-
-    Args:
-        plain: The same weights without nnsight, so that the peer is at its best.
-        model: The engine's.
-        batch: Prompts as token ids.
-        new_tokens: Tokens to generate for each.
-    """
-    plain.generation_config.eos_token_id = None  # all ways generate to the full length
-    longest = max(map(len, batch))
-    ids = torch.tensor([[0] * (longest - len(prompt)) + list(prompt) for prompt in batch])
-    mask = torch.tensor([[0] * (longest - len(prompt)) + [1] * len(prompt) for prompt in batch])
-
-    def static_generate() -> list[list[int]]:
-        with torch.inference_mode():
-            out = plain.generate(
-                ids,
-                attention_mask=mask,
-                max_new_tokens=new_tokens,
-                do_sample=False,
-                pad_token_id=0,
-            )
-        return [row[longest:] for row in out.tolist()]
-
-    def engine(capture: Capture | None = None) -> list[list[int]]:
-        points = model.points.resolve(capture) if capture else ()
-        requests = [
-            Request(str(i), prompt, new_tokens, ignore_eos=True, capture=capture, points=points)
-            for i, prompt in enumerate(batch)
+def measure_ways(case: Case, findings: Findings) -> None:
+    """Everything that generates, in turn."""
+    work, plain, tokenizer = case.work(), case.hf(), models.tokenizer(case.name)
+    running = case.engine()
+    with storing.store(case.options.results.parent) as store:
+        ways = [
+            ours.bare(running, work),
+            ours.engine(running, work),
+            ours.engine(running, work, ours.LAYERS, MEMORY),
+            ours.engine_storing(running, work, ours.LAYERS, store, DISK),
+            peers.static_generate(plain, work),
+            static_capturing := peers.static_generate(plain, work, capture=True),
+            peers.generate_batch(plain, work),
+            batch_capturing := peers.generate_batch(plain, work, capture=True),
+            nnsight_static := peers.nnsight_static(case.hf(), tokenizer, work),
+            nnsight_each := peers.nnsight_each(case.hf(), tokenizer, work, min(2, case.options.requests)),
         ]
-        done = running.generate(requests)
-        return [list(finished.tokens) for finished in done]
-
-    running = Engine(model)
-    everything = Capture(points=["layers.*.output"])
-    return {
-        "transformers generate, one static batch": static_generate,
-        "engine": engine,
-        "engine, all layer outputs captured": lambda: engine(everything),
-    }
+        wanted = [
+            *(Ratio(ENGINE, base) for base in (BARE, STATIC, BATCH)),
+            *(Ratio(way, ENGINE) for way in (MEMORY, DISK)),
+            *(Ratio(MEMORY, way.name) for way in (static_capturing, batch_capturing, nnsight_static, nnsight_each)),
+        ]
+        found = findings.compare(case.title, "ways", ways, wanted, ENGINE, case.options.rounds)
+    if found[f"{ENGINE} / {STATIC}"].median < 1:
+        findings.failed.append(f"{case.title}: the engine is behind the static batch")
 
 
-def measure(named: dict[str, Way], tokens: int, repeats: int) -> dict[str, dict[str, Any]]:
-    """Run all ways in turn `repeats` times; tokens per second of each, and how many tokens agree."""
-    seconds: dict[str, list[float]] = {name: [] for name in named}
-    outputs: dict[str, list[list[int]]] = {}
-    for name, way in named.items():  # once for nothing: memory, caches
-        outputs[name] = way()
-    for _ in range(repeats):
-        for name, way in named.items():
-            began = time.perf_counter()
-            way()
-            seconds[name].append(time.perf_counter() - began)
-    reference = next(iter(outputs.values()))
-    return {
-        name: {
-            "tokens_per_second": tokens / statistics.median(seconds[name]),
-            "all": [tokens / taken for taken in seconds[name]],
-            "prompts_with_the_same_tokens": sum(a == b for a, b in zip(outputs[name], reference, strict=True)),
+def measure_arrivals(case: Case, findings: Findings) -> None:
+    """Requests that come one by one, and the gaps that clients see."""
+    work, running = case.work(), case.engine()
+    together = ours.engine(running, work)
+    took = statistics.median(together.run().seconds for _ in range(3))
+    arriving = ours.arriving(running, work, lambda: took / 2, ARRIVING)
+    ways, wanted = [together, arriving], [Ratio(ARRIVING, ENGINE)]
+    findings.compare(case.title, "arrivals", ways, wanted, ENGINE, case.options.rounds)
+    spaced = [i * work.new_tokens // (2 * len(work.prompts)) for i in range(len(work.prompts))]
+    rows, kept = [], {}
+    for name, arrivals in (("all at once", [0] * len(spaced)), ("arriving over half the steps", spaced)):
+        gaps = ours.gaps(running, work, arrivals)
+        steps, seconds = sorted(gap.steps for gap in gaps), sorted(gap.seconds for gap in gaps)
+        last = round(0.99 * (len(gaps) - 1))
+        kept[name] = {
+            "steps": {"median": statistics.median(steps), "p99": steps[last]},
+            "ms": {"median": 1e3 * statistics.median(seconds), "p99": 1e3 * seconds[last]},
         }
-        for name in named
+        rows.append([name, *(f"{kept[name][unit][of]:.3g}" for unit in ("steps", "ms") for of in ("median", "p99"))])
+    head = ["gaps between a request's tokens", "steps", "p99", "ms", "p99"]
+    print(report.table(case.title, head, rows), flush=True)
+    findings.add(case.title, "gaps", kept)
+
+
+def measure_wide(case: Case, findings: Findings) -> None:
+    """Capture of many points to disk."""
+    work, running = case.work(min(16, case.options.new_tokens)), case.engine()
+    name = "engine, all layer outputs and both norms to disk"
+    with storing.store(case.options.results.parent) as store:
+        ways = [
+            ours.engine(running, work),
+            ours.engine_storing(running, work, ours.LAYERS_AND_NORMS, store, name),
+        ]
+        findings.compare(case.title, "wide", ways, [Ratio(name, ENGINE)], ENGINE, max(1, case.options.rounds // 2))
+
+
+def measure_floor(case: Case, findings: Findings) -> None:
+    """The parts of a decode step, beside what the hardware could do."""
+    work, running = case.work(), case.engine()
+    steps, rows = min(20, work.new_tokens), len(work.prompts)
+    least = floor.floor(running.model.hf, rows, case.device)
+    kinds = {
+        "greedy": floor.breakdown(running, work, steps),
+        "all layer outputs captured": floor.breakdown(running, work, steps, capture=ours.LAYERS),
+        "sampled": floor.breakdown(running, work, steps, sampling=Sampling(temperature=0.8, top_p=0.95)),
     }
+    names = list(dict.fromkeys(name for parts in kinds.values() for name in parts))
+    lines = [[name, *(f"{1e3 * parts.get(name, 0):.2f}" for parts in kinds.values())] for name in names]
+    lines += [["a step", *(f"{1e3 * sum(parts.values()):.2f}" for parts in kinds.values())]]
+    lines += [["times the floor", *(f"{sum(parts.values()) / least.seconds:.2f}" for parts in kinds.values())]]
+    print(report.table(f"{case.title}: a decode step of {rows} rows, ms", ["", *kinds], lines))
+    ops = floor.operations(running, work)
+    print(
+        report.table(
+            "operations of a forward, under torch's profiler",
+            ["", "number", "ms"],
+            [[name, f"{kind.count:.0f}", f"{1e3 * kind.seconds:.2f}"] for name, kind in ops.items()],
+        )
+    )
+    print(f"\nThe floor: weights read once {1e3 * least.reading:.2f} ms, products {1e3 * least.products:.2f} ms")
+    found = {"floor": asdict(least), "parts": kinds, "operations": {name: asdict(kind) for name, kind in ops.items()}}
+    findings.add(case.title, "floor", found)
 
 
-def report(title: str, results: dict[str, dict[str, Any]], count: int) -> None:
-    """Print a table, ratios to its first row."""
-    base = next(iter(results.values()))["tokens_per_second"]
-    print(f"\n{title}")
-    print(f"{'':45}{'tokens/s':>10}{'ratio':>8}{'same tokens':>14}")
-    for name, row in results.items():
-        rate, same = row["tokens_per_second"], row["prompts_with_the_same_tokens"]
-        print(f"{name:45}{rate:>10.0f}{rate / base:>8.2f}{f'{same} of {count}':>14}")
+def measure_sweep(case: Case, findings: Findings) -> None:
+    """What settings transformers' continuous batching does best at."""
+    work, plain = case.work(), case.hf()
+    ways = [ours.engine(case.engine(), work), *peers.sweep(plain, work)]
+    wanted = [Ratio(way.name, ENGINE) for way in ways[1:]]
+    findings.compare(case.title, "sweep", ways, wanted, ENGINE, case.options.rounds)
 
 
-def main() -> int:
-    """Measure both models and keep the numbers as JSON; 1 where the engine is behind the static batch."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--requests", type=int, default=32, help="how many at once")
-    parser.add_argument("--new-tokens", type=int, default=64)
-    parser.add_argument("--repeats", type=int, default=5)
-    parser.add_argument("--prompts", type=Path, default=PROBLEMS, help="a jsonl file in GSM8K's format")
-    parser.add_argument("--model", choices=["random-40m", "demo"], action="append")
-    parser.add_argument("--threads", type=int, default=os.cpu_count() or 1, help="of torch")
-    parser.add_argument("--json", type=Path, default=Path("results/benchmark-engine.json"))
-    options = parser.parse_args()
+MEASURES = {
+    "ways": measure_ways,
+    "arrivals": measure_arrivals,
+    "wide": measure_wide,
+    "floor": measure_floor,
+    "sweep": measure_sweep,
+}
+
+
+def cases(options: argparse.Namespace) -> list[tuple[str, Case]]:
+    """Which part is measured on what; the wide one has a model of its own."""
+    gpu = torch.device(options.device).type == "cuda"
+    named = options.model or (["qwen3-0.6b"] if gpu else ["random-40m", models.DEMO])
+    wide = options.wide_model or ("qwen3-0.6b" if gpu else "qwen3-0.6b-small-vocabulary")
+    return [
+        (part, Case(name, dtype, options.device, options))
+        for dtype in settings.dtypes(options, options.device)
+        for part in options.part or PARTS[:-1]
+        for name in ([wide] if part == "wide" else named)
+    ]
+
+
+def main(arguments: list[str] | None = None) -> int:
+    """Measure, show, keep."""
+    parser = settings.parser(__doc__, "benchmark-engine")
+    parser.add_argument("--part", choices=PARTS, action="append", help="again for more than one; all but sweep")
+    parser.add_argument("--device", default="cpu", help="cpu, cuda or a torch device")
+    parser.add_argument("--wide-model", choices=models.NAMES, help="the model of the part `wide`")
+    options = parser.parse_args(arguments)
     torch.set_num_threads(options.threads)
-    tokenizer = AutoTokenizer.from_pretrained(WEIGHTS)
-    loaders: dict[str, Callable[[], Any]] = {
-        "random-40m": random_model,
-        "demo": lambda: AutoModelForCausalLM.from_pretrained(WEIGHTS),
-    }
-    kept: dict[str, Any] = {"torch": torch.__version__, "machine": platform.platform(), "threads": options.threads}
-    for name in options.model or loaders:
-        batch = prompts(options.prompts, tokenizer, options.requests)
-        hf = loaders[name]().float().eval()
-        plain = copy.deepcopy(hf)
-        model = Model(hf, tokenizer, name)
-        tokens = options.requests * options.new_tokens
-        kept[name] = measure(ways(plain, model, batch, options.new_tokens), tokens, options.repeats)
-        report(f"{name}: {options.requests} requests at once, {options.new_tokens} new tokens", kept[name], len(batch))
-    options.json.parent.mkdir(parents=True, exist_ok=True)
-    options.json.write_text(json.dumps(kept, indent=2))
-    print(f"\nKept in {options.json}")
-    rates = [{way: row["tokens_per_second"] for way, row in kept[name].items()} for name in options.model or loaders]
-    return int(any(rate["engine"] < rate["transformers generate, one static batch"] for rate in rates))
+    findings = Findings(options)
+    for part, case in cases(options):
+        MEASURES[part](case, findings)
+    return findings.close()
 
 
 if __name__ == "__main__":

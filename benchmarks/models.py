@@ -1,0 +1,106 @@
+"""The models that are measured: random weights of known shapes, and the model that ships."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any, cast
+
+import torch
+from transformers import AutoModelForCausalLM, AutoTokenizer, GenerationConfig, PreTrainedTokenizerFast, Qwen3Config
+
+from deployments.demo_model import WEIGHTS
+
+DEMO = "demo"
+SHAPES: dict[str, dict[str, int]] = {
+    "tiny": {
+        "vocab_size": 2048,
+        "hidden_size": 32,
+        "num_hidden_layers": 2,
+        "num_attention_heads": 4,
+        "num_key_value_heads": 2,
+        "head_dim": 8,
+        "intermediate_size": 64,
+    },
+    "random-40m": {
+        "vocab_size": 4096,
+        "hidden_size": 512,
+        "num_hidden_layers": 12,
+        "num_attention_heads": 8,
+        "num_key_value_heads": 4,
+        "head_dim": 64,
+        "intermediate_size": 1536,
+    },
+    # As much is recorded of it as of Qwen3-0.6B, in a fraction of the time.
+    "thin-28x1024": {
+        "vocab_size": 2048,
+        "hidden_size": 1024,
+        "num_hidden_layers": 28,
+        "num_attention_heads": 4,
+        "num_key_value_heads": 2,
+        "head_dim": 64,
+        "intermediate_size": 512,
+    },
+    # Qwen3-0.6B's shape; on a CPU its vocabulary of 151,936 would take most of a step.
+    "qwen3-0.6b-small-vocabulary": {
+        "vocab_size": 4096,
+        "hidden_size": 1024,
+        "num_hidden_layers": 28,
+        "num_attention_heads": 16,
+        "num_key_value_heads": 8,
+        "head_dim": 128,
+        "intermediate_size": 3072,
+    },
+    "qwen3-0.6b": {
+        "vocab_size": 151936,
+        "hidden_size": 1024,
+        "num_hidden_layers": 28,
+        "num_attention_heads": 16,
+        "num_key_value_heads": 8,
+        "head_dim": 128,
+        "intermediate_size": 3072,
+    },
+}
+NAMES = (*SHAPES, DEMO)
+
+
+def tokenizer(name: str) -> PreTrainedTokenizerFast:
+    """The demo model's tokenizer, for random models with a word more for each further token."""
+    found = cast("PreTrainedTokenizerFast", AutoTokenizer.from_pretrained(WEIGHTS))
+    if name != DEMO:
+        found.add_tokens([f" w{id}" for id in range(len(found), SHAPES[name]["vocab_size"])])
+    return found
+
+
+def build(name: str, dtype: torch.dtype = torch.float32, device: str = "cpu") -> Any:
+    """A Hugging Face model, the same weights each time.
+
+    Random models generate whole words only: half a character would be held back by every server that streams.
+
+    Args:
+        name: One of `NAMES`.
+        dtype: The weights'.
+        device: Where they go.
+    """
+    if name == DEMO:
+        hf = AutoModelForCausalLM.from_pretrained(WEIGHTS, dtype=dtype)
+    else:
+        with torch.random.fork_rng():
+            torch.manual_seed(0)
+            config = Qwen3Config(max_position_embeddings=4096, **SHAPES[name])  # type: ignore[arg-type]
+            hf = AutoModelForCausalLM.from_config(config, dtype=dtype)  # type: ignore[no-untyped-call]
+        with torch.no_grad():  # the demo tokenizer's pieces of words and characters get logits of 0
+            hf.get_output_embeddings().weight[:1024] = 0
+    moved: Any = hf.to(device)  # type: ignore[arg-type]
+    return moved.eval().requires_grad_(False)
+
+
+def save(name: str, directory: Path, dtype: torch.dtype = torch.float32) -> None:
+    """Write a model with a tokenizer and chat template, for servers to load.
+
+    No token ends its texts: not every server can be told to generate on behind one.
+    """
+    hf = build(name, dtype)
+    hf.generation_config = GenerationConfig(do_sample=False)  # type: ignore[no-untyped-call]
+    hf.config.eos_token_id = None
+    hf.save_pretrained(directory)
+    tokenizer(name).save_pretrained(directory)

