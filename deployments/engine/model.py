@@ -3,25 +3,24 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
 import torch
 from nnsight import LanguageModel
 from nnsight._c import unmount
-from nnsight.intervention.interleaver import Mediator
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
-from deployments.activations.points import Place, Points, first_tensor
+from deployments.activations.points import Place, Points
 from deployments.engine.cache import SlotCache
 from deployments.engine.masks import Masks, candidates
+from deployments.engine.taps import Take, Taps
 
 if unmount is not None:
     # nnsight gives every object in the process a `.save`, which other libraries' classes trip over.
     unmount("save")
 
-Take = Callable[[Place, torch.Tensor], None]
 PROBE_TOLERANCE = {torch.float32: 1e-3, torch.float16: 3e-2, torch.bfloat16: 1e-1}  # of the logits' norm
 
 
@@ -31,17 +30,6 @@ class UnsupportedModelError(ValueError):
 
 class InstrumentedModel(LanguageModel):  # type: ignore[misc]
     """nnsight's language model over weights that are already loaded."""
-
-
-class _Block(Mediator):  # type: ignore[misc]
-    """A plain function run by nnsight as one intervention block over the whole batch."""
-
-    def __init__(self, body: Callable[[], None]) -> None:
-        super().__init__(None, {}, {})
-        self._body = body
-
-    def _run(self) -> None:
-        self._body()
 
 
 class Model:
@@ -73,7 +61,7 @@ class Model:
         self.head = next(path for path, module in hf.named_modules() if module is hf.get_output_embeddings())
         self.points = Points.learn(hf)
         self.nnsight = InstrumentedModel(hf, tokenizer=tokenizer)
-        self._envoys: dict[str, Any] = {}
+        self._taps = Taps(hf)
         self._last: torch.Tensor | None = None
         hf.get_output_embeddings().register_forward_pre_hook(self._keep_last)
         self.masks = self._probe()
@@ -113,7 +101,7 @@ class Model:
             ids: [batch, longest] token ids.
             lengths: [batch] tokens of each row.
             cache: Set to prefill from `start` on.
-            places: What to read, in the order of execution.
+            places: What to read.
             take: Called with each place and its value [batch, longest, ...]; must copy what it keeps.
             every_logit: Run the head over every token instead of each row's last, for who reads its rows.
             start: The first token's position; behind 0 the batch is one row, which attends to its slot.
@@ -148,7 +136,7 @@ class Model:
             positions: [batch] their positions.
             longest: The longest row after this token.
             cache: Set to decode.
-            places: What to read, in the order of execution.
+            places: What to read.
             take: Called with each place and its value [batch, 1, ...]; must copy what it keeps.
 
         Returns:
@@ -167,37 +155,18 @@ class Model:
         places: Sequence[Place],
         take: Take | None,
     ) -> torch.Tensor:
-        """One forward of the Hugging Face module, with one nnsight block over the whole batch if any reads."""
+        """One forward of the Hugging Face module."""
         inputs = {"input_ids": ids, "position_ids": positions, "attention_mask": mask}
         call = functools.partial(self.hf, **inputs, past_key_values=cache, use_cache=True)
         if not places:
             return call().logits  # type: ignore[no-any-return]
         assert take is not None
-        batch, tokens = ids.shape
+        batch = len(ids)
 
-        def read_all() -> None:
-            for place in places:
-                value = first_tensor(getattr(self._envoy(place.module), place.side))
-                assert value is not None, f"{place.module}.{place.side} gave no tensor"
-                take(place, value.view(batch, -1, *place.shape) if place.layout == "flat" else value)
+        def shaped(place: Place, value: torch.Tensor) -> None:
+            take(place, value.view(batch, -1, *place.shape) if place.layout == "flat" else value)
 
-        block = _Block(read_all)
-        interleaver = self.nnsight.interleaver
-        interleaver.mediators = [block]
-        try:
-            with interleaver:
-                logits = call().logits
-            if block.alive:  # it parks without an error where its place is not reached
-                raise RuntimeError(f"this forward never came to {block.pending}")
-        finally:
-            interleaver.cancel()
-            interleaver.reindex()
-        return logits  # type: ignore[no-any-return]
-
-    def _envoy(self, path: str) -> Any:
-        if path not in self._envoys:
-            self._envoys[path] = functools.reduce(getattr, path.split("."), self.nnsight)
-        return self._envoys[path]
+        return self._taps.read(places, shaped, call).logits  # type: ignore[no-any-return]
 
     def _keep_last(self, _: Any, args: tuple[torch.Tensor, ...]) -> tuple[torch.Tensor, ...] | None:
         """Narrow the head's input to each row's last token: a prompt's other logits are not needed."""

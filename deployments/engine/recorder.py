@@ -153,7 +153,7 @@ def joined(parts: Sequence[Captured]) -> Captured:
 
 
 def places_of(recordings: Iterable[Recording]) -> list[Place]:
-    """What these read, in the order of execution, in which nnsight has to be asked."""
+    """What these read, in the order of execution."""
     places = {point.place for recording in recordings for point in recording.points}
     return sorted(places, key=lambda place: place.order)
 
@@ -174,7 +174,7 @@ class Recorder:
         self.recordings: dict[int, Recording] = {}  # slot -> the running request that records decoded rows
 
     def places(self) -> list[Place]:
-        """What the next decode reads, in the order of execution."""
+        """What the next decode reads."""
         return places_of(self.recordings.values())
 
     def begin(self, places: Sequence[Place], slots: int) -> None:

@@ -59,27 +59,32 @@ class Schedule:
         return self._admit(batch, capture_full) if self.waiting else None
 
     def _admit(self, batch: Batch, capture_full: bool) -> Prefill | None:
-        """Waiting requests while slots, KV memory and the token budget last; one too long begins alone."""
+        """The request that waits longest, with others of about its length; one too long begins alone."""
         admitted: list[Row] = []
-        longest = 0
-        budget = self._most_tokens
+        longest, budget = 0, self._most_tokens
+        candidates = self._fitting(batch, capture_full)
+        # Rows are padded to the longest of their prefill: of 32 questions, in their order, half would be padding.
+        for row in sorted(candidates, key=lambda row: abs(row.length - candidates[0].length)):
+            longest, budget = max(longest, row.length), min(budget, self._tokens_for(row))
+            if admitted and longest * (len(admitted) + 1) > budget:
+                break
+            admitted.append(row)
+        for row in admitted:
+            self.waiting.remove(row)
+        return Prefill(admitted, 0, [min(row.length, self._tokens_for(row)) for row in admitted]) if admitted else None
+
+    def _fitting(self, batch: Batch, capture_full: bool) -> list[Row]:
+        """Waiting requests, first come, first served, for which there are slots and KV memory."""
+        fitting: list[Row] = []
         need = max((row.need for row in batch.rows), default=0)
         for row in self.waiting:
             if capture_full and row.recording:
                 continue
-            slots = len(batch) + len(admitted) + 1
-            longest, need = max(longest, row.length), max(need, row.need)
-            budget = min(budget, self._tokens_for(row))
+            slots, need = len(batch) + len(fitting) + 1, max(need, row.need)
             if slots > self.rows or (slots > 1 and not self._memory.fits(slots, need)):
                 break
-            if admitted and longest * (len(admitted) + 1) > budget:
-                break
-            admitted.append(row)
-        if not admitted:
-            return None
-        for row in admitted:
-            self.waiting.remove(row)
-        return Prefill(admitted, 0, [min(row.length, self._tokens_for(row)) for row in admitted])
+            fitting.append(row)
+        return fitting
 
     def _tokens_for(self, row: Row) -> int:
         """The most tokens of a prefill with this row in it: what it records has to fit into its memory, too."""
