@@ -154,13 +154,14 @@ class Engine:
         done: dict[str, Finished] = {}
         while len(done) < len(requests):
             for event in self.step(wait=True):
-                if isinstance(event, Finished):
-                    done[event.id] = event
-                    if event.captured is not None and pieces[event.id]:
-                        done[event.id] = replace(event, captured=joined([*pieces[event.id], event.captured]))
-                elif isinstance(event, Rows):
+                if isinstance(event, Delta):
+                    continue
+                if event.captured is not None:
                     pieces[event.id].append(event.captured)
                     self.written(event.id, event.captured.bytes)
+                if isinstance(event, Finished):
+                    whole = joined(pieces[event.id]) if event.captured is not None else None
+                    done[event.id] = replace(event, captured=whole)
         return [done[request.id] for request in requests]
 
     @torch.inference_mode()

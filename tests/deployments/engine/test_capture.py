@@ -203,3 +203,20 @@ def test_one_position_a_point_reads_its_token_ids(tiny, prompt, capturing):
     request = capturing(model, "a", prompt(7), 3, points=["embed.input"])
     (finished,) = Engine(model).generate([request])
     assert finished.captured.values["embed.input"].flatten().tolist() == [*request.prompt, *finished.tokens]
+
+
+def test_rows_given_in_pieces_are_whole_again_and_their_memory_is_free_for_the_next(tiny, prompt, capturing):
+    model = tiny("qwen3")
+    engine = Engine(model, capture_bytes=16 << 10)  # a request's rows go out by a few
+    want = None
+    for _ in range(6):
+        requests = [capturing(model, str(n), prompt(n), 40, points=["layers.*.output"]) for n in (5, 20)]
+        done = engine.generate(requests)
+        for request, finished in zip(requests, done, strict=True):
+            tokens = [*request.prompt, *finished.tokens]
+            assert finished.captured.positions == range(len(tokens))
+            assert list(finished.captured.token_ids) == tokens
+        want = want or done
+        for first, now in zip(want, done, strict=True):
+            for point, value in now.captured.values.items():
+                assert torch.equal(value, first.captured.values[point])
