@@ -10,7 +10,7 @@ from deployments.engine.row import Row
 class Outflow:
     """What was recorded and is not written yet, request by request.
 
-    Each recording request has an equal share of the budget. Its rows go out when a quarter of that is full; a
+    Each recording request has an equal share of the budget. Its rows go out when half of that is full; a
     request that holds more than its share stands still until some of it is written. So a slow disk slows the
     requests that record, and neither the others nor their memory.
     """
@@ -36,7 +36,7 @@ class Outflow:
 
     def piece(self, recording: int) -> int | None:
         """The bytes at which one of so many recording requests hands out its rows."""
-        return None if self._budget is None else max(1, self._budget // (4 * max(1, recording)))
+        return None if self._budget is None else max(1, self._budget // (2 * max(1, recording)))
 
     def sent(self, row: Row, size: int) -> None:
         """Note bytes that were handed out."""
