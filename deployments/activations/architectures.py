@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterator, Mapping
-from typing import Any
+from typing import Any, Literal
 
 import torch
 from torch import nn
+
+Side = Literal["input", "output"]  # what a module reads, or what it gives
 
 # Canonical name -> the names that architectures give the part inside a decoder layer.
 LAYER_PARTS: dict[str, tuple[str, ...]] = {
@@ -51,7 +53,7 @@ def canonical_modules(model: Any, modules: dict[str, nn.Module], paths: dict[int
     return found
 
 
-def drop_misnamed_norms(aliases: dict[str, str], seen: Mapping[tuple[str, str], torch.Tensor]) -> None:
+def drop_misnamed_norms(aliases: dict[str, str], seen: Mapping[tuple[str, Side], torch.Tensor]) -> None:
     """Take away the names of norms that are not what attention reads, or the MLP.
 
     Under these modules' names some models (Exaone 4, OPT 350M) norm what a part gives.

@@ -20,6 +20,7 @@ from torch import nn
 
 from deployments.activations.architectures import (
     OUTPUT_PROJECTIONS,
+    Side,
     canonical_modules,
     drop_misnamed_norms,
     find_layers,
@@ -46,7 +47,7 @@ class Place:
     """
 
     module: str
-    side: Literal["input", "output"]
+    side: Side
     order: int
     layout: Layout
     shape: tuple[int, ...]
@@ -83,7 +84,9 @@ def first_tensor(value: Any) -> torch.Tensor | None:
 class Points:
     """Every capture point of one model, and the names they go by."""
 
-    def __init__(self, model: nn.Module, places: Iterable[Place], seen: Mapping[tuple[str, str], torch.Tensor]) -> None:
+    def __init__(
+        self, model: nn.Module, places: Iterable[Place], seen: Mapping[tuple[str, Side], torch.Tensor]
+    ) -> None:
         """Name the places.
 
         Args:
@@ -103,37 +106,24 @@ class Points:
     @classmethod
     @torch.inference_mode()
     def learn(cls, model: Any) -> Points:
-        """Run one small forward and note what each module reads and gives.
+        """Run two small forwards and note what each module reads and gives.
 
         Args:
             model: A Hugging Face causal language model.
         """
-        batch, tokens = 2, 5
-        seen: dict[tuple[str, str], Place | None] = {}
-        values: dict[tuple[str, str], torch.Tensor] = {}
-        calls: Counter[tuple[str, str]] = Counter()
-
-        def note(path: str, side: Literal["input", "output"], value: Any) -> None:
-            calls[path, side] += 1
-            tensor = first_tensor(value)
-            seen[path, side] = _place(path, side, len(seen), tensor, batch, tokens)
-            if tensor is not None:
-                values[path, side] = tensor
-
-        def before(path: str) -> Any:
-            return lambda _, args, kwargs: note(path, "input", next(iter((*args, *kwargs.values())), None))
-
-        def after(path: str) -> Any:
-            return lambda _, args, output: note(path, "output", output)
-
-        with ExitStack() as hooks:
-            for path, module in model.named_modules():
-                if path:
-                    hooks.callback(module.register_forward_pre_hook(before(path), with_kwargs=True).remove)
-                    hooks.callback(module.register_forward_hook(after(path)).remove)
-            ids = torch.ones(batch, tokens, dtype=torch.long, device=model.device)
-            model(input_ids=ids, use_cache=False)
-        return cls(model, [place for key, place in seen.items() if place and calls[key] == 1], values)
+        vocabulary = model.get_input_embeddings().num_embeddings
+        ids = torch.arange(1, 11, device=model.device).view(2, 5) % vocabulary
+        longer = torch.arange(11, 32, device=model.device).view(3, 7) % vocabulary
+        longer[1:, :5] = ids.flip(0)  # the same texts, as other rows of another batch
+        seen, again = _watch(model, ids), _watch(model, longer)
+        places = []
+        for order, ((path, side), value) in enumerate(seen.items()):
+            place, other = _place(path, side, order, value, ids), again.get((path, side))
+            if place and other is not None and _place(path, side, order, other, longer) == place:
+                again_here = other.reshape(*longer.shape, *place.shape)[1:, :5].flip(0)
+                if _follows_tokens(value.reshape(*ids.shape, *place.shape), again_here):
+                    places.append(place)
+        return cls(model, places, seen)
 
     def __iter__(self) -> Iterator[Point]:
         """All points, canonical names first where a place has one, in the order a forward reaches them."""
@@ -246,14 +236,49 @@ class Points:
         return [name for name in names if self._lookup(name)]
 
 
-def _place(
-    path: str, side: Literal["input", "output"], order: int, value: torch.Tensor | None, batch: int, tokens: int
-) -> Place | None:
-    """The place a probe's value shows, or None where rows cannot be told apart."""
-    if value is None or value.ndim < 2:
+def _watch(model: Any, ids: torch.Tensor) -> dict[tuple[str, Side], torch.Tensor]:
+    """(module path, side) -> its value in one forward, of modules that are called once, in their order."""
+    seen: dict[tuple[str, Side], torch.Tensor | None] = {}
+    calls: Counter[tuple[str, Side]] = Counter()
+
+    def note(path: str, side: Side, value: Any) -> None:
+        calls[path, side] += 1
+        tensor = first_tensor(value)
+        seen[path, side] = None if tensor is None else tensor.clone()  # others may write into it afterwards
+
+    def before(path: str) -> Any:
+        return lambda _, args, kwargs: note(path, "input", next(iter((*args, *kwargs.values())), None))
+
+    def after(path: str) -> Any:
+        return lambda _, args, output: note(path, "output", output)
+
+    with ExitStack() as hooks:
+        for path, module in model.named_modules():
+            if path:
+                hooks.callback(module.register_forward_pre_hook(before(path), with_kwargs=True).remove)
+                hooks.callback(module.register_forward_hook(after(path)).remove)
+        model(input_ids=ids, use_cache=False)
+    return {key: value for key, value in seen.items() if value is not None and calls[key] == 1}
+
+
+def _place(path: str, side: Side, order: int, value: torch.Tensor, ids: torch.Tensor) -> Place | None:
+    """The place that a value shows in a forward of `ids` [batch, tokens], or None where rows cannot be told apart."""
+    if value.ndim < 2:
         return None
-    if tuple(value.shape[:2]) == (batch, tokens):
+    if value.shape[:2] == ids.shape:
+        if value.ndim == 2 and not (value == ids.to(value.device)).all():
+            return None  # a mask, which has another shape in other forwards
         return Place(path, side, order, "batched", tuple(value.shape[2:]) or (1,), value.dtype)
-    if value.shape[0] == batch * tokens:
+    if value.shape[0] == ids.numel():
         return Place(path, side, order, "flat", tuple(value.shape[1:]), value.dtype)
     return None
+
+
+def _follows_tokens(value: torch.Tensor, again: torch.Tensor) -> bool:
+    """Whether most tokens have the same values [batch, tokens, ...] again; a few may round to another expert.
+
+    Rows that a router has put into an order of its own do not.
+    """
+    value, again = value.float().flatten(2), again.float().flatten(2)
+    near = (value - again).norm(dim=-1) <= 0.1 * value.norm(dim=-1)
+    return bool(near.float().mean() > 0.5)

@@ -2,12 +2,17 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any, Literal
 
 import torch
+from torch import nn
 
 Form = Literal["by_layer_type", "single"]
+# Windows that architectures have in fields of their own: wider than a probe is long, they would not show.
+OTHER_WINDOWS = ("window_size", "attention_chunk_size", "keep_window_size", "sliding_window_size")
 
 
 @dataclass(frozen=True)
@@ -63,5 +68,27 @@ def candidates(config: Any, attention: str, dtype: torch.dtype) -> list[Masks]:
         found.append(Masks("by_layer_type", by_kind, boolean, dtype))
     if len(kinds) < 2:  # one mask cannot say that some layers have a window and some have none
         only = None if kinds == ["full_attention"] else window
-        found.append(Masks("single", {"all": only}, boolean, dtype))
+        found += [Masks("single", {"all": one}, boolean, dtype) for one in dict.fromkeys((only, None))]
     return found
+
+
+def unknown_window(config: Any) -> str | None:
+    """The field in which a config states an attention window that no mask here has; None where there is none."""
+    return next((field for field in OTHER_WINDOWS if getattr(config, field, None)), None)
+
+
+@contextmanager
+def windows_of(length: int, model: nn.Module) -> Iterator[None]:
+    """While open, a model's windows are so many tokens: then a few tokens show whether it has them.
+
+    Some configs state a window that their model does not have.
+    """
+    configs = {id(config): config for module in model.modules() if (config := getattr(module, "config", None))}
+    stated = [(config, window) for config in configs.values() if (window := getattr(config, "sliding_window", None))]
+    try:
+        for config, _ in stated:
+            config.sliding_window = length
+        yield
+    finally:
+        for config, window in stated:
+            config.sliding_window = window

@@ -14,18 +14,13 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from deployments.activations.points import Place, Points
 from deployments.engine.cache import SlotCache
-from deployments.engine.masks import Masks, candidates
+from deployments.engine.masks import Masks
+from deployments.engine.probe import UnsupportedModelError, find_masks
 from deployments.engine.taps import Take, Taps
 
 if unmount is not None:
     # nnsight gives every object in the process a `.save`, which other libraries' classes trip over.
     unmount("save")
-
-PROBE_TOLERANCE = {torch.float32: 1e-3, torch.float16: 3e-2, torch.bfloat16: 1e-1}  # of the logits' norm
-
-
-class UnsupportedModelError(ValueError):
-    """A model this engine cannot batch exactly; the message says why."""
 
 
 class InstrumentedModel(LanguageModel):  # type: ignore[misc]
@@ -64,7 +59,8 @@ class Model:
         self._taps = Taps(hf)
         self._last: torch.Tensor | None = None
         hf.get_output_embeddings().register_forward_pre_hook(self._keep_last)
-        self.masks = self._probe()
+        self.masks: Masks
+        find_masks(self)
 
     @property
     def device(self) -> torch.device:
@@ -175,58 +171,6 @@ class Model:
         hidden = args[0]  # [batch, tokens, hidden]
         return (hidden[torch.arange(len(self._last), device=hidden.device), self._last][:, None], *args[1:])
 
-    @torch.inference_mode()
-    def _probe(self) -> Masks:
-        """Find the mask form with which unequal rows in one batch give what each gives alone.
-
-        Raises:
-            UnsupportedModelError: No form does.
-        """
-        prompts = [[(7 * i + 3 * n) % self.vocabulary for i in range(n)] for n in (9, 4, 6)]
-        alone = [self._alone(prompt) for prompt in prompts]
-        alone.append(alone[0])
-        tried = []
-        for masks in candidates(self.config, self.config._attn_implementation, self.dtype):
-            self.masks = masks
-            try:
-                together = [*self._together([prompt[:-1] for prompt in prompts], [p[-1] for p in prompts])]
-                together.append(self._in_pieces(prompts[0], 4))
-            except (TypeError, ValueError, RuntimeError, AttributeError, KeyError, IndexError) as error:
-                tried.append(f"{masks.form}: {type(error).__name__}: {error}")
-                continue  # architectures refuse a form they do not take in ways of their own
-            worst = max(_relative_error(a, b) for a, b in zip(together, alone, strict=True))
-            if worst <= PROBE_TOLERANCE.get(self.dtype, 1e-1):
-                return masks
-            tried.append(f"{masks.form}: logits differ from a lone forward's by {worst:.1%} of their norm")
-        reasons = "; ".join(tried) or "its layers keep a state that has no slots"
-        raise UnsupportedModelError(f"{type(self.hf).__name__} cannot be batched exactly: {reasons}")
-
-    def _alone(self, prompt: list[int]) -> torch.Tensor:
-        ids = torch.tensor([prompt], device=self.device)
-        return self.hf(input_ids=ids, use_cache=False).logits[0, -1]  # type: ignore[no-any-return]
-
-    def _together(self, prompts: list[list[int]], last: list[int]) -> torch.Tensor:
-        """[prompts, vocabulary] logits after one padded prefill and one decode."""
-        lengths = torch.tensor([len(prompt) for prompt in prompts], device=self.device)
-        longest = int(lengths.max())
-        cache = self.new_cache()
-        cache.resize(len(prompts), longest + 1)
-        cache.prefill(0)
-        padded = [prompt + [0] * (longest - len(prompt)) for prompt in prompts]
-        self.prefill(torch.tensor(padded, device=self.device), lengths, cache)
-        cache.decode(torch.arange(len(prompts), device=self.device), lengths, longest + 1)
-        return self.decode(torch.tensor(last, device=self.device), lengths, longest + 1, cache)
-
-    def _in_pieces(self, prompt: list[int], first: int) -> torch.Tensor:
-        """[vocabulary] logits after a prefill of `first` tokens and one of the rest."""
-        cache = self.new_cache()
-        cache.resize(1, len(prompt))
-        for start, piece in ((0, prompt[:first]), (first, prompt[first:])):
-            cache.prefill(0, start)
-            ids = torch.tensor([piece], device=self.device)
-            logits = self.prefill(ids, torch.tensor([len(piece)], device=self.device), cache, start=start)
-        return logits[0]
-
 
 def load(
     name: str,
@@ -297,7 +241,3 @@ def _end_tokens(hf: Any, tokenizer: Any) -> frozenset[int]:
     configured = getattr(hf.generation_config, "eos_token_id", None)
     ids = configured if isinstance(configured, (list, tuple)) else [configured]
     return frozenset(id for id in (*ids, tokenizer.eos_token_id) if id is not None)
-
-
-def _relative_error(a: torch.Tensor, b: torch.Tensor) -> float:
-    return float((a.float() - b.float()).norm() / b.float().norm().clamp_min(1e-9))

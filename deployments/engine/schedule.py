@@ -90,7 +90,7 @@ class Schedule:
         """The most tokens of a prefill with this row in it: what it records has to fit into its memory, too."""
         if self._capture_bytes is None or row.recording is None:
             return self.tokens
-        return max(LEAST_TOKENS, min(self.tokens, self._capture_bytes // (4 * row.recording.token_bytes)))
+        return min(self.tokens, max(LEAST_TOKENS, self._capture_bytes // (4 * row.recording.token_bytes)))
 
     def put_back(self, rows: list[Row]) -> None:
         """Let requests wait again, before all others."""

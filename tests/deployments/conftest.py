@@ -45,7 +45,9 @@ LONG_ROPE = {
     "original_max_position_embeddings": 32,
 }
 
-CONFIGS: dict[str, tuple[str, dict[str, Any]]] = {
+LAYER_TYPES = ["sliding_attention", "full_attention", "sliding_attention"]
+
+SERVED: dict[str, tuple[str, dict[str, Any]]] = {
     "qwen3": ("Qwen3Config", {**GROUPED, "head_dim": 8}),
     "qwen3_windows": (
         "Qwen3Config",
@@ -64,28 +66,25 @@ CONFIGS: dict[str, tuple[str, dict[str, Any]]] = {
     "gemma2": ("Gemma2Config", {**GROUPED, "head_dim": 8, "sliding_window": WINDOW}),
     "gemma3": (
         "Gemma3TextConfig",
-        {
-            **GROUPED,
-            "head_dim": 8,
-            "sliding_window": WINDOW,
-            "layer_types": ["sliding_attention", "full_attention", "sliding_attention"],
-        },
+        {**GROUPED, "head_dim": 8, "sliding_window": WINDOW, "layer_types": LAYER_TYPES},
     ),
     "opt": ("OPTConfig", {**OPT, "word_embed_proj_dim": 32}),
     "opt_norms_behind": ("OPTConfig", {**OPT, "word_embed_proj_dim": 16, "do_layer_norm_before": False}),
     "phi3": ("Phi3Config", {**GROUPED, "sliding_window": WINDOW}),
-    "phi3_longrope": (
-        "Phi3Config",
-        {**GROUPED, "original_max_position_embeddings": 32, "rope_parameters": LONG_ROPE},
-    ),
     "olmo2": ("Olmo2Config", GROUPED),
-    "exaone4": ("Exaone4Config", {**GROUPED, "sliding_window": WINDOW}),
+    "exaone4": ("Exaone4Config", {**GROUPED, "sliding_window": WINDOW, "layer_types": LAYER_TYPES}),
     "falcon_parallel": ("FalconConfig", {**FALCON, "alibi": False, "multi_query": True, "parallel_attn": True}),
     "falcon_two_norms": (
         "FalconConfig",
         {**FALCON, "alibi": False, "new_decoder_architecture": True, "num_kv_heads": 2},
     ),
     "falcon_sequential": ("FalconConfig", {**FALCON, "alibi": False, "multi_query": False, "parallel_attn": False}),
+}
+REFUSED: dict[str, tuple[str, dict[str, Any]]] = {
+    "phi3_longrope": (
+        "Phi3Config",
+        {**GROUPED, "original_max_position_embeddings": 32, "rope_parameters": LONG_ROPE},
+    ),
     "falcon_alibi": ("FalconConfig", {**FALCON, "alibi": True, "multi_query": False, "parallel_attn": False}),
     "gpt_neo": (
         "GPTNeoConfig",
@@ -102,6 +101,22 @@ CONFIGS: dict[str, tuple[str, dict[str, Any]]] = {
         "MambaConfig",
         {"vocab_size": 256, "hidden_size": 32, "num_hidden_layers": 3, "max_position_embeddings": CONTEXT},
     ),
+    "qwen3_next": (
+        "Qwen3NextConfig",
+        {
+            **GROUPED,
+            "head_dim": 8,
+            "layer_types": ["linear_attention", "linear_attention", "full_attention"],
+            "linear_num_key_heads": 2,
+            "linear_num_value_heads": 2,
+            "linear_key_head_dim": 8,
+            "linear_value_head_dim": 8,
+            "num_experts": 4,
+            "num_experts_per_tok": 2,
+            "moe_intermediate_size": 16,
+            "shared_expert_intermediate_size": 16,
+        },
+    ),
     "bloom": ("BloomConfig", {"vocab_size": 256, "hidden_size": 32, "n_layer": 3, "n_head": 4}),
 }
 
@@ -114,12 +129,12 @@ def _byte_tokenizer() -> PreTrainedTokenizerFast:
     return PreTrainedTokenizerFast(tokenizer_object=tokenizer)
 
 
-def _build(architecture: str, **overrides: Any) -> Any:
-    config_class, settings = CONFIGS[architecture]
+def _build(architecture: str, dtype: torch.dtype = torch.float32, **overrides: Any) -> Any:
+    config_class, settings = (SERVED | REFUSED)[architecture]
     config = getattr(transformers, config_class)(**{**settings, **overrides})
     with torch.random.fork_rng():
         torch.manual_seed(0)
-        hf = AutoModelForCausalLM.from_config(config)
+        hf = AutoModelForCausalLM.from_config(config, dtype=dtype)
     return hf.eval()
 
 
@@ -137,6 +152,12 @@ def _demo() -> Model:
 def _one_thread() -> None:
     """Matrices this small only lose by more threads."""
     torch.set_num_threads(1)
+
+
+@pytest.fixture(scope="module", params=SERVED)
+def architecture(request: pytest.FixtureRequest) -> str:
+    """The name of each architecture that is served, one after the other."""
+    return str(request.param)
 
 
 @pytest.fixture(scope="session")

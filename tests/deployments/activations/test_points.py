@@ -200,6 +200,18 @@ def test_every_point_listed_can_be_asked_for_by_its_name(architecture, tiny):
     assert names(points, points=listed) == listed
 
 
+def test_a_mask_is_no_point_though_it_may_have_a_number_for_each_token(tiny):
+    points = tiny("opt").points
+    assert refusal(points, points=["model.decoder.embed_positions.input"]).code == "unknown_point"
+    assert names(points, points=["model.decoder.embed_positions.output"])
+
+
+def test_rows_in_a_routers_order_are_no_point_though_there_is_one_for_each_token(build):
+    points = Points.learn(build("qwen3_moe", num_experts_per_tok=1))
+    assert refusal(points, points=["model.layers.1.mlp.experts.act_fn.output"]).code == "unknown_point"
+    assert names(points, points=["model.layers.1.mlp.gate.output", "model.layers.1.mlp.experts.input"])
+
+
 @pytest.mark.parametrize(
     ("capture", "field"),
     [

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import functools
 import random
 from collections.abc import Callable, Sequence
 from contextlib import ExitStack
+from itertools import pairwise
 from typing import Any
 
 import pytest
@@ -14,7 +16,8 @@ from deployments.activations.points import Point
 from deployments.activations.spec import Capture
 from deployments.engine.engine import Engine
 from deployments.engine.model import Model
-from deployments.engine.request import Event, Finished, Request
+from deployments.engine.recorder import joined
+from deployments.engine.request import Captured, Delta, Event, Finished, Logprob, Request, Rows
 
 TIE = 1e-4
 
@@ -73,10 +76,12 @@ def _lone_values(model: Model, tokens: Sequence[int], points: Sequence[Point]) -
         return lambda _, args, output: keep(module, "output", output)
 
     with ExitStack() as hooks:
-        for path in {point.place.module for point in points}:
+        for path, side in {(point.place.module, point.place.side) for point in points}:
             module = model.hf.get_submodule(path)
-            hooks.callback(module.register_forward_pre_hook(before(path), with_kwargs=True).remove)
-            hooks.callback(module.register_forward_hook(after(path)).remove)
+            if side == "input":
+                hooks.callback(module.register_forward_pre_hook(before(path), with_kwargs=True).remove)
+            else:
+                hooks.callback(module.register_forward_hook(after(path)).remove)
         model.hf(input_ids=torch.tensor([list(tokens)]), use_cache=False)
     return {
         point.name: seen[point.place.module, point.place.side].reshape(len(tokens), *point.shape) for point in points
@@ -112,6 +117,109 @@ def _endings(events: Sequence[Event]) -> dict[str, Finished]:
     return by_id
 
 
+class Lone:
+    """What requests get of one model alone, remembered; and whether that is what they got in company.
+
+    Attributes:
+        prompts: A prompt of each length.
+        rare: A token that is in none of them, nor in what generate makes of them.
+    """
+
+    def __init__(self, model: Model, prompts: dict[int, list[int]], new: int) -> None:
+        self.model = model
+        self.prompts = prompts
+        self._new = new
+        self.generated = functools.cache(self._generated)
+        self.values = functools.cache(functools.partial(_lone_values, model))
+        met = {token for ids in prompts.values() for token in (*ids, *self.generated(tuple(ids))[0])}
+        self.rare = next(token for token in range(255, 0, -1) if token not in met)
+
+    def _generated(self, prompt: tuple[int, ...]) -> tuple[list[int], torch.Tensor]:
+        """Greedy tokens of transformers' generate, and the logprobs [tokens, vocabulary] they came of."""
+        ids = torch.tensor([prompt])
+        out = self.model.hf.generate(
+            ids,
+            attention_mask=torch.ones_like(ids),
+            do_sample=False,
+            max_new_tokens=self._new,
+            eos_token_id=sorted(self.model.eos),
+            pad_token_id=0,
+            output_logits=True,
+            return_dict_in_generate=True,
+        )
+        return out.sequences[0, len(prompt) :].tolist(), torch.cat(out.logits).float().log_softmax(-1)
+
+    def check(self, request: Request, events: Sequence[Event], cancelled: bool) -> None:
+        """Assert that these are a request's events, where the model fed the rare token gives nothing finite."""
+        *before, last = events
+        assert isinstance(last, Finished)
+        assert not any(isinstance(event, Finished) for event in before)
+        deltas = [event for event in before if isinstance(event, Delta)]
+        tokens = list(last.tokens)
+        assert [token for delta in deltas for token in delta.tokens] == tokens
+        said = [one for delta in deltas for one in delta.logprobs]
+        assert len(said) == (0 if request.logprobs is None else len(tokens))
+        self._check_tokens(request, tokens, said)
+        self._check_ending(request, last, cancelled)
+        parts = [event.captured for event in before if isinstance(event, Rows)]
+        if parts or last.captured:
+            parts += [last.captured] if last.captured else []
+            self._check_rows(request, [*request.prompt, *tokens], parts, whole=last.captured is not None)
+
+    def _check_tokens(self, request: Request, tokens: list[int], said: list[Logprob]) -> None:
+        """Up to the rare token they are generate's, and so are their logprobs."""
+        if self.rare in request.prompt:
+            assert not tokens
+            return
+        sound = (*tokens, self.rare).index(self.rare)
+        want, logprobs = self.generated(tuple(request.prompt))
+        assert _same_greedy(self.model, request.prompt, tokens[:sound], want[:sound])
+        for token, wanted, one, row in zip(tokens[:sound], want, said, logprobs, strict=False):
+            if token != wanted:
+                break  # the model all but tied
+            assert one.logprob == pytest.approx(float(row[token]), abs=TIE)
+            ids, values = [id for id, _ in one.top], torch.tensor([value for _, value in one.top])
+            torch.testing.assert_close(values, row.topk(len(ids)).values, rtol=0, atol=TIE)
+            torch.testing.assert_close(values, row[ids], rtol=0, atol=TIE)
+
+    def _check_ending(self, request: Request, last: Finished, cancelled: bool) -> None:
+        tokens, capture = last.tokens, request.capture
+        last_is_fed = len(tokens) < request.max_tokens or (capture is not None and capture.tokens != "prompt")
+        if cancelled and last.reason == "cancelled":
+            assert last.captured is None
+        elif self.rare in request.prompt or (self.rare in tokens and last_is_fed):
+            assert (last.reason, last.captured) == ("error", None)
+            assert "not finite" in (last.error or "")
+        else:
+            ended = bool(tokens) and tokens[-1] in self.model.eos
+            assert (last.reason, last.error) == ("stop" if ended else "length", None)
+            assert ended or len(tokens) == request.max_tokens
+            assert (last.captured is None) == (capture is None)
+
+    def _check_rows(self, request: Request, sequence: list[int], parts: list[Captured], whole: bool) -> None:
+        """Each row came once and in order, and up to the rare token is what a lone forward shows."""
+        asked, rows = _rows_asked(request, len(sequence)), joined(parts)
+        assert rows.positions == (asked if whole else range(asked.start, rows.positions.stop))
+        assert all(a.positions.stop == b.positions.start for a, b in pairwise(parts))
+        assert list(rows.token_ids) == [sequence[i] for i in rows.positions]
+        assert rows.values.keys() == {point.name for point in request.points}
+        sound = (*sequence, self.rare).index(self.rare)
+        want = self.values(tuple(sequence[:sound]), request.points) if sound else {}
+        start, stop = rows.positions.start, rows.positions.stop
+        for point, values in want.items():
+            assert len(rows.values[point]) == len(rows.positions)
+            _assert_rows_close(rows.values[point][: max(0, sound - start)], values[start:stop], point)
+
+
+def _rows_asked(request: Request, total: int) -> range:
+    """Positions that a capture is to have of `total` tokens."""
+    assert request.capture is not None
+    if tail := request.capture.tail:
+        return range(max(0, total - tail), total)
+    prompt = len(request.prompt)
+    return {"all": range(total), "prompt": range(prompt), "generated": range(prompt, total)}[request.capture.tokens]
+
+
 @pytest.fixture(scope="session")
 def prompt() -> Callable[..., list[int]]:
     """Makes a random prompt of a length, the same one for the same seed."""
@@ -131,6 +239,12 @@ def same_greedy() -> Callable[..., bool]:
 @pytest.fixture(scope="session")
 def lone_values() -> Callable[..., dict[str, torch.Tensor]]:
     return _lone_values
+
+
+@pytest.fixture(scope="session")
+def make_lone() -> Callable[..., Lone]:
+    """Makes the measure of a model: `make_lone(model, {length: prompt}, most new tokens)`."""
+    return Lone
 
 
 @pytest.fixture(scope="session")

@@ -93,10 +93,13 @@ def test_a_stop_string_ends_the_request_with_its_text_before_it(demo, drain, end
     assert list(finished.tokens) == list(whole.tokens[: len(finished.tokens)])
 
 
-def test_a_prefill_too_large_for_one_forward_is_spread_over_several(tiny, prompt, alone, same_greedy):
-    model = tiny("qwen3")
-    prompts = [prompt(length) for length in (40, 3, 33, 50, 2)]
-    engine = Engine(model, prefill_tokens=48)  # the prompt of 50 alone is longer
-    done = engine.generate([Request(str(i), p, 8) for i, p in enumerate(prompts)])
-    for p, finished in zip(prompts, done, strict=True):
-        assert same_greedy(model, p, finished.tokens, alone(model, p, 8))
+def test_no_prefill_takes_more_tokens_than_set_padding_included(tiny, prompt, capturing):
+    model, sizes = tiny("qwen3"), []
+    hook = model.hf.get_input_embeddings().register_forward_pre_hook(lambda _, args: sizes.append(args[0].numel()))
+    plain = [Request(str(length), prompt(length), 8) for length in (40, 3, 2, 9, 5)]
+    recording = [capturing(model, f"r{length}", prompt(length), 8, points=["norm.output"]) for length in (30, 4, 2)]
+    try:
+        Engine(model, prefill_tokens=12, capture_bytes=1 << 16).generate([*plain, *recording])
+    finally:
+        hook.remove()
+    assert max(sizes) == 12

@@ -5,42 +5,9 @@ import torch
 
 from deployments.demo_model import WEIGHTS
 from deployments.engine.engine import Engine
-from deployments.engine.model import Model, UnsupportedModelError, load
+from deployments.engine.model import Model, load
+from deployments.engine.probe import UnsupportedModelError
 from deployments.engine.request import Request
-
-SERVED = [
-    "qwen3",
-    "qwen3_windows",
-    "qwen3_moe",
-    "qwen2",
-    "llama",
-    "gpt2",
-    "gpt_neox",
-    "gpt_neox_sequential",
-    "mistral",
-    "gemma2",
-    "gemma3",
-    "opt",
-    "opt_norms_behind",
-    "phi3",
-    "olmo2",
-    "exaone4",
-    "falcon_parallel",
-    "falcon_two_norms",
-    "falcon_sequential",
-]
-
-
-@pytest.mark.parametrize("architecture", SERVED)
-def test_every_architecture_gives_generates_greedy_tokens_in_mixed_company(
-    architecture, tiny, prompt, alone, same_greedy
-):
-    model = tiny(architecture)
-    prompts = [prompt(length) for length in (1, 23, 4, 12, 7)]
-    engine = Engine(model, max_running=3)
-    done = engine.generate([Request(str(i), p, max_tokens=10) for i, p in enumerate(prompts)])
-    for p, finished in zip(prompts, done, strict=True):
-        assert same_greedy(model, p, finished.tokens, alone(model, p, 10))
 
 
 @pytest.mark.parametrize(
@@ -48,7 +15,7 @@ def test_every_architecture_gives_generates_greedy_tokens_in_mixed_company(
     [
         ("falcon_alibi", "cannot be batched exactly"),  # ALiBi takes no mask of its own per row
         ("bloom", "cannot be batched exactly"),
-        ("gpt_neo", "logits differ from a lone forward's"),  # its windows stand in no field of the config
+        ("gpt_neo", "window_size"),  # it cuts its windows by the batch's longest row
         ("phi3_longrope", "with a context of 32"),  # the longest row would turn all rows' positions
     ],
 )
@@ -57,9 +24,34 @@ def test_what_cannot_be_batched_exactly_is_refused_at_load(architecture, reason,
         Model(build(architecture), byte_tokenizer, architecture, context=64)
 
 
-def test_a_state_space_model_is_refused_at_load(build, byte_tokenizer):
-    with pytest.raises(UnsupportedModelError):
-        Model(build("mamba"), byte_tokenizer, "mamba")
+@pytest.mark.parametrize("architecture", ["mamba", "qwen3_next"])
+def test_a_recurrent_model_is_refused_at_load_with_the_reason(architecture, build, byte_tokenizer):
+    with pytest.raises(UnsupportedModelError, match="its layers keep a recurrent state"):
+        Model(build(architecture), byte_tokenizer, architecture)
+
+
+def test_a_model_of_layers_without_known_masks_is_refused_by_their_kinds(build, byte_tokenizer):
+    hf = build("llama")
+    hf.config.layer_types = ["chunked_attention", "full_attention", "chunked_attention"]
+    with pytest.raises(UnsupportedModelError, match="chunked_attention"):
+        Model(hf, byte_tokenizer, "llama")
+
+
+def test_a_window_that_only_the_config_has_is_none(build, byte_tokenizer, prompt, capturing, lone_values):
+    model = Model(build("llama", sliding_window=16), byte_tokenizer, "llama")
+    requests = [capturing(model, str(length), prompt(length), 8, points=["lm_head.output"]) for length in (40, 12)]
+    for request, finished in zip(requests, Engine(model, prefill_tokens=16).generate(requests), strict=True):
+        want = lone_values(model, [*request.prompt, *finished.tokens], request.points)
+        torch.testing.assert_close(finished.captured.values, want, rtol=1e-3, atol=1e-3)
+    assert model.hf.config.sliding_window == 16
+
+
+def test_windows_wider_than_the_probe_is_long_are_kept(build, byte_tokenizer, prompt, capturing, lone_values):
+    model = Model(build("gemma3", sliding_window=16), byte_tokenizer, "gemma3")
+    requests = [capturing(model, str(length), prompt(length), 8, points=["lm_head.output"]) for length in (40, 12)]
+    for request, finished in zip(requests, Engine(model, prefill_tokens=16).generate(requests), strict=True):
+        want = lone_values(model, [*request.prompt, *finished.tokens], request.points)
+        torch.testing.assert_close(finished.captured.values, want, rtol=1e-3, atol=1e-3)
 
 
 def test_a_model_without_a_stated_context_is_refused_until_one_is_given(build, byte_tokenizer):
