@@ -80,7 +80,7 @@ class Ticket:
     Attributes:
         job: The job.
         choices: Its choices by engine request id.
-        streamed: Whether it is told of its text as it grows, or only at the end.
+        streamed: Whether it is told of its text as it grows.
         turn: Which of two steps is its own, where streams take turns.
         messages: What it is told.
         open: Choices that have not said End.
@@ -104,9 +104,8 @@ class Ticket:
 class Delivery:
     """The jobs on their way. Everything here is called on one event loop.
 
-    A message costs Serve about as much processor time as a token costs a small model, so a job that wants its
-    answer whole gets one, and where more than `CROWD` streams are open, half of them are served after each step:
-    their tokens come two by two, the first one alone.
+    A message costs Serve about as much processor time as a token costs a small model. So where more than `CROWD`
+    streams are open, half of them are served after each step: their tokens come two by two, the first one alone.
     """
 
     def __init__(self, engine: Engine, spelling: Spelling) -> None:
@@ -161,11 +160,9 @@ class Delivery:
 
     def _deliver(self, ticket: Ticket, choice: Choice, event: Event) -> None:
         if isinstance(event, Delta):
-            if event.logprobs:
-                choice.scored.extend(self._spelling.scored(event))
-            choice.add(event.text)
+            self._add(choice, event)
             its_turn = self._streams <= CROWD or ticket.turn == self._turn or not choice.spoken
-            if ticket.streamed and its_turn:
+            if its_turn:
                 ticket.say(choice)
         elif isinstance(event, Rows):
             assert choice.run is not None
@@ -175,6 +172,11 @@ class Delivery:
             ticket.tasks.add(task)
             task.add_done_callback(functools.partial(self._ended, ticket))
 
+    def _add(self, choice: Choice, delta: Delta) -> None:
+        if delta.logprobs:
+            choice.scored.extend(self._spelling.scored(delta))
+        choice.add(delta.text)
+
     def _written(self, event: Rows | Finished) -> None:
         """Tell the engine that recorded rows need no memory any more."""
         if event.captured is not None:
@@ -183,6 +185,8 @@ class Delivery:
     async def _end(self, ticket: Ticket, choice: Choice, event: Finished) -> None:
         """Say a choice's last words, once its activations are durable."""
         if event.reason != "error":
+            if event.rest:
+                self._add(choice, event.rest)
             choice.close()
             ticket.say(choice)
         try:

@@ -6,6 +6,7 @@ import asyncio
 import contextlib
 import logging
 import os
+import sys
 import threading
 import time
 from collections.abc import AsyncGenerator, Callable
@@ -28,6 +29,7 @@ if TYPE_CHECKING:
     pass
 
 logger = logging.getLogger("ray.serve")
+SWITCH_S = 0.0002  # seconds after which a thread has to let another run
 ENGINE_ENDED = "the replica's engine has ended; another takes its place: try again"
 
 
@@ -74,6 +76,9 @@ class ModelReplica:
             kv_fraction=options.kv_fraction,
             capture_bytes=options.capture_memory_bytes,
         )
+        # Each of torch's many small operations lets go of the interpreter and waits to have it back, by default up to
+        # 5 ms while the event loop holds it.
+        sys.setswitchinterval(SWITCH_S)
         self._pool = ThreadPoolExecutor(max_workers=4, thread_name_prefix="replica")
         self._runs = Runs(options, self._model, store or connect(options.activations_dir), self._pool)
         self._chat = ChatFormat(self._model.tokenizer, self._model.hf)
@@ -182,7 +187,7 @@ class ModelReplica:
             raise RequestError(f"all {room} places of this replica are taken", None, "server_busy", 429)
         self._preparing += wanted
         try:
-            choices = await self._loop.run_in_executor(self._pool, self._choices, job)
+            choices = await self._loop.run_in_executor(self._pool, self._choices, job, streamed)
         finally:
             self._preparing -= wanted
         ticket = self._delivery.open(job, choices, streamed)
@@ -191,13 +196,13 @@ class ModelReplica:
             raise RequestError(ENGINE_ENDED, None, "unavailable", 503)
         return ticket
 
-    def _choices(self, job: Job) -> dict[str, Choice]:
+    def _choices(self, job: Job, streamed: bool) -> dict[str, Choice]:
         """Everything that is to be done before the engine: off the event loop, since it takes time."""
         prompts, texts = self._prompts(job)
         points = self._model.points.resolve(job.capture) if job.capture else ()
         choices: dict[str, Choice] = {}
         for index in range(len(prompts) * job.n):
-            request = self._request(job, index, prompts[index // job.n], points)
+            request = self._request(job, index, prompts[index // job.n], points, streamed)
             if index % job.n == 0:
                 self._engine.check(request)
                 self._runs.check(request)
@@ -227,7 +232,7 @@ class ModelReplica:
             message = f"{len(text)} characters are more than this model's context of {self._model.context} tokens holds"
             raise RequestError(message, "prompt", "context_length_exceeded")
 
-    def _request(self, job: Job, index: int, prompt: list[int], points: Any) -> Request:
+    def _request(self, job: Job, index: int, prompt: list[int], points: Any, streamed: bool) -> Request:
         max_tokens = job.max_tokens
         if max_tokens is None:
             max_tokens = max(1, self._model.context - len(prompt))
@@ -247,6 +252,7 @@ class ModelReplica:
             logprobs=job.logprobs,
             capture=job.capture,
             points=points,
+            streamed=streamed,
         )
 
 

@@ -374,7 +374,11 @@ class Engine:
             row.ending = "length"
         if row.ending:
             text += row.text.close(row.tokens[:-1] if ended else row.tokens)
-        events.append(Delta(request.id, (token,), text, logprobs))
+        delta = Delta(request.id, (token,), text, logprobs)
+        if request.streamed:
+            events.append(delta)
+        else:
+            row.unsaid.append(delta)
         if row.ending and not (row.recording and row.recording.wants_generated):
             return self._finish(row, row.ending, events)
         return None
@@ -401,7 +405,9 @@ class Engine:
                 error = str(failed)
         row.memory.after = held_bytes(self.model.device)
         request = row.request
-        events.append(Finished(request.id, reason, request.prompt, row.tokens, captured, error, code, row.memory))
+        rest = Delta.of(row.unsaid) if row.unsaid else None
+        end = Finished(request.id, reason, request.prompt, row.tokens, captured, error, code, row.memory, rest)
+        events.append(end)
 
     def _note(self) -> None:
         numbers = self.statistics

@@ -67,6 +67,7 @@ class Request:
         logprobs: With each token give its logprob and those of so many likeliest tokens; None for neither.
         capture: What to record, with its points resolved; both or neither.
         points: The places that `capture` means, in the order of execution.
+        streamed: Say what each step adds; without, all of it comes with the end.
     """
 
     id: str
@@ -79,6 +80,7 @@ class Request:
     logprobs: int | None = None
     capture: Capture | None = None
     points: tuple[Point, ...] = ()
+    streamed: bool = True
 
 
 class Captured(NamedTuple):
@@ -139,6 +141,13 @@ class Delta(NamedTuple):
     text: str
     logprobs: tuple[Logprob, ...] = ()
 
+    @classmethod
+    def of(cls, parts: Sequence[Delta]) -> Delta:
+        """Several of one request, one after the other, as one."""
+        tokens = tuple(token for part in parts for token in part.tokens)
+        logprobs = tuple(logprob for part in parts for logprob in part.logprobs)
+        return cls(parts[0].id, tokens, "".join(part.text for part in parts), logprobs)
+
 
 @dataclass
 class MemoryUse:
@@ -168,6 +177,7 @@ class Finished:
             not cut off.
         error: What went wrong, for `reason` "error"; or why there is nothing captured.
         code: A stable word for the error.
+        rest: What no `Delta` said before.
         memory: What was held while it ran.
     """
 
@@ -179,6 +189,7 @@ class Finished:
     error: str | None = None
     code: str = "engine_error"
     memory: MemoryUse = field(default_factory=MemoryUse)
+    rest: Delta | None = None
 
 
 Event = Delta | Rows | Finished

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 
 from deployments.engine.recorder import Recording
-from deployments.engine.request import FinishReason, MemoryUse, Request
+from deployments.engine.request import Delta, FinishReason, MemoryUse, Request
 from deployments.engine.sampler import Sampler
 from deployments.engine.text import TextStream
 
@@ -27,6 +27,7 @@ class Row:
         fed: Tokens in its KV slot.
         written: Positions of its slot that were written to, padding included.
         stalled: What it recorded waits to be written: it goes on when that is done.
+        unsaid: What it has to say at its end, where it is not streamed.
         ending: Decided; one more forward gives the last token its activations.
     """
 
@@ -40,6 +41,7 @@ class Row:
     fed: int = 0
     written: int = 0
     stalled: bool = False
+    unsaid: list[Delta] = field(default_factory=list)
     ending: FinishReason | None = None
 
     @property
