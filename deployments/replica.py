@@ -6,11 +6,10 @@ import asyncio
 import contextlib
 import logging
 import os
-import sys
 import threading
 import time
 from collections.abc import AsyncGenerator, Callable
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import asdict, replace
 from typing import TYPE_CHECKING, Any
 
@@ -25,11 +24,10 @@ from deployments.messages import End, Job, Message, Refusal
 from deployments.metrics import Metrics
 from deployments.options import DEMO, Options
 
-if TYPE_CHECKING:
-    pass
+if TYPE_CHECKING:  # Serve's controller and proxies import this module too, and need no torch
+    from deployments.engine.engine import Engine
 
 logger = logging.getLogger("ray.serve")
-SWITCH_S = 0.0002  # seconds after which a thread has to let another run
 ENGINE_ENDED = "the replica's engine has ended; another takes its place: try again"
 
 
@@ -47,38 +45,16 @@ class ModelReplica:
             options: The operator's.
             store: The activation store's handle; by default that of the operator's directory.
         """
-        # Serve's controller and proxies import this module too, and need no torch.
-        import torch
-
         from deployments.chat import ChatFormat
-        from deployments.engine.engine import Engine
-        from deployments.engine.model import load
         from deployments.runs import Runs
         from deployments.spelling import Spelling
 
-        # Ray sets OMP_NUM_THREADS to the actor's CPUs, a fraction here, hence one thread.
-        torch.set_num_threads(options.threads or max(1, (os.cpu_count() or 1) // options.num_replicas))
         self._options = options
-        self._model = load(
-            str(WEIGHTS) if options.model == DEMO else options.model,
-            revision=options.revision,
-            dtype=options.dtype,
-            device=options.device,
-            device_map=options.device_map,
-            trust_remote_code=options.trust_remote_code,
-            context=options.max_seq_len,
-        )
-        self._engine = Engine(
-            self._model,
-            max_running=options.max_running,
-            prefill_tokens=options.prefill_tokens,
-            kv_bytes=options.kv_bytes,
-            kv_fraction=options.kv_fraction,
-            capture_bytes=options.capture_memory_bytes,
-        )
-        # Each of torch's many small operations lets go of the interpreter and waits to have it back, by default up to
-        # 5 ms while the event loop holds it.
-        sys.setswitchinterval(SWITCH_S)
+        loaded: Future[Engine] = Future()
+        self._thread = threading.Thread(target=self._run_engine, args=(loaded,), name="engine", daemon=True)
+        self._thread.start()
+        self._engine = loaded.result()
+        self._model = self._engine.model
         self._pool = ThreadPoolExecutor(max_workers=4, thread_name_prefix="replica")
         self._runs = Runs(options, self._model, store or connect(options.activations_dir), self._pool)
         self._chat = ChatFormat(self._model.tokenizer, self._model.hf)
@@ -87,8 +63,6 @@ class ModelReplica:
         self._created = int(time.time())
         self._preparing = 0  # choices on their way to a ticket
         self._loop: asyncio.AbstractEventLoop | None = None
-        self._thread = threading.Thread(target=self._run_engine, name="engine", daemon=True)
-        self._thread.start()
 
     # ---- what the ingress and Serve call
 
@@ -159,9 +133,21 @@ class ModelReplica:
 
     # ---- the engine's side
 
-    def _run_engine(self) -> None:
+    def _run_engine(self, loaded: Future[Engine]) -> None:
+        """Load the model and run its engine.
+
+        Both on this thread: OpenMP keeps a team of threads for each thread that has computed, and where all teams
+        together have more threads than the machine has cores, they sleep instead of spin between operations, which
+        made a small model's steps half as long again.
+        """
         try:
-            self._engine.run(lambda events: self._on_loop(self._delivery.deliver, events))
+            engine = _load(self._options)
+        except BaseException as error:  # noqa: BLE001 - raised again where the replica is being made
+            loaded.set_exception(error)
+            return
+        loaded.set_result(engine)
+        try:
+            engine.run(lambda events: self._on_loop(self._delivery.deliver, events))
         except BaseException:
             logger.exception("the engine has ended")
             # Serve replaces the replica at its next health check; who waits here learns it now.
@@ -254,6 +240,34 @@ class ModelReplica:
             points=points,
             streamed=streamed,
         )
+
+
+def _load(options: Options) -> Engine:
+    """The model in an engine, on this thread."""
+    import torch
+
+    from deployments.engine.engine import Engine
+    from deployments.engine.model import load
+
+    # Ray sets OMP_NUM_THREADS to the actor's CPUs, a fraction here, hence one thread.
+    torch.set_num_threads(options.threads or max(1, (os.cpu_count() or 1) // options.num_replicas))
+    model = load(
+        str(WEIGHTS) if options.model == DEMO else options.model,
+        revision=options.revision,
+        dtype=options.dtype,
+        device=options.device,
+        device_map=options.device_map,
+        trust_remote_code=options.trust_remote_code,
+        context=options.max_seq_len,
+    )
+    return Engine(
+        model,
+        max_running=options.max_running,
+        prefill_tokens=options.prefill_tokens,
+        kv_bytes=options.kv_bytes,
+        kv_fraction=options.kv_fraction,
+        capture_bytes=options.capture_memory_bytes,
+    )
 
 
 async def _gather(messages: asyncio.Queue[Message], deadline: float) -> list[Message]:

@@ -6,13 +6,12 @@ from deployments.options import Options
 from deployments.replica import ModelReplica
 from serve_app.ingress import Ingress
 
-# Ray Serve's own switches, for this application's actors alone: calls between them go by value over gRPC instead of
-# through the object store, and each actor serves on one event loop instead of three. A streamed token costs them
-# half the processor time so.
+# Ray Serve's own switches, for this application's actors alone: each serves on one event loop instead of three, and
+# takes messages by gRPC (`backend.py`) as large as bodies may be.
 FAST_PATH = {
-    "RAY_SERVE_USE_GRPC_BY_DEFAULT": "1",
     "RAY_SERVE_RUN_USER_CODE_IN_SEPARATE_THREAD": "0",
     "RAY_SERVE_RUN_ROUTER_IN_SEPARATE_LOOP": "0",
+    "RAY_SERVE_REPLICA_GRPC_MAX_MESSAGE_LENGTH": str(256 << 20),
 }
 
 
