@@ -85,10 +85,10 @@ def static_generate(hf: Any, work: Work, capture: bool = False) -> Way:
     return Way(name, lambda: timed(run, work.device))
 
 
-# On a CPU the best of those that `sweep` tries. By default it takes 60% of the free memory for its cache, and clears
-# it before each batch. What it remembers of earlier prompts would be no work done, so it shares nothing.
+# On a CPU the best of those that `sweep` tries: by default its cache takes 60% of the free memory. What it remembers of
+# earlier prompts would be no work done, so it shares nothing.
 BATCHING: Mapping[str, Mapping[str, Any]] = {
-    "cpu": {"num_blocks": 64, "allow_block_sharing": False},
+    "cpu": {"num_blocks": 64, "max_batch_tokens": 512, "allow_block_sharing": False},
     "cuda": {"allow_block_sharing": False},
 }
 
@@ -182,8 +182,10 @@ def sweep(hf: Any, work: Work) -> list[Way]:
         "few blocks, no sharing": {"num_blocks": 64, "allow_block_sharing": False},
         "pages of 32": {"page_size": 32, "num_blocks": 1024, "allow_block_sharing": False},
         "pages of 16": {"page_size": 16, "num_blocks": 2048, "allow_block_sharing": False},
-        "512 tokens a batch": {"num_blocks": 64, "max_batch_tokens": 512, "allow_block_sharing": False},
-        "8192 tokens a batch": {"num_blocks": 64, "max_batch_tokens": 8192, "allow_block_sharing": False},
+        **{
+            f"{tokens} tokens a batch": {"num_blocks": 64, "max_batch_tokens": tokens, "allow_block_sharing": False}
+            for tokens in (128, 256, 512, 1024)
+        },
         "prefill first": {"num_blocks": 64, "scheduler_type": "prefill_first", "allow_block_sharing": False},
     }
     if torch.device(work.device).type == "cuda":  # it refuses a CPU

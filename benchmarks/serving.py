@@ -33,22 +33,19 @@ WHOLE, STREAMED, CAPTURED = "served, whole", "served, streamed", "served, whole,
 CB_WHOLE, CB_STREAMED = "transformers serve, batching, whole", "transformers serve, batching, streamed"
 PLAIN = "transformers serve, whole"
 # The counterparts of the settings at which `generate_batch` does best.
-BATCHING = ("--continuous-batching", "--cb-num-blocks=64")
+BATCHING = ("--continuous-batching", "--cb-num-blocks=64", "--cb-max-batch-tokens=512")
 CAPTURE: dict[str, Any] = {"session_id": "measured", "capture": {"points": ["layers.*.output"]}}
 OURS = [Ratio(WHOLE, ENGINE), Ratio(STREAMED, ENGINE), Ratio(CAPTURED, WHOLE)]
 
-# Ray Serve reads these when its processes start.
-GRPC = {"RAY_SERVE_USE_GRPC_BY_DEFAULT": "1"}
-ONE_LOOP = {"RAY_SERVE_RUN_USER_CODE_IN_SEPARATE_THREAD": "0", "RAY_SERVE_RUN_ROUTER_IN_SEPARATE_LOOP": "0"}
-OPTIMIZED = {"RAY_SERVE_THROUGHPUT_OPTIMIZED": "1"}
+# Ray Serve's processes read these at their start. What its actors of this application gain by, they have already.
+PROXY_GRPC = {"RAY_SERVE_PROXY_USE_GRPC": "1"}
 HAPROXY = {"RAY_SERVE_ENABLE_HA_PROXY": "1"}
+OPTIMIZED = {"RAY_SERVE_THROUGHPUT_OPTIMIZED": "1"}
 FLAGS: dict[str, dict[str, str]] = {
     "none": {},
-    "gRPC": GRPC,
-    "one event loop": ONE_LOOP,
+    "proxy speaks gRPC": PROXY_GRPC,
     "throughput optimized": OPTIMIZED,
     "HAProxy": HAPROXY,
-    "HAProxy, gRPC": HAPROXY | GRPC,
     "HAProxy, throughput optimized": HAPROXY | OPTIMIZED,
 }
 
