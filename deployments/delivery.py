@@ -31,7 +31,7 @@ class Choice:
         request: The engine's request.
         reader: Finds tool calls in its text.
         run: Takes what it records.
-        spoken: Whether anything was said yet.
+        held: Whether what came last was held back; at first, so that the first token goes out alone.
         text: Text to say next.
         calls: Tool calls to say next.
         scored: Tokens whose logprobs go with the next message.
@@ -41,7 +41,7 @@ class Choice:
     request: Request
     reader: ToolReader | None = None
     run: OpenRun | None = None
-    spoken: bool = False
+    held: bool = True
     text: str = ""
     calls: tuple[dict[str, Any], ...] = ()
     scored: list[TokenLogprob] = field(default_factory=list)
@@ -64,7 +64,7 @@ class Choice:
         if not self.text and not self.calls:
             return None
         piece = Piece(self.index, self.text, self.calls, self.take_scored())
-        self.text, self.calls, self.spoken = "", (), True
+        self.text, self.calls = "", ()
         return piece
 
     def take_scored(self) -> tuple[TokenLogprob, ...]:
@@ -81,7 +81,6 @@ class Ticket:
         job: The job.
         choices: Its choices by engine request id.
         streamed: Whether it is told of its text as it grows.
-        turn: Which of two steps is its own, where streams take turns.
         messages: What it is told.
         open: Choices that have not said End.
         tasks: Choices that are ending.
@@ -90,7 +89,6 @@ class Ticket:
     job: Job
     choices: Mapping[str, Choice]
     streamed: bool
-    turn: int = 0
     messages: asyncio.Queue[Message] = field(default_factory=asyncio.Queue)
     open: int = 0
     tasks: set[asyncio.Task[None]] = field(default_factory=set)
@@ -105,7 +103,7 @@ class Delivery:
     """The jobs on their way. Everything here is called on one event loop.
 
     A message costs Serve about as much processor time as a token costs a small model. So where more than `CROWD`
-    streams are open, half of them are served after each step: their tokens come two by two, the first one alone.
+    streams are open, their tokens come two by two, the first one alone.
     """
 
     def __init__(self, engine: Engine, spelling: Spelling) -> None:
@@ -113,16 +111,13 @@ class Delivery:
         self._spelling = spelling
         self._tickets: dict[str, Ticket] = {}  # engine request id -> its job
         self._streams = 0
-        self._opened = 0
-        self._turn = 0
 
     def __len__(self) -> int:
         return len(self._tickets)
 
     def open(self, job: Job, choices: Mapping[str, Choice], streamed: bool) -> Ticket:
         """Queue a job's requests; its ticket is told of them."""
-        ticket = Ticket(job, choices, streamed, self._opened % 2, open=len(choices))
-        self._opened += 1
+        ticket = Ticket(job, choices, streamed, open=len(choices))
         self._streams += streamed
         self._tickets.update(dict.fromkeys(choices, ticket))
         for choice in choices.values():
@@ -141,7 +136,6 @@ class Delivery:
 
     def deliver(self, events: list[Event]) -> None:
         """Pass on one step's events."""
-        self._turn = 1 - self._turn
         for event in events:
             ticket = self._tickets.get(event.id)
             if ticket is None:  # its client has gone
@@ -161,9 +155,11 @@ class Delivery:
     def _deliver(self, ticket: Ticket, choice: Choice, event: Event) -> None:
         if isinstance(event, Delta):
             self._add(choice, event)
-            its_turn = self._streams <= CROWD or ticket.turn == self._turn or not choice.spoken
-            if its_turn:
+            if self._streams <= CROWD or choice.held:
                 ticket.say(choice)
+                choice.held = False
+            else:
+                choice.held = True
         elif isinstance(event, Rows):
             assert choice.run is not None
             choice.run.add(event.captured, functools.partial(self._written, event))
@@ -184,12 +180,12 @@ class Delivery:
 
     async def _end(self, ticket: Ticket, choice: Choice, event: Finished) -> None:
         """Say a choice's last words, once its activations are durable."""
-        if event.reason != "error":
-            if event.rest:
-                self._add(choice, event.rest)
-            choice.close()
-            ticket.say(choice)
         try:
+            if event.reason != "error":
+                if event.rest:
+                    self._add(choice, event.rest)
+                choice.close()
+                ticket.say(choice)
             message = await self._last_message(ticket, choice, event)
         finally:
             self._written(event)

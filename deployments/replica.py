@@ -221,7 +221,7 @@ class ModelReplica:
     def _request(self, job: Job, index: int, prompt: list[int], points: Any, streamed: bool) -> Request:
         max_tokens = job.max_tokens
         if max_tokens is None:
-            max_tokens = max(1, self._model.context - len(prompt))
+            max_tokens = self._engine.room(len(prompt))
         if job.capture and job.capture.mode == "trace":
             max_tokens = 0
         sampling = job.sampling

@@ -184,13 +184,13 @@ class OpenRun:
         self._sending = asyncio.ensure_future(self._send(self._sending, captured, done))
 
     async def _send(self, before: asyncio.Task[None] | None, captured: Captured, done: Callable[[], None]) -> None:
-        if before is not None:
-            await before
         try:
+            if before is not None:
+                await before
             if self._failed is None:
                 await self._runs.append(self, captured, self._parts)
                 self._parts += 1
-        except (StoreError, RayError, ValueError) as error:
+        except Exception as error:  # noqa: BLE001 - whatever it was, the answer comes and says so
             self._fail(error)
         finally:
             done()

@@ -104,12 +104,16 @@ class Engine:
         if prompt + request.max_tokens > context:
             message = f"{prompt} prompt tokens and {request.max_tokens} new ones exceed the context of {context}"
             raise RequestError(message, "max_tokens", "context_length_exceeded")
-        most = prompt + request.max_tokens + 1
+        most = prompt + request.max_tokens
         if not self._memory.fits(1, most):
             needed, held = most * self._memory.position_bytes, self._memory.budget * self._memory.position_bytes
             message = f"{most} tokens need {needed} bytes of KV memory or more, the server's budget is {held}"
             raise RequestError(message, "max_tokens", "kv_memory_exceeded")
         check_sampling(request, self.model.vocabulary)
+
+    def room(self, prompt: int) -> int:
+        """The most new tokens that a prompt of so many tokens leaves room for in context and KV memory."""
+        return max(1, min(self.model.context, self._memory.longest) - prompt)
 
     def submit(self, request: Request) -> None:
         """Queue a request that `check` let pass; its events come from `step`."""
@@ -251,9 +255,9 @@ class Engine:
             out_of_memory = memory.describe(device, error) if memory.is_out_of_memory(error) else None
         if failed:  # outside of the handler, whose error holds on to the forward's tensors
             self._recover(rows, failed, out_of_memory, events)
-        held = held_bytes(device)
+        peak = memory.peak_bytes(device)
         for row in rows:
-            row.memory.peak = max(row.memory.peak, held)
+            row.memory.peak = max(row.memory.peak, peak)
         self._send_rows(events)
         self._settle()
 
@@ -272,7 +276,7 @@ class Engine:
                 continue
             try:
                 captured = row.recording.flush(row.sequence)
-            except CaptureError as error:
+            except (CaptureError, RuntimeError, MemoryError) as error:  # torch's: no memory to join them
                 row.recording.give_up(str(error))
             else:
                 if captured is not None:
@@ -303,8 +307,8 @@ class Engine:
         self.statistics.out_of_memory += 1
         memory.release_cached(self.model.device)
         relieved = self._relieve(rows)
-        if len(batch):
-            self._memory.trim(len(batch), max(row.written for row in batch.rows) + 1)
+        with contextlib.suppress(RuntimeError, MemoryError):  # then it stays as large as it is
+            self._memory.trim(len(batch), max((row.written for row in batch.rows), default=0) + 1)
         for row in () if relieved else rows:
             size = memory.mib(row.need * self._memory.position_bytes)
             message = (
@@ -401,7 +405,7 @@ class Engine:
             try:
                 captured = row.recording.finish(row.sequence)
                 self._outflow.sent(row, captured.bytes)
-            except (CaptureError, RuntimeError) as failed:  # torch's: no memory to join what was recorded
+            except (CaptureError, RuntimeError, MemoryError) as failed:  # torch's: no memory to join them
                 error = str(failed)
         row.memory.after = held_bytes(self.model.device)
         request = row.request

@@ -43,9 +43,12 @@ class Forwards:
         batch, model = self._batch, self._model
         first = batch.rows.index(rows[0]) if start else len(batch)
         new = [] if start else rows
-        need = max(row.need for row in (*rows, *batch.rows))
-        self._memory.reserve(len(batch) + len(new), need, keep=len(batch) > 0)
         longest = max(counts)
+        if start:  # room for all of it was found when it was admitted
+            need = max(start + longest, *(row.fed + 1 for row in batch.rows))
+        else:
+            need = max(row.need for row in (*rows, *batch.rows))
+        self._memory.reserve(len(batch) + len(new), need, keep=len(batch) > 0)
         for row in rows:
             row.written = max(row.written, start + longest)
         pieces = [row.sequence[start : start + count] for row, count in zip(rows, counts, strict=True)]
@@ -89,10 +92,11 @@ class Forwards:
         places = self._recorder.places()
         if places:
             self._recorder.begin(places, self._cache.window.slots)
+        for row in rows:
+            row.written = max(row.written, row.fed + 1)
         logits = self._model.decode(ids, positions, longest, self._cache, places, self._recorder.take)
         if places:
             self._recorder.end()
         for row in rows:
             row.fed += 1
-            row.written = max(row.written, row.fed)
         return Outcome(rows, logits)

@@ -12,6 +12,7 @@ from deployments.engine.model import Model
 
 FIRST_CAPACITY = 256  # positions of a slot's first bucket; each next one is twice as long
 _PAGE = Path("/proc/self/statm")
+_NO_MEMORY = ("can't allocate memory", "not enough memory", "CUDA error: out of memory", "STATUS_ALLOC_FAILED")
 _ASKED = re.compile(r"allocate ([\d.]+ ?(?:[KMGT]i?B|bytes))", re.IGNORECASE)
 
 
@@ -40,6 +41,15 @@ class KvMemory:
         self.position_bytes = _position_bytes(model)
         self.budget = (kv_bytes or int(free_bytes(model.device) * (kv_fraction or 0.5))) // self.position_bytes
         self._max_slots = max_slots
+        self._context = model.context
+
+    @property
+    def longest(self) -> int:
+        """The most tokens that a sequence may have by itself."""
+        capacity = FIRST_CAPACITY
+        while capacity < self._context and self.fits(1, min(2 * capacity, self._context)):
+            capacity *= 2
+        return min(capacity, self._context)
 
     def fits(self, slots: int, need: int) -> bool:
         """Whether `slots` rows of `need` tokens are within the budget."""
@@ -68,7 +78,7 @@ class KvMemory:
         self.cache.resize(min(held, window.slots), min(capacity, window.capacity))
 
     def _buckets(self, slots: int, need: int) -> tuple[int, int]:
-        return min(_bucket(slots, 1), self._max_slots), _bucket(need, FIRST_CAPACITY)
+        return min(_bucket(slots, 1), self._max_slots), min(_bucket(need, FIRST_CAPACITY), max(need, self._context))
 
 
 @torch.inference_mode()
@@ -106,12 +116,21 @@ def held_bytes(device: torch.device) -> int:
     return int(psutil.Process().memory_info().rss)
 
 
+def peak_bytes(device: torch.device) -> int:
+    """The most memory held since this was last asked, on a GPU; else what is held now."""
+    if device.type == "cuda":
+        peak = torch.cuda.max_memory_allocated(device)
+        torch.cuda.reset_peak_memory_stats(device)
+        return peak
+    return held_bytes(device)
+
+
 def is_out_of_memory(error: Exception) -> bool:
     """Whether an error says that there is no memory; on a CPU torch has no type of its own for it."""
     if isinstance(error, (torch.OutOfMemoryError, MemoryError)):
         return True
     text = str(error)
-    return isinstance(error, RuntimeError) and ("can't allocate memory" in text or "not enough memory" in text)
+    return isinstance(error, RuntimeError) and any(words in text for words in _NO_MEMORY)
 
 
 def release_cached(device: torch.device) -> None:

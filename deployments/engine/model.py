@@ -155,6 +155,7 @@ class Model:
         inputs = {"input_ids": ids, "position_ids": positions, "attention_mask": mask}
         call = functools.partial(self.hf, **inputs, past_key_values=cache, use_cache=True)
         if not places:
+            self._taps.rest()
             return call().logits  # type: ignore[no-any-return]
         assert take is not None
         batch = len(ids)

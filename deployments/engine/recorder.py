@@ -125,7 +125,9 @@ class Recording:
     def _join(self, name: str, pieces: list[torch.Tensor], rows: int) -> torch.Tensor:
         if not rows:
             point = next(point for point in self.points if point.name == name)
-            return torch.empty(0, *point.shape, dtype=point.place.dtype)[..., self._feature_index()]
+            return torch.empty(0, *point.shape, dtype=DTYPES.get(self._capture.dtype, point.place.dtype))[
+                ..., self._feature_index()
+            ]
         joined = pieces[0] if len(pieces) == 1 else torch.cat(pieces)
         if self._capture.tail:
             joined = joined[-rows:]
@@ -189,11 +191,13 @@ class Recorder:
             recording.since = 0
         if not fits:
             step_bytes = slots * sum(math.prod(place.shape) * place.dtype.itemsize for place in places)
-            self._steps = max(1, min(WINDOW_STEPS, WINDOW_BYTES // step_bytes))
+            steps = max(1, min(WINDOW_STEPS, WINDOW_BYTES // step_bytes))
+            self._ring, self._steps = {}, 0  # the old one goes before the new one comes
             self._ring = {
-                place: torch.empty(self._steps, slots, *place.shape, dtype=place.dtype, device=self._device)
+                place: torch.empty(steps, slots, *place.shape, dtype=place.dtype, device=self._device)
                 for place in places
             }
+            self._steps = steps
 
     def take(self, place: Place, value: torch.Tensor) -> None:
         """Copy a decode's value [batch, 1, ...]; modules may write over theirs afterwards."""
@@ -226,6 +230,9 @@ class Recorder:
         """Hand a slot's gathered rows to its recording."""
         recording = self.recordings.get(slot)
         if recording is not None and recording.since < self._step:
-            for place in {point.place for point in recording.points}:
-                recording.add(recording.copy(place, self._ring[place][recording.since : self._step, slot]))
+            places = {point.place for point in recording.points}
+            window = slice(recording.since, self._step)
+            copies = [recording.copy(place, self._ring[place][window, slot]) for place in places]
+            for copy in copies:  # all or, where memory ends, none
+                recording.add(copy)
             recording.since = self._step

@@ -70,4 +70,4 @@ class Row:
     def need(self) -> int:
         """KV positions to find before it is admitted."""
         left = self.request.max_tokens - len(self.tokens)
-        return self.length + min(left, RESERVE) + 1
+        return self.length + min(left, RESERVE)

@@ -75,6 +75,7 @@ class Sampler:
         self._barred = Entries.of({token: NEVER for token in self.ends if token < vocabulary})
         self._barred_until = sampling.min_tokens if self._barred.ids else 0
         self._random = random.Random(sampling.seed)
+        self._number: float | None = None
         self._generated = 0
         self._counts: Counts | None = None
         if sampling.repetition_penalty != 1:
@@ -99,11 +100,14 @@ class Sampler:
         return self._barred if self._generated < self._barred_until else None
 
     def number(self) -> float:
-        """The next of the row's random numbers, from [0, 1)."""
-        return self._random.random()
+        """The row's random number for its next token, from [0, 1); the same until that is added."""
+        if self._number is None:
+            self._number = self._random.random()
+        return self._number
 
     def add(self, token: int) -> None:
         """Take note of the row's next token."""
         self._generated += 1
+        self._number = None
         if self._counts:
             self._counts.add(token)
