@@ -96,6 +96,8 @@ class Engine:
         prompt, context = len(request.prompt), self.model.context
         if not prompt:
             raise RequestError("the prompt has no tokens", "prompt")
+        if request.max_tokens < 0:
+            raise RequestError("there are no fewer than 0 new tokens", "max_tokens")
         if min(request.prompt) < 0 or max(request.prompt) >= self.model.vocabulary:
             raise RequestError(f"token ids go from 0 to {self.model.vocabulary - 1}", "prompt")
         if prompt + min(request.max_tokens, 1) > context:

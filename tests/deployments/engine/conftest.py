@@ -27,10 +27,8 @@ def _prompt(length: int, seed: int = 0) -> list[int]:
     return [numbers.randrange(3, 256) for _ in range(length)]
 
 
-def _alone(model: Model, prompt: Sequence[int], new: int) -> list[int]:
-    """Greedy tokens of transformers' generate."""
-    if not new:
-        return []
+def _generate(model: Model, prompt: Sequence[int], new: int) -> tuple[list[int], torch.Tensor]:
+    """Greedy tokens of transformers' generate, and the logits [tokens, vocabulary] they came of."""
     ids = torch.tensor([list(prompt)])
     out = model.hf.generate(
         ids,
@@ -39,8 +37,15 @@ def _alone(model: Model, prompt: Sequence[int], new: int) -> list[int]:
         max_new_tokens=new,
         eos_token_id=sorted(model.eos),
         pad_token_id=0,
+        output_logits=True,
+        return_dict_in_generate=True,
     )
-    return out[0, len(prompt) :].tolist()
+    return out.sequences[0, len(prompt) :].tolist(), torch.cat(out.logits)
+
+
+def _alone(model: Model, prompt: Sequence[int], new: int) -> list[int]:
+    """Greedy tokens of transformers' generate."""
+    return _generate(model, prompt, new)[0] if new else []
 
 
 @torch.inference_mode()
@@ -136,18 +141,8 @@ class Lone:
 
     def _generated(self, prompt: tuple[int, ...]) -> tuple[list[int], torch.Tensor]:
         """Greedy tokens of transformers' generate, and the logprobs [tokens, vocabulary] they came of."""
-        ids = torch.tensor([prompt])
-        out = self.model.hf.generate(
-            ids,
-            attention_mask=torch.ones_like(ids),
-            do_sample=False,
-            max_new_tokens=self._new,
-            eos_token_id=sorted(self.model.eos),
-            pad_token_id=0,
-            output_logits=True,
-            return_dict_in_generate=True,
-        )
-        return out.sequences[0, len(prompt) :].tolist(), torch.cat(out.logits).float().log_softmax(-1)
+        tokens, logits = _generate(self.model, prompt, self._new)
+        return tokens, logits.float().log_softmax(-1)
 
     def check(self, request: Request, events: Sequence[Event], cancelled: bool) -> None:
         """Assert that these are a request's events, where the model fed the rare token gives nothing finite."""

@@ -9,101 +9,21 @@ from deployments.engine.engine import Engine
 from deployments.engine.model import Model
 from deployments.engine.request import Request
 
-CANONICAL = [
-    "embed.output",
-    "layers.*.input",
-    "layers.*.output",
-    "layers.*.attention.output",
-    "norm.input",
-    "norm.output",
-    "lm_head.input",
-    "lm_head.output",
-]
-NORMS = ["layers.*.input_layernorm.output", "layers.*.post_attention_layernorm.output"]
-MLP = ["layers.*.mlp.input", "layers.*.mlp.output"]
-HEADS = ["layers.*.attention.heads"]
-ALL = [*CANONICAL, *NORMS, *MLP, *HEADS]
-LAYERS = {
-    "qwen3": [*ALL, "model.layers.1.self_attn.q_proj.output", "model.layers[-1].mlp.act_fn.output", "model.norm.input"],
-    "demo": [*ALL, "model.layers.2.self_attn.o_proj.input", "model.layers[-1].self_attn.k_norm.output"],
-    "qwen3_windows": ALL,
-    "qwen3_moe": [*ALL, "model.layers.1.mlp.gate.output"],  # a router sees [batch * tokens, ...]
-    "qwen2": ALL,
-    "llama": [*ALL, "model.layers.0.self_attn.v_proj.output"],
-    "gpt2": [*ALL, "transformer.h.1.attn.c_attn.output", "transformer.h[-1].mlp.c_fc.output"],
-    "gpt_neox": [*ALL, "gpt_neox.layers.1.attention.query_key_value.output"],
-    "gpt_neox_sequential": ALL,
-    "mistral": ALL,
-    "gemma2": [*ALL, "model.layers.1.post_feedforward_layernorm.output"],
-    "gemma3": [*ALL, "model.layers.1.post_feedforward_layernorm.output"],
-    "opt": [*CANONICAL, *NORMS, *HEADS, "model.decoder.layers.1.fc1.output", "model.decoder.layers.1.fc2.output"],
-    "phi3": [*ALL, "model.layers.1.self_attn.qkv_proj.output"],
-    "olmo2": [*CANONICAL, *MLP, *HEADS, "model.layers.1.post_feedforward_layernorm.output"],
-    # Falcon adds the attention's output into its MLP's, in place.
-    "falcon_parallel": [*CANONICAL, *MLP, *HEADS, "layers.*.input_layernorm.output"],
-    "falcon_two_norms": ALL,
-    "falcon_sequential": ALL,
-}
 
-
-@pytest.mark.parametrize("name", LAYERS)
-def test_every_point_equals_hooks_in_a_lone_forward_over_prompt_and_generated(
-    name, tiny, demo, prompt, capturing, lone_values, assert_rows_close
+def test_every_point_of_the_model_that_ships_equals_hooks_in_a_lone_forward(
+    demo, prompt, capturing, lone_values, assert_rows_close
 ):
-    model = demo if name == "demo" else tiny(name)
-    requests = [capturing(model, str(n), prompt(n), 9, points=LAYERS[name]) for n in (1, 13, 6)]
+    points = [*(point.name for point in demo.points), "layers.*.attention.heads"]
+    requests = [capturing(demo, str(n), prompt(n), 9, points=points) for n in (1, 13, 6)]
     plain = [Request(f"plain{n}", prompt(n, 1), 12) for n in (3, 20)]
-    done = Engine(model, max_running=4).generate([requests[0], plain[0], *requests[1:], plain[1]])
+    done = Engine(demo, max_running=4).generate([requests[0], plain[0], *requests[1:], plain[1]])
     for request, finished in zip(requests, (done[0], *done[2:4]), strict=True):
         sequence = [*request.prompt, *finished.tokens]
-        want = lone_values(model, sequence, request.points)
+        want = lone_values(demo, sequence, request.points)
         assert finished.captured.positions == range(len(sequence))
         assert finished.captured.values.keys() == want.keys()
         for point, value in finished.captured.values.items():
             assert_rows_close(value, want[point], point)
-
-
-TOKENS = {
-    "all": lambda prompt, total: range(total),
-    "prompt": lambda prompt, total: range(prompt),
-    "generated": lambda prompt, total: range(prompt, total),
-    "last": lambda prompt, total: range(total - 1, total),
-    "last 3": lambda prompt, total: range(total - 3, total),
-    "last 12": lambda prompt, total: range(total - 12, total),  # reaches into the prompt
-    "last 500": lambda prompt, total: range(total),
-}
-
-
-@pytest.mark.parametrize("which", TOKENS)
-def test_the_tokens_asked_for_and_no_others_are_captured(
-    which, tiny, prompt, capturing, lone_values, assert_rows_close
-):
-    model = tiny("qwen3")
-    tokens = {"last": int(which.split()[1])} if " " in which else which
-    points = ["embed.output", "layers.1.output", "lm_head.output"]
-    requests = [capturing(model, str(n), prompt(n), 7, points=points, tokens=tokens) for n in (6, 15)]
-    for request, finished in zip(requests, Engine(model).generate(requests), strict=True):
-        sequence = [*request.prompt, *finished.tokens]
-        rows = TOKENS[which](len(request.prompt), len(sequence))
-        assert finished.captured.positions == rows
-        for point, want in lone_values(model, sequence, request.points).items():
-            assert_rows_close(finished.captured.values[point], want[rows.start : rows.stop], point)
-
-
-def test_requests_with_unlike_points_and_tokens_share_a_batch(tiny, prompt, capturing, lone_values, assert_rows_close):
-    model = tiny("qwen3")
-    wanted = [
-        {"points": ["layers.2.output"], "tokens": "all"},
-        {"points": ["layers.0.output", "lm_head.output"], "tokens": "generated"},
-        {"points": ["layers.2.output", "layers.0.mlp.input"], "tokens": {"last": 2}},
-        {"points": ["embed.output"], "tokens": "prompt"},
-    ]
-    requests = [capturing(model, str(i), prompt(5 + i), 4 + 5 * i, **capture) for i, capture in enumerate(wanted)]
-    for request, finished in zip(requests, Engine(model, max_running=3).generate(requests), strict=True):
-        want = lone_values(model, [*request.prompt, *finished.tokens], request.points)
-        rows = finished.captured.positions
-        for point, value in finished.captured.values.items():
-            assert_rows_close(value, want[point][rows.start : rows.stop], f"{request.id} {point}")
 
 
 @pytest.mark.parametrize(("features", "index"), [({"first": 3}, [0, 1, 2]), ({"index": [30, 0, 7]}, [30, 0, 7])])

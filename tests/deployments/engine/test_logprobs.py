@@ -82,17 +82,6 @@ def test_offsets_say_where_each_token_begins_in_the_text(demo, drain, endings):
         assert text.startswith(whole)
 
 
-def test_a_captured_requests_extra_row_brings_no_logprobs(tiny, prompt, capturing, drain, endings):
-    model = tiny("qwen3")
-    request = capturing(model, "a", prompt(5), 6, points=["layers.1.output"])
-    engine = Engine(model)
-    engine.submit(
-        Request("a", request.prompt, 6, ignore_eos=True, logprobs=3, capture=request.capture, points=request.points)
-    )
-    events = drain(engine)
-    assert len(of(events, "a")) == len(endings(events)["a"].tokens) == 6
-
-
 def test_more_likeliest_tokens_than_the_vocabulary_has_are_all_of_it(build, byte_tokenizer, drain):
     model = Model(build("qwen3", vocab_size=7), byte_tokenizer, "qwen3")
     engine = Engine(model)

@@ -20,7 +20,7 @@ from deployments.engine.request import Event, Finished, Request, Rows, Sampling
 
 LENGTHS = (1, 2, 5, 7, 9, 14, 21, 30)
 NEW = 12  # a request's most tokens
-EXAMPLES = 6  # schedules at random for each architecture, each its own
+EXAMPLES = 8  # schedules at random for each architecture, each its own
 ENDLESS = 3000  # steps
 TOKENS = ["all", "prompt", "generated", "last", {"last": 12}]
 CANONICAL = ("embed.", "layers.", "norm.", "lm_head.")
@@ -210,6 +210,11 @@ def test_a_full_house_gets_what_each_gets_alone(serve):
     assert served.engine.statistics.preempted > 0
     assert served.stood_still > 0  # until rows were written
     assert sum(isinstance(event, Rows) for event in served.events) > 4
+
+
+def test_a_neighbour_at_infinity_leaves_nothing_in_its_padding(serve):
+    schedule = [Submit(2, NEW, breaks=0.0), Submit(30, NEW), Submit(1, NEW), Step(2), Submit(2, NEW), Submit(1, NEW)]
+    serve(schedule, Bounds(max_running=4, prefill_tokens=100, positions=1024, capture_bytes=None), torch.nan)
 
 
 submits = st.builds(
