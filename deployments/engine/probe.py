@@ -60,10 +60,12 @@ def _failure(model: Model) -> str | None:
 def _reason(model: Model, tried: list[str]) -> str:
     """Why no masks will do, from what became of those that were tried."""
     if model.hf._is_stateful:
-        return "its layers keep a recurrent state, which no mask can keep apart for requests that come and go"
+        return "its layers keep a recurrent or compressed state, which no mask keeps apart for requests in one batch"
     if field := unknown_window(model.config):
         return f"its attention has a window of its own kind, `{field}`, for which there are no masks"
-    return "; ".join(tried) or f"there are no masks for layers of the kinds {model.config.layer_types}"
+    if tried:
+        return "; ".join(tried)
+    return f"there are no masks for layers of the kinds {', '.join(dict.fromkeys(model.config.layer_types))}"
 
 
 def _alone(model: Model, prompt: list[int]) -> torch.Tensor:
