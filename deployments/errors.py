@@ -1,6 +1,8 @@
-"""What a request can do wrong, in one type that names the field."""
+"""What a request can do wrong, in one type that names the field; and why a model could not be loaded."""
 
 from __future__ import annotations
+
+import json
 
 
 class RequestError(ValueError):
@@ -23,3 +25,25 @@ class RequestError(ValueError):
 
     def __str__(self) -> str:
         return f"{self.field}: {self.message}" if self.field else self.message
+
+
+class LoadError(RequestError):
+    """A model that cannot be loaded as it was asked for.
+
+    A replica that fails to start can tell of it by its traceback alone, which Serve's status quotes: so the error's
+    text is one line that `quoted` finds there and reads back.
+    """
+
+    _MARK = "cannot load the model: "
+
+    def __str__(self) -> str:
+        return self._MARK + json.dumps(self.args)
+
+    @classmethod
+    def quoted(cls, text: str) -> LoadError | None:
+        """The last one that a text quotes, if there is any."""
+        _, mark, rest = text.rpartition(cls._MARK)
+        if not mark:
+            return None
+        args, _ = json.JSONDecoder().raw_decode(rest)
+        return cls(*args)

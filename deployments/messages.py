@@ -14,10 +14,14 @@ class Job:
     """One HTTP request, validated.
 
     Attributes:
-        id: The request's id; the runs it makes are named after it.
+        id: A unique id; the runs it makes are named after it.
         messages: A chat, in OpenAI's form; None for a completion.
         prompts: A completion's prompts, each text or token ids; empty for a chat.
         tools: OpenAI's tool definitions that the model may call.
+        must_call: Names of functions of which it must call one; where it is empty, it need not.
+        parallel_calls: Whether it may make several calls.
+        schema: JSON schema that its text obeys; None where any text will do.
+        template_kwargs: What the chat template is told besides.
         n: Choices per prompt.
         max_tokens: New tokens at most; None for what the context leaves.
         sampling: How tokens are drawn.
@@ -25,8 +29,12 @@ class Job:
         stop_token_ids: Token ids that end a text.
         ignore_eos: Generate on behind the model's end tokens.
         logprobs: With each token say its logprob and those of so many likeliest tokens; None for neither.
+        echo: Begin each text with its prompt, and its logprobs with the prompt's, where they are asked for.
+        ranked: Say with each choice how likely it was, for the best to be picked.
+        token_ids: Say the token ids of prompt and answer.
         capture: What to record; None for nothing.
         session_id: The session its runs join.
+        request_id: What the client and the HTTP log call the request; not unique.
         fields: What the request calls a field that a refusal may name, where it is not that name.
     """
 
@@ -34,6 +42,10 @@ class Job:
     messages: list[dict[str, Any]] | None = None
     prompts: list[str | list[int]] = field(default_factory=list)
     tools: list[dict[str, Any]] | None = None
+    must_call: tuple[str, ...] = ()
+    parallel_calls: bool = True
+    schema: dict[str, Any] | None = None
+    template_kwargs: dict[str, Any] = field(default_factory=dict)
     n: int = 1
     max_tokens: int | None = None
     sampling: Sampling = Sampling()
@@ -41,21 +53,28 @@ class Job:
     stop_token_ids: tuple[int, ...] = ()
     ignore_eos: bool = False
     logprobs: int | None = None
+    echo: bool = False
+    ranked: bool = False
+    token_ids: bool = False
     capture: Capture | None = None
     session_id: str = ""
+    request_id: str = ""
     fields: dict[str, str] = field(default_factory=dict)
 
 
 class Scored(NamedTuple):
-    """A token and how likely the model held it; `text` and `raw` as in `spelling.Spelled`."""
+    """A token and how likely the model held it; `text` and `raw` as in `spelling.Spelled`.
+
+    The first token of a prompt has no `logprob`: nothing stands before it.
+    """
 
     text: str
     raw: bytes | None
-    logprob: float
+    logprob: float | None
 
 
 class TokenLogprob(NamedTuple):
-    """One generated token.
+    """One token of an answer, or of a prompt that is repeated.
 
     Attributes:
         chosen: The token itself.
@@ -70,12 +89,18 @@ class TokenLogprob(NamedTuple):
 
 @dataclass(frozen=True)
 class Piece:
-    """More of one choice: text, tool calls that are complete, or both, and the tokens read since the last piece."""
+    """More of one choice: text, thoughts, tool calls that are complete, and the tokens read since the last piece.
+
+    A choice's first message has `prompt_ids`, where the job asks for token ids.
+    """
 
     index: int
     text: str = ""
     tool_calls: tuple[dict[str, Any], ...] = ()
     logprobs: tuple[TokenLogprob, ...] = ()
+    token_ids: tuple[int, ...] = ()
+    prompt_ids: tuple[int, ...] = ()
+    reasoning: str = ""
 
 
 @dataclass(frozen=True)
@@ -103,7 +128,10 @@ class RunReport:
 
 @dataclass(frozen=True)
 class End:
-    """The last message of one choice; `logprobs` are of tokens read since the last piece."""
+    """The last message of one choice; `logprobs` and `token_ids` are of tokens read since the last piece.
+
+    `likeliness` is the mean of its tokens' logprobs, where the job asks for it.
+    """
 
     index: int
     finish_reason: str
@@ -111,6 +139,30 @@ class End:
     completion_tokens: int
     run: RunReport | None = None
     logprobs: tuple[TokenLogprob, ...] = ()
+    token_ids: tuple[int, ...] = ()
+    prompt_ids: tuple[int, ...] = ()
+    likeliness: float = 0.0
+
+
+@dataclass(frozen=True)
+class Text:
+    """What is to be written as tokens: a prompt, or a chat by the model's template.
+
+    Attributes:
+        prompt: The prompt; None for a chat.
+        messages: The chat, in OpenAI's form.
+        tools: OpenAI's tool definitions that the template shows.
+        add_special_tokens: Let the tokenizer add those with which it begins or ends a text.
+        add_generation_prompt: Let the template end a chat where an answer begins.
+        strings: Give each token as its vocabulary writes it, too.
+    """
+
+    prompt: str | None = None
+    messages: list[dict[str, Any]] | None = None
+    tools: list[dict[str, Any]] | None = None
+    add_special_tokens: bool = True
+    add_generation_prompt: bool = True
+    strings: bool = False
 
 
 @dataclass(frozen=True)

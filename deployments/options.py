@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 import os
+import re
 from pathlib import Path
 from typing import Any, Literal
 
 from pydantic import BaseModel, ConfigDict, Field, field_validator
 
 DEMO = "vitrine-demo"
+NO_MODEL = "none"
+Dtype = Literal["auto", "float32", "bfloat16", "float16"]
 
 
 def home() -> Path:
@@ -16,11 +19,26 @@ def home() -> Path:
     return Path(os.environ.get("VITRINE_HOME") or "~/.vitrine").expanduser().absolute()
 
 
+class Savepoint(BaseModel):
+    """A capture point of a model under a name of its own.
+
+    Attributes:
+        name: What requests capture it by; without a dot, so that it hides no point of the model.
+        selector: The point as `capture.points` names it, or a module for its output.
+    """
+
+    model_config = ConfigDict(extra="forbid", frozen=True, strict=True)
+
+    name: str = Field(pattern=r"^[A-Za-z][A-Za-z0-9_-]{0,63}$")
+    selector: str = Field(min_length=1, max_length=256)
+
+
 class Options(BaseModel):
     """One model, its replicas, and the activation store.
 
     Attributes:
-        model: A repository id, a directory, or `vitrine-demo`, the model that ships with the project.
+        model: A repository id, a directory, `vitrine-demo`, the model that ships with the project, or `none` to start
+            without a model.
         model_id: The name it is served by; `model` unless given.
         revision: The repository's branch, tag or commit.
         dtype: The weights' dtype; `auto` is the checkpoint's own.
@@ -28,6 +46,7 @@ class Options(BaseModel):
         device_map: How to spread the model over a replica's GPUs, as transformers takes it.
         trust_remote_code: Run the repository's own code.
         max_seq_len: A context shorter than the model's, in tokens.
+        savepoints: Points of the model with names of their own; what a request without points records.
         num_replicas: Copies of the model, each with its own weights.
         num_cpus: What each replica reserves in Ray. A fraction, so that on two cores the evaluator's tasks
             still find room; torch's threads are set by `threads`.
@@ -35,18 +54,25 @@ class Options(BaseModel):
         threads: torch threads of each replica; by default the machine's cores divided by `num_replicas`.
         max_running: The most requests of a replica that share a forward.
         max_queued: The most requests of a replica beyond those; more get 429.
-        prefill_tokens: The most prompt tokens of one forward; a longer prompt goes in pieces between decodes. By
-            default 512 on a CPU and 4,096 on a GPU.
+        prefill_tokens: The most prompt tokens of one forward, of which a quarter is used while streams decode; a
+            longer prompt goes in pieces between decodes. By default 1,024 on a CPU and 4,096 on a GPU.
         kv_bytes: The most KV memory of a replica in bytes.
         kv_fraction: The same as a part of the memory that is free at start, where `kv_bytes` is not given.
         request_timeout_s: Seconds after which a request gets 504.
         stuck_after_s: Seconds in one engine step after which a replica counts as dead and is replaced.
+        api_keys_file: A file of API keys, each as `role:key`; `serve_app/keys.py` says more. It is read where the
+            application is built, as the variable `VITRINE_API_KEYS` is, and only digests go on from there.
+        cors_origins: Origins whose pages may read answers, apart by commas; `*` is any. None may by default.
         max_body_bytes: The largest request body; larger ones get 413.
         capture_memory_bytes: Host memory of a replica for recorded rows on their way to the store. They go out in
             pieces; where the disk is slower than the model, requests that record wait for it.
-        max_capture_bytes: The most bytes that one choice of a request may record.
+        max_capture_bytes: The most bytes that one request may record, all its choices together.
         max_inline_values: The most numbers that `"return": "inline"` may put into an answer.
         activations_dir: Where activations are stored.
+        models_dir: Where models lie that may be loaded by name while the server runs: `models_dir/some/model` is
+            loaded as `some/model`, before the hub is asked. By default only the hub is.
+        allow_remote_code: Whether a model may be loaded with `trust_remote_code` while the server runs.
+        load_timeout_s: Seconds after which a model that still loads is given up.
     """
 
     model_config = ConfigDict(extra="forbid", frozen=True)
@@ -54,11 +80,12 @@ class Options(BaseModel):
     model: str = Field(default=DEMO, min_length=1)
     model_id: str | None = Field(default=None, min_length=1, max_length=256)
     revision: str | None = None
-    dtype: Literal["auto", "float32", "bfloat16", "float16"] = "auto"
+    dtype: Dtype = "auto"
     device: str | None = None
     device_map: str | dict[str, Any] | None = None
     trust_remote_code: bool = False
     max_seq_len: int | None = Field(default=None, ge=2)
+    savepoints: tuple[Savepoint, ...] = Field(default=(), max_length=256)
     num_replicas: int = Field(default=1, ge=1)
     num_cpus: float = Field(default=0.5, ge=0)
     num_gpus: float = Field(default=0, ge=0)
@@ -70,15 +97,35 @@ class Options(BaseModel):
     kv_fraction: float = Field(default=0.5, gt=0, le=1)
     request_timeout_s: float = Field(default=600, gt=0)
     stuck_after_s: float = Field(default=300, gt=0)
+    api_keys_file: str | None = Field(default=None, min_length=1)
+    cors_origins: tuple[str, ...] = ()
     max_body_bytes: int = Field(default=16 << 20, ge=1)
     max_inline_values: int = Field(default=200_000, ge=1)
-    capture_memory_bytes: int = Field(default=128 << 20, ge=1)
+    capture_memory_bytes: int = Field(default=192 << 20, ge=1)
     max_capture_bytes: int = Field(default=4 << 30, ge=1)
     activations_dir: str = Field(default_factory=lambda: str(home() / "activations"))
+    models_dir: str | None = None
+    allow_remote_code: bool = False
+    load_timeout_s: float = Field(default=600, gt=0)
 
-    @field_validator("activations_dir")
+    @field_validator("cors_origins", mode="before")
     @classmethod
-    def _is_absolute(cls, value: str) -> str:
+    def _apart_by_commas(cls, value: Any) -> Any:
+        return tuple(filter(None, map(str.strip, value.split(",")))) if isinstance(value, str) else value
+
+    @field_validator("cors_origins")
+    @classmethod
+    def _are_origins(cls, value: tuple[str, ...]) -> tuple[str, ...]:
+        for origin in value:
+            if not re.fullmatch(r"\*|https?://[^/\s]+", origin):
+                raise ValueError(f"an origin is scheme://host or scheme://host:port, and {origin!r} is none")
+        return value
+
+    @field_validator("activations_dir", "models_dir")
+    @classmethod
+    def _is_absolute(cls, value: str | None) -> str | None:
+        if value is None:
+            return None
         path = Path(value).expanduser()
         if not path.is_absolute():
             raise ValueError("must be an absolute path: the actors that use it have other working directories")
@@ -88,3 +135,17 @@ class Options(BaseModel):
     def served_name(self) -> str:
         """The id that clients name the model by."""
         return self.model_id or self.model
+
+    def of_another(self, model: str, settings: dict[str, Any]) -> Options:
+        """The options of a model that is loaded beside this one: the same resources, and settings of its own.
+
+        Args:
+            model: Its name.
+            settings: Some of `SETTINGS`; the others are at their defaults.
+        """
+        kept = self.model_dump(exclude=SETTINGS | {"model_id"})
+        return Options.model_validate(kept | {"model": model} | settings)
+
+
+SETTINGS = {"revision", "dtype", "device_map", "trust_remote_code", "max_seq_len", "num_replicas", "savepoints"}
+"""The options that say how one model is loaded."""

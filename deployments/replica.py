@@ -5,7 +5,6 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import logging
-import os
 import threading
 import time
 from collections.abc import AsyncGenerator, Callable
@@ -17,15 +16,17 @@ from ray import serve
 
 from deployments.activations.store import connect
 from deployments.delivery import Choice, Delivery, Ticket
-from deployments.demo_model import WEIGHTS
 from deployments.engine.request import Request
 from deployments.errors import RequestError
-from deployments.messages import End, Job, Message, Refusal
+from deployments.loading import load_engine
+from deployments.messages import End, Job, Message, Refusal, Text
+from deployments.metering import RequestMetrics
 from deployments.metrics import Metrics
-from deployments.options import DEMO, Options
+from deployments.options import SETTINGS, Options
 
 if TYPE_CHECKING:  # Serve's controller and proxies import this module too, and need no torch
     from deployments.engine.engine import Engine
+    from deployments.reader import AnswerReader
 
 logger = logging.getLogger("ray.serve")
 ENGINE_ENDED = "the replica's engine has ended; another takes its place: try again"
@@ -46,6 +47,8 @@ class ModelReplica:
             store: The activation store's handle; by default that of the operator's directory.
         """
         from deployments.chat import ChatFormat
+        from deployments.guidance import Guidance
+        from deployments.prompts import Prompts
         from deployments.runs import Runs
         from deployments.spelling import Spelling
 
@@ -58,8 +61,12 @@ class ModelReplica:
         self._pool = ThreadPoolExecutor(max_workers=4, thread_name_prefix="replica")
         self._runs = Runs(options, self._model, store or connect(options.activations_dir), self._pool)
         self._chat = ChatFormat(self._model.tokenizer, self._model.hf)
-        self._delivery = Delivery(self._engine, Spelling(self._model.tokenizer))
+        spelling = Spelling(self._model.tokenizer)
+        self._prompts = Prompts(self._model, self._chat, spelling)
+        self._guidance = Guidance(self._chat, self._model)
+        self._delivery = Delivery(self._engine, spelling)
         self._metrics = Metrics(options.served_name)
+        self._requests = RequestMetrics(options.served_name)
         self._created = int(time.time())
         self._preparing = 0  # choices on their way to a ticket
         self._loop: asyncio.AbstractEventLoop | None = None
@@ -78,34 +85,64 @@ class ModelReplica:
             return [message async for gathered in items for message in gathered]
 
     async def _run(self, job: Job, streamed: bool) -> AsyncGenerator[list[Message]]:
-        limit = self._options.request_timeout_s
-        late = Refusal(f"not done after the server's limit of {limit:g} s", None, "timeout", 504)
-        deadline = asyncio.get_running_loop().time() + limit
+        with self._requests.measure(job, streamed) as meter:
+            limit = self._options.request_timeout_s
+            late = Refusal(f"not done after the server's limit of {limit:g} s", None, "timeout", 504)
+            deadline = asyncio.get_running_loop().time() + limit
+            ticket = await self._admitted(job, streamed, deadline, late)
+            if isinstance(ticket, Refusal):
+                meter.last([ticket])
+                yield [ticket]
+                return
+            timer = asyncio.get_running_loop().call_at(deadline, ticket.messages.put_nowait, late)
+            try:
+                while ticket.open:
+                    gathered = await _gather(ticket.messages)
+                    if meter.first_s is None:
+                        meter.first()
+                    last = [message for message in gathered if isinstance(message, (End, Refusal))]
+                    if last:
+                        meter.last(last)
+                    ticket.open -= sum(isinstance(message, End) for message in last)
+                    yield gathered
+                    if any(isinstance(message, Refusal) for message in last):
+                        return
+            finally:
+                timer.cancel()
+                self._delivery.drop(ticket)
+
+    async def _admitted(self, job: Job, streamed: bool, deadline: float, late: Refusal) -> Ticket | Refusal:
         try:
             async with asyncio.timeout_at(deadline):
-                ticket = await self._admit(job, streamed)
+                return await self._admit(job, streamed)
         except RequestError as refused:
             named = job.fields.get(refused.field or "", refused.field)
-            yield [Refusal(refused.message, named, refused.code, refused.status)]
-            return
+            return Refusal(refused.message, named, refused.code, refused.status)
         except TimeoutError:
-            yield [late]
-            return
+            return late
+
+    async def tokenize(self, text: Text) -> dict[str, Any] | Refusal:
+        """A text's tokens."""
+        return await self._off_loop(self._prompts.tokenize, text)
+
+    async def detokenize(self, tokens: list[int]) -> dict[str, Any] | Refusal:
+        """The text of tokens."""
+        return await self._off_loop(self._prompts.detokenize, tokens)
+
+    async def _off_loop(self, call: Callable[..., dict[str, Any]], *args: Any) -> dict[str, Any] | Refusal:
         try:
-            while ticket.open:
-                gathered = await _gather(ticket.messages, deadline)
-                ticket.open -= sum(isinstance(message, End) for message in gathered)
-                yield gathered
-                if any(isinstance(message, Refusal) for message in gathered):
-                    return
-        except TimeoutError:
-            yield [late]
-        finally:
-            self._delivery.drop(ticket)
+            return await asyncio.get_running_loop().run_in_executor(self._pool, call, *args)
+        except RequestError as refused:
+            return Refusal(refused.message, refused.field, refused.code, refused.status)
 
     async def describe(self) -> dict[str, Any]:
         """The model as `/v1/models` shows it."""
-        return {"created": self._created, "max_model_len": self._model.context}
+        savepoints = [savepoint.model_dump() for savepoint in self._options.savepoints]
+        return {"created": self._created, "max_model_len": self._model.context, "savepoints": savepoints}
+
+    async def settings(self) -> dict[str, Any]:
+        """How the model was loaded, as `/models/load` takes it."""
+        return self._options.model_dump(mode="json", include=SETTINGS)
 
     async def statistics(self) -> dict[str, Any]:
         """What the engine is doing now."""
@@ -141,7 +178,7 @@ class ModelReplica:
         made a small model's steps half as long again.
         """
         try:
-            engine = _load(self._options)
+            engine = load_engine(self._options)
         except BaseException as error:  # noqa: BLE001 - raised again where the replica is being made
             loaded.set_exception(error)
             return
@@ -169,6 +206,8 @@ class ModelReplica:
         """
         self._loop = asyncio.get_running_loop()
         wanted, room = max(1, len(job.prompts)) * job.n, self._options.max_running + self._options.max_queued
+        if wanted > room:
+            raise RequestError(f"{wanted} choices are more than the {room} places of a replica: ask for fewer", "n")
         if len(self._delivery) + self._preparing + wanted > room:
             raise RequestError(f"all {room} places of this replica are taken", None, "server_busy", 429)
         self._preparing += wanted
@@ -176,7 +215,7 @@ class ModelReplica:
             choices = await self._loop.run_in_executor(self._pool, self._choices, job, streamed)
         finally:
             self._preparing -= wanted
-        ticket = self._delivery.open(job, choices, streamed)
+        ticket = self._delivery.open(job, choices)
         if not self._thread.is_alive():  # after submitting: who came before its end is told by `fail_all`
             self._delivery.drop(ticket)
             raise RequestError(ENGINE_ENDED, None, "unavailable", 503)
@@ -184,39 +223,30 @@ class ModelReplica:
 
     def _choices(self, job: Job, streamed: bool) -> dict[str, Choice]:
         """Everything that is to be done before the engine: off the event loop, since it takes time."""
-        prompts, texts = self._prompts(job)
+        prompts = self._prompts.of(job)
         points = self._model.points.resolve(job.capture) if job.capture else ()
+        grammars = [self._guidance.grammar(job, prompt.text or "") for prompt in prompts]
         choices: dict[str, Choice] = {}
         for index in range(len(prompts) * job.n):
-            request = self._request(job, index, prompts[index // job.n], points, streamed)
+            at = index // job.n
+            prompt = prompts[at]
+            reader = self._reader(job, prompt.text or "")
+            request = self._request(job, index, prompt.ids, points, streamed)
+            markers = self._chat.markers(job.tools) if reader else {}
+            request = replace(request, grammar=grammars[at], markers=markers)
             if index % job.n == 0:
                 self._engine.check(request)
-                self._runs.check(request)
-            reader = self._chat.reader(texts[index // job.n], job.tools) if job.tools else None
+                echo = self._prompts.echo(prompt) if job.echo else None
             run = self._runs.open(job, request) if job.capture else None
-            choices[request.id] = Choice(index, request, reader, run)
+            said = tuple(prompt.ids) if job.token_ids else ()
+            choice = Choice(index, request, reader, run, echo, echo.text if echo else "", prompt_ids=said)
+            choices[request.id] = choice
+        self._runs.check([choice.request for choice in choices.values()])
         return choices
 
-    def _prompts(self, job: Job) -> tuple[list[list[int]], list[str]]:
-        """Each prompt's token ids, and its text where it is a chat's."""
-        if job.messages is not None:
-            text = self._chat.render(job.messages, job.tools)
-            self._check_length(text)
-            return [self._chat.tokenize(text)], [text]
-        ids = []
-        for prompt in job.prompts:
-            if isinstance(prompt, str):
-                self._check_length(prompt)
-                prompt = self._model.tokenizer(prompt)["input_ids"]
-            ids.append(prompt)
-        return ids, [""] * len(ids)
-
-    def _check_length(self, text: str) -> None:
-        """Refuse a text before its tokens are counted, where the longest of tokens could not make it fit."""
-        most = self._model.context * self._model.longest_token
-        if len(text) > most:
-            message = f"{len(text)} characters are more than this model's context of {self._model.context} tokens holds"
-            raise RequestError(message, "prompt", "context_length_exceeded")
+    def _reader(self, job: Job, text: str) -> AnswerReader | None:
+        """What takes a chat's answer apart."""
+        return None if job.messages is None else self._chat.reader(text, job.tools, job.parallel_calls)
 
     def _request(self, job: Job, index: int, prompt: list[int], points: Any, streamed: bool) -> Request:
         max_tokens = job.max_tokens
@@ -235,49 +265,17 @@ class ModelReplica:
             stop=job.stop,
             stop_token_ids=job.stop_token_ids,
             ignore_eos=job.ignore_eos,
-            logprobs=job.logprobs,
+            logprobs=0 if job.ranked and job.logprobs is None else job.logprobs,
+            prompt_logprobs=job.logprobs if job.echo else None,
             capture=job.capture,
             points=points,
             streamed=streamed,
         )
 
 
-def _load(options: Options) -> Engine:
-    """The model in an engine, on this thread."""
-    import torch
-
-    from deployments.engine.engine import Engine
-    from deployments.engine.model import load
-
-    # Ray sets OMP_NUM_THREADS to the actor's CPUs, a fraction here, hence one thread.
-    torch.set_num_threads(options.threads or max(1, (os.cpu_count() or 1) // options.num_replicas))
-    model = load(
-        str(WEIGHTS) if options.model == DEMO else options.model,
-        revision=options.revision,
-        dtype=options.dtype,
-        device=options.device,
-        device_map=options.device_map,
-        trust_remote_code=options.trust_remote_code,
-        context=options.max_seq_len,
-    )
-    return Engine(
-        model,
-        max_running=options.max_running,
-        prefill_tokens=options.prefill_tokens,
-        kv_bytes=options.kv_bytes,
-        kv_fraction=options.kv_fraction,
-        capture_bytes=options.capture_memory_bytes,
-    )
-
-
-async def _gather(messages: asyncio.Queue[Message], deadline: float) -> list[Message]:
-    """The next message, and all that are there already.
-
-    Raises:
-        TimeoutError: None came before the loop's clock said `deadline`.
-    """
-    async with asyncio.timeout_at(deadline):
-        gathered = [await messages.get()]
+async def _gather(messages: asyncio.Queue[Message]) -> list[Message]:
+    """The next message, and all that are there already."""
+    gathered = [await messages.get()]
     while not messages.empty():
         gathered.append(messages.get_nowait())
     return gathered

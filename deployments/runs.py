@@ -7,9 +7,8 @@ import hashlib
 import importlib.metadata
 import json
 import logging
-import math
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from concurrent.futures import Executor
 from dataclasses import asdict, replace
 from typing import Any
@@ -21,7 +20,7 @@ from deployments.activations.facts import RunFacts, ShardFacts, StoredRun, Store
 from deployments.activations.schema import to_batch
 from deployments.activations.spec import Capture
 from deployments.engine.model import Model
-from deployments.engine.recorder import joined
+from deployments.engine.recorder import bytes_of_token, bytes_until_end, joined
 from deployments.engine.request import Captured, Finished, Request
 from deployments.errors import RequestError
 from deployments.messages import Job, RunReport
@@ -47,31 +46,29 @@ class Runs:
         self._store = store
         self._pool = pool
 
-    def check(self, request: Request) -> None:
+    def check(self, requests: Sequence[Request]) -> None:
         """Refuse what could record more than the operator's limits.
 
+        Args:
+            requests: All choices of one job, which capture alike.
+
         Raises:
-            RequestError: It could hold more bytes, or an inline answer more numbers.
+            RequestError: They could hold more bytes, or an inline answer more numbers.
         """
-        capture = request.capture
+        capture, points = requests[0].capture, requests[0].points
         if capture is None:
             return
-        rows = _most_rows(capture, len(request.prompt), request.max_tokens)
-        features = capture.features
-        kept = (features.first or len(features.index or ())) if features else None
-        values = {point: rows * math.prod(point.shape[:-1]) * (kept or point.shape[-1]) for point in request.points}
-        size, limit = (
-            sum(n * point.place.dtype.itemsize for point, n in values.items()),
-            self._options.max_capture_bytes,
-        )
+        rows = sum(_rows(capture, len(request.prompt), request.max_tokens) for request in requests)
+        size, limit = rows * bytes_of_token(capture, points), self._options.max_capture_bytes
         if size > limit:
             message = f"up to {size} bytes would be recorded, the limit is {limit}: capture less, or set max_tokens"
             raise RequestError(message, "capture", "capture_too_large")
-        limit = self._options.capture_memory_bytes
-        if capture.tail and size > limit:  # which rows are the last is known at the end only
-            message = f"the last rows take {size} bytes, {limit} can be held until the end: ask for fewer, or all"
+        longest = max(len(request.prompt) + request.max_tokens for request in requests)
+        held, limit = bytes_until_end(capture, points, longest), self._options.capture_memory_bytes // 2
+        if held > limit:
+            message = f"the last rows take {held} bytes, {limit} can be held until the end: ask for fewer, or all"
             raise RequestError(message, "capture.tokens", "capture_too_large")
-        count, limit = sum(values.values()), self._options.max_inline_values
+        count, limit = rows * sum(capture.values_of(point.shape) for point in points), self._options.max_inline_values
         if capture.destination == "inline" and count > limit:
             message = f"up to {count} numbers would come inline, the limit is {limit}: capture less, or by reference"
             raise RequestError(message, "capture.return", "capture_too_large")
@@ -145,7 +142,7 @@ class Runs:
             tags=dict(job.capture.tags),
             sampling={**asdict(request.sampling), "max_tokens": request.max_tokens},
             finish_reason=event.reason,
-            request_id=job.id,
+            request_id=job.request_id or job.id,
             messages_hash=hashlib.sha256(spoken.encode()).hexdigest(),
         )
 
@@ -237,8 +234,8 @@ class OpenRun:
             self._runs.abandon(self)
 
 
-def _most_rows(capture: Capture, prompt: int, new: int) -> int:
-    """The most rows a request can record."""
+def _rows(capture: Capture, prompt: int, new: int) -> int:
+    """The most rows that one choice may record."""
     rows = {"prompt": prompt, "generated": new}.get(str(capture.tokens), prompt + new)
     return min(rows, capture.tail or rows)
 

@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import json
 import re
+from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 from transformers import PreTrainedTokenizerFast
 from transformers.convert_slow_tokenizer import bytes_to_unicode
 
-from deployments.engine.request import Delta
+from deployments.engine.request import Logprob
 from deployments.messages import Scored, TokenLogprob
 
 BYTES = {character: byte for byte, character in bytes_to_unicode().items()}  # type: ignore[no-untyped-call]
@@ -39,22 +40,36 @@ class Spelling:
         self._before = tokenizer("a", add_special_tokens=False)["input_ids"]
         self._known: dict[int, Spelled] = {}
 
-    def scored(self, delta: Delta) -> list[TokenLogprob]:
-        """A step's tokens and their likeliest, where it brings logprobs."""
+    def scored(self, tokens: Sequence[int], logprobs: Sequence[Logprob], offset: int = 0) -> list[TokenLogprob]:
+        """Tokens and their likeliest, behind `offset` characters of text."""
         return [
             TokenLogprob(
                 Scored(*self.of(token), logprob.logprob),
                 tuple(Scored(*self.of(likely), value) for likely, value in logprob.top),
-                logprob.offset,
+                offset + logprob.offset,
             )
-            for token, logprob in zip(delta.tokens, delta.logprobs, strict=True)
+            for token, logprob in zip(tokens, logprobs, strict=True)
         ]
+
+    def of_prompt(
+        self, tokens: Sequence[int], logprobs: Sequence[Logprob], offsets: Sequence[int]
+    ) -> list[TokenLogprob]:
+        """A prompt's tokens, the first of which has no logprob, each behind so many characters of it."""
+        first = TokenLogprob(Scored(*self.of(tokens[0]), None), (), offsets[0])
+        placed = [one._replace(offset=offset) for one, offset in zip(logprobs, offsets[1:], strict=True)]
+        return [first, *self.scored(tokens[1:], placed)]
 
     def of(self, token: int) -> Spelled:
         """One token, by its id."""
         if token not in self._known:
             self._known[token] = self._spell(token)
         return self._known[token]
+
+    def shown(self, token: int) -> bytes:
+        """What a token adds to a prompt that is repeated, where special tokens are text, too."""
+        if (added := self._added.get(token)) is not None:
+            return str(added.content).encode()
+        return self.of(token).raw or b""
 
     def _spell(self, token: int) -> Spelled:
         if (added := self._added.get(token)) is not None:

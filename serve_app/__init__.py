@@ -1,18 +1,20 @@
 """The HTTP face: `serve run serve_app:app`, or `serve run serve_app:build_app name=value ...`."""
 
+import os
+
 from ray.serve import Application
 
-from deployments.options import Options
-from deployments.replica import ModelReplica
+from deployments.options import NO_MODEL, Options
+from serve_app.applications import ENVIRONMENT, GRPC, replicas
 from serve_app.ingress import Ingress
+from serve_app.keys import Keys
 
-# Ray Serve's own switches, for this application's actors alone: each serves on one event loop instead of three, and
-# takes messages by gRPC (`backend.py`) as large as bodies may be.
-FAST_PATH = {
-    "RAY_SERVE_RUN_USER_CODE_IN_SEPARATE_THREAD": "0",
-    "RAY_SERVE_RUN_ROUTER_IN_SEPARATE_LOOP": "0",
-    "RAY_SERVE_REPLICA_GRPC_MAX_MESSAGE_LENGTH": str(256 << 20),
-}
+# Serve's proxies are none of this application's actors: they speak gRPC to the ingress where Ray was started with
+# this. `serve run serve_app:app` starts Ray, where none runs yet, after it has imported this module; elsewhere, put
+# it before `ray start` (as `cluster.yaml` does).
+RAY_ENVIRONMENT = GRPC | {"RAY_SERVE_PROXY_USE_GRPC": "1"}
+for _name, _value in RAY_ENVIRONMENT.items():
+    os.environ.setdefault(_name, _value)
 
 
 def build_app(options: Options) -> Application:
@@ -20,14 +22,14 @@ def build_app(options: Options) -> Application:
 
     Args:
         options: The operator's; from `serve run` they come as `name=value`, and an unknown one is refused.
+
+    Raises:
+        ValueError: The API keys are not written as they should be.
+        OSError: The file with the API keys cannot be read.
     """
-    environment = {"runtime_env": {"env_vars": FAST_PATH}}
-    replica = ModelReplica.options(  # type: ignore[attr-defined]
-        num_replicas=options.num_replicas,
-        ray_actor_options={"num_cpus": options.num_cpus, "num_gpus": options.num_gpus, **environment},
-    )
-    ingress = Ingress.options(ray_actor_options={"num_cpus": 0, **environment})  # type: ignore[attr-defined]
-    return ingress.bind(options, replica.bind(options))  # type: ignore[no-any-return]
+    ingress = Ingress.options(ray_actor_options={"num_cpus": 0, **ENVIRONMENT})  # type: ignore[attr-defined]
+    models = [] if options.model == NO_MODEL else [replicas(options)]
+    return ingress.bind(options, Keys.read(options.api_keys_file), *models)  # type: ignore[no-any-return]
 
 
 app = build_app(Options())

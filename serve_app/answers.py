@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import time
-from collections.abc import AsyncIterator, Iterable, Iterator, Sequence
+from collections.abc import AsyncIterator, Iterable, Iterator
 from dataclasses import asdict, dataclass, field
 from typing import Any, Literal
 
@@ -20,33 +20,41 @@ class Choice:
     """One choice as it gathers."""
 
     text: str = ""
+    reasoning: str = ""
     tool_calls: list[dict[str, Any]] = field(default_factory=list)
     logprobs: list[TokenLogprob] = field(default_factory=list)
+    token_ids: list[int] = field(default_factory=list)
+    prompt_ids: tuple[int, ...] = ()
     end: End | None = None
 
 
 class Answer:
     """One request's answer."""
 
-    def __init__(self, kind: Kind, request_id: str, model: str, choices: int, per_prompt: int) -> None:
+    def __init__(
+        self, kind: Kind, request_id: str, model: str, sequences: int, per_prompt: int, told: int | None = None
+    ) -> None:
         """Begin an answer.
 
         Args:
             kind: Chat or completion.
             request_id: Becomes part of the answer's id.
             model: The model's id.
-            choices: How many choices there will be.
+            sequences: How many sequences are run.
             per_prompt: How many of them share a prompt, which usage counts once.
+            told: How many of those become choices, the likeliest; by default all.
         """
         self._kind = kind
         self._logprobs = of_chat if kind == "chat" else of_completion
-        self._choices = [Choice() for _ in range(choices)]
+        self._choices = [Choice() for _ in range(sequences)]
         self._per_prompt = per_prompt
+        self._told = told or per_prompt
         self._head = {
             "id": f"{'chatcmpl' if kind == 'chat' else 'cmpl'}-{request_id}",
             "object": "",
             "created": int(time.time()),
             "model": model,
+            "system_fingerprint": None,
         }
 
     def whole(self, messages: Iterable[Message]) -> dict[str, Any]:
@@ -57,9 +65,10 @@ class Answer:
         """
         for message in messages:
             self._note(message)
-        choices = [self._choice(index, choice) for index, choice in enumerate(self._choices)]
+        choices = [self._choice(index, choice) for index, choice in enumerate(self._best())]
         kind = "chat.completion" if self._kind == "chat" else "text_completion"
         body = self._head | {"object": kind, "choices": choices, "usage": self._usage()}
+        body |= self._prompt_ids(self._choices[0])
         meta = self._activations()
         return body | ({"activations_meta": meta} if meta else {})
 
@@ -83,10 +92,14 @@ class Answer:
             first: What it has said already.
             usage: Whether a chunk of usage is asked for.
         """
+        if usage:
+            self._head["usage"] = None  # as OpenAI's: each chunk has the field, the last one its value
         try:
             if self._kind == "chat":
+                known = self._prompt_ids(first[0]) if first and not isinstance(first[0], Refusal) else {}
                 for index in range(len(self._choices)):
-                    yield self._event([self._chunk(index, {"role": "assistant", "content": ""})])
+                    begun = self._chunk(index, {"role": "assistant", "content": "", "refusal": None})
+                    yield self._event([begun], **known)
             for message in first:
                 for event in self._events(message):
                     yield event
@@ -97,10 +110,12 @@ class Answer:
         except Exception as error:  # noqa: BLE001 - the head is sent: all that is left is to say it here
             yield f"data: {json.dumps(render(error, str(self._head['id'])).body)}\n\n"
             return
-        if usage:
-            yield self._event([], usage=self._usage())
+        # One chunk for both: the openai package keeps the usage of the last chunk alone.
+        last: dict[str, Any] = {"usage": self._usage()} if usage else {}
         if meta := self._activations():
-            yield self._event([], activations_meta=meta)
+            last["activations_meta"] = meta
+        if last:
+            yield self._event([], **last)
         yield "data: [DONE]\n\n"
 
     def _note(self, message: Message) -> None:
@@ -108,31 +123,63 @@ class Answer:
             raise ApiError.of(message)
         choice = self._choices[message.index]
         choice.logprobs.extend(message.logprobs)
+        choice.token_ids.extend(message.token_ids)
+        choice.prompt_ids = choice.prompt_ids or message.prompt_ids
         if isinstance(message, End):
             choice.end = message
         else:
             choice.text += message.text
+            choice.reasoning += message.reasoning
             choice.tool_calls.extend(message.tool_calls)
 
     # ---- whole
+
+    def _best(self) -> list[Choice]:
+        """Of each prompt's sequences those that are told, the likeliest first where there are more."""
+        if self._told == self._per_prompt:
+            return self._choices
+        best = []
+        for first in range(0, len(self._choices), self._per_prompt):
+            ranked = sorted(self._choices[first : first + self._per_prompt], key=_likeliness, reverse=True)
+            best += ranked[: self._told]
+        return best
+
+    def _prompt_ids(self, told: Choice | Piece | End) -> dict[str, Any]:
+        """What a chat says once of its prompt's token ids, where they are asked for."""
+        return {"prompt_token_ids": list(told.prompt_ids)} if self._kind == "chat" and told.prompt_ids else {}
+
+    def _token_ids(self, told: Choice | Piece | End) -> dict[str, Any]:
+        """What a choice says of its token ids, where they are asked for; a completion's says its prompt's, too."""
+        said = {"token_ids": list(told.token_ids)} if told.token_ids or told.prompt_ids else {}
+        if self._kind == "completion" and told.prompt_ids:
+            said["prompt_token_ids"] = list(told.prompt_ids)
+        return said
 
     def _choice(self, index: int, choice: Choice) -> dict[str, Any]:
         assert choice.end is not None
         where = _where(choice.end.run)
         scores = self._logprobs(choice.logprobs)
         common = {"index": index, "finish_reason": choice.end.finish_reason, "logprobs": scores}
+        common |= self._token_ids(choice)
         if self._kind == "completion":
             return common | {"text": choice.text} | where
         message: dict[str, Any] = {"role": "assistant", "content": choice.text, "refusal": None}
         if choice.tool_calls:
             message |= {"content": choice.text or None, "tool_calls": choice.tool_calls}
+        if choice.reasoning:
+            message["reasoning_content"] = choice.reasoning
         return common | {"message": message | where}
 
-    def _usage(self) -> dict[str, int]:
+    def _usage(self) -> dict[str, Any]:
         ends = [choice.end for choice in self._choices if choice.end]
         prompt = sum(end.prompt_tokens for end in ends[:: self._per_prompt])
         completion = sum(end.completion_tokens for end in ends)
-        return {"prompt_tokens": prompt, "completion_tokens": completion, "total_tokens": prompt + completion}
+        return {
+            "prompt_tokens": prompt,
+            "completion_tokens": completion,
+            "total_tokens": prompt + completion,
+            "prompt_tokens_details": {"cached_tokens": 0},
+        }
 
     def _activations(self) -> dict[str, Any] | None:
         """`activations_meta`; failed as a whole where one of its runs failed."""
@@ -151,24 +198,39 @@ class Answer:
     def _events(self, message: Message) -> Iterator[str]:
         self._note(message)
         if isinstance(message, Piece):
-            delta: dict[str, Any] = {"content": message.text} if message.text else {}
-            if message.tool_calls:
-                calls = self._choices[message.index].tool_calls
-                first = len(calls) - len(message.tool_calls)
-                delta["tool_calls"] = [{"index": first + i} | call for i, call in enumerate(message.tool_calls)]
-            yield self._event([self._chunk(message.index, delta, tokens=message.logprobs)])
+            said: Piece | None = message
+            for delta in self._deltas(message):
+                yield self._event([self._chunk(message.index, delta, said=said)])
+                said = None
         elif isinstance(message, End):
             where = _where(message.run)
-            yield self._event([self._chunk(message.index, where, message.finish_reason, message.logprobs)])
+            yield self._event([self._chunk(message.index, where, message.finish_reason, message)])
+
+    def _deltas(self, piece: Piece) -> Iterator[dict[str, Any]]:
+        """What a piece adds; the names of calls come before their arguments, as OpenAI's do."""
+        said: dict[str, Any] = {"reasoning_content": piece.reasoning, "content": piece.text}
+        delta = {name: text for name, text in said.items() if text}
+        if not piece.tool_calls:
+            yield delta
+            return
+        first = len(self._choices[piece.index].tool_calls) - len(piece.tool_calls)
+        calls = list(enumerate(piece.tool_calls, first))
+        heads = [{"index": i} | call | {"function": call["function"] | {"arguments": ""}} for i, call in calls]
+        yield delta | {"tool_calls": heads}
+        yield {
+            "tool_calls": [{"index": i, "function": {"arguments": call["function"]["arguments"]}} for i, call in calls]
+        }
 
     def _chunk(
         self,
         index: int,
         delta: dict[str, Any],
         finish_reason: str | None = None,
-        tokens: Sequence[TokenLogprob] = (),
+        said: Piece | End | None = None,
     ) -> dict[str, Any]:
-        head = {"index": index, "finish_reason": finish_reason, "logprobs": self._logprobs(tokens)}
+        scores = self._logprobs(said.logprobs if said else ())
+        head = {"index": index, "finish_reason": finish_reason, "logprobs": scores}
+        head |= self._token_ids(said) if said else {}
         if self._kind == "chat":
             return head | {"delta": delta}
         return head | {"text": delta.pop("content", "")} | delta
@@ -176,6 +238,11 @@ class Answer:
     def _event(self, choices: list[dict[str, Any]], **more: Any) -> str:
         kind = "chat.completion.chunk" if self._kind == "chat" else "text_completion"
         return f"data: {json.dumps(self._head | {'object': kind, 'choices': choices} | more)}\n\n"
+
+
+def _likeliness(choice: Choice) -> float:
+    assert choice.end is not None
+    return choice.end.likeliness
 
 
 def _where(run: RunReport | None) -> dict[str, Any]:

@@ -3,45 +3,38 @@
 from __future__ import annotations
 
 import contextlib
+import uuid
 from collections.abc import AsyncGenerator, AsyncIterator
 from datetime import UTC, datetime
 from typing import Annotated, Any
 
-from fastapi import APIRouter, Depends, FastAPI, Path, Query, Request
+from fastapi import APIRouter, Body, Depends, FastAPI, Path, Query, Request, Security
+from fastapi.middleware.cors import CORSMiddleware
 from fastapi.responses import JSONResponse, PlainTextResponse, Response, StreamingResponse
-from pydantic import BaseModel
 
+import serve_app.described as described
 from deployments.activations.facts import check_session_id
 from deployments.errors import RequestError
 from deployments.messages import Job, Message
+from deployments.options import Options
 from serve_app.answers import Answer, Kind
 from serve_app.backend import Backend
+from serve_app.described import Described, errors
 from serve_app.errors import install
+from serve_app.keys import BEARER, AdminOnly, Guard, Keys
 from serve_app.middleware import Gate
 from serve_app.schemas import ChatRequest, CompletionRequest, Generation
+from serve_app.token_schemas import DetokenizeRequest, TokenizeRequest
+from serve_app.wire_models import LoadRequest, UnloadRequest
 
 
-class ErrorDetail(BaseModel):
-    """What went wrong."""
-
-    message: str
-    type: str
-    param: str | None
-    code: str | None
-
-
-class ErrorBody(BaseModel):
-    """OpenAI's error body, of every failure."""
-
-    error: ErrorDetail
-
-
-def _backend(request: Request) -> Backend:
+# Coroutines, though they wait for nothing: FastAPI runs plain functions on a thread of their own.
+async def _backend(request: Request) -> Backend:
     backend: Backend = request.app.state.backend
     return backend
 
 
-def _session_id(session_id: Annotated[str, Path()]) -> str:
+async def _session_id(session_id: Annotated[str, Path()]) -> str:
     try:
         return check_session_id(session_id)
     except ValueError as error:
@@ -51,13 +44,19 @@ def _session_id(session_id: Annotated[str, Path()]) -> str:
 Actors = Annotated[Backend, Depends(_backend)]
 SessionId = Annotated[str, Depends(_session_id)]
 
-openai = APIRouter(tags=["OpenAI"])
-activations = APIRouter(prefix="/v1/activations", tags=["Activations"])
-server = APIRouter(tags=["Server"])
+openai = APIRouter(tags=["OpenAI"], responses=errors(503))
+tokens = APIRouter(tags=["Tokens"], responses=errors(404, 503))
+models = APIRouter(prefix="/models", tags=["Models"], dependencies=[AdminOnly], responses=errors(403, 404, 503, 504))
+activations = APIRouter(prefix="/v1/activations", tags=["Activations"], responses=errors(503))
+server = APIRouter(tags=["Server"], responses=errors(503))
+open_to_all = APIRouter(tags=["Server"])
+GENERATION = errors(404, 429, 504)
 
 
-@openai.post("/v1/chat/completions")
-async def chat(body: ChatRequest, request: Request, backend: Actors) -> Response:
+@openai.post("/v1/chat/completions", responses=described.CHAT | GENERATION)
+async def chat(
+    body: Annotated[ChatRequest, Body(openapi_examples=described.CHAT_EXAMPLES)], request: Request, backend: Actors
+) -> Response:
     """Answer a chat, streamed or whole; record activations where `capture` or `store_activations` asks."""
     limit, name = body.limit
     job = _job(
@@ -65,6 +64,9 @@ async def chat(body: ChatRequest, request: Request, backend: Actors) -> Response
         request,
         messages=[message.spoken for message in body.messages],
         tools=body.callable_tools,
+        must_call=body.must_call,
+        parallel_calls=body.parallel_calls,
+        template_kwargs=body.chat_template_kwargs or {},
         logprobs=body.likeliest,
         max_tokens=limit,
         fields={"prompt": "messages", "max_tokens": name},
@@ -72,26 +74,65 @@ async def chat(body: ChatRequest, request: Request, backend: Actors) -> Response
     return await _answer("chat", body, job, backend, prompts=1)
 
 
-@openai.post("/v1/completions")
-async def completions(body: CompletionRequest, request: Request, backend: Actors) -> Response:
+@openai.post("/v1/completions", responses=described.COMPLETION | GENERATION)
+async def completions(
+    body: Annotated[CompletionRequest, Body(openapi_examples=described.COMPLETION_EXAMPLES)],
+    request: Request,
+    backend: Actors,
+) -> Response:
     """Continue one prompt or many, streamed or whole; record activations where asked."""
-    job = _job(body, request, prompts=body.prompts, max_tokens=body.max_tokens, logprobs=body.logprobs)
+    job = _job(
+        body,
+        request,
+        prompts=body.prompts,
+        max_tokens=body.max_tokens,
+        logprobs=body.logprobs,
+        echo=bool(body.echo),
+        ranked=body.sequences > body.choices,
+    )
     return await _answer("completion", body, job, backend, prompts=len(body.prompts))
 
 
-@openai.get("/v1/models")
-async def models(backend: Actors) -> dict[str, Any]:
+@tokens.post("/tokenize", responses=described.TOKENS)
+async def tokenize(body: TokenizeRequest, backend: Actors) -> dict[str, Any]:
+    """The tokens of a prompt, or of a chat as the model's template writes it."""
+    model = await backend.models.find(body.model)
+    return await model.tokenize(body.text)
+
+
+@tokens.post("/detokenize", responses=described.TEXT)
+async def detokenize(body: DetokenizeRequest, backend: Actors) -> dict[str, Any]:
+    """The text of tokens."""
+    model = await backend.models.find(body.model)
+    return await model.detokenize(body.tokens)
+
+
+@openai.get("/v1/models", responses=described.MODELS)
+async def list_models(backend: Actors) -> dict[str, Any]:
     """The models that are served."""
-    return {"object": "list", "data": await backend.models()}
+    return {"object": "list", "data": await backend.models.describe()}
 
 
-@openai.get("/v1/models/{model_id:path}")
-async def model(model_id: str, backend: Actors) -> dict[str, Any]:
+@openai.get("/v1/models/{model_id:path}", responses=described.MODEL | errors(404))
+async def retrieve_model(model_id: str, backend: Actors) -> dict[str, Any]:
     """One model; its id may hold slashes."""
-    return await backend.model(model_id)
+    model = await backend.models.find(model_id)
+    return await model.describe()
 
 
-@activations.get("/sessions")
+@models.post("/load", responses=described.LOADED | errors(409))
+async def load_model(body: LoadRequest, backend: Actors) -> dict[str, Any]:
+    """Load a model beside the others; answers when it serves, at once where it does already."""
+    return await backend.loader.load(body)
+
+
+@models.post("/unload", responses=described.UNLOADED | errors(409))
+async def unload_model(body: UnloadRequest, backend: Actors) -> dict[str, Any]:
+    """Finish what runs on a model, then let it go; answers when nothing of it is left."""
+    return await backend.loader.unload(body.model_id)
+
+
+@activations.get("/sessions", responses=described.SESSIONS)
 async def sessions(
     backend: Actors, limit: Annotated[int, Query(ge=1, le=1000)] = 100, after: str | None = None
 ) -> dict[str, Any]:
@@ -100,40 +141,43 @@ async def sessions(
     return {"object": "list", "data": found[:limit], "has_more": len(found) > limit}
 
 
-@activations.get("/session/{session_id}")
+@activations.get("/session/{session_id}", responses=described.SESSION | errors(404))
 async def session(session_id: SessionId, backend: Actors) -> dict[str, Any]:
     """One session: its runs, points, shapes and files."""
     return await backend.session(session_id)
 
 
-@activations.delete("/session/{session_id}")
+@activations.delete("/session/{session_id}", dependencies=[AdminOnly], responses=described.DELETED | errors(403, 404))
 async def delete_session(session_id: SessionId, backend: Actors) -> dict[str, Any]:
     """Delete a session; its files are gone when this answers."""
     await backend.delete_session(session_id)
     return {"id": session_id, "object": "session", "deleted": True}
 
 
-@server.get("/health")
+@open_to_all.get("/health", responses=described.HEALTH)
 async def health(backend: Actors) -> Response:
-    """200 while every model has a replica that can serve, else 503."""
-    healthy, body = await backend.health()
+    """200 while every loaded model has a replica that can serve, else 503."""
+    healthy, body = await backend.models.health()
     return JSONResponse(body, 200 if healthy else 503, None if healthy else {"Retry-After": "1"})
 
 
-@server.get("/metrics", response_class=PlainTextResponse)
-async def metrics(backend: Actors) -> str:
+@server.get("/metrics", response_class=Response, responses=described.METRICS)
+async def metrics(backend: Actors) -> Response:
     """What Ray exports of this project and of Serve, of all nodes, as Prometheus text."""
-    return await backend.metrics()
+    return PlainTextResponse(await backend.metrics())
 
 
 def _job(body: Generation, request: Request, **own: Any) -> Job:
     return Job(
-        id=request.state.request_id,
-        n=body.choices,
+        id=uuid.uuid4().hex,  # what it records is named after it: a client could choose another's X-Request-Id
+        request_id=request.state.request_id,
+        n=body.sequences,
         sampling=body.sampling,
         stop=body.stops,
         stop_token_ids=tuple(body.stop_token_ids or ()),
         ignore_eos=body.ignore_eos,
+        token_ids=bool(body.return_token_ids),
+        schema=body.enforced_schema,
         capture=body.capturing,
         session_id=body.session_id or f"auto-{datetime.now(UTC):%Y-%m-%d}",
         **own,
@@ -141,12 +185,12 @@ def _job(body: Generation, request: Request, **own: Any) -> Job:
 
 
 async def _answer(kind: Kind, body: Generation, job: Job, backend: Backend, prompts: int) -> Response:
-    backend.check_model(body.model)
-    answer = Answer(kind, job.id, body.model, prompts * body.choices, body.choices)
+    model = await backend.models.find(body.model)
+    answer = Answer(kind, job.id, body.model, prompts * body.sequences, body.sequences, body.choices)
     if not body.stream:
-        return JSONResponse(answer.whole(await backend.complete(job)))
+        return JSONResponse(answer.whole(await model.complete(job)))
     usage = body.stream_options is not None and body.stream_options.include_usage
-    gathered = backend.stream(job)
+    gathered = model.stream(job)
     try:
         first = await anext(gathered)  # a refusal still has its own HTTP status
         answer.refuse(first)
@@ -164,21 +208,36 @@ async def _until_gone(events: AsyncIterator[str], gathered: AsyncGenerator[list[
             yield event
 
 
-def build_api(backend: Backend, max_body_bytes: int) -> FastAPI:
+def build_api(backend: Backend, options: Options, keys: Keys) -> FastAPI:
     """The whole application.
 
     Args:
         backend: The actors it asks.
-        max_body_bytes: The largest body it reads.
+        options: The operator's.
+        keys: Who may ask.
     """
-    api = FastAPI(
+    api = Described(
         title="Vitrine",
         description="Hugging Face language models behind the OpenAI API, with their internals open.",
-        responses={code: {"model": ErrorBody} for code in (400, 404, 413, 429, 500, 503, 504)},
+        responses=errors(400, 413, 500),
+        redoc_url=None,
     )
     api.state.backend = backend
-    api.add_middleware(Gate, max_body_bytes=max_body_bytes)
+    api.add_middleware(Guard, keys=keys)
+    api.add_middleware(Gate, max_body_bytes=options.max_body_bytes)
+    if options.cors_origins:  # outside of the others, so that a page can read their refusals, too
+        api.add_middleware(
+            CORSMiddleware,
+            allow_origins=options.cors_origins,
+            allow_methods=["*"],
+            allow_headers=["*"],
+            expose_headers=["X-Request-Id", "Retry-After"],
+        )
     install(api)
-    for router in (openai, activations, server):
-        api.include_router(router)
+    api.include_router(open_to_all)
+    for router in (openai, tokens, models, activations, server):
+        if keys:
+            api.include_router(router, dependencies=[Security(BEARER)], responses=errors(401))
+        else:
+            api.include_router(router)
     return api

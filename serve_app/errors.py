@@ -6,7 +6,7 @@ RequestValidationError: pydantic's, a body that does not fit its schema: 400, `p
 HTTPException: starlette's, an unknown route or a wrong method.
 StoreError: what the activation store could not do, and why: 500.
 RayTaskError: an actor's own failure: 500.
-RayError, RayServeException: no replica can answer: 503 with Retry-After (caught in `backend.py`).
+RayError, RayServeException, AioRpcError: no replica can answer, or it died while it did: 503 with Retry-After.
 Anything else: 500 with the request's id; the traceback goes to the log.
 """
 
@@ -16,6 +16,7 @@ import logging
 import re
 from typing import Any
 
+import grpc
 from fastapi import FastAPI, Request
 from fastapi.exceptions import RequestValidationError
 from fastapi.responses import JSONResponse
@@ -29,16 +30,21 @@ from deployments.messages import Refusal
 
 logger = logging.getLogger("ray.serve")
 
-RETRY_AFTER_S = 1
+HEADERS = {429: {"Retry-After": "1"}, 503: {"Retry-After": "1"}, 401: {"WWW-Authenticate": "Bearer"}}
 TYPES = {
     400: "invalid_request_error",
     401: "authentication_error",
     403: "permission_error",
     404: "not_found_error",
     405: "invalid_request_error",
+    409: "invalid_request_error",
     413: "invalid_request_error",
     429: "rate_limit_error",
 }
+
+# What calls of actors raise where the actor is absent or dies: of Ray, of Serve, and, since messages between the
+# ingress and replicas go over gRPC, of that.
+UNAVAILABLE = (RayError, RayServeException, grpc.aio.AioRpcError)
 
 
 class ApiError(Exception):
@@ -63,6 +69,11 @@ class ApiError(Exception):
         error = {"message": self.message, "type": kind, "param": self.param, "code": self.code}
         return {"error": error}
 
+    @property
+    def response(self) -> JSONResponse:
+        """The whole answer."""
+        return JSONResponse(self.body, self.status, HEADERS.get(self.status))
+
 
 def render(error: Exception, request_id: str) -> ApiError:
     """Any exception as what the client is told."""
@@ -77,7 +88,7 @@ def render(error: Exception, request_id: str) -> ApiError:
     if isinstance(error, StoreError):
         reason = getattr(error, "cause", error)  # Ray adds the actor's traceback to what it hands on
         return ApiError(500, f"the activation store: {reason}", code="store_failed")
-    if isinstance(error, (RayError, RayServeException)) and not isinstance(error, RayTaskError):
+    if isinstance(error, UNAVAILABLE) and not isinstance(error, RayTaskError):
         logger.warning("request %s: no replica answered", request_id, exc_info=error)
         return ApiError(503, f"no replica can answer now ({type(error).__name__}); try again", code="unavailable")
     logger.error("request %s failed", request_id, exc_info=error)
@@ -88,11 +99,12 @@ def install(api: FastAPI) -> None:
     """Make an application answer every failure with OpenAI's body."""
 
     async def respond(request: Request, error: Exception) -> JSONResponse:
-        rendered = render(error, getattr(request.state, "request_id", "unknown"))
-        headers = {"Retry-After": str(RETRY_AFTER_S)} if rendered.status in (429, 503) else None
-        return JSONResponse(rendered.body, rendered.status, headers)
+        response = render(error, getattr(request.state, "request_id", "unknown")).response
+        if isinstance(error, HTTPException):
+            response.headers.update(error.headers or {})  # `Allow`, of a wrong method
+        return response
 
-    for kind in (ApiError, RequestError, RequestValidationError, HTTPException, RayError, Exception):
+    for kind in (ApiError, RequestError, RequestValidationError, HTTPException, *UNAVAILABLE, Exception):
         api.add_exception_handler(kind, respond)
 
 

@@ -21,14 +21,15 @@ def of_chat(tokens: Sequence[TokenLogprob]) -> dict[str, Any] | None:
 def of_completion(tokens: Sequence[TokenLogprob]) -> dict[str, Any] | None:
     """`choices[].logprobs` of a completion; None without tokens.
 
-    As in OpenAI's, the token itself is among its likeliest, so that there may be one more than asked for.
+    As in OpenAI's, the token itself is among its likeliest, so that there may be one more than asked for, and a
+    prompt's first token has neither.
     """
     if not tokens:
         return None
     return {
         "tokens": [token.chosen.text for token in tokens],
         "token_logprobs": [_logprob(token.chosen) for token in tokens],
-        "top_logprobs": [_by_text((*token.top, token.chosen)) for token in tokens],
+        "top_logprobs": [_by_text(token) for token in tokens],
         "text_offset": [token.offset for token in tokens],
     }
 
@@ -38,12 +39,13 @@ def _entry(scored: Scored) -> dict[str, Any]:
     return {"token": scored.text, "logprob": _logprob(scored), "bytes": raw}
 
 
-def _by_text(likely: Sequence[Scored]) -> dict[str, float]:
+def _by_text(token: TokenLogprob) -> dict[str, float] | None:
     found: dict[str, float] = {}
-    for scored in likely:  # of two tokens written alike, the likelier
-        found.setdefault(scored.text, _logprob(scored))
-    return found
+    for scored in (*token.top, token.chosen):  # of two tokens written alike, the likelier
+        if (logprob := _logprob(scored)) is not None:
+            found.setdefault(scored.text, logprob)
+    return found or None
 
 
-def _logprob(scored: Scored) -> float:
-    return max(scored.logprob, LEAST)
+def _logprob(scored: Scored) -> float | None:
+    return None if scored.logprob is None else max(scored.logprob, LEAST)

@@ -1,13 +1,15 @@
-"""What every request passes on its way in: an id, and a limit on its body."""
+"""What every request passes on its way in: its id, and a limit on its body."""
 
 from __future__ import annotations
 
+import re
 import uuid
 
-from starlette.responses import JSONResponse
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from serve_app.errors import ApiError
+
+REQUEST_ID = re.compile(rb"[A-Za-z0-9._:/+=@-]{1,128}")
 
 
 class Gate:
@@ -18,16 +20,26 @@ class Gate:
         self._max = max_body_bytes
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        """Name the request, and pass it on while its body is within the limit."""
+        """Note the request's id, and pass it on while its body is within the limit."""
         if scope["type"] != "http":
             return await self._app(scope, receive, send)
-        scope.setdefault("state", {})["request_id"] = uuid.uuid4().hex
+        headers = dict(scope["headers"])
+        # Serve's proxy gives an id to each request that came without, and puts it on the answer and into its logs.
+        request_id = headers.get(b"x-request-id") or uuid.uuid4().hex.encode()
+        if not REQUEST_ID.fullmatch(request_id):
+            message = "X-Request-Id: 1 to 128 letters, digits and . _ : / + = @ -"
+            bad = ApiError(400, message, "X-Request-Id", "invalid_value")
+            return await bad.response(scope, receive, send)
+        scope.setdefault("state", {})["request_id"] = request_id.decode()
+        declared = headers.get(b"content-length", b"0")
+        return await self._pass_on(scope, receive, send, int(declared) if declared.isdigit() else 0)
+
+    async def _pass_on(self, scope: Scope, receive: Receive, send: Send, declared: int) -> None:
         error = ApiError(
             413, f"the body is larger than this server's limit of {self._max} bytes", None, "body_too_large"
         )
-        refuse = JSONResponse(error.body, error.status)
-        declared = dict(scope["headers"]).get(b"content-length", b"0")
-        if declared.isdigit() and int(declared) > self._max:
+        refuse = error.response
+        if declared > self._max:
             return await refuse(scope, receive, send)
         seen = 0
 

@@ -2,27 +2,25 @@
 
 from __future__ import annotations
 
+import json
 import re
-from collections.abc import Iterable
 from typing import Annotated, Any, Literal
 
-from pydantic import BaseModel, ConfigDict, Field, ValidationInfo, field_validator, model_validator
+from pydantic import Field, ValidationInfo, field_validator, model_validator
 from pydantic_core import PydanticCustomError
 
 from deployments.activations.facts import check_session_id
 from deployments.activations.spec import Capture
 from deployments.engine.request import MOST_LOGPROBS, Sampling
+from serve_app.forms import NamedTool, ResponseFormat, Tool
+from serve_app.ignored import Ignored
+from serve_app.wire import Body, Wire
 
 Stop = Annotated[str, Field(min_length=1, max_length=1024)]
 TokenIds = Annotated[list[int], Field(min_length=1)]
 Penalty = Annotated[float, Field(ge=-2, le=2)]
 Bias = Annotated[float, Field(ge=-100, le=100)]
-
-
-class Wire(BaseModel):
-    """A JSON object whose every field is known: an ignored `captrue` would cost a user their data."""
-
-    model_config = ConfigDict(extra="forbid", strict=True)
+MOST_TEMPLATE_KWARGS = 16 << 10  # characters
 
 
 class TextPart(Wire):
@@ -37,6 +35,7 @@ class FunctionCall(Wire):
 
     name: str
     arguments: str
+    parsed_arguments: Any = Field(default=None, exclude=True)  # `.parse()` of the openai package adds it
 
 
 class ToolCall(Wire):
@@ -45,12 +44,13 @@ class ToolCall(Wire):
     id: str
     type: Literal["function"] = "function"
     function: FunctionCall
+    index: int | None = Field(default=None, exclude=True)  # a stream had it
 
 
 class ChatMessage(Wire):
     """One message of a chat.
 
-    The fields after `tool_call_id` say nothing to the model: clients send back the assistant's messages as
+    The fields after `reasoning_content` say nothing to the model: clients send back the assistant's messages as
     they got them.
     """
 
@@ -59,6 +59,9 @@ class ChatMessage(Wire):
     name: str | None = None
     tool_calls: list[ToolCall] | None = None
     tool_call_id: str | None = None
+    reasoning_content: str | None = None
+    type: Literal["text"] | None = None  # lm_eval up to 0.4.9 says so of every message
+    parsed: Any = None  # `.parse()` of the openai package adds it
     refusal: str | None = None
     annotations: list[Any] | None = None
     audio: None = None
@@ -70,7 +73,7 @@ class ChatMessage(Wire):
     @property
     def spoken(self) -> dict[str, Any]:
         """What the chat template sees."""
-        told = self.model_dump(include={"name", "tool_calls", "tool_call_id"}, exclude_none=True)
+        told = self.model_dump(include={"name", "tool_calls", "tool_call_id", "reasoning_content"}, exclude_none=True)
         # Many templates know no other role for instructions, and drop contents that are no string.
         role = "system" if self.role == "developer" else self.role
         text = "".join(part.text for part in self.content) if isinstance(self.content, list) else self.content
@@ -83,35 +86,14 @@ class ChatMessage(Wire):
         return self
 
 
-class Function(Wire):
-    """A function the model may call, its parameters as JSON schema."""
-
-    name: str = Field(pattern=r"^[A-Za-z0-9_.-]{1,64}$")
-    description: str | None = None
-    parameters: dict[str, Any] = Field(default_factory=dict)
-    strict: bool | None = None
-
-
-class Tool(Wire):
-    """A tool the model may call."""
-
-    type: Literal["function"]
-    function: Function
-
-
 class StreamOptions(Wire):
     """What a stream holds besides its choices."""
 
     include_usage: bool = False
+    include_obfuscation: bool | None = None  # changes nothing: events are not padded
 
 
-class ResponseFormat(Wire):
-    """The form of an answer; text is the only one served."""
-
-    type: Literal["text"]
-
-
-class Generation(Wire):
+class Generation(Body):
     """What chat and completions share."""
 
     model: str = Field(min_length=1, max_length=256)
@@ -134,6 +116,7 @@ class Generation(Wire):
     user: str | None = None
     metadata: dict[str, str] | None = None
     response_format: ResponseFormat | None = None
+    return_token_ids: bool | None = None
     store_activations: bool | None = None
     capture: Capture | None = None
     session_id: str | None = None
@@ -158,15 +141,6 @@ class Generation(Wire):
             raise ValueError("goes with stream only")
         return value
 
-    @model_validator(mode="before")
-    @classmethod
-    def _is_text(cls, body: Any) -> Any:
-        """Refuse what JSON can write and no text can hold: half of a surrogate pair."""
-        field = _unpaired(body, "")
-        if field is not None:
-            raise PydanticCustomError("not_text", "the text holds half of a surrogate pair", {"field": field})
-        return body
-
     @model_validator(mode="after")
     def _options_fit(self) -> Generation:
         if self.capture and self.store_activations is False:
@@ -177,6 +151,11 @@ class Generation(Wire):
     def choices(self) -> int:
         """How many choices each prompt gets."""
         return self.n or 1
+
+    @property
+    def sequences(self) -> int:
+        """How many are run for each prompt; the likeliest become its choices."""
+        return self.choices
 
     @property
     def sampling(self) -> Sampling:
@@ -195,6 +174,11 @@ class Generation(Wire):
         )
 
     @property
+    def enforced_schema(self) -> dict[str, Any] | None:
+        """The JSON schema that the text obeys; None for any text."""
+        return self.response_format.enforced if self.response_format else None
+
+    @property
     def capturing(self) -> Capture | None:
         """What to record; the model's default points where the request names none."""
         return self.capture or (Capture() if self.store_activations else None)
@@ -205,15 +189,16 @@ class Generation(Wire):
         return (self.stop,) if isinstance(self.stop, str) else tuple(self.stop or ())
 
 
-class ChatRequest(Generation):
+class ChatRequest(Generation, Ignored):
     """`POST /v1/chat/completions`."""
 
     messages: list[ChatMessage] = Field(min_length=1)
     max_tokens: int | None = Field(default=None, ge=0)
     max_completion_tokens: int | None = Field(default=None, ge=0)
     tools: list[Tool] | None = None
-    tool_choice: Literal["none", "auto"] | None = None
+    tool_choice: Literal["none", "auto", "required"] | NamedTool | None = None
     parallel_tool_calls: bool | None = None
+    chat_template_kwargs: dict[str, Any] | None = Field(default=None, max_length=32)
     logprobs: bool | None = None
     top_logprobs: int | None = Field(default=None, ge=0, le=MOST_LOGPROBS)
 
@@ -222,6 +207,25 @@ class ChatRequest(Generation):
     def _goes_with_logprobs(cls, value: int | None, info: ValidationInfo) -> int | None:
         if value and not info.data.get("logprobs"):
             raise ValueError("goes with logprobs only")
+        return value
+
+    @field_validator("tool_choice")
+    @classmethod
+    def _can_be_called(cls, value: str | NamedTool | None, info: ValidationInfo) -> str | NamedTool | None:
+        names = {tool.function.name for tool in info.data.get("tools") or ()}
+        if (value == "required" or isinstance(value, NamedTool)) and not names:
+            raise ValueError("there are no tools to call")
+        if isinstance(value, NamedTool) and value.function.name not in names:
+            message = "there is no function {name} among tools"
+            told = {"name": repr(value.function.name), "field": "tool_choice.function.name"}
+            raise PydanticCustomError("unknown_function", message, told)
+        return value
+
+    @field_validator("chat_template_kwargs")
+    @classmethod
+    def _is_small(cls, value: dict[str, Any] | None) -> dict[str, Any] | None:
+        if len(json.dumps(value)) > MOST_TEMPLATE_KWARGS:
+            raise ValueError(f"it may have {MOST_TEMPLATE_KWARGS} characters as JSON")
         return value
 
     @property
@@ -243,6 +247,18 @@ class ChatRequest(Generation):
             return None
         return [tool.model_dump(exclude_none=True) for tool in self.tools]
 
+    @property
+    def must_call(self) -> tuple[str, ...]:
+        """The functions of which one must be called; empty where none need be."""
+        if isinstance(self.tool_choice, NamedTool):
+            return (self.tool_choice.function.name,)
+        return tuple(tool.function.name for tool in self.tools or ()) if self.tool_choice == "required" else ()
+
+    @property
+    def parallel_calls(self) -> bool:
+        """Whether an answer may make several calls; a named function is called once."""
+        return self.parallel_tool_calls is not False and not isinstance(self.tool_choice, NamedTool)
+
 
 class CompletionRequest(Generation):
     """`POST /v1/completions`."""
@@ -255,6 +271,33 @@ class CompletionRequest(Generation):
     )
     max_tokens: int | None = Field(default=16, ge=0)
     logprobs: int | None = Field(default=None, ge=0, le=5)
+    echo: bool | None = None
+    best_of: int | None = Field(default=None, ge=1, le=128)
+    suffix: str | None = None
+
+    @field_validator("best_of")
+    @classmethod
+    def _is_picked_from(cls, value: int | None, info: ValidationInfo) -> int | None:
+        told = info.data.get("n") or 1
+        if value is not None and value < told:
+            raise ValueError(f"of {value} sequences n cannot return {told}")
+        if value is not None and value > told:
+            if info.data.get("stream"):
+                raise ValueError("which are the best is known at their end: with stream, it is n")
+            if info.data.get("capture") or info.data.get("store_activations"):
+                raise ValueError("what is not returned would be recorded, too: with activations, it is n")
+        return value
+
+    @field_validator("suffix")
+    @classmethod
+    def _is_not_served(cls, value: str | None) -> None:
+        if value is not None:
+            raise ValueError("a causal model goes on from a prompt and reads nothing behind it: leave suffix out")
+
+    @property
+    def sequences(self) -> int:
+        """How many are run for each prompt; the likeliest become its choices."""
+        return self.best_of or self.choices
 
     @property
     def prompts(self) -> list[str | list[int]]:
@@ -264,19 +307,3 @@ class CompletionRequest(Generation):
         if isinstance(self.prompt[0], int):
             return [self.prompt]
         return list(self.prompt)
-
-
-def _unpaired(value: Any, path: str) -> str | None:
-    """The path of a text that UTF-8 cannot write, if there is one."""
-    if isinstance(value, str):
-        try:
-            value.encode()
-        except UnicodeEncodeError:
-            return path
-        return None
-    inner: Iterable[tuple[str, Any]] = ()
-    if isinstance(value, dict):
-        inner = ((f"{path}.{key}" if path else str(key), item) for key, item in value.items())
-    elif isinstance(value, list):
-        inner = ((f"{path}[{i}]", item) for i, item in enumerate(value))
-    return next((found for name, item in inner if (found := _unpaired(item, name)) is not None), None)

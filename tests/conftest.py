@@ -10,9 +10,11 @@ import sys
 import tempfile
 import time
 import warnings
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import httpx
 import pytest
@@ -67,12 +69,15 @@ def cluster() -> Iterator[Cluster]:
     """`ray start --head --num-cpus=2`, with this process joined to it."""
     import ray
 
+    from serve_app import RAY_ENVIRONMENT
+
     # Short: Ray puts sockets below it, whose paths may have 107 bytes.
     with tempfile.TemporaryDirectory(prefix="vt-", ignore_cleanup_errors=True) as name:
         directory, port, dashboard = Path(name), free_port(), free_port()
         address = f"127.0.0.1:{port}"
         env = {
             **os.environ,
+            **RAY_ENVIRONMENT,
             "PATH": f"{BIN}{os.pathsep}{os.environ['PATH']}",
             "RAY_ADDRESS": address,
             "RAY_AUTH_MODE": "disabled",  # an earlier Ray on this machine may have left a token
@@ -108,17 +113,55 @@ def served(cluster: Cluster) -> Iterator[Served]:
             ["serve", "run", "serve_app:app"], cwd=ROOT, env=cluster.env, stdout=out, stderr=out, start_new_session=True
         )
 
-    def healthy() -> bool:
-        try:
-            return httpx.get(f"{root}/health", timeout=5).status_code == 200
-        except httpx.TransportError:
-            return False
-
     try:
-        _until(healthy, run, log)
+        _until(lambda: _healthy(root), run, log)
         yield Served(root, cluster, Path(cluster.env["VITRINE_HOME"]))
     finally:
         ended(run)
+
+
+@pytest.fixture(scope="session")
+def statistics(served: Served) -> Callable[[], dict[str, Any]]:
+    """What the shipped model's replica counts now."""
+    replica = ray.serve.get_deployment_handle("ModelReplica", "default")
+    return lambda: replica.statistics.remote().result()
+
+
+@pytest.fixture(scope="session")
+def beside(served: Served) -> Callable[..., AbstractContextManager[str]]:
+    """`beside(name, *options, **env)`: another application below `/name` while the block runs; gives its root."""
+
+    @contextmanager
+    def run(name: str, *options: str, **env: str) -> Iterator[str]:
+        root, log = f"{served.root}/{name}", served.cluster.directory / f"{name}.log"
+        command = ["serve", "run", f"--name={name}", f"--route-prefix=/{name}", "serve_app:build_app", *options]
+        with log.open("wb") as out:
+            process = subprocess.Popen(
+                command, cwd=ROOT, env=served.cluster.env | env, stdout=out, stderr=out, start_new_session=True
+            )
+        try:
+            _until(lambda: _healthy(root), process, log)
+            yield root
+        finally:
+            os.killpg(process.pid, signal.SIGKILL)  # on SIGINT it would shut down all of Serve
+            process.wait()
+            ray.serve.delete(name)
+
+    return run
+
+
+@pytest.fixture(scope="session")
+def eventually() -> Callable[..., Any]:
+    """`eventually(look, fits=bool, limit_s=60)`: what `look()` gives as soon as it fits."""
+
+    def wait(look: Callable[[], Any], fits: Callable[[Any], bool] = bool, limit_s: float = 60) -> Any:
+        deadline = time.monotonic() + limit_s
+        while not fits(seen := look()):
+            assert time.monotonic() < deadline, f"after {limit_s} s it is still {seen}"
+            time.sleep(0.05)
+        return seen
+
+    return wait
 
 
 @pytest.fixture(scope="session")
@@ -127,6 +170,13 @@ def gsm8k() -> Path:
     if not GSM8K:
         pytest.skip("GSM8K_DIR names no directory with GSM8K's test.jsonl and train.jsonl")
     return Path(GSM8K) / "test.jsonl"
+
+
+def _healthy(root: str) -> bool:
+    try:
+        return httpx.get(f"{root}/health", timeout=30).status_code == 200
+    except httpx.TransportError:
+        return False
 
 
 def _until(ready, process: subprocess.Popen[bytes], log: Path, limit_s: float = 180) -> None:
@@ -140,4 +190,4 @@ def _until(ready, process: subprocess.Popen[bytes], log: Path, limit_s: float = 
 with warnings.catch_warnings():
     # Ray Serve's own use of pydantic warns once, at its first import.
     warnings.simplefilter("ignore")
-    import ray.serve  # noqa: F401
+    import ray.serve

@@ -3,11 +3,8 @@
 from __future__ import annotations
 
 import json
-import os
-import signal
 import subprocess
 import threading
-import time
 
 import httpx
 import pytest
@@ -28,38 +25,17 @@ OPTIONS = [
 
 
 @pytest.fixture(scope="module")
-def second(served):
+def second(beside):
     """The root of an application with two replicas of a model from a directory."""
-    root = f"{served.root}/second"
-    log = served.cluster.directory / "second.log"
-    with log.open("wb") as out:
-        run = subprocess.Popen([*RUN, *OPTIONS], env=served.cluster.env, stdout=out, stderr=out, start_new_session=True)
-    deadline = time.monotonic() + 180
-    try:
-        while not healthy(root):
-            assert run.poll() is None, log.read_text()[-3000:]
-            assert time.monotonic() < deadline, log.read_text()[-3000:]
-            time.sleep(0.2)
+    with beside("second", *OPTIONS) as root:
         yield root
-    finally:
-        os.killpg(run.pid, signal.SIGKILL)  # on SIGINT it would shut down all of Serve
-        run.wait()
-        serve.delete("second")
 
 
-def healthy(root: str) -> bool:
-    try:
-        return httpx.get(f"{root}/health", timeout=30).status_code == 200
-    except httpx.TransportError:
-        return False
-
-
-def test_the_options_are_those_that_were_given(second):
+def test_the_options_are_those_that_were_given(second, eventually):
     (model,) = httpx.get(f"{second}/v1/models", timeout=30).json()["data"]
     assert (model["id"], model["max_model_len"]) == ("named/second", 2048)
-    deadline = time.monotonic() + 60
-    while httpx.get(f"{second}/health", timeout=30).json()["replicas"] != {"named/second": {"RUNNING": 2}}:
-        assert time.monotonic() < deadline
+    wanted = {"named/second": {"RUNNING": 2}}
+    eventually(lambda: httpx.get(f"{second}/health", timeout=30).json()["replicas"], lambda seen: seen == wanted)
     assert httpx.get(f"{second}/v1/models/named/second", timeout=30).status_code == 200
 
 

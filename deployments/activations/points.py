@@ -9,10 +9,8 @@ from __future__ import annotations
 
 import difflib
 import re
-from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping
-from contextlib import ExitStack
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, Literal
 
 import torch
@@ -26,8 +24,11 @@ from deployments.activations.architectures import (
     find_layers,
     head_shape,
 )
+from deployments.activations.facts import COLUMNS
 from deployments.activations.spec import LAYERNORM_SITES, Capture
+from deployments.activations.watching import follows_tokens, watch
 from deployments.errors import RequestError
+from deployments.options import Savepoint
 
 Layout = Literal["batched", "flat"]
 MAX_POINTS = 4096
@@ -74,13 +75,6 @@ class Point:
         return f"{self.place.module}.{self.place.side}"
 
 
-def first_tensor(value: Any) -> torch.Tensor | None:
-    """The tensor of a module's value: itself, or a tuple's first; None where there is none."""
-    if isinstance(value, (tuple, list)) and value:
-        value = value[0]
-    return value if isinstance(value, torch.Tensor) else None
-
-
 class Points:
     """Every capture point of one model, and the names they go by."""
 
@@ -102,6 +96,7 @@ class Points:
         self._aliases = canonical_modules(model, modules, paths, self.layers)
         drop_misnamed_norms(self._aliases, seen)
         self._heads = head_shape(model)
+        self._savepoints: dict[str, Point] = {}
 
     @classmethod
     @torch.inference_mode()
@@ -115,13 +110,13 @@ class Points:
         ids = torch.arange(1, 11, device=model.device).view(2, 5) % vocabulary
         longer = torch.arange(11, 32, device=model.device).view(3, 7) % vocabulary
         longer[1:, :5] = ids.flip(0)  # the same texts, as other rows of another batch
-        seen, again = _watch(model, ids), _watch(model, longer)
+        seen, again = watch(model, ids), watch(model, longer)
         places = []
         for order, ((path, side), value) in enumerate(seen.items()):
             place, other = _place(path, side, order, value, ids), again.get((path, side))
             if place and other is not None and _place(path, side, order, other, longer) == place:
                 again_here = other.reshape(*longer.shape, *place.shape)[1:, :5].flip(0)
-                if _follows_tokens(value.reshape(*ids.shape, *place.shape), again_here):
+                if follows_tokens(value.reshape(*ids.shape, *place.shape), again_here):
                     places.append(place)
         return cls(model, places, seen)
 
@@ -134,6 +129,22 @@ class Points:
                 names.setdefault(point.place, name)
         for path, place in sorted(self._places.items(), key=lambda item: item[1].order):
             yield Point(names.get(place, path), place, place.shape)
+
+    def name(self, savepoints: Iterable[Savepoint]) -> None:
+        """Take savepoints: points with names of their own, which are the default ones from now on.
+
+        Raises:
+            RequestError: A selector is not one point of this model, or a name cannot be one.
+        """
+        for i, savepoint in enumerate(savepoints):
+            if savepoint.name in self._savepoints or savepoint.name in COLUMNS:
+                raise RequestError(f"{savepoint.name!r} is taken: choose another name", f"savepoints[{i}].name")
+            field = f"savepoints[{i}].selector"
+            name, *more = self._expand(savepoint.selector, field)
+            if more:
+                raise RequestError("a savepoint is one point, and this means several", field)
+            point = self._lookup(name) or self._lookup(f"{name}.output") or self._refuse(name, field)
+            self._savepoints[savepoint.name] = replace(point, name=savepoint.name)
 
     def resolve(self, capture: Capture) -> tuple[Point, ...]:
         """The points a request means, in the order in which a forward reaches them.
@@ -174,7 +185,12 @@ class Points:
                 yield field, f"layers.{layer}.{site}"
 
     def default_names(self) -> list[str]:
-        """Both layernorm sites of three layers at about a third, a half and two thirds of the depth."""
+        """The savepoints, or else both layernorm sites of three layers.
+
+        These are at about a third, a half and two thirds of the depth.
+        """
+        if self._savepoints:
+            return list(self._savepoints)
         sites = [site for site in LAYERNORM_SITES if self._lookup(f"layers.0.{site}")] or ["input"]
         return [f"layers.{layer}.{site}" for layer in self._default_layers() for site in sites]
 
@@ -202,6 +218,8 @@ class Points:
         return layer % self.layer_count
 
     def _lookup(self, name: str) -> Point | None:
+        if point := self._savepoints.get(name):
+            return point
         if match := re.fullmatch(r"(layers\.\d+\.attention)\.heads", name):
             return self._lookup_heads(name, match[1])
         if place := self._places.get(name):
@@ -223,7 +241,7 @@ class Points:
         layer = re.match(r"^layers\.(\d+)\.", name)
         if layer and re.search(r"attention\.weights", name):
             raise RequestError("attention patterns are not captured by this server", field)
-        known = [*self._canonical_names(int(layer[1]) if layer else 0), *self._places]
+        known = [*self._savepoints, *self._canonical_names(int(layer[1]) if layer else 0), *self._places]
         nearest = difflib.get_close_matches(name, known, n=3, cutoff=0.4)
         hint = f"; the nearest names are {', '.join(nearest)}" if nearest else ""
         raise RequestError(f"{name!r} is no capture point of this model{hint}", field, code="unknown_point")
@@ -234,31 +252,6 @@ class Points:
             names = [n for n in names if not n.startswith("layers.") or n.startswith(f"layers.{layer}.")]
             names.append(f"layers.{layer}.attention.heads")
         return [name for name in names if self._lookup(name)]
-
-
-def _watch(model: Any, ids: torch.Tensor) -> dict[tuple[str, Side], torch.Tensor]:
-    """(module path, side) -> its value in one forward, of modules that are called once, in their order."""
-    seen: dict[tuple[str, Side], torch.Tensor | None] = {}
-    calls: Counter[tuple[str, Side]] = Counter()
-
-    def note(path: str, side: Side, value: Any) -> None:
-        calls[path, side] += 1
-        tensor = first_tensor(value)
-        seen[path, side] = None if tensor is None else tensor.clone()  # others may write into it afterwards
-
-    def before(path: str) -> Any:
-        return lambda _, args, kwargs: note(path, "input", next(iter((*args, *kwargs.values())), None))
-
-    def after(path: str) -> Any:
-        return lambda _, args, output: note(path, "output", output)
-
-    with ExitStack() as hooks:
-        for path, module in model.named_modules():
-            if path:
-                hooks.callback(module.register_forward_pre_hook(before(path), with_kwargs=True).remove)
-                hooks.callback(module.register_forward_hook(after(path)).remove)
-        model(input_ids=ids, use_cache=False)
-    return {key: value for key, value in seen.items() if value is not None and calls[key] == 1}
 
 
 def _place(path: str, side: Side, order: int, value: torch.Tensor, ids: torch.Tensor) -> Place | None:
@@ -272,13 +265,3 @@ def _place(path: str, side: Side, order: int, value: torch.Tensor, ids: torch.Te
     if value.shape[0] == ids.numel():
         return Place(path, side, order, "flat", tuple(value.shape[1:]), value.dtype)
     return None
-
-
-def _follows_tokens(value: torch.Tensor, again: torch.Tensor) -> bool:
-    """Whether most tokens have the same values [batch, tokens, ...] again; a few may round to another expert.
-
-    Rows that a router has put into an order of its own do not.
-    """
-    value, again = value.float().flatten(2), again.float().flatten(2)
-    near = (value - again).norm(dim=-1) <= 0.1 * value.norm(dim=-1)
-    return bool(near.float().mean() > 0.5)

@@ -19,13 +19,12 @@ import pyarrow as pa
 import torch
 from torch.utils.dlpack import from_dlpack
 
-from deployments.activations.facts import PointType, RunFacts, ShardFacts
+from deployments.activations.facts import COLUMNS, PointType, RunFacts, ShardFacts
 
 FORMAT = 2
 PHASES = ("prompt", "generated")
 
 _METADATA_KEY = b"vitrine"
-_FIXED_COLUMNS = ("run_id", "sample_id", "position", "phase", "token_id")
 _DTYPES = {
     str(dtype).removeprefix("torch."): dtype
     for dtype in (torch.float16, torch.bfloat16, torch.float32, torch.float64, torch.int32, torch.int64)
@@ -86,7 +85,7 @@ def to_batch(
     )
     dtypes = {name: _dtype_name(tensor) for name, tensor in points.items()}
     facts = json.dumps({"format": FORMAT, **asdict(shard), "dtypes": dtypes}, sort_keys=True)
-    batch = pa.record_batch([*fixed, *columns.values()], names=[*_FIXED_COLUMNS, *columns])
+    batch = pa.record_batch([*fixed, *columns.values()], names=[*COLUMNS, *columns])
     return batch.replace_schema_metadata({_METADATA_KEY: facts})
 
 
@@ -96,7 +95,7 @@ def _dtype_name(tensor: torch.Tensor) -> str:
 
 def _tensor_column(name: str, tensor: torch.Tensor, rows: int) -> pa.FixedShapeTensorArray:
     """`[rows, ...features]` as a column of `rows` tensors over the same memory."""
-    if name in _FIXED_COLUMNS:
+    if name in COLUMNS:
         raise ValueError(f"A point cannot be named {name!r}: the files have a column of that name")
     if tensor.ndim < 2 or tensor.shape[0] != rows or 0 in tensor.shape:
         raise ValueError(f"{name}: shape {tuple(tensor.shape)} is not [{rows}, ...features]")
@@ -135,7 +134,7 @@ def point_types(schema: pa.Schema) -> dict[str, PointType]:
         ValueError: If the schema is not one that `to_batch` made.
     """
     dtypes = _metadata(schema)["dtypes"]
-    names = (name for name in schema.names if name not in _FIXED_COLUMNS)
+    names = (name for name in schema.names if name not in COLUMNS)
     return {name: PointType(tuple(schema.field(name).type.shape), dtypes[name]) for name in names}
 
 

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import math
+from collections.abc import Sequence
 from typing import Annotated, Literal
 
 from pydantic import BaseModel, ConfigDict, Field, model_validator
@@ -61,6 +63,13 @@ class Capture(BaseModel):
         if isinstance(self.tokens, Last):
             return self.tokens.last
         return 1 if self.tokens == "last" else None
+
+    def values_of(self, shape: Sequence[int]) -> int:
+        """How many numbers are kept of a row of this shape."""
+        *heads, width = shape
+        if self.features is not None:
+            width = min(width, self.features.first) if self.features.first else len(self.features.index or ())
+        return math.prod(heads) * width
 
     @property
     def names_points(self) -> bool:

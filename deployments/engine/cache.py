@@ -8,6 +8,8 @@ from typing import Any
 import torch
 from transformers.cache_utils import Cache, CacheLayerMixin
 
+BITS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
+
 
 @dataclass
 class Window:
@@ -98,9 +100,12 @@ class SlotLayer(CacheLayerMixin):  # type: ignore[no-untyped-call]
     def swap(self, a: int, b: int, length: int) -> None:
         """Exchange the first `length` positions of two slots."""
         for memory in self.memories:
-            kept = memory[a, :, :length].clone()
-            memory[a, :, :length] = memory[b, :, :length]
-            memory[b, :, :length] = kept
+            bits = BITS[memory.element_size()]
+            one, other = memory[a, :, :length].view(bits), memory[b, :, :length].view(bits)
+            # By exclusive or, which needs no memory: a swap cannot end halfway.
+            one.bitwise_xor_(other)
+            other.bitwise_xor_(one)
+            one.bitwise_xor_(other)
 
     def clear(self, slot: int, length: int) -> None:
         """Zero the first `length` positions of a slot."""

@@ -25,11 +25,23 @@ from deployments.engine.memory import KvMemory, held_bytes
 from deployments.engine.model import Model
 from deployments.engine.outflow import Outflow
 from deployments.engine.recorder import CaptureError, Recorder, Recording, joined
-from deployments.engine.request import Captured, Delta, Event, Finished, FinishReason, Logprob, Request, Rows
+from deployments.engine.request import (
+    TOO_COMPLEX,
+    Captured,
+    Delta,
+    Event,
+    Finished,
+    FinishReason,
+    Logprob,
+    PromptLogprobs,
+    Request,
+    Rows,
+)
 from deployments.engine.row import Row
 from deployments.engine.sampler import Sampler
-from deployments.engine.sampling import check_sampling, choose
+from deployments.engine.sampling import NOT_FINITE, check_sampling, choose
 from deployments.engine.schedule import Schedule
+from deployments.engine.scoring import PromptScores
 from deployments.engine.statistics import Statistics
 from deployments.engine.text import TextStream
 from deployments.errors import RequestError
@@ -60,8 +72,8 @@ class Engine:
         Args:
             model: The only copy of the weights.
             max_running: The most requests that share a decode.
-            prefill_tokens: The most tokens, padding included, of one prefill; a longer prompt goes in pieces. By
-                default 512 on a CPU and 4,096 on a GPU.
+            prefill_tokens: The most tokens, padding included, of one prefill, of which a quarter is used while
+                streamed requests decode; a longer prompt goes in pieces. By default 1,024 on a CPU and 4,096 on a GPU.
             kv_bytes: The most KV memory; without it, `kv_fraction` of what is free now.
             kv_fraction: A part of the free memory; half unless given.
             capture_bytes: Host memory for recorded rows. Rows are then handed out in pieces as `Rows`, and
@@ -75,9 +87,9 @@ class Engine:
         recorder = Recorder(model.device)
         self._batch = Batch(self._cache, recorder)
         self._forwards = Forwards(model, self._memory, self._batch, recorder)
-        prefill_tokens = prefill_tokens or (512 if model.device.type == "cpu" else 4096)
-        self._schedule = Schedule(self._memory, max_running, prefill_tokens, capture_bytes)
+        prefill_tokens = prefill_tokens or (1024 if model.device.type == "cpu" else 4096)
         self._outflow = Outflow(capture_bytes)
+        self._schedule = Schedule(self._memory, max_running, prefill_tokens, self._outflow)
         self._inbox: queue.SimpleQueue[Request | str | _Written | None] = queue.SimpleQueue()
         self._arrivals = itertools.count()
         self._prefilled = False
@@ -155,12 +167,12 @@ class Engine:
         for request in requests:
             self.check(request)
         for request in requests:
-            self.submit(request)
+            self.submit(replace(request, streamed=False))
         pieces: dict[str, list[Captured]] = {request.id: [] for request in requests}
         done: dict[str, Finished] = {}
         while len(done) < len(requests):
             for event in self.step(wait=True):
-                if isinstance(event, Delta):
+                if isinstance(event, (Delta, PromptLogprobs)):
                     continue
                 if event.captured is not None:
                     pieces[event.id].append(event.captured)
@@ -185,7 +197,7 @@ class Engine:
             self._receive(self._inbox.get(), events)
         # A prefill is followed by a decode, so that running requests do not stand still behind new ones.
         decoding = list(self._batch.decoding)
-        prefill = None if self._prefilled and decoding else self._schedule.next_prefill(self._batch, self._outflow.full)
+        prefill = None if self._prefilled and decoding else self._schedule.next_prefill(self._batch)
         self._prefilled = prefill is not None
         self._idle = not prefill and not decoding
         tokens = self.statistics.tokens
@@ -202,10 +214,14 @@ class Engine:
     def _receive(self, message: Request | str | _Written | None, events: list[Event]) -> None:
         if isinstance(message, Request):
             capture = message.capture
-            recording = Recording(capture, message.points, len(message.prompt)) if capture else None
-            text = TextStream(self.model.tokenizer, message.stop)
-            sampler = Sampler(message, self.model.eos, self.model.hf.get_output_embeddings().out_features)
-            self._schedule.waiting.append(Row(message, text, sampler, recording, next(self._arrivals)))
+            recording = None
+            if capture:
+                recording = Recording(capture, message.points, len(message.prompt), message.max_tokens)
+            text = TextStream(self.model.tokenizer, message.stop, message.markers)
+            vocabulary = self.model.hf.get_output_embeddings().out_features
+            sampler = Sampler(message, self.model.eos, vocabulary)
+            scores = PromptScores(message, vocabulary) if message.prompt_logprobs is not None else None
+            self._schedule.waiting.append(Row(message, text, sampler, recording, next(self._arrivals), scores))
         elif isinstance(message, str):
             self._cancel(message, events)
         elif isinstance(message, _Written):
@@ -268,13 +284,9 @@ class Engine:
         return self._forwards.decode()
 
     def _send_rows(self, events: list[Event]) -> None:
-        recording = [row for row in self._batch.rows if row.recording]
-        piece = self._outflow.piece(len(recording))
-        if piece is None:
-            return
-        for row in recording:
-            assert row.recording is not None
-            if row.recording.bytes < piece:
+        share = self._outflow.share(self._batch.rows)
+        for row in self._batch.rows:
+            if share is None or row.recording is None or row.recording.bytes < share // 2:
                 continue
             try:
                 captured = row.recording.flush(row.sequence)
@@ -288,9 +300,9 @@ class Engine:
     def _settle(self) -> None:
         """Let rows stand still that hold too many recorded bytes, and put each row where it belongs."""
         rows = list(self._batch.rows)
-        recording = sum(row.recording is not None for row in rows)
+        share = self._outflow.share(rows)
         for row in rows:
-            row.stalled = self._outflow.stalls(row, recording)
+            row.stalled = self._outflow.stalls(row, share)
             self._batch.settle(row)
 
     # ---- what goes wrong
@@ -341,9 +353,8 @@ class Engine:
         for row in rows:
             if row in batch:
                 self._preempt(row)
-        if len(batch):  # they have the memory: it waits for their end
-            schedule.limit_rows(len(batch))
-        return len(batch) > 0
+        schedule.limit_rows(len(batch) + len(rows) // 2)
+        return len(rows) > 1 or len(batch) > 0  # others have the memory: it waits for their end
 
     def _fail(self, rows: Sequence[Row], message: str, code: str, events: list[Event]) -> None:
         for row in rows:
@@ -357,15 +368,21 @@ class Engine:
             return
         chosen = choose(logits, [None if row.ending else row.sampler for row in rows])
         for i, row in enumerate(rows):
-            if i in chosen.failed:
-                self._finish(row, "error", events, chosen.failed[i])
-            elif row.ending:
+            if row.ending:  # it is said; the forward was for its last row alone
                 self._finish(row, row.ending, events)
+            elif i in chosen.failed:
+                code = TOO_COMPLEX if row.sampler.guide and row.sampler.guide.error else "engine_error"
+                self._finish(row, "error", events, chosen.failed[i], code)
             else:
                 self._accept(row, chosen.tokens[i], chosen.logprobs.get(i), events)
 
     def _accept(self, row: Row, token: int, logprob: Logprob | None, events: list[Event]) -> None:
         request = row.request
+        if row.scores:
+            scores, row.scores = row.scores, None
+            if not scores.finite:
+                return self._finish(row, "error", events, NOT_FINITE)
+            events.append(PromptLogprobs(request.id, tuple(scores.logprobs)))
         if request.max_tokens == 0:
             return self._finish(row, "length", events)
         row.tokens.append(token)

@@ -13,6 +13,7 @@ from deployments.engine.model import Model
 from deployments.engine.recorder import Recorder, places_of
 from deployments.engine.row import Row
 from deployments.engine.schedule import Prefill
+from deployments.engine.scoring import asked_of, read
 
 
 class Outcome(NamedTuple):
@@ -44,13 +45,7 @@ class Forwards:
         first = batch.rows.index(rows[0]) if start else len(batch)
         new = [] if start else rows
         longest = max(counts)
-        if start:  # room for all of it was found when it was admitted
-            need = max(start + longest, *(row.fed + 1 for row in batch.rows))
-        else:
-            need = max(row.need for row in (*rows, *batch.rows))
-        self._memory.reserve(len(batch) + len(new), need, keep=len(batch) > 0)
-        for row in rows:
-            row.written = max(row.written, start + longest)
+        self._reserve(rows, new, start + longest)
         pieces = [row.sequence[start : start + count] for row, count in zip(rows, counts, strict=True)]
         padded = [piece + [0] * (longest - len(piece)) for piece in pieces]
         ids = torch.tensor(padded, device=model.device)  # [rows, longest]
@@ -62,13 +57,21 @@ class Forwards:
         def take(place: Place, value: torch.Tensor) -> None:
             for i, recording in recordings:
                 fresh = value[i, max(0, recording.rows - start) : counts[i]]  # the rest was recorded before
-                copies.append((recording, recording.copy(place, fresh)))
+                copies.append((recording, place, recording.copy(place, fresh)))
 
         self._cache.prefill(first, start)
         every = any(place.module == model.head for place in places)
-        logits = model.prefill(ids, lengths, self._cache, places, take, every_logit=every, start=start)
-        for recording, copy in copies:
+        asked = asked_of([row.scores for row in rows], start, counts)
+        beside = [(one.row, one.span) for one in asked]
+        logits = model.prefill(ids, lengths, self._cache, places, take, every, start, beside)
+        scored = read(asked, logits[len(rows) :])
+        came = {place for _, place, _ in copies}
+        for _, recording in recordings:
+            recording.require(came)
+        for recording, _, copy in copies:
             recording.add(copy)
+        for one, logprobs in zip(asked, scored, strict=True):
+            one.scores.add(logprobs)
         for row in new:
             batch.add(row)
         for row, count in zip(rows, counts, strict=True):
@@ -77,6 +80,16 @@ class Forwards:
                 row.recording.rows = max(row.recording.rows, row.fed)
         whole = [i for i, row in enumerate(rows) if row.fed == row.length]
         return Outcome([rows[i] for i in whole], logits[whole])
+
+    def _reserve(self, rows: list[Row], new: list[Row], stop: int) -> None:
+        """Have room for a prefill up to position `stop`."""
+        batch = self._batch
+        needs = [row.need for row in (*new, *batch.rows)]
+        if not new:  # room for all of it was found when it was admitted
+            needs = [stop, *(row.fed + 1 for row in batch.rows)]
+        self._memory.reserve(len(batch) + len(new), max(needs), keep=len(batch) > 0)
+        for row in rows:
+            row.written = max(row.written, stop)
 
     def decode(self) -> Outcome:
         """Run one token of all rows that decode."""

@@ -57,8 +57,8 @@ class Model:
         self.points = Points.learn(hf)
         self.nnsight = InstrumentedModel(hf, tokenizer=tokenizer)
         self._taps = Taps(hf)
-        self._last: torch.Tensor | None = None
-        hf.get_output_embeddings().register_forward_pre_hook(self._keep_last)
+        self._wanted: tuple[torch.Tensor, torch.Tensor] | None = None
+        hf.get_output_embeddings().register_forward_pre_hook(self._narrow)
         self.masks: Masks
         find_masks(self)
 
@@ -90,6 +90,7 @@ class Model:
         take: Take | None = None,
         every_logit: bool = False,
         start: int = 0,
+        beside: Sequence[tuple[int, range]] = (),
     ) -> torch.Tensor:
         """Run prompts, padded on the right, which causal attention never reads; or one prompt's next piece.
 
@@ -99,22 +100,26 @@ class Model:
             cache: Set to prefill from `start` on.
             places: What to read.
             take: Called with each place and its value [batch, longest, ...]; must copy what it keeps.
-            every_logit: Run the head over every token instead of each row's last, for who reads its rows.
+            every_logit: Run the head over every token instead of those whose logits are wanted, for who reads its rows.
             start: The first token's position; behind 0 the batch is one row, which attends to its slot.
+            beside: Rows and which of their tokens, from 0, have wanted logits, too.
 
         Returns:
-            [batch, vocabulary] logits of each row's last token.
+            [batch + beside, vocabulary] logits of each row's last token, then of those beside.
         """
-        last = lengths - 1
+        rows, at = torch.arange(len(lengths), device=ids.device), lengths - 1
+        if beside:
+            more = torch.tensor([(row, token) for row, tokens in beside for token in tokens], device=ids.device)
+            rows, at = torch.cat([rows, more[:, 0]]), torch.cat([at, more[:, 1]])
         stop = start + ids.shape[1]
         positions = torch.arange(start, stop, device=ids.device).expand(ids.shape)
         mask = self.masks.build(positions, stop) if start else None
-        self._last = None if every_logit else last
+        self._wanted = None if every_logit else (rows, at)
         try:
             logits = self._forward(ids, positions, mask, cache, places, take)
         finally:
-            self._last = None
-        return logits[torch.arange(len(last), device=ids.device), last if every_logit else 0]
+            self._wanted = None
+        return logits[rows, at] if every_logit else logits[0]
 
     def decode(
         self,
@@ -165,12 +170,13 @@ class Model:
 
         return self._taps.read(places, shaped, call).logits  # type: ignore[no-any-return]
 
-    def _keep_last(self, _: Any, args: tuple[torch.Tensor, ...]) -> tuple[torch.Tensor, ...] | None:
-        """Narrow the head's input to each row's last token: a prompt's other logits are not needed."""
-        if self._last is None:
+    def _narrow(self, _: Any, args: tuple[torch.Tensor, ...]) -> tuple[torch.Tensor, ...] | None:
+        """Narrow the head's input to the tokens whose logits are wanted: those of all of a prompt's are many."""
+        if self._wanted is None:
             return None
+        rows, at = self._wanted  # [wanted] each
         hidden = args[0]  # [batch, tokens, hidden]
-        return (hidden[torch.arange(len(self._last), device=hidden.device), self._last][:, None], *args[1:])
+        return (hidden[rows, at][None], *args[1:])
 
 
 def load(

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
+from collections.abc import Iterable
 
 from deployments.engine.row import Row
 
@@ -12,7 +13,8 @@ class Outflow:
 
     Each recording request has an equal share of the budget. Its rows go out when half of that is full; a
     request that holds more than its share stands still until some of it is written. So a slow disk slows the
-    requests that record, and neither the others nor their memory.
+    requests that record, and neither the others nor their memory. Requests for the last rows alone hold these
+    until their end; half of the budget is theirs, and who does not fit into it waits.
     """
 
     def __init__(self, budget: int | None) -> None:
@@ -21,7 +23,7 @@ class Outflow:
         Args:
             budget: Bytes of host memory; None to leave all rows with their request until its end.
         """
-        self._budget = budget
+        self.budget = budget
         self._unwritten: Counter[str] = Counter()  # request id -> bytes; of ended requests, too
 
     @property
@@ -29,18 +31,30 @@ class Outflow:
         """Bytes that were handed out and are not written yet."""
         return self._unwritten.total()
 
-    @property
-    def full(self) -> bool:
-        """Whether no further recording request should begin."""
-        return self._budget is not None and self.bytes > self._budget // 2
+    def left(self, rows: Iterable[Row]) -> int | None:
+        """The bytes that are neither gathered by these nor unwritten; None for any number."""
+        if self.budget is None:
+            return None
+        return max(0, self.budget - self.bytes - sum(row.recording.bytes for row in rows if row.recording))
 
-    def piece(self, recording: int) -> int | None:
-        """The bytes at which one of so many recording requests hands out its rows."""
-        return None if self._budget is None else max(1, self._budget // (2 * max(1, recording)))
+    def admits(self, row: Row, beside: Iterable[Row]) -> bool:
+        """Whether a request may begin beside those under way."""
+        if self.budget is None or row.recording is None:
+            return True
+        reserve, others = row.recording.reserve, sum(other.recording.reserve for other in beside if other.recording)
+        fits = not reserve or not others or others + reserve <= self.budget // 2
+        return fits and self.bytes <= self.budget // 2
+
+    def share(self, rows: Iterable[Row]) -> int | None:
+        """The bytes that each of these that hands out its rows as they come may hold; None for any number."""
+        if self.budget is None:
+            return None
+        reserves = [row.recording.reserve for row in rows if row.recording]
+        return max(1, (self.budget - sum(reserves)) // max(1, reserves.count(0)))
 
     def sent(self, row: Row, size: int) -> None:
         """Note bytes that were handed out."""
-        if self._budget is not None:
+        if self.budget is not None:
             self._unwritten[row.request.id] += size
 
     def written(self, request_id: str, size: int) -> None:
@@ -49,10 +63,9 @@ class Outflow:
         if self._unwritten[request_id] <= 0:
             del self._unwritten[request_id]
 
-    def stalls(self, row: Row, recording: int) -> bool:
+    def stalls(self, row: Row, share: int | None) -> bool:
         """Whether a row holds more than its share; one that stands still goes on at half of it."""
-        if self._budget is None or row.recording is None:
+        if share is None or row.recording is None:
             return False
         unwritten = self._unwritten.get(row.request.id, 0)
-        share = self._budget // max(1, recording)
         return unwritten > 0 and unwritten + row.recording.bytes > (share // 2 if row.stalled else share)

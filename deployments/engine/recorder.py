@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Sequence
+from collections.abc import Collection, Iterable, Sequence
 
 import torch
 
@@ -13,6 +13,7 @@ from deployments.engine.request import Captured
 
 WINDOW_BYTES = 32 << 20  # of the ring in which decoded rows gather before they are cut to requests
 WINDOW_STEPS = 64
+SPARE = WINDOW_STEPS  # rows beyond the last ones wanted that gather before they are dropped
 Rows = dict[str, torch.Tensor]  # point name -> [rows, ...features], on the host
 DTYPES = {"float32": torch.float32, "float16": torch.float16, "bfloat16": torch.bfloat16}
 
@@ -30,14 +31,24 @@ class Recording:
         since: The recorder's step from which on its rows are not cut out yet.
         bytes: Host memory that its rows take, until they are handed out.
         token_bytes: Bytes of one token's rows.
+        reserve: The most bytes it holds until its end, where only the last rows are wanted; else 0.
     """
 
-    def __init__(self, capture: Capture, points: Sequence[Point], prompt_tokens: int) -> None:
+    def __init__(self, capture: Capture, points: Sequence[Point], prompt_tokens: int, max_tokens: int) -> None:
+        """Hold nothing yet.
+
+        Args:
+            capture: What is asked for.
+            points: Its points.
+            prompt_tokens: The prompt's length.
+            max_tokens: The most that are generated.
+        """
         self.points = points
         self.rows = 0
         self.since = 0
         self.bytes = 0
-        self.token_bytes = sum(point.place.dtype.itemsize * math.prod(point.shape) for point in points)
+        self.token_bytes = bytes_of_token(capture, points)
+        self.reserve = bytes_until_end(capture, points, prompt_tokens + max_tokens)
         self._failed: str | None = None
         self._capture = capture
         self._prompt = prompt_tokens
@@ -73,10 +84,15 @@ class Recording:
             pieces = self._pieces[name]
             pieces.append(value)
             self.bytes += value.nbytes
-            if (tail := self._capture.tail) and sum(map(len, pieces)) > 2 * tail:
+            if (tail := self._capture.tail) and sum(map(len, pieces)) > tail + SPARE:
                 self.bytes -= sum(piece.nbytes for piece in pieces)
                 pieces[:] = [torch.cat(pieces)[-tail:].clone()]
                 self.bytes += pieces[0].nbytes
+
+    def require(self, came: Collection[Place]) -> None:
+        """Give up where a forward has not come to a place that is read."""
+        if missed := sorted({point.module for point in self.points if point.place not in came}):
+            self.give_up(f"a forward never came to {', '.join(missed)}")
 
     def flush(self, sequence: Sequence[int]) -> Captured | None:
         """Hand out the rows gathered so far; None where there are none, or only the last ones are wanted.
@@ -145,6 +161,18 @@ class Recording:
         return features.index if features.index else slice(features.first)
 
 
+def bytes_of_token(capture: Capture, points: Iterable[Point]) -> int:
+    """Bytes of one token's rows, in the model's dtype or the one asked for, whichever is larger."""
+    asked = DTYPES.get(capture.dtype)
+    sizes = ((max(point.place.dtype.itemsize, asked.itemsize if asked else 0), point.shape) for point in points)
+    return sum(size * capture.values_of(shape) for size, shape in sizes)
+
+
+def bytes_until_end(capture: Capture, points: Iterable[Point], tokens: int) -> int:
+    """The most bytes held until the end of so many tokens: which rows are the last is known only then."""
+    return min(capture.tail + SPARE, tokens) * bytes_of_token(capture, points) if capture.tail else 0
+
+
 def joined(parts: Sequence[Captured]) -> Captured:
     """Rows that were handed out one part after the other, as one."""
     if len(parts) == 1:
@@ -173,14 +201,17 @@ class Recorder:
         self._ring: dict[Place, torch.Tensor] = {}  # [steps, slots, ...]
         self._steps = 0
         self._step = 0
+        self._places: list[Place] = []  # that the running requests read, in the order of execution
+        self._came: set[Place] = set()  # in this step
         self.recordings: dict[int, Recording] = {}  # slot -> the running request that records decoded rows
 
     def places(self) -> list[Place]:
         """What the next decode reads."""
-        return places_of(self.recordings.values())
+        return self._places
 
     def begin(self, places: Sequence[Place], slots: int) -> None:
         """Make room for one more step of these places."""
+        self._came.clear()
         fits = all(place in self._ring and self._ring[place].shape[1] >= slots for place in places)
         if fits and self._step < self._steps:
             return
@@ -202,22 +233,29 @@ class Recorder:
     def take(self, place: Place, value: torch.Tensor) -> None:
         """Copy a decode's value [batch, 1, ...]; modules may write over theirs afterwards."""
         self._ring[place][self._step, : len(value)] = value.view(len(value), *place.shape)
+        self._came.add(place)
 
     def end(self) -> None:
         """Close the step."""
         self._step += 1
         for recording in self.recordings.values():
             recording.rows += 1
+            if len(self._came) < len(self._places):
+                recording.require(self._came)
 
     def join(self, slot: int, recording: Recording) -> None:
         """Record a slot from the next step on."""
         recording.since = self._step
         self.recordings[slot] = recording
+        self._places = places_of(self.recordings.values())
 
     def leave(self, slot: int) -> Recording | None:
         """Cut out a slot's rows and record it no more; gives what was recorded there."""
         self.cut(slot)
-        return self.recordings.pop(slot, None)
+        recording = self.recordings.pop(slot, None)
+        if recording is not None:
+            self._places = places_of(self.recordings.values())
+        return recording
 
     def swap(self, a: int, b: int) -> None:
         """Follow two requests that change places."""
@@ -227,12 +265,14 @@ class Recorder:
                 self.join(slot, recording)
 
     def cut(self, slot: int) -> None:
-        """Hand a slot's gathered rows to its recording."""
+        """Hand a slot's gathered rows to its recording, which gives up where there is no memory for them."""
         recording = self.recordings.get(slot)
         if recording is not None and recording.since < self._step:
             places = {point.place for point in recording.points}
             window = slice(recording.since, self._step)
-            copies = [recording.copy(place, self._ring[place][window, slot]) for place in places]
-            for copy in copies:  # all or, where memory ends, none
-                recording.add(copy)
             recording.since = self._step
+            try:
+                for place in places:
+                    recording.add(recording.copy(place, self._ring[place][window, slot]))
+            except (RuntimeError, MemoryError) as error:
+                recording.give_up(str(error))

@@ -12,11 +12,13 @@ if TYPE_CHECKING:  # the HTTP face imports this module, and needs no torch
     import torch
 
     from deployments.activations.points import Point
+    from deployments.engine.guide import Grammar
 
 FinishReason = Literal["stop", "length", "cancelled", "error"]
 
 
 MOST_LOGPROBS = 20  # the most likely tokens that a request may ask for beside each token it gets
+TOO_COMPLEX = "grammar_too_complex"  # the code of a grammar that turned out so on the way
 
 
 @dataclass(frozen=True)
@@ -64,7 +66,10 @@ class Request:
         stop: Strings that end the text; they are not part of it.
         stop_token_ids: Token ids that end the text as the model's end tokens do: among the tokens, not in the text.
         ignore_eos: Generate on behind the model's end tokens.
+        grammar: What the text must look like; None where any will do.
+        markers: Special tokens that are text to whoever reads it, and how they read; others are left out.
         logprobs: With each token give its logprob and those of so many likeliest tokens; None for neither.
+        prompt_logprobs: Give the same of the prompt's tokens, before the first new one; None for nothing.
         capture: What to record, with its points resolved; both or neither.
         points: The places that `capture` means, in the order of execution.
         streamed: Say what each step adds; without, all of it comes with the end.
@@ -77,7 +82,10 @@ class Request:
     stop: tuple[str, ...] = ()
     stop_token_ids: tuple[int, ...] = ()
     ignore_eos: bool = False
+    grammar: Grammar | None = field(default=None, hash=False)
+    markers: Mapping[int, str] = field(default_factory=dict, hash=False)
     logprobs: int | None = None
+    prompt_logprobs: int | None = None
     capture: Capture | None = None
     points: tuple[Point, ...] = ()
     streamed: bool = True
@@ -124,6 +132,18 @@ class Logprob(NamedTuple):
     logprob: float
     top: tuple[tuple[int, float], ...]
     offset: int = 0
+
+
+class PromptLogprobs(NamedTuple):
+    """How likely each token of a request's prompt was behind those before it.
+
+    Attributes:
+        id: The request.
+        logprobs: One for each token from the second on; the first has nothing before it. Their offsets say nothing.
+    """
+
+    id: str
+    logprobs: tuple[Logprob, ...]
 
 
 class Delta(NamedTuple):
@@ -192,4 +212,4 @@ class Finished:
     rest: Delta | None = None
 
 
-Event = Delta | Rows | Finished
+Event = PromptLogprobs | Delta | Rows | Finished

@@ -7,6 +7,7 @@ from dataclasses import dataclass, field
 from deployments.engine.recorder import Recording
 from deployments.engine.request import Delta, FinishReason, MemoryUse, Request
 from deployments.engine.sampler import Sampler
+from deployments.engine.scoring import PromptScores
 from deployments.engine.text import TextStream
 
 RESERVE = 256  # tokens a request must find room for beyond its prompt, or fewer where it asks for fewer
@@ -21,6 +22,7 @@ class Row:
         text: Its text as it grows.
         sampler: What it brings to the draw of its next token.
         recording: What it records.
+        scores: What is said of its prompt's tokens, until it is said.
         arrival: Its turn.
         memory: What the process held when it was admitted, and since.
         tokens: Generated so far.
@@ -36,6 +38,7 @@ class Row:
     sampler: Sampler
     recording: Recording | None
     arrival: int
+    scores: PromptScores | None = None
     memory: MemoryUse = field(default_factory=MemoryUse)
     tokens: list[int] = field(default_factory=list)
     fed: int = 0
@@ -56,8 +59,9 @@ class Row:
 
     @property
     def decodes(self) -> bool:
-        """Whether its next forward is a decode: all but its last token is in."""
-        return bool(self.tokens) and self.fed >= self.length - 1 and not self.stalled
+        """Whether its next forward is a decode: all but its last token is in, and that one is not recorded yet."""
+        recorded = self.recording is not None and self.recording.rows >= self.length
+        return bool(self.tokens) and self.fed >= self.length - 1 and not self.stalled and not recorded
 
     @property
     def records_prefill(self) -> bool:

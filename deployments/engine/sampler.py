@@ -56,6 +56,7 @@ class Sampler:
         ends: Token ids that end the text.
         draws: Whether there is anything to draw; settings that leave the likeliest alone are greedy.
         bias: What is added to logits.
+        guide: Where it stands in its grammar; None where any text will do.
     """
 
     def __init__(self, request: Request, eos: frozenset[int], vocabulary: int) -> None:
@@ -72,6 +73,7 @@ class Sampler:
         self.ends = frozenset(request.stop_token_ids) | (frozenset() if request.ignore_eos else eos)
         self.draws = sampling.temperature > 0 and sampling.top_k != 1 and sampling.top_p > 0 and sampling.min_p < 1
         self.bias = Entries.of({token: value for token, value in sampling.logit_bias.items() if token < vocabulary})
+        self.guide = request.grammar.begin() if request.grammar else None
         self._barred = Entries.of({token: NEVER for token in self.ends if token < vocabulary})
         self._barred_until = sampling.min_tokens if self._barred.ids else 0
         self._random = random.Random(sampling.seed)
@@ -82,7 +84,8 @@ class Sampler:
             self._counts = Counts(token for token in request.prompt if token < vocabulary)
         elif sampling.presence_penalty or sampling.frequency_penalty:
             self._counts = Counts()
-        self._always_special = self.draws or bool(self.bias.ids) or self._counts is not None
+        adjusted = bool(self.bias.ids) or self._counts is not None or self.guide is not None
+        self._always_special = self.draws or adjusted
 
     @property
     def special(self) -> bool:
@@ -96,8 +99,12 @@ class Sampler:
 
     @property
     def barred(self) -> Entries | None:
-        """-inf for each token that may not be drawn yet; None where all may."""
-        return self._barred if self._generated < self._barred_until else None
+        """-inf for each token that may not be drawn yet; None where all may, or where a grammar leaves no other."""
+        if self._generated >= self._barred_until:
+            return None
+        if self.guide and not self.guide.allows_beside(self._barred.ids):
+            return None
+        return self._barred
 
     def number(self) -> float:
         """The row's random number for its next token, from [0, 1); the same until that is added."""
@@ -111,3 +118,5 @@ class Sampler:
         self._number = None
         if self._counts:
             self._counts.add(token)
+        if self.guide and token not in self.ends:
+            self.guide.add(token)

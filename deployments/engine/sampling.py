@@ -9,8 +9,9 @@ What is done to a row's logits, and in which order, is what transformers' `gener
    the answer (Keskar et al. 2019, CTRL; `RepetitionPenaltyLogitsProcessor`).
 3. `frequency_penalty` times how often the answer has a token, and `presence_penalty` where it has it, are taken
    off (OpenAI).
-4. `min_tokens` rules out end tokens and stop token ids (`MinNewTokensLengthLogitsProcessor`).
-5. Temperature 0 takes the likeliest of what that leaves. Else the logits are divided by `temperature`, and what
+4. A grammar rules out what does not fit it (`guide.py`).
+5. `min_tokens` rules out end tokens and stop token ids (`MinNewTokensLengthLogitsProcessor`).
+6. Temperature 0 takes the likeliest of what that leaves. Else the logits are divided by `temperature`, and what
    is likely enough is kept by `top_k`, of that by `top_p` (Holtzman et al. 2019), of that by `min_p` (Nguyen et
    al. 2024), and one token is drawn from the rest.
 
@@ -27,11 +28,11 @@ from typing import NamedTuple
 import torch
 
 from deployments.engine.request import MOST_LOGPROBS, Logprob, Request, Sampling
-from deployments.engine.sampler import Entries, Sampler
+from deployments.engine.sampler import NEVER, Entries, Sampler
 from deployments.errors import RequestError
 
 NOT_FINITE = "the model gave a value that is not finite for this request"
-NOTHING_LEFT = "this request's settings leave no token to draw here: min_tokens rules out all that the model could give"
+NOTHING_LEFT = "this request's settings leave no token to draw here: they rule out all that the model could give"
 HEAD = 1024  # the likeliest tokens, among which top_k and top_p nearly always find their last
 
 
@@ -50,10 +51,11 @@ class Chosen(NamedTuple):
 
 
 def check_sampling(request: Request, vocabulary: int) -> None:
-    """Refuse settings that this model, or the request's own length, cannot meet.
+    """Refuse settings that this model, the request's own length or its grammar cannot meet.
 
     Raises:
-        RequestError: A token id that is none, more `min_tokens` than `max_tokens`, or too many logprobs.
+        RequestError: A token id that is none, more `min_tokens` than `max_tokens`, too many logprobs, or
+            `ignore_eos` with a grammar, which says itself where the text ends.
     """
     sampling = request.sampling
     for field, ids in (("logit_bias", sampling.logit_bias), ("stop_token_ids", request.stop_token_ids)):
@@ -62,8 +64,11 @@ def check_sampling(request: Request, vocabulary: int) -> None:
     if sampling.min_tokens > request.max_tokens:
         message = f"{sampling.min_tokens} tokens at least are more than the {request.max_tokens} at most"
         raise RequestError(message, "min_tokens")
-    if request.logprobs is not None and not 0 <= request.logprobs <= MOST_LOGPROBS:
-        raise RequestError(f"from 0 to {MOST_LOGPROBS} likeliest tokens can be asked for", "logprobs")
+    if request.grammar and request.ignore_eos:
+        raise RequestError("a text whose form is given ends where its form does", "ignore_eos")
+    for field, likeliest in (("logprobs", request.logprobs), ("prompt_logprobs", request.prompt_logprobs)):
+        if likeliest is not None and not 0 <= likeliest <= MOST_LOGPROBS:
+            raise RequestError(f"from 0 to {MOST_LOGPROBS} likeliest tokens can be asked for", field)
 
 
 def choose(logits: torch.Tensor, samplers: Sequence[Sampler | None]) -> Chosen:
@@ -80,9 +85,10 @@ def choose(logits: torch.Tensor, samplers: Sequence[Sampler | None]) -> Chosen:
         rows = [i for i, _ in special]
         best, ids = _by_settings(logits[rows].float(), [sampler for _, sampler in special])
         tokens[rows] = ids
+        reasons = {i: sampler.guide.error for i, sampler in special if sampler.guide}
         for i, finite in zip(rows, best.isfinite().tolist(), strict=True):
             if not finite:
-                failed.setdefault(i, NOTHING_LEFT)
+                failed.setdefault(i, reasons.get(i) or NOTHING_LEFT)
     asking = [(i, sampler.logprobs) for i, sampler in enumerate(samplers) if sampler and sampler.logprobs is not None]
     return Chosen(tokens.tolist(), failed, _logprobs(logits, tokens, asking) if asking else {})
 
@@ -117,6 +123,10 @@ def adjust(scores: torch.Tensor, samplers: Sequence[Sampler]) -> None:
         value = scores[rows, ids]  # [entries]
         value = torch.where(value < 0, value * repetition, value / repetition)
         scores[rows, ids] = value - frequency * counts - presence * (counts > 0)
+    if guided := [(row, sampler.guide) for row, sampler in enumerate(samplers) if sampler.guide]:
+        allowed = torch.stack([guide.allowed() for _, guide in guided]).to(scores.device)  # [guided, vocabulary]
+        at = [row for row, _ in guided]
+        scores[at] = scores[at].masked_fill(~allowed, NEVER)
     if barred := _flat([sampler.barred for sampler in samplers], scores.device):
         rows, ids, never = barred
         scores[rows, ids] = never
@@ -224,14 +234,26 @@ def _logprobs(
         asking: (row, how many likeliest tokens).
     """
     rows = [i for i, _ in asking]
-    logprobs = logits[rows].float().log_softmax(dim=-1)  # [asking, vocabulary]
-    own = logprobs.gather(-1, tokens[rows][:, None]).squeeze(-1).tolist()
-    if not any(most for _, most in asking):
-        return {i: Logprob(logprob, ()) for i, logprob in zip(rows, own, strict=True)}
+    found = score(logits[rows], tokens[rows], [likeliest or 0 for _, likeliest in asking])
+    return dict(zip(rows, found, strict=True))
+
+
+def score(logits: torch.Tensor, tokens: torch.Tensor, likeliest: Sequence[int]) -> list[Logprob]:
+    """How likely the model held each row's token, and which tokens it held likeliest there.
+
+    Args:
+        logits: [rows, vocabulary], as the model gave them.
+        tokens: [rows] token ids.
+        likeliest: How many likeliest tokens each row asks for.
+    """
+    logprobs = logits.float().log_softmax(dim=-1)  # [rows, vocabulary]
+    own = logprobs.gather(-1, tokens[:, None]).squeeze(-1).tolist()
+    if not any(likeliest):
+        return [Logprob(logprob, ()) for logprob in own]
     # As many for every row, so that which of two equals comes last does not depend on the neighbours.
     top = logprobs.topk(min(MOST_LOGPROBS, logprobs.shape[-1]), dim=-1)
-    found = {}
-    for (i, most), logprob, ids, values in zip(asking, own, top.indices.tolist(), top.values.tolist(), strict=True):
+    found = []
+    for most, logprob, ids, values in zip(likeliest, own, top.indices.tolist(), top.values.tolist(), strict=True):
         ranked = sorted(zip(ids, values, strict=True), key=lambda pair: (-pair[1], pair[0]))
-        found[i] = Logprob(logprob, tuple(ranked[:most]))
+        found.append(Logprob(logprob, tuple(ranked[:most])))
     return found

@@ -7,6 +7,7 @@ from typing import NamedTuple
 
 from deployments.engine.batch import Batch
 from deployments.engine.memory import KvMemory
+from deployments.engine.outflow import Outflow
 from deployments.engine.row import Row
 
 LEAST_TOKENS = 32  # of a prefill: with no memory for these, the request cannot be served
@@ -33,52 +34,54 @@ class Schedule:
     Attributes:
         waiting: First come, first served.
         rows: The most requests that may hold a slot at present.
-        tokens: The most tokens of one prefill at present, padding included. Both are halved when memory runs
-            out, and doubled again, up to what the operator set, while it does not.
+        tokens: The most tokens of one prefill at present, padding included; a quarter of it while streams decode.
+            Both are halved when memory runs out, and doubled again, up to what the operator set, while it does not.
     """
 
-    def __init__(self, memory: KvMemory, max_running: int, prefill_tokens: int, capture_bytes: int | None) -> None:
+    def __init__(self, memory: KvMemory, max_running: int, prefill_tokens: int, outflow: Outflow) -> None:
         self.waiting: deque[Row] = deque()
         self.rows = self._most_rows = max_running
         self.tokens = self._most_tokens = prefill_tokens
         self._memory = memory
-        self._capture_bytes = capture_bytes
+        self._outflow = outflow
         self._good = 0
 
-    def next_prefill(self, batch: Batch, capture_full: bool) -> Prefill | None:
-        """The next piece of a long prompt that is under way, else as many waiting requests as fit.
-
-        Args:
-            batch: Who holds slots now.
-            capture_full: Whether requests that record are to wait.
-        """
+    def next_prefill(self, batch: Batch) -> Prefill | None:
+        """The next piece of a long prompt that is under way, else as many waiting requests as fit beside a batch."""
+        most = self.tokens
+        if any(row.request.streamed for row in batch.decoding):  # somebody sees how long they stand still meanwhile
+            most = min(most, max(LEAST_TOKENS, most // 4))
         for row in batch.parked:
             if not row.stalled:
                 left = row.length - row.fed
-                return Prefill([row], row.fed, [min(left, self._tokens_for(row))])
-        return self._admit(batch, capture_full) if self.waiting else None
+                return Prefill([row], row.fed, [min(left, most, self._bearable(row, batch))])
+        return self._admit(batch, most) if self.waiting else None
 
-    def _admit(self, batch: Batch, capture_full: bool) -> Prefill | None:
+    def _admit(self, batch: Batch, most: int) -> Prefill | None:
         """The request that waits longest, with others of about its length; one too long begins alone."""
         admitted: list[Row] = []
-        longest, budget = 0, self._most_tokens
-        candidates = self._fitting(batch, capture_full)
+        longest = 0
+        candidates = self._fitting(batch)
         # Rows are padded to the longest of their prefill: of 32 questions, in their order, half would be padding.
         for row in sorted(candidates, key=lambda row: abs(row.length - candidates[0].length)):
-            longest, budget = max(longest, row.length), min(budget, self._tokens_for(row))
-            if admitted and longest * (len(admitted) + 1) > budget:
+            width, tokens = max(longest, row.length), min(most, self._bearable(row, batch))
+            if admitted and width * (len(admitted) + 1) > tokens:
                 break
+            longest, most = width, tokens
             admitted.append(row)
         for row in admitted:
             self.waiting.remove(row)
-        return Prefill(admitted, 0, [min(row.length, self._tokens_for(row)) for row in admitted]) if admitted else None
+        return Prefill(admitted, 0, [min(row.length, most) for row in admitted]) if admitted else None
 
-    def _fitting(self, batch: Batch, capture_full: bool) -> list[Row]:
-        """Waiting requests, first come, first served, for which there are slots and KV memory."""
+    def _fitting(self, batch: Batch) -> list[Row]:
+        """Waiting requests, first come, first served, for which there is room: a slot, KV and capture memory."""
         fitting: list[Row] = []
         need = max((row.need for row in batch.rows), default=0)
+        turn = True  # of who holds rows until its end: none overtakes another
         for row in self.waiting:
-            if capture_full and row.recording:
+            reserves = row.recording is not None and row.recording.reserve > 0
+            if (reserves and not turn) or not self._outflow.admits(row, (*batch.rows, *fitting)):
+                turn = turn and not reserves
                 continue
             slots, need = len(batch) + len(fitting) + 1, max(need, row.need)
             if slots > self.rows or (slots > 1 and not self._memory.fits(slots, need)):
@@ -86,11 +89,13 @@ class Schedule:
             fitting.append(row)
         return fitting
 
-    def _tokens_for(self, row: Row) -> int:
-        """The most tokens of a prefill with this row in it: what it records has to fit into its memory, too."""
-        if self._capture_bytes is None or row.recording is None:
-            return self.tokens
-        return min(self.tokens, max(LEAST_TOKENS, self._capture_bytes // (4 * row.recording.token_bytes)))
+    def _bearable(self, row: Row, batch: Batch) -> int:
+        """The most tokens of a prefill with this row in it: its logits and what it records have to fit into memory."""
+        most = max(LEAST_TOKENS, row.scores.most_tokens) if row.scores else self.tokens
+        left = self._outflow.left(batch.rows)
+        if left is None or row.recording is None:
+            return most
+        return min(most, max(LEAST_TOKENS, left // row.recording.token_bytes))
 
     def put_back(self, rows: list[Row]) -> None:
         """Let requests wait again, before all others."""

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 
 from tokenizers.decoders import DecodeStream
 from transformers import PreTrainedTokenizerFast
@@ -11,10 +11,21 @@ from transformers import PreTrainedTokenizerFast
 class TextStream:
     """The text of one request as it grows."""
 
-    def __init__(self, tokenizer: PreTrainedTokenizerFast, stop: Sequence[str] = ()) -> None:
+    def __init__(
+        self, tokenizer: PreTrainedTokenizerFast, stop: Sequence[str] = (), markers: Mapping[int, str] | None = None
+    ) -> None:
+        """Begin a text.
+
+        Args:
+            tokenizer: The model's.
+            stop: Strings that end it.
+            markers: Special tokens that are text, and how they read; others are left out.
+        """
         self._tokenizer = tokenizer
         self._stream = DecodeStream(skip_special_tokens=True)
         self._stop = tuple(stop)
+        self._markers = markers or {}
+        self._marked = 0  # characters up to the last marker
         self._emitted = 0
         self._decoded = ""
         self._settled = 0  # characters that no stop string may end in any more
@@ -36,7 +47,11 @@ class TextStream:
             may_stop: Without, a stop string that this token completes is text like any other; one that it
                 begins may still end the text later.
         """
-        self._decoded += self._stream.step(self._tokenizer.backend_tokenizer, token) or ""
+        if token in self._markers:
+            self._decoded += self._markers[token]
+            self._marked = len(self._decoded)
+        else:
+            self._decoded += self._stream.step(self._tokenizer.backend_tokenizer, token) or ""
         if not may_stop:
             self._settled = len(self._decoded)
         return self._emit(hold=True)
@@ -49,7 +64,10 @@ class TextStream:
         """
         if self.stopped:
             return ""
-        whole = str(self._tokenizer.decode(list(tokens), skip_special_tokens=True, clean_up_tokenization_spaces=False))
+        last = max((i for i, token in enumerate(tokens) if token in self._markers), default=-1)
+        rest = list(tokens[last + 1 :])
+        text = self._tokenizer.decode(rest, skip_special_tokens=True, clean_up_tokenization_spaces=False)
+        whole = self._decoded[: self._marked] + str(text)
         if whole.startswith(self._decoded):
             self._decoded = whole
         return self._emit(hold=False)

@@ -143,11 +143,33 @@ def test_a_job_past_its_time_gets_504_and_frees_its_slot():
     replica.__del__()
 
 
-def test_more_requests_than_places_get_429(replica):
+def test_more_requests_than_places_get_429_and_one_that_is_too_large_for_them_400():
     full = Replica(Options(dtype="float32", threads=1, max_running=1, max_queued=1), store=object())
-    messages = asyncio.run(full.complete(job(n=3)))
-    assert (messages[-1].status, messages[-1].code) == (429, "server_busy")
+
+    async def both():
+        first = full.stream(job(n=2, max_tokens=4000, ignore_eos=True))
+        await anext(first)
+        refused = await full.complete(job(id="second"))
+        never = await full.complete(job(id="third", n=3))
+        await first.aclose()
+        async with asyncio.timeout(30):
+            while full._engine.statistics.running:
+                await asyncio.sleep(0)
+        return refused[-1], never[-1]
+
+    refused, never = asyncio.run(both())
+    assert (refused.status, refused.code) == (429, "server_busy")
+    assert (never.status, never.field) == (400, "n")
     full.__del__()
+
+
+def test_all_choices_of_a_request_count_against_the_capture_limit():
+    small = Replica(Options(dtype="float32", threads=1, max_capture_bytes=192 * 4 * 9), store=object())
+    one = job(capture=Capture(**{"points": ["norm.output"], "tokens": "generated", "return": "inline"}))
+    assert isinstance(asyncio.run(small.complete(one))[-1], End)
+    many = dataclasses.replace(one, n=3)
+    assert asyncio.run(small.complete(many))[-1].code == "capture_too_large"
+    small.__del__()
 
 
 def test_a_replica_that_goes_ends_its_thread():

@@ -45,7 +45,7 @@ BAD_CHATS = [
     ({"top_logprobs": 3}, 400, "top_logprobs"),
     ({"logprobs": False, "top_logprobs": 3}, 400, "top_logprobs"),
     ({"logprobs": True, "top_logprobs": 21}, 400, "top_logprobs"),
-    ({"response_format": {"type": "json_object"}}, 400, "response_format.type"),
+    ({"response_format": {"type": "xml"}}, 400, "response_format.type"),
     ({"stream_options": {"include_usage": True}}, 400, "stream_options"),
     ({"max_completion_tokens": 5000}, 400, "max_completion_tokens"),
     ({"tools": [TOOL | {"type": "oven"}]}, 400, "tools[0].type"),

@@ -17,7 +17,7 @@ from deployments.activations.spec import Capture
 from deployments.engine.engine import Engine
 from deployments.engine.model import Model
 from deployments.engine.recorder import joined
-from deployments.engine.request import Captured, Delta, Event, Finished, Logprob, Request, Rows
+from deployments.engine.request import Captured, Delta, Event, Finished, Logprob, PromptLogprobs, Request, Rows
 
 TIE = 1e-4
 
@@ -136,6 +136,7 @@ class Lone:
         self._new = new
         self.generated = functools.cache(self._generated)
         self.values = functools.cache(functools.partial(_lone_values, model))
+        self.forced = functools.cache(self._forced)
         met = {token for ids in prompts.values() for token in (*ids, *self.generated(tuple(ids))[0])}
         self.rare = next(token for token in range(255, 0, -1) if token not in met)
 
@@ -143,6 +144,11 @@ class Lone:
         """Greedy tokens of transformers' generate, and the logprobs [tokens, vocabulary] they came of."""
         tokens, logits = _generate(self.model, prompt, self._new)
         return tokens, logits.float().log_softmax(-1)
+
+    @torch.inference_mode()
+    def _forced(self, prompt: tuple[int, ...]) -> torch.Tensor:
+        """[tokens - 1, vocabulary] logprobs behind each prompt token but the last in one plain forward."""
+        return self.model.hf(input_ids=torch.tensor([prompt]), use_cache=False).logits[0, :-1].float().log_softmax(-1)
 
     def check(self, request: Request, events: Sequence[Event], cancelled: bool) -> None:
         """Assert that these are a request's events, where the model fed the rare token gives nothing finite."""
@@ -154,12 +160,27 @@ class Lone:
         assert [token for delta in deltas for token in delta.tokens] == tokens
         said = [one for delta in deltas for one in delta.logprobs]
         assert len(said) == (0 if request.logprobs is None else len(tokens))
+        self._check_prompt(request, before, cancelled)
         self._check_tokens(request, tokens, said)
         self._check_ending(request, last, cancelled)
         parts = [event.captured for event in before if isinstance(event, Rows)]
         if parts or last.captured:
             parts += [last.captured] if last.captured else []
             self._check_rows(request, [*request.prompt, *tokens], parts, whole=last.captured is not None)
+
+    def _check_prompt(self, request: Request, before: list[Event], cancelled: bool) -> None:
+        """Its prompt's logprobs came once, before any token, and are a plain forward's."""
+        scored = [event for event in before if isinstance(event, PromptLogprobs)]
+        if request.prompt_logprobs is None or self.rare in request.prompt:
+            assert not scored
+        elif scored or not cancelled:
+            (one,) = scored
+            assert not any(isinstance(event, Delta) for event in before[: before.index(one)])
+            rows = self.forced(tuple(request.prompt))
+            for token, got, row in zip(request.prompt[1:], one.logprobs, rows, strict=True):
+                assert got.logprob == pytest.approx(float(row[token]), abs=TIE)
+                values = torch.tensor([value for _, value in got.top])
+                torch.testing.assert_close(values, row.topk(request.prompt_logprobs).values, rtol=0, atol=TIE)
 
     def _check_tokens(self, request: Request, tokens: list[int], said: list[Logprob]) -> None:
         """Up to the rare token they are generate's, and so are their logprobs."""
@@ -179,10 +200,9 @@ class Lone:
 
     def _check_ending(self, request: Request, last: Finished, cancelled: bool) -> None:
         tokens, capture = last.tokens, request.capture
-        last_is_fed = len(tokens) < request.max_tokens or (capture is not None and capture.tokens != "prompt")
         if cancelled and last.reason == "cancelled":
             assert last.captured is None
-        elif self.rare in request.prompt or (self.rare in tokens and last_is_fed):
+        elif self.rare in request.prompt or (self.rare in tokens and len(tokens) < request.max_tokens):
             assert (last.reason, last.captured) == ("error", None)
             assert "not finite" in (last.error or "")
         else:

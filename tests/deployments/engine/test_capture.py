@@ -7,7 +7,7 @@ import torch
 
 from deployments.engine.engine import Engine
 from deployments.engine.model import Model
-from deployments.engine.request import Request
+from deployments.engine.request import Finished, Request
 
 
 def test_every_point_of_the_model_that_ships_equals_hooks_in_a_lone_forward(
@@ -140,3 +140,58 @@ def test_rows_given_in_pieces_are_whole_again_and_their_memory_is_free_for_the_n
         for first, now in zip(want, done, strict=True):
             for point, value in now.captured.values.items():
                 assert torch.equal(value, first.captured.values[point])
+
+
+def test_a_module_that_a_forward_leaves_out_fails_the_captures_of_it_alone(
+    build, byte_tokenizer, prompt, capturing, drain, endings, alone, monkeypatch
+):
+    model = Model(build("qwen3"), byte_tokenizer, "qwen3")
+    want = alone(model, prompt(5), 6)
+    engine = Engine(model)
+    engine.submit(capturing(model, "left out", prompt(5), 6, points=["layers.1.mlp.output"]))
+    engine.submit(capturing(model, "other", prompt(5), 6, points=["layers.1.output"]))
+    engine.step()
+    layer = model.hf.get_submodule("model.layers.1")
+    monkeypatch.setitem(layer.__dict__, "mlp", layer.mlp.forward)  # past the module's hooks
+    done = endings(drain(engine))
+    assert list(done["left out"].tokens) == list(done["other"].tokens) == want
+    assert done["left out"].captured is None
+    assert "never came to model.layers.1.mlp" in done["left out"].error
+    assert len(done["other"].captured.positions) == 11
+
+
+def test_a_text_that_is_complete_stays_so_where_its_last_row_is_not_finite(build, byte_tokenizer, prompt, capturing):
+    model = Model(build("qwen3"), byte_tokenizer, "qwen3")
+    engine = Engine(model)
+    request = capturing(model, "a", prompt(5), 3, points=["layers.1.output"])
+    (sound,) = engine.generate([request])
+
+    def spoil(_module, args, output):
+        return output.fill_(torch.nan) if args[0].flatten().tolist() == [sound.tokens[-1]] else output
+
+    hook = model.hf.get_input_embeddings().register_forward_hook(spoil)
+    (finished,) = engine.generate([request])
+    hook.remove()
+    assert (finished.reason, finished.error, finished.tokens) == ("length", None, sound.tokens)
+    (rows,) = finished.captured.values.values()
+    assert rows[:-1].isfinite().all()
+    assert rows[-1].isnan().all()
+
+
+def test_requests_for_last_rows_wait_until_their_rows_have_room(tiny, prompt, capturing):
+    model = tiny("qwen3")
+    engine = Engine(model, capture_bytes=160_000)
+    for i in range(4):  # each holds the last 100 rows at most, and all together more than there is room for
+        engine.submit(capturing(model, str(i), prompt(5 + i), 60, points=["layers.*.output"], tokens={"last": 90}))
+    done: dict[str, int] = {}
+    held = most = 0
+    for _ in range(4 * 80):
+        for event in engine.step():
+            if isinstance(event, Finished):
+                done[event.id] = len(event.captured.positions)
+                engine.written(event.id, event.captured.bytes)
+        held = max(held, engine.statistics.capture_bytes)
+        most = max(most, engine.statistics.running)
+    assert done == {str(i): 65 + i for i in range(4)}
+    assert 0 < held <= 160_000
+    assert 1 < most < 4

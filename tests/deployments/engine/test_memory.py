@@ -8,6 +8,7 @@ import torch
 from deployments.engine.cache import SlotLayer
 from deployments.engine.engine import Engine
 from deployments.engine.request import Request
+from deployments.engine.sampling import choose
 
 
 def test_a_newcomer_for_whom_memory_cannot_grow_waits_and_touches_nobody(tiny, monkeypatch, drain, endings):
@@ -46,3 +47,46 @@ def test_a_bad_request_among_good_ones_leaves_none_behind(tiny):
         engine.generate([Request("a", [5], 1), Request("b", [], 1)])
     engine.generate([Request("c", [5], 2, ignore_eos=True)])
     assert engine.statistics.tokens == 2
+
+
+@pytest.mark.parametrize(("failing", "prefill_tokens"), [(1, 64), *((at, 4) for at in range(4, 14))])
+def test_no_memory_for_the_draw_costs_no_request_and_no_row_twice(
+    failing, prefill_tokens, tiny, prompt, capturing, lone_values, assert_rows_close, monkeypatch
+):
+    model = tiny("qwen3")
+    requests = [capturing(model, str(i), prompt(5, i), 8, points=["layers.*.output"]) for i in range(3)]
+    want = [list(done.tokens) for done in Engine(model).generate(requests)]
+    calls = 0
+
+    def short_of_memory_once(*args):
+        nonlocal calls
+        calls += 1
+        if calls == failing:
+            raise torch.OutOfMemoryError("Tried to allocate 9.00 GiB")
+        return choose(*args)
+
+    monkeypatch.setattr("deployments.engine.engine.choose", short_of_memory_once)
+    engine = Engine(model, prefill_tokens=prefill_tokens)  # some pieces end right before a token that was recorded
+    for request, tokens, done in zip(requests, want, engine.generate(requests), strict=True):
+        assert (done.error, list(done.tokens)) == (None, tokens)
+        sequence = [*request.prompt, *tokens]
+        assert done.captured.positions == range(len(sequence))
+        for point, values in lone_values(model, sequence, request.points).items():
+            assert_rows_close(done.captured.values[point], values, point)
+    assert engine.statistics.out_of_memory == 1
+
+
+def test_of_prompts_that_find_no_memory_together_none_is_refused(tiny, prompt, monkeypatch):
+    model = tiny("qwen3")
+    requests = [Request(str(i), prompt(4, i), 3) for i in range(8)]
+    want = [list(done.tokens) for done in Engine(model).generate(requests)]
+    allocate = SlotLayer._allocate
+
+    def room_for_three(layer, like):
+        if layer.window.slots > 3:
+            raise torch.OutOfMemoryError("Tried to allocate 9.00 GiB")
+        return allocate(layer, like)
+
+    monkeypatch.setattr(SlotLayer, "_allocate", room_for_three)
+    done = Engine(model).generate(requests)
+    assert [(one.error, list(one.tokens)) for one in done] == [(None, tokens) for tokens in want]

@@ -35,6 +35,7 @@ class Submit(NamedTuple):
         tokens: Of which it captures; None captures nothing.
         points: "every", "canonical" or "few".
         logprobs: As in a request.
+        prompt_logprobs: As in a request.
         breaks: Where in its prompt the rare token stands, as a part of its length; or, as a string, what is added
             to that token's logit, for it to be drawn sooner or later.
     """
@@ -44,6 +45,7 @@ class Submit(NamedTuple):
     tokens: Any = None
     points: str = "canonical"
     logprobs: int | None = None
+    prompt_logprobs: int | None = None
     breaks: float | str | None = None
 
 
@@ -103,6 +105,7 @@ class Served:
         """One step; whether it was a forward."""
         numbers = self.engine.statistics
         before, new = numbers.steps, self.engine.step()
+        assert numbers.kv_bytes <= numbers.kv_budget_bytes
         self.events += new
         self._unwritten += [(e.id, e.captured.bytes) for e in new if isinstance(e, Rows | Finished) and e.captured]
         self.stood_still += numbers.steps == before and numbers.running > 0
@@ -156,7 +159,8 @@ def serve(architecture, tiny, prompt, make_lone, capturing):
             ids[int(wanted.breaks * (len(ids) - 1))] = lone.rare
         elif wanted.breaks:
             bias[lone.rare] = float(wanted.breaks)
-        request = Request(id, ids, wanted.max_tokens, Sampling(0.0, logit_bias=bias), logprobs=wanted.logprobs)
+        scores = {"logprobs": wanted.logprobs, "prompt_logprobs": wanted.prompt_logprobs}
+        request = Request(id, ids, wanted.max_tokens, Sampling(0.0, logit_bias=bias), **scores)
         if wanted.tokens is None:
             return request
         asked = capturing(model, id, ids, wanted.max_tokens, points=points[wanted.points], tokens=wanted.tokens)
@@ -178,7 +182,6 @@ def serve(architecture, tiny, prompt, make_lone, capturing):
             lone.check(request, [event for event in served.events if event.id == id], id in served.cancelled)
         numbers = engine.statistics
         assert (numbers.running, numbers.waiting, numbers.capture_bytes) == (0, 0, 0)
-        assert numbers.kv_bytes <= numbers.kv_budget_bytes
         return served
 
     return serve
@@ -187,17 +190,17 @@ def serve(architecture, tiny, prompt, make_lone, capturing):
 def test_a_full_house_gets_what_each_gets_alone(serve):
     schedule = [
         Submit(9, NEW, "all", "every", logprobs=3),
-        Submit(9, NEW, {"last": 12}),
+        Submit(9, NEW, {"last": 12}, prompt_logprobs=2),
         Submit(9, NEW, "generated"),
         Submit(7, NEW, "prompt", logprobs=1),
         Step(10),  # they find no room to grow
         Submit(5, NEW, "all", breaks="1000"),
-        Submit(30, NEW, "all", "every"),
+        Submit(30, NEW, "all", "every", prompt_logprobs=1),
         Submit(1, NEW, "last", logprobs=0),
-        Submit(21, NEW, "all", breaks=0.2),  # in its first piece; it is not known before its last
-        Submit(9, NEW, None, logprobs=5, breaks="8"),
+        Submit(21, NEW, "all", breaks=0.2, prompt_logprobs=0),  # in its first piece; it is not known before its last
+        Submit(9, NEW, None, logprobs=5, prompt_logprobs=5, breaks="8"),
         Submit(2, 1, None, logprobs=1),
-        Submit(5, 0, "all"),
+        Submit(5, 0, "all", prompt_logprobs=0),
         Step(9),
         Cancel(5),
         Write(1),
@@ -224,6 +227,7 @@ submits = st.builds(
     tokens=st.sampled_from([None, None, *TOKENS]),
     points=st.sampled_from(["canonical", "few"]),
     logprobs=st.sampled_from([None, 0, 3]),
+    prompt_logprobs=st.sampled_from([None, None, 0, 3]),
     breaks=st.sampled_from([*[None] * 30, 0.0, 0.3, 1.0, "8", "1000"]),
 )
 pauses = st.one_of(

@@ -1,0 +1,53 @@
+"""What each module of a model reads and gives in one forward, and whether that goes by tokens."""
+
+from __future__ import annotations
+
+from collections import Counter
+from contextlib import ExitStack
+from typing import Any
+
+import torch
+
+from deployments.activations.architectures import Side
+
+
+def first_tensor(value: Any) -> torch.Tensor | None:
+    """The tensor of a module's value: itself, or a tuple's first; None where there is none."""
+    if isinstance(value, (tuple, list)) and value:
+        value = value[0]
+    return value if isinstance(value, torch.Tensor) else None
+
+
+def watch(model: Any, ids: torch.Tensor) -> dict[tuple[str, Side], torch.Tensor]:
+    """(module path, side) -> its value in one forward, of modules that are called once, in their order."""
+    seen: dict[tuple[str, Side], torch.Tensor | None] = {}
+    calls: Counter[tuple[str, Side]] = Counter()
+
+    def note(path: str, side: Side, value: Any) -> None:
+        calls[path, side] += 1
+        tensor = first_tensor(value)
+        seen[path, side] = None if tensor is None else tensor.clone()  # others may write into it afterwards
+
+    def before(path: str) -> Any:
+        return lambda _, args, kwargs: note(path, "input", next(iter((*args, *kwargs.values())), None))
+
+    def after(path: str) -> Any:
+        return lambda _, args, output: note(path, "output", output)
+
+    with ExitStack() as hooks:
+        for path, module in model.named_modules():
+            if path:
+                hooks.callback(module.register_forward_pre_hook(before(path), with_kwargs=True).remove)
+                hooks.callback(module.register_forward_hook(after(path)).remove)
+        model(input_ids=ids, use_cache=False)
+    return {key: value for key, value in seen.items() if value is not None and calls[key] == 1}
+
+
+def follows_tokens(value: torch.Tensor, again: torch.Tensor) -> bool:
+    """Whether most tokens have the same values [batch, tokens, ...] again; a few may round to another expert.
+
+    Rows that a router has put into an order of its own do not.
+    """
+    value, again = value.float().flatten(2), again.float().flatten(2)
+    near = (value - again).norm(dim=-1) <= 0.1 * value.norm(dim=-1)
+    return bool(near.float().mean() > 0.5)

@@ -1,0 +1,108 @@
+"""The form of an answer as a grammar in llguidance's Lark: JSON by a schema, or tool calls, behind thoughts."""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Mapping, Sequence
+from typing import Any, NamedTuple
+
+from deployments.calls import CallForm
+
+# Any amount of whitespace would let a model write nothing else.
+OPTIONS = {"whitespace_pattern": r" |\n[ \t]{0,16}"}  # as JSON is written by hand
+ANY_OBJECT: dict[str, Any] = {"type": "object"}
+NO_ARGUMENTS: dict[str, Any] = {"type": "object", "properties": {}, "additionalProperties": False}
+
+
+class Thoughts(NamedTuple):
+    """How thoughts are written, and whether the prompt has begun them already."""
+
+    opening: str
+    closing: str
+    begun: bool
+
+
+class Lark:
+    """Writes grammars for one tokenizer."""
+
+    def __init__(self, added: Mapping[str, int]) -> None:
+        """Begin with the tokens that are no text to a grammar.
+
+        Args:
+            added: The tokenizer's added tokens and their ids.
+        """
+        self._added = dict(added)
+        longest_first = sorted(added, key=len, reverse=True)
+        self._split = re.compile("(" + "|".join(map(re.escape, longest_first)) + ")") if added else None
+
+    def answer(self, thoughts: Thoughts | None, schema: Mapping[str, Any] | None, calls: Calls | None) -> str:
+        """An answer: JSON by `schema`, or `calls`, whichever is given, or either of both; behind `thoughts`."""
+        kinds = [name for name, given in (("json", schema), ("calls", calls)) if given is not None]
+        lines = [f"start: {'thoughts ' if thoughts else ''}({' | '.join(kinds)})"]
+        if thoughts:
+            lines += self._thoughts(thoughts)
+        if schema is not None:
+            lines.append(f"json: {embedded(schema)}")
+        if calls:
+            lines += self._calls(calls)
+        return "\n".join(lines)
+
+    def literal(self, text: str) -> str:
+        """Exactly this text, its added tokens as themselves."""
+        parts = self._split.split(text) if self._split else [text]
+        written = (
+            f"<[{self._added[part]}]>" if part in self._added else json.dumps(part, ensure_ascii=False)
+            for part in parts
+            if part
+        )
+        return " ".join(written) or '""'
+
+    def _thoughts(self, thoughts: Thoughts) -> list[str]:
+        space = r"(/[ \n\r\t]{1,8}/)?"
+        if thoughts.closing in self._added:
+            lines = [f"thought: /(.|\\n)*/ {self.literal(thoughts.closing)}"]
+        else:
+            lines = [f"thought[suffix={json.dumps(thoughts.closing)}]: /(.|\\n)*/"]
+        if thoughts.begun:
+            return [f"thoughts: thought {space}", *lines]
+        return [f"thoughts: ({self.literal(thoughts.opening)} thought {space})?", *lines]
+
+    def _calls(self, calls: Calls) -> list[str]:
+        form, functions = calls.form, calls.functions
+        several = calls.parallel and form.between is not None
+        parts = [("begin", form.begin), ("end", form.end)]
+        lines = [f"{name}: {self.literal(text)}" for name, text in parts if text]
+        more = "(between one)*" if several else ""
+        lines.append(f"calls: {'begin' if form.begin else ''} one {more} {'end' if form.end else ''}")
+        if several:
+            lines.append(f"between: {self.literal(form.between or '')}")
+        lines.append("one: " + " | ".join(f"call_{i}" for i in range(len(functions))))
+        for i, function in enumerate(functions):
+            lines.append(f"call_{i}: {self.literal(function['name'] + form.middle)} {embedded(arguments(function))}")
+        return lines
+
+
+class Calls(NamedTuple):
+    """Calls that an answer must make.
+
+    Attributes:
+        form: How they are written.
+        functions: Which of OpenAI's definitions they may be of.
+        parallel: Whether there may be more than one.
+    """
+
+    form: CallForm
+    functions: Sequence[Mapping[str, Any]]
+    parallel: bool
+
+
+def arguments(function: Mapping[str, Any]) -> dict[str, Any]:
+    """The schema of a function's arguments: always an object, and an empty one where it names no parameters."""
+    parameters = function.get("parameters")
+    return {**parameters, "type": "object"} if parameters else NO_ARGUMENTS
+
+
+def embedded(schema: Mapping[str, Any]) -> str:
+    """A JSON schema as a part of a grammar."""
+    return "%json " + json.dumps({**schema, "x-guidance": OPTIONS})

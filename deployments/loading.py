@@ -1,0 +1,90 @@
+"""From options to a model in an engine, or to a `LoadError` that says why not."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from deployments.demo_model import WEIGHTS
+from deployments.errors import LoadError, RequestError
+from deployments.options import DEMO, Options
+
+if TYPE_CHECKING:  # the replica's module is imported without torch, too
+    from deployments.engine.engine import Engine
+
+
+def load_engine(options: Options) -> Engine:
+    """Load the model into an engine, on this thread.
+
+    Raises:
+        LoadError: With the fitting status.
+    """
+    from huggingface_hub.errors import GatedRepoError, RevisionNotFoundError
+
+    from deployments.engine.memory import is_out_of_memory
+    from deployments.engine.probe import UnsupportedModelError
+
+    try:
+        return _engine(options)
+    except LoadError:
+        raise
+    except RequestError as error:  # a savepoint that is nothing
+        raise LoadError(error.message, error.field, error.code, error.status) from error
+    except UnsupportedModelError as error:
+        raise LoadError(str(error), "model_id", "unsupported_model") from error
+    except Exception as error:
+        if is_out_of_memory(error):
+            raise LoadError(f"there is no memory for it: {error}", None, "out_of_memory", 500) from error
+        if isinstance(error.__cause__, GatedRepoError):
+            raise LoadError(str(error), "model_id", "model_gated", 403) from error
+        # transformers says so, without an error number, that a repository, revision or file of it is not there, or
+        # that the hub cannot be reached; and by ValueError that it does not know, or would have to run, its code.
+        if isinstance(error, OSError) and error.errno is None:
+            field = "revision" if isinstance(error.__cause__, RevisionNotFoundError) else "model_id"
+            raise LoadError(str(error), field, "model_not_found", 404) from error
+        if isinstance(error, (ValueError, ImportError)):
+            raise LoadError(str(error), "model_id", "unsupported_model") from error
+        raise LoadError(f"{type(error).__name__}: {error}", None, "load_failed", 500) from error
+
+
+def _engine(options: Options) -> Engine:
+    import torch
+
+    from deployments.engine.engine import Engine
+    from deployments.engine.model import load
+
+    # Ray sets OMP_NUM_THREADS to the actor's CPUs, a fraction here, hence one thread.
+    torch.set_num_threads(options.threads or max(1, (os.cpu_count() or 1) // options.num_replicas))
+    model = load(
+        _source(options),
+        revision=options.revision,
+        dtype=options.dtype,
+        device=options.device,
+        device_map=options.device_map,
+        trust_remote_code=options.trust_remote_code,
+        context=options.max_seq_len,
+    )
+    model.points.name(options.savepoints)
+    return Engine(
+        model,
+        max_running=options.max_running,
+        prefill_tokens=options.prefill_tokens,
+        kv_bytes=options.kv_bytes,
+        kv_fraction=options.kv_fraction,
+        capture_bytes=options.capture_memory_bytes,
+    )
+
+
+def _source(options: Options) -> str:
+    """The directory or repository that a model's name means."""
+    if options.model == DEMO:
+        return str(WEIGHTS)
+    if options.models_dir and (found := Path(options.models_dir, options.model)).is_dir():
+        return str(found)
+    given = Path(options.model).expanduser()
+    if given.is_dir() and not given.is_absolute():
+        # A client's name may be that of a directory here by chance; an operator cannot know where a replica runs.
+        message = f"{options.model!r} is a directory where the replica runs: name it by its absolute path"
+        raise LoadError(message, "model_id", "model_not_found", 404)
+    return options.model

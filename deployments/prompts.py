@@ -1,0 +1,124 @@
+"""Prompts as text and as tokens: a job's own, and texts whose tokens alone are asked for."""
+
+from __future__ import annotations
+
+import codecs
+from collections.abc import Sequence
+from typing import Any, NamedTuple
+
+from deployments.chat import ChatFormat
+from deployments.engine.model import Model
+from deployments.errors import RequestError
+from deployments.messages import Job, Text
+from deployments.spelling import Spelling
+
+
+class Echo(NamedTuple):
+    """A prompt as an answer repeats it.
+
+    Attributes:
+        text: The prompt.
+        offsets: Characters of it before each of its tokens.
+    """
+
+    text: str
+    offsets: Sequence[int]
+
+
+class Prompt(NamedTuple):
+    """One prompt of a job.
+
+    Attributes:
+        ids: Its token ids.
+        text: What they were made of; None where they were sent.
+    """
+
+    ids: list[int]
+    text: str | None = None
+
+
+class Prompts:
+    """One model's way from texts to tokens and back. All of it takes time: call it off the event loop."""
+
+    def __init__(self, model: Model, chat: ChatFormat, spelling: Spelling) -> None:
+        self._model = model
+        self._tokenizer = model.tokenizer
+        self._chat = chat
+        self._spelling = spelling
+
+    def of(self, job: Job) -> list[Prompt]:
+        """A job's prompts.
+
+        Raises:
+            RequestError: One is too long, or the model's template refuses the chat.
+        """
+        if job.messages is not None:
+            text = self._chat.render(job.messages, job.tools, job.template_kwargs)
+            self._check_length(text, "prompt")
+            return [Prompt(self._chat.tokenize(text), text)]
+        return [self._of_completion(prompt) for prompt in job.prompts]
+
+    def _of_completion(self, prompt: str | list[int]) -> Prompt:
+        if not isinstance(prompt, str):
+            return Prompt(prompt)
+        self._check_length(prompt, "prompt")
+        return Prompt(self._ids(prompt, add_special_tokens=True), prompt)
+
+    def echo(self, prompt: Prompt) -> Echo:
+        """How an answer repeats a prompt: as it was sent, or, of token ids, as they are decoded."""
+        decoder = codecs.getincrementaldecoder("utf-8")("replace")
+        ends = [0]
+        parts = [decoder.decode(self._spelling.shown(token)) for token in prompt.ids]
+        for part in parts:
+            ends.append(ends[-1] + len(part))
+        joined = "".join(parts) + decoder.decode(b"", final=True)
+        text = self._decoded(prompt.ids) if prompt.text is None else prompt.text
+        # What the tokenizer puts before a text (an opening token, a space) is not part of it.
+        before = len(joined) - len(text) if joined.endswith(text) else 0
+        return Echo(text, [min(max(0, end - before), len(text)) for end in ends[:-1]])
+
+    # ---- texts that no request runs
+
+    def tokenize(self, text: Text) -> dict[str, Any]:
+        """A text's tokens, as `/tokenize` answers.
+
+        Raises:
+            RequestError: It is too long, or the model's template refuses the chat.
+        """
+        if text.messages is not None:
+            begins = text.add_generation_prompt
+            written = self._chat.render(text.messages, text.tools, add_generation_prompt=begins)
+            field = "messages"
+        else:
+            assert text.prompt is not None
+            written, field = text.prompt, "prompt"
+        self._check_length(written, field)
+        ids = self._ids(written, text.add_special_tokens)
+        strings = self._tokenizer.convert_ids_to_tokens(ids) if text.strings else None
+        return {"count": len(ids), "max_model_len": self._model.context, "tokens": ids, "token_strs": strings}
+
+    def detokenize(self, tokens: Sequence[int]) -> dict[str, Any]:
+        """The text of tokens, as `/detokenize` answers.
+
+        Raises:
+            RequestError: One is no token id.
+        """
+        if tokens and not (min(tokens) >= 0 and max(tokens) < self._model.vocabulary):
+            raise RequestError(f"token ids go from 0 to {self._model.vocabulary - 1}", "tokens")
+        return {"prompt": self._decoded(tokens)}
+
+    # ---- both
+
+    def _ids(self, text: str, add_special_tokens: bool) -> list[int]:
+        ids: list[int] = self._tokenizer(text, add_special_tokens=add_special_tokens)["input_ids"]
+        return ids
+
+    def _decoded(self, ids: Sequence[int]) -> str:
+        return str(self._tokenizer.decode(list(ids), clean_up_tokenization_spaces=False))
+
+    def _check_length(self, text: str, field: str) -> None:
+        """Refuse a text before its tokens are counted, where the longest of tokens could not make it fit."""
+        most = self._model.context * self._model.longest_token
+        if len(text) > most:
+            message = f"{len(text)} characters are more than this model's context of {self._model.context} tokens holds"
+            raise RequestError(message, field, "context_length_exceeded")

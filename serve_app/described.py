@@ -1,0 +1,158 @@
+"""What `/openapi.json` says beyond what the routes' own types do: error bodies, examples, streams."""
+
+from __future__ import annotations
+
+import json
+from typing import Any
+
+from fastapi import FastAPI
+from pydantic import BaseModel
+
+from serve_app.errors import HEADERS, ApiError
+
+Responses = dict[int | str, dict[str, Any]]  # as FastAPI's routes take them
+
+FAILURES = {
+    "A bad field; `param` is its path.": ApiError(
+        400, "temperature: Input should be less than or equal to 2", "temperature", "invalid_value"
+    ),
+    "No API key, or one that is none.": ApiError(401, "no valid API key", None, "invalid_api_key"),
+    "The key's role does not allow it.": ApiError(403, "needs the role admin", None, "insufficient_permissions"),
+    "No such thing.": ApiError(404, "the model 'other' is not served here", "model", "model_not_found"),
+    "The model is loaded otherwise, or stays.": ApiError(
+        409, "'m' is being loaded with other settings; try again when it is there", "model_id", "model_loading"
+    ),
+    "The body is over the limit.": ApiError(413, "the body is larger than 16777216 bytes", None, "body_too_large"),
+    "All places are taken.": ApiError(429, "all 1088 places of this replica are taken", None, "server_busy"),
+    "The server's own failure; its log has the request's id.": ApiError(
+        500, "the server failed on request 1f0c; its log says why", None, "internal_error"
+    ),
+    "Nothing can answer now.": ApiError(503, "no replica can answer now; try again", None, "unavailable"),
+    "The server's time limit is over.": ApiError(504, "not done after the server's limit of 600 s", None, "timeout"),
+}
+
+
+class ErrorDetail(BaseModel):
+    """What went wrong."""
+
+    message: str
+    type: str
+    param: str | None
+    code: str | None
+
+
+class ErrorBody(BaseModel):
+    """OpenAI's error body, of every failure."""
+
+    error: ErrorDetail
+
+
+class Described(FastAPI):
+    """FastAPI, less the 422 that it announces for every route: a bad request gets 400 here."""
+
+    def openapi(self) -> dict[str, Any]:
+        """The schema of all routes."""
+        schema = super().openapi()
+        for operations in schema["paths"].values():
+            for operation in operations.values():
+                operation["responses"].pop("422", None)
+        for name in ("HTTPValidationError", "ValidationError"):
+            schema["components"]["schemas"].pop(name, None)
+        return schema
+
+
+def errors(*statuses: int) -> Responses:
+    """These failures, each with its body, an example and its headers."""
+    return {
+        failure.status: {
+            "model": ErrorBody,
+            "description": description,
+            "content": {"application/json": {"example": failure.body}},
+            "headers": {
+                name: {"schema": {"type": "string"}, "example": value}
+                for name, value in HEADERS.get(failure.status, {}).items()
+            },
+        }
+        for description, failure in FAILURES.items()
+        if failure.status in statuses
+    }
+
+
+def answers(example: Any, streamed: list[dict[str, Any]] | None = None) -> Responses:
+    """A success by an example, and where the route streams, by the events of one."""
+    content: dict[str, Any] = {"application/json": {"schema": {"type": "object"}, "example": example}}
+    if streamed is not None:
+        events = [json.dumps(event) for event in streamed] + ["[DONE]"]
+        text = "".join(f"data: {event}\n\n" for event in events)
+        content["text/event-stream"] = {"example": text}
+    return {200: {"description": "With `stream`, as events." if streamed else "Done.", "content": content}}
+
+
+def _head(kind: str) -> dict[str, Any]:
+    name = "cmpl" if kind == "text_completion" else "chatcmpl"
+    return {"id": f"{name}-5f2b", "object": kind, "created": 1763700000, "model": "vitrine-demo"}
+
+
+USAGE = {"prompt_tokens": 21, "completion_tokens": 2, "total_tokens": 23}
+END: dict[str, Any] = {"index": 0, "finish_reason": "stop", "logprobs": None}
+PIECE = END | {"finish_reason": None}
+
+CHAT = answers(
+    _head("chat.completion")
+    | {"choices": [END | {"message": {"role": "assistant", "content": "36", "refusal": None}}], "usage": USAGE},
+    [
+        _head("chat.completion.chunk") | {"choices": [PIECE | {"delta": {"role": "assistant", "content": ""}}]},
+        _head("chat.completion.chunk") | {"choices": [PIECE | {"delta": {"content": "36"}}]},
+        _head("chat.completion.chunk") | {"choices": [END | {"delta": {}}]},
+    ],
+)
+COMPLETION = answers(
+    _head("text_completion") | {"choices": [END | {"text": " 36"}], "usage": USAGE},
+    [_head("text_completion") | {"choices": [PIECE | {"text": " 36"}]}],
+)
+
+_SPOKEN = {"messages": [{"role": "user", "content": "Ann has 3 boxes of 12 pens. How many pens is that?"}]}
+CHAT_EXAMPLES: dict[str, Any] = {
+    "plain": {"value": {"model": "vitrine-demo", **_SPOKEN, "temperature": 0, "max_tokens": 64}},
+    "streamed": {"value": {"model": "vitrine-demo", **_SPOKEN, "stream": True, "max_tokens": 64}},
+    "activations": {
+        "summary": "records two layers' outputs for every token",
+        "value": {
+            "model": "vitrine-demo",
+            **_SPOKEN,
+            "max_tokens": 64,
+            "capture": {"points": ["layers.1.output", "layers.3.output"]},
+            "session_id": "first-steps",
+        },
+    },
+}
+COMPLETION_EXAMPLES: dict[str, Any] = {
+    "text": {"value": {"model": "vitrine-demo", "prompt": "Ann has 3 boxes.", "max_tokens": 16}},
+    "texts": {"value": {"model": "vitrine-demo", "prompt": ["Ann has", "Tom has"], "n": 2, "max_tokens": 4}},
+}
+
+_MODEL = {"id": "vitrine-demo", "object": "model", "owned_by": "vitrine", "created": 1763700000, "max_model_len": 4096}
+MODEL = answers(_MODEL)
+MODELS = answers({"object": "list", "data": [_MODEL]})
+
+TOKENS = answers({"count": 3, "max_model_len": 4096, "tokens": [318, 402, 17], "token_strs": None})
+TEXT = answers({"prompt": "Ann has 3"})
+LOADED = answers({"ok": True, "model": "Qwen/Qwen3-0.6B", "savepoints": []})
+UNLOADED = answers({"ok": True, "model": "Qwen/Qwen3-0.6B"})
+
+_SESSION: dict[str, Any] = {"id": "first-steps", "runs": 1, "tokens": 23, "bytes": 8832, "models": ["vitrine-demo"]}
+_SESSION |= {"created": 1763700000.0, "updated": 1763700000.0}
+SESSION = answers(_SESSION | {"runs": [], "files": []})
+SESSIONS = answers({"object": "list", "data": [_SESSION], "has_more": False})
+DELETED = answers({"id": "first-steps", "object": "session", "deleted": True})
+
+_DOWN = {"status": "unavailable", "loaded_models": [], "replicas": {"vitrine-demo": {"STARTING": 1}}}
+HEALTH: Responses = {
+    **answers({"status": "ok", "loaded_models": ["vitrine-demo"], "replicas": {"vitrine-demo": {"RUNNING": 1}}}),
+    503: {
+        "description": "A model has no replica that can serve.",
+        "content": {"application/json": {"schema": {"type": "object"}, "example": _DOWN}},
+        "headers": errors(503)[503]["headers"],
+    },
+}
+METRICS: Responses = {200: {"content": {"text/plain": {"example": 'ray_vitrine_running{model="vitrine-demo"} 0.0\n'}}}}

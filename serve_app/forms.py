@@ -1,0 +1,67 @@
+"""What a request says of its answer's form: tools, which of them to call, and JSON by a schema."""
+
+from __future__ import annotations
+
+from typing import Any, Literal
+
+from pydantic import Field, model_validator
+
+from serve_app.wire import Wire
+
+
+class Function(Wire):
+    """A function the model may call, its parameters as JSON schema."""
+
+    name: str = Field(pattern=r"^[A-Za-z0-9_.-]{1,64}$")
+    description: str | None = None
+    parameters: dict[str, Any] = Field(default_factory=dict)
+    strict: bool | None = None
+
+
+class Tool(Wire):
+    """A tool the model may call."""
+
+    type: Literal["function"]
+    function: Function
+
+
+class NamedFunction(Wire):
+    """Which function."""
+
+    name: str
+
+
+class NamedTool(Wire):
+    """The one function that must be called."""
+
+    type: Literal["function"]
+    function: NamedFunction
+
+
+class JsonSchema(Wire):
+    """A JSON schema that an answer obeys; it does so whatever `strict` says."""
+
+    name: str = Field(pattern=r"^[A-Za-z0-9_-]{1,64}$")
+    description: str | None = None
+    schema_: dict[str, Any] = Field(alias="schema")
+    strict: bool | None = None
+
+
+class ResponseFormat(Wire):
+    """The form of an answer: any text, any JSON object, or JSON by a schema."""
+
+    type: Literal["text", "json_object", "json_schema"]
+    json_schema: JsonSchema | None = None
+
+    @model_validator(mode="after")
+    def _has_its_schema(self) -> ResponseFormat:
+        if (self.type == "json_schema") != (self.json_schema is not None):
+            raise ValueError("json_schema goes with the type json_schema, and only with it")
+        return self
+
+    @property
+    def enforced(self) -> dict[str, Any] | None:
+        """The JSON schema that the text obeys; None for any text."""
+        if self.json_schema:
+            return self.json_schema.schema_
+        return {"type": "object"} if self.type == "json_object" else None

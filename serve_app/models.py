@@ -1,0 +1,298 @@
+"""The models that are served: which there are, by Serve's status alone, and how to ask each.
+
+The model that the server started with belongs to the ingress's own application. Each other one is an application of
+its own, named after the ingress's and the model: `default.models.Qwen--Qwen3-0.6B` is `Qwen/Qwen3-0.6B`.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import time
+from collections.abc import AsyncGenerator, Iterable, Iterator
+from contextlib import contextmanager
+from enum import Enum
+from typing import Any, cast
+
+from ray import serve
+from ray.serve.handle import DeploymentResponseGenerator
+from ray.serve.schema import ApplicationStatusOverview
+
+from deployments.messages import Job, Message, Refusal, Text
+from deployments.options import NO_MODEL, Options
+from serve_app.errors import UNAVAILABLE, ApiError
+
+logger = logging.getLogger("ray.serve")
+FRESH_S = 1.0  # for how long it is taken as known whether a replica runs: asking Serve takes 10 ms of processor time
+DESCRIBE_S = 5.0  # the longest that a list of models waits for one that does not answer
+DEPLOYMENT = "ModelReplica"
+
+
+class Phase(Enum):
+    """Where a model is between being asked for and being gone."""
+
+    LOADING = "loading"
+    LOADED = "loaded"
+    FAILED = "failed"
+    UNLOADING = "unloading"
+
+
+# A replica that dies later makes an application unhealthy until there is another.
+PHASES = {
+    "NOT_STARTED": Phase.LOADING,
+    "DEPLOYING": Phase.LOADING,
+    "RUNNING": Phase.LOADED,
+    "UNHEALTHY": Phase.LOADED,
+    "DEPLOY_FAILED": Phase.FAILED,
+    "DELETING": Phase.UNLOADING,
+}
+
+
+class ServedModel:
+    """One model: a handle to its replicas, and what was last known of them.
+
+    Attributes:
+        id: What clients name it by.
+        app: Its Serve application.
+        phase: Whether it is served.
+        replicas: How many replicas are in which of Serve's states.
+        message: What Serve says of it.
+    """
+
+    def __init__(self, id: str, app: str) -> None:
+        self.id = id
+        self.app = app
+        self.phase = Phase.LOADING
+        self.replicas: dict[str, int] = {}
+        self.message = ""
+        # By value over gRPC: as objects of Ray's, each item of a stream takes twice the processor time.
+        self._handle = serve.get_deployment_handle(DEPLOYMENT, app, _check_exists=False).options(
+            _by_reference=False, request_serialization="pickle", response_serialization="pickle"
+        )
+        self._seen = -FRESH_S  # when it was last known: Serve's controller said it, or a replica took a job
+
+    @property
+    def up(self) -> bool:
+        """Whether a replica runs, as far as is known."""
+        return self.phase is Phase.LOADED and "RUNNING" in self.replicas
+
+    @property
+    def stale(self) -> bool:
+        """Whether that was known longer ago than it may be."""
+        return time.monotonic() - self._seen > FRESH_S
+
+    def update(self, phase: Phase, app: ApplicationStatusOverview | None, asked: float) -> None:
+        """Take what Serve said.
+
+        Args:
+            phase: Where the model is.
+            app: What Serve says of its application, where there is one.
+            asked: When it was asked.
+        """
+        deployment = app.deployments.get(DEPLOYMENT) if app else None  # gone while it is deleted
+        self.phase = phase
+        self.replicas = {str(state): count for state, count in deployment.replica_states.items()} if deployment else {}
+        self.message = deployment.message if deployment else app.message if app else ""
+        self._seen = max(self._seen, asked)
+
+    async def complete(self, job: Job) -> list[Message]:
+        """Run a job to its end."""
+        sent = time.monotonic()
+        messages: list[Message] = await self._handle.complete.remote(job)
+        self._seen = max(self._seen, sent)
+        return messages
+
+    async def stream(self, job: Job) -> AsyncGenerator[list[Message]]:
+        """Run a job and pass on what gathers; when the caller stops listening, the job is cancelled."""
+        sent = time.monotonic()
+        answers = cast("DeploymentResponseGenerator[Any]", self._handle.options(stream=True).stream.remote(job))
+        try:
+            async for gathered in answers:
+                self._seen = max(self._seen, sent)
+                yield gathered
+        finally:
+            answers.cancel()  # type: ignore[no-untyped-call]
+
+    async def tokenize(self, text: Text) -> dict[str, Any]:
+        """A text's tokens.
+
+        Raises:
+            ApiError: The model cannot take the text.
+        """
+        return _answered(await self._handle.tokenize.remote(text))
+
+    async def detokenize(self, tokens: list[int]) -> dict[str, Any]:
+        """The text of tokens.
+
+        Raises:
+            ApiError: One is no token of the model's.
+        """
+        return _answered(await self._handle.detokenize.remote(tokens))
+
+    async def describe(self) -> dict[str, Any]:
+        """The model as OpenAI lists it, with `max_model_len` and `savepoints`."""
+        described: dict[str, Any] = await self._handle.describe.remote()
+        return {"id": self.id, "object": "model", "owned_by": "vitrine"} | described
+
+    async def settings(self) -> dict[str, Any]:
+        """How it was loaded, as `/models/load` takes it."""
+        settings: dict[str, Any] = await self._handle.settings.remote()
+        return settings
+
+
+class Models:
+    """Every model, by its id."""
+
+    def __init__(self, options: Options, app: str) -> None:
+        """Know the model that the server starts with; Serve tells of the others.
+
+        Args:
+            options: The operator's.
+            app: The ingress's application.
+        """
+        self._prefix = f"{app}.models."
+        self._known: dict[str, ServedModel] = {}
+        self._default = None if options.model == NO_MODEL else ServedModel(options.served_name, app)
+        if self._default:
+            self._known[self._default.id] = self._default
+        self._going: set[str] = set()
+        self._asking: asyncio.Future[None] | None = None
+
+    def name_of(self, model_id: str) -> str:
+        """The application of a model that is loaded by its repository id, in which `--` cannot occur."""
+        return self._prefix + model_id.replace("/", "--")
+
+    def get(self, model_id: str) -> ServedModel | None:
+        """What is known of a model, in whatever phase; None where there is nothing."""
+        return self._known.get(model_id)
+
+    def is_default(self, model: ServedModel) -> bool:
+        """Whether it is the model that the server started with."""
+        return model is self._default
+
+    async def find(self, model_id: str | None) -> ServedModel:
+        """A model that can be asked now; without an id, the one that the server started with, or the only one.
+
+        Refuses while no replica runs: Serve's handle would wait for one without end. Goes by what was last known, and
+        asks again in the background when that is older than a second.
+
+        Raises:
+            ApiError: 404, with the ids that there are; 503 while it loads or no replica runs.
+        """
+        if model_id is None and self._default is None:  # another ingress may have loaded it
+            await self.refresh()
+        model_id = model_id or self._usual()
+        model = self._known.get(model_id)
+        if model is None or model.phase is not Phase.LOADED or (not model.up and model.stale):
+            await self.refresh()
+            model = self._known.get(model_id)
+        elif model.stale and (self._asking is None or self._asking.done()):
+            self._ask_again()
+        if model is None or model.phase not in (Phase.LOADED, Phase.LOADING):
+            there_are = ", ".join(repr(model.id) for model in self.loaded) or "none"
+            message = f"the model {model_id!r} is not served here; there are: {there_are}"
+            raise ApiError(404, message, "model", "model_not_found")
+        if model.phase is Phase.LOADING:
+            raise ApiError(503, f"{model_id!r} is being loaded; try again", "model", "model_loading")
+        if not model.up:
+            raise ApiError(503, f"no replica of {model_id!r} runs now; try again", code="unavailable")
+        return model
+
+    def _usual(self) -> str:
+        if self._default:
+            return self._default.id
+        if len(self.loaded) != 1:
+            raise ApiError(400, f"{len(self.loaded)} models are served: say which", "model", "invalid_value")
+        return self.loaded[0].id
+
+    @property
+    def loaded(self) -> list[ServedModel]:
+        """Every model that is served, as far as is known."""
+        return [model for model in self._known.values() if model.phase is Phase.LOADED]
+
+    async def describe(self) -> list[dict[str, Any]]:
+        """Every model that can answer now, as OpenAI lists it."""
+        await self.refresh()
+        described = await asyncio.gather(*(_describe(model) for model in self.loaded if model.up))
+        return [description for description in described if description]
+
+    async def health(self) -> tuple[bool, dict[str, Any]]:
+        """Whether every loaded model has a replica that can serve, and what `/health` says."""
+        await self.refresh()
+        healthy = all(model.up for model in self.loaded)
+        present = [model for model in self._known.values() if model.phase is not Phase.FAILED]
+        body = {
+            "status": "ok" if healthy else "unavailable",
+            "loaded_models": [model.id for model in self.loaded if model.up],
+            "replicas": {model.id: model.replicas for model in present},
+        }
+        return healthy, body
+
+    @contextmanager
+    def going(self, model: ServedModel) -> Iterator[None]:
+        """Send a model no more requests, whatever Serve says of it until it hears that the model goes."""
+        self._going.add(model.id)
+        model.phase = Phase.UNLOADING
+        try:
+            yield
+        finally:
+            self._going.discard(model.id)
+
+    async def refresh(self) -> None:
+        """Ask Serve which models there are; what is known then is no older than this call."""
+        before = self._asking
+        if before is not None and not before.done():
+            await asyncio.wait([before])
+        if self._asking is before:  # else another that waited has asked since
+            self._ask_again()
+        assert self._asking is not None
+        await asyncio.shield(self._asking)
+
+    def _ask_again(self) -> None:
+        self._asking = asyncio.ensure_future(self._ask())
+        self._asking.add_done_callback(_log_failure)
+
+    async def _ask(self) -> None:
+        asked = time.monotonic()
+        status = await asyncio.to_thread(serve.status)  # asks Serve's controller, and blocks
+        known = {}
+        for model in self._among(status.applications):
+            app = status.applications.get(model.app)
+            phase = PHASES[app.status.value] if app else Phase.UNLOADING
+            if model is self._default:
+                phase = Phase.LOADED  # what the operator asked for is to be there
+            elif model.id in self._going:
+                phase = Phase.UNLOADING
+            model.update(phase, app, asked)
+            known[model.id] = model
+        self._known = known
+
+    def _among(self, apps: Iterable[str]) -> Iterator[ServedModel]:
+        """The models that Serve has applications of, and the one that the server started with."""
+        if self._default:
+            yield self._default
+        for app in apps:
+            model_id = app.removeprefix(self._prefix).replace("--", "/")
+            if app.startswith(self._prefix) and not (self._default and self._default.id == model_id):
+                yield self._known.get(model_id) or ServedModel(model_id, app)
+
+
+def _answered(answer: dict[str, Any] | Refusal) -> dict[str, Any]:
+    if isinstance(answer, Refusal):
+        raise ApiError.of(answer)
+    return answer
+
+
+async def _describe(model: ServedModel) -> dict[str, Any] | None:
+    """What a list says of one model; None where it cannot answer, which is no reason to list no other."""
+    try:
+        async with asyncio.timeout(DESCRIBE_S):
+            return await model.describe()
+    except (TimeoutError, *UNAVAILABLE) as error:
+        logger.warning("%s is left out of the list of models: %s", model.id, str(error) or "it does not answer")
+        return None
+
+
+def _log_failure(asking: asyncio.Future[None]) -> None:
+    if not asking.cancelled() and (error := asking.exception()):
+        logger.warning("Serve's controller does not say which models there are: %s", error)

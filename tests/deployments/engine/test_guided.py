@@ -1,0 +1,238 @@
+"""A row under a grammar says what fits it and nothing else, whatever the batch, the seed and the settings."""
+
+from __future__ import annotations
+
+import json
+import random
+
+import jsonschema
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from llguidance import LLParserLimits
+
+from deployments.engine import guide
+from deployments.engine.engine import Engine
+from deployments.engine.guide import MOST_CHARACTERS, Grammars
+from deployments.engine.memory import KvMemory
+from deployments.engine.request import GREEDY, TOO_COMPLEX, Request, Sampling
+from deployments.errors import RequestError
+from deployments.grammars import embedded
+
+PERSON = {
+    "type": "object",
+    "properties": {
+        "name": {"type": "string", "maxLength": 5},
+        "age": {"type": "integer", "minimum": 0, "maximum": 130},
+        "tall": {"type": "boolean"},
+    },
+    "required": ["name", "age"],
+    "additionalProperties": False,
+}
+SCHEMAS = {
+    "person": PERSON,
+    "choice": {"enum": ["red", "green", "a green that is light", 7, None]},
+    "list": {"type": "array", "items": {"type": "number", "minimum": 0, "maximum": 9}, "minItems": 1, "maxItems": 3},
+    "either": {"anyOf": [{"type": "boolean"}, {"$ref": "#/$defs/pair"}], "$defs": {"pair": PERSON}},
+    "pattern": {"type": "string", "pattern": "^[a-c]{2,4}-[0-9]{2}$"},
+}
+
+
+def grammar(model, schema):
+    return Grammars(model).compile(f"start: {embedded(schema)}", "response_format")
+
+
+@pytest.fixture(scope="module", params=["demo", "llama", "gpt2"])
+def model(request, tiny, demo):
+    return demo if request.param == "demo" else tiny(request.param)
+
+
+@pytest.fixture(scope="module")
+def compiled(model):
+    grammars = Grammars(model)
+    return {name: grammars.compile(f"start: {embedded(schema)}", "response_format") for name, schema in SCHEMAS.items()}
+
+
+def said(model, finished):
+    """The text of a request that ended."""
+    tokens = [token for token in finished.tokens if token not in model.eos]
+    return model.tokenizer.decode(tokens, clean_up_tokenization_spaces=False)
+
+
+def test_whatever_the_settings_a_text_that_stops_obeys_its_schema(model, compiled):
+    numbers = random.Random(0)
+    stopped = dict.fromkeys(SCHEMAS, 0)
+    for seed in range(6):
+        wanted = {}
+        for name in SCHEMAS:
+            sampling = Sampling(
+                temperature=numbers.choice([0.0, 0.7, 1.5]),
+                top_p=numbers.choice([1.0, 0.9]),
+                top_k=numbers.choice([0, 5]),
+                seed=seed,
+                repetition_penalty=numbers.choice([1.0, 1.3]),
+                min_tokens=numbers.choice([0, 4]),
+            )
+            prompt = [numbers.randrange(3, 256) for _ in range(numbers.randrange(1, 9))]
+            wanted[name] = Request(name, prompt, 80, sampling=sampling, grammar=compiled[name])
+        for name, finished in zip(wanted, Engine(model).generate(wanted.values()), strict=True):
+            assert finished.reason in ("stop", "length"), finished.error
+            if finished.reason == "stop":
+                jsonschema.validate(json.loads(said(model, finished)), SCHEMAS[name])
+                stopped[name] += 1
+    assert all(stopped.values()), stopped
+
+
+@settings(max_examples=60, deadline=None, derandomize=True)
+@given(st.sampled_from(sorted(SCHEMAS)), st.randoms(use_true_random=False))
+def test_the_end_is_allowed_exactly_where_the_text_is_complete(demo, name, numbers):
+    stand = _kept(demo)[name].begin()
+    tokens, ends = [], sorted(demo.eos)
+    for _ in range(60):
+        allowed = stand.allowed()
+        text = demo.tokenizer.decode(tokens, clean_up_tokenization_spaces=False)
+        assert all(bool(allowed[end]) == _obeys(text, SCHEMAS[name]) for end in ends), text
+        going_on = [token for token in allowed.nonzero().flatten().tolist() if token not in demo.eos]
+        if not going_on:
+            break
+        tokens.append(numbers.choice(going_on))
+        stand.add(tokens[-1])
+    assert stand.error is None
+
+
+KEPT = {}
+
+
+def _kept(model):
+    if not KEPT:
+        KEPT.update({name: grammar(model, schema) for name, schema in SCHEMAS.items()})
+    return KEPT
+
+
+def _obeys(text, schema):
+    try:
+        jsonschema.validate(json.loads(text), schema)
+    except (ValueError, jsonschema.ValidationError):
+        return False
+    return True
+
+
+def test_greedy_neighbours_of_guided_rows_get_the_tokens_they_get_alone(model, compiled, prompt, alone, same_greedy):
+    prompts = [prompt(length) for length in (3, 7, 12)]
+    free = [Request(f"free {i}", ids, 20) for i, ids in enumerate(prompts)]
+    guided = [
+        Request(name, prompt(5, i), 40, sampling=Sampling(seed=i), grammar=compiled[name])
+        for i, name in enumerate(SCHEMAS)
+    ]
+    done = Engine(model).generate([guided[0], free[0], *guided[1:3], free[1], *guided[3:], free[2]])
+    by_id = {finished.id: finished for finished in done}
+    for request in free:
+        assert same_greedy(model, request.prompt, by_id[request.id].tokens, alone(model, request.prompt, 20))
+
+
+def test_a_guided_row_that_is_preempted_or_run_in_pieces_says_the_same(demo, prompt, drain, endings):
+    position = KvMemory(demo, 1, kv_bytes=1).position_bytes
+    schema = grammar(demo, {"type": "array", "items": PERSON, "minItems": 40})
+    asked = [
+        Request(str(i), prompt(length), 300, sampling=Sampling(seed=i, temperature=0.8), grammar=schema)
+        for i, length in enumerate((242, 230, 100))
+    ]
+    tight, roomy = Engine(demo, prefill_tokens=64, kv_bytes=1024 * position), Engine(demo)
+    for request in asked:
+        tight.submit(request)
+        roomy.submit(request)
+    got, want = endings(drain(tight)), endings(drain(roomy))
+    assert tight.statistics.preempted > 0
+    assert {id: one.tokens for id, one in got.items()} == {id: one.tokens for id, one in want.items()}
+
+
+def test_a_text_that_is_cut_off_ends_with_length(demo, prompt):
+    schema = {"type": "string", "minLength": 200}
+    (finished,) = Engine(demo).generate([Request("cut", prompt(4), 10, grammar=grammar(demo, schema))])
+    assert finished.reason == "length"
+    assert said(demo, finished).startswith('"')
+
+
+def test_a_grammar_goes_before_min_tokens(demo, prompt):
+    wanted = Request(
+        "short", prompt(4), 20, Sampling(temperature=0, min_tokens=20), grammar=grammar(demo, {"const": 1})
+    )
+    (finished,) = Engine(demo).generate([wanted])
+    assert (finished.reason, said(demo, finished)) == ("stop", "1")
+    numbers = {"type": "array", "items": {"const": 1}}
+    wanted = Request("long", prompt(4), 60, Sampling(seed=1, min_tokens=20), grammar=grammar(demo, numbers))
+    (finished,) = Engine(demo).generate([wanted])
+    assert len(finished.tokens) > 20  # there is always another number
+
+
+def test_bias_stop_strings_and_logprobs_go_on_working(demo, prompt):
+    schema = grammar(demo, {"enum": ["left", "right"]})
+    (right,) = demo.tokenizer("r", add_special_tokens=False)["input_ids"]
+    biased = Sampling(temperature=0, logit_bias={right: 100.0})
+    requests = [
+        Request("biased", prompt(4), 20, sampling=biased, grammar=schema, logprobs=2),
+        Request("stopped", prompt(4), 20, sampling=biased, grammar=schema, stop=("gh",), streamed=False),
+    ]
+    biased, stopped = Engine(demo).generate(requests)
+    assert said(demo, biased) == '"right"'
+    assert (stopped.reason, stopped.rest.text) == ("stop", '"ri')
+
+
+def test_end_tokens_cannot_be_ignored_under_a_grammar(demo, prompt):
+    request = Request("on", prompt(4), 8, sampling=GREEDY, ignore_eos=True, grammar=grammar(demo, PERSON))
+    with pytest.raises(RequestError) as refused:
+        Engine(demo).check(request)
+    assert refused.value.field == "ignore_eos"
+
+
+@pytest.mark.parametrize(
+    "schema",
+    [
+        {"type": "spoon"},
+        {"type": "object", "properties": 3},
+        {"$ref": "https://example.com/schema.json"},
+        {"$ref": "#/$defs/none"},
+        {"type": "string", "pattern": "(?<=a)b"},
+        {"type": "string", "pattern": "("},
+        {"type": "string", "format": "no-such-format"},
+        {"not": {"type": "string"}},
+        {"enum": ["x" * MOST_CHARACTERS]},
+        {"$ref": "#/$defs/loop", "$defs": {"loop": {"$ref": "#/$defs/loop"}}},
+        {"type": "object", "properties": {f"p{i}": {"type": "integer"} for i in range(1500)}},
+        {"allOf": [{"type": "string"}, {"type": "integer"}]},
+    ],
+)
+def test_a_schema_that_cannot_be_enforced_is_refused(demo, schema):
+    with pytest.raises(RequestError) as refused:
+        grammar(demo, schema)
+    assert refused.value.field == "response_format"
+    assert refused.value.message
+    assert len(refused.value.message) < 1000
+
+
+def limited(monkeypatch, model, states):
+    """A grammar of more and more lexer states, of which it may have so many."""
+    monkeypatch.setattr(guide, "LIMITS", LLParserLimits(max_lexer_states=states))
+    return grammar(model, {"type": "string", "pattern": "^[ab]*a[ab]{24}$"})
+
+
+def test_a_row_whose_grammar_fails_on_the_way_ends_alone_and_says_why(demo, prompt, alone, same_greedy, monkeypatch):
+    request = Request("free", prompt(4), 40)
+    doomed = Request("doomed", prompt(5), 400, sampling=Sampling(seed=0), grammar=limited(monkeypatch, demo, 100))
+    free, failed = Engine(demo).generate([request, doomed])
+    assert (failed.reason, failed.code) == ("error", TOO_COMPLEX)
+    assert "states" in failed.error
+    assert same_greedy(demo, request.prompt, free.tokens, alone(demo, request.prompt, 40))
+
+
+def test_rows_of_one_grammar_do_not_use_up_each_others_states(demo, prompt, monkeypatch):
+    shared = limited(monkeypatch, demo, 300)
+    ends = [id for text, id in demo.tokenizer.get_vocab().items() if '"' in text]  # the text is to go on
+    bias = dict.fromkeys(ends, -100.0)
+    for seed in range(60):
+        request = Request("row", prompt(5), 60, sampling=Sampling(seed=seed, logit_bias=bias), grammar=shared)
+        (finished,) = Engine(demo).generate([request])
+        assert finished.reason in ("stop", "length"), finished.error
+        if shared.worn and seed >= 6:
+            break
+    assert shared.worn

@@ -1,0 +1,149 @@
+"""A prompt's own logprobs are a plain forward's, said once, and cost nobody else anything."""
+
+import pytest
+import torch
+
+from deployments.engine import scoring
+from deployments.engine.engine import Engine
+from deployments.engine.model import Model
+from deployments.engine.request import Delta, PromptLogprobs, Request
+from deployments.engine.scoring import PromptScores
+from deployments.errors import RequestError
+
+
+def of(events, id):
+    """The one event that says a prompt's logprobs, before any token of the answer."""
+    mine = [event for event in events if event.id == id and not isinstance(event, PromptLogprobs)]
+    (said,) = [event for event in events if event.id == id and isinstance(event, PromptLogprobs)]
+    assert events.index(said) < events.index(mine[0])
+    return said.logprobs
+
+
+@torch.inference_mode()
+def forced(model, prompt):
+    """[tokens - 1, vocabulary] logprobs of each token behind the first in one plain forward."""
+    ids = torch.tensor([list(prompt)])
+    return model.hf(input_ids=ids, use_cache=False).logits[0, :-1].float().log_softmax(-1)
+
+
+def assert_plain(model, prompt, got, likeliest):
+    want = forced(model, prompt)
+    assert len(got) == len(prompt) - 1
+    own = want.gather(-1, torch.tensor(prompt[1:])[:, None]).squeeze(-1)
+    torch.testing.assert_close(torch.tensor([one.logprob for one in got]), own, rtol=1e-3, atol=1e-3)
+    for one, row in zip(got, want, strict=True):
+        ids, values = [id for id, _ in one.top], torch.tensor([value for _, value in one.top])
+        torch.testing.assert_close(values, row.topk(likeliest).values, rtol=1e-3, atol=1e-3)
+        torch.testing.assert_close(values, row[ids], rtol=1e-3, atol=1e-3)
+
+
+@pytest.fixture
+def head_rows(build, byte_tokenizer):
+    """A model, and how many rows its head has run over in each forward."""
+    model = Model(build("qwen3"), byte_tokenizer, "qwen3")
+    rows: list[int] = []
+    head = model.hf.get_output_embeddings()
+    head.register_forward_hook(lambda _, args, output: rows.append(output[..., 0].numel()))
+    return model, rows
+
+
+@pytest.mark.parametrize("prefill_tokens", [1024, 16])
+@pytest.mark.parametrize("name", ["qwen3", "gemma2", "opt", "falcon_parallel"])
+def test_a_prompts_logprobs_equal_a_plain_forward_in_company_and_in_pieces(name, prefill_tokens, tiny, prompt, drain):
+    model = tiny(name)
+    engine = Engine(model, prefill_tokens=prefill_tokens)
+    for length in (1, 2, 7, 9, 40):
+        engine.submit(Request(f"plain {length}", prompt(length, 1), 6))
+        engine.submit(Request(f"scored {length}", prompt(length), 6, prompt_logprobs=length % 5))
+    events = drain(engine)
+    for length in (1, 2, 7, 9, 40):
+        assert_plain(model, prompt(length), of(events, f"scored {length}"), length % 5)
+    assert not [event for event in events if isinstance(event, PromptLogprobs) and event.id.startswith("plain")]
+
+
+@pytest.mark.parametrize("max_tokens", [0, 1])
+def test_a_prompt_is_scored_without_an_answer_or_with_one_told_at_its_end(max_tokens, tiny, prompt, drain, endings):
+    model, ids = tiny("qwen3"), prompt(12)
+    engine = Engine(model)
+    engine.submit(Request("a", ids, max_tokens, prompt_logprobs=1, logprobs=1, ignore_eos=True, streamed=False))
+    events = drain(engine)
+    assert_plain(model, ids, of(events, "a"), 1)
+    assert len(endings(events)["a"].tokens) == max_tokens
+    assert not [event for event in events if isinstance(event, Delta)]
+
+
+@torch.inference_mode()
+def test_a_prompt_that_loses_its_slot_between_two_pieces_is_scored_once(tiny, prompt, drain):
+    model, ids = tiny("qwen3"), prompt(60)
+    engine = Engine(model, prefill_tokens=32)
+    engine.submit(Request("a", ids, 4, prompt_logprobs=2, ignore_eos=True))
+    events = engine.step()
+    (row,) = engine._batch.rows
+    assert 0 < row.fed < len(ids)
+    engine._preempt(row)
+    events += drain(engine)
+    assert engine.statistics.preempted == 1
+    assert_plain(model, ids, of(events, "a"), 2)
+
+
+def test_the_head_runs_over_last_tokens_and_the_prompts_that_are_scored_alone(head_rows, prompt, drain):
+    model, rows = head_rows
+    engine = Engine(model)
+    for id, likeliest in (("a", None), ("b", 1), ("c", None)):
+        engine.submit(Request(id, prompt(20), 2, prompt_logprobs=likeliest, ignore_eos=True))
+    rows.clear()
+    drain(engine)
+    assert rows == [3 + 19, 3]  # one prefill, one decode
+
+
+def test_a_long_prompt_is_scored_within_the_memory_for_logits(head_rows, prompt, drain, monkeypatch):
+    model, rows = head_rows
+    monkeypatch.setattr(scoring, "LOGITS_BYTES", 4 * 256 * 40)
+    engine = Engine(model)
+    engine.submit(Request("a", prompt(90), 0, prompt_logprobs=1))
+    rows.clear()
+    events = drain(engine)
+    assert rows == [1 + 40, 1 + 40, 1 + 9]
+    assert_plain(model, prompt(90), of(events, "a"), 1)
+
+
+def test_logits_that_are_recorded_are_scored_too(tiny, prompt, capturing, drain, endings):
+    model, ids = tiny("gemma2"), prompt(9)
+    engine = Engine(model)
+    engine.submit(Request("scored", ids, 2, prompt_logprobs=3, ignore_eos=True))
+    engine.submit(capturing(model, "recorded", prompt(8), 2, points=["lm_head.output"]))
+    events = drain(engine)
+    assert_plain(model, ids, of(events, "scored"), 3)
+    assert len(endings(events)["recorded"].captured.positions) == 10
+
+
+def test_a_prompt_with_a_distribution_that_is_not_finite_ends_alone(build, byte_tokenizer, prompt, drain, endings):
+    model = Model(build("qwen3"), byte_tokenizer, "qwen3")
+
+    def spoil(_, args, output):
+        if output.shape[1] > 2:  # the last tokens of both prompts, then the first prompt's others
+            output[0, 5] = torch.nan
+        return output
+
+    model.hf.get_output_embeddings().register_forward_hook(spoil)
+    engine = Engine(model)
+    engine.submit(Request("scored", prompt(9), 3, prompt_logprobs=0, ignore_eos=True))
+    engine.submit(Request("other", prompt(9), 3, ignore_eos=True))
+    done = endings(drain(engine))
+    assert done["scored"].reason == "error"
+    assert "not finite" in done["scored"].error
+    assert done["other"].reason == "length"
+
+
+def test_a_token_that_the_head_does_not_know_is_impossible():
+    scores = PromptScores(Request("", [1, 3, 9], 0, prompt_logprobs=1), 4)
+    assert scores.wanted(0, 3) == range(2)
+    first, second = scores.read(torch.zeros(2, 4))
+    assert first.logprob == pytest.approx(-1.3863, abs=1e-4)
+    assert second.logprob == float("-inf")
+
+
+def test_more_likeliest_tokens_than_are_ranked_are_refused(tiny):
+    with pytest.raises(RequestError) as refused:
+        Engine(tiny("qwen3")).check(Request("", [3, 4], 0, prompt_logprobs=21))
+    assert refused.value.field == "prompt_logprobs"

@@ -1,0 +1,57 @@
+"""From options to an engine: what a name means, and why a model is not loaded."""
+
+from __future__ import annotations
+
+import traceback
+
+import pytest
+
+from deployments.demo_model import WEIGHTS
+from deployments.errors import LoadError
+from deployments.loading import load_engine
+from deployments.options import Options
+
+
+def test_why_a_load_failed_is_read_back_from_a_traceback():
+    said = LoadError('no "point":\nthe nearest are a, b {c}', "savepoints[0].selector", "unknown_point", 400)
+    try:
+        try:
+            raise OSError("before it")
+        except OSError as error:
+            raise said from error
+    except LoadError:
+        text = f"The deployment failed to start. Error:\n{traceback.format_exc()}\nSee the logs."
+    read = LoadError.quoted(text)
+    assert (read.message, read.field, read.code, read.status) == said.args
+
+
+def test_a_text_without_a_load_error_quotes_none():
+    assert LoadError.quoted("The actor died unexpectedly before finishing this task.") is None
+
+
+def test_a_directory_is_named_by_its_absolute_path_alone(tmp_path, monkeypatch):
+    (tmp_path / "some" / "model").mkdir(parents=True)
+    monkeypatch.chdir(tmp_path)
+    with pytest.raises(LoadError, match="absolute") as refused:
+        load_engine(Options(model="some/model"))
+    assert (refused.value.status, refused.value.code) == (404, "model_not_found")
+
+
+def test_a_name_below_the_models_directory_is_that_model(tmp_path):
+    (tmp_path / "some").mkdir()
+    (tmp_path / "some" / "model").symlink_to(WEIGHTS)
+    options = {"model": "some/model", "models_dir": str(tmp_path), "dtype": "float32", "threads": 1}
+    engine = load_engine(Options(**options, savepoints=({"name": "last", "selector": "layers.-1"},)))
+    assert engine.model.points.default_names() == ["last"]
+
+
+def test_a_model_without_its_files_is_not_found(tmp_path):
+    with pytest.raises(LoadError) as refused:
+        load_engine(Options(model=str(tmp_path)))
+    assert refused.value.status in (400, 404)
+    assert refused.value.field == "model_id"
+
+
+def test_a_models_directory_has_to_be_absolute():
+    with pytest.raises(ValueError, match="models_dir"):
+        Options(models_dir="here")

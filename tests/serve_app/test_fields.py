@@ -1,0 +1,174 @@
+"""Every row of the table of fields in docs/http.md, shown by requests to the server."""
+
+from __future__ import annotations
+
+import json
+import re
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import httpx
+import pytest
+from openai.types import completion_create_params as of_completions
+from openai.types.chat import completion_create_params as of_chat
+from transformers import AutoTokenizer
+
+from deployments.demo_model import WEIGHTS
+from serve_app.ignored import REASONS
+from serve_app.schemas import ChatRequest, CompletionRequest
+
+DOCUMENT = Path(__file__).parents[2] / "docs" / "http.md"
+ROWS = re.findall(r"^\| `([a-z_.]+)` \| (\w+) \| (\w+) \|", DOCUMENT.read_text(), re.MULTILINE)
+ROUTES = ("chat", "completions")
+REQUIRED = {"model", "messages", "prompt"}
+
+MESSAGES = [{"role": "user", "content": "Tom has 3 boxes of 4 pens. How many pens is that?"}]
+PLAIN: dict[str, Any] = {"model": "vitrine-demo", "max_tokens": 8, "temperature": 0}
+BASE = {"chat": PLAIN | {"messages": MESSAGES}, "completions": PLAIN | {"prompt": "Tom has 3"}}
+END = str(AutoTokenizer.from_pretrained(WEIGHTS).eos_token_id)
+TOOL = {"type": "function", "function": {"name": "calculator", "parameters": {"type": "object"}}}
+
+
+class Example(NamedTuple):
+    """A value for a field, and what goes with it."""
+
+    value: Any
+    beside: dict[str, Any] = {}
+
+
+DRAWN = {"temperature": 2, "seed": 7}
+LONG = {"max_tokens": 48, "ignore_eos": True}
+EXAMPLES = {
+    "model": Example("vitrine-demo"),
+    "messages": Example(MESSAGES),
+    "prompt": Example("Tom has 3"),
+    "max_tokens": Example(3),
+    "max_completion_tokens": Example(3),
+    "temperature": Example(2, {"seed": 7}),
+    "top_p": Example(0.01, DRAWN),
+    "seed": Example(8, DRAWN),
+    "presence_penalty": Example(2, LONG),
+    "frequency_penalty": Example(2, LONG),
+    "logit_bias": Example({"40": 100}),
+    "n": Example(2),
+    "stop": Example(" ", LONG),
+    "logprobs": Example(True),
+    "top_logprobs": Example(2, {"logprobs": True}),
+    "stream": Example(True),
+    "stream_options.include_usage": Example(True, {"stream": True}),
+    "stream_options.include_obfuscation": Example(True, {"stream": True}),
+    "tools": Example([TOOL]),
+    "tool_choice": Example("required", {"tools": [TOOL]}),
+    "parallel_tool_calls": Example(False, {"tools": [TOOL]}),
+    "response_format": Example({"type": "json_object"}),
+    "user": Example("somebody"),
+    "metadata": Example({"team": "a"}),
+    "modalities": Example(["text"]),
+    "prediction": Example({"type": "content", "content": "12"}),
+    "prompt_cache_key": Example("k"),
+    "prompt_cache_options": Example({"mode": "implicit"}),
+    "prompt_cache_retention": Example("24h"),
+    "reasoning_effort": Example("low"),
+    "safety_identifier": Example("somebody"),
+    "service_tier": Example("flex"),
+    "store": Example(True),
+    "verbosity": Example("low"),
+    "audio": Example({"voice": "alloy", "format": "wav"}),
+    "web_search_options": Example({}),
+    "moderation": Example({"model": "omni-moderation-latest"}),
+    "functions": Example([{"name": "calculator"}]),
+    "function_call": Example("auto"),
+    "best_of": Example(2),
+    "echo": Example(True),
+    "suffix": Example(" pens."),
+    "top_k": Example(1, DRAWN),
+    "min_p": Example(1, DRAWN),
+    "repetition_penalty": Example(100, LONG),
+    "min_tokens": Example(3, {"logit_bias": {END: 100}}),
+    "stop_token_ids": Example([40], {"logit_bias": {"40": 100}}),
+    "ignore_eos": Example(True, {"logit_bias": {END: 100}}),
+    "return_token_ids": Example(True),
+    "chat_template_kwargs": Example({"tone": "calm"}),
+    "store_activations": Example(True),
+    "capture": Example({"points": ["norm.output"]}),
+    "session_id": Example("fields", {"store_activations": True}),
+}
+OF_COMPLETIONS = EXAMPLES | {"logprobs": Example(2)}
+
+
+def post(served, route: str, body: dict[str, Any]) -> httpx.Response:
+    path = "chat/completions" if route == "chat" else "completions"
+    return httpx.post(f"{served.base_url}/{path}", json=body, timeout=60)
+
+
+def content(answer: httpx.Response) -> str:
+    """An answer without what differs from one request to the next."""
+    assert answer.status_code == 200, answer.text
+    return re.sub(r'"(id|created|run_id|uri|first_row)": ?("[^"]*"|\d+)', "", answer.text)
+
+
+def example(route: str, field: str) -> tuple[dict[str, Any], dict[str, Any]]:
+    """A body without the field, and one with it."""
+    value, beside = (EXAMPLES if route == "chat" else OF_COMPLETIONS)[field]
+    name, _, inner = field.partition(".")
+    base = BASE[route] | beside
+    return base, base | {name: {inner: value} if inner else value}
+
+
+def rows(kind: str) -> list[tuple[str, str]]:
+    return [(route, row[0]) for row in ROWS for route, said in zip(ROUTES, row[1:], strict=True) if said == kind]
+
+
+def test_every_row_has_an_example_and_says_one_of_three_things():
+    assert [row[0] for row in ROWS] == list(EXAMPLES)
+    assert {said for row in ROWS for said in row[1:]} == {"supported", "accepted", "refused"}
+
+
+@pytest.mark.parametrize(("route", "schema"), [("chat", ChatRequest), ("completions", CompletionRequest)])
+def test_every_field_that_the_server_takes_has_its_row(route, schema):
+    taken = {field.partition(".")[0] for kind in ("supported", "accepted") for to, field in rows(kind) if to == route}
+    assert taken == set(schema.model_fields) - set(REASONS) - {"suffix"}
+
+
+@pytest.mark.parametrize("params", [of_chat, of_completions])
+def test_every_field_of_openais_client_has_its_row(params):
+    fields = set(params.CompletionCreateParamsBase.__annotations__) | {"stream"}
+    assert fields <= {row[0].partition(".")[0] for row in ROWS}
+
+
+# This model makes one call at a time, and its template is told nothing more: test_guided.py and test_tool_formats.py.
+UNSHOWN = {("chat", "parallel_tool_calls"), ("chat", "chat_template_kwargs")}
+
+
+@pytest.mark.parametrize(("route", "field"), [row for row in rows("supported") if row not in UNSHOWN])
+def test_a_supported_field_changes_the_answer(served, route, field):
+    without, with_it = example(route, field)
+    if field in REQUIRED:
+        del without[field]
+        assert post(served, route, without).json()["error"]["param"] == field
+        content(post(served, route, with_it))
+    else:
+        assert content(post(served, route, with_it)) != content(post(served, route, without))
+
+
+@pytest.mark.parametrize(("route", "field"), rows("accepted"))
+def test_an_accepted_field_changes_nothing(served, route, field):
+    without, with_it = example(route, field)
+    assert content(post(served, route, with_it)) == content(post(served, route, without))
+
+
+@pytest.mark.parametrize(("route", "field"), rows("refused"))
+def test_a_refused_field_is_refused_by_its_name(served, route, field):
+    body = BASE[route] | {field: EXAMPLES[field].value}
+    answer = post(served, route, body)
+    assert answer.status_code == 400
+    error = json.loads(answer.text)["error"]
+    assert error["param"] == field
+    assert field in error["message"]
+
+
+@pytest.mark.parametrize("field", REASONS)
+def test_a_field_that_is_refused_says_why_and_may_be_null(served, field):
+    answer = post(served, "chat", BASE["chat"] | {field: EXAMPLES[field].value})
+    assert REASONS[field] in answer.json()["error"]["message"]
+    content(post(served, "chat", BASE["chat"] | {field: None}))

@@ -1,0 +1,180 @@
+"""An operator's keys: who comes in, who may delete, and that nobody sees them."""
+
+from __future__ import annotations
+
+import logging
+
+import httpx
+import openai
+import pytest
+from ray import serve
+
+import serve_app
+from deployments.options import Options
+from serve_app.keys import VARIABLE, Keys, Role
+
+USE, ADMIN, FROM_ENVIRONMENT = "sk-use-4fJc0Vb1xT9q", "sk-admin-Zr83hKpW0s", "sk-env-Lm2eYd6NuA7c"
+ORIGIN = "https://app.example"
+CHAT = {"model": "vitrine-demo", "messages": [{"role": "user", "content": "2+2?"}], "max_tokens": 2}
+
+
+@pytest.fixture(scope="module")
+def keyed(beside, tmp_path_factory):
+    """The root of an application with keys from a file and from the environment, for pages of one origin."""
+    path = tmp_path_factory.mktemp("keys") / "keys"
+    path.write_text(f"# the evaluation's\nuse:{USE}\n\nadmin:{ADMIN}\n")
+    options = (f"api_keys_file={path}", f"cors_origins={ORIGIN}", "threads=1")
+    with beside("keyed", *options, **{VARIABLE: f"use:{FROM_ENVIRONMENT}"}) as root:
+        yield root
+
+
+def bearer(key: str) -> dict[str, str]:
+    return {"Authorization": f"Bearer {key}"}
+
+
+def delete(root: str, key: str) -> httpx.Response:
+    return httpx.delete(f"{root}/v1/activations/session/none-such", headers=bearer(key), timeout=60)
+
+
+@pytest.mark.parametrize(
+    "headers",
+    [
+        {},
+        {"Authorization": "Bearer"},
+        bearer("sk-wrong-0000000000"),
+        bearer(USE[:-1]),
+        {"Authorization": USE},
+        {"api-key": USE},
+    ],
+    ids=["none", "empty", "wrong", "shortened", "no scheme", "other header"],
+)
+@pytest.mark.parametrize("path", ["/v1/models", "/metrics", "/v1/nothing", "/v1/activations/sessions"])
+def test_without_a_valid_key_every_route_answers_401(keyed, path, headers):
+    answer = httpx.get(keyed + path, headers=headers, timeout=60)
+    assert answer.status_code == 401
+    assert answer.headers["www-authenticate"] == "Bearer"
+    assert answer.json()["error"]["code"] == "invalid_api_key"
+    assert answer.json()["error"]["type"] == "authentication_error"
+
+
+@pytest.mark.parametrize("path", ["/health", "/docs", "/openapi.json"])
+def test_health_and_the_documentation_need_no_key(keyed, path):
+    assert httpx.get(keyed + path, timeout=60).status_code == 200
+
+
+@pytest.mark.parametrize("key", [USE, ADMIN, FROM_ENVIRONMENT])
+def test_openais_client_comes_in_by_its_api_key(keyed, key):
+    with openai.OpenAI(base_url=f"{keyed}/v1", api_key=key, max_retries=0) as client:
+        assert client.chat.completions.create(**CHAT).choices[0].finish_reason == "length"
+    with (
+        openai.OpenAI(base_url=f"{keyed}/v1", api_key=key + "x", max_retries=0) as client,
+        pytest.raises(openai.AuthenticationError),
+    ):
+        client.models.list()
+
+
+def test_only_an_admin_deletes(keyed):
+    for key in (USE, FROM_ENVIRONMENT):
+        refused = delete(keyed, key)
+        assert refused.status_code == 403
+        assert refused.json()["error"]["code"] == "insufficient_permissions"
+    assert delete(keyed, ADMIN).status_code == 404  # no such session, but the right to say so
+
+
+def test_no_key_is_in_serves_status_or_any_log(keyed, served):
+    httpx.get(f"{keyed}/v1/models", headers=bearer(USE), timeout=60)
+    told = [str(serve.status()), httpx.get(f"{served.cluster.dashboard}/api/serve/applications/", timeout=60).text]
+    logs = [
+        path
+        for path in served.cluster.directory.rglob("*")
+        if path.is_file() and path.suffix in (".log", ".out", ".err")
+    ]
+    assert logs
+    told += [path.read_text(errors="replace") for path in logs]
+    for key in (USE, ADMIN, FROM_ENVIRONMENT):
+        assert not any(key in text for text in told)
+
+
+def test_a_page_of_the_allowed_origin_may_read_answers_and_refusals(keyed):
+    asked = {"Origin": ORIGIN, "Access-Control-Request-Method": "POST"}
+    asked |= {"Access-Control-Request-Headers": "authorization,content-type"}
+    url = f"{keyed}/v1/chat/completions"
+    preflight = httpx.options(url, headers=asked, timeout=60)
+    assert preflight.status_code == 200
+    assert preflight.headers["access-control-allow-origin"] == ORIGIN
+    for headers, status in (({}, 401), (bearer(USE), 200)):
+        answer = httpx.post(url, json=CHAT, headers={"Origin": ORIGIN} | headers, timeout=60)
+        assert (answer.status_code, answer.headers["access-control-allow-origin"]) == (status, ORIGIN)
+    other = httpx.options(url, headers=asked | {"Origin": "https://other.example"}, timeout=60)
+    assert "access-control-allow-origin" not in other.headers
+
+
+def test_without_the_option_no_page_may_read_anything(served):
+    asked = {"Origin": ORIGIN, "Access-Control-Request-Method": "GET"}
+    for answer in (
+        httpx.options(f"{served.base_url}/models", headers=asked, timeout=60),
+        httpx.get(f"{served.base_url}/models", headers={"Origin": ORIGIN}, timeout=60),
+    ):
+        assert "access-control-allow-origin" not in answer.headers
+
+
+def test_the_documentation_says_which_routes_take_a_key(keyed, served):
+    routes = httpx.get(f"{keyed}/openapi.json", timeout=60).json()["paths"]
+    assert routes["/v1/models"]["get"]["security"]
+    assert "401" in routes["/v1/models"]["get"]["responses"]
+    assert "security" not in routes["/health"]["get"]
+    assert "security" not in httpx.get(f"{served.root}/openapi.json", timeout=60).json()["paths"]["/v1/models"]["get"]
+
+
+# ---- what is read
+
+
+@pytest.fixture
+def read(tmp_path, monkeypatch):
+    monkeypatch.delenv(VARIABLE, raising=False)
+
+    def keys(text: str) -> Keys:
+        (tmp_path / "keys").write_text(text)
+        return Keys.read(str(tmp_path / "keys"))
+
+    return keys
+
+
+def test_a_file_and_the_environment_are_read_together(read, monkeypatch):
+    monkeypatch.setenv(VARIABLE, f"use:{FROM_ENVIRONMENT}  admin:{ADMIN}")
+    keys = read(f"  # one\nuse:{USE}")
+    assert [keys.role(key.encode()) for key in (USE, FROM_ENVIRONMENT, ADMIN, "sk-other-000000000")] == [
+        Role.USE,
+        Role.USE,
+        Role.ADMIN,
+        None,
+    ]
+    assert not Keys.read(None) if monkeypatch.delenv(VARIABLE) else True
+
+
+@pytest.mark.parametrize(
+    "text", ["", "# none\n", USE, f"king:{USE}", "use:short", f"use:{USE}\nadmin:{USE}", "use:sk-ümlaut-0000000000"]
+)
+def test_what_is_no_key_ends_the_deployment_and_is_not_repeated(read, text, caplog):
+    with caplog.at_level(logging.DEBUG), pytest.raises(ValueError, match="key") as refused:
+        read(text)
+    assert USE not in str(refused.value) + caplog.text
+
+
+def test_an_empty_variable_or_a_missing_file_does_not_open_the_server(monkeypatch, tmp_path):
+    with pytest.raises(FileNotFoundError):
+        serve_app.build_app(Options(api_keys_file=str(tmp_path / "none")))
+    monkeypatch.setenv(VARIABLE, "")
+    with pytest.raises(ValueError, match=VARIABLE):
+        serve_app.build_app(Options())
+
+
+def test_keys_do_not_show(read):
+    assert USE not in repr(read(f"use:{USE}"))
+    assert "digest" not in repr(read(f"use:{USE}"))
+
+
+@pytest.mark.parametrize("given", ["app.example", "https://app.example/page", "ftp://app.example"])
+def test_an_origin_is_a_scheme_and_a_host(given):
+    with pytest.raises(ValueError, match="origin"):
+        Options(cors_origins=given)

@@ -1,0 +1,275 @@
+"""Several models side by side: they come and go while the server runs, and none disturbs another."""
+
+from __future__ import annotations
+
+import json
+import threading
+from concurrent.futures import ThreadPoolExecutor
+
+import httpx
+import pytest
+from ray import serve
+from transformers import AutoModelForCausalLM, BloomConfig
+
+from benchmarks.models import save, tokenizer
+from deployments.activations import load
+from deployments.options import DEMO, NO_MODEL, Options
+from serve_app import build_app
+
+TINY, OTHER = "tests/tiny", "tests/other"
+SAVEPOINTS = [{"name": "middle", "selector": "layers.1.input"}, {"name": "mixed", "selector": "model.layers.0.mlp"}]
+
+
+class Server:
+    """The routes of one application."""
+
+    def __init__(self, root: str) -> None:
+        self.root = root
+
+    def post(self, path: str, **body) -> httpx.Response:
+        return httpx.post(self.root + path, json=body, timeout=120)
+
+    def get(self, path: str):
+        return httpx.get(self.root + path, timeout=60)
+
+    def load(self, model_id: str, **settings) -> dict:
+        answer = self.post("/models/load", model_id=model_id, **settings)
+        assert answer.status_code == 200, answer.text
+        return answer.json()
+
+    def unload(self, model_id: str) -> None:
+        answer = self.post("/models/unload", model_id=model_id)
+        assert answer.status_code == 200, answer.text
+
+    def say(self, model: str, **fields) -> httpx.Response:
+        body = {"prompt": "Tom has 3", "max_tokens": 4, "temperature": 0} | fields
+        return self.post("/v1/completions", model=model, **body)
+
+    @property
+    def served(self) -> set[str]:
+        return {model["id"] for model in self.get("/v1/models").json()["data"]}
+
+
+@pytest.fixture(scope="module")
+def models_dir(tmp_path_factory):
+    """Models that may be loaded by name: two that are served, and two that cannot be."""
+    directory = tmp_path_factory.mktemp("models")
+    for name in (TINY, OTHER):
+        save("tiny", directory / name)
+    config = BloomConfig(vocab_size=2048, hidden_size=32, n_layer=2, n_head=4)
+    AutoModelForCausalLM.from_config(config).save_pretrained(directory / "tests/alibi")
+    tokenizer("tiny").save_pretrained(directory / "tests/alibi")
+    save("tiny", directory / "tests/broken")
+    (directory / "tests/broken/model.safetensors").write_bytes(b"no weights")
+    return directory
+
+
+@pytest.fixture(scope="module")
+def served_alone(served, models_dir):
+    """Runs an application without a model: `served_alone("name", option=...)` gives its server."""
+    names = []
+
+    def run(name: str, **options) -> Server:
+        given = {"model": NO_MODEL, "models_dir": str(models_dir), "num_cpus": 0.1, "threads": 1} | options
+        serve.run(build_app(Options.model_validate(given)), name=name, route_prefix=f"/{name}")
+        names.append(name)
+        return Server(f"{served.root}/{name}")
+
+    yield run
+    for name in names:
+        serve.delete(name)
+
+
+@pytest.fixture(scope="module")
+def server(served_alone):
+    return served_alone("several")
+
+
+@pytest.fixture(autouse=True)
+def _nothing_is_left(server):
+    yield
+    for model_id in server.get("/health").json()["replicas"]:
+        server.unload(model_id)
+    assert applications() == set()
+
+
+def applications() -> set[str]:
+    return {name for name in serve.status().applications if ".models." in name}
+
+
+def test_a_server_without_a_model_is_healthy_and_serves_none(server):
+    answer = server.get("/health")
+    assert answer.status_code == 200
+    assert answer.json() == {"status": "ok", "loaded_models": [], "replicas": {}}
+    assert server.served == set()
+    assert server.say(TINY).status_code == 404
+
+
+def test_two_models_serve_and_record_side_by_side(server):
+    assert server.load(TINY) == {"ok": True, "model": TINY, "savepoints": []}
+    server.load(DEMO, dtype="float32", max_seq_len=512)
+    assert server.served == {TINY, DEMO}
+    assert server.get(f"/v1/models/{DEMO}").json()["max_model_len"] == 512
+    health = server.get("/health").json()
+    assert set(health["loaded_models"]) == {TINY, DEMO}
+    assert health["replicas"] == {DEMO: {"RUNNING": 1}, TINY: {"RUNNING": 1}}
+    widths = {}
+    for model in (TINY, DEMO):
+        answer = server.say(model, capture={"points": ["layers.1.output"]}).json()
+        assert answer["model"] == model
+        point = answer["activations_meta"]["runs"][0]["points"]["layers.1.output"]
+        run = answer["choices"][0]["run_id"]
+        widths[model] = point["shape"][1]
+        assert list(load(point["uri"], run_id=run)["layers.1.output"].shape) == point["shape"]
+    assert widths[TINY] == 32
+    assert widths[DEMO] != 32
+
+
+def test_loading_what_is_loaded_answers_the_same_and_loads_nothing(server):
+    first = server.load(TINY, savepoints=SAVEPOINTS, dtype="float32")
+    created = server.get(f"/v1/models/{TINY}").json()["created"]
+    assert server.load(TINY, savepoints=SAVEPOINTS, dtype="float32") == first
+    assert server.load(TINY) == first
+    assert server.get(f"/v1/models/{TINY}").json()["created"] == created
+    answer = server.post("/models/load", model_id=TINY, dtype="bfloat16")
+    assert (answer.status_code, answer.json()["error"]["param"]) == (409, "dtype")
+    assert answer.json()["error"]["code"] == "model_loaded_otherwise"
+
+
+def test_savepoints_are_points_by_name_and_recorded_by_default(server):
+    assert server.load(TINY, savepoints=SAVEPOINTS)["savepoints"] == SAVEPOINTS
+    assert server.get(f"/v1/models/{TINY}").json()["savepoints"] == SAVEPOINTS
+    answer = server.say(TINY, store_activations=True).json()
+    assert set(answer["activations_meta"]["runs"][0]["points"]) == {"middle", "mixed"}
+    capture = {"points": ["middle", "layers.1.input", "mixed", "layers.0.mlp.output"], "return": "inline"}
+    points = server.say(TINY, capture=capture).json()["activations_meta"]["runs"][0]["points"]
+    assert points["middle"]["data"] == points["layers.1.input"]["data"]
+    assert points["mixed"]["data"] == points["layers.0.mlp.output"]["data"]
+
+
+def test_loads_of_one_model_at_once_are_one_load(server):
+    with ThreadPoolExecutor(4) as pool:
+        answers = list(pool.map(lambda _: server.load(TINY), range(4)))
+    assert answers == [{"ok": True, "model": TINY, "savepoints": []}] * 4
+    assert server.get("/health").json()["replicas"] == {TINY: {"RUNNING": 1}}
+    assert len(applications()) == 1
+
+
+def test_a_model_that_loads_is_not_served_yet_and_no_reason_to_be_ill(server, eventually):
+    thread = threading.Thread(target=server.load, args=(TINY,))
+    thread.start()
+    seen = set()
+
+    def serves() -> bool:
+        answer = server.say(TINY)
+        if answer.status_code != 200:
+            seen.add((answer.status_code, answer.json()["error"]["code"]))
+        if answer.status_code == 503:
+            assert answer.headers["retry-after"]
+        assert server.get("/health").status_code == 200
+        return answer.status_code == 200
+
+    eventually(serves)
+    thread.join()
+    assert (503, "model_loading") in seen
+    assert seen <= {(404, "model_not_found"), (503, "model_loading")}
+
+
+def test_a_stream_runs_on_over_loads_failures_and_unloads_of_others(server):
+    server.load(DEMO, dtype="float32")
+    fields = {"max_tokens": 900, "ignore_eos": True}
+    whole = server.say(DEMO, **fields).json()["choices"][0]["text"]
+    body = {"model": DEMO, "prompt": "Tom has 3", "temperature": 0, "stream": True} | fields
+    with httpx.stream("POST", f"{server.root}/v1/completions", json=body, timeout=120) as answer:
+        lines = (line.removeprefix("data: ") for line in answer.iter_lines() if line)
+        events = [next(lines)]
+        with ThreadPoolExecutor(1) as pool:
+            rest = pool.submit(lambda: list(lines))
+            server.load(TINY)
+            assert server.post("/models/load", model_id="tests/broken").status_code == 500
+            server.unload(TINY)
+            events += rest.result()
+    assert events[-1] == "[DONE]"
+    assert "".join(json.loads(event)["choices"][0]["text"] for event in events[:-1]) == whole
+    assert server.served == {DEMO}
+
+
+def test_an_unloaded_model_finishes_what_it_runs_takes_nothing_new_and_can_come_again(server, eventually):
+    server.load(TINY)
+    first = server.say(TINY).json()["choices"][0]["text"]
+    body = {"model": TINY, "prompt": "Tom", "max_tokens": 2000, "ignore_eos": True, "stream": True}
+    with httpx.stream("POST", f"{server.root}/v1/completions", json=body, timeout=120) as answer:
+        lines = (line.removeprefix("data: ") for line in answer.iter_lines() if line)
+        next(lines)
+        with ThreadPoolExecutor(1) as pool:
+            unloading = pool.submit(server.unload, TINY)
+            eventually(lambda: server.say(TINY).status_code, lambda status: status == 404)
+            assert list(lines)[-1] == "[DONE]"
+            unloading.result()
+    assert server.get("/health").json()["replicas"] == {}
+    server.load(TINY)
+    assert server.say(TINY).json()["choices"][0]["text"] == first
+
+
+FAILURES = [
+    ({"model_id": "nobody/nothing"}, 404, "model_id", "model_not_found"),
+    ({"model_id": "tests/alibi"}, 400, "model_id", "unsupported_model"),
+    ({"model_id": "tests/broken"}, 500, None, "load_failed"),
+    (
+        {"model_id": TINY, "savepoints": [SAVEPOINTS[0], {"name": "b", "selector": "layers.1.outptu"}]},
+        400,
+        "savepoints[1].selector",
+        "unknown_point",
+    ),
+    ({"model_id": TINY, "trust_remote_code": True}, 403, "trust_remote_code", "remote_code_not_allowed"),
+    ({"model_id": "/etc"}, 400, "model_id", "invalid_value"),
+    ({"model_id": "../tests/tiny"}, 400, "model_id", "invalid_value"),
+    ({"model_id": TINY, "savepints": []}, 400, "savepints", "unknown_field"),
+]
+
+
+@pytest.mark.parametrize(("body", "status", "param", "code"), FAILURES, ids=[f"{b[3]}-{b[2]}" for b in FAILURES])
+def test_a_load_that_fails_says_why_and_leaves_nothing(server, body, status, param, code):
+    answer = server.post("/models/load", **body)
+    error = answer.json()["error"]
+    assert (answer.status_code, error["param"], error["code"]) == (status, param, code), error
+    assert error["message"]
+    assert applications() == set()
+    assert server.get("/health").json() == {"status": "ok", "loaded_models": [], "replicas": {}}
+
+
+def test_a_savepoint_that_is_nothing_gets_the_nearest_names(server):
+    body = {"model_id": TINY, "savepoints": [{"name": "a", "selector": "layers.1.outptu"}]}
+    assert "layers.1.output" in server.post("/models/load", **body).json()["error"]["message"]
+
+
+def test_a_model_that_failed_can_be_loaded_when_it_is_asked_for_rightly(server):
+    assert server.post("/models/load", model_id=TINY, savepoints=[{"name": "a", "selector": "b"}]).status_code == 400
+    server.load(TINY)
+    assert server.say(TINY).status_code == 200
+
+
+def test_a_load_past_the_servers_limit_is_given_up(served_alone):
+    impatient = served_alone("impatient", load_timeout_s=0.1)
+    answer = impatient.post("/models/load", model_id=TINY)
+    assert (answer.status_code, answer.json()["error"]["code"]) == (504, "load_timeout")
+    assert applications() == set()
+
+
+def test_an_unknown_model_is_unloaded_by_nobody(server):
+    answer = server.post("/models/unload", model_id="tests/none")
+    assert (answer.status_code, answer.json()["error"]["code"]) == (404, "model_not_found")
+
+
+def test_the_model_that_a_server_starts_with_is_loaded_already_and_stays(served):
+    shared = Server(served.root)
+    assert shared.load(DEMO) == {"ok": True, "model": DEMO, "savepoints": []}
+    answer = shared.post("/models/unload", model_id=DEMO)
+    assert (answer.status_code, answer.json()["error"]["code"]) == (409, "model_is_default")
+    assert shared.say(DEMO).status_code == 200
+
+
+def test_by_default_no_directory_is_a_model(served):
+    """`tests/serve_app` is one where the replica runs."""
+    answer = Server(served.root).post("/models/load", model_id="tests/serve_app")
+    assert (answer.status_code, answer.json()["error"]["code"]) == (404, "model_not_found")

@@ -1,0 +1,87 @@
+"""`/openapi.json` says what the server does: no request that it allows, or nearly, gets what it does not tell of."""
+
+from __future__ import annotations
+
+import httpx
+import pytest
+import schemathesis
+from hypothesis import HealthCheck, given, settings
+from hypothesis.errors import Unsatisfiable
+from schemathesis import GenerationMode
+from schemathesis.checks import not_a_server_error
+from schemathesis.specs.openapi.checks import (
+    content_type_conformance,
+    response_schema_conformance,
+    status_code_conformance,
+)
+
+from deployments.options import Options
+from serve_app.api import build_api
+from serve_app.keys import Keys
+
+CHECKS = [not_a_server_error, status_code_conformance, content_type_conformance, response_schema_conformance]
+OPERATIONS = [
+    found.ok()
+    for found in schemathesis.openapi.from_dict(build_api(None, Options(), Keys()).openapi()).get_all_operations()
+]
+FEW = {"max_tokens": 2, "max_completion_tokens": 2, "min_tokens": 0, "n": 2}
+
+
+@pytest.fixture(scope="module")
+def described(served):
+    return httpx.get(f"{served.root}/openapi.json", timeout=60).json()
+
+
+@pytest.mark.parametrize("mode", [GenerationMode.POSITIVE, GenerationMode.NEGATIVE], ids=["fitting", "not fitting"])
+@pytest.mark.parametrize("operation", OPERATIONS, ids=lambda operation: operation.label)
+def test_no_request_gets_a_5xx_or_what_is_not_documented(served, operation, mode):
+    @settings(max_examples=20, deadline=None, derandomize=True, database=None, suppress_health_check=list(HealthCheck))
+    @given(case=operation.as_strategy(generation_mode=mode))
+    def holds(case):
+        if isinstance(case.body, dict):  # that it is answered is of interest, not at what length
+            few = {name: most for name, most in FEW.items() if case.body.get(name)}
+            case.body |= few | {"model": "vitrine-demo", "max_tokens": 2}
+        case.validate_response(case.call(base_url=served.root, timeout=60), checks=CHECKS)
+
+    try:
+        holds()
+    except Unsatisfiable:
+        assert mode is GenerationMode.NEGATIVE  # nothing that a request could do wrong
+
+
+def operations(described):
+    return [
+        (f"{method} {path}", operation)
+        for path, methods in described["paths"].items()
+        for method, operation in methods.items()
+    ]
+
+
+def test_every_route_has_an_example_of_each_answer(described):
+    for name, operation in operations(described):
+        for status, response in operation["responses"].items():
+            assert response["description"], (name, status)
+            for kind, media in response["content"].items():
+                assert "example" in media, (name, status, kind)
+
+
+def test_every_failure_is_documented_with_openais_body(described):
+    for name, operation in operations(described):
+        assert {"400", "413", "500", "503"} <= set(operation["responses"]), name
+        assert "422" not in operation["responses"], name
+        for status, response in operation["responses"].items():
+            if status >= "400" and name != "get /health":
+                (media,) = response["content"].values()
+                assert media["schema"] == {"$ref": "#/components/schemas/ErrorBody"}, (name, status)
+                assert media["example"]["error"]["message"], (name, status)
+
+
+@pytest.mark.parametrize("path", ["/v1/chat/completions", "/v1/completions"])
+def test_routes_that_stream_say_so_and_their_examples_are_served(described, served, path):
+    operation = described["paths"][path]["post"]
+    assert set(operation["responses"]["200"]["content"]) == {"application/json", "text/event-stream"}
+    for example in operation["requestBody"]["content"]["application/json"]["examples"].values():
+        answer = httpx.post(served.root + path, json=example["value"], timeout=60)
+        assert answer.status_code == 200, answer.text
+        kind = "text/event-stream" if example["value"].get("stream") else "application/json"
+        assert answer.headers["content-type"].startswith(kind)

@@ -1,0 +1,60 @@
+"""Many streams at once: none is cut, mixed with another, or out of order."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+from typing import Any
+
+import httpx
+
+from deployments.demo_model import PROBLEMS
+
+STREAMS = 200  # of 50 requests, each asked four times
+BODIES = [
+    {
+        "model": "vitrine-demo",
+        "messages": [{"role": "user", "content": json.loads(line)["question"]}],
+        "max_tokens": 8 + number % 17,
+        "temperature": number % 2,
+        "seed": number,
+    }
+    for number, line in enumerate(PROBLEMS.read_text().splitlines()[: STREAMS // 4])
+]
+AS_STREAM = {"stream": True, "stream_options": {"include_usage": True}}
+
+
+async def ask(http: httpx.AsyncClient, body: dict[str, Any]) -> dict[str, Any]:
+    return (await http.post("chat/completions", json=body)).raise_for_status().json()
+
+
+async def read(http: httpx.AsyncClient, body: dict[str, Any], begun: asyncio.Barrier) -> list[dict[str, Any]]:
+    """The chunks of one stream, read on when all have begun."""
+    async with http.stream("POST", "chat/completions", json=body | AS_STREAM) as answer:
+        answer.raise_for_status()
+        lines = answer.aiter_lines()
+        first = await anext(lines)
+        await begun.wait()
+        events = [line.removeprefix("data: ") for line in [first, *[line async for line in lines]] if line]
+    assert events.pop() == "[DONE]"
+    return [json.loads(event) for event in events]
+
+
+async def alone_and_together(base_url: str) -> tuple[list[dict[str, Any]], list[list[dict[str, Any]]]]:
+    limits = httpx.Limits(max_connections=STREAMS)
+    async with httpx.AsyncClient(base_url=base_url, limits=limits, timeout=None) as http:
+        wholes = [await ask(http, body) for body in BODIES]
+        begun = asyncio.Barrier(STREAMS)
+        return wholes, await asyncio.gather(*(read(http, body, begun) for body in BODIES * 4))
+
+
+def test_200_streams_at_once_say_what_each_request_says_alone(served):
+    wholes, streams = asyncio.run(alone_and_together(served.base_url))
+    assert len({chunks[0]["id"] for chunks in streams}) == STREAMS
+    for whole, chunks in zip(wholes * 4, streams, strict=True):
+        (choice,) = whole["choices"]
+        said = [chunk["choices"][0] for chunk in chunks[:-1]]
+        assert len({chunk["id"] for chunk in chunks}) == 1
+        assert "".join(part["delta"].get("content") or "" for part in said) == choice["message"]["content"]
+        assert [part["finish_reason"] for part in said] == [None] * (len(said) - 1) + [choice["finish_reason"]]
+        assert (chunks[-1]["choices"], chunks[-1]["usage"]) == ([], whole["usage"])

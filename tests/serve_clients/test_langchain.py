@@ -1,0 +1,25 @@
+"""LangChain's ChatOpenAI."""
+
+from __future__ import annotations
+
+
+def test_chats_are_whole_streamed_batched_and_scored(told):
+    said = told("langchain_chat.py", "plain")
+    assert said["whole"] == said["streamed"]
+    text, usage, finish_reason = said["whole"]
+    assert text
+    assert finish_reason in ("stop", "length")
+    assert usage["total_tokens"] == usage["input_tokens"] + usage["output_tokens"]
+    assert said["together"] == [said["alone"]] * 4
+    assert said["scored"]
+
+
+def test_tools_are_called_until_the_answer(told):
+    said = told("langchain_chat.py", "tools")
+    assert said["calls"][0] == said["streamed"][0]
+    assert all(name == "calculator" and set(arguments) == {"expression"} for name, arguments in said["calls"])
+    assert said["answer"].startswith("#### ")
+
+
+def test_an_answer_is_of_the_class_asked_for(told):
+    assert isinstance(told("langchain_chat.py", "structured")["total"], int)
