@@ -284,8 +284,9 @@ class Engine:
         return self._forwards.decode()
 
     def _send_rows(self, events: list[Event]) -> None:
-        share = self._outflow.share(self._batch.rows)
-        for row in self._batch.rows:
+        rows = self._schedule.recording(self._batch)
+        share = self._outflow.share(rows)
+        for row in rows:
             if share is None or row.recording is None or row.recording.bytes < share // 2:
                 continue
             try:
@@ -299,9 +300,8 @@ class Engine:
 
     def _settle(self) -> None:
         """Let rows stand still that hold too many recorded bytes, and put each row where it belongs."""
-        rows = list(self._batch.rows)
-        share = self._outflow.share(rows)
-        for row in rows:
+        share = self._outflow.share(self._schedule.recording(self._batch))
+        for row in list(self._batch.rows):
             row.stalled = self._outflow.stalls(row, share)
             self._batch.settle(row)
 
@@ -439,5 +439,5 @@ class Engine:
         numbers.slots = self._cache.window.slots
         numbers.kv_bytes = self._cache.bytes
         numbers.kv_budget_bytes = self._memory.budget * self._memory.position_bytes
-        gathered = sum(row.recording.bytes for row in self._batch.rows if row.recording)
+        gathered = sum(row.recording.bytes for row in self._schedule.recording(self._batch) if row.recording)
         numbers.capture_bytes = gathered + self._outflow.bytes

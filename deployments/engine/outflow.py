@@ -37,20 +37,25 @@ class Outflow:
             return None
         return max(0, self.budget - self.bytes - sum(row.recording.bytes for row in rows if row.recording))
 
-    def admits(self, row: Row, beside: Iterable[Row]) -> bool:
-        """Whether a request may begin beside those under way."""
+    def reserved(self, rows: Iterable[Row]) -> int:
+        """The bytes that these may hold until their end."""
+        return sum(row.recording.reserve for row in rows if row.recording)
+
+    def admits(self, row: Row, reserved: int) -> bool:
+        """Whether a request may begin beside others that may hold so many bytes until their end."""
         if self.budget is None or row.recording is None:
             return True
-        reserve, others = row.recording.reserve, sum(other.recording.reserve for other in beside if other.recording)
-        fits = not reserve or not others or others + reserve <= self.budget // 2
+        reserve = row.recording.reserve
+        fits = not reserve or not reserved or reserved + reserve <= self.budget // 2
         return fits and self.bytes <= self.budget // 2
 
     def share(self, rows: Iterable[Row]) -> int | None:
         """The bytes that each of these that hands out its rows as they come may hold; None for any number."""
         if self.budget is None:
             return None
-        reserves = [row.recording.reserve for row in rows if row.recording]
-        return max(1, (self.budget - sum(reserves)) // max(1, reserves.count(0)))
+        rows = [row for row in rows if row.recording]
+        sharing = sum(1 for row in rows if row.recording and not row.recording.reserve)
+        return max(1, (self.budget - self.reserved(rows)) // max(1, sharing))
 
     def sent(self, row: Row, size: int) -> None:
         """Note bytes that were handed out."""

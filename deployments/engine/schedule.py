@@ -46,25 +46,31 @@ class Schedule:
         self._outflow = outflow
         self._good = 0
 
+    def recording(self, batch: Batch) -> list[Row]:
+        """Those that hold recorded rows, or may: they have slots, or lost them on the way."""
+        return [row for row in batch.rows if row.recording] + [
+            row for row in self.waiting if row.recording and row.recording.bytes
+        ]
+
     def next_prefill(self, batch: Batch) -> Prefill | None:
         """The next piece of a long prompt that is under way, else as many waiting requests as fit beside a batch."""
         most = self.tokens
         if any(row.request.streamed for row in batch.decoding):  # somebody sees how long they stand still meanwhile
             most = min(most, max(LEAST_TOKENS, most // 4))
+        room = self._outflow.left(self.recording(batch))
         for row in batch.parked:
             if not row.stalled:
-                left = row.length - row.fed
-                return Prefill([row], row.fed, [min(left, most, self._bearable(row, batch))])
-        return self._admit(batch, most) if self.waiting else None
+                return Prefill([row], row.fed, [min(row.length - row.fed, most, self._bearable(row, room))])
+        return self._admit(batch, most, room) if self.waiting else None
 
-    def _admit(self, batch: Batch, most: int) -> Prefill | None:
+    def _admit(self, batch: Batch, most: int, room: int | None) -> Prefill | None:
         """The request that waits longest, with others of about its length; one too long begins alone."""
         admitted: list[Row] = []
         longest = 0
         candidates = self._fitting(batch)
         # Rows are padded to the longest of their prefill: of 32 questions, in their order, half would be padding.
         for row in sorted(candidates, key=lambda row: abs(row.length - candidates[0].length)):
-            width, tokens = max(longest, row.length), min(most, self._bearable(row, batch))
+            width, tokens = max(longest, row.length), min(most, self._bearable(row, room))
             if admitted and width * (len(admitted) + 1) > tokens:
                 break
             longest, most = width, tokens
@@ -77,25 +83,26 @@ class Schedule:
         """Waiting requests, first come, first served, for which there is room: a slot, KV and capture memory."""
         fitting: list[Row] = []
         need = max((row.need for row in batch.rows), default=0)
+        reserved = self._outflow.reserved(batch.rows)
         turn = True  # of who holds rows until its end: none overtakes another
         for row in self.waiting:
-            reserves = row.recording is not None and row.recording.reserve > 0
-            if (reserves and not turn) or not self._outflow.admits(row, (*batch.rows, *fitting)):
-                turn = turn and not reserves
+            reserve = row.recording.reserve if row.recording else 0
+            if (reserve and not turn) or not self._outflow.admits(row, reserved):
+                turn = turn and not reserve
                 continue
             slots, need = len(batch) + len(fitting) + 1, max(need, row.need)
             if slots > self.rows or (slots > 1 and not self._memory.fits(slots, need)):
                 break
             fitting.append(row)
+            reserved += reserve
         return fitting
 
-    def _bearable(self, row: Row, batch: Batch) -> int:
+    def _bearable(self, row: Row, room: int | None) -> int:
         """The most tokens of a prefill with this row in it: its logits and what it records have to fit into memory."""
         most = max(LEAST_TOKENS, row.scores.most_tokens) if row.scores else self.tokens
-        left = self._outflow.left(batch.rows)
-        if left is None or row.recording is None:
+        if room is None or row.recording is None:
             return most
-        return min(most, max(LEAST_TOKENS, left // row.recording.token_bytes))
+        return min(most, max(LEAST_TOKENS, room // row.recording.token_bytes))
 
     def put_back(self, rows: list[Row]) -> None:
         """Let requests wait again, before all others."""

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dataclasses import replace
 
+import pytest
 import torch
 
 from deployments.engine.engine import Engine
@@ -82,3 +83,31 @@ def test_statistics_count_forwards_and_tokens(tiny, prompt):
     engine.generate([Request("a", prompt(5), 6, ignore_eos=True), Request("b", prompt(9), 4, ignore_eos=True)])
     assert engine.statistics.tokens == 10
     assert engine.statistics.steps == 6  # one prefill, five decodes
+
+
+def test_what_a_request_recorded_counts_while_it_waits_for_its_slot_again(build, byte_tokenizer, prompt, capturing):
+    model = Model(build("qwen3", num_hidden_layers=2, max_position_embeddings=1024), byte_tokenizer, "qwen3")
+    memory = 1024 * KvMemory(model, 1, kv_bytes=1).position_bytes
+    engine = Engine(model, kv_bytes=memory)
+    for i, (length, new) in enumerate([(242, 330), (230, 300)]):
+        request = capturing(model, str(i), prompt(length), new, points=["layers.1.output"], tokens="all")
+        engine.submit(replace(request, ignore_eos=True))
+    held = engine.statistics.capture_bytes
+    while not engine.statistics.preempted:
+        held = engine.statistics.capture_bytes
+        engine.step()
+    assert engine.statistics.waiting == 1
+    assert engine.statistics.capture_bytes > held > 0
+
+
+@pytest.mark.parametrize(("streamed", "steps"), [(True, 4), (False, 1)])
+def test_a_long_prompt_goes_in_quarters_while_somebody_reads_a_stream(streamed, steps, build, byte_tokenizer, prompt):
+    model = Model(build("qwen3", num_hidden_layers=2, max_position_embeddings=1024), byte_tokenizer, "qwen3")
+    engine = Engine(model, prefill_tokens=256)
+    engine.submit(Request("first", prompt(5), 100, ignore_eos=True, streamed=streamed))
+    engine.step()
+    engine.submit(Request("long", prompt(256), 1))
+    before = engine.statistics.tokens
+    while not any(event.id == "long" for event in engine.step()):
+        pass
+    assert engine.statistics.tokens - before == 1 + steps  # a decode of the first beside each piece
