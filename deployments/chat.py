@@ -63,7 +63,9 @@ class ChatFormat:
             raise RequestError(f"{name!r} is not a request's to set", f"chat_template_kwargs.{name}")
         try:
             told = {**(more or {}), "add_generation_prompt": add_generation_prompt}
-            return self._rendered(messages, tools, **told)
+            text = self._rendered(messages, tools, **told)
+            text.encode()  # arguments of earlier calls are JSON in JSON, which can write half of a surrogate pair
+            return text
         except (TemplateError, TypeError, ValueError, KeyError, RecursionError) as error:
             # A template is the model's own program: what it cannot render, it says in ways of its own.
             raise RequestError(f"the model's chat template refuses these messages: {error}", "messages") from error

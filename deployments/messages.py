@@ -152,6 +152,7 @@ class Text:
         prompt: The prompt; None for a chat.
         messages: The chat, in OpenAI's form.
         tools: OpenAI's tool definitions that the template shows.
+        template_kwargs: What the template is told besides.
         add_special_tokens: Let the tokenizer add those with which it begins or ends a text.
         add_generation_prompt: Let the template end a chat where an answer begins.
         strings: Give each token as its vocabulary writes it, too.
@@ -160,6 +161,7 @@ class Text:
     prompt: str | None = None
     messages: list[dict[str, Any]] | None = None
     tools: list[dict[str, Any]] | None = None
+    template_kwargs: dict[str, Any] = field(default_factory=dict)
     add_special_tokens: bool = True
     add_generation_prompt: bool = True
     strings: bool = False

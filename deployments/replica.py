@@ -32,7 +32,7 @@ logger = logging.getLogger("ray.serve")
 ENGINE_ENDED = "the replica's engine has ended; another takes its place: try again"
 
 
-@serve.deployment(max_ongoing_requests=100_000, graceful_shutdown_timeout_s=60, health_check_period_s=5)
+@serve.deployment(max_ongoing_requests=100_000, health_check_period_s=5)
 class ModelReplica:
     """Holds one copy of a model and one engine.
 
@@ -232,8 +232,7 @@ class ModelReplica:
             prompt = prompts[at]
             reader = self._reader(job, prompt.text or "")
             request = self._request(job, index, prompt.ids, points, streamed)
-            markers = self._chat.markers(job.tools) if reader else {}
-            request = replace(request, grammar=grammars[at], markers=markers)
+            request = replace(request, grammar=grammars[at], markers=self._chat.markers(job.tools) if reader else {})
             if index % job.n == 0:
                 self._engine.check(request)
                 echo = self._prompts.echo(prompt) if job.echo else None

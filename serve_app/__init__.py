@@ -27,7 +27,10 @@ def build_app(options: Options) -> Application:
         ValueError: The API keys are not written as they should be.
         OSError: The file with the API keys cannot be read.
     """
-    ingress = Ingress.options(ray_actor_options={"num_cpus": 0, **ENVIRONMENT})  # type: ignore[attr-defined]
+    ingress = Ingress.options(  # type: ignore[attr-defined]
+        ray_actor_options={"num_cpus": 0, **ENVIRONMENT},
+        graceful_shutdown_timeout_s=options.request_timeout_s + 30,  # the replicas' streams go through it
+    )
     models = [] if options.model == NO_MODEL else [replicas(options)]
     return ingress.bind(options, Keys.read(options.api_keys_file), *models)  # type: ignore[no-any-return]
 

@@ -32,13 +32,13 @@ class Answer:
     """One request's answer."""
 
     def __init__(
-        self, kind: Kind, request_id: str, model: str, sequences: int, per_prompt: int, told: int | None = None
+        self, kind: Kind, job_id: str, model: str, sequences: int, per_prompt: int, told: int | None = None
     ) -> None:
         """Begin an answer.
 
         Args:
             kind: Chat or completion.
-            request_id: Becomes part of the answer's id.
+            job_id: Becomes part of the answer's id.
             model: The model's id.
             sequences: How many sequences are run.
             per_prompt: How many of them share a prompt, which usage counts once.
@@ -50,7 +50,7 @@ class Answer:
         self._per_prompt = per_prompt
         self._told = told or per_prompt
         self._head = {
-            "id": f"{'chatcmpl' if kind == 'chat' else 'cmpl'}-{request_id}",
+            "id": f"{'chatcmpl' if kind == 'chat' else 'cmpl'}-{job_id}",
             "object": "",
             "created": int(time.time()),
             "model": model,
@@ -83,7 +83,7 @@ class Answer:
                 raise ApiError.of(message)
 
     async def stream(
-        self, gathered: AsyncIterator[list[Message]], first: list[Message], usage: bool
+        self, gathered: AsyncIterator[list[Message]], first: list[Message], usage: bool, request_id: str
     ) -> AsyncIterator[str]:
         """The answer as server-sent events; an error becomes the last of them.
 
@@ -91,6 +91,7 @@ class Answer:
             gathered: What the replica goes on to say.
             first: What it has said already.
             usage: Whether a chunk of usage is asked for.
+            request_id: What the client and the log call the request.
         """
         if usage:
             self._head["usage"] = None  # as OpenAI's: each chunk has the field, the last one its value
@@ -108,7 +109,7 @@ class Answer:
                     for event in self._events(message):
                         yield event
         except Exception as error:  # noqa: BLE001 - the head is sent: all that is left is to say it here
-            yield f"data: {json.dumps(render(error, str(self._head['id'])).body)}\n\n"
+            yield f"data: {json.dumps(render(error, request_id).body)}\n\n"
             return
         # One chunk for both: the openai package keeps the usage of the last chunk alone.
         last: dict[str, Any] = {"usage": self._usage()} if usage else {}

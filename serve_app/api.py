@@ -20,7 +20,7 @@ from deployments.options import Options
 from serve_app.answers import Answer, Kind
 from serve_app.backend import Backend
 from serve_app.described import Described, errors
-from serve_app.errors import install
+from serve_app.errors import HEADERS, install
 from serve_app.keys import BEARER, AdminOnly, Guard, Keys
 from serve_app.middleware import Gate
 from serve_app.schemas import ChatRequest, CompletionRequest, Generation
@@ -158,7 +158,7 @@ async def delete_session(session_id: SessionId, backend: Actors) -> dict[str, An
 async def health(backend: Actors) -> Response:
     """200 while every loaded model has a replica that can serve, else 503."""
     healthy, body = await backend.models.health()
-    return JSONResponse(body, 200 if healthy else 503, None if healthy else {"Retry-After": "1"})
+    return JSONResponse(body) if healthy else JSONResponse(body, 503, HEADERS[503])
 
 
 @server.get("/metrics", response_class=Response, responses=described.METRICS)
@@ -197,7 +197,7 @@ async def _answer(kind: Kind, body: Generation, job: Job, backend: Backend, prom
     except BaseException:
         await gathered.aclose()
         raise
-    events = _until_gone(answer.stream(gathered, first, usage), gathered)
+    events = _until_gone(answer.stream(gathered, first, usage, job.request_id), gathered)
     return StreamingResponse(events, media_type="text/event-stream", headers={"Cache-Control": "no-cache"})
 
 

@@ -21,7 +21,7 @@ ENVIRONMENT = {"runtime_env": {"env_vars": FAST_PATH}}
 
 
 def replicas(options: Options, **deployment: Any) -> Application:
-    """One model's replicas.
+    """One model's replicas, which go when their last request has ended.
 
     Args:
         options: The model's.
@@ -29,7 +29,10 @@ def replicas(options: Options, **deployment: Any) -> Application:
     """
     actor = {"num_cpus": options.num_cpus, "num_gpus": options.num_gpus, **ENVIRONMENT}
     replica = ModelReplica.options(  # type: ignore[attr-defined]
-        num_replicas=options.num_replicas, ray_actor_options=actor, **deployment
+        num_replicas=options.num_replicas,
+        ray_actor_options=actor,
+        graceful_shutdown_timeout_s=options.request_timeout_s,
+        **deployment,
     )
     return replica.bind(options)  # type: ignore[no-any-return]
 
@@ -37,6 +40,6 @@ def replicas(options: Options, **deployment: Any) -> Application:
 def loaded(options: Options) -> Application:
     """A model that comes and goes while the server runs: an application of its own, without a route.
 
-    It fails at the first replica that does, and goes when its last request has ended.
+    It fails at the first replica that does.
     """
-    return replicas(options, max_constructor_retry_count=1, graceful_shutdown_timeout_s=options.request_timeout_s)
+    return replicas(options, max_constructor_retry_count=1)

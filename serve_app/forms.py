@@ -1,12 +1,24 @@
-"""What a request says of its answer's form: tools, which of them to call, and JSON by a schema."""
+"""What a chat tells its template, and what it says of its answer's form: tools, and JSON by a schema."""
 
 from __future__ import annotations
 
-from typing import Any, Literal
+import json
+from typing import Annotated, Any, Literal
 
-from pydantic import Field, model_validator
+from pydantic import AfterValidator, Field, model_validator
 
 from serve_app.wire import Wire
+
+MOST_TEMPLATE_KWARGS = 16 << 10  # characters
+
+
+def _is_small(value: dict[str, Any]) -> dict[str, Any]:
+    if len(json.dumps(value)) > MOST_TEMPLATE_KWARGS:
+        raise ValueError(f"it may have {MOST_TEMPLATE_KWARGS} characters as JSON")
+    return value
+
+
+TemplateKwargs = Annotated[dict[str, Any], Field(max_length=32), AfterValidator(_is_small)]
 
 
 class Function(Wire):

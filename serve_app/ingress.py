@@ -15,9 +15,8 @@ from serve_app.backend import Backend
 from serve_app.keys import Keys
 
 
-# Admission is the replicas' business: the limit only stands above it. Its grace is longer than theirs, since
-# their streams go through it.
-@serve.deployment(max_ongoing_requests=100_000, graceful_shutdown_timeout_s=90, ray_actor_options={"num_cpus": 0})
+# Admission is the replicas' business: the limit only stands above it.
+@serve.deployment(max_ongoing_requests=100_000)
 @serve.ingress()
 class Ingress:
     """Takes HTTP requests and delegates them to the models' replicas and the activation store."""

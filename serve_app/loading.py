@@ -76,7 +76,8 @@ class Loader:
         """
         if asked.model_id in self._loads:
             other, task = self._loads[asked.model_id]
-            if other != asked:
+            under_way = other.model_dump(mode="json")
+            if any(under_way[name] != value for name, value in asked.settings.items()):
                 message = f"{asked.model_id!r} is being loaded with other settings; try again when it is there"
                 raise ApiError(409, message, "model_id", "model_loading")
             return task

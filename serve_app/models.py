@@ -9,8 +9,8 @@ from __future__ import annotations
 import asyncio
 import logging
 import time
-from collections.abc import AsyncGenerator, Iterable, Iterator
-from contextlib import contextmanager
+from collections.abc import AsyncGenerator, AsyncIterator, Iterable, Iterator
+from contextlib import asynccontextmanager, contextmanager
 from enum import Enum
 from typing import Any, cast
 
@@ -25,6 +25,7 @@ from serve_app.errors import UNAVAILABLE, ApiError
 logger = logging.getLogger("ray.serve")
 FRESH_S = 1.0  # for how long it is taken as known whether a replica runs: asking Serve takes 10 ms of processor time
 DESCRIBE_S = 5.0  # the longest that a list of models waits for one that does not answer
+GRACE_S = 5.0  # for which a replica's own time limit comes first
 DEPLOYMENT = "ModelReplica"
 
 
@@ -59,7 +60,14 @@ class ServedModel:
         message: What Serve says of it.
     """
 
-    def __init__(self, id: str, app: str) -> None:
+    def __init__(self, id: str, app: str, limit_s: float) -> None:
+        """Know nothing of it yet.
+
+        Args:
+            id: What clients name it by.
+            app: Its Serve application.
+            limit_s: Seconds that its replicas give a request.
+        """
         self.id = id
         self.app = app
         self.phase = Phase.LOADING
@@ -69,6 +77,7 @@ class ServedModel:
         self._handle = serve.get_deployment_handle(DEPLOYMENT, app, _check_exists=False).options(
             _by_reference=False, request_serialization="pickle", response_serialization="pickle"
         )
+        self._limit_s = limit_s
         self._seen = -FRESH_S  # when it was last known: Serve's controller said it, or a replica took a job
 
     @property
@@ -98,7 +107,8 @@ class ServedModel:
     async def complete(self, job: Job) -> list[Message]:
         """Run a job to its end."""
         sent = time.monotonic()
-        messages: list[Message] = await self._handle.complete.remote(job)
+        async with self._patience():
+            messages: list[Message] = await self._handle.complete.remote(job)
         self._seen = max(self._seen, sent)
         return messages
 
@@ -107,8 +117,11 @@ class ServedModel:
         sent = time.monotonic()
         answers = cast("DeploymentResponseGenerator[Any]", self._handle.options(stream=True).stream.remote(job))
         try:
+            async with self._patience():
+                first = await anext(answers)
+            self._seen = max(self._seen, sent)
+            yield first
             async for gathered in answers:
-                self._seen = max(self._seen, sent)
                 yield gathered
         finally:
             answers.cancel()  # type: ignore[no-untyped-call]
@@ -119,7 +132,8 @@ class ServedModel:
         Raises:
             ApiError: The model cannot take the text.
         """
-        return _answered(await self._handle.tokenize.remote(text))
+        async with self._patience():
+            return _answered(await self._handle.tokenize.remote(text))
 
     async def detokenize(self, tokens: list[int]) -> dict[str, Any]:
         """The text of tokens.
@@ -127,17 +141,30 @@ class ServedModel:
         Raises:
             ApiError: One is no token of the model's.
         """
-        return _answered(await self._handle.detokenize.remote(tokens))
+        async with self._patience():
+            return _answered(await self._handle.detokenize.remote(tokens))
 
     async def describe(self) -> dict[str, Any]:
         """The model as OpenAI lists it, with `max_model_len` and `savepoints`."""
-        described: dict[str, Any] = await self._handle.describe.remote()
+        async with self._patience():
+            described: dict[str, Any] = await self._handle.describe.remote()
         return {"id": self.id, "object": "model", "owned_by": "vitrine"} | described
 
     async def settings(self) -> dict[str, Any]:
         """How it was loaded, as `/models/load` takes it."""
-        settings: dict[str, Any] = await self._handle.settings.remote()
+        async with self._patience():
+            settings: dict[str, Any] = await self._handle.settings.remote()
         return settings
+
+    @asynccontextmanager
+    async def _patience(self) -> AsyncIterator[None]:
+        """Wait for a replica no longer than it may take: Serve's handle waits without end where there is none."""
+        try:
+            async with asyncio.timeout(self._limit_s + GRACE_S):
+                yield
+        except TimeoutError as error:
+            message = f"no replica of {self.id!r} answered within the server's limit of {self._limit_s:g} s"
+            raise ApiError(504, message, code="timeout") from error
 
 
 class Models:
@@ -152,7 +179,10 @@ class Models:
         """
         self._prefix = f"{app}.models."
         self._known: dict[str, ServedModel] = {}
-        self._default = None if options.model == NO_MODEL else ServedModel(options.served_name, app)
+        self._limit_s = options.request_timeout_s
+        self._default = None
+        if options.model != NO_MODEL:
+            self._default = ServedModel(options.served_name, app, self._limit_s)
         if self._default:
             self._known[self._default.id] = self._default
         self._going: set[str] = set()
@@ -274,7 +304,7 @@ class Models:
         for app in apps:
             model_id = app.removeprefix(self._prefix).replace("--", "/")
             if app.startswith(self._prefix) and not (self._default and self._default.id == model_id):
-                yield self._known.get(model_id) or ServedModel(model_id, app)
+                yield self._known.get(model_id) or ServedModel(model_id, app, self._limit_s)
 
 
 def _answered(answer: dict[str, Any] | Refusal) -> dict[str, Any]:

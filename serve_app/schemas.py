@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import re
 from typing import Annotated, Any, Literal
 
@@ -12,7 +11,7 @@ from pydantic_core import PydanticCustomError
 from deployments.activations.facts import check_session_id
 from deployments.activations.spec import Capture
 from deployments.engine.request import MOST_LOGPROBS, Sampling
-from serve_app.forms import NamedTool, ResponseFormat, Tool
+from serve_app.forms import NamedTool, ResponseFormat, TemplateKwargs, Tool
 from serve_app.ignored import Ignored
 from serve_app.wire import Body, Wire
 
@@ -20,7 +19,6 @@ Stop = Annotated[str, Field(min_length=1, max_length=1024)]
 TokenIds = Annotated[list[int], Field(min_length=1)]
 Penalty = Annotated[float, Field(ge=-2, le=2)]
 Bias = Annotated[float, Field(ge=-100, le=100)]
-MOST_TEMPLATE_KWARGS = 16 << 10  # characters
 
 
 class TextPart(Wire):
@@ -198,7 +196,7 @@ class ChatRequest(Generation, Ignored):
     tools: list[Tool] | None = None
     tool_choice: Literal["none", "auto", "required"] | NamedTool | None = None
     parallel_tool_calls: bool | None = None
-    chat_template_kwargs: dict[str, Any] | None = Field(default=None, max_length=32)
+    chat_template_kwargs: TemplateKwargs | None = None
     logprobs: bool | None = None
     top_logprobs: int | None = Field(default=None, ge=0, le=MOST_LOGPROBS)
 
@@ -219,13 +217,6 @@ class ChatRequest(Generation, Ignored):
             message = "there is no function {name} among tools"
             told = {"name": repr(value.function.name), "field": "tool_choice.function.name"}
             raise PydanticCustomError("unknown_function", message, told)
-        return value
-
-    @field_validator("chat_template_kwargs")
-    @classmethod
-    def _is_small(cls, value: dict[str, Any] | None) -> dict[str, Any] | None:
-        if len(json.dumps(value)) > MOST_TEMPLATE_KWARGS:
-            raise ValueError(f"it may have {MOST_TEMPLATE_KWARGS} characters as JSON")
         return value
 
     @property

@@ -8,7 +8,7 @@ from pydantic import Field, model_validator
 from pydantic_core import PydanticCustomError
 
 from deployments.messages import Text
-from serve_app.forms import Tool
+from serve_app.forms import TemplateKwargs, Tool
 from serve_app.schemas import ChatMessage
 from serve_app.wire import Body
 
@@ -22,6 +22,7 @@ class TokenizeRequest(Body):
     prompt: str | None = None
     messages: list[ChatMessage] | None = Field(default=None, min_length=1)
     tools: list[Tool] | None = None
+    chat_template_kwargs: TemplateKwargs | None = None
     add_special_tokens: bool | None = None
     add_generation_prompt: bool = True
     return_token_strs: bool | None = None
@@ -32,6 +33,8 @@ class TokenizeRequest(Body):
             raise _wrong("prompt", "one of prompt and messages is needed, and not both")
         if self.tools and self.messages is None:
             raise _wrong("tools", "goes with messages only")
+        if self.chat_template_kwargs and self.messages is None:
+            raise _wrong("chat_template_kwargs", "goes with messages only")
         return self
 
     @property
@@ -42,6 +45,7 @@ class TokenizeRequest(Body):
             prompt=self.prompt,
             messages=None if self.messages is None else [message.spoken for message in self.messages],
             tools=[tool.model_dump(exclude_none=True) for tool in self.tools] if self.tools else None,
+            template_kwargs=self.chat_template_kwargs or {},
             add_special_tokens=special,
             add_generation_prompt=self.add_generation_prompt,
             strings=bool(self.return_token_strs),

@@ -34,14 +34,21 @@ class Body(Wire):
 def _unpaired(value: Any, path: str) -> str | None:
     """The path of a text that UTF-8 cannot write, if there is one."""
     if isinstance(value, str):
-        try:
-            value.encode()
-        except UnicodeEncodeError:
-            return path
-        return None
+        return None if _encodes(value) else path
     inner: Iterable[tuple[str, Any]] = ()
     if isinstance(value, dict):
+        odd = next((key for key in value if not _encodes(key)), None)
+        if odd is not None:
+            return f"{path}.{odd}".lstrip(".").encode(errors="backslashreplace").decode()
         inner = ((f"{path}.{key}" if path else str(key), item) for key, item in value.items())
     elif isinstance(value, list):  # of a million token ids, perhaps
         inner = ((f"{path}[{i}]", item) for i, item in enumerate(value) if not isinstance(item, int))
     return next((found for name, item in inner if (found := _unpaired(item, name)) is not None), None)
+
+
+def _encodes(text: str) -> bool:
+    try:
+        text.encode()
+    except UnicodeEncodeError:
+        return False
+    return True

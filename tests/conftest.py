@@ -17,6 +17,7 @@ from pathlib import Path
 from typing import Any
 
 import httpx
+import openai
 import pytest
 
 ROOT = Path(__file__).parent.parent
@@ -118,6 +119,13 @@ def served(cluster: Cluster) -> Iterator[Served]:
         yield Served(root, cluster, Path(cluster.env["VITRINE_HOME"]))
     finally:
         ended(run)
+
+
+@pytest.fixture(scope="session")
+def client(served: Served) -> Iterator[openai.OpenAI]:
+    """OpenAI's own client, which tries nothing twice."""
+    with openai.OpenAI(base_url=served.base_url, api_key="unused", max_retries=0) as client:
+        yield client
 
 
 @pytest.fixture(scope="session")

@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+import copy
 from types import SimpleNamespace
 
 import pytest
 from tokenizers import Tokenizer, decoders, models, normalizers, processors
 from transformers import PreTrainedTokenizerFast
 
-from deployments.messages import Job
+from deployments.chat import ChatFormat
+from deployments.messages import Job, Text
 from deployments.prompts import Prompts
 from deployments.spelling import Spelling
 
@@ -28,9 +30,9 @@ def opening_tokenizer():
     return PreTrainedTokenizerFast(tokenizer_object=tokenizer, unk_token="<unk>", bos_token="<s>", eos_token="</s>")
 
 
-def prompts_of(tokenizer):
+def prompts_of(tokenizer, chat=None):
     model = SimpleNamespace(tokenizer=tokenizer, context=1000, longest_token=10, vocabulary=len(tokenizer))
-    return Prompts(model, None, Spelling(tokenizer))
+    return Prompts(model, chat, Spelling(tokenizer))
 
 
 @pytest.mark.parametrize("text", TEXTS)
@@ -67,3 +69,13 @@ def test_bytes_that_are_no_character_are_repeated_too(byte_tokenizer):
     assert echo.text.endswith("a")
     assert "\ufffd" in echo.text
     assert list(echo.offsets) == sorted(echo.offsets)
+
+
+def test_a_chats_tokens_are_those_of_the_template_as_it_is_told(demo):
+    tokenizer = copy.deepcopy(demo.tokenizer)
+    tokenizer.chat_template = "{{ messages[0].content }}{% if enable_thinking %}<think>{% endif %}"
+    prompts = prompts_of(tokenizer, ChatFormat(tokenizer, demo.hf))
+    chat = [{"role": "user", "content": "2+2"}]
+    for told, text in (({}, "2+2"), ({"enable_thinking": True}, "2+2<think>")):
+        tokens = prompts.tokenize(Text(messages=chat, template_kwargs=told, add_special_tokens=False))["tokens"]
+        assert tokens == tokenizer(text, add_special_tokens=False)["input_ids"]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import json
 import time
 from concurrent.futures import ThreadPoolExecutor
@@ -10,6 +11,10 @@ import httpx
 import pytest
 import ray
 from ray import serve
+
+from deployments.messages import Job
+from serve_app.errors import ApiError
+from serve_app.models import GRACE_S, ServedModel
 
 BODY = {"model": "vitrine-demo", "prompt": "Tom has", "max_tokens": 2}
 
@@ -37,6 +42,18 @@ def until_it_serves(served):
 def test_a_killed_replica_means_503_until_another_serves(served):
     ray.kill(replica_actor())
     until_it_serves(served)
+
+
+def test_a_request_that_no_replica_takes_ends_at_the_servers_limit(served):
+    async def ask():
+        model = ServedModel("gone", "no.such.application", limit_s=0.5 - GRACE_S)
+        with pytest.raises(ApiError) as whole:
+            await model.complete(Job("whole"))
+        with pytest.raises(ApiError) as streamed:
+            await anext(model.stream(Job("streamed")))
+        return {failed.value.status for failed in (whole, streamed)}
+
+    assert asyncio.run(ask()) == {504}
 
 
 def test_many_first_requests_at_once_are_all_served(served):

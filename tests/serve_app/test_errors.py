@@ -98,14 +98,21 @@ def test_a_number_that_is_not_finite_is_refused(served, number):
     assert answer.json()["error"]["param"] == "logit_bias"
 
 
-def test_half_of_a_surrogate_pair_is_refused_as_no_text(served):
-    body = CHAT | {"messages": [{"role": "user", "content": "half \ud800"}]}
-    headers = {"content-type": "application/json"}
-    answer = httpx.post(
-        f"{served.base_url}/chat/completions", content=json.dumps(body).encode(), headers=headers, timeout=60
-    )
-    assert answer.status_code == 400
-    assert answer.json()["error"]["param"] == "messages[0].content"
+HALF = {"name": "f", "parameters": {"type": "object", "properties": {"half \ud800": {}}}}
+CALLED = {"id": "1", "type": "function", "function": {"name": "f", "arguments": json.dumps({"x": "half \ud800"})}}
+HALVES = [
+    ({"messages": [{"role": "user", "content": "half \ud800"}]}, "messages[0].content"),
+    ({"tools": [{"type": "function", "function": HALF}]}, "tools[0].function.parameters.properties.half \\ud800"),
+    ({"messages": [{"role": "assistant", "content": "", "tool_calls": [CALLED]}]}, "messages"),
+]
+
+
+@pytest.mark.parametrize(("changes", "param"), HALVES, ids=["text", "key", "in JSON in JSON"])
+def test_half_of_a_surrogate_pair_is_refused_as_no_text(served, changes, param):
+    body, headers = json.dumps(CHAT | changes).encode(), {"content-type": "application/json"}
+    answer = httpx.post(f"{served.base_url}/chat/completions", content=body, headers=headers, timeout=60)
+    assert answer.status_code == 400, answer.text
+    assert answer.json()["error"]["param"] == param
 
 
 def test_fields_at_openais_defaults_are_taken(served):

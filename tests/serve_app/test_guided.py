@@ -9,7 +9,6 @@ from typing import Literal
 
 import httpx
 import jsonschema
-import openai
 import pytest
 from pydantic import BaseModel
 
@@ -34,12 +33,6 @@ def tool(name, **properties):
 
 CALCULATOR = tool("calculator", expression={"enum": ["3*4", "3+4"]})
 CLOCK = tool("clock", zone={"enum": ["UTC"]})
-
-
-@pytest.fixture(scope="module")
-def client(served):
-    with openai.OpenAI(base_url=served.base_url, api_key="unused", max_retries=0) as client:
-        yield client
 
 
 def ask(client, **fields):

@@ -4,10 +4,9 @@ from __future__ import annotations
 
 import json
 
-import openai
 import pytest
 import torch
-from transformers import AutoModelForCausalLM, AutoTokenizer
+from transformers import AutoModelForCausalLM
 
 from deployments.demo_model import PROBLEMS, WEIGHTS
 from deployments.messages import Scored, TokenLogprob
@@ -17,17 +16,6 @@ MODEL = "vitrine-demo"
 QUESTION = json.loads(PROBLEMS.read_text().splitlines()[0])["question"]
 MESSAGES = [{"role": "user", "content": QUESTION}]
 CALCULATOR = {"type": "function", "function": {"name": "calculator", "parameters": {"type": "object"}}}
-
-
-@pytest.fixture(scope="module")
-def client(served):
-    with openai.OpenAI(base_url=served.base_url, api_key="unused", max_retries=0) as client:
-        yield client
-
-
-@pytest.fixture(scope="module")
-def tokenizer():
-    return AutoTokenizer.from_pretrained(WEIGHTS)
 
 
 @pytest.fixture(scope="module")

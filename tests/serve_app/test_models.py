@@ -155,6 +155,13 @@ def test_loads_of_one_model_at_once_are_one_load(server):
     assert len(applications()) == 1
 
 
+def test_a_bare_load_joins_one_that_is_under_way(server, eventually):
+    with ThreadPoolExecutor(1) as pool:
+        first = pool.submit(server.load, TINY, dtype="float32")
+        eventually(lambda: TINY in server.get("/health").json()["replicas"])
+        assert server.load(TINY) == first.result()
+
+
 def test_a_model_that_loads_is_not_served_yet_and_no_reason_to_be_ill(server, eventually):
     thread = threading.Thread(target=server.load, args=(TINY,))
     thread.start()

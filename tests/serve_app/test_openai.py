@@ -6,7 +6,6 @@ import json
 from concurrent.futures import ThreadPoolExecutor
 
 import httpx
-import openai
 import pytest
 import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer
@@ -22,12 +21,6 @@ CALCULATOR = {
         "parameters": {"type": "object", "properties": {"expression": {"type": "string"}}},
     },
 }
-
-
-@pytest.fixture(scope="module")
-def client(served):
-    with openai.OpenAI(base_url=served.base_url, api_key="unused", max_retries=0) as client:
-        yield client
 
 
 @pytest.fixture(scope="module")

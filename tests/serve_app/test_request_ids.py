@@ -2,10 +2,14 @@
 
 from __future__ import annotations
 
+import asyncio
+import json
+
 import httpx
 import pytest
 
 from deployments.activations import load
+from serve_app.answers import Answer
 
 PARTS = ("proxy", "Ingress", "ModelReplica")  # of the names of their log files
 BODY = {"model": "vitrine-demo", "prompt": "Tom has", "max_tokens": 2}
@@ -57,3 +61,16 @@ def test_the_logs_of_proxy_ingress_and_replica_name_it(served, eventually):
 
     # The proxy writes its line after it has answered.
     eventually(naming, lambda names: all(any(part in name for name in names) for part in PARTS))
+
+
+def test_a_stream_that_fails_names_the_clients_id():
+    async def failing():
+        raise RuntimeError("never seen before")
+        yield []
+
+    async def read():
+        answer = Answer("chat", "job", "model", sequences=1, per_prompt=1)
+        return [event async for event in answer.stream(failing(), [], False, "trace-1")]
+
+    error = json.loads(asyncio.run(read())[-1].removeprefix("data: "))["error"]
+    assert "trace-1" in error["message"]

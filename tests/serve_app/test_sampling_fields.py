@@ -2,28 +2,14 @@
 
 from __future__ import annotations
 
-import openai
 import pytest
-from transformers import AutoTokenizer
 
 from deployments.activations import load
-from deployments.demo_model import WEIGHTS
 from deployments.engine.request import Sampling
 from serve_app.schemas import ChatRequest
 
 MODEL = "vitrine-demo"
 PROMPT = "Tom has 3 boxes of"
-
-
-@pytest.fixture(scope="module")
-def client(served):
-    with openai.OpenAI(base_url=served.base_url, api_key="unused", max_retries=0) as client:
-        yield client
-
-
-@pytest.fixture(scope="module")
-def tokenizer():
-    return AutoTokenizer.from_pretrained(WEIGHTS)
 
 
 def complete(client, **fields):

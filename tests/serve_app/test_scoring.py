@@ -5,27 +5,15 @@ from __future__ import annotations
 import json
 
 import httpx
-import openai
 import pytest
 import torch
-from transformers import AutoModelForCausalLM, AutoTokenizer
+from transformers import AutoModelForCausalLM
 
 from deployments.demo_model import PROBLEMS, WEIGHTS
 
 MODEL = "vitrine-demo"
 QUESTION = json.loads(PROBLEMS.read_text().splitlines()[0])["question"]
 PROMPT = "Tom has 3 boxes. Ünï 北京"
-
-
-@pytest.fixture(scope="module")
-def client(served):
-    with openai.OpenAI(base_url=served.base_url, api_key="unused", max_retries=0) as client:
-        yield client
-
-
-@pytest.fixture(scope="module")
-def tokenizer():
-    return AutoTokenizer.from_pretrained(WEIGHTS)
 
 
 @pytest.fixture(scope="module")

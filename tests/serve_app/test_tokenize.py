@@ -17,11 +17,6 @@ PLAIN = [{"role": "system", "content": "Be brief."}, {"role": "user", "content":
 TOOL = {"type": "function", "function": {"name": "calculator", "parameters": {"type": "object"}}}
 
 
-@pytest.fixture(scope="module")
-def tokenizer():
-    return AutoTokenizer.from_pretrained(WEIGHTS)
-
-
 @pytest.fixture
 def post(served):
     def post(route, **body):
@@ -47,7 +42,9 @@ def test_special_tokens_are_added_or_not(post, tokenizer, special):
 
 
 @pytest.mark.parametrize(
-    "fields", [{}, {"add_generation_prompt": False}, {"tools": [TOOL]}], ids=["plain", "without the answer", "tools"]
+    "fields",
+    [{}, {"add_generation_prompt": False}, {"tools": [TOOL]}],
+    ids=["plain", "without the answer", "tools"],
 )
 def test_a_chat_is_tokenized_by_the_models_template(post, tokenizer, fields):
     want = tokenizer.apply_chat_template(PLAIN, **{"add_generation_prompt": True} | fields)["input_ids"]
@@ -72,6 +69,8 @@ BAD = [
     ("tokenize", {"prompt": "x", "messages": MESSAGES}, 400, "prompt"),
     ("tokenize", {"prompt": 5}, 400, "prompt"),
     ("tokenize", {"prompt": "x", "tools": [TOOL]}, 400, "tools"),
+    ("tokenize", {"prompt": "x", "chat_template_kwargs": {"tone": "calm"}}, 400, "chat_template_kwargs"),
+    ("tokenize", {"messages": MESSAGES, "chat_template_kwargs": {"tools": []}}, 400, "chat_template_kwargs.tools"),
     ("tokenize", {"prompt": "x", "return_tokens": True}, 400, "return_tokens"),
     ("tokenize", {"prompt": "x" * 5_000_000}, 400, "prompt"),
     ("tokenize", {"messages": []}, 400, "messages"),

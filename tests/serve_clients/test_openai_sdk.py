@@ -34,12 +34,6 @@ class Sum(BaseModel):
 CALCULATOR = openai.pydantic_function_tool(Calculator, name="calculator")
 
 
-@pytest.fixture(scope="module")
-def client(served):
-    with openai.OpenAI(base_url=served.base_url, api_key="unused", max_retries=0) as client:
-        yield client
-
-
 def chat(question=QUESTIONS[0], **fields):
     messages = [{"role": "user", "content": question}]
     return {"model": MODEL, "messages": messages, "temperature": 0, "max_tokens": 48} | fields
