@@ -105,4 +105,52 @@ def arguments(function: Mapping[str, Any]) -> dict[str, Any]:
 
 def embedded(schema: Mapping[str, Any]) -> str:
     """A JSON schema as a part of a grammar."""
-    return "%json " + json.dumps({**schema, "x-guidance": OPTIONS})
+    return "%json " + json.dumps({**closed(schema), "x-guidance": OPTIONS})
+
+
+def closed(schema: Mapping[str, Any]) -> Mapping[str, Any]:
+    """The schema with objects that have the properties they name and no others, unless it says which others.
+
+    What obeys it obeys the schema as it was. JSON schema would let a model make properties up, and few schemas
+    that programs write say that it may not.
+    """
+    return schema if _composed(schema) else dict(_closed(schema))
+
+
+def _closed(schema: Any) -> Any:
+    if not isinstance(schema, Mapping):
+        return schema
+    done = dict(schema)
+    for key in schema.keys() & {"properties", "patternProperties", "$defs", "definitions"}:
+        if isinstance(schema[key], Mapping):
+            done[key] = {name: _closed(part) for name, part in schema[key].items()}
+    for key in schema.keys() & {"items", "additionalProperties"}:
+        done[key] = _closed(schema[key])
+    for key in schema.keys() & {"anyOf", "oneOf", "allOf", "prefixItems"}:
+        if isinstance(schema[key], list):
+            done[key] = [_closed(part) for part in schema[key]]
+    named, required = schema.get("properties"), schema.get("required", ())
+    if (
+        isinstance(named, Mapping)
+        and isinstance(required, Sequence)
+        and all(name in list(named) for name in required)
+        and not schema.keys() & {"additionalProperties", "patternProperties"}
+    ):
+        done["additionalProperties"] = False
+    return done
+
+
+def _composed(part: Any) -> bool:
+    """Whether several schemas may hold for one object, each of which would close it to the others' properties."""
+    if isinstance(part, list):
+        return any(map(_composed, part))
+    if not isinstance(part, Mapping):
+        return False
+    several = part.get("allOf")
+    if part.keys() & {"if", "not", "dependentSchemas", "unevaluatedProperties", "propertyNames", "minProperties"}:
+        return True
+    if (isinstance(several, list) and len(several) > 1) or (
+        "properties" in part and part.keys() & {"$ref", "allOf", "anyOf", "oneOf"}
+    ):
+        return True
+    return any(map(_composed, part.values()))

@@ -183,7 +183,7 @@ def test_thoughts_are_told_apart_from_content_whole_and_streamed():
             yield nothing
 
     async def gathered():
-        return [event async for event in answer().stream(none(), messages, usage=False)]
+        return [event async for event in answer().stream(none(), messages, usage=False, request_id="")]
 
     events = [json.loads(event.removeprefix("data: ")) for event in asyncio.run(gathered())[:-1]]
     deltas = [event["choices"][0]["delta"] for event in events]

@@ -69,7 +69,10 @@ def tools() -> dict:
 
 
 def structured() -> dict:
-    return {"total": model().with_structured_output(Sum, method="json_schema").invoke(QUESTION).total}
+    return {
+        method: model().with_structured_output(Sum, method=method).invoke(QUESTION).total
+        for method in ("json_schema", "function_calling")
+    }
 
 
 print(json.dumps({part.__name__: part for part in (plain, tools, structured)}[sys.argv[1]]()))

@@ -17,7 +17,7 @@ from deployments.engine.guide import MOST_CHARACTERS, Grammars
 from deployments.engine.memory import KvMemory
 from deployments.engine.request import GREEDY, TOO_COMPLEX, Request, Sampling
 from deployments.errors import RequestError
-from deployments.grammars import embedded
+from deployments.grammars import closed, embedded
 
 PERSON = {
     "type": "object",
@@ -236,3 +236,30 @@ def test_rows_of_one_grammar_do_not_use_up_each_others_states(demo, prompt, monk
         if shared.worn and seed >= 6:
             break
     assert shared.worn
+
+
+OPEN = {"type": "object", "properties": {"a": {"type": "boolean"}}, "required": ["a"]}
+AS_THEY_ARE = [
+    {"type": "object"},
+    {"type": "object", "properties": {"a": {}}, "additionalProperties": {"type": "integer"}},
+    {"type": "object", "properties": {"a": {}}, "required": ["b"]},
+    {"allOf": [OPEN, {"type": "object", "properties": {"b": {}}, "required": ["b"]}]},
+    {"type": "object", "properties": {"a": {}}, "anyOf": [{"required": ["b"]}, {"required": ["c"]}]},
+    {"enum": [{"properties": {"a": 1}}]},
+]
+
+
+def test_an_object_has_the_properties_that_are_named_and_no_others(demo):
+    nested = {"type": "object", "properties": {"x": {"type": "array", "items": {"$ref": "#/$defs/o"}}}}
+    told = closed({**nested, "$defs": {"o": OPEN}})
+    assert told["additionalProperties"] is False
+    assert told["$defs"]["o"]["additionalProperties"] is False
+    request = Request("a", demo.tokenizer("Tom has 3")["input_ids"], 200, grammar=grammar(demo, OPEN))
+    (finished,) = Engine(demo).generate([request])
+    assert finished.reason == "stop"
+    assert json.loads(said(demo, finished)).keys() == {"a"}
+
+
+@pytest.mark.parametrize("schema", AS_THEY_ARE, ids=str)
+def test_what_would_not_be_obeyed_any_more_stays_as_it_is(schema):
+    assert closed(schema) == schema
