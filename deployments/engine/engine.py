@@ -202,6 +202,7 @@ class Engine:
         self._idle = not prefill and not decoding
         tokens = self.statistics.tokens
         if prefill:
+            self._outflow.divide({*self._schedule.recording(self._batch), *prefill.rows})
             self._forward(lambda: self._forwards.prefill(prefill), prefill.rows, events)
         elif decoding:
             self._forward(self._decode, decoding, events)
@@ -285,13 +286,12 @@ class Engine:
 
     def _send_rows(self, events: list[Event]) -> None:
         rows = self._schedule.recording(self._batch)
-        share = self._outflow.share(rows)
+        self._outflow.divide(rows)
         for row in rows:
-            if share is None or row.recording is None or row.recording.bytes < share // 2:
-                continue
+            assert row.recording is not None
             try:
                 captured = row.recording.flush(row.sequence)
-            except (CaptureError, RuntimeError, MemoryError) as error:  # torch's: no memory to join them
+            except (CaptureError, RuntimeError, MemoryError) as error:  # torch's: no memory for another dtype
                 row.recording.give_up(str(error))
             else:
                 if captured is not None:
@@ -424,7 +424,7 @@ class Engine:
             try:
                 captured = row.recording.finish(row.sequence)
                 self._outflow.sent(row, captured.bytes)
-            except (CaptureError, RuntimeError, MemoryError) as failed:  # torch's: no memory to join them
+            except (CaptureError, RuntimeError, MemoryError) as failed:  # torch's: no memory for another dtype
                 error = str(failed)
         row.memory.after = held_bytes(self.model.device)
         request = row.request

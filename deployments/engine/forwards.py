@@ -51,13 +51,14 @@ class Forwards:
         ids = torch.tensor(padded, device=model.device)  # [rows, longest]
         lengths = torch.tensor(counts, device=model.device)
         recordings = [(i, row.recording) for i, row in enumerate(rows) if row.recording and row.records_prefill]
+        fresh = [slice(max(0, recording.rows - start), counts[i]) for i, recording in recordings]  # not recorded before
         places = places_of(recording for _, recording in recordings)
-        copies = []
+        came = set()
 
         def take(place: Place, value: torch.Tensor) -> None:
-            for i, recording in recordings:
-                fresh = value[i, max(0, recording.rows - start) : counts[i]]  # the rest was recorded before
-                copies.append((recording, place, recording.copy(place, fresh)))
+            came.add(place)
+            for (i, recording), tokens in zip(recordings, fresh, strict=True):
+                recording.write(place, value[i, tokens])
 
         self._cache.prefill(first, start)
         every = any(place.module == model.head for place in places)
@@ -65,11 +66,9 @@ class Forwards:
         beside = [(one.row, one.span) for one in asked]
         logits = model.prefill(ids, lengths, self._cache, places, take, every, start, beside)
         scored = read(asked, logits[len(rows) :])
-        came = {place for _, place, _ in copies}
-        for _, recording in recordings:
+        for (_, recording), tokens in zip(recordings, fresh, strict=True):
             recording.require(came)
-        for recording, _, copy in copies:
-            recording.add(copy)
+            recording.keep(max(0, tokens.stop - tokens.start))
         for one, logprobs in zip(asked, scored, strict=True):
             one.scores.add(logprobs)
         for row in new:

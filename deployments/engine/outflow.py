@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Iterable
 
+from deployments.engine.recorder import PIECE_BYTES
 from deployments.engine.row import Row
 
 
@@ -48,6 +49,14 @@ class Outflow:
         reserve = row.recording.reserve
         fits = not reserve or not reserved or reserved + reserve <= self.budget // 2
         return fits and self.bytes <= self.budget // 2
+
+    def divide(self, rows: Iterable[Row]) -> None:
+        """Tell each of these when to hand out its rows."""
+        rows = list(rows)
+        share = self.share(rows)
+        for row in rows:
+            if row.recording:
+                row.recording.piece_bytes = None if share is None else min(PIECE_BYTES, share // 2)
 
     def share(self, rows: Iterable[Row]) -> int | None:
         """The bytes that each of these that hands out its rows as they come may hold; None for any number."""

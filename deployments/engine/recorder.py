@@ -14,7 +14,7 @@ from deployments.engine.request import Captured
 WINDOW_BYTES = 32 << 20  # of the ring in which decoded rows gather before they are cut to requests
 WINDOW_STEPS = 64
 SPARE = WINDOW_STEPS  # rows beyond the last ones wanted that gather before they are dropped
-Rows = dict[str, torch.Tensor]  # point name -> [rows, ...features], on the host
+PIECE_BYTES = 16 << 20  # at most, after which rows go out
 DTYPES = {"float32": torch.float32, "float16": torch.float16, "bfloat16": torch.bfloat16}
 
 
@@ -25,11 +25,14 @@ class CaptureError(ValueError):
 class Recording:
     """What one request records, as it grows.
 
+    Each point's rows lie one behind the other in a buffer of their own on the host, and are handed out as they lie.
+
     Attributes:
         points: The points it reads.
         rows: How many tokens have passed, recorded or not wanted.
         since: The recorder's step from which on its rows are not cut out yet.
         bytes: Host memory that its rows take, until they are handed out.
+        piece_bytes: How many make it hand them out; None where they stay with it until its end.
         token_bytes: Bytes of one token's rows.
         reserve: The most bytes it holds until its end, where only the last rows are wanted; else 0.
     """
@@ -47,13 +50,19 @@ class Recording:
         self.rows = 0
         self.since = 0
         self.bytes = 0
+        self.piece_bytes: int | None = None
         self.token_bytes = bytes_of_token(capture, points)
         self.reserve = bytes_until_end(capture, points, prompt_tokens + max_tokens)
         self._failed: str | None = None
         self._capture = capture
         self._prompt = prompt_tokens
+        self._stop = prompt_tokens + (max_tokens if self.wants_generated else 0)  # no token behind it is recorded
         self._next = prompt_tokens if capture.tokens == "generated" else 0  # the first token not handed out
-        self._pieces: dict[str, list[torch.Tensor]] = {point.name: [] for point in points}
+        self._buffers: dict[str, torch.Tensor] = {}  # point name -> [rows that fit, ...features]
+        self._filled = 0  # rows in each of them
+        self._at: dict[Place, list[Point]] = {}
+        for point in points:
+            self._at.setdefault(point.place, []).append(point)
 
     @property
     def wants_prompt(self) -> bool:
@@ -65,29 +74,29 @@ class Recording:
         """Whether rows of generated tokens are kept; then the last one is run through too."""
         return self._capture.tokens != "prompt" and self._capture.mode == "generate"
 
-    def copy(self, place: Place, value: torch.Tensor) -> Rows:
-        """Copy what is wanted of a place's rows [rows, ...] of consecutive tokens to the host."""
-        tail = self._capture.tail
-        kept = value[-tail:] if tail else value
-        index = self._feature_index()
-        return {
-            point.name: kept.reshape(len(kept), *point.shape)[..., index].to("cpu", copy=True)
-            for point in self.points
-            if point.place is place
-        }
-
-    def add(self, rows: Rows) -> None:
-        """Take what `copy` gave, which follows what was taken before."""
-        if self._failed:
+    def write(self, place: Place, value: torch.Tensor) -> None:
+        """Copy what is wanted of a place's rows [rows, ...] of consecutive tokens; it counts when `keep` says so."""
+        if self._failed or place not in self._at or not len(value):
             return
-        for name, value in rows.items():
-            pieces = self._pieces[name]
-            pieces.append(value)
-            self.bytes += value.nbytes
-            if (tail := self._capture.tail) and sum(map(len, pieces)) > tail + SPARE:
-                self.bytes -= sum(piece.nbytes for piece in pieces)
-                pieces[:] = [torch.cat(pieces)[-tail:].clone()]
-                self.bytes += pieces[0].nbytes
+        value = value[-self._capture.tail :] if self._capture.tail else value
+        stop = self._filled + len(value)
+        self._make_room(stop)
+        for point in self._at[place]:
+            rows = value.reshape(len(value), *point.shape)[..., self._features]
+            self._buffers[point.name][self._filled : stop] = rows
+
+    def keep(self, rows: int) -> None:
+        """Count rows that were written for every place, which follow those that counted before."""
+        if self._failed or not self._buffers:
+            return
+        tail = self._capture.tail
+        self._filled += min(rows, tail) if tail else rows
+        if tail and self._filled > tail + SPARE:
+            last = {name: buffer[self._filled - tail : self._filled].clone() for name, buffer in self._buffers.items()}
+            for name, rows_of in last.items():
+                self._buffers[name][:tail] = rows_of
+            self._filled = tail
+        self.bytes = self._filled * sum(buffer[:1].nbytes for buffer in self._buffers.values())
 
     def require(self, came: Collection[Place]) -> None:
         """Give up where a forward has not come to a place that is read."""
@@ -95,7 +104,7 @@ class Recording:
             self.give_up(f"a forward never came to {', '.join(missed)}")
 
     def flush(self, sequence: Sequence[int]) -> Captured | None:
-        """Hand out the rows gathered so far; None where there are none, or only the last ones are wanted.
+        """Hand out the rows gathered so far; None where they are too few, or only the last ones are wanted.
 
         Args:
             sequence: The token ids of prompt and generation.
@@ -103,10 +112,9 @@ class Recording:
         Raises:
             CaptureError: A value has no finite float16, and that was asked for.
         """
-        if self._capture.tail or not self.bytes:
+        if self._capture.tail or not self.bytes or self.piece_bytes is None or self.bytes < self.piece_bytes:
             return None
-        gathered = sum(map(len, next(iter(self._pieces.values()))))
-        return self._hand_out(self._next, self._next + gathered, sequence)
+        return self._hand_out(self._next, self._next + self._filled, sequence)
 
     def finish(self, sequence: Sequence[int]) -> Captured:
         """The rows of a request that has come to its end, but for those that were handed out before.
@@ -115,7 +123,8 @@ class Recording:
             sequence: The token ids of prompt and generation.
 
         Raises:
-            CaptureError: A value has no finite float16, and that was asked for.
+            CaptureError: A value has no finite float16, and that was asked for; there was no memory for the rows,
+                or a forward did not come to all places.
         """
         if self._failed:
             raise CaptureError(self._failed)
@@ -126,35 +135,55 @@ class Recording:
     def give_up(self, reason: str) -> None:
         """Keep no more rows; `finish` says why."""
         self._failed = reason
-        for pieces in self._pieces.values():
-            pieces.clear()
-        self.bytes = 0
+        self._let_go()
 
     def _hand_out(self, first: int, stop: int, sequence: Sequence[int]) -> Captured:
-        values = {name: self._join(name, pieces, stop - first) for name, pieces in self._pieces.items()}
-        for pieces in self._pieces.values():
-            pieces.clear()
-        self.bytes = 0
+        rows = stop - first
+        assert rows <= self._filled if self._capture.tail else rows == self._filled, f"{self._filled} rows of {rows}"
+        buffers = self._buffers or self._empty(0)
+        values = {
+            name: self._given(name, buffer[self._filled - rows : self._filled]) for name, buffer in buffers.items()
+        }
+        self._let_go()
         self._next = stop
         return Captured(range(first, stop), sequence[first:stop], values)
 
-    def _join(self, name: str, pieces: list[torch.Tensor], rows: int) -> torch.Tensor:
-        if not rows:
-            point = next(point for point in self.points if point.name == name)
-            return torch.empty(0, *point.shape, dtype=DTYPES.get(self._capture.dtype, point.place.dtype))[
-                ..., self._feature_index()
-            ]
-        joined = pieces[0] if len(pieces) == 1 else torch.cat(pieces)
-        if self._capture.tail:
-            joined = joined[-rows:]
-        assert len(joined) == rows, f"{name}: {len(joined)} rows recorded of {rows}"
-        dtype = DTYPES.get(self._capture.dtype, joined.dtype)
-        cast = joined.to(dtype)
-        if dtype == torch.float16 and bool((cast.isinf() & ~joined.isinf()).any()):
+    def _given(self, name: str, rows: torch.Tensor) -> torch.Tensor:
+        """A buffer's rows in the dtype asked for; a few of many keep the rest of it from being freed, and are copied."""
+        dtype = DTYPES.get(self._capture.dtype, rows.dtype)
+        if dtype == rows.dtype:
+            return rows.clone() if 2 * rows.nbytes < rows.untyped_storage().nbytes() else rows
+        given = rows.to(dtype)
+        if dtype == torch.float16 and bool((given.isinf() & ~rows.isinf()).any()):
             raise CaptureError(f"{name} has values beyond float16's 65504; ask for bfloat16 or float32")
-        return cast.contiguous()
+        return given
 
-    def _feature_index(self) -> slice | list[int]:
+    def _let_go(self) -> None:
+        self._buffers = {}
+        self._filled = self.bytes = 0
+
+    def _make_room(self, rows: int) -> None:
+        """Have buffers for so many rows."""
+        room = len(next(iter(self._buffers.values()))) if self._buffers else 0
+        if rows <= room:
+            return
+        # A window of decoded rows may come when a piece is all but full.
+        usual = (self.reserve or (self.piece_bytes or PIECE_BYTES) * 3 // 2) // self.token_bytes
+        larger = self._empty(max(rows, min(usual, self._stop - self._next), 2 * room))
+        for name, buffer in self._buffers.items():
+            larger[name][: self._filled] = buffer[: self._filled]
+        self._buffers = larger
+
+    def _empty(self, rows: int) -> dict[str, torch.Tensor]:
+        """Buffers for so many rows."""
+        empty = {}
+        for point in self.points:
+            shape = torch.empty(*point.shape, device="meta")[..., self._features].shape
+            empty[point.name] = torch.empty(rows, *shape, dtype=point.place.dtype)
+        return empty
+
+    @property
+    def _features(self) -> slice | list[int]:
         features = self._capture.features
         if features is None:
             return slice(None)
@@ -170,7 +199,7 @@ def bytes_of_token(capture: Capture, points: Iterable[Point]) -> int:
 
 def bytes_until_end(capture: Capture, points: Iterable[Point], tokens: int) -> int:
     """The most bytes held until the end of so many tokens: which rows are the last is known only then."""
-    return min(capture.tail + SPARE, tokens) * bytes_of_token(capture, points) if capture.tail else 0
+    return min(2 * capture.tail + SPARE, tokens) * bytes_of_token(capture, points) if capture.tail else 0
 
 
 def joined(parts: Sequence[Captured]) -> Captured:
@@ -268,11 +297,11 @@ class Recorder:
         """Hand a slot's gathered rows to its recording, which gives up where there is no memory for them."""
         recording = self.recordings.get(slot)
         if recording is not None and recording.since < self._step:
-            places = {point.place for point in recording.points}
             window = slice(recording.since, self._step)
             recording.since = self._step
             try:
-                for place in places:
-                    recording.add(recording.copy(place, self._ring[place][window, slot]))
+                for place in places_of([recording]):
+                    recording.write(place, self._ring[place][window, slot])
+                recording.keep(window.stop - window.start)
             except (RuntimeError, MemoryError) as error:
                 recording.give_up(str(error))
