@@ -23,7 +23,7 @@ from deployments.engine.engine import Engine
 from deployments.engine.masks import Masks
 from deployments.engine.model import Model
 from deployments.engine.recorder import Recorder
-from deployments.engine.request import GREEDY, Request, Sampling
+from deployments.engine.request import GREEDY, Finished, Request, Rows, Sampling
 from deployments.engine.text import TextStream
 
 
@@ -158,19 +158,26 @@ def breakdown(
         length = steps + 50
         running.submit(Request(f"b{i}", prompt, length, sampling, ignore_eos=True, capture=capture, points=points))
     while running.statistics.running < len(work.prompts) or running.statistics.waiting:
-        running.step()
-    running.step()
+        _step(running)
+    _step(running)
     clock = Clock(_device=work.device)
     with clock.on():
         began = time.perf_counter()
         for _ in range(steps):
-            running.step()
+            _step(running)
         step = (time.perf_counter() - began) / steps
     for i in range(len(work.prompts)):
         running.cancel(f"b{i}")
-    running.step()
+    _step(running)
     parts = {name: sum(taken) / steps for name, taken in clock.spent.items()}
     return {**parts, REST: step - sum(parts.values())}
+
+
+def _step(running: Engine) -> None:
+    """One step, whose recorded rows go nowhere."""
+    for event in running.step():
+        if isinstance(event, Rows | Finished) and event.captured is not None:
+            running.written(event.id, event.captured.bytes)
 
 
 # ---- the parts of a forward

@@ -39,6 +39,7 @@ class Choice:
         token_ids: Token ids that go with the next message.
         prompt_ids: Those of the prompt, which go with the first.
         logprob: Of all its tokens together.
+        ended: The engine has ended it.
     """
 
     index: int
@@ -53,6 +54,7 @@ class Choice:
     token_ids: list[int] = field(default_factory=list)
     prompt_ids: tuple[int, ...] = ()
     logprob: float = 0.0
+    ended: bool = False
 
     def add(self, text: str) -> None:
         """Take more of the model's text."""
@@ -121,6 +123,7 @@ class Delivery:
         self._engine = engine
         self._spelling = spelling
         self._tickets: dict[str, Ticket] = {}  # engine request id -> its job
+        self._dropped: dict[str, Ticket] = {}  # the same, until the engine has ended it
 
     def __len__(self) -> int:
         return len(self._tickets)
@@ -136,7 +139,8 @@ class Delivery:
     def drop(self, ticket: Ticket) -> None:
         """Forget a job; what still runs of it is cancelled and frees its slot."""
         for request_id, choice in ticket.choices.items():
-            self._tickets.pop(request_id, None)
+            if self._tickets.pop(request_id, None) and not choice.ended:
+                self._dropped[request_id] = ticket
             if ticket.open:
                 self._engine.cancel(request_id)
                 if choice.run:
@@ -145,15 +149,22 @@ class Delivery:
     def deliver(self, events: list[Event]) -> None:
         """Pass on one step's events."""
         for event in events:
-            ticket = self._tickets.get(event.id)
-            if ticket is None:  # its client has gone
-                if isinstance(event, Rows | Finished):
-                    self._written(event)
+            if event.id in self._dropped:
+                self._let_go(event)
                 continue
+            ticket = self._tickets[event.id]
             try:
                 self._deliver(ticket, ticket.choices[event.id], event)
             except Exception as error:  # noqa: BLE001 - a parser's; the other requests' events go on
                 self._fail(ticket, error)
+
+    def _let_go(self, event: Event) -> None:
+        """Take what the engine says of a request whose client has gone, or has been told that it is late."""
+        if isinstance(event, Rows | Finished):
+            self._written(event)
+        if isinstance(event, Finished):
+            ticket = self._dropped.pop(event.id)
+            _log(ticket.job, ticket.choices[event.id], event)
 
     def fail_all(self, message: str) -> None:
         """Tell every job that the engine has ended."""
@@ -172,6 +183,7 @@ class Delivery:
             assert choice.run is not None
             choice.run.add(event.captured, functools.partial(self._written, event))
         else:
+            choice.ended = True
             task = asyncio.ensure_future(self._end(ticket, choice, event))
             ticket.tasks.add(task)
             task.add_done_callback(functools.partial(self._ended, ticket))

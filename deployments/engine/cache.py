@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from dataclasses import dataclass
 from typing import Any
 
@@ -80,8 +81,10 @@ class SlotLayer(CacheLayerMixin):  # type: ignore[no-untyped-call]
             if not window.start:
                 return key_states, value_states
             return self.keys[slots, :, :stop], self.values[slots, :, :stop]
-        self.keys[window.rows, :, window.positions] = key_states[:, :, 0]
-        self.values[window.rows, :, window.positions] = value_states[:, :, 0]
+        assert window.positions is not None
+        rows, positions = window.rows.to(self.keys.device), window.positions.to(self.keys.device)
+        self.keys[rows, :, positions] = key_states[:, :, 0]
+        self.values[rows, :, positions] = value_states[:, :, 0]
         return self.keys[:batch, :, : window.length], self.values[:batch, :, : window.length]
 
     def resize(self) -> None:
@@ -185,4 +188,13 @@ class SlotCache(Cache):
     @property
     def bytes(self) -> int:
         """Memory held, in bytes."""
-        return sum(memory.nbytes for layer in self._slots for memory in layer.memories)
+        return self.bytes_by_device.total()
+
+    @property
+    def bytes_by_device(self) -> Counter[torch.device]:
+        """Memory held, in bytes: a model's layers may lie on several devices."""
+        held: Counter[torch.device] = Counter()
+        for layer in self._slots:
+            for memory in layer.memories:
+                held[memory.device] += memory.nbytes
+        return held

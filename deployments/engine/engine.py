@@ -160,6 +160,7 @@ class Engine:
 
         Raises:
             RequestError: One of them could never run, or two have the same id.
+            RuntimeError: Others are under way, whose events would be lost.
         """
         requests = list(requests)
         if len({request.id for request in requests}) < len(requests):
@@ -170,16 +171,25 @@ class Engine:
             self.submit(replace(request, streamed=False))
         pieces: dict[str, list[Captured]] = {request.id: [] for request in requests}
         done: dict[str, Finished] = {}
-        while len(done) < len(requests):
-            for event in self.step(wait=True):
-                if isinstance(event, (Delta, PromptLogprobs)):
-                    continue
-                if event.captured is not None:
-                    pieces[event.id].append(event.captured)
-                    self.written(event.id, event.captured.bytes)
-                if isinstance(event, Finished):
-                    whole = joined(pieces[event.id]) if event.captured is not None else None
-                    done[event.id] = replace(event, captured=whole)
+        try:
+            while len(done) < len(requests):
+                for event in self.step(wait=True):
+                    if event.id not in pieces:
+                        raise RuntimeError(f"request {event.id!r} is under way: take its events from `step` first")
+                    if isinstance(event, (Delta, PromptLogprobs)):
+                        continue
+                    if event.captured is not None:
+                        pieces[event.id].append(event.captured)
+                        self.written(event.id, event.captured.bytes)
+                    if isinstance(event, Finished):
+                        whole = joined(pieces[event.id]) if event.captured is not None else None
+                        done[event.id] = replace(event, captured=whole)
+        finally:
+            if left := pieces.keys() - done.keys():  # interrupted
+                for request_id in left:
+                    self.cancel(request_id)
+                with torch.inference_mode():
+                    self._receive_all([])
         return [done[request.id] for request in requests]
 
     @torch.inference_mode()
@@ -193,8 +203,7 @@ class Engine:
         if wait and self._idle:
             self._receive(self._inbox.get(), events)
         self.step_began = began = time.monotonic()
-        while not self._inbox.empty():
-            self._receive(self._inbox.get(), events)
+        self._receive_all(events)
         # A prefill is followed by a decode, so that running requests do not stand still behind new ones.
         decoding = list(self._batch.decoding)
         prefill = None if self._prefilled and decoding else self._schedule.next_prefill(self._batch)
@@ -211,6 +220,10 @@ class Engine:
         self._note()
         self.step_began = None
         return events
+
+    def _receive_all(self, events: list[Event]) -> None:
+        while not self._inbox.empty():
+            self._receive(self._inbox.get(), events)
 
     def _receive(self, message: Request | str | _Written | None, events: list[Event]) -> None:
         if isinstance(message, Request):

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+from collections import Counter
 from pathlib import Path
 
 import psutil
@@ -11,6 +12,14 @@ import torch
 from deployments.engine.model import Model
 
 FIRST_CAPACITY = 256  # positions of a slot's first bucket; each next one is twice as long
+CGROUPS = (  # versions 2 and 1: limit, use, and where that says what files hold of it
+    ("memory.max", "memory.current", ("memory.stat", "inactive_file")),
+    (
+        "memory/memory.limit_in_bytes",
+        "memory/memory.usage_in_bytes",
+        ("memory/memory.stat", "total_inactive_file"),
+    ),
+)
 _PAGE = Path("/proc/self/statm")
 _NO_MEMORY = ("can't allocate memory", "not enough memory", "CUDA error: out of memory", "STATUS_ALLOC_FAILED")
 _ASKED = re.compile(r"allocate ([\d.]+ ?(?:[KMGT]i?B|bytes))", re.IGNORECASE)
@@ -38,8 +47,10 @@ class KvMemory:
                 half of it.
         """
         self.cache = model.new_cache()
-        self.position_bytes = _position_bytes(model)
-        self.budget = (kv_bytes or int(free_bytes(model.device) * (kv_fraction or 0.5))) // self.position_bytes
+        by_device = _position_bytes(model)
+        self.position_bytes = by_device.total()
+        free = min(int(free_bytes(device) * (kv_fraction or 0.5)) // size for device, size in by_device.items())
+        self.budget = kv_bytes // self.position_bytes if kv_bytes else free
         self._max_slots = max_slots
         self._context = model.context
 
@@ -82,14 +93,14 @@ class KvMemory:
 
 
 @torch.inference_mode()
-def _position_bytes(model: Model) -> int:
-    """Bytes that one position takes over all layers, as one token's prefill shows."""
+def _position_bytes(model: Model) -> Counter[torch.device]:
+    """Bytes that one position takes on each device over all layers, as one token's prefill shows."""
     cache = model.new_cache()
     cache.resize(1, 1)
     cache.prefill(0)
     one = torch.ones(1, 1, dtype=torch.long, device=model.device)
     model.prefill(one, one[0], cache)
-    return cache.bytes
+    return cache.bytes_by_device
 
 
 def _bucket(value: int, first: int) -> int:
@@ -101,10 +112,24 @@ def _bucket(value: int, first: int) -> int:
 
 
 def free_bytes(device: torch.device) -> int:
-    """Memory that could be taken now."""
+    """Memory that could be taken now; in a container, within its limit."""
     if device.type == "cuda":
         return torch.cuda.mem_get_info(device)[0]
-    return int(psutil.virtual_memory().available)
+    free = int(psutil.virtual_memory().available)
+    left = left_in_container()
+    return free if left is None else min(free, left)
+
+
+def left_in_container(root: Path = Path("/sys/fs/cgroup")) -> int | None:
+    """What Linux's control group of this process may still take; None without a limit. What files hold can be freed."""
+    for limit, used, held_by_files in CGROUPS:
+        try:
+            statistics = dict(line.split() for line in (root / held_by_files[0]).read_text().splitlines())
+            in_use = int((root / used).read_text()) - int(statistics[held_by_files[1]])
+            return max(0, int((root / limit).read_text()) - in_use)
+        except (OSError, ValueError, KeyError):  # another version of control groups, or "max"
+            continue
+    return None
 
 
 def held_bytes(device: torch.device) -> int:

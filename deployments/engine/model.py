@@ -176,7 +176,7 @@ class Model:
             return None
         rows, at = self._wanted  # [wanted] each
         hidden = args[0]  # [batch, tokens, hidden]
-        return (hidden[rows, at][None], *args[1:])
+        return (hidden[rows.to(hidden.device), at.to(hidden.device)][None], *args[1:])
 
 
 def load(

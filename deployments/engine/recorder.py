@@ -149,7 +149,7 @@ class Recording:
         return Captured(range(first, stop), sequence[first:stop], values)
 
     def _given(self, name: str, rows: torch.Tensor) -> torch.Tensor:
-        """A buffer's rows in the dtype asked for; a few of many keep the rest of it from being freed, and are copied."""
+        """A buffer's rows in the dtype asked for; copied where they would keep a far larger buffer from being freed."""
         dtype = DTYPES.get(self._capture.dtype, rows.dtype)
         if dtype == rows.dtype:
             return rows.clone() if 2 * rows.nbytes < rows.untyped_storage().nbytes() else rows

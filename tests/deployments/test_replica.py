@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import dataclasses
+import re
 import threading
 
 import pytest
@@ -78,6 +79,27 @@ def test_a_request_whose_answer_cannot_be_read_fails_alone(replica):
     unreadable, other = asyncio.run(both())
     assert (unreadable[-1].status, unreadable[-1].code) == (500, "internal_error")
     assert isinstance(other[-1], End)
+
+
+def test_a_requests_memory_is_in_the_log_whether_its_client_waits_or_goes(replica, caplog):
+    async def both():
+        kept = await replica.complete(job(request_id="kept"))
+        stream = replica.stream(job(id="left", request_id="left", max_tokens=2000, ignore_eos=True))
+        await anext(stream)
+        await stream.aclose()
+        while not any("(left)" in line for line in caplog.messages):
+            await asyncio.sleep(0.01)
+        return kept
+
+    with caplog.at_level("INFO", logger="ray.serve"):
+        asyncio.run(asyncio.wait_for(both(), 60))
+    said = {name: next(line for line in caplog.messages if f"({name})" in line) for name in ("kept", "left")}
+    for line in said.values():
+        numbers = re.search(r"memory before ([\d.]+) MiB, peak ([\d.]+) MiB, after ([\d.]+) MiB", line)
+        assert numbers is not None, line
+        before, peak, after = map(float, numbers.groups())
+        assert 0 < before <= peak >= after > 0
+    assert "cancelled" in said["left"]
 
 
 def test_a_capture_beyond_the_limit_is_refused_with_the_numbers():

@@ -7,6 +7,7 @@ import torch
 
 from deployments.engine.cache import SlotLayer
 from deployments.engine.engine import Engine
+from deployments.engine.memory import left_in_container
 from deployments.engine.request import Request
 from deployments.engine.sampling import choose
 
@@ -47,6 +48,48 @@ def test_a_bad_request_among_good_ones_leaves_none_behind(tiny):
         engine.generate([Request("a", [5], 1), Request("b", [], 1)])
     engine.generate([Request("c", [5], 2, ignore_eos=True)])
     assert engine.statistics.tokens == 2
+
+
+def test_what_an_interrupted_call_began_is_gone_before_the_next(tiny, prompt, monkeypatch):
+    engine = Engine(tiny("qwen3"))
+    both = [Request("a", prompt(5), 3), Request("b", prompt(7), 3)]
+    with monkeypatch.context() as patched:
+        patched.setattr("deployments.engine.engine.choose", interrupt)
+        with pytest.raises(KeyboardInterrupt):
+            engine.generate(both)
+    (again,) = engine.generate([Request("a", prompt(5), 3, ignore_eos=True)])
+    assert len(again.tokens) == 3
+    assert (engine.statistics.running, engine.statistics.waiting) == (0, 0)
+
+
+def interrupt(*_):
+    raise KeyboardInterrupt
+
+
+def test_nobody_elses_events_are_lost_in_silence(tiny, prompt):
+    engine = Engine(tiny("qwen3"))
+    engine.submit(Request("other", prompt(5), 3))
+    with pytest.raises(RuntimeError, match="'other' is under way"):
+        engine.generate([Request("a", prompt(6), 3)])
+
+
+V2 = {"memory.max": "1000", "memory.current": "700", "memory.stat": "anon 400\ninactive_file 300"}
+V1 = {
+    "memory/memory.limit_in_bytes": "1000",
+    "memory/memory.usage_in_bytes": "700",
+    "memory/memory.stat": "rss 400\ntotal_inactive_file 300",
+}
+
+
+@pytest.mark.parametrize(
+    ("files", "left"),
+    [(V2, 600), (V1, 600), (V2 | {"memory.max": "max"}, None), (V2 | {"memory.max": "300"}, 0), ({}, None)],
+)
+def test_a_containers_limit_bounds_what_is_free(files, left, tmp_path):
+    for name, text in files.items():
+        (tmp_path / name).parent.mkdir(exist_ok=True)
+        (tmp_path / name).write_text(text + "\n")
+    assert left_in_container(tmp_path) == left
 
 
 @pytest.mark.parametrize(("failing", "prefill_tokens"), [(1, 64), *((at, 4) for at in range(4, 14))])
