@@ -9,6 +9,7 @@ import time
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
+from unittest import mock
 
 import psutil
 import torch
@@ -16,6 +17,7 @@ import torch
 from benchmarks import models, ours, storing
 from benchmarks.peers import Work
 from deployments.activations.spec import LAYERNORM_SITES, Capture
+from deployments.engine.cache import SlotLayer
 from deployments.engine.engine import Engine
 from deployments.engine.model import Model
 from deployments.engine.request import Delta, Finished, Request
@@ -58,7 +60,7 @@ class Seen:
 
     Attributes:
         times: [samples] seconds since the request was sent.
-        resident: [samples] bytes of resident memory.
+        resident: [samples] bytes of resident memory but for the KV slots, which grow with any request.
         held: [samples] bytes of recorded rows that the engine says are in memory.
         marks: What happened when.
         stored: Bytes on disk at the end.
@@ -72,6 +74,11 @@ class Seen:
     stored: int = 0
     others: float = 0.0
 
+    @property
+    def growth(self) -> int:
+        """The most resident bytes beyond those at the start."""
+        return max(self.resident) - self.resident[0]
+
 
 def watch(scenario: Scenario) -> Seen:
     """Run a scenario; in a process of its own, so that no earlier one's memory counts."""
@@ -80,9 +87,9 @@ def watch(scenario: Scenario) -> Seen:
     model = Model(models.build(scenario.model), tokenizer, scenario.model)
     engine = Engine(model, capture_bytes=Options().capture_memory_bytes)
     slow = storing.slow_disk(scenario.disk) if scenario.disk else contextlib.nullcontext()
-    with storing.store(scenario.directory) as store, slow:
+    with storing.store(scenario.directory) as store, slow, _touched_slots():
         capture = NORMS if scenario.capture else None
-        engine.generate(ours.requests(model, Work([scenario.prompt[:4]], 2), capture))  # what is made once is made
+        engine.generate(ours.requests(model, Work([scenario.prompt], 2), capture))  # what is made once is made
         return _run(scenario, engine, store, capture)
 
 
@@ -119,6 +126,18 @@ def _run(scenario: Scenario, engine: Engine, store: storing.Store, capture: Capt
 
 
 @contextlib.contextmanager
+def _touched_slots() -> Iterator[None]:
+    """Let KV slots be resident as soon as they are allocated, so that they can be told from what else is."""
+    allocate = SlotLayer._allocate
+
+    def touched(layer: SlotLayer, like: torch.Tensor) -> torch.Tensor:
+        return allocate(layer, like).zero_()
+
+    with mock.patch.object(SlotLayer, "_allocate", touched):
+        yield
+
+
+@contextlib.contextmanager
 def _sampling(engine: Engine, seen: Seen) -> Iterator[float]:
     """Look at the process's memory all the while; gives the beginning on `perf_counter`."""
     process, done, began = psutil.Process(), threading.Event(), time.perf_counter()
@@ -126,7 +145,7 @@ def _sampling(engine: Engine, seen: Seen) -> Iterator[float]:
     def sample() -> None:
         while True:
             seen.times.append(time.perf_counter() - began)
-            seen.resident.append(process.memory_info().rss)
+            seen.resident.append(process.memory_info().rss - engine.statistics.kv_bytes)
             seen.held.append(engine.statistics.capture_bytes)
             if done.wait(EVERY_S):
                 return
