@@ -40,6 +40,6 @@ def replicas(options: Options, **deployment: Any) -> Application:
 def loaded(options: Options) -> Application:
     """A model that comes and goes while the server runs: an application of its own, without a route.
 
-    It fails at the first replica that does.
+    Serve gives it up at the first replica that fails, but not once one has started: that is for the loader to see.
     """
     return replicas(options, max_constructor_retry_count=1)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+from collections.abc import Awaitable
 from typing import Any
 
 import httpx
@@ -13,6 +14,8 @@ from serve_app.errors import ApiError
 from serve_app.exposition import merge
 from serve_app.loading import Loader
 from serve_app.models import Models
+
+STORE_S = 30.0  # the longest that a request waits for the activation store; a deletion waits for what it writes
 
 
 class Backend:
@@ -36,16 +39,20 @@ class Backend:
         self._store = store
 
     async def sessions(self, limit: int, after: str | None) -> list[dict[str, Any]]:
-        """Sessions of stored activations, in the order of their ids."""
-        return await self._store.sessions.remote(limit, after)  # type: ignore[no-any-return]
+        """Sessions of stored activations, in the order of their ids.
+
+        Raises:
+            ApiError: 503.
+        """
+        return await _stored(self._store.sessions.remote(limit, after))  # type: ignore[no-any-return]
 
     async def session(self, session_id: str) -> dict[str, Any]:
         """One session with its runs and files.
 
         Raises:
-            ApiError: 404.
+            ApiError: 404; 503.
         """
-        found: dict[str, Any] | None = await self._store.session.remote(session_id)
+        found: dict[str, Any] | None = await _stored(self._store.session.remote(session_id))
         if found is None:
             raise _no_session(session_id)
         return found
@@ -54,9 +61,9 @@ class Backend:
         """Delete a session; its files are gone when it returns.
 
         Raises:
-            ApiError: 404.
+            ApiError: 404; 503.
         """
-        if not await self._store.delete.remote(session_id):
+        if not await _stored(self._store.delete.remote(session_id)):
             raise _no_session(session_id)
 
     async def metrics(self) -> str:
@@ -77,6 +84,19 @@ class Backend:
         except httpx.HTTPError as error:
             raise ApiError(503, f"a node's metrics cannot be read: {error}", code="unavailable") from error
         return merge(answer.text for answer in answers)
+
+
+async def _stored(asked: Awaitable[Any]) -> Any:
+    """What the activation store answers; what it was asked to do goes on behind the limit.
+
+    Raises:
+        ApiError: 503, where it does not answer.
+    """
+    try:
+        async with asyncio.timeout(STORE_S):
+            return await asked
+    except TimeoutError as error:
+        raise ApiError(503, "the activation store does not answer; try again", code="unavailable") from error
 
 
 def _no_session(session_id: str) -> ApiError:

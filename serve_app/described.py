@@ -150,7 +150,7 @@ _DOWN = {"status": "unavailable", "loaded_models": [], "replicas": {"vitrine-dem
 HEALTH: Responses = {
     **answers({"status": "ok", "loaded_models": ["vitrine-demo"], "replicas": {"vitrine-demo": {"RUNNING": 1}}}),
     503: {
-        "description": "A model has no replica that can serve.",
+        "description": "A model has no replica that can serve; or, with OpenAI's body, Serve does not answer.",
         "content": {"application/json": {"schema": {"type": "object"}, "example": _DOWN}},
         "headers": errors(503)[503]["headers"],
     },

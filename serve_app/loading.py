@@ -14,10 +14,11 @@ from deployments.errors import LoadError
 from deployments.options import Options
 from serve_app.applications import loaded
 from serve_app.errors import ApiError
-from serve_app.models import Models, Phase, ServedModel
+from serve_app.models import Models, Phase
 from serve_app.wire_models import LoadRequest
 
 POLL_S = 0.2  # how often Serve is asked how far a model is
+REMOVAL_S = 30.0  # what the deletion of a model may take beside the requests that it lets end
 
 
 class Loader:
@@ -33,6 +34,7 @@ class Loader:
         self._options = options
         self._models = models
         self._loads: dict[str, tuple[LoadRequest, asyncio.Task[None]]] = {}
+        self._deletions: dict[str, asyncio.Task[None]] = {}
 
     async def load(self, asked: LoadRequest) -> dict[str, Any]:
         """Load a model and say what is loaded, at once where it is already.
@@ -56,7 +58,7 @@ class Loader:
         """Finish what a model's replicas run, then delete them.
 
         Raises:
-            ApiError: 404; 409 for the model that the server started with.
+            ApiError: 404; 409 for the model that the server started with; 504, while the deletion goes on.
         """
         await self._models.refresh()
         model = self._models.get(model_id)
@@ -65,7 +67,12 @@ class Loader:
         if self._models.is_default(model):
             message = "the server was started with this model: start one with model=none to load and unload at will"
             raise ApiError(409, message, "model_id", "model_is_default")
-        await self._delete(model)
+        deletion = self._deletion(model_id)
+        await asyncio.wait([deletion], timeout=self._options.request_timeout_s + REMOVAL_S)
+        if not deletion.done():
+            message = f"{model_id!r} takes no more requests, but what it runs has not ended yet; its deletion goes on"
+            raise ApiError(504, message, "model_id", "unload_timeout")
+        deletion.result()
         return {"ok": True, "model": model_id}
 
     def _joined(self, asked: LoadRequest) -> asyncio.Task[None]:
@@ -88,22 +95,31 @@ class Loader:
         return task
 
     async def _deploy(self, asked: LoadRequest) -> None:
-        """Deploy a model and wait until all its replicas serve; where that fails, delete it again."""
-        model = self._models.get(asked.model_id)
-        if model is not None and model.phase in (Phase.FAILED, Phase.UNLOADING):
-            await self._delete(model)
-            model = None
+        """Deploy a model and wait until all its replicas serve; where that fails, delete it again.
+
+        All of it has one deadline. A deletion may go on behind it, and who wants the model next waits for that.
+        """
+        deadline = asyncio.get_running_loop().time() + self._options.load_timeout_s
+        running: asyncio.Future[Any] | None = None
         try:
-            if model is None:  # else another ingress loads it, or one did that is no more
-                await self._run(asked)
-            async with asyncio.timeout(self._options.load_timeout_s):
+            async with asyncio.timeout_at(deadline):
+                model = self._models.get(asked.model_id)
+                over = model is not None and model.phase in (Phase.FAILED, Phase.UNLOADING)
+                if over or asked.model_id in self._deletions:
+                    await asyncio.shield(self._deletion(asked.model_id))
+                    model = self._models.get(asked.model_id)
+                if model is None:  # else another ingress loads it, or one did that is no more
+                    running = asyncio.ensure_future(self._run(asked))
+                    await asyncio.shield(running)
                 await self._until_loaded(asked.model_id)
         except TimeoutError as error:
-            said = await self._give_up(asked.model_id)
+            model = self._models.get(asked.model_id)
+            said = reason(model.message).message if model and model.phase is Phase.LOADING and model.message else ""
             message = f"it did not load within this server's limit of {self._options.load_timeout_s:g} s. {said}"
+            await self._give_up(asked.model_id, deadline, running)
             raise ApiError(504, message.strip(), "model_id", "load_timeout") from error
         except Exception:
-            await self._give_up(asked.model_id)
+            await self._give_up(asked.model_id, deadline, running)
             raise
 
     async def _run(self, asked: LoadRequest) -> None:
@@ -125,33 +141,51 @@ class Loader:
             ApiError: 409, where it is unloaded meanwhile.
         """
         while True:
-            await self._models.refresh()
+            await self._models.refresh(limit_s=None)
             model = self._models.get(model_id)
             if model is None or model.phase is Phase.UNLOADING:
                 raise ApiError(409, f"{model_id!r} was unloaded while it was loaded", "model_id", "model_unloaded")
-            if model.phase is Phase.FAILED:
-                raise _reason(model)
+            # Serve counts failures until one replica has started; those of the others it repeats without end.
+            repeated = model.phase is Phase.LOADING and LoadError.quoted(model.message) is not None
+            if model.phase is Phase.FAILED or repeated:
+                raise reason(model.message)
             if model.phase is Phase.LOADED:
                 return
             await asyncio.sleep(POLL_S)
 
-    async def _give_up(self, model_id: str) -> str:
-        """Delete what a failed load has left; says what Serve said of it."""
-        await self._models.refresh()
+    async def _give_up(self, model_id: str, deadline: float, running: asyncio.Future[Any] | None) -> None:
+        """Delete what a failed load has left, and wait for that no longer than `REMOVAL_S` past the deadline."""
+        left = deadline + REMOVAL_S - asyncio.get_running_loop().time()
+        await asyncio.wait([self._deletion(model_id, running)], timeout=left)
+
+    def _deletion(self, model_id: str, running: asyncio.Future[Any] | None = None) -> asyncio.Task[None]:
+        """The one deletion of a model that is under way, begun where there is none.
+
+        Args:
+            model_id: The model.
+            running: Its deployment, which has to come first.
+        """
+        if model_id not in self._deletions:
+            task = asyncio.create_task(self._delete(model_id, running))
+            self._deletions[model_id] = task
+            task.add_done_callback(lambda _: self._deletions.pop(model_id))
+            task.add_done_callback(_retrieve)
+        return self._deletions[model_id]
+
+    async def _delete(self, model_id: str, running: asyncio.Future[Any] | None) -> None:
+        """Delete a model's application; nothing of it is left when this returns. Serve lets requests end first."""
+        if running is not None:  # in a thread, which nothing stops
+            await asyncio.wait([running])
+            await self._models.refresh(limit_s=None)
         model = self._models.get(model_id)
         if model is None:
-            return ""
-        said = model.message
-        await self._delete(model)
-        return said
-
-    async def _delete(self, model: ServedModel) -> None:
-        """Delete a model's application; nothing of it is left when this returns. Serve lets requests end first."""
+            return
         with self._models.going(model):
             await asyncio.to_thread(serve.delete, model.app, _blocking=False)
-            while self._models.get(model.id) is not None:
+            while model is not None and model.phase is Phase.UNLOADING:  # another ingress may load it anew
                 await asyncio.sleep(POLL_S)
-                await self._models.refresh()
+                await self._models.refresh(limit_s=None)
+                model = self._models.get(model_id)
 
     async def _loaded(self, asked: LoadRequest) -> dict[str, Any]:
         """What is loaded, where it is what was asked for.
@@ -168,16 +202,16 @@ class Loader:
         return {"ok": True, "model": model.id, "savepoints": settings["savepoints"]}
 
 
-def _reason(model: ServedModel) -> LoadError:
-    """Why a model's application failed: as its replica said, or else as Serve does."""
-    said = LoadError.quoted(model.message)
+def reason(message: str) -> LoadError:
+    """Why a model is not loaded: as its replica said, or else the last line of what Serve says."""
+    said = LoadError.quoted(message)
     if said is not None:
         return said
-    lines = [line.strip() for line in model.message.splitlines() if line.strip()]
+    lines = [line.strip() for line in message.splitlines() if line.strip()]
     return LoadError(lines[-1] if lines else "its replica did not start", None, "load_failed", 500)
 
 
 def _retrieve(task: asyncio.Task[None]) -> None:
-    """Take the error of a load whose client has gone, which asyncio would complain of."""
+    """Take the error of what nobody waits for any more, which asyncio would complain of."""
     if not task.cancelled():
         task.exception()

@@ -24,7 +24,8 @@ from serve_app.errors import UNAVAILABLE, ApiError
 
 logger = logging.getLogger("ray.serve")
 FRESH_S = 1.0  # for how long it is taken as known whether a replica runs: asking Serve takes 10 ms of processor time
-DESCRIBE_S = 5.0  # the longest that a list of models waits for one that does not answer
+CONTROLLER_S = 5.0  # the longest that a request waits for Serve's controller to say which models there are
+DESCRIBE_S = 5.0  # the longest that one waits for what a model is, or how it was loaded
 GRACE_S = 5.0  # for which a replica's own time limit comes first
 DEPLOYMENT = "ModelReplica"
 
@@ -146,24 +147,28 @@ class ServedModel:
 
     async def describe(self) -> dict[str, Any]:
         """The model as OpenAI lists it, with `max_model_len` and `savepoints`."""
-        async with self._patience():
+        async with self._patience(DESCRIBE_S):
             described: dict[str, Any] = await self._handle.describe.remote()
         return {"id": self.id, "object": "model", "owned_by": "vitrine"} | described
 
     async def settings(self) -> dict[str, Any]:
         """How it was loaded, as `/models/load` takes it."""
-        async with self._patience():
+        async with self._patience(DESCRIBE_S):
             settings: dict[str, Any] = await self._handle.settings.remote()
         return settings
 
     @asynccontextmanager
-    async def _patience(self) -> AsyncIterator[None]:
-        """Wait for a replica no longer than it may take: Serve's handle waits without end where there is none."""
+    async def _patience(self, limit_s: float | None = None) -> AsyncIterator[None]:
+        """Wait for a replica no longer than this, or than it may take.
+
+        Serve's handle waits without end where there is no replica.
+        """
+        limit_s = limit_s or self._limit_s + GRACE_S
         try:
-            async with asyncio.timeout(self._limit_s + GRACE_S):
+            async with asyncio.timeout(limit_s):
                 yield
         except TimeoutError as error:
-            message = f"no replica of {self.id!r} answered within the server's limit of {self._limit_s:g} s"
+            message = f"no replica of {self.id!r} answered within {limit_s:g} s"
             raise ApiError(504, message, code="timeout") from error
 
 
@@ -268,15 +273,26 @@ class Models:
         finally:
             self._going.discard(model.id)
 
-    async def refresh(self) -> None:
-        """Ask Serve which models there are; what is known then is no older than this call."""
-        before = self._asking
-        if before is not None and not before.done():
-            await asyncio.wait([before])
-        if self._asking is before:  # else another that waited has asked since
-            self._ask_again()
-        assert self._asking is not None
-        await asyncio.shield(self._asking)
+    async def refresh(self, limit_s: float | None = CONTROLLER_S) -> None:
+        """Ask Serve which models there are; what is known then is no older than this call.
+
+        Args:
+            limit_s: For how long to wait; None where the caller has a deadline of its own.
+
+        Raises:
+            ApiError: 503, where the controller does not answer.
+        """
+        try:
+            async with asyncio.timeout(limit_s):
+                before = self._asking
+                if before is not None and not before.done():
+                    await asyncio.wait([before])
+                if self._asking is before:  # else another that waited has asked since
+                    self._ask_again()
+                assert self._asking is not None
+                await asyncio.shield(self._asking)  # it goes on: asking again would only block another thread
+        except TimeoutError as error:
+            raise ApiError(503, "Serve's controller does not answer; try again", code="unavailable") from error
 
     def _ask_again(self) -> None:
         self._asking = asyncio.ensure_future(self._ask())
@@ -292,6 +308,8 @@ class Models:
             if model is self._default:
                 phase = Phase.LOADED  # what the operator asked for is to be there
             elif model.id in self._going:
+                if phase is Phase.UNLOADING:  # Serve has heard: what it says from now on holds
+                    self._going.discard(model.id)
                 phase = Phase.UNLOADING
             model.update(phase, app, asked)
             known[model.id] = model
@@ -316,10 +334,9 @@ def _answered(answer: dict[str, Any] | Refusal) -> dict[str, Any]:
 async def _describe(model: ServedModel) -> dict[str, Any] | None:
     """What a list says of one model; None where it cannot answer, which is no reason to list no other."""
     try:
-        async with asyncio.timeout(DESCRIBE_S):
-            return await model.describe()
-    except (TimeoutError, *UNAVAILABLE) as error:
-        logger.warning("%s is left out of the list of models: %s", model.id, str(error) or "it does not answer")
+        return await model.describe()
+    except (ApiError, *UNAVAILABLE) as error:
+        logger.warning("%s is left out of the list of models: %s", model.id, error)
         return None
 
 

@@ -85,6 +85,7 @@ def cluster() -> Iterator[Cluster]:
             "RAY_USAGE_STATS_ENABLED": "0",
             "VITRINE_HOME": str(directory / "home"),
             "HF_HUB_OFFLINE": "1",
+            "HF_MODULES_CACHE": str(directory / "modules"),
             "PYTHONPATH": str(ROOT),
         }
         os.environ |= {name: env[name] for name in ("RAY_AUTH_MODE", "RAY_USAGE_STATS_ENABLED", "VITRINE_HOME")}

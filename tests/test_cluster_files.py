@@ -13,6 +13,8 @@ import yaml
 from ray.serve.schema import ServeDeploySchema
 
 from deployments.options import Options
+from serve_app.loading import REMOVAL_S
+from serve_app.models import CONTROLLER_S, DESCRIBE_S, GRACE_S
 
 ROOT = Path(__file__).parent.parent
 CLUSTER = yaml.safe_load((ROOT / "cluster.yaml").read_text())
@@ -26,7 +28,18 @@ def test_serve_takes_its_configuration():
 def test_every_option_in_the_serve_configuration_is_one():
     options = Options.model_validate(SERVE["applications"][0]["args"])
     assert options.num_replicas > 1
-    assert SERVE["http_options"]["request_timeout_s"] > options.request_timeout_s
+
+
+def test_serves_own_limit_comes_after_each_of_the_servers():
+    options = Options.model_validate(SERVE["applications"][0]["args"])
+    asked = 2 * CONTROLLER_S  # before a model is asked or changed, and after it
+    limits = {
+        "a request": asked + options.request_timeout_s + GRACE_S,
+        "a load": asked + options.load_timeout_s + REMOVAL_S + DESCRIBE_S,
+        "an unload": asked + options.request_timeout_s + REMOVAL_S,
+    }
+    for name, limit_s in limits.items():
+        assert SERVE["http_options"]["request_timeout_s"] > limit_s, name
 
 
 def test_ray_up_takes_the_cluster_file():

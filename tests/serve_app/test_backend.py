@@ -4,15 +4,24 @@ from __future__ import annotations
 
 import asyncio
 import json
+import os
+import signal
 import time
+from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
+from typing import Any
 
 import httpx
 import pytest
 import ray
 from ray import serve
 
+from deployments.activations.store import connect
 from deployments.messages import Job
+from deployments.options import NO_MODEL, Options
+from serve_app import backend, models
+from serve_app.backend import Backend
 from serve_app.errors import ApiError
 from serve_app.models import GRACE_S, ServedModel
 
@@ -23,6 +32,17 @@ def replica_actor():
     actors = ray.util.list_named_actors(all_namespaces=True)
     (name,) = [actor["name"] for actor in actors if "#ModelReplica#" in actor["name"] and "default" in actor["name"]]
     return ray.get_actor(name, namespace="serve")
+
+
+@contextmanager
+def stopped(actor: Any) -> Iterator[None]:
+    """An actor that answers nothing while the block runs, and everything then."""
+    pid = ray.get(actor.__ray_call__.remote(lambda _: os.getpid()))
+    os.kill(pid, signal.SIGSTOP)
+    try:
+        yield
+    finally:
+        os.kill(pid, signal.SIGCONT)
 
 
 def until_it_serves(served):
@@ -54,6 +74,49 @@ def test_a_request_that_no_replica_takes_ends_at_the_servers_limit(served):
         return {failed.value.status for failed in (whole, streamed)}
 
     assert asyncio.run(ask()) == {504}
+
+
+def test_what_a_model_is_is_waited_for_no_longer_than_for_a_list(served, monkeypatch):
+    monkeypatch.setattr(models, "DESCRIBE_S", 0.5)
+
+    async def ask(question: str) -> int:
+        with pytest.raises(ApiError) as failed:
+            await getattr(ServedModel("gone", "no.such.application", limit_s=600), question)()
+        return failed.value.status
+
+    assert [asyncio.run(ask(question)) for question in ("describe", "settings")] == [504, 504]
+
+
+def test_while_serves_controller_does_not_answer_it_is_said_and_requests_are_served(served, eventually):
+    def status(path: str) -> tuple[int, str | None]:
+        answer = httpx.get(served.root + path, timeout=60)
+        error = answer.json().get("error", {})
+        assert answer.status_code != 503 or answer.headers["retry-after"]
+        return answer.status_code, error.get("code")
+
+    paths = ("/health", "/v1/models", "/v1/models/unknown")
+    with ThreadPoolExecutor(3) as pool, stopped(ray.get_actor("SERVE_CONTROLLER_ACTOR", namespace="serve")):
+        began = time.monotonic()
+        assert list(pool.map(status, paths)) == [(503, "unavailable")] * 3
+        assert time.monotonic() - began < 3 * models.CONTROLLER_S
+        assert httpx.post(f"{served.base_url}/completions", json=BODY, timeout=60).status_code == 200
+    eventually(lambda: status("/health"), lambda seen: seen[0] == 200)
+
+
+def test_a_store_that_does_not_answer_means_503(served, tmp_path, monkeypatch):
+    monkeypatch.setattr(backend, "STORE_S", 0.5)
+    options, store = Options(model=NO_MODEL), connect(str(tmp_path))
+
+    async def ask() -> list[tuple[int, str | None]]:
+        asked = Backend(options, "none", store)
+        questions = (asked.sessions(1, None), asked.session("any"), asked.delete_session("any"))
+        answers = await asyncio.gather(*questions, return_exceptions=True)
+        return [(answer.status, answer.code) for answer in answers if isinstance(answer, ApiError)]
+
+    with stopped(store):
+        assert asyncio.run(ask()) == [(503, "unavailable")] * 3
+    assert asyncio.run(ask()) == [(404, "session_not_found")] * 2
+    ray.kill(store)
 
 
 def test_many_first_requests_at_once_are_all_served(served):

@@ -16,6 +16,12 @@ from serve_app.keys import VARIABLE, Keys, Role
 USE, ADMIN, FROM_ENVIRONMENT = "sk-use-4fJc0Vb1xT9q", "sk-admin-Zr83hKpW0s", "sk-env-Lm2eYd6NuA7c"
 ORIGIN = "https://app.example"
 CHAT = {"model": "vitrine-demo", "messages": [{"role": "user", "content": "2+2?"}], "max_tokens": 2}
+# Routes that change the server for all, and what an admin gets for what is not there.
+ADMINS = [
+    ("DELETE", "/v1/activations/session/none-such", None, "session_not_found"),
+    ("POST", "/models/load", {"model_id": "tests/none", "trust_remote_code": True}, "remote_code_not_allowed"),
+    ("POST", "/models/unload", {"model_id": "tests/none"}, "model_not_found"),
+]
 
 
 @pytest.fixture(scope="module")
@@ -30,10 +36,6 @@ def keyed(beside, tmp_path_factory):
 
 def bearer(key: str) -> dict[str, str]:
     return {"Authorization": f"Bearer {key}"}
-
-
-def delete(root: str, key: str) -> httpx.Response:
-    return httpx.delete(f"{root}/v1/activations/session/none-such", headers=bearer(key), timeout=60)
 
 
 @pytest.mark.parametrize(
@@ -73,12 +75,15 @@ def test_openais_client_comes_in_by_its_api_key(keyed, key):
         client.models.list()
 
 
-def test_only_an_admin_deletes(keyed):
+@pytest.mark.parametrize(("method", "path", "body", "code"), ADMINS, ids=["delete", "load", "unload"])
+def test_only_an_admin_deletes_loads_and_unloads(keyed, method, path, body, code):
+    def refused(key: str) -> tuple[int, str]:
+        answer = httpx.request(method, keyed + path, json=body, headers=bearer(key), timeout=60)
+        return answer.status_code, answer.json()["error"]["code"]
+
     for key in (USE, FROM_ENVIRONMENT):
-        refused = delete(keyed, key)
-        assert refused.status_code == 403
-        assert refused.json()["error"]["code"] == "insufficient_permissions"
-    assert delete(keyed, ADMIN).status_code == 404  # no such session, but the right to say so
+        assert refused(key) == (403, "insufficient_permissions")
+    assert refused(ADMIN)[1] == code
 
 
 def test_no_key_is_in_serves_status_or_any_log(keyed, served):

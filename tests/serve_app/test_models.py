@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import asyncio
 import json
 import threading
+import traceback
 from concurrent.futures import ThreadPoolExecutor
 
 import httpx
@@ -14,9 +16,25 @@ from transformers import AutoModelForCausalLM, BloomConfig
 from benchmarks.models import save, tokenizer
 from deployments.activations import load
 from deployments.options import DEMO, NO_MODEL, Options
-from serve_app import build_app
+from serve_app import build_app, loading
+from serve_app.errors import ApiError
+from serve_app.models import Models
 
 TINY, OTHER = "tests/tiny", "tests/other"
+ONCE = """# The code of a model that starts once: what comes second waits until it is told to fail.
+import os
+import time
+
+from transformers import Qwen3Config as Config
+
+HERE = {here!r}
+try:
+    os.mkdir(HERE + "/started")
+except FileExistsError:
+    while not os.path.exists(HERE + "/fail"):
+        time.sleep(0.05)
+    raise RuntimeError("no second replica")
+"""
 SAVEPOINTS = [{"name": "middle", "selector": "layers.1.input"}, {"name": "mixed", "selector": "model.layers.0.mlp"}]
 
 
@@ -91,6 +109,17 @@ def _nothing_is_left(server):
     for model_id in server.get("/health").json()["replicas"]:
         server.unload(model_id)
     assert applications() == set()
+
+
+@pytest.fixture
+def once(models_dir):
+    """The directory of a model of which only the first replica starts: `tests/once`."""
+    directory = models_dir / "tests/once"
+    save("tiny", directory)
+    (directory / "once.py").write_text(ONCE.format(here=str(directory)))
+    config = json.loads((directory / "config.json").read_text())
+    (directory / "config.json").write_text(json.dumps(config | {"auto_map": {"AutoConfig": "once.Config"}}))
+    return directory
 
 
 def applications() -> set[str]:
@@ -218,6 +247,54 @@ def test_an_unloaded_model_finishes_what_it_runs_takes_nothing_new_and_can_come_
     assert server.say(TINY).json()["choices"][0]["text"] == first
 
 
+def test_an_unload_and_a_load_at_once_are_both_answered(server, eventually):
+    server.load(TINY)
+    body = {"model": TINY, "prompt": "Tom", "max_tokens": 2000, "ignore_eos": True, "stream": True}
+    with (
+        ThreadPoolExecutor(3) as pool,
+        httpx.stream("POST", f"{server.root}/v1/completions", json=body, timeout=120) as answer,
+    ):
+        lines = (line.removeprefix("data: ") for line in answer.iter_lines() if line)
+        next(lines)
+        unloads = [pool.submit(server.unload, TINY) for _ in range(2)]
+        eventually(lambda: server.say(TINY).status_code, lambda status: status == 404)
+        again = pool.submit(server.load, TINY)
+        assert list(lines)[-1] == "[DONE]"
+        for unload in unloads:
+            unload.result()
+        assert again.result()["model"] == TINY
+    assert server.say(TINY).status_code == 200
+
+
+def test_an_unload_past_its_limit_says_so_and_goes_on(server, eventually, monkeypatch):
+    server.load(TINY)
+    body = {"model": TINY, "prompt": "Tom", "max_tokens": 2000, "ignore_eos": True, "stream": True}
+
+    async def unload() -> ApiError:
+        options = Options(model=NO_MODEL, request_timeout_s=0.2)
+        with pytest.raises(ApiError) as late:
+            await loading.Loader(options, Models(options, "several")).unload(TINY)
+        return late.value
+
+    with httpx.stream("POST", f"{server.root}/v1/completions", json=body, timeout=120) as answer:
+        lines = (line.removeprefix("data: ") for line in answer.iter_lines() if line)
+        next(lines)
+        monkeypatch.setattr(loading, "REMOVAL_S", 0)
+        late = asyncio.run(unload())
+        assert (late.status, late.code) == (504, "unload_timeout")
+        assert list(lines)[-1] == "[DONE]"
+    eventually(applications, lambda left: left == set())
+
+
+def test_what_serve_says_of_a_failure_is_told_without_its_traceback():
+    try:
+        raise RuntimeError("no room")
+    except RuntimeError:
+        said = f"A replica failed to start with exception. Retrying. Error:\n{traceback.format_exc()}"
+    assert __file__ in said
+    assert loading.reason(said).message == "RuntimeError: no room"
+
+
 FAILURES = [
     ({"model_id": "nobody/nothing"}, 404, "model_id", "model_not_found"),
     ({"model_id": "tests/alibi"}, 400, "model_id", "unsupported_model"),
@@ -256,11 +333,25 @@ def test_a_model_that_failed_can_be_loaded_when_it_is_asked_for_rightly(server):
     assert server.say(TINY).status_code == 200
 
 
-def test_a_load_past_the_servers_limit_is_given_up(served_alone):
+def test_a_load_fails_with_a_later_replica_as_with_the_first(served_alone, once, eventually):
+    server, model_id = served_alone("once", allow_remote_code=True), "tests/once"
+    body = {"model_id": model_id, "num_replicas": 2, "trust_remote_code": True}
+    with ThreadPoolExecutor(1) as pool:
+        post = pool.submit(server.post, "/models/load", **body)
+        eventually(lambda: server.get("/health").json()["replicas"], lambda seen: "RUNNING" in seen.get(model_id, {}))
+        (once / "fail").touch()
+        answer = post.result()
+    error = answer.json()["error"]
+    assert (answer.status_code, error["code"]) == (500, "load_failed"), error
+    assert error["message"] == "RuntimeError: no second replica"
+    assert applications() == set()
+
+
+def test_a_load_past_the_servers_limit_is_given_up(served_alone, eventually):
     impatient = served_alone("impatient", load_timeout_s=0.1)
     answer = impatient.post("/models/load", model_id=TINY)
     assert (answer.status_code, answer.json()["error"]["code"]) == (504, "load_timeout")
-    assert applications() == set()
+    eventually(applications, lambda left: left == set())
 
 
 def test_an_unknown_model_is_unloaded_by_nobody(server):

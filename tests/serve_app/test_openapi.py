@@ -76,6 +76,15 @@ def test_every_failure_is_documented_with_openais_body(described):
                 assert media["example"]["error"]["message"], (name, status)
 
 
+ASK_A_REPLICA = ["/v1/chat/completions", "/v1/completions", "/v1/models/{model_id}", "/tokenize", "/detokenize"]
+
+
+@pytest.mark.parametrize("path", ASK_A_REPLICA)
+def test_routes_that_ask_a_replica_say_that_none_may_answer_in_time(described, path):
+    (operation,) = described["paths"][path].values()
+    assert {"404", "503", "504"} <= set(operation["responses"])
+
+
 @pytest.mark.parametrize("path", ["/v1/chat/completions", "/v1/completions"])
 def test_routes_that_stream_say_so_and_their_examples_are_served(described, served, path):
     operation = described["paths"][path]["post"]
