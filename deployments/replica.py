@@ -239,7 +239,7 @@ class ModelReplica:
         for index in range(len(prompts) * job.n):
             at = index // job.n
             prompt = prompts[at]
-            reader = self._reader(job, prompt.text or "")
+            reader = self._reader(job, prompt.text or "", streamed)
             request = self._request(job, index, prompt.ids, points, streamed)
             request = replace(request, grammar=grammars[at], markers=self._chat.markers(job.tools) if reader else {})
             if index % job.n == 0:
@@ -252,9 +252,9 @@ class ModelReplica:
         self._runs.check([choice.request for choice in choices.values()])
         return choices
 
-    def _reader(self, job: Job, text: str) -> AnswerReader | None:
+    def _reader(self, job: Job, text: str, streamed: bool) -> AnswerReader | None:
         """What takes a chat's answer apart."""
-        return None if job.messages is None else self._chat.reader(text, job.tools, job.parallel_calls)
+        return None if job.messages is None else self._chat.reader(text, job.tools, job.parallel_calls, streamed)
 
     def _request(self, job: Job, index: int, prompt: list[int], points: Any, streamed: bool) -> Request:
         max_tokens = job.max_tokens
