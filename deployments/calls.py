@@ -10,6 +10,7 @@ from typing import Any, NamedTuple
 from jinja2.exceptions import TemplateError
 from transformers.utils.chat_parsing.response_templates import ResponseTemplate
 
+from deployments.messages import whole_calls
 from deployments.reader import AnswerReader
 
 NAME, ARGUMENTS, ID = "probed_function", {"probed_key": "probed value"}, "probed0id"
@@ -120,7 +121,6 @@ def _without_id(text: str) -> str:
 def _reads(template: ResponseTemplate, text: str, calls: int) -> bool:
     reader = AnswerReader(template, "", [TOOL])
     written = [reader.add(text), reader.close()]
-    read = [call["function"] for part in written for call in part.tool_calls]
+    read = [(call.name, call.arguments) for call in whole_calls(part for one in written for part in one.tool_calls)]
     content = "".join(part.content for part in written)
-    wanted = {"name": NAME, "arguments": json.dumps(ARGUMENTS)}
-    return read == [wanted] * calls and not content.strip()
+    return read == [(NAME, json.dumps(ARGUMENTS))] * calls and not content.strip()

@@ -79,7 +79,9 @@ class ChatFormat:
         ids: list[int] = self._tokenizer(prompt, add_special_tokens=False)["input_ids"]
         return ids
 
-    def reader(self, prompt: str, tools: Sequence[dict[str, Any]] | None, parallel: bool = True) -> AnswerReader | None:
+    def reader(
+        self, prompt: str, tools: Sequence[dict[str, Any]] | None, parallel: bool = True, streamed: bool = False
+    ) -> AnswerReader | None:
         """Take thoughts and tool calls out of an answer to `prompt`; None where it can have neither.
 
         Raises:
@@ -90,7 +92,7 @@ class ChatFormat:
             raise RequestError("this model's form of tool calls is not known", "tools")
         if template is None or not (tools or formats.thoughts(template)):
             return None
-        return AnswerReader(template, prompt, tools or (), parallel)
+        return AnswerReader(template, prompt, tools or (), parallel, streamed)
 
     def markers(self, tools: Sequence[dict[str, Any]] | None) -> Mapping[int, str]:
         """The special tokens that an answer with these tools is read by: id -> text."""

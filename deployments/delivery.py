@@ -10,7 +10,7 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
 from deployments.engine.request import TOO_COMPLEX, Delta, Event, Finished, PromptLogprobs, Request, Rows
-from deployments.messages import End, Job, Message, Piece, Refusal, TokenLogprob
+from deployments.messages import CallPart, End, Job, Message, Piece, Refusal, TokenLogprob
 
 if TYPE_CHECKING:  # Serve's controller and proxies import this module, and need no torch
     from deployments.engine.engine import Engine
@@ -34,7 +34,7 @@ class Choice:
         echo: The prompt that its text begins with.
         text: Text to say next.
         reasoning: Thoughts to say next.
-        calls: Tool calls to say next.
+        calls: Parts of tool calls to say next.
         scored: Tokens whose logprobs go with the next message.
         token_ids: Token ids that go with the next message.
         prompt_ids: Those of the prompt, which go with the first.
@@ -49,7 +49,7 @@ class Choice:
     echo: Echo | None = None
     text: str = ""
     reasoning: str = ""
-    calls: tuple[dict[str, Any], ...] = ()
+    calls: tuple[CallPart, ...] = ()
     scored: list[TokenLogprob] = field(default_factory=list)
     token_ids: list[int] = field(default_factory=list)
     prompt_ids: tuple[int, ...] = ()

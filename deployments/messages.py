@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from dataclasses import dataclass, field
+from itertools import groupby
 from typing import Any, NamedTuple
 
 from deployments.activations.spec import Capture
@@ -87,16 +89,38 @@ class TokenLogprob(NamedTuple):
     offset: int
 
 
+class CallPart(NamedTuple):
+    """More of a tool call: first its id and name, then text of its arguments, which join to JSON.
+
+    Attributes:
+        number: Which of the choice's calls it is.
+        arguments: Text of its arguments.
+        id: The call's id; of its first part alone, as `name`.
+        name: The function.
+    """
+
+    number: int
+    arguments: str = ""
+    id: str | None = None
+    name: str | None = None
+
+
+def whole_calls(parts: Iterable[CallPart]) -> list[CallPart]:
+    """Each call in one part."""
+    calls = [list(run) for _, run in groupby(parts, key=lambda part: part.number)]
+    return [run[0]._replace(arguments="".join(part.arguments for part in run)) for run in calls]
+
+
 @dataclass(frozen=True)
 class Piece:
-    """More of one choice: text, thoughts, tool calls that are complete, and the tokens read since the last piece.
+    """More of one choice: text, thoughts, parts of tool calls, and the tokens read since the last piece.
 
     A choice's first message has `prompt_ids`, where the job asks for token ids.
     """
 
     index: int
     text: str = ""
-    tool_calls: tuple[dict[str, Any], ...] = ()
+    tool_calls: tuple[CallPart, ...] = ()
     logprobs: tuple[TokenLogprob, ...] = ()
     token_ids: tuple[int, ...] = ()
     prompt_ids: tuple[int, ...] = ()

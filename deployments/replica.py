@@ -30,6 +30,7 @@ if TYPE_CHECKING:  # Serve's controller and proxies import this module too, and 
 
 logger = logging.getLogger("ray.serve")
 ENGINE_ENDED = "the replica's engine has ended; another takes its place: try again"
+MOST_TEXTS = 64  # that are turned into tokens, or back, or wait for it
 
 
 @serve.deployment(max_ongoing_requests=100_000, health_check_period_s=5)
@@ -59,6 +60,8 @@ class ModelReplica:
         self._engine = loaded.result()
         self._model = self._engine.model
         self._pool = ThreadPoolExecutor(max_workers=4, thread_name_prefix="replica")
+        self._texts_pool = ThreadPoolExecutor(max_workers=2, thread_name_prefix="texts")  # keeps no generation waiting
+        self._texts = 0  # in it
         self._runs = Runs(options, self._model, store or connect(options.activations_dir), self._pool)
         self._chat = ChatFormat(self._model.tokenizer, self._model.hf)
         spelling = Spelling(self._model.tokenizer)
@@ -130,10 +133,15 @@ class ModelReplica:
         return await self._off_loop(self._prompts.detokenize, tokens)
 
     async def _off_loop(self, call: Callable[..., dict[str, Any]], *args: Any) -> dict[str, Any] | Refusal:
+        if self._texts >= MOST_TEXTS:
+            return Refusal(f"all {MOST_TEXTS} places of this replica for texts are taken", None, "server_busy", 429)
+        self._texts += 1
         try:
-            return await asyncio.get_running_loop().run_in_executor(self._pool, call, *args)
+            return await asyncio.get_running_loop().run_in_executor(self._texts_pool, call, *args)
         except RequestError as refused:
             return Refusal(refused.message, refused.field, refused.code, refused.status)
+        finally:
+            self._texts -= 1
 
     async def describe(self) -> dict[str, Any]:
         """The model as `/v1/models` shows it."""
@@ -167,6 +175,7 @@ class ModelReplica:
             self._engine.stop()
             self._thread.join(timeout=10)
             self._pool.shutdown(wait=False)
+            self._texts_pool.shutdown(wait=False)
 
     # ---- the engine's side
 
@@ -230,7 +239,7 @@ class ModelReplica:
         for index in range(len(prompts) * job.n):
             at = index // job.n
             prompt = prompts[at]
-            reader = self._reader(job, prompt.text or "")
+            reader = self._reader(job, prompt.text or "", streamed)
             request = self._request(job, index, prompt.ids, points, streamed)
             request = replace(request, grammar=grammars[at], markers=self._chat.markers(job.tools) if reader else {})
             if index % job.n == 0:
@@ -243,9 +252,9 @@ class ModelReplica:
         self._runs.check([choice.request for choice in choices.values()])
         return choices
 
-    def _reader(self, job: Job, text: str) -> AnswerReader | None:
+    def _reader(self, job: Job, text: str, streamed: bool) -> AnswerReader | None:
         """What takes a chat's answer apart."""
-        return None if job.messages is None else self._chat.reader(text, job.tools, job.parallel_calls)
+        return None if job.messages is None else self._chat.reader(text, job.tools, job.parallel_calls, streamed)
 
     def _request(self, job: Job, index: int, prompt: list[int], points: Any, streamed: bool) -> Request:
         max_tokens = job.max_tokens

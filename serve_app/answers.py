@@ -8,7 +8,7 @@ from collections.abc import AsyncIterator, Iterable, Iterator
 from dataclasses import asdict, dataclass, field
 from typing import Any, Literal
 
-from deployments.messages import End, Message, Piece, Refusal, RunReport, TokenLogprob
+from deployments.messages import CallPart, End, Message, Piece, Refusal, RunReport, TokenLogprob, whole_calls
 from serve_app.errors import ApiError, render
 from serve_app.logprobs import of_chat, of_completion
 
@@ -21,7 +21,7 @@ class Choice:
 
     text: str = ""
     reasoning: str = ""
-    tool_calls: list[dict[str, Any]] = field(default_factory=list)
+    tool_calls: list[CallPart] = field(default_factory=list)
     logprobs: list[TokenLogprob] = field(default_factory=list)
     token_ids: list[int] = field(default_factory=list)
     prompt_ids: tuple[int, ...] = ()
@@ -166,7 +166,8 @@ class Answer:
             return common | {"text": choice.text} | where
         message: dict[str, Any] = {"role": "assistant", "content": choice.text, "refusal": None}
         if choice.tool_calls:
-            message |= {"content": choice.text or None, "tool_calls": choice.tool_calls}
+            calls = [_call(call) for call in whole_calls(choice.tool_calls)]
+            message |= {"content": choice.text or None, "tool_calls": calls}
         if choice.reasoning:
             message["reasoning_content"] = choice.reasoning
         return common | {"message": message | where}
@@ -208,19 +209,14 @@ class Answer:
             yield self._event([self._chunk(message.index, where, message.finish_reason, message)])
 
     def _deltas(self, piece: Piece) -> Iterator[dict[str, Any]]:
-        """What a piece adds; the names of calls come before their arguments, as OpenAI's do."""
+        """What a piece adds: text first, then each part of a call by itself, since clients go by their order."""
         said: dict[str, Any] = {"reasoning_content": piece.reasoning, "content": piece.text}
         delta = {name: text for name, text in said.items() if text}
-        if not piece.tool_calls:
+        if delta or not piece.tool_calls:
             yield delta
-            return
-        first = len(self._choices[piece.index].tool_calls) - len(piece.tool_calls)
-        calls = list(enumerate(piece.tool_calls, first))
-        heads = [{"index": i} | call | {"function": call["function"] | {"arguments": ""}} for i, call in calls]
-        yield delta | {"tool_calls": heads}
-        yield {
-            "tool_calls": [{"index": i, "function": {"arguments": call["function"]["arguments"]}} for i, call in calls]
-        }
+        for part in piece.tool_calls:
+            function = {"arguments": part.arguments}
+            yield {"tool_calls": [{"index": part.number} | (_call(part) if part.id else {"function": function})]}
 
     def _chunk(
         self,
@@ -239,6 +235,11 @@ class Answer:
     def _event(self, choices: list[dict[str, Any]], **more: Any) -> str:
         kind = "chat.completion.chunk" if self._kind == "chat" else "text_completion"
         return f"data: {json.dumps(self._head | {'object': kind, 'choices': choices} | more)}\n\n"
+
+
+def _call(call: CallPart) -> dict[str, Any]:
+    function = {"name": call.name, "arguments": call.arguments}
+    return {"id": call.id, "type": "function", "function": function}
 
 
 def _likeliness(choice: Choice) -> float:

@@ -45,7 +45,7 @@ Actors = Annotated[Backend, Depends(_backend)]
 SessionId = Annotated[str, Depends(_session_id)]
 
 openai = APIRouter(tags=["OpenAI"], responses=errors(503))
-tokens = APIRouter(tags=["Tokens"], responses=errors(404, 503, 504))
+tokens = APIRouter(tags=["Tokens"], responses=errors(404, 429, 503, 504))
 models = APIRouter(prefix="/models", tags=["Models"], dependencies=[AdminOnly], responses=errors(403, 404, 503, 504))
 activations = APIRouter(prefix="/v1/activations", tags=["Activations"], responses=errors(503))
 server = APIRouter(tags=["Server"], responses=errors(503))

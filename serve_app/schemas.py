@@ -19,6 +19,7 @@ Stop = Annotated[str, Field(min_length=1, max_length=1024)]
 TokenIds = Annotated[list[int], Field(min_length=1)]
 Penalty = Annotated[float, Field(ge=-2, le=2)]
 Bias = Annotated[float, Field(ge=-100, le=100)]
+DEFAULT_MAX_TOKENS = 16  # of a completion, as OpenAI's
 
 
 class TextPart(Wire):
@@ -97,7 +98,7 @@ class Generation(Body):
     model: str = Field(min_length=1, max_length=256)
     temperature: float | None = Field(default=None, ge=0, le=2)
     top_p: float | None = Field(default=None, ge=0, le=1)
-    top_k: int | None = Field(default=None, ge=0, le=2**31 - 1)
+    top_k: int | None = Field(default=None, ge=-1, le=2**31 - 1)
     seed: int | None = Field(default=None, ge=-(2**63), lt=2**63)
     n: int | None = Field(default=None, ge=1, le=128)
     min_p: float | None = Field(default=None, ge=0, le=1)
@@ -161,7 +162,7 @@ class Generation(Body):
         return Sampling(
             temperature=1.0 if self.temperature is None else self.temperature,
             top_p=1.0 if self.top_p is None else self.top_p,
-            top_k=self.top_k or 0,
+            top_k=max(self.top_k or 0, 0),  # -1 is vLLM's word for none
             seed=self.seed,
             min_p=self.min_p or 0.0,
             repetition_penalty=self.repetition_penalty or 1.0,
@@ -260,11 +261,16 @@ class CompletionRequest(Generation):
         | Annotated[list[str], Field(min_length=1, max_length=256)]
         | Annotated[list[TokenIds], Field(min_length=1, max_length=256)]
     )
-    max_tokens: int | None = Field(default=16, ge=0)
+    max_tokens: int | None = Field(default=DEFAULT_MAX_TOKENS, ge=0)
     logprobs: int | None = Field(default=None, ge=0, le=5)
     echo: bool | None = None
     best_of: int | None = Field(default=None, ge=1, le=128)
     suffix: str | None = None
+
+    @field_validator("max_tokens")
+    @classmethod
+    def _is_the_default_where_null(cls, value: int | None) -> int:
+        return DEFAULT_MAX_TOKENS if value is None else value
 
     @field_validator("best_of")
     @classmethod

@@ -27,6 +27,7 @@ STAIRS = [
     "deployments.grammars",
     "deployments.calls",
     "deployments.reader",
+    "deployments.call_text",
     "deployments.formats",
     "deployments.metrics",
     "deployments.spelling",

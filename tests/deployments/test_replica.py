@@ -11,9 +11,9 @@ import pytest
 
 from deployments.activations.spec import Capture
 from deployments.engine.request import GREEDY
-from deployments.messages import End, Job, Refusal
+from deployments.messages import End, Job, Refusal, Text
 from deployments.options import Options
-from deployments.replica import ModelReplica
+from deployments.replica import MOST_TEXTS, ModelReplica
 
 Replica = ModelReplica.func_or_class  # the class beneath the deployment
 
@@ -198,3 +198,30 @@ def test_a_replica_that_goes_ends_its_thread():
     gone = Replica(Options(dtype="float32", threads=1), store=object())
     gone.__del__()
     assert not gone._thread.is_alive()
+
+
+def test_texts_to_tokenize_keep_no_generation_waiting_and_too_many_get_429(replica):
+    entered, go_on = threading.Semaphore(0), threading.Event()
+    tokenize = replica._prompts.tokenize
+
+    def slow(text):
+        entered.release()
+        go_on.wait(60)
+        return tokenize(text)
+
+    replica._prompts.tokenize = slow
+
+    async def ask():
+        texts = [asyncio.ensure_future(replica.tokenize(Text("Tom"))) for _ in range(MOST_TEXTS)]
+        await asyncio.to_thread(entered.acquire, timeout=60)
+        refused = [await replica.tokenize(Text("Tom")), await replica.detokenize([1])]
+        generated = await replica.complete(job())
+        go_on.set()
+        answers = await asyncio.gather(*texts)
+        return refused, generated, answers, await replica.detokenize(answers[0]["tokens"])
+
+    refused, generated, answers, text = asyncio.run(ask())
+    assert {(one.status, one.code) for one in refused} == {(429, "server_busy")}
+    assert isinstance(generated[-1], End)
+    assert {answer["count"] for answer in answers} == {len(answers[0]["tokens"])}
+    assert text == {"prompt": "Tom"}

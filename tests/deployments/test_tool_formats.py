@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import json
+import random
 
 import jsonschema
 import pytest
 from tokenizers import AddedToken
+from transformers.utils.chat_parsing.response_templates import load_response_template
 
 from deployments.chat import ChatFormat
 from deployments.engine.engine import Engine
@@ -14,7 +16,8 @@ from deployments.engine.model import Model
 from deployments.engine.request import Request, Sampling
 from deployments.errors import RequestError
 from deployments.guidance import Guidance
-from deployments.messages import Job
+from deployments.messages import Job, whole_calls
+from deployments.reader import AnswerReader
 
 WEATHER = {
     "type": "function",
@@ -151,9 +154,9 @@ def text_of(model):
 def read(reader, pieces):
     """(content, [(name, arguments)], thoughts) of an answer that comes in pieces."""
     written = [*map(reader.add, pieces), reader.close()]
-    calls = [call["function"] for part in written for call in part.tool_calls]
+    calls = whole_calls(part for one in written for part in one.tool_calls)
     content, thoughts = ("".join(parts) for parts in zip(*((p.content, p.reasoning) for p in written), strict=True))
-    return content, [(call["name"], json.loads(call["arguments"])) for call in calls], thoughts
+    return content, [(call.name, json.loads(call.arguments)) for call in calls], thoughts
 
 
 def asked(model, chat, guidance=None, **fields):
@@ -262,6 +265,125 @@ def test_no_call_can_be_forced_where_nobody_knows_how_it_is_written(byte_tokeniz
     with pytest.raises(RequestError) as refused:
         asked(model, chat, must_call=("get_time",))
     assert refused.value.field == "tool_choice"
+
+
+# ---- calls while they are written
+
+LONG = {"city": 'Rome {the} "eternal" \\ [city]; </tool_' * 8, "days": 7, "more": {"a": [1, {"b": "}"}, "\u4eac"]}}
+SHORT_CUT = '{"city": "Rome", "da'
+
+
+def told(reader, pieces):
+    """All parts of calls of an answer that comes in pieces, and its content."""
+    written = [*map(reader.add, pieces), reader.close()]
+    return [part for one in written for part in one.tool_calls], "".join(one.content for one in written)
+
+
+def cut(text, seed):
+    """A text in pieces: of one character each, or of random lengths."""
+    ends = sorted(random.Random(seed).sample(range(1, len(text)), 12)) if seed else range(1, len(text))
+    return [text[start:end] for start, end in zip([0, *ends], [*ends, len(text)], strict=True)]
+
+
+@pytest.mark.parametrize("seed", range(4))
+def test_a_streamed_call_says_its_name_first_and_its_arguments_as_they_come(model, chat, seed):
+    prompt = chat.render([QUESTION], TOOLS)
+    answer = text_of(model).replace(json.dumps(ROME), json.dumps(LONG))
+    pieces = cut(answer, seed)
+    parts, content = told(chat.reader(prompt, TOOLS, streamed=True), pieces)
+    assert content.strip() == ""
+    assert [part.number for part in parts] == sorted(part.number for part in parts)
+    for index, name in enumerate(["get_weather", "get_time"]):
+        first, *others = [part for part in parts if part.number == index]
+        assert (first.name, first.arguments, bool(first.id)) == (name, "", True)
+        assert all(part.arguments and part.id is None and part.name is None for part in others)
+    assert sum(part.number == 0 for part in parts) > 4
+    whole, _ = told(chat.reader(prompt, TOOLS), pieces)
+    for calls in (whole_calls(parts), whole_calls(whole)):
+        told_of = [(call.name, call.arguments) for call in calls]
+        assert told_of == [("get_weather", json.dumps(LONG)), ("get_time", "{}")]
+
+
+def test_a_streamed_call_is_told_of_before_it_is_whole(model, chat):
+    reader = chat.reader(chat.render([QUESTION], TOOLS), TOOLS, streamed=True)
+    begun = text_of(model).partition(json.dumps(ROME))[0]
+    head = [part for part in reader.add(begun + "{").tool_calls if part.name]
+    assert [part.name for part in head] == ["get_weather"]
+    (more,) = reader.add(SHORT_CUT[1:]).tool_calls
+    assert (more.number, more.arguments) == (0, SHORT_CUT[1:])
+
+
+def test_what_was_told_of_a_call_that_is_cut_off_stands(model, chat):
+    prompt = chat.render([QUESTION], TOOLS)
+    answer = text_of(model).partition(json.dumps(ROME))[0] + SHORT_CUT
+    reader = chat.reader(prompt, TOOLS, streamed=True)
+    parts, content = told(reader, answer)
+    (call,) = whole_calls(parts)
+    assert (call.name, call.arguments, content, reader.called) == ("get_weather", SHORT_CUT, "", True)
+    assert told(chat.reader(prompt, TOOLS), answer) == ([], answer)  # where nothing was told, it is content
+
+
+def test_what_stands_behind_the_arguments_of_a_malformed_call_is_content(models):
+    model = models["hermes"]
+    chat = ChatFormat(model.tokenizer, model.hf)
+    prompt = chat.render([QUESTION], TOOLS)
+    answer = '<tool_call>{"name": "get_time", "arguments": {"x": 1}} oops </tool_call> Well. ' + text_of(model)
+    parts, content = told(chat.reader(prompt, TOOLS, streamed=True), answer)
+    assert [(call.number, call.name) for call in whole_calls(parts)] == [
+        (0, "get_time"),
+        (1, "get_weather"),
+        (2, "get_time"),
+    ]
+    assert content.strip() == "} oops </tool_call> Well."
+
+
+@pytest.mark.parametrize("streamed", [False, True])
+@pytest.mark.parametrize("name", sorted(set(FORMATS) - {"mistral"}))  # there all calls are one list
+def test_a_malformed_call_behind_another_is_content_from_its_beginning(models, name, streamed):
+    model = models[name]
+    chat = ChatFormat(model.tokenizer, model.hf)
+    answer = text_of(model).rpartition("{}")[0] + "oops"
+    parts, content = told(chat.reader(chat.render([QUESTION], TOOLS), TOOLS, streamed=streamed), answer)
+    assert [call.name for call in whole_calls(parts)] == ["get_weather"]
+    assert answer.endswith(content.strip())
+    assert content.strip().startswith(("<tool_call>", "[TOOL_CALLS]", '{"name"'))
+
+
+def test_without_parallel_calls_nothing_is_told_of_the_second(model, chat):
+    prompt = chat.render([QUESTION], TOOLS)
+    parts, _ = told(chat.reader(prompt, TOOLS, parallel=False, streamed=True), text_of(model))
+    assert {part.number for part in parts} == {0}
+
+
+def test_a_call_whose_name_comes_last_is_told_whole(models):
+    model = models["mistral"]
+    chat = ChatFormat(model.tokenizer, model.hf)
+    answer = f'[TOOL_CALLS][{WEATHER_CALL}, {{"arguments": {{"zone": "UTC"}}, "name": "get_time"}}, {TIME_CALL}]'
+    want = [("get_weather", ROME), ("get_time", {"zone": "UTC"}), ("get_time", {})]
+    for streamed in (False, True):
+        reader = chat.reader(chat.render([QUESTION], TOOLS), TOOLS, streamed=streamed)
+        assert read(reader, answer) == ("", want, "")
+
+
+def test_arguments_that_have_no_types_get_those_of_the_tools_schema():
+    template = {
+        "start_anchor": "assistant:",
+        "fields": {
+            "tool_calls": {
+                "open_pattern": r"<function=(?P<name>\w+)>",
+                "close": "</function>",
+                "repeats": True,
+                "content": "xml-inline",
+                "content_args": {"tag_pattern": r"<(?P<key>\w+)>(?P<value>.*?)</(?P=key)>"},
+                "transform": {"type": "function", "function": {"name": "{name}", "arguments": "{content}"}},
+            },
+            "content": {},
+        },
+    }
+    days = {"type": "function", "function": {"name": "f", "parameters": {"properties": {"days": {"type": "integer"}}}}}
+    for streamed in (False, True):
+        reader = AnswerReader(load_response_template(template), "", [days], streamed=streamed)
+        assert read(reader, "<function=f><days>7</days></function>") == ("", [("f", {"days": 7})], "")
 
 
 # ---- thoughts

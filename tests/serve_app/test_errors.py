@@ -26,6 +26,7 @@ BAD_CHATS = [
     ({"stop": ""}, 400, "stop"),
     ({"stop": 5}, 400, "stop"),
     ({"top_k": 10**40}, 400, "top_k"),
+    ({"top_k": -2}, 400, "top_k"),
     ({"seed": 10**40}, 400, "seed"),
     ({"min_p": 1.5}, 400, "min_p"),
     ({"repetition_penalty": 0}, 400, "repetition_penalty"),
@@ -177,3 +178,15 @@ def test_the_server_goes_on_after_all_of_it(served):
     answer = httpx.post(f"{served.base_url}/chat/completions", json=CHAT, timeout=60)
     assert answer.status_code == 200
     assert answer.json()["choices"][0]["finish_reason"] == "length"
+
+
+def test_a_request_past_the_servers_time_limit_gets_504_and_a_stream_that_has_begun_ends_with_it(beside):
+    body = {"model": "vitrine-demo", "prompt": "Tom has", "max_tokens": 4000, "ignore_eos": True}
+    with beside("hurried", "request_timeout_s=0.5", "num_cpus=0.1", "threads=1") as root:
+        whole = httpx.post(f"{root}/v1/completions", json=body, timeout=60)
+        assert whole.status_code == 504, whole.text
+        assert (whole.json()["error"]["type"], whole.json()["error"]["code"]) == ("server_error", "timeout")
+        streamed = httpx.post(f"{root}/v1/completions", json=body | {"stream": True}, timeout=60)
+        *pieces, last = [line.removeprefix("data: ") for line in streamed.text.split("\n\n") if line]
+        assert pieces
+        assert json.loads(last) == whole.json()

@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import re
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, get_args
 
 import httpx
 import pytest
@@ -13,6 +13,7 @@ from openai.types import completion_create_params as of_completions
 from openai.types.chat import completion_create_params as of_chat
 from transformers import AutoTokenizer
 
+from benchmarks import models
 from deployments.demo_model import WEIGHTS
 from serve_app.ignored import REASONS
 from serve_app.schemas import ChatRequest, CompletionRequest
@@ -27,6 +28,7 @@ PLAIN: dict[str, Any] = {"model": "vitrine-demo", "max_tokens": 8, "temperature"
 BASE = {"chat": PLAIN | {"messages": MESSAGES}, "completions": PLAIN | {"prompt": "Tom has 3"}}
 END = str(AutoTokenizer.from_pretrained(WEIGHTS).eos_token_id)
 TOOL = {"type": "function", "function": {"name": "calculator", "parameters": {"type": "object"}}}
+CLOCK = {"type": "function", "function": {"name": "clock"}}
 
 
 class Example(NamedTuple):
@@ -38,6 +40,8 @@ class Example(NamedTuple):
 
 DRAWN = {"temperature": 2, "seed": 7}
 LONG = {"max_tokens": 48, "ignore_eos": True}
+# Calls, one behind the other: the model may end, and would rather not.
+CALLING = {"tools": [CLOCK], "tool_choice": "required", "logit_bias": {END: -100}, "max_tokens": 96}
 EXAMPLES = {
     "model": Example("vitrine-demo"),
     "messages": Example(MESSAGES),
@@ -59,7 +63,7 @@ EXAMPLES = {
     "stream_options.include_obfuscation": Example(True, {"stream": True}),
     "tools": Example([TOOL]),
     "tool_choice": Example("required", {"tools": [TOOL]}),
-    "parallel_tool_calls": Example(False, {"tools": [TOOL]}),
+    "parallel_tool_calls": Example(False, CALLING),
     "response_format": Example({"type": "json_object"}),
     "user": Example("somebody"),
     "metadata": Example({"team": "a"}),
@@ -136,8 +140,8 @@ def test_every_field_of_openais_client_has_its_row(params):
     assert fields <= {row[0].partition(".")[0] for row in ROWS}
 
 
-# This model makes one call at a time, and its template is told nothing more: test_guided.py and test_tool_formats.py.
-UNSHOWN = {("chat", "parallel_tool_calls"), ("chat", "chat_template_kwargs")}
+# The model that ships has a template that is told nothing more.
+UNSHOWN = {("chat", "chat_template_kwargs")}
 
 
 @pytest.mark.parametrize(("route", "field"), [row for row in rows("supported") if row not in UNSHOWN])
@@ -149,6 +153,34 @@ def test_a_supported_field_changes_the_answer(served, route, field):
         content(post(served, route, with_it))
     else:
         assert content(post(served, route, with_it)) != content(post(served, route, without))
+
+
+def test_what_a_chats_template_is_told_is_in_its_prompt(beside, tmp_path):
+    tokenizer = models.tokenizer("tiny")
+    tokenizer.chat_template = "{{ messages[0].content }} {{ tone }}"
+    tokenizer.save_pretrained(tmp_path)
+    models.build("tiny").save_pretrained(tmp_path)
+    with beside("told", f"model={tmp_path}", "model_id=vitrine-demo", "num_cpus=0.1", "threads=1") as root:
+        body = BASE["chat"] | {"max_tokens": 1, "return_token_ids": True}
+        for told in ({}, {"tone": "calm"}):
+            answer = httpx.post(f"{root}/v1/chat/completions", json=body | {"chat_template_kwargs": told}, timeout=60)
+            prompt = f"{MESSAGES[0]['content']} {told.get('tone', '')}"
+            assert tokenizer.decode(answer.json()["prompt_token_ids"]) == prompt
+
+
+def nullable() -> list[tuple[str, str]]:
+    schemas = zip(ROUTES, (ChatRequest, CompletionRequest), strict=True)
+    every = [
+        (route, name, field.annotation) for route, schema in schemas for name, field in schema.model_fields.items()
+    ]
+    return [(route, name) for route, name, kind in every if kind is None or type(None) in get_args(kind)]
+
+
+@pytest.mark.parametrize(("route", "field"), nullable())
+def test_null_is_the_same_as_leaving_a_field_out(served, route, field):
+    without = BASE[route] | {"seed": 7}
+    without.pop(field, None)
+    assert content(post(served, route, without | {field: None})) == content(post(served, route, without))
 
 
 @pytest.mark.parametrize(("route", "field"), rows("accepted"))

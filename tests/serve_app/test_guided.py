@@ -128,6 +128,20 @@ def test_a_call_is_streamed_name_first(client):
     assert chunks[-1].finish_reason == "tool_calls"
 
 
+def test_the_arguments_of_a_call_are_streamed_as_they_are_written(client):
+    saying = {"type": "string", "pattern": "^[a-z ]{60,80}$"}
+    fields = {"tools": [tool("say", text=saying)], "tool_choice": "required", "parallel_tool_calls": False}
+    whole = ask(client, **fields, max_tokens=200).choices[0]
+    assert whole.finish_reason == "tool_calls"
+    chunks = [chunk.choices[0] for chunk in ask(client, stream=True, **fields, max_tokens=200)]
+    head, *pieces = [call.function for chunk in chunks for call in chunk.delta.tool_calls or []]
+    assert (head.name, head.arguments) == ("say", "")
+    assert len(pieces) > 4
+    assert "".join(piece.arguments for piece in pieces) == whole.message.tool_calls[0].function.arguments
+    assert len(json.loads("".join(piece.arguments for piece in pieces))["text"]) >= 60
+    assert chunks[-1].finish_reason == "tool_calls"
+
+
 NAMED = {"type": "function", "function": {"name": "oven"}}
 BAD = [
     ({"response_format": {"type": "xml"}}, "response_format.type"),

@@ -28,6 +28,7 @@ def test_fields_become_settings():
     got = ChatRequest.model_validate(common | body).sampling
     assert got == Sampling(**(body | {"logit_bias": {12: 1.5, 0: -100.0}}))
     assert ChatRequest.model_validate(common | dict.fromkeys(body)).sampling == Sampling()
+    assert ChatRequest.model_validate(common | {"top_k": -1}).sampling == Sampling()  # as vLLM says that there is none
 
 
 def test_logit_bias_forces_and_forbids(client, tokenizer):
