@@ -54,7 +54,7 @@ class Options(BaseModel):
         threads: torch threads of each replica; by default the machine's cores divided by `num_replicas`.
         max_running: The most requests of a replica that share a forward.
         max_queued: The most requests of a replica beyond those; more get 429.
-        prefill_tokens: The most prompt tokens of one forward, of which a quarter is used while streams decode; a
+        prefill_tokens: The most prompt tokens of one forward, of which a fifth is used while streams decode; a
             longer prompt goes in pieces between decodes. By default 1,024 on a CPU and 4,096 on a GPU.
         kv_bytes: The most KV memory of a replica in bytes.
         kv_fraction: The same as a part of the memory that is free at start, where `kv_bytes` is not given.

@@ -34,7 +34,7 @@ class Schedule:
     Attributes:
         waiting: First come, first served.
         rows: The most requests that may hold a slot at present.
-        tokens: The most tokens of one prefill at present, padding included; a quarter of it while streams decode.
+        tokens: The most tokens of one prefill at present, padding included; a fifth of it while streams decode.
             Both are halved when memory runs out, and doubled again, up to what the operator set, while it does not.
     """
 
@@ -56,7 +56,7 @@ class Schedule:
         """The next piece of a long prompt that is under way, else as many waiting requests as fit beside a batch."""
         most = self.tokens
         if any(row.request.streamed for row in batch.decoding):  # somebody sees how long they stand still meanwhile
-            most = min(most, max(LEAST_TOKENS, most // 4))
+            most = min(most, max(LEAST_TOKENS, most // 5))
         room = self._outflow.left(self.recording(batch))
         for row in batch.parked:
             if not row.stalled:
