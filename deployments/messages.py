@@ -7,6 +7,7 @@ from dataclasses import dataclass, field
 from itertools import groupby
 from typing import Any, NamedTuple
 
+from deployments.activations.interventions import Intervention
 from deployments.activations.spec import Capture
 from deployments.engine.request import Sampling
 
@@ -35,6 +36,7 @@ class Job:
         ranked: Say with each choice how likely it was, for the best to be picked.
         token_ids: Say the token ids of prompt and answer.
         capture: What to record; None for nothing.
+        interventions: What to change on the way.
         session_id: The session its runs join.
         request_id: What the client and the HTTP log call the request; not unique.
         fields: What the request calls a field that a refusal may name, where it is not that name.
@@ -59,6 +61,7 @@ class Job:
     ranked: bool = False
     token_ids: bool = False
     capture: Capture | None = None
+    interventions: tuple[Intervention, ...] = ()
     session_id: str = ""
     request_id: str = ""
     fields: dict[str, str] = field(default_factory=dict)

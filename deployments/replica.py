@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import functools
 import logging
 import threading
 import time
@@ -48,6 +49,7 @@ class ModelReplica:
             store: The activation store's handle; by default that of the operator's directory.
         """
         from deployments.chat import ChatFormat
+        from deployments.editing import Editing
         from deployments.guidance import Guidance
         from deployments.prompts import Prompts
         from deployments.runs import Runs
@@ -67,6 +69,7 @@ class ModelReplica:
         spelling = Spelling(self._model.tokenizer)
         self._prompts = Prompts(self._model, self._chat, spelling)
         self._guidance = Guidance(self._chat, self._model)
+        self._editing = functools.partial(Editing, self._model.points, device=self._model.device)
         self._delivery = Delivery(self._engine, spelling)
         self._metrics = Metrics(options.served_name)
         self._requests = RequestMetrics(options.served_name)
@@ -234,6 +237,7 @@ class ModelReplica:
         """Everything that is to be done before the engine: off the event loop, since it takes time."""
         prompts = self._prompts.of(job)
         points = self._model.points.resolve(job.capture) if job.capture else ()
+        editing = self._editing(job.interventions)
         grammars = [self._guidance.grammar(job, prompt.text or "") for prompt in prompts]
         choices: dict[str, Choice] = {}
         for index in range(len(prompts) * job.n):
@@ -241,7 +245,9 @@ class ModelReplica:
             prompt = prompts[at]
             reader = self._reader(job, prompt.text or "", streamed)
             request = self._request(job, index, prompt.ids, points, streamed)
-            request = replace(request, grammar=grammars[at], markers=self._chat.markers(job.tools) if reader else {})
+            edits = editing.of(len(prompt.ids), len(prompt.ids) + request.max_tokens)
+            markers = self._chat.markers(job.tools) if reader else {}
+            request = replace(request, grammar=grammars[at], markers=markers, edits=edits)
             if index % job.n == 0:
                 self._engine.check(request)
                 echo = self._prompts.echo(prompt) if job.echo else None

@@ -144,6 +144,7 @@ class Runs:
             finish_reason=event.reason,
             request_id=job.request_id or job.id,
             messages_hash=hashlib.sha256(spoken.encode()).hexdigest(),
+            interventions=[spec.model_dump(mode="json", exclude_unset=True) for spec in job.interventions],
         )
 
 

@@ -179,6 +179,7 @@ def _job(body: Generation, request: Request, **own: Any) -> Job:
         token_ids=bool(body.return_token_ids),
         schema=body.enforced_schema,
         capture=body.capturing,
+        interventions=tuple(body.interventions or ()),
         session_id=body.session_id or f"auto-{datetime.now(UTC):%Y-%m-%d}",
         **own,
     )

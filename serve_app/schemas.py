@@ -9,6 +9,7 @@ from pydantic import Field, ValidationInfo, field_validator, model_validator
 from pydantic_core import PydanticCustomError
 
 from deployments.activations.facts import check_session_id
+from deployments.activations.interventions import Interventions
 from deployments.activations.spec import Capture
 from deployments.engine.request import MOST_LOGPROBS, Sampling
 from serve_app.forms import NamedTool, ResponseFormat, TemplateKwargs, Tool
@@ -118,6 +119,7 @@ class Generation(Body):
     return_token_ids: bool | None = None
     store_activations: bool | None = None
     capture: Capture | None = None
+    interventions: Interventions | None = None
     session_id: str | None = None
 
     @field_validator("session_id")

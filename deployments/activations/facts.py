@@ -52,6 +52,7 @@ class RunFacts:
         finish_reason: Why generation ended.
         request_id: The request that made the run.
         messages_hash: Hash of the request's messages.
+        interventions: What the request changed on the way, as it was sent.
     """
 
     run_id: str
@@ -66,6 +67,7 @@ class RunFacts:
     finish_reason: str | None = None
     request_id: str | None = None
     messages_hash: str | None = None
+    interventions: list[dict[str, Any]] = field(default_factory=list)
 
 
 class PointType(NamedTuple):

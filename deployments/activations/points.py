@@ -166,6 +166,14 @@ class Points:
                 raise RequestError(message, "capture.features")
         return tuple(sorted(found.values(), key=lambda point: point.place.order))
 
+    def named(self, pattern: str, field: str) -> list[Point]:
+        """The points that one name means, of which a `*` makes several.
+
+        Raises:
+            RequestError: It is nothing; names the field.
+        """
+        return [self._lookup(name) or self._refuse(name, field) for name in self._expand(pattern, field)]
+
     def _patterns(self, capture: Capture) -> Iterator[tuple[str, str]]:
         """(field, pattern) of everything the request names, or the defaults where it names nothing."""
         for i, pattern in enumerate(capture.points or ()):

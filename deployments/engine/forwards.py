@@ -8,6 +8,7 @@ import torch
 
 from deployments.activations.points import Place
 from deployments.engine.batch import Batch
+from deployments.engine.edits import Plan, Plans, Spans
 from deployments.engine.memory import KvMemory
 from deployments.engine.model import Model
 from deployments.engine.recorder import Recorder, places_of
@@ -37,6 +38,7 @@ class Forwards:
         self._cache = memory.cache
         self._batch = batch
         self._recorder = recorder
+        self._plans = Plans()
 
     def prefill(self, prefill: Prefill) -> Outcome:
         """Run prompts, or a piece of one, into slots behind those in use or the one it has."""
@@ -54,17 +56,21 @@ class Forwards:
         fresh = [slice(max(0, recording.rows - start), counts[i]) for i, recording in recordings]  # not recorded before
         places = places_of(recording for _, recording in recordings)
         came = set()
+        plan = Plan([Spans(row.request.edits, start, start + count) for row, count in zip(rows, counts, strict=True)])
 
-        def take(place: Place, value: torch.Tensor) -> None:
+        def visit(place: Place, value: torch.Tensor) -> torch.Tensor | None:
+            new = plan.apply(place, value)
             came.add(place)
             for (i, recording), tokens in zip(recordings, fresh, strict=True):
-                recording.write(place, value[i, tokens])
+                recording.write(place, (value if new is None else new)[i, tokens])
+            return new
 
         self._cache.prefill(first, start)
+        places = [*places, *plan.places]
         every = any(place.module == model.head for place in places)
         asked = asked_of([row.scores for row in rows], start, counts)
         beside = [(one.row, one.span) for one in asked]
-        logits = model.prefill(ids, lengths, self._cache, places, take, every, start, beside)
+        logits = model.prefill(ids, lengths, self._cache, places, visit, every, start, beside)
         scored = read(asked, logits[len(rows) :])
         for (_, recording), tokens in zip(recordings, fresh, strict=True):
             recording.require(came)
@@ -101,14 +107,23 @@ class Forwards:
         ids = torch.tensor([row.tokens[-1] for row in rows], device=device)
         longest = max(row.fed for row in rows) + 1
         self._cache.decode(slots, positions, longest)
-        places = self._recorder.places()
-        if places:
-            self._recorder.begin(places, self._cache.window.slots)
+        recorder, reading = self._recorder, self._recorder.places()
+        if reading:
+            recorder.begin(reading, self._cache.window.slots)
+        plan = self._plans.decode([Spans(row.request.edits, row.fed, row.fed + 1) for row in rows])
+        wanted = set(reading)
+
+        def visit(place: Place, value: torch.Tensor) -> torch.Tensor | None:
+            new = plan.apply(place, value)
+            if place in wanted:
+                recorder.take(place, value if new is None else new)
+            return new
+
         for row in rows:
             row.written = max(row.written, row.fed + 1)
-        logits = self._model.decode(ids, positions, longest, self._cache, places, self._recorder.take)
-        if places:
-            self._recorder.end()
+        logits = self._model.decode(ids, positions, longest, self._cache, [*reading, *plan.places], visit)
+        if reading:
+            recorder.end()
         for row in rows:
             row.fed += 1
         return Outcome(rows, logits)

@@ -16,7 +16,7 @@ from deployments.activations.points import Place, Points
 from deployments.engine.cache import SlotCache
 from deployments.engine.masks import Masks
 from deployments.engine.probe import UnsupportedModelError, find_masks
-from deployments.engine.taps import Take, Taps
+from deployments.engine.taps import Taps, Visit
 
 if unmount is not None:
     # nnsight gives every object in the process a `.save`, which other libraries' classes trip over.
@@ -87,7 +87,7 @@ class Model:
         lengths: torch.Tensor,
         cache: SlotCache,
         places: Sequence[Place] = (),
-        take: Take | None = None,
+        visit: Visit | None = None,
         every_logit: bool = False,
         start: int = 0,
         beside: Sequence[tuple[int, range]] = (),
@@ -98,8 +98,8 @@ class Model:
             ids: [batch, longest] token ids.
             lengths: [batch] tokens of each row.
             cache: Set to prefill from `start` on.
-            places: What to read.
-            take: Called with each place and its value [batch, longest, ...]; must copy what it keeps.
+            places: What to visit.
+            visit: Called with each place and its value [batch, longest, ...]; may give what takes its place.
             every_logit: Run the head over every token instead of those whose logits are wanted, for who reads its rows.
             start: The first token's position; behind 0 the batch is one row, which attends to its slot.
             beside: Rows and which of their tokens, from 0, have wanted logits, too.
@@ -116,7 +116,7 @@ class Model:
         mask = self.masks.build(positions, stop) if start else None
         self._wanted = None if every_logit else (rows, at)
         try:
-            logits = self._forward(ids, positions, mask, cache, places, take)
+            logits = self._forward(ids, positions, mask, cache, places, visit)
         finally:
             self._wanted = None
         return logits[rows, at] if every_logit else logits[0]
@@ -128,7 +128,7 @@ class Model:
         longest: int,
         cache: SlotCache,
         places: Sequence[Place] = (),
-        take: Take | None = None,
+        visit: Visit | None = None,
     ) -> torch.Tensor:
         """Run one token of each running row.
 
@@ -137,15 +137,15 @@ class Model:
             positions: [batch] their positions.
             longest: The longest row after this token.
             cache: Set to decode.
-            places: What to read.
-            take: Called with each place and its value [batch, 1, ...]; must copy what it keeps.
+            places: What to visit.
+            visit: Called with each place and its value [batch, 1, ...]; may give what takes its place.
 
         Returns:
             [batch, vocabulary] logits.
         """
         positions = positions[:, None]
         mask = self.masks.build(positions, longest)
-        return self._forward(ids[:, None], positions, mask, cache, places, take)[:, -1]
+        return self._forward(ids[:, None], positions, mask, cache, places, visit)[:, -1]
 
     def _forward(
         self,
@@ -154,7 +154,7 @@ class Model:
         mask: Any,
         cache: SlotCache,
         places: Sequence[Place],
-        take: Take | None,
+        visit: Visit | None,
     ) -> torch.Tensor:
         """One forward of the Hugging Face module."""
         inputs = {"input_ids": ids, "position_ids": positions, "attention_mask": mask}
@@ -162,13 +162,16 @@ class Model:
         if not places:
             self._taps.rest()
             return call().logits  # type: ignore[no-any-return]
-        assert take is not None
+        assert visit is not None
         batch = len(ids)
 
-        def shaped(place: Place, value: torch.Tensor) -> None:
-            take(place, value.view(batch, -1, *place.shape) if place.layout == "flat" else value)
+        def shaped(place: Place, value: torch.Tensor) -> torch.Tensor | None:
+            if place.layout == "batched":
+                return visit(place, value)
+            new = visit(place, value.view(batch, -1, *place.shape))
+            return None if new is None else new.view(value.shape)
 
-        return self._taps.read(places, shaped, call).logits  # type: ignore[no-any-return]
+        return self._taps.visit(places, shaped, call).logits  # type: ignore[no-any-return]
 
     def _narrow(self, _: Any, args: tuple[torch.Tensor, ...]) -> tuple[torch.Tensor, ...] | None:
         """Narrow the head's input to the tokens whose logits are wanted: those of all of a prompt's are many."""

@@ -12,6 +12,7 @@ if TYPE_CHECKING:  # the HTTP face imports this module, and needs no torch
     import torch
 
     from deployments.activations.points import Point
+    from deployments.engine.edits import Edit
     from deployments.engine.guide import Grammar
 
 FinishReason = Literal["stop", "length", "cancelled", "error"]
@@ -72,6 +73,7 @@ class Request:
         prompt_logprobs: Give the same of the prompt's tokens, before the first new one; None for nothing.
         capture: What to record, with its points resolved; both or neither.
         points: The places that `capture` means, in the order of execution.
+        edits: What is changed on the way, in this order at each place, before it is recorded.
         streamed: Say what each step adds; without, all of it comes with the end.
     """
 
@@ -88,6 +90,7 @@ class Request:
     prompt_logprobs: int | None = None
     capture: Capture | None = None
     points: tuple[Point, ...] = ()
+    edits: tuple[Edit, ...] = field(default=(), hash=False)
     streamed: bool = True
 
 

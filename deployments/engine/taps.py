@@ -1,4 +1,4 @@
-"""Reading modules' values while a forward runs: one hook a place, for the whole batch."""
+"""Reading and changing modules' values while a forward runs: one hook a place, for the whole batch."""
 
 from __future__ import annotations
 
@@ -10,11 +10,11 @@ import torch
 from deployments.activations.points import Place
 from deployments.activations.watching import first_tensor
 
-Take = Callable[[Place, torch.Tensor], None]
+Visit = Callable[[Place, torch.Tensor], torch.Tensor | None]  # gives what is to take the value's place, or nothing
 
 
 class Taps:
-    """torch's forward hooks at the places that the forwards of late have read.
+    """torch's forward hooks at the places that the forwards of late have visited.
 
     An nnsight block over the whole batch reads the same values, but while one is open nnsight takes every module's
     call into its hands, read or not, which costs a small model's decode a twentieth and more; hooks cost the places
@@ -25,23 +25,23 @@ class Taps:
         self._hf = hf
         self._places: frozenset[Place] = frozenset()
         self._handles: list[Any] = []
-        self._take: Take | None = None
+        self._visit: Visit | None = None
 
-    def read(self, places: Sequence[Place], take: Take, forward: Callable[[], Any]) -> Any:
-        """Run a forward and read it on the way.
+    def visit(self, places: Sequence[Place], visit: Visit, forward: Callable[[], Any]) -> Any:
+        """Run a forward and read and change it on the way.
 
         Args:
-            places: What to read.
-            take: Called with each place that the forward comes to and its value when it is there; must copy what
-                it keeps, since modules may write over theirs afterwards.
+            places: What to visit.
+            visit: Called with each place that the forward comes to and its value when it is there; must copy what
+                it keeps, since modules may write over theirs afterwards, and leave the value itself as it is.
             forward: Runs the model.
         """
         self._stand_at(frozenset(places))
-        self._take = take
+        self._visit = visit
         try:
             return forward()
         finally:
-            self._take = None
+            self._visit = None
 
     def rest(self) -> None:
         """Take the hooks away: nobody reads."""
@@ -58,16 +58,27 @@ class Taps:
     def _hook(self, place: Place) -> Any:
         module = self._hf.get_submodule(place.module)
 
-        def before(_: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-            self._see(place, next(iter((*args, *kwargs.values())), None))
+        def before(_: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+            new = self._see(place, next(iter((*args, *kwargs.values())), None))
+            if new is None:
+                return None
+            if args:
+                return (new, *args[1:]), kwargs
+            first, *others = kwargs
+            return (), {first: new} | {name: kwargs[name] for name in others}
 
-        def after(_: Any, args: tuple[Any, ...], output: Any) -> None:
-            self._see(place, output)
+        def after(_: Any, args: tuple[Any, ...], output: Any) -> Any:
+            return self._see(place, output)
 
         if place.side == "input":
             return module.register_forward_pre_hook(before, with_kwargs=True)
         return module.register_forward_hook(after)
 
-    def _see(self, place: Place, value: Any) -> None:
-        if self._take is not None and (tensor := first_tensor(value)) is not None:
-            self._take(place, tensor)
+    def _see(self, place: Place, value: Any) -> Any:
+        """What is to take the value's place, in its form; None for itself."""
+        if self._visit is None or (tensor := first_tensor(value)) is None:
+            return None
+        new = self._visit(place, tensor)
+        if new is None or new is tensor:
+            return None
+        return new if value is tensor else type(value)((new, *value[1:]))

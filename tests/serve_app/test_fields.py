@@ -95,6 +95,7 @@ EXAMPLES = {
     "chat_template_kwargs": Example({"tone": "calm"}),
     "store_activations": Example(True),
     "capture": Example({"points": ["norm.output"]}),
+    "interventions": Example([{"op": "zero", "point": "layers.1.output"}]),
     "session_id": Example("fields", {"store_activations": True}),
 }
 OF_COMPLETIONS = EXAMPLES | {"logprobs": Example(2)}

@@ -1,4 +1,4 @@
-"""The examples of docs/clients.md work as they stand, but for the server's address."""
+"""The examples of docs/clients.md and docs/interventions.md work as they stand, but for the server's address."""
 
 from __future__ import annotations
 
@@ -10,10 +10,11 @@ import pytest
 
 ROOT = Path(__file__).parents[2]
 ADDRESS = "http://127.0.0.1:8000"
-PAGE = (ROOT / "docs" / "clients.md").read_text()
+PAGES = [(ROOT / "docs" / name).read_text() for name in ("interventions.md", "clients.md")]
 EXAMPLES = [
-    pytest.param(language, code, id=f"{section.splitlines()[0]} {number}")
-    for section in PAGE.split("\n## ")[1:]
+    pytest.param(language, code, id=f"{section.splitlines()[0].lstrip('# ')} {number}")
+    for page in PAGES
+    for section in page.split("\n## ")
     for number, (language, code) in enumerate(re.findall(r"^```(\w+)\n(.*?)^```", section, re.DOTALL | re.MULTILINE))
 ]
 RUN_BY = {"sh": ["bash", "-euc"], "python": ["python", "-c"]}

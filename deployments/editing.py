@@ -1,0 +1,133 @@
+"""From the interventions that a request names to the edits that the engine makes."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from typing import NamedTuple
+
+import torch
+
+from deployments.activations.interventions import Add, Clamp, Intervention, Positions, ProjectOut, Replace, Scale
+from deployments.activations.points import Point, Points
+from deployments.activations.spec import Features, Last
+from deployments.engine.edits import Edit, Tokens
+from deployments.errors import RequestError
+
+
+class _Prepared(NamedTuple):
+    spec: Intervention
+    field: str
+    edits: list[Edit]  # one for each point that it means, of all tokens
+
+
+class Editing:
+    """One request's interventions, looked up in one model; for each of its prompts they become edits."""
+
+    def __init__(self, points: Points, interventions: Sequence[Intervention], device: torch.device) -> None:
+        """Look up all points and lay out all vectors.
+
+        Args:
+            points: The model's.
+            interventions: As they were sent.
+            device: The model's.
+
+        Raises:
+            RequestError: A point, head or feature that is not there, or a vector of the wrong length; names the
+                field.
+        """
+        self._prepared = []
+        for i, spec in enumerate(interventions):
+            field = f"interventions[{i}]"
+            edits = [_edit(spec, point, field, device) for point in points.named(spec.point, f"{field}.point")]
+            self._prepared.append(_Prepared(spec, field, edits))
+
+    def of(self, prompt: int, most: int) -> tuple[Edit, ...]:
+        """The edits of a sequence.
+
+        Args:
+            prompt: Tokens of its prompt.
+            most: Tokens of its prompt and the most that are generated.
+
+        Raises:
+            RequestError: Tokens that it cannot have; names the field.
+        """
+        found = []
+        for spec, field, edits in self._prepared:
+            tokens = _tokens(spec, prompt, most, f"{field}.tokens")
+            found += [Edit(**{**vars(edit), "tokens": tokens}) for edit in edits]
+        return tuple(found)
+
+
+def _edit(spec: Intervention, point: Point, field: str, device: torch.device) -> Edit:
+    if not point.place.dtype.is_floating_point:
+        raise RequestError(f"{point.name} holds no activations but {point.place.dtype} numbers", f"{field}.point")
+    heads, features = _heads(spec, point, field), _features(spec.features, point, field)
+    common = {"point": point, "heads": heads, "features": features}
+    if isinstance(spec, (Add, ProjectOut, Replace)):
+        scale = spec.scale if isinstance(spec, Add) else 1.0
+        vector = scale * torch.tensor(spec.vector, dtype=torch.float32)
+        if not vector.isfinite().all():
+            raise RequestError("scale makes the vector infinite", f"{field}.scale")
+        vector = _fitted(vector, heads, features, point, field).to(device)
+        return Edit(kind=spec.op, vector=vector, **common)
+    if isinstance(spec, Clamp):
+        low, high = -math.inf if spec.min is None else spec.min, math.inf if spec.max is None else spec.max
+        return Edit(kind="clamp", low=low, high=high, **common)
+    return Edit(kind="scale", low=spec.factor if isinstance(spec, Scale) else 0.0, **common)
+
+
+def _heads(spec: Intervention, point: Point, field: str) -> tuple[int, ...] | None:
+    if spec.heads is None:
+        return None
+    if not point.name.endswith(".attention.heads"):
+        raise RequestError(f"{point.name} has no heads: they are at layers.{{i}}.attention.heads", f"{field}.heads")
+    if max(spec.heads) >= point.shape[0]:
+        raise RequestError(f"{point.name} has heads 0 to {point.shape[0] - 1}", f"{field}.heads")
+    return tuple(dict.fromkeys(spec.heads))
+
+
+def _features(features: Features | None, point: Point, field: str) -> tuple[int, ...] | None:
+    if features is None:
+        return None
+    index = tuple(dict.fromkeys(features.index)) if features.index else tuple(range(features.first or 0))
+    if max(index) >= point.shape[-1]:
+        raise RequestError(f"{point.name} has features 0 to {point.shape[-1] - 1}", f"{field}.features")
+    return index
+
+
+def _fitted(
+    vector: torch.Tensor,
+    heads: tuple[int, ...] | None,
+    features: tuple[int, ...] | None,
+    point: Point,
+    field: str,
+) -> torch.Tensor:
+    """The vector as rows of the point have it: for all heads alike, or for each by itself."""
+    width = len(features) if features else point.shape[-1]
+    if len(vector) == width:
+        return vector
+    count = len(heads) if heads else math.prod(point.shape[:-1])
+    if count > 1 and len(vector) == count * width:
+        return vector.view(count, width)
+    each = f", or {count * width} for {count} heads" if count > 1 else ""
+    raise RequestError(f"{len(vector)} numbers: {width} are changed at {point.name}{each}", f"{field}.vector")
+
+
+def _tokens(spec: Intervention, prompt: int, most: int, field: str) -> Tokens:
+    tokens = spec.tokens
+    if isinstance(tokens, Positions):
+        few = tuple(sorted(set(tokens.positions)))
+        if few[-1] >= most:
+            raise RequestError(f"there are tokens 0 to {most - 1}, prompt and answer together", field)
+        return Tokens(few=few)
+    if isinstance(tokens, Last):
+        if tokens.last > prompt:
+            raise RequestError(f"the prompt has {prompt} tokens", field)
+        return Tokens(prompt - tokens.last, prompt)
+    return {
+        "all": Tokens(),
+        "prompt": Tokens(0, prompt),
+        "generated": Tokens(prompt),
+        "last": Tokens(prompt - 1, prompt),
+    }[tokens]

@@ -1,0 +1,105 @@
+"""Interventions over HTTP: what is steered is steered, what is not is not, and a run says what made it."""
+
+from __future__ import annotations
+
+from concurrent.futures import ThreadPoolExecutor
+
+import httpx
+import pytest
+
+from deployments.activations import load
+
+MODEL = "vitrine-demo"
+POINT = "layers.3.output"
+WIDTH = 192
+BODY = {"model": MODEL, "prompt": "Tom has 3 boxes of 4 pens.", "max_tokens": 12, "temperature": 0, "ignore_eos": True}
+STEER = {"op": "add", "point": POINT, "vector": [1.0, -1.0] * (WIDTH // 2), "scale": 5}
+
+
+def post(served, **fields):
+    return httpx.post(f"{served.base_url}/completions", json=BODY | fields, timeout=60)
+
+
+def text(served, **fields):
+    answer = post(served, **fields)
+    assert answer.status_code == 200, answer.text
+    return answer.json()["choices"][0]["text"]
+
+
+def test_a_steered_answer_is_another_and_those_beside_it_are_not(served):
+    plain = text(served)
+    steered = text(served, interventions=[STEER])
+    assert steered != plain
+    with ThreadPoolExecutor(16) as pool:
+        asked = [{}, {"interventions": [STEER]}] * 8
+        answers = list(pool.map(lambda fields: text(served, **fields), asked))
+    assert answers == [plain, steered] * 8
+
+
+def test_a_chat_is_steered_in_a_stream_too(client):
+    def said(**more):
+        stream = client.chat.completions.create(
+            model=MODEL,
+            messages=[{"role": "user", "content": "2+2?"}],
+            max_tokens=12,
+            temperature=0,
+            stream=True,
+            extra_body=more,
+        )
+        return "".join(chunk.choices[0].delta.content or "" for chunk in stream if chunk.choices)
+
+    assert said(interventions=[STEER | {"tokens": "generated"}]) != said()
+
+
+def test_a_run_holds_values_after_the_change_and_the_change_itself(served):
+    asked = [{"op": "zero", "point": POINT, "tokens": "generated"}, STEER | {"tokens": {"positions": [0]}}]
+    capture = {"points": [POINT, "layers.2.output"], "tokens": "all"}
+    answer = post(served, interventions=asked, capture=capture, session_id="interventions").json()
+    (run,) = answer["activations_meta"]["runs"]
+    stored = load(run["points"][POINT]["uri"], run_id=run["run_id"])
+    assert stored.facts.interventions == asked
+    values = stored[POINT]
+    assert (values[run["prompt_tokens"] :] == 0).all()
+    assert (values[: run["prompt_tokens"]] != 0).any(dim=1).all()
+    plain = post(served, capture=capture, session_id="interventions").json()["activations_meta"]["runs"][0]
+    before = load(plain["points"][POINT]["uri"], run_id=plain["run_id"])[POINT]
+    moved = values[0] - before[0]
+    assert moved.tolist() == pytest.approx([5 * number for number in STEER["vector"]], abs=1e-3)
+
+
+BAD = [
+    ({"op": "twist", "point": POINT}, "interventions[0]"),
+    ({"op": "zero", "point": "layers.99.output"}, "interventions[0].point"),
+    ({"op": "zero", "point": "layers.1.outputt"}, "interventions[0].point"),
+    ({"op": "zero", "point": POINT, "vector": [1]}, "interventions[0].vector"),
+    ({"op": "add", "point": POINT}, "interventions[0].vector"),
+    ({"op": "add", "point": POINT, "vector": [1.0, 2.0]}, "interventions[0].vector"),
+    ({"op": "add", "point": POINT, "vector": ["1"] * WIDTH}, "interventions[0].vector[0]"),
+    ({"op": "add", "point": POINT, "vector": [1e39] * WIDTH}, "interventions[0].vector[0]"),
+    ({"op": "add", "point": POINT, "vector": [1e38] * WIDTH, "scale": 1e38}, "interventions[0].scale"),
+    ({"op": "project_out", "point": POINT, "vector": [0.0] * WIDTH}, "interventions[0]"),
+    ({"op": "clamp", "point": POINT}, "interventions[0]"),
+    ({"op": "clamp", "point": POINT, "min": 2, "max": 1}, "interventions[0]"),
+    ({"op": "zero", "point": POINT, "tokens": {"positions": [5000]}}, "interventions[0].tokens"),
+    ({"op": "zero", "point": POINT, "tokens": {"last": 500}}, "interventions[0].tokens"),
+    ({"op": "zero", "point": POINT, "features": {"index": [WIDTH]}}, "interventions[0].features"),
+    ({"op": "zero", "point": POINT, "heads": [0]}, "interventions[0].heads"),
+    ({"op": "zero", "point": "layers.1.attention.heads", "heads": [99]}, "interventions[0].heads"),
+]
+
+
+@pytest.mark.parametrize(("bad", "param"), BAD, ids=[f"{i} {bad['op']}" for i, (bad, _) in enumerate(BAD)])
+def test_what_cannot_be_is_refused_by_its_path_and_nothing_runs(served, statistics, bad, param):
+    before = statistics()["steps"]
+    answer = post(served, interventions=[bad])
+    assert answer.status_code == 400, answer.text
+    assert answer.json()["error"]["param"] == param, answer.json()
+    assert statistics()["steps"] == before
+
+
+@pytest.mark.parametrize("number", ["NaN", "Infinity", "-Infinity"])
+def test_a_vector_is_of_finite_numbers(served, number):
+    body = f'{{"model": "{MODEL}", "prompt": "x", "interventions": [{{"op": "add", "point": "{POINT}", "vector": [{number}]}}]}}'
+    headers = {"content-type": "application/json"}
+    answer = httpx.post(f"{served.base_url}/completions", content=body, headers=headers, timeout=60)
+    assert (answer.status_code, answer.json()["error"]["param"]) == (400, "interventions[0].vector[0]")
