@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import functools
 import math
 from collections.abc import Sequence
+from dataclasses import replace
 from typing import NamedTuple
 
 import torch
@@ -55,7 +57,7 @@ class Editing:
         found = []
         for spec, field, edits in self._prepared:
             tokens = _tokens(spec, prompt, most, f"{field}.tokens")
-            found += [Edit(**{**vars(edit), "tokens": tokens}) for edit in edits]
+            found += [replace(edit, tokens=tokens) for edit in edits]
         return tuple(found)
 
 
@@ -63,18 +65,18 @@ def _edit(spec: Intervention, point: Point, field: str, device: torch.device) ->
     if not point.place.dtype.is_floating_point:
         raise RequestError(f"{point.name} holds no activations but {point.place.dtype} numbers", f"{field}.point")
     heads, features = _heads(spec, point, field), _features(spec.features, point, field)
-    common = {"point": point, "heads": heads, "features": features}
+    edit = functools.partial(Edit, point, features=features, heads=heads)
     if isinstance(spec, (Add, ProjectOut, Replace)):
         scale = spec.scale if isinstance(spec, Add) else 1.0
         vector = scale * torch.tensor(spec.vector, dtype=torch.float32)
         if not vector.isfinite().all():
             raise RequestError("scale makes the vector infinite", f"{field}.scale")
         vector = _fitted(vector, heads, features, point, field).to(device)
-        return Edit(kind=spec.op, vector=vector, **common)
+        return edit(spec.op, vector=vector)
     if isinstance(spec, Clamp):
         low, high = -math.inf if spec.min is None else spec.min, math.inf if spec.max is None else spec.max
-        return Edit(kind="clamp", low=low, high=high, **common)
-    return Edit(kind="scale", low=spec.factor if isinstance(spec, Scale) else 0.0, **common)
+        return edit("clamp", low=low, high=high)
+    return edit("scale", low=spec.factor if isinstance(spec, Scale) else 0.0)
 
 
 def _heads(spec: Intervention, point: Point, field: str) -> tuple[int, ...] | None:

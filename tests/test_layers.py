@@ -20,6 +20,7 @@ STAIRS = [
     "deployments.loading",
     "deployments.delivery",
     "deployments.guidance",
+    "deployments.editing",
     "deployments.runs",
     "deployments.prompts",
     "deployments.chat",

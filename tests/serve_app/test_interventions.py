@@ -48,7 +48,7 @@ def test_a_chat_is_steered_in_a_stream_too(client):
         )
         return "".join(chunk.choices[0].delta.content or "" for chunk in stream if chunk.choices)
 
-    assert said(interventions=[STEER | {"tokens": "generated"}]) != said()
+    assert said(interventions=[STEER | {"scale": 50, "tokens": "generated"}]) != said()
 
 
 def test_a_run_holds_values_after_the_change_and_the_change_itself(served):
@@ -99,7 +99,8 @@ def test_what_cannot_be_is_refused_by_its_path_and_nothing_runs(served, statisti
 
 @pytest.mark.parametrize("number", ["NaN", "Infinity", "-Infinity"])
 def test_a_vector_is_of_finite_numbers(served, number):
-    body = f'{{"model": "{MODEL}", "prompt": "x", "interventions": [{{"op": "add", "point": "{POINT}", "vector": [{number}]}}]}}'
+    add = f'{{"op": "add", "point": "{POINT}", "vector": [{number}]}}'
+    body = f'{{"model": "{MODEL}", "prompt": "x", "interventions": [{add}]}}'
     headers = {"content-type": "application/json"}
     answer = httpx.post(f"{served.base_url}/completions", content=body, headers=headers, timeout=60)
     assert (answer.status_code, answer.json()["error"]["param"]) == (400, "interventions[0].vector[0]")

@@ -8,17 +8,47 @@ from dataclasses import replace
 import pytest
 import torch
 
+from deployments.activations.spec import Capture
 from deployments.engine.edits import Edit, Tokens
 from deployments.engine.engine import Engine
+from deployments.engine.memory import KvMemory
+from deployments.engine.model import Model
 from deployments.engine.request import Request
 
-ARCHITECTURES = ["gpt2", "gpt_neox", "opt", "llama", "qwen3", "qwen3_moe", "gemma2", "phi3", "olmo2", "falcon"]
+ARCHITECTURES = [
+    "gpt2",
+    "gpt_neox",
+    "opt",
+    "llama",
+    "qwen3",
+    "qwen3_moe",
+    "gemma2",
+    "phi3",
+    "olmo2",
+    "falcon_parallel",
+    "gemma3",
+    "mistral",
+]
 SITES = ["layers.1.output", "layers.0.mlp.output", "layers.1.attention.output", "embed.output", "layers.1.input"]
 PROMPT, NEW = 9, 6
 
 
 def vector(size: int, seed: int = 0) -> torch.Tensor:
     return torch.randn(size, generator=torch.Generator().manual_seed(seed))
+
+
+def one_by_hand(edit, x, v):
+    match edit.kind:
+        case "add":
+            return x + v
+        case "scale":
+            return x * edit.low
+        case "project_out":
+            return x - torch.dot(x, v) / torch.dot(v, v) * v
+        case "clamp":
+            return x.clamp(edit.low, edit.high)
+        case "replace":
+            return v
 
 
 def by_hand(edit: Edit, rows: torch.Tensor, positions: list[int]) -> torch.Tensor:
@@ -32,13 +62,7 @@ def by_hand(edit: Edit, rows: torch.Tensor, positions: list[int]) -> torch.Tenso
             part, v = row[features], None
             if edit.vector is not None:
                 v = edit.vector[positions.index(position)] if edit.per_token else edit.vector
-            row[features] = {
-                "add": lambda: part + v,
-                "scale": lambda: part * edit.low,
-                "project_out": lambda: part - torch.dot(part, v) / torch.dot(v, v) * v,
-                "clamp": lambda: part.clamp(edit.low, edit.high),
-                "replace": lambda: v,
-            }[edit.kind]()
+            row[features] = one_by_hand(edit, part, v)
     return rows
 
 
@@ -53,7 +77,7 @@ def lone(model, tokens, edits, prompt):
         for edit in mine:
             positions = [p for p in range(len(tokens)) if p in edit.tokens.within(0, len(tokens))]
             rows = by_hand(edit, rows, positions)
-        seen[point.name] = rows
+        seen[point.name] = rows.clone()  # modules may write over theirs afterwards
         new = rows.reshape(tensor.shape)
         return (new, *value[1:]) if isinstance(value, tuple) else new
 
@@ -82,8 +106,6 @@ def lone(model, tokens, edits, prompt):
 
 
 def point(model, name):
-    from deployments.activations.spec import Capture
-
     (found,) = model.points.resolve(Capture(points=[name]))
     return found
 
@@ -109,7 +131,7 @@ def test_each_operation_equals_the_same_edit_by_hand(name, tiny, prompt, capturi
     model = tiny(name)
     requests = []
     for i, site in enumerate(SITES):
-        at = point(model, site)
+        at = point(model, "layers.0.output" if name == "opt" and "mlp" in site else site)  # it has no such module
         for kind, edit in kinds(at, at.shape[-1]).items():
             tokens = [Tokens(), Tokens(0, PROMPT + i), Tokens(PROMPT + i), Tokens(few=(1, PROMPT + i + 1))][i % 4]
             which = edited(model, f"{site} {kind}", prompt(PROMPT + i, i), [replace(edit, tokens=tokens)], capturing)
@@ -163,8 +185,8 @@ def test_neighbours_keep_every_bit_whatever_is_done_beside_them(tiny, prompt, ca
     plain = [capturing(model, f"plain {i}", prompt(5 + i), NEW, points=["lm_head.output"]) for i in range(3)]
     others = [Request(f"other {i}", prompt(7 + i, 1), NEW, ignore_eos=True) for i in range(3)]
     steered = [
-        replace(other, edits=(Edit(at, "add", vector=vector(at.shape[0]) * 10 ** (30 * i)),))
-        for i, other in enumerate(others)
+        replace(other, edits=(Edit(at, "add", vector=vector(at.shape[0]) * strength),))
+        for other, strength in zip(others, (1.0, 30.0, 1e4), strict=True)
     ]
     quiet = Engine(model).generate([*plain, *others])[:3]
     beside = Engine(model).generate([*plain, *steered])[:3]
@@ -195,29 +217,17 @@ def test_patching_a_run_into_itself_changes_nothing_and_the_clean_run_into_anoth
     torch.testing.assert_close(patched(corrupted), want, rtol=1e-5, atol=1e-5)
 
 
-def test_a_request_that_loses_its_slot_is_changed_in_the_same_way_again(build, byte_tokenizer, prompt, capturing):
-    from deployments.engine.memory import KvMemory
-    from deployments.engine.model import Model
-
+def test_a_request_that_loses_its_slot_is_changed_in_the_same_way_again(build, byte_tokenizer, prompt):
     model = Model(build("qwen3", num_hidden_layers=2, max_position_embeddings=1024), byte_tokenizer, "qwen3")
     at = point(model, "layers.0.output")
-    memory = 1024 * KvMemory(model, 1, kv_bytes=1).position_bytes
+    steady = Edit(at, "replace", Tokens(250), vector=5 * vector(at.shape[0]))
     requests = [
-        Request(
-            str(i),
-            prompt(length),
-            new,
-            ignore_eos=True,
-            edits=(Edit(at, "add", Tokens(250), vector=vector(at.shape[0], i)),),
-        )
+        Request(str(i), prompt(length), new, ignore_eos=True, edits=(steady,))
         for i, (length, new) in enumerate([(242, 330), (230, 300)])
     ]
-    tight = Engine(model, kv_bytes=memory)
+    tight = Engine(model, kv_bytes=1024 * KvMemory(model, 1, kv_bytes=1).position_bytes)
     got = tight.generate(requests)
     assert tight.statistics.preempted > 0
     for request, done in zip(requests, got, strict=True):
         (want,) = Engine(model).generate([request])
-        same = next(
-            (i for i, (a, b) in enumerate(zip(done.tokens, want.tokens, strict=True)) if a != b), len(want.tokens)
-        )
-        assert same > 50  # both were changed from token 250 on, and part, if at all, where two tokens all but tie
+        assert done.tokens == want.tokens
