@@ -47,6 +47,7 @@ class ModelReplica:
             options: The operator's.
             store: The activation store's handle; by default that of the operator's directory.
         """
+        from deployments.activations.structure import structure
         from deployments.chat import ChatFormat
         from deployments.guidance import Guidance
         from deployments.prompts import Prompts
@@ -68,6 +69,7 @@ class ModelReplica:
         self._prompts = Prompts(self._model, self._chat, spelling)
         self._guidance = Guidance(self._chat, self._model)
         self._delivery = Delivery(self._engine, spelling)
+        self._structure = structure(self._model.hf, self._model.points, self._model.context)
         self._metrics = Metrics(options.served_name)
         self._requests = RequestMetrics(options.served_name)
         self._created = int(time.time())
@@ -147,6 +149,10 @@ class ModelReplica:
         """The model as `/v1/models` shows it."""
         savepoints = [savepoint.model_dump() for savepoint in self._options.savepoints]
         return {"created": self._created, "max_model_len": self._model.context, "savepoints": savepoints}
+
+    async def structure(self) -> dict[str, Any]:
+        """What the model is made of."""
+        return self._structure
 
     async def settings(self) -> dict[str, Any]:
         """How the model was loaded, as `/models/load` takes it."""

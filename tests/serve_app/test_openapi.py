@@ -107,6 +107,7 @@ def test_every_failure_is_documented_with_openais_body(described):
 
 
 ASK_A_REPLICA = ["/v1/chat/completions", "/v1/completions", "/v1/models/{model_id}", "/tokenize", "/detokenize"]
+ASK_A_REPLICA += ["/v1/model/structure"]
 
 
 @pytest.mark.parametrize("path", ASK_A_REPLICA)
