@@ -148,7 +148,7 @@ DELETED = answers({"id": "first-steps", "object": "session", "deleted": True})
 
 _PLACE = {"name": "layers.0.mlp.output", "module": "model.layers.0.mlp.output", "shape": [192], "dtype": "float32"}
 _LAYERS: dict[str, Any] = {"path": "model.layers", "class": "ModuleList"}
-_LAYERS |= {"children": [{"path": "model.layers.0-5", "class": "Qwen3DecoderLayer", "children": []}]}
+_LAYERS |= {"children": [{"path": "model.layers.0-5", "class": "Qwen3DecoderLayer"}]}
 _MODULES: dict[str, Any] = {"path": "", "class": "Qwen3ForCausalLM"}
 _MODULES |= {"children": [{"path": "model", "class": "Qwen3Model", "children": [_LAYERS]}]}
 STRUCTURE = answers(

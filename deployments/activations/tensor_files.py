@@ -61,7 +61,8 @@ class TensorFiles:
 
     def _find(self, item: os.DirEntry[str]) -> None:
         if item.name.startswith(_UNFINISHED):
-            os.unlink(item.path)  # what a crash cut short was never answered
+            with contextlib.suppress(OSError):
+                os.unlink(item.path)  # what a crash cut short was never answered
         elif (match := _FILE.fullmatch(item.name)) and item.is_file(follow_symlinks=False):
             try:
                 stat = item.stat()
