@@ -4,15 +4,16 @@ from __future__ import annotations
 
 import functools
 import math
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 
 from deployments.activations.interventions import Add, Clamp, Intervention, Positions, ProjectOut, Replace, Scale
 from deployments.activations.points import Point, Points
 from deployments.activations.spec import Features, Last
+from deployments.activations.tensors import pick, split
 from deployments.engine.edits import Edit, Tokens
 from deployments.errors import RequestError
 
@@ -26,12 +27,19 @@ class _Prepared(NamedTuple):
 class Editing:
     """One request's interventions, looked up in one model; for each of its prompts they become edits."""
 
-    def __init__(self, points: Points, interventions: Sequence[Intervention], device: torch.device) -> None:
+    def __init__(
+        self,
+        points: Points,
+        interventions: Sequence[Intervention],
+        tensors: Mapping[str, torch.Tensor],
+        device: torch.device,
+    ) -> None:
         """Look up all points and lay out all vectors.
 
         Args:
             points: The model's.
             interventions: As they were sent.
+            tensors: Those that they name, by what they call them.
             device: The model's.
 
         Raises:
@@ -41,7 +49,9 @@ class Editing:
         self._prepared = []
         for i, spec in enumerate(interventions):
             field = f"interventions[{i}]"
-            edits = [_edit(spec, point, field, device) for point in points.named(spec.point, f"{field}.point")]
+            vector = _vector(spec, tensors, field)
+            named = points.named(spec.point, f"{field}.point")
+            edits = [_edit(spec, vector, point, field, device) for point in named]
             self._prepared.append(_Prepared(spec, field, edits))
 
     def of(self, prompt: int, most: int) -> tuple[Edit, ...]:
@@ -61,18 +71,26 @@ class Editing:
         return tuple(found)
 
 
-def _edit(spec: Intervention, point: Point, field: str, device: torch.device) -> Edit:
+def _vector(spec: Intervention, tensors: Mapping[str, torch.Tensor], field: str) -> torch.Tensor:
+    """What an operation has for a vector, in one row; of none where it has none."""
+    if not isinstance(spec, (Add, ProjectOut, Replace)):
+        return torch.empty(0)
+    sent = tensors[spec.vector] if isinstance(spec.vector, str) else torch.tensor(spec.vector)
+    vector = (spec.scale if isinstance(spec, Add) else 1.0) * sent.flatten().float()
+    if not vector.isfinite().all():
+        raise RequestError("scale makes the vector infinite", f"{field}.scale")
+    if isinstance(spec, ProjectOut) and not vector.any():
+        raise RequestError("a vector of zeros has no direction to project out", f"{field}.vector")
+    return vector
+
+
+def _edit(spec: Intervention, vector: torch.Tensor, point: Point, field: str, device: torch.device) -> Edit:
     if not point.place.dtype.is_floating_point:
         raise RequestError(f"{point.name} holds no activations but {point.place.dtype} numbers", f"{field}.point")
     heads, features = _heads(spec, point, field), _features(spec.features, point, field)
     edit = functools.partial(Edit, point, features=features, heads=heads)
     if isinstance(spec, (Add, ProjectOut, Replace)):
-        scale = spec.scale if isinstance(spec, Add) else 1.0
-        vector = scale * torch.tensor(spec.vector, dtype=torch.float32)
-        if not vector.isfinite().all():
-            raise RequestError("scale makes the vector infinite", f"{field}.scale")
-        vector = _fitted(vector, heads, features, point, field).to(device)
-        return edit(spec.op, vector=vector)
+        return edit(spec.op, vector=_fitted(vector, heads, features, point, field).to(device))
     if isinstance(spec, Clamp):
         low, high = -math.inf if spec.min is None else spec.min, math.inf if spec.max is None else spec.max
         return edit("clamp", low=low, high=high)
@@ -133,3 +151,25 @@ def _tokens(spec: Intervention, prompt: int, most: int, field: str) -> Tokens:
         "generated": Tokens(prompt),
         "last": Tokens(prompt - 1, prompt),
     }[tokens]
+
+
+async def fetched(interventions: Sequence[Intervention], store: Any) -> dict[str, torch.Tensor]:
+    """The tensors that interventions name, from the activation store's actor, by what they call them.
+
+    Raises:
+        RequestError: There is none of that name; names the field.
+        StoreError: The disk refuses.
+    """
+    found: dict[str, torch.Tensor] = {}
+    for i, spec in enumerate(interventions):
+        reference = getattr(spec, "vector", None)
+        if not isinstance(reference, str) or reference in found:
+            continue
+        data = await store.tensor_file.remote(split(reference)[0])
+        if data is None:
+            raise RequestError(f"there is no tensor {reference!r}", f"interventions[{i}].vector", "tensor_not_found")
+        try:
+            found[reference] = pick(reference, data)
+        except RequestError as refused:
+            raise RequestError(refused.message, f"interventions[{i}].vector", refused.code) from refused
+    return found

@@ -64,11 +64,14 @@ class Options(BaseModel):
             application is built, as the variable `VITRINE_API_KEYS` is, and only digests go on from there.
         cors_origins: Origins whose pages may read answers, apart by commas; `*` is any. None may by default.
         max_body_bytes: The largest request body; larger ones get 413.
+        max_tensor_file_bytes: The largest file of tensors that a client may send, at most 128 MiB, which Serve's
+            messages can hold; larger ones get 413.
+        max_tensor_store_bytes: The most bytes of all such files together.
         capture_memory_bytes: Host memory of a replica for recorded rows on their way to the store. They go out in
             pieces; where the disk is slower than the model, requests that record wait for it.
         max_capture_bytes: The most bytes that one request may record, all its choices together.
         max_inline_values: The most numbers that `"return": "inline"` may put into an answer.
-        activations_dir: Where activations are stored.
+        activations_dir: Where activations and clients' tensors are stored.
         models_dir: Where models lie that may be loaded by name while the server runs: `models_dir/some/model` is
             loaded as `some/model`, before the hub is asked. By default only the hub is.
         allow_remote_code: Whether a model may be loaded with `trust_remote_code` while the server runs.
@@ -100,6 +103,8 @@ class Options(BaseModel):
     api_keys_file: str | None = Field(default=None, min_length=1)
     cors_origins: tuple[str, ...] = ()
     max_body_bytes: int = Field(default=16 << 20, ge=1)
+    max_tensor_file_bytes: int = Field(default=64 << 20, ge=1, le=128 << 20)
+    max_tensor_store_bytes: int = Field(default=4 << 30, ge=1)
     max_inline_values: int = Field(default=200_000, ge=1)
     capture_memory_bytes: int = Field(default=192 << 20, ge=1)
     max_capture_bytes: int = Field(default=4 << 30, ge=1)

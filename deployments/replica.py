@@ -8,7 +8,7 @@ import functools
 import logging
 import threading
 import time
-from collections.abc import AsyncGenerator, Callable
+from collections.abc import AsyncGenerator, Callable, Mapping
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import asdict, replace
 from typing import TYPE_CHECKING, Any
@@ -26,6 +26,8 @@ from deployments.metrics import Metrics
 from deployments.options import SETTINGS, Options
 
 if TYPE_CHECKING:  # Serve's controller and proxies import this module too, and need no torch
+    import torch
+
     from deployments.engine.engine import Engine
     from deployments.reader import AnswerReader
 
@@ -48,8 +50,9 @@ class ModelReplica:
             options: The operator's.
             store: The activation store's handle; by default that of the operator's directory.
         """
+        from deployments.activations.structure import structure
         from deployments.chat import ChatFormat
-        from deployments.editing import Editing
+        from deployments.editing import Editing, fetched
         from deployments.guidance import Guidance
         from deployments.prompts import Prompts
         from deployments.runs import Runs
@@ -64,13 +67,16 @@ class ModelReplica:
         self._pool = ThreadPoolExecutor(max_workers=4, thread_name_prefix="replica")
         self._texts_pool = ThreadPoolExecutor(max_workers=2, thread_name_prefix="texts")  # keeps no generation waiting
         self._texts = 0  # in it
-        self._runs = Runs(options, self._model, store or connect(options.activations_dir), self._pool)
+        self._store = store or connect(options.activations_dir)
+        self._runs = Runs(options, self._model, self._store, self._pool)
         self._chat = ChatFormat(self._model.tokenizer, self._model.hf)
         spelling = Spelling(self._model.tokenizer)
         self._prompts = Prompts(self._model, self._chat, spelling)
         self._guidance = Guidance(self._chat, self._model)
+        self._fetched = fetched
         self._editing = functools.partial(Editing, self._model.points, device=self._model.device)
         self._delivery = Delivery(self._engine, spelling)
+        self._structure = structure(self._model.hf, self._model.points, self._model.context)
         self._metrics = Metrics(options.served_name)
         self._requests = RequestMetrics(options.served_name)
         self._created = int(time.time())
@@ -151,6 +157,10 @@ class ModelReplica:
         savepoints = [savepoint.model_dump() for savepoint in self._options.savepoints]
         return {"created": self._created, "max_model_len": self._model.context, "savepoints": savepoints}
 
+    async def structure(self) -> dict[str, Any]:
+        """What the model is made of."""
+        return self._structure
+
     async def settings(self) -> dict[str, Any]:
         """How the model was loaded, as `/models/load` takes it."""
         return self._options.model_dump(mode="json", include=SETTINGS)
@@ -224,7 +234,8 @@ class ModelReplica:
             raise RequestError(f"all {room} places of this replica are taken", None, "server_busy", 429)
         self._preparing += wanted
         try:
-            choices = await self._loop.run_in_executor(self._pool, self._choices, job, streamed)
+            tensors = await self._fetched(job.interventions, self._store)
+            choices = await self._loop.run_in_executor(self._pool, self._choices, job, tensors, streamed)
         finally:
             self._preparing -= wanted
         ticket = self._delivery.open(job, choices)
@@ -233,11 +244,11 @@ class ModelReplica:
             raise RequestError(ENGINE_ENDED, None, "unavailable", 503)
         return ticket
 
-    def _choices(self, job: Job, streamed: bool) -> dict[str, Choice]:
+    def _choices(self, job: Job, tensors: Mapping[str, torch.Tensor], streamed: bool) -> dict[str, Choice]:
         """Everything that is to be done before the engine: off the event loop, since it takes time."""
         prompts = self._prompts.of(job)
         points = self._model.points.resolve(job.capture) if job.capture else ()
-        editing = self._editing(job.interventions)
+        editing = self._editing(job.interventions, tensors)
         grammars = [self._guidance.grammar(job, prompt.text or "") for prompt in prompts]
         choices: dict[str, Choice] = {}
         for index in range(len(prompts) * job.n):

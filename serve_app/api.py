@@ -22,10 +22,12 @@ from serve_app.backend import Backend
 from serve_app.described import Described, errors
 from serve_app.errors import HEADERS, install
 from serve_app.keys import BEARER, AdminOnly, Guard, Keys
-from serve_app.middleware import Gate
+from serve_app.middleware import TENSORS, Gate
 from serve_app.schemas import ChatRequest, CompletionRequest, Generation
 from serve_app.token_schemas import DetokenizeRequest, TokenizeRequest
 from serve_app.wire_models import LoadRequest, UnloadRequest
+
+BYTES = "application/octet-stream"
 
 
 # Coroutines, though they wait for nothing: FastAPI runs plain functions on a thread of their own.
@@ -41,6 +43,12 @@ async def _session_id(session_id: Annotated[str, Path()]) -> str:
         raise RequestError(str(error), "session_id") from error
 
 
+async def _is_a_file(request: Request) -> None:
+    kind = request.headers.get("content-type", "").partition(";")[0].strip().lower()
+    if kind != BYTES:  # which no page of another origin may send unasked
+        raise RequestError(f"send the file as {BYTES}, not as {kind or 'nothing'}", "Content-Type")
+
+
 Actors = Annotated[Backend, Depends(_backend)]
 SessionId = Annotated[str, Depends(_session_id)]
 
@@ -48,6 +56,8 @@ openai = APIRouter(tags=["OpenAI"], responses=errors(503))
 tokens = APIRouter(tags=["Tokens"], responses=errors(404, 429, 503, 504))
 models = APIRouter(prefix="/models", tags=["Models"], dependencies=[AdminOnly], responses=errors(403, 404, 503, 504))
 activations = APIRouter(prefix="/v1/activations", tags=["Activations"], responses=errors(503))
+explored = APIRouter(prefix="/v1/model", tags=["Models"], responses=errors(404, 503, 504))
+tensors = APIRouter(prefix=TENSORS, tags=["Tensors"], responses=errors(503))
 server = APIRouter(tags=["Server"], responses=errors(503))
 open_to_all = APIRouter(tags=["Server"])
 GENERATION = errors(404, 429, 504)
@@ -120,6 +130,13 @@ async def retrieve_model(model_id: str, backend: Actors) -> dict[str, Any]:
     return await model.describe()
 
 
+@explored.get("/structure", responses=described.STRUCTURE)
+async def model_structure(backend: Actors, model: str | None = None) -> dict[str, Any]:
+    """What a model is made of: its sizes, every capture point and its modules."""
+    found = await backend.models.find(model)
+    return await found.structure()
+
+
 @models.post("/load", responses=described.LOADED | errors(409))
 async def load_model(body: LoadRequest, backend: Actors) -> dict[str, Any]:
     """Load a model beside the others; answers when it serves, at once where it does already."""
@@ -137,8 +154,7 @@ async def sessions(
     backend: Actors, limit: Annotated[int, Query(ge=1, le=1000)] = 100, after: str | None = None
 ) -> dict[str, Any]:
     """Sessions of stored activations in the order of their ids, `limit` of them, behind the id `after`."""
-    found = await backend.sessions(limit + 1, after)
-    return {"object": "list", "data": found[:limit], "has_more": len(found) > limit}
+    return _page(await backend.sessions(limit + 1, after), limit)
 
 
 @activations.get("/session/{session_id}", responses=described.SESSION | errors(404))
@@ -154,6 +170,33 @@ async def delete_session(session_id: SessionId, backend: Actors) -> dict[str, An
     return {"id": session_id, "object": "session", "deleted": True}
 
 
+@tensors.post("", dependencies=[Depends(_is_a_file)], responses=described.TENSORS)
+async def upload_tensors(data: Annotated[bytes, Body(media_type=BYTES)], backend: Actors) -> dict[str, Any]:
+    """Keep one safetensors file, of steering vectors or probe directions; the same bytes again have the same id."""
+    return await backend.put_tensors(data)
+
+
+@tensors.get("", responses=described.TENSOR_FILES)
+async def tensor_files(
+    backend: Actors, limit: Annotated[int, Query(ge=1, le=1000)] = 100, after: str | None = None
+) -> dict[str, Any]:
+    """Tensor files in the order of their ids, `limit` of them, behind the id `after`."""
+    return _page(await backend.tensor_files(limit + 1, after), limit)
+
+
+@tensors.get("/{tensor_id}", response_class=Response, responses=described.TENSOR_FILE | errors(404))
+async def tensor_file(tensor_id: str, backend: Actors) -> Response:
+    """A tensor file, as it was sent."""
+    return Response(await backend.tensor_file(tensor_id), media_type=BYTES)
+
+
+@tensors.delete("/{tensor_id}", dependencies=[AdminOnly], responses=described.TENSORS_DELETED | errors(403, 404))
+async def delete_tensors(tensor_id: str, backend: Actors) -> dict[str, Any]:
+    """Delete a tensor file; it is gone when this answers."""
+    await backend.delete_tensors(tensor_id)
+    return {"id": tensor_id, "object": "tensors", "deleted": True}
+
+
 @open_to_all.get("/health", responses=described.HEALTH)
 async def health(backend: Actors) -> Response:
     """200 while every loaded model has a replica that can serve, else 503."""
@@ -165,6 +208,11 @@ async def health(backend: Actors) -> Response:
 async def metrics(backend: Actors) -> Response:
     """What Ray exports of this project and of Serve, of all nodes, as Prometheus text."""
     return PlainTextResponse(await backend.metrics())
+
+
+def _page(found: list[dict[str, Any]], limit: int) -> dict[str, Any]:
+    """A list of at most so many, of which one more was looked for."""
+    return {"object": "list", "data": found[:limit], "has_more": len(found) > limit}
 
 
 def _job(body: Generation, request: Request, **own: Any) -> Job:
@@ -225,7 +273,7 @@ def build_api(backend: Backend, options: Options, keys: Keys) -> FastAPI:
     )
     api.state.backend = backend
     api.add_middleware(Guard, keys=keys)
-    api.add_middleware(Gate, max_body_bytes=options.max_body_bytes)
+    api.add_middleware(Gate, max_body_bytes=options.max_body_bytes, max_tensor_file_bytes=options.max_tensor_file_bytes)
     if options.cors_origins:  # outside of the others, so that a page can read their refusals, too
         api.add_middleware(
             CORSMiddleware,
@@ -236,7 +284,7 @@ def build_api(backend: Backend, options: Options, keys: Keys) -> FastAPI:
         )
     install(api)
     api.include_router(open_to_all)
-    for router in (openai, tokens, models, activations, server):
+    for router in (openai, tokens, explored, models, activations, tensors, server):
         if keys:
             api.include_router(router, dependencies=[Security(BEARER)], responses=errors(401))
         else:

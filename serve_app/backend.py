@@ -37,6 +37,7 @@ class Backend:
         self.models = Models(options, app)
         self.loader = Loader(options, self.models)
         self._store = store
+        self._max_tensor_store_bytes = options.max_tensor_store_bytes
 
     async def sessions(self, limit: int, after: str | None) -> list[dict[str, Any]]:
         """Sessions of stored activations, in the order of their ids.
@@ -65,6 +66,44 @@ class Backend:
         """
         if not await _stored(self._store.delete.remote(session_id)):
             raise _no_session(session_id)
+
+    async def put_tensors(self, data: bytes) -> dict[str, Any]:
+        """Keep a safetensors file; it is on disk when this returns.
+
+        Raises:
+            RequestError: The file is not one that may be kept, or there is no room for it.
+            ApiError: 503.
+        """
+        kept: dict[str, Any] = await _stored(self._store.put_tensors.remote(data, self._max_tensor_store_bytes))
+        return kept
+
+    async def tensor_files(self, limit: int, after: str | None) -> list[dict[str, Any]]:
+        """Tensor files in the order of their ids.
+
+        Raises:
+            ApiError: 503.
+        """
+        return await _stored(self._store.tensor_files.remote(limit, after))  # type: ignore[no-any-return]
+
+    async def tensor_file(self, tensor_id: str) -> bytes:
+        """A tensor file as it was sent.
+
+        Raises:
+            ApiError: 404; 503.
+        """
+        found: bytes | None = await _stored(self._store.tensor_file.remote(tensor_id))
+        if found is None:
+            raise _no_tensors(tensor_id)
+        return found
+
+    async def delete_tensors(self, tensor_id: str) -> None:
+        """Delete a tensor file; it is gone when this returns.
+
+        Raises:
+            ApiError: 404; 503.
+        """
+        if not await _stored(self._store.delete_tensors.remote(tensor_id)):
+            raise _no_tensors(tensor_id)
 
     async def metrics(self) -> str:
         """Prometheus text of all nodes, reduced to this project's and Serve's own.
@@ -101,3 +140,7 @@ async def _stored(asked: Awaitable[Any]) -> Any:
 
 def _no_session(session_id: str) -> ApiError:
     return ApiError(404, f"there is no session {session_id!r}", "session_id", "session_not_found")
+
+
+def _no_tensors(tensor_id: str) -> ApiError:
+    return ApiError(404, f"there is no tensor file {tensor_id!r}", "tensor_id", "tensor_not_found")

@@ -146,6 +146,28 @@ SESSION = answers(_SESSION | {"runs": [], "files": []})
 SESSIONS = answers({"object": "list", "data": [_SESSION], "has_more": False})
 DELETED = answers({"id": "first-steps", "object": "session", "deleted": True})
 
+_PLACE = {"name": "layers.0.mlp.output", "module": "model.layers.0.mlp.output", "shape": [192], "dtype": "float32"}
+_LAYERS: dict[str, Any] = {"path": "model.layers", "class": "ModuleList"}
+_LAYERS |= {"children": [{"path": "model.layers.0-5", "class": "Qwen3DecoderLayer"}]}
+_MODULES: dict[str, Any] = {"path": "", "class": "Qwen3ForCausalLM"}
+_MODULES |= {"children": [{"path": "model", "class": "Qwen3Model", "children": [_LAYERS]}]}
+STRUCTURE = answers(
+    {"id": "vitrine-demo", "object": "model.structure", "architecture": "Qwen3ForCausalLM", "layers": 6}
+    | {"hidden_size": 192, "max_model_len": 4096, "dtype": "float32", "points": [_PLACE], "modules": _MODULES}
+)
+
+_TENSORS: dict[str, Any] = {"id": "tensor-5f2b0a71c3d94e6688f1a2b3c4d5e6f7", "bytes": 848, "created": 1763700000.0}
+_TENSORS |= {"tensors": {"formal": {"shape": [192], "dtype": "float32"}}}
+TENSORS = answers(_TENSORS)
+TENSOR_FILES = answers({"object": "list", "data": [_TENSORS], "has_more": False})
+TENSOR_FILE: Responses = {
+    200: {
+        "description": "The file, as it was sent.",
+        "content": {"application/octet-stream": {"example": "a safetensors file"}},
+    }
+}
+TENSORS_DELETED = answers({"id": _TENSORS["id"], "object": "tensors", "deleted": True})
+
 _DOWN = {"status": "unavailable", "loaded_models": [], "replicas": {"vitrine-demo": {"STARTING": 1}}}
 HEALTH: Responses = {
     **answers({"status": "ok", "loaded_models": ["vitrine-demo"], "replicas": {"vitrine-demo": {"RUNNING": 1}}}),

@@ -1,4 +1,4 @@
-"""What every request passes on its way in: its id, and a limit on its body."""
+"""What every request passes on its way in: its id, and the limit on its body."""
 
 from __future__ import annotations
 
@@ -9,15 +9,17 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from serve_app.errors import ApiError
 
+TENSORS = "/v1/tensors"  # whose bodies are files, with a limit of their own
 REQUEST_ID = re.compile(rb"[A-Za-z0-9._:/+=@-]{1,128}")
 
 
 class Gate:
     """Plain ASGI, so that streams and disconnects pass through untouched."""
 
-    def __init__(self, app: ASGIApp, max_body_bytes: int) -> None:
+    def __init__(self, app: ASGIApp, max_body_bytes: int, max_tensor_file_bytes: int) -> None:
         self._app = app
-        self._max = max_body_bytes
+        self._max_body = max_body_bytes
+        self._max_tensor_file = max_tensor_file_bytes
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         """Note the request's id, and pass it on while its body is within the limit."""
@@ -35,11 +37,9 @@ class Gate:
         return await self._pass_on(scope, receive, send, int(declared) if declared.isdigit() else 0)
 
     async def _pass_on(self, scope: Scope, receive: Receive, send: Send, declared: int) -> None:
-        error = ApiError(
-            413, f"the body is larger than this server's limit of {self._max} bytes", None, "body_too_large"
-        )
+        most, error = self._limit(scope)
         refuse = error.response
-        if declared > self._max:
+        if declared > most:
             return await refuse(scope, receive, send)
         seen = 0
 
@@ -47,13 +47,22 @@ class Gate:
             nonlocal seen
             message = await receive()
             seen += len(message.get("body", b""))
-            if seen > self._max:
+            if seen > most:
                 raise error
             return message
 
         async def send_unless_refused(message: Message) -> None:
-            if seen <= self._max:  # else it is the framework's own answer to the error above
+            if seen <= most:  # else it is the framework's own answer to the error above
                 await send(message)
 
         await self._app(scope, receive_limited, send_unless_refused)
-        return await refuse(scope, receive, send) if seen > self._max else None
+        return await refuse(scope, receive, send) if seen > most else None
+
+    def _limit(self, scope: Scope) -> tuple[int, ApiError]:
+        """The most bytes of a request's body, and what is said of more."""
+        path = scope["path"].removeprefix(scope.get("root_path", ""))
+        if path == TENSORS and scope["method"] == "POST":
+            most, what, code = self._max_tensor_file, "a tensor file", "tensor_too_large"
+        else:
+            most, what, code = self._max_body, "the body", "body_too_large"
+        return most, ApiError(413, f"{what} is larger than this server's limit of {most} bytes", None, code)

@@ -151,6 +151,12 @@ class ServedModel:
             described: dict[str, Any] = await self._handle.describe.remote()
         return {"id": self.id, "object": "model", "owned_by": "vitrine"} | described
 
+    async def structure(self) -> dict[str, Any]:
+        """Its architecture, sizes, capture points and modules."""
+        async with self._patience(DESCRIBE_S):
+            structure: dict[str, Any] = await self._handle.structure.remote()
+        return {"id": self.id, "object": "model.structure"} | structure
+
     async def settings(self) -> dict[str, Any]:
         """How it was loaded, as `/models/load` takes it."""
         async with self._patience(DESCRIBE_S):

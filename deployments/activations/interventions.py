@@ -9,7 +9,8 @@ from pydantic import BaseModel, ConfigDict, Discriminator, Field, Tag, model_val
 from deployments.activations.spec import Features, Last
 
 Number = Annotated[float, Field(allow_inf_nan=False, ge=-3.4e38, le=3.4e38)]
-Vector = Annotated[list[Number], Field(min_length=1, max_length=1 << 20)]
+# Numbers, or a tensor that was sent before: `id`, or `id/name` of a file with several.
+Vector = Annotated[list[Number], Field(min_length=1, max_length=1 << 20)] | Annotated[str, Field(max_length=512)]
 
 
 class _Spec(BaseModel):
@@ -57,12 +58,6 @@ class ProjectOut(_Intervention):
 
     op: Literal["project_out"]
     vector: Vector
-
-    @model_validator(mode="after")
-    def _has_a_direction(self) -> ProjectOut:
-        if not any(self.vector):
-            raise ValueError("a vector of zeros has no direction to project out")
-        return self
 
 
 class Clamp(_Intervention):

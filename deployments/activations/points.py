@@ -130,6 +130,12 @@ class Points:
         for path, place in sorted(self._places.items(), key=lambda item: item[1].order):
             yield Point(names.get(place, path), place, place.shape)
 
+    def heads(self) -> Iterator[Point]:
+        """`layers.{i}.attention.heads` of the layers that have it: another view of a place that `iter` gives, too."""
+        for layer in range(self.layer_count):
+            if point := self._lookup(f"layers.{layer}.attention.heads"):
+                yield point
+
     def name(self, savepoints: Iterable[Savepoint]) -> None:
         """Take savepoints: points with names of their own, which are the default ones from now on.
 

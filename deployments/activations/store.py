@@ -1,8 +1,9 @@
-"""The activation store as an actor: batches come by reference and end on disk."""
+"""The activation store as an actor: batches come by reference and end on disk, clients' tensor files beside them."""
 
 from __future__ import annotations
 
 import asyncio
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -29,6 +30,7 @@ class ActivationStore:
             raise ValueError(f"The activation store's root {root!r} must be an absolute path")
         # Serve's controller and the ingress import this module too, and need no Arrow.
         from deployments.activations.catalogue import Catalogue
+        from deployments.activations.tensor_files import TensorFiles
         from deployments.activations.writer import Writer
 
         Path(root).mkdir(parents=True, exist_ok=True)
@@ -37,6 +39,8 @@ class ActivationStore:
         self._writer = Writer(
             resolved, self._catalogue, shard_bytes=shard_bytes, open_shards=open_shards, lease_s=lease_s
         )
+        self._tensors = TensorFiles(resolved)
+        self._tensors_pool = ThreadPoolExecutor(1, thread_name_prefix="tensor-files")  # one changes them at a time
 
     async def append(self, session_id: str, run_id: str, part: int, batches: list[ray.ObjectRef[Any]]) -> None:
         """Take more of a run that is not finished; `write` takes its end. Not durable yet when it answers.
@@ -96,6 +100,42 @@ class ActivationStore:
             StoreError: If `session_id` can name none, or the disk refuses.
         """
         return await asyncio.wrap_future(self._writer.delete(session_id))
+
+    async def tensor_files(self, limit: int = 100, after: str | None = None) -> list[dict[str, Any]]:
+        """Up to `limit` tensor files in the order of their ids, beginning behind the id `after`."""
+        return self._tensors.list(limit, after)
+
+    async def put_tensors(self, data: bytes, most: int) -> dict[str, Any]:
+        """Keep a client's safetensors file; durable when it answers.
+
+        Args:
+            data: The file.
+            most: The most bytes of all files together.
+
+        Returns:
+            What `tensor_files` says of it.
+
+        Raises:
+            RequestError: The file is not one that may be kept, or there is no room for it.
+            StoreError: The disk refuses.
+        """
+        return await asyncio.get_running_loop().run_in_executor(self._tensors_pool, self._tensors.put, data, most)
+
+    async def tensor_file(self, tensor_id: str) -> bytes | None:
+        """A tensor file as it was sent; None if there is none. `tensors.pick` finds a tensor in it.
+
+        Raises:
+            StoreError: The disk refuses.
+        """
+        return await asyncio.to_thread(self._tensors.read, tensor_id)
+
+    async def delete_tensors(self, tensor_id: str) -> bool:
+        """Delete a tensor file: true when it is gone, false if there was none.
+
+        Raises:
+            StoreError: The disk refuses.
+        """
+        return await asyncio.get_running_loop().run_in_executor(self._tensors_pool, self._tensors.delete, tensor_id)
 
     async def check_health(self) -> None:
         """Raise RuntimeError if nothing can be written any more until the actor is replaced."""

@@ -69,8 +69,8 @@ def test_a_request_whose_answer_cannot_be_read_fails_alone(replica):
         return {id: dataclasses.replace(choice, reader=made) for id, choice in choices.items()}
 
     choose = replica._choices
-    replica._choices = lambda asked, streamed: (
-        with_reader(choose(asked, streamed), Unreadable()) if asked.id == "unreadable" else choose(asked, streamed)
+    replica._choices = lambda asked, *more: (
+        with_reader(choose(asked, *more), Unreadable()) if asked.id == "unreadable" else choose(asked, *more)
     )
 
     async def both():

@@ -109,13 +109,14 @@ def test_a_store_that_does_not_answer_means_503(served, tmp_path, monkeypatch):
 
     async def ask() -> list[tuple[int, str | None]]:
         asked = Backend(options, "none", store)
-        questions = (asked.sessions(1, None), asked.session("any"), asked.delete_session("any"))
-        answers = await asyncio.gather(*questions, return_exceptions=True)
+        sessions = (asked.sessions(1, None), asked.session("any"), asked.delete_session("any"))
+        tensors = (asked.tensor_files(1, None), asked.tensor_file("any"), asked.delete_tensors("any"))
+        answers = await asyncio.gather(*sessions, *tensors, return_exceptions=True)
         return [(answer.status, answer.code) for answer in answers if isinstance(answer, ApiError)]
 
     with stopped(store):
-        assert asyncio.run(ask()) == [(503, "unavailable")] * 3
-    assert asyncio.run(ask()) == [(404, "session_not_found")] * 2
+        assert asyncio.run(ask()) == [(503, "unavailable")] * 6
+    assert asyncio.run(ask()) == [(404, "session_not_found")] * 2 + [(404, "tensor_not_found")] * 2
     ray.kill(store)
 
 

@@ -6,6 +6,8 @@ from concurrent.futures import ThreadPoolExecutor
 
 import httpx
 import pytest
+import torch
+from safetensors.torch import save
 
 from deployments.activations import load
 
@@ -67,6 +69,19 @@ def test_a_run_holds_values_after_the_change_and_the_change_itself(served):
     assert moved.tolist() == pytest.approx([5 * number for number in STEER["vector"]], abs=1e-3)
 
 
+def test_a_vector_may_be_a_tensor_that_was_sent_before(served):
+    sent = save({"direction": torch.tensor(STEER["vector"]), "other": torch.zeros(3)})
+    answer = httpx.post(
+        f"{served.base_url}/tensors", content=sent, headers={"content-type": "application/octet-stream"}, timeout=60
+    )
+    reference = answer.json()["id"]
+    by_id = [STEER | {"vector": f"{reference}/direction"}]
+    assert text(served, interventions=by_id) == text(served, interventions=[STEER])
+    for unfit in (reference, f"{reference}/nothing", f"{reference}/other"):
+        refused = post(served, interventions=[STEER | {"vector": unfit}])
+        assert (refused.status_code, refused.json()["error"]["param"]) == (400, "interventions[0].vector"), unfit
+
+
 BAD = [
     ({"op": "twist", "point": POINT}, "interventions[0]"),
     ({"op": "zero", "point": "layers.99.output"}, "interventions[0].point"),
@@ -77,7 +92,9 @@ BAD = [
     ({"op": "add", "point": POINT, "vector": ["1"] * WIDTH}, "interventions[0].vector[0]"),
     ({"op": "add", "point": POINT, "vector": [1e39] * WIDTH}, "interventions[0].vector[0]"),
     ({"op": "add", "point": POINT, "vector": [1e38] * WIDTH, "scale": 1e38}, "interventions[0].scale"),
-    ({"op": "project_out", "point": POINT, "vector": [0.0] * WIDTH}, "interventions[0]"),
+    ({"op": "project_out", "point": POINT, "vector": [0.0] * WIDTH}, "interventions[0].vector"),
+    ({"op": "add", "point": POINT, "vector": "tensor-of-nobody"}, "interventions[0].vector"),
+    ({"op": "add", "point": POINT, "vector": "../../etc/passwd"}, "interventions[0].vector"),
     ({"op": "clamp", "point": POINT}, "interventions[0]"),
     ({"op": "clamp", "point": POINT, "min": 2, "max": 1}, "interventions[0]"),
     ({"op": "zero", "point": POINT, "tokens": {"positions": [5000]}}, "interventions[0].tokens"),

@@ -19,6 +19,7 @@ CHAT = {"model": "vitrine-demo", "messages": [{"role": "user", "content": "2+2?"
 # Routes that change the server for all, and what an admin gets for what is not there.
 ADMINS = [
     ("DELETE", "/v1/activations/session/none-such", None, "session_not_found"),
+    ("DELETE", "/v1/tensors/none-such", None, "tensor_not_found"),
     ("POST", "/models/load", {"model_id": "tests/none", "trust_remote_code": True}, "remote_code_not_allowed"),
     ("POST", "/models/unload", {"model_id": "tests/none"}, "model_not_found"),
 ]
@@ -75,7 +76,7 @@ def test_openais_client_comes_in_by_its_api_key(keyed, key):
         client.models.list()
 
 
-@pytest.mark.parametrize(("method", "path", "body", "code"), ADMINS, ids=["delete", "load", "unload"])
+@pytest.mark.parametrize(("method", "path", "body", "code"), ADMINS, ids=["delete", "delete tensors", "load", "unload"])
 def test_only_an_admin_deletes_loads_and_unloads(keyed, method, path, body, code):
     def refused(key: str) -> tuple[int, str]:
         answer = httpx.request(method, keyed + path, json=body, headers=bearer(key), timeout=60)

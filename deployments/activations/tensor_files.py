@@ -1,0 +1,176 @@
+"""Tensor files on disk, beside the sessions: `<root>/.tensors/<id>.safetensors`, each as it was sent.
+
+A file's id is made of its bytes, so that the same file sent twice is kept once. What a client calls a file is only ever
+looked up among those that are known: no path is made of it.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import hashlib
+import logging
+import os
+import re
+from itertools import islice
+from pathlib import Path
+from threading import Lock
+from typing import Any, NamedTuple
+
+from safetensors import SafetensorError
+
+from deployments.activations.failures import explain
+from deployments.activations.shard import directory
+from deployments.activations.tensors import TensorType, check, read_types
+from deployments.errors import RequestError
+
+FOLDER = ".tensors"  # no session id begins with '.'
+MAX_FILES = 1 << 16
+_FILE = re.compile(r"(tensor-[0-9a-f]{32})\.safetensors")
+_UNFINISHED = ".new-"
+
+logger = logging.getLogger(__name__)
+
+
+class TensorFile(NamedTuple):
+    """One file; `created` is in Unix seconds."""
+
+    tensors: dict[str, TensorType]
+    bytes: int
+    created: float
+
+
+class TensorFiles:
+    """Every tensor file below one root.
+
+    Reads may come from several threads; `put` and `delete` from one at a time.
+    """
+
+    def __init__(self, root: Path) -> None:
+        """Read what the files say; links are not followed, other names are passed over.
+
+        Args:
+            root: The store's directory, absolute and no link.
+        """
+        self._root = root
+        self._lock = Lock()
+        self._files: dict[str, TensorFile] = {}
+        folder = root / FOLDER
+        if folder.is_dir() and not folder.is_symlink():
+            for item in list(os.scandir(folder)):
+                self._find(item)
+
+    def _find(self, item: os.DirEntry[str]) -> None:
+        if item.name.startswith(_UNFINISHED):
+            with contextlib.suppress(OSError):
+                os.unlink(item.path)  # what a crash cut short was never answered
+        elif (match := _FILE.fullmatch(item.name)) and item.is_file(follow_symlinks=False):
+            try:
+                stat = item.stat()
+                self._files[match[1]] = TensorFile(read_types(item.path), stat.st_size, stat.st_mtime)
+            except (OSError, SafetensorError, RequestError):  # one bad file must not keep the others from being served
+                logger.exception("tensor file %s cannot be read and is not listed", item.path)
+
+    def list(self, limit: int, after: str | None) -> list[dict[str, Any]]:
+        """Up to `limit` files in the order of their ids, beginning behind the id `after`."""
+        with self._lock:
+            ids = sorted(name for name in self._files if after is None or name > after)
+            return [_summary(name, self._files[name]) for name in islice(ids, limit)]
+
+    def put(self, data: bytes, most: int) -> dict[str, Any]:
+        """Keep a file; durable when it returns. One that is there already is left as it is.
+
+        Args:
+            data: The file.
+            most: The most bytes of all files together.
+
+        Raises:
+            RequestError: The file is not one that may be kept, or there is no room for it.
+            StoreError: The disk refuses.
+        """
+        tensors = check(data)
+        tensor_id = f"tensor-{hashlib.sha256(data).hexdigest()[:32]}"
+        with self._lock:
+            found = self._files.get(tensor_id)
+            others = [file.bytes for name, file in self._files.items() if name != tensor_id]
+        if found and self._path(tensor_id).is_file():
+            return _summary(tensor_id, found)
+        if sum(others) + len(data) > most or len(others) >= MAX_FILES:
+            message = (
+                f"{len(others)} tensor files take {sum(others)} bytes, and there is room for {MAX_FILES} of {most} "
+                f"bytes together: delete some before you send one of {len(data)} bytes"
+            )
+            raise RequestError(message, None, "tensor_store_full")
+        try:
+            file = TensorFile(tensors, len(data), self._write(tensor_id, data))
+        except OSError as error:
+            raise explain(self._root, error) from error
+        with self._lock:
+            self._files[tensor_id] = file
+        return _summary(tensor_id, file)
+
+    def read(self, tensor_id: str) -> bytes | None:
+        """A file as it was sent; None if there is none.
+
+        Raises:
+            StoreError: The disk refuses.
+        """
+        with self._lock:
+            if tensor_id not in self._files:
+                return None
+        try:
+            return self._path(tensor_id).read_bytes()
+        except FileNotFoundError:
+            return None
+        except OSError as error:
+            raise explain(self._root, error) from error
+
+    def delete(self, tensor_id: str) -> bool:
+        """Delete a file: true when it is gone, false if there was none.
+
+        Raises:
+            StoreError: The disk refuses.
+        """
+        with self._lock:
+            if tensor_id not in self._files:
+                return False
+        try:
+            with directory(self._root) as top, directory(FOLDER, top) as folder:
+                with contextlib.suppress(FileNotFoundError):
+                    os.unlink(self._path(tensor_id).name, dir_fd=folder)
+                os.fsync(folder)
+        except OSError as error:
+            raise explain(self._root, error) from error
+        with self._lock:
+            del self._files[tensor_id]
+        return True
+
+    def _path(self, tensor_id: str) -> Path:
+        return self._root / FOLDER / f"{tensor_id}.safetensors"
+
+    def _write(self, tensor_id: str, data: bytes) -> float:
+        """Write a file under another name, then give it its own; its time of modification."""
+        name, unfinished = self._path(tensor_id).name, f"{_UNFINISHED}{tensor_id}"
+        with directory(self._root) as top:
+            with contextlib.suppress(FileExistsError):
+                os.mkdir(FOLDER, dir_fd=top)
+            os.fsync(top)
+            with directory(FOLDER, top) as folder:
+                flags = os.O_WRONLY | os.O_CREAT | os.O_TRUNC | os.O_NOFOLLOW
+                try:
+                    with open(os.open(unfinished, flags, 0o666, dir_fd=folder), "wb") as file:
+                        file.write(data)
+                        file.flush()
+                        os.fsync(file.fileno())
+                        created = os.fstat(file.fileno()).st_mtime
+                    os.rename(unfinished, name, src_dir_fd=folder, dst_dir_fd=folder)
+                    os.fsync(folder)
+                except OSError:
+                    with contextlib.suppress(OSError):
+                        os.unlink(unfinished, dir_fd=folder)
+                    raise
+        return created
+
+
+def _summary(tensor_id: str, file: TensorFile) -> dict[str, Any]:
+    tensors = {name: {"shape": list(kind.shape), "dtype": kind.dtype} for name, kind in file.tensors.items()}
+    return {"id": tensor_id, "bytes": file.bytes, "created": file.created, "tensors": tensors}

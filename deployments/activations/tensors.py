@@ -1,0 +1,107 @@
+"""Tensors that clients bring, as safetensors files: what such a file may hold, and one tensor of it by its name."""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import torch
+from safetensors import SafetensorError, deserialize, safe_open
+from safetensors.torch import load
+
+from deployments.errors import RequestError
+
+DTYPES = {"F16": torch.float16, "BF16": torch.bfloat16, "F32": torch.float32, "F64": torch.float64}
+MAX_TENSORS = 64
+MAX_DIMENSIONS = 3
+MAX_NAME = 256
+MAX_HEADER_BYTES = 1 << 20
+
+
+class TensorType(NamedTuple):
+    """A tensor's shape, and its torch dtype's name."""
+
+    shape: tuple[int, ...]
+    dtype: str
+
+
+def check(data: bytes) -> dict[str, TensorType]:
+    """The tensors of a file that may be kept.
+
+    Args:
+        data: A client's bytes.
+
+    Raises:
+        RequestError: It is no safetensors file, or holds what is of no use here; names the tensor.
+    """
+    if int.from_bytes(data[:8], "little") > MAX_HEADER_BYTES:
+        raise _refused(f"no safetensors file: its header would be longer than {MAX_HEADER_BYTES} bytes")
+    try:
+        found = deserialize(data)  # type: ignore[no-untyped-call]
+    except SafetensorError as error:
+        raise _refused(f"no whole safetensors file: {error}") from error
+    if not 1 <= len(found) <= MAX_TENSORS:
+        raise _refused(f"a file holds 1 to {MAX_TENSORS} tensors, and this one {len(found)}")
+    types = {name: _type(name, tensor["shape"], tensor["dtype"]) for name, tensor in found}
+    for name, tensor in found:
+        if not torch.frombuffer(tensor["data"], dtype=DTYPES[tensor["dtype"]]).isfinite().all():
+            raise _refused(f"{name!r} holds a value that is not finite")
+    return types
+
+
+def read_types(path: str) -> dict[str, TensorType]:
+    """What the header of a file on disk says, checked against the file's length.
+
+    Raises:
+        SafetensorError: It is no whole safetensors file.
+        OSError: It cannot be read.
+        RequestError: It holds what `check` would have refused.
+    """
+    with safe_open(path, "pt") as file:
+        slices = {name: file.get_slice(name) for name in file.keys()}  # noqa: SIM118 - no mapping
+        return {name: _type(name, found.get_shape(), found.get_dtype()) for name, found in slices.items()}
+
+
+def split(reference: str) -> tuple[str, str | None]:
+    """A file's id, and the name of a tensor of it, of `id/name`; no name where there is no `/`."""
+    tensor_id, slash, name = reference.partition("/")
+    return tensor_id, name if slash else None
+
+
+def pick(reference: str, data: bytes) -> torch.Tensor:
+    """The tensor that a request means, on the CPU.
+
+    Args:
+        reference: `id`, where the file holds one tensor, or `id/name`.
+        data: The file of that id, as the store keeps it.
+
+    Raises:
+        RequestError: The file has no such tensor, or several where none is named; says which there are.
+    """
+    tensors = load(data)
+    _, name = split(reference)
+    if name is None and len(tensors) == 1:
+        (name,) = tensors
+    if name is None or name not in tensors:
+        there_are = ", ".join(repr(known) for known in sorted(tensors))
+        wrong = "several tensors: name one as id/name" if name is None else f"no tensor {name!r}"
+        raise RequestError(
+            f"{reference!r}: the file has {wrong}; there are: {there_are}", None, "tensor_not_found", 404
+        )
+    return tensors[name]
+
+
+def _type(name: str, shape: list[int], dtype: str) -> TensorType:
+    if not 1 <= len(name) <= MAX_NAME or not name.isprintable():
+        raise _refused(f"{name[:MAX_NAME]!r} is no name of 1 to {MAX_NAME} printable characters")
+    if dtype not in DTYPES:
+        known = ", ".join(DTYPES)
+        raise _refused(f"{name!r} is of dtype {dtype}: tensors here are one of {known}")
+    if not 1 <= len(shape) <= MAX_DIMENSIONS or 0 in shape:
+        raise _refused(
+            f"{name!r} has the shape {shape}: tensors here have 1 to {MAX_DIMENSIONS} dimensions, none empty"
+        )
+    return TensorType(tuple(shape), str(DTYPES[dtype]).removeprefix("torch."))
+
+
+def _refused(message: str) -> RequestError:
+    return RequestError(message, None, "invalid_tensor_file")

@@ -1,0 +1,174 @@
+"""What clients' tensor files may hold, and that they stay as they were sent."""
+
+from __future__ import annotations
+
+import json
+import os
+import pickle
+
+import pytest
+import torch
+from safetensors.torch import save
+
+from deployments.activations.catalogue import Catalogue
+from deployments.activations.tensor_files import FOLDER, TensorFiles
+from deployments.activations.tensors import MAX_TENSORS, check, pick
+from deployments.errors import RequestError
+
+ROOM = 1 << 20
+DTYPES = [torch.float16, torch.bfloat16, torch.float32, torch.float64]
+
+
+@pytest.fixture
+def files(tmp_path):
+    return TensorFiles(tmp_path)
+
+
+def written(header: dict, values: bytes = b"") -> bytes:
+    """A file with a header of one's own."""
+    text = json.dumps(header).encode()
+    return len(text).to_bytes(8, "little") + text + values
+
+
+def of_one(dtype: str, shape: list[int], offsets: list[int], values: bytes) -> bytes:
+    return written({"v": {"dtype": dtype, "shape": shape, "data_offsets": offsets}}, values)
+
+
+WHOLE = save({"v": torch.ones(4)})
+BAD = {
+    "empty": (b"", "whole"),
+    "truncated": (WHOLE[:-1], "whole"),
+    "longer than it says": (WHOLE + b"\0", "whole"),
+    "a header without its end": (WHOLE[:20], "whole"),
+    "a header of exabytes": (b"\xff" * 8 + WHOLE[8:], "header"),
+    "offsets behind the end": (of_one("F32", [4], [0, 32], bytes(16)), "whole"),
+    "offsets that do not fit the shape": (of_one("F32", [4], [0, 12], bytes(12)), "whole"),
+    "offsets backwards": (of_one("F32", [4], [16, 0], bytes(16)), "whole"),
+    "a shape past all bounds": (of_one("F32", [1 << 62, 8], [0, 16], bytes(16)), "whole"),
+    "a gap": (of_one("F32", [4], [4, 20], bytes(20)), "whole"),
+    "integers": (save({"v": torch.ones(4, dtype=torch.int64)}), "'v' is of dtype I64"),
+    "eight bits": (save({"v": torch.ones(4).to(torch.float8_e4m3fn)}), "'v' is of dtype F8_E4M3"),
+    "no dtype": (of_one("F33", [4], [0, 16], bytes(16)), "whole"),
+    "nothing": (save({}), "1 to 64 tensors"),
+    "too many": (save({f"v{i}": torch.ones(1) for i in range(MAX_TENSORS + 1)}), "1 to 64 tensors"),
+    "a scalar": (save({"v": torch.tensor(1.0)}), "'v' has the shape"),
+    "four dimensions": (save({"v": torch.ones(1, 1, 1, 1)}), "'v' has the shape"),
+    "an empty tensor": (save({"fine": torch.ones(2), "v": torch.ones(0, 4)}), "'v' has the shape"),
+    "no name": (save({"": torch.ones(2)}), "no name"),
+    "a name of lines": (save({"a\nb": torch.ones(2)}), "no name"),
+    "a pickle": (pickle.dumps({"v": [1.0, 2.0]}), "header"),
+} | {
+    f"{value} in {dtype}": (save({"fine": torch.ones(2), "v": torch.tensor([0, value]).to(dtype)}), "'v' holds a value")
+    for dtype in DTYPES
+    for value in (float("nan"), float("-inf"))
+}
+
+
+@pytest.mark.parametrize(("data", "says"), BAD.values(), ids=BAD)
+def test_what_is_no_file_of_finite_floating_tensors_is_refused_by_name(files, tmp_path, data, says):
+    with pytest.raises(RequestError) as refused:
+        files.put(data, ROOM)
+    assert (refused.value.status, refused.value.code) == (400, "invalid_tensor_file")
+    assert says in refused.value.message
+    assert files.list(10, None) == []
+    assert not (tmp_path / FOLDER).exists()
+
+
+def test_a_file_may_hold_all_that_is_allowed_at_once():
+    tensors = {f"v/{i}": torch.full((1, 2, 3)[: 1 + i % 3], 1.5, dtype=DTYPES[i % 4]) for i in range(MAX_TENSORS)}
+    data = save(tensors)
+    assert {name: (kind.shape, kind.dtype) for name, kind in check(data).items()} == {
+        name: (tuple(tensor.shape), str(tensor.dtype).removeprefix("torch.")) for name, tensor in tensors.items()
+    }
+    for name, tensor in tensors.items():
+        found = pick(f"tensor-0/{name}", data)
+        assert (found.dtype, found.device.type) == (tensor.dtype, "cpu")
+        assert torch.equal(found, tensor)
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_every_bit_is_kept_also_by_who_starts_again(files, tmp_path, dtype):
+    vector = torch.randn(3, 5).to(dtype)
+    data = save({"v": vector}, {"made": "by hand"})
+    kept = files.put(data, ROOM)
+    again = TensorFiles(tmp_path)
+    assert files.read(kept["id"]) == again.read(kept["id"]) == data
+    assert torch.equal(pick(kept["id"], data).view(torch.uint8), vector.view(torch.uint8))
+    assert files.list(10, None) == again.list(10, None) == [kept]
+    assert kept["tensors"] == {"v": {"shape": [3, 5], "dtype": str(dtype).removeprefix("torch.")}}
+
+
+def test_the_same_bytes_are_kept_once(files, tmp_path):
+    first = files.put(WHOLE, ROOM)
+    assert files.put(WHOLE, len(WHOLE)) == first
+    assert len(list((tmp_path / FOLDER).iterdir())) == 1
+    (tmp_path / FOLDER / f"{first['id']}.safetensors").unlink()
+    assert files.read(first["id"]) is None
+    files.put(WHOLE, ROOM)
+    assert files.read(first["id"]) == WHOLE
+
+
+def test_past_the_room_for_all_files_another_is_refused_until_one_is_deleted(files):
+    room = 2 * len(WHOLE)
+    kept = [files.put(save({"v": torch.full((4,), float(i))}), room) for i in range(2)]
+    with pytest.raises(RequestError, match="delete some") as refused:
+        files.put(WHOLE[:-4] + bytes(4), room)
+    assert (refused.value.status, refused.value.code) == (400, "tensor_store_full")
+    assert files.delete(kept[0]["id"])
+    files.put(WHOLE[:-4] + bytes(4), room)
+
+
+def test_a_deleted_file_is_gone_from_the_disk_and_for_who_starts_again(files, tmp_path):
+    kept = files.put(WHOLE, ROOM)
+    assert files.delete(kept["id"])
+    assert not files.delete(kept["id"])
+    assert files.read(kept["id"]) is None
+    assert list((tmp_path / FOLDER).iterdir()) == []
+    assert TensorFiles(tmp_path).list(10, None) == []
+
+
+def test_files_are_listed_in_pages_by_their_ids(files):
+    ids = sorted(files.put(save({"v": torch.full((1,), float(i))}), ROOM)["id"] for i in range(5))
+    assert [file["id"] for file in files.list(2, None)] == ids[:2]
+    assert [file["id"] for file in files.list(10, ids[1])] == ids[2:]
+
+
+@pytest.mark.parametrize(
+    "name",
+    ["../secret", "..", ".", "/etc/passwd", ".tensors/x", "tensor-0", "%2e%2e/secret", "x\0y", "../.tensors/"],
+)
+def test_no_name_reaches_what_is_no_file_of_the_store(files, tmp_path, name):
+    (tmp_path / "secret.safetensors").write_bytes(WHOLE)
+    kept = files.put(WHOLE, ROOM)
+    for given in (name, name + kept["id"], f"{kept['id']}/{name}"):
+        assert files.read(given) is None
+        assert not files.delete(given)
+    assert (tmp_path / "secret.safetensors").exists()
+    assert files.read(kept["id"]) == WHOLE
+
+
+def test_who_starts_again_passes_over_links_strangers_and_what_a_crash_left(files, tmp_path, caplog):
+    kept = files.put(WHOLE, ROOM)
+    folder, outside = tmp_path / FOLDER, tmp_path / "outside.safetensors"
+    outside.write_bytes(WHOLE)
+    os.symlink(outside, folder / f"tensor-{'1' * 32}.safetensors")
+    (folder / f"tensor-{'2' * 32}.safetensors").write_bytes(WHOLE[:-1])
+    (folder / "notes.txt").write_text("mine")
+    (folder / f".new-tensor-{'3' * 32}").write_bytes(WHOLE[:9])
+    assert TensorFiles(tmp_path).list(10, None) == [kept]
+    assert "2222" in caplog.text
+    assert not (folder / f".new-tensor-{'3' * 32}").exists()
+    assert (folder / "notes.txt").exists()
+
+
+def test_tensor_files_are_no_session(files, tmp_path):
+    files.put(WHOLE, ROOM)
+    assert Catalogue.rebuild(tmp_path).sessions() == []
+
+
+@pytest.mark.parametrize(("reference", "says"), [("id", "several"), ("id/c", "no tensor 'c'"), ("id/", "no tensor ''")])
+def test_a_reference_that_means_no_one_tensor_says_which_there_are(reference, says):
+    with pytest.raises(RequestError, match=says) as refused:
+        pick(reference, save({"a": torch.ones(1), "b": torch.ones(1)}))
+    assert refused.value.code == "tensor_not_found"
+    assert "'a', 'b'" in refused.value.message

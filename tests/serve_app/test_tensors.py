@@ -1,0 +1,191 @@
+"""Tensor files over HTTP: in and out as they are, refused by name, gone when deleted."""
+
+from __future__ import annotations
+
+import pickle
+from pathlib import Path
+
+import httpx
+import pytest
+import ray
+import torch
+from safetensors.torch import load, save
+
+from deployments.activations.store import connect
+from deployments.activations.tensors import pick
+from deployments.demo_model import WEIGHTS
+from deployments.options import home
+
+BYTES = {"content-type": "application/octet-stream"}
+TENSORS = {"half": torch.randn(2, 8).bfloat16(), "whole": torch.randn(8)}
+
+
+@pytest.fixture
+def tensors(served):
+    """Asks `/v1/tensors`, or one below it."""
+
+    def ask(method: str, tensor_id: str = "", root: str = served.root, **request) -> httpx.Response:
+        url = f"{root}/v1/tensors{tensor_id and '/'}{tensor_id}"
+        return httpx.request(method, url, timeout=120, **request)
+
+    return ask
+
+
+@pytest.fixture
+def kept(tensors):
+    answer = tensors("POST", content=save(TENSORS), headers=BYTES)
+    assert answer.status_code == 200, answer.text
+    return answer.json()
+
+
+def refused(answer: httpx.Response) -> tuple[int, str]:
+    return answer.status_code, answer.json()["error"]["code"]
+
+
+def test_a_file_comes_back_as_it_was_sent(tensors, kept):
+    answer = tensors("GET", kept["id"])
+    assert answer.headers["content-type"] == "application/octet-stream"
+    assert answer.content == save(TENSORS)
+    for name, tensor in load(answer.content).items():
+        assert torch.equal(tensor, TENSORS[name])
+    assert kept["tensors"] == {
+        "half": {"shape": [2, 8], "dtype": "bfloat16"},
+        "whole": {"shape": [8], "dtype": "float32"},
+    }
+    assert tensors("POST", content=save(TENSORS), headers=BYTES).json() == kept
+
+
+def test_a_replica_finds_a_tensor_by_its_reference(kept):
+    store = connect(str(home() / "activations"))
+    data = ray.get(store.tensor_file.remote(kept["id"]))
+    assert torch.equal(pick(f"{kept['id']}/half", data), TENSORS["half"])
+    assert ray.get(store.tensor_file.remote("tensor-none")) is None
+
+
+def test_a_store_that_is_started_again_knows_the_files(tensors, kept, eventually):
+    ray.kill(connect(str(home() / "activations")), no_restart=False)
+    again = eventually(lambda: tensors("GET", kept["id"]), lambda answer: answer.status_code != 503)
+    assert again.content == save(TENSORS)
+    assert kept in tensors("GET", params={"limit": 1000}).json()["data"]
+
+
+def test_files_are_listed_in_pages_and_deleted(tensors):
+    ids = {
+        tensors("POST", content=save({"v": torch.full((3,), float(i))}), headers=BYTES).json()["id"] for i in range(3)
+    }
+    listed = [file["id"] for file in tensors("GET", params={"limit": 1000}).json()["data"]]
+    assert ids <= set(listed)
+    assert listed == sorted(listed)
+    page = tensors("GET", params={"limit": 1, "after": listed[0]}).json()
+    assert [file["id"] for file in page["data"]] == listed[1:2]
+    assert page["has_more"] is (len(listed) > 2)
+    for tensor_id in ids:
+        assert tensors("DELETE", tensor_id).json() == {"id": tensor_id, "object": "tensors", "deleted": True}
+        assert refused(tensors("GET", tensor_id)) == (404, "tensor_not_found")
+        assert refused(tensors("DELETE", tensor_id)) == (404, "tensor_not_found")
+
+
+BAD = {
+    "truncated": save(TENSORS)[:-1],
+    "not finite": save({"v": torch.tensor([1.0, float("nan")])}),
+    "integers": save({"v": torch.ones(2, dtype=torch.int32)}),
+    "a pickle": pickle.dumps({"v": [1.0]}),
+}
+
+
+@pytest.mark.parametrize("data", BAD.values(), ids=BAD)
+def test_a_bad_file_gets_400_and_is_not_kept(tensors, data):
+    before = tensors("GET", params={"limit": 1000}).json()
+    answer = tensors("POST", content=data, headers=BYTES)
+    assert refused(answer) == (400, "invalid_tensor_file")
+    assert answer.json()["error"]["type"] == "invalid_request_error"
+    assert tensors("GET", params={"limit": 1000}).json() == before
+
+
+@pytest.mark.parametrize("headers", [{}, {"content-type": "text/plain"}, {"content-type": "application/json"}])
+def test_what_is_not_sent_as_bytes_gets_400(tensors, headers):
+    assert refused(tensors("POST", content=save(TENSORS), headers=headers))[0] == 400
+
+
+def test_nothing_at_all_gets_400(tensors):
+    assert refused(tensors("POST", headers=BYTES))[0] == 400
+
+
+def test_a_file_larger_than_any_other_body_may_be_is_kept_and_comes_back(tensors):
+    data = save({"v": torch.randn(15 << 20)})  # 60 MiB
+    answer = tensors("POST", content=data, headers=BYTES)
+    assert answer.status_code == 200, answer.text
+    assert tensors("GET", answer.json()["id"]).content == data
+    assert tensors("DELETE", answer.json()["id"]).status_code == 200
+
+
+@pytest.mark.parametrize("declared", [True, False])
+def test_a_file_over_the_limit_gets_413(tensors, declared):
+    piece = bytes(1 << 20)
+    content = piece * 65 if declared else (piece for _ in range(65))
+    assert refused(tensors("POST", content=content, headers=BYTES)) == (413, "tensor_too_large")
+
+
+@pytest.mark.parametrize(
+    "path", ["/v1/tensors/", "/v1/tensors/x", "/v1/chat/completions", "/v1//tensors", "/V1/tensors"]
+)
+def test_no_other_route_takes_more_for_it(served, path):
+    answer = httpx.post(served.root + path, content=bytes(17 << 20), headers=BYTES, timeout=60)
+    assert refused(answer) == (413, "body_too_large")
+
+
+@pytest.mark.parametrize(
+    "tensor_id",
+    [
+        "none-such",
+        "..%2F..%2Fsecret",
+        "%2e%2e%2fsecret",
+        "%2e%2e",
+        "%2Fetc%2Fpasswd",
+        "..%5Csecret",
+        "x%00y",
+        ".tensors%2Fx",
+        "tensor-0%2F..%2F..%2Fsecret",
+    ],
+)
+def test_an_id_names_nothing_but_a_file_of_the_store(served, tensors, kept, tensor_id):
+    secret = Path(home() / "secret.safetensors")
+    secret.write_bytes((WEIGHTS / "model.safetensors").read_bytes()[:100])
+    for method in ("GET", "DELETE"):
+        answer = tensors(method, tensor_id)
+        assert answer.status_code in (404, 405), answer.text
+        assert set(answer.json()["error"]) == {"message", "type", "param", "code"}
+    assert secret.exists()
+    assert tensors("GET", kept["id"]).status_code == 200
+
+
+def test_the_operators_limits_hold(beside, tensors, tmp_path):
+    small, larger = save({"v": torch.ones(300)}), save({"v": torch.zeros(301)})
+    options = (f"activations_dir={tmp_path}", "max_tensor_file_bytes=1400", "max_tensor_store_bytes=1500")
+    with beside("roomless", *options, "max_body_bytes=1000", "num_cpus=0.1", "threads=1") as root:
+        assert tensors("POST", root=root, content=small, headers=BYTES).status_code == 200
+        assert refused(tensors("POST", root=root, content=larger, headers=BYTES)) == (400, "tensor_store_full")
+        too_large = save({"v": torch.ones(400)})
+        assert refused(tensors("POST", root=root, content=too_large, headers=BYTES)) == (413, "tensor_too_large")
+    ray.kill(connect(str(tmp_path)))
+
+
+def test_a_models_structure_is_told_with_or_without_its_name(served):
+    named = httpx.get(f"{served.base_url}/model/structure", params={"model": "vitrine-demo"}, timeout=60)
+    assert named.status_code == 200, named.text
+    told = named.json()
+    assert told == httpx.get(f"{served.base_url}/model/structure", timeout=60).json()
+    assert (told["id"], told["architecture"], told["layers"]) == ("vitrine-demo", "Qwen3ForCausalLM", 6)
+    sites = {point["name"]: point for point in told["points"]}
+    point = sites["layers.3.mlp.output"]
+    assert (point["module"], point["shape"]) == ("model.layers.3.mlp.output", [told["hidden_size"]])
+    assert told["modules"]["children"][0]["path"] == "model"
+    body = {"model": "vitrine-demo", "prompt": "Tom has", "max_tokens": 1}
+    capture = {"points": list(sites), "return": "inline", "tokens": "last", "features": {"first": 1}}
+    answer = httpx.post(f"{served.base_url}/completions", json=body | {"capture": capture}, timeout=120).json()
+    assert set(answer["activations_meta"]["runs"][0]["points"]) == set(sites)
+
+
+def test_the_structure_of_no_model_is_404(served):
+    answer = httpx.get(f"{served.base_url}/model/structure", params={"model": "none/such"}, timeout=60)
+    assert refused(answer) == (404, "model_not_found")
