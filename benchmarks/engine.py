@@ -37,6 +37,7 @@ BARE, ENGINE, STATIC, BATCH = (
     "generate_batch",
 )
 MEMORY, DISK = "engine, all layer outputs to memory", "engine, all layer outputs to disk"
+STEERED = "engine, a steering vector for each request"
 ARRIVING = "engine, Poisson arrivals"
 
 
@@ -79,6 +80,7 @@ def measure_ways(case: Case, findings: Findings) -> None:
             ours.engine(running, work),
             ours.engine(running, work, ours.LAYERS, MEMORY),
             ours.engine_storing(running, work, ours.LAYERS, store, DISK),
+            ours.engine_steered(running, work, STEERED),
             peers.static_generate(plain, work),
             static_capturing := peers.static_generate(plain, work, capture=True),
             peers.generate_batch(plain, work),
@@ -88,7 +90,7 @@ def measure_ways(case: Case, findings: Findings) -> None:
         ]
         wanted = [
             *(Ratio(ENGINE, base) for base in (BARE, STATIC, BATCH)),
-            *(Ratio(way, ENGINE) for way in (MEMORY, DISK)),
+            *(Ratio(way, ENGINE) for way in (MEMORY, DISK, STEERED)),
             *(Ratio(MEMORY, way.name) for way in (static_capturing, batch_capturing, nnsight_static, nnsight_each)),
         ]
         found = findings.compare(case.title, "ways", ways, wanted, ENGINE, case.options.rounds)

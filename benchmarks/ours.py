@@ -19,6 +19,7 @@ from benchmarks.peers import Work
 from benchmarks.storing import Store
 from deployments.activations.spec import LAYERNORM_SITES, Capture
 from deployments.engine.cache import SlotCache, Window
+from deployments.engine.edits import Edit
 from deployments.engine.engine import Engine
 from deployments.engine.model import Model
 from deployments.engine.request import Delta, Finished, Request
@@ -40,6 +41,24 @@ def engine(running: Engine, work: Work, capture: Capture | None = None, name: st
 
     def run() -> Tokens:
         return [list(done.tokens) for done in running.generate(requests(running.model, work, capture))]
+
+    return Way(name, lambda: timed(run, work.device))
+
+
+def engine_steered(running: Engine, work: Work, name: str) -> Way:
+    """All requests at once, each adding a vector of its own to the output of the layer in the middle.
+
+    The vectors are zeros, which take as long as any others, so that the tokens can be compared.
+    """
+    model = running.model
+    (point,) = model.points.named(f"layers.{model.points.layer_count // 2}.output", "point")
+
+    def run() -> Tokens:
+        asked = requests(model, work)
+        vectors = torch.zeros(len(asked), *point.shape, device=model.device)
+        pairs = zip(asked, vectors, strict=True)
+        steered = [dataclasses.replace(one, edits=(Edit(point, "add", vector=vector),)) for one, vector in pairs]
+        return [list(done.tokens) for done in running.generate(steered)]
 
     return Way(name, lambda: timed(run, work.device))
 
