@@ -16,7 +16,7 @@ from typing import Any
 import ray
 from ray.exceptions import RayError
 
-from deployments.activations.facts import RunFacts, ShardFacts, StoredRun, StoreError
+from deployments.activations.facts import RunFacts, ShardFacts, StoredRun, StoreError, dtype_name
 from deployments.activations.schema import to_batch
 from deployments.activations.spec import Capture
 from deployments.engine.model import Model
@@ -250,7 +250,7 @@ def _inline(capture: Capture, captured: Captured) -> dict[str, dict[str, Any]]:
         name: {
             "format": "sampled_tensor",
             "shape": list(value.shape),
-            "dtype": str(value.dtype).removeprefix("torch."),
+            "dtype": dtype_name(value.dtype),
             "data": value.float().tolist(),
             "sample_info": info,
         }

@@ -95,6 +95,11 @@ class StoredRun(NamedTuple):
     bytes: int
 
 
+def dtype_name(dtype: object) -> str:
+    """A torch dtype's name, `bfloat16`, as files and answers say it."""
+    return str(dtype).removeprefix("torch.")
+
+
 def check_session_id(value: str) -> str:
     """Return `value` if it may name a session.
 

@@ -19,14 +19,14 @@ import pyarrow as pa
 import torch
 from torch.utils.dlpack import from_dlpack
 
-from deployments.activations.facts import COLUMNS, PointType, RunFacts, ShardFacts
+from deployments.activations.facts import COLUMNS, PointType, RunFacts, ShardFacts, dtype_name
 
 FORMAT = 2
 PHASES = ("prompt", "generated")
 
 _METADATA_KEY = b"vitrine"
 _DTYPES = {
-    str(dtype).removeprefix("torch."): dtype
+    dtype_name(dtype): dtype
     for dtype in (torch.float16, torch.bfloat16, torch.float32, torch.float64, torch.int32, torch.int64)
 }
 
@@ -83,14 +83,10 @@ def to_batch(
         pa.DictionaryArray.from_arrays((index >= prompt_tokens).astype(np.int8), PHASES),
         pa.array(np.asarray(token_ids, dtype=np.int32)),
     )
-    dtypes = {name: _dtype_name(tensor) for name, tensor in points.items()}
+    dtypes = {name: dtype_name(tensor.dtype) for name, tensor in points.items()}
     facts = json.dumps({"format": FORMAT, **asdict(shard), "dtypes": dtypes}, sort_keys=True)
     batch = pa.record_batch([*fixed, *columns.values()], names=[*COLUMNS, *columns])
     return batch.replace_schema_metadata({_METADATA_KEY: facts})
-
-
-def _dtype_name(tensor: torch.Tensor) -> str:
-    return str(tensor.dtype).removeprefix("torch.")
 
 
 def _tensor_column(name: str, tensor: torch.Tensor, rows: int) -> pa.FixedShapeTensorArray:
@@ -99,7 +95,7 @@ def _tensor_column(name: str, tensor: torch.Tensor, rows: int) -> pa.FixedShapeT
         raise ValueError(f"A point cannot be named {name!r}: the files have a column of that name")
     if tensor.ndim < 2 or tensor.shape[0] != rows or 0 in tensor.shape:
         raise ValueError(f"{name}: shape {tuple(tensor.shape)} is not [{rows}, ...features]")
-    if tensor.device.type != "cpu" or _dtype_name(tensor) not in _DTYPES:
+    if tensor.device.type != "cpu" or dtype_name(tensor.dtype) not in _DTYPES:
         raise ValueError(f"{name}: {tensor.dtype} on {tensor.device} cannot be stored as it is")
     # Arrow has no bfloat16: its bits go as uint16.
     bits = tensor.view(torch.uint16) if tensor.dtype == torch.bfloat16 else tensor

@@ -7,6 +7,7 @@ from typing import Any
 
 from torch import nn
 
+from deployments.activations.facts import dtype_name
 from deployments.activations.points import Points
 
 
@@ -24,13 +25,13 @@ def structure(hf: Any, points: Points, context: int) -> dict[str, Any]:
         "layers": points.layer_count,
         "hidden_size": hf.config.get_text_config().hidden_size,
         "max_model_len": context,
-        "dtype": _dtype(hf.dtype),
+        "dtype": dtype_name(hf.dtype),
         "points": [
             {
                 "name": point.name,
                 "module": point.module,
                 "shape": list(point.shape),
-                "dtype": _dtype(point.place.dtype),
+                "dtype": dtype_name(point.place.dtype),
             }
             for point in listed
         ],
@@ -57,7 +58,3 @@ def _build(module: nn.Module) -> Any:
     """What two modules that are built alike have in common."""
     own = [(name, tuple(weight.shape)) for name, weight in module.named_parameters(recurse=False)]
     return type(module), own, [(name, _build(child)) for name, child in module.named_children()]
-
-
-def _dtype(dtype: Any) -> str:
-    return str(dtype).removeprefix("torch.")

@@ -8,6 +8,7 @@ import torch
 from safetensors import SafetensorError, deserialize, safe_open
 from safetensors.torch import load
 
+from deployments.activations.facts import dtype_name
 from deployments.errors import RequestError
 
 DTYPES = {"F16": torch.float16, "BF16": torch.bfloat16, "F32": torch.float32, "F64": torch.float64}
@@ -100,7 +101,7 @@ def _type(name: str, shape: list[int], dtype: str) -> TensorType:
         raise _refused(
             f"{name!r} has the shape {shape}: tensors here have 1 to {MAX_DIMENSIONS} dimensions, none empty"
         )
-    return TensorType(tuple(shape), str(DTYPES[dtype]).removeprefix("torch."))
+    return TensorType(tuple(shape), dtype_name(DTYPES[dtype]))
 
 
 def _refused(message: str) -> RequestError:
