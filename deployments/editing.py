@@ -15,7 +15,46 @@ from deployments.activations.points import Point, Points
 from deployments.activations.spec import Features, Last
 from deployments.activations.tensors import pick, split
 from deployments.engine.edits import Edit, Tokens
+from deployments.engine.model import Model
 from deployments.errors import RequestError
+
+
+class Editor:
+    """One model's way from interventions to edits."""
+
+    def __init__(self, model: Model, store: Any) -> None:
+        """Take a model and the activation store's handle."""
+        self._model = model
+        self._store = store
+
+    async def tensors(self, interventions: Sequence[Intervention]) -> dict[str, torch.Tensor]:
+        """The tensors that interventions name, by what they call them.
+
+        Raises:
+            RequestError: There is none of that name; names the field.
+            StoreError: The disk refuses.
+        """
+        found: dict[str, torch.Tensor] = {}
+        for i, spec in enumerate(interventions):
+            reference, field = getattr(spec, "vector", None), f"interventions[{i}].vector"
+            if not isinstance(reference, str) or reference in found:
+                continue
+            data = await self._store.tensor_file.remote(split(reference)[0])
+            if data is None:
+                raise RequestError(f"there is no tensor {reference!r}", field, "tensor_not_found")
+            try:
+                found[reference] = pick(reference, data)
+            except RequestError as refused:
+                raise RequestError(refused.message, field, refused.code) from refused
+        return found
+
+    def editing(self, interventions: Sequence[Intervention], tensors: Mapping[str, torch.Tensor]) -> Editing:
+        """Interventions, with the tensors they name, looked up in the model; takes time.
+
+        Raises:
+            RequestError: As `Editing` does.
+        """
+        return Editing(self._model.points, interventions, tensors, self._model.device)
 
 
 class _Prepared(NamedTuple):
@@ -151,25 +190,3 @@ def _tokens(spec: Intervention, prompt: int, most: int, field: str) -> Tokens:
         "generated": Tokens(prompt),
         "last": Tokens(prompt - 1, prompt),
     }[tokens]
-
-
-async def fetched(interventions: Sequence[Intervention], store: Any) -> dict[str, torch.Tensor]:
-    """The tensors that interventions name, from the activation store's actor, by what they call them.
-
-    Raises:
-        RequestError: There is none of that name; names the field.
-        StoreError: The disk refuses.
-    """
-    found: dict[str, torch.Tensor] = {}
-    for i, spec in enumerate(interventions):
-        reference = getattr(spec, "vector", None)
-        if not isinstance(reference, str) or reference in found:
-            continue
-        data = await store.tensor_file.remote(split(reference)[0])
-        if data is None:
-            raise RequestError(f"there is no tensor {reference!r}", f"interventions[{i}].vector", "tensor_not_found")
-        try:
-            found[reference] = pick(reference, data)
-        except RequestError as refused:
-            raise RequestError(refused.message, f"interventions[{i}].vector", refused.code) from refused
-    return found

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import functools
 import logging
 import threading
 import time
@@ -52,7 +51,7 @@ class ModelReplica:
         """
         from deployments.activations.structure import structure
         from deployments.chat import ChatFormat
-        from deployments.editing import Editing, fetched
+        from deployments.editing import Editor
         from deployments.guidance import Guidance
         from deployments.prompts import Prompts
         from deployments.runs import Runs
@@ -67,14 +66,13 @@ class ModelReplica:
         self._pool = ThreadPoolExecutor(max_workers=4, thread_name_prefix="replica")
         self._texts_pool = ThreadPoolExecutor(max_workers=2, thread_name_prefix="texts")  # keeps no generation waiting
         self._texts = 0  # in it
-        self._store = store or connect(options.activations_dir)
-        self._runs = Runs(options, self._model, self._store, self._pool)
+        store = store or connect(options.activations_dir)
+        self._runs = Runs(options, self._model, store, self._pool)
         self._chat = ChatFormat(self._model.tokenizer, self._model.hf)
         spelling = Spelling(self._model.tokenizer)
         self._prompts = Prompts(self._model, self._chat, spelling)
         self._guidance = Guidance(self._chat, self._model)
-        self._fetched = fetched
-        self._editing = functools.partial(Editing, self._model.points, device=self._model.device)
+        self._editor = Editor(self._model, store)
         self._delivery = Delivery(self._engine, spelling)
         self._structure = structure(self._model.hf, self._model.points, self._model.context)
         self._metrics = Metrics(options.served_name)
@@ -234,7 +232,7 @@ class ModelReplica:
             raise RequestError(f"all {room} places of this replica are taken", None, "server_busy", 429)
         self._preparing += wanted
         try:
-            tensors = await self._fetched(job.interventions, self._store)
+            tensors = await self._editor.tensors(job.interventions)
             choices = await self._loop.run_in_executor(self._pool, self._choices, job, tensors, streamed)
         finally:
             self._preparing -= wanted
@@ -248,7 +246,7 @@ class ModelReplica:
         """Everything that is to be done before the engine: off the event loop, since it takes time."""
         prompts = self._prompts.of(job)
         points = self._model.points.resolve(job.capture) if job.capture else ()
-        editing = self._editing(job.interventions, tensors)
+        editing = self._editor.editing(job.interventions, tensors)
         grammars = [self._guidance.grammar(job, prompt.text or "") for prompt in prompts]
         choices: dict[str, Choice] = {}
         for index in range(len(prompts) * job.n):

@@ -189,19 +189,18 @@ class _Change:
         point[which] = by_head.view(rows.shape)
 
     def _edited(self, x: torch.Tensor) -> torch.Tensor:
-        """X [changed, heads or 1, features], in its own dtype, computed in float32 or wider."""
+        """What becomes of x [changed, heads or 1, features]: in its own dtype, computed in float32 or wider."""
         wide = x.float() if x.dtype.itemsize < 4 else x
-        tensors = {name: self._tensors[name].to(wide.dtype) for name in ("low", "high")}
-        v = self._tensors["vectors"].to(wide.dtype) if "vectors" in self._tensors else wide
+        low, high, v = self._tensors["low"], self._tensors["high"], self._tensors.get("vectors", wide)
         match self._key.kind:
             case "add":
                 new = wide + v
             case "scale":
-                new = wide * tensors["low"]
+                new = wide * low
             case "project_out":
                 new = wide - (wide * v).sum(-1, keepdim=True) / (v * v).sum(-1, keepdim=True) * v
             case "clamp":
-                new = wide.clamp(tensors["low"], tensors["high"])
+                new = wide.clamp(low, high)
             case "replace":
                 new = v.expand_as(wide)
         return new.to(x.dtype)
