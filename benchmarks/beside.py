@@ -40,6 +40,11 @@ class Beside:
         """The same work, as servers are asked for it."""
         return Asked(self.texts, self.work.new_tokens, len(self.texts))
 
+    @property
+    def ways(self) -> list[Way]:
+        """The engine whole, and streaming."""
+        return [self.way(streamed=False), self.way(streamed=True)]
+
     def way(self, streamed: bool) -> Way:
         """All requests at once; their text is put together as a server does it."""
 

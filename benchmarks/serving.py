@@ -51,8 +51,7 @@ FLAGS: dict[str, dict[str, str]] = {
 def our_ways(server: Server, beside: Beside) -> list[Way]:
     """The engine, and this project's ways of serving it."""
     return [
-        beside.way(streamed=False),
-        beside.way(streamed=True),
+        *beside.ways,
         served(server, beside.asked, False, WHOLE),
         served(server, beside.asked, True, STREAMED),
         served(server, beside.asked, False, CAPTURED, more=CAPTURE),
@@ -132,7 +131,7 @@ def measure(title: str, directory: Path, beside: Beside, findings: Findings) -> 
     """This project's server and transformers' in turn."""
     options = findings.options
     # Ray and Serve cost two cores something while they stand idle, too.
-    alone = [beside.way(streamed=False), beside.way(streamed=True)]
+    alone = beside.ways
     findings.compare(f"{title}, no server up", "alone", alone, [], ENGINE, options.rounds)
     with servers.vitrine(directory) as server, their_ways(directory, beside, options.threads) as (theirs, more):
         ways = our_ways(server, beside) + theirs
