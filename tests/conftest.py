@@ -162,15 +162,7 @@ def beside(served: Served) -> Callable[..., AbstractContextManager[str]]:
 @pytest.fixture(scope="session")
 def eventually() -> Callable[..., Any]:
     """`eventually(look, fits=bool, limit_s=60)`: what `look()` gives as soon as it fits."""
-
-    def wait(look: Callable[[], Any], fits: Callable[[Any], bool] = bool, limit_s: float = 60) -> Any:
-        deadline = time.monotonic() + limit_s
-        while not fits(seen := look()):
-            assert time.monotonic() < deadline, f"after {limit_s} s it is still {seen}"
-            time.sleep(0.05)
-        return seen
-
-    return wait
+    return _eventually
 
 
 @pytest.fixture(scope="session")
@@ -188,12 +180,25 @@ def _healthy(root: str) -> bool:
         return False
 
 
-def _until(ready, process: subprocess.Popen[bytes], log: Path, limit_s: float = 180) -> None:
+def _eventually(
+    look: Callable[[], Any],
+    fits: Callable[[Any], bool] = bool,
+    limit_s: float = 60,
+    said: Callable[[Any], str] = "it is still {}".format,
+) -> Any:
     deadline = time.monotonic() + limit_s
-    while not ready():
+    while not fits(seen := look()):
+        assert time.monotonic() < deadline, f"after {limit_s} s: {said(seen)}"
+        time.sleep(0.05)
+    return seen
+
+
+def _until(ready: Callable[[], bool], process: subprocess.Popen[bytes], log: Path) -> None:
+    def is_ready() -> bool:
         assert process.poll() is None, f"it ended with {process.returncode}:\n{log.read_text()[-3000:]}"
-        assert time.monotonic() < deadline, f"not ready after {limit_s} s:\n{log.read_text()[-3000:]}"
-        time.sleep(0.2)
+        return ready()
+
+    _eventually(is_ready, limit_s=180, said=lambda _: f"not ready:\n{log.read_text()[-3000:]}")
 
 
 with warnings.catch_warnings():

@@ -45,23 +45,26 @@ def stopped(actor: Any) -> Iterator[None]:
         os.kill(pid, signal.SIGCONT)
 
 
-def until_it_serves(served):
-    """Every answer on the way there is a 503."""
-    deadline = time.monotonic() + 120
-    while True:
+@pytest.fixture
+def until_it_serves(served, eventually):
+    """Waits for an answer; each on the way there is a 503."""
+
+    def serves() -> bool:
         answer = httpx.post(f"{served.base_url}/completions", json=BODY, timeout=60)
         if answer.status_code == 200 and httpx.get(f"{served.root}/health", timeout=60).status_code == 200:
-            break
+            return True
         assert answer.status_code == 503
         assert answer.headers["retry-after"]
         assert answer.json()["error"]["code"] == "unavailable"
-        assert time.monotonic() < deadline
+        return False
+
+    return lambda: eventually(serves, limit_s=120)
 
 
 @pytest.mark.long
-def test_a_killed_replica_means_503_until_another_serves(served):
+def test_a_killed_replica_means_503_until_another_serves(served, until_it_serves):
     ray.kill(replica_actor())
-    until_it_serves(served)
+    until_it_serves()
 
 
 def test_a_request_that_no_replica_takes_ends_at_the_servers_limit(served):
@@ -129,7 +132,7 @@ def test_many_first_requests_at_once_are_all_served(served):
 
 
 @pytest.mark.long
-def test_a_replica_that_dies_while_it_answers_means_503_or_an_error_event(served):
+def test_a_replica_that_dies_while_it_answers_means_503_or_an_error_event(served, until_it_serves):
     endless = BODY | {"max_tokens": 4000, "ignore_eos": True}
     url = f"{served.base_url}/completions"
     replica = serve.get_deployment_handle("ModelReplica", "default")
@@ -150,4 +153,4 @@ def test_a_replica_that_dies_while_it_answers_means_503_or_an_error_event(served
         assert answer.status_code == 503, answer.text
         assert answer.headers["retry-after"]
         assert answer.json()["error"]["code"] == "unavailable"
-    until_it_serves(served)
+    until_it_serves()
