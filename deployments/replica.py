@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING, Any
 from ray import serve
 
 from deployments.activations.store import connect
+from deployments.client_code.job import CodeJob
 from deployments.delivery import Choice, Delivery, Ticket
 from deployments.engine.request import Request
 from deployments.errors import RequestError
@@ -27,6 +28,7 @@ from deployments.options import SETTINGS, Options
 if TYPE_CHECKING:  # Serve's controller and proxies import this module too, and need no torch
     import torch
 
+    from deployments.client_code.runner import CodeRunner
     from deployments.engine.engine import Engine
     from deployments.reader import AnswerReader
 
@@ -80,6 +82,7 @@ class ModelReplica:
         self._created = int(time.time())
         self._preparing = 0  # choices on their way to a ticket
         self._loop: asyncio.AbstractEventLoop | None = None
+        self._client_code = self._runner() if options.allow_client_code else None
 
     # ---- what the ingress and Serve call
 
@@ -130,6 +133,16 @@ class ModelReplica:
             return Refusal(refused.message, named, refused.code, refused.status)
         except TimeoutError:
             return late
+
+    async def run_code(self, job: CodeJob) -> None:
+        """Run a client's own code; the board of jobs is told what becomes of it.
+
+        Raises:
+            RequestError: The operator does not allow it, it asks for another model, or too many wait.
+        """
+        if self._client_code is None:
+            raise RequestError("this model was loaded without clients' code", None, "client_code_off", 403)
+        await self._client_code.run(job)
 
     async def tokenize(self, text: Text) -> dict[str, Any] | Refusal:
         """A text's tokens."""
@@ -183,10 +196,17 @@ class ModelReplica:
     def __del__(self) -> None:
         # Serve calls this when the replica's requests are done.
         if hasattr(self, "_thread"):
+            if self._client_code is not None:
+                self._client_code.close()
             self._engine.stop()
             self._thread.join(timeout=10)
             self._pool.shutdown(wait=False)
             self._texts_pool.shutdown(wait=False)
+
+    def _runner(self) -> CodeRunner:
+        from deployments.client_code.runner import runner
+
+        return runner(self._options, self._model)
 
     # ---- the engine's side
 

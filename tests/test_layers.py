@@ -33,6 +33,7 @@ STAIRS = [
     "deployments.metrics",
     "deployments.spelling",
     "deployments.messages",
+    "deployments.client_code",
     "deployments.engine",
     "deployments.activations",
     "deployments.demo_model",
