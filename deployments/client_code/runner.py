@@ -119,6 +119,7 @@ class CodeRunner:
         with self._lock:
             if self._host is not None:
                 self._host.close()
+                self._host = None
 
     async def _tell(self, *updates: Update, result: bytes | None = None) -> None:
         await self._board.tell.remote(list(updates), [result] if result is not None else [])
@@ -151,10 +152,11 @@ class CodeRunner:
         said: asyncio.Queue[Update] = asyncio.Queue()  # bounded by what a job may print
         passing = asyncio.ensure_future(self._pass_on(said))
         try:
-            last, result = await self._last_word(job, reader, said)
+            try:
+                last, result = await self._last_word(job, reader, said)
+            except (asyncio.IncompleteReadError, ConnectionError, ValueError):
+                last, result = Update(job.id, "ERROR", ENDED), None
             await said.join()
-        except (asyncio.IncompleteReadError, ConnectionError, ValueError):
-            last, result = Update(job.id, "ERROR", ENDED), None
         finally:
             passing.cancel()
             writer.close()
@@ -163,11 +165,11 @@ class CodeRunner:
     async def _last_word(
         self, job: CodeJob, reader: asyncio.StreamReader, said: asyncio.Queue[Update]
     ) -> tuple[Update, bytes | None]:
-        """What a job says at its end, and its result where that is to be fetched; what it says before goes to `said`."""
+        """What a job says at its end, and its result where that is to be fetched; the rest goes to `said`."""
         left = 2 * self._limits.log_bytes
         while True:
             kind, body = await self._frame(reader)
-            left -= len(body)
+            left -= HEAD.size + len(body)
             if kind is Kind.DONE and not (job.stream and len(body) <= STREAMED_BYTES):
                 return Update(job.id, "COMPLETED"), body
             if kind is Kind.DONE:
@@ -177,8 +179,7 @@ class CodeRunner:
                 return Update(job.id, "ERROR", body.decode(errors="replace")), None
             if left < 0:
                 raise ValueError("the job's process prints more than it may")
-            status = "LOG" if kind is Kind.LOG else "RUNNING"
-            said.put_nowait(Update(job.id, status, body.decode(errors="replace")))
+            said.put_nowait(Update(job.id, "LOG" if kind is Kind.LOG else "RUNNING", body.decode(errors="replace")))
 
     async def _pass_on(self, said: asyncio.Queue[Update]) -> None:
         """Tell the board what gathers while it is being told."""
@@ -214,6 +215,7 @@ class CodeRunner:
                 pid = self._ready_host().fork(theirs)
         except (OSError, EOFError) as error:
             ours.close()
+            self.close()  # its answers may come late, and belong to other questions
             raise OSError(f"{type(error).__name__}: {error}") from error
         process = _Process(pid, ours)
         try:
