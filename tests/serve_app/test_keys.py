@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import logging
+from contextlib import closing
 
 import httpx
 import openai
@@ -66,7 +67,7 @@ def test_without_a_valid_key_every_route_answers_401(keyed, path, headers):
 @pytest.mark.parametrize("key", [USE, ADMIN])
 def test_nnsights_client_comes_in_by_its_own_header(keyed, key):
     assert httpx.get(f"{keyed}/whoami", headers={"ndif-api-key": key}, timeout=60).json()["tags"]
-    with websocket.create_connection(f"ws{keyed[4:]}/subscribe", header={"ndif-api-key": key}) as socket:
+    with closing(websocket.create_connection(f"ws{keyed[4:]}/subscribe", header={"ndif-api-key": key})) as socket:
         assert json.loads(socket.recv())["session_id"]
 
 

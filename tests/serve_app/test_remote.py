@@ -5,11 +5,12 @@ from __future__ import annotations
 import itertools
 import json
 import os
+import re
 import subprocess
 import sys
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import httpx
 import pytest
@@ -19,6 +20,8 @@ from deployments.client_code.job import CLASS
 from deployments.demo_model import WEIGHTS
 
 CLIENT = Path(__file__).with_name("nnsight_client.py")
+DOCS = Path(__file__).parents[2] / "docs"
+ADDRESS = "http://127.0.0.1:8000"
 GUIDE = Path(__file__).with_name("nnsight_guide.py")
 SECTIONS = [line[4 : line.index("(")] for line in GUIDE.read_text().splitlines() if line.endswith("(model, remote):")]
 SHOWN = [name for name in SECTIONS if not name.startswith("error_of_")]
@@ -94,18 +97,24 @@ def interpreter(open_server):
 
 
 @pytest.fixture
-def run(interpreter, tmp_path):
-    """Runs a program of one block against the server."""
+def execute(interpreter, tmp_path):
+    """Runs a client's program against the server."""
     numbers = itertools.count()
 
-    def run(*lines: str, **how: str) -> Said:
+    def execute(code: str) -> Said:
         program = tmp_path / f"client{next(numbers)}.py"  # nnsight reads a file once
-        program.write_text(block(*lines, **how))
+        program.write_text(code)
         interpreter.stdin.write(f"{program}\n")
         interpreter.stdin.flush()
         return Said(**json.loads(interpreter.stdout.readline()))
 
-    return run
+    return execute
+
+
+@pytest.fixture
+def run(execute):
+    """Runs a program of one block against the server."""
+    return lambda *lines, **how: execute(block(*lines, **how))
 
 
 @pytest.fixture(scope="module")
@@ -207,6 +216,32 @@ def test_the_status_and_the_environment_are_as_nnsight_reads_them(open_server):
     assert "vitrine-demo" in done.stdout
     assert "RUNNING" in done.stdout
     assert done.stdout.splitlines()[-1] == "{} True"
+
+
+def examples() -> list[Any]:
+    """The pages' Python, each block of the experiments behind their set-up."""
+    found = []
+    for page in ("nnsight.md", "experiments.md"):
+        blocks = re.findall(r"^```python\n(.*?)^```", (DOCS / page).read_text(), re.DOTALL | re.MULTILINE)
+        setup = blocks.pop(0) if page == "experiments.md" else ""
+        found += [pytest.param(setup + code, id=f"{page} {number}") for number, code in enumerate(blocks)]
+    return found
+
+
+@pytest.mark.parametrize("code", examples())
+def test_an_example_of_the_pages_works(execute, open_server, code):
+    said = execute(code.replace(ADDRESS, open_server))
+    assert "Traceback" not in said.stderr, said.stderr
+    assert re.search(r"^[^\r◉].", said.stdout, re.MULTILINE)
+
+
+def test_the_pages_experiments_give_the_same_both_ways(execute, open_server):
+    steering, by_code, patching, by_block, lens, by_call = (
+        execute(example.values[0].replace(ADDRESS, open_server)).stdout for example in examples()[1:]
+    )
+    assert steering.splitlines()[-1].partition(" ")[2].strip("'\"") in by_code
+    assert patching.split() == [word for line in by_block.splitlines()[-6:] for word in line.split()]
+    assert lens.splitlines()[-1] == by_call.splitlines()[-1]
 
 
 # ---- what a job may not do
