@@ -16,6 +16,7 @@ from deployments.activations.points import Place, Points
 from deployments.engine.cache import SlotCache
 from deployments.engine.masks import Masks
 from deployments.engine.probe import UnsupportedModelError, find_masks
+from deployments.engine.readout import Readout
 from deployments.engine.taps import Taps, Visit
 
 if unmount is not None:
@@ -40,6 +41,7 @@ class Model:
         longest_token: The most characters one token stands for.
         eos: Token ids that end a text.
         head: The path of the module that gives the logits.
+        readout: From a layer's output to logits.
     """
 
     def __init__(self, hf: Any, tokenizer: Any, name: str, context: int | None = None) -> None:
@@ -61,6 +63,7 @@ class Model:
         hf.get_output_embeddings().register_forward_pre_hook(self._narrow)
         self.masks: Masks
         find_masks(self)
+        self.readout = Readout(hf, self.points)
 
     @property
     def device(self) -> torch.device:
