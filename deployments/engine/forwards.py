@@ -45,6 +45,7 @@ class Forwards:
         self._batch = batch
         self._recorder = recorder
         self._plans = Plans()
+        self._lenses = Lenses([])  # of the last decode
 
     def prefill(self, prefill: Prefill) -> Outcome:
         """Run prompts, or a piece of one, into slots behind those in use or the one it has."""
@@ -124,7 +125,7 @@ class Forwards:
         if reading:
             recorder.begin(reading, self._cache.window.slots)
         plan = self._plans.decode([Spans(row.request.edits, row.fed, row.fed + 1) for row in rows])
-        lenses = Lenses([Asking(i, 0, row.lens) for i, row in enumerate(rows) if row.lens])
+        lenses = self._lenses_of([Asking(i, 0, row.lens) for i, row in enumerate(rows) if row.lens])
         wanted = set(reading)
 
         def visit(place: Place, value: torch.Tensor) -> torch.Tensor | None:
@@ -145,3 +146,9 @@ class Forwards:
         for row in rows:
             row.fed += 1
         return Outcome(rows, logits, lens)
+
+    def _lenses_of(self, asking: list[Asking]) -> Lenses:
+        """Those of a decode, which are the last one's while the same rows ask."""
+        if asking != self._lenses.asking:
+            self._lenses = Lenses(asking)
+        return self._lenses

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from typing import NamedTuple
 
 import torch
@@ -44,47 +44,53 @@ class Asking(NamedTuple):
 
 
 class Lenses:
-    """What layers give in one forward to the rows that ask, which is then read at once.
+    """What layers give in a forward to the rows that ask, which is then read at once.
 
     Attributes:
+        asking: Those rows.
         places: What to visit.
     """
 
     def __init__(self, asking: Sequence[Asking]) -> None:
-        self._asking = asking
+        self.asking = asking
         self._of: dict[Place, list[int]] = {}  # who asks for each, by their turn
         for turn, one in enumerate(asking):
             for point in one.lens.points:
                 self._of.setdefault(point.place, []).append(turn)
         self.places = list(self._of)
-        self._taken: dict[Place, torch.Tensor] = {}  # [those who ask, hidden]
         self._index: dict[tuple[int, ...], tuple[torch.Tensor, torch.Tensor]] = {}  # most places have the same
+        self._taken: dict[Place, torch.Tensor] = {}  # [those who ask, hidden]
+        turns = {(turn, place): i for i, (place, turn) in enumerate(self._turns())}
+        self._rows = [[turns[turn, point.place] for point in one.lens.points] for turn, one in enumerate(asking)]
+
+    def _turns(self) -> Iterator[tuple[Place, int]]:
+        """Which row of all that are taken is whose."""
+        return ((place, turn) for place, turns in self._of.items() for turn in turns)
 
     def take(self, place: Place, value: torch.Tensor) -> None:
         """Copy what is asked for of a value [batch, tokens, hidden], where anything is."""
         if place in self._of:
-            rows, at = self._where(tuple(self._of[place]))
-            self._taken[place] = value[rows.to(value.device), at.to(value.device)]
+            rows, at = self._where(tuple(self._of[place]), value.device)
+            self._taken[place] = value[rows, at]
 
-    def _where(self, turns: tuple[int, ...]) -> tuple[torch.Tensor, torch.Tensor]:
-        """Rows and tokens, [those who ask] each."""
-        if turns not in self._index:
-            asking = [self._asking[turn] for turn in turns]
-            self._index[turns] = torch.tensor([one.row for one in asking]), torch.tensor([one.at for one in asking])
-        return self._index[turns]
+    def _where(self, turns: tuple[int, ...], device: torch.device) -> tuple[torch.Tensor, torch.Tensor]:
+        """Rows and tokens, [those who ask] each, on a device."""
+        known = self._index.get(turns)
+        if known is None or known[0].device != device:  # a model's layers may lie on several
+            pairs = torch.tensor([(self.asking[turn].row, self.asking[turn].at) for turn in turns], device=device)
+            known = self._index[turns] = pairs[:, 0], pairs[:, 1]
+        return known
 
     def read(self, readout: Readout) -> dict[int, tuple[Likeliest, ...]]:
         """By row, the likeliest tokens of each layer; none of one that the forward left out or that is not finite."""
         if not self._taken:
             return {}
-        turns = [(turn, place) for place in self._taken for turn in self._of[place]]
-        most = [self._asking[turn].lens.top_k for turn, _ in turns]
-        rows = torch.cat([rows.to(readout.device) for rows in self._taken.values()])  # [turns, hidden]
-        found = dict(zip(turns, _likeliest(rows, most, readout), strict=True))
-        return {
-            one.row: tuple(found.get((turn, point.place), ()) for point in one.lens.points)
-            for turn, one in enumerate(self._asking)
-        }
+        for place in self._of.keys() - self._taken.keys():
+            self._taken[place] = torch.full((len(self._of[place]), *place.shape), torch.nan, dtype=place.dtype)
+        rows = torch.cat([self._taken[place].to(readout.device) for place in self._of])  # [turns, hidden]
+        self._taken = {}
+        found = _likeliest(rows, [self.asking[turn].lens.top_k for _, turn in self._turns()], readout)
+        return {one.row: tuple(found[i] for i in rows) for one, rows in zip(self.asking, self._rows, strict=True)}
 
 
 def _likeliest(rows: torch.Tensor, most: Sequence[int], readout: Readout) -> list[Likeliest]:

@@ -144,6 +144,20 @@ def test_scales_and_caps_of_logits_are_the_models_own(name, byte_tokenizer, prom
     check(model, events, request, endings(events)["a"])
 
 
+@pytest.mark.parametrize("name", ["qwen3", "gemma2", "opt", "falcon_parallel"])
+def test_in_half_precision_the_last_layer_says_what_logprobs_say(name, tiny, prompt, drain):
+    model = tiny(name, dtype=torch.bfloat16)
+    engine = Engine(model, prefill_tokens=16)
+    for i, length in enumerate((3, 9, 30)):
+        engine.submit(asking(model, str(i), prompt(length), logprobs=5))
+    events = drain(engine)
+    for i in range(3):
+        _, logprobs, lens = said(events, str(i))
+        for one, logprob in zip(lens, logprobs, strict=True):
+            last, own = ([value for _, value in top] for top in (one[-1], logprob.top))
+            assert last == pytest.approx(own, abs=0.05)  # two products of other shapes round apart
+
+
 def test_rows_of_one_batch_may_ask_for_other_layers_and_numbers(tiny, prompt, drain):
     model = tiny("qwen3")
     asked = {"first": ((0,), 1), "two": ((0, 2), 20), "last": ((2,), 3), "all": ((0, 1, 2), 7)}
