@@ -151,4 +151,5 @@ class Forwards:
         """Those of a decode, which are the last one's while the same rows ask."""
         if asking != self._lenses.asking:
             self._lenses = Lenses(asking)
+        self._lenses.begin()
         return self._lenses

@@ -58,7 +58,8 @@ class Lenses:
             for point in one.lens.points:
                 self._of.setdefault(point.place, []).append(turn)
         self.places = list(self._of)
-        self._index: dict[tuple[int, ...], tuple[torch.Tensor, torch.Tensor]] = {}  # most places have the same
+        # Most places have the same; a model's layers may lie on several devices.
+        self._index: dict[tuple[tuple[int, ...], torch.device], tuple[torch.Tensor, torch.Tensor]] = {}
         self._taken: dict[Place, torch.Tensor] = {}  # [those who ask, hidden]
         turns = {(turn, place): i for i, (place, turn) in enumerate(self._turns())}
         self._rows = [[turns[turn, point.place] for point in one.lens.points] for turn, one in enumerate(asking)]
@@ -66,6 +67,10 @@ class Lenses:
     def _turns(self) -> Iterator[tuple[Place, int]]:
         """Which row of all that are taken is whose."""
         return ((place, turn) for place, turns in self._of.items() for turn in turns)
+
+    def begin(self) -> None:
+        """Forget the last forward, which may have ended half way."""
+        self._taken.clear()
 
     def take(self, place: Place, value: torch.Tensor) -> None:
         """Copy what is asked for of a value [batch, tokens, hidden], where anything is."""
@@ -75,20 +80,18 @@ class Lenses:
 
     def _where(self, turns: tuple[int, ...], device: torch.device) -> tuple[torch.Tensor, torch.Tensor]:
         """Rows and tokens, [those who ask] each, on a device."""
-        known = self._index.get(turns)
-        if known is None or known[0].device != device:  # a model's layers may lie on several
+        if (turns, device) not in self._index:
             pairs = torch.tensor([(self.asking[turn].row, self.asking[turn].at) for turn in turns], device=device)
-            known = self._index[turns] = pairs[:, 0], pairs[:, 1]
-        return known
+            self._index[turns, device] = pairs[:, 0], pairs[:, 1]
+        return self._index[turns, device]
 
     def read(self, readout: Readout) -> dict[int, tuple[Likeliest, ...]]:
         """By row, the likeliest tokens of each layer; none of one that the forward left out or that is not finite."""
-        if not self._taken:
+        if not self.asking:
             return {}
         for place in self._of.keys() - self._taken.keys():
             self._taken[place] = torch.full((len(self._of[place]), *place.shape), torch.nan, dtype=place.dtype)
         rows = torch.cat([self._taken[place].to(readout.device) for place in self._of])  # [turns, hidden]
-        self._taken = {}
         found = _likeliest(rows, [self.asking[turn].lens.top_k for _, turn in self._turns()], readout)
         return {one.row: tuple(found[i] for i in rows) for one, rows in zip(self.asking, self._rows, strict=True)}
 

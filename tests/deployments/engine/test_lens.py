@@ -259,6 +259,17 @@ def test_a_layer_whose_values_are_not_finite_has_no_tokens(tiny, prompt, drain):
     assert [[len(top) for top in one] for one in said(events, "beside")[2]] == [[5, 5, 5]] * NEW
 
 
+def test_a_layer_that_a_forward_leaves_out_has_no_tokens(build, byte_tokenizer, prompt, drain):
+    model = Model(build("qwen3"), byte_tokenizer, "qwen3")
+    layers = model.hf.model.layers
+    engine = Engine(model)
+    engine.submit(asking(model, "a", prompt(5)))
+    events = engine.step()
+    model.hf.model.layers = torch.nn.ModuleList([layers[0], layers[2]])
+    events += drain(engine)
+    assert [[len(top) for top in one] for one in said(events, "a")[2]] == [[5, 5, 5], *[[5, 0, 5]] * (NEW - 1)]
+
+
 def test_a_request_that_generates_nothing_has_no_lens(tiny, prompt, drain, endings):
     model = tiny("qwen3")
     engine = Engine(model)
