@@ -70,7 +70,8 @@ class Options(BaseModel):
         capture_memory_bytes: Host memory of a replica for recorded rows on their way to the store. They go out in
             pieces; where the disk is slower than the model, requests that record wait for it.
         max_capture_bytes: The most bytes that one request may record, all its choices together.
-        max_inline_values: The most numbers that `"return": "inline"` may put into an answer.
+        max_inline_values: The most numbers that `"return": "inline"` may put into an answer, and the most tokens of
+            layers that `logit_lens` may.
         activations_dir: Where activations and clients' tensors are stored.
         models_dir: Where models lie that may be loaded by name while the server runs: `models_dir/some/model` is
             loaded as `some/model`, before the hub is asked. By default only the hub is.

@@ -55,6 +55,7 @@ class ModelReplica:
         from deployments.chat import ChatFormat
         from deployments.editing import Editor
         from deployments.guidance import Guidance
+        from deployments.lensing import Lensing
         from deployments.prompts import Prompts
         from deployments.runs import Runs
         from deployments.spelling import Spelling
@@ -75,6 +76,7 @@ class ModelReplica:
         self._prompts = Prompts(self._model, self._chat, spelling)
         self._guidance = Guidance(self._chat, self._model)
         self._editor = Editor(self._model, store)
+        self._lensing = Lensing(self._model.points, options.max_inline_values)
         self._delivery = Delivery(self._engine, spelling)
         self._structure = structure(self._model.hf, self._model.points, self._model.context)
         self._metrics = Metrics(options.served_name)
@@ -266,6 +268,7 @@ class ModelReplica:
         """Everything that is to be done before the engine: off the event loop, since it takes time."""
         prompts = self._prompts.of(job)
         points = self._model.points.resolve(job.capture) if job.capture else ()
+        lens = self._lensing.of(job.logit_lens)
         editing = self._editor.editing(job.interventions, tensors)
         grammars = [self._guidance.grammar(job, prompt.text or "") for prompt in prompts]
         choices: dict[str, Choice] = {}
@@ -276,7 +279,7 @@ class ModelReplica:
             request = self._request(job, index, prompt.ids, points, streamed)
             edits = editing.of(len(prompt.ids), len(prompt.ids) + request.max_tokens)
             markers = self._chat.markers(job.tools) if reader else {}
-            request = replace(request, grammar=grammars[at], markers=markers, edits=edits)
+            request = replace(request, grammar=grammars[at], markers=markers, edits=edits, lens=lens)
             if index % job.n == 0:
                 self._engine.check(request)
                 echo = self._prompts.echo(prompt) if job.echo else None
@@ -284,7 +287,9 @@ class ModelReplica:
             said = tuple(prompt.ids) if job.token_ids else ()
             choice = Choice(index, request, reader, run, echo, echo.text if echo else "", prompt_ids=said)
             choices[request.id] = choice
-        self._runs.check([choice.request for choice in choices.values()])
+        requests = [choice.request for choice in choices.values()]
+        self._runs.check(requests)
+        self._lensing.check(requests)
         return choices
 
     def _reader(self, job: Job, text: str, streamed: bool) -> AnswerReader | None:

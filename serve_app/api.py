@@ -229,6 +229,7 @@ def _job(body: Generation, request: Request, **own: Any) -> Job:
         schema=body.enforced_schema,
         capture=body.capturing,
         interventions=tuple(body.interventions or ()),
+        logit_lens=body.logit_lens,
         session_id=body.session_id or f"auto-{datetime.now(UTC):%Y-%m-%d}",
         **own,
     )

@@ -125,6 +125,15 @@ CHAT_EXAMPLES: dict[str, Any] = {
             "session_id": "first-steps",
         },
     },
+    "logit lens": {
+        "summary": "says with each token what two layers would have put in its place",
+        "value": {
+            "model": "vitrine-demo",
+            **_SPOKEN,
+            "max_tokens": 16,
+            "logit_lens": {"layers": [1, -1], "top_k": 3},
+        },
+    },
 }
 COMPLETION_EXAMPLES: dict[str, Any] = {
     "text": {"value": {"model": "vitrine-demo", "prompt": "Ann has 3 boxes.", "max_tokens": 16}},

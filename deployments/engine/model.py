@@ -16,6 +16,7 @@ from deployments.activations.points import Place, Points
 from deployments.engine.cache import SlotCache
 from deployments.engine.masks import Masks
 from deployments.engine.probe import UnsupportedModelError, find_masks
+from deployments.engine.readout import Readout
 from deployments.engine.shared_weights import SharedWeights
 from deployments.engine.taps import Taps, Visit
 
@@ -42,6 +43,7 @@ class Model:
         eos: Token ids that end a text.
         head: The path of the module that gives the logits.
         shared: What other processes need to run it on the same weights, where they may.
+        readout: From a layer's output to logits.
     """
 
     def __init__(
@@ -71,6 +73,7 @@ class Model:
         hf.get_output_embeddings().register_forward_pre_hook(self._narrow)
         self.masks: Masks
         find_masks(self)
+        self.readout = Readout(hf, self.points)
 
     @property
     def device(self) -> torch.device:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
+from deployments.engine import memory, row
 from deployments.engine.cache import SlotLayer
 from deployments.engine.engine import Engine
 from deployments.engine.memory import left_in_container
@@ -33,6 +34,23 @@ def test_a_newcomer_for_whom_memory_cannot_grow_waits_and_touches_nobody(tiny, m
     for request, want in zip(requests, alone, strict=True):
         assert done[request.id].reason == "length"
         assert list(done[request.id].tokens) == list(want.tokens)
+
+
+def test_a_prompts_next_piece_takes_no_memory_that_a_neighbours_next_token_would(tiny, prompt, monkeypatch, endings):
+    monkeypatch.setattr(memory, "FIRST_CAPACITY", 8)
+    monkeypatch.setattr(row, "RESERVE", 1)
+    model = tiny("qwen3")
+    requests = [Request("a", prompt(4), 20, ignore_eos=True), Request("b", prompt(15), 1)]
+    alone = [Engine(model).generate([request])[0].tokens for request in requests]
+    two_of_16 = 32 * memory.KvMemory(model, 1, kv_bytes=1).position_bytes
+    engine = Engine(model, prefill_tokens=4, kv_bytes=two_of_16)
+    engine.submit(requests[0])
+    events = [event for _ in range(10) for event in engine.step()]  # 16 of its tokens are in before b's last piece
+    engine.submit(requests[1])
+    while len(done := endings(events)) < 2:
+        events += engine.step()
+        assert engine.statistics.kv_bytes <= two_of_16
+    assert [done[request.id].tokens for request in requests] == alone
 
 
 def test_two_requests_of_one_id_are_refused_before_any_runs(tiny):
