@@ -54,15 +54,17 @@ def one_by_hand(edit, x, v):
 def by_hand(edit: Edit, rows: torch.Tensor, positions: list[int]) -> torch.Tensor:
     """[tokens, ...] of a point with its edit, in words of their own."""
     rows = rows.clone()
-    for position in positions:
+    for turn, position in enumerate(positions):
         x = rows[position]
         features = list(range(x.shape[-1])) if edit.features is None else list(edit.features)
-        for head in range(len(x)) if edit.heads is None and x.ndim > 1 else edit.heads or [None]:
+        heads = edit.heads or (range(len(x)) if x.ndim > 1 else [None])
+        for k, head in enumerate(heads):
             row = x if head is None else x[head]
-            part, v = row[features], None
+            v = None
             if edit.vector is not None:
-                v = edit.vector[positions.index(position)] if edit.per_token else edit.vector
-            row[features] = one_by_hand(edit, part, v)
+                v = edit.vector[turn] if edit.per_token else edit.vector
+                v = (v[k] if v.ndim > 1 else v).to(x.dtype)
+            row[features] = one_by_hand(edit, row[features], v)
     return rows
 
 
@@ -165,6 +167,22 @@ def test_several_edits_come_in_their_order_of_some_features_and_heads(tiny, prom
     ]
     orders = [edits, edits[::-1], edits[1:] + edits[:1]]
     requests = [edited(model, str(i), prompt(PROMPT, i), order, capturing) for i, order in enumerate(orders)]
+    for request, done in zip(requests, Engine(model).generate(requests), strict=True):
+        check(model, request, done, assert_rows_close)
+
+
+def test_one_vector_for_all_heads_and_others_for_each_share_a_batch(tiny, prompt, capturing, assert_rows_close):
+    model = tiny("qwen3")
+    at = point(model, "layers.1.attention.heads")
+    count, width = at.shape
+    vectors = [vector(width), vector(count * width, 1).view(count, width)]
+    edits = [Edit(at, kind, vector=v) for v in vectors for kind in ("add", "replace")]
+    rows = vector(PROMPT * count * width, 2).view(PROMPT, count, width)
+    edits += [
+        Edit(at, "replace", Tokens(0, PROMPT), vector=rows.double()),
+        Edit(at, "replace", Tokens(0, PROMPT), heads=(2, 0), vector=rows[:, :2].bfloat16()),
+    ]
+    requests = [edited(model, str(i), prompt(PROMPT, i), [edit], capturing) for i, edit in enumerate(edits)]
     for request, done in zip(requests, Engine(model).generate(requests), strict=True):
         check(model, request, done, assert_rows_close)
 
