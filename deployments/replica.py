@@ -7,7 +7,7 @@ import contextlib
 import logging
 import threading
 import time
-from collections.abc import AsyncGenerator, Callable, Mapping
+from collections.abc import AsyncGenerator, Callable
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import asdict, replace
 from typing import TYPE_CHECKING, Any
@@ -25,8 +25,7 @@ from deployments.metrics import Metrics
 from deployments.options import SETTINGS, Options
 
 if TYPE_CHECKING:  # Serve's controller and proxies import this module too, and need no torch
-    import torch
-
+    from deployments.editing import Brought
     from deployments.engine.engine import Engine
     from deployments.reader import AnswerReader
 
@@ -72,7 +71,7 @@ class ModelReplica:
         spelling = Spelling(self._model.tokenizer)
         self._prompts = Prompts(self._model, self._chat, spelling)
         self._guidance = Guidance(self._chat, self._model)
-        self._editor = Editor(self._model, store)
+        self._editor = Editor(self._model, store, options.max_intervention_bytes)
         self._delivery = Delivery(self._engine, spelling)
         self._structure = structure(self._model.hf, self._model.points, self._model.context)
         self._metrics = Metrics(options.served_name)
@@ -95,7 +94,7 @@ class ModelReplica:
             return [message async for gathered in items for message in gathered]
 
     async def _run(self, job: Job, streamed: bool) -> AsyncGenerator[list[Message]]:
-        with self._requests.measure(job, streamed) as meter:
+        with self._requests.measure(job, streamed) as meter, self._editor.lending(job.id):
             limit = self._options.request_timeout_s
             late = Refusal(f"not done after the server's limit of {limit:g} s", None, "timeout", 504)
             deadline = asyncio.get_running_loop().time() + limit
@@ -232,8 +231,8 @@ class ModelReplica:
             raise RequestError(f"all {room} places of this replica are taken", None, "server_busy", 429)
         self._preparing += wanted
         try:
-            tensors = await self._editor.tensors(job.interventions)
-            choices = await self._loop.run_in_executor(self._pool, self._choices, job, tensors, streamed)
+            brought = await self._editor.bring(job.id, job.interventions)
+            choices = await self._loop.run_in_executor(self._pool, self._choices, job, brought, streamed)
         finally:
             self._preparing -= wanted
         ticket = self._delivery.open(job, choices)
@@ -242,11 +241,11 @@ class ModelReplica:
             raise RequestError(ENGINE_ENDED, None, "unavailable", 503)
         return ticket
 
-    def _choices(self, job: Job, tensors: Mapping[str, torch.Tensor], streamed: bool) -> dict[str, Choice]:
+    def _choices(self, job: Job, brought: Brought, streamed: bool) -> dict[str, Choice]:
         """Everything that is to be done before the engine: off the event loop, since it takes time."""
         prompts = self._prompts.of(job)
         points = self._model.points.resolve(job.capture) if job.capture else ()
-        editing = self._editor.editing(job.interventions, tensors)
+        editing = self._editor.editing(job.interventions, brought)
         grammars = [self._guidance.grammar(job, prompt.text or "") for prompt in prompts]
         choices: dict[str, Choice] = {}
         for index in range(len(prompts) * job.n):

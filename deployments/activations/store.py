@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
@@ -10,6 +11,8 @@ from typing import Any
 import ray
 
 from deployments.activations.facts import RunFacts, StoredPoint, StoredRun, StoreError
+from deployments.activations.failures import explain
+from deployments.activations.interventions import TokenChoice
 
 __all__ = ["ActivationStore", "StoreError", "StoredPoint", "StoredRun"]
 
@@ -39,6 +42,8 @@ class ActivationStore:
         self._writer = Writer(
             resolved, self._catalogue, shard_bytes=shard_bytes, open_shards=open_shards, lease_s=lease_s
         )
+        self._root = resolved
+        self._rows_pool = ThreadPoolExecutor(2, thread_name_prefix="stored-rows")  # what they read is in memory at once
         self._tensors = TensorFiles(resolved)
         self._tensors_pool = ThreadPoolExecutor(1, thread_name_prefix="tensor-files")  # one changes them at a time
 
@@ -92,6 +97,29 @@ class ActivationStore:
     async def session(self, session_id: str) -> dict[str, Any] | None:
         """One session with its runs and files; None if there is none."""
         return self._catalogue.session(session_id)
+
+    async def rows(self, run_id: str, points: Sequence[Sequence[str]], tokens: TokenChoice, most: int) -> bytes | None:
+        """Some rows of a stored run, as `stored_rows.read_rows` gives them; None if there is no such run.
+
+        Args:
+            run_id: The run.
+            points: Each by the names that it may have been recorded by.
+            tokens: Which of the run's tokens.
+            most: The most bytes.
+
+        Raises:
+            RequestError: The run has no such point or token, or there are more bytes; names the field of `from`.
+            StoreError: The disk refuses.
+        """
+        from deployments.activations.stored_rows import read_rows
+
+        if (entry := self._catalogue.find(run_id)) is None:
+            return None
+        loop = asyncio.get_running_loop()
+        try:
+            return await loop.run_in_executor(self._rows_pool, read_rows, entry, points, tokens, most)
+        except OSError as error:
+            raise explain(self._root, error) from error
 
     async def delete(self, session_id: str) -> bool:
         """Delete a session: true when its files are gone, false if there was none.
