@@ -94,6 +94,8 @@ class ModelReplica:
             return [message async for gathered in items for message in gathered]
 
     async def _run(self, job: Job, streamed: bool) -> AsyncGenerator[list[Message]]:
+        if job.default_capture and not self._options.savepoints:
+            job = replace(job, capture=job.default_capture, profile_captures=True)
         with self._requests.measure(job, streamed) as meter, self._editor.lending(job.id):
             limit = self._options.request_timeout_s
             late = Refusal(f"not done after the server's limit of {limit:g} s", None, "timeout", 504)
@@ -125,8 +127,7 @@ class ModelReplica:
             async with asyncio.timeout_at(deadline):
                 return await self._admit(job, streamed)
         except RequestError as refused:
-            named = job.fields.get(refused.field or "", refused.field)
-            return Refusal(refused.message, named, refused.code, refused.status)
+            return job.refusal(refused)
         except TimeoutError:
             return late
 

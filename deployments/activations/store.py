@@ -13,6 +13,7 @@ import ray
 from deployments.activations.facts import RunFacts, StoredPoint, StoredRun, StoreError
 from deployments.activations.failures import explain
 from deployments.activations.interventions import TokenChoice
+from deployments.activations.profiles import Profile
 
 __all__ = ["ActivationStore", "StoreError", "StoredPoint", "StoredRun"]
 
@@ -33,6 +34,7 @@ class ActivationStore:
             raise ValueError(f"The activation store's root {root!r} must be an absolute path")
         # Serve's controller and the ingress import this module too, and need no Arrow.
         from deployments.activations.catalogue import Catalogue
+        from deployments.activations.profile_files import ProfileFiles
         from deployments.activations.tensor_files import TensorFiles
         from deployments.activations.writer import Writer
 
@@ -45,7 +47,8 @@ class ActivationStore:
         self._root = resolved
         self._rows_pool = ThreadPoolExecutor(2, thread_name_prefix="stored-rows")  # what they read is in memory at once
         self._tensors = TensorFiles(resolved)
-        self._tensors_pool = ThreadPoolExecutor(1, thread_name_prefix="tensor-files")  # one changes them at a time
+        self._profiles = ProfileFiles(resolved)
+        self._files_pool = ThreadPoolExecutor(1, thread_name_prefix="small-files")  # one changes them at a time
 
     async def append(self, session_id: str, run_id: str, part: int, batches: list[ray.ObjectRef[Any]]) -> None:
         """Take more of a run that is not finished; `write` takes its end. Not durable yet when it answers.
@@ -147,7 +150,7 @@ class ActivationStore:
             RequestError: The file is not one that may be kept, or there is no room for it.
             StoreError: The disk refuses.
         """
-        return await asyncio.get_running_loop().run_in_executor(self._tensors_pool, self._tensors.put, data, most)
+        return await asyncio.get_running_loop().run_in_executor(self._files_pool, self._tensors.put, data, most)
 
     async def tensor_file(self, tensor_id: str) -> bytes | None:
         """A tensor file as it was sent; None if there is none. `tensors.pick` finds a tensor in it.
@@ -163,7 +166,51 @@ class ActivationStore:
         Raises:
             StoreError: The disk refuses.
         """
-        return await asyncio.get_running_loop().run_in_executor(self._tensors_pool, self._tensors.delete, tensor_id)
+        return await asyncio.get_running_loop().run_in_executor(self._files_pool, self._tensors.delete, tensor_id)
+
+    async def profiles(self, limit: int = 100, after: str | None = None) -> list[dict[str, Any]]:
+        """Up to `limit` profiles in the order of their names, beginning behind `after`; without what they do."""
+        return self._profiles.list(limit, after)
+
+    async def put_profile(self, profile: Profile, by_admin: bool) -> dict[str, Any]:
+        """Keep a profile, in the place of one of its name; durable when it answers.
+
+        Args:
+            profile: The profile.
+            by_admin: Whether defaults may change.
+
+        Returns:
+            What `profile` says of it.
+
+        Raises:
+            RequestError: It is too large, there are too many, or defaults may not change.
+            StoreError: The disk refuses.
+        """
+        return await asyncio.get_running_loop().run_in_executor(self._files_pool, self._profiles.put, profile, by_admin)
+
+    async def profile(self, name: str) -> dict[str, Any] | None:
+        """A profile as it was sent, with when, and whether it is a default; None if there is none.
+
+        Raises:
+            StoreError: The disk refuses.
+        """
+        return await asyncio.to_thread(self._profiles.get, name)
+
+    async def default_profiles(self, known: int | None = None) -> tuple[int, dict[str, dict[str, Any]]] | None:
+        """The models' default profiles, and a version of all profiles; None where `known` is that version.
+
+        Raises:
+            StoreError: The disk refuses.
+        """
+        return await asyncio.to_thread(self._profiles.defaults, known)
+
+    async def delete_profile(self, name: str) -> bool:
+        """Delete a profile: true when it is gone, false if there was none.
+
+        Raises:
+            StoreError: The disk refuses.
+        """
+        return await asyncio.get_running_loop().run_in_executor(self._files_pool, self._profiles.delete, name)
 
     async def check_health(self) -> None:
         """Raise RuntimeError if nothing can be written any more until the actor is replaced."""
