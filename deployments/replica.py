@@ -150,6 +150,18 @@ class ModelReplica:
         finally:
             self._texts -= 1
 
+    async def check(self, job: Job) -> dict[str, Any] | Refusal:
+        """Nothing, where what a job without prompts records and changes is there in the model."""
+        try:
+            with self._editor.lending(job.id):
+                brought = await self._editor.bring(job.id, job.interventions)
+                self._editor.editing(job.interventions, brought)
+            if job.capture:
+                self._model.points.resolve(job.capture)
+        except RequestError as refused:
+            return job.refusal(refused)
+        return {}
+
     async def describe(self) -> dict[str, Any]:
         """The model as `/v1/models` shows it."""
         savepoints = [savepoint.model_dump() for savepoint in self._options.savepoints]

@@ -201,10 +201,10 @@ async def delete_tensors(tensor_id: str, backend: Actors) -> dict[str, Any]:
     return {"id": tensor_id, "object": "tensors", "deleted": True}
 
 
-@profiles.post("", responses=described.PROFILE | errors(403))
+@profiles.post("", responses=described.PROFILE | errors(403, 504))
 async def keep_profile(body: ProfileBody, backend: Actors, is_admin: IsAdmin) -> dict[str, Any]:
     """Keep a profile, in the place of one of its name; to make a default, or change one, takes an admin."""
-    return await backend.profiles.put(body, is_admin)
+    return await backend.keep_profile(body, is_admin)
 
 
 @profiles.get("", responses=described.PROFILES)

@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 import asyncio
+import uuid
 from typing import Any
 
 import httpx
 import ray
 
+from deployments.activations.profiles import Profile
+from deployments.messages import Job
 from deployments.options import Options
 from serve_app.asking import stored
 from serve_app.errors import ApiError
@@ -105,6 +108,23 @@ class Backend:
         """
         if not await stored(self._store.delete_tensors.remote(tensor_id)):
             raise _no_tensors(tensor_id)
+
+    async def keep_profile(self, profile: Profile, by_admin: bool) -> dict[str, Any]:
+        """Keep a profile; where its model is served, only what fits the model.
+
+        Args:
+            profile: The profile.
+            by_admin: Whether defaults may change.
+
+        Raises:
+            RequestError: It is too large, there are too many, or only an admin may change a default.
+            ApiError: The model has no such point; 503.
+        """
+        model = self.models.get(profile.model) if profile.model else None
+        if model and model.up:
+            specs = tuple(profile.interventions or ())
+            await model.check(Job(uuid.uuid4().hex, capture=profile.capture, interventions=specs))
+        return await self.profiles.put(profile, by_admin)
 
     async def metrics(self) -> str:
         """Prometheus text of all nodes, reduced to this project's and Serve's own.

@@ -117,6 +117,18 @@ def test_what_is_no_profile_is_refused_by_its_field(ask, body, param):
     assert refused(ask("GET", "x"))[0] == 404
 
 
+def test_a_profile_for_a_model_that_is_served_has_to_fit_it(ask):
+    for more, param in [
+        ({"interventions": [HALF, HALF | {"point": "layers.99.output"}]}, "interventions[1].point"),
+        ({"interventions": [STEER | {"vector": [1.0]}]}, "interventions[0].vector"),
+        ({"interventions": [STEER | {"vector": "tensor-of-nobody"}]}, "interventions[0].vector"),
+        ({"capture": {"points": ["layers.0.outptu"]}}, "capture.points[0]"),
+    ]:
+        answer = ask("POST", json={"name": "misfit", "model": MODEL, "default": True} | more)
+        assert refused(answer)[:2] == (400, param)
+    assert refused(ask("GET", "misfit"))[0] == 404
+
+
 def test_a_request_uses_a_profile_by_its_name_and_none_else_does(served, keep, client):
     keep("steer", interventions=[STEER])
     plain, steered = text(served), text(served, interventions=[STEER])
