@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import functools
 import logging
 import threading
 import time
@@ -25,8 +26,8 @@ from deployments.metrics import Metrics
 from deployments.options import SETTINGS, Options
 
 if TYPE_CHECKING:  # Serve's controller and proxies import this module too, and need no torch
-    from deployments.editing import Brought
     from deployments.engine.engine import Engine
+    from deployments.holdings import Brought
     from deployments.reader import AnswerReader
 
 logger = logging.getLogger("ray.serve")
@@ -50,8 +51,9 @@ class ModelReplica:
         """
         from deployments.activations.structure import structure
         from deployments.chat import ChatFormat
-        from deployments.editing import Editor
+        from deployments.editing import Editing
         from deployments.guidance import Guidance
+        from deployments.holdings import Holdings
         from deployments.prompts import Prompts
         from deployments.runs import Runs
         from deployments.spelling import Spelling
@@ -71,7 +73,8 @@ class ModelReplica:
         spelling = Spelling(self._model.tokenizer)
         self._prompts = Prompts(self._model, self._chat, spelling)
         self._guidance = Guidance(self._chat, self._model)
-        self._editor = Editor(self._model, store, options.max_intervention_bytes)
+        self._holdings = Holdings(self._model.points, store, options.max_intervention_bytes)
+        self._editing = functools.partial(Editing, self._model.points, self._model.device)
         self._delivery = Delivery(self._engine, spelling)
         self._structure = structure(self._model.hf, self._model.points, self._model.context)
         self._metrics = Metrics(options.served_name)
@@ -96,7 +99,7 @@ class ModelReplica:
     async def _run(self, job: Job, streamed: bool) -> AsyncGenerator[list[Message]]:
         if job.default_capture and not self._options.savepoints:
             job = replace(job, capture=job.default_capture, profile_captures=True)
-        with self._requests.measure(job, streamed) as meter, self._editor.lending(job.id):
+        with self._requests.measure(job, streamed) as meter, self._holdings.lending(job.id):
             limit = self._options.request_timeout_s
             late = Refusal(f"not done after the server's limit of {limit:g} s", None, "timeout", 504)
             deadline = asyncio.get_running_loop().time() + limit
@@ -153,9 +156,10 @@ class ModelReplica:
     async def check(self, job: Job) -> dict[str, Any] | Refusal:
         """Nothing, where what a job without prompts records and changes is there in the model."""
         try:
-            with self._editor.lending(job.id):
-                brought = await self._editor.bring(job.id, job.interventions)
-                self._editor.editing(job.interventions, brought)
+            with self._holdings.lending(job.id):
+                brought = await self._holdings.bring(job.id, job.interventions)
+                loop = asyncio.get_running_loop()
+                await loop.run_in_executor(self._pool, self._editing, job.interventions, brought)
             if job.capture:
                 self._model.points.resolve(job.capture)
         except RequestError as refused:
@@ -244,7 +248,7 @@ class ModelReplica:
             raise RequestError(f"all {room} places of this replica are taken", None, "server_busy", 429)
         self._preparing += wanted
         try:
-            brought = await self._editor.bring(job.id, job.interventions)
+            brought = await self._holdings.bring(job.id, job.interventions)
             choices = await self._loop.run_in_executor(self._pool, self._choices, job, brought, streamed)
         finally:
             self._preparing -= wanted
@@ -258,7 +262,7 @@ class ModelReplica:
         """Everything that is to be done before the engine: off the event loop, since it takes time."""
         prompts = self._prompts.of(job)
         points = self._model.points.resolve(job.capture) if job.capture else ()
-        editing = self._editor.editing(job.interventions, brought)
+        editing = self._editing(job.interventions, brought)
         grammars = [self._guidance.grammar(job, prompt.text or "") for prompt in prompts]
         choices: dict[str, Choice] = {}
         for index in range(len(prompts) * job.n):

@@ -21,6 +21,7 @@ STAIRS = [
     "deployments.delivery",
     "deployments.guidance",
     "deployments.editing",
+    "deployments.holdings",
     "deployments.runs",
     "deployments.prompts",
     "deployments.chat",
