@@ -6,55 +6,24 @@ import functools
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import torch
 
-from deployments.activations.interventions import Add, Clamp, Intervention, Positions, ProjectOut, Replace, Scale
+from deployments.activations.interventions import (
+    Add,
+    Clamp,
+    Intervention,
+    Positions,
+    ProjectOut,
+    Replace,
+    Scale,
+)
 from deployments.activations.points import Point, Points
 from deployments.activations.spec import Features, Last
-from deployments.activations.tensors import pick, split
 from deployments.engine.edits import Edit, Tokens
-from deployments.engine.model import Model
 from deployments.errors import RequestError
-
-
-class Editor:
-    """One model's way from interventions to edits."""
-
-    def __init__(self, model: Model, store: Any) -> None:
-        """Take a model and the activation store's handle."""
-        self._model = model
-        self._store = store
-
-    async def tensors(self, interventions: Sequence[Intervention]) -> dict[str, torch.Tensor]:
-        """The tensors that interventions name, by what they call them.
-
-        Raises:
-            RequestError: There is none of that name; names the field.
-            StoreError: The disk refuses.
-        """
-        found: dict[str, torch.Tensor] = {}
-        for i, spec in enumerate(interventions):
-            reference, field = getattr(spec, "vector", None), f"interventions[{i}].vector"
-            if not isinstance(reference, str) or reference in found:
-                continue
-            data = await self._store.tensor_file.remote(split(reference)[0])
-            if data is None:
-                raise RequestError(f"there is no tensor {reference!r}", field, "tensor_not_found")
-            try:
-                found[reference] = pick(reference, data)
-            except RequestError as refused:
-                raise RequestError(refused.message, field, refused.code) from refused
-        return found
-
-    def editing(self, interventions: Sequence[Intervention], tensors: Mapping[str, torch.Tensor]) -> Editing:
-        """Interventions, with the tensors they name, looked up in the model; takes time.
-
-        Raises:
-            RequestError: As `Editing` does.
-        """
-        return Editing(self._model.points, interventions, tensors, self._model.device)
+from deployments.holdings import Brought
 
 
 class _Prepared(NamedTuple):
@@ -67,30 +36,30 @@ class Editing:
     """One request's interventions, looked up in one model; for each of its prompts they become edits."""
 
     def __init__(
-        self,
-        points: Points,
-        interventions: Sequence[Intervention],
-        tensors: Mapping[str, torch.Tensor],
-        device: torch.device,
+        self, points: Points, device: torch.device, interventions: Sequence[Intervention], brought: Brought
     ) -> None:
         """Look up all points and lay out all vectors.
 
         Args:
             points: The model's.
-            interventions: As they were sent.
-            tensors: Those that they name, by what they call them.
             device: The model's.
+            interventions: As they were sent.
+            brought: What they name.
 
         Raises:
-            RequestError: A point, head or feature that is not there, or a vector of the wrong length; names the
-                field.
+            RequestError: A point, head or feature that is not there, or a vector or rows of the wrong shape; names
+                the field.
         """
         self._prepared = []
         for i, spec in enumerate(interventions):
             field = f"interventions[{i}]"
-            vector = _vector(spec, tensors, field)
             named = points.named(spec.point, f"{field}.point")
-            edits = [_edit(spec, vector, point, field, device) for point in named]
+            if i in brought.rows:
+                rows = brought.rows[i] if len(brought.rows[i]) == len(named) else [brought.rows[i][0]] * len(named)
+                edits = [_patch(spec, *one, field, device) for one in zip(rows, named, strict=True)]
+            else:
+                vector = _vector(spec, brought.tensors, field)
+                edits = [_edit(spec, vector, point, field, device) for point in named]
             self._prepared.append(_Prepared(spec, field, edits))
 
     def of(self, prompt: int, most: int) -> tuple[Edit, ...]:
@@ -101,18 +70,20 @@ class Editing:
             most: Tokens of its prompt and the most that are generated.
 
         Raises:
-            RequestError: Tokens that it cannot have; names the field.
+            RequestError: Tokens that it cannot have, or other than there are rows for; names the field.
         """
         found = []
         for spec, field, edits in self._prepared:
             tokens = _tokens(spec, prompt, most, f"{field}.tokens")
-            found += [replace(edit, tokens=tokens) for edit in edits]
+            for edit in edits:
+                vector = _paired(edit.vector, spec, tokens, most, field) if edit.per_token else edit.vector
+                found.append(replace(edit, tokens=tokens, vector=vector))
         return tuple(found)
 
 
 def _vector(spec: Intervention, tensors: Mapping[str, torch.Tensor], field: str) -> torch.Tensor:
     """What an operation has for a vector, in one row; of none where it has none."""
-    if not isinstance(spec, (Add, ProjectOut, Replace)):
+    if not isinstance(spec, (Add, ProjectOut, Replace)) or spec.vector is None:
         return torch.empty(0)
     sent = tensors[spec.vector] if isinstance(spec.vector, str) else torch.tensor(spec.vector)
     vector = (spec.scale if isinstance(spec, Add) else 1.0) * sent.flatten().float()
@@ -124,9 +95,7 @@ def _vector(spec: Intervention, tensors: Mapping[str, torch.Tensor], field: str)
 
 
 def _edit(spec: Intervention, vector: torch.Tensor, point: Point, field: str, device: torch.device) -> Edit:
-    if not point.place.dtype.is_floating_point:
-        raise RequestError(f"{point.name} holds no activations but {point.place.dtype} numbers", f"{field}.point")
-    heads, features = _heads(spec, point, field), _features(spec.features, point, field)
+    heads, features = _part(spec, point, field)
     edit = functools.partial(Edit, point, features=features, heads=heads)
     if isinstance(spec, (Add, ProjectOut, Replace)):
         return edit(spec.op, vector=_fitted(vector, heads, features, point, field).to(device))
@@ -134,6 +103,42 @@ def _edit(spec: Intervention, vector: torch.Tensor, point: Point, field: str, de
         low, high = -math.inf if spec.min is None else spec.min, math.inf if spec.max is None else spec.max
         return edit("clamp", low=low, high=high)
     return edit("scale", low=spec.factor if isinstance(spec, Scale) else 0.0)
+
+
+def _patch(spec: Intervention, rows: torch.Tensor, point: Point, field: str, device: torch.device) -> Edit:
+    """The edit that puts a stored run's rows [tokens, ...] in the place of a point's."""
+    heads, features = _part(spec, point, field)
+    if rows.shape[1:] != point.shape:
+        has, needs = list(rows.shape[1:]), list(point.shape)
+        message = f"the run's rows have the shape {has}, those of {point.name} {needs}: record them whole"
+        raise RequestError(message, f"{field}.from.point")
+    if not rows.dtype.is_floating_point or not rows.isfinite().all():
+        raise RequestError("the run's rows hold what is no finite activation", f"{field}.from")
+    part = rows if heads is None else rows[:, list(heads)]
+    part = part if features is None else part[..., list(features)]
+    return Edit(point, "replace", features=features, heads=heads, vector=part.to(device))
+
+
+def _paired(rows: torch.Tensor | None, spec: Intervention, tokens: Tokens, most: int, field: str) -> torch.Tensor:
+    """The rows [tokens, ...] that go to the tokens, these in ascending order."""
+    assert rows is not None
+    listed = spec.tokens.positions if isinstance(spec.tokens, Positions) else tokens.within(0, most)
+    if len(set(listed)) < len(listed):
+        raise RequestError("a token is listed twice, and each gets one row", f"{field}.tokens")
+    if len(listed) != len(rows):
+        counted = ", as many as prompt and max_tokens make at most" if tokens.stop is None and not tokens.few else ""
+        message = f"{len(rows)} rows of the stored run for {len(listed)} tokens{counted}: both must be as many"
+        raise RequestError(message, f"{field}.from.tokens")
+    if tokens.few is None or list(tokens.few) == list(listed):
+        return rows
+    return rows[sorted(range(len(listed)), key=listed.__getitem__)]
+
+
+def _part(spec: Intervention, point: Point, field: str) -> tuple[tuple[int, ...] | None, tuple[int, ...] | None]:
+    """The heads and features of a point that are changed; None for all."""
+    if not point.place.dtype.is_floating_point:
+        raise RequestError(f"{point.name} holds no activations but {point.place.dtype} numbers", f"{field}.point")
+    return _heads(spec, point, field), _features(spec.features, point, field)
 
 
 def _heads(spec: Intervention, point: Point, field: str) -> tuple[int, ...] | None:

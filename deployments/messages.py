@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterable
 from dataclasses import dataclass, field
 from itertools import groupby
@@ -11,6 +12,7 @@ from deployments.activations.interventions import Intervention
 from deployments.activations.logit_lens import LogitLens
 from deployments.activations.spec import Capture
 from deployments.engine.request import Sampling
+from deployments.errors import RequestError
 
 
 @dataclass(frozen=True)
@@ -37,8 +39,12 @@ class Job:
         ranked: Say with each choice how likely it was, for the best to be picked.
         token_ids: Say the token ids of prompt and answer.
         capture: What to record; None for nothing.
-        interventions: What to change on the way.
+        interventions: What to change on the way; the first ones are the profile's.
         logit_lens: What to say of the layers with each token; None for nothing.
+        profile: The profile that it uses; None for none.
+        profiled: How many of its interventions are the profile's.
+        profile_captures: Whether what to record is the profile's, too.
+        default_capture: What to record in place of `capture` where the model has no savepoints: the profile's.
         session_id: The session its runs join.
         request_id: What the client and the HTTP log call the request; not unique.
         fields: What the request calls a field that a refusal may name, where it is not that name.
@@ -65,9 +71,24 @@ class Job:
     capture: Capture | None = None
     interventions: tuple[Intervention, ...] = ()
     logit_lens: LogitLens | None = None
+    profile: str | None = None
+    profiled: int = 0
+    profile_captures: bool = False
+    default_capture: Capture | None = None
     session_id: str = ""
     request_id: str = ""
     fields: dict[str, str] = field(default_factory=dict)
+
+    def refusal(self, error: RequestError) -> Refusal:
+        """Why it cannot be served, by the fields of its request."""
+        message, name = error.message, self.fields.get(error.field or "", error.field)
+        listed = re.match(r"interventions\[(\d+)\]", name or "")
+        number = int(listed[1]) - self.profiled if listed else 0
+        if number < 0 or (self.profile_captures and re.match(r"capture\b", name or "")):
+            message, name = f"the profile {self.profile!r}, {name}: {message}", "intervention_profile"
+        elif listed:
+            name = f"interventions[{number}]{(name or '')[listed.end() :]}"
+        return Refusal(message, name, error.code, error.status)
 
 
 class Spelled(NamedTuple):

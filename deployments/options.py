@@ -70,6 +70,8 @@ class Options(BaseModel):
         capture_memory_bytes: Host memory of a replica for recorded rows on their way to the store. They go out in
             pieces; where the disk is slower than the model, requests that record wait for it.
         max_capture_bytes: The most bytes that one request may record, all its choices together.
+        max_intervention_bytes: The most bytes of tensors and of stored rows that a replica's requests hold together for
+            their interventions.
         max_inline_values: The most numbers that `"return": "inline"` may put into an answer, and the most tokens of
             layers that `logit_lens` may.
         activations_dir: Where activations and clients' tensors are stored.
@@ -115,6 +117,7 @@ class Options(BaseModel):
     max_body_bytes: int = Field(default=16 << 20, ge=1)
     max_tensor_file_bytes: int = Field(default=64 << 20, ge=1, le=128 << 20)
     max_tensor_store_bytes: int = Field(default=4 << 30, ge=1)
+    max_intervention_bytes: int = Field(default=256 << 20, ge=1)
     max_inline_values: int = Field(default=200_000, ge=1)
     capture_memory_bytes: int = Field(default=192 << 20, ge=1)
     max_capture_bytes: int = Field(default=4 << 30, ge=1)

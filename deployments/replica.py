@@ -4,10 +4,11 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import functools
 import logging
 import threading
 import time
-from collections.abc import AsyncGenerator, Callable, Mapping
+from collections.abc import AsyncGenerator, Callable
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import asdict, replace
 from typing import TYPE_CHECKING, Any
@@ -26,10 +27,9 @@ from deployments.metrics import Metrics
 from deployments.options import SETTINGS, Options
 
 if TYPE_CHECKING:  # Serve's controller and proxies import this module too, and need no torch
-    import torch
-
     from deployments.client_code.runner import CodeRunner
     from deployments.engine.engine import Engine
+    from deployments.holdings import Brought
     from deployments.reader import AnswerReader
 
 logger = logging.getLogger("ray.serve")
@@ -53,8 +53,9 @@ class ModelReplica:
         """
         from deployments.activations.structure import structure
         from deployments.chat import ChatFormat
-        from deployments.editing import Editor
+        from deployments.editing import Editing
         from deployments.guidance import Guidance
+        from deployments.holdings import Holdings
         from deployments.lensing import Lensing
         from deployments.prompts import Prompts
         from deployments.runs import Runs
@@ -75,8 +76,9 @@ class ModelReplica:
         spelling = Spelling(self._model.tokenizer)
         self._prompts = Prompts(self._model, self._chat, spelling)
         self._guidance = Guidance(self._chat, self._model)
-        self._editor = Editor(self._model, store)
         self._lensing = Lensing(self._model.points, options.max_inline_values)
+        self._holdings = Holdings(self._model.points, store, options.max_intervention_bytes)
+        self._editing = functools.partial(Editing, self._model.points, self._model.device)
         self._delivery = Delivery(self._engine, spelling)
         self._structure = structure(self._model.hf, self._model.points, self._model.context)
         self._metrics = Metrics(options.served_name)
@@ -100,7 +102,9 @@ class ModelReplica:
             return [message async for gathered in items for message in gathered]
 
     async def _run(self, job: Job, streamed: bool) -> AsyncGenerator[list[Message]]:
-        with self._requests.measure(job, streamed) as meter:
+        if job.default_capture and not self._options.savepoints:
+            job = replace(job, capture=job.default_capture, profile_captures=True)
+        with self._requests.measure(job, streamed) as meter, self._holdings.lending(job.id):
             limit = self._options.request_timeout_s
             late = Refusal(f"not done after the server's limit of {limit:g} s", None, "timeout", 504)
             deadline = asyncio.get_running_loop().time() + limit
@@ -131,8 +135,7 @@ class ModelReplica:
             async with asyncio.timeout_at(deadline):
                 return await self._admit(job, streamed)
         except RequestError as refused:
-            named = job.fields.get(refused.field or "", refused.field)
-            return Refusal(refused.message, named, refused.code, refused.status)
+            return job.refusal(refused)
         except TimeoutError:
             return late
 
@@ -164,6 +167,19 @@ class ModelReplica:
             return Refusal(refused.message, refused.field, refused.code, refused.status)
         finally:
             self._texts -= 1
+
+    async def check(self, job: Job) -> dict[str, Any] | Refusal:
+        """Nothing, where what a job without prompts records and changes is there in the model."""
+        try:
+            with self._holdings.lending(job.id):
+                brought = await self._holdings.bring(job.id, job.interventions)
+                loop = asyncio.get_running_loop()
+                await loop.run_in_executor(self._pool, self._editing, job.interventions, brought)
+            if job.capture:
+                self._model.points.resolve(job.capture)
+        except RequestError as refused:
+            return job.refusal(refused)
+        return {}
 
     async def describe(self) -> dict[str, Any]:
         """The model as `/v1/models` shows it."""
@@ -254,8 +270,8 @@ class ModelReplica:
             raise RequestError(f"all {room} places of this replica are taken", None, "server_busy", 429)
         self._preparing += wanted
         try:
-            tensors = await self._editor.tensors(job.interventions)
-            choices = await self._loop.run_in_executor(self._pool, self._choices, job, tensors, streamed)
+            brought = await self._holdings.bring(job.id, job.interventions)
+            choices = await self._loop.run_in_executor(self._pool, self._choices, job, brought, streamed)
         finally:
             self._preparing -= wanted
         ticket = self._delivery.open(job, choices)
@@ -264,12 +280,12 @@ class ModelReplica:
             raise RequestError(ENGINE_ENDED, None, "unavailable", 503)
         return ticket
 
-    def _choices(self, job: Job, tensors: Mapping[str, torch.Tensor], streamed: bool) -> dict[str, Choice]:
+    def _choices(self, job: Job, brought: Brought, streamed: bool) -> dict[str, Choice]:
         """Everything that is to be done before the engine: off the event loop, since it takes time."""
         prompts = self._prompts.of(job)
         points = self._model.points.resolve(job.capture) if job.capture else ()
         lens = self._lensing.of(job.logit_lens)
-        editing = self._editor.editing(job.interventions, tensors)
+        editing = self._editing(job.interventions, brought)
         grammars = [self._guidance.grammar(job, prompt.text or "") for prompt in prompts]
         choices: dict[str, Choice] = {}
         for index in range(len(prompts) * job.n):

@@ -17,6 +17,7 @@ import ray
 from ray.exceptions import RayError
 
 from deployments.activations.facts import RunFacts, ShardFacts, StoredRun, StoreError, dtype_name
+from deployments.activations.interventions import as_sent
 from deployments.activations.schema import to_batch
 from deployments.activations.spec import Capture
 from deployments.engine.model import Model
@@ -144,7 +145,7 @@ class Runs:
             finish_reason=event.reason,
             request_id=job.request_id or job.id,
             messages_hash=hashlib.sha256(spoken.encode()).hexdigest(),
-            interventions=[spec.model_dump(mode="json", exclude_unset=True) for spec in job.interventions],
+            interventions=as_sent(job.interventions),
         )
 
 

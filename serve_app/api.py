@@ -22,13 +22,14 @@ from serve_app.answers import Answer, Kind
 from serve_app.backend import Backend
 from serve_app.described import Described, errors
 from serve_app.errors import HEADERS, install
-from serve_app.keys import BEARER, AdminOnly, Guard, Keys
+from serve_app.keys import BEARER, AdminOnly, Guard, IsAdmin, Keys
 from serve_app.middleware import TENSORS, Gate
-from serve_app.schemas import ChatRequest, CompletionRequest, Generation
+from serve_app.schemas import ChatRequest, CompletionRequest, Generation, ProfileBody
 from serve_app.token_schemas import DetokenizeRequest, TokenizeRequest
 from serve_app.wire_models import LoadRequest, UnloadRequest
 
 BYTES = "application/octet-stream"
+PROFILE = "X-Intervention-Profile"  # of an answer: the profile that it used, which the request need not have named
 
 
 # Coroutines, though they wait for nothing: FastAPI runs plain functions on a thread of their own.
@@ -59,6 +60,7 @@ models = APIRouter(prefix="/models", tags=["Models"], dependencies=[AdminOnly], 
 activations = APIRouter(prefix="/v1/activations", tags=["Activations"], responses=errors(503))
 explored = APIRouter(prefix="/v1/model", tags=["Models"], responses=errors(404, 503, 504))
 tensors = APIRouter(prefix=TENSORS, tags=["Tensors"], responses=errors(503))
+profiles = APIRouter(prefix="/v1/interventions", tags=["Profiles"], responses=errors(503))
 server = APIRouter(tags=["Server"], responses=errors(503))
 open_to_all = APIRouter(tags=["Server"])
 GENERATION = errors(404, 429, 504)
@@ -70,9 +72,10 @@ async def chat(
 ) -> Response:
     """Answer a chat, streamed or whole; record activations where `capture` or `store_activations` asks."""
     limit, name = body.limit
-    job = _job(
+    job = await _job(
         body,
         request,
+        backend,
         messages=[message.spoken for message in body.messages],
         tools=body.callable_tools,
         must_call=body.must_call,
@@ -92,9 +95,10 @@ async def completions(
     backend: Actors,
 ) -> Response:
     """Continue one prompt or many, streamed or whole; record activations where asked."""
-    job = _job(
+    job = await _job(
         body,
         request,
+        backend,
         prompts=body.prompts,
         max_tokens=body.max_tokens,
         logprobs=body.logprobs,
@@ -198,6 +202,33 @@ async def delete_tensors(tensor_id: str, backend: Actors) -> dict[str, Any]:
     return {"id": tensor_id, "object": "tensors", "deleted": True}
 
 
+@profiles.post("", responses=described.PROFILE | errors(403, 504))
+async def keep_profile(body: ProfileBody, backend: Actors, is_admin: IsAdmin) -> dict[str, Any]:
+    """Keep a profile, in the place of one of its name; to make a default, or change one, takes an admin."""
+    return await backend.keep_profile(body, is_admin)
+
+
+@profiles.get("", responses=described.PROFILES)
+async def list_profiles(
+    backend: Actors, limit: Annotated[int, Query(ge=1, le=1000)] = 100, after: str | None = None
+) -> dict[str, Any]:
+    """Profiles in the order of their names, `limit` of them, behind the name `after`; without what they do."""
+    return _page(await backend.profiles.list(limit + 1, after), limit)
+
+
+@profiles.get("/{name}", responses=described.PROFILE | errors(404))
+async def retrieve_profile(name: str, backend: Actors) -> dict[str, Any]:
+    """A profile, as it was sent."""
+    return await backend.profiles.get(name)
+
+
+@profiles.delete("/{name}", dependencies=[AdminOnly], responses=described.PROFILE_DELETED | errors(403, 404))
+async def delete_profile(name: str, backend: Actors) -> dict[str, Any]:
+    """Delete a profile; it is gone when this answers."""
+    await backend.profiles.delete(name)
+    return {"name": name, "object": "intervention_profile", "deleted": True}
+
+
 @open_to_all.get("/health", responses=described.HEALTH)
 async def health(backend: Actors) -> Response:
     """200 while every loaded model has a replica that can serve, else 503."""
@@ -216,8 +247,8 @@ def _page(found: list[dict[str, Any]], limit: int) -> dict[str, Any]:
     return {"object": "list", "data": found[:limit], "has_more": len(found) > limit}
 
 
-def _job(body: Generation, request: Request, **own: Any) -> Job:
-    return Job(
+async def _job(body: Generation, request: Request, backend: Backend, **own: Any) -> Job:
+    job = Job(
         id=uuid.uuid4().hex,  # what it records is named after it: a client could choose another's X-Request-Id
         request_id=request.state.request_id,
         n=body.sequences,
@@ -233,13 +264,20 @@ def _job(body: Generation, request: Request, **own: Any) -> Job:
         session_id=body.session_id or f"auto-{datetime.now(UTC):%Y-%m-%d}",
         **own,
     )
+    named, storing = body.intervention_profile, body.store_activations
+    job = await backend.profiles.applied(job, named, body.model, body.capture, storing)
+    if job.capture and body.sequences > body.choices:
+        message = "what is not returned would be recorded, too: with a profile that records, it is n"
+        raise RequestError(message, "best_of")
+    return job
 
 
 async def _answer(kind: Kind, body: Generation, job: Job, backend: Backend, prompts: int) -> Response:
     model = await backend.models.find(body.model)
     answer = Answer(kind, job.id, body.model, prompts * body.sequences, body.sequences, body.choices)
+    headers = {PROFILE: job.profile} if job.profile else {}
     if not body.stream:
-        return JSONResponse(answer.whole(await model.complete(job)))
+        return JSONResponse(answer.whole(await model.complete(job)), headers=headers)
     usage = body.stream_options is not None and body.stream_options.include_usage
     gathered = model.stream(job)
     try:
@@ -249,7 +287,7 @@ async def _answer(kind: Kind, body: Generation, job: Job, backend: Backend, prom
         await gathered.aclose()
         raise
     events = _until_gone(answer.stream(gathered, first, usage, job.request_id), gathered)
-    return StreamingResponse(events, media_type="text/event-stream", headers={"Cache-Control": "no-cache"})
+    return StreamingResponse(events, media_type="text/event-stream", headers=headers | {"Cache-Control": "no-cache"})
 
 
 async def _until_gone(events: AsyncIterator[str], gathered: AsyncGenerator[list[Message]]) -> AsyncIterator[str]:
@@ -282,12 +320,12 @@ def build_api(backend: Backend, options: Options, keys: Keys) -> FastAPI:
             allow_origins=options.cors_origins,
             allow_methods=["*"],
             allow_headers=["*"],
-            expose_headers=["X-Request-Id", "Retry-After"],
+            expose_headers=["X-Request-Id", "Retry-After", PROFILE],
         )
     install(api)
     api.include_router(open_to_all)
     api.include_router(remote.sockets)  # the guard looks at its key, too
-    for router in (openai, tokens, explored, models, activations, tensors, remote.router, server):
+    for router in (openai, tokens, explored, models, activations, tensors, profiles, remote.router, server):
         if keys:
             api.include_router(router, dependencies=[Security(BEARER)], responses=errors(401))
         else:

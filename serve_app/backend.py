@@ -3,21 +3,23 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Awaitable
+import uuid
 from typing import Any
 
 import httpx
 import ray
 
+from deployments.activations.profiles import Profile
 from deployments.client_code.board import connect as board
+from deployments.messages import Job
 from deployments.options import Options
+from serve_app.asking import stored
 from serve_app.code_jobs import CodeJobs
 from serve_app.errors import ApiError
 from serve_app.exposition import merge
 from serve_app.loading import Loader
 from serve_app.models import Models
-
-STORE_S = 30.0  # the longest that a request waits for the activation store; a deletion waits for what it writes
+from serve_app.profiles import Profiles
 
 
 class Backend:
@@ -27,6 +29,7 @@ class Backend:
         models: The models that are served.
         loader: Loads and unloads others.
         jobs: Clients' own code; None where the operator does not allow it.
+        profiles: Profiles of capture and interventions.
     """
 
     def __init__(self, options: Options, app: str, store: Any) -> None:
@@ -40,6 +43,7 @@ class Backend:
         self.models = Models(options, app)
         self.loader = Loader(options, self.models)
         self.jobs = CodeJobs(options, self.models, board()) if options.allow_client_code else None
+        self.profiles = Profiles(store)
         self._store = store
         self._max_tensor_store_bytes = options.max_tensor_store_bytes
 
@@ -49,7 +53,7 @@ class Backend:
         Raises:
             ApiError: 503.
         """
-        return await _stored(self._store.sessions.remote(limit, after))  # type: ignore[no-any-return]
+        return await stored(self._store.sessions.remote(limit, after))  # type: ignore[no-any-return]
 
     async def session(self, session_id: str) -> dict[str, Any]:
         """One session with its runs and files.
@@ -57,7 +61,7 @@ class Backend:
         Raises:
             ApiError: 404; 503.
         """
-        found: dict[str, Any] | None = await _stored(self._store.session.remote(session_id))
+        found: dict[str, Any] | None = await stored(self._store.session.remote(session_id))
         if found is None:
             raise _no_session(session_id)
         return found
@@ -68,7 +72,7 @@ class Backend:
         Raises:
             ApiError: 404; 503.
         """
-        if not await _stored(self._store.delete.remote(session_id)):
+        if not await stored(self._store.delete.remote(session_id)):
             raise _no_session(session_id)
 
     async def put_tensors(self, data: bytes) -> dict[str, Any]:
@@ -78,7 +82,7 @@ class Backend:
             RequestError: The file is not one that may be kept, or there is no room for it.
             ApiError: 503.
         """
-        kept: dict[str, Any] = await _stored(self._store.put_tensors.remote(data, self._max_tensor_store_bytes))
+        kept: dict[str, Any] = await stored(self._store.put_tensors.remote(data, self._max_tensor_store_bytes))
         return kept
 
     async def tensor_files(self, limit: int, after: str | None) -> list[dict[str, Any]]:
@@ -87,7 +91,7 @@ class Backend:
         Raises:
             ApiError: 503.
         """
-        return await _stored(self._store.tensor_files.remote(limit, after))  # type: ignore[no-any-return]
+        return await stored(self._store.tensor_files.remote(limit, after))  # type: ignore[no-any-return]
 
     async def tensor_file(self, tensor_id: str) -> bytes:
         """A tensor file as it was sent.
@@ -95,7 +99,7 @@ class Backend:
         Raises:
             ApiError: 404; 503.
         """
-        found: bytes | None = await _stored(self._store.tensor_file.remote(tensor_id))
+        found: bytes | None = await stored(self._store.tensor_file.remote(tensor_id))
         if found is None:
             raise _no_tensors(tensor_id)
         return found
@@ -106,8 +110,25 @@ class Backend:
         Raises:
             ApiError: 404; 503.
         """
-        if not await _stored(self._store.delete_tensors.remote(tensor_id)):
+        if not await stored(self._store.delete_tensors.remote(tensor_id)):
             raise _no_tensors(tensor_id)
+
+    async def keep_profile(self, profile: Profile, by_admin: bool) -> dict[str, Any]:
+        """Keep a profile; where its model is served, only what fits the model.
+
+        Args:
+            profile: The profile.
+            by_admin: Whether defaults may change.
+
+        Raises:
+            RequestError: It is too large, there are too many, or only an admin may change a default.
+            ApiError: The model has no such point; 503.
+        """
+        model = self.models.get(profile.model) if profile.model else None
+        if model and model.up:
+            specs = tuple(profile.interventions or ())
+            await model.check(Job(uuid.uuid4().hex, capture=profile.capture, interventions=specs))
+        return await self.profiles.put(profile, by_admin)
 
     async def metrics(self) -> str:
         """Prometheus text of all nodes, reduced to this project's and Serve's own.
@@ -127,19 +148,6 @@ class Backend:
         except httpx.HTTPError as error:
             raise ApiError(503, f"a node's metrics cannot be read: {error}", code="unavailable") from error
         return merge(answer.text for answer in answers)
-
-
-async def _stored(asked: Awaitable[Any]) -> Any:
-    """What the activation store answers; what it was asked to do goes on behind the limit.
-
-    Raises:
-        ApiError: 503, where it does not answer.
-    """
-    try:
-        async with asyncio.timeout(STORE_S):
-            return await asked
-    except TimeoutError as error:
-        raise ApiError(503, "the activation store does not answer; try again", code="unavailable") from error
 
 
 def _no_session(session_id: str) -> ApiError:

@@ -177,6 +177,13 @@ TENSOR_FILE: Responses = {
 }
 TENSORS_DELETED = answers({"id": _TENSORS["id"], "object": "tensors", "deleted": True})
 
+_PROFILE: dict[str, Any] = {"name": "formal", "object": "intervention_profile", "created": 1763700000.0}
+_PROFILE |= {"model": "vitrine-demo", "default": False, "description": "formal speech"}
+_STEER = {"op": "add", "point": "layers.3.output", "vector": _TENSORS["id"], "scale": 4.0}
+PROFILE = answers(_PROFILE | {"interventions": [_STEER]})
+PROFILES = answers({"object": "list", "data": [_PROFILE], "has_more": False})
+PROFILE_DELETED = answers({"name": "formal", "object": "intervention_profile", "deleted": True})
+
 _DOWN = {"status": "unavailable", "loaded_models": [], "replicas": {"vitrine-demo": {"STARTING": 1}}}
 HEALTH: Responses = {
     **answers({"status": "ok", "loaded_models": ["vitrine-demo"], "replicas": {"vitrine-demo": {"RUNNING": 1}}}),

@@ -10,6 +10,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass, field
 from enum import StrEnum
 from pathlib import Path
+from typing import Annotated
 
 from fastapi import Depends, Request
 from fastapi.security import HTTPBearer
@@ -119,8 +120,15 @@ class Guard:
         return role
 
 
-async def _admin_only(request: Request) -> None:
-    if request.state.role is not Role.ADMIN:
+async def _is_admin(request: Request) -> bool:
+    return request.state.role is Role.ADMIN
+
+
+IsAdmin = Annotated[bool, Depends(_is_admin)]
+
+
+async def _admin_only(is_admin: IsAdmin) -> None:
+    if not is_admin:
         message = "this key may use the server; what changes it for all needs a key with the role admin"
         raise ApiError(403, message, None, "insufficient_permissions")
 

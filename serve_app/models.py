@@ -169,6 +169,15 @@ class ServedModel:
         where = {"deployment_level": "HOT", "application_state": state, "model_key": key.written()}
         return where | key.model_dump()
 
+    async def check(self, job: Job) -> None:
+        """Have a replica look up what a job without prompts records and changes.
+
+        Raises:
+            ApiError: The model has no such thing.
+        """
+        async with self._patience():
+            _answered(await self._handle.check.remote(job))
+
     async def describe(self) -> dict[str, Any]:
         """The model as OpenAI lists it, with `max_model_len` and `savepoints`."""
         async with self._patience(DESCRIBE_S):

@@ -11,6 +11,7 @@ from pydantic_core import PydanticCustomError
 from deployments.activations.facts import check_session_id
 from deployments.activations.interventions import Interventions
 from deployments.activations.logit_lens import LogitLens
+from deployments.activations.profiles import Profile, ProfileName
 from deployments.activations.spec import Capture
 from deployments.engine.request import MOST_LOGPROBS, Sampling
 from serve_app.forms import NamedTool, ResponseFormat, TemplateKwargs, Tool
@@ -122,6 +123,7 @@ class Generation(Body):
     capture: Capture | None = None
     interventions: Interventions | None = None
     logit_lens: LogitLens | None = None
+    intervention_profile: ProfileName | None = None
     session_id: str | None = None
 
     @field_validator("session_id")
@@ -308,3 +310,7 @@ class CompletionRequest(Generation):
         if isinstance(self.prompt[0], int):
             return [self.prompt]
         return list(self.prompt)
+
+
+class ProfileBody(Body, Profile):
+    """`POST /v1/interventions`."""

@@ -22,6 +22,7 @@ STAIRS = [
     "deployments.guidance",
     "deployments.editing",
     "deployments.lensing",
+    "deployments.holdings",
     "deployments.runs",
     "deployments.prompts",
     "deployments.chat",

@@ -108,6 +108,11 @@ class Catalogue:
         with self._lock:
             return session_id in self._sessions and run_id in self._sessions[session_id].runs
 
+    def find(self, run_id: str) -> Entry | None:
+        """A run by its id, which the server makes unique; None if there is none."""
+        with self._lock:
+            return next((found for one in self._sessions.values() if (found := one.runs.get(run_id))), None)
+
     def sessions(self, limit: int = 100, after: str | None = None) -> list[dict[str, Any]]:
         """Up to `limit` sessions in the order of their ids, beginning behind `after`."""
         with self._lock:

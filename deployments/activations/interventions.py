@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from typing import Annotated, Any, Literal
 
 from pydantic import BaseModel, ConfigDict, Discriminator, Field, Tag, model_validator
@@ -23,11 +24,14 @@ class Positions(_Spec):
     positions: list[Annotated[int, Field(ge=0)]] = Field(min_length=1, max_length=65536)
 
 
+TokenChoice = Literal["all", "prompt", "generated", "last"] | Last | Positions
+
+
 class _Intervention(_Spec):
     """What all operations say: where, and of which tokens, entries and heads."""
 
     point: str = Field(min_length=1, max_length=256)
-    tokens: Literal["all", "prompt", "generated", "last"] | Last | Positions = "all"
+    tokens: TokenChoice = "all"
     features: Features | None = None
     heads: list[Annotated[int, Field(ge=0)]] | None = Field(default=None, min_length=1, max_length=1024)
 
@@ -76,11 +80,26 @@ class Clamp(_Intervention):
         return self
 
 
+class StoredRows(_Spec):
+    """Rows of a stored run: of which tokens of it, at the operation's own point unless another is named."""
+
+    run_id: str = Field(min_length=1, max_length=256)
+    point: str | None = Field(default=None, min_length=1, max_length=256)
+    tokens: TokenChoice = "all"
+
+
 class Replace(_Intervention):
-    """The vector in place of x."""
+    """The vector in place of x, or a row of a stored run in place of each."""
 
     op: Literal["replace"]
-    vector: Vector
+    vector: Vector | None = None
+    rows: StoredRows | None = Field(default=None, alias="from")
+
+    @model_validator(mode="after")
+    def _one_of_them(self) -> Replace:
+        if (self.vector is None) == (self.rows is None):
+            raise ValueError("give either vector or from")
+        return self
 
 
 # The tags name no field, so that an error's path holds fields alone.
@@ -105,4 +124,10 @@ Intervention = Annotated[
         custom_error_message=f"op has to be one of {', '.join(OPERATIONS)}",
     ),
 ]
+
 Interventions = Annotated[list[Intervention], Field(min_length=1, max_length=256)]
+
+
+def as_sent(interventions: Iterable[Intervention]) -> list[dict[str, Any]]:
+    """Interventions as JSON values, in the words of the request."""
+    return [spec.model_dump(mode="json", by_alias=True, exclude_unset=True) for spec in interventions]

@@ -121,6 +121,15 @@ def runs(source: str | os.PathLike[str]) -> list[RunFacts]:
     return [run.facts for run in _runs_in(_path(source))]
 
 
+def whole_run(source: str | os.PathLike[str], run_id: str) -> WholeRun | None:
+    """One whole run of a file or directory (as for `load`); no tensor is read. None if it is not there.
+
+    Raises:
+        FileNotFoundError: If the source does not exist.
+    """
+    return next((run for run in _runs_in(_path(source)) if run.facts.run_id == run_id), None)
+
+
 def whole_runs(path: Path) -> Iterator[WholeRun]:
     """The whole runs of one file; no tensor is read. A run without its end, or short of batches, is left out."""
     rows = start = first_row = seen = 0

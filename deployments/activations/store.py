@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
@@ -10,6 +11,9 @@ from typing import Any
 import ray
 
 from deployments.activations.facts import RunFacts, StoredPoint, StoredRun, StoreError
+from deployments.activations.failures import explain
+from deployments.activations.interventions import TokenChoice
+from deployments.activations.profiles import Profile
 
 __all__ = ["ActivationStore", "StoreError", "StoredPoint", "StoredRun"]
 
@@ -30,6 +34,7 @@ class ActivationStore:
             raise ValueError(f"The activation store's root {root!r} must be an absolute path")
         # Serve's controller and the ingress import this module too, and need no Arrow.
         from deployments.activations.catalogue import Catalogue
+        from deployments.activations.profile_files import ProfileFiles
         from deployments.activations.tensor_files import TensorFiles
         from deployments.activations.writer import Writer
 
@@ -39,8 +44,11 @@ class ActivationStore:
         self._writer = Writer(
             resolved, self._catalogue, shard_bytes=shard_bytes, open_shards=open_shards, lease_s=lease_s
         )
+        self._root = resolved
+        self._rows_pool = ThreadPoolExecutor(2, thread_name_prefix="stored-rows")  # what they read is in memory at once
         self._tensors = TensorFiles(resolved)
-        self._tensors_pool = ThreadPoolExecutor(1, thread_name_prefix="tensor-files")  # one changes them at a time
+        self._profiles = ProfileFiles(resolved)
+        self._files_pool = ThreadPoolExecutor(1, thread_name_prefix="small-files")  # one changes them at a time
 
     async def append(self, session_id: str, run_id: str, part: int, batches: list[ray.ObjectRef[Any]]) -> None:
         """Take more of a run that is not finished; `write` takes its end. Not durable yet when it answers.
@@ -93,6 +101,29 @@ class ActivationStore:
         """One session with its runs and files; None if there is none."""
         return self._catalogue.session(session_id)
 
+    async def rows(self, run_id: str, points: Sequence[Sequence[str]], tokens: TokenChoice, most: int) -> bytes | None:
+        """Some rows of a stored run, as `stored_rows.read_rows` gives them; None if there is no such run.
+
+        Args:
+            run_id: The run.
+            points: Each by the names that it may have been recorded by.
+            tokens: Which of the run's tokens.
+            most: The most bytes.
+
+        Raises:
+            RequestError: The run has no such point or token, or there are more bytes; names the field of `from`.
+            StoreError: The disk refuses.
+        """
+        from deployments.activations.stored_rows import read_rows
+
+        if (entry := self._catalogue.find(run_id)) is None:
+            return None
+        loop = asyncio.get_running_loop()
+        try:
+            return await loop.run_in_executor(self._rows_pool, read_rows, entry, points, tokens, most)
+        except OSError as error:
+            raise explain(self._root, error) from error
+
     async def delete(self, session_id: str) -> bool:
         """Delete a session: true when its files are gone, false if there was none.
 
@@ -119,7 +150,7 @@ class ActivationStore:
             RequestError: The file is not one that may be kept, or there is no room for it.
             StoreError: The disk refuses.
         """
-        return await asyncio.get_running_loop().run_in_executor(self._tensors_pool, self._tensors.put, data, most)
+        return await asyncio.get_running_loop().run_in_executor(self._files_pool, self._tensors.put, data, most)
 
     async def tensor_file(self, tensor_id: str) -> bytes | None:
         """A tensor file as it was sent; None if there is none. `tensors.pick` finds a tensor in it.
@@ -135,7 +166,51 @@ class ActivationStore:
         Raises:
             StoreError: The disk refuses.
         """
-        return await asyncio.get_running_loop().run_in_executor(self._tensors_pool, self._tensors.delete, tensor_id)
+        return await asyncio.get_running_loop().run_in_executor(self._files_pool, self._tensors.delete, tensor_id)
+
+    async def profiles(self, limit: int = 100, after: str | None = None) -> list[dict[str, Any]]:
+        """Up to `limit` profiles in the order of their names, beginning behind `after`; without what they do."""
+        return self._profiles.list(limit, after)
+
+    async def put_profile(self, profile: Profile, by_admin: bool) -> dict[str, Any]:
+        """Keep a profile, in the place of one of its name; durable when it answers.
+
+        Args:
+            profile: The profile.
+            by_admin: Whether defaults may change.
+
+        Returns:
+            What `profile` says of it.
+
+        Raises:
+            RequestError: It is too large, there are too many, or defaults may not change.
+            StoreError: The disk refuses.
+        """
+        return await asyncio.get_running_loop().run_in_executor(self._files_pool, self._profiles.put, profile, by_admin)
+
+    async def profile(self, name: str) -> dict[str, Any] | None:
+        """A profile as it was sent, with when, and whether it is a default; None if there is none.
+
+        Raises:
+            StoreError: The disk refuses.
+        """
+        return await asyncio.to_thread(self._profiles.get, name)
+
+    async def default_profiles(self, known: int | None = None) -> tuple[int, dict[str, dict[str, Any]]] | None:
+        """The models' default profiles, and a version of all profiles; None where `known` is that version.
+
+        Raises:
+            StoreError: The disk refuses.
+        """
+        return await asyncio.to_thread(self._profiles.defaults, known)
+
+    async def delete_profile(self, name: str) -> bool:
+        """Delete a profile: true when it is gone, false if there was none.
+
+        Raises:
+            StoreError: The disk refuses.
+        """
+        return await asyncio.get_running_loop().run_in_executor(self._files_pool, self._profiles.delete, name)
 
     async def check_health(self) -> None:
         """Raise RuntimeError if nothing can be written any more until the actor is replaced."""

@@ -6,7 +6,6 @@ looked up among those that are known: no path is made of it.
 
 from __future__ import annotations
 
-import contextlib
 import hashlib
 import logging
 import os
@@ -19,14 +18,13 @@ from typing import Any, NamedTuple
 from safetensors import SafetensorError
 
 from deployments.activations.failures import explain
-from deployments.activations.shard import directory
+from deployments.activations.small_files import found, remove, write
 from deployments.activations.tensors import TensorType, check, read_types
 from deployments.errors import RequestError
 
 FOLDER = ".tensors"  # no session id begins with '.'
 MAX_FILES = 1 << 16
 _FILE = re.compile(r"(tensor-[0-9a-f]{32})\.safetensors")
-_UNFINISHED = ".new-"
 
 logger = logging.getLogger(__name__)
 
@@ -54,16 +52,11 @@ class TensorFiles:
         self._root = root
         self._lock = Lock()
         self._files: dict[str, TensorFile] = {}
-        folder = root / FOLDER
-        if folder.is_dir() and not folder.is_symlink():
-            for item in list(os.scandir(folder)):
-                self._find(item)
+        for item in found(root, FOLDER):
+            self._find(item)
 
     def _find(self, item: os.DirEntry[str]) -> None:
-        if item.name.startswith(_UNFINISHED):
-            with contextlib.suppress(OSError):
-                os.unlink(item.path)  # what a crash cut short was never answered
-        elif (match := _FILE.fullmatch(item.name)) and item.is_file(follow_symlinks=False):
+        if match := _FILE.fullmatch(item.name):
             try:
                 stat = item.stat()
                 self._files[match[1]] = TensorFile(read_types(item.path), stat.st_size, stat.st_mtime)
@@ -90,10 +83,10 @@ class TensorFiles:
         tensors = check(data)
         tensor_id = f"tensor-{hashlib.sha256(data).hexdigest()[:32]}"
         with self._lock:
-            found = self._files.get(tensor_id)
+            known = self._files.get(tensor_id)
             others = [file.bytes for name, file in self._files.items() if name != tensor_id]
-        if found and self._path(tensor_id).is_file():
-            return _summary(tensor_id, found)
+        if known and self._path(tensor_id).is_file():
+            return _summary(tensor_id, known)
         if sum(others) + len(data) > most or len(others) >= MAX_FILES:
             message = (
                 f"{len(others)} tensor files take {sum(others)} bytes, and there is room for {MAX_FILES} of {most} "
@@ -101,7 +94,7 @@ class TensorFiles:
             )
             raise RequestError(message, None, "tensor_store_full")
         try:
-            file = TensorFile(tensors, len(data), self._write(tensor_id, data))
+            file = TensorFile(tensors, len(data), write(self._root, FOLDER, self._path(tensor_id).name, data))
         except OSError as error:
             raise explain(self._root, error) from error
         with self._lock:
@@ -134,10 +127,7 @@ class TensorFiles:
             if tensor_id not in self._files:
                 return False
         try:
-            with directory(self._root) as top, directory(FOLDER, top) as folder:
-                with contextlib.suppress(FileNotFoundError):
-                    os.unlink(self._path(tensor_id).name, dir_fd=folder)
-                os.fsync(folder)
+            remove(self._root, FOLDER, self._path(tensor_id).name)
         except OSError as error:
             raise explain(self._root, error) from error
         with self._lock:
@@ -146,29 +136,6 @@ class TensorFiles:
 
     def _path(self, tensor_id: str) -> Path:
         return self._root / FOLDER / f"{tensor_id}.safetensors"
-
-    def _write(self, tensor_id: str, data: bytes) -> float:
-        """Write a file under another name, then give it its own; its time of modification."""
-        name, unfinished = self._path(tensor_id).name, f"{_UNFINISHED}{tensor_id}"
-        with directory(self._root) as top:
-            with contextlib.suppress(FileExistsError):
-                os.mkdir(FOLDER, dir_fd=top)
-            os.fsync(top)
-            with directory(FOLDER, top) as folder:
-                flags = os.O_WRONLY | os.O_CREAT | os.O_TRUNC | os.O_NOFOLLOW
-                try:
-                    with open(os.open(unfinished, flags, 0o666, dir_fd=folder), "wb") as file:
-                        file.write(data)
-                        file.flush()
-                        os.fsync(file.fileno())
-                        created = os.fstat(file.fileno()).st_mtime
-                    os.rename(unfinished, name, src_dir_fd=folder, dst_dir_fd=folder)
-                    os.fsync(folder)
-                except OSError:
-                    with contextlib.suppress(OSError):
-                        os.unlink(unfinished, dir_fd=folder)
-                    raise
-        return created
 
 
 def _summary(tensor_id: str, file: TensorFile) -> dict[str, Any]:

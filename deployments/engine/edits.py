@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import math
+from bisect import bisect_left
 from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass, field
@@ -31,12 +33,12 @@ class Tokens(NamedTuple):
     def within(self, start: int, stop: int) -> Sequence[int]:
         """Those of them from `start` to before `stop`."""
         if self.few is not None:
-            return [position for position in self.few if start <= position < stop]
+            return self.few[bisect_left(self.few, start) : bisect_left(self.few, stop)]
         return range(max(start, self.first), min(stop, stop if self.stop is None else self.stop))
 
     def turn(self, position: int) -> int:
         """How many of them come before one of them."""
-        return position - self.first if self.few is None else self.few.index(position)
+        return position - self.first if self.few is None else bisect_left(self.few, position)
 
 
 @dataclass(frozen=True, eq=False)
@@ -49,8 +51,8 @@ class Edit:
         tokens: Of which tokens.
         features: Which entries of the last axis.
         heads: Which heads, at a point of heads.
-        vector: [..., features] as a row of the point, or [tokens, ..., features] to replace each token's by another;
-            on the model's device, in float32 or wider.
+        vector: [..., features] as a row of the point, in float32 or wider; or [tokens, ..., features], in any dtype, to
+            replace each token's by another. On the model's device.
         low: The factor, or the least value.
         high: The greatest value.
     """
@@ -69,11 +71,15 @@ class Edit:
         """Whether its vector is another for each token."""
         return self.vector is not None and self.vector.ndim > len(self.point.shape)
 
-    def row(self, position: int) -> torch.Tensor:
-        """What its vector is at a token, [heads or 1, features]."""
+    def rows(self, positions: Sequence[int]) -> torch.Tensor:
+        """What its vector is at some tokens that `Tokens.within` gave, [tokens, heads or 1, features]."""
         assert self.vector is not None
-        vector = self.vector[self.tokens.turn(position)] if self.per_token else self.vector
-        return vector.reshape(-1, vector.shape[-1])
+        vector, count = self.vector[None], len(positions)
+        if self.per_token:
+            first = self.tokens.turn(positions[0])
+            vector = self.vector[first : first + count]
+        heads = len(self.heads) if self.heads else math.prod(self.point.shape[:-1])
+        return vector.reshape(len(vector), -1, vector.shape[-1]).expand(count, heads, -1)
 
 
 class _Key(NamedTuple):
@@ -103,7 +109,7 @@ class _Stage:
         self.low += [edit.low] * len(positions)
         self.high += [edit.high] * len(positions)
         if edit.vector is not None:
-            self.vectors += [edit.row(position) for position in positions]
+            self.vectors.append(edit.rows(positions))
 
 
 class Spans(NamedTuple):
@@ -162,7 +168,7 @@ class _Change:
         self._tensors["low"] = torch.tensor(stage.low)[:, None, None]
         self._tensors["high"] = torch.tensor(stage.high)[:, None, None]
         if stage.vectors:
-            self._tensors["vectors"] = torch.stack(stage.vectors)  # [changed, heads or 1, features]
+            self._tensors["vectors"] = torch.cat(stage.vectors)  # [changed, heads or 1, features]
         for name in ("heads", "features"):
             if (index := getattr(key, name)) is not None:
                 self._tensors[name] = torch.tensor(index)

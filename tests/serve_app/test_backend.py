@@ -20,7 +20,7 @@ from ray import serve
 from deployments.activations.store import connect
 from deployments.messages import Job
 from deployments.options import NO_MODEL, Options
-from serve_app import backend, models
+from serve_app import asking, models
 from serve_app.backend import Backend
 from serve_app.errors import ApiError
 from serve_app.models import GRACE_S, ServedModel
@@ -107,7 +107,7 @@ def test_while_serves_controller_does_not_answer_it_is_said_and_requests_are_ser
 
 
 def test_a_store_that_does_not_answer_means_503(served, tmp_path, monkeypatch):
-    monkeypatch.setattr(backend, "STORE_S", 0.5)
+    monkeypatch.setattr(asking, "STORE_S", 0.5)
     options, store = Options(model=NO_MODEL), connect(str(tmp_path))
 
     async def ask() -> list[tuple[int, str | None]]:

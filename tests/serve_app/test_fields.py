@@ -97,9 +97,20 @@ EXAMPLES = {
     "capture": Example({"points": ["norm.output"]}),
     "interventions": Example([{"op": "zero", "point": "layers.1.output"}]),
     "logit_lens": Example({"layers": [-1]}),
+    "intervention_profile": Example("fields"),
     "session_id": Example("fields", {"store_activations": True}),
 }
 OF_COMPLETIONS = EXAMPLES | {"logprobs": Example(2)}
+
+
+@pytest.fixture(scope="module", autouse=True)
+def _profile(served):
+    """The one that the example names."""
+    profile = {"name": "fields", "interventions": EXAMPLES["interventions"].value}
+    kept = httpx.post(f"{served.base_url}/interventions", json=profile, timeout=60)
+    assert kept.status_code == 200, kept.text
+    yield
+    httpx.delete(f"{served.base_url}/interventions/fields", timeout=60)
 
 
 def post(served, route: str, body: dict[str, Any]) -> httpx.Response:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from concurrent.futures import ThreadPoolExecutor
+from dataclasses import replace
 
 import httpx
 import pytest
@@ -82,6 +83,45 @@ def test_a_vector_may_be_a_tensor_that_was_sent_before(served):
         assert (refused.status_code, refused.json()["error"]["param"]) == (400, "interventions[0].vector"), unfit
 
 
+def recorded(served, **fields):
+    """What a request recorded of two layers and the logits, and its run's id."""
+    capture = {"points": ["layers.*.output", "lm_head.output"]}
+    answer = post(served, capture=capture, session_id="patching", **fields)
+    assert answer.status_code == 200, answer.text
+    (run,) = answer.json()["activations_meta"]["runs"]
+    return load(run["points"][POINT]["uri"], run_id=run["run_id"]), run["run_id"]
+
+
+@pytest.fixture(params=["float32", "bfloat16"])
+def of_dtype(request, served, beside):
+    """The shipped model, served in a dtype."""
+    if request.param == "float32":
+        yield served, torch.float32
+    else:
+        with beside("half", "dtype=bfloat16", "num_cpus=0.1", "threads=1") as root:
+            yield replace(served, root=root), torch.bfloat16
+
+
+def test_a_stored_runs_rows_take_the_place_of_another_requests(of_dtype):
+    served, dtype = of_dtype
+    clean, run_id = recorded(served)
+    assert clean[POINT].dtype == dtype
+    corrupted = {"prompt": "Tom has 3 bags of 4 pens."}  # as many tokens
+    assert recorded(served, **corrupted)[0].facts.prompt_tokens == clean.facts.prompt_tokens
+    into_itself, _ = recorded(served, interventions=[{"op": "replace", "point": POINT, "from": {"run_id": run_id}}])
+    for point in clean:
+        assert torch.equal(into_itself[point], clean[point]), point
+    whole = {"op": "replace", "point": "layers.*.output", "tokens": "prompt"}
+    whole |= {"from": {"run_id": run_id, "tokens": "prompt"}}
+    patched, _ = recorded(served, **corrupted, interventions=[whole])
+    assert patched.facts.interventions == [whole]
+    prompt = slice(clean.facts.prompt_tokens)
+    assert torch.equal(patched["lm_head.output"][prompt], clean["lm_head.output"][prompt])
+    httpx.delete(f"{served.base_url}/activations/session/patching", timeout=60)
+    gone = post(served, interventions=[whole]).json()["error"]
+    assert (gone["param"], gone["code"]) == ("interventions[0].from.run_id", "run_not_found")
+
+
 BAD = [
     ({"op": "twist", "point": POINT}, "interventions[0]"),
     ({"op": "zero", "point": "layers.99.output"}, "interventions[0].point"),
@@ -102,6 +142,13 @@ BAD = [
     ({"op": "zero", "point": POINT, "features": {"index": [WIDTH]}}, "interventions[0].features"),
     ({"op": "zero", "point": POINT, "heads": [0]}, "interventions[0].heads"),
     ({"op": "zero", "point": "layers.1.attention.heads", "heads": [99]}, "interventions[0].heads"),
+    ({"op": "replace", "point": POINT}, "interventions[0]"),
+    ({"op": "replace", "point": POINT, "vector": [1.0], "from": {"run_id": "x"}}, "interventions[0]"),
+    ({"op": "replace", "point": POINT, "from": {}}, "interventions[0].from.run_id"),
+    ({"op": "replace", "point": POINT, "from": {"run_id": "run-none-0"}}, "interventions[0].from.run_id"),
+    ({"op": "replace", "point": POINT, "from": {"run_id": "x", "run": "y"}}, "interventions[0].from.run"),
+    ({"op": "replace", "point": POINT, "from": {"run_id": "x", "tokens": "few"}}, "interventions[0].from.tokens"),
+    ({"op": "add", "point": POINT, "vector": [1.0], "from": {"run_id": "x"}}, "interventions[0].from"),
 ]
 
 

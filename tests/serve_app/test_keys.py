@@ -24,6 +24,7 @@ CHAT = {"model": "vitrine-demo", "messages": [{"role": "user", "content": "2+2?"
 ADMINS = [
     ("DELETE", "/v1/activations/session/none-such", None, "session_not_found"),
     ("DELETE", "/v1/tensors/none-such", None, "tensor_not_found"),
+    ("DELETE", "/v1/interventions/none-such", None, "profile_not_found"),
     ("POST", "/models/load", {"model_id": "tests/none", "trust_remote_code": True}, "remote_code_not_allowed"),
     ("POST", "/models/unload", {"model_id": "tests/none"}, "model_not_found"),
 ]
@@ -109,7 +110,9 @@ def test_openais_client_comes_in_by_its_api_key(keyed, key):
         client.models.list()
 
 
-@pytest.mark.parametrize(("method", "path", "body", "code"), ADMINS, ids=["delete", "delete tensors", "load", "unload"])
+@pytest.mark.parametrize(
+    ("method", "path", "body", "code"), ADMINS, ids=lambda value: value if str(value)[0] == "/" else ""
+)
 def test_only_an_admin_deletes_loads_and_unloads(keyed, method, path, body, code):
     def refused(key: str) -> tuple[int, str]:
         answer = httpx.request(method, keyed + path, json=body, headers=bearer(key), timeout=60)
@@ -118,6 +121,20 @@ def test_only_an_admin_deletes_loads_and_unloads(keyed, method, path, body, code
     for key in (USE, FROM_ENVIRONMENT):
         assert refused(key) == (403, "insufficient_permissions")
     assert refused(ADMIN)[1] == code
+
+
+def test_only_an_admin_makes_a_profile_a_default_or_changes_one(keyed):
+    profile = {"name": "keyed", "model": "another/model", "capture": {"points": ["norm.output"]}}
+
+    def kept(key: str, **fields) -> int:
+        answer = httpx.post(f"{keyed}/v1/interventions", json=profile | fields, headers=bearer(key), timeout=60)
+        assert answer.status_code == 200 or answer.json()["error"]["code"] == "insufficient_permissions"
+        return answer.status_code
+
+    assert [kept(USE), kept(USE, default=True), kept(ADMIN, default=True), kept(USE)] == [200, 403, 200, 403]
+    url = f"{keyed}/v1/interventions/keyed"
+    assert httpx.get(url, headers=bearer(USE), timeout=60).json()["default"] is True
+    assert httpx.delete(url, headers=bearer(ADMIN), timeout=60).status_code == 200
 
 
 def test_no_key_is_in_serves_status_or_any_log(keyed, served):

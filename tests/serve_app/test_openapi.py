@@ -46,6 +46,8 @@ def answerable(operation, body: dict[str, Any]) -> dict[str, Any]:
         changes["model_id"] = MODEL
     if operation.path == "/detokenize" and are_whole(body.get("tokens")):
         changes["tokens"] = [int(token) % 1000 for token in body["tokens"]]
+    if operation.path == "/v1/interventions":
+        changes = {"default": False}  # another would change what all other tests are answered
     if operation.path == "/tokenize" and body.get("messages"):
         changes["prompt"] = None
     return body | changes

@@ -6,6 +6,7 @@ import time
 import pytest
 import ray
 import torch
+from safetensors.torch import load as tensors
 
 from deployments.activations import load
 from deployments.activations.facts import StoreError
@@ -59,6 +60,25 @@ def test_a_run_sent_in_parts_by_reference_reads_back_and_an_abandoned_one_does_n
     stored, session = asyncio.run(steps())
     assert [run["run_id"] for run in session["runs"]] == ["kept"]
     assert torch.equal(load(stored.points["p"].uri)["p"], kept.points["p"])
+
+
+def test_a_run_gives_rows_once_it_is_whole_and_no_more_when_it_is_deleted(make, store):
+    made = make("r", {"p": torch.randn(6, 8).bfloat16()}, parts=2)
+
+    async def steps():
+        def rows():
+            return store.rows("r", [["p"]], "prompt", 1000)
+
+        await store.append("session", "r", 0, [ray.put(made.batches[0])])
+        unfinished = await rows()
+        await store.write(made.facts, [ray.put(made.batches[1])], 1)
+        whole = await rows()
+        await store.delete("session")
+        return unfinished, whole, await rows()
+
+    unfinished, whole, deleted = asyncio.run(steps())
+    assert unfinished is deleted is None
+    assert torch.equal(tensors(whole)["0"], made.points["p"][:5])
 
 
 @ray.remote(num_cpus=0)

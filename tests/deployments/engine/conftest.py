@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import functools
 import random
+import sys
 from collections.abc import Callable, Sequence
 from contextlib import ExitStack
 from itertools import pairwise
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -29,6 +31,7 @@ from deployments.engine.request import (
     Rows,
 )
 
+sys.path.append(str(Path(__file__).parent))  # importlib mode adds no folder; `by_hand` stands beside this file
 TIE = 1e-4
 
 

@@ -1,35 +1,19 @@
-"""Each edit is the same edit written by hand in a lone forward, for prompts and decodes, and touches no neighbour."""
+"""Edits in company: several of a row, of parts of it, of each token by itself, and none of a neighbour."""
 
 from __future__ import annotations
 
-import itertools
 from dataclasses import replace
 
-import pytest
 import torch
+from by_hand import hooked
+from by_hand import point as point_of
 
-from deployments.activations.spec import Capture
 from deployments.engine.edits import Edit, Tokens
 from deployments.engine.engine import Engine
 from deployments.engine.memory import KvMemory
 from deployments.engine.model import Model
 from deployments.engine.request import Request
 
-ARCHITECTURES = [
-    "gpt2",
-    "gpt_neox",
-    "opt",
-    "llama",
-    "qwen3",
-    "qwen3_moe",
-    "gemma2",
-    "phi3",
-    "olmo2",
-    "falcon_parallel",
-    "gemma3",
-    "mistral",
-]
-SITES = ["layers.1.output", "layers.0.mlp.output", "layers.1.attention.output", "embed.output", "layers.1.input"]
 PROMPT, NEW = 9, 6
 
 
@@ -37,113 +21,15 @@ def vector(size: int, seed: int = 0) -> torch.Tensor:
     return torch.randn(size, generator=torch.Generator().manual_seed(seed))
 
 
-def one_by_hand(edit, x, v):
-    match edit.kind:
-        case "add":
-            return x + v
-        case "scale":
-            return x * edit.low
-        case "project_out":
-            return x - torch.dot(x, v) / torch.dot(v, v) * v
-        case "clamp":
-            return x.clamp(edit.low, edit.high)
-        case "replace":
-            return v
-
-
-def by_hand(edit: Edit, rows: torch.Tensor, positions: list[int]) -> torch.Tensor:
-    """[tokens, ...] of a point with its edit, in words of their own."""
-    rows = rows.clone()
-    for position in positions:
-        x = rows[position]
-        features = list(range(x.shape[-1])) if edit.features is None else list(edit.features)
-        for head in range(len(x)) if edit.heads is None and x.ndim > 1 else edit.heads or [None]:
-            row = x if head is None else x[head]
-            part, v = row[features], None
-            if edit.vector is not None:
-                v = edit.vector[positions.index(position)] if edit.per_token else edit.vector
-            row[features] = one_by_hand(edit, part, v)
-    return rows
-
-
-@torch.inference_mode()
-def lone(model, tokens, edits, prompt):
-    """[tokens, vocabulary] logits, and each edited point's value, of one forward with edits by hand."""
-    seen, handles = {}, []
-
-    def changed(point, mine, value):
-        tensor = value[0] if isinstance(value, tuple) else value
-        rows = tensor.reshape(len(tokens), *point.shape)
-        for edit in mine:
-            positions = [p for p in range(len(tokens)) if p in edit.tokens.within(0, len(tokens))]
-            rows = by_hand(edit, rows, positions)
-        seen[point.name] = rows.clone()  # modules may write over theirs afterwards
-        new = rows.reshape(tensor.shape)
-        return (new, *value[1:]) if isinstance(value, tuple) else new
-
-    for name, group in itertools.groupby(sorted(edits, key=lambda e: e.point.name), key=lambda e: e.point.name):
-        mine = [edit for edit in edits if edit.point.name == name]
-        point = next(group).point
-        module = model.hf.get_submodule(point.place.module)
-        if point.place.side == "output":
-            hook = module.register_forward_hook(lambda _, args, out, p=point, m=mine: changed(p, m, out))
-        else:
-            hook = module.register_forward_pre_hook(
-                lambda _, args, kw, p=point, m=mine: (
-                    ((changed(p, m, args[0]), *args[1:]), kw)
-                    if args
-                    else ((), {k: changed(p, m, v) if k == next(iter(kw)) else v for k, v in kw.items()})
-                ),
-                with_kwargs=True,
-            )
-        handles.append(hook)
-    try:
-        logits = model.hf(input_ids=torch.tensor([tokens]), use_cache=False).logits[0]
-    finally:
-        for hook in handles:
-            hook.remove()
-    return logits, seen
-
-
-def point(model, name):
-    (found,) = model.points.resolve(Capture(points=[name]))
-    return found
-
-
 def edited(model, id, prompt, edits, capturing=None, **fields):
     request = capturing(model, id, prompt, NEW, points=sorted({e.point.name for e in edits}))
     return replace(request, edits=tuple(edits), ignore_eos=True, **fields)
 
 
-def kinds(at, size):
-    return {
-        "add": Edit(at, "add", vector=3 * vector(size)),
-        "scale": Edit(at, "scale", low=1.7),
-        "zero": Edit(at, "scale", low=0.0),
-        "project_out": Edit(at, "project_out", vector=vector(size, 1)),
-        "clamp": Edit(at, "clamp", low=-0.3, high=0.2),
-        "replace": Edit(at, "replace", vector=vector(size, 2)),
-    }
-
-
-@pytest.mark.parametrize("name", ARCHITECTURES)
-def test_each_operation_equals_the_same_edit_by_hand(name, tiny, prompt, capturing, assert_rows_close):
-    model = tiny(name)
-    requests = []
-    for i, site in enumerate(SITES):
-        at = point(model, "layers.0.output" if name == "opt" and "mlp" in site else site)  # it has no such module
-        for kind, edit in kinds(at, at.shape[-1]).items():
-            tokens = [Tokens(), Tokens(0, PROMPT + i), Tokens(PROMPT + i), Tokens(few=(1, PROMPT + i + 1))][i % 4]
-            which = edited(model, f"{site} {kind}", prompt(PROMPT + i, i), [replace(edit, tokens=tokens)], capturing)
-            requests.append(which)
-    for request, done in zip(requests, Engine(model, prefill_tokens=40).generate(requests), strict=True):
-        check(model, request, done, assert_rows_close)
-
-
 def check(model, request, done, assert_rows_close):
     """What was generated and recorded is that of one forward with the edits by hand."""
     tokens = [*request.prompt, *done.tokens]
-    logits, values = lone(model, tokens, request.edits, len(request.prompt))
+    logits, values = hooked(model, tokens, request.edits)
     for name, want in values.items():
         assert_rows_close(done.captured.values[name], want, f"{request.id}: {name}", 1e-3)
     for i, token in enumerate(done.tokens):
@@ -153,7 +39,7 @@ def check(model, request, done, assert_rows_close):
 
 def test_several_edits_come_in_their_order_of_some_features_and_heads(tiny, prompt, capturing, assert_rows_close):
     model = tiny("qwen3")
-    hidden, heads = point(model, "layers.0.output"), point(model, "layers.1.attention.heads")
+    hidden, heads = point_of(model, "layers.0.output"), point_of(model, "layers.1.attention.heads")
     size, (count, width) = hidden.shape[0], heads.shape
     edits = [
         Edit(hidden, "add", vector=vector(size)),
@@ -169,9 +55,25 @@ def test_several_edits_come_in_their_order_of_some_features_and_heads(tiny, prom
         check(model, request, done, assert_rows_close)
 
 
+def test_one_vector_for_all_heads_and_others_for_each_share_a_batch(tiny, prompt, capturing, assert_rows_close):
+    model = tiny("qwen3")
+    at = point_of(model, "layers.1.attention.heads")
+    count, width = at.shape
+    vectors = [vector(width), vector(count * width, 1).view(count, width)]
+    edits = [Edit(at, kind, vector=v) for v in vectors for kind in ("add", "replace")]
+    rows = vector(PROMPT * count * width, 2).view(PROMPT, count, width)
+    edits += [
+        Edit(at, "replace", Tokens(0, PROMPT), vector=rows.double()),
+        Edit(at, "replace", Tokens(0, PROMPT), heads=(2, 0), vector=rows[:, :2].bfloat16()),
+    ]
+    requests = [edited(model, str(i), prompt(PROMPT, i), [edit], capturing) for i, edit in enumerate(edits)]
+    for request, done in zip(requests, Engine(model).generate(requests), strict=True):
+        check(model, request, done, assert_rows_close)
+
+
 def test_each_token_may_be_replaced_by_its_own(tiny, prompt, capturing, assert_rows_close):
     model = tiny("llama")
-    at = point(model, "layers.1.output")
+    at = point_of(model, "layers.1.output")
     few = Edit(at, "replace", tokens=Tokens(few=(2, PROMPT, PROMPT + 2)), vector=torch.randn(3, *at.shape))
     whole = Edit(at, "replace", tokens=Tokens(1, PROMPT), vector=torch.randn(PROMPT - 1, *at.shape))
     requests = [edited(model, str(i), prompt(PROMPT, i), [edit], capturing) for i, edit in enumerate((few, whole))]
@@ -181,7 +83,7 @@ def test_each_token_may_be_replaced_by_its_own(tiny, prompt, capturing, assert_r
 
 def test_neighbours_keep_every_bit_whatever_is_done_beside_them(tiny, prompt, capturing):
     model = tiny("qwen3")
-    at = point(model, "layers.0.output")
+    at = point_of(model, "layers.0.output")
     plain = [capturing(model, f"plain {i}", prompt(5 + i), NEW, points=["lm_head.output"]) for i in range(3)]
     others = [Request(f"other {i}", prompt(7 + i, 1), NEW, ignore_eos=True) for i in range(3)]
     steered = [
@@ -199,7 +101,7 @@ def test_patching_a_run_into_itself_changes_nothing_and_the_clean_run_into_anoth
     tiny, prompt, capturing
 ):
     model = tiny("qwen3")
-    layers = [point(model, f"layers.{i}.output") for i in range(model.points.layer_count)]
+    layers = [point_of(model, f"layers.{i}.output") for i in range(model.points.layer_count)]
     names = [*(layer.name for layer in layers), "lm_head.output"]
     clean, corrupted = prompt(PROMPT, 1), prompt(PROMPT, 2)
     (run,) = Engine(model).generate([capturing(model, "clean", clean, 1, points=names)])
@@ -219,7 +121,7 @@ def test_patching_a_run_into_itself_changes_nothing_and_the_clean_run_into_anoth
 
 def test_a_request_that_loses_its_slot_is_changed_in_the_same_way_again(build, byte_tokenizer, prompt):
     model = Model(build("qwen3", num_hidden_layers=2, max_position_embeddings=1024), byte_tokenizer, "qwen3")
-    at = point(model, "layers.0.output")
+    at = point_of(model, "layers.0.output")
     steady = Edit(at, "replace", Tokens(250), vector=5 * vector(at.shape[0]))
     requests = [
         Request(str(i), prompt(length), new, ignore_eos=True, edits=(steady,))

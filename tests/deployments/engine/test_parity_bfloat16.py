@@ -9,8 +9,12 @@ from __future__ import annotations
 
 from dataclasses import replace
 
+import pytest
 import torch
+from by_hand import hooked
+from by_hand import point as point_of
 
+from deployments.engine.edits import Edit, Tokens
 from deployments.engine.engine import Engine
 from deployments.engine.model import Model
 from deployments.engine.request import Delta
@@ -69,3 +73,36 @@ def test_values_and_logprobs_stray_no_further_than_a_plain_forwards(
     for name in (point.name for point in points):
         got = [end.captured.values[name] for end in ends.values()]
         assert_no_further(got, [values[name] for values in plain], [values[name] for values in want], name)
+
+
+@pytest.mark.parametrize("name", ["qwen3", "gpt2", "opt", "gemma2", "falcon_parallel"])
+def test_edited_values_stray_no_further_than_those_edited_by_hand(name, build, byte_tokenizer, prompt, capturing):
+    rounded, exact = build(name, torch.bfloat16), build(name)
+    exact.load_state_dict(rounded.state_dict())
+    model, twin = Model(rounded, byte_tokenizer, "bfloat16"), Model(exact, byte_tokenizer, "float32")
+    hidden, attention = point_of(model, "layers.0.output"), point_of(model, "layers.1.attention.output")
+    numbers = torch.Generator().manual_seed(0)
+    direction, rows = torch.randn(hidden.shape, generator=numbers), torch.randn(13, *hidden.shape, generator=numbers)
+    edits = [
+        Edit(hidden, "add", vector=direction),
+        Edit(attention, "project_out", vector=direction),
+        Edit(hidden, "scale", Tokens(13), low=1.7),
+        Edit(hidden, "clamp", low=-0.3, high=0.5, features=(1, 4, 6)),
+        Edit(hidden, "replace", Tokens(0, 13), vector=rows.bfloat16()),
+    ]
+    names = [hidden.name, attention.name, "lm_head.output"]
+    sent = [
+        replace(capturing(model, str(i), prompt(13, i), NEW, points=names), edits=(edit,), ignore_eos=True)
+        for i, edit in enumerate(edits)
+    ]
+    got, plain, want = ([[] for _ in names] for _ in range(3))
+    for request, end in zip(sent, Engine(model, prefill_tokens=16).generate(sent), strict=True):
+        watched = [*request.edits, *(Edit(point_of(model, name), "scale", low=1.0) for name in names)]
+        tokens = [*end.prompt, *end.tokens]
+        by_hand, exactly = hooked(model, tokens, watched)[1], hooked(twin, tokens, watched)[1]
+        for i, name in enumerate(names):
+            got[i].append(end.captured.values[name])
+            plain[i].append(by_hand[name])
+            want[i].append(exactly[name])
+    for i, name in enumerate(names):
+        assert_no_further(got[i], plain[i], want[i], name)

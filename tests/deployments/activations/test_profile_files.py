@@ -1,0 +1,190 @@
+"""Profiles stay as they were sent; a model has one default at most."""
+
+from __future__ import annotations
+
+import json
+import os
+import stat
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from deployments.activations import profile_files
+from deployments.activations.catalogue import Catalogue
+from deployments.activations.facts import StoreError
+from deployments.activations.profile_files import DEFAULTS, FOLDER, MAX_BYTES, ProfileFiles
+from deployments.activations.profiles import Profile
+from deployments.errors import RequestError
+
+ZERO = {"op": "zero", "point": "layers.1.output", "tokens": {"last": 2}, "features": {"first": 3}}
+PATCH = {"op": "replace", "point": "layers.*.output", "from": {"run_id": "r", "tokens": "prompt"}}
+CAPTURE = {"points": ["norm.output"], "return": "inline", "dtype": "float32"}
+
+
+def profile(name="p", **fields):
+    return Profile.model_validate({"name": name, "interventions": [ZERO, PATCH]} | fields)
+
+
+@pytest.fixture
+def files(tmp_path):
+    return ProfileFiles(tmp_path)
+
+
+def defaults(files):
+    return {model: found["name"] for model, found in files.defaults(None)[1].items()}
+
+
+def test_a_profile_comes_back_as_it_was_sent_also_from_who_starts_again(files, tmp_path):
+    kept = files.put(profile(capture=CAPTURE, description="mine", model="m"), by_admin=False)
+    assert kept["interventions"] == [ZERO, PATCH]
+    assert kept["capture"] == CAPTURE
+    assert (kept["name"], kept["model"], kept["description"], kept["default"]) == ("p", "m", "mine", False)
+    again = ProfileFiles(tmp_path)
+    assert files.get("p") == again.get("p") == kept
+    (listed,) = again.list(10, None)
+    assert listed == {name: value for name, value in kept.items() if name not in ("interventions", "capture")}
+
+
+def test_another_of_its_name_takes_its_place(files, tmp_path):
+    files.put(profile(description="first"), by_admin=False)
+    files.put(profile(capture=CAPTURE, interventions=None), by_admin=False)
+    for one in (files, ProfileFiles(tmp_path)):
+        assert one.get("p")["capture"] == CAPTURE
+        assert one.get("p")["description"] is None
+        assert len(one.list(10, None)) == 1
+
+
+names, models = st.sampled_from(["a", "b", "c"]), st.sampled_from(["m", "n"])
+changes = st.lists(
+    st.one_of(
+        st.tuples(st.just("put"), names, models, st.booleans()),
+        st.tuples(st.just("delete"), names),
+        st.just(("again",)),
+    ),
+    max_size=12,
+)
+
+
+@settings(max_examples=60, deadline=None)
+@given(changes)
+def test_whatever_comes_and_goes_a_model_has_the_default_that_was_made_last(tmp_path_factory, changes):
+    root = tmp_path_factory.mktemp("root")
+    files, kept, want, versions = ProfileFiles(root), {}, {}, [0]
+    for change in changes:
+        match change:
+            case ("put", name, model, default):
+                files.put(profile(name, model=model, default=default), by_admin=True)
+                kept[name] = model
+                want = {of: other for of, other in want.items() if other != name}
+                want |= {model: name} if default else {}
+            case ("delete", name):
+                assert files.delete(name) is (name in kept)
+                kept.pop(name, None)
+                want = {of: other for of, other in want.items() if other != name}
+            case _:
+                files = ProfileFiles(root)
+        version, found = files.defaults(None)
+        assert {model: one["name"] for model, one in found.items()} == want
+        assert {one["name"]: one["default"] for one in files.list(10, None)} == {
+            name: name in want.values() for name in kept
+        }
+        assert files.defaults(version) is None
+        versions.append(version)
+    assert versions == sorted(versions)
+    assert len(set(versions)) >= 1 + bool(kept)
+
+
+def test_only_an_admin_makes_changes_or_unmakes_a_default(files):
+    files.put(profile("mine", model="m"), by_admin=False)
+    files.put(profile("theirs", model="m", default=True), by_admin=True)
+    for change in (profile("mine", model="m", default=True), profile("theirs", model="m"), profile("theirs")):
+        with pytest.raises(RequestError) as refused:
+            files.put(change, by_admin=False)
+        assert (refused.value.status, refused.value.code) == (403, "insufficient_permissions")
+    assert defaults(files) == {"m": "theirs"}
+    files.put(profile("mine"), by_admin=False)
+
+
+def test_a_crash_between_a_profile_and_the_defaults_leaves_none_that_is_not_so(files, tmp_path):
+    files.put(profile("a", model="m", default=True), by_admin=True)
+    files.put(profile("b", model="n", default=True), by_admin=True)
+    (tmp_path / FOLDER / "a.json").write_bytes(
+        profile("a", model="other").model_dump_json(by_alias=True, exclude_unset=True).encode()
+    )
+    (tmp_path / FOLDER / "b.json").unlink()
+    assert defaults(ProfileFiles(tmp_path)) == {}
+    (tmp_path / FOLDER / DEFAULTS).write_text("[1]")
+    assert [one["name"] for one in ProfileFiles(tmp_path).list(10, None)] == ["a"]
+
+
+def test_a_deleted_profile_is_gone_from_the_disk(files, tmp_path):
+    files.put(profile(model="m", default=True), by_admin=True)
+    assert files.delete("p")
+    assert not files.delete("p")
+    assert files.get("p") is None
+    assert [item.name for item in (tmp_path / FOLDER).iterdir()] == [DEFAULTS]
+    assert json.loads((tmp_path / FOLDER / DEFAULTS).read_text()) == {}
+
+
+def test_size_and_number_are_bounded(files, monkeypatch):
+    long = {"op": "add", "point": "layers.1.output", "vector": [0.12345678901] * (MAX_BYTES // 12)}
+    with pytest.raises(RequestError) as refused:
+        files.put(profile(interventions=[long]), by_admin=True)
+    assert refused.value.code == "profile_too_large"
+    monkeypatch.setattr(profile_files, "MAX_PROFILES", 2)
+    files.put(profile("a"), by_admin=True)
+    files.put(profile("b"), by_admin=True)
+    files.put(profile("a"), by_admin=True)
+    with pytest.raises(RequestError, match="delete some"):
+        files.put(profile("c"), by_admin=True)
+
+
+@pytest.mark.parametrize("name", ["../secret", "..", ".defaults", "/etc/passwd", "a/b", "x\0y", "", "none", "p" * 65])
+def test_no_name_reaches_what_is_no_profile(files, tmp_path, name):
+    (tmp_path / "secret.json").write_bytes(
+        profile("secret").model_dump_json(by_alias=True, exclude_unset=True).encode()
+    )
+    files.put(profile(), by_admin=True)
+    assert files.get(name) is None
+    assert not files.delete(name)
+    assert (tmp_path / "secret.json").exists()
+    with pytest.raises(ValueError, match="name|none"):
+        profile(name)
+
+
+def test_who_starts_again_passes_over_links_strangers_and_what_a_crash_left(files, tmp_path, caplog):
+    files.put(profile(), by_admin=True)
+    folder, outside = tmp_path / FOLDER, tmp_path / "outside.json"
+    outside.write_bytes((folder / "p.json").read_bytes())
+    os.symlink(outside, folder / "linked.json")
+    (folder / "broken.json").write_text('{"name": "broken"}')
+    (folder / ".new-half.json").write_text("{")
+    assert [one["name"] for one in ProfileFiles(tmp_path).list(10, None)] == ["p"]
+    assert "broken.json" in caplog.text
+    assert not (folder / ".new-half.json").exists()
+    assert Catalogue.rebuild(tmp_path).sessions() == []
+
+
+@pytest.mark.skipif(os.geteuid() == 0, reason="root may write anywhere")
+def test_a_disk_that_refuses_is_told_of(files, tmp_path):
+    tmp_path.chmod(stat.S_IRUSR | stat.S_IXUSR)
+    with pytest.raises(StoreError, match="let the server's user write there"):
+        files.put(profile(), by_admin=True)
+    tmp_path.chmod(stat.S_IRWXU)
+
+
+@pytest.mark.parametrize(
+    "fields",
+    [
+        {"interventions": None},
+        {"default": True},
+        {"interventions": []},
+        {"interventions": [{"op": "zero"}]},
+        {"capture": {"pionts": []}},
+        {"unknown": 1},
+    ],
+)
+def test_what_can_do_nothing_is_no_profile(fields):
+    with pytest.raises(ValueError, match="validation error"):
+        profile(**fields)

@@ -1,0 +1,140 @@
+"""Edits written by hand, in words of their own: as plain forward hooks, and as an nnsight trace."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from contextlib import ExitStack
+from typing import Any
+
+import nnsight
+import torch
+
+from deployments.activations.points import Place, Point
+from deployments.activations.spec import Capture
+from deployments.engine.edits import Edit
+from deployments.engine.model import Model
+
+Values = dict[str, torch.Tensor]  # point name -> [tokens, ...]
+
+
+def point(model: Model, name: str) -> Point:
+    (found,) = model.points.resolve(Capture(points=[name]))
+    return found
+
+
+def one(edit: Edit, x: torch.Tensor, v: torch.Tensor | None) -> torch.Tensor:
+    match edit.kind:
+        case "add":
+            return x + v
+        case "scale":
+            return x * edit.low
+        case "project_out":
+            return x - torch.dot(x, v) / torch.dot(v, v) * v
+        case "clamp":
+            return x.clamp(edit.low, edit.high)
+        case "replace":
+            return v
+
+
+def by_hand(edit: Edit, rows: torch.Tensor, first: int = 0) -> torch.Tensor:
+    """Rows [tokens, ...] of a point with an edit, the first of them being token `first`."""
+    rows = rows.clone()
+    tokens = edit.tokens
+    for turn, position in enumerate(tokens.within(0, first + len(rows))):
+        if position < first:
+            continue
+        x = rows[position - first]
+        features = list(range(x.shape[-1])) if edit.features is None else list(edit.features)
+        heads = edit.heads or (range(len(x)) if x.ndim > 1 else [None])
+        for k, head in enumerate(heads):
+            row = x if head is None else x[head]
+            v = None
+            if edit.vector is not None:
+                v = edit.vector[turn] if edit.per_token else edit.vector
+                v = (v[k] if v.ndim > 1 else v).float()
+            row[features] = one(edit, row[features].float(), v).to(row.dtype)
+    return rows
+
+
+def _in_order(edits: Sequence[Edit]) -> dict[Place, list[Edit]]:
+    """Edits by their places, these in the order in which a forward reaches them."""
+    places = sorted({edit.point.place for edit in edits}, key=lambda place: place.order)
+    return {place: [edit for edit in edits if edit.point.place == place] for place in places}
+
+
+def _changed(value: Any, edits: Sequence[Edit], seen: Values, first: int = 0) -> Any:
+    """What takes the place of a module's value of one sequence; says in `seen` what it is at each point."""
+    tensor = value[0] if isinstance(value, tuple) else value
+    new = tensor
+    for edit in edits:
+        new = by_hand(edit, new.reshape(-1, *edit.point.shape), first).reshape(tensor.shape)
+    for at in {edit.point for edit in edits}:
+        rows = new.reshape(-1, *at.shape)
+        seen[at.name] = torch.cat([seen[at.name], rows]) if at.name in seen else rows.clone()
+    return (new, *value[1:]) if isinstance(value, tuple) else new
+
+
+@torch.inference_mode()
+def hooked(model: Model, tokens: Sequence[int], edits: Sequence[Edit]) -> tuple[torch.Tensor, Values]:
+    """[tokens, vocabulary] logits, and each edited point's value, of one forward with plain hooks."""
+    seen: Values = {}
+
+    def before(mine: Sequence[Edit]) -> Callable[..., Any]:
+        def hook(_: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+            if args:
+                return (_changed(args[0], mine, seen), *args[1:]), kwargs
+            name = next(iter(kwargs))
+            return (), kwargs | {name: _changed(kwargs[name], mine, seen)}
+
+        return hook
+
+    def after(mine: Sequence[Edit]) -> Callable[..., Any]:
+        return lambda _, args, output: _changed(output, mine, seen)
+
+    with ExitStack() as hooks:
+        for place, mine in _in_order(edits).items():
+            module = model.hf.get_submodule(place.module)
+            if place.side == "input":
+                hooks.callback(module.register_forward_pre_hook(before(mine), with_kwargs=True).remove)
+            else:
+                hooks.callback(module.register_forward_hook(after(mine)).remove)
+        logits = model.hf(input_ids=torch.tensor([list(tokens)]), use_cache=False).logits[0]
+    return logits, seen
+
+
+def _envoy(model: Model, place: Place) -> Any:
+    found = model.nnsight
+    for part in place.module.split("."):
+        found = found[int(part)] if part.isdigit() else getattr(found, part)
+    return found
+
+
+@torch.inference_mode()
+def traced(model: Model, tokens: Sequence[int], edits: Sequence[Edit]) -> tuple[torch.Tensor, Values]:
+    """The same by nnsight's `trace`."""
+    places = [(place.side, mine, _envoy(model, place)) for place, mine in _in_order(edits).items()]
+    values: Values = {}
+    with model.nnsight.trace(torch.tensor([list(tokens)])):
+        for side, mine, module in places:
+            if side == "input":
+                module.input = _changed(module.input, mine, values)
+            else:
+                module.output = _changed(module.output, mine, values)
+        seen = nnsight.save(values)
+        logits = nnsight.save(model.nnsight.output.logits)
+    return logits[0], seen
+
+
+@torch.inference_mode()
+def generated(model: Model, prompt: Sequence[int], edit: Edit, new: int) -> tuple[list[int], torch.Tensor]:
+    """Greedy tokens of nnsight's `generate`, and the edited point's value [all tokens but the last, ...]."""
+    module, values, settings = _envoy(model, edit.point.place), {}, {"max_new_tokens": new, "do_sample": False}
+    ids = torch.tensor([list(prompt)])
+    settings |= {"min_new_tokens": new, "pad_token_id": 0, "attention_mask": torch.ones_like(ids)}
+    with model.nnsight.generate(ids, **settings) as tracer:
+        for step in tracer.iter[:new]:
+            first = len(prompt) + step - 1 if step else 0
+            module.output = _changed(module.output, [edit], values, first)
+        seen = nnsight.save(values)
+        tokens = nnsight.save(tracer.result)
+    return tokens[0, len(prompt) :].tolist(), seen[edit.point.name]

@@ -1,0 +1,174 @@
+"""On every architecture each edit is the same edit by a plain hook and by nnsight, in prompts and decodes."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import replace
+from typing import NamedTuple
+from zlib import crc32
+
+import pytest
+import torch
+from by_hand import generated, hooked, traced
+from by_hand import point as point_of
+from hypothesis import Phase, given, seed, settings
+from hypothesis import strategies as st
+
+from deployments.activations.points import Point
+from deployments.engine.edits import Edit, Tokens
+from deployments.engine.engine import Engine
+from deployments.engine.request import Sampling
+
+OPERATIONS = ("add", "scale", "zero", "project_out", "clamp", "replace", "replace by rows")
+CANONICAL = ("embed.", "layers.", "norm.", "lm_head.")
+NEW = 5
+EXAMPLES = 4  # batches at random for each architecture, each its own
+TRACED = 2  # requests of each that nnsight runs, too
+
+
+class Asked(NamedTuple):
+    """An edit.
+
+    Attributes:
+        op: What it does.
+        at: Which point of the model's, counted round and round.
+        canonical: Of those with canonical names alone.
+        tokens: Of which tokens.
+        part: All of a row, some of its features, or some heads where it has any.
+        scale: The factor, how much is added, or where is clamped.
+        seed: Of its numbers.
+    """
+
+    op: str
+    at: int
+    canonical: bool
+    tokens: str
+    part: str
+    scale: float
+    seed: int
+
+    def edit(self, points: Sequence[Point], prompt: int) -> Edit:
+        """The edit of a request whose prompt has so many tokens."""
+        named = [at for at in points if at.name.startswith(CANONICAL)] if self.canonical else points
+        at, numbers = named[self.at % len(named)], torch.Generator().manual_seed(self.seed)
+        tokens = {
+            "all": Tokens(),
+            "prompt": Tokens(0, prompt),
+            "generated": Tokens(prompt),
+            "last": Tokens(prompt - 1, prompt),
+            "few": Tokens(few=(1, prompt, prompt + 2)),
+        }[self.tokens]
+        *count, width = at.shape
+        heads = (count[0] - 1, 0) if self.part == "heads" and count and count[0] > 1 else None
+        features = tuple(range(0, width, 2)) if self.part == "features" else None
+        shape = (*([len(heads)] if heads else count), len(features) if features else width)
+        if self.op == "replace by rows":
+            shape = (len(tokens.within(0, prompt + NEW)), *shape)
+        elif self.seed % 2:
+            shape = shape[-1:]  # one vector for all heads
+        drawn = torch.randn(shape, generator=numbers)
+        part = {"tokens": tokens, "features": features, "heads": heads}
+        match self.op:
+            case "scale" | "zero":
+                return Edit(at, "scale", low=self.scale if self.op == "scale" else 0.0, **part)
+            case "clamp":
+                return Edit(at, "clamp", low=-abs(self.scale) / 4, high=abs(self.scale) / 8, **part)
+            case "add":
+                return Edit(at, "add", vector=self.scale * drawn, **part)
+        return Edit(at, "replace" if "replace" in self.op else "project_out", vector=drawn, **part)
+
+
+def asked(op):
+    return st.builds(
+        Asked,
+        op=op,
+        at=st.integers(0, 10_000),
+        canonical=st.booleans(),
+        tokens=st.sampled_from(["all", "prompt", "generated", "last", "few"]),
+        part=st.sampled_from(["all", "all", "features", "heads"]),
+        scale=st.floats(-3, 3, allow_nan=False),
+        seed=st.integers(0, 10_000),
+    )
+
+
+more = st.lists(asked(st.sampled_from(OPERATIONS)), max_size=2)
+batches = st.tuples(*(st.tuples(asked(st.just(op)), more) for op in OPERATIONS))
+
+
+@pytest.fixture(scope="module")
+def points(architecture, tiny):
+    """Every point of the model that an edit may have, in the order in which a forward reaches them."""
+    found = [*tiny(architecture).points, *tiny(architecture).points.heads()]
+    return [at for at in found if at.place.dtype.is_floating_point]
+
+
+def test_each_operation_anywhere_is_the_same_edit_by_hand_and_by_nnsight(
+    architecture, points, tiny, prompt, capturing, assert_rows_close
+):
+    model = tiny(architecture)
+    head = Edit(point_of(model, "lm_head.output"), "scale", low=1.0)  # changes nothing: to have its values
+
+    def requests(batch):
+        for i, (first, others) in enumerate(batch):
+            ids = prompt(3 + i, i)
+            edits = tuple(one.edit(points, len(ids)) for one in (first, *others))
+            names = list(dict.fromkeys([*(edit.point.name for edit in edits), "lm_head.output"]))
+            yield replace(capturing(model, str(i), ids, NEW, points=names), edits=edits, ignore_eos=True)
+
+    @seed(crc32(architecture.encode()))
+    @settings(max_examples=EXAMPLES, deadline=None, database=None, phases=[Phase.generate])
+    @given(batches)
+    def holds(batch):
+        sent = list(requests(batch))
+        done = Engine(model, max_running=5, prefill_tokens=16).generate(sent)
+        for i, (request, end) in enumerate(zip(sent, done, strict=True)):
+            tokens, edits = [*request.prompt, *end.tokens], [*request.edits, head]
+            for run in (hooked, traced) if i % len(OPERATIONS) < TRACED else (hooked,):
+                logits, values = run(model, tokens, edits)
+                for name, want in values.items():
+                    assert_rows_close(end.captured.values[name], want, f"{run.__name__} {name}: {edits}", 1e-3)
+                for row, token in zip(logits[len(request.prompt) - 1 :], end.tokens, strict=False):
+                    assert row[token] >= row.max() - 1e-3
+
+    holds()
+
+
+@pytest.mark.parametrize("place", ["tuple", "tensor"])
+def test_what_nnsight_generates_with_an_edit_is_what_the_engine_does(
+    architecture, place, tiny, prompt, capturing, same_tokens, assert_rows_close
+):
+    model, ids = tiny(architecture), prompt(8)
+    tensor = "layers.0.output" if architecture.startswith("opt") else "layers.0.mlp.output"  # OPT has no such module
+    at = point_of(model, {"tuple": "layers.1.attention.output", "tensor": tensor}[place])
+    drawn = torch.randn(at.shape, generator=torch.Generator().manual_seed(1))
+    rows = torch.randn(3, *at.shape, generator=torch.Generator().manual_seed(2))
+    edits = [
+        Edit(at, "add", vector=2 * drawn),
+        Edit(at, "scale", Tokens(len(ids)), low=-1.5),
+        Edit(at, "project_out", Tokens(0, len(ids)), vector=drawn),
+        Edit(at, "replace", Tokens(few=(2, len(ids), len(ids) + 1)), vector=rows),
+    ]
+    endless = Sampling(0.0, min_tokens=NEW)
+    sent = [
+        replace(capturing(model, str(i), ids, NEW, points=[at.name]), edits=(edit,), sampling=endless)
+        for i, edit in enumerate(edits)
+    ]
+    for edit, end in zip(edits, Engine(model).generate(sent), strict=True):
+        tokens, values = generated(model, ids, edit, NEW)
+        logits, _ = hooked(model, [*ids, *end.tokens], [edit])
+        alike = same_tokens(end.tokens, tokens, logits[len(ids) - 1 :])
+        assert_rows_close(end.captured.values[at.name][: len(ids) + alike], values[: len(ids) + alike], at.name, 1e-3)
+
+
+@pytest.fixture(scope="session")
+def same_tokens():
+    """How many tokens are alike, but for the last; where others follow, the model all but tied."""
+
+    def same(got, want, logits):
+        first = next((i for i, (a, b) in enumerate(zip(got, want, strict=True)) if a != b), None)
+        if first is None:
+            return len(got) - 1
+        assert logits[first, got[first]] - logits[first, want[first]] < 1e-3, (got, want)
+        return first
+
+    return same
