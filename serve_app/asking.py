@@ -1,4 +1,4 @@
-"""How long is waited for the activation store."""
+"""How long is waited for actors that are shared: the activation store, and the board of clients' jobs."""
 
 from __future__ import annotations
 
@@ -17,8 +17,22 @@ async def stored(asked: Awaitable[Any]) -> Any:
     Raises:
         ApiError: 503, where it does not answer.
     """
+    return await answered(asked, "the activation store", STORE_S)
+
+
+async def answered(asked: Awaitable[Any], by: str, limit_s: float) -> Any:
+    """What an actor answers.
+
+    Args:
+        asked: The call.
+        by: Who it is, in words.
+        limit_s: The longest to wait.
+
+    Raises:
+        ApiError: 503, where it does not answer.
+    """
     try:
-        async with asyncio.timeout(STORE_S):
+        async with asyncio.timeout(limit_s):
             return await asked
     except TimeoutError as error:
-        raise ApiError(503, "the activation store does not answer; try again", code="unavailable") from error
+        raise ApiError(503, f"{by} does not answer; try again", code="unavailable") from error

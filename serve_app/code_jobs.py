@@ -9,6 +9,7 @@ from typing import Any
 
 from deployments.client_code.job import CodeJob, ModelKey, Update
 from deployments.options import Options
+from serve_app.asking import answered
 from serve_app.errors import ApiError, render
 from serve_app.keys import Keys
 from serve_app.models import Models, ServedModel
@@ -40,7 +41,7 @@ class CodeJobs:
             ApiError: 404, 503.
         """
         model = await self._models.of_repository(key.repo_id)
-        job_id: str = await _answer(self._board.open.remote(listener or None))
+        job_id: str = await _told(self._board.open.remote(listener or None))
         job = CodeJob(job_id, block, compress, env, key, bool(listener))
         task = asyncio.ensure_future(self._run(model, job))
         self._sent.add(task)
@@ -52,7 +53,7 @@ class CodeJobs:
             await model.run_code(job)
         except Exception as error:  # noqa: BLE001 - whatever it was, the job's client is told
             message = render(error, job.id).message
-            await _answer(self._board.tell.remote([Update(job.id, "ERROR", message)], []))
+            await _told(self._board.tell.remote([Update(job.id, "ERROR", message)], []))
 
     async def listen(self) -> str:
         """A new listener's name.
@@ -60,15 +61,15 @@ class CodeJobs:
         Raises:
             RequestError: There are too many.
         """
-        return await _answer(self._board.listen.remote())  # type: ignore[no-any-return]
+        return await _told(self._board.listen.remote())  # type: ignore[no-any-return]
 
     async def updates(self, listener: str) -> list[Update]:
         """What a listener has not heard; may be nothing, after a while."""
-        return await _answer(self._board.updates.remote(listener))  # type: ignore[no-any-return]
+        return await _told(self._board.updates.remote(listener))  # type: ignore[no-any-return]
 
     async def leave(self, listener: str) -> None:
         """A listener has gone; its jobs are stopped."""
-        await _answer(self._board.leave.remote(listener))
+        await _told(self._board.leave.remote(listener))
 
     async def told(self, job_id: str, base_url: str) -> dict[str, Any]:
         """What became of a job last, with the address of its result where there is one.
@@ -80,7 +81,7 @@ class CodeJobs:
         Raises:
             ApiError: 404; 503.
         """
-        found: tuple[Update, str | None] | None = await _answer(self._board.latest.remote(job_id))
+        found: tuple[Update, str | None] | None = await _told(self._board.latest.remote(job_id))
         if found is None:
             raise ApiError(404, f"there is no job {job_id[:64]!r}", "job_id", "job_not_found")
         update, token = found
@@ -95,18 +96,14 @@ class CodeJobs:
         Raises:
             ApiError: 404; 503.
         """
-        found: list[bytes] = await _answer(self._board.result.remote(job_id, token))
+        found: list[bytes] = await _told(self._board.result.remote(job_id, token))
         if not found:
             raise ApiError(404, "there is no such result (any more)", "job_id", "result_not_found")
         return found[0]
 
 
-async def _answer(asked: Awaitable[Any]) -> Any:
-    try:
-        async with asyncio.timeout(BOARD_S):
-            return await asked
-    except TimeoutError as error:
-        raise ApiError(503, "the board of clients' jobs does not answer; try again", code="unavailable") from error
+async def _told(asked: Awaitable[Any]) -> Any:
+    return await answered(asked, "the board of clients' jobs", BOARD_S)
 
 
 def check_who_may_ask(keys: Keys, host: str | None) -> None:
