@@ -14,22 +14,29 @@ from serve_app.errors import ApiError, render
 from serve_app.keys import Keys
 from serve_app.models import Models, ServedModel
 
+STAY_S = 10.0  # between signs of a listener's life
 BOARD_S = 60.0  # the longest that the board's answer is waited for; a listener's is empty well before
 
 
 class CodeJobs:
-    """The way of clients' jobs to the replicas, and the board that knows them."""
+    """The way of clients' jobs to the replicas, and the board that knows them.
 
-    def __init__(self, options: Options, models: Models, board: Any) -> None:
+    Attributes:
+        local_only: Whether only who calls the server by this machine's own name may ask.
+    """
+
+    def __init__(self, options: Options, models: Models, board: Any, local_only: bool) -> None:
         """Know where to send them.
 
         Args:
             options: The operator's.
             models: The models that are served.
             board: The board's handle.
+            local_only: Whether only who calls the server by this machine's own name may ask.
         """
         self._models = models
         self._board = board
+        self.local_only = local_only
         self._public_url = options.public_url
         self._sent: set[asyncio.Task[None]] = set()  # asyncio itself holds tasks by weak references
 
@@ -67,6 +74,12 @@ class CodeJobs:
         """What a listener has not heard; may be nothing, after a while."""
         return await _told(self._board.updates.remote(listener))  # type: ignore[no-any-return]
 
+    async def stay(self, listener: str) -> None:
+        """Give the board signs of a listener's life, without end."""
+        while True:
+            await _told(self._board.listens.remote(listener))
+            await asyncio.sleep(STAY_S)
+
     async def leave(self, listener: str) -> None:
         """A listener has gone; its jobs are stopped."""
         await _told(self._board.leave.remote(listener))
@@ -79,11 +92,11 @@ class CodeJobs:
             base_url: The server's address as the client's request says it.
 
         Raises:
-            ApiError: 404; 503.
+            ApiError: 410, also where there never was such a job: nnsight takes 404 for one that has not begun; 503.
         """
         found: tuple[Update, str | None] | None = await _told(self._board.latest.remote(job_id))
         if found is None:
-            raise ApiError(404, f"there is no job {job_id[:64]!r}", "job_id", "job_not_found")
+            raise ApiError(410, f"there is no job {job_id[:64]!r} (any more)", "job_id", "job_not_found")
         update, token = found
         if token is None:
             return update.told
@@ -116,14 +129,19 @@ def check_who_may_ask(keys: Keys, host: str | None) -> None:
     Raises:
         ValueError: There are no keys, and other machines reach the server.
     """
-    if keys or host == "localhost":
+    if keys or is_loopback(host):
         return
-    try:
-        if host and ipaddress.ip_address(host).is_loopback:
-            return
-    except ValueError:
-        pass  # another name
     raise ValueError(
         f"allow_client_code lets clients run code as this server's user, and it listens on {host or 'all addresses'} "
         "without API keys: give it some (api_keys_file), or have it listen on 127.0.0.1"
     )
+
+
+def is_loopback(host: str | None) -> bool:
+    """Whether a name or address means this machine to itself."""
+    if host == "localhost":
+        return True
+    try:
+        return bool(host) and ipaddress.ip_address(host or "").is_loopback
+    except ValueError:
+        return False  # another name

@@ -46,5 +46,5 @@ class Ingress:
             assert controller is not None
             check_who_may_ask(self._keys, controller.http_config.host)
         await self._store.check_health.remote()
-        backend = Backend(self._options, serve.get_replica_context().app_name, self._store)
+        backend = Backend(self._options, serve.get_replica_context().app_name, self._store, not self._keys)
         return build_api(backend, self._options, self._keys)

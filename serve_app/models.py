@@ -225,9 +225,9 @@ class Models:
         self._known: dict[str, ServedModel] = {}
         self._limit_s = options.request_timeout_s
         self._default = None
-        self._models_dir = options.models_dir
-        # What the model that the server starts with goes by beside its id; a relative path is none.
-        directories = [options.model, str(WEIGHTS) if options.model == DEMO else None]
+        self._models_dir = options.models_dir and os.path.normpath(options.models_dir)
+        # What the model that the server starts with goes by beside its id.
+        directories = [options.model, os.path.expanduser(options.model), str(WEIGHTS) if options.model == DEMO else ""]
         self._directories = {os.path.normpath(path): options.served_name for path in directories if path}
         if options.model != NO_MODEL:
             self._default = ServedModel(options.served_name, app, self._limit_s)
@@ -287,7 +287,9 @@ class Models:
             return await self.find(self._directories[wanted])
         if self._models_dir and Path(wanted).is_relative_to(self._models_dir):
             return await self.find(str(Path(wanted).relative_to(self._models_dir)))
-        return await self.find(repo_id)
+        # nnsight asks the hub how it spells an id, in capitals and small letters.
+        same = [known for known in self._known if known.lower() == repo_id.lower()]
+        return await self.find(same[0] if same else repo_id)
 
     def _usual(self) -> str:
         if self._default:

@@ -7,11 +7,12 @@ it; or it posts without one and asks by the job's id. The messages are nnsight's
 from __future__ import annotations
 
 import asyncio
-import contextlib
 import importlib.metadata
+import re
 import sys
 from functools import cache
 from typing import Annotated, Any
+from urllib.parse import urlsplit
 
 from fastapi import APIRouter, Depends, File, Form, UploadFile, WebSocket
 from fastapi.responses import Response
@@ -23,9 +24,9 @@ import serve_app.described as described
 from deployments.client_code.job import ModelKey, Update
 from deployments.errors import RequestError
 from serve_app.backend import Backend
-from serve_app.code_jobs import CodeJobs
+from serve_app.code_jobs import CodeJobs, is_loopback
 from serve_app.described import errors
-from serve_app.errors import ApiError
+from serve_app.errors import NNSIGHT, ApiError
 
 BYTES = "application/octet-stream"
 OFF = "clients' code is not run here: the operator allows it with allow_client_code=true"
@@ -47,10 +48,28 @@ async def _backend(connection: HTTPConnection) -> Backend:
     return backend
 
 
-async def _jobs(backend: Annotated[Backend, Depends(_backend)]) -> CodeJobs:
+async def _jobs(connection: HTTPConnection, backend: Annotated[Backend, Depends(_backend)]) -> CodeJobs:
     if backend.jobs is None:
         raise ApiError(403, OFF, None, "client_code_off")
+    if refused := _refused(connection, backend.jobs):
+        raise ApiError(403, refused, None, "origin_not_allowed")
     return backend.jobs
+
+
+async def _is_nnsight(connection: HTTPConnection) -> None:
+    if NNSIGHT.decode() not in connection.headers:  # which no page of another origin may send unasked
+        raise RequestError("nnsight's clients send their version", NNSIGHT.decode())
+
+
+def _refused(connection: HTTPConnection, jobs: CodeJobs) -> str | None:
+    """Why a page of another origin, or of a name that leads here, may not have code run; None for anybody else."""
+    host = connection.headers.get("host", "")
+    origin = connection.headers.get("origin")  # nnsight's socket says the server's own address
+    if origin is not None and urlsplit(origin).netloc != host:
+        return f"pages of {origin[:200]!r} may not run code here"
+    if jobs.local_only and not is_loopback(urlsplit(f"//{host}").hostname):
+        return f"without API keys, code is run for http://127.0.0.1 and http://localhost alone, not for {host[:200]!r}"
+    return None
 
 
 Jobs = Annotated[CodeJobs, Depends(_jobs)]
@@ -58,7 +77,7 @@ router = APIRouter(tags=["nnsight"], responses=errors(403, 503))
 sockets = APIRouter()
 
 
-@router.post("/request", responses=described.JOB | errors(404, 429))
+@router.post("/request", dependencies=[Depends(_is_nnsight)], responses=described.JOB | errors(404, 429))
 async def request(
     data: Annotated[str, Form(max_length=1 << 16)], blob: Annotated[UploadFile, File()], jobs: Jobs
 ) -> dict[str, Any]:
@@ -73,10 +92,10 @@ async def request(
     return sent.told
 
 
-@router.get("/response/{job_id}", responses=described.JOB | errors(404))
+@router.get("/response/{job_id}", responses=described.JOB | errors(410))
 async def response(job_id: str, connection: HTTPConnection, jobs: Jobs) -> dict[str, Any]:
     """What became of a job last; where it is done, `data` is the address of its result."""
-    return await jobs.told(job_id, str(connection.base_url))
+    return await jobs.told(job_id, _address(connection))
 
 
 @router.get("/response/{job_id}/result", response_class=Response, responses=described.RESULT | errors(404))
@@ -109,39 +128,51 @@ async def subscribe(socket: WebSocket, backend: Annotated[Backend, Depends(_back
     """Tell a listener its name, then all that becomes of its jobs; when it goes, they are stopped."""
     if backend.jobs is None:
         return await socket.close(1008, OFF)
+    if refused := _refused(socket, backend.jobs):
+        return await socket.close(1008, refused)
     jobs = backend.jobs
     listener = await jobs.listen()
+    tasks: list[asyncio.Task[None]] = []
     try:
         await socket.accept()
         await socket.send_json({"session_id": listener})
-        async with contextlib.AsyncExitStack() as stack:
-            gone = asyncio.ensure_future(_until_gone(socket))
-            stack.callback(gone.cancel)
-            while not gone.done():
-                news = asyncio.ensure_future(jobs.updates(listener))
-                stack.callback(news.cancel)
-                await asyncio.wait({gone, news}, return_when=asyncio.FIRST_COMPLETED)
-                for update in news.result() if news.done() else ():
-                    await _tell(socket, jobs, update)
+        for part in (_until_gone(socket), _pass_on(socket, jobs, listener), jobs.stay(listener)):
+            tasks.append(asyncio.ensure_future(part))
+        ended, _ = await asyncio.wait(tasks, return_when=asyncio.FIRST_COMPLETED)
+        for task in ended:
+            task.result()
     except WebSocketDisconnect:
         pass  # between two messages
     finally:
+        for task in tasks:
+            task.cancel()
+        await asyncio.gather(*tasks, return_exceptions=True)
         await jobs.leave(listener)
 
 
 async def _until_gone(socket: WebSocket) -> None:
-    with contextlib.suppress(WebSocketDisconnect):
-        while True:
-            await socket.receive_text()  # nnsight's clients say nothing
+    while (await socket.receive())["type"] != "websocket.disconnect":
+        pass  # nnsight's clients say nothing
+
+
+async def _pass_on(socket: WebSocket, jobs: CodeJobs, listener: str) -> None:
+    while True:
+        for update in await jobs.updates(listener):
+            await _tell(socket, jobs, update)
 
 
 async def _tell(socket: WebSocket, jobs: CodeJobs, update: Update) -> None:
     if update.frame is not None:
         await socket.send_bytes(update.frame)
     elif update.status == "COMPLETED":
-        await socket.send_json(await jobs.told(update.id, str(socket.base_url)))
+        await socket.send_json(await jobs.told(update.id, _address(socket)))
     else:
         await socket.send_json(update.told)
+
+
+def _address(connection: HTTPConnection) -> str:
+    """The server's address as the client knows it, for HTTP."""
+    return re.sub("^ws", "http", str(connection.base_url))
 
 
 @cache

@@ -18,13 +18,14 @@ import ray
 from deployments.client_code.job import LAST, Update
 from deployments.errors import RequestError
 
-MOST_JOBS = 1024  # that are known at once
+MOST_JOBS = 1024  # that are known at once; the oldest that have ended make room for new ones
 MOST_LISTENERS = 1024
 MOST_UNHEARD = 10_000  # updates that wait for a listener; the oldest go
 KEEP_S = 3600.0  # for which what became of a job is known
 LOST_S = 30.0  # without a sign of life from the replica after which a job is lost
 POLL_S = 20.0  # the longest that a listener's call waits
-RESULTS_BYTES = 1 << 30  # of all results together; the oldest go first
+SILENT_S = 60.0  # without a sign of life from its ingress after which a listener has gone
+RESULTS_BYTES = 1 << 30  # of all results together; the oldest make room for new ones
 
 _NOBODY = "nobody listens by this id: subscribe first", "session_id", "session_not_found", 404
 
@@ -46,7 +47,7 @@ class _Job:
 class _Listener:
     updates: deque[Update] = field(default_factory=lambda: deque(maxlen=MOST_UNHEARD))
     news: asyncio.Event = field(default_factory=asyncio.Event)
-    asked: float = field(default_factory=time.monotonic)
+    heard: float = field(default_factory=time.monotonic)  # when its ingress last gave a sign of life
 
 
 class Board:
@@ -78,7 +79,6 @@ class Board:
         if listener not in self._listeners:
             raise RequestError(*_NOBODY)
         found = self._listeners[listener]
-        found.asked = time.monotonic()
         self._sweep()
         try:
             async with asyncio.timeout(POLL_S):
@@ -89,6 +89,12 @@ class Board:
         found.updates.clear()
         found.news.clear()
         return gathered
+
+    async def listens(self, listener: str) -> None:
+        """A listener is still there, whatever it does with what it is told."""
+        self._sweep()
+        if found := self._listeners.get(listener):
+            found.heard = time.monotonic()
 
     async def leave(self, listener: str) -> None:
         """A listener has gone; nobody waits for its jobs."""
@@ -107,7 +113,10 @@ class Board:
         if listener is not None and listener not in self._listeners:
             raise RequestError(*_NOBODY)
         if len(self._jobs) >= MOST_JOBS:
-            raise RequestError(f"{MOST_JOBS} jobs are known already: try again later", None, "server_busy", 429)
+            ended = [name for name, job in self._jobs.items() if job.ended]  # the oldest first
+            if not ended:
+                raise RequestError(f"{MOST_JOBS} jobs are under way: try again later", None, "server_busy", 429)
+            del self._jobs[ended[0]]
         name = uuid.uuid4().hex
         self._jobs[name] = _Job(Update(name, "RECEIVED"), listener, time.monotonic())
         return name
@@ -141,7 +150,7 @@ class Board:
     async def result(self, job_id: str, token: str) -> list[bytes]:
         """A finished job's result, in a list so that Ray hands it on as it is; an empty one where there is none."""
         job = self._jobs.get(job_id)
-        return job.result if job and secrets.compare_digest(job.token, token) else []
+        return job.result if job and secrets.compare_digest(job.token.encode(), token.encode()) else []
 
     def _note(self, job: _Job, update: Update, result: list[bytes]) -> None:
         if job.ended:
@@ -158,7 +167,7 @@ class Board:
         """Forget what is old, and give up who gives no sign of life."""
         now = time.monotonic()
         for name, listener in list(self._listeners.items()):
-            if now - listener.asked > 2 * POLL_S and not listener.news.is_set():
+            if now - listener.heard > SILENT_S:
                 del self._listeners[name]
         for name, job in list(self._jobs.items()):
             if job.ended and now - job.heard > KEEP_S:
@@ -166,11 +175,13 @@ class Board:
             elif not job.ended and now - job.heard > LOST_S:
                 self._note(job, Update(name, "ERROR", "the replica that ran the job has gone: send it again"), [])
         held = sum(len(blob) for job in self._jobs.values() for blob in job.result)
-        for job in sorted(self._jobs.values(), key=lambda job: job.heard):
+        for name, job in self._jobs.items():
             if held <= RESULTS_BYTES:
                 break
-            held -= sum(map(len, job.result))
-            job.result = []
+            if job.result:
+                held -= sum(map(len, job.result))
+                job.result = []
+                job.latest = Update(name, "ERROR", "its result made room for others' before it was fetched")
 
 
 def connect() -> Any:

@@ -7,21 +7,24 @@ import io
 import json
 import os
 import pickle
+import random
 import resource
 import signal
 import socket
 import sys
+import threading
 import traceback
 import types
 from dataclasses import dataclass
 from typing import Any, NoReturn
 
+import numpy as np
 import torch
 import zstandard
 from nnsight import TransformersModel
 from nnsight.schema.request import RequestModel
 from nnsight.tracing.tracer import dec, inc
-from nnsight.tracing.util import clean_traceback
+from nnsight.tracing.util import clean_traceback, filter_traceback
 
 from deployments.client_code.job import Limits
 from deployments.client_code.wire import Kind, receive, send
@@ -31,6 +34,9 @@ PR_SET_PDEATHSIG = 1  # of Linux
 NICE = 10  # the replica's own threads come first
 FIRST_KILLED = "1000"  # by the kernel, where the machine's memory ends
 LINE_BYTES = 100  # that a printed line counts for beside its text: each is a message
+SOON_S = 0.05
+MOST_TOLD = 1 << 16  # characters of a failure
+LONGEST_LINE = 1 << 14  # characters that wait for a line's end
 LEVEL = 3  # of zstd: a result is compressed once and sent once
 
 
@@ -55,6 +61,7 @@ def run(replica: socket.socket, model: JobModel, weights_fd: int) -> NoReturn:
         model: What the job runs on.
         weights_fd: The file with its weights.
     """
+    to = _Replica(replica)
     try:
         _leave_the_host(replica.fileno(), weights_fd)
         _, body = receive(replica)
@@ -64,32 +71,32 @@ def run(replica: socket.socket, model: JobModel, weights_fd: int) -> NoReturn:
         module = model.weights.module(weights_fd)
         os.close(weights_fd)
         wrapped = TransformersModel(module, tokenizer=model.tokenizer, task="text-generation")
-        log = _Log(replica, limits.log_bytes)
-        sys.stdout = sys.stderr = log
+        sys.stdout = sys.stderr = _Log(to, limits.log_bytes)
+        log = sys.stdout  # a block may put another in its place
         _limit(limits)
-        outcome = _outcome(wrapped, asked, block, limits, replica)
+        _end_in_time(limits, to)
+        outcome = _outcome(wrapped, asked, block, limits, to)
         signal.setitimer(signal.ITIMER_REAL, 0)
         log.flush()
-        send(replica, *outcome)
+        to.send(*outcome)
     except BaseException:  # noqa: BLE001 - whatever it was, it is said, and the process ends
-        send(replica, Kind.FAILED, traceback.format_exc().encode())
+        to.send(Kind.FAILED, _cut(traceback.format_exc()))
     finally:
         os._exit(0)
 
 
 def _outcome(
-    model: TransformersModel, asked: dict[str, Any], block: bytes, limits: Limits, replica: socket.socket
+    model: TransformersModel, asked: dict[str, Any], block: bytes, limits: Limits, to: _Replica
 ) -> tuple[Kind, bytes]:
     """The frame with the job's result, or with its failure as the client is to read it."""
     try:
         model._remoteable_set_env(asked["env"])
         persistent = model._remoteable_persistent_objects()
         tracer = RequestModel.deserialize(block, persistent, compress=asked["compress"])
-        send(replica, Kind.RUNNING, b"")
         saved = _saved(tracer)
         result = _written(saved, asked["compress"])
     except BaseException as error:  # noqa: BLE001 - the client's own, which goes back to it
-        return Kind.FAILED, _told(error).encode()
+        return Kind.FAILED, _cut(_told(error))
     if len(result) > limits.result_bytes:
         message = f"ValueError: the saved values take {len(result)} bytes; this server gives back {limits.result_bytes}"
         return Kind.FAILED, f"{message}: save fewer, or parts of them".encode()
@@ -149,11 +156,23 @@ _COMPACT = types.SimpleNamespace(Pickler=_Compact, __name__="pickle", dumps=pick
 
 
 def _told(error: BaseException) -> str:
-    """A failure with its own type, message and the client's own lines."""
-    frames = clean_traceback(getattr(error, "__intervention_tb__", error.__traceback__))
-    while frames is not None and frames.tb_frame.f_code.co_filename == __file__:
-        frames = frames.tb_next
-    return "".join(traceback.format_exception(type(error), error, frames, chain=False)).rstrip()
+    """A failure with its own type, message and the client's own lines; its causes, too."""
+    seen: set[int] = set()
+    link: BaseException | None = error
+    while link is not None and id(link) not in seen:
+        seen.add(id(link))
+        cleaned = clean_traceback(getattr(link, "__intervention_tb__", link.__traceback__))
+        link.__traceback__ = filter_traceback(cleaned, lambda frame: frame.f_code.co_filename != __file__)
+        link = link.__cause__ or link.__context__
+    return "".join(traceback.format_exception(error)).rstrip()
+
+
+def _cut(text: str) -> bytes:
+    """A text of no end, as long as is told of a failure."""
+    if len(text) > MOST_TOLD:
+        half, left_out = MOST_TOLD // 2, len(text) - MOST_TOLD
+        text = f"{text[:half]}\n... ({left_out} characters are left out) ...\n{text[-half:]}"
+    return text.encode(errors="replace")
 
 
 # ---- what the process may do
@@ -176,7 +195,10 @@ def _leave_the_host(*keep: int) -> None:
 
 
 def _limit(limits: Limits) -> None:
-    """Keep to the limits from here on."""
+    """Keep to the limits from here on, with random numbers of its own: the host's are the same for all."""
+    torch.seed()
+    np.random.seed()
+    random.seed()
     torch.set_num_threads(limits.threads)
     os.nice(NICE)
     with open("/proc/self/oom_score_adj", "w") as file:
@@ -185,11 +207,19 @@ def _limit(limits: Limits) -> None:
     resource.setrlimit(resource.RLIMIT_DATA, (most, most))
     resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
 
+
+def _end_in_time(limits: Limits, to: _Replica) -> None:
+    """Begin: what is not done at the limit fails where it is."""
+
     def late(*_: Any) -> None:
+        if to.sending:  # half a message would spoil all that follow
+            signal.setitimer(signal.ITIMER_REAL, SOON_S)
+            return
         raise TimeoutError(f"the job is not done after the server's limit of {limits.seconds:g} s")
 
     signal.signal(signal.SIGALRM, late)
     signal.setitimer(signal.ITIMER_REAL, limits.seconds)
+    to.send(Kind.RUNNING, b"")
 
 
 def _private_bytes() -> int:
@@ -198,34 +228,63 @@ def _private_bytes() -> int:
     return int(line.split()[1]) << 10
 
 
-class _Log:
+class _Replica:
+    """The socket to the replica, for any of the job's threads."""
+
+    def __init__(self, to: socket.socket) -> None:
+        self._to = to
+        self._lock = threading.Lock()
+
+    @property
+    def sending(self) -> bool:
+        """Whether a message is on its way."""
+        return self._lock.locked()
+
+    def send(self, kind: Kind, body: bytes) -> None:
+        """Send a frame whole."""
+        with self._lock:
+            send(self._to, kind, body)
+
+
+class _Log(io.TextIOBase):
     """Sends what is printed, line by line, as long as that is not too much."""
 
-    def __init__(self, replica: socket.socket, most: int) -> None:
-        self._replica = replica
+    encoding = "utf-8"
+
+    def __init__(self, to: _Replica, most: int) -> None:
+        self._to = to
         self._left = most
-        self._line = ""
+        self._begun: list[str] = []  # of a line that has no end yet
+        self._length = 0  # of it, in characters
+        self._lock = threading.RLock()
+
+    def writable(self) -> bool:
+        """It is."""
+        return True
 
     def write(self, text: str) -> int:
-        """Take text; whole lines go out."""
-        *lines, self._line = (self._line + text).split("\n")
-        for line in lines:
-            self._send(line)
+        """Take text; whole lines go out, and long ones as they are."""
+        with self._lock:
+            *lines, last = text.split("\n")
+            for line in lines:
+                self._send("".join((*self._begun, line)))
+                self._begun, self._length = [], 0
+            self._begun.append(last)
+            self._length += len(last)
+            if self._length > LONGEST_LINE:
+                self.flush()
         return len(text)
 
     def flush(self) -> None:
         """Send a line that has no end yet."""
-        if self._line:
-            self._send(self._line)
-            self._line = ""
-
-    def isatty(self) -> bool:
-        """Not a terminal."""
-        return False
+        with self._lock:
+            line, self._begun, self._length = "".join(self._begun), [], 0
+            if line:
+                self._send(line)
 
     def _send(self, line: str) -> None:
         if self._left <= 0:
             return
         said = line.encode(errors="replace")
         self._left -= len(said) + LINE_BYTES
-        send(self._replica, Kind.LOG, said if self._left > 0 else b"(it prints too much: no more of it is sent)")
+        self._to.send(Kind.LOG, said if self._left > 0 else b"(it prints too much: no more of it is sent)")

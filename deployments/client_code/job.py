@@ -51,7 +51,7 @@ class ModelKey(BaseModel):
             worst = error.errors()[0]
             path = ".".join(map(str, ("model_key", *worst["loc"])))
             raise RequestError(f"{path}: {worst['msg']}", "model_key") from error
-        except ValueError as error:
+        except (ValueError, RecursionError) as error:
             raise RequestError(f"what follows the class is no JSON: {error}", "model_key") from error
 
     def written(self) -> str:

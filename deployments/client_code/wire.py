@@ -23,8 +23,7 @@ class Kind(Enum):
 
 def send(to: socket.socket, kind: Kind, body: bytes) -> None:
     """Send a frame."""
-    to.sendall(HEAD.pack(kind.value, len(body)))
-    to.sendall(body)
+    to.sendall(HEAD.pack(kind.value, len(body)) + body)
 
 
 def receive(of: socket.socket) -> tuple[Kind, bytes]:

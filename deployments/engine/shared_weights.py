@@ -56,10 +56,14 @@ class SharedWeights:
 
         Raises:
             OSError: There is no memory for it.
+            ValueError: It holds what no other process can have, as modules do that are spread over devices.
         """
         buffer = io.BytesIO()
         pickler = _Pickler(buffer)
-        pickler.dump(module)
+        try:
+            pickler.dump(module)
+        except (AttributeError, TypeError, pickle.PicklingError) as error:
+            raise ValueError(f"it cannot be shared with other processes, as clients' code needs: {error}") from error
         offsets, size = [], 0
         for tensor in pickler.tensors:
             offsets.append(size)

@@ -1,0 +1,167 @@
+"""The processes of clients' jobs, and the host that they are forked from."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import logging
+import os
+import pickle
+import signal
+import socket
+import subprocess
+import sys
+import threading
+from dataclasses import asdict
+
+from deployments.client_code.execution import JobModel
+from deployments.client_code.host import PID
+from deployments.client_code.job import CodeJob, Limits
+from deployments.client_code.wire import Kind, receive, send
+
+logger = logging.getLogger("ray.serve")
+
+WARM_S = 120.0  # within which a host has its libraries loaded
+FORK_S = 10.0  # within which it forks
+# Of the environment: the server's keys and addresses are no business of a client's code.
+KEPT = ["PATH", "HOME", "LANG", "LC_ALL", "TMPDIR", "CUDA_VISIBLE_DEVICES", "LD_LIBRARY_PATH"]
+KEPT += ["HF_HOME", "HF_MODULES_CACHE", "HF_HUB_OFFLINE"]
+
+
+class JobProcesses:
+    """Starts processes for jobs over one model. Its methods block, and may be called from any thread."""
+
+    def __init__(self, model: JobModel) -> None:
+        """Begin to start the host.
+
+        Args:
+            model: What the jobs run on.
+        """
+        self._model = model
+        self._lock = threading.Lock()  # around the host: its answers come in the order of questions
+        self._host: _Host | None = None
+        threading.Thread(target=self._warm, name="client-code", daemon=True).start()
+
+    def start(self, job: CodeJob, limits: Limits) -> JobProcess:
+        """Fork a job's process and send it the job.
+
+        Raises:
+            OSError: No host forks.
+            EOFError: Each ends instead.
+        """
+        asked = {"limits": asdict(limits), "env": job.env, "compress": job.compress}
+        ours, theirs = socket.socketpair()
+        try:
+            with theirs:
+                pid = self._fork(theirs)
+        except BaseException:
+            ours.close()
+            raise
+        process = JobProcess(pid, ours)
+        try:
+            send(ours, Kind.JOB, json.dumps(asked).encode())
+            send(ours, Kind.BLOCK, job.blob)
+        except OSError:  # it has ended already; who listens to it learns so
+            logger.warning("the process of job %s ended at once", job.id)
+        return process
+
+    def close(self) -> None:
+        """End the host and every job."""
+        with self._lock:
+            self._end_host()
+
+    def _warm(self) -> None:
+        try:
+            with self._lock:
+                self._ready_host()
+        except Exception:
+            logger.exception("clients' code cannot be run yet: its host process did not start")
+
+    def _fork(self, to: socket.socket) -> int:
+        with self._lock:
+            try:
+                return self._ready_host().fork(to)
+            except (OSError, EOFError):
+                logger.warning("the host of clients' jobs does not fork: another takes its place", exc_info=True)
+                self._end_host()  # its answers may come late, and belong to other questions
+            try:
+                return self._ready_host().fork(to)
+            except (OSError, EOFError):
+                self._end_host()
+                raise
+
+    def _ready_host(self) -> _Host:
+        if self._host is None or not self._host.alive:
+            self._end_host()
+            self._host = _Host(self._model)
+        return self._host
+
+    def _end_host(self) -> None:
+        if self._host is not None:
+            self._host.close()
+            self._host = None
+
+
+class JobProcess:
+    """A job's process.
+
+    Attributes:
+        socket: To it.
+    """
+
+    def __init__(self, pid: int, to: socket.socket) -> None:
+        self.socket = to
+        self._pid = pid
+
+    def kill(self) -> None:
+        """End it and all it started in its group.
+
+        A number is not given to another process while a group goes by it; once all of them have ended it is free, but
+        this comes long before all numbers have been used.
+        """
+        for end in (os.killpg, os.kill):  # it may not have a group yet
+            with contextlib.suppress(ProcessLookupError):
+                end(self._pid, signal.SIGKILL)
+
+
+class _Host:
+    """The process that jobs are forked from."""
+
+    def __init__(self, model: JobModel) -> None:
+        self._control, theirs = socket.socketpair()
+        self._control.settimeout(WARM_S)
+        weights = model.weights.fd
+        kept = {name: os.environ[name] for name in KEPT if name in os.environ}
+        kept |= {"PYTHONPATH": os.pathsep.join(filter(None, sys.path)), "TOKENIZERS_PARALLELISM": "false"}
+        command = [sys.executable, "-m", "deployments.client_code.host", str(theirs.fileno()), str(weights)]
+        with theirs:
+            self._process = subprocess.Popen(
+                command, env=kept, pass_fds=(theirs.fileno(), weights), stdin=subprocess.DEVNULL
+            )
+        try:
+            send(self._control, Kind.JOB, pickle.dumps(model))
+            receive(self._control)
+        except BaseException:
+            self.close()
+            raise
+        self._control.settimeout(FORK_S)
+
+    @property
+    def alive(self) -> bool:
+        """Whether it can fork."""
+        return self._process.poll() is None
+
+    def fork(self, to: socket.socket) -> int:
+        """Fork a process that holds a socket; its id."""
+        socket.send_fds(self._control, [b"\0"], [to.fileno()])
+        answer = self._control.recv(PID.size, socket.MSG_WAITALL)
+        if len(answer) < PID.size:
+            raise EOFError("the host process has ended")
+        (pid,) = PID.unpack(answer)
+        return int(pid)
+
+    def close(self) -> None:
+        """End it, and with it every job."""
+        self._control.close()
+        self._process.kill()
+        self._process.wait()
