@@ -91,7 +91,7 @@ class Forwards:
         batch = self._batch
         needs = [row.need for row in (*new, *batch.rows)]
         if not new:  # room for all of it was found when it was admitted
-            needs = [stop, *(row.fed + 1 for row in batch.rows)]
+            needs = [stop, *(row.fed for row in batch.rows)]  # the next decode finds its own, or makes room
         self._memory.reserve(len(batch) + len(new), max(needs), keep=len(batch) > 0)
         for row in rows:
             row.written = max(row.written, stop)
