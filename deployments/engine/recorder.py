@@ -3,19 +3,23 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Collection, Iterable, Sequence
+from bisect import bisect_right
+from collections.abc import Collection, Iterable, Iterator, Sequence
+from contextlib import contextmanager
+from typing import Any
 
 import torch
 
+from deployments.activations.patterns import Patterns
 from deployments.activations.points import Place, Point
 from deployments.activations.spec import Capture
+from deployments.engine.pattern_rows import PatternRows
 from deployments.engine.request import Captured
+from deployments.engine.row_sizes import DTYPES, SPARE, RowSizes
 
 WINDOW_BYTES = 32 << 20  # of the ring in which decoded rows gather before they are cut to requests
-WINDOW_STEPS = 64
-SPARE = WINDOW_STEPS  # rows beyond the last ones wanted that gather before they are dropped
+WINDOW_STEPS = SPARE
 PIECE_BYTES = 16 << 20  # at most, after which rows go out
-DTYPES = {"float32": torch.float32, "float16": torch.float16, "bfloat16": torch.bfloat16}
 
 
 class CaptureError(ValueError):
@@ -26,6 +30,7 @@ class Recording:
     """What one request records, as it grows.
 
     Each point's rows lie one behind the other in a buffer of their own on the host, and are handed out as they lie.
+    Those of attention patterns, each wider than the last, are held one by one.
 
     Attributes:
         points: The points it reads.
@@ -33,7 +38,7 @@ class Recording:
         since: The recorder's step from which on its rows are not cut out yet.
         bytes: Host memory that its rows take, until they are handed out.
         piece_bytes: How many make it hand them out; None where they stay with it until its end.
-        token_bytes: Bytes of one token's rows.
+        grows: Whether there are attention patterns among its points.
         reserve: The most bytes it holds until its end, where only the last rows are wanted; else 0.
     """
 
@@ -51,8 +56,9 @@ class Recording:
         self.since = 0
         self.bytes = 0
         self.piece_bytes: int | None = None
-        self.token_bytes = bytes_of_token(capture, points)
-        self.reserve = bytes_until_end(capture, points, prompt_tokens + max_tokens)
+        self.grows = any(point.place.grows for point in points)
+        self._sizes = RowSizes.bytes(capture, points)
+        self.reserve = self._sizes.until_end(capture, prompt_tokens + max_tokens)
         self._failed: str | None = None
         self._capture = capture
         self._prompt = prompt_tokens
@@ -60,6 +66,7 @@ class Recording:
         self._next = prompt_tokens if capture.tokens == "generated" else 0  # the first token not handed out
         self._buffers: dict[str, torch.Tensor] = {}  # point name -> [rows that fit, ...features]
         self._filled = 0  # rows in each of them
+        self._patterns = {point.name: PatternRows() for point in points if point.place.grows}
         self._at: dict[Place, list[Point]] = {}
         for point in points:
             self._at.setdefault(point.place, []).append(point)
@@ -78,7 +85,12 @@ class Recording:
         """Copy what is wanted of a place's rows [rows, ...] of consecutive tokens; it counts when `keep` says so."""
         if self._failed or place not in self._at or not len(value):
             return
+        behind = self.rows + len(value)  # their positions, where they are of this forward
         value = value[-self._capture.tail :] if self._capture.tail else value
+        if place.grows:
+            for point in self._at[place]:
+                self._patterns[point.name].write(behind - len(value), value.cpu())
+            return
         stop = self._filled + len(value)
         self._make_room(stop)
         for point in self._at[place]:
@@ -87,7 +99,7 @@ class Recording:
 
     def keep(self, rows: int) -> None:
         """Count rows that were written for every place, which follow those that counted before."""
-        if self._failed or not self._buffers:
+        if self._failed or not rows:
             return
         tail = self._capture.tail
         self._filled += min(rows, tail) if tail else rows
@@ -96,12 +108,33 @@ class Recording:
             for name, rows_of in last.items():
                 self._buffers[name][:tail] = rows_of
             self._filled = tail
-        self.bytes = self._filled * sum(buffer[:1].nbytes for buffer in self._buffers.values())
+        for patterns in self._patterns.values():
+            patterns.keep(tail)
+        held = self._filled * sum(buffer[:1].nbytes for buffer in self._buffers.values())
+        self.bytes = held + sum(patterns.bytes for patterns in self._patterns.values())
 
     def require(self, came: Collection[Place]) -> None:
         """Give up where a forward has not come to a place that is read."""
         if missed := sorted({point.module for point in self.points if point.place not in came}):
             self.give_up(f"a forward never came to {', '.join(missed)}")
+
+    def bearable(self, start: int, most: int, least: int, room: int) -> int:
+        """How many tokens a prefill may have for their rows to fit into memory.
+
+        Args:
+            start: The position of the first.
+            most: The most that are asked for.
+            least: So many may run in any case, or fewer where their rows are more than a piece.
+            room: Bytes of memory for rows that is left.
+        """
+
+        def size(tokens: int) -> int:
+            first, stop = max(start, self.rows, self._next), min(start + tokens, self._stop)
+            first = max(first, stop - self._capture.tail) if self._capture.tail else first
+            return self._sizes.of(range(first, max(first, stop)))
+
+        fitting = bisect_right(range(1, most + 1), room, key=size)
+        return max(1, fitting, bisect_right(range(1, least + 1), PIECE_BYTES, key=size))
 
     def flush(self, sequence: Sequence[int]) -> Captured | None:
         """Hand out the rows gathered so far; None where they are too few, or only the last ones are wanted.
@@ -137,16 +170,29 @@ class Recording:
         self._failed = reason
         self._let_go()
 
+    @contextmanager
+    def giving_up(self) -> Iterator[None]:
+        """While open, an error ends what is recorded, and nothing else."""
+        try:
+            yield
+        except (RuntimeError, MemoryError) as error:
+            self.give_up(str(error))
+
     def _hand_out(self, first: int, stop: int, sequence: Sequence[int]) -> Captured:
         rows = stop - first
         assert rows <= self._filled if self._capture.tail else rows == self._filled, f"{self._filled} rows of {rows}"
         buffers = self._buffers or self._empty(0)
-        values = {
+        values: dict[str, torch.Tensor | Patterns] = {
             name: self._given(name, buffer[self._filled - rows : self._filled]) for name, buffer in buffers.items()
         }
+        positions = range(first, stop)
+        for point in self.points:
+            if point.place.grows:
+                given = self._given(point.name, self._patterns[point.name].last(rows, point.place.dtype))
+                values[point.name] = Patterns(given, point.shape[0], positions)
         self._let_go()
         self._next = stop
-        return Captured(range(first, stop), sequence[first:stop], values)
+        return Captured(positions, sequence[first:stop], values)
 
     def _given(self, name: str, rows: torch.Tensor) -> torch.Tensor:
         """A buffer's rows in the dtype asked for; copied where they would keep a far larger buffer from being freed."""
@@ -160,6 +206,7 @@ class Recording:
 
     def _let_go(self) -> None:
         self._buffers = {}
+        self._patterns = {name: PatternRows() for name in self._patterns}
         self._filled = self.bytes = 0
 
     def _make_room(self, rows: int) -> None:
@@ -168,7 +215,8 @@ class Recording:
         if rows <= room:
             return
         # A window of decoded rows may come when a piece is all but full.
-        usual = (self.reserve or (self.piece_bytes or PIECE_BYTES) * 3 // 2) // self.token_bytes
+        token_bytes = self._sizes.of(range(self.rows, self.rows + 1))
+        usual = (self.reserve or (self.piece_bytes or PIECE_BYTES) * 3 // 2) // token_bytes
         larger = self._empty(max(rows, min(usual, self._stop - self._next), 2 * room))
         for name, buffer in self._buffers.items():
             larger[name][: self._filled] = buffer[: self._filled]
@@ -178,6 +226,8 @@ class Recording:
         """Buffers for so many rows."""
         empty = {}
         for point in self.points:
+            if point.place.grows:
+                continue
             shape = torch.empty(*point.shape, device="meta")[..., self._features].shape
             empty[point.name] = torch.empty(rows, *shape, dtype=point.place.dtype)
         return empty
@@ -190,25 +240,17 @@ class Recording:
         return features.index if features.index else slice(features.first)
 
 
-def bytes_of_token(capture: Capture, points: Iterable[Point]) -> int:
-    """Bytes of one token's rows, in the model's dtype or the one asked for, whichever is larger."""
-    asked = DTYPES.get(capture.dtype)
-    sizes = ((max(point.place.dtype.itemsize, asked.itemsize if asked else 0), point.shape) for point in points)
-    return sum(size * capture.values_of(shape) for size, shape in sizes)
-
-
-def bytes_until_end(capture: Capture, points: Iterable[Point], tokens: int) -> int:
-    """The most bytes held until the end of so many tokens: which rows are the last is known only then."""
-    return min(2 * capture.tail + SPARE, tokens) * bytes_of_token(capture, points) if capture.tail else 0
-
-
 def joined(parts: Sequence[Captured]) -> Captured:
     """Rows that were handed out one part after the other, as one."""
     if len(parts) == 1:
         return parts[0]
-    values = {name: torch.cat([part.values[name] for part in parts]) for name in parts[0].values}
+    values = {name: _joined([part.values[name] for part in parts]) for name in parts[0].values}
     token_ids = [token for part in parts for token in part.token_ids]
     return Captured(range(parts[0].positions.start, parts[-1].positions.stop), token_ids, values)
+
+
+def _joined(values: list[Any]) -> Any:
+    return Patterns.joined(values) if isinstance(values[0], Patterns) else torch.cat(values)
 
 
 def places_of(recordings: Iterable[Recording]) -> list[Place]:
@@ -222,7 +264,8 @@ class Recorder:
 
     Each step writes one [batch, ...] block per place; a request's rows are cut out when the ring is full,
     when the request changes its slot or ends. So a step costs one copy per place, however many requests
-    record, and tensors leave the device once per window.
+    record, and tensors leave the device once per window. Attention patterns, of another width in each step,
+    leave it in that step, and so do the other rows of who records them.
     """
 
     def __init__(self, device: torch.device) -> None:
@@ -241,7 +284,7 @@ class Recorder:
     def begin(self, places: Sequence[Place], slots: int) -> None:
         """Make room for one more step of these places."""
         self._came.clear()
-        fits = all(place in self._ring and self._ring[place].shape[1] >= slots for place in places)
+        fits = all((place in self._ring and self._ring[place].shape[1] >= slots) or place.grows for place in places)
         if fits and self._step < self._steps:
             return
         for slot in self.recordings:
@@ -250,6 +293,7 @@ class Recorder:
         for recording in self.recordings.values():
             recording.since = 0
         if not fits:
+            places = [place for place in places if not place.grows]
             step_bytes = slots * sum(math.prod(place.shape) * place.dtype.itemsize for place in places)
             steps = max(1, min(WINDOW_STEPS, WINDOW_BYTES // step_bytes))
             self._ring, self._steps = {}, 0  # the old one goes before the new one comes
@@ -261,16 +305,24 @@ class Recorder:
 
     def take(self, place: Place, value: torch.Tensor) -> None:
         """Copy a decode's value [batch, 1, ...]; modules may write over theirs afterwards."""
-        self._ring[place][self._step, : len(value)] = value.view(len(value), *place.shape)
         self._came.add(place)
+        if place.grows:
+            value = value.cpu()  # [batch, 1, heads, keys], at once: each row's way costs more than its bytes
+            for slot, recording in self.recordings.items():
+                with recording.giving_up():
+                    recording.write(place, value[slot])
+        else:
+            self._ring[place][self._step, : len(value)] = value.view(len(value), *place.shape)
 
     def end(self) -> None:
         """Close the step."""
         self._step += 1
-        for recording in self.recordings.values():
+        for slot, recording in self.recordings.items():
             recording.rows += 1
             if len(self._came) < len(self._places):
                 recording.require(self._came)
+            if recording.grows:
+                self.cut(slot)
 
     def join(self, slot: int, recording: Recording) -> None:
         """Record a slot from the next step on."""
@@ -299,9 +351,8 @@ class Recorder:
         if recording is not None and recording.since < self._step:
             window = slice(recording.since, self._step)
             recording.since = self._step
-            try:
+            with recording.giving_up():
                 for place in places_of([recording]):
-                    recording.write(place, self._ring[place][window, slot])
+                    if not place.grows:
+                        recording.write(place, self._ring[place][window, slot])
                 recording.keep(window.stop - window.start)
-            except (RuntimeError, MemoryError) as error:
-                recording.give_up(str(error))
