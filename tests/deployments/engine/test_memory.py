@@ -5,10 +5,11 @@ from __future__ import annotations
 import pytest
 import torch
 
+from deployments.engine import memory, row
 from deployments.engine.cache import SlotLayer
 from deployments.engine.engine import Engine
 from deployments.engine.memory import left_in_container
-from deployments.engine.request import Request
+from deployments.engine.request import Finished, Request
 from deployments.engine.sampling import choose
 
 
@@ -71,6 +72,23 @@ def test_nobody_elses_events_are_lost_in_silence(tiny, prompt):
     engine.submit(Request("other", prompt(5), 3))
     with pytest.raises(RuntimeError, match="'other' is under way"):
         engine.generate([Request("a", prompt(6), 3)])
+
+
+def test_the_next_piece_of_a_prompt_keeps_to_the_budget_beside_a_row_that_is_about_to_grow(tiny, prompt, monkeypatch):
+    monkeypatch.setattr(memory, "FIRST_CAPACITY", 8)
+    monkeypatch.setattr(row, "RESERVE", 1)
+    model = tiny("qwen3")
+    requests = [Request("long", prompt(20), 30, ignore_eos=True), Request("pieces", prompt(30), 4, ignore_eos=True)]
+    want = Engine(model).generate(requests)
+    engine = Engine(model, prefill_tokens=8, kv_bytes=64 * memory.KvMemory(model, 1, kv_bytes=1).position_bytes)
+    engine.submit(requests[0])
+    done: dict[str, list[int]] = {}
+    for step in range(200):
+        if step == 12:  # its slot of 32 is full before the other's prompt is in
+            engine.submit(requests[1])
+        done |= {event.id: list(event.tokens) for event in engine.step() if isinstance(event, Finished)}
+        assert engine.statistics.kv_bytes <= engine.statistics.kv_budget_bytes
+    assert done == {finished.id: list(finished.tokens) for finished in want}
 
 
 V2 = {"memory.max": "1000", "memory.current": "700", "memory.stat": "anon 400\ninactive_file 300"}
