@@ -20,7 +20,7 @@ from deployments.activations.facts import RunFacts, ShardFacts, StoredRun, Store
 from deployments.activations.schema import to_batch
 from deployments.activations.spec import Capture
 from deployments.engine.model import Model
-from deployments.engine.recorder import joined
+from deployments.engine.recording import joined
 from deployments.engine.request import Captured, Finished, Request
 from deployments.engine.row_sizes import RowSizes
 from deployments.errors import RequestError

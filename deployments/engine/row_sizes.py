@@ -56,4 +56,6 @@ class RowSizes(NamedTuple):
         """The most held until the end of so many tokens: which rows are the last is known only then."""
         if not capture.tail:
             return 0
-        return self.of(range(tokens - min(2 * capture.tail + SPARE, tokens), tokens))
+        rows = min(2 * capture.tail + SPARE, tokens)
+        # Of patterns, none is held beyond the last ones and those that come.
+        return self.fixed * rows + self.each_key * keys(range(max(0, tokens - 2 * capture.tail), tokens))

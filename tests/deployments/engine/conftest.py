@@ -18,7 +18,7 @@ from deployments.activations.points import Point
 from deployments.activations.spec import Capture
 from deployments.engine.engine import Engine
 from deployments.engine.model import Model
-from deployments.engine.recorder import joined
+from deployments.engine.recording import joined
 from deployments.engine.request import Captured, Delta, Event, Finished, Logprob, PromptLogprobs, Request, Rows
 
 TIE = 1e-4

@@ -137,6 +137,23 @@ def test_rows_leave_while_their_request_runs_and_memory_holds_a_share_of_them(ti
     assert share // 2 < held < share + 32 * row  # a prefill has 32 tokens, or as many as fit
 
 
+@pytest.mark.parametrize("last", [1, 7, 40])
+def test_of_the_last_rows_no_more_is_held_than_is_reserved_for_them(last, tiny, prompt, capturing):
+    model = tiny("qwen3", attn_implementation="eager")
+    request = capturing(model, "a", prompt(30), 60, points=EVERY, tokens={"last": last})
+    engine = Engine(model, prefill_tokens=16, capture_bytes=1 << 20)
+    engine.submit(request)
+    held, finished = 0, None
+    while finished is None:
+        finished = next((event for event in engine.step() if isinstance(event, Finished)), None)
+        held = max(held, engine.statistics.capture_bytes)
+    tokens = 30 + len(finished.tokens)
+    assert finished.captured.positions == range(tokens - last, tokens)
+    assert finished.captured.bytes == 3 * 4 * 4 * keys(range(tokens - last, tokens))
+    assert held <= RowSizes.bytes(request.capture, request.points).until_end(request.capture, 90)
+    assert_shown(model, request, finished)
+
+
 def test_bytes_and_numbers_of_rows_are_counted_by_the_tokens_they_see(tiny):
     model = tiny("qwen3", attn_implementation="eager")
     capture = Capture(points=[*EVERY, "layers.0.output"], dtype="bfloat16", tokens={"last": 3})
@@ -145,6 +162,7 @@ def test_bytes_and_numbers_of_rows_are_counted_by_the_tokens_they_see(tiny):
     assert RowSizes.bytes(capture, points).of(range(7, 10)) == 4 * (3 * 4 * (8 + 9 + 10) + 3 * 32)
     assert keys(range(0)) == keys(range(5, 5)) == 0
     assert RowSizes.bytes(capture, points).until_end(capture, 5) == 4 * (3 * 4 * keys(range(5)) + 5 * 32)
+    assert RowSizes.bytes(capture, points).until_end(capture, 90) == 4 * (3 * 4 * keys(range(84, 90)) + 70 * 32)
 
 
 def test_a_forward_that_gives_no_patterns_fails_the_captures_of_them_alone(
