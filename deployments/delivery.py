@@ -10,7 +10,7 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
 from deployments.engine.request import TOO_COMPLEX, Delta, Event, Finished, PromptLogprobs, Request, Rows
-from deployments.messages import CallPart, End, Job, Message, Piece, Refusal, TokenLogprob
+from deployments.messages import CallPart, End, Job, Message, Piece, Refusal, TokenLens, TokenLogprob
 
 if TYPE_CHECKING:  # Serve's controller and proxies import this module, and need no torch
     from deployments.engine.engine import Engine
@@ -36,6 +36,7 @@ class Choice:
         reasoning: Thoughts to say next.
         calls: Parts of tool calls to say next.
         scored: Tokens whose logprobs go with the next message.
+        lens: Tokens whose layers go with it, where they are asked for.
         token_ids: Token ids that go with the next message.
         prompt_ids: Those of the prompt, which go with the first.
         logprob: Of all its tokens together.
@@ -51,6 +52,7 @@ class Choice:
     reasoning: str = ""
     calls: tuple[CallPart, ...] = ()
     scored: list[TokenLogprob] = field(default_factory=list)
+    lens: list[TokenLens] = field(default_factory=list)
     token_ids: list[int] = field(default_factory=list)
     prompt_ids: tuple[int, ...] = ()
     logprob: float = 0.0
@@ -74,7 +76,7 @@ class Choice:
         self.calls += written.tool_calls
 
     def take_piece(self) -> Piece | None:
-        """What is to be said now; logprobs of tokens whose text is held back wait with it."""
+        """What is to be said now; logprobs and layers of tokens whose text is held back wait with it."""
         if not (self.text or self.reasoning or self.calls):
             return None
         piece = Piece(self.index, self.text, self.calls, reasoning=self.reasoning, **self.take_tokens())
@@ -87,8 +89,9 @@ class Choice:
             "logprobs": tuple(self.scored),
             "token_ids": tuple(self.token_ids),
             "prompt_ids": self.prompt_ids,
+            "lens": tuple(self.lens) if self.request.lens else None,
         }
-        self.scored, self.token_ids, self.prompt_ids = [], [], ()
+        self.scored, self.token_ids, self.prompt_ids, self.lens = [], [], (), []
         return taken
 
 
@@ -192,6 +195,8 @@ class Delivery:
         if job.logprobs is not None:
             before = len(choice.echo.text) if choice.echo else 0
             choice.scored.extend(self._spelling.scored(delta.tokens, delta.logprobs, before))
+        if lens := choice.request.lens:
+            choice.lens.extend(self._spelling.seen(delta.tokens, lens.layers, delta.lens))
         if job.token_ids:
             choice.token_ids.extend(delta.tokens)
         choice.logprob += sum(one.logprob for one in delta.logprobs)

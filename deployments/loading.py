@@ -57,7 +57,7 @@ def _engine(options: Options) -> Engine:
     # Ray sets OMP_NUM_THREADS to the actor's CPUs, a fraction here, hence one thread.
     torch.set_num_threads(options.threads or max(1, (os.cpu_count() or 1) // options.num_replicas))
     model = load(
-        _source(options),
+        source(options),
         revision=options.revision,
         dtype=options.dtype,
         device=options.device,
@@ -65,6 +65,7 @@ def _engine(options: Options) -> Engine:
         trust_remote_code=options.trust_remote_code,
         context=options.max_seq_len,
         attention=options.attention,
+        share=options.allow_client_code,
     )
     model.points.name(options.savepoints)
     return Engine(
@@ -77,7 +78,7 @@ def _engine(options: Options) -> Engine:
     )
 
 
-def _source(options: Options) -> str:
+def source(options: Options) -> str:
     """The directory or repository that a model's name means."""
     if options.model == DEMO:
         return str(WEIGHTS)

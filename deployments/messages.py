@@ -8,6 +8,7 @@ from itertools import groupby
 from typing import Any, NamedTuple
 
 from deployments.activations.interventions import Intervention
+from deployments.activations.logit_lens import LogitLens
 from deployments.activations.spec import Capture
 from deployments.engine.request import Sampling
 
@@ -37,6 +38,7 @@ class Job:
         token_ids: Say the token ids of prompt and answer.
         capture: What to record; None for nothing.
         interventions: What to change on the way.
+        logit_lens: What to say of the layers with each token; None for nothing.
         session_id: The session its runs join.
         request_id: What the client and the HTTP log call the request; not unique.
         fields: What the request calls a field that a refusal may name, where it is not that name.
@@ -62,13 +64,26 @@ class Job:
     token_ids: bool = False
     capture: Capture | None = None
     interventions: tuple[Intervention, ...] = ()
+    logit_lens: LogitLens | None = None
     session_id: str = ""
     request_id: str = ""
     fields: dict[str, str] = field(default_factory=dict)
 
 
+class Spelled(NamedTuple):
+    r"""One token as written.
+
+    Attributes:
+        text: Its text, with bytes that are no whole character as `\xe2`.
+        raw: Its bytes, which joined to its neighbours' are the answer's UTF-8; None where it adds nothing.
+    """
+
+    text: str
+    raw: bytes | None
+
+
 class Scored(NamedTuple):
-    """A token and how likely the model held it; `text` and `raw` as in `spelling.Spelled`.
+    """A token and how likely the model held it; `text` and `raw` as in `Spelled`.
 
     The first token of a prompt has no `logprob`: nothing stands before it.
     """
@@ -90,6 +105,32 @@ class TokenLogprob(NamedTuple):
     chosen: Scored
     top: tuple[Scored, ...]
     offset: int
+
+
+class LayerTop(NamedTuple):
+    """What one layer's output leads to.
+
+    Attributes:
+        layer: Which, from 0.
+        top: (token id, token, logprob) of the likeliest tokens, likeliest first. Plain tuples: there are many.
+    """
+
+    layer: int
+    top: tuple[tuple[int, Spelled, float], ...]
+
+
+class TokenLens(NamedTuple):
+    """One token of an answer, and what layers would have put in its place.
+
+    Attributes:
+        token: Its id.
+        spelled: The token itself.
+        layers: Those asked for, in their order.
+    """
+
+    token: int
+    spelled: Spelled
+    layers: tuple[LayerTop, ...]
 
 
 class CallPart(NamedTuple):
@@ -118,7 +159,7 @@ def whole_calls(parts: Iterable[CallPart]) -> list[CallPart]:
 class Piece:
     """More of one choice: text, thoughts, parts of tool calls, and the tokens read since the last piece.
 
-    A choice's first message has `prompt_ids`, where the job asks for token ids.
+    A choice's first message has `prompt_ids`, where the job asks for token ids; `lens` is None where it asks for none.
     """
 
     index: int
@@ -127,6 +168,7 @@ class Piece:
     logprobs: tuple[TokenLogprob, ...] = ()
     token_ids: tuple[int, ...] = ()
     prompt_ids: tuple[int, ...] = ()
+    lens: tuple[TokenLens, ...] | None = None
     reasoning: str = ""
 
 
@@ -155,7 +197,7 @@ class RunReport:
 
 @dataclass(frozen=True)
 class End:
-    """The last message of one choice; `logprobs` and `token_ids` are of tokens read since the last piece.
+    """The last message of one choice; `logprobs`, `token_ids` and `lens` are of tokens read since the last piece.
 
     `likeliness` is the mean of its tokens' logprobs, where the job asks for it.
     """
@@ -168,6 +210,7 @@ class End:
     logprobs: tuple[TokenLogprob, ...] = ()
     token_ids: tuple[int, ...] = ()
     prompt_ids: tuple[int, ...] = ()
+    lens: tuple[TokenLens, ...] | None = None
     likeliness: float = 0.0
 
 

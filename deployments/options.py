@@ -73,12 +73,22 @@ class Options(BaseModel):
         capture_memory_bytes: Host memory of a replica for recorded rows on their way to the store. They go out in
             pieces; where the disk is slower than the model, requests that record wait for it.
         max_capture_bytes: The most bytes that one request may record, all its choices together.
-        max_inline_values: The most numbers that `"return": "inline"` may put into an answer.
+        max_inline_values: The most numbers that `"return": "inline"` may put into an answer, and the most tokens of
+            layers that `logit_lens` may.
         activations_dir: Where activations and clients' tensors are stored.
         models_dir: Where models lie that may be loaded by name while the server runs: `models_dir/some/model` is
             loaded as `some/model`, before the hub is asked. By default only the hub is.
         allow_remote_code: Whether a model may be loaded with `trust_remote_code` while the server runs.
         load_timeout_s: Seconds after which a model that still loads is given up.
+        allow_client_code: Whether clients may run nnsight code of their own over the served weights: it runs as the
+            server's user. Refused without API keys, unless only this machine can reach the server.
+        client_code_timeout_s: Seconds after which a client's job is stopped.
+        client_code_memory_bytes: Host memory of a client's job beyond the weights, which it shares.
+        client_code_result_bytes: The most that a client's job gives back.
+        client_code_threads: torch threads of a client's job; by default half of the replica's.
+        max_client_jobs: The most clients' jobs of a replica that wait for the one that runs.
+        public_url: The server's own address as clients reach it, where that is not what their requests say: behind a
+            proxy that ends TLS, for one. Large results of clients' jobs are fetched below it.
     """
 
     model_config = ConfigDict(extra="forbid", frozen=True)
@@ -116,6 +126,13 @@ class Options(BaseModel):
     models_dir: str | None = None
     allow_remote_code: bool = False
     load_timeout_s: float = Field(default=600, gt=0)
+    allow_client_code: bool = False
+    client_code_timeout_s: float = Field(default=300, gt=0)
+    client_code_memory_bytes: int = Field(default=4 << 30, ge=1)
+    client_code_result_bytes: int = Field(default=256 << 20, ge=1)
+    client_code_threads: int | None = Field(default=None, ge=1)
+    max_client_jobs: int = Field(default=32, ge=1)
+    public_url: str | None = Field(default=None, pattern=r"^https?://[^\s]+[^/\s]$")
 
     @field_validator("cors_origins", mode="before")
     @classmethod

@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING, Any
 from ray import serve
 
 from deployments.activations.store import connect
+from deployments.client_code.job import CodeJob
 from deployments.delivery import Choice, Delivery, Ticket
 from deployments.engine.request import Request
 from deployments.errors import RequestError
@@ -27,6 +28,7 @@ from deployments.options import SETTINGS, Options
 if TYPE_CHECKING:  # Serve's controller and proxies import this module too, and need no torch
     import torch
 
+    from deployments.client_code.runner import CodeRunner
     from deployments.engine.engine import Engine
     from deployments.reader import AnswerReader
 
@@ -53,6 +55,7 @@ class ModelReplica:
         from deployments.chat import ChatFormat
         from deployments.editing import Editor
         from deployments.guidance import Guidance
+        from deployments.lensing import Lensing
         from deployments.prompts import Prompts
         from deployments.runs import Runs
         from deployments.spelling import Spelling
@@ -73,6 +76,7 @@ class ModelReplica:
         self._prompts = Prompts(self._model, self._chat, spelling)
         self._guidance = Guidance(self._chat, self._model)
         self._editor = Editor(self._model, store)
+        self._lensing = Lensing(self._model.points, options.max_inline_values)
         self._delivery = Delivery(self._engine, spelling)
         self._structure = structure(self._model.hf, self._model.points, self._model.context)
         self._metrics = Metrics(options.served_name)
@@ -80,6 +84,7 @@ class ModelReplica:
         self._created = int(time.time())
         self._preparing = 0  # choices on their way to a ticket
         self._loop: asyncio.AbstractEventLoop | None = None
+        self._client_code = self._runner() if options.allow_client_code else None
 
     # ---- what the ingress and Serve call
 
@@ -130,6 +135,16 @@ class ModelReplica:
             return Refusal(refused.message, named, refused.code, refused.status)
         except TimeoutError:
             return late
+
+    async def run_code(self, job: CodeJob) -> None:
+        """Run a client's own code; the board of jobs is told what becomes of it.
+
+        Raises:
+            RequestError: The operator does not allow it, it asks for another model, or too many wait.
+        """
+        if self._client_code is None:
+            raise RequestError("this model was loaded without clients' code", None, "client_code_off", 403)
+        await self._client_code.run(job)
 
     async def tokenize(self, text: Text) -> dict[str, Any] | Refusal:
         """A text's tokens."""
@@ -183,10 +198,17 @@ class ModelReplica:
     def __del__(self) -> None:
         # Serve calls this when the replica's requests are done.
         if hasattr(self, "_thread"):
+            if self._client_code is not None:
+                self._client_code.close()
             self._engine.stop()
             self._thread.join(timeout=10)
             self._pool.shutdown(wait=False)
             self._texts_pool.shutdown(wait=False)
+
+    def _runner(self) -> CodeRunner:
+        from deployments.client_code.runner import runner
+
+        return runner(self._options, self._model)
 
     # ---- the engine's side
 
@@ -246,6 +268,7 @@ class ModelReplica:
         """Everything that is to be done before the engine: off the event loop, since it takes time."""
         prompts = self._prompts.of(job)
         points = self._model.points.resolve(job.capture) if job.capture else ()
+        lens = self._lensing.of(job.logit_lens)
         editing = self._editor.editing(job.interventions, tensors)
         grammars = [self._guidance.grammar(job, prompt.text or "") for prompt in prompts]
         choices: dict[str, Choice] = {}
@@ -256,7 +279,7 @@ class ModelReplica:
             request = self._request(job, index, prompt.ids, points, streamed)
             edits = editing.of(len(prompt.ids), len(prompt.ids) + request.max_tokens)
             markers = self._chat.markers(job.tools) if reader else {}
-            request = replace(request, grammar=grammars[at], markers=markers, edits=edits)
+            request = replace(request, grammar=grammars[at], markers=markers, edits=edits, lens=lens)
             if index % job.n == 0:
                 self._engine.check(request)
                 echo = self._prompts.echo(prompt) if job.echo else None
@@ -264,7 +287,9 @@ class ModelReplica:
             said = tuple(prompt.ids) if job.token_ids else ()
             choice = Choice(index, request, reader, run, echo, echo.text if echo else "", prompt_ids=said)
             choices[request.id] = choice
-        self._runs.check([choice.request for choice in choices.values()])
+        requests = [choice.request for choice in choices.values()]
+        self._runs.check(requests)
+        self._lensing.check(requests)
         return choices
 
     def _reader(self, job: Job, text: str, streamed: bool) -> AnswerReader | None:

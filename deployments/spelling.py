@@ -5,28 +5,16 @@ from __future__ import annotations
 import json
 import re
 from collections.abc import Sequence
-from typing import Any, NamedTuple
+from typing import Any
 
 from transformers import PreTrainedTokenizerFast
 from transformers.convert_slow_tokenizer import bytes_to_unicode
 
-from deployments.engine.request import Logprob
-from deployments.messages import Scored, TokenLogprob
+from deployments.engine.request import Likeliest, Logprob
+from deployments.messages import LayerTop, Scored, Spelled, TokenLens, TokenLogprob
 
 BYTES = {character: byte for byte, character in bytes_to_unicode().items()}  # type: ignore[no-untyped-call]
 FALLBACK = re.compile(r"<0x([0-9A-Fa-f]{2})>")
-
-
-class Spelled(NamedTuple):
-    r"""One token as written.
-
-    Attributes:
-        text: Its text, with bytes that are no whole character as `\xe2`.
-        raw: Its bytes, which joined to its neighbours' are the answer's UTF-8; None where it adds nothing.
-    """
-
-    text: str
-    raw: bytes | None
 
 
 class Spelling:
@@ -49,6 +37,22 @@ class Spelling:
                 offset + logprob.offset,
             )
             for token, logprob in zip(tokens, logprobs, strict=True)
+        ]
+
+    def seen(
+        self, tokens: Sequence[int], layers: Sequence[int], lens: Sequence[Sequence[Likeliest]]
+    ) -> list[TokenLens]:
+        """Tokens and, for each, the likeliest of these layers."""
+        return [
+            TokenLens(
+                token,
+                self.of(token),
+                tuple(
+                    LayerTop(layer, tuple((id, self.of(id), logprob) for id, logprob in top))
+                    for layer, top in zip(layers, tops, strict=True)
+                ),
+            )
+            for token, tops in zip(tokens, lens, strict=True)
         ]
 
     def of_prompt(

@@ -8,9 +8,9 @@ from collections.abc import AsyncIterator, Iterable, Iterator
 from dataclasses import asdict, dataclass, field
 from typing import Any, Literal
 
-from deployments.messages import CallPart, End, Message, Piece, Refusal, RunReport, TokenLogprob, whole_calls
+from deployments.messages import CallPart, End, Message, Piece, Refusal, RunReport, TokenLens, TokenLogprob, whole_calls
 from serve_app.errors import ApiError, render
-from serve_app.logprobs import of_chat, of_completion
+from serve_app.logprobs import of_chat, of_completion, of_lens
 
 Kind = Literal["chat", "completion"]
 
@@ -25,6 +25,7 @@ class Choice:
     logprobs: list[TokenLogprob] = field(default_factory=list)
     token_ids: list[int] = field(default_factory=list)
     prompt_ids: tuple[int, ...] = ()
+    lens: list[TokenLens] | None = None
     end: End | None = None
 
 
@@ -126,6 +127,9 @@ class Answer:
         choice.logprobs.extend(message.logprobs)
         choice.token_ids.extend(message.token_ids)
         choice.prompt_ids = choice.prompt_ids or message.prompt_ids
+        if message.lens is not None:
+            choice.lens = choice.lens or []
+            choice.lens.extend(message.lens)
         if isinstance(message, End):
             choice.end = message
         else:
@@ -149,6 +153,10 @@ class Answer:
         """What a chat says once of its prompt's token ids, where they are asked for."""
         return {"prompt_token_ids": list(told.prompt_ids)} if self._kind == "chat" and told.prompt_ids else {}
 
+    def _seen(self, told: Choice | Piece | End) -> dict[str, Any]:
+        """What a choice says of its tokens beyond OpenAI's: their ids and what layers make of them, where asked for."""
+        return self._token_ids(told) | ({} if told.lens is None else {"logit_lens": of_lens(told.lens)})
+
     def _token_ids(self, told: Choice | Piece | End) -> dict[str, Any]:
         """What a choice says of its token ids, where they are asked for; a completion's says its prompt's, too."""
         said = {"token_ids": list(told.token_ids)} if told.token_ids or told.prompt_ids else {}
@@ -161,7 +169,7 @@ class Answer:
         where = _where(choice.end.run)
         scores = self._logprobs(choice.logprobs)
         common = {"index": index, "finish_reason": choice.end.finish_reason, "logprobs": scores}
-        common |= self._token_ids(choice)
+        common |= self._seen(choice)
         if self._kind == "completion":
             return common | {"text": choice.text} | where
         message: dict[str, Any] = {"role": "assistant", "content": choice.text, "refusal": None}
@@ -227,7 +235,7 @@ class Answer:
     ) -> dict[str, Any]:
         scores = self._logprobs(said.logprobs if said else ())
         head = {"index": index, "finish_reason": finish_reason, "logprobs": scores}
-        head |= self._token_ids(said) if said else {}
+        head |= self._seen(said) if said else {}
         if self._kind == "chat":
             return head | {"delta": delta}
         return head | {"text": delta.pop("content", "")} | delta

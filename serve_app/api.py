@@ -13,6 +13,7 @@ from fastapi.middleware.cors import CORSMiddleware
 from fastapi.responses import JSONResponse, PlainTextResponse, Response, StreamingResponse
 
 import serve_app.described as described
+import serve_app.remote as remote
 from deployments.activations.facts import check_session_id
 from deployments.errors import RequestError
 from deployments.messages import Job, Message
@@ -228,6 +229,7 @@ def _job(body: Generation, request: Request, **own: Any) -> Job:
         schema=body.enforced_schema,
         capture=body.capturing,
         interventions=tuple(body.interventions or ()),
+        logit_lens=body.logit_lens,
         session_id=body.session_id or f"auto-{datetime.now(UTC):%Y-%m-%d}",
         **own,
     )
@@ -284,7 +286,8 @@ def build_api(backend: Backend, options: Options, keys: Keys) -> FastAPI:
         )
     install(api)
     api.include_router(open_to_all)
-    for router in (openai, tokens, explored, models, activations, tensors, server):
+    api.include_router(remote.sockets)  # the guard looks at its key, too
+    for router in (openai, tokens, explored, models, activations, tensors, remote.router, server):
         if keys:
             api.include_router(router, dependencies=[Security(BEARER)], responses=errors(401))
         else:

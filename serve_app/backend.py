@@ -9,7 +9,9 @@ from typing import Any
 import httpx
 import ray
 
+from deployments.client_code.board import connect as board
 from deployments.options import Options
+from serve_app.code_jobs import CodeJobs
 from serve_app.errors import ApiError
 from serve_app.exposition import merge
 from serve_app.loading import Loader
@@ -24,6 +26,7 @@ class Backend:
     Attributes:
         models: The models that are served.
         loader: Loads and unloads others.
+        jobs: Clients' own code; None where the operator does not allow it.
     """
 
     def __init__(self, options: Options, app: str, store: Any) -> None:
@@ -36,6 +39,7 @@ class Backend:
         """
         self.models = Models(options, app)
         self.loader = Loader(options, self.models)
+        self.jobs = CodeJobs(options, self.models, board()) if options.allow_client_code else None
         self._store = store
         self._max_tensor_store_bytes = options.max_tensor_store_bytes
 

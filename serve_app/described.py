@@ -125,6 +125,15 @@ CHAT_EXAMPLES: dict[str, Any] = {
             "session_id": "first-steps",
         },
     },
+    "logit lens": {
+        "summary": "says with each token what two layers would have put in its place",
+        "value": {
+            "model": "vitrine-demo",
+            **_SPOKEN,
+            "max_tokens": 16,
+            "logit_lens": {"layers": [1, -1], "top_k": 3},
+        },
+    },
 }
 COMPLETION_EXAMPLES: dict[str, Any] = {
     "text": {"value": {"model": "vitrine-demo", "prompt": "Ann has 3 boxes.", "max_tokens": 16}},
@@ -181,4 +190,23 @@ HEALTH: Responses = {
         "headers": errors(503)[503]["headers"],
     },
 }
+_JOB = {"id": "5f2b0a71c3d94e6688f1a2b3c4d5e6f7", "status": "RECEIVED", "description": ""}
+JOB = answers(_JOB)
+RESULT: Responses = {
+    200: {
+        "description": "What the block saved, as `torch.save` writes it.",
+        "content": {"application/octet-stream": {"example": "saved values"}},
+    }
+}
+_KEY = 'nnsight.modeling.transformers.TransformersModel:{"repo_id": "vitrine-demo", "revision": null, '
+_DEPLOYED: dict[str, Any] = {
+    "deployment_level": "HOT",
+    "application_state": "RUNNING",
+    "repo_id": "vitrine-demo",
+    "revision": None,
+}
+_DEPLOYED |= {"model_key": _KEY + '"task": "text-generation"}', "task": "text-generation", "trust_remote_code": False}
+STATUS = answers({"deployments": {"vitrine-demo": _DEPLOYED}})
+ENVIRONMENT = answers({"python_version": "3.11.9", "packages": {"nnsight": "0.8.1", "torch": "2.13.0"}})
+WHOAMI = answers({"email": None, "tags": ["use"]})
 METRICS: Responses = {200: {"content": {"text/plain": {"example": 'ray_vitrine_running{model="vitrine-demo"} 0.0\n'}}}}

@@ -23,6 +23,7 @@ from fastapi.responses import JSONResponse
 from ray.exceptions import RayError, RayTaskError
 from ray.serve.exceptions import RayServeException
 from starlette.exceptions import HTTPException
+from starlette.types import Scope
 
 from deployments.activations.facts import StoreError
 from deployments.errors import RequestError
@@ -30,6 +31,7 @@ from deployments.messages import Refusal
 
 logger = logging.getLogger("ray.serve")
 
+NNSIGHT = b"nnsight-version"  # a header of its clients alone
 HEADERS = {429: {"Retry-After": "1"}, 503: {"Retry-After": "1"}, 401: {"WWW-Authenticate": "Bearer"}}
 TYPES = {
     400: "invalid_request_error",
@@ -69,10 +71,12 @@ class ApiError(Exception):
         error = {"message": self.message, "type": kind, "param": self.param, "code": self.code}
         return {"error": error}
 
-    @property
-    def response(self) -> JSONResponse:
-        """The whole answer."""
-        return JSONResponse(self.body, self.status, HEADERS.get(self.status))
+    def response(self, scope: Scope) -> JSONResponse:
+        """The whole answer to a request."""
+        body = self.body
+        if NNSIGHT in dict(scope["headers"]):
+            body["detail"] = self.message  # the field that nnsight's client shows
+        return JSONResponse(body, self.status, HEADERS.get(self.status))
 
 
 def render(error: Exception, request_id: str) -> ApiError:
@@ -99,7 +103,7 @@ def install(api: FastAPI) -> None:
     """Make an application answer every failure with OpenAI's body."""
 
     async def respond(request: Request, error: Exception) -> JSONResponse:
-        response = render(error, getattr(request.state, "request_id", "unknown")).response
+        response = render(error, getattr(request.state, "request_id", "unknown")).response(request.scope)
         if isinstance(error, HTTPException):
             response.headers.update(error.headers or {})  # `Allow`, of a wrong method
         return response

@@ -6,12 +6,14 @@ from typing import Any
 
 from fastapi import FastAPI
 from ray import serve
+from ray.serve.context import _get_global_client  # the one way to learn where the proxies listen
 from ray.serve.handle import DeploymentHandle
 
 from deployments.activations.store import connect
 from deployments.options import Options
 from serve_app.api import build_api
 from serve_app.backend import Backend
+from serve_app.code_jobs import check_who_may_ask
 from serve_app.keys import Keys
 
 
@@ -35,7 +37,14 @@ class Ingress:
         self._store = connect(options.activations_dir)
 
     async def __serve_build_asgi_app__(self) -> FastAPI:
-        """Serve calls this in the replica; it fails where the activation store cannot use its directory."""
+        """Serve calls this in the replica.
+
+        It fails where the activation store cannot use its directory, and where everybody could run code here.
+        """
+        if self._options.allow_client_code:
+            controller = _get_global_client()
+            assert controller is not None
+            check_who_may_ask(self._keys, controller.http_config.host)
         await self._store.check_health.remote()
         backend = Backend(self._options, serve.get_replica_context().app_name, self._store)
         return build_api(backend, self._options, self._keys)

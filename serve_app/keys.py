@@ -5,6 +5,7 @@ from __future__ import annotations
 import hashlib
 import hmac
 import os
+import re
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 from enum import StrEnum
@@ -20,6 +21,9 @@ VARIABLE = "VITRINE_API_KEYS"
 SHORTEST = 16  # characters of a key
 # Load balancers ask after health, and browsers open pages, without a key; the pages say the same on every server.
 OPEN = frozenset({"/health", "/docs", "/openapi.json"})
+NNSIGHT = b"ndif-api-key"  # the header in which nnsight's clients send theirs
+# nnsight's clients fetch results without a key; the address holds a token that only the job's client was told.
+RESULT = re.compile(r"/response/[0-9a-f]{32}/result")
 BEARER = HTTPBearer(auto_error=False, description="One of the operator's API keys.")  # for the documentation
 
 
@@ -97,16 +101,20 @@ class Guard:
                 return await send({"type": "websocket.close", "code": 1008})  # a policy violation
             message = "no valid API key: send one of this server's as `Authorization: Bearer <key>`"
             error = ApiError(401, message, None, "invalid_api_key")
-            return await error.response(scope, receive, send)
+            return await error.response(scope)(scope, receive, send)
         scope.setdefault("state", {})["role"] = role
         return await self._app(scope, receive, send)
 
     def _role(self, scope: Scope) -> Role | None:
         if not self._keys:
             return Role.ADMIN
-        scheme, _, key = dict(scope["headers"]).get(b"authorization", b"").partition(b" ")
+        headers = dict(scope["headers"])
+        scheme, _, key = headers.get(b"authorization", b"").partition(b" ")
+        if not scheme:
+            scheme, key = b"bearer", headers.get(NNSIGHT, b"")
         role = self._keys.role(key.strip()) if scheme.lower() == b"bearer" else None
-        if role is None and scope["path"].removeprefix(scope.get("root_path", "")) in OPEN:
+        path = scope["path"].removeprefix(scope.get("root_path", ""))
+        if role is None and (path in OPEN or RESULT.fullmatch(path)):
             return Role.USE
         return role
 

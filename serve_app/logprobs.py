@@ -1,11 +1,11 @@
-"""Logprobs in OpenAI's two forms: a chat's and a completion's."""
+"""Logprobs in OpenAI's two forms, a chat's and a completion's, and the logit lens in one of the same kind."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 from typing import Any
 
-from deployments.messages import Scored, TokenLogprob
+from deployments.messages import Scored, Spelled, TokenLens, TokenLogprob
 
 LEAST = -9999.0  # what OpenAI says of a token that is all but impossible; JSON has no -inf
 
@@ -34,9 +34,34 @@ def of_completion(tokens: Sequence[TokenLogprob]) -> dict[str, Any] | None:
     }
 
 
+def of_lens(tokens: Sequence[TokenLens]) -> dict[str, Any]:
+    """`choices[].logit_lens` of both."""
+    content = [
+        _token(one.token, one.spelled)
+        | {
+            "layers": [
+                {
+                    "layer": layer,
+                    "top": [_token(id, spelled) | {"logprob": max(value, LEAST)} for id, spelled, value in top],
+                }
+                for layer, top in one.layers
+            ]
+        }
+        for one in tokens
+    ]
+    return {"content": content}
+
+
+def _token(id: int, spelled: Spelled) -> dict[str, Any]:
+    return {"token": spelled.text, "token_id": id, "bytes": _bytes(spelled.raw)}
+
+
+def _bytes(raw: bytes | None) -> list[int] | None:
+    return None if raw is None else list(raw)
+
+
 def _entry(scored: Scored) -> dict[str, Any]:
-    raw = None if scored.raw is None else list(scored.raw)
-    return {"token": scored.text, "logprob": _logprob(scored), "bytes": raw}
+    return {"token": scored.text, "logprob": _logprob(scored), "bytes": _bytes(scored.raw)}
 
 
 def _by_text(token: TokenLogprob) -> dict[str, float] | None:

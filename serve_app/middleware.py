@@ -31,14 +31,14 @@ class Gate:
         if not REQUEST_ID.fullmatch(request_id):
             message = "X-Request-Id: 1 to 128 letters, digits and . _ : / + = @ -"
             bad = ApiError(400, message, "X-Request-Id", "invalid_value")
-            return await bad.response(scope, receive, send)
+            return await bad.response(scope)(scope, receive, send)
         scope.setdefault("state", {})["request_id"] = request_id.decode()
         declared = headers.get(b"content-length", b"0")
         return await self._pass_on(scope, receive, send, int(declared) if declared.isdigit() else 0)
 
     async def _pass_on(self, scope: Scope, receive: Receive, send: Send, declared: int) -> None:
         most, error = self._limit(scope)
-        refuse = error.response
+        refuse = error.response(scope)
         if declared > most:
             return await refuse(scope, receive, send)
         seen = 0

@@ -8,18 +8,22 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import os
 import time
 from collections.abc import AsyncGenerator, AsyncIterator, Iterable, Iterator
 from contextlib import asynccontextmanager, contextmanager
 from enum import Enum
+from pathlib import Path
 from typing import Any, cast
 
 from ray import serve
 from ray.serve.handle import DeploymentResponseGenerator
 from ray.serve.schema import ApplicationStatusOverview
 
+from deployments.client_code.job import CodeJob, ModelKey
+from deployments.demo_model import WEIGHTS
 from deployments.messages import Job, Message, Refusal, Text
-from deployments.options import NO_MODEL, Options
+from deployments.options import DEMO, NO_MODEL, Options
 from serve_app.errors import UNAVAILABLE, ApiError
 
 logger = logging.getLogger("ray.serve")
@@ -145,6 +149,26 @@ class ServedModel:
         async with self._patience():
             return _answered(await self._handle.detokenize.remote(tokens))
 
+    async def run_code(self, job: CodeJob) -> None:
+        """Run a client's own code; the board of jobs is told what becomes of it.
+
+        Raises:
+            RequestError: It is not for this model, or too many jobs wait.
+        """
+        await self._handle.run_code.remote(job)  # the board gives up a job that no replica works on
+
+    async def deployment(self) -> dict[str, Any]:
+        """The model as `nnsight.status()` reads it."""
+        loaded = await self.settings() if self.up else {}
+        key = ModelKey(
+            repo_id=self.id,
+            revision=loaded.get("revision"),
+            trust_remote_code=loaded.get("trust_remote_code", False),
+        )
+        state = "RUNNING" if self.up else "UNHEALTHY"
+        where = {"deployment_level": "HOT", "application_state": state, "model_key": key.written()}
+        return where | key.model_dump()
+
     async def describe(self) -> dict[str, Any]:
         """The model as OpenAI lists it, with `max_model_len` and `savepoints`."""
         async with self._patience(DESCRIBE_S):
@@ -192,6 +216,10 @@ class Models:
         self._known: dict[str, ServedModel] = {}
         self._limit_s = options.request_timeout_s
         self._default = None
+        self._models_dir = options.models_dir
+        # What the model that the server starts with goes by beside its id; a relative path is none.
+        directories = [options.model, str(WEIGHTS) if options.model == DEMO else None]
+        self._directories = {os.path.normpath(path): options.served_name for path in directories if path}
         if options.model != NO_MODEL:
             self._default = ServedModel(options.served_name, app, self._limit_s)
         if self._default:
@@ -238,6 +266,19 @@ class Models:
         if not model.up:
             raise ApiError(503, f"no replica of {model_id!r} runs now; try again", code="unavailable")
         return model
+
+    async def of_repository(self, repo_id: str) -> ServedModel:
+        """The model that nnsight's clients name by a repository or a directory; looked up among those served.
+
+        Raises:
+            ApiError: As for `find`.
+        """
+        wanted = os.path.normpath(repo_id)
+        if wanted in self._directories:
+            return await self.find(self._directories[wanted])
+        if self._models_dir and Path(wanted).is_relative_to(self._models_dir):
+            return await self.find(str(Path(wanted).relative_to(self._models_dir)))
+        return await self.find(repo_id)
 
     def _usual(self) -> str:
         if self._default:

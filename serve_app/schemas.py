@@ -10,6 +10,7 @@ from pydantic_core import PydanticCustomError
 
 from deployments.activations.facts import check_session_id
 from deployments.activations.interventions import Interventions
+from deployments.activations.logit_lens import LogitLens
 from deployments.activations.spec import Capture
 from deployments.engine.request import MOST_LOGPROBS, Sampling
 from serve_app.forms import NamedTool, ResponseFormat, TemplateKwargs, Tool
@@ -120,6 +121,7 @@ class Generation(Body):
     store_activations: bool | None = None
     capture: Capture | None = None
     interventions: Interventions | None = None
+    logit_lens: LogitLens | None = None
     session_id: str | None = None
 
     @field_validator("session_id")

@@ -24,6 +24,11 @@ def attention_weights(value: Any) -> torch.Tensor | None:
     return weights if isinstance(weights, torch.Tensor) and weights.ndim == 4 else None
 
 
+def with_first(value: Any, new: torch.Tensor) -> Any:
+    """A module's value in its form, with another tensor: in place of itself, or of a tuple's first."""
+    return new if isinstance(value, torch.Tensor) else type(value)((new, *value[1:]))
+
+
 def watch(model: Any, ids: torch.Tensor) -> dict[tuple[str, Side], torch.Tensor]:
     """(module path, side) -> its value in one forward, of modules that are called once, in their order."""
     seen: dict[tuple[str, Side], torch.Tensor | None] = {}

@@ -21,6 +21,7 @@ import torch
 from deployments.engine import memory
 from deployments.engine.batch import Batch
 from deployments.engine.forwards import Forwards, Outcome
+from deployments.engine.lens import check_lens
 from deployments.engine.memory import KvMemory, held_bytes
 from deployments.engine.model import Model
 from deployments.engine.outflow import Outflow
@@ -33,6 +34,7 @@ from deployments.engine.request import (
     Event,
     Finished,
     FinishReason,
+    Likeliest,
     Logprob,
     PromptLogprobs,
     Request,
@@ -125,6 +127,8 @@ class Engine:
             message = f"{most} tokens need {needed} bytes of KV memory or more, the server's budget is {held}"
             raise RequestError(message, "max_tokens", "kv_memory_exceeded")
         check_sampling(request, self.model.vocabulary)
+        if request.lens:
+            check_lens(request.lens, self.model.readout)
 
     def room(self, prompt: int) -> int:
         """The most new tokens that a prompt of so many tokens leaves room for in context and KV memory."""
@@ -278,7 +282,7 @@ class Engine:
             row.memory.before = row.memory.before or held_bytes(device)
         failed = out_of_memory = None
         try:
-            self._advance(*run(), events)
+            self._advance(run(), events)
             self._schedule.went_well()
         except AssertionError:
             raise  # the engine's own invariant is broken: it must not go on
@@ -376,8 +380,9 @@ class Engine:
 
     # ---- what a forward brought
 
-    def _advance(self, rows: list[Row], logits: torch.Tensor, events: list[Event]) -> None:
-        """Draw each row's next token from logits [rows, vocabulary], and end what has come to its end."""
+    def _advance(self, outcome: Outcome, events: list[Event]) -> None:
+        """Draw each row's next token, and end what has come to its end."""
+        rows, logits, lens = outcome
         if not rows:
             return
         chosen = choose(logits, [None if row.ending else row.sampler for row in rows])
@@ -388,9 +393,16 @@ class Engine:
                 code = TOO_COMPLEX if row.sampler.guide and row.sampler.guide.error else "engine_error"
                 self._finish(row, "error", events, chosen.failed[i], code)
             else:
-                self._accept(row, chosen.tokens[i], chosen.logprobs.get(i), events)
+                self._accept(row, chosen.tokens[i], chosen.logprobs.get(i), lens.get(i), events)
 
-    def _accept(self, row: Row, token: int, logprob: Logprob | None, events: list[Event]) -> None:
+    def _accept(
+        self,
+        row: Row,
+        token: int,
+        logprob: Logprob | None,
+        layers: tuple[Likeliest, ...] | None,
+        events: list[Event],
+    ) -> None:
         request = row.request
         if row.scores:
             scores, row.scores = row.scores, None
@@ -411,7 +423,8 @@ class Engine:
             row.ending = "length"
         if row.ending:
             text += row.text.close(row.tokens[:-1] if ended else row.tokens)
-        delta = Delta(request.id, (token,), text, logprobs)
+        lens = () if layers is None else (layers,)
+        delta = Delta(request.id, (token,), text, logprobs, lens)
         if request.streamed:
             events.append(delta)
         else:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
+from types import MappingProxyType
 from typing import NamedTuple
 
 import torch
@@ -9,9 +11,11 @@ import torch
 from deployments.activations.points import Place
 from deployments.engine.batch import Batch
 from deployments.engine.edits import Plan, Plans, Spans
+from deployments.engine.lens import Asking, Lenses
 from deployments.engine.memory import KvMemory
 from deployments.engine.model import Model
 from deployments.engine.recorder import Recorder, places_of
+from deployments.engine.request import Likeliest
 from deployments.engine.row import Row
 from deployments.engine.schedule import Prefill
 from deployments.engine.scoring import asked_of, read
@@ -23,10 +27,12 @@ class Outcome(NamedTuple):
     Attributes:
         rows: The rows whose next token it decides; none where a prompt is not all in yet.
         logits: [rows, vocabulary].
+        lens: For each row that asks, by its turn among these, each layer's likeliest tokens.
     """
 
     rows: list[Row]
     logits: torch.Tensor
+    lens: Mapping[int, tuple[Likeliest, ...]] = MappingProxyType({})
 
 
 class Forwards:
@@ -39,6 +45,7 @@ class Forwards:
         self._batch = batch
         self._recorder = recorder
         self._plans = Plans()
+        self._lenses = Lenses([])  # of the last decode
 
     def prefill(self, prefill: Prefill) -> Outcome:
         """Run prompts, or a piece of one, into slots behind those in use or the one it has."""
@@ -58,20 +65,26 @@ class Forwards:
         came = set()
         plan = Plan([Spans(row.request.edits, start, start + count) for row, count in zip(rows, counts, strict=True)])
 
+        whole = [i for i, row in enumerate(rows) if start + counts[i] == row.length]
+        lenses = Lenses([Asking(i, counts[i] - 1, row.lens) for i, row in enumerate(rows) if row.lens and i in whole])
+
         def visit(place: Place, value: torch.Tensor) -> torch.Tensor | None:
             new = plan.apply(place, value)
+            seen = value if new is None else new
             came.add(place)
             for (i, recording), tokens in zip(recordings, fresh, strict=True):
-                recording.write(place, (value if new is None else new)[i, tokens])
+                recording.write(place, seen[i, tokens])
+            lenses.take(place, seen)
             return new
 
         self._cache.prefill(first, start)
-        places = [*places, *plan.places]
+        places = [*places, *plan.places, *lenses.places]
         every = any(place.module == model.head for place in places)
         asked = asked_of([row.scores for row in rows], start, counts)
         beside = [(one.row, one.span) for one in asked]
         logits = model.prefill(ids, lengths, self._cache, places, visit, every, start, beside)
         scored = read(asked, logits[len(rows) :])
+        lens = lenses.read(model.readout)
         for (_, recording), tokens in zip(recordings, fresh, strict=True):
             recording.require(came)
             recording.keep(max(0, tokens.stop - tokens.start))
@@ -83,15 +96,16 @@ class Forwards:
             row.fed = start + count
             if row.recording:
                 row.recording.rows = max(row.recording.rows, row.fed)
-        whole = [i for i, row in enumerate(rows) if row.fed == row.length]
-        return Outcome([rows[i] for i in whole], logits[whole])
+        return Outcome(
+            [rows[i] for i in whole], logits[whole], {turn: lens[i] for turn, i in enumerate(whole) if i in lens}
+        )
 
     def _reserve(self, rows: list[Row], new: list[Row], stop: int) -> None:
         """Have room for a prefill up to position `stop`."""
         batch = self._batch
         needs = [row.need for row in (*new, *batch.rows)]
         if not new:  # room for all of it was found when it was admitted
-            needs = [stop, *(row.fed for row in batch.rows)]  # the next decode finds its own, or makes room
+            needs = [stop, *(row.fed for row in batch.rows)]
         self._memory.reserve(len(batch) + len(new), max(needs), keep=len(batch) > 0)
         for row in rows:
             row.written = max(row.written, stop)
@@ -111,19 +125,31 @@ class Forwards:
         if reading:
             recorder.begin(reading, self._cache.window.slots)
         plan = self._plans.decode([Spans(row.request.edits, row.fed, row.fed + 1) for row in rows])
+        lenses = self._lenses_of([Asking(i, 0, row.lens) for i, row in enumerate(rows) if row.lens])
         wanted = set(reading)
 
         def visit(place: Place, value: torch.Tensor) -> torch.Tensor | None:
             new = plan.apply(place, value)
+            seen = value if new is None else new
             if place in wanted:
-                recorder.take(place, value if new is None else new)
+                recorder.take(place, seen)
+            lenses.take(place, seen)
             return new
 
         for row in rows:
             row.written = max(row.written, row.fed + 1)
-        logits = self._model.decode(ids, positions, longest, self._cache, [*reading, *plan.places], visit)
+        places = [*reading, *plan.places, *lenses.places]
+        logits = self._model.decode(ids, positions, longest, self._cache, places, visit)
+        lens = lenses.read(self._model.readout)  # before anything counts: it may find no memory
         if reading:
             recorder.end()
         for row in rows:
             row.fed += 1
-        return Outcome(rows, logits)
+        return Outcome(rows, logits, lens)
+
+    def _lenses_of(self, asking: list[Asking]) -> Lenses:
+        """Those of a decode, which are the last one's while the same rows ask."""
+        if asking != self._lenses.asking:
+            self._lenses = Lenses(asking)
+        self._lenses.begin()
+        return self._lenses

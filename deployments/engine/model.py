@@ -16,6 +16,8 @@ from deployments.activations.points import Place, Points
 from deployments.engine.cache import SlotCache
 from deployments.engine.masks import Masks
 from deployments.engine.probe import UnsupportedModelError, find_masks
+from deployments.engine.readout import Readout
+from deployments.engine.shared_weights import SharedWeights
 from deployments.engine.taps import Taps, Visit
 
 if unmount is not None:
@@ -40,17 +42,27 @@ class Model:
         longest_token: The most characters one token stands for.
         eos: Token ids that end a text.
         head: The path of the module that gives the logits.
+        shared: What other processes need to run it on the same weights, where they may.
+        readout: From a layer's output to logits.
     """
 
-    def __init__(self, hf: Any, tokenizer: Any, name: str, context: int | None = None) -> None:
+    def __init__(
+        self,
+        hf: Any,
+        tokenizer: Any,
+        name: str,
+        context: int | None = None,
+        shared: SharedWeights | None = None,
+    ) -> None:
         if getattr(tokenizer, "backend_tokenizer", None) is None:
             raise UnsupportedModelError(f"{name} has no fast tokenizer, which streaming text needs")
         self.name = name
         self.hf = hf.eval().requires_grad_(False)
-        _lay_out_for_few_rows(self.hf)
+        lay_out_for_few_rows(self.hf)
         self.tokenizer = tokenizer
         self.config = hf.config.get_text_config()
         self.context = _context(self.config, context)
+        self.shared = shared
         self.longest_token = max(map(len, tokenizer.get_vocab()))
         self.eos = _end_tokens(hf, tokenizer)
         self.head = next(path for path, module in hf.named_modules() if module is hf.get_output_embeddings())
@@ -61,6 +73,7 @@ class Model:
         hf.get_output_embeddings().register_forward_pre_hook(self._narrow)
         self.masks: Masks
         find_masks(self)
+        self.readout = Readout(hf, self.points)
 
     @property
     def device(self) -> torch.device:
@@ -194,6 +207,7 @@ def load(
     trust_remote_code: bool = False,
     context: int | None = None,
     attention: str = "auto",
+    share: bool = False,
 ) -> Model:
     """Load a model from the hub or a directory.
 
@@ -206,9 +220,10 @@ def load(
         trust_remote_code: Run the repository's own code.
         context: A context shorter than the model's own, in tokens.
         attention: `eager`, which gives attention patterns, or `sdpa`; `auto` for what transformers takes.
+        share: Keep the weights in memory that other processes can map: `Model.shared`.
 
     Raises:
-        OSError: There is no such repository or directory.
+        OSError: There is no such repository or directory, or no memory to share.
         UnsupportedModelError: The model cannot be batched exactly.
     """
     source = str(Path(name).expanduser()) if Path(name).expanduser().is_dir() else name
@@ -223,10 +238,14 @@ def load(
     )
     if device_map is None:
         hf = hf.to(device or ("cuda" if torch.cuda.is_available() else "cpu"))
-    return Model(hf, tokenizer, name, context)
+    shared = None
+    if share:  # while the module has no hooks, and its weights are where they will stay
+        lay_out_for_few_rows(hf)
+        shared = SharedWeights.of(hf.eval())
+    return Model(hf, tokenizer, name, context, shared)
 
 
-def _lay_out_for_few_rows(hf: Any) -> None:
+def lay_out_for_few_rows(hf: Any) -> None:
     """Store float32 weights of linear layers by columns where they are on a CPU.
 
     MKL multiplies the few rows of a decode by such a matrix in four fifths of the time (32 rows; `benchmarks`),

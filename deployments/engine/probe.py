@@ -51,7 +51,7 @@ def _failure(model: Model) -> str | None:
         together = [*_together(model, prompts), _in_pieces(model, prompts[0], 4)]
     except (TypeError, ValueError, RuntimeError, AttributeError, KeyError, IndexError) as error:
         return f"{type(error).__name__}: {error}"  # architectures refuse a form they do not take in ways of their own
-    worst = max(_relative_error(a, b) for a, b in zip(together, alone, strict=True))
+    worst = max(relative_error(a, b) for a, b in zip(together, alone, strict=True))
     if worst <= TOLERANCE.get(model.dtype, 1e-1):
         return None
     return f"logits differ from a lone forward's by {worst:.1%} of their norm"
@@ -99,5 +99,6 @@ def _in_pieces(model: Model, prompt: list[int], first: int) -> torch.Tensor:
     return logits[0]
 
 
-def _relative_error(a: torch.Tensor, b: torch.Tensor) -> float:
+def relative_error(a: torch.Tensor, b: torch.Tensor) -> float:
+    """How far a is from b, as a part of b's norm."""
     return float((a.float() - b.float()).norm() / b.float().norm().clamp_min(1e-9))

@@ -6,6 +6,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Literal, NamedTuple
 
+from deployments.activations.logit_lens import MOST_LIKELIEST
 from deployments.activations.spec import Capture
 
 if TYPE_CHECKING:  # the HTTP face imports this module, and needs no torch
@@ -19,7 +20,8 @@ if TYPE_CHECKING:  # the HTTP face imports this module, and needs no torch
 FinishReason = Literal["stop", "length", "cancelled", "error"]
 
 
-MOST_LOGPROBS = 20  # the most likely tokens that a request may ask for beside each token it gets
+MOST_LOGPROBS = MOST_LIKELIEST  # the most likely tokens that a request may ask for beside each token it gets
+Likeliest = tuple[tuple[int, float], ...]  # (token id, logprob), likeliest first; -inf for what is ruled out
 TOO_COMPLEX = "grammar_too_complex"  # the code of a grammar that turned out so on the way
 
 
@@ -56,6 +58,20 @@ class Sampling:
 GREEDY = Sampling(temperature=0.0)
 
 
+class Lens(NamedTuple):
+    """What to say of layers with each new token: which tokens come of their outputs by the final norm and head.
+
+    Attributes:
+        layers: Which, from 0.
+        points: Their outputs.
+        top_k: How many likeliest tokens of each.
+    """
+
+    layers: tuple[int, ...]
+    points: tuple[Point, ...]
+    top_k: int
+
+
 @dataclass(frozen=True)
 class Request:
     """One sequence to generate.
@@ -75,6 +91,7 @@ class Request:
         capture: What to record, with its points resolved; both or neither.
         points: The places that `capture` means, in the order of execution.
         edits: What is changed on the way, in this order at each place, before it is recorded.
+        lens: With each token say what layers make of it; None for nothing.
         streamed: Say what each step adds; without, all of it comes with the end.
     """
 
@@ -92,6 +109,7 @@ class Request:
     capture: Capture | None = None
     points: tuple[Point, ...] = ()
     edits: tuple[Edit, ...] = field(default=(), hash=False)
+    lens: Lens | None = None
     streamed: bool = True
 
 
@@ -129,12 +147,12 @@ class Logprob(NamedTuple):
 
     Attributes:
         logprob: The token's, natural.
-        top: (token id, logprob) of the likeliest tokens, likeliest first; -inf for what the model rules out.
+        top: The likeliest tokens.
         offset: Characters of the text before this token.
     """
 
     logprob: float
-    top: tuple[tuple[int, float], ...]
+    top: Likeliest
     offset: int = 0
 
 
@@ -158,19 +176,23 @@ class Delta(NamedTuple):
         tokens: New tokens.
         text: The text that is now whole.
         logprobs: One for each of `tokens`, where the request asks for them.
+        lens: For each of `tokens` and layer of the request's lens the likeliest tokens; none of a layer whose values
+            are not finite.
     """
 
     id: str
     tokens: tuple[int, ...]
     text: str
     logprobs: tuple[Logprob, ...] = ()
+    lens: tuple[tuple[Likeliest, ...], ...] = ()
 
     @classmethod
     def of(cls, parts: Sequence[Delta]) -> Delta:
         """Several of one request, one after the other, as one."""
         tokens = tuple(token for part in parts for token in part.tokens)
         logprobs = tuple(logprob for part in parts for logprob in part.logprobs)
-        return cls(parts[0].id, tokens, "".join(part.text for part in parts), logprobs)
+        lens = tuple(layers for part in parts for layers in part.lens)
+        return cls(parts[0].id, tokens, "".join(part.text for part in parts), logprobs, lens)
 
 
 @dataclass

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 
 from deployments.engine.recording import Recording
-from deployments.engine.request import Delta, FinishReason, MemoryUse, Request
+from deployments.engine.request import Delta, FinishReason, Lens, MemoryUse, Request
 from deployments.engine.sampler import Sampler
 from deployments.engine.scoring import PromptScores
 from deployments.engine.text import TextStream
@@ -69,6 +69,11 @@ class Row:
         if self.recording is None:
             return False
         return self.recording.wants_generated if self.tokens else self.recording.wants_prompt
+
+    @property
+    def lens(self) -> Lens | None:
+        """What to say of layers with the token that its next forward decides; None where it decides none."""
+        return self.request.lens if self.request.max_tokens and not self.ending else None
 
     @property
     def need(self) -> int:

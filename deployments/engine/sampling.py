@@ -27,7 +27,7 @@ from typing import NamedTuple
 
 import torch
 
-from deployments.engine.request import MOST_LOGPROBS, Logprob, Request, Sampling
+from deployments.engine.request import MOST_LOGPROBS, Likeliest, Logprob, Request, Sampling
 from deployments.engine.sampler import NEVER, Entries, Sampler
 from deployments.errors import RequestError
 
@@ -250,10 +250,21 @@ def score(logits: torch.Tensor, tokens: torch.Tensor, likeliest: Sequence[int]) 
     own = logprobs.gather(-1, tokens[:, None]).squeeze(-1).tolist()
     if not any(likeliest):
         return [Logprob(logprob, ()) for logprob in own]
+    top = ranked(logprobs, likeliest)
+    return [Logprob(logprob, tokens) for logprob, tokens in zip(own, top, strict=True)]
+
+
+def ranked(logprobs: torch.Tensor, most: Sequence[int]) -> list[Likeliest]:
+    """The likeliest tokens of each row, equal ones by their ids.
+
+    Args:
+        logprobs: [rows, vocabulary].
+        most: How many of each row.
+    """
     # As many for every row, so that which of two equals comes last does not depend on the neighbours.
     top = logprobs.topk(min(MOST_LOGPROBS, logprobs.shape[-1]), dim=-1)
-    found = []
-    for most, logprob, ids, values in zip(likeliest, own, top.indices.tolist(), top.values.tolist(), strict=True):
-        ranked = sorted(zip(ids, values, strict=True), key=lambda pair: (-pair[1], pair[0]))
-        found.append(Logprob(logprob, tuple(ranked[:most])))
-    return found
+    ids, order = top.indices.sort(dim=-1)
+    values, order = top.values.gather(-1, order).sort(dim=-1, descending=True, stable=True)
+    widest = max(most)
+    rows = zip(ids.gather(-1, order)[:, :widest].tolist(), values[:, :widest].tolist(), most, strict=True)
+    return [tuple(zip(ids[:count], values[:count], strict=True)) for ids, values, count in rows]

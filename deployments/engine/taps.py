@@ -8,7 +8,7 @@ from typing import Any
 import torch
 
 from deployments.activations.points import Place
-from deployments.activations.watching import attention_weights, first_tensor
+from deployments.activations.watching import attention_weights, first_tensor, with_first
 
 Visit = Callable[[Place, torch.Tensor], torch.Tensor | None]  # gives what is to take the value's place, or nothing
 
@@ -86,4 +86,4 @@ class Taps:
         new = self._visit(place, tensor)
         if new is None or new is tensor:
             return None
-        return new if value is tensor else type(value)((new, *value[1:]))
+        return with_first(value, new)

@@ -96,6 +96,7 @@ EXAMPLES = {
     "store_activations": Example(True),
     "capture": Example({"points": ["norm.output"]}),
     "interventions": Example([{"op": "zero", "point": "layers.1.output"}]),
+    "logit_lens": Example({"layers": [-1]}),
     "session_id": Example("fields", {"store_activations": True}),
 }
 OF_COMPLETIONS = EXAMPLES | {"logprobs": Example(2)}

@@ -2,15 +2,19 @@
 
 from __future__ import annotations
 
+import json
 import logging
+from contextlib import closing
 
 import httpx
 import openai
 import pytest
+import websocket
 from ray import serve
 
 import serve_app
 from deployments.options import Options
+from serve_app.code_jobs import check_who_may_ask
 from serve_app.keys import VARIABLE, Keys, Role
 
 USE, ADMIN, FROM_ENVIRONMENT = "sk-use-4fJc0Vb1xT9q", "sk-admin-Zr83hKpW0s", "sk-env-Lm2eYd6NuA7c"
@@ -30,7 +34,7 @@ def keyed(beside, tmp_path_factory):
     """The root of an application with keys from a file and from the environment, for pages of one origin."""
     path = tmp_path_factory.mktemp("keys") / "keys"
     path.write_text(f"# the evaluation's\nuse:{USE}\n\nadmin:{ADMIN}\n")
-    options = (f"api_keys_file={path}", f"cors_origins={ORIGIN}", "threads=1")
+    options = (f"api_keys_file={path}", f"cors_origins={ORIGIN}", "threads=1", "allow_client_code=true")
     with beside("keyed", *options, **{VARIABLE: f"use:{FROM_ENVIRONMENT}"}) as root:
         yield root
 
@@ -58,6 +62,35 @@ def test_without_a_valid_key_every_route_answers_401(keyed, path, headers):
     assert answer.headers["www-authenticate"] == "Bearer"
     assert answer.json()["error"]["code"] == "invalid_api_key"
     assert answer.json()["error"]["type"] == "authentication_error"
+
+
+@pytest.mark.parametrize("key", [USE, ADMIN])
+def test_nnsights_client_comes_in_by_its_own_header(keyed, key):
+    assert httpx.get(f"{keyed}/whoami", headers={"ndif-api-key": key}, timeout=60).json()["tags"]
+    with closing(websocket.create_connection(f"ws{keyed[4:]}/subscribe", header={"ndif-api-key": key})) as socket:
+        assert json.loads(socket.recv())["session_id"]
+
+
+@pytest.mark.parametrize("header", [{}, {"ndif-api-key": USE[:-1]}], ids=["none", "wrong"])
+def test_without_a_valid_key_nobody_listens_and_no_code_is_taken(keyed, header):
+    with pytest.raises(websocket.WebSocketBadStatusException, match="403"):
+        websocket.create_connection(f"ws{keyed[4:]}/subscribe", header=header)
+    headers = header | {"nnsight-version": "0.8.1"}
+    answer = httpx.post(f"{keyed}/request", data={"data": "{}"}, files={"blob": b"x"}, headers=headers, timeout=60)
+    assert answer.status_code == 401
+    assert "API key" in answer.json()["detail"]  # what nnsight shows
+
+
+@pytest.mark.parametrize("host", ["127.0.0.1", "127.8.9.1", "::1", "localhost"])
+def test_this_machine_alone_may_run_code_without_keys(host):
+    check_who_may_ask(Keys(), host)
+
+
+@pytest.mark.parametrize("host", ["0.0.0.0", "::", "10.0.0.7", "vitrine.example", None])
+def test_others_may_run_code_with_keys_alone(host):
+    with pytest.raises(ValueError, match="allow_client_code"):
+        check_who_may_ask(Keys(), host)
+    check_who_may_ask(Keys({b"digest": Role.USE}), host)
 
 
 @pytest.mark.parametrize("path", ["/health", "/docs", "/openapi.json"])

@@ -19,7 +19,17 @@ from deployments.activations.spec import Capture
 from deployments.engine.engine import Engine
 from deployments.engine.model import Model
 from deployments.engine.recording import joined
-from deployments.engine.request import Captured, Delta, Event, Finished, Logprob, PromptLogprobs, Request, Rows
+from deployments.engine.request import (
+    Captured,
+    Delta,
+    Event,
+    Finished,
+    Likeliest,
+    Logprob,
+    PromptLogprobs,
+    Request,
+    Rows,
+)
 
 TIE = 1e-4
 
@@ -178,8 +188,11 @@ class Lone:
         assert [token for delta in deltas for token in delta.tokens] == tokens
         said = [one for delta in deltas for one in delta.logprobs]
         assert len(said) == (0 if request.logprobs is None else len(tokens))
+        seen = [layers for delta in deltas for layers in delta.lens]
+        assert len(seen) == (len(tokens) if request.lens else 0)
         self._check_prompt(request, before, cancelled)
         self._check_tokens(request, tokens, said)
+        self._check_lens(request, tokens, seen)
         self._check_ending(request, last, cancelled)
         parts = [event.captured for event in before if isinstance(event, Rows)]
         if parts or last.captured:
@@ -215,6 +228,17 @@ class Lone:
             ids, values = [id for id, _ in one.top], torch.tensor([value for _, value in one.top])
             torch.testing.assert_close(values, row.topk(len(ids)).values, rtol=0, atol=TIE)
             torch.testing.assert_close(values, row[ids], rtol=0, atol=TIE)
+
+    def _check_lens(self, request: Request, tokens: list[int], seen: list[tuple[Likeliest, ...]]) -> None:
+        """Up to the rare token the last layer's is what generate's logprobs say, and each layer has one."""
+        want, logprobs = self.generated(tuple(request.prompt))
+        for token, wanted, layers, row in zip(tokens, want, seen, logprobs, strict=False):
+            assert request.lens is not None
+            assert [len(top) for top in layers] == [request.lens.top_k] * len(request.lens.layers)
+            values = torch.tensor([value for _, value in layers[-1]])
+            torch.testing.assert_close(values, row.topk(len(values)).values, rtol=0, atol=TIE)
+            if token != wanted:
+                break  # the rare one, or the model all but tied
 
     def _check_ending(self, request: Request, last: Finished, cancelled: bool) -> None:
         tokens, capture = last.tokens, request.capture

@@ -9,7 +9,7 @@ from deployments.engine import memory, row
 from deployments.engine.cache import SlotLayer
 from deployments.engine.engine import Engine
 from deployments.engine.memory import left_in_container
-from deployments.engine.request import Finished, Request
+from deployments.engine.request import Request
 from deployments.engine.sampling import choose
 
 
@@ -34,6 +34,23 @@ def test_a_newcomer_for_whom_memory_cannot_grow_waits_and_touches_nobody(tiny, m
     for request, want in zip(requests, alone, strict=True):
         assert done[request.id].reason == "length"
         assert list(done[request.id].tokens) == list(want.tokens)
+
+
+def test_a_prompts_next_piece_takes_no_memory_that_a_neighbours_next_token_would(tiny, prompt, monkeypatch, endings):
+    monkeypatch.setattr(memory, "FIRST_CAPACITY", 8)
+    monkeypatch.setattr(row, "RESERVE", 1)
+    model = tiny("qwen3")
+    requests = [Request("a", prompt(4), 20, ignore_eos=True), Request("b", prompt(15), 1)]
+    alone = [Engine(model).generate([request])[0].tokens for request in requests]
+    two_of_16 = 32 * memory.KvMemory(model, 1, kv_bytes=1).position_bytes
+    engine = Engine(model, prefill_tokens=4, kv_bytes=two_of_16)
+    engine.submit(requests[0])
+    events = [event for _ in range(10) for event in engine.step()]  # 16 of its tokens are in before b's last piece
+    engine.submit(requests[1])
+    while len(done := endings(events)) < 2:
+        events += engine.step()
+        assert engine.statistics.kv_bytes <= two_of_16
+    assert [done[request.id].tokens for request in requests] == alone
 
 
 def test_two_requests_of_one_id_are_refused_before_any_runs(tiny):
@@ -72,23 +89,6 @@ def test_nobody_elses_events_are_lost_in_silence(tiny, prompt):
     engine.submit(Request("other", prompt(5), 3))
     with pytest.raises(RuntimeError, match="'other' is under way"):
         engine.generate([Request("a", prompt(6), 3)])
-
-
-def test_the_next_piece_of_a_prompt_keeps_to_the_budget_beside_a_row_that_is_about_to_grow(tiny, prompt, monkeypatch):
-    monkeypatch.setattr(memory, "FIRST_CAPACITY", 8)
-    monkeypatch.setattr(row, "RESERVE", 1)
-    model = tiny("qwen3")
-    requests = [Request("long", prompt(20), 30, ignore_eos=True), Request("pieces", prompt(30), 4, ignore_eos=True)]
-    want = Engine(model).generate(requests)
-    engine = Engine(model, prefill_tokens=8, kv_bytes=64 * memory.KvMemory(model, 1, kv_bytes=1).position_bytes)
-    engine.submit(requests[0])
-    done: dict[str, list[int]] = {}
-    for step in range(200):
-        if step == 12:  # its slot of 32 is full before the other's prompt is in
-            engine.submit(requests[1])
-        done |= {event.id: list(event.tokens) for event in engine.step() if isinstance(event, Finished)}
-        assert engine.statistics.kv_bytes <= engine.statistics.kv_budget_bytes
-    assert done == {finished.id: list(finished.tokens) for finished in want}
 
 
 V2 = {"memory.max": "1000", "memory.current": "700", "memory.stat": "anon 400\ninactive_file 300"}

@@ -16,7 +16,7 @@ from hypothesis import strategies as st
 from deployments.engine import memory, row
 from deployments.engine.engine import Engine
 from deployments.engine.memory import KvMemory
-from deployments.engine.request import Event, Finished, Request, Rows, Sampling
+from deployments.engine.request import Event, Finished, Lens, Request, Rows, Sampling
 
 LENGTHS = (1, 2, 5, 7, 9, 14, 21, 30)
 NEW = 12  # a request's most tokens
@@ -36,6 +36,7 @@ class Submit(NamedTuple):
         points: "every", "canonical", "few" or "patterns".
         logprobs: As in a request.
         prompt_logprobs: As in a request.
+        lens: Of all layers, with so many tokens of each.
         breaks: Where in its prompt the rare token stands, as a part of its length; or, as a string, what is added
             to that token's logit, for it to be drawn sooner or later.
     """
@@ -46,6 +47,7 @@ class Submit(NamedTuple):
     points: str = "canonical"
     logprobs: int | None = None
     prompt_logprobs: int | None = None
+    lens: int | None = None
     breaks: float | str | None = None
 
 
@@ -152,6 +154,7 @@ def serve(architecture, attention, tiny, prompt, make_lone, capturing):
     model = tiny(architecture) if attention == "auto" else tiny(architecture, attn_implementation=attention)
     lone = make_lone(model, {length: [3 + token % 190 for token in prompt(length)] for length in LENGTHS}, NEW)
     position_bytes = KvMemory(model, 1, kv_bytes=1).position_bytes
+    outputs = tuple(model.points.named("layers.*.output", ""))
     names = [point.name for point in model.points]
     points = {
         "every": [*names, "layers.*.attention.heads"],
@@ -167,8 +170,10 @@ def serve(architecture, attention, tiny, prompt, make_lone, capturing):
             ids[int(wanted.breaks * (len(ids) - 1))] = lone.rare
         elif wanted.breaks:
             bias[lone.rare] = float(wanted.breaks)
-        scores = {"logprobs": wanted.logprobs, "prompt_logprobs": wanted.prompt_logprobs}
-        request = Request(id, ids, wanted.max_tokens, Sampling(0.0, logit_bias=bias), **scores)
+        said = {"logprobs": wanted.logprobs, "prompt_logprobs": wanted.prompt_logprobs}
+        if wanted.lens:
+            said["lens"] = Lens(tuple(range(len(outputs))), outputs, wanted.lens)
+        request = Request(id, ids, wanted.max_tokens, Sampling(0.0, logit_bias=bias), **said)
         if wanted.tokens is None:
             return request
         asked = capturing(model, id, ids, wanted.max_tokens, points=points[wanted.points], tokens=wanted.tokens)
@@ -197,24 +202,24 @@ def serve(architecture, attention, tiny, prompt, make_lone, capturing):
 
 def test_a_full_house_gets_what_each_gets_alone(serve):
     schedule = [
-        Submit(9, NEW, "all", "every", logprobs=3),
+        Submit(9, NEW, "all", "every", logprobs=3, lens=5),
         Submit(9, NEW, {"last": 12}, prompt_logprobs=2),
         Submit(9, NEW, "generated"),
         Submit(7, NEW, "prompt", logprobs=1),
         Step(10),  # they find no room to grow
-        Submit(5, NEW, "all", breaks="1000"),
+        Submit(5, NEW, "all", lens=1, breaks="1000"),
         Submit(30, NEW, "all", "every", prompt_logprobs=1),
         Submit(1, NEW, "last", logprobs=0),
         Submit(21, NEW, "all", breaks=0.2, prompt_logprobs=0),  # in its first piece; it is not known before its last
         Submit(9, NEW, None, logprobs=5, prompt_logprobs=5, breaks="8"),
         Submit(2, 1, None, logprobs=1),
-        Submit(5, 0, "all", prompt_logprobs=0),
+        Submit(5, 0, "all", prompt_logprobs=0, lens=3),
         Step(9),
         Cancel(5),
         Write(1),
         Submit(1, NEW, None, logprobs=20, breaks=1.0),  # padded, beside others
         Submit(2, NEW, "all", logprobs=2),
-        Submit(9, NEW),
+        Submit(9, NEW, lens=20),
         Submit(30, 3, "prompt", "few"),
     ]
     served = serve(schedule, Bounds(max_running=5, prefill_tokens=16, positions=64, capture_bytes=60_000), torch.inf)
@@ -236,6 +241,7 @@ submits = st.builds(
     points=st.sampled_from(["canonical", "few", "patterns"]),
     logprobs=st.sampled_from([None, 0, 3]),
     prompt_logprobs=st.sampled_from([None, None, 0, 3]),
+    lens=st.sampled_from([None, None, 1, 20]),
     breaks=st.sampled_from([*[None] * 30, 0.0, 0.3, 1.0, "8", "1000"]),
 )
 pauses = st.one_of(

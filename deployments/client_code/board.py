@@ -1,0 +1,191 @@
+"""Every client's job and what became of it, in one named actor.
+
+A client's socket and its requests may reach different ingresses, and its job another node.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import secrets
+import time
+import uuid
+from collections import deque
+from dataclasses import dataclass, field
+from typing import Any
+
+import ray
+
+from deployments.client_code.job import LAST, Update
+from deployments.errors import RequestError
+
+MOST_JOBS = 1024  # that are known at once
+MOST_LISTENERS = 1024
+MOST_UNHEARD = 10_000  # updates that wait for a listener; the oldest go
+KEEP_S = 3600.0  # for which what became of a job is known
+LOST_S = 30.0  # without a sign of life from the replica after which a job is lost
+POLL_S = 20.0  # the longest that a listener's call waits
+RESULTS_BYTES = 1 << 30  # of all results together; the oldest go first
+
+_NOBODY = "nobody listens by this id: subscribe first", "session_id", "session_not_found", 404
+
+
+@dataclass(eq=False)
+class _Job:
+    latest: Update
+    listener: str | None
+    heard: float  # when its replica last gave a sign of life, or it ended
+    result: list[bytes] = field(default_factory=list)
+    token: str = field(default_factory=secrets.token_urlsafe)  # who fetches the result shows it
+
+    @property
+    def ended(self) -> bool:
+        return self.latest.status in LAST
+
+
+@dataclass(eq=False)
+class _Listener:
+    updates: deque[Update] = field(default_factory=lambda: deque(maxlen=MOST_UNHEARD))
+    news: asyncio.Event = field(default_factory=asyncio.Event)
+    asked: float = field(default_factory=time.monotonic)
+
+
+class Board:
+    """Jobs by their ids, and who listens to what becomes of them."""
+
+    def __init__(self) -> None:
+        self._jobs: dict[str, _Job] = {}
+        self._listeners: dict[str, _Listener] = {}
+
+    async def listen(self) -> str:
+        """A new listener's id.
+
+        Raises:
+            RequestError: There are too many.
+        """
+        self._sweep()
+        if len(self._listeners) >= MOST_LISTENERS:
+            raise RequestError(f"{MOST_LISTENERS} clients listen already: try again", None, "server_busy", 429)
+        name = uuid.uuid4().hex
+        self._listeners[name] = _Listener()
+        return name
+
+    async def updates(self, listener: str) -> list[Update]:
+        """What a listener has not heard; waits a while for it, and may give nothing.
+
+        Raises:
+            RequestError: There is no such listener.
+        """
+        if listener not in self._listeners:
+            raise RequestError(*_NOBODY)
+        found = self._listeners[listener]
+        found.asked = time.monotonic()
+        self._sweep()
+        try:
+            async with asyncio.timeout(POLL_S):
+                await found.news.wait()
+        except TimeoutError:
+            return []
+        gathered = list(found.updates)
+        found.updates.clear()
+        found.news.clear()
+        return gathered
+
+    async def leave(self, listener: str) -> None:
+        """A listener has gone; nobody waits for its jobs."""
+        self._listeners.pop(listener, None)
+
+    async def open(self, listener: str | None) -> str:
+        """A new job's id.
+
+        Args:
+            listener: Who is told what becomes of it; None where its client will ask.
+
+        Raises:
+            RequestError: There is no such listener, or there are too many jobs.
+        """
+        self._sweep()
+        if listener is not None and listener not in self._listeners:
+            raise RequestError(*_NOBODY)
+        if len(self._jobs) >= MOST_JOBS:
+            raise RequestError(f"{MOST_JOBS} jobs are known already: try again later", None, "server_busy", 429)
+        name = uuid.uuid4().hex
+        self._jobs[name] = _Job(Update(name, "RECEIVED"), listener, time.monotonic())
+        return name
+
+    async def tell(self, updates: list[Update], result: list[bytes]) -> None:
+        """Something becomes of jobs.
+
+        Args:
+            updates: What it is, in order.
+            result: A finished job's result, where it is to be fetched.
+        """
+        for update in updates:
+            job = self._jobs.get(update.id)
+            if job is not None:
+                self._note(job, update, result)
+
+    async def heard(self, job_id: str) -> bool:
+        """A replica works on a job; whether anybody waits for it."""
+        job = self._jobs.get(job_id)
+        if job is None or job.ended or (job.listener is not None and job.listener not in self._listeners):
+            return False
+        job.heard = time.monotonic()
+        return True
+
+    async def latest(self, job_id: str) -> tuple[Update, str | None] | None:
+        """What became of a job last, and its result's token where there is one to fetch; None where there is no job."""
+        self._sweep()
+        job = self._jobs.get(job_id)
+        return (job.latest, job.token if job.result else None) if job else None
+
+    async def result(self, job_id: str, token: str) -> list[bytes]:
+        """A finished job's result, in a list so that Ray hands it on as it is; an empty one where there is none."""
+        job = self._jobs.get(job_id)
+        return job.result if job and secrets.compare_digest(job.token, token) else []
+
+    def _note(self, job: _Job, update: Update, result: list[bytes]) -> None:
+        if job.ended:
+            return
+        job.heard = time.monotonic()
+        if update.status != "LOG":
+            job.latest = Update(update.id, update.status, update.description)
+            job.result = result
+        if listener := self._listeners.get(job.listener or ""):
+            listener.updates.append(update)
+            listener.news.set()
+
+    def _sweep(self) -> None:
+        """Forget what is old, and give up who gives no sign of life."""
+        now = time.monotonic()
+        for name, listener in list(self._listeners.items()):
+            if now - listener.asked > 2 * POLL_S and not listener.news.is_set():
+                del self._listeners[name]
+        for name, job in list(self._jobs.items()):
+            if job.ended and now - job.heard > KEEP_S:
+                del self._jobs[name]
+            elif not job.ended and now - job.heard > LOST_S:
+                self._note(job, Update(name, "ERROR", "the replica that ran the job has gone: send it again"), [])
+        held = sum(len(blob) for job in self._jobs.values() for blob in job.result)
+        for job in sorted(self._jobs.values(), key=lambda job: job.heard):
+            if held <= RESULTS_BYTES:
+                break
+            held -= sum(map(len, job.result))
+            job.result = []
+
+
+def connect() -> Any:
+    """A handle to the cluster's board: made by whoever asks first, on the head node, to end with the cluster."""
+    return (
+        ray.remote(Board)
+        .options(
+            name="clients' jobs",
+            namespace="vitrine",
+            get_if_exists=True,
+            lifetime="detached",
+            max_restarts=-1,
+            max_concurrency=10_000,
+            num_cpus=0,
+            resources={"node:__internal_head__": 0.001},
+        )
+        .remote()
+    )

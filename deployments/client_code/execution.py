@@ -1,0 +1,231 @@
+"""One job, in the process that was forked for it: the client's block over the served weights."""
+
+from __future__ import annotations
+
+import ctypes
+import io
+import json
+import os
+import pickle
+import resource
+import signal
+import socket
+import sys
+import traceback
+import types
+from dataclasses import dataclass
+from typing import Any, NoReturn
+
+import torch
+import zstandard
+from nnsight import TransformersModel
+from nnsight.schema.request import RequestModel
+from nnsight.tracing.tracer import dec, inc
+from nnsight.tracing.util import clean_traceback
+
+from deployments.client_code.job import Limits
+from deployments.client_code.wire import Kind, receive, send
+from deployments.engine.shared_weights import SharedWeights
+
+PR_SET_PDEATHSIG = 1  # of Linux
+NICE = 10  # the replica's own threads come first
+FIRST_KILLED = "1000"  # by the kernel, where the machine's memory ends
+LINE_BYTES = 100  # that a printed line counts for beside its text: each is a message
+LEVEL = 3  # of zstd: a result is compressed once and sent once
+
+
+@dataclass(frozen=True)
+class JobModel:
+    """What jobs run on.
+
+    Attributes:
+        weights: The model.
+        tokenizer: Its tokenizer.
+    """
+
+    weights: SharedWeights
+    tokenizer: Any
+
+
+def run(replica: socket.socket, model: JobModel, weights_fd: int) -> NoReturn:
+    """Run the job that the replica sends, tell it what comes of it, and end the process.
+
+    Args:
+        replica: The socket to it.
+        model: What the job runs on.
+        weights_fd: The file with its weights.
+    """
+    try:
+        _leave_the_host(replica.fileno(), weights_fd)
+        _, body = receive(replica)
+        _, block = receive(replica)
+        asked = json.loads(body)
+        limits = Limits(**asked["limits"])
+        module = model.weights.module(weights_fd)
+        os.close(weights_fd)
+        wrapped = TransformersModel(module, tokenizer=model.tokenizer, task="text-generation")
+        log = _Log(replica, limits.log_bytes)
+        sys.stdout = sys.stderr = log
+        _limit(limits)
+        outcome = _outcome(wrapped, asked, block, limits, replica)
+        signal.setitimer(signal.ITIMER_REAL, 0)
+        log.flush()
+        send(replica, *outcome)
+    except BaseException:  # noqa: BLE001 - whatever it was, it is said, and the process ends
+        send(replica, Kind.FAILED, traceback.format_exc().encode())
+    finally:
+        os._exit(0)
+
+
+def _outcome(
+    model: TransformersModel, asked: dict[str, Any], block: bytes, limits: Limits, replica: socket.socket
+) -> tuple[Kind, bytes]:
+    """The frame with the job's result, or with its failure as the client is to read it."""
+    try:
+        model._remoteable_set_env(asked["env"])
+        persistent = model._remoteable_persistent_objects()
+        tracer = RequestModel.deserialize(block, persistent, compress=asked["compress"])
+        send(replica, Kind.RUNNING, b"")
+        saved = _saved(tracer)
+        result = _written(saved, asked["compress"])
+    except BaseException as error:  # noqa: BLE001 - the client's own, which goes back to it
+        return Kind.FAILED, _told(error).encode()
+    if len(result) > limits.result_bytes:
+        message = f"ValueError: the saved values take {len(result)} bytes; this server gives back {limits.result_bytes}"
+        return Kind.FAILED, f"{message}: save fewer, or parts of them".encode()
+    return Kind.DONE, result
+
+
+def _saved(tracer: Any) -> dict[str, Any]:
+    """Run a block; what it saved, by the names that its frame would get.
+
+    `Tracer.__exit__` does the same around a local block.
+    """
+    tracer.info.frame.f_locals = pushed = _Pushed(tracer.info.frame.f_locals)
+    inc()
+    try:
+        tracer.execute(tracer.info.code)
+    finally:
+        dec()
+    return pushed.saved
+
+
+class _Pushed(dict[str, Any]):
+    """A frame's names, that notes what is written back into it."""
+
+    def __init__(self, names: dict[str, Any]) -> None:
+        super().__init__(names)
+        self.saved: dict[str, Any] = {}
+
+    def update(self, names: dict[str, Any]) -> None:  # type: ignore[override]
+        """Take names with their values."""
+        super().update(names)
+        self.saved.update(names)
+
+
+def _written(saved: dict[str, Any], compress: bool) -> bytes:
+    """Saved values as the client's `torch.load` reads them."""
+    buffer = io.BytesIO()
+    torch.save(saved, buffer, pickle_module=_COMPACT, pickle_protocol=4)
+    return zstandard.compress(buffer.getvalue(), LEVEL) if compress else buffer.getvalue()
+
+
+class _Compact(pickle.Pickler):
+    """Writes a tensor that shows a part of a larger one as a copy of itself: else all of that one would travel."""
+
+    def reducer_override(self, value: Any) -> Any:
+        """How such a tensor is written; anything else as ever."""
+        if not isinstance(value, torch.Tensor) or value.layout is not torch.strided:
+            return NotImplemented
+        if value.untyped_storage().nbytes() <= value.nbytes:
+            return NotImplemented
+        own = value.detach().clone()
+        if isinstance(value, torch.nn.Parameter):
+            own = torch.nn.Parameter(own)
+        return own.requires_grad_(value.requires_grad).__reduce_ex__(4)  # type: ignore[no-untyped-call]
+
+
+_COMPACT = types.SimpleNamespace(Pickler=_Compact, __name__="pickle", dumps=pickle.dumps)
+
+
+def _told(error: BaseException) -> str:
+    """A failure with its own type, message and the client's own lines."""
+    frames = clean_traceback(getattr(error, "__intervention_tb__", error.__traceback__))
+    while frames is not None and frames.tb_frame.f_code.co_filename == __file__:
+        frames = frames.tb_next
+    return "".join(traceback.format_exception(type(error), error, frames, chain=False)).rstrip()
+
+
+# ---- what the process may do
+
+
+def _leave_the_host(*keep: int) -> None:
+    """Become a group of its own that ends with the host, with no file but those to keep."""
+    ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
+    os.setsid()
+    signal.signal(signal.SIGCHLD, signal.SIG_DFL)
+    null = os.open(os.devnull, os.O_RDWR)
+    for fd in range(3):
+        os.dup2(null, fd)
+    for fd in map(int, os.listdir("/proc/self/fd")):
+        if fd > 2 and fd not in keep:
+            try:
+                os.close(fd)
+            except OSError:  # the list's own
+                continue
+
+
+def _limit(limits: Limits) -> None:
+    """Keep to the limits from here on."""
+    torch.set_num_threads(limits.threads)
+    os.nice(NICE)
+    with open("/proc/self/oom_score_adj", "w") as file:
+        file.write(FIRST_KILLED)
+    most = _private_bytes() + limits.memory_bytes
+    resource.setrlimit(resource.RLIMIT_DATA, (most, most))
+    resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
+
+    def late(*_: Any) -> None:
+        raise TimeoutError(f"the job is not done after the server's limit of {limits.seconds:g} s")
+
+    signal.signal(signal.SIGALRM, late)
+    signal.setitimer(signal.ITIMER_REAL, limits.seconds)
+
+
+def _private_bytes() -> int:
+    with open("/proc/self/status") as file:
+        (line,) = [line for line in file if line.startswith("VmData:")]
+    return int(line.split()[1]) << 10
+
+
+class _Log:
+    """Sends what is printed, line by line, as long as that is not too much."""
+
+    def __init__(self, replica: socket.socket, most: int) -> None:
+        self._replica = replica
+        self._left = most
+        self._line = ""
+
+    def write(self, text: str) -> int:
+        """Take text; whole lines go out."""
+        *lines, self._line = (self._line + text).split("\n")
+        for line in lines:
+            self._send(line)
+        return len(text)
+
+    def flush(self) -> None:
+        """Send a line that has no end yet."""
+        if self._line:
+            self._send(self._line)
+            self._line = ""
+
+    def isatty(self) -> bool:
+        """Not a terminal."""
+        return False
+
+    def _send(self, line: str) -> None:
+        if self._left <= 0:
+            return
+        said = line.encode(errors="replace")
+        self._left -= len(said) + LINE_BYTES
+        send(self._replica, Kind.LOG, said if self._left > 0 else b"(it prints too much: no more of it is sent)")

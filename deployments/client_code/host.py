@@ -1,0 +1,47 @@
+"""The process that jobs are forked from: it has the libraries loaded and the tokenizer at hand, and runs no job itself.
+
+It holds one thread: OpenMP's threads, for one, do not come along into a forked process. The replica sends it sockets,
+one for each job, and it answers each with the id of the process that it has forked.
+"""
+
+from __future__ import annotations
+
+import os
+import pickle
+import signal
+import socket
+import sys
+from struct import Struct
+
+PID = Struct("<i")
+
+
+def main(control: socket.socket, weights_fd: int) -> None:
+    """Fork a process for each socket that comes, until the replica has gone."""
+    import nnsight  # noqa: F401 - so that no job waits for it
+    import torch
+    import transformers.pipelines
+
+    from deployments.client_code import execution
+    from deployments.client_code.wire import Kind, receive, send
+
+    torch.set_num_threads(1)
+    signal.signal(signal.SIGCHLD, signal.SIG_IGN)  # who ends is gone: nobody waits for it
+    _, body = receive(control)
+    model = pickle.loads(body)  # noqa: S301 - the replica's own
+    transformers.pipelines.check_task("text-generation")  # imports what a pipeline needs
+    send(control, Kind.RUNNING, b"")
+    while True:
+        _, fds, _, _ = socket.recv_fds(control, 1, 1)
+        if not fds:
+            return
+        pid = os.fork()
+        if pid == 0:
+            control.close()
+            execution.run(socket.socket(fileno=fds[0]), model, weights_fd)  # does not return
+        os.close(fds[0])
+        control.sendall(PID.pack(pid))
+
+
+if __name__ == "__main__":
+    main(socket.socket(fileno=int(sys.argv[1])), int(sys.argv[2]))

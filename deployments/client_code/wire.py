@@ -1,0 +1,47 @@
+"""How the replica and a job's process talk: frames over a socket. The process is not trusted: no frame is unpickled."""
+
+from __future__ import annotations
+
+import socket
+from enum import Enum
+from struct import Struct
+
+HEAD = Struct("<cQ")  # a kind and the length of what follows, bytes
+CHUNK = 1 << 20
+
+
+class Kind(Enum):
+    """What a frame holds."""
+
+    JOB = b"J"  # JSON: limits and what is asked of the model
+    BLOCK = b"B"  # the client's pickled block
+    LOG = b"L"  # text that the job printed
+    RUNNING = b"R"  # nothing: the client's code begins
+    DONE = b"D"  # the result, as the client will open it
+    FAILED = b"F"  # a traceback
+
+
+def send(to: socket.socket, kind: Kind, body: bytes) -> None:
+    """Send a frame."""
+    to.sendall(HEAD.pack(kind.value, len(body)))
+    to.sendall(body)
+
+
+def receive(of: socket.socket) -> tuple[Kind, bytes]:
+    """The next frame.
+
+    Raises:
+        EOFError: The other side has gone.
+    """
+    kind, length = HEAD.unpack(_exactly(of, HEAD.size))
+    return Kind(kind), _exactly(of, length)
+
+
+def _exactly(of: socket.socket, length: int) -> bytes:
+    body = bytearray()
+    while len(body) < length:
+        piece = of.recv(min(CHUNK, length - len(body)))
+        if not piece:
+            raise EOFError
+        body += piece
+    return bytes(body)

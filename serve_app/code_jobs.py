@@ -1,0 +1,132 @@
+"""Clients' own code: which model a job is for, sending it there, and what the board of jobs knows of it."""
+
+from __future__ import annotations
+
+import asyncio
+import ipaddress
+from collections.abc import Awaitable
+from typing import Any
+
+from deployments.client_code.job import CodeJob, ModelKey, Update
+from deployments.options import Options
+from serve_app.errors import ApiError, render
+from serve_app.keys import Keys
+from serve_app.models import Models, ServedModel
+
+BOARD_S = 60.0  # the longest that the board's answer is waited for; a listener's is empty well before
+
+
+class CodeJobs:
+    """The way of clients' jobs to the replicas, and the board that knows them."""
+
+    def __init__(self, options: Options, models: Models, board: Any) -> None:
+        """Know where to send them.
+
+        Args:
+            options: The operator's.
+            models: The models that are served.
+            board: The board's handle.
+        """
+        self._models = models
+        self._board = board
+        self._public_url = options.public_url
+        self._sent: set[asyncio.Task[None]] = set()  # asyncio itself holds tasks by weak references
+
+    async def send(self, key: ModelKey, block: bytes, compress: bool, env: dict[str, Any], listener: str) -> Update:
+        """Send a block to its model's replicas; what is to be said of it at once.
+
+        Raises:
+            RequestError: Nobody listens by that name, or there are too many jobs.
+            ApiError: 404, 503.
+        """
+        model = await self._models.of_repository(key.repo_id)
+        job_id: str = await _answer(self._board.open.remote(listener or None))
+        job = CodeJob(job_id, block, compress, env, key, bool(listener))
+        task = asyncio.ensure_future(self._run(model, job))
+        self._sent.add(task)
+        task.add_done_callback(self._sent.discard)
+        return Update(job_id, "RECEIVED")
+
+    async def _run(self, model: ServedModel, job: CodeJob) -> None:
+        try:
+            await model.run_code(job)
+        except Exception as error:  # noqa: BLE001 - whatever it was, the job's client is told
+            message = render(error, job.id).message
+            await _answer(self._board.tell.remote([Update(job.id, "ERROR", message)], []))
+
+    async def listen(self) -> str:
+        """A new listener's name.
+
+        Raises:
+            RequestError: There are too many.
+        """
+        return await _answer(self._board.listen.remote())  # type: ignore[no-any-return]
+
+    async def updates(self, listener: str) -> list[Update]:
+        """What a listener has not heard; may be nothing, after a while."""
+        return await _answer(self._board.updates.remote(listener))  # type: ignore[no-any-return]
+
+    async def leave(self, listener: str) -> None:
+        """A listener has gone; its jobs are stopped."""
+        await _answer(self._board.leave.remote(listener))
+
+    async def told(self, job_id: str, base_url: str) -> dict[str, Any]:
+        """What became of a job last, with the address of its result where there is one.
+
+        Args:
+            job_id: The job.
+            base_url: The server's address as the client's request says it.
+
+        Raises:
+            ApiError: 404; 503.
+        """
+        found: tuple[Update, str | None] | None = await _answer(self._board.latest.remote(job_id))
+        if found is None:
+            raise ApiError(404, f"there is no job {job_id[:64]!r}", "job_id", "job_not_found")
+        update, token = found
+        if token is None:
+            return update.told
+        base = (self._public_url or base_url).rstrip("/")
+        return update.told | {"data": f"{base}/response/{job_id}/result?token={token}"}
+
+    async def result(self, job_id: str, token: str) -> bytes:
+        """A finished job's result.
+
+        Raises:
+            ApiError: 404; 503.
+        """
+        found: list[bytes] = await _answer(self._board.result.remote(job_id, token))
+        if not found:
+            raise ApiError(404, "there is no such result (any more)", "job_id", "result_not_found")
+        return found[0]
+
+
+async def _answer(asked: Awaitable[Any]) -> Any:
+    try:
+        async with asyncio.timeout(BOARD_S):
+            return await asked
+    except TimeoutError as error:
+        raise ApiError(503, "the board of clients' jobs does not answer; try again", code="unavailable") from error
+
+
+def check_who_may_ask(keys: Keys, host: str | None) -> None:
+    """Refuse to run clients' code for everybody.
+
+    Args:
+        keys: Who may ask.
+        host: Where Serve's proxies listen.
+
+    Raises:
+        ValueError: There are no keys, and other machines reach the server.
+    """
+    if keys or host == "localhost":
+        return
+    try:
+        if host and ipaddress.ip_address(host).is_loopback:
+            return
+    except ValueError:
+        pass  # another name
+    raise ValueError(
+        f"allow_client_code lets clients run code as this server's user, and it listens on {host or 'all addresses'} "
+        "without API keys: give it some (api_keys_file), or have it listen on 127.0.0.1"
+    )

@@ -1,0 +1,158 @@
+"""nnsight's remote protocol: clients' own code over the served models, where the operator allows it.
+
+A client opens a socket, is told its listener's name, posts its block with that, and hears on the socket what becomes of
+it; or it posts without one and asks by the job's id. The messages are nnsight's `RequestModel` and `ResponseModel`.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import importlib.metadata
+import sys
+from functools import cache
+from typing import Annotated, Any
+
+from fastapi import APIRouter, Depends, File, Form, UploadFile, WebSocket
+from fastapi.responses import Response
+from pydantic import BaseModel, ConfigDict, Field, ValidationError
+from starlette.requests import HTTPConnection
+from starlette.websockets import WebSocketDisconnect
+
+import serve_app.described as described
+from deployments.client_code.job import ModelKey, Update
+from deployments.errors import RequestError
+from serve_app.backend import Backend
+from serve_app.code_jobs import CodeJobs
+from serve_app.described import errors
+from serve_app.errors import ApiError
+
+BYTES = "application/octet-stream"
+OFF = "clients' code is not run here: the operator allows it with allow_client_code=true"
+
+
+class Envelope(BaseModel):
+    """The form's field `data`: nnsight's `RequestModel`."""
+
+    model_config = ConfigDict(extra="forbid", frozen=True)
+
+    model_key: str = Field(max_length=8192)
+    session_id: str = Field(default="", max_length=64)
+    compress: bool = False
+    env: dict[str, Any] = Field(default_factory=dict, max_length=16)
+
+
+async def _backend(connection: HTTPConnection) -> Backend:
+    backend: Backend = connection.app.state.backend
+    return backend
+
+
+async def _jobs(backend: Annotated[Backend, Depends(_backend)]) -> CodeJobs:
+    if backend.jobs is None:
+        raise ApiError(403, OFF, None, "client_code_off")
+    return backend.jobs
+
+
+Jobs = Annotated[CodeJobs, Depends(_jobs)]
+router = APIRouter(tags=["nnsight"], responses=errors(403, 503))
+sockets = APIRouter()
+
+
+@router.post("/request", responses=described.JOB | errors(404, 429))
+async def request(
+    data: Annotated[str, Form(max_length=1 << 16)], blob: Annotated[UploadFile, File()], jobs: Jobs
+) -> dict[str, Any]:
+    """Take a client's block. What becomes of it is told on the socket of its `session_id`, or by `/response/{id}`."""
+    try:
+        envelope = Envelope.model_validate_json(data)
+    except ValidationError as error:
+        worst = error.errors()[0]
+        raise RequestError(worst["msg"], ".".join(map(str, ("data", *worst["loc"])))) from error
+    key = ModelKey.parse(envelope.model_key)
+    sent = await jobs.send(key, await blob.read(), envelope.compress, envelope.env, envelope.session_id)
+    return sent.told
+
+
+@router.get("/response/{job_id}", responses=described.JOB | errors(404))
+async def response(job_id: str, connection: HTTPConnection, jobs: Jobs) -> dict[str, Any]:
+    """What became of a job last; where it is done, `data` is the address of its result."""
+    return await jobs.told(job_id, str(connection.base_url))
+
+
+@router.get("/response/{job_id}/result", response_class=Response, responses=described.RESULT | errors(404))
+async def result(job_id: str, token: str, jobs: Jobs) -> Response:
+    """A finished job's saved values, for `torch.load`, compressed where the job was; the token is its key."""
+    return Response(await jobs.result(job_id, token), media_type=BYTES)
+
+
+@router.get("/status", responses=described.STATUS)
+async def status(backend: Annotated[Backend, Depends(_backend)], jobs: Jobs) -> dict[str, Any]:
+    """The models that nnsight code can be run on, as `nnsight.status()` reads them."""
+    await backend.models.refresh()
+    return {"deployments": {model.id: await model.deployment() for model in backend.models.loaded}}
+
+
+@router.get("/env", responses=described.ENVIRONMENT)
+async def env(jobs: Jobs) -> dict[str, Any]:
+    """The server's Python and packages, by the names they are imported by, as `nnsight.compare()` reads them."""
+    return await asyncio.to_thread(_environment)
+
+
+@router.get("/whoami", responses=described.WHOAMI)
+async def whoami(connection: HTTPConnection, jobs: Jobs) -> dict[str, Any]:
+    """What the key is: this server knows no persons, only what a key may do."""
+    return {"email": None, "tags": [connection.state.role]}
+
+
+@sockets.websocket("/subscribe")
+async def subscribe(socket: WebSocket, backend: Annotated[Backend, Depends(_backend)]) -> None:
+    """Tell a listener its name, then all that becomes of its jobs; when it goes, they are stopped."""
+    if backend.jobs is None:
+        return await socket.close(1008, OFF)
+    jobs = backend.jobs
+    listener = await jobs.listen()
+    try:
+        await socket.accept()
+        await socket.send_json({"session_id": listener})
+        async with contextlib.AsyncExitStack() as stack:
+            gone = asyncio.ensure_future(_until_gone(socket))
+            stack.callback(gone.cancel)
+            while not gone.done():
+                news = asyncio.ensure_future(jobs.updates(listener))
+                stack.callback(news.cancel)
+                await asyncio.wait({gone, news}, return_when=asyncio.FIRST_COMPLETED)
+                for update in news.result() if news.done() else ():
+                    await _tell(socket, jobs, update)
+    except WebSocketDisconnect:
+        pass  # between two messages
+    finally:
+        await jobs.leave(listener)
+
+
+async def _until_gone(socket: WebSocket) -> None:
+    with contextlib.suppress(WebSocketDisconnect):
+        while True:
+            await socket.receive_text()  # nnsight's clients say nothing
+
+
+async def _tell(socket: WebSocket, jobs: CodeJobs, update: Update) -> None:
+    if update.frame is not None:
+        await socket.send_bytes(update.frame)
+    elif update.status == "COMPLETED":
+        await socket.send_json(await jobs.told(update.id, str(socket.base_url)))
+    else:
+        await socket.send_json(update.told)
+
+
+@cache
+def _environment() -> dict[str, Any]:
+    imported: dict[str, list[str]] = {}
+    for name, distributions in importlib.metadata.packages_distributions().items():
+        for distribution in distributions:
+            imported.setdefault(distribution, []).append(name)
+    packages = {
+        name: found.version
+        for found in importlib.metadata.distributions()
+        for name in imported.get(found.metadata["Name"], [found.metadata["Name"]])
+    }
+    return {"python_version": sys.version, "packages": packages}

@@ -1,0 +1,129 @@
+"""What the board knows of clients' jobs, and what it forgets."""
+
+from __future__ import annotations
+
+import asyncio
+
+import pytest
+
+from deployments.client_code import board
+from deployments.client_code.board import Board
+from deployments.client_code.job import Update
+from deployments.errors import RequestError
+
+
+def test_a_listener_hears_what_becomes_of_its_jobs_in_order_and_of_no_others():
+    async def told() -> list[str]:
+        known = Board()
+        mine, other = await known.listen(), await known.listen()
+        job, stranger = await known.open(mine), await known.open(other)
+        await known.tell([Update(stranger, "RUNNING")], [])
+        said = ("RUNNING", ""), ("LOG", "one"), ("LOG", "two"), ("COMPLETED", "")
+        await known.tell([Update(job, status, text) for status, text in said], [])
+        return [f"{update.status} {update.description}".strip() for update in await known.updates(mine)]
+
+    assert asyncio.run(told()) == ["RUNNING", "LOG one", "LOG two", "COMPLETED"]
+
+
+def test_a_waiting_listener_is_woken():
+    async def told() -> list[Update]:
+        known = Board()
+        listener = await known.listen()
+        job = await known.open(listener)
+        waiting = asyncio.ensure_future(known.updates(listener))
+        await asyncio.sleep(0)
+        assert not waiting.done()
+        await known.tell([Update(job, "RUNNING")], [])
+        return await waiting
+
+    assert [update.status for update in asyncio.run(told())] == ["RUNNING"]
+
+
+def test_nothing_follows_the_end_of_a_job_and_what_it_printed_is_not_where_it_is():
+    async def latest() -> tuple[str, str]:
+        known = Board()
+        job = await known.open(None)
+        await known.tell([Update(job, "RUNNING")], [])
+        await known.tell([Update(job, "LOG", "printed")], [])
+        running, _ = await known.latest(job)
+        await known.tell([Update(job, "ERROR", "it failed")], [])
+        await known.tell([Update(job, "COMPLETED")], [b"late"])
+        ended, token = await known.latest(job)
+        assert token is None
+        return running.status, ended.description
+
+    assert asyncio.run(latest()) == ("RUNNING", "it failed")
+
+
+def test_a_result_is_given_for_its_token_alone():
+    async def given() -> list[list[bytes]]:
+        known = Board()
+        job, other = await known.open(None), await known.open(None)
+        for name in (job, other):
+            await known.tell([Update(name, "COMPLETED")], [name.encode()])
+        _, token = await known.latest(job)
+        assert await known.result(job, token) == [job.encode()]
+        return [await known.result(other, token), await known.result(job, ""), await known.result("none", token)]
+
+    assert asyncio.run(given()) == [[], [], []]
+
+
+def test_nobody_waits_for_a_job_whose_listener_left_or_that_ended():
+    async def heard() -> list[bool]:
+        known = Board()
+        listener = await known.listen()
+        streamed, polled = await known.open(listener), await known.open(None)
+        before = [await known.heard(streamed), await known.heard(polled)]
+        await known.leave(listener)
+        await known.tell([Update(polled, "COMPLETED")], [])
+        return [*before, await known.heard(streamed), await known.heard(polled), await known.heard("none")]
+
+    assert asyncio.run(heard()) == [True, True, False, False, False]
+
+
+def test_a_job_without_signs_of_life_is_given_up(monkeypatch):
+    async def latest() -> Update:
+        known = Board()
+        job = await known.open(None)
+        monkeypatch.setattr(board, "LOST_S", -1)
+        found, _ = await known.latest(job)
+        return found
+
+    assert asyncio.run(latest()).status == "ERROR"
+
+
+def test_what_is_old_is_forgotten_and_the_oldest_results_make_room(monkeypatch):
+    monkeypatch.setattr(board, "RESULTS_BYTES", 10)
+
+    async def kept() -> list[bool]:
+        known = Board()
+        jobs = [await known.open(None) for _ in range(3)]
+        for job in jobs:
+            await known.tell([Update(job, "COMPLETED")], [b"12345"])
+        tokens = [(await known.latest(job))[1] for job in jobs]
+        monkeypatch.setattr(board, "KEEP_S", -1)
+        assert await known.latest(jobs[2]) is None
+        return [token is not None for token in tokens]
+
+    assert asyncio.run(kept()) == [False, True, True]
+
+
+def test_there_are_only_so_many_jobs_and_listeners(monkeypatch):
+    monkeypatch.setattr(board, "MOST_JOBS", 1)
+    monkeypatch.setattr(board, "MOST_LISTENERS", 1)
+
+    async def full() -> None:
+        known = Board()
+        listener = await known.listen()
+        await known.open(listener)
+        with pytest.raises(RequestError, match="try again") as refused:
+            await known.open(listener)
+        assert refused.value.status == 429
+        with pytest.raises(RequestError, match="try again"):
+            await known.listen()
+        with pytest.raises(RequestError, match="subscribe first"):
+            await known.open("nobody")
+        with pytest.raises(RequestError, match="subscribe first"):
+            await known.updates("nobody")
+
+    asyncio.run(full())

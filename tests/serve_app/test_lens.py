@@ -1,0 +1,215 @@
+"""The logit lens over HTTP: each token's once, streamed or whole, beside everything else a request may ask for."""
+
+from __future__ import annotations
+
+import json
+
+import httpx
+import pytest
+import torch
+from transformers import AutoModelForCausalLM
+
+from deployments.activations import load
+from deployments.demo_model import WEIGHTS
+from deployments.messages import LayerTop, Spelled, TokenLens
+from serve_app.logprobs import of_lens
+
+MODEL = "vitrine-demo"
+LAYERS = 6
+PROMPT = "Tom has 3 boxes of 4 pens."
+MESSAGES = [{"role": "user", "content": f"{PROMPT} How many pens is that?"}]
+CALCULATOR = {"type": "function", "function": {"name": "calculator", "parameters": {"type": "object"}}}
+LENS = {"layers": "all", "top_k": 3}
+
+
+def ask(client, lens=LENS, extra=None, **fields):
+    fields = {"temperature": 0, "max_tokens": 24, "logprobs": True, "top_logprobs": 3} | fields
+    body = {"logit_lens": lens} | (extra or {})
+    return client.chat.completions.create(model=MODEL, messages=MESSAGES, extra_body=body, **fields)
+
+
+def complete(served, **fields):
+    body = {"model": MODEL, "prompt": PROMPT, "max_tokens": 8, "temperature": 0, "ignore_eos": True} | fields
+    return httpx.post(f"{served.base_url}/completions", json=body, timeout=60)
+
+
+def refused(served, **fields):
+    answer = complete(served, **fields)
+    assert answer.status_code == 400, answer.text
+    return answer.json()["error"]
+
+
+def joined(chunks, index=0):
+    """The lens of one choice of a stream."""
+    mine = [choice for chunk in chunks for choice in chunk.choices if choice.index == index]
+    return [one for choice in mine if "logit_lens" in choice.model_extra for one in choice.logit_lens["content"]]
+
+
+def plain(content):
+    """A lens without its numbers, which differ in their last bits, and those."""
+    shape = [
+        (
+            one["token_id"],
+            one["token"],
+            one["bytes"],
+            [(at["layer"], [top["token_id"] for top in at["top"]]) for at in one["layers"]],
+        )
+        for one in content
+    ]
+    return shape, [top["logprob"] for one in content for at in one["layers"] for top in at["top"]]
+
+
+def assert_same(got, want):
+    (shape, numbers), (its, others) = plain(got), plain(want)
+    assert shape == its
+    assert numbers == pytest.approx(others, abs=1e-4)
+
+
+def test_each_token_has_its_layers_and_the_last_says_what_logprobs_say(client):
+    answer = ask(client, temperature=1.2, seed=4, max_tokens=40)
+    (choice,) = answer.choices
+    content = choice.logit_lens["content"]
+    assert len(content) == answer.usage.completion_tokens
+    for one, logprob in zip(content, choice.logprobs.content, strict=True):
+        assert (one["token"], one["bytes"]) == (logprob.token, logprob.bytes)
+        assert [at["layer"] for at in one["layers"]] == list(range(LAYERS))
+        last = one["layers"][-1]["top"]
+        assert [(top["token"], top["bytes"]) for top in last] == [
+            (top.token, top.bytes) for top in logprob.top_logprobs
+        ]
+        assert [top["logprob"] for top in last] == pytest.approx(
+            [top.logprob for top in logprob.top_logprobs], abs=1e-4
+        )
+        assert all(len(at["top"]) == 3 for at in one["layers"])
+
+
+def test_it_is_the_final_norm_and_head_of_what_is_recorded_after_interventions(served, tokenizer):
+    steer = {"op": "add", "point": "layers.2.output", "vector": [1.0, -1.0] * 96, "scale": 3, "tokens": "generated"}
+    asked = {"capture": {"points": ["layers.*.output"]}, "session_id": "lens", "interventions": [steer]}
+    lens = {"layers": [-1, 2, 0, 5], "top_k": 4}
+    answer = complete(served, logit_lens=lens, return_token_ids=True, **asked).json()
+    (choice,) = answer["choices"]
+    content, ids = choice["logit_lens"]["content"], choice["token_ids"]
+    assert [one["token_id"] for one in content] == ids
+    assert content != complete(served, logit_lens=lens).json()["choices"][0]["logit_lens"]["content"]
+    (run,) = answer["activations_meta"]["runs"]
+    model = AutoModelForCausalLM.from_pretrained(WEIGHTS, dtype=torch.float32)
+    for layer in (0, 2, 5):
+        point = run["points"][f"layers.{layer}.output"]
+        rows = load(point["uri"], run_id=run["run_id"])[f"layers.{layer}.output"]
+        with torch.inference_mode():
+            wanted = model.lm_head(model.model.norm(rows)).log_softmax(-1)[run["prompt_tokens"] - 1 : -1]
+        for one, row in zip(content, wanted, strict=True):
+            assert [at["layer"] for at in one["layers"]] == [0, 2, 5]
+            top = next(at["top"] for at in one["layers"] if at["layer"] == layer)
+            assert [entry["logprob"] for entry in top] == pytest.approx(row.topk(4).values.tolist(), abs=1e-3)
+            assert [row[entry["token_id"]].item() for entry in top] == pytest.approx(
+                row.topk(4).values.tolist(), abs=1e-3
+            )
+            assert [tokenizer.decode([entry["token_id"]]) for entry in top] == [entry["token"] for entry in top]
+
+
+@pytest.mark.parametrize(
+    "fields",
+    [
+        {},
+        {"max_tokens": 1},
+        {"max_tokens": 0},
+        {"stop": [" the", "zz"]},
+        {"tools": [CALCULATOR], "max_tokens": 128},
+        {"response_format": {"type": "json_object"}},
+        {"extra": {"ignore_eos": True}, "max_tokens": 90},
+        {"extra": {"store_activations": True, "session_id": "lens"}},
+        {"logprobs": None, "top_logprobs": None},
+    ],
+    ids=["plain", "one token", "no token", "stop", "tools", "json", "beyond the end", "recorded", "no logprobs"],
+)
+def test_a_streams_lens_joins_to_that_of_the_whole_answer(client, fields):
+    whole = ask(client, **fields)
+    content = whole.choices[0].logit_lens["content"]
+    assert len(content) == whole.usage.completion_tokens
+    chunks = list(ask(client, stream=True, **fields))
+    assert_same(joined(chunks), content)
+    for chunk in chunks:
+        for choice in chunk.choices:
+            if choice.logprobs:  # both come together
+                assert len(choice.logit_lens["content"]) == len(choice.logprobs.content)
+
+
+def test_each_choice_has_its_own(client, served):
+    fields = {"n": 3, "seed": 5, "temperature": 1.0, "max_tokens": 12}
+    whole = ask(client, **fields)
+    chunks = list(ask(client, stream=True, **fields))
+    for choice in whole.choices:
+        assert len(choice.logit_lens["content"]) == len(choice.logprobs.content)
+        assert_same(joined(chunks, choice.index), choice.logit_lens["content"])
+    prompts = [PROMPT, "Ann has"]
+    together = complete(served, prompt=prompts, n=2, logit_lens=LENS).json()["choices"]
+    assert [choice["index"] for choice in together] == [0, 1, 2, 3]
+    for choice in together:
+        alone = complete(served, prompt=prompts[choice["index"] // 2], logit_lens=LENS).json()["choices"][0]
+        assert_same(choice["logit_lens"]["content"], alone["logit_lens"]["content"])
+
+
+def test_who_asks_for_none_gets_none(client, served):
+    assert "logit_lens" not in ask(client, lens=None).choices[0].model_extra
+    chunks = ask(client, lens=None, stream=True)
+    assert not any("logit_lens" in choice.model_extra for chunk in chunks for choice in chunk.choices)
+    assert "logit_lens" not in complete(served).json()["choices"][0]
+
+
+def test_what_generates_nothing_has_an_empty_one(served):
+    for fields in ({"max_tokens": 0}, {"capture": {"points": ["norm.output"], "mode": "trace", "return": "inline"}}):
+        (choice,) = complete(served, logit_lens=LENS, **fields).json()["choices"]
+        assert choice["logit_lens"] == {"content": []}
+
+
+def test_an_echoed_prompt_has_none(served):
+    (choice,) = complete(served, logit_lens={}, echo=True, logprobs=1).json()["choices"]
+    assert len(choice["logit_lens"]["content"]) == 8
+    assert [len(at["top"]) for at in choice["logit_lens"]["content"][0]["layers"]] == [5] * LAYERS
+    assert len(choice["logprobs"]["tokens"]) > 8
+
+
+BAD = [
+    ({"layers": [LAYERS]}, "logit_lens.layers[0]"),
+    ({"layers": [0, -1, -LAYERS - 1]}, "logit_lens.layers[2]"),
+    ({"layers": [0, "1"]}, "logit_lens.layers[1]"),
+    ({"layers": [True]}, "logit_lens.layers[0]"),
+    ({"layers": []}, "logit_lens.layers"),
+    ({"layers": "some"}, "logit_lens.layers"),
+    ({"layers": None}, "logit_lens.layers"),
+    ({"top_k": 0}, "logit_lens.top_k"),
+    ({"top_k": 21}, "logit_lens.top_k"),
+    ({"top_k": "5"}, "logit_lens.top_k"),
+    ({"topk": 5}, "logit_lens.topk"),
+    ("all", "logit_lens"),
+]
+
+
+@pytest.mark.parametrize(("bad", "param"), BAD, ids=[json.dumps(bad) for bad, _ in BAD])
+def test_what_cannot_be_is_refused_by_its_path_and_nothing_runs(served, statistics, bad, param):
+    before = statistics()["steps"]
+    assert refused(served, logit_lens=bad)["param"] == param
+    assert statistics()["steps"] == before
+
+
+def test_more_than_an_answer_may_hold_is_refused_with_the_limit(served, statistics):
+    before = statistics()["steps"]
+    fields = {"logit_lens": {"top_k": 20}, "max_tokens": 100, "n": 17}  # 6 layers x 20 x 1,700 tokens
+    error = refused(served, **fields)
+    assert (error["param"], error["code"]) == ("logit_lens", "logit_lens_too_large")
+    assert "204000" in error["message"]
+    assert "200000" in error["message"]
+    assert statistics()["steps"] == before
+
+
+def test_json_says_of_the_impossible_what_logprobs_say():
+    tokens = [
+        TokenLens(7, Spelled("y", None), (LayerTop(0, ()), LayerTop(3, ((9, Spelled("x", b"x"), float("-inf")),))))
+    ]
+    layers = [
+        {"layer": 0, "top": []},
+        {"layer": 3, "top": [{"token": "x", "token_id": 9, "bytes": [120], "logprob": -9999.0}]},
+    ]
+    assert of_lens(tokens) == {"content": [{"token": "y", "token_id": 7, "bytes": None, "layers": layers}]}
