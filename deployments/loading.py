@@ -64,6 +64,7 @@ def _engine(options: Options) -> Engine:
         device_map=options.device_map,
         trust_remote_code=options.trust_remote_code,
         context=options.max_seq_len,
+        attention=options.attention,
         share=options.allow_client_code,
     )
     model.points.name(options.savepoints)

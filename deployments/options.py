@@ -12,6 +12,7 @@ from pydantic import BaseModel, ConfigDict, Field, field_validator
 DEMO = "vitrine-demo"
 NO_MODEL = "none"
 Dtype = Literal["auto", "float32", "bfloat16", "float16"]
+Attention = Literal["auto", "eager", "sdpa"]
 
 
 def home() -> Path:
@@ -42,6 +43,8 @@ class Options(BaseModel):
         model_id: The name it is served by; `model` unless given.
         revision: The repository's branch, tag or commit.
         dtype: The weights' dtype; `auto` is the checkpoint's own.
+        attention: How transformers computes attention. With `eager` its patterns can be captured, `sdpa` is faster;
+            `auto` is what transformers takes for the model.
         device: `cuda`, `cpu` or a torch device; a GPU where a replica has one, else the CPU.
         device_map: How to spread the model over a replica's GPUs, as transformers takes it.
         trust_remote_code: Run the repository's own code.
@@ -96,6 +99,7 @@ class Options(BaseModel):
     model_id: str | None = Field(default=None, min_length=1, max_length=256)
     revision: str | None = None
     dtype: Dtype = "auto"
+    attention: Attention = "auto"
     device: str | None = None
     device_map: str | dict[str, Any] | None = None
     trust_remote_code: bool = False
@@ -172,5 +176,14 @@ class Options(BaseModel):
         return Options.model_validate(kept | {"model": model} | settings)
 
 
-SETTINGS = {"revision", "dtype", "device_map", "trust_remote_code", "max_seq_len", "num_replicas", "savepoints"}
+SETTINGS = {
+    "revision",
+    "dtype",
+    "attention",
+    "device_map",
+    "trust_remote_code",
+    "max_seq_len",
+    "num_replicas",
+    "savepoints",
+}
 """The options that say how one model is loaded."""

@@ -21,8 +21,9 @@ from deployments.activations.interventions import as_sent
 from deployments.activations.schema import to_batch
 from deployments.activations.spec import Capture
 from deployments.engine.model import Model
-from deployments.engine.recorder import bytes_of_token, bytes_until_end, joined
+from deployments.engine.recording import joined
 from deployments.engine.request import Captured, Finished, Request
+from deployments.engine.row_sizes import RowSizes
 from deployments.errors import RequestError
 from deployments.messages import Job, RunReport
 from deployments.options import Options
@@ -59,17 +60,18 @@ class Runs:
         capture, points = requests[0].capture, requests[0].points
         if capture is None:
             return
-        rows = sum(_rows(capture, len(request.prompt), request.max_tokens) for request in requests)
-        size, limit = rows * bytes_of_token(capture, points), self._options.max_capture_bytes
+        rows = [_rows(capture, len(request.prompt), request.max_tokens) for request in requests]
+        sizes, numbers = RowSizes.bytes(capture, points), RowSizes.numbers(capture, points)
+        size, limit = sum(map(sizes.of, rows)), self._options.max_capture_bytes
         if size > limit:
             message = f"up to {size} bytes would be recorded, the limit is {limit}: capture less, or set max_tokens"
             raise RequestError(message, "capture", "capture_too_large")
         longest = max(len(request.prompt) + request.max_tokens for request in requests)
-        held, limit = bytes_until_end(capture, points, longest), self._options.capture_memory_bytes // 2
+        held, limit = sizes.until_end(capture, longest), self._options.capture_memory_bytes // 2
         if held > limit:
             message = f"the last rows take {held} bytes, {limit} can be held until the end: ask for fewer, or all"
             raise RequestError(message, "capture.tokens", "capture_too_large")
-        count, limit = rows * sum(capture.values_of(point.shape) for point in points), self._options.max_inline_values
+        count, limit = sum(map(numbers.of, rows)), self._options.max_inline_values
         if capture.destination == "inline" and count > limit:
             message = f"up to {count} numbers would come inline, the limit is {limit}: capture less, or by reference"
             raise RequestError(message, "capture.return", "capture_too_large")
@@ -236,10 +238,11 @@ class OpenRun:
             self._runs.abandon(self)
 
 
-def _rows(capture: Capture, prompt: int, new: int) -> int:
-    """The most rows that one choice may record."""
-    rows = {"prompt": prompt, "generated": new}.get(str(capture.tokens), prompt + new)
-    return min(rows, capture.tail or rows)
+def _rows(capture: Capture, prompt: int, new: int) -> range:
+    """Positions of the tokens that one choice may record, at the most."""
+    first = prompt if capture.tokens == "generated" else 0
+    stop = prompt if capture.tokens == "prompt" else prompt + new
+    return range(max(first, stop - capture.tail) if capture.tail else first, stop)
 
 
 def _inline(capture: Capture, captured: Captured) -> dict[str, dict[str, Any]]:
@@ -252,7 +255,7 @@ def _inline(capture: Capture, captured: Captured) -> dict[str, dict[str, Any]]:
             "format": "sampled_tensor",
             "shape": list(value.shape),
             "dtype": dtype_name(value.dtype),
-            "data": value.float().tolist(),
+            "data": [row.float().tolist() for row in value],
             "sample_info": info,
         }
         for name, value in captured.values.items()

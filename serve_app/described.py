@@ -156,14 +156,18 @@ SESSION = answers(_SESSION | {"runs": [], "files": []})
 SESSIONS = answers({"object": "list", "data": [_SESSION], "has_more": False})
 DELETED = answers({"id": "first-steps", "object": "session", "deleted": True})
 
-_PLACE = {"name": "layers.0.mlp.output", "module": "model.layers.0.mlp.output", "shape": [192], "dtype": "float32"}
+_PLACES: list[dict[str, Any]] = [
+    {"name": "layers.0.attention.weights", "module": "model.layers.0.self_attn.weights", "shape": [4, "tokens"]},
+    {"name": "layers.0.mlp.output", "module": "model.layers.0.mlp.output", "shape": [192]},
+]
 _LAYERS: dict[str, Any] = {"path": "model.layers", "class": "ModuleList"}
 _LAYERS |= {"children": [{"path": "model.layers.0-5", "class": "Qwen3DecoderLayer"}]}
 _MODULES: dict[str, Any] = {"path": "", "class": "Qwen3ForCausalLM"}
 _MODULES |= {"children": [{"path": "model", "class": "Qwen3Model", "children": [_LAYERS]}]}
 STRUCTURE = answers(
     {"id": "vitrine-demo", "object": "model.structure", "architecture": "Qwen3ForCausalLM", "layers": 6}
-    | {"hidden_size": 192, "max_model_len": 4096, "dtype": "float32", "points": [_PLACE], "modules": _MODULES}
+    | {"points": [place | {"dtype": "float32"} for place in _PLACES]}
+    | {"hidden_size": 192, "max_model_len": 4096, "dtype": "float32", "modules": _MODULES}
 )
 
 _TENSORS: dict[str, Any] = {"id": "tensor-5f2b0a71c3d94e6688f1a2b3c4d5e6f7", "bytes": 848, "created": 1763700000.0}

@@ -8,7 +8,7 @@ from huggingface_hub.errors import HFValidationError
 from huggingface_hub.utils import validate_repo_id  # type: ignore[attr-defined]
 from pydantic import Field, field_validator
 
-from deployments.options import Dtype, Savepoint
+from deployments.options import Attention, Dtype, Savepoint
 from serve_app.wire import Wire
 
 GpuOrCpu = Annotated[str, Field(pattern=r"^(cpu|cuda(:[0-9]{1,3})?)$")]
@@ -31,6 +31,7 @@ class LoadRequest(Wire):
     model_id: str = Field(min_length=1, max_length=128)
     revision: str | None = Field(default=None, pattern=r"^[A-Za-z0-9][A-Za-z0-9._/-]{0,127}$")
     dtype: Dtype = "auto"
+    attention: Attention = "auto"
     device_map: DeviceMap | None = None
     trust_remote_code: bool = False
     max_seq_len: int | None = Field(default=None, ge=2, le=2**31 - 1)

@@ -1,7 +1,8 @@
 """Capture points, and the files that captured activations are kept in.
 
 `load("file:///.../session/shard.arrow", run_id="...")["layers.8.output"]` is a torch tensor
-`[tokens, hidden]`. Nothing here imports Ray: `deployments.activations.store` does.
+`[tokens, hidden]`; of attention patterns, a sequence of tensors. Nothing here imports Ray:
+`deployments.activations.store` does.
 """
 
 from __future__ import annotations

@@ -9,7 +9,8 @@ from typing import Any, Literal
 import torch
 from torch import nn
 
-Side = Literal["input", "output"]  # what a module reads, or what it gives
+# What a module reads, what it gives, or what attention gives beside it.
+Side = Literal["input", "output", "weights"]
 
 # Canonical name -> the names that architectures give the part inside a decoder layer.
 LAYER_PARTS: dict[str, tuple[str, ...]] = {

@@ -71,9 +71,9 @@ class RunFacts:
 
 
 class PointType(NamedTuple):
-    """Shape of one token's value at a point, and its torch dtype's name."""
+    """Shape of one token's value at a point, None for an axis that grows, and its torch dtype's name."""
 
-    shape: tuple[int, ...]
+    shape: tuple[int | None, ...]
     dtype: str
 
 
@@ -82,7 +82,7 @@ class StoredPoint(NamedTuple):
 
     uri: str
     first_row: int
-    shape: tuple[int, ...]
+    shape: tuple[int | None, ...]
     dtype: str
 
 

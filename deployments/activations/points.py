@@ -11,10 +11,9 @@ import difflib
 import re
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, replace
-from typing import Any, Literal
+from typing import Any, Literal, get_args
 
 import torch
-from torch import nn
 
 from deployments.activations.architectures import (
     OUTPUT_PROJECTIONS,
@@ -26,11 +25,11 @@ from deployments.activations.architectures import (
 )
 from deployments.activations.facts import COLUMNS
 from deployments.activations.spec import LAYERNORM_SITES, Capture
-from deployments.activations.watching import follows_tokens, watch
+from deployments.activations.watching import are_patterns, follows_tokens, watch
 from deployments.errors import RequestError
 from deployments.options import Savepoint
 
-Layout = Literal["batched", "flat"]
+Layout = Literal["batched", "flat", "patterns"]
 MAX_POINTS = 4096
 
 
@@ -40,10 +39,11 @@ class Place:
 
     Attributes:
         module: The module's path in the Hugging Face model.
-        side: Whether it is what the module reads or what it gives.
+        side: Whether it is what the module reads, what it gives, or the attention patterns that it gives beside.
         order: Its turn in a forward; places are read in this order.
-        layout: `batched` for [batch, tokens, ...], `flat` for [batch * tokens, ...].
-        shape: One token's shape.
+        layout: `batched` for [batch, tokens, ...], `flat` for [batch * tokens, ...], `patterns` for
+            [batch, heads, tokens, tokens seen].
+        shape: One token's shape; of patterns (heads,), behind which an axis grows with the token's position.
         dtype: The values' dtype.
     """
 
@@ -53,6 +53,11 @@ class Place:
     layout: Layout
     shape: tuple[int, ...]
     dtype: torch.dtype
+
+    @property
+    def grows(self) -> bool:
+        """Whether the value of the token at position k is [heads, k + 1]."""
+        return self.layout == "patterns"
 
 
 @dataclass(frozen=True)
@@ -78,9 +83,7 @@ class Point:
 class Points:
     """Every capture point of one model, and the names they go by."""
 
-    def __init__(
-        self, model: nn.Module, places: Iterable[Place], seen: Mapping[tuple[str, Side], torch.Tensor]
-    ) -> None:
+    def __init__(self, model: Any, places: Iterable[Place], seen: Mapping[tuple[str, Side], torch.Tensor]) -> None:
         """Name the places.
 
         Args:
@@ -88,13 +91,19 @@ class Points:
             places: Where each stands.
             seen: (module path, side) -> the value of one forward, by which the norms' names are checked.
         """
-        self._places = {f"{place.module}.{place.side}": place for place in places}
         modules = dict(model.named_modules())
         paths = {id(module): path for path, module in modules.items()}
         self.layers = find_layers(model, modules)
         self.layer_count = len(modules[self.layers])
         self._aliases = canonical_modules(model, modules, paths, self.layers)
         drop_misnamed_norms(self._aliases, seen)
+        attentions = {path for alias, path in self._aliases.items() if alias.endswith(".attention")}
+        self._places = {
+            f"{place.module}.{place.side}": place
+            for place in places
+            if not place.grows or place.module in attentions  # some layers give their attention's on
+        }
+        self._attention = model.config.get_text_config()._attn_implementation
         self._heads = head_shape(model)
         self._savepoints: dict[str, Point] = {}
 
@@ -115,8 +124,8 @@ class Points:
         for order, ((path, side), value) in enumerate(seen.items()):
             place, other = _place(path, side, order, value, ids), again.get((path, side))
             if place and other is not None and _place(path, side, order, other, longer) == place:
-                again_here = other.reshape(*longer.shape, *place.shape)[1:, :5].flip(0)
-                if follows_tokens(value.reshape(*ids.shape, *place.shape), again_here):
+                here, there = _by_tokens(place, value, ids), _by_tokens(place, other, longer)
+                if follows_tokens(here, there[1:, :5].flip(0)[..., : here.shape[-1]]):
                     places.append(place)
         return cls(model, places, seen)
 
@@ -166,6 +175,9 @@ class Points:
                 raise RequestError(f"more than {MAX_POINTS} points in one request", field)
         features = capture.features
         for name, point in found.items():
+            if features and point.place.grows:
+                message = f"{name} has no features, but a number for each token that is seen: capture it without"
+                raise RequestError(message, "capture.features")
             most = max(features.index) + 1 if features and features.index else features and features.first
             if most and most > point.shape[-1]:
                 message = f"{name} has {point.shape[-1]} features, {most} were asked for"
@@ -173,12 +185,18 @@ class Points:
         return tuple(sorted(found.values(), key=lambda point: point.place.order))
 
     def named(self, pattern: str, field: str) -> list[Point]:
-        """The points that one name means, of which a `*` makes several.
+        """The points that one name means, of which a `*` makes several, to change what is there.
 
         Raises:
-            RequestError: It is nothing; names the field.
+            RequestError: It is nothing, or what nothing further on reads; names the field.
         """
-        return [self._lookup(name) or self._refuse(name, field) for name in self._expand(pattern, field)]
+        if pattern.endswith(".weights"):  # also where they cannot be captured
+            self._refuse_change(pattern, field)
+        found = [self._lookup(name) or self._refuse(name, field) for name in self._expand(pattern, field)]
+        for point in found:
+            if point.place.grows:
+                self._refuse_change(point.name, field)
+        return found
 
     def _patterns(self, capture: Capture) -> Iterator[tuple[str, str]]:
         """(field, pattern) of everything the request names, or the defaults where it names nothing."""
@@ -253,15 +271,28 @@ class Points:
     def _refuse(self, name: str, field: str) -> Point:
         """Raise, with the nearest names that do exist."""
         layer = re.match(r"^layers\.(\d+)\.", name)
-        if layer and re.search(r"attention\.weights", name):
-            raise RequestError("attention patterns are not captured by this server", field)
+        if layer and name == f"layers.{layer[1]}.attention.weights":
+            self._refuse_patterns(name, field)
         known = [*self._savepoints, *self._canonical_names(int(layer[1]) if layer else 0), *self._places]
         nearest = difflib.get_close_matches(name, known, n=3, cutoff=0.4)
         hint = f"; the nearest names are {', '.join(nearest)}" if nearest else ""
         raise RequestError(f"{name!r} is no capture point of this model{hint}", field, code="unknown_point")
 
+    def _refuse_patterns(self, name: str, field: str) -> None:
+        """Raise, with how attention patterns are to be had."""
+        module = self._aliases.get(name.removesuffix(".weights"))
+        message = f"{name}: this model's attention{f' ({module})' if module else ''} gives no patterns"
+        if self._attention != "eager":
+            message = f"{name}: there are attention patterns where the operator loads the model with attention=eager; "
+            message += f"its attention is {self._attention}"
+        raise RequestError(message, field, "no_attention_patterns")
+
+    def _refuse_change(self, name: str, field: str) -> None:
+        message = f"{name} is what attention has used already, and nothing further on reads it: change "
+        raise RequestError(message + "layers.{i}.attention.heads", field)
+
     def _canonical_names(self, layer: int | None = None) -> list[str]:
-        names = [f"{alias}.{side}" for alias in self._aliases for side in ("input", "output")]
+        names = [f"{alias}.{side}" for alias in self._aliases for side in get_args(Side)]
         if layer is not None:
             names = [n for n in names if not n.startswith("layers.") or n.startswith(f"layers.{layer}.")]
             names.append(f"layers.{layer}.attention.heads")
@@ -270,6 +301,10 @@ class Points:
 
 def _place(path: str, side: Side, order: int, value: torch.Tensor, ids: torch.Tensor) -> Place | None:
     """The place that a value shows in a forward of `ids` [batch, tokens], or None where rows cannot be told apart."""
+    if side == "weights":
+        shape = value.shape[:1] + value.shape[2:]
+        patterns = shape == (*ids.shape, ids.shape[1]) and are_patterns(value)
+        return Place(path, side, order, "patterns", (value.shape[1],), value.dtype) if patterns else None
     if value.ndim < 2:
         return None
     if value.shape[:2] == ids.shape:
@@ -279,3 +314,8 @@ def _place(path: str, side: Side, order: int, value: torch.Tensor, ids: torch.Te
     if value.shape[0] == ids.numel():
         return Place(path, side, order, "flat", tuple(value.shape[1:]), value.dtype)
     return None
+
+
+def _by_tokens(place: Place, value: torch.Tensor, ids: torch.Tensor) -> torch.Tensor:
+    """A place's value in a forward of `ids` [batch, tokens], as [batch, tokens, ...]."""
+    return value.transpose(1, 2) if place.grows else value.reshape(*ids.shape, *place.shape)

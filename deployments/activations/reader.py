@@ -8,15 +8,16 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import islice
 from pathlib import Path
-from typing import BinaryIO, NamedTuple
+from typing import Any, BinaryIO, NamedTuple
 from urllib.parse import unquote, urlsplit
 
 import pyarrow as pa
 import torch
 from torch.utils.dlpack import from_dlpack
 
-from deployments.activations.facts import RunFacts, ShardFacts
-from deployments.activations.schema import batch_facts, point_types, shard_facts, to_tensor
+from deployments.activations.facts import PointType, RunFacts, ShardFacts
+from deployments.activations.patterns import Patterns
+from deployments.activations.schema import batch_facts, point_types, shard_facts, to_patterns, to_tensor
 
 # An Arrow IPC file is this, padded to 8 bytes, a stream, and a footer once it is sealed.
 _MAGIC = b"ARROW1\0\0"
@@ -24,9 +25,10 @@ _COPIED = 1 << 16  # reads below this many bytes, and so what Arrow says of a ba
 
 
 @dataclass(frozen=True, eq=False, repr=False)
-class Run(Mapping[str, torch.Tensor]):
+class Run(Mapping[str, Any]):
     """One stored run: point name to tensor `[rows, ...features]`, one row per captured token.
 
+    Attention patterns come as `Patterns`: a sequence of tensors `[heads, tokens seen]`, one for each captured token.
     Tensors of a run of one batch lie over a private map of the file if they are large; others are copies.
     Writing to them is allowed and never reaches the file.
 
@@ -43,9 +45,9 @@ class Run(Mapping[str, torch.Tensor]):
     positions: torch.Tensor
     token_ids: torch.Tensor
     phases: list[str]
-    tensors: dict[str, torch.Tensor]
+    tensors: dict[str, torch.Tensor | Patterns]
 
-    def __getitem__(self, point: str) -> torch.Tensor:
+    def __getitem__(self, point: str) -> Any:
         return self.tensors[point]
 
     def __iter__(self) -> Iterator[str]:
@@ -108,7 +110,7 @@ def load(source: str | os.PathLike[str], run_id: str | None = None, points: Sequ
         positions=_join([from_dlpack(batch["position"]) for batch in found.batches]),
         token_ids=_join([from_dlpack(batch["token_id"]) for batch in found.batches]),
         phases=[phase for batch in found.batches for phase in batch["phase"].to_pylist()],
-        tensors={name: _join([to_tensor(batch[name], types[name].dtype) for batch in found.batches]) for name in names},
+        tensors={name: _values(name, types[name], found.batches) for name in names},
     )
 
 
@@ -220,6 +222,12 @@ class _Stream:
 
     def close(self) -> None:
         """The file is closed by whoever opened it."""
+
+
+def _values(name: str, kind: PointType, batches: Sequence[pa.RecordBatch]) -> torch.Tensor | Patterns:
+    if None not in kind.shape:
+        return _join([to_tensor(batch[name], kind.dtype) for batch in batches])
+    return Patterns.joined([to_patterns(batch[name], kind, batch["position"][0].as_py()) for batch in batches])
 
 
 def _join(parts: list[torch.Tensor]) -> torch.Tensor:

@@ -1,7 +1,8 @@
 """What a stored activation file says: its columns, its metadata, and the facts that both carry.
 
 One row per captured token: `run_id`, `sample_id`, `position`, `phase`, `token_id`, then one
-`fixed_shape_tensor` column per point, named by the point. The schema's metadata holds, under
+`fixed_shape_tensor` column per point, named by the point; of attention patterns, whose rows grow, a `large_list`
+of each token's `[heads, tokens seen]` in one row. The schema's metadata holds, under
 `vitrine`, what all runs of the file share. Each record batch's own metadata holds the `run_id` of its
 run and, under `batch`, which of the run's batches it is; the last one also holds, under `run`, what the
 run is, and under `batches` how many there are, so that a run without its end can be told from a whole one.
@@ -20,6 +21,7 @@ import torch
 from torch.utils.dlpack import from_dlpack
 
 from deployments.activations.facts import COLUMNS, PointType, RunFacts, ShardFacts, dtype_name
+from deployments.activations.patterns import Patterns
 
 FORMAT = 2
 PHASES = ("prompt", "generated")
@@ -55,7 +57,7 @@ def to_batch(
     positions: Sequence[int],
     token_ids: Sequence[int],
     prompt_tokens: int,
-    points: Mapping[str, torch.Tensor],
+    points: Mapping[str, torch.Tensor | Patterns],
 ) -> pa.RecordBatch:
     """Lay captured rows out as one record batch, without copying contiguous tensors.
 
@@ -66,7 +68,7 @@ def to_batch(
         positions: Each row's index in prompt + generated, `[rows]`.
         token_ids: Each row's token, `[rows]`.
         prompt_tokens: Rows at this position and after count as generated.
-        points: Point name to CPU tensor `[rows, ...features]`; bfloat16 is kept as its bits.
+        points: Point name to CPU tensor `[rows, ...features]`, or patterns; bfloat16 is kept as its bits.
 
     Raises:
         ValueError: If there are no rows, lengths differ, or a name, shape, device or dtype is unfit.
@@ -74,7 +76,7 @@ def to_batch(
     rows = len(positions)
     if not rows or len(token_ids) != rows:
         raise ValueError(f"{rows} positions and {len(token_ids)} token ids: need as many, and at least one")
-    columns = {name: _tensor_column(name, tensor, rows) for name, tensor in points.items()}
+    columns = {name: _column(name, value, positions) for name, value in points.items()}
     index = np.asarray(positions, dtype=np.int32)
     fixed = (
         pa.repeat(pa.scalar(run_id, pa.string()), rows),
@@ -83,27 +85,45 @@ def to_batch(
         pa.DictionaryArray.from_arrays((index >= prompt_tokens).astype(np.int8), PHASES),
         pa.array(np.asarray(token_ids, dtype=np.int32)),
     )
-    dtypes = {name: dtype_name(tensor.dtype) for name, tensor in points.items()}
-    facts = json.dumps({"format": FORMAT, **asdict(shard), "dtypes": dtypes}, sort_keys=True)
+    dtypes = {name: dtype_name(value.dtype) for name, value in points.items()}
+    heads = {name: value.heads for name, value in points.items() if isinstance(value, Patterns)}
+    facts = json.dumps({"format": FORMAT, **asdict(shard), "dtypes": dtypes, "heads": heads}, sort_keys=True)
     batch = pa.record_batch([*fixed, *columns.values()], names=[*COLUMNS, *columns])
     return batch.replace_schema_metadata({_METADATA_KEY: facts})
 
 
-def _tensor_column(name: str, tensor: torch.Tensor, rows: int) -> pa.FixedShapeTensorArray:
-    """`[rows, ...features]` as a column of `rows` tensors over the same memory."""
+def _column(name: str, value: torch.Tensor | Patterns, positions: Sequence[int]) -> pa.Array:
+    """A point's rows as a column over the same memory."""
     if name in COLUMNS:
         raise ValueError(f"A point cannot be named {name!r}: the files have a column of that name")
+    rows = len(positions)
+    if isinstance(value, torch.Tensor):
+        return _tensor_column(name, value, rows)
+    if list(value.positions) != list(positions):
+        raise ValueError(f"{name}: patterns at {value.positions} are not those of the rows")
+    ends = np.cumsum(np.arange(value.positions.start, value.positions.stop, dtype=np.int64) + 1)
+    offsets = np.concatenate([[0], value.heads * ends])
+    return pa.LargeListArray.from_arrays(pa.array(offsets), _flat(name, value.values))
+
+
+def _tensor_column(name: str, tensor: torch.Tensor, rows: int) -> pa.FixedShapeTensorArray:
+    """`[rows, ...features]` as a column of `rows` tensors over the same memory."""
     if tensor.ndim < 2 or tensor.shape[0] != rows or 0 in tensor.shape:
         raise ValueError(f"{name}: shape {tuple(tensor.shape)} is not [{rows}, ...features]")
+    flat = _flat(name, tensor)
+    kind = pa.fixed_shape_tensor(flat.type, tensor.shape[1:])
+    return pa.ExtensionArray.from_storage(kind, pa.FixedSizeListArray.from_arrays(flat, len(flat) // rows))
+
+
+def _flat(name: str, tensor: torch.Tensor) -> pa.Array:
+    """A tensor's values, over the same memory."""
     if tensor.device.type != "cpu" or dtype_name(tensor.dtype) not in _DTYPES:
         raise ValueError(f"{name}: {tensor.dtype} on {tensor.device} cannot be stored as it is")
     # Arrow has no bfloat16: its bits go as uint16.
     bits = tensor.view(torch.uint16) if tensor.dtype == torch.bfloat16 else tensor
     # One buffer over the tensor's own memory; `pa.array` would be free to copy.
     values = bits.detach().contiguous().numpy().reshape(-1)
-    flat = pa.Array.from_buffers(pa.from_numpy_dtype(values.dtype), values.size, [None, pa.py_buffer(values)])
-    kind = pa.fixed_shape_tensor(flat.type, tensor.shape[1:])
-    return pa.ExtensionArray.from_storage(kind, pa.FixedSizeListArray.from_arrays(flat, values.size // rows))
+    return pa.Array.from_buffers(pa.from_numpy_dtype(values.dtype), values.size, [None, pa.py_buffer(values)])
 
 
 def to_tensor(column: pa.FixedShapeTensorArray, dtype: str) -> torch.Tensor:
@@ -111,6 +131,20 @@ def to_tensor(column: pa.FixedShapeTensorArray, dtype: str) -> torch.Tensor:
     # DLPack carries no read-only flag, so torch does not warn of one as it does over numpy.
     flat = from_dlpack(column.storage.flatten())
     return flat.view(_DTYPES[dtype]).reshape(len(column), *column.type.shape)
+
+
+def to_patterns(column: pa.LargeListArray, kind: PointType, first: int) -> Patterns:
+    """The inverse of a column of patterns of consecutive tokens, over the same memory.
+
+    Args:
+        column: The column.
+        kind: What its point holds.
+        first: The first row's position.
+    """
+    values = from_dlpack(column.flatten()).view(_DTYPES[kind.dtype])
+    heads, _ = kind.shape
+    assert heads is not None
+    return Patterns(values, heads, range(first, first + len(column)))
 
 
 def shard_facts(schema: pa.Schema) -> ShardFacts:
@@ -129,9 +163,11 @@ def point_types(schema: pa.Schema) -> dict[str, PointType]:
     Raises:
         ValueError: If the schema is not one that `to_batch` made.
     """
-    dtypes = _metadata(schema)["dtypes"]
+    facts = _metadata(schema)
+    heads = facts.get("heads", {})
     names = (name for name in schema.names if name not in COLUMNS)
-    return {name: PointType(tuple(schema.field(name).type.shape), dtypes[name]) for name in names}
+    shapes = {name: (heads[name], None) if name in heads else tuple(schema.field(name).type.shape) for name in names}
+    return {name: PointType(shape, facts["dtypes"][name]) for name, shape in shapes.items()}
 
 
 def _metadata(schema: pa.Schema) -> dict[str, Any]:

@@ -46,6 +46,8 @@ def read_rows(entry: Entry, points: Sequence[Sequence[str]], tokens: TokenChoice
     types = point_types(schema)
     names = [_recorded(point, list(types), shard_facts(schema).modules) for point in points]
     index = _index(run, tokens)
+    if pattern := next((name for name in names if None in types[name].shape), None):
+        raise RequestError(f"{pattern} is an attention pattern, whose rows fit no other place", "from.point")
     size = sum(to_tensor(run.batches[0][name], types[name].dtype)[0].nbytes for name in names) * len(index)
     if size > most:
         raise RequestError(f"{size} bytes of stored rows, and there is room for {most}", "from", "rows_too_large")

@@ -30,7 +30,7 @@ def structure(hf: Any, points: Points, context: int) -> dict[str, Any]:
             {
                 "name": point.name,
                 "module": point.module,
-                "shape": list(point.shape),
+                "shape": [*point.shape, "tokens"] if point.place.grows else list(point.shape),
                 "dtype": dtype_name(point.place.dtype),
             }
             for point in listed

@@ -18,6 +18,12 @@ def first_tensor(value: Any) -> torch.Tensor | None:
     return value if isinstance(value, torch.Tensor) else None
 
 
+def attention_weights(value: Any) -> torch.Tensor | None:
+    """The attention patterns [batch, heads, queries, keys] in a module's output; None where there are none."""
+    weights = value[1] if isinstance(value, tuple) and len(value) > 1 else None
+    return weights if isinstance(weights, torch.Tensor) and weights.ndim == 4 else None
+
+
 def with_first(value: Any, new: torch.Tensor) -> Any:
     """A module's value in its form, with another tensor: in place of itself, or of a tuple's first."""
     return new if isinstance(value, torch.Tensor) else type(value)((new, *value[1:]))
@@ -28,16 +34,19 @@ def watch(model: Any, ids: torch.Tensor) -> dict[tuple[str, Side], torch.Tensor]
     seen: dict[tuple[str, Side], torch.Tensor | None] = {}
     calls: Counter[tuple[str, Side]] = Counter()
 
-    def note(path: str, side: Side, value: Any) -> None:
+    def note(path: str, side: Side, tensor: torch.Tensor | None) -> None:
         calls[path, side] += 1
-        tensor = first_tensor(value)
         seen[path, side] = None if tensor is None else tensor.clone()  # others may write into it afterwards
 
     def before(path: str) -> Any:
-        return lambda _, args, kwargs: note(path, "input", next(iter((*args, *kwargs.values())), None))
+        return lambda _, args, kwargs: note(path, "input", first_tensor(next(iter((*args, *kwargs.values())), None)))
 
     def after(path: str) -> Any:
-        return lambda _, args, output: note(path, "output", output)
+        def hook(_: Any, args: Any, output: Any) -> None:
+            note(path, "output", first_tensor(output))
+            note(path, "weights", attention_weights(output))
+
+        return hook
 
     with ExitStack() as hooks:
         for path, module in model.named_modules():
@@ -46,6 +55,14 @@ def watch(model: Any, ids: torch.Tensor) -> dict[tuple[str, Side], torch.Tensor]
                 hooks.callback(module.register_forward_hook(after(path)).remove)
         model(input_ids=ids, use_cache=False)
     return {key: value for key, value in seen.items() if value is not None and calls[key] == 1}
+
+
+def are_patterns(value: torch.Tensor) -> bool:
+    """Whether values [batch, heads, tokens, tokens] sum to 1 over each token and those before it, and are 0 behind."""
+    if value.shape[2] != value.shape[3] or not value.is_floating_point():
+        return False
+    sums = value.float().sum(-1)
+    return bool((value.triu(1) == 0).all()) and bool(((sums - 1).abs() < 0.02).all())  # rounded, in bfloat16
 
 
 def follows_tokens(value: torch.Tensor, again: torch.Tensor) -> bool:

@@ -25,7 +25,8 @@ from deployments.engine.lens import check_lens
 from deployments.engine.memory import KvMemory, held_bytes
 from deployments.engine.model import Model
 from deployments.engine.outflow import Outflow
-from deployments.engine.recorder import CaptureError, Recorder, Recording, joined
+from deployments.engine.recorder import Recorder
+from deployments.engine.recording import CaptureError, Recording, joined
 from deployments.engine.request import (
     TOO_COMPLEX,
     Captured,

@@ -181,6 +181,8 @@ class Model:
         def shaped(place: Place, value: torch.Tensor) -> torch.Tensor | None:
             if place.layout == "batched":
                 return visit(place, value)
+            if place.layout == "patterns":
+                return visit(place, value.transpose(1, 2))
             new = visit(place, value.view(batch, -1, *place.shape))
             return None if new is None else new.view(value.shape)
 
@@ -204,6 +206,7 @@ def load(
     device_map: str | dict[str, Any] | None = None,
     trust_remote_code: bool = False,
     context: int | None = None,
+    attention: str = "auto",
     share: bool = False,
 ) -> Model:
     """Load a model from the hub or a directory.
@@ -216,6 +219,7 @@ def load(
         device_map: Instead of `device`: how to spread it, as transformers takes it.
         trust_remote_code: Run the repository's own code.
         context: A context shorter than the model's own, in tokens.
+        attention: `eager`, which gives attention patterns, or `sdpa`; `auto` for what transformers takes.
         share: Keep the weights in memory that other processes can map: `Model.shared`.
 
     Raises:
@@ -225,7 +229,13 @@ def load(
     source = str(Path(name).expanduser()) if Path(name).expanduser().is_dir() else name
     where = {"revision": revision, "trust_remote_code": trust_remote_code}
     tokenizer = AutoTokenizer.from_pretrained(source, **where)
-    hf: Any = AutoModelForCausalLM.from_pretrained(source, dtype=dtype, device_map=device_map, **where)
+    hf: Any = AutoModelForCausalLM.from_pretrained(
+        source,
+        dtype=dtype,
+        device_map=device_map,
+        attn_implementation=None if attention == "auto" else attention,
+        **where,
+    )
     if device_map is None:
         hf = hf.to(device or ("cuda" if torch.cuda.is_available() else "cpu"))
     shared = None

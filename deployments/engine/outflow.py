@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Iterable
 
-from deployments.engine.recorder import PIECE_BYTES
+from deployments.engine.recording import PIECE_BYTES
 from deployments.engine.row import Row
 
 

@@ -12,6 +12,7 @@ from deployments.activations.spec import Capture
 if TYPE_CHECKING:  # the HTTP face imports this module, and needs no torch
     import torch
 
+    from deployments.activations.patterns import Patterns
     from deployments.activations.points import Point
     from deployments.engine.edits import Edit
     from deployments.engine.guide import Grammar
@@ -118,12 +119,12 @@ class Captured(NamedTuple):
     Attributes:
         positions: [rows] index of each row's token in prompt + generated.
         token_ids: [rows] the token itself.
-        values: Point name -> [rows, ...features], on the CPU.
+        values: Point name -> [rows, ...features], on the CPU; of attention patterns, rows that grow.
     """
 
     positions: range
     token_ids: Sequence[int]
-    values: dict[str, torch.Tensor]
+    values: dict[str, torch.Tensor | Patterns]
 
     @property
     def bytes(self) -> int:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 
-from deployments.engine.recorder import Recording
+from deployments.engine.recording import Recording
 from deployments.engine.request import Delta, FinishReason, Lens, MemoryUse, Request
 from deployments.engine.sampler import Sampler
 from deployments.engine.scoring import PromptScores

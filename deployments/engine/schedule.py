@@ -102,7 +102,7 @@ class Schedule:
         most = max(LEAST_TOKENS, row.scores.most_tokens) if row.scores else self.tokens
         if room is None or row.recording is None:
             return most
-        return min(most, max(LEAST_TOKENS, room // row.recording.token_bytes))
+        return row.recording.bearable(row.fed, most, min(LEAST_TOKENS, most), room)
 
     def put_back(self, rows: list[Row]) -> None:
         """Let requests wait again, before all others."""

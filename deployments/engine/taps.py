@@ -8,7 +8,7 @@ from typing import Any
 import torch
 
 from deployments.activations.points import Place
-from deployments.activations.watching import first_tensor, with_first
+from deployments.activations.watching import attention_weights, first_tensor, with_first
 
 Visit = Callable[[Place, torch.Tensor], torch.Tensor | None]  # gives what is to take the value's place, or nothing
 
@@ -70,6 +70,11 @@ class Taps:
         def after(_: Any, args: tuple[Any, ...], output: Any) -> Any:
             return self._see(place, output)
 
+        def weights(_: Any, args: tuple[Any, ...], output: Any) -> None:
+            self._see(place, attention_weights(output))
+
+        if place.side == "weights":
+            return module.register_forward_hook(weights)
         if place.side == "input":
             return module.register_forward_pre_hook(before, with_kwargs=True)
         return module.register_forward_hook(after)

@@ -12,7 +12,15 @@ from deployments.options import Options
 
 
 @pytest.mark.parametrize(
-    "given", [{"modle": "x"}, {"num_replicas": "many"}, {"num_replicas": 0}, {"dtype": "float8"}, {"max_running": -1}]
+    "given",
+    [
+        {"modle": "x"},
+        {"num_replicas": "many"},
+        {"num_replicas": 0},
+        {"dtype": "float8"},
+        {"attention": "lazy"},
+        {"max_running": -1},
+    ],
 )
 def test_an_unknown_or_bad_option_is_refused_by_name(given):
     with pytest.raises(ValidationError, match=next(iter(given))):

@@ -176,6 +176,19 @@ def test_savepoints_are_points_by_name_and_recorded_by_default(server):
     assert points["mixed"]["data"] == points["layers.0.mlp.output"]["data"]
 
 
+def test_a_model_loaded_with_eager_attention_shows_its_patterns(server):
+    server.load(TINY, attention="eager")
+    capture = {"points": ["layers.1.attention.weights"], "return": "inline"}
+    points = server.say(TINY, capture=capture).json()["activations_meta"]["runs"][0]["points"]
+    rows = points["layers.1.attention.weights"]["data"]
+    assert [len(head) for row in rows for head in row[:1]] == list(range(1, len(rows) + 1))
+    answer = server.post("/models/load", model_id=TINY, attention="sdpa")
+    assert (answer.status_code, answer.json()["error"]["param"]) == (409, "attention")
+    server.unload(TINY)
+    answer = server.post("/models/load", model_id=TINY, attention="flash")
+    assert (answer.status_code, answer.json()["error"]["param"]) == (400, "attention")
+
+
 def test_loads_of_one_model_at_once_are_one_load(server):
     with ThreadPoolExecutor(4) as pool:
         answers = list(pool.map(lambda _: server.load(TINY), range(4)))

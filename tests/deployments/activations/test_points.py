@@ -59,7 +59,9 @@ def record(hf, modules):
     seen, handles = {}, []
 
     def keep(path, side, value):
-        value = value[0] if isinstance(value, tuple) else value
+        if isinstance(value, tuple):
+            seen.update({(path, side): None, (path, "weights"): None})  # in this order
+            value = value[0]
         seen[path, side] = value.clone().reshape(8, -1) if isinstance(value, torch.Tensor) else None
 
     for path in modules:
@@ -296,5 +298,5 @@ def test_any_string_is_a_point_or_a_refusal(tiny, name):
         refused = error.field
     else:
         refused = None
-        assert all(module in modules and side in ("input", "output") for module, side in found)
+        assert all(module in modules and side in ("input", "output", "weights") for module, side in found)
     assert refused in (None, "capture.points[0]")

@@ -14,7 +14,10 @@ from hypothesis import strategies as st
 import deployments.activations
 from deployments.activations import load, runs
 from deployments.activations.catalogue import Catalogue
+from deployments.activations.facts import RunFacts, ShardFacts
+from deployments.activations.patterns import Patterns, keys
 from deployments.activations.reader import is_sealed
+from deployments.activations.schema import to_batch
 from deployments.activations.writer import Writer
 
 REPOSITORY = Path(deployments.activations.__file__).parents[2]
@@ -23,7 +26,7 @@ BITS = {torch.float32: torch.int32, torch.float16: torch.int16, torch.bfloat16: 
 
 @st.composite
 def tensors(draw):
-    """Points of one run: any bits, NaN among them, as [rows, hidden] or [rows, heads, head_dim]."""
+    """Points of one run: any bits, NaN among them, as [rows, hidden], [rows, heads, head_dim] or patterns."""
     rows = draw(st.integers(1, 6))
     shapes = st.lists(st.integers(1, 5), min_size=1, max_size=2)
     points = {}
@@ -32,10 +35,19 @@ def tensors(draw):
         seed = torch.Generator().manual_seed(draw(st.integers(0, 2**31)))
         info = torch.iinfo(BITS[dtype])
         points[name] = torch.randint(info.min, info.max, shape, generator=seed, dtype=BITS[dtype]).view(dtype)
+    if draw(st.booleans()):
+        dtype, heads = draw(st.sampled_from(list(BITS))), draw(st.integers(1, 3))
+        count, seed = heads * rows * (rows + 1) // 2, torch.Generator().manual_seed(draw(st.integers(0, 2**31)))
+        info = torch.iinfo(BITS[dtype])
+        bits = torch.randint(info.min, info.max, (count,), generator=seed, dtype=BITS[dtype])
+        points["layers.1.attention.weights"] = Patterns(bits.view(dtype), heads, range(rows))
     return points, draw(st.integers(1, rows))
 
 
 def same_bits(left, right):
+    if isinstance(left, Patterns):
+        assert (left.heads, left.positions) == (right.heads, right.positions)
+        left, right = left.values, right.values
     return left.dtype == right.dtype and torch.equal(left.view(BITS[left.dtype]), right.view(BITS[right.dtype]))
 
 
@@ -53,6 +65,7 @@ def test_what_is_read_is_what_was_written_bit_by_bit(make, drawn, sealed):
             run = load(point.uri, "r")
             assert same_bits(run[name], points[name])
             assert (point.shape, point.dtype) == (tuple(run[name].shape), str(run[name].dtype)[6:])
+            assert len(run[name]) == point.shape[0]
             assert is_sealed(Path(point.uri.removeprefix("file://"))) == sealed
         rows = len(run.positions)
         assert run.facts == made.facts
@@ -63,11 +76,17 @@ def test_what_is_read_is_what_was_written_bit_by_bit(make, drawn, sealed):
         writer.close()
 
 
+def some_patterns(rows, heads=2, first=0):
+    positions = range(first, first + rows)
+    return Patterns(torch.randn(heads * keys(positions)), heads, positions)
+
+
 @pytest.fixture
 def shard(make, open_writer):
     """An unsealed shard of three runs of two batches each, and what was written."""
     writer = open_writer()
-    made = [make(f"r{number}", parts=2) for number in range(3)]
+    points = lambda: {"layers.0.output": torch.randn(3, 4), "layers.0.attention.weights": some_patterns(3)}  # noqa: E731
+    made = [make(f"r{number}", points(), parts=2) for number in range(3)]
     stored = [writer.submit(item.facts, item.batches).result() for item in made]
     return Path(stored[0].points["layers.0.output"].uri.removeprefix("file://")), made
 
@@ -83,6 +102,7 @@ def test_a_run_cut_off_by_a_crash_is_not_listed(shard, tmp_path):
         if listed:
             last = load(torn, listed[-1].run_id)
             assert torch.equal(last["layers.0.output"], made[len(listed) - 1].points["layers.0.output"])
+            assert same_bits(*(of["layers.0.attention.weights"] for of in (last, made[len(listed) - 1].points)))
         seen.add(len(listed))
     assert seen == {0, 1, 2, 3}
 
@@ -100,6 +120,46 @@ def test_a_plain_arrow_stream_reader_understands_an_open_shard(shard):
         file.seek(8)
         table = pa.ipc.open_stream(file).read_all()
     assert table["run_id"].unique().to_pylist() == [item.facts.run_id for item in made]
+
+
+def test_patterns_are_a_sequence_of_rows_that_grow_and_views_of_one_tensor(make, open_writer, tmp_path):
+    patterns = some_patterns(300, heads=3)
+    made = make("r", {"layers.1.attention.weights": patterns})
+    stored = open_writer().submit(made.facts, made.batches).result()
+    assert stored.points["layers.1.attention.weights"].shape == (300, 3, None)
+    read = load(tmp_path / "session")["layers.1.attention.weights"]
+    assert [row.shape for row in read] == [(3, k + 1) for k in range(300)]
+    assert torch.equal(read[7], read[-293])
+    assert torch.equal(read[7], patterns.values[3 * 28 : 3 * 36].view(3, 8))
+    assert {row.untyped_storage().data_ptr() for row in read} == {read.values.untyped_storage().data_ptr()}
+    assert read.padded().shape == (300, 3, 300)
+    assert torch.equal(read.padded()[5, :, :6], read[5])
+    assert not read.padded()[5, :, 6:].any()
+
+
+def test_patterns_of_the_last_tokens_know_their_positions(open_writer, tmp_path):
+    patterns, shard = some_patterns(4, first=9), ShardFacts("session", "model", None, "x", {}, {})
+    given = {"run_id": "r", "sample_id": None, "prompt_tokens": 10}
+    batches = [
+        to_batch(shard, positions=part.positions, token_ids=part.positions, points={"p": part}, **given)
+        for part in (patterns[:1], patterns[1:3], patterns[3:])
+    ]
+    open_writer().submit(RunFacts("r", "session", "model", 0.0, 10, 13), batches).result()
+    read = load(tmp_path / "session")["p"]
+    assert read.positions == range(9, 13)
+    assert [row.shape for row in read] == [(2, k + 1) for k in range(9, 13)]
+    assert same_bits(read, patterns)
+    with pytest.raises(ValueError, match="step"):
+        read[::2]
+
+
+def test_patterns_that_are_not_those_of_the_rows_are_refused():
+    given = {"run_id": "r", "sample_id": None, "prompt_tokens": 10, "token_ids": [1, 2, 3]}
+    shard = ShardFacts("session", "model", None, "x", {}, {})
+    with pytest.raises(ValueError, match="p: patterns at"):
+        to_batch(shard, positions=[4, 5, 6], points={"p": some_patterns(3)}, **given)
+    with pytest.raises(ValueError, match="heads"):
+        Patterns(torch.zeros(11), 2, range(3))
 
 
 def test_a_run_must_be_named_where_there_are_several(shard):

@@ -13,12 +13,14 @@ from typing import Any
 
 import pytest
 import torch
+from torch.nn.utils.rnn import pad_sequence
 
+from deployments.activations.patterns import Patterns
 from deployments.activations.points import Point
 from deployments.activations.spec import Capture
 from deployments.engine.engine import Engine
 from deployments.engine.model import Model
-from deployments.engine.recorder import joined
+from deployments.engine.recording import joined
 from deployments.engine.request import (
     Captured,
     Delta,
@@ -79,19 +81,20 @@ def _same_greedy(model: Model, prompt: Sequence[int], got: Sequence[int], want: 
 
 
 @torch.inference_mode()
-def _lone_values(model: Model, tokens: Sequence[int], points: Sequence[Point]) -> dict[str, torch.Tensor]:
-    """What hooks that clone see at each point in one plain forward, [tokens, ...]."""
+def _lone_values(model: Model, tokens: Sequence[int], points: Sequence[Point]) -> dict[str, Any]:
+    """What hooks that clone see at each point in one plain forward, [tokens, ...]; of patterns, row by row."""
     seen: dict[tuple[str, str], torch.Tensor] = {}
 
     def keep(module: str, side: str, value: Any) -> None:
-        value = value[0] if isinstance(value, tuple) else value
+        if isinstance(value, tuple):
+            value = value[1 if side == "weights" else 0]
         seen[module, side] = value.detach().clone()
 
     def before(module: str) -> Callable[..., None]:
         return lambda _, args, kwargs: keep(module, "input", next(iter((*args, *kwargs.values()))))
 
-    def after(module: str) -> Callable[..., None]:
-        return lambda _, args, output: keep(module, "output", output)
+    def after(module: str, side: str) -> Callable[..., None]:
+        return lambda _, args, output: keep(module, side, output)
 
     with ExitStack() as hooks:
         for path, side in {(point.place.module, point.place.side) for point in points}:
@@ -99,15 +102,30 @@ def _lone_values(model: Model, tokens: Sequence[int], points: Sequence[Point]) -
             if side == "input":
                 hooks.callback(module.register_forward_pre_hook(before(path), with_kwargs=True).remove)
             else:
-                hooks.callback(module.register_forward_hook(after(path)).remove)
+                hooks.callback(module.register_forward_hook(after(path, side)).remove)
         model.hf(input_ids=torch.tensor([list(tokens)]), use_cache=False)
+    values = {point.name: seen[point.place.module, point.place.side] for point in points}
     return {
-        point.name: seen[point.place.module, point.place.side].reshape(len(tokens), *point.shape) for point in points
+        point.name: _patterns(values[point.name][0])
+        if point.place.side == "weights"
+        else values[point.name].reshape(len(tokens), *point.shape)
+        for point in points
     }
 
 
-def _assert_rows_close(got: torch.Tensor, want: torch.Tensor, name: str = "", tolerance: float = 1e-4) -> None:
+def _patterns(weights: torch.Tensor) -> Patterns:
+    """[heads, tokens, tokens] without what is masked, all of which is 0."""
+    heads, tokens, _ = weights.shape
+    assert not weights.triu(1).any()
+    return Patterns(torch.cat([weights[:, k, : k + 1].flatten() for k in range(tokens)]), heads, range(tokens))
+
+
+def _assert_rows_close(got: Any, want: Any, name: str = "", tolerance: float = 1e-4) -> None:
     """Each row within `tolerance` of its norm."""
+    if not isinstance(got, torch.Tensor):  # patterns
+        assert [row.shape for row in got] == [row.shape for row in want], name
+        got, want = ([row.flatten() for row in rows] or [torch.empty(0)] for rows in (got, want))
+        got, want = pad_sequence(got, batch_first=True), pad_sequence(want, batch_first=True)
     assert got.shape == want.shape, f"{name}: {tuple(got.shape)}, not {tuple(want.shape)}"
     got, want = got.float().flatten(1), want.float().flatten(1)
     far = (got - want).norm(dim=1) > tolerance * want.norm(dim=1) + 1e-6
@@ -279,7 +297,7 @@ def same_greedy() -> Callable[..., bool]:
 
 
 @pytest.fixture(scope="session")
-def lone_values() -> Callable[..., dict[str, torch.Tensor]]:
+def lone_values() -> Callable[..., dict[str, Any]]:
     return _lone_values
 
 

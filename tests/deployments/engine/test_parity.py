@@ -33,7 +33,7 @@ class Submit(NamedTuple):
         length: Its prompt's.
         max_tokens: At most so many new ones.
         tokens: Of which it captures; None captures nothing.
-        points: "every", "canonical" or "few".
+        points: "every", "canonical", "few" or "patterns".
         logprobs: As in a request.
         prompt_logprobs: As in a request.
         lens: Of all layers, with so many tokens of each.
@@ -142,10 +142,16 @@ def _slots_grow_early():
         yield
 
 
+@pytest.fixture(scope="module", params=["auto", "eager"])
+def attention(request):
+    """What computes attention: what transformers takes for the architecture, and what shows its patterns."""
+    return request.param
+
+
 @pytest.fixture(scope="module")
-def serve(architecture, tiny, prompt, make_lone, capturing):
+def serve(architecture, attention, tiny, prompt, make_lone, capturing):
     """Plays a schedule and checks what each request got: `serve(schedule, bounds, value of the rare token)`."""
-    model = tiny(architecture)
+    model = tiny(architecture) if attention == "auto" else tiny(architecture, attn_implementation=attention)
     lone = make_lone(model, {length: [3 + token % 190 for token in prompt(length)] for length in LENGTHS}, NEW)
     position_bytes = KvMemory(model, 1, kv_bytes=1).position_bytes
     outputs = tuple(model.points.named("layers.*.output", ""))
@@ -154,7 +160,9 @@ def serve(architecture, tiny, prompt, make_lone, capturing):
         "every": [*names, "layers.*.attention.heads"],
         "canonical": [*(name for name in names if name.startswith(CANONICAL)), "layers.*.attention.heads"],
         "few": ["layers.1.output", "embed.output"],
+        "patterns": ["layers.*.attention.weights"] if attention == "eager" else ["layers.2.output"],
     }
+    assert attention == "auto" or {f"layers.{i}.attention.weights" for i in range(3)} < set(points["canonical"])
 
     def make(id: str, wanted: Submit) -> Request:
         ids, bias = list(lone.prompts[wanted.length]), {}
@@ -230,7 +238,7 @@ submits = st.builds(
     length=st.sampled_from(LENGTHS),
     max_tokens=st.sampled_from([0, 1, 3, *[NEW] * 5]),
     tokens=st.sampled_from([None, None, *TOKENS]),
-    points=st.sampled_from(["canonical", "few"]),
+    points=st.sampled_from(["canonical", "few", "patterns"]),
     logprobs=st.sampled_from([None, 0, 3]),
     prompt_logprobs=st.sampled_from([None, None, 0, 3]),
     lens=st.sampled_from([None, None, 1, 20]),
@@ -252,8 +260,8 @@ bounds = st.builds(
 )
 
 
-def test_any_schedule_gives_each_request_what_it_gets_alone(architecture, serve):
-    @seed(crc32(architecture.encode()))
+def test_any_schedule_gives_each_request_what_it_gets_alone(architecture, attention, serve):
+    @seed(crc32(f"{architecture} {attention}".encode()))
     @settings(max_examples=EXAMPLES, deadline=None, database=None, phases=[Phase.generate])  # shrinking takes minutes
     @given(schedules, bounds, st.sampled_from([torch.inf, -torch.inf, torch.nan]))
     def any_schedule(schedule, bounds, value):

@@ -14,6 +14,7 @@ import torch
 from by_hand import hooked
 from by_hand import point as point_of
 
+from deployments.activations.patterns import Patterns
 from deployments.engine.edits import Edit, Tokens
 from deployments.engine.engine import Engine
 from deployments.engine.model import Model
@@ -25,8 +26,11 @@ NEW = 10
 
 
 def assert_no_further(got, plain, exact, name):
-    """Lists of values, each [tokens, ...]."""
-    got, plain, exact = (torch.cat(values).double().flatten() for values in (got, plain, exact))
+    """Lists of values, each [tokens, ...], or of attention patterns."""
+    got, plain, exact = (
+        torch.cat([one.values if isinstance(one, Patterns) else one for one in values]).double().flatten()
+        for values in (got, plain, exact)
+    )
     most = RATIO * (plain - exact).norm() + FLOOR * exact.norm()
     assert (got - exact).norm() <= most, f"{name}: {(got - exact).norm() / exact.norm():.2%} of its norm"
 
@@ -39,12 +43,13 @@ def own_logprobs(model, end):
     return logprobs.gather(-1, torch.tensor(end.tokens)[:, None]).squeeze(-1)
 
 
+@pytest.mark.parametrize("attention", [{}, {"attn_implementation": "eager"}], ids=["auto", "eager"])
 def test_values_and_logprobs_stray_no_further_than_a_plain_forwards(
-    architecture, build, byte_tokenizer, prompt, capturing, drain, endings, lone_values
+    architecture, attention, build, byte_tokenizer, prompt, capturing, drain, endings, lone_values
 ):
     # All experts take part: which of two all but equal ones is taken hangs on the rounding.
-    every_expert = {"num_experts_per_tok": 4} if architecture == "qwen3_moe" else {}
-    rounded, exact = build(architecture, torch.bfloat16, **every_expert), build(architecture, **every_expert)
+    settings = {"num_experts_per_tok": 4, **attention} if architecture == "qwen3_moe" else attention
+    rounded, exact = build(architecture, torch.bfloat16, **settings), build(architecture, **settings)
     exact.load_state_dict(rounded.state_dict())
     model, twin = Model(rounded, byte_tokenizer, "bfloat16"), Model(exact, byte_tokenizer, "float32")
     points = tuple(model.points)

@@ -1,0 +1,91 @@
+"""Attention patterns: rows as wide as the tokens that each token sees."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import overload
+
+import torch
+
+
+def keys(positions: range) -> int:
+    """How many tokens those at these positions see, all together: the one at position k sees k + 1."""
+    return len(positions) * (positions.start + positions.stop + 1) // 2
+
+
+class Patterns(Sequence[torch.Tensor]):
+    """What consecutive tokens attend to: the row of the token at position k is `[heads, k + 1]`.
+
+    Rows, and slices of them, are views of `values`.
+
+    Attributes:
+        values: The rows one behind the other, each by heads, `[heads * keys(positions)]`.
+        heads: How many.
+        positions: Of the rows, in prompt + generated.
+    """
+
+    def __init__(self, values: torch.Tensor, heads: int, positions: range) -> None:
+        """Take rows as they lie.
+
+        Raises:
+            ValueError: There are not as many values as such rows have.
+        """
+        if values.shape != (heads * keys(positions),):
+            raise ValueError(f"{tuple(values.shape)} values are not those of {heads} heads at {positions}")
+        self.values = values
+        self.heads = heads
+        self.positions = positions
+
+    @classmethod
+    def joined(cls, parts: Sequence[Patterns]) -> Patterns:
+        """Rows that follow each other, as one."""
+        if len(parts) == 1:
+            return parts[0]
+        positions = range(parts[0].positions.start, parts[-1].positions.stop)
+        return cls(torch.cat([part.values for part in parts]), parts[0].heads, positions)
+
+    def __len__(self) -> int:
+        return len(self.positions)
+
+    @overload
+    def __getitem__(self, index: int) -> torch.Tensor: ...
+
+    @overload
+    def __getitem__(self, index: slice) -> Patterns: ...
+
+    def __getitem__(self, index: int | slice) -> torch.Tensor | Patterns:
+        positions = self.positions[index]
+        if isinstance(positions, int):
+            return self._between(range(positions, positions + 1)).view(self.heads, positions + 1)
+        if positions.step != 1:
+            raise ValueError("a slice of patterns holds consecutive tokens: its step is 1")
+        return Patterns(self._between(positions), self.heads, positions)
+
+    def _between(self, positions: range) -> torch.Tensor:
+        first = self.heads * keys(range(self.positions.start, positions.start))
+        return self.values[first : first + self.heads * keys(positions)]
+
+    def __repr__(self) -> str:
+        return f"Patterns({len(self)} rows of {self.heads} heads from position {self.positions.start}, {self.dtype})"
+
+    @property
+    def shape(self) -> tuple[int, int, None]:
+        """(rows, heads, None): the last axis grows."""
+        return len(self), self.heads, None
+
+    @property
+    def dtype(self) -> torch.dtype:
+        """The values' dtype."""
+        return self.values.dtype
+
+    @property
+    def nbytes(self) -> int:
+        """Memory that the values take."""
+        return self.values.nbytes
+
+    def padded(self) -> torch.Tensor:
+        """A copy in one tensor, `[rows, heads, widest row]`, with zeros behind what a token sees."""
+        whole = self.values.new_zeros(len(self), self.heads, self.positions.stop if self.positions else 0)
+        for place, row in zip(whole, self, strict=True):
+            place[:, : row.shape[1]] = row
+        return whole

@@ -1,0 +1,250 @@
+"""What one request records, as it grows and goes out."""
+
+from __future__ import annotations
+
+from bisect import bisect_right
+from collections.abc import Collection, Iterator, Sequence
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+
+from deployments.activations.patterns import Patterns
+from deployments.activations.points import Place, Point
+from deployments.activations.spec import Capture
+from deployments.engine.pattern_rows import PatternRows
+from deployments.engine.request import Captured
+from deployments.engine.row_sizes import DTYPES, SPARE, RowSizes
+
+PIECE_BYTES = 16 << 20  # at most, after which rows go out
+
+
+class CaptureError(ValueError):
+    """What was recorded cannot be given as asked; the message says why."""
+
+
+class Recording:
+    """What one request records, as it grows.
+
+    Each point's rows lie one behind the other in a buffer of their own on the host, and are handed out as they lie.
+    Those of attention patterns, each wider than the last, are held one by one.
+
+    Attributes:
+        points: The points it reads.
+        rows: How many tokens have passed, recorded or not wanted.
+        since: The recorder's step from which on its rows are not cut out yet.
+        bytes: Host memory that its rows take, until they are handed out.
+        piece_bytes: How many make it hand them out; None where they stay with it until its end.
+        grows: Whether there are attention patterns among its points.
+        reserve: The most bytes it holds until its end, where only the last rows are wanted; else 0.
+    """
+
+    def __init__(self, capture: Capture, points: Sequence[Point], prompt_tokens: int, max_tokens: int) -> None:
+        """Hold nothing yet.
+
+        Args:
+            capture: What is asked for.
+            points: Its points.
+            prompt_tokens: The prompt's length.
+            max_tokens: The most that are generated.
+        """
+        self.points = points
+        self.rows = 0
+        self.since = 0
+        self.bytes = 0
+        self.piece_bytes: int | None = None
+        self.grows = any(point.place.grows for point in points)
+        self._sizes = RowSizes.bytes(capture, points)
+        self.reserve = self._sizes.until_end(capture, prompt_tokens + max_tokens)
+        self._failed: str | None = None
+        self._capture = capture
+        self._prompt = prompt_tokens
+        self._stop = prompt_tokens + (max_tokens if self.wants_generated else 0)  # no token behind it is recorded
+        self._next = prompt_tokens if capture.tokens == "generated" else 0  # the first token not handed out
+        self._buffers: dict[str, torch.Tensor] = {}  # point name -> [rows that fit, ...features]
+        self._filled = 0  # rows in each of them
+        self._patterns = {point.name: PatternRows() for point in points if point.place.grows}
+        self._at: dict[Place, list[Point]] = {}
+        for point in points:
+            self._at.setdefault(point.place, []).append(point)
+
+    @property
+    def wants_prompt(self) -> bool:
+        """Whether rows of prompt tokens are kept."""
+        return self._capture.tokens != "generated"
+
+    @property
+    def wants_generated(self) -> bool:
+        """Whether rows of generated tokens are kept; then the last one is run through too."""
+        return self._capture.tokens != "prompt" and self._capture.mode == "generate"
+
+    def write(self, place: Place, value: torch.Tensor) -> None:
+        """Copy what is wanted of a place's rows [rows, ...] of consecutive tokens; it counts when `keep` says so."""
+        if self._failed or place not in self._at or not len(value):
+            return
+        behind = self.rows + len(value)  # their positions, where they are of this forward
+        value = value[-self._capture.tail :] if self._capture.tail else value
+        if place.grows:
+            for point in self._at[place]:
+                self._patterns[point.name].write(behind - len(value), value.cpu())
+            return
+        stop = self._filled + len(value)
+        self._make_room(stop)
+        for point in self._at[place]:
+            rows = value.reshape(len(value), *point.shape)[..., self._features]
+            self._buffers[point.name][self._filled : stop] = rows
+
+    def keep(self, rows: int) -> None:
+        """Count rows that were written for every place, which follow those that counted before."""
+        if self._failed or not rows:
+            return
+        tail = self._capture.tail
+        self._filled += min(rows, tail) if tail else rows
+        if tail and self._filled > tail + SPARE:
+            last = {name: buffer[self._filled - tail : self._filled].clone() for name, buffer in self._buffers.items()}
+            for name, rows_of in last.items():
+                self._buffers[name][:tail] = rows_of
+            self._filled = tail
+        for patterns in self._patterns.values():
+            patterns.keep(tail)
+        held = self._filled * sum(buffer[:1].nbytes for buffer in self._buffers.values())
+        self.bytes = held + sum(patterns.bytes for patterns in self._patterns.values())
+
+    def require(self, came: Collection[Place]) -> None:
+        """Give up where a forward has not come to a place that is read."""
+        if missed := sorted({point.module for point in self.points if point.place not in came}):
+            self.give_up(f"a forward never came to {', '.join(missed)}")
+
+    def bearable(self, start: int, most: int, least: int, room: int) -> int:
+        """How many tokens a prefill may have for their rows to fit into memory.
+
+        Args:
+            start: The position of the first.
+            most: The most that are asked for.
+            least: So many may run in any case, or fewer where their rows are more than a piece.
+            room: Bytes of memory for rows that is left.
+        """
+
+        def size(tokens: int) -> int:
+            first, stop = max(start, self.rows, self._next), min(start + tokens, self._stop)
+            first = max(first, stop - self._capture.tail) if self._capture.tail else first
+            return self._sizes.of(range(first, max(first, stop)))
+
+        fitting = bisect_right(range(1, most + 1), room, key=size)
+        return max(1, fitting, bisect_right(range(1, least + 1), PIECE_BYTES, key=size))
+
+    def flush(self, sequence: Sequence[int]) -> Captured | None:
+        """Hand out the rows gathered so far; None where they are too few, or only the last ones are wanted.
+
+        Args:
+            sequence: The token ids of prompt and generation.
+
+        Raises:
+            CaptureError: A value has no finite float16, and that was asked for.
+        """
+        if self._capture.tail or not self.bytes or self.piece_bytes is None or self.bytes < self.piece_bytes:
+            return None
+        return self._hand_out(self._next, self._next + self._filled, sequence)
+
+    def finish(self, sequence: Sequence[int]) -> Captured:
+        """The rows of a request that has come to its end, but for those that were handed out before.
+
+        Args:
+            sequence: The token ids of prompt and generation.
+
+        Raises:
+            CaptureError: A value has no finite float16, and that was asked for; there was no memory for the rows,
+                or a forward did not come to all places.
+        """
+        if self._failed:
+            raise CaptureError(self._failed)
+        stop = len(sequence) if self.wants_generated else self._prompt
+        first = max(0, stop - self._capture.tail) if self._capture.tail else min(self._next, stop)
+        return self._hand_out(first, stop, sequence)
+
+    def give_up(self, reason: str) -> None:
+        """Keep no more rows; `finish` says why."""
+        self._failed = reason
+        self._let_go()
+
+    @contextmanager
+    def giving_up(self) -> Iterator[None]:
+        """While open, an error ends what is recorded, and nothing else."""
+        try:
+            yield
+        except (RuntimeError, MemoryError) as error:
+            self.give_up(str(error))
+
+    def _hand_out(self, first: int, stop: int, sequence: Sequence[int]) -> Captured:
+        rows = stop - first
+        assert rows <= self._filled if self._capture.tail else rows == self._filled, f"{self._filled} rows of {rows}"
+        buffers = self._buffers or self._empty(0)
+        values: dict[str, torch.Tensor | Patterns] = {
+            name: self._given(name, buffer[self._filled - rows : self._filled]) for name, buffer in buffers.items()
+        }
+        positions = range(first, stop)
+        for point in self.points:
+            if point.place.grows:
+                given = self._given(point.name, self._patterns[point.name].last(rows, point.place.dtype))
+                values[point.name] = Patterns(given, point.shape[0], positions)
+        self._let_go()
+        self._next = stop
+        return Captured(positions, sequence[first:stop], values)
+
+    def _given(self, name: str, rows: torch.Tensor) -> torch.Tensor:
+        """A buffer's rows in the dtype asked for; copied where they would keep a far larger buffer from being freed."""
+        dtype = DTYPES.get(self._capture.dtype, rows.dtype)
+        if dtype == rows.dtype:
+            return rows.clone() if 2 * rows.nbytes < rows.untyped_storage().nbytes() else rows
+        given = rows.to(dtype)
+        if dtype == torch.float16 and bool((given.isinf() & ~rows.isinf()).any()):
+            raise CaptureError(f"{name} has values beyond float16's 65504; ask for bfloat16 or float32")
+        return given
+
+    def _let_go(self) -> None:
+        self._buffers = {}
+        self._patterns = {name: PatternRows() for name in self._patterns}
+        self._filled = self.bytes = 0
+
+    def _make_room(self, rows: int) -> None:
+        """Have buffers for so many rows."""
+        room = len(next(iter(self._buffers.values()))) if self._buffers else 0
+        if rows <= room:
+            return
+        # A window of decoded rows may come when a piece is all but full.
+        token_bytes = self._sizes.of(range(self.rows, self.rows + 1))
+        usual = (self.reserve or (self.piece_bytes or PIECE_BYTES) * 3 // 2) // token_bytes
+        larger = self._empty(max(rows, min(usual, self._stop - self._next), 2 * room))
+        for name, buffer in self._buffers.items():
+            larger[name][: self._filled] = buffer[: self._filled]
+        self._buffers = larger
+
+    def _empty(self, rows: int) -> dict[str, torch.Tensor]:
+        """Buffers for so many rows."""
+        empty = {}
+        for point in self.points:
+            if point.place.grows:
+                continue
+            shape = torch.empty(*point.shape, device="meta")[..., self._features].shape
+            empty[point.name] = torch.empty(rows, *shape, dtype=point.place.dtype)
+        return empty
+
+    @property
+    def _features(self) -> slice | list[int]:
+        features = self._capture.features
+        if features is None:
+            return slice(None)
+        return features.index if features.index else slice(features.first)
+
+
+def joined(parts: Sequence[Captured]) -> Captured:
+    """Rows that were handed out one part after the other, as one."""
+    if len(parts) == 1:
+        return parts[0]
+    values = {name: _joined([part.values[name] for part in parts]) for name in parts[0].values}
+    token_ids = [token for part in parts for token in part.token_ids]
+    return Captured(range(parts[0].positions.start, parts[-1].positions.stop), token_ids, values)
+
+
+def _joined(values: list[Any]) -> Any:
+    return Patterns.joined(values) if isinstance(values[0], Patterns) else torch.cat(values)
