@@ -15,6 +15,7 @@ from typing import Any, NamedTuple
 import httpx
 import pytest
 import torch
+import websocket
 
 from deployments.client_code.job import CLASS
 from deployments.demo_model import WEIGHTS
@@ -187,7 +188,10 @@ def test_a_job_without_a_socket_is_asked_for_by_its_id(run):
             [
                 "backend = tracer.backend",
                 "assert backend.job_id",
+                "import httpx",
                 "while (found := backend.poll()) is None: time.sleep(0.1)",
+                "told = httpx.get(f'{backend.host}/response/{backend.job_id}').json()",
+                "assert told['data'].startswith(f'{backend.host}/response/')",
                 "print('polled', sorted(found))",
             ]
         ),
@@ -313,6 +317,43 @@ def test_a_job_holds_none_of_the_servers_keys_and_files(run):
     assert "FILES []" in done.stdout
 
 
+def test_threads_may_print_and_a_stream_of_text_is_one(run):
+    done = run(
+        "from concurrent.futures import ThreadPoolExecutor",
+        "say = lambda i: [print('thread', i, 'x' * 50) for _ in range(50)]",
+        "list(ThreadPoolExecutor(4).map(say, range(4)))",
+        "sys.stdout.writelines(['one ', 'line\\n'])",
+        "value = nnsight.save(1)",
+        "print('done', value)",
+    )
+    assert done.stdout.rstrip().endswith("done 1"), done.stderr
+    for thread in range(4):
+        assert done.stdout.count(f"thread {thread} {'x' * 50}\n") == 50
+    assert "one line\n" in done.stdout
+
+
+def test_jobs_draw_numbers_of_their_own(run):
+    lines = "import random, numpy", "value = nnsight.save([float(torch.rand(1)), random.random(), numpy.random.rand()])"
+    first, second = (run(*lines, "print('drawn', value)").stdout.rpartition("drawn ")[2] for _ in range(2))
+    assert not set(json.loads(first)) & set(json.loads(second))
+
+
+def test_a_failure_is_told_with_its_causes_whatever_it_says(run):
+    done = run(
+        "try:",
+        "    {}['missing']",
+        "except KeyError as error:",
+        "    raise RuntimeError('wrong \\udc80' + 'x' * 10_000_000) from error",
+        "pass",
+    )
+    assert "KeyError: 'missing'" in done.stderr
+    assert "direct cause" in done.stderr
+    assert "RuntimeError: wrong ?" in done.stderr
+    assert "characters are left out" in done.stderr
+    assert len(done.stderr) < 200_000
+    assert "execution.py" not in done.stderr
+
+
 def test_printing_without_end_is_cut(run):
     done = run("for i in range(100_000): print('line', i)", "value = nnsight.save(1)", "print(value)")
     assert "it prints too much" in done.stdout
@@ -340,9 +381,10 @@ def test_a_client_that_goes_takes_its_job_with_it(open_server, tmp_path, eventua
 # ---- who may ask, and for what
 
 
-def post(root: str, key: str, headers: dict[str, str] | None = None, session: str = "") -> httpx.Response:
+def post(root: str, key: str, session: str = "", **headers: str) -> httpx.Response:
     data = {"data": json.dumps({"model_key": key, "session_id": session})}
-    return httpx.post(f"{root}/request", data=data, files={"blob": b"x"}, headers=headers, timeout=60)
+    sent = {"nnsight-version": "0.8.1"} | headers
+    return httpx.post(f"{root}/request", data=data, files={"blob": b"x"}, headers=sent, timeout=60)
 
 
 def named(**key: object) -> str:
@@ -359,16 +401,33 @@ def named(**key: object) -> str:
         ("nnsight.modeling.vllm.VLLM:{}", 400, "model_key"),
         ("os.system:{}", 400, "model_key"),
         (f"{CLASS}:no json", 400, "model_key"),
+        (f"{CLASS}:{'[' * 7000}", 400, "model_key"),
     ],
 )
 def test_a_model_that_is_not_served_is_refused_before_anything_is_opened(open_server, key, status, param):
-    answer = post(open_server, key, {"nnsight-version": "0.8.1"})
+    answer = post(open_server, key)
     assert answer.status_code == status
     assert answer.json()["error"]["param"] == param
     assert answer.json()["detail"] == answer.json()["error"]["message"]  # what nnsight shows
 
 
-@pytest.mark.parametrize("name", ["vitrine-demo", str(WEIGHTS), f"{WEIGHTS}/"])
+def test_pages_of_other_origins_run_nothing(open_server):
+    page = {"Origin": "http://evil.example", "Host": "evil.example:8000"}
+    for headers in ({"Origin": page["Origin"]}, {"Host": page["Host"]}, page):
+        answer = post(open_server, named(), **headers)
+        assert answer.status_code == 403
+        assert answer.json()["error"]["code"] == "origin_not_allowed"
+    unasked = httpx.post(f"{open_server}/request", data={"data": "{}"}, files={"blob": b"x"}, timeout=60)
+    assert unasked.status_code == 400  # what a form of another page can send
+    assert unasked.json()["error"]["param"] == "nnsight-version"
+    socket = f"ws{open_server[4:]}/subscribe"
+    with pytest.raises(websocket.WebSocketBadStatusException, match="403"):
+        websocket.create_connection(socket, origin=page["Origin"])
+    with pytest.raises(websocket.WebSocketBadStatusException, match="403"):
+        websocket.create_connection(socket, host=page["Host"], origin=f"http://{page['Host']}")
+
+
+@pytest.mark.parametrize("name", ["vitrine-demo", "Vitrine-Demo", str(WEIGHTS), f"{WEIGHTS}/"])
 def test_a_model_goes_by_its_id_and_its_directory(open_server, name):
     answer = post(open_server, named(repo_id=name))
     assert answer.status_code == 200
@@ -394,14 +453,17 @@ def test_a_job_that_cannot_be_run_ends_with_the_reason(open_server, eventually, 
 
 
 def test_an_adapter_is_refused_by_the_job(run):
-    done = run("pass", "pass", setup="model.peft = 'someone/adapter'\nmodel._remoteable_get_env()")
-    assert "RemoteError" in done.stderr
+    done = run("x = model.output.save()", "pass", setup="model.peft = 'someone/adapter'")
+    assert "peft" in done.stderr.splitlines()[-1]
 
 
-def test_jobs_and_results_that_are_not_there_are_404(open_server):
+def test_jobs_and_results_that_are_not_there_are_told_so(open_server):
     nobody = "0" * 32
-    assert httpx.get(f"{open_server}/response/{nobody}", timeout=60).status_code == 404
-    assert httpx.get(f"{open_server}/response/{nobody}/result", params={"token": "x"}, timeout=60).status_code == 404
+    assert httpx.get(f"{open_server}/response/{nobody}", timeout=60).status_code == 410  # nnsight would wait after 404
+    job_id = post(open_server, named()).json()["id"]
+    for name, token in ((nobody, "x"), (job_id, "x"), (job_id, "\u00e9")):
+        answer = httpx.get(f"{open_server}/response/{name}/result", params={"token": token}, timeout=60)
+        assert answer.status_code == 404
     assert post(open_server, named(), session=nobody).json()["error"]["code"] == "session_not_found"
 
 

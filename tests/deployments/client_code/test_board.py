@@ -100,12 +100,41 @@ def test_what_is_old_is_forgotten_and_the_oldest_results_make_room(monkeypatch):
         jobs = [await known.open(None) for _ in range(3)]
         for job in jobs:
             await known.tell([Update(job, "COMPLETED")], [b"12345"])
-        tokens = [(await known.latest(job))[1] for job in jobs]
+        told = [await known.latest(job) for job in jobs]
+        assert [update.status for update, _ in told] == ["ERROR", "COMPLETED", "COMPLETED"]
         monkeypatch.setattr(board, "KEEP_S", -1)
         assert await known.latest(jobs[2]) is None
-        return [token is not None for token in tokens]
+        return [token is not None for _, token in told]
 
     assert asyncio.run(kept()) == [False, True, True]
+
+
+def test_jobs_that_have_ended_make_room_for_new_ones(monkeypatch):
+    monkeypatch.setattr(board, "MOST_JOBS", 2)
+
+    async def known_ones() -> list[bool]:
+        known = Board()
+        first, second = await known.open(None), await known.open(None)
+        await known.tell([Update(second, "COMPLETED")], [])
+        third = await known.open(None)
+        return [await known.latest(job) is not None for job in (first, second, third)]
+
+    assert asyncio.run(known_ones()) == [True, False, True]
+
+
+def test_a_listener_stays_as_long_as_its_ingress_gives_signs_of_life(monkeypatch):
+    async def waits() -> list[bool]:
+        known = Board()
+        listener = await known.listen()
+        job = await known.open(listener)
+        await known.tell([Update(job, "LOG", "unheard")], [])
+        await known.listens(listener)
+        before = await known.heard(job)
+        monkeypatch.setattr(board, "SILENT_S", -1)
+        await known.latest(job)
+        return [before, await known.heard(job)]
+
+    assert asyncio.run(waits()) == [True, False]
 
 
 def test_there_are_only_so_many_jobs_and_listeners(monkeypatch):

@@ -1,0 +1,164 @@
+"""Jobs beside the engine: what becomes of them when their process, its host or their client goes."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import signal
+from contextlib import suppress
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import nnsight
+import pytest
+from nnsight import TransformersModel
+from nnsight.schema.request import RequestModel
+from nnsight.tracing.backend import Backend
+
+from deployments.client_code.board import Board
+from deployments.client_code.execution import JobModel
+from deployments.client_code.job import CodeJob, Limits, ModelKey
+from deployments.client_code.runner import CodeRunner
+from deployments.demo_model import WEIGHTS
+from deployments.engine.model import load
+from deployments.errors import RequestError
+from deployments.options import Options
+
+LIMITS = Limits(seconds=30, memory_bytes=1 << 30, result_bytes=1 << 20, log_bytes=1 << 20, threads=1)
+
+
+class Kept(Backend):
+    """Keeps a block as a client would send it."""
+
+    def __call__(self, tracer: Any) -> None:
+        self.block = RequestModel.serialize(tracer)
+
+
+class Near:
+    """The board as its actor's handle is called."""
+
+    def __init__(self) -> None:
+        self.board = Board()
+
+    def __getattr__(self, name: str) -> Any:
+        return SimpleNamespace(remote=getattr(self.board, name))
+
+
+@pytest.fixture(scope="module")
+def shared():
+    return load(str(WEIGHTS), dtype="float32", device="cpu", share=True)
+
+
+@pytest.fixture(scope="module")
+def client(shared):
+    return TransformersModel(str(WEIGHTS), task="text-generation", tokenizer=shared.tokenizer)
+
+
+@pytest.fixture(scope="module")
+def reading(client):
+    with client.trace("Ann has", backend=(kept := Kept())):
+        found = nnsight.save(client.model.layers[0].output.sum())  # noqa: F841 - comes back by its name
+    return kept.block
+
+
+@pytest.fixture(scope="module")
+def looping(client):
+    with client.trace("Ann has", backend=(kept := Kept())):
+        print("begins")
+        while True:
+            pass
+    return kept.block
+
+
+@pytest.fixture
+def board():
+    return Near()
+
+
+@pytest.fixture
+def runner(shared, board):
+    made = CodeRunner(Options(max_client_jobs=2), JobModel(shared.shared, shared.tokenizer), board, LIMITS)
+    yield made
+    made.close()
+
+
+async def sent(board: Near, block: bytes, listener: str | None = None) -> CodeJob:
+    key = ModelKey(repo_id="vitrine-demo")
+    return CodeJob(await board.board.open(listener), block, False, {}, key, listener is not None)
+
+
+async def status(board: Near, job: CodeJob) -> str:
+    update, _ = await board.board.latest(job.id)
+    return update.status
+
+
+async def begins(board: Near, job: CodeJob) -> None:
+    while await status(board, job) != "RUNNING":
+        await asyncio.sleep(0.01)
+
+
+def test_a_host_that_was_killed_or_stands_still_is_replaced(runner, board, reading, monkeypatch):
+    monkeypatch.setattr("deployments.client_code.processes.FORK_S", 1.0)
+
+    async def outcomes() -> list[str]:
+        found = []
+        for harm in (None, signal.SIGKILL, signal.SIGSTOP):
+            if harm is not None:
+                os.kill(runner._processes._host._process.pid, harm)
+            job = await sent(board, reading)
+            await runner.run(job)
+            found.append(await status(board, job))
+        return found
+
+    assert asyncio.run(outcomes()) == ["COMPLETED"] * 3
+
+
+def test_a_job_whose_client_leaves_makes_room_at_once_running_or_waiting(runner, board, looping, reading):
+    async def outcome() -> str:
+        listener = await board.board.listen()
+        jobs = [await sent(board, looping, listener) for _ in range(3)]
+        running = [asyncio.ensure_future(runner.run(job)) for job in jobs]
+        await begins(board, jobs[0])
+        with pytest.raises(RequestError, match="3 jobs are here already") as refused:
+            await runner.run(await sent(board, reading))
+        assert refused.value.status == 429
+        await board.board.leave(listener)
+        await asyncio.gather(*running)
+        job = await sent(board, reading)
+        await runner.run(job)
+        return await status(board, job)
+
+    assert asyncio.run(outcome()) == "COMPLETED"
+
+
+def test_a_runner_that_is_closed_leaves_no_process(runner, board, looping):
+    async def pids() -> list[int]:
+        job = await sent(board, looping)
+        running = asyncio.ensure_future(runner.run(job))
+        await begins(board, job)
+        host = runner._processes._host._process.pid
+        children = [int(pid) for pid in Path(f"/proc/{host}/task/{host}/children").read_text().split()]
+        assert children
+        runner.close()
+        await running
+        assert await status(board, job) == "ERROR"
+        return [host, *children]
+
+    for pid in asyncio.run(pids()):
+        with suppress(ProcessLookupError):
+            os.kill(pid, 0)
+            stat = Path(f"/proc/{pid}/stat").read_text()
+            assert stat.rpartition(")")[2].split()[0] == "Z"
+
+
+def test_another_revision_and_the_repositorys_own_code_are_refused(runner, board):
+    async def refusals() -> list[str]:
+        found = []
+        for key in (ModelKey(repo_id="m", revision="v2"), ModelKey(repo_id="m", trust_remote_code=True)):
+            with pytest.raises(RequestError) as refused:
+                await runner.run(CodeJob("j", b"", False, {}, key, False))
+            found.append(refused.value.code)
+        return found
+
+    assert asyncio.run(refusals()) == ["revision_not_served", "remote_code_not_allowed"]
