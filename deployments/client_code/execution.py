@@ -71,13 +71,13 @@ def run(replica: socket.socket, model: JobModel, weights_fd: int) -> NoReturn:
         module = model.weights.module(weights_fd)
         os.close(weights_fd)
         wrapped = TransformersModel(module, tokenizer=model.tokenizer, task="text-generation")
-        sys.stdout = sys.stderr = _Log(to, limits.log_bytes)
-        log = sys.stdout  # a block may put another in its place
+        log = _Log(to, limits.log_bytes)
+        sys.stdout = sys.stderr = log
         _limit(limits)
         _end_in_time(limits, to)
         outcome = _outcome(wrapped, asked, block, limits, to)
         signal.setitimer(signal.ITIMER_REAL, 0)
-        log.flush()
+        log.flush_all()
         to.send(*outcome)
     except BaseException:  # noqa: BLE001 - whatever it was, it is said, and the process ends
         to.send(Kind.FAILED, _cut(traceback.format_exc()))
@@ -254,8 +254,7 @@ class _Log(io.TextIOBase):
     def __init__(self, to: _Replica, most: int) -> None:
         self._to = to
         self._left = most
-        self._begun: list[str] = []  # of a line that has no end yet
-        self._length = 0  # of it, in characters
+        self._begun: dict[int, str] = {}  # each thread's line that has no end yet
         self._lock = threading.RLock()
 
     def writable(self) -> bool:
@@ -264,23 +263,28 @@ class _Log(io.TextIOBase):
 
     def write(self, text: str) -> int:
         """Take text; whole lines go out, and long ones as they are."""
+        me = threading.get_ident()
         with self._lock:
-            *lines, last = text.split("\n")
+            *lines, last = (self._begun.pop(me, "") + text).split("\n")
             for line in lines:
-                self._send("".join((*self._begun, line)))
-                self._begun, self._length = [], 0
-            self._begun.append(last)
-            self._length += len(last)
-            if self._length > LONGEST_LINE:
+                self._send(line)
+            if last:
+                self._begun[me] = last
+            if len(last) > LONGEST_LINE:
                 self.flush()
         return len(text)
 
     def flush(self) -> None:
-        """Send a line that has no end yet."""
+        """Send this thread's line that has no end yet."""
         with self._lock:
-            line, self._begun, self._length = "".join(self._begun), [], 0
-            if line:
+            if line := self._begun.pop(threading.get_ident(), ""):
                 self._send(line)
+
+    def flush_all(self) -> None:
+        """Send every thread's."""
+        with self._lock:
+            while self._begun:
+                self._send(self._begun.popitem()[1])
 
     def _send(self, line: str) -> None:
         if self._left <= 0:

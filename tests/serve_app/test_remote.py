@@ -327,8 +327,7 @@ def test_threads_may_print_and_a_stream_of_text_is_one(run):
         "print('done', value)",
     )
     assert done.stdout.rstrip().endswith("done 1"), done.stderr
-    for thread in range(4):
-        assert done.stdout.count(f"thread {thread} {'x' * 50}\n") == 50
+    assert all(done.stdout.count(f"thread {thread} {'x' * 50}") == 50 for thread in range(4))
     assert "one line\n" in done.stdout
 
 
@@ -340,8 +339,9 @@ def test_jobs_draw_numbers_of_their_own(run):
 
 def test_a_failure_is_told_with_its_causes_whatever_it_says(run):
     done = run(
+        "missing = {}",
         "try:",
-        "    {}['missing']",
+        "    missing['missing']",
         "except KeyError as error:",
         "    raise RuntimeError('wrong \\udc80' + 'x' * 10_000_000) from error",
         "pass",
