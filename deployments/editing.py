@@ -55,8 +55,7 @@ class Editing:
             field = f"interventions[{i}]"
             named = points.named(spec.point, f"{field}.point")
             if i in brought.rows:
-                rows = brought.rows[i] if len(brought.rows[i]) == len(named) else [brought.rows[i][0]] * len(named)
-                edits = [_patch(spec, *one, field, device) for one in zip(rows, named, strict=True)]
+                edits = _patches(spec, brought.rows[i], named, field, device)
             else:
                 vector = _vector(spec, brought.tensors, field)
                 edits = [_edit(spec, vector, point, field, device) for point in named]
@@ -105,9 +104,24 @@ def _edit(spec: Intervention, vector: torch.Tensor, point: Point, field: str, de
     return edit("scale", low=spec.factor if isinstance(spec, Scale) else 0.0)
 
 
+def _patches(
+    spec: Intervention, brought: Sequence[torch.Tensor], points: Sequence[Point], field: str, device: torch.device
+) -> list[Edit]:
+    """The edits that put a stored run's rows [tokens, ...] in the place of points', each its own or all the same."""
+    if len(brought) == len(points):
+        return [_patch(spec, rows, point, field, device) for rows, point in zip(brought, points, strict=True)]
+    first = _patch(spec, brought[0], points[0], field, device)
+    alike = [point for point in points if point.shape == points[0].shape]
+    if len(alike) < len(points):
+        raise RequestError("its points have rows of several shapes: name a point of the run for each", f"{field}.from")
+    return [replace(first, point=point) for point in points]  # which share the rows
+
+
 def _patch(spec: Intervention, rows: torch.Tensor, point: Point, field: str, device: torch.device) -> Edit:
     """The edit that puts a stored run's rows [tokens, ...] in the place of a point's."""
     heads, features = _part(spec, point, field)
+    if math.prod(rows.shape[1:]) == math.prod(point.shape):
+        rows = rows.view(len(rows), *point.shape)  # by heads, or not
     if rows.shape[1:] != point.shape:
         has, needs = list(rows.shape[1:]), list(point.shape)
         message = f"the run's rows have the shape {has}, those of {point.name} {needs}: record them whole"

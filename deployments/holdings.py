@@ -44,7 +44,7 @@ class Holdings:
         self._store = store
         self._most = most
         self._lent: dict[str, int] = {}  # job -> bytes
-        self._bringing = asyncio.Lock()  # so that no more comes at a time than there is room for
+        self._bringing = asyncio.Lock()  # rows, so that no more come at a time than there is room for
 
     @contextlib.contextmanager
     def lending(self, job: str) -> Iterator[None]:
@@ -75,9 +75,8 @@ class Holdings:
                     rows[i] = await self._rows(spec, spec.rows, field)
                     self._take(job, rows[i], f"{field}.from")
             elif isinstance(reference, str) and reference not in tensors:
-                async with self._bringing:
-                    tensors[reference] = await self._tensor(reference, f"{field}.vector")
-                    self._take(job, [tensors[reference]], f"{field}.vector")
+                tensors[reference] = await self._tensor(reference, f"{field}.vector")
+                self._take(job, [tensors[reference]], f"{field}.vector")
         return Brought(tensors, rows)
 
     async def _tensor(self, reference: str, field: str) -> torch.Tensor:

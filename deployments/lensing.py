@@ -9,12 +9,14 @@ from deployments.activations.points import Points
 from deployments.engine.request import Lens, Request
 from deployments.errors import RequestError
 
+WEIGHT = 10  # numbers that an entry counts for: each is an object with text
+
 
 class Lensing:
     """One model's way from a lens asked for to its layers."""
 
     def __init__(self, points: Points, limit: int) -> None:
-        """Take a model's points, and how many tokens of layers one answer may name."""
+        """Take a model's points, and how many numbers one answer may hold."""
         self._points = points
         self._limit = limit
 
@@ -47,9 +49,9 @@ class Lensing:
             return
         tokens = sum(request.max_tokens for request in requests)
         count = len(lens.layers) * lens.top_k * tokens
-        if count > self._limit:
+        if count * WEIGHT > self._limit:
             message = (
                 f"{lens.top_k} tokens of {len(lens.layers)} layers for each of up to {tokens} generated ones are "
-                f"{count} in one answer, the limit is {self._limit}: ask for fewer, or set max_tokens"
+                f"{count} in one answer, the limit is {self._limit // WEIGHT}: ask for fewer, or set max_tokens"
             )
             raise RequestError(message, "logit_lens", "logit_lens_too_large")

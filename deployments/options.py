@@ -75,8 +75,8 @@ class Options(BaseModel):
         max_capture_bytes: The most bytes that one request may record, all its choices together.
         max_intervention_bytes: The most bytes of tensors and of stored rows that a replica's requests hold together for
             their interventions.
-        max_inline_values: The most numbers that `"return": "inline"` may put into an answer, and the most tokens of
-            layers that `logit_lens` may.
+        max_inline_values: The most numbers that `"return": "inline"` may put into an answer, and ten times as many as
+            the tokens of layers that `logit_lens` may.
         activations_dir: Where activations and clients' tensors are stored.
         models_dir: Where models lie that may be loaded by name while the server runs: `models_dir/some/model` is
             loaded as `some/model`, before the hub is asked. By default only the hub is.

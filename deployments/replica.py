@@ -293,7 +293,8 @@ class ModelReplica:
             prompt = prompts[at]
             reader = self._reader(job, prompt.text or "", streamed)
             request = self._request(job, index, prompt.ids, points, streamed)
-            edits = editing.of(len(prompt.ids), len(prompt.ids) + request.max_tokens)
+            if index % job.n == 0:
+                edits = editing.of(len(prompt.ids), len(prompt.ids) + request.max_tokens)
             markers = self._chat.markers(job.tools) if reader else {}
             request = replace(request, grammar=grammars[at], markers=markers, edits=edits, lens=lens)
             if index % job.n == 0:

@@ -128,13 +128,20 @@ class Profiles:
         """A model's default profile, as it was a second ago at the earliest.
 
         While the store does not answer, what was known last holds.
+
+        Raises:
+            ApiError: 503, where nothing was ever known.
         """
         if time.monotonic() - self._asked > FRESH_S:
-            if self._asking is None or self._asking.done():
-                self._asking = asyncio.ensure_future(self._ask())
-            await asyncio.wait([self._asking], timeout=PATIENCE_S)
-            if not self._asking.done():
+            asking = self._asking
+            if asking is None or asking.done():
+                asking = self._asking = asyncio.ensure_future(self._ask())
+            await asyncio.wait([asking], timeout=PATIENCE_S)
+            if not asking.done() and self._asking is asking:  # else they have been changed here since
                 self._asked = time.monotonic()
+        if self._version is None:
+            message = "the activation store has not said yet which profiles are defaults; try again"
+            raise ApiError(503, message, code="unavailable")
         return self._defaults.get(model)
 
     async def _ask(self) -> None:
@@ -145,8 +152,9 @@ class Profiles:
             logger.warning("the activation store does not say which profiles are defaults: %s", error)
             news = None
         if news is not None and (self._version is None or news[0] > self._version):
-            self._version, defaults = news
+            version, defaults = news
             self._defaults = {model: _profile(found) for model, found in defaults.items()}
+            self._version = version
         if self._asking is asyncio.current_task():  # else they have been changed here since
             self._asked = asked
 

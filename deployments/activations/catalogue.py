@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 import os
 from collections.abc import Iterable, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from itertools import islice
 from pathlib import Path
 from threading import Lock
@@ -25,7 +25,7 @@ class StoredFile(NamedTuple):
 
 
 class Entry(NamedTuple):
-    """One stored run; `points` is shared by all runs of its file, so that an entry stays small."""
+    """One stored run; `points` is shared by all runs of its file, and its interventions are left to the file."""
 
     facts: RunFacts
     uri: str
@@ -53,7 +53,8 @@ class _Session:
     updated: float = 0.0
 
     def add(self, entry: Entry) -> None:
-        self.runs[entry.facts.run_id] = entry
+        # They may be a thousand times as long as all else that is known of a run.
+        self.runs[entry.facts.run_id] = entry._replace(facts=replace(entry.facts, interventions=[]))
         self.tokens += entry.facts.tokens
         self.models.add(entry.facts.model)
         self.created = min(self.created, entry.facts.created)

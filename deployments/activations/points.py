@@ -190,9 +190,10 @@ class Points:
         Raises:
             RequestError: It is nothing, or what nothing further on reads; names the field.
         """
-        if pattern.endswith(".weights"):  # also where they cannot be captured
+        names = self._expand(pattern, field)
+        if re.search(r"att\w*\.weights$", pattern):  # also where they cannot be captured
             self._refuse_change(pattern, field)
-        found = [self._lookup(name) or self._refuse(name, field) for name in self._expand(pattern, field)]
+        found = [self._lookup(name) or self._refuse(name, field) for name in names]
         for point in found:
             if point.place.grows:
                 self._refuse_change(point.name, field)

@@ -6,6 +6,7 @@ profile is only ever looked up among those that are known.
 
 from __future__ import annotations
 
+import contextlib
 import json
 import logging
 import re
@@ -61,6 +62,8 @@ class ProfileFiles:
                     defaults = json.loads(Path(item.path).read_bytes())
                 elif match := _FILE.fullmatch(item.name):
                     profile = Profile.model_validate_json(Path(item.path).read_bytes())
+                    if profile.name != match[1]:
+                        raise ValueError(f"it is the profile {profile.name!r} under another name")
                     self._kept[match[1]] = _Kept(profile.model, profile.description, item.stat().st_mtime)
             except (OSError, ValueError):  # one bad file must not keep the others from being served
                 logger.exception("profile %s cannot be read and is not listed", item.path)
@@ -92,7 +95,7 @@ class ProfileFiles:
         data = profile.model_dump_json(by_alias=True, exclude_unset=True, exclude={"default"}).encode()
         if len(data) > MAX_BYTES:
             message = f"{len(data)} bytes, and a profile has {MAX_BYTES} at most: send vectors as tensor files"
-            raise RequestError(message, None, "profile_too_large")
+            raise RequestError(message, None, "profile_too_large", 413)
         with self._lock:
             others = {model: other for model, other in self._defaults.items() if other != name}
             full = len(self._kept.keys() | {name}) > MAX_PROFILES
@@ -104,14 +107,29 @@ class ProfileFiles:
             raise RequestError(message, "default", "insufficient_permissions", 403)
         defaults = others | ({profile.model: name} if profile.default and profile.model else {})
         try:
-            created = write(self._root, FOLDER, f"{name}.json", data)
-            self._keep_defaults(defaults)
+            created = self._write(name, data, defaults)
         except OSError as error:
             raise explain(self._root, error) from error
         with self._lock:
             self._kept[name] = _Kept(profile.model, profile.description, created)
-            self._change(defaults)
+            self._change(defaults, name)
         return self._whole(name, data)
+
+    def _write(self, name: str, data: bytes, defaults: dict[str, str]) -> float:
+        """Write a profile and the defaults, both or neither; the profile's time of modification."""
+        path = self._root / FOLDER / f"{name}.json"
+        before = path.read_bytes() if name in self._kept else None
+        created = write(self._root, FOLDER, path.name, data)
+        try:
+            self._keep_defaults(defaults)
+        except OSError:
+            with contextlib.suppress(OSError):  # the first error is the one to tell
+                if before is None:
+                    remove(self._root, FOLDER, path.name)
+                else:
+                    write(self._root, FOLDER, path.name, before)
+            raise
+        return created
 
     def get(self, name: str) -> dict[str, Any] | None:
         """A profile as it was sent, with when, and whether it is a default; None if there is none.
@@ -153,22 +171,27 @@ class ProfileFiles:
             defaults = {model: other for model, other in self._defaults.items() if other != name}
         try:
             self._keep_defaults(defaults)
+            with self._lock:
+                self._change(defaults, name)
             remove(self._root, FOLDER, f"{name}.json")
         except OSError as error:
             raise explain(self._root, error) from error
         with self._lock:
             del self._kept[name]
-            self._change(defaults)
         return True
 
     def _keep_defaults(self, defaults: dict[str, str]) -> None:
         if defaults != self._defaults:
             write(self._root, FOLDER, DEFAULTS, json.dumps(defaults).encode())
 
-    def _change(self, defaults: dict[str, str]) -> None:
-        """Take new defaults; the lock is held. Versions only grow, also where the clock goes back."""
+    def _change(self, defaults: dict[str, str], name: str) -> None:
+        """Take new defaults, or a new form of one; the lock is held.
+
+        Versions only grow, also where the clock goes back.
+        """
+        if defaults != self._defaults or name in defaults.values():
+            self._version = max(self._version + 1, time.time_ns())
         self._defaults = defaults
-        self._version = max(self._version + 1, time.time_ns())
 
     def _summary(self, name: str) -> dict[str, Any]:
         kept = self._kept[name]

@@ -87,6 +87,8 @@ class Readout:
             hook.remove()
         try:
             got = self.logits(kept[0])
+        except torch.OutOfMemoryError:
+            raise  # says nothing of the model
         except (TypeError, ValueError, RuntimeError, AttributeError, KeyError, IndexError) as error:
             return f"its layers cannot be left out of a forward: {type(error).__name__}: {error}"
         worst = relative_error(got, wanted)

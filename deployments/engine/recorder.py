@@ -69,8 +69,13 @@ class Recorder:
         """Copy a decode's value [batch, 1, ...]; modules may write over theirs afterwards."""
         self._came.add(place)
         if place.grows:
-            slots = [slot for slot, recording in self.recordings.items() if recording.grows]
-            rows = value[slots].cpu()  # [recording, 1, heads, keys], at once: a row's way costs more than its bytes
+            slots = [slot for slot, recording in self.recordings.items() if recording.reads(place)]
+            try:
+                rows = value[slots].cpu()  # [recording, 1, heads, keys], at once: a row's way costs more than its bytes
+            except (RuntimeError, MemoryError) as error:
+                for slot in slots:
+                    self.recordings[slot].give_up(str(error))
+                return
             for slot, row in zip(slots, rows, strict=True):
                 with self.recordings[slot].giving_up():
                     self.recordings[slot].write(place, row)

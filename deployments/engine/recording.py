@@ -78,6 +78,10 @@ class Recording:
         """Whether rows of generated tokens are kept; then the last one is run through too."""
         return self._capture.tokens != "prompt" and self._capture.mode == "generate"
 
+    def reads(self, place: Place) -> bool:
+        """Whether one of its points is there."""
+        return place in self._at
+
     def write(self, place: Place, value: torch.Tensor) -> None:
         """Copy what is wanted of a place's rows [rows, ...] of consecutive tokens; it counts when `keep` says so."""
         if self._failed or place not in self._at or not len(value):

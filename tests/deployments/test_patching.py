@@ -22,6 +22,7 @@ from deployments.replica import ModelReplica
 
 pytestmark = pytest.mark.usefixtures("cluster")  # rows go through the object store
 
+FLAT = "model.layers.2.self_attn.o_proj.input"  # the same rows as HEADS
 CLEAN, CORRUPTED = [5, 17, 40, 9, 33, 21, 8], [5, 17, 41, 90, 33, 21, 8]
 LAYERS, HEADS = "layers.*.output", "layers.2.attention.heads"
 NEW = 4
@@ -195,6 +196,9 @@ def test_a_point_takes_another_points_rows_by_any_name_of_it(plain):
     for name in ("layers.1.output", "layers.-5.output", "model.layers[1].output"):
         got = plain.run(CORRUPTED, replaced(clean, "layers.3.output", "last", point=name))
         assert torch.equal(got["layers.3.output"][len(CLEAN) - 1], clean["layers.1.output"][len(CLEAN) - 1])
+    by_head = plain.run(CORRUPTED, capture={"points": [FLAT]})
+    got = plain.run(CLEAN, replaced(by_head, HEADS, "last", point=FLAT))
+    assert torch.equal(got[HEADS][6].flatten(), by_head[FLAT][6])
     all_of_one = plain.run(CORRUPTED, replaced(clean, LAYERS, "last", point="layers.1.output"))
     assert torch.equal(all_of_one["layers.5.output"][6], clean["layers.1.output"][6])
 

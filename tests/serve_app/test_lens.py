@@ -196,11 +196,11 @@ def test_what_cannot_be_is_refused_by_its_path_and_nothing_runs(served, statisti
 
 def test_more_than_an_answer_may_hold_is_refused_with_the_limit(served, statistics):
     before = statistics()["steps"]
-    fields = {"logit_lens": {"top_k": 20}, "max_tokens": 100, "n": 17}  # 6 layers x 20 x 1,700 tokens
+    fields = {"logit_lens": {"top_k": 20}, "max_tokens": 10, "n": 17}  # 6 layers x 20 x 170 tokens
     error = refused(served, **fields)
     assert (error["param"], error["code"]) == ("logit_lens", "logit_lens_too_large")
-    assert "204000" in error["message"]
-    assert "200000" in error["message"]
+    assert "20400" in error["message"]
+    assert "20000" in error["message"]
     assert statistics()["steps"] == before
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 from contextlib import contextmanager
+from types import SimpleNamespace
 
 import httpx
 import pytest
@@ -15,6 +16,7 @@ from deployments.activations.store import connect
 from deployments.messages import Job
 from deployments.options import home
 from serve_app import profiles
+from serve_app.errors import ApiError
 from serve_app.profiles import Profiles
 
 MODEL = "vitrine-demo"
@@ -256,6 +258,54 @@ def test_another_ingress_knows_of_a_default_within_a_second_and_asks_no_more_oft
         await asyncio.to_thread(ask, "DELETE", "seen")
         now[0] += profiles.FRESH_S + 0.01
         assert await default() is None
+
+    asyncio.run(scene())
+
+
+class Slow:
+    """A store that answers when it is told to."""
+
+    def __init__(self):
+        self.answers = []
+
+    def __getattr__(self, name):
+        def remote(*_):
+            self.answers.append(asyncio.get_running_loop().create_future())
+            return self.answers[-1]
+
+        return SimpleNamespace(remote=remote)
+
+
+def test_a_request_that_waits_for_defaults_outlives_a_change_of_profiles(monkeypatch):
+    async def scene():
+        store = Slow()
+        other = Profiles(store)
+        waiting = asyncio.ensure_future(other.applied(Job("j"), None, MODEL, None, None))
+        await asyncio.sleep(0)
+        deleting = asyncio.ensure_future(other.delete("p"))
+        await asyncio.sleep(0)
+        asked, deleted = store.answers
+        deleted.set_result(True)
+        await deleting
+        asked.set_result((1, {}))
+        assert (await waiting).profile is None
+        again = asyncio.ensure_future(other.applied(Job("j"), None, MODEL, None, None))
+        await asyncio.sleep(0)
+        assert len(store.answers) == 3  # what was asked before the change is not taken for what holds now
+        fields = {"name": "p", "model": MODEL, "interventions": [HALF]}
+        store.answers[2].set_result((2, {MODEL: fields}))
+        assert (await again).profile == "p"
+
+    asyncio.run(scene())
+
+
+def test_before_the_store_has_answered_nothing_runs_without_a_default_it_should_have(monkeypatch):
+    monkeypatch.setattr(profiles, "PATIENCE_S", 0.01)
+
+    async def scene():
+        with pytest.raises(ApiError) as refused:
+            await Profiles(Slow()).applied(Job("j"), None, MODEL, None, None)
+        assert refused.value.status == 503
 
     asyncio.run(scene())
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import json
 import os
 import stat
@@ -116,6 +117,34 @@ def test_a_crash_between_a_profile_and_the_defaults_leaves_none_that_is_not_so(f
     assert defaults(ProfileFiles(tmp_path)) == {}
     (tmp_path / FOLDER / DEFAULTS).write_text("[1]")
     assert [one["name"] for one in ProfileFiles(tmp_path).list(10, None)] == ["a"]
+
+
+def test_where_the_defaults_cannot_be_written_a_profile_stays_as_it_was(files, monkeypatch):
+    files.put(profile("a", description="first"), by_admin=True)
+    real = profile_files.write
+
+    def full(root, folder, name, data):
+        if name == DEFAULTS:
+            raise OSError(errno.ENOSPC, "no room")
+        return real(root, folder, name, data)
+
+    monkeypatch.setattr(profile_files, "write", full)
+    for name in ("a", "new"):
+        with pytest.raises(StoreError):
+            files.put(profile(name, model="m", default=True, description="second"), by_admin=True)
+    assert files.get("a")["description"] == "first"
+    assert files.get("new") is None
+    assert [one["name"] for one in ProfileFiles(files._root).list(10, None)] == ["a"]
+
+
+def test_only_what_changes_a_default_is_news(files):
+    files.put(profile("a", model="m", default=True), by_admin=True)
+    version, _ = files.defaults(None)
+    files.put(profile("b"), by_admin=True)
+    files.delete("b")
+    assert files.defaults(version) is None
+    files.put(profile("a", model="m", default=True, description="changed"), by_admin=True)
+    assert files.defaults(version) is not None
 
 
 def test_a_deleted_profile_is_gone_from_the_disk(files, tmp_path):
