@@ -6,7 +6,7 @@ import contextlib
 import uuid
 from collections.abc import AsyncGenerator, AsyncIterator
 from datetime import UTC, datetime
-from typing import Annotated, Any
+from typing import Annotated, Any, Literal
 
 from fastapi import APIRouter, Body, Depends, FastAPI, Path, Query, Request, Security
 from fastapi.middleware.cors import CORSMiddleware
@@ -52,6 +52,7 @@ async def _is_a_file(request: Request) -> None:
 
 
 Actors = Annotated[Backend, Depends(_backend)]
+DataFormat = Literal["arrow", "safetensors", "npz", "pt"]
 SessionId = Annotated[str, Depends(_session_id)]
 
 openai = APIRouter(tags=["OpenAI"], responses=errors(503))
@@ -168,6 +169,25 @@ async def session(session_id: SessionId, backend: Actors) -> dict[str, Any]:
     return await backend.session(session_id)
 
 
+@activations.get("/session/{session_id}/data", response_class=Response, responses=described.DATA | errors(404, 429))
+async def session_data(
+    session_id: SessionId,
+    backend: Actors,
+    run: Annotated[
+        list[str] | None, Query(description="Ids of runs, repeated or apart by commas; all by default.")
+    ] = None,
+    points: Annotated[list[str] | None, Query(description="Names of points, likewise; all by default.")] = None,
+    format: DataFormat = "arrow",
+) -> Response:
+    """Download stored runs: an Arrow IPC stream, or a file of named tensors."""
+    data = await backend.data(session_id, _apart(run, "run"), _apart(points, "points"), format)
+    name = f"{session_id}.{'arrows' if format == 'arrow' else format}"
+    # Who gets less than the length says knows that it was cut off, whatever the format.
+    headers = {"Content-Length": str(data.length), "Content-Disposition": f'attachment; filename="{name}"'}
+    kind = described.ARROW if format == "arrow" else BYTES
+    return StreamingResponse(_closed(data.pieces), media_type=kind, headers=headers)
+
+
 @activations.delete("/session/{session_id}", dependencies=[AdminOnly], responses=described.DELETED | errors(403, 404))
 async def delete_session(session_id: SessionId, backend: Actors) -> dict[str, Any]:
     """Delete a session; its files are gone when this answers."""
@@ -240,6 +260,23 @@ async def health(backend: Actors) -> Response:
 async def metrics(backend: Actors) -> Response:
     """What Ray exports of this project and of Serve, of all nodes, as Prometheus text."""
     return PlainTextResponse(await backend.metrics())
+
+
+def _apart(values: list[str] | None, field: str) -> list[str] | None:
+    """What a repeated field or commas set apart; None where the field is left out."""
+    if values is None:
+        return None
+    parts = [part for value in values for part in value.split(",")]
+    if not all(parts):
+        raise RequestError("a name is empty: leave the field out for all", field)
+    return parts
+
+
+async def _closed(pieces: AsyncGenerator[bytes]) -> AsyncIterator[bytes]:
+    """Pass on a download; end its reading when the client's does."""
+    async with contextlib.aclosing(pieces):
+        async for piece in pieces:
+            yield piece
 
 
 def _page(found: list[dict[str, Any]], limit: int) -> dict[str, Any]:

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import asyncio
 import uuid
-from typing import Any
+from collections.abc import AsyncGenerator, Sequence
+from typing import Any, NamedTuple
 
 import httpx
 import ray
@@ -13,13 +14,27 @@ from deployments.activations.profiles import Profile
 from deployments.client_code.board import connect as board
 from deployments.messages import Job
 from deployments.options import Options
-from serve_app.asking import stored
+from serve_app.asking import answered, stored
 from serve_app.code_jobs import CodeJobs
 from serve_app.errors import ApiError
 from serve_app.exposition import merge
 from serve_app.loading import Loader
 from serve_app.models import Models
 from serve_app.profiles import Profiles
+
+PLAN_S = 300.0  # the longest that a download waits until the store has looked through the session's files
+
+
+class Data(NamedTuple):
+    """A download.
+
+    Attributes:
+        length: Its bytes.
+        pieces: Them, in order; closing it ends the reading.
+    """
+
+    length: int
+    pieces: AsyncGenerator[bytes]
 
 
 class Backend:
@@ -75,6 +90,38 @@ class Backend:
         """
         if not await stored(self._store.delete.remote(session_id)):
             raise _no_session(session_id)
+
+    async def data(
+        self, session_id: str, runs: Sequence[str] | None, points: Sequence[str] | None, format: str
+    ) -> Data:
+        """What a session holds, as a file of the format.
+
+        Args:
+            session_id: The session.
+            runs: These runs alone.
+            points: These points alone.
+            format: `arrow`, `safetensors`, `npz` or `pt`.
+
+        Raises:
+            RequestError: There is no such run or point, too much for one file, or no room for more at once.
+            ApiError: 404; 503.
+        """
+        asked = self._store.begin_data.remote(session_id, runs, points, format)
+        begun: tuple[str, int] | None = await answered(asked, "the activation store", PLAN_S)
+        if begun is None:
+            raise _no_session(session_id)
+        key, length = begun
+        return Data(length, self._pieces(key))
+
+    async def _pieces(self, key: str) -> AsyncGenerator[bytes]:
+        """A download's bytes; the next piece is read while one is sent, and no more."""
+        try:
+            ahead = self._store.more_data.remote(key)
+            while piece := await stored(ahead):
+                ahead = self._store.more_data.remote(key)
+                yield piece
+        finally:
+            self._store.end_data.remote(key)
 
     async def put_tensors(self, data: bytes) -> dict[str, Any]:
         """Keep a safetensors file; it is on disk when this returns.

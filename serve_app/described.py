@@ -154,6 +154,16 @@ _SESSION: dict[str, Any] = {"id": "first-steps", "runs": 1, "tokens": 23, "bytes
 _SESSION |= {"created": 1763700000.0, "updated": 1763700000.0}
 SESSION = answers(_SESSION | {"runs": [], "files": []})
 SESSIONS = answers({"object": "list", "data": [_SESSION], "has_more": False})
+ARROW = "application/vnd.apache.arrow.stream"
+DATA: Responses = {
+    200: {
+        "description": "The runs; `Content-Length` says how many bytes they are.",
+        "content": {
+            ARROW: {"example": "Arrow IPC streams, of `format=arrow`"},
+            "application/octet-stream": {"example": "a file of the format"},
+        },
+    }
+}
 DELETED = answers({"id": "first-steps", "object": "session", "deleted": True})
 
 _PLACES: list[dict[str, Any]] = [

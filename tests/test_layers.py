@@ -114,6 +114,8 @@ def test_the_engine_holds_no_ray(name):
     [
         ("deployments.engine.engine", "ray"),
         ("deployments.activations.reader", "ray"),
+        ("deployments.activations.exports", "ray"),
+        ("deployments.activations.pulling", "torch"),
         ("serve_app", "torch"),
         ("serve_app.ingress", "torch"),
     ],

@@ -92,7 +92,7 @@ def load(source: str | os.PathLike[str], run_id: str | None = None, points: Sequ
         ValueError: If no one run is meant, or it has no such point; the message lists what there is.
         FileNotFoundError: If the source does not exist.
     """
-    path = _path(source)
+    path = path_of(source)
     matching = (run for run in _runs_in(path) if run_id in (None, run.facts.run_id))
     found = next(matching, None)
     if found is None or (run_id is None and next(matching, None)):
@@ -120,7 +120,7 @@ def runs(source: str | os.PathLike[str]) -> list[RunFacts]:
     Raises:
         FileNotFoundError: If the source does not exist.
     """
-    return [run.facts for run in _runs_in(_path(source))]
+    return [run.facts for run in _runs_in(path_of(source))]
 
 
 def whole_run(source: str | os.PathLike[str], run_id: str) -> WholeRun | None:
@@ -129,7 +129,7 @@ def whole_run(source: str | os.PathLike[str], run_id: str) -> WholeRun | None:
     Raises:
         FileNotFoundError: If the source does not exist.
     """
-    return next((run for run in _runs_in(_path(source)) if run.facts.run_id == run_id), None)
+    return next((run for run in _runs_in(path_of(source)) if run.facts.run_id == run_id), None)
 
 
 def whole_runs(path: Path) -> Iterator[WholeRun]:
@@ -178,7 +178,12 @@ def is_sealed(path: Path) -> bool:
     return True
 
 
-def _path(source: str | os.PathLike[str]) -> Path:
+def path_of(source: str | os.PathLike[str]) -> Path:
+    """The path that a path or a `file://` URI of this machine means.
+
+    Raises:
+        ValueError: It is another kind of URI.
+    """
     text = os.fspath(source)
     if "://" not in text:
         return Path(text)

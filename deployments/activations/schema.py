@@ -126,6 +126,11 @@ def _flat(name: str, tensor: torch.Tensor) -> pa.Array:
     return pa.Array.from_buffers(pa.from_numpy_dtype(values.dtype), values.size, [None, pa.py_buffer(values)])
 
 
+def dtype_of(name: str) -> torch.dtype:
+    """The dtype that a file's metadata calls by this name."""
+    return _DTYPES[name]
+
+
 def to_tensor(column: pa.FixedShapeTensorArray, dtype: str) -> torch.Tensor:
     """The inverse of a point's column: `[rows, ...features]` of the true dtype, over the same memory."""
     # DLPack carries no read-only flag, so torch does not warn of one as it does over numpy.

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
@@ -35,6 +35,7 @@ class ActivationStore:
         # Serve's controller and the ingress import this module too, and need no Arrow.
         from deployments.activations.catalogue import Catalogue
         from deployments.activations.profile_files import ProfileFiles
+        from deployments.activations.readings import Readings
         from deployments.activations.tensor_files import TensorFiles
         from deployments.activations.writer import Writer
 
@@ -46,6 +47,8 @@ class ActivationStore:
         )
         self._root = resolved
         self._rows_pool = ThreadPoolExecutor(2, thread_name_prefix="stored-rows")  # what they read is in memory at once
+        self._readings = Readings(self._catalogue)
+        self._data_pool = ThreadPoolExecutor(2, thread_name_prefix="downloads")
         self._tensors = TensorFiles(resolved)
         self._profiles = ProfileFiles(resolved)
         self._files_pool = ThreadPoolExecutor(1, thread_name_prefix="small-files")  # one changes them at a time
@@ -121,6 +124,38 @@ class ActivationStore:
         loop = asyncio.get_running_loop()
         try:
             return await loop.run_in_executor(self._rows_pool, read_rows, entry, points, tokens, most)
+        except OSError as error:
+            raise explain(self._root, error) from error
+
+    async def begin_data(
+        self, session_id: str, runs: Sequence[str] | None, points: Sequence[str] | None, format: str
+    ) -> tuple[str, int] | None:
+        """Begin to hand over a session's data, as `Readings.begin`; None if there is no such session.
+
+        Returns:
+            The key that `more_data` and `end_data` take, and the number of bytes to come.
+
+        Raises:
+            RequestError: There is no such run or point, too much for one file, or no room for more at once.
+            StoreError: The disk refuses.
+        """
+        return await self._reading(self._readings.begin, session_id, runs, points, format)  # type: ignore[no-any-return]
+
+    async def more_data(self, key: str) -> bytes:
+        """The next bytes, at most `readings.PIECE`; nothing at the end.
+
+        Raises:
+            StoreError: The session was deleted meanwhile, nobody asked for long, or the disk refuses.
+        """
+        return await self._reading(self._readings.more, key)  # type: ignore[no-any-return]
+
+    async def end_data(self, key: str) -> None:
+        """Give up what is left to hand over; may come at any time."""
+        self._readings.end(key)
+
+    async def _reading(self, read: Callable[..., Any], *args: Any) -> Any:
+        try:
+            return await asyncio.get_running_loop().run_in_executor(self._data_pool, read, *args)
         except OSError as error:
             raise explain(self._root, error) from error
 

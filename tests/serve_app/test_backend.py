@@ -20,7 +20,7 @@ from ray import serve
 from deployments.activations.store import connect
 from deployments.messages import Job
 from deployments.options import NO_MODEL, Options
-from serve_app import asking, models
+from serve_app import asking, backend, models
 from serve_app.backend import Backend
 from serve_app.errors import ApiError
 from serve_app.models import GRACE_S, ServedModel
@@ -108,18 +108,20 @@ def test_while_serves_controller_does_not_answer_it_is_said_and_requests_are_ser
 
 def test_a_store_that_does_not_answer_means_503(served, tmp_path, monkeypatch):
     monkeypatch.setattr(asking, "STORE_S", 0.5)
+    monkeypatch.setattr(backend, "PLAN_S", 0.5)
     options, store = Options(model=NO_MODEL), connect(str(tmp_path))
 
     async def ask() -> list[tuple[int, str | None]]:
         asked = Backend(options, "none", store)
         sessions = (asked.sessions(1, None), asked.session("any"), asked.delete_session("any"))
+        sessions += (asked.data("any", None, None, "arrow"),)
         tensors = (asked.tensor_files(1, None), asked.tensor_file("any"), asked.delete_tensors("any"))
         answers = await asyncio.gather(*sessions, *tensors, return_exceptions=True)
         return [(answer.status, answer.code) for answer in answers if isinstance(answer, ApiError)]
 
     with stopped(store):
-        assert asyncio.run(ask()) == [(503, "unavailable")] * 6
-    assert asyncio.run(ask()) == [(404, "session_not_found")] * 2 + [(404, "tensor_not_found")] * 2
+        assert asyncio.run(ask()) == [(503, "unavailable")] * 7
+    assert asyncio.run(ask()) == [(404, "session_not_found")] * 3 + [(404, "tensor_not_found")] * 2
     ray.kill(store)
 
 

@@ -1,0 +1,234 @@
+"""`python -m deployments.activations`: look through, check, export, fetch and delete stored activations."""
+
+from __future__ import annotations
+
+import argparse
+import os
+import shutil
+import sys
+from collections.abc import Sequence
+from datetime import datetime
+from pathlib import Path
+from typing import Any
+
+from deployments.activations.facts import check_session_id
+from deployments.options import home
+
+FORMATS = ("pt", "safetensors", "npz", "parquet")
+RUNNING = "A running server deletes a session of its own over HTTP: DELETE /v1/activations/session/{}"
+
+
+class UserError(Exception):
+    """What the user can put right."""
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Run a command; 0 where it did what was asked, 1 where it could not, 2 where it was not understood."""
+    from deployments.activations.pulling import PullError
+
+    args = _parser().parse_args(argv)
+    try:
+        return int(args.run(args))
+    except (UserError, PullError, ValueError, OSError) as error:
+        print(f"{args.prog}: {error}", file=sys.stderr)
+    except KeyboardInterrupt:
+        print(f"{args.prog}: stopped", file=sys.stderr)
+    return 1
+
+
+def _ls(args: argparse.Namespace) -> int:
+    found = _catalogue(args.dir).sessions(limit=sys.maxsize)
+    rows = [
+        (one["id"], one["runs"], one["tokens"], size(one["bytes"]), time(one["updated"]), ", ".join(one["models"]))
+        for one in found
+    ]
+    table(("session", "runs", "tokens", "size", "updated", "models"), rows, right="runs tokens size")
+    return 0
+
+
+def _show(args: argparse.Namespace) -> int:
+    found = _session(args.dir, args.session)
+    total = f"{found['runs_count']} runs, {found['tokens']} tokens, {size(found['bytes'])}"
+    print(f"{found['id']}: {total}, {time(found['created'])} to {time(found['updated'])}\n")
+    kinds = {(name, _shape(point), point["dtype"]) for run in found["runs"] for name, point in run["points"].items()}
+    table(("point", "shape", "dtype"), sorted(kinds))
+    print()
+    said = ("run_id", "prompt_tokens", "tokens", "finish_reason", "model", "sample_id")
+    runs = [(*(run[name] for name in said), time(run["created"]), _tags(run["tags"])) for run in found["runs"]]
+    heads = ("run", "prompt", "tokens", "finish", "model", "sample", "created", "tags")
+    table(heads, runs, right="prompt tokens")
+    print()
+    files = [
+        (file["uri"].rpartition("/")[2], size(file["bytes"]), "sealed" if file["sealed"] else "open")
+        for file in found["files"]
+    ]
+    table(("file", "size", ""), files, right="size")
+    return 0
+
+
+def _export(args: argparse.Namespace) -> int:
+    from deployments.activations.exports import export
+
+    _root(args.dir)
+    files = export(
+        args.dir,
+        args.to,
+        args.format,
+        session=args.session,
+        run=_apart(args.run_ids),
+        points=_apart(args.points),
+        overwrite=args.overwrite,
+    )
+    print(f"{len(files)} files, {size(sum(file.stat().st_size for file in files))}, in {args.to}")
+    return 0
+
+
+def _verify(args: argparse.Namespace) -> int:
+    from deployments.activations.selecting import shards
+    from deployments.activations.verifying import verify
+
+    _root(args.dir)
+    rows, bad = list[tuple[Any, ...]](), 0
+    for path in shards(args.dir, args.session):
+        found = verify(path)
+        bad += not found.ok
+        rest = "".join(f"; of {run}, {count} rows" for run, count in found.unfinished.items())
+        name = path.relative_to(args.dir) if path.is_relative_to(args.dir) else path
+        rows.append((name, size(path.stat().st_size), found.state, found.runs, found.rows, found.reason + rest))
+    table(("file", "size", "state", "runs", "rows", ""), rows, right="size runs rows")
+    if bad:
+        print(f"\n{bad} of {len(rows)} files are not whole; their whole runs can be read", file=sys.stderr)
+    return 1 if bad else 0
+
+
+def _rm(args: argparse.Namespace) -> int:
+    found = _session(args.dir, args.session)
+    what = f"{args.session}: {found['runs_count']} runs, {size(found['bytes'])}"
+    if not args.yes:
+        raise UserError(f"{what} would be deleted: say so with --yes. {RUNNING.format(args.session)}")
+    # Renamed first, as the server does it, so that no half of a session is ever listed; its next start takes it away.
+    trash = args.dir / f".deleted-{os.urandom(8).hex()}"
+    (args.dir / check_session_id(args.session)).rename(trash)
+    shutil.rmtree(trash)
+    print(f"deleted {what}")
+    return 0
+
+
+def _pull(args: argparse.Namespace) -> int:
+    from deployments.activations.pulling import pull
+
+    key = args.api_key or os.environ.get("VITRINE_API_KEY") or None
+    folder = pull(args.url, args.session, args.dir, runs=args.run_ids, points=args.points, api_key=key)
+    print(f"{size(sum(file.stat().st_size for file in folder.iterdir()))} in {folder}")
+    return 0
+
+
+def table(heads: Sequence[str], rows: Sequence[Sequence[Any]], right: str = "") -> None:
+    """Print rows as columns of text.
+
+    Args:
+        heads: The columns' names.
+        rows: Their cells; None is a dash.
+        right: Names of columns that stand to the right.
+    """
+    cells = [tuple(heads), *(tuple("-" if cell is None else _printable(str(cell)) for cell in row) for row in rows)]
+    widths = [max(len(row[i]) for row in cells) for i in range(len(heads))]
+    rights = [head in right.split() for head in heads]
+    for row in cells:
+        aligned = [
+            cell.rjust(width) if to_right else cell.ljust(width)
+            for cell, width, to_right in zip(row, widths, rights, strict=True)
+        ]
+        print("  ".join(aligned).rstrip())
+
+
+def _printable(text: str) -> str:
+    """A user's text on one line, with nothing that a terminal would obey."""
+    return "".join(letter if letter.isprintable() else ascii(letter)[1:-1] for letter in text)
+
+
+def size(count: int) -> str:
+    """Bytes as people say them: `812 B`, `1.5 MiB`."""
+    value, units = float(count), ["B", "KiB", "MiB", "GiB", "TiB"]
+    while value >= 1024 and len(units) > 1:
+        value /= 1024
+        units.pop(0)
+    return f"{value:.0f} B" if units[0] == "B" else f"{value:.1f} {units[0]}"
+
+
+def time(seconds: float) -> str:
+    """Unix seconds as local time."""
+    return datetime.fromtimestamp(seconds).astimezone().isoformat(sep=" ", timespec="seconds")
+
+
+def _root(folder: Path) -> Path:
+    if not folder.is_dir():
+        raise UserError(f"there is no store at {folder}: name one with --dir")
+    return folder
+
+
+def _catalogue(folder: Path) -> Any:
+    from deployments.activations.catalogue import Catalogue
+
+    return Catalogue.rebuild(_root(folder).resolve())
+
+
+def _session(folder: Path, session: str) -> dict[str, Any]:
+    check_session_id(session)
+    found: dict[str, Any] | None = _catalogue(folder).session(session)
+    if found is None:
+        raise UserError(f"there is no session {session!r} in {folder}")
+    return found | {"runs_count": len(found["runs"])}
+
+
+def _shape(point: dict[str, Any]) -> str:
+    return "[" + ", ".join("tokens" if size is None else str(size) for size in point["shape"][1:]) + "]"
+
+
+def _tags(tags: dict[str, str]) -> str | None:
+    return ", ".join(f"{name}={value}" for name, value in tags.items()) or None
+
+
+def _apart(values: Sequence[str]) -> list[str] | None:
+    return [part for value in values for part in value.split(",") if part] or None
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(prog="python -m deployments.activations", description=__doc__, allow_abbrev=False)
+    parser.set_defaults(prog="deployments.activations")
+    commands = parser.add_subparsers(required=True, metavar="COMMAND")
+
+    def command(name: str, run: Any, help: str) -> argparse.ArgumentParser:
+        added = commands.add_parser(name, help=help, description=help, allow_abbrev=False)
+        folder = home() / "activations"
+        added.add_argument("--dir", type=Path, default=folder, help=f"the store's directory, by default {folder}")
+        added.set_defaults(run=run, command=name)
+        return added
+
+    def chosen(added: argparse.ArgumentParser) -> None:
+        added.add_argument("--run", dest="run_ids", action="append", default=[], help="a run alone; may be repeated")
+        added.add_argument("--points", action="append", default=[], help="points alone, apart by commas or repeated")
+
+    command("ls", _ls, "list the sessions")
+    command("show", _show, "a session's points, runs and files").add_argument("session")
+    added = command("export", _export, "write runs as files of another format")
+    added.add_argument("to", type=Path, help="the directory for the files")
+    added.add_argument("--format", choices=FORMATS, required=True)
+    added.add_argument("--session", help="this session alone")
+    added.add_argument("--overwrite", action="store_true", help="write files anew that are there already")
+    chosen(added)
+    added = command("verify", _verify, "read everything, and say what is whole and what can still be read")
+    added.add_argument("session", nargs="?")
+    added = command("rm", _rm, f"delete a session. {RUNNING.format('ID')}")
+    added.add_argument("session")
+    added.add_argument("--yes", action="store_true", help="do it")
+    added = command("pull", _pull, "fetch a session from a server into the store's directory")
+    added.add_argument("url", help="the server's address, http://host:8000")
+    added.add_argument("session")
+    added.add_argument("--api-key", help="by default the variable VITRINE_API_KEY")
+    chosen(added)
+    return parser
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,158 @@
+"""A server's session to a directory of this machine, where `load` and exports read it. Needs no torch."""
+
+from __future__ import annotations
+
+import contextlib
+import io
+import json
+import shutil
+import tempfile
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from typing import Any
+
+import httpx
+import pyarrow as pa
+from tqdm import tqdm
+
+from deployments.activations.facts import check_session_id
+
+_TIMEOUT = httpx.Timeout(30, read=330)  # a server may look through a large session first
+_BUFFER = 1 << 20
+
+
+class PullError(Exception):
+    """What could not be fetched, and why."""
+
+
+def pull(
+    url: str,
+    session: str,
+    to: Path,
+    *,
+    runs: Sequence[str] = (),
+    points: Sequence[str] = (),
+    api_key: str | None = None,
+    progress: bool | None = None,
+) -> Path:
+    """Fetch a session into a directory of its name, as sealed Arrow files; whole or not at all.
+
+    Args:
+        url: The server's address, with or without `/v1`.
+        session: The session.
+        to: The directory for its directory; made if it is missing.
+        runs: These runs alone.
+        points: These points alone.
+        api_key: The key, where the server asks for one.
+        progress: Whether to draw a bar; by default on a terminal.
+
+    Returns:
+        The session's directory.
+
+    Raises:
+        FileExistsError: It is there already.
+        PullError: The server refuses, cannot be reached, or the answer is cut off.
+        ValueError: The session's name, the address or the key can be none.
+    """
+    folder = to / check_session_id(session)
+    if folder.exists():
+        raise FileExistsError(f"{folder} is there already: take another directory, or delete it first")
+    if not url.startswith(("http://", "https://")):
+        raise ValueError(f"{url!r} is no address of a server: it begins with http:// or https://")
+    if api_key is not None and not (api_key.isascii() and api_key.isprintable()):
+        raise ValueError("the API key has characters that no key has")
+    to.mkdir(parents=True, exist_ok=True)
+    unfinished = Path(tempfile.mkdtemp(prefix=".pull-", dir=to))
+    try:
+        address = f"{url.rstrip('/').removesuffix('/v1')}/v1/activations/session/{session}/data"
+        params = {"run": list(runs), "points": list(points), "format": "arrow"}
+        headers = {"Authorization": f"Bearer {api_key}"} if api_key else {}
+        with _answer(address, params, headers) as answer:
+            _keep(answer, unfinished, session, progress)
+        unfinished.chmod(0o777 & ~_umask(to))
+        unfinished.rename(folder)
+    finally:
+        shutil.rmtree(unfinished, ignore_errors=True)
+    return folder
+
+
+@contextlib.contextmanager
+def _answer(address: str, params: dict[str, Any], headers: dict[str, str]) -> Iterator[httpx.Response]:
+    try:
+        with httpx.stream("GET", address, params=params, headers=headers, timeout=_TIMEOUT) as answer:
+            if answer.status_code != 200:
+                answer.read()
+                raise PullError(_said(answer))
+            yield answer
+    except httpx.RemoteProtocolError as error:
+        raise PullError(f"the answer was cut off, nothing of it is kept: {error}") from error
+    except (httpx.HTTPError, httpx.InvalidURL) as error:
+        raise PullError(f"{address}: {str(error) or type(error).__name__}") from error
+
+
+def _said(answer: httpx.Response) -> str:
+    try:
+        return f"{answer.status_code}: {answer.json()['error']['message']}"
+    except (json.JSONDecodeError, UnicodeDecodeError, KeyError, TypeError):
+        return f"{answer.url} answered {answer.status_code}, and not as a server of activations"
+
+
+def _keep(answer: httpx.Response, folder: Path, session: str, progress: bool | None) -> None:
+    """Write the streams of an answer, each as a file."""
+    length = answer.headers.get("content-length")
+    bar = tqdm(
+        total=int(length) if length else None,
+        unit="iB",
+        unit_scale=True,
+        unit_divisor=1024,
+        desc=session,
+        disable=None if progress is None else not progress,
+    )
+    with bar:
+        body: io.BufferedReader[Any] = io.BufferedReader(_Body(answer.iter_bytes(), bar), _BUFFER)
+        number = 0
+        while body.peek(1):
+            number += 1
+            try:
+                _seal(body, folder / f"pulled-{number:06}.arrow")
+            except (pa.ArrowException, OSError) as error:
+                if isinstance(error, OSError) and error.errno:  # the disk's, not Arrow's
+                    raise
+                raise PullError(f"{answer.url} sent what is no Arrow stream: {error}") from error
+
+
+def _seal(body: io.BufferedReader[Any], path: Path) -> None:
+    """Write one stream as an Arrow file, batch by batch."""
+    stream = pa.ipc.open_stream(body)
+    with pa.OSFile(str(path), "wb") as file, pa.ipc.new_file(file, stream.schema) as writer:
+        for item in stream.iter_batches_with_custom_metadata():
+            writer.write_batch(item.batch, custom_metadata=item.custom_metadata)
+
+
+def _umask(folder: Path) -> int:
+    """The bits that new directories of the user do not get, by the one that this one is in."""
+    return ~folder.stat().st_mode & 0o777
+
+
+class _Body(io.RawIOBase):
+    """An answer's bytes as a file that is read once."""
+
+    def __init__(self, pieces: Iterator[bytes], bar: Any) -> None:
+        self._pieces = pieces
+        self._bar = bar
+        self._held = memoryview(b"")
+
+    def readable(self) -> bool:
+        return True
+
+    def readinto(self, buffer: Any) -> int:
+        while not self._held:
+            piece = next(self._pieces, None)
+            if piece is None:
+                return 0
+            self._bar.update(len(piece))
+            self._held = memoryview(piece)
+        count = min(len(buffer), len(self._held))
+        buffer[:count] = self._held[:count]
+        self._held = self._held[count:]
+        return count

@@ -1,0 +1,143 @@
+"""Which stored runs and points are meant, and their rows batch by batch: what exports and downloads are made of."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Collection, Iterable, Iterator, Mapping
+from pathlib import Path
+from typing import NamedTuple
+
+import pyarrow as pa
+
+from deployments.activations.facts import PointType, RunFacts, check_session_id
+from deployments.activations.reader import messages, path_of, whole_runs
+from deployments.activations.schema import point_types
+from deployments.errors import RequestError
+
+MOST_NAMED = 10  # runs or points that a refusal lists
+
+
+class Chosen(NamedTuple):
+    """A whole run and those of its points that are asked for; the batches are views of its file."""
+
+    facts: RunFacts
+    batches: list[pa.RecordBatch]
+    types: Mapping[str, PointType]
+
+    @property
+    def rows(self) -> int:
+        """Captured tokens."""
+        return sum(batch.num_rows for batch in self.batches)
+
+
+class Wanted(NamedTuple):
+    """What is asked for; None is all."""
+
+    session: str | None = None
+    runs: Collection[str] | None = None
+    points: Collection[str] | None = None
+
+    def check(self, runs: Collection[str], points: Collection[str]) -> None:
+        """Refuse what is not there.
+
+        Args:
+            runs: The runs there are.
+            points: The points that those of them which are asked for recorded.
+
+        Raises:
+            RequestError: A run or point that is asked for is none; lists some there are.
+        """
+        if self.runs is not None and (unknown := [run for run in self.runs if run not in runs]):
+            raise RequestError(f"there is no run {unknown[0]!r}; there is {_some(runs)}", "run", "run_not_found", 404)
+        if self.points is not None and (absent := [name for name in self.points if name not in points]):
+            message = f"no such run recorded {absent[0]!r}; there is {_some(points)}"
+            raise RequestError(message, "points", "point_not_recorded")
+
+
+def select(files: Iterable[Path], wanted: Wanted) -> Iterator[Chosen]:
+    """The wanted runs of files in the order in which they lie there; one without a wanted point is left out."""
+    for file in files:
+        types: Mapping[str, PointType] | None = None  # all runs of a file have the same points
+        for run in whole_runs(file):
+            if wanted.session not in (None, run.facts.session_id):
+                continue
+            if wanted.runs is None or run.facts.run_id in wanted.runs:
+                types = types if types is not None else _types(run.batches[0].schema, wanted)
+                if types:
+                    yield Chosen(run.facts, run.batches, types)
+
+
+def checked(files: Iterable[Path], wanted: Wanted) -> Iterator[Chosen]:
+    """As `select`, without reading tensors; at the end, what is not there is refused.
+
+    Raises:
+        RequestError: As `Wanted.check` says, once all files were looked through.
+    """
+    runs, points = set[str](), set[str]()
+    for found in select(files, Wanted(wanted.session)):
+        runs.add(found.facts.run_id)
+        if wanted.runs is not None and found.facts.run_id not in wanted.runs:
+            continue
+        points.update(found.types)
+        if types := {
+            name: kind for name, kind in found.types.items() if wanted.points is None or name in wanted.points
+        }:
+            yield found._replace(types=types)
+    wanted.check(runs, points)
+
+
+def by_schema(files: Iterable[Path]) -> list[tuple[pa.Schema, list[Path]]]:
+    """Files whose rows fit one table, together: those of one session, model, set of points and dtypes."""
+    groups = list[tuple[pa.Schema, list[Path]]]()
+    for file in files:
+        first = next(messages(file), None)
+        if first is None:
+            continue
+        schema = first.batch.schema
+        group = next((group for known, group in groups if known.equals(schema, check_metadata=True)), None)
+        if group is None:
+            groups.append((schema, [file]))
+        else:
+            group.append(file)
+    return groups
+
+
+def shards(source: str | os.PathLike[str], session: str | None = None) -> list[Path]:
+    """The files of a store, of a session's directory, or the one file that is named; links are not followed.
+
+    Args:
+        source: A path or `file://` URI.
+        session: Of a store, this session's alone.
+
+    Raises:
+        FileNotFoundError: There is no such path, or no such session in the store.
+        ValueError: `session` can name none.
+    """
+    path = path_of(source).expanduser()
+    if path.is_file():
+        return [path]
+    if not path.is_dir():
+        raise FileNotFoundError(f"there is nothing at {path}")
+    if own := _arrow_files(path):
+        return own
+    if session is None:
+        folders = sorted(item.name for item in os.scandir(path) if item.is_dir(follow_symlinks=False))
+        return [file for name in folders if not name.startswith(".") for file in _arrow_files(path / name)]
+    folder = path / check_session_id(session)
+    if not folder.is_dir() or folder.is_symlink():
+        raise FileNotFoundError(f"there is no session {session!r} in {path}")
+    return _arrow_files(folder)
+
+
+def _arrow_files(folder: Path) -> list[Path]:
+    return sorted(item for item in folder.glob("*.arrow") if item.is_file() and not item.is_symlink())
+
+
+def _types(schema: pa.Schema, wanted: Wanted) -> dict[str, PointType]:
+    types = point_types(schema)
+    return {name: kind for name, kind in types.items() if wanted.points is None or name in wanted.points}
+
+
+def _some(names: Collection[str]) -> str:
+    some = ", ".join(sorted(names)[:MOST_NAMED])
+    return (some + ", ..." if len(names) > MOST_NAMED else some) or "none"
