@@ -97,7 +97,7 @@ def answer_call(name: str, arguments: str) -> str:
 
 def _value(node: ast.expr, source: str) -> Fraction:
     match node:
-        case ast.Constant():
+        case ast.Constant(value=int() | float()):
             # From the source's digits: the parser's float would have lost some.
             return Fraction(ast.get_source_segment(source, node) or "")
         case ast.UnaryOp(op=ast.USub()):
