@@ -6,12 +6,11 @@ import logging
 import os
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field, replace
-from itertools import islice
 from pathlib import Path
 from threading import Lock
 from typing import Any, NamedTuple
 
-from deployments.activations.facts import PointType, RunFacts, StoredPoint, StoredRun, check_session_id
+from deployments.activations.facts import PointType, RunFacts, StoredPoint, StoredRun, check_session_id, page
 from deployments.activations.reader import is_sealed, whole_runs
 from deployments.activations.schema import point_types
 
@@ -117,8 +116,7 @@ class Catalogue:
     def sessions(self, limit: int = 100, after: str | None = None) -> list[dict[str, Any]]:
         """Up to `limit` sessions in the order of their ids, beginning behind `after`."""
         with self._lock:
-            ids = sorted(name for name in self._sessions if after is None or name > after)
-            return [_summary(name, self._sessions[name]) for name in islice(ids, limit)]
+            return [_summary(name, self._sessions[name]) for name in page(self._sessions, limit, after)]
 
     def session(self, session_id: str) -> dict[str, Any] | None:
         """One session with its runs, oldest first, and its files; None if there is none."""

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+from collections.abc import Iterable
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
@@ -98,6 +99,11 @@ class StoredRun(NamedTuple):
 def dtype_name(dtype: object) -> str:
     """A torch dtype's name, `bfloat16`, as files and answers say it."""
     return str(dtype).removeprefix("torch.")
+
+
+def page(names: Iterable[str], limit: int, after: str | None) -> list[str]:
+    """Up to `limit` names in their order, beginning behind `after`."""
+    return sorted(name for name in names if after is None or name > after)[:limit]
 
 
 def check_session_id(value: str) -> str:

@@ -11,11 +11,11 @@ import json
 import logging
 import re
 import time
-from itertools import islice
 from pathlib import Path
 from threading import Lock
 from typing import Any, NamedTuple
 
+from deployments.activations.facts import page
 from deployments.activations.failures import explain
 from deployments.activations.profiles import Profile
 from deployments.activations.small_files import found, remove, write
@@ -74,8 +74,7 @@ class ProfileFiles:
     def list(self, limit: int, after: str | None) -> list[dict[str, Any]]:
         """Up to `limit` profiles in the order of their names, beginning behind `after`; without what they do."""
         with self._lock:
-            names = sorted(name for name in self._kept if after is None or name > after)
-            return [self._summary(name) for name in islice(names, limit)]
+            return [self._summary(name) for name in page(self._kept, limit, after)]
 
     def put(self, profile: Profile, by_admin: bool) -> dict[str, Any]:
         """Keep a profile, in the place of one of its name; durable when it returns.

@@ -10,13 +10,13 @@ import hashlib
 import logging
 import os
 import re
-from itertools import islice
 from pathlib import Path
 from threading import Lock
 from typing import Any, NamedTuple
 
 from safetensors import SafetensorError
 
+from deployments.activations.facts import page
 from deployments.activations.failures import explain
 from deployments.activations.small_files import found, remove, write
 from deployments.activations.tensors import TensorType, check, read_types
@@ -66,8 +66,7 @@ class TensorFiles:
     def list(self, limit: int, after: str | None) -> list[dict[str, Any]]:
         """Up to `limit` files in the order of their ids, beginning behind the id `after`."""
         with self._lock:
-            ids = sorted(name for name in self._files if after is None or name > after)
-            return [_summary(name, self._files[name]) for name in islice(ids, limit)]
+            return [_summary(name, self._files[name]) for name in page(self._files, limit, after)]
 
     def put(self, data: bytes, most: int) -> dict[str, Any]:
         """Keep a file; durable when it returns. One that is there already is left as it is.
