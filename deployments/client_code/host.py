@@ -20,7 +20,7 @@ def main(control: socket.socket, weights_fd: int) -> None:
     """Fork a process for each socket that comes, until the replica has gone."""
     import nnsight  # noqa: F401 - so that no job waits for it
     import torch
-    import transformers.pipelines
+    import transformers.pipelines.text_generation  # noqa: F401 - the pipeline that nnsight wraps a model in
 
     from deployments.client_code import execution
     from deployments.client_code.wire import Kind, receive, send
@@ -29,7 +29,6 @@ def main(control: socket.socket, weights_fd: int) -> None:
     signal.signal(signal.SIGCHLD, signal.SIG_IGN)  # who ends is gone: nobody waits for it
     _, body = receive(control)
     model = pickle.loads(body)  # noqa: S301 - the replica's own
-    transformers.pipelines.check_task("text-generation")  # imports what a pipeline needs
     send(control, Kind.RUNNING, b"")
     while True:
         _, fds, _, _ = socket.recv_fds(control, 1, 1)
