@@ -20,6 +20,7 @@ from deployments.messages import Job, Message
 from deployments.options import Options
 from serve_app.answers import Answer, Kind
 from serve_app.backend import Backend
+from serve_app.dependencies import BYTES, Actors
 from serve_app.described import Described, errors
 from serve_app.errors import HEADERS, install
 from serve_app.keys import BEARER, AdminOnly, Guard, IsAdmin, Keys
@@ -28,16 +29,10 @@ from serve_app.schemas import ChatRequest, CompletionRequest, Generation, Profil
 from serve_app.token_schemas import DetokenizeRequest, TokenizeRequest
 from serve_app.wire_models import LoadRequest, UnloadRequest
 
-BYTES = "application/octet-stream"
 PROFILE = "X-Intervention-Profile"  # of an answer: the profile that it used, which the request need not have named
 
 
 # Coroutines, though they wait for nothing: FastAPI runs plain functions on a thread of their own.
-async def _backend(request: Request) -> Backend:
-    backend: Backend = request.app.state.backend
-    return backend
-
-
 async def _session_id(session_id: Annotated[str, Path()]) -> str:
     try:
         return check_session_id(session_id)
@@ -51,7 +46,6 @@ async def _is_a_file(request: Request) -> None:
         raise RequestError(f"send the file as {BYTES}, not as {kind or 'nothing'}", "Content-Type")
 
 
-Actors = Annotated[Backend, Depends(_backend)]
 DataFormat = Literal["arrow", "safetensors", "npz", "pt"]
 SessionId = Annotated[str, Depends(_session_id)]
 

@@ -142,6 +142,6 @@ def is_loopback(host: str | None) -> bool:
     if host == "localhost":
         return True
     try:
-        return bool(host) and ipaddress.ip_address(host or "").is_loopback
+        return ipaddress.ip_address(host or "").is_loopback
     except ValueError:
-        return False  # another name
+        return False  # another name, or none

@@ -23,12 +23,11 @@ from starlette.websockets import WebSocketDisconnect
 import serve_app.described as described
 from deployments.client_code.job import ModelKey, Update
 from deployments.errors import RequestError
-from serve_app.backend import Backend
 from serve_app.code_jobs import CodeJobs, is_loopback
+from serve_app.dependencies import BYTES, Actors
 from serve_app.described import errors
 from serve_app.errors import NNSIGHT, ApiError
 
-BYTES = "application/octet-stream"
 OFF = "clients' code is not run here: the operator allows it with allow_client_code=true"
 
 
@@ -43,12 +42,7 @@ class Envelope(BaseModel):
     env: dict[str, Any] = Field(default_factory=dict, max_length=16)
 
 
-async def _backend(connection: HTTPConnection) -> Backend:
-    backend: Backend = connection.app.state.backend
-    return backend
-
-
-async def _jobs(connection: HTTPConnection, backend: Annotated[Backend, Depends(_backend)]) -> CodeJobs:
+async def _jobs(connection: HTTPConnection, backend: Actors) -> CodeJobs:
     if backend.jobs is None:
         raise ApiError(403, OFF, None, "client_code_off")
     if refused := _refused(connection, backend.jobs):
@@ -105,7 +99,7 @@ async def result(job_id: str, token: str, jobs: Jobs) -> Response:
 
 
 @router.get("/status", responses=described.STATUS)
-async def status(backend: Annotated[Backend, Depends(_backend)], jobs: Jobs) -> dict[str, Any]:
+async def status(backend: Actors, jobs: Jobs) -> dict[str, Any]:
     """The models that nnsight code can be run on, as `nnsight.status()` reads them."""
     await backend.models.refresh()
     return {"deployments": {model.id: await model.deployment() for model in backend.models.loaded}}
@@ -124,7 +118,7 @@ async def whoami(connection: HTTPConnection, jobs: Jobs) -> dict[str, Any]:
 
 
 @sockets.websocket("/subscribe")
-async def subscribe(socket: WebSocket, backend: Annotated[Backend, Depends(_backend)]) -> None:
+async def subscribe(socket: WebSocket, backend: Actors) -> None:
     """Tell a listener its name, then all that becomes of its jobs; when it goes, they are stopped."""
     if backend.jobs is None:
         return await socket.close(1008, OFF)
