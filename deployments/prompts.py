@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import codecs
 from collections.abc import Sequence
 from typing import Any, NamedTuple
 
@@ -10,7 +9,7 @@ from deployments.chat import ChatFormat
 from deployments.engine.model import Model
 from deployments.errors import RequestError
 from deployments.messages import Job, Text
-from deployments.spelling import Spelling
+from deployments.spelling import Spelling, TextOffsets
 
 
 class Echo(NamedTuple):
@@ -66,16 +65,13 @@ class Prompts:
 
     def echo(self, prompt: Prompt) -> Echo:
         """How an answer repeats a prompt: as it was sent, or, of token ids, as they are decoded."""
-        decoder = codecs.getincrementaldecoder("utf-8")("replace")
-        ends = [0]
-        parts = [decoder.decode(self._spelling.shown(token)) for token in prompt.ids]
-        for part in parts:
-            ends.append(ends[-1] + len(part))
-        joined = "".join(parts) + decoder.decode(b"", final=True)
+        offsets = TextOffsets(self._spelling)
+        offsets.add(prompt.ids)
+        joined = offsets.close()
         text = self._decoded(prompt.ids) if prompt.text is None else prompt.text
         # What the tokenizer puts before a text (an opening token, a space) is not part of it.
         before = len(joined) - len(text) if joined.endswith(text) else 0
-        return Echo(text, [min(max(0, end - before), len(text)) for end in ends[:-1]])
+        return Echo(text, [min(max(0, end - before), len(text)) for end in offsets.ends[:-1]])
 
     # ---- texts that no request runs
 

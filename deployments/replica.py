@@ -71,9 +71,9 @@ class ModelReplica:
         self._texts_pool = ThreadPoolExecutor(max_workers=2, thread_name_prefix="texts")  # keeps no generation waiting
         self._texts = 0  # in it
         store = store or connect(options.activations_dir)
-        self._runs = Runs(options, self._model, store, self._pool)
-        self._chat = ChatFormat(self._model.tokenizer, self._model.hf)
         spelling = Spelling(self._model.tokenizer)
+        self._runs = Runs(options, self._model, spelling, store, self._pool)
+        self._chat = ChatFormat(self._model.tokenizer, self._model.hf)
         self._prompts = Prompts(self._model, self._chat, spelling)
         self._guidance = Guidance(self._chat, self._model)
         self._lensing = Lensing(self._model.points, options.max_inline_values)

@@ -27,6 +27,7 @@ from deployments.engine.row_sizes import RowSizes
 from deployments.errors import RequestError
 from deployments.messages import Job, RunReport
 from deployments.options import Options
+from deployments.spelling import Spelling, TextOffsets
 
 logger = logging.getLogger("ray.serve")
 
@@ -34,17 +35,19 @@ logger = logging.getLogger("ray.serve")
 class Runs:
     """A replica's way to the activation store."""
 
-    def __init__(self, options: Options, model: Model, store: Any, pool: Executor) -> None:
+    def __init__(self, options: Options, model: Model, spelling: Spelling, store: Any, pool: Executor) -> None:
         """Take what every run is described by.
 
         Args:
             options: The operator's.
             model: The model that is recorded.
+            spelling: How its tokens are written.
             store: The activation store's handle.
             pool: Where rows are laid out, off the event loop.
         """
         self._options = options
         self._model = model
+        self._spelling = spelling
         self._store = store
         self._pool = pool
 
@@ -78,7 +81,7 @@ class Runs:
 
     def open(self, job: Job, request: Request) -> OpenRun:
         """The run of one choice, which takes its rows as they come."""
-        return OpenRun(self, job, request)
+        return OpenRun(self, job, request, TextOffsets(self._spelling))
 
     async def append(self, run: OpenRun, captured: Captured, part: int) -> None:
         """Send rows of a run that is not finished; they need no memory here when this returns.
@@ -86,7 +89,7 @@ class Runs:
         Raises:
             StoreError: The store cannot take them; or its errors over Ray.
         """
-        batch = await self._put(run, captured)
+        batch = await self._put(run, captured, ())
         await self._store.append.remote(run.job.session_id, run.id, part, [batch])
 
     async def write(self, run: OpenRun, event: Finished, parts: int) -> StoredRun:
@@ -96,7 +99,7 @@ class Runs:
             StoreError: The store cannot take them; or its errors over Ray.
         """
         assert event.captured is not None
-        batches = [await self._put(run, event.captured)] if event.captured.positions else []
+        batches = [await self._put(run, event.captured, event.tokens)] if event.captured.positions else []
         stored: StoredRun = await self._store.write.remote(self._facts(run, event), batches, parts)
         return stored
 
@@ -104,11 +107,11 @@ class Runs:
         """Have the store forget a run that will not be finished."""
         self._store.abandon.remote(run.job.session_id, run.id)
 
-    async def _put(self, run: OpenRun, captured: Captured) -> Any:
+    async def _put(self, run: OpenRun, captured: Captured, generated: Sequence[int]) -> Any:
         """A reference to rows in the object store; they are laid out off the event loop."""
-        return await asyncio.get_running_loop().run_in_executor(self._pool, self._lay_out, run, captured)
+        return await asyncio.get_running_loop().run_in_executor(self._pool, self._lay_out, run, captured, generated)
 
-    def _lay_out(self, run: OpenRun, captured: Captured) -> Any:
+    def _lay_out(self, run: OpenRun, captured: Captured, generated: Sequence[int]) -> Any:
         job, request = run.job, run.request
         assert job.capture is not None
         shard = ShardFacts(
@@ -116,7 +119,10 @@ class Runs:
             model=self._options.served_name,
             revision=self._options.revision,
             architecture=type(self._model.hf).__name__,
-            versions={name: importlib.metadata.version(name) for name in ("torch", "transformers", "nnsight")},
+            versions={
+                name: importlib.metadata.version(name)
+                for name in ("vitrine", "torch", "transformers", "nnsight", "pyarrow")
+            },
             modules={point.name: point.module for point in request.points},
         )
         batch = to_batch(
@@ -125,6 +131,7 @@ class Runs:
             sample_id=job.capture.sample_id,
             positions=captured.positions,
             token_ids=captured.token_ids,
+            text_offsets=run.text_offsets(captured, generated),
             prompt_tokens=len(request.prompt),
             points=captured.values,
         )
@@ -160,11 +167,12 @@ class OpenRun:
         request: The engine's request it records.
     """
 
-    def __init__(self, runs: Runs, job: Job, request: Request) -> None:
+    def __init__(self, runs: Runs, job: Job, request: Request, offsets: TextOffsets) -> None:
         self.id = f"run-{request.id}"
         self.job = job
         self.request = request
         self._runs = runs
+        self._offsets = offsets
         self._pieces: list[Captured] = []  # of an inline answer
         self._sending: asyncio.Task[None] | None = None
         self._parts = 0
@@ -230,6 +238,24 @@ class OpenRun:
             self._fail(error)
             return replace(report, reason=self._failed)
         return replace(report, status="stored", points={name: p._asdict() for name, p in stored.points.items()})
+
+    def text_offsets(self, captured: Captured, generated: Sequence[int]) -> list[int]:
+        """Characters of prompt + generated text before each recorded token.
+
+        Args:
+            captured: The rows, those of earlier calls behind it.
+            generated: All generated tokens, or none where the rows are contiguous with earlier ones.
+        """
+        ends, prompt = self._offsets.ends, self.request.prompt
+        if len(ends) == 1:
+            self._offsets.add(prompt)
+        known = len(ends) - 1
+        if generated:
+            self._offsets.add(generated[known - len(prompt) :])
+        else:
+            pairs = zip(captured.positions, captured.token_ids, strict=True)
+            self._offsets.add(token for position, token in pairs if position >= known)
+        return [ends[position] for position in captured.positions]
 
     def drop(self) -> None:
         """Forget the run: its client has gone, or it failed."""

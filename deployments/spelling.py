@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import codecs
 import json
 import re
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from typing import Any
 
 from transformers import PreTrainedTokenizerFast
@@ -95,6 +96,31 @@ class Spelling:
 
     def _decode(self, tokens: list[int]) -> str:
         return str(self._tokenizer.decode(tokens, clean_up_tokenization_spaces=False))
+
+
+class TextOffsets:
+    """Where the tokens of a text begin in it, as it grows. Special tokens count as text.
+
+    Attributes:
+        ends: Characters before each token, and behind the last.
+    """
+
+    def __init__(self, spelling: Spelling) -> None:
+        self._spelling = spelling
+        self._decoder = codecs.getincrementaldecoder("utf-8")("replace")
+        self._parts = list[str]()
+        self.ends = [0]
+
+    def add(self, tokens: Iterable[int]) -> None:
+        """Take the text's next tokens. One that ends within a character begins the next token there."""
+        for token in tokens:
+            part = self._decoder.decode(self._spelling.shown(token))
+            self._parts.append(part)
+            self.ends.append(self.ends[-1] + len(part))
+
+    def close(self) -> str:
+        """The whole text, at its end."""
+        return "".join(self._parts) + self._decoder.decode(b"", final=True)
 
 
 def _kinds(decoder: Any) -> set[str]:

@@ -21,6 +21,7 @@ import pyarrow as pa
 import torch
 
 from deployments.activations.archives import File, archive, length
+from deployments.activations.checksums import written
 from deployments.activations.facts import COLUMNS, dtype_name
 from deployments.activations.named_tensors import Member, Tensors
 from deployments.activations.schema import batch_metadata
@@ -158,11 +159,13 @@ def _streams(groups: Sequence[Sequence[Path]], wanted: Wanted, sink: _Sink) -> I
     for files in groups:
         writer = None
         for run in select(files, wanted):
-            batches = [batch.select([*COLUMNS, *run.types]) for batch in run.batches]
-            writer = writer or pa.ipc.new_stream(sink, batches[0].schema)
-            facts = batch_metadata(run.facts.run_id, 0, len(batches), run.facts)
-            for batch, metadata in zip(batches, facts, strict=True):
-                writer.write_batch(batch, custom_metadata=metadata)
+            names = [name for name in run.batches[0].schema.names if name in COLUMNS or name in run.types]
+            facts = batch_metadata(run.facts.run_id, 0, len(run.batches), run.facts)
+            for batch, sums, metadata in zip(run.batches, run.sums, facts, strict=True):
+                rows = batch.select(names)
+                writer = writer or pa.ipc.new_stream(sink, rows.schema)
+                kept = {name: sums[name] for name in names if name in sums}
+                writer.write_batch(rows, custom_metadata=metadata | written(kept))
                 yield
         if writer:
             writer.close()

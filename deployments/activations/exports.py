@@ -177,7 +177,7 @@ def _write_table(file: IO[bytes], runs: Iterator[Chosen]) -> None:
 def _table_schema(run: Chosen) -> pa.Schema:
     """The columns of a run's rows without Arrow's extension types, which few readers of Parquet know."""
     schema = run.batches[0].schema
-    fields = [schema.field(name) for name in COLUMNS]
+    fields = [schema.field(name) for name in COLUMNS if name in schema.names]  # older files have fewer
     for name, kind in point_types(schema).items():
         if name in run.types:
             column = _plain(run.batches[0][name])

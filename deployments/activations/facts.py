@@ -7,7 +7,7 @@ from collections.abc import Iterable
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
-COLUMNS = ("run_id", "sample_id", "position", "phase", "token_id")  # of every file; points are named otherwise
+COLUMNS = ("run_id", "sample_id", "position", "phase", "token_id", "text_offset")  # points are named otherwise
 _SESSION_ID = re.compile(r"[A-Za-z0-9_-][A-Za-z0-9._-]{0,127}")
 
 

@@ -15,6 +15,7 @@ import httpx
 import pyarrow as pa
 from tqdm import tqdm
 
+from deployments.activations import checksums
 from deployments.activations.facts import check_session_id
 
 _TIMEOUT = httpx.Timeout(30, read=330)  # a server may look through a large session first
@@ -126,6 +127,9 @@ def _seal(body: io.BufferedReader[Any], path: Path) -> None:
     stream = pa.ipc.open_stream(body)
     with pa.OSFile(str(path), "wb") as file, pa.ipc.new_file(file, stream.schema) as writer:
         for item in stream.iter_batches_with_custom_metadata():
+            sums = checksums.read(item.custom_metadata, stream.schema.names)
+            if bad := checksums.damaged(item.batch, sums):
+                raise PullError(f"the values of {', '.join(bad)} are not those that the server wrote: see its `verify`")
             writer.write_batch(item.batch, custom_metadata=item.custom_metadata)
 
 

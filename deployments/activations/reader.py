@@ -15,13 +15,18 @@ import pyarrow as pa
 import torch
 from torch.utils.dlpack import from_dlpack
 
-from deployments.activations.facts import PointType, RunFacts, ShardFacts
+from deployments.activations import checksums
+from deployments.activations.facts import COLUMNS, PointType, RunFacts, ShardFacts
 from deployments.activations.patterns import Patterns
 from deployments.activations.schema import batch_facts, point_types, shard_facts, to_patterns, to_tensor
 
 # An Arrow IPC file is this, padded to 8 bytes, a stream, and a footer once it is sealed.
 _MAGIC = b"ARROW1\0\0"
 _COPIED = 1 << 16  # reads below this many bytes, and so what Arrow says of a batch, are no views of the map
+
+
+class DamagedError(ValueError):
+    """Stored values that are not those that were written; the message says which."""
 
 
 @dataclass(frozen=True, eq=False, repr=False)
@@ -37,6 +42,7 @@ class Run(Mapping[str, Any]):
         shard: What it shares with the other runs of its file.
         positions: Each row's index in prompt + generated, int32 `[rows]`.
         token_ids: Each row's token, int32 `[rows]`.
+        text_offsets: Characters of prompt + generated text before each row's token, int32 `[rows]`; None if unknown.
         phases: Each row's phase, `"prompt"` or `"generated"`.
     """
 
@@ -44,6 +50,7 @@ class Run(Mapping[str, Any]):
     shard: ShardFacts
     positions: torch.Tensor
     token_ids: torch.Tensor
+    text_offsets: torch.Tensor | None
     phases: list[str]
     tensors: dict[str, torch.Tensor | Patterns]
 
@@ -71,25 +78,34 @@ class Message(NamedTuple):
 class WholeRun(NamedTuple):
     """A run all of whose batches are in a file: its first row there, its size, its batches with rows in order.
 
-    The size of the first run takes in the file's schema.
+    The size of the first run takes in the file's schema. `sums` are the batches' checksums.
     """
 
     facts: RunFacts
     first_row: int
     bytes: int
     batches: list[pa.RecordBatch]
+    sums: list[dict[str, str]]
 
 
-def load(source: str | os.PathLike[str], run_id: str | None = None, points: Sequence[str] | None = None) -> Run:
+def load(
+    source: str | os.PathLike[str],
+    run_id: str | None = None,
+    points: Sequence[str] | None = None,
+    *,
+    verify: bool = False,
+) -> Run:
     """Load one run.
 
     Args:
         source: A `file://` URI or path of one file, or of a session's directory.
         run_id: The run; may be left out where the source holds only one.
         points: The points to load, in this order; all of them where left out.
+        verify: Whether to read all of it and compare checksums.
 
     Raises:
-        ValueError: If no one run is meant, or it has no such point; the message lists what there is.
+        ValueError: If no one run is meant, or it has no such point; the message lists what there is. A DamagedError
+            if values are not those that were written; the message says which points are.
         FileNotFoundError: If the source does not exist.
     """
     path = path_of(source)
@@ -103,15 +119,28 @@ def load(source: str | os.PathLike[str], run_id: str | None = None, points: Sequ
     types = point_types(schema)
     if unknown := [name for name in points or () if name not in types]:
         raise ValueError(f"Run {found.facts.run_id!r} has no {', '.join(unknown)}; it has {', '.join(types)}")
-    names = types if points is None else points
+    names = list(types if points is None else points)
+    if verify:
+        _check(found, names)
     return Run(
         facts=found.facts,
         shard=shard_facts(schema),
         positions=_join([from_dlpack(batch["position"]) for batch in found.batches]),
         token_ids=_join([from_dlpack(batch["token_id"]) for batch in found.batches]),
+        text_offsets=_offsets(found.batches),
         phases=[phase for batch in found.batches for phase in batch["phase"].to_pylist()],
         tensors={name: _values(name, types[name], found.batches) for name in names},
     )
+
+
+def _check(run: WholeRun, points: Sequence[str]) -> None:
+    wanted = {*COLUMNS, *points}
+    pairs = zip(run.batches, run.sums, strict=True)
+    bad = dict.fromkeys(name for batch, sums in pairs for name in checksums.damaged(batch, sums) if name in wanted)
+    if bad:
+        good = [name for name in points if name not in bad]
+        message = f"run {run.facts.run_id}: the values of {', '.join(bad)} are not those that were written"
+        raise DamagedError(f"{message}; {', '.join(good) or 'none of the others'} can be read")
 
 
 def runs(source: str | os.PathLike[str]) -> list[RunFacts]:
@@ -135,20 +164,22 @@ def whole_run(source: str | os.PathLike[str], run_id: str) -> WholeRun | None:
 def whole_runs(path: Path) -> Iterator[WholeRun]:
     """The whole runs of one file; no tensor is read. A run without its end, or short of batches, is left out."""
     rows = start = first_row = seen = 0
-    run_id, batches = "", list[pa.RecordBatch]()
+    run_id, batches, sums = "", list[pa.RecordBatch](), list[dict[str, str]]()
     for message in messages(path):
         try:
             facts = batch_facts(message.metadata)
+            own = checksums.read(message.metadata, message.batch.schema.names)
         except ValueError:
             return  # none of ours: nothing behind it counts
         if facts.number == 0:
-            run_id, first_row, batches, seen = facts.run_id, rows, [], 0
+            run_id, first_row, batches, sums, seen = facts.run_id, rows, [], [], 0
         seen += 1
         rows += message.batch.num_rows
         if message.batch.num_rows:
             batches.append(message.batch)
+            sums.append(own)
         if facts.run and facts.run_id == run_id and facts.number + 1 == facts.batches == seen:
-            yield WholeRun(facts.run, first_row, message.end - start, batches)
+            yield WholeRun(facts.run, first_row, message.end - start, batches, sums)
             start = message.end
 
 
@@ -233,6 +264,13 @@ def _values(name: str, kind: PointType, batches: Sequence[pa.RecordBatch]) -> to
     if None not in kind.shape:
         return _join([to_tensor(batch[name], kind.dtype) for batch in batches])
     return Patterns.joined([to_patterns(batch[name], kind, batch["position"][0].as_py()) for batch in batches])
+
+
+def _offsets(batches: Sequence[pa.RecordBatch]) -> torch.Tensor | None:
+    columns = [batch["text_offset"] for batch in batches if "text_offset" in batch.schema.names]
+    if len(columns) < len(batches) or any(column.null_count for column in columns):
+        return None
+    return _join([from_dlpack(column) for column in columns])
 
 
 def _join(parts: list[torch.Tensor]) -> torch.Tensor:

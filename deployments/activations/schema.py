@@ -1,11 +1,12 @@
 """What a stored activation file says: its columns, its metadata, and the facts that both carry.
 
-One row per captured token: `run_id`, `sample_id`, `position`, `phase`, `token_id`, then one
+One row per captured token: `run_id`, `sample_id`, `position`, `phase`, `token_id`, `text_offset`, then one
 `fixed_shape_tensor` column per point, named by the point; of attention patterns, whose rows grow, a `large_list`
 of each token's `[heads, tokens seen]` in one row. The schema's metadata holds, under
 `vitrine`, what all runs of the file share. Each record batch's own metadata holds the `run_id` of its
 run and, under `batch`, which of the run's batches it is; the last one also holds, under `run`, what the
-run is, and under `batches` how many there are, so that a run without its end can be told from a whole one.
+run is, and under `batches` how many there are, so that a run without its end can be told from a whole one. Under
+`xxh3` are the checksums of its columns.
 """
 
 from __future__ import annotations
@@ -23,7 +24,7 @@ from torch.utils.dlpack import from_dlpack
 from deployments.activations.facts import COLUMNS, PointType, RunFacts, ShardFacts, dtype_name
 from deployments.activations.patterns import Patterns
 
-FORMAT = 2
+FORMAT = 3  # 2 had neither checksums nor `text_offset`
 PHASES = ("prompt", "generated")
 
 _METADATA_KEY = b"vitrine"
@@ -58,6 +59,7 @@ def to_batch(
     token_ids: Sequence[int],
     prompt_tokens: int,
     points: Mapping[str, torch.Tensor | Patterns],
+    text_offsets: Sequence[int] | None = None,
 ) -> pa.RecordBatch:
     """Lay captured rows out as one record batch, without copying contiguous tensors.
 
@@ -69,13 +71,17 @@ def to_batch(
         token_ids: Each row's token, `[rows]`.
         prompt_tokens: Rows at this position and after count as generated.
         points: Point name to CPU tensor `[rows, ...features]`, or patterns; bfloat16 is kept as its bits.
+        text_offsets: Characters of prompt + generated text before each row's token, special tokens included, `[rows]`;
+            null where they are not known.
 
     Raises:
         ValueError: If there are no rows, lengths differ, or a name, shape, device or dtype is unfit.
     """
     rows = len(positions)
-    if not rows or len(token_ids) != rows:
-        raise ValueError(f"{rows} positions and {len(token_ids)} token ids: need as many, and at least one")
+    offsets = [None] * rows if text_offsets is None else text_offsets
+    if not rows or len(token_ids) != rows or len(offsets) != rows:
+        counts = f"{rows} positions, {len(token_ids)} token ids and {len(offsets)} text offsets"
+        raise ValueError(f"{counts}: need as many, and at least one")
     columns = {name: _column(name, value, positions) for name, value in points.items()}
     index = np.asarray(positions, dtype=np.int32)
     fixed = (
@@ -84,6 +90,7 @@ def to_batch(
         pa.array(index),
         pa.DictionaryArray.from_arrays((index >= prompt_tokens).astype(np.int8), PHASES),
         pa.array(np.asarray(token_ids, dtype=np.int32)),
+        pa.array(offsets, pa.int32()),
     )
     dtypes = {name: dtype_name(value.dtype) for name, value in points.items()}
     heads = {name: value.heads for name, value in points.items() if isinstance(value, Patterns)}

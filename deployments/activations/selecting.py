@@ -18,10 +18,14 @@ MOST_NAMED = 10  # runs or points that a refusal lists
 
 
 class Chosen(NamedTuple):
-    """A whole run and those of its points that are asked for; the batches are views of its file."""
+    """A whole run and those of its points that are asked for.
+
+    The batches are views of its file, `sums` their checksums.
+    """
 
     facts: RunFacts
     batches: list[pa.RecordBatch]
+    sums: list[dict[str, str]]
     types: Mapping[str, PointType]
 
     @property
@@ -64,7 +68,7 @@ def select(files: Iterable[Path], wanted: Wanted) -> Iterator[Chosen]:
             if wanted.runs is None or run.facts.run_id in wanted.runs:
                 types = types if types is not None else _types(run.batches[0].schema, wanted)
                 if types:
-                    yield Chosen(run.facts, run.batches, types)
+                    yield Chosen(run.facts, run.batches, run.sums, types)
 
 
 def checked(files: Iterable[Path], wanted: Wanted) -> Iterator[Chosen]:

@@ -11,6 +11,7 @@ from pathlib import Path
 import pyarrow as pa
 
 from deployments.activations.catalogue import Entry, StoredFile
+from deployments.activations.checksums import checksums, written
 from deployments.activations.facts import RunFacts
 from deployments.activations.reader import messages
 from deployments.activations.schema import batch_metadata, empty_batch, free_batch, point_types
@@ -119,7 +120,8 @@ class Shard:
         try:
             for batch, facts in zip(batches, metadata, strict=True):
                 first = not self._sink.length
-                self._writer.write_batch(free_batch(batch) if first else batch, custom_metadata=facts)
+                rows = free_batch(batch) if first else batch
+                self._writer.write_batch(rows, custom_metadata=facts | written(checksums(rows)))
         except (OSError, pa.ArrowException):
             self.broken = True
             self._cut(self.length, self.rows)

@@ -2,14 +2,17 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Literal
 
 import pyarrow as pa
+import pyarrow.compute as pc
 
+from deployments.activations import checksums
 from deployments.activations.reader import is_sealed, messages, whole_runs
-from deployments.activations.schema import batch_facts
+from deployments.activations.schema import BatchFacts, batch_facts
 
 State = Literal["whole", "open", "cut short", "damaged", "unreadable"]
 _CHUNK = 1 << 20
@@ -22,12 +25,13 @@ class Verified:
     Attributes:
         path: The file.
         state: `whole` with its footer; `open` without it, every run whole (as of a server that still writes, or was
-            killed); `cut short` within a run; `damaged` where batches that the footer lists do not read, or there is
-            nothing of ours; `unreadable` where the disk refuses.
+            killed); `cut short` within a run; `damaged` where values changed, batches that the footer lists do not
+            read, or there is nothing of ours; `unreadable` where the disk refuses.
         reason: What is wrong, in words; empty where nothing is.
-        runs: Whole runs.
+        runs: Whole runs, of which no value changed.
         rows: Their rows.
         unfinished: Rows of whole batches by the run that has no end.
+        damaged: By whole run, its columns whose values are not those that were written; its others can be read.
     """
 
     path: Path
@@ -36,6 +40,7 @@ class Verified:
     runs: int = 0
     rows: int = 0
     unfinished: dict[str, int] = field(default_factory=dict)
+    damaged: dict[str, list[str]] = field(default_factory=dict)
 
     @property
     def ok(self) -> bool:
@@ -44,7 +49,7 @@ class Verified:
 
 
 def verify(path: Path) -> Verified:
-    """Read every byte and every batch of a file. There are no checksums: a changed number is not found."""
+    """Read every byte and every batch of a file, and compare checksums."""
     found = Verified(path)
     try:
         _read_all(path)  # first, since a page that the disk cannot give would end who maps the file
@@ -52,6 +57,19 @@ def verify(path: Path) -> Verified:
     except OSError as error:
         found.state, found.reason = "unreadable", error.strerror or str(error)
     return found
+
+
+def changed(batch: pa.RecordBatch, facts: BatchFacts, sums: Mapping[str, str]) -> list[str]:
+    """The columns of a batch that are not as they were written."""
+    words = {"run_id": facts.run_id} | ({"sample_id": facts.run.sample_id} if facts.run else {})
+    others = [name for name, word in words.items() if not _all_are(batch[name], word)]
+    return others + checksums.damaged(batch, sums)
+
+
+def _all_are(column: pa.Array, word: str | None) -> bool:
+    if word is None:
+        return bool(column.null_count == len(column))
+    return column.null_count == 0 and pc.all(pc.equal(column, word)).as_py() is not False
 
 
 def _read_all(path: Path) -> None:
@@ -66,16 +84,26 @@ def _look_through(found: Verified) -> None:
         end = behind
         try:
             batch.validate(full=True)
-            run = batch_facts(metadata).run_id
+            facts = batch_facts(metadata)
+            bad = changed(batch, facts, checksums.read(metadata, batch.schema.names))
         except (pa.ArrowInvalid, ValueError) as error:
             found.state, found.reason = "damaged", f"batch {batches}: {error}"
             break
-        rows_of[run] = rows_of.get(run, 0) + batch.num_rows
+        if bad:
+            known = found.damaged.setdefault(facts.run_id, [])
+            known += [name for name in bad if name not in known]
+        rows_of[facts.run_id] = rows_of.get(facts.run_id, 0) + batch.num_rows
         batches += 1
     for whole in whole_runs(found.path):
-        found.runs += 1
-        found.rows += rows_of.pop(whole.facts.run_id, 0)
+        rows = rows_of.pop(whole.facts.run_id, 0)
+        if whole.facts.run_id not in found.damaged:
+            found.runs += 1
+            found.rows += rows
     found.unfinished = rows_of
+    found.damaged = {run: names for run, names in found.damaged.items() if run not in rows_of}
+    if found.damaged and found.state == "whole":
+        found.state = "damaged"
+        found.reason = "; ".join(f"of {run} changed {', '.join(names)}" for run, names in found.damaged.items())
     if found.state == "damaged":
         return
     size = found.path.stat().st_size

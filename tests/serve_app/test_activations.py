@@ -10,7 +10,7 @@ from urllib.parse import urlsplit
 import httpx
 import pytest
 import torch
-from transformers import AutoModelForCausalLM
+from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from deployments.activations import load
 from deployments.demo_model import PROBLEMS, WEIGHTS
@@ -125,6 +125,21 @@ def test_inline_values_are_those_that_would_be_stored(served):
     assert (point["format"], point["shape"], point["sample_info"]) == ("sampled_tensor", [3, 5], "first_5_features")
     rows = load(stored["points"]["layers.5.output"]["uri"], run_id=stored["run_id"])["layers.5.output"]
     torch.testing.assert_close(torch.tensor(point["data"]), rows, rtol=1e-5, atol=1e-5)
+
+
+@pytest.mark.parametrize("tokens", ["all", "generated", {"last": 3}])
+def test_each_row_says_where_its_token_begins_in_the_text(served, tokens):
+    answer = chat(served, "Größe 🙂 plus 3?", capture={"points": ["norm.output"], "tokens": tokens}, session_id="text")
+    stored = answer["activations_meta"]["runs"][0]
+    run = load(stored["points"]["norm.output"]["uri"], run_id=stored["run_id"])
+    whole = chat(served, "Größe 🙂 plus 3?", capture={"points": ["norm.output"]}, session_id="text")
+    rest = load(
+        whole["activations_meta"]["runs"][0]["points"]["norm.output"]["uri"],
+        run_id=whole["activations_meta"]["runs"][0]["run_id"],
+    )
+    tokenizer = AutoTokenizer.from_pretrained(WEIGHTS)
+    before = [tokenizer.decode(rest.token_ids[:position]).rstrip("\ufffd") for position in run.positions]
+    assert run.text_offsets.tolist() == [len(text) for text in before]
 
 
 def test_a_trace_runs_the_prompt_and_generates_nothing(served):

@@ -34,7 +34,7 @@ def test_a_part_that_the_disk_refuses_fails_its_run_alone(make, open_sender):
     length = path.stat().st_size
     big = make("big", {POINT: torch.zeros(30_000, 4)}, parts=3)
     soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
-    resource.setrlimit(resource.RLIMIT_FSIZE, (400_000, hard))
+    resource.setrlimit(resource.RLIMIT_FSIZE, (500_000, hard))
     try:
         sender.append(big, 0)
         with pytest.raises(StoreError, match="limit on file sizes"):

@@ -33,10 +33,10 @@ def test_what_could_reach_outside_the_root_cannot_name_a_session(value):
 
 
 def test_rows_carry_ids_positions_and_phases():
-    rows = batch({"p": torch.zeros(3, 2)}, sample_id="gsm8k-7").select(range(5)).to_pylist()
+    rows = batch({"p": torch.zeros(3, 2)}, sample_id="gsm8k-7", text_offsets=[0, 3, 5]).select(range(6)).to_pylist()
     assert rows[1:] == [
-        {"run_id": "r", "sample_id": "gsm8k-7", "position": 1, "phase": "prompt", "token_id": 8},
-        {"run_id": "r", "sample_id": "gsm8k-7", "position": 2, "phase": "generated", "token_id": 9},
+        {"run_id": "r", "sample_id": "gsm8k-7", "position": 1, "phase": "prompt", "token_id": 8, "text_offset": 3},
+        {"run_id": "r", "sample_id": "gsm8k-7", "position": 2, "phase": "generated", "token_id": 9, "text_offset": 5},
     ]
 
 

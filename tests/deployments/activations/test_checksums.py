@@ -1,0 +1,146 @@
+"""Values that change on disk are found, and named by run and point; the rest is read."""
+
+from __future__ import annotations
+
+import re
+import shutil
+from pathlib import Path
+
+import pyarrow as pa
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from xxhash import xxh3_64_hexdigest
+
+import deployments.activations
+from deployments.activations import load
+from deployments.activations.catalogue import Catalogue
+from deployments.activations.encodings import as_arrow
+from deployments.activations.patterns import Patterns
+from deployments.activations.reader import DamagedError, messages, runs
+from deployments.activations.selecting import Wanted
+from deployments.activations.verifying import verify
+from deployments.activations.writer import Writer
+
+REPOSITORY = Path(deployments.activations.__file__).parents[2]
+A, B, WEIGHTS = "layers.0.output", "layers.1.output", "layers.1.attention.weights"
+
+
+@pytest.fixture(scope="module")
+def sealed(make, tmp_path_factory):
+    """A sealed file of two runs of three points, each in two batches."""
+    torch.manual_seed(0)
+    root = tmp_path_factory.mktemp("store")
+    writer = Writer(root, Catalogue.rebuild(root))
+    for run in ("r0", "r1"):
+        points = {
+            A: torch.randn(4, 3),
+            B: torch.randn(4, 2).bfloat16(),
+            WEIGHTS: Patterns(torch.randn(20), 2, range(4)),
+        }
+        made = make(run, points, parts=2, sample_id=f"sample of {run}")
+        writer.submit(made.facts, made.batches).result()
+    writer.close()
+    [path] = root.glob("session/*.arrow")
+    return path
+
+
+@pytest.fixture
+def shard(sealed, tmp_path):
+    """A copy of it."""
+    return Path(shutil.copy(sealed, tmp_path / "shard.arrow"))
+
+
+def place_of(data: bytes, value: torch.Tensor) -> int:
+    return data.index(value.contiguous().view(torch.uint8).numpy().tobytes())
+
+
+@settings(max_examples=30, deadline=None)
+@given(data=st.data())
+def test_a_bit_that_flips_in_a_value_is_found_and_named_and_all_else_is_read(sealed, tmp_path_factory, data):
+    content = sealed.read_bytes()
+    points = {(run, name): load(sealed, run)[name] for run in ("r0", "r1") for name in (A, B)}
+    run, name = data.draw(st.sampled_from(["r0", "r1"])), data.draw(st.sampled_from([A, B]))
+    row = points[run, name][data.draw(st.integers(0, 3))]
+    at = place_of(content, row) + data.draw(st.integers(0, row.nbytes - 1))
+    broken = bytearray(content)
+    broken[at] ^= 1 << data.draw(st.integers(0, 7))
+    path = tmp_path_factory.mktemp("broken") / "x.arrow"
+    path.write_bytes(broken)
+    found = verify(path)
+    assert (found.state, found.runs, found.damaged) == ("damaged", 1, {run: [name]})
+    assert run in found.reason
+    assert name in found.reason
+    with pytest.raises(DamagedError, match=f"{run}: the values of {re.escape(name)} .*can be read"):
+        load(path, run, verify=True)
+    others = [point for point in (A, B) if point != name]
+    assert torch.equal(load(path, run, others, verify=True)[others[0]], points[run, others[0]])
+    other = "r1" if run == "r0" else "r0"
+    assert torch.equal(load(path, other, verify=True)[name], points[other, name])
+
+
+@pytest.mark.parametrize("word", [b"r1", b"sample of r1"])
+def test_a_row_that_names_another_run_or_sample_is_found(shard, word):
+    data = bytearray(shard.read_bytes())
+    column = (word * 2).ljust(len(word) * 2)
+    at = data.rindex(column)
+    data[at + len(word) - 1 : at + len(word)] = b"X"
+    shard.write_bytes(data)
+    assert verify(shard).damaged == {"r1": ["run_id" if word == b"r1" else "sample_id"]}
+
+
+def test_a_checksum_is_what_the_page_of_the_format_says(shard):
+    for message in messages(shard):
+        batch = message.batch
+        plain = {
+            "position": batch["position"].to_numpy(),
+            "phase": batch["phase"].indices.to_numpy(),
+            "token_id": batch["token_id"].to_numpy(),
+            A: batch[A].to_numpy_ndarray(),
+            B: batch[B].to_numpy_ndarray(),
+            WEIGHTS: batch[WEIGHTS].flatten().to_numpy(),
+        }
+        said = dict(zip(batch.schema.names[2:], message.metadata[b"xxh3"].decode().split(","), strict=True))
+        assert {name: said[name] for name in plain} == {
+            name: xxh3_64_hexdigest(values.tobytes()) for name, values in plain.items()
+        }
+
+
+def test_points_that_leave_over_http_keep_their_checksums(shard):
+    body = b"".join(as_arrow([shard], Wanted(points={B})).pieces)
+    for (batch, metadata), message in zip(
+        pa.ipc.open_stream(body).iter_batches_with_custom_metadata(), messages(shard), strict=True
+    ):
+        said = dict(zip(message.batch.schema.names[2:], message.metadata[b"xxh3"].decode().split(","), strict=True))
+        assert metadata[b"xxh3"].decode().split(",") == [said[name] for name in batch.schema.names[2:]]
+
+
+def test_a_file_of_the_format_before_is_read_and_has_nothing_to_compare(shard, tmp_path):
+    old = tmp_path / "old.arrow"
+    keys = (b"run_id", b"batch", b"batches", b"run")
+    given = list(messages(shard))
+    names = [name for name in given[0].batch.schema.names if name != "text_offset"]
+    with pa.ipc.new_file(old, given[0].batch.select(names).schema) as writer:
+        for message in given:
+            metadata = {key: message.metadata[key] for key in keys if key in message.metadata}
+            writer.write_batch(message.batch.select(names), custom_metadata=metadata)
+    assert verify(old).ok
+    assert [run.run_id for run in runs(old)] == ["r0", "r1"]
+    assert torch.equal(load(old, "r1", verify=True)[A], load(shard, "r1")[A])
+    assert pa.ipc.open_stream(b"".join(as_arrow([old], Wanted()).pieces)).read_all().num_rows == 8
+
+
+def test_the_reader_on_the_page_of_the_format_reads_every_run(shard):
+    page = (REPOSITORY / "docs" / "format.md").read_text()
+    names = {}
+    exec(re.search(r"```python\n(.*?)```", page, re.DOTALL)[1], names)  # noqa: S102 - the page's own words
+    read = list(names["read"](str(shard)))
+    assert [facts["run_id"] for facts, _ in read] == ["r0", "r1"]
+    for facts, table in read:
+        run = load(shard, facts["run_id"])
+        assert facts["sample_id"] == run.facts.sample_id
+        bits = torch.from_numpy(table[B].combine_chunks().to_numpy_ndarray().copy())
+        assert torch.equal(bits.view(torch.bfloat16).view(torch.uint8), run[B].view(torch.uint8))
+        values = table[WEIGHTS].combine_chunks().flatten().to_numpy()
+        assert values.tolist() == run[WEIGHTS].values.tolist()
