@@ -84,6 +84,7 @@ def _export(args: argparse.Namespace) -> int:
 
 
 def _verify(args: argparse.Namespace) -> int:
+    from deployments.activations.reader import size_of
     from deployments.activations.selecting import shards
     from deployments.activations.verifying import verify
 
@@ -93,8 +94,8 @@ def _verify(args: argparse.Namespace) -> int:
         found = verify(path)
         bad += not found.ok
         rest = "".join(f"; of {run}, {count} rows" for run, count in found.unfinished.items())
-        name = path.relative_to(args.dir) if path.is_relative_to(args.dir) else path
-        rows.append((name, size(path.stat().st_size), found.state, found.runs, found.rows, found.reason + rest))
+        name = str(path).removeprefix(f"{args.dir}/")
+        rows.append((name, size(size_of(path)), found.state, found.runs, found.rows, found.reason + rest))
     table(("file", "size", "state", "runs", "rows", ""), rows, right="size runs rows")
     if bad:
         print(f"\n{bad} of {len(rows)} files are not whole; their whole runs can be read", file=sys.stderr)

@@ -13,7 +13,6 @@ from collections import OrderedDict
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import partial
 from itertools import pairwise
-from pathlib import Path
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -24,6 +23,7 @@ from deployments.activations.archives import File, archive, length
 from deployments.activations.checksums import written
 from deployments.activations.facts import COLUMNS, dtype_name
 from deployments.activations.named_tensors import Member, Tensors
+from deployments.activations.objects import AnyFile
 from deployments.activations.schema import batch_metadata
 from deployments.activations.selecting import Wanted, by_schema, select
 
@@ -101,7 +101,7 @@ def as_lone_pt(member: Member) -> Encoded:
     return _pt(_Tensor("0", member))
 
 
-def as_arrow(files: Sequence[Path], wanted: Wanted) -> Encoded:
+def as_arrow(files: Sequence[AnyFile], wanted: Wanted) -> Encoded:
     """IPC streams one behind the other, each of all wanted runs that fit one table, as the files have them.
 
     Each batch's metadata says which run it is of, and a run's last one what the run is.
@@ -154,7 +154,7 @@ class _Sink:
         """There is nothing to close."""
 
 
-def _streams(groups: Sequence[Sequence[Path]], wanted: Wanted, sink: _Sink) -> Iterator[None]:
+def _streams(groups: Sequence[Sequence[AnyFile]], wanted: Wanted, sink: _Sink) -> Iterator[None]:
     """Write the streams; stops after each batch."""
     for files in groups:
         writer = None

@@ -17,6 +17,7 @@ import pyarrow.parquet as pq
 from deployments.activations.encodings import Encoded, as_lone_pt, as_npz, as_safetensors
 from deployments.activations.facts import COLUMNS, PointType
 from deployments.activations.named_tensors import points_of, tensors
+from deployments.activations.objects import AnyFile
 from deployments.activations.schema import point_types, shard_facts
 from deployments.activations.selecting import Chosen, Wanted, by_schema, checked, select, shards
 
@@ -137,10 +138,10 @@ def _split(format: Format) -> Callable[[Chosen], list[tuple[str, _Encoder]]]:
     return by_point if format == "pt" else by_run
 
 
-def _parquet(files: Sequence[Path], wanted: Wanted, target: _Target) -> list[Path]:
+def _parquet(files: Sequence[AnyFile], wanted: Wanted, target: _Target) -> list[Path]:
     for _ in checked(files, wanted):
         pass
-    groups = dict[str, list[Path]]()
+    groups = dict[str, list[AnyFile]]()
     numbers = dict[str, int]()
     for schema, group in by_schema(files):
         session = shard_facts(schema).session_id

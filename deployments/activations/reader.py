@@ -17,6 +17,7 @@ from torch.utils.dlpack import from_dlpack
 
 from deployments.activations import checksums
 from deployments.activations.facts import COLUMNS, PointType, RunFacts, ShardFacts
+from deployments.activations.objects import AnyFile, FetchedBatch, ObjectFile, Place, place_of
 from deployments.activations.patterns import Patterns
 from deployments.activations.schema import batch_facts, point_types, shard_facts, to_patterns, to_tensor
 
@@ -68,9 +69,9 @@ class Run(Mapping[str, Any]):
 
 
 class Message(NamedTuple):
-    """A record batch of a file, its own metadata, and the byte behind it."""
+    """A record batch of a file (of an object, what fetches its columns), its own metadata, and the byte behind it."""
 
-    batch: pa.RecordBatch
+    batch: pa.RecordBatch | FetchedBatch
     metadata: Mapping[bytes, bytes] | None
     end: int
 
@@ -108,7 +109,7 @@ def load(
             if values are not those that were written; the message says which points are.
         FileNotFoundError: If the source does not exist.
     """
-    path = path_of(source)
+    path = _holding(path_of(source), run_id)
     matching = (run for run in _runs_in(path) if run_id in (None, run.facts.run_id))
     found = next(matching, None)
     if found is None or (run_id is None and next(matching, None)):
@@ -158,10 +159,11 @@ def whole_run(source: str | os.PathLike[str], run_id: str) -> WholeRun | None:
     Raises:
         FileNotFoundError: If the source does not exist.
     """
-    return next((run for run in _runs_in(path_of(source)) if run.facts.run_id == run_id), None)
+    path = _holding(path_of(source), run_id)
+    return next((run for run in _runs_in(path) if run.facts.run_id == run_id), None)
 
 
-def whole_runs(path: Path) -> Iterator[WholeRun]:
+def whole_runs(path: AnyFile) -> Iterator[WholeRun]:
     """The whole runs of one file; no tensor is read. A run without its end, or short of batches, is left out."""
     rows = start = first_row = seen = 0
     run_id, batches, sums = "", list[pa.RecordBatch](), list[dict[str, str]]()
@@ -183,8 +185,22 @@ def whole_runs(path: Path) -> Iterator[WholeRun]:
             start = message.end
 
 
-def messages(path: Path) -> Iterator[Message]:
+def messages(path: AnyFile) -> Iterator[Message]:
     """The record batches of one file up to where it ends or is cut off; no tensor is read."""
+    return _of_disk(path) if isinstance(path, Path) else _of_object(path)
+
+
+def _of_object(file: ObjectFile) -> Iterator[Message]:
+    """Where batches end in an object is not known, and said as if all were as large."""
+    try:
+        batches = list(file.batches())
+    except pa.ArrowInvalid:
+        return  # no file of ours
+    for number, (batch, metadata) in enumerate(batches, 1):
+        yield Message(batch, metadata, file.size * number // len(batches))
+
+
+def _of_disk(path: Path) -> Iterator[Message]:
     with path.open("rb") as file:
         if file.read(len(_MAGIC)) != _MAGIC:
             return
@@ -200,33 +216,71 @@ def messages(path: Path) -> Iterator[Message]:
             return  # a message that the end of the file cuts off: nothing behind it counts
 
 
-def is_sealed(path: Path) -> bool:
+def is_sealed(path: AnyFile) -> bool:
     """Whether the file has its footer."""
     try:
-        pa.ipc.open_file(pa.OSFile(str(path)))
+        footer(path)
     except (pa.ArrowInvalid, OSError):
         return False
     return True
 
 
-def path_of(source: str | os.PathLike[str]) -> Path:
-    """The path that a path or a `file://` URI of this machine means.
+def footer(path: AnyFile) -> Any:
+    """Arrow's reader by a file's footer.
 
     Raises:
-        ValueError: It is another kind of URI.
+        pa.ArrowInvalid: It has none.
+        OSError: It cannot be read.
+    """
+    return path.reader() if isinstance(path, ObjectFile) else pa.ipc.open_file(pa.OSFile(str(path)))
+
+
+def size_of(path: AnyFile) -> int:
+    """A file's bytes.
+
+    Raises:
+        OSError: It cannot be read.
+    """
+    return path.size if isinstance(path, ObjectFile) else path.stat().st_size
+
+
+def path_of(source: str | os.PathLike[str]) -> AnyFile | Place:
+    """The file or directory that a path or URI means.
+
+    A URI of object storage is a file's if it ends in `.arrow`.
+
+    Raises:
+        ValueError: It is a `file://` URI of another machine, or no URI of a file system.
     """
     text = os.fspath(source)
     if "://" not in text:
-        return Path(text)
+        return Path(text).expanduser()
     url = urlsplit(text)
-    if url.scheme != "file" or url.netloc not in ("", "localhost"):
+    if url.scheme != "file":
+        place = place_of(text)
+        return ObjectFile(*place) if place.path.endswith(".arrow") else place
+    if url.netloc not in ("", "localhost"):
         raise ValueError(f"{text!r} is not a file:// URI of this machine")
     return Path(unquote(url.path))
 
 
-def _runs_in(path: Path) -> Iterator[WholeRun]:
-    files = sorted(path.glob("*.arrow")) if path.is_dir() else [path]
-    for file in files:
+def files_in(path: AnyFile | Place) -> list[AnyFile]:
+    """The Arrow files of a directory, by their names, or the one file that is meant; links in it are not followed."""
+    if isinstance(path, Place):
+        return [*path.arrow_files()]
+    if isinstance(path, Path) and path.is_dir():
+        return [*sorted(item for item in path.glob("*.arrow") if item.is_file() and not item.is_symlink())]
+    return [path]
+
+
+def _holding(path: AnyFile | Place, run_id: str | None) -> AnyFile | Place:
+    """Where to look for a run: small objects go up in larger ones beside them."""
+    moved = run_id is not None and isinstance(path, ObjectFile) and not path.exists()
+    return path.folder if moved and isinstance(path, ObjectFile) else path
+
+
+def _runs_in(path: AnyFile | Place) -> Iterator[WholeRun]:
+    for file in files_in(path):
         yield from whole_runs(file)
 
 

@@ -12,7 +12,7 @@ from deployments.activations.catalogue import Catalogue
 from deployments.activations.encodings import ENCODERS, Encoded, as_arrow
 from deployments.activations.facts import StoreError
 from deployments.activations.named_tensors import tensors
-from deployments.activations.reader import path_of
+from deployments.activations.reader import files_in, path_of
 from deployments.activations.selecting import Wanted, select
 from deployments.errors import RequestError
 
@@ -70,7 +70,7 @@ class Readings:
         wanted = Wanted(session_id, set(asked), None if points is None else set(points))
         wanted._replace(runs=runs).check(known, {name for run in asked for name in known[run]})
         files = list(dict.fromkeys(point["uri"] for run in asked for point in known[run].values()))
-        paths = sorted(path_of(uri) for uri in files)
+        paths = [file for uri in sorted(files) for file in files_in(path_of(uri))]
         if format == "arrow":
             encoded = as_arrow(paths, wanted)
         else:

@@ -10,7 +10,8 @@ from typing import NamedTuple
 import pyarrow as pa
 
 from deployments.activations.facts import PointType, RunFacts, check_session_id
-from deployments.activations.reader import messages, path_of, whole_runs
+from deployments.activations.objects import AnyFile, ObjectFile, Place
+from deployments.activations.reader import files_in, messages, path_of, whole_runs
 from deployments.activations.schema import point_types
 from deployments.errors import RequestError
 
@@ -58,7 +59,7 @@ class Wanted(NamedTuple):
             raise RequestError(message, "points", "point_not_recorded")
 
 
-def select(files: Iterable[Path], wanted: Wanted) -> Iterator[Chosen]:
+def select(files: Iterable[AnyFile], wanted: Wanted) -> Iterator[Chosen]:
     """The wanted runs of files in the order in which they lie there; one without a wanted point is left out."""
     for file in files:
         types: Mapping[str, PointType] | None = None  # all runs of a file have the same points
@@ -71,7 +72,7 @@ def select(files: Iterable[Path], wanted: Wanted) -> Iterator[Chosen]:
                     yield Chosen(run.facts, run.batches, run.sums, types)
 
 
-def checked(files: Iterable[Path], wanted: Wanted) -> Iterator[Chosen]:
+def checked(files: Iterable[AnyFile], wanted: Wanted) -> Iterator[Chosen]:
     """As `select`, without reading tensors; at the end, what is not there is refused.
 
     Raises:
@@ -90,9 +91,9 @@ def checked(files: Iterable[Path], wanted: Wanted) -> Iterator[Chosen]:
     wanted.check(runs, points)
 
 
-def by_schema(files: Iterable[Path]) -> list[tuple[pa.Schema, list[Path]]]:
+def by_schema(files: Iterable[AnyFile]) -> list[tuple[pa.Schema, list[AnyFile]]]:
     """Files whose rows fit one table, together: those of one session, model, set of points and dtypes."""
-    groups = list[tuple[pa.Schema, list[Path]]]()
+    groups = list[tuple[pa.Schema, list[AnyFile]]]()
     for file in files:
         first = next(messages(file), None)
         if first is None:
@@ -106,7 +107,7 @@ def by_schema(files: Iterable[Path]) -> list[tuple[pa.Schema, list[Path]]]:
     return groups
 
 
-def shards(source: str | os.PathLike[str], session: str | None = None) -> list[Path]:
+def shards(source: str | os.PathLike[str], session: str | None = None) -> list[AnyFile]:
     """The files of a store, of a session's directory, or the one file that is named; links are not followed.
 
     Args:
@@ -117,24 +118,34 @@ def shards(source: str | os.PathLike[str], session: str | None = None) -> list[P
         FileNotFoundError: There is no such path, or no such session in the store.
         ValueError: `session` can name none.
     """
-    path = path_of(source).expanduser()
-    if path.is_file():
+    path = path_of(source)
+    if isinstance(path, ObjectFile) or (isinstance(path, Path) and path.is_file()):
         return [path]
+    if isinstance(path, Place):
+        return _objects(path, session)
     if not path.is_dir():
         raise FileNotFoundError(f"there is nothing at {path}")
-    if own := _arrow_files(path):
+    if own := files_in(path):
         return own
     if session is None:
         folders = sorted(item.name for item in os.scandir(path) if item.is_dir(follow_symlinks=False))
-        return [file for name in folders if not name.startswith(".") for file in _arrow_files(path / name)]
+        return [file for name in folders if not name.startswith(".") for file in files_in(path / name)]
     folder = path / check_session_id(session)
     if not folder.is_dir() or folder.is_symlink():
         raise FileNotFoundError(f"there is no session {session!r} in {path}")
-    return _arrow_files(folder)
+    return files_in(folder)
 
 
-def _arrow_files(folder: Path) -> list[Path]:
-    return sorted(item for item in folder.glob("*.arrow") if item.is_file() and not item.is_symlink())
+def _objects(place: Place, session: str | None) -> list[AnyFile]:
+    """The files of a store of objects, or of a session in it."""
+    if own := place.arrow_files():
+        return [*own]
+    found = [
+        *(place.arrow_files(deep=True) if session is None else place.below(check_session_id(session)).arrow_files())
+    ]
+    if not found:
+        raise FileNotFoundError(f"there is nothing at {place}" + (f" of session {session!r}" if session else ""))
+    return [*found]
 
 
 def _types(schema: pa.Schema, wanted: Wanted) -> dict[str, PointType]:

@@ -11,7 +11,8 @@ import pyarrow as pa
 import pyarrow.compute as pc
 
 from deployments.activations import checksums
-from deployments.activations.reader import is_sealed, messages, whole_runs
+from deployments.activations.objects import AnyFile
+from deployments.activations.reader import footer, is_sealed, messages, size_of, whole_runs
 from deployments.activations.schema import BatchFacts, batch_facts
 
 State = Literal["whole", "open", "cut short", "damaged", "unreadable"]
@@ -34,7 +35,7 @@ class Verified:
         damaged: By whole run, its columns whose values are not those that were written; its others can be read.
     """
 
-    path: Path
+    path: AnyFile
     state: State = "whole"
     reason: str = ""
     runs: int = 0
@@ -48,7 +49,7 @@ class Verified:
         return self.state in ("whole", "open")
 
 
-def verify(path: Path) -> Verified:
+def verify(path: AnyFile) -> Verified:
     """Read every byte and every batch of a file, and compare checksums."""
     found = Verified(path)
     try:
@@ -72,7 +73,9 @@ def _all_are(column: pa.Array, word: str | None) -> bool:
     return column.null_count == 0 and pc.all(pc.equal(column, word)).as_py() is not False
 
 
-def _read_all(path: Path) -> None:
+def _read_all(path: AnyFile) -> None:
+    if not isinstance(path, Path):
+        return  # what is fetched is in memory
     with path.open("rb", buffering=0) as file:
         while file.read(_CHUNK):
             pass
@@ -83,6 +86,7 @@ def _look_through(found: Verified) -> None:
     for batch, metadata, behind in messages(found.path):
         end = behind
         try:
+            batch = batch.select(batch.schema.names)
             batch.validate(full=True)
             facts = batch_facts(metadata)
             bad = changed(batch, facts, checksums.read(metadata, batch.schema.names))
@@ -106,9 +110,9 @@ def _look_through(found: Verified) -> None:
         found.reason = "; ".join(f"of {run} changed {', '.join(names)}" for run, names in found.damaged.items())
     if found.state == "damaged":
         return
-    size = found.path.stat().st_size
+    size = size_of(found.path)
     if is_sealed(found.path):
-        listed = pa.ipc.open_file(pa.OSFile(str(found.path))).num_record_batches
+        listed = footer(found.path).num_record_batches
         if batches < listed:
             found.state, found.reason = "damaged", f"batch {batches} of {listed} does not read, nor what is behind it"
         elif rows_of:

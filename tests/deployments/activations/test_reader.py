@@ -207,9 +207,11 @@ def test_an_arrow_file_of_others_holds_no_run(tmp_path):
     assert runs(tmp_path) == []
 
 
-def test_sources_that_are_not_files_of_this_machine_are_refused():
-    with pytest.raises(ValueError, match="file://"):
-        load("s3://bucket/x.arrow")
+def test_sources_that_cannot_be_reached_are_refused():
+    with pytest.raises(ValueError, match="of this machine"):
+        load("file://elsewhere/x.arrow")
+    with pytest.raises(ValueError, match="gopher://bucket/x.arrow"):
+        load("gopher://key:secret@bucket/x.arrow?a=b")
     with pytest.raises(FileNotFoundError):
         load("file:///no/such/file.arrow")
 

@@ -1,0 +1,118 @@
+"""A shard in object storage, which cannot append: an object for the runs of one commit, or for one long run."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Sequence
+from typing import Any
+
+import pyarrow as pa
+
+from deployments.activations.catalogue import Entry, StoredFile
+from deployments.activations.checksums import checksums, written
+from deployments.activations.facts import RunFacts
+from deployments.activations.objects import ObjectFile
+from deployments.activations.schema import batch_metadata, empty_batch, point_types
+
+_PART = 16 << 20  # bytes that are uploaded at once, and held in memory until then
+
+
+class ObjectShard:
+    """What `Shard` is on a disk. `sync` ends it: the object is there from then on, and never changes.
+
+    Attributes:
+        session_id: The session it belongs to.
+        schema: Of all its batches.
+        rows: Rows of whole runs in it.
+        length: Bytes up to the end of the last whole run, the footer included once sealed.
+        broken: Whether it takes no more runs.
+        sealed: Whether the object is there.
+        unsynced: Always 0: there is nothing to make durable before the end.
+    """
+
+    unsynced = 0
+
+    def __init__(self, file: ObjectFile, session_id: str, schema: pa.Schema) -> None:
+        self.session_id = session_id
+        self.schema = schema
+        self.rows = self.length = 0
+        self.broken = self.sealed = False
+        self._file = file
+        self._points = point_types(schema)
+        self._batches = self._new_rows = 0  # of the run that is not finished
+        self._stream = file.fs.open_output_stream(file.path, buffer_size=_PART)
+        self._writer: Any = pa.ipc.new_file(self._stream, schema)
+
+    def facts(self) -> StoredFile:
+        """The file as it is."""
+        return StoredFile(self._file.uri, self.length, self.sealed)
+
+    def append(self, run_id: str, batches: Sequence[pa.RecordBatch]) -> None:
+        """Write more of the run at the end, or begin one; it counts once it is finished.
+
+        Raises:
+            OSError: If the store refuses; the shard is then broken.
+        """
+        self._write(batches, batch_metadata(run_id, self._batches, len(batches)))
+
+    def finish(self, run: RunFacts, batches: Sequence[pa.RecordBatch]) -> Entry:
+        """Write the last batches, if any, of the run at the end; not durable before `sync`.
+
+        Raises:
+            OSError: As for `append`.
+        """
+        batches = batches or [empty_batch(self.schema)]
+        self._write(batches, batch_metadata(run.run_id, self._batches, len(batches), run))
+        size = self._stream.tell() - self.length
+        entry = Entry(run, self._file.uri, self.rows, self._new_rows, size, self._points)
+        self.rows += self._new_rows
+        self.length = self._stream.tell()
+        self._batches = self._new_rows = 0
+        return entry
+
+    def rewind(self) -> None:
+        """Give up the run at the end that is not finished, and take no other: readers pass over what there is of it."""
+        if self._batches:
+            self._batches = self._new_rows = 0
+            self.broken = True
+
+    def sync(self) -> None:
+        """Make the runs in it durable, and the object whole; nothing while only a long run is under way.
+
+        Raises:
+            OSError: If that failed; none of its runs is stored then.
+        """
+        if self._batches or self.sealed:
+            return
+        self.broken = True
+        try:
+            self._writer.close()
+            self.length = self._stream.tell()
+            self._stream.close()
+        except OSError:
+            self.rows = self.length = 0
+            self._remove()
+            raise
+        self.sealed = True
+
+    def close(self) -> None:
+        """Let go of it; an object that no run is in is removed."""
+        self.rewind()
+        if not self.sealed:
+            with contextlib.suppress(OSError):  # an upload cannot be given up, only ended
+                self._stream.close()
+            self._remove()
+
+    def _remove(self) -> None:
+        with contextlib.suppress(OSError):  # it has no footer: the next start removes it
+            self._file.fs.delete_file(self._file.path)
+
+    def _write(self, batches: Sequence[pa.RecordBatch], metadata: Sequence[dict[str, str]]) -> None:
+        try:
+            for batch, facts in zip(batches, metadata, strict=True):
+                self._writer.write_batch(batch, custom_metadata=facts | written(checksums(batch)))
+        except (OSError, pa.ArrowException):
+            self.broken = True
+            raise
+        self._batches += len(batches)
+        self._new_rows += sum(batch.num_rows for batch in batches)

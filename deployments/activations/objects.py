@@ -1,0 +1,208 @@
+"""Files in object storage: what a path is for a file of a disk, of which no more is fetched than is asked for."""
+
+from __future__ import annotations
+
+import posixpath
+from collections.abc import Iterator, Mapping, Sequence
+from functools import cached_property
+from pathlib import Path
+from typing import Any, NamedTuple
+from urllib.parse import parse_qsl, quote, unquote, urlsplit
+
+import pyarrow as pa
+import pyarrow.fs as pafs
+
+_ATTEMPTS = 6  # of each request to S3, with growing pauses
+_FLAGS = ("allow_bucket_creation", "allow_bucket_deletion")
+
+
+class Place(NamedTuple):
+    """A directory of a file system.
+
+    Attributes:
+        fs: The file system.
+        path: The directory's name there, without a slash at its end.
+        uri: The same as a URI, without keys and settings: what files below it are named by to others.
+    """
+
+    fs: Any
+    path: str
+    uri: str
+
+    def __repr__(self) -> str:
+        return self.uri
+
+    def below(self, name: str) -> Place:
+        """A directory below this one."""
+        return Place(self.fs, posixpath.join(self.path, name), f"{self.uri}/{quote(name)}")
+
+    def file(self, name: str) -> ObjectFile:
+        """A file below the directory, by its name relative to it."""
+        place = self.below(name)
+        return ObjectFile(self.fs, place.path, place.uri)
+
+    def infos(self, deep: bool = False) -> list[Any]:
+        """What `pyarrow.fs` says of the files in the directory; nothing where it is not there.
+
+        Args:
+            deep: Also of those in directories below it.
+
+        Raises:
+            OSError: The store refuses.
+        """
+        selector = pafs.FileSelector(self.path, allow_not_found=True, recursive=deep)
+        return [info for info in self.fs.get_file_info(selector) if info.type == pafs.FileType.File]
+
+    def arrow_files(self, deep: bool = False) -> list[ObjectFile]:
+        """The Arrow files in the directory, by their names; with `deep`, also those in the directories in it.
+
+        Raises:
+            OSError: The store refuses.
+        """
+        names = sorted(posixpath.relpath(info.path, self.path) for info in self.infos(deep))
+        return [self.file(name) for name in names if name.endswith(".arrow") and not name.startswith(".")]
+
+
+def place_of(uri: str) -> Place:
+    """The place that a URI means, with the settings that stand in it.
+
+    `s3://bucket/prefix?region=...&endpoint_override=host:port&scheme=http`; keys come from where AWS's own tools
+    find them, or as `s3://key:secret@bucket`. All others are `pyarrow.fs`'s.
+
+    Raises:
+        ValueError: It is no URI of a file system, or has an unknown setting.
+    """
+    url = urlsplit(uri)
+    try:
+        fs, path = _s3(uri) if url.scheme == "s3" else pafs.FileSystem.from_uri(uri)
+    except (pa.ArrowException, TypeError) as error:
+        raise ValueError(f"{_public(uri)} is no place for a store: {error}") from error
+    return Place(fs, path.rstrip("/"), _public(uri))
+
+
+def _s3(uri: str) -> tuple[Any, str]:
+    url = urlsplit(uri)
+    settings: dict[str, Any] = dict(parse_qsl(url.query))
+    settings |= {name: settings[name] == "true" for name in _FLAGS if name in settings}
+    keys = {"access_key": unquote(url.username), "secret_key": unquote(url.password or "")} if url.username else {}
+    fs = pafs.S3FileSystem(
+        **keys,
+        **settings,
+        background_writes=False,  # memory stays bounded, and who writes waits for the network
+        allow_delayed_open=True,  # a small object is one request
+        retry_strategy=pafs.AwsStandardS3RetryStrategy(max_attempts=_ATTEMPTS),
+    )
+    return fs, f"{url.hostname}{unquote(url.path)}"
+
+
+def _public(uri: str) -> str:
+    """The URI without keys, settings and a slash at the end."""
+    url = urlsplit(uri)
+    user, _, host = url.netloc.rpartition("@")
+    return url._replace(netloc=host if ":" in user else url.netloc, query="", fragment="").geturl().rstrip("/")
+
+
+class ObjectFile:
+    """One file: an Arrow file, whole, since a store of objects has no others under their names.
+
+    Args:
+        fs: Its file system.
+        path: Its name there.
+        uri: What others name it by.
+    """
+
+    def __init__(self, fs: Any, path: str, uri: str) -> None:
+        self.fs = fs
+        self.path = path
+        self.uri = uri
+        self._readers: dict[tuple[int, ...], Any] = {}
+
+    def __repr__(self) -> str:
+        return self.uri
+
+    @property
+    def folder(self) -> Place:
+        """The directory that it is in."""
+        return Place(self.fs, posixpath.dirname(self.path), self.uri.rpartition("/")[0])
+
+    @property
+    def name(self) -> str:
+        """Its name within its directory."""
+        return posixpath.basename(self.path)
+
+    def as_uri(self) -> str:
+        """What others name it by."""
+        return self.uri
+
+    def exists(self) -> bool:
+        """Whether it is there.
+
+        Raises:
+            OSError: The store refuses.
+        """
+        return bool(self.fs.get_file_info(self.path).type == pafs.FileType.File)
+
+    @cached_property
+    def size(self) -> int:
+        """Bytes.
+
+        Raises:
+            FileNotFoundError: It is not there.
+        """
+        info = self.fs.get_file_info(self.path)
+        if info.type != pafs.FileType.File:
+            raise FileNotFoundError(f"there is nothing at {self.uri}")
+        return int(info.size)
+
+    def reader(self, columns: Sequence[int] = ()) -> Any:
+        """Arrow's reader of these columns, or of all; one for each choice of them.
+
+        Raises:
+            pa.ArrowInvalid: It is no Arrow file.
+            OSError: It is not there, or the store refuses.
+        """
+        key = tuple(columns)
+        if key not in self._readers:
+            options = pa.ipc.IpcReadOptions(included_fields=list(columns)) if columns else None
+            self._readers[key] = pa.ipc.open_file(self.fs.open_input_file(self.path), options=options)
+        return self._readers[key]
+
+    def batches(self) -> Iterator[tuple[FetchedBatch, Mapping[bytes, bytes] | None]]:
+        """Its batches, each with its own metadata; no tensor is fetched.
+
+        Raises:
+            pa.ArrowInvalid: It is no Arrow file.
+            OSError: It is not there, or the store refuses.
+        """
+        schema = self.reader().schema
+        light = self.reader([schema.get_field_index("position")])
+        for number in range(light.num_record_batches):
+            batch, metadata = light.get_batch_with_custom_metadata(number)
+            yield FetchedBatch(self, number, schema, batch.num_rows), metadata
+
+
+class FetchedBatch:
+    """A record batch of which each column is fetched when it is asked for.
+
+    Attributes:
+        schema: Of all its columns.
+        num_rows: Its rows.
+    """
+
+    def __init__(self, file: ObjectFile, number: int, schema: pa.Schema, rows: int) -> None:
+        self.schema = schema
+        self.num_rows = rows
+        self._file = file
+        self._number = number
+
+    def select(self, names: Sequence[str]) -> pa.RecordBatch:
+        """These columns, in this order."""
+        places = sorted(self.schema.get_field_index(name) for name in names)
+        return self._file.reader(places).get_batch(self._number).select(list(names))
+
+    def __getitem__(self, name: str) -> pa.Array:
+        return self.select([name])[name]
+
+
+AnyFile = Path | ObjectFile
+"""One file of a store, on a disk or in object storage."""

@@ -1,0 +1,91 @@
+"""A real server of S3's protocol on this machine, and one before it that fails some requests."""
+
+from __future__ import annotations
+
+import contextlib
+import http.client
+import http.server
+import os
+import socket
+import subprocess
+import sys
+import threading
+import time
+import urllib.request
+from collections.abc import Callable, Iterator
+
+
+@contextlib.contextmanager
+def object_server() -> Iterator[int]:
+    """Starts moto's server in a process of its own; gives its port."""
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        port = free.getsockname()[1]
+    command = [sys.executable, "-m", "moto.server", "-H", "127.0.0.1", "-p", str(port)]
+    env = os.environ | {"MOTO_S3_DEFAULT_MAX_KEYS": "7"}  # lists come in pages
+    server = subprocess.Popen(command, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL, env=env)
+    try:
+        for _ in range(600):
+            with contextlib.suppress(OSError):
+                urllib.request.urlopen(f"http://127.0.0.1:{port}/moto-api/data.json", timeout=10).close()
+                break
+            assert server.poll() is None, "moto's server has ended"
+            time.sleep(0.05)
+        yield port
+    finally:
+        server.terminate()
+        server.wait()
+
+
+class Proxy:
+    """Stands before a server.
+
+    Attributes:
+        port: Its own.
+        requests: Method and path of each request, in order.
+        fails: Decides by method and path whether a request is answered 503 instead.
+    """
+
+    def __init__(self, port: int) -> None:
+        self.requests: list[tuple[str, str]] = []
+        self.fails: Callable[[str, str], bool] = lambda method, path: False
+        proxy = self
+
+        class Handler(http.server.BaseHTTPRequestHandler):
+            protocol_version = "HTTP/1.1"
+
+            def do_GET(self) -> None:
+                body = self.rfile.read(int(self.headers.get("Content-Length") or 0))
+                proxy.requests.append((self.command, self.path))
+                if proxy.fails(self.command, self.path):
+                    self.send_response(503)
+                    self.send_header("Content-Length", "0")
+                    self.end_headers()
+                    return
+                server = http.client.HTTPConnection("127.0.0.1", port, timeout=60)
+                server.request(self.command, self.path, body, dict(self.headers))
+                answer = server.getresponse()
+                content = answer.read()
+                self.send_response(answer.status)
+                for name, value in answer.getheaders():
+                    if name.lower() not in ("transfer-encoding", "connection", "content-length"):
+                        self.send_header(name, value)
+                length = answer.getheader("Content-Length") if self.command == "HEAD" else str(len(content))
+                self.send_header("Content-Length", length or "0")
+                self.end_headers()
+                self.wfile.write(content)
+                server.close()
+
+            do_PUT = do_POST = do_DELETE = do_HEAD = do_GET
+
+            def log_message(self, *args: object) -> None:
+                pass
+
+        self._server = http.server.ThreadingHTTPServer(("127.0.0.1", 0), Handler)
+        self._server.daemon_threads = True
+        self.port = self._server.server_port
+        threading.Thread(target=self._server.serve_forever, daemon=True).start()
+
+    def close(self) -> None:
+        self._server.shutdown()
+        self._server.server_close()
