@@ -21,9 +21,9 @@ class Verified:
 
     Attributes:
         path: The file.
-        state: `whole` with its footer; `open` without it, every run whole (as of a server that still writes, or was
-            killed); `cut short` within a run; `damaged` where batches that the footer lists do not read, or there is
-            nothing of ours; `unreadable` where the disk refuses.
+        state: `whole` with its footer; `open` without it, every run whole (of a server that still writes, or was killed
+            and has not started again); `cut short` within a run; `damaged` where batches that the footer lists do not
+            read, or there is nothing of ours; `unreadable` where the disk refuses.
         reason: What is wrong, in words; empty where nothing is.
         runs: Whole runs.
         rows: Their rows.
@@ -47,14 +47,19 @@ def verify(path: Path) -> Verified:
     """Read every byte and every batch of a file. There are no checksums: a changed number is not found."""
     found = Verified(path)
     try:
-        _read_all(path)  # first, since a page that the disk cannot give would end who maps the file
+        read_all(path)  # first, since a page that the disk cannot give would end who maps the file
         _look_through(found)
     except OSError as error:
         found.state, found.reason = "unreadable", error.strerror or str(error)
     return found
 
 
-def _read_all(path: Path) -> None:
+def read_all(path: Path) -> None:
+    """Read every byte of a file.
+
+    Raises:
+        OSError: The disk cannot give one.
+    """
     with path.open("rb", buffering=0) as file:
         while file.read(_CHUNK):
             pass
