@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from deployments.activations.facts import check_session_id
+from deployments.activations.holding import DELETED
 from deployments.options import home
 
 FORMATS = ("pt", "safetensors", "npz", "parquet")
@@ -108,7 +109,7 @@ def _rm(args: argparse.Namespace) -> int:
     if not args.yes:
         raise UserError(f"{what} would be deleted: say so with --yes. {RUNNING.format(args.session)}")
     # Renamed first, as the server does it, so that no half of a session is ever listed; its next start takes it away.
-    trash = args.dir / f".deleted-{os.urandom(8).hex()}"
+    trash = args.dir / f"{DELETED}{os.urandom(8).hex()}"
     (args.dir / check_session_id(args.session)).rename(trash)
     shutil.rmtree(trash)
     print(f"deleted {what}")

@@ -10,7 +10,7 @@ from pathlib import Path
 from threading import Lock
 from typing import Any, NamedTuple
 
-from deployments.activations.facts import PointType, RunFacts, StoredPoint, StoredRun, check_session_id, page
+from deployments.activations.facts import PointType, RunFacts, StoredPoint, StoredRun, names_a_session, page
 from deployments.activations.reader import is_sealed, whole_runs
 from deployments.activations.schema import point_types
 
@@ -75,7 +75,7 @@ class Catalogue:
         """Read what the files under `root` say; links are not followed, other names are passed over."""
         catalogue = cls()
         for folder in os.scandir(root):
-            if folder.is_dir(follow_symlinks=False) and _names_a_session(folder.name):
+            if folder.is_dir(follow_symlinks=False) and names_a_session(folder.name):
                 try:
                     catalogue._read_session(folder)
                 except OSError:  # one unreadable session must not keep the others from being served
@@ -127,14 +127,6 @@ class Catalogue:
             files = [file._asdict() for file in session.files.values()]
             summary = _summary(session_id, session)
         return {**summary, "runs": [_run(entry) for entry in entries], "files": files}
-
-
-def _names_a_session(name: str) -> bool:
-    try:
-        check_session_id(name)
-    except ValueError:
-        return False
-    return True
 
 
 def _entries(path: Path) -> list[Entry]:

@@ -106,13 +106,18 @@ def page(names: Iterable[str], limit: int, after: str | None) -> list[str]:
     return sorted(name for name in names if after is None or name > after)[:limit]
 
 
+def names_a_session(name: str) -> bool:
+    """Whether a directory's name can be a session's."""
+    return bool(_SESSION_ID.fullmatch(name))
+
+
 def check_session_id(value: str) -> str:
     """Return `value` if it may name a session.
 
     Raises:
         ValueError: If it may not; the message names `session_id`.
     """
-    if not _SESSION_ID.fullmatch(value):
+    if not names_a_session(value):
         raise ValueError(
             f"session_id {value[:140]!r} must be 1 to 128 letters, digits, '.', '_' or '-', and must not begin with '.'"
         )

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import secrets
 import time
 from collections import OrderedDict
@@ -11,7 +12,10 @@ from pathlib import Path
 import pyarrow as pa
 
 from deployments.activations.catalogue import Catalogue
+from deployments.activations.mounts import Mount
 from deployments.activations.shard import Shard
+
+FILE_NAME = re.compile(r"\d{8}T\d{6}-[0-9a-f]{8}-\d{6,}\.arrow")  # of every shard
 
 
 class Pool:
@@ -30,6 +34,7 @@ class Pool:
 
     def __init__(self, root: Path, catalogue: Catalogue, *, shard_bytes: int, open_shards: int, idle_s: float) -> None:
         self._root = root
+        self._mount = Mount(root)
         self._catalogue = catalogue
         self._shard_bytes = shard_bytes
         self._open_shards = open_shards
@@ -58,6 +63,7 @@ class Pool:
         if shard := next(fitting, None):
             del self._idle[shard]
         else:
+            self._mount.check()
             shard = Shard(self._root, session_id, next(self._names), schema)
         self._taken.add(shard)
         return shard

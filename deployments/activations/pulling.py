@@ -17,6 +17,7 @@ from tqdm import tqdm
 
 from deployments.activations import checksums
 from deployments.activations.facts import check_session_id
+from deployments.activations.holding import PULLED, held
 
 _TIMEOUT = httpx.Timeout(30, read=330)  # a server may look through a large session first
 _BUFFER = 1 << 20
@@ -63,12 +64,12 @@ def pull(
     if api_key is not None and not (api_key.isascii() and api_key.isprintable()):
         raise ValueError("the API key has characters that no key has")
     to.mkdir(parents=True, exist_ok=True)
-    unfinished = Path(tempfile.mkdtemp(prefix=".pull-", dir=to))
+    unfinished = Path(tempfile.mkdtemp(prefix=PULLED, dir=to))
     try:
         address = f"{url.rstrip('/').removesuffix('/v1')}/v1/activations/session/{session}/data"
         params = {"run": list(runs), "points": list(points), "format": "arrow"}
         headers = {"Authorization": f"Bearer {api_key}"} if api_key else {}
-        with _answer(address, params, headers) as answer:
+        with held(unfinished), _answer(address, params, headers) as answer:
             _keep(answer, unfinished, session, progress)
         unfinished.chmod(0o777 & ~_umask(to))
         unfinished.rename(folder)

@@ -13,6 +13,7 @@ import pyarrow as pa
 from deployments.activations.catalogue import Entry, StoredFile
 from deployments.activations.checksums import checksums, written
 from deployments.activations.facts import RunFacts
+from deployments.activations.holding import create
 from deployments.activations.reader import messages
 from deployments.activations.schema import batch_metadata, empty_batch, free_batch, point_types
 
@@ -92,8 +93,7 @@ class Shard:
         """
         try:
             os.fsync(self._sink.descriptor)
-            if not os.fstat(self._sink.descriptor).st_nlink:
-                raise FileNotFoundError(errno.ENOENT, "somebody removed the file", str(self._path))
+            self._check_place()
         except OSError:
             self.broken = True
             self._cut(*self._synced)
@@ -106,15 +106,20 @@ class Shard:
         self.rewind()
         try:
             if not self.broken:
-                self._write_footer()
+                if self._rewound:  # the writer's footer would list what was taken away
+                    self._sink.length = seal(self._sink.descriptor, self._path, self.schema, self.length)
+                else:
+                    self._writer.close()
                 os.fsync(self._sink.descriptor)
                 self.length, self.sealed = self._sink.length, True
         except (OSError, pa.ArrowException):  # its runs are durable all the same; only the footer is missing
             self._cut(self.length, self.rows)
         with contextlib.suppress(OSError):  # what counts was fsynced before
-            os.close(self._sink.descriptor)
-            if not self.rows:
-                self._path.unlink()
+            try:
+                if not self.rows:
+                    self._path.unlink()
+            finally:
+                os.close(self._sink.descriptor)
 
     def _write(self, batches: Sequence[pa.RecordBatch], metadata: Sequence[dict[str, str]]) -> None:
         try:
@@ -129,16 +134,14 @@ class Shard:
         self._batches += len(batches)
         self._new_rows += sum(batch.num_rows for batch in batches)
 
-    def _write_footer(self) -> None:
-        if self._rewound:
-            # The writer's footer would list what was taken away: another one passes over what the file holds.
-            self._sink = _Sink(self._sink.descriptor, written=self.length)
-            self._writer = pa.ipc.new_file(self._sink, self.schema)
-            for batch, metadata, _ in messages(self._path):
-                self._writer.write_batch(batch, custom_metadata=metadata)
-            if self._sink.length != self.length:
-                raise pa.ArrowInvalid(f"{self._path} does not read back as it was written")
-        self._writer.close()
+    def _check_place(self) -> None:
+        """Raise OSError unless the file's name leads to it: else nobody could read what is in it."""
+        gone = FileNotFoundError(errno.ENOENT, "somebody removed the file or its directory", str(self._path))
+        try:
+            if not os.path.samestat(os.fstat(self._sink.descriptor), os.lstat(self._path)):
+                raise gone
+        except (FileNotFoundError, NotADirectoryError):
+            raise gone from None
 
     def _cut(self, length: int, rows: int) -> None:
         self.length, self.rows = length, rows
@@ -184,14 +187,40 @@ class _Sink:
         """The shard closes its descriptor itself."""
 
 
+def seal(descriptor: int, path: Path, schema: pa.Schema, length: int) -> int:
+    """Write a footer that lists what a file holds; not durable yet.
+
+    Args:
+        descriptor: Of the file, at its end.
+        path: The file.
+        schema: Of its batches.
+        length: How long it is, all of which are whole batches.
+
+    Returns:
+        How long it is then.
+
+    Raises:
+        OSError: The disk refuses.
+        ArrowInvalid: Its batches would be written otherwise than they are: another version of Arrow wrote them.
+    """
+    sink = _Sink(descriptor, written=length)
+    writer = pa.ipc.new_file(sink, schema)
+    for batch, metadata, _ in messages(path):
+        writer.write_batch(batch, custom_metadata=metadata)
+    if sink.length != length:
+        raise pa.ArrowInvalid(f"{path} does not read back as it was written")
+    writer.close()
+    return sink.length
+
+
 def _create(root: Path, session_id: str, name: str) -> int:
-    """Create a file that did not exist, following no link below the root, and make its name durable."""
+    """Create and hold a file that did not exist, following no link below the root, and make its name durable."""
     with directory(root) as top:
         with contextlib.suppress(FileExistsError):
             os.mkdir(session_id, dir_fd=top)
         os.fsync(top)
         with directory(session_id, top) as folder:
-            file = os.open(name, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o666, dir_fd=folder)
+            file = create(name, folder)
             try:
                 os.fsync(folder)
             except OSError:

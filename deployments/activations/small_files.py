@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import contextlib
 import os
+import secrets
 from collections.abc import Iterator
 from pathlib import Path
 
+from deployments.activations.holding import NEW, create, take
 from deployments.activations.shard import directory
-
-_UNFINISHED = ".new-"
 
 
 def found(root: Path, folder: str) -> Iterator[os.DirEntry[str]]:
@@ -18,11 +18,22 @@ def found(root: Path, folder: str) -> Iterator[os.DirEntry[str]]:
     if not where.is_dir() or where.is_symlink():
         return
     for item in list(os.scandir(where)):
-        if item.name.startswith(_UNFINISHED):
-            with contextlib.suppress(OSError):
-                os.unlink(item.path)  # it was never answered
+        if item.name.startswith(NEW):
+            remove_unfinished(item)
         elif item.is_file(follow_symlinks=False):
             yield item
+
+
+def remove_unfinished(item: os.DirEntry[str]) -> None:
+    """Remove a file that was never answered, unless somebody is writing it."""
+    with contextlib.suppress(OSError):
+        if item.is_file(follow_symlinks=False):
+            file = os.open(item.path, os.O_WRONLY | os.O_NOFOLLOW)
+            try:
+                if take(file):
+                    os.unlink(item.path)
+            finally:
+                os.close(file)
 
 
 def write(root: Path, folder: str, name: str, data: bytes) -> float:
@@ -40,20 +51,19 @@ def write(root: Path, folder: str, name: str, data: bytes) -> float:
     Raises:
         OSError: The disk refuses.
     """
-    unfinished = f"{_UNFINISHED}{name}"
+    unfinished = f"{NEW}{secrets.token_hex(8)}-{name}"
     with directory(root) as top:
         with contextlib.suppress(FileExistsError):
             os.mkdir(folder, dir_fd=top)
         os.fsync(top)
         with directory(folder, top) as place:
-            flags = os.O_WRONLY | os.O_CREAT | os.O_TRUNC | os.O_NOFOLLOW
             try:
-                with open(os.open(unfinished, flags, 0o666, dir_fd=place), "wb") as file:
+                with open(create(unfinished, place), "wb") as file:
                     file.write(data)
                     file.flush()
                     os.fsync(file.fileno())
                     modified = os.fstat(file.fileno()).st_mtime
-                os.rename(unfinished, name, src_dir_fd=place, dst_dir_fd=place)
+                    os.rename(unfinished, name, src_dir_fd=place, dst_dir_fd=place)
                 os.fsync(place)
             except OSError:
                 with contextlib.suppress(OSError):

@@ -36,11 +36,14 @@ class ActivationStore:
         from deployments.activations.catalogue import Catalogue
         from deployments.activations.profile_files import ProfileFiles
         from deployments.activations.readings import Readings
+        from deployments.activations.recovering import recover
+        from deployments.activations.room import Room
         from deployments.activations.tensor_files import TensorFiles
         from deployments.activations.writer import Writer
 
         Path(root).mkdir(parents=True, exist_ok=True)
         resolved = Path(root).resolve()
+        recover(resolved)
         self._catalogue = Catalogue.rebuild(resolved)
         self._writer = Writer(
             resolved, self._catalogue, shard_bytes=shard_bytes, open_shards=open_shards, lease_s=lease_s
@@ -51,6 +54,8 @@ class ActivationStore:
         self._data_pool = ThreadPoolExecutor(2, thread_name_prefix="downloads")
         self._tensors = TensorFiles(resolved)
         self._profiles = ProfileFiles(resolved)
+        self._room = Room(resolved)
+        self._room_pool = ThreadPoolExecutor(1, thread_name_prefix="room")  # one tries the disk at a time
         self._files_pool = ThreadPoolExecutor(1, thread_name_prefix="small-files")  # one changes them at a time
 
     async def append(self, session_id: str, run_id: str, part: int, batches: list[ray.ObjectRef[Any]]) -> None:
@@ -85,6 +90,17 @@ class ActivationStore:
         """
         found = await _fetch(run.run_id, batches)
         return await asyncio.wrap_future(self._writer.submit(run, found, part))
+
+    async def check_room(self, size: int) -> None:
+        """Find out whether a run can be stored now; nothing is kept free for it.
+
+        Args:
+            size: The most bytes that it may have.
+
+        Raises:
+            StoreError: The disk refuses, or has less room; the message says what to do.
+        """
+        await asyncio.get_running_loop().run_in_executor(self._room_pool, self._room.check, size)
 
     async def abandon(self, session_id: str, run_id: str) -> None:
         """Remove what was appended of a run that will not be finished, and refuse what comes of it later.

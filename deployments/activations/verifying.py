@@ -25,9 +25,9 @@ class Verified:
 
     Attributes:
         path: The file.
-        state: `whole` with its footer; `open` without it, every run whole (as of a server that still writes, or was
-            killed); `cut short` within a run; `damaged` where values changed, batches that the footer lists do not
-            read, or there is nothing of ours; `unreadable` where the disk refuses.
+        state: `whole` with its footer; `open` without it, every run whole (of a server that still writes, or was killed
+            and has not started again); `cut short` within a run; `damaged` where values changed, batches that the
+            footer lists do not read, or there is nothing of ours; `unreadable` where the disk refuses.
         reason: What is wrong, in words; empty where nothing is.
         runs: Whole runs, of which no value changed.
         rows: Their rows.
@@ -53,7 +53,8 @@ def verify(path: AnyFile) -> Verified:
     """Read every byte and every batch of a file, and compare checksums."""
     found = Verified(path)
     try:
-        _read_all(path)  # first, since a page that the disk cannot give would end who maps the file
+        if isinstance(path, Path):
+            read_all(path)  # first, since a page that the disk cannot give would end who maps the file
         _look_through(found)
     except OSError as error:
         found.state, found.reason = "unreadable", error.strerror or str(error)
@@ -73,9 +74,12 @@ def _all_are(column: pa.Array, word: str | None) -> bool:
     return column.null_count == 0 and pc.all(pc.equal(column, word)).as_py() is not False
 
 
-def _read_all(path: AnyFile) -> None:
-    if not isinstance(path, Path):
-        return  # what is fetched is in memory
+def read_all(path: Path) -> None:
+    """Read every byte of a file.
+
+    Raises:
+        OSError: The disk cannot give one.
+    """
     with path.open("rb", buffering=0) as file:
         while file.read(_CHUNK):
             pass

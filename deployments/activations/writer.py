@@ -5,6 +5,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import math
 import os
 import secrets
@@ -23,12 +24,12 @@ import pyarrow as pa
 from deployments.activations.catalogue import Catalogue, Entry
 from deployments.activations.facts import RunFacts, StoredRun, StoreError, check_session_id
 from deployments.activations.failures import explain
+from deployments.activations.holding import DELETED
 from deployments.activations.open_runs import Chunk, OpenRuns, RunName
 from deployments.activations.pool import Pool
 from deployments.activations.schema import batch_metadata, shard_facts
 from deployments.activations.shard import Shard, directory
 
-_TRASH = ".deleted-"  # no session id begins with '.'
 _SYNC_BYTES = 64 << 20  # an open run's bytes are fsynced in pieces of this size, so that no commit waits for gigabytes
 
 
@@ -87,8 +88,6 @@ class Writer:
         self._closing = threading.Lock()
         self._closed = False
         self._queue: SimpleQueue[_Append | _Write | _Abandon | _Delete | None] = SimpleQueue()
-        for trash in root.glob(f"{_TRASH}*"):
-            shutil.rmtree(trash, ignore_errors=True)  # a deletion that a crash cut short
         self._thread = threading.Thread(target=self._loop, name="activation-writer", daemon=True)
         self._thread.start()
 
@@ -255,7 +254,7 @@ class Writer:
             self._runs.abandon_session(item.session_id, f"Session {item.session_id} was deleted while the run went on.")
             self._pool.close(item.session_id)
             on_disk = folder.is_dir() and not folder.is_symlink()
-            trash = self._root / f"{_TRASH}{secrets.token_hex(8)}"
+            trash = self._root / f"{DELETED}{secrets.token_hex(8)}"
             if on_disk:
                 # Renamed first, so that a crash on the way leaves no half of a session behind.
                 folder.rename(trash)
@@ -263,7 +262,8 @@ class Writer:
             if on_disk:
                 with directory(self._root) as top:
                     os.fsync(top)
-                shutil.rmtree(trash)
+                with contextlib.suppress(FileNotFoundError):  # a store that starts beside this one removes it, too
+                    shutil.rmtree(trash)
             item.future.set_result(on_disk or known)
         except OSError as error:
             item.future.set_exception(explain(self._root, error))

@@ -13,6 +13,7 @@ import torch
 from deployments.activations import runs
 from deployments.activations.catalogue import Catalogue
 from deployments.activations.facts import RunFacts, ShardFacts, StoredRun
+from deployments.activations.recovering import recover
 from deployments.activations.schema import to_batch
 from deployments.activations.writer import Writer
 
@@ -58,10 +59,11 @@ def make() -> Callable[..., Made]:
 
 @pytest.fixture
 def open_writer(tmp_path: Path) -> Iterator[Callable[..., Writer]]:
-    """Opens writers on `tmp_path`, each with a catalogue rebuilt from the files; closes them at the end."""
+    """Opens writers on `tmp_path` as the store does when it starts; closes them at the end."""
     writers: list[Writer] = []
 
     def opened(**options: int) -> Writer:
+        recover(tmp_path)
         writers.append(Writer(tmp_path, Catalogue.rebuild(tmp_path), **options))
         return writers[-1]
 

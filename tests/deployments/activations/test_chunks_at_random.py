@@ -19,6 +19,7 @@ from deployments.activations import load, runs
 from deployments.activations.catalogue import Catalogue
 from deployments.activations.facts import RunFacts, ShardFacts, StoreError
 from deployments.activations.reader import is_sealed
+from deployments.activations.recovering import recover
 from deployments.activations.schema import to_batch
 from deployments.activations.writer import Writer
 
@@ -51,6 +52,7 @@ class Chunks(RuleBasedStateMachine):
         root.mkdir(exist_ok=True)
         self.root, self.most = root, Counter[str]()
         self.before = {session: len(self.files(session)) for session in SESSIONS}
+        recover(root)
         self.writers.append(Writer(root, Catalogue.rebuild(root)))
 
     def files(self, session):

@@ -1,0 +1,104 @@
+"""What a killed process left below a store's root, put right before the store starts.
+
+Only what no process holds is touched, so that several stores may work below one root.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+import os
+import shutil
+from pathlib import Path
+
+import pyarrow as pa
+
+from deployments.activations.facts import names_a_session
+from deployments.activations.holding import DELETED, NEW, PULLED, take
+from deployments.activations.pool import FILE_NAME
+from deployments.activations.reader import is_sealed, whole_runs
+from deployments.activations.shard import directory, seal
+from deployments.activations.small_files import remove_unfinished
+from deployments.activations.verifying import read_all
+
+logger = logging.getLogger(__name__)
+
+
+def recover(root: Path) -> None:
+    """Seal the files of writers that were killed, behind their last whole run, and remove what else they left.
+
+    Names and rows of whole runs stay as they are. What the disk refuses is logged and left as it is.
+
+    Args:
+        root: The store's directory, absolute and no link; links below it are not followed.
+
+    Raises:
+        OSError: The root cannot be read.
+    """
+    for item in list(os.scandir(root)):
+        if item.name.startswith(NEW):
+            remove_unfinished(item)
+        elif not item.is_dir(follow_symlinks=False):
+            continue
+        elif item.name.startswith(DELETED):
+            shutil.rmtree(item.path, ignore_errors=True)  # a deletion that was cut short
+        elif item.name.startswith(PULLED):
+            _remove_pulled(item.path)
+        elif names_a_session(item.name):
+            try:
+                _recover_session(Path(item.path))
+            except OSError:
+                logger.exception("session %s cannot be looked through", item.name)
+
+
+def _remove_pulled(path: str) -> None:
+    """Remove what a download left that was cut short."""
+    with contextlib.suppress(OSError), directory(path) as folder:
+        if take(folder):
+            shutil.rmtree(path, ignore_errors=True)
+
+
+def _recover_session(path: Path) -> None:
+    with directory(path) as folder:
+        for item in sorted(os.scandir(path), key=lambda item: item.name):
+            file = path / item.name
+            if FILE_NAME.fullmatch(item.name) and item.is_file(follow_symlinks=False) and not is_sealed(file):
+                try:
+                    _recover_file(file, folder)
+                except (OSError, pa.ArrowException):  # one bad file must not keep the others from being served
+                    logger.exception("%s has no footer and could not be given one: it is left as it is", file)
+
+
+def _recover_file(path: Path, folder: int) -> None:
+    """Seal a file behind its last whole run, or remove it where it has none."""
+    file = os.open(path.name, os.O_RDWR | os.O_NOFOLLOW, dir_fd=folder)
+    try:
+        if not take(file):
+            return  # it is being written
+        read_all(path)  # a page that the disk cannot give must not pass for the end of the runs
+        if is_sealed(path):
+            return  # its writer came between
+        size, end, schema = os.fstat(file).st_size, 0, None
+        for run in whole_runs(path):
+            end, schema = end + run.bytes, run.batches[0].schema
+        if schema is None:
+            os.unlink(path.name, dir_fd=folder)
+            os.fsync(folder)
+            logger.warning("%s was removed: its writer was killed before a run in it was whole", path)
+            return
+        _seal(file, path, schema, end)
+        logger.warning("%s was sealed behind its last whole run: %d bytes behind it were cut off", path, size - end)
+    finally:
+        os.close(file)
+
+
+def _seal(file: int, path: Path, schema: pa.Schema, end: int) -> None:
+    os.truncate(file, end)
+    os.lseek(file, end, os.SEEK_SET)
+    try:
+        seal(file, path, schema, end)
+        os.fsync(file)
+    except (OSError, pa.ArrowException):
+        with contextlib.suppress(OSError):
+            os.truncate(file, end)  # half a footer is none
+        raise
