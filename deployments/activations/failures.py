@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import errno
-from pathlib import Path
 
 from deployments.activations.facts import StoreError
 
@@ -21,10 +20,10 @@ _ADVICE = {
 }
 
 
-def explain(root: Path, error: Exception) -> StoreError:
+def explain(root: object, error: Exception) -> StoreError:
     """The error that says what failed below `root`, and what to do."""
     advice = _ADVICE.get(
         getattr(error, "errno", None) or 0,
-        "see that the disk can be written, then send the request again",
+        "see that it can be reached and written, then send the request again",
     )
     return StoreError(f"The activation store at {root} failed ({error}): {advice}.")

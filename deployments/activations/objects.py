@@ -12,7 +12,7 @@ from urllib.parse import parse_qsl, quote, unquote, urlsplit
 import pyarrow as pa
 import pyarrow.fs as pafs
 
-_ATTEMPTS = 6  # of each request to S3, with growing pauses
+ATTEMPTS = 5  # of each request to S3, with growing pauses
 _FLAGS = ("allow_bucket_creation", "allow_bucket_deletion")
 
 
@@ -53,6 +53,15 @@ class Place(NamedTuple):
         selector = pafs.FileSelector(self.path, allow_not_found=True, recursive=deep)
         return [info for info in self.fs.get_file_info(selector) if info.type == pafs.FileType.File]
 
+    def remove_all(self) -> None:
+        """Remove the directory and all files in it; one that is not there is no error.
+
+        Raises:
+            OSError: The store refuses.
+        """
+        if self.infos(deep=True):
+            self.fs.delete_dir(self.path)
+
     def arrow_files(self, deep: bool = False) -> list[ObjectFile]:
         """The Arrow files in the directory, by their names; with `deep`, also those in the directories in it.
 
@@ -90,7 +99,7 @@ def _s3(uri: str) -> tuple[Any, str]:
         **settings,
         background_writes=False,  # memory stays bounded, and who writes waits for the network
         allow_delayed_open=True,  # a small object is one request
-        retry_strategy=pafs.AwsStandardS3RetryStrategy(max_attempts=_ATTEMPTS),
+        retry_strategy=pafs.AwsStandardS3RetryStrategy(max_attempts=ATTEMPTS),
     )
     return fs, f"{url.hostname}{unquote(url.path)}"
 
@@ -206,3 +215,6 @@ class FetchedBatch:
 
 AnyFile = Path | ObjectFile
 """One file of a store, on a disk or in object storage."""
+
+AnyRoot = Path | Place
+"""Where a store lies."""

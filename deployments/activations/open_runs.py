@@ -5,7 +5,6 @@ from __future__ import annotations
 import time
 from collections import OrderedDict
 from dataclasses import dataclass
-from pathlib import Path
 from typing import NamedTuple
 
 import pyarrow as pa
@@ -13,8 +12,8 @@ import pyarrow as pa
 from deployments.activations.catalogue import Catalogue, Entry
 from deployments.activations.facts import RunFacts, StoreError
 from deployments.activations.failures import explain
-from deployments.activations.pool import Pool
-from deployments.activations.shard import Shard
+from deployments.activations.objects import AnyRoot
+from deployments.activations.pool import AnyShard, Pool
 
 
 class RunName(NamedTuple):
@@ -35,7 +34,7 @@ class Chunk(NamedTuple):
 
 @dataclass
 class _OpenRun:
-    shard: Shard
+    shard: AnyShard
     chunks: int  # written so far
     touched: float  # when the last one came, in the monotonic clock's seconds
 
@@ -51,7 +50,7 @@ class OpenRuns:
             run cannot go on.
     """
 
-    def __init__(self, root: Path, catalogue: Catalogue, pool: Pool, lease_s: float) -> None:
+    def __init__(self, root: AnyRoot, catalogue: Catalogue, pool: Pool, lease_s: float) -> None:
         self._root = root
         self._catalogue = catalogue
         self._pool = pool
@@ -65,7 +64,7 @@ class OpenRuns:
         """When a run will have been without a chunk for too long, in the monotonic clock's seconds."""
         return next((run.touched for run in self._open.values()), float("inf")) + self._lease_s
 
-    def write(self, chunk: Chunk) -> tuple[Shard, Entry | None]:
+    def write(self, chunk: Chunk) -> tuple[AnyShard, Entry | None]:
         """Write one chunk to its run's shard; with the last one the run becomes an entry, not durable yet.
 
         Raises:
@@ -74,7 +73,7 @@ class OpenRuns:
         self._check(chunk)
         try:
             if chunk.part == 0:
-                shard = self._pool.take(chunk.name.session_id, chunk.batches[0].schema)
+                shard = self._pool.take(chunk.name.session_id, chunk.batches[0].schema, whole=chunk.run is not None)
                 self._open[chunk.name] = _OpenRun(shard, 0, 0.0)
             run = self._open[chunk.name]
             if chunk.run:
@@ -102,7 +101,7 @@ class OpenRuns:
         for name in [name for name in self._open if name.session_id == session_id]:
             self.abandon(name, reason)
 
-    def abandon_broken(self, shard: Shard, reason: str) -> None:
+    def abandon_broken(self, shard: AnyShard, reason: str) -> None:
         """Abandon the run that was on a shard which lost it."""
         for name in [name for name, run in self._open.items() if run.shard is shard]:
             self.abandon(name, reason)

@@ -13,9 +13,14 @@ import pyarrow as pa
 
 from deployments.activations.catalogue import Catalogue
 from deployments.activations.mounts import Mount
+from deployments.activations.object_shard import ObjectShard
+from deployments.activations.objects import AnyRoot, Place
 from deployments.activations.shard import Shard
 
 FILE_NAME = re.compile(r"\d{8}T\d{6}-[0-9a-f]{8}-\d{6,}\.arrow")  # of every shard
+
+
+AnyShard = Shard | ObjectShard
 
 
 class Pool:
@@ -25,22 +30,24 @@ class Pool:
     never share a file; nor is a file of an earlier writer ever appended to.
 
     Args:
-        root: An existing directory, absolute and no link.
+        root: An existing directory, absolute and no link; or one of object storage, where every file is new.
         catalogue: Told of each file that is closed.
         shard_bytes: A shard of at least this length is sealed.
         open_shards: How many shards stay open, those that are taken included; these are never sealed.
         idle_s: Seconds that a shard waits for another run before it is sealed.
     """
 
-    def __init__(self, root: Path, catalogue: Catalogue, *, shard_bytes: int, open_shards: int, idle_s: float) -> None:
+    def __init__(
+        self, root: AnyRoot, catalogue: Catalogue, *, shard_bytes: int, open_shards: int, idle_s: float
+    ) -> None:
         self._root = root
-        self._mount = Mount(root)
+        self._mount = Mount(root) if isinstance(root, Path) else None
         self._catalogue = catalogue
         self._shard_bytes = shard_bytes
         self._open_shards = open_shards
         self._idle_s = idle_s
-        self._taken: set[Shard] = set()
-        self._idle: OrderedDict[Shard, float] = OrderedDict()  # since when, the longest first
+        self._taken: set[AnyShard] = set()
+        self._idle: OrderedDict[AnyShard, float] = OrderedDict()  # since when, the longest first
         prefix = f"{time.strftime('%Y%m%dT%H%M%S', time.gmtime())}-{secrets.token_hex(4)}"
         self._names = (f"{prefix}-{number:06}.arrow" for number in count(1))
 
@@ -49,8 +56,13 @@ class Pool:
         """When a shard will have been idle for too long, in the monotonic clock's seconds."""
         return next(iter(self._idle.values()), float("inf")) + self._idle_s
 
-    def take(self, session_id: str, schema: pa.Schema) -> Shard:
+    def take(self, session_id: str, schema: pa.Schema, whole: bool) -> AnyShard:
         """A shard for one run alone, until it is given back.
+
+        Args:
+            session_id: The run's session.
+            schema: Of its batches.
+            whole: Whether all of the run is there. An object that others wait for must not wait for a long run.
 
         Raises:
             OSError: If a new one was needed and the disk refused.
@@ -60,15 +72,15 @@ class Pool:
             for shard in reversed(self._idle)
             if shard.schema.equals(schema, check_metadata=True) and not self._spent(shard)
         )
-        if shard := next(fitting, None):
+        shard = next(fitting, None) if whole or isinstance(self._root, Path) else None
+        if shard:
             del self._idle[shard]
         else:
-            self._mount.check()
-            shard = Shard(self._root, session_id, next(self._names), schema)
+            shard = self._new(session_id, schema)
         self._taken.add(shard)
         return shard
 
-    def give_back(self, shard: Shard) -> None:
+    def give_back(self, shard: AnyShard) -> None:
         """The run is finished, or taken away."""
         self._taken.remove(shard)
         self._idle[shard] = time.monotonic()
@@ -87,10 +99,18 @@ class Pool:
             if session_id in (None, shard.session_id):
                 self._close(shard)
 
-    def _spent(self, shard: Shard) -> bool:
+    def _new(self, session_id: str, schema: pa.Schema) -> AnyShard:
+        name = next(self._names)
+        if isinstance(self._root, Place):
+            return ObjectShard(self._root.below(session_id).file(name), session_id, schema)
+        if self._mount:
+            self._mount.check()
+        return Shard(self._root, session_id, name, schema)
+
+    def _spent(self, shard: AnyShard) -> bool:
         return shard.broken or shard.length >= self._shard_bytes
 
-    def _close(self, shard: Shard) -> None:
+    def _close(self, shard: AnyShard) -> None:
         del self._idle[shard]
         shard.close()
         if shard.rows:

@@ -5,31 +5,27 @@
 
 from __future__ import annotations
 
-import contextlib
 import math
-import os
-import secrets
-import shutil
 import threading
 import time
 from collections import deque
 from collections.abc import Sequence
-from concurrent.futures import Future
-from pathlib import Path
+from concurrent.futures import Future, ThreadPoolExecutor
 from queue import Empty, SimpleQueue
 from typing import NamedTuple
 
 import pyarrow as pa
 
 from deployments.activations.catalogue import Catalogue, Entry
+from deployments.activations.deleting import begin_deletion, finish_deletion
 from deployments.activations.facts import RunFacts, StoredRun, StoreError, check_session_id
 from deployments.activations.failures import explain
-from deployments.activations.holding import DELETED
+from deployments.activations.objects import AnyRoot
 from deployments.activations.open_runs import Chunk, OpenRuns, RunName
-from deployments.activations.pool import Pool
+from deployments.activations.pool import AnyShard, Pool
 from deployments.activations.schema import batch_metadata, shard_facts
-from deployments.activations.shard import Shard, directory
 
+_SYNCS = 8  # files that are made durable at once
 _SYNC_BYTES = 64 << 20  # an open run's bytes are fsynced in pieces of this size, so that no commit waits for gigabytes
 
 
@@ -53,7 +49,7 @@ class _Delete(NamedTuple):
     future: Future[bool]
 
 
-_Written = dict[Shard, list[tuple[Future[StoredRun], Entry]]]
+_Written = dict[AnyShard, list[tuple[Future[StoredRun], Entry]]]
 
 
 class Writer:
@@ -63,7 +59,7 @@ class Writer:
     futures of the runs that are whole are answered.
 
     Args:
-        root: An existing directory, absolute and no link.
+        root: An existing directory, absolute and no link, or one of object storage.
         catalogue: Told of each run once it is on disk.
         shard_bytes: A shard of at least this length is sealed; one run is never split.
         open_shards: How many shards stay open; the one idle the longest is sealed first.
@@ -73,7 +69,7 @@ class Writer:
 
     def __init__(
         self,
-        root: Path,
+        root: AnyRoot,
         catalogue: Catalogue,
         *,
         shard_bytes: int = 1 << 30,
@@ -85,6 +81,7 @@ class Writer:
         self._catalogue = catalogue
         self._pool = Pool(root, catalogue, shard_bytes=shard_bytes, open_shards=open_shards, idle_s=idle_s)
         self._runs = OpenRuns(root, catalogue, self._pool, lease_s)
+        self._syncing = ThreadPoolExecutor(_SYNCS, thread_name_prefix="activation-sync")
         self._closing = threading.Lock()
         self._closed = False
         self._queue: SimpleQueue[_Append | _Write | _Abandon | _Delete | None] = SimpleQueue()
@@ -168,6 +165,7 @@ class Writer:
                 self._queue.put(None)
             self._closed = True
         self._thread.join()
+        self._syncing.shutdown()
 
     def _put(self, item: _Append | _Write | _Abandon | _Delete) -> None:
         with self._closing:  # nothing is queued behind the end
@@ -197,8 +195,9 @@ class Writer:
             if isinstance(item, _Abandon):
                 self._runs.abandon(item.name, f"Run {item.name.run_id} was abandoned: send the request again.")
             ended.append(item)
+        failed = self._sync(list(written))
         for shard, runs in written.items():
-            self._commit(shard, runs)
+            self._commit(shard, runs, failed.get(shard))
         self._runs.settle()
         self._pool.settle()
         for end in ended:
@@ -235,13 +234,28 @@ class Writer:
         elif entry:
             written.setdefault(shard, []).append((item.future, entry))
 
-    def _commit(self, shard: Shard, runs: list[tuple[Future[StoredRun], Entry]]) -> None:
-        try:
-            shard.sync()
-        except OSError as error:
+    def _sync(self, shards: Sequence[AnyShard]) -> dict[AnyShard, OSError]:
+        """Make several shards durable at once: disks gather what they are asked for, and networks take their time."""
+        failed = dict[AnyShard, OSError]()
+
+        def sync(shard: AnyShard) -> None:
+            try:
+                shard.sync()
+            except OSError as error:
+                failed[shard] = error.with_traceback(None)
+
+        if len(shards) > 1:
+            list(self._syncing.map(sync, shards))
+        else:
+            for shard in shards:
+                sync(shard)
+        return failed
+
+    def _commit(self, shard: AnyShard, runs: list[tuple[Future[StoredRun], Entry]], failed: OSError | None) -> None:
+        if failed:
             for future, _ in runs:
-                future.set_exception(explain(self._root, error))
-            self._runs.abandon_broken(shard, str(explain(self._root, error)))
+                future.set_exception(explain(self._root, failed))
+            self._runs.abandon_broken(shard, str(explain(self._root, failed)))
             return
         if runs:
             self._catalogue.add(shard.session_id, [entry for _, entry in runs], shard.facts())
@@ -249,22 +263,14 @@ class Writer:
             future.set_result(entry.stored())
 
     def _delete(self, item: _Delete) -> None:
-        folder = self._root / item.session_id
         try:
             self._runs.abandon_session(item.session_id, f"Session {item.session_id} was deleted while the run went on.")
             self._pool.close(item.session_id)
-            on_disk = folder.is_dir() and not folder.is_symlink()
-            trash = self._root / f"{DELETED}{secrets.token_hex(8)}"
-            if on_disk:
-                # Renamed first, so that a crash on the way leaves no half of a session behind.
-                folder.rename(trash)
+            deletion = begin_deletion(self._root, item.session_id)
             known = self._catalogue.drop(item.session_id)
-            if on_disk:
-                with directory(self._root) as top:
-                    os.fsync(top)
-                with contextlib.suppress(FileNotFoundError):  # a store that starts beside this one removes it, too
-                    shutil.rmtree(trash)
-            item.future.set_result(on_disk or known)
+            if deletion:
+                finish_deletion(deletion)
+            item.future.set_result(known or deletion is not None)
         except OSError as error:
             item.future.set_exception(explain(self._root, error))
 

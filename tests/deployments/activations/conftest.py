@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -16,6 +17,8 @@ from deployments.activations.facts import RunFacts, ShardFacts, StoredRun
 from deployments.activations.recovering import recover
 from deployments.activations.schema import to_batch
 from deployments.activations.writer import Writer
+
+sys.path.append(str(Path(__file__).parent))  # importlib mode adds no folder; helpers stand beside this file
 
 
 class Made(NamedTuple):

@@ -44,18 +44,20 @@ class Proxy:
         port: Its own.
         requests: Method and path of each request, in order.
         fails: Decides by method and path whether a request is answered 503 instead.
+        sent: Bytes of answers.
     """
 
     def __init__(self, port: int) -> None:
         self.requests: list[tuple[str, str]] = []
         self.fails: Callable[[str, str], bool] = lambda method, path: False
+        self.sent = 0
         proxy = self
 
         class Handler(http.server.BaseHTTPRequestHandler):
             protocol_version = "HTTP/1.1"
 
             def do_GET(self) -> None:
-                body = self.rfile.read(int(self.headers.get("Content-Length") or 0))
+                body = self._body()
                 proxy.requests.append((self.command, self.path))
                 if proxy.fails(self.command, self.path):
                     self.send_response(503)
@@ -63,7 +65,9 @@ class Proxy:
                     self.end_headers()
                     return
                 server = http.client.HTTPConnection("127.0.0.1", port, timeout=60)
-                server.request(self.command, self.path, body, dict(self.headers))
+                hops = ("transfer-encoding", "content-length", "expect", "connection")
+                headers = {name: value for name, value in self.headers.items() if name.lower() not in hops}
+                server.request(self.command, self.path, body, headers | {"Content-Length": str(len(body))})
                 answer = server.getresponse()
                 content = answer.read()
                 self.send_response(answer.status)
@@ -73,8 +77,19 @@ class Proxy:
                 length = answer.getheader("Content-Length") if self.command == "HEAD" else str(len(content))
                 self.send_header("Content-Length", length or "0")
                 self.end_headers()
+                proxy.sent += len(content)
                 self.wfile.write(content)
                 server.close()
+
+            def _body(self) -> bytes:
+                if self.headers.get("Transfer-Encoding") != "chunked":
+                    return self.rfile.read(int(self.headers.get("Content-Length") or 0))
+                body = b""
+                while size := int(self.rfile.readline(), 16):
+                    body += self.rfile.read(size)
+                    self.rfile.readline()
+                self.rfile.readline()
+                return body
 
             do_PUT = do_POST = do_DELETE = do_HEAD = do_GET
 

@@ -129,13 +129,17 @@ def test_all_who_ask_for_a_directory_share_one_actor_that_comes_back_when_killed
     assert ray.get(second.session.remote("session"))["runs"][0]["run_id"] == "r"
     ray.kill(first, no_restart=False)
     after = make("after")
+    stored = False
     while True:  # until it is up again
         try:
-            ray.get(second.write.remote(after.facts, [ray.put(after.batches[0])]), timeout=60)
+            if not stored:
+                ray.get(second.write.remote(after.facts, [ray.put(after.batches[0])]), timeout=60)
+                stored = True
+            listed = ray.get(second.session.remote("session"), timeout=60)
             break
         except ray.exceptions.ActorUnavailableError:
             continue
-    assert {run["run_id"] for run in ray.get(second.session.remote("session"))["runs"]} == {"r", "after"}
+    assert {run["run_id"] for run in listed["runs"]} == {"r", "after"}
     ray.kill(second)
 
 

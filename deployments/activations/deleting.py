@@ -1,0 +1,57 @@
+"""Deletion of a session: a crash on the way leaves no half of it behind."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import secrets
+import shutil
+from pathlib import Path
+
+from deployments.activations.holding import DELETED
+from deployments.activations.objects import AnyRoot, ObjectFile, Place
+from deployments.activations.shard import directory
+
+Deletion = Path | ObjectFile
+"""What a session became: a directory that is none any more, or an object that says which one is to go."""
+
+
+def begin_deletion(root: AnyRoot, session_id: str) -> Deletion | None:
+    """Take a session away from those there are; None if it has no files.
+
+    Args:
+        root: The store's.
+        session_id: The session; nothing writes to it meanwhile.
+
+    Raises:
+        OSError: The disk refuses; the session is then as it was.
+    """
+    if isinstance(root, Place):
+        if not root.below(session_id).arrow_files():
+            return None
+        mark = root.file(f"{DELETED}{session_id}")
+        with mark.fs.open_output_stream(mark.path) as file:
+            file.write(session_id.encode())
+        return mark
+    folder, trash = root / session_id, root / f"{DELETED}{secrets.token_hex(8)}"
+    if not folder.is_dir() or folder.is_symlink():
+        return None
+    folder.rename(trash)
+    return trash
+
+
+def finish_deletion(deletion: Deletion) -> None:
+    """Remove the files of a session that was taken away, or what a crash left of it.
+
+    Raises:
+        OSError: The disk refuses; the next start of the store goes on.
+    """
+    if isinstance(deletion, ObjectFile):
+        session = deletion.folder.below(deletion.name.removeprefix(DELETED))
+        session.remove_all()
+        deletion.fs.delete_file(deletion.path)
+        return
+    with directory(deletion.parent) as top:
+        os.fsync(top)
+    with contextlib.suppress(FileNotFoundError):  # a store that starts beside this one removes it, too
+        shutil.rmtree(deletion)

@@ -1,0 +1,213 @@
+"""A store in object storage, before a real server of S3's protocol."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable, Iterator
+from typing import NamedTuple
+
+import pytest
+import torch
+from object_server import Proxy, object_server
+
+import deployments.activations.objects
+from deployments.activations import load, runs
+from deployments.activations.catalogue import Catalogue
+from deployments.activations.exports import export
+from deployments.activations.facts import StoreError
+from deployments.activations.objects import Place, place_of
+from deployments.activations.reader import DamagedError, messages, path_of
+from deployments.activations.selecting import shards
+from deployments.activations.verifying import verify
+from deployments.activations.writer import Writer
+
+POINT, OTHER = "layers.0.output", "layers.1.output"
+
+
+@pytest.fixture(scope="module")
+def server() -> Iterator[Proxy]:
+    with object_server() as port:
+        proxy = Proxy(port)
+        yield proxy
+        proxy.close()
+
+
+class Bucket(NamedTuple):
+    place: Place
+    uri: Callable[[str], str]  # of what lies below it, with what is needed to read it
+    server: Proxy
+
+
+@pytest.fixture
+def bucket(server, request, monkeypatch) -> Iterator[Bucket]:
+    """A directory in a new bucket."""
+    monkeypatch.setenv("AWS_EC2_METADATA_DISABLED", "true")
+    monkeypatch.setattr(deployments.activations.objects, "ATTEMPTS", 3)  # pauses grow
+    name = f"bucket-{abs(hash(request.node.name))}"
+    settings = f"endpoint_override=127.0.0.1:{server.port}&scheme=http&region=us-east-1&allow_bucket_creation=true"
+
+    def uri(path: str) -> str:
+        return f"s3://key:secret@{name}/a%20store/{path}?{settings}"
+
+    place = place_of(uri(""))
+    place.fs.create_dir(name)
+    server.requests.clear()
+    yield Bucket(place, uri, server)
+    server.fails = lambda method, path: False
+
+
+@pytest.fixture
+def writer(bucket) -> Iterator[Writer]:
+    writer = Writer(bucket.place, Catalogue())
+    yield writer
+    writer.close()
+
+
+def name_of(uri: str) -> str:
+    return uri.rpartition("/")[2]
+
+
+def objects(bucket: Bucket, session: str = "session") -> list[str]:
+    return [file.name for file in bucket.place.below(session).arrow_files()]
+
+
+def test_a_stored_run_is_an_object_when_the_answer_comes_and_reads_back_bit_for_bit(bucket, writer, make):
+    made = make("r", {POINT: torch.randn(5, 4), OTHER: torch.randn(5, 3).bfloat16()}, parts=2, tags={"k": "é"})
+    stored = writer.submit(made.facts, made.batches).result()
+    uri = stored.points[POINT].uri
+    assert uri == f"s3://{bucket.place.path.replace(' ', '%20')}/session/{name_of(uri)}"  # neither key nor settings
+    for source in (f"session/{name_of(uri)}", "session"):
+        run = load(bucket.uri(source), "r", verify=True)
+        assert run.facts == made.facts
+        assert all(torch.equal(run[name], values) for name, values in made.points.items())
+        assert run.positions.tolist() == list(range(5))
+
+
+def test_runs_that_come_at_once_share_an_object(bucket, writer, make, monkeypatch):
+    held, entered, sync = threading.Event(), threading.Event(), Writer._sync
+
+    def slow(self, shards):
+        entered.set()
+        held.wait()
+        return sync(self, shards)
+
+    monkeypatch.setattr(Writer, "_sync", slow)
+    first = make("first")
+    futures = [writer.submit(first.facts, first.batches)]
+    assert entered.wait(60)
+    made = [make(f"r{i}", session_id=session) for i in range(40) for session in ("session", "other")]
+    futures += [writer.submit(one.facts, one.batches) for one in made]
+    held.set()
+    for future in futures:
+        future.result()
+    assert (len(objects(bucket)), len(objects(bucket, "other"))) == (2, 1)
+    assert len(runs(bucket.uri("session"))) == 41
+    assert torch.equal(load(bucket.uri("other"), "r7")[POINT], made[15].points[POINT])
+
+
+def test_a_long_run_is_an_object_of_its_own_in_many_parts(bucket, writer, make):
+    long = make("long", {POINT: torch.randn(30_000, 200)}, parts=6)  # 24 MB
+    for part, batch in enumerate(long.batches[:5]):
+        writer.append("session", "long", part, [batch]).result()
+        assert objects(bucket) == []  # nothing of it is to be seen
+    short = make("short")
+    writer.submit(short.facts, short.batches).result()  # waits for no other
+    assert len(objects(bucket)) == 1
+    writer.submit(long.facts, long.batches[5:], 5).result()
+    assert len(objects(bucket)) == 2
+    assert torch.equal(load(bucket.uri("session"), "long", verify=True)[POINT], long.points[POINT])
+    parts = [path for method, path in bucket.server.requests if method == "PUT" and "partNumber" in path]
+    assert len(parts) >= 2
+
+
+def test_what_is_abandoned_leaves_no_object(bucket, writer, make):
+    long = make("long", {POINT: torch.randn(8_000, 300)}, parts=2)
+    writer.append("session", "long", 0, [long.batches[0]]).result()
+    writer.abandon("session", "long").result()
+    with pytest.raises(StoreError, match="abandoned"):
+        writer.submit(long.facts, [long.batches[1]], 1).result()
+    after = make("after")
+    writer.submit(after.facts, after.batches).result()
+    assert [run.run_id for run in runs(bucket.uri("session"))] == ["after"]
+    assert len(objects(bucket)) == 1
+
+
+def test_requests_that_fail_are_sent_again(bucket, writer, make):
+    failed = set()
+
+    def fails(method, path):
+        first = (method, path) not in failed
+        failed.add((method, path))
+        return first
+
+    bucket.server.fails = fails
+    made = make("r", {POINT: torch.randn(30_000, 200)})  # parts, and the request that joins them
+    writer.submit(made.facts, made.batches).result()
+    assert {method for method, _ in failed} >= {"POST", "PUT"}
+    assert torch.equal(load(bucket.uri("session"), "r", verify=True)[POINT], made.points[POINT])
+
+
+def test_a_store_that_refuses_fails_the_run_with_the_reason_and_goes_on_afterwards(bucket, writer, make):
+    bucket.server.fails = lambda method, path: method != "GET"
+    made, after = make("r"), make("after")
+    with pytest.raises(StoreError, match=r"store at s3://bucket.*reached and written"):
+        writer.submit(made.facts, made.batches).result()
+    bucket.server.fails = lambda method, path: False
+    writer.submit(after.facts, after.batches).result()
+    assert [run.run_id for run in runs(bucket.uri("session"))] == ["after"]
+
+
+def test_no_more_is_fetched_than_is_asked_for(bucket, writer, make):
+    big = {POINT: torch.randn(1000, 8), OTHER: torch.randn(1000, 4000)}  # 32 kB and 16 MB
+    made = make("r", big)
+    writer.submit(made.facts, made.batches).result()
+    bucket.server.sent = 0
+    assert torch.equal(load(bucket.uri("session"), "r", [POINT])[POINT], big[POINT])
+    assert [run.run_id for run in runs(bucket.uri("session"))] == ["r"]
+    assert bucket.server.sent < 200_000
+
+
+def test_a_deleted_session_is_gone_with_its_objects_and_others_stay(bucket, writer, make):
+    for session in ("session", "other"):
+        made = make("r", session_id=session)
+        writer.submit(made.facts, made.batches).result()
+    assert writer.delete("session").result()
+    assert not writer.delete("session").result()
+    assert (objects(bucket), len(objects(bucket, "other"))) == ([], 1)
+    assert [info.base_name for info in bucket.place.infos()] == []  # nor what said that it was to go
+    made = make("again")
+    writer.submit(made.facts, made.batches).result()
+    assert len(objects(bucket)) == 1
+
+
+def test_what_lies_in_objects_is_exported_and_verified_as_on_a_disk(bucket, writer, make, tmp_path):
+    made = [make(f"r{i}", {POINT: torch.randn(4, 3), OTHER: torch.randn(4, 2).bfloat16()}) for i in range(3)]
+    for one in made:
+        writer.submit(one.facts, one.batches).result()
+    files = shards(bucket.uri(""), "session")
+    assert [verify(file).ok for file in files] == [True] * 3
+    written = export(bucket.uri(""), tmp_path, "pt", points=[OTHER])
+    assert [torch.load(file)[0].tolist() for file in written] == [one.points[OTHER].tolist() for one in made]
+    assert len(shards(bucket.uri(""))) == 3
+    with pytest.raises(FileNotFoundError, match="never"):
+        shards(bucket.uri(""), "never")
+
+
+def test_damage_in_an_object_is_named(bucket, writer, make):
+    made = make("r", {POINT: torch.randn(400, 30), OTHER: torch.randn(400, 3)})
+    stored = writer.submit(made.facts, made.batches).result()
+    file = path_of(bucket.uri(f"session/{name_of(stored.points[POINT].uri)}"))
+    data = bytearray(file.fs.open_input_file(file.path).read())
+    at = data.index(made.points[POINT][7].numpy().tobytes())
+    data[at] ^= 1
+    with file.fs.open_output_stream(file.path) as out:
+        out.write(data)
+    with pytest.raises(DamagedError, match=f"{POINT} are not .*{OTHER} can be read"):
+        load(bucket.uri("session"), "r", verify=True)
+    assert verify(path_of(bucket.uri(f"session/{file.name}"))).damaged == {"r": [POINT]}
+    data[-100:] = b""
+    with file.fs.open_output_stream(file.path) as out:
+        out.write(data)
+    cut = path_of(bucket.uri(f"session/{file.name}"))
+    assert list(messages(cut)) == []
+    assert verify(cut).state == "damaged"
