@@ -71,31 +71,35 @@ class Message(NamedTuple):
 class WholeRun(NamedTuple):
     """A run all of whose batches are in a file: its first row there, its size, its batches with rows in order.
 
-    The size of the first run takes in the file's schema.
+    The size of the first run takes in the file's schema; `offset` is the byte of the file where what is counted begins.
     """
 
     facts: RunFacts
     first_row: int
     bytes: int
     batches: list[pa.RecordBatch]
+    offset: int
 
 
-def load(source: str | os.PathLike[str], run_id: str | None = None, points: Sequence[str] | None = None) -> Run:
+def load(
+    source: str | os.PathLike[str], run_id: str | None = None, points: Sequence[str] | None = None, offset: int = 0
+) -> Run:
     """Load one run.
 
     Args:
         source: A `file://` URI or path of one file, or of a session's directory.
         run_id: The run; may be left out where the source holds only one.
         points: The points to load, in this order; all of them where left out.
+        offset: The byte of a file at which the run begins, as lists of runs say it: nothing before it is looked at.
 
     Raises:
         ValueError: If no one run is meant, or it has no such point; the message lists what there is.
         FileNotFoundError: If the source does not exist.
     """
     path = path_of(source)
-    matching = (run for run in _runs_in(path) if run_id in (None, run.facts.run_id))
+    matching = (run for run in _runs_in(path, offset) if run_id in (None, run.facts.run_id))
     found = next(matching, None)
-    if found is None or (run_id is None and next(matching, None)):
+    if found is None or (run_id is None and not offset and next(matching, None)):
         some = ", ".join(islice((run.facts.run_id for run in _runs_in(path)), 5))
         wanted = "one run" if run_id is None else f"run {run_id!r}"
         raise ValueError(f"{path} does not hold {wanted}; it holds {some or 'no whole run'}: name one as run_id")
@@ -123,20 +127,26 @@ def runs(source: str | os.PathLike[str]) -> list[RunFacts]:
     return [run.facts for run in _runs_in(path_of(source))]
 
 
-def whole_run(source: str | os.PathLike[str], run_id: str) -> WholeRun | None:
+def whole_run(source: str | os.PathLike[str], run_id: str, offset: int = 0) -> WholeRun | None:
     """One whole run of a file or directory (as for `load`); no tensor is read. None if it is not there.
 
     Raises:
         FileNotFoundError: If the source does not exist.
     """
-    return next((run for run in _runs_in(path_of(source)) if run.facts.run_id == run_id), None)
+    return next((run for run in _runs_in(path_of(source), offset) if run.facts.run_id == run_id), None)
 
 
-def whole_runs(path: Path) -> Iterator[WholeRun]:
-    """The whole runs of one file; no tensor is read. A run without its end, or short of batches, is left out."""
-    rows = start = first_row = seen = 0
+def whole_runs(path: Path, offset: int = 0) -> Iterator[WholeRun]:
+    """The whole runs of one file; no tensor is read. A run without its end, or short of batches, is left out.
+
+    Args:
+        path: The file.
+        offset: The byte at which a run begins; those before it are left out, and rows count from there.
+    """
+    rows = first_row = seen = 0
+    start = offset
     run_id, batches = "", list[pa.RecordBatch]()
-    for message in messages(path):
+    for message in messages(path, offset):
         try:
             facts = batch_facts(message.metadata)
         except ValueError:
@@ -148,18 +158,24 @@ def whole_runs(path: Path) -> Iterator[WholeRun]:
         if message.batch.num_rows:
             batches.append(message.batch)
         if facts.run and facts.run_id == run_id and facts.number + 1 == facts.batches == seen:
-            yield WholeRun(facts.run, first_row, message.end - start, batches)
+            yield WholeRun(facts.run, first_row, message.end - start, batches, start)
             start = message.end
 
 
-def messages(path: Path) -> Iterator[Message]:
-    """The record batches of one file up to where it ends or is cut off; no tensor is read."""
+def messages(path: Path, offset: int = 0) -> Iterator[Message]:
+    """The record batches of one file up to where it ends or is cut off, those before a byte left out.
+
+    No tensor is read.
+    """
     with path.open("rb") as file:
         if file.read(len(_MAGIC)) != _MAGIC:
             return
         stream = _Stream(file)
         try:
             reader = pa.ipc.open_stream(stream)
+            if offset:
+                reader.read_next_batch()  # with it come the dictionaries
+                stream.position = offset
             while True:
                 batch, metadata = reader.read_next_batch_with_custom_metadata()
                 yield Message(batch, metadata, stream.position)
@@ -193,10 +209,12 @@ def path_of(source: str | os.PathLike[str]) -> Path:
     return Path(unquote(url.path))
 
 
-def _runs_in(path: Path) -> Iterator[WholeRun]:
+def _runs_in(path: Path, offset: int = 0) -> Iterator[WholeRun]:
+    if offset and path.is_dir():
+        raise ValueError(f"offset is a byte of one file, and {path} is a directory")
     files = sorted(path.glob("*.arrow")) if path.is_dir() else [path]
     for file in files:
-        yield from whole_runs(file)
+        yield from whole_runs(file, offset)
 
 
 class _Stream:

@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pyarrow as pa
 
-from deployments.activations.catalogue import Entry, StoredFile
+from deployments.activations.entries import Entry, StoredFile
 from deployments.activations.facts import RunFacts
 from deployments.activations.reader import messages
 from deployments.activations.schema import batch_metadata, empty_batch, free_batch, point_types
@@ -39,6 +39,7 @@ class Shard:
         self._sink = _Sink(_create(root, session_id, name))
         self._writer = pa.ipc.new_file(self._sink, schema)  # writes nothing before the first batch
         self._synced = (0, 0)  # length and rows
+        self._modified_ns: int | None = None
         self._flushed = 0  # bytes, those of the unfinished run included
         self._rewound = False
 
@@ -49,7 +50,7 @@ class Shard:
 
     def facts(self) -> StoredFile:
         """The file as it is."""
-        return StoredFile(self._path.as_uri(), self.length, self.sealed)
+        return StoredFile(self._path.as_uri(), self.length, self.sealed, self.rows, self._modified_ns)
 
     def append(self, run_id: str, batches: Sequence[pa.RecordBatch]) -> None:
         """Write more of the run at the end, or begin one; it counts once it is finished.
@@ -69,7 +70,7 @@ class Shard:
         batches = batches or [empty_batch(self.schema)]
         self._write(batches, batch_metadata(run.run_id, self._batches, len(batches), run))
         size = self._sink.length - self.length
-        entry = Entry(run, self._path.as_uri(), self.rows, self._new_rows, size, self._points)
+        entry = Entry(run, self._path.as_uri(), self.rows, self._new_rows, size, self._points, self.length)
         self.rows += self._new_rows
         self.length = self._sink.length
         self._batches = self._new_rows = 0
@@ -91,13 +92,15 @@ class Shard:
         """
         try:
             os.fsync(self._sink.descriptor)
-            if not os.fstat(self._sink.descriptor).st_nlink:
+            state = os.fstat(self._sink.descriptor)
+            if not state.st_nlink:
                 raise FileNotFoundError(errno.ENOENT, "somebody removed the file", str(self._path))
         except OSError:
             self.broken = True
             self._cut(*self._synced)
             raise
         self._synced = (self.length, self.rows)
+        self._modified_ns = state.st_mtime_ns
         self._flushed = self._sink.length
 
     def close(self) -> None:
@@ -108,6 +111,7 @@ class Shard:
                 self._write_footer()
                 os.fsync(self._sink.descriptor)
                 self.length, self.sealed = self._sink.length, True
+                self._modified_ns = os.fstat(self._sink.descriptor).st_mtime_ns
         except (OSError, pa.ArrowException):  # its runs are durable all the same; only the footer is missing
             self._cut(self.length, self.rows)
         with contextlib.suppress(OSError):  # what counts was fsynced before

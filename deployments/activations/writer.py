@@ -20,7 +20,8 @@ from typing import NamedTuple
 
 import pyarrow as pa
 
-from deployments.activations.catalogue import Catalogue, Entry
+from deployments.activations.catalogue import Catalogue
+from deployments.activations.entries import Entry
 from deployments.activations.facts import RunFacts, StoredRun, StoreError, check_session_id
 from deployments.activations.failures import explain
 from deployments.activations.open_runs import Chunk, OpenRuns, RunName
