@@ -15,6 +15,7 @@ from fastapi.responses import JSONResponse, PlainTextResponse, Response, Streami
 import serve_app.described as described
 import serve_app.remote as remote
 from deployments.activations.facts import check_session_id
+from deployments.activations.filters import Filter, tag_pairs
 from deployments.errors import RequestError
 from deployments.messages import Job, Message
 from deployments.options import Options
@@ -29,15 +30,26 @@ from serve_app.schemas import ChatRequest, CompletionRequest, Generation, Profil
 from serve_app.token_schemas import DetokenizeRequest, TokenizeRequest
 from serve_app.wire_models import LoadRequest, UnloadRequest
 
+FINITE: dict[str, Any] = {"allow_inf_nan": False}
 PROFILE = "X-Intervention-Profile"  # of an answer: the profile that it used, which the request need not have named
 
 
 # Coroutines, though they wait for nothing: FastAPI runs plain functions on a thread of their own.
 async def _session_id(session_id: Annotated[str, Path()]) -> str:
+    return _checked(session_id, "session_id")
+
+
+async def _filter(
+    model: Annotated[str | None, Query(description="Runs of this model alone.")] = None,
+    since: Annotated[float | None, Query(description="Created then or later, in Unix seconds.", **FINITE)] = None,
+    until: Annotated[float | None, Query(description="Created before, in Unix seconds.", **FINITE)] = None,
+    sample_id: Annotated[str | None, Query(description="Runs of this sample alone.")] = None,
+    tag: Annotated[list[str] | None, Query(description="`name=value`; where repeated, all must hold.")] = None,
+) -> Filter:
     try:
-        return check_session_id(session_id)
+        return Filter(None, model, since, until, sample_id, tag_pairs(tag or ()))
     except ValueError as error:
-        raise RequestError(str(error), "session_id") from error
+        raise RequestError(str(error), "tag") from error
 
 
 async def _is_a_file(request: Request) -> None:
@@ -48,6 +60,7 @@ async def _is_a_file(request: Request) -> None:
 
 DataFormat = Literal["arrow", "safetensors", "npz", "pt"]
 SessionId = Annotated[str, Depends(_session_id)]
+Filtered = Annotated[Filter, Depends(_filter)]
 
 openai = APIRouter(tags=["OpenAI"], responses=errors(503))
 tokens = APIRouter(tags=["Tokens"], responses=errors(404, 429, 503, 504))
@@ -151,16 +164,38 @@ async def unload_model(body: UnloadRequest, backend: Actors) -> dict[str, Any]:
 
 @activations.get("/sessions", responses=described.SESSIONS)
 async def sessions(
-    backend: Actors, limit: Annotated[int, Query(ge=1, le=1000)] = 100, after: str | None = None
+    backend: Actors, filter: Filtered, limit: Annotated[int, Query(ge=1, le=1000)] = 100, after: str | None = None
 ) -> dict[str, Any]:
-    """Sessions of stored activations in the order of their ids, `limit` of them, behind the id `after`."""
-    return _page(await backend.sessions(limit + 1, after), limit)
+    """Sessions of stored activations in the order of their ids, `limit` of them, behind the id `after`.
+
+    With filters, those that hold a run which fits all of them, and the numbers count such runs alone.
+    """
+    return _page(await backend.sessions(limit + 1, after, filter), limit)
+
+
+@activations.get("/runs", responses=described.RUNS)
+async def runs(
+    backend: Actors,
+    filter: Filtered,
+    session: str | None = None,
+    limit: Annotated[int, Query(ge=1, le=1000)] = 100,
+    after: str | None = None,
+) -> dict[str, Any]:
+    """Stored runs of all sessions that fit all filters, the oldest first, `limit` of them, behind the run `after`."""
+    if session is not None:
+        filter = filter._replace(session=_checked(session, "session"))
+    return _page(await backend.runs(filter, limit + 1, after), limit)
 
 
 @activations.get("/session/{session_id}", responses=described.SESSION | errors(404))
-async def session(session_id: SessionId, backend: Actors) -> dict[str, Any]:
-    """One session: its runs, points, shapes and files."""
-    return await backend.session(session_id)
+async def session(
+    session_id: SessionId,
+    backend: Actors,
+    limit: Annotated[int | None, Query(ge=1, le=1000, description="Of its runs; by default all.")] = None,
+    after: Annotated[str | None, Query(description="The run behind which they begin.")] = None,
+) -> dict[str, Any]:
+    """One session: its runs, the oldest first, their points and shapes, and its files."""
+    return await backend.session(session_id, limit, after)
 
 
 @activations.get("/session/{session_id}/data", response_class=Response, responses=described.DATA | errors(404, 429))
@@ -254,6 +289,13 @@ async def health(backend: Actors) -> Response:
 async def metrics(backend: Actors) -> Response:
     """What Ray exports of this project and of Serve, of all nodes, as Prometheus text."""
     return PlainTextResponse(await backend.metrics())
+
+
+def _checked(session_id: str, field: str) -> str:
+    try:
+        return check_session_id(session_id)
+    except ValueError as error:
+        raise RequestError(str(error), field) from error
 
 
 def _apart(values: list[str] | None, field: str) -> list[str] | None:

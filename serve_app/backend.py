@@ -10,6 +10,7 @@ from typing import Any, NamedTuple
 import httpx
 import ray
 
+from deployments.activations.filters import EVERYTHING, Filter
 from deployments.activations.profiles import Profile
 from deployments.client_code.board import connect as board
 from deployments.messages import Job
@@ -63,24 +64,36 @@ class Backend:
         self._store = store
         self._max_tensor_store_bytes = options.max_tensor_store_bytes
 
-    async def sessions(self, limit: int, after: str | None) -> list[dict[str, Any]]:
-        """Sessions of stored activations, in the order of their ids.
+    async def sessions(self, limit: int, after: str | None, filter: Filter = EVERYTHING) -> list[dict[str, Any]]:
+        """Sessions that hold a stored run of the filter, in the order of their ids.
 
         Raises:
             ApiError: 503.
         """
-        return await stored(self._store.sessions.remote(limit, after))  # type: ignore[no-any-return]
+        return await stored(self._store.sessions.remote(limit, after, filter))  # type: ignore[no-any-return]
 
-    async def session(self, session_id: str) -> dict[str, Any]:
-        """One session with its runs and files.
+    async def runs(self, filter: Filter, limit: int, after: str | None) -> list[dict[str, Any]]:
+        """Stored runs of the filter, the oldest first.
 
         Raises:
+            RequestError: There is no run `after`.
+            ApiError: 503.
+        """
+        return await stored(self._store.runs.remote(filter, limit, after))  # type: ignore[no-any-return]
+
+    async def session(self, session_id: str, limit: int | None = None, after: str | None = None) -> dict[str, Any]:
+        """One session with its runs, of which there may be more than `limit`, and files.
+
+        Raises:
+            RequestError: It has no run `after`.
             ApiError: 404; 503.
         """
-        found: dict[str, Any] | None = await stored(self._store.session.remote(session_id))
+        most = None if limit is None else limit + 1
+        found: dict[str, Any] | None = await stored(self._store.session.remote(session_id, most, after))
         if found is None:
             raise _no_session(session_id)
-        return found
+        runs = found["runs"]
+        return found | {"runs": runs[:limit], "has_more": limit is not None and len(runs) > limit}
 
     async def delete_session(self, session_id: str) -> None:
         """Delete a session; its files are gone when it returns.

@@ -152,7 +152,20 @@ UNLOADED = answers({"ok": True, "model": "Qwen/Qwen3-0.6B"})
 
 _SESSION: dict[str, Any] = {"id": "first-steps", "runs": 1, "tokens": 23, "bytes": 8832, "models": ["vitrine-demo"]}
 _SESSION |= {"created": 1763700000.0, "updated": 1763700000.0}
-SESSION = answers(_SESSION | {"runs": [], "files": []})
+_FILE = "file:///home/ann/.vitrine/activations/first-steps/20261120T181500-5f2b0a71-000001.arrow"
+_RUN: dict[str, Any] = {"run_id": "9f1c0e7a", "session_id": "first-steps", "model": "vitrine-demo"}
+_RUN |= {
+    "created": 1763700000.0,
+    "prompt_tokens": 21,
+    "tokens": 23,
+    "sample_id": "q7",
+    "tags": {"condition": "control"},
+}
+_RUN |= {"finish_reason": "stop", "offset": 0}
+_RUN["points"] = {"layers.3.output": {"uri": _FILE, "first_row": 0, "shape": [23, 192], "dtype": "float32"}}
+RUNS = answers({"object": "list", "data": [_RUN], "has_more": False})
+_FILES = [{"uri": _FILE, "bytes": 8832, "sealed": True}]
+SESSION = answers(_SESSION | {"runs": [_RUN], "files": _FILES, "has_more": False})
 SESSIONS = answers({"object": "list", "data": [_SESSION], "has_more": False})
 ARROW = "application/vnd.apache.arrow.stream"
 DATA: Responses = {

@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from deployments.activations.facts import check_session_id
+from deployments.activations.filters import EVERYTHING, Filter, tag_pairs
 from deployments.activations.holding import DELETED
 from deployments.options import home
 
@@ -38,7 +39,11 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def _ls(args: argparse.Namespace) -> int:
-    found = _catalogue(args.dir).sessions(limit=sys.maxsize)
+    filter = _filter(args)
+    if args.runs:
+        _print_runs(_catalogue(args.dir).runs(filter, None), "session_id")
+        return 0
+    found = _catalogue(args.dir).sessions(sys.maxsize, None, filter)
     rows = [
         (one["id"], one["runs"], one["tokens"], size(one["bytes"]), time(one["updated"]), ", ".join(one["models"]))
         for one in found
@@ -48,16 +53,13 @@ def _ls(args: argparse.Namespace) -> int:
 
 
 def _show(args: argparse.Namespace) -> int:
-    found = _session(args.dir, args.session)
+    found = _session(args.dir, args.session, _filter(args))
     total = f"{found['runs_count']} runs, {found['tokens']} tokens, {size(found['bytes'])}"
     print(f"{found['id']}: {total}, {time(found['created'])} to {time(found['updated'])}\n")
     kinds = {(name, _shape(point), point["dtype"]) for run in found["runs"] for name, point in run["points"].items()}
     table(("point", "shape", "dtype"), sorted(kinds))
     print()
-    said = ("run_id", "prompt_tokens", "tokens", "finish_reason", "model", "sample_id")
-    runs = [(*(run[name] for name in said), time(run["created"]), _tags(run["tags"])) for run in found["runs"]]
-    heads = ("run", "prompt", "tokens", "finish", "model", "sample", "created", "tags")
-    table(heads, runs, right="prompt tokens")
+    _print_runs(found["runs"])
     print()
     files = [
         (file["uri"].rpartition("/")[2], size(file["bytes"]), "sealed" if file["sealed"] else "open")
@@ -65,6 +67,14 @@ def _show(args: argparse.Namespace) -> int:
     ]
     table(("file", "size", ""), files, right="size")
     return 0
+
+
+def _print_runs(runs: Sequence[dict[str, Any]], *first: str) -> None:
+    said = {name: name.removesuffix("_id") for name in (*first, "run_id")}
+    said |= {"prompt_tokens": "prompt", "tokens": "tokens", "finish_reason": "finish", "model": "model"}
+    said |= {"sample_id": "sample"}
+    rows = [(*(run[name] for name in said), time(run["created"]), _tags(run["tags"])) for run in runs]
+    table((*said.values(), "created", "tags"), rows, right="prompt tokens")
 
 
 def _export(args: argparse.Namespace) -> int:
@@ -172,15 +182,35 @@ def _root(folder: Path) -> Path:
 def _catalogue(folder: Path) -> Any:
     from deployments.activations.catalogue import Catalogue
 
-    return Catalogue.rebuild(_root(folder).resolve())
+    return Catalogue.copied(_root(folder).resolve())  # a server may run, whose database is its own
 
 
-def _session(folder: Path, session: str) -> dict[str, Any]:
+def _session(folder: Path, session: str, filter: Filter = EVERYTHING) -> dict[str, Any]:
     check_session_id(session)
-    found: dict[str, Any] | None = _catalogue(folder).session(session)
+    found: dict[str, Any] | None = _catalogue(folder).session(session, filter=filter)
     if found is None:
-        raise UserError(f"there is no session {session!r} in {folder}")
+        that_fits = "" if filter == EVERYTHING else " with a run that fits"
+        raise UserError(f"there is no session {session!r}{that_fits} in {folder}")
     return found | {"runs_count": len(found["runs"])}
+
+
+def _filter(args: argparse.Namespace) -> Filter:
+    since, until = (
+        seconds(text, name) if text else None for text, name in ((args.since, "since"), (args.until, "until"))
+    )
+    return Filter(None, args.model, since, until, args.sample, tag_pairs(args.tags))
+
+
+def seconds(text: str, name: str) -> float:
+    """A time as Unix seconds: those, or an ISO date with or without a time of day, local where it names no zone.
+
+    Raises:
+        ValueError: It is neither; names `--name`.
+    """
+    try:
+        return float(text) if text.replace(".", "", 1).isdigit() else datetime.fromisoformat(text).timestamp()
+    except ValueError as error:
+        raise ValueError(f"--{name} {text!r} must be an ISO date, such as 2026-11-20T18:00, or Unix seconds") from error
 
 
 def _shape(point: dict[str, Any]) -> str:
@@ -211,8 +241,19 @@ def _parser() -> argparse.ArgumentParser:
         added.add_argument("--run", dest="run_ids", action="append", default=[], help="a run alone; may be repeated")
         added.add_argument("--points", action="append", default=[], help="points alone, apart by commas or repeated")
 
-    command("ls", _ls, "list the sessions")
-    command("show", _show, "a session's points, runs and files").add_argument("session")
+    def filtered(added: argparse.ArgumentParser) -> None:
+        added.add_argument("--model", help="runs of this model alone")
+        added.add_argument("--since", help="created then or later: an ISO date or Unix seconds")
+        added.add_argument("--until", help="created before: likewise")
+        added.add_argument("--sample", help="runs of this sample alone")
+        added.add_argument("--tag", dest="tags", action="append", default=[], help="name=value; may be repeated")
+
+    added = command("ls", _ls, "list the sessions")
+    added.add_argument("--runs", action="store_true", help="list the runs instead, the oldest first")
+    filtered(added)
+    added = command("show", _show, "a session's points, runs and files")
+    added.add_argument("session")
+    filtered(added)
     added = command("export", _export, "write runs as files of another format")
     added.add_argument("to", type=Path, help="the directory for the files")
     added.add_argument("--format", choices=FORMATS, required=True)

@@ -1,160 +1,224 @@
-"""What the store holds, in memory: rebuilt from the files alone, kept up to date by the writer."""
+"""What the store holds, in an SQLite database: rebuilt from the files alone, kept up to date by the writer."""
 
 from __future__ import annotations
 
+import hashlib
+import json
 import logging
-import os
-from collections.abc import Iterable, Mapping
-from dataclasses import dataclass, field, replace
+import sqlite3
+import weakref
+from collections.abc import Callable, Iterable
 from pathlib import Path
 from threading import Lock
-from typing import Any, NamedTuple
+from typing import Any, TypeVar
 
-from deployments.activations.facts import PointType, RunFacts, StoredPoint, StoredRun, names_a_session, page
-from deployments.activations.reader import is_sealed, whole_runs
-from deployments.activations.schema import point_types
+from deployments.activations.database import Kept, in_memory, transaction
+from deployments.activations.entries import ENTRIES, Entry, StoredFile, entries_of, tag_line
+from deployments.activations.filling import put, refresh
+from deployments.activations.filters import EVERYTHING, Filter
+from deployments.activations.objects import AnyRoot
+from deployments.errors import RequestError
+from deployments.options import home
 
-
-class StoredFile(NamedTuple):
-    """One shard; `bytes` is its length."""
-
-    uri: str
-    bytes: int
-    sealed: bool
-
-
-class Entry(NamedTuple):
-    """One stored run; `points` is shared by all runs of its file, and its interventions are left to the file."""
-
-    facts: RunFacts
-    uri: str
-    first_row: int
-    rows: int
-    bytes: int
-    points: Mapping[str, PointType]
-
-    def stored(self) -> StoredRun:
-        """The run with each point's place spelled out."""
-        points = {
-            name: StoredPoint(self.uri, self.first_row, (self.rows, *point.shape), point.dtype)
-            for name, point in self.points.items()
-        }
-        return StoredRun(self.facts.run_id, self.facts.session_id, points, self.bytes)
-
-
-@dataclass
-class _Session:
-    runs: dict[str, Entry] = field(default_factory=dict)
-    files: dict[str, StoredFile] = field(default_factory=dict)
-    tokens: int = 0
-    models: set[str] = field(default_factory=set)
-    created: float = float("inf")
-    updated: float = 0.0
-
-    def add(self, entry: Entry) -> None:
-        # They may be a thousand times as long as all else that is known of a run.
-        self.runs[entry.facts.run_id] = entry._replace(facts=replace(entry.facts, interventions=[]))
-        self.tokens += entry.facts.tokens
-        self.models.add(entry.facts.model)
-        self.created = min(self.created, entry.facts.created)
-        self.updated = max(self.updated, entry.facts.created)
+_T = TypeVar("_T")
 
 
 logger = logging.getLogger(__name__)
 
+_SUMS = """SELECT session, count(*), sum(tokens), sum(bytes), json_group_array(DISTINCT model),
+    min(created), max(created) FROM runs"""
+
 
 class Catalogue:
-    """Sessions, runs and files. Safe to use from several threads."""
+    """Sessions, runs and files. Safe to use from several threads.
+
+    Where the database fails, the catalogue goes on in memory, and the log says why.
+    """
 
     def __init__(self) -> None:
+        """One that is empty, in memory."""
         self._lock = Lock()
-        self._sessions: dict[str, _Session] = {}
+        self._root: AnyRoot | None = None  # whose database it keeps, if it keeps one
+        self._release: Callable[[], object] = lambda: None
+        database = in_memory()
+        self._hold(database, database.close)
 
     @classmethod
-    def rebuild(cls, root: Path) -> Catalogue:
-        """Read what the files under `root` say; links are not followed, other names are passed over."""
+    def rebuild(cls, root: AnyRoot) -> Catalogue:
+        """What the files under `root` say; only those are read that its database does not know as they are.
+
+        Links are not followed, other names are passed over. A directory's database is one catalogue's at a time:
+        others are in memory.
+        """
         catalogue = cls()
-        for folder in os.scandir(root):
-            if folder.is_dir(follow_symlinks=False) and names_a_session(folder.name):
-                try:
-                    catalogue._read_session(folder)
-                except OSError:  # one unreadable session must not keep the others from being served
-                    logger.exception("session %s cannot be read and is not listed", folder.name)
+        try:
+            kept = Kept(_folder(root, make=True))
+        except (OSError, sqlite3.Error) as error:
+            logger.warning("the catalogue of %s is held in memory: %s", root, error)
+            return cls.copied(root)
+        catalogue._hold(kept.connection, kept.close)
+        catalogue._root = root
+        catalogue._guarded(lambda database: refresh(database, root))
         return catalogue
 
-    def _read_session(self, folder: os.DirEntry[str]) -> None:
-        for item in sorted(os.scandir(folder), key=lambda item: item.name):
-            if item.name.endswith(".arrow") and item.is_file(follow_symlinks=False):
-                path = Path(item.path)
-                file = StoredFile(path.as_uri(), item.stat().st_size, is_sealed(path))
-                if entries := _entries(path):
-                    self.add(folder.name, entries, file)
+    @classmethod
+    def copied(cls, root: AnyRoot) -> Catalogue:
+        """The same in memory, beside whoever keeps the directory's database: nothing is written."""
+        catalogue = cls()
+        database = in_memory(_folder(root))
+        catalogue._hold(database, database.close)
+        refresh(database, root)
+        return catalogue
+
+    def close(self) -> None:
+        """Let another catalogue keep the database."""
+        with self._lock:
+            self._release()
 
     def add(self, session_id: str, entries: Iterable[Entry], file: StoredFile) -> None:
         """Add runs of one file, and the file as it is now."""
-        with self._lock:
-            session = self._sessions.setdefault(session_id, _Session())
-            session.files[file.uri] = file
-            for entry in entries:
-                session.add(entry)
+        added = list(entries)
+        self._guarded(lambda database: put(database, session_id, added, file))
 
     def drop(self, session_id: str) -> bool:
         """Forget a session; false if it was not known."""
-        with self._lock:
-            return self._sessions.pop(session_id, None) is not None
+
+        def forget(database: sqlite3.Connection) -> bool:
+            with transaction(database):
+                database.execute("DELETE FROM files WHERE session = ?", (session_id,))
+                return database.execute("DELETE FROM runs WHERE session = ?", (session_id,)).rowcount > 0
+
+        return self._guarded(forget)
 
     def holds(self, session_id: str, run_id: str) -> bool:
         """Whether the session has a run of this id."""
-        with self._lock:
-            return session_id in self._sessions and run_id in self._sessions[session_id].runs
+        return bool(self._all("SELECT 1 FROM runs WHERE run_id = ? AND session = ?", run_id, session_id))
 
     def find(self, run_id: str) -> Entry | None:
         """A run by its id, which the server makes unique; None if there is none."""
+        return next(iter(entries_of(self._all(f"{ENTRIES} WHERE runs.run_id = ? LIMIT 1", run_id))), None)
+
+    def sessions(self, limit: int = 100, after: str | None = None, filter: Filter = EVERYTHING) -> list[dict[str, Any]]:
+        """Up to `limit` sessions that hold a run of the filter, in the order of their ids, beginning behind `after`.
+
+        Their numbers are those of the runs of the filter; only without one `bytes` are the files'.
+        """
+        where, values = _where(filter)
+        where, values = (f"{where} AND session > ?", [*values, after]) if after is not None else (where, values)
+        found = self._all(f"{_SUMS} WHERE {where} GROUP BY session ORDER BY session LIMIT ?", *values, limit)
+        sums = [
+            {
+                "id": session_id,
+                "runs": runs,
+                "tokens": tokens,
+                "bytes": size,
+                "models": sorted(json.loads(models)),
+                "created": created,
+                "updated": updated,
+            }
+            for session_id, runs, tokens, size, models, created, updated in found
+        ]
+        if sums and filter._replace(session=None) == EVERYTHING:
+            between = "SELECT session, sum(bytes) FROM files WHERE session BETWEEN ? AND ? AND rows IS NOT 0"
+            sizes = dict(self._all(f"{between} GROUP BY session", sums[0]["id"], sums[-1]["id"]))
+            sums = [one | {"bytes": sizes.get(one["id"], one["bytes"])} for one in sums]
+        return sums
+
+    def runs(
+        self, filter: Filter = EVERYTHING, limit: int | None = 100, after: str | None = None
+    ) -> list[dict[str, Any]]:
+        """Up to `limit` runs of the filter, or all, the oldest first and then by their ids, behind the run `after`.
+
+        Raises:
+            RequestError: There is no run `after` in the filter's session, or in any; names `after`.
+        """
+        where, values = _where(filter)
+        if after is not None:
+            only = "" if filter.session is None else " AND session = ?"
+            named = [after] if filter.session is None else [after, filter.session]
+            place = self._all(f"SELECT min(created) FROM runs WHERE run_id = ?{only}", *named)[0][0]
+            if place is None:
+                raise RequestError(f"there is no run {after!r}", "after", "run_not_found")
+            where, values = f"{where} AND (created, run_id) > (?, ?)", [*values, place, after]
+        # The index finds which, so that no run's facts are read but theirs.
+        order = "ORDER BY runs.created, runs.run_id, runs.session"
+        which = f"SELECT runs.rowid FROM runs WHERE {where} {order} LIMIT ?"
+        found = self._all(f"{ENTRIES} WHERE runs.rowid IN ({which}) {order}", *values, -1 if limit is None else limit)
+        return [_run(entry) for entry in entries_of(found)]
+
+    def session(
+        self, session_id: str, limit: int | None = None, after: str | None = None, filter: Filter = EVERYTHING
+    ) -> dict[str, Any] | None:
+        """One session with its files and, as by `runs`, its runs; None if it holds no run of the filter.
+
+        Raises:
+            RequestError: It has no run `after`; names `after`.
+        """
+        own = filter._replace(session=session_id)
+        if not (found := self.sessions(1, None, own)):
+            return None
+        told = "SELECT uri, bytes, sealed FROM files WHERE session = ? AND rows IS NOT 0 ORDER BY uri"
+        files = [
+            {"uri": uri, "bytes": size, "sealed": bool(sealed)} for uri, size, sealed in self._all(told, session_id)
+        ]
+        return {**found[0], "runs": self.runs(own, limit, after), "files": files}
+
+    def _all(self, statement: str, *values: Any) -> list[Any]:
+        return self._guarded(lambda database: database.execute(statement, values).fetchall())
+
+    def _guarded(self, work: Callable[[sqlite3.Connection], _T]) -> _T:
+        """Do something; where the database fails, do it in memory from then on."""
         with self._lock:
-            return next((found for one in self._sessions.values() if (found := one.runs.get(run_id))), None)
+            try:
+                return work(self._database)
+            except sqlite3.Error as error:
+                root = self._root
+                if root is None:
+                    raise
+                logger.exception("the catalogue of %s is held in memory from now on: %s", root, error)
+            database = in_memory(_folder(root))
+            self._hold(database, database.close)
+            self._root = None
+            refresh(database, root)
+            return work(database)
 
-    def sessions(self, limit: int = 100, after: str | None = None) -> list[dict[str, Any]]:
-        """Up to `limit` sessions in the order of their ids, beginning behind `after`."""
-        with self._lock:
-            return [_summary(name, self._sessions[name]) for name in page(self._sessions, limit, after)]
-
-    def session(self, session_id: str) -> dict[str, Any] | None:
-        """One session with its runs, oldest first, and its files; None if there is none."""
-        with self._lock:
-            if (session := self._sessions.get(session_id)) is None:
-                return None
-            entries = sorted(session.runs.values(), key=lambda entry: entry.facts.created)
-            files = [file._asdict() for file in session.files.values()]
-            summary = _summary(session_id, session)
-        return {**summary, "runs": [_run(entry) for entry in entries], "files": files}
-
-
-def _entries(path: Path) -> list[Entry]:
-    entries = list[Entry]()
-    points: dict[str, PointType] | None = None
-    for run in whole_runs(path):
-        points = points or point_types(run.batches[0].schema)
-        rows = sum(batch.num_rows for batch in run.batches)
-        entries.append(Entry(run.facts, path.as_uri(), run.first_row, rows, run.bytes, points))
-    return entries
+    def _hold(self, database: sqlite3.Connection, close: Callable[[], None]) -> None:
+        self._release()
+        self._database = database
+        self._release = release = weakref.finalize(self, close)
+        release.atexit = False  # a writer's thread may still need it
 
 
-def _summary(session_id: str, session: _Session) -> dict[str, Any]:
-    return {
-        "id": session_id,
-        "runs": len(session.runs),
-        "tokens": session.tokens,
-        "bytes": sum(file.bytes for file in session.files.values()),
-        "models": sorted(session.models),
-        "created": session.created,
-        "updated": session.updated,
+def _folder(root: AnyRoot, make: bool = False) -> Path:
+    """Where a root's database is kept: in it, or, of object storage, on this machine."""
+    if isinstance(root, Path):
+        return root
+    folder = home() / "catalogues" / hashlib.sha256(root.uri.encode()).hexdigest()[:32]
+    if make:
+        folder.mkdir(parents=True, exist_ok=True)
+    return folder
+
+
+def _where(filter: Filter) -> tuple[str, list[Any]]:
+    """What holds for the runs of a filter, in SQL, and its values."""
+    held = {
+        "session = ?": filter.session,
+        "model = ?": filter.model,
+        "created >= ?": filter.since,
+        "created < ?": filter.until,
+        "sample_id = ?": filter.sample_id,
     }
+    conditions = {condition: value for condition, value in held.items() if value is not None}
+    tags = [f"\n{tag_line(name, value)}\n" for name, value in filter.tags]
+    where = " AND ".join(["1", *conditions, *["instr(tags, ?)"] * len(tags)])
+    return where, [*conditions.values(), *tags]
 
 
 def _run(entry: Entry) -> dict[str, Any]:
     facts = entry.facts
     return {
         "run_id": facts.run_id,
+        "session_id": facts.session_id,
         "model": facts.model,
         "created": facts.created,
         "prompt_tokens": facts.prompt_tokens,
@@ -162,6 +226,7 @@ def _run(entry: Entry) -> dict[str, Any]:
         "sample_id": facts.sample_id,
         "tags": facts.tags,
         "finish_reason": facts.finish_reason,
+        "offset": entry.offset,
         "points": {
             name: {**point._asdict(), "shape": list(point.shape)} for name, point in entry.stored().points.items()
         },

@@ -8,8 +8,8 @@ from typing import Any
 
 import pyarrow as pa
 
-from deployments.activations.catalogue import Entry, StoredFile
 from deployments.activations.checksums import checksums, written
+from deployments.activations.entries import Entry, StoredFile
 from deployments.activations.facts import RunFacts
 from deployments.activations.objects import ObjectFile
 from deployments.activations.schema import batch_metadata, empty_batch, point_types
@@ -40,12 +40,13 @@ class ObjectShard:
         self._file = file
         self._points = point_types(schema)
         self._batches = self._new_rows = 0  # of the run that is not finished
+        self._whole = 0  # batches of whole runs
         self._stream = file.fs.open_output_stream(file.path, buffer_size=_PART)
         self._writer: Any = pa.ipc.new_file(self._stream, schema)
 
     def facts(self) -> StoredFile:
         """The file as it is."""
-        return StoredFile(self._file.uri, self.length, self.sealed)
+        return StoredFile(self._file.uri, self.length, self.sealed, self.rows, 0 if self.sealed else None)
 
     def append(self, run_id: str, batches: Sequence[pa.RecordBatch]) -> None:
         """Write more of the run at the end, or begin one; it counts once it is finished.
@@ -64,9 +65,10 @@ class ObjectShard:
         batches = batches or [empty_batch(self.schema)]
         self._write(batches, batch_metadata(run.run_id, self._batches, len(batches), run))
         size = self._stream.tell() - self.length
-        entry = Entry(run, self._file.uri, self.rows, self._new_rows, size, self._points)
+        entry = Entry(run, self._file.uri, self.rows, self._new_rows, size, self._points, self._whole)
         self.rows += self._new_rows
         self.length = self._stream.tell()
+        self._whole += self._batches
         self._batches = self._new_rows = 0
         return entry
 

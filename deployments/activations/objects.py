@@ -176,8 +176,8 @@ class ObjectFile:
             self._readers[key] = pa.ipc.open_file(self.fs.open_input_file(self.path), options=options)
         return self._readers[key]
 
-    def batches(self) -> Iterator[tuple[FetchedBatch, Mapping[bytes, bytes] | None]]:
-        """Its batches, each with its own metadata; no tensor is fetched.
+    def batches(self, first: int = 0) -> Iterator[tuple[FetchedBatch, Mapping[bytes, bytes] | None]]:
+        """Its batches from number `first` on, each with its own metadata; no tensor is fetched.
 
         Raises:
             pa.ArrowInvalid: It is no Arrow file.
@@ -185,7 +185,7 @@ class ObjectFile:
         """
         schema = self.reader().schema
         light = self.reader([schema.get_field_index("position")])
-        for number in range(light.num_record_batches):
+        for number in range(first, light.num_record_batches):
             batch, metadata = light.get_batch_with_custom_metadata(number)
             yield FetchedBatch(self, number, schema, batch.num_rows), metadata
 

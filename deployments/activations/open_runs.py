@@ -9,7 +9,8 @@ from typing import NamedTuple
 
 import pyarrow as pa
 
-from deployments.activations.catalogue import Catalogue, Entry
+from deployments.activations.catalogue import Catalogue
+from deployments.activations.entries import Entry
 from deployments.activations.facts import RunFacts, StoreError
 from deployments.activations.failures import explain
 from deployments.activations.objects import AnyRoot

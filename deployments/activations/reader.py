@@ -69,7 +69,7 @@ class Run(Mapping[str, Any]):
 
 
 class Message(NamedTuple):
-    """A record batch of a file (of an object, what fetches its columns), its own metadata, and the byte behind it."""
+    """A record batch of a file (of an object, what fetches its columns), its own metadata, and the place behind it."""
 
     batch: pa.RecordBatch | FetchedBatch
     metadata: Mapping[bytes, bytes] | None
@@ -79,7 +79,8 @@ class Message(NamedTuple):
 class WholeRun(NamedTuple):
     """A run all of whose batches are in a file: its first row there, its size, its batches with rows in order.
 
-    The size of the first run takes in the file's schema. `sums` are the batches' checksums.
+    The size of the first run takes in the file's schema. `offset` is the place in the file where what
+    is counted begins, a byte, or in an object the number of a batch. `sums` are the batches' checksums.
     """
 
     facts: RunFacts
@@ -87,6 +88,7 @@ class WholeRun(NamedTuple):
     bytes: int
     batches: list[pa.RecordBatch]
     sums: list[dict[str, str]]
+    offset: int
 
 
 def load(
@@ -94,6 +96,7 @@ def load(
     run_id: str | None = None,
     points: Sequence[str] | None = None,
     *,
+    offset: int = 0,
     verify: bool = False,
 ) -> Run:
     """Load one run.
@@ -102,6 +105,7 @@ def load(
         source: A `file://` URI or path of one file, or of a session's directory.
         run_id: The run; may be left out where the source holds only one.
         points: The points to load, in this order; all of them where left out.
+        offset: Where in a file the run begins, as lists of runs say it: nothing before it is looked at.
         verify: Whether to read all of it and compare checksums.
 
     Raises:
@@ -109,10 +113,10 @@ def load(
             if values are not those that were written; the message says which points are.
         FileNotFoundError: If the source does not exist.
     """
-    path = _holding(path_of(source), run_id)
-    matching = (run for run in _runs_in(path) if run_id in (None, run.facts.run_id))
+    path, offset = _holding(path_of(source), run_id, offset)
+    matching = (run for run in _runs_in(path, offset) if run_id in (None, run.facts.run_id))
     found = next(matching, None)
-    if found is None or (run_id is None and next(matching, None)):
+    if found is None or (run_id is None and not offset and next(matching, None)):
         some = ", ".join(islice((run.facts.run_id for run in _runs_in(path)), 5))
         wanted = "one run" if run_id is None else f"run {run_id!r}"
         raise ValueError(f"{path} does not hold {wanted}; it holds {some or 'no whole run'}: name one as run_id")
@@ -153,21 +157,27 @@ def runs(source: str | os.PathLike[str]) -> list[RunFacts]:
     return [run.facts for run in _runs_in(path_of(source))]
 
 
-def whole_run(source: str | os.PathLike[str], run_id: str) -> WholeRun | None:
+def whole_run(source: str | os.PathLike[str], run_id: str, offset: int = 0) -> WholeRun | None:
     """One whole run of a file or directory (as for `load`); no tensor is read. None if it is not there.
 
     Raises:
         FileNotFoundError: If the source does not exist.
     """
-    path = _holding(path_of(source), run_id)
-    return next((run for run in _runs_in(path) if run.facts.run_id == run_id), None)
+    path, offset = _holding(path_of(source), run_id, offset)
+    return next((run for run in _runs_in(path, offset) if run.facts.run_id == run_id), None)
 
 
-def whole_runs(path: AnyFile) -> Iterator[WholeRun]:
-    """The whole runs of one file; no tensor is read. A run without its end, or short of batches, is left out."""
-    rows = start = first_row = seen = 0
+def whole_runs(path: AnyFile, offset: int = 0) -> Iterator[WholeRun]:
+    """The whole runs of one file; no tensor is read. A run without its end, or short of batches, is left out.
+
+    Args:
+        path: The file.
+        offset: Where a run begins, as `WholeRun` says it; those before it are left out, and rows count from there.
+    """
+    rows = first_row = seen = 0
+    start = offset
     run_id, batches, sums = "", list[pa.RecordBatch](), list[dict[str, str]]()
-    for message in messages(path):
+    for message in messages(path, offset):
         try:
             facts = batch_facts(message.metadata)
             own = checksums.read(message.metadata, message.batch.schema.names)
@@ -181,32 +191,43 @@ def whole_runs(path: AnyFile) -> Iterator[WholeRun]:
             batches.append(message.batch)
             sums.append(own)
         if facts.run and facts.run_id == run_id and facts.number + 1 == facts.batches == seen:
-            yield WholeRun(facts.run, first_row, message.end - start, batches, sums)
+            yield WholeRun(facts.run, first_row, _size(path, message.end - start), batches, sums, start)
             start = message.end
 
 
-def messages(path: AnyFile) -> Iterator[Message]:
-    """The record batches of one file up to where it ends or is cut off; no tensor is read."""
-    return _of_disk(path) if isinstance(path, Path) else _of_object(path)
+def _size(path: AnyFile, between: int) -> int:
+    """Bytes between two places of a file; of an object, as if its batches were all as large."""
+    if isinstance(path, Path):
+        return between
+    return path.size * between // int(path.reader().num_record_batches)
 
 
-def _of_object(file: ObjectFile) -> Iterator[Message]:
-    """Where batches end in an object is not known, and said as if all were as large."""
+def messages(path: AnyFile, offset: int = 0) -> Iterator[Message]:
+    """The record batches of one file up to where it ends or is cut off, those before a place left out.
+
+    No tensor is read.
+    """
+    return _of_disk(path, offset) if isinstance(path, Path) else _of_object(path, offset)
+
+
+def _of_object(file: ObjectFile, offset: int) -> Iterator[Message]:
     try:
-        batches = list(file.batches())
+        for number, (batch, metadata) in enumerate(file.batches(offset), offset + 1):
+            yield Message(batch, metadata, number)
     except pa.ArrowInvalid:
         return  # no file of ours
-    for number, (batch, metadata) in enumerate(batches, 1):
-        yield Message(batch, metadata, file.size * number // len(batches))
 
 
-def _of_disk(path: Path) -> Iterator[Message]:
+def _of_disk(path: Path, offset: int) -> Iterator[Message]:
     with path.open("rb") as file:
         if file.read(len(_MAGIC)) != _MAGIC:
             return
         stream = _Stream(file)
         try:
             reader = pa.ipc.open_stream(stream)
+            if offset:
+                reader.read_next_batch()  # with it come the dictionaries
+                stream.position = offset
             while True:
                 batch, metadata = reader.read_next_batch_with_custom_metadata()
                 yield Message(batch, metadata, stream.position)
@@ -273,15 +294,19 @@ def files_in(path: AnyFile | Place) -> list[AnyFile]:
     return [path]
 
 
-def _holding(path: AnyFile | Place, run_id: str | None) -> AnyFile | Place:
+def _holding(path: AnyFile | Place, run_id: str | None, offset: int) -> tuple[AnyFile | Place, int]:
     """Where to look for a run: small objects go up in larger ones beside them."""
-    moved = run_id is not None and isinstance(path, ObjectFile) and not path.exists()
-    return path.folder if moved and isinstance(path, ObjectFile) else path
+    if isinstance(path, ObjectFile) and run_id is not None and not path.exists():
+        return path.folder, 0
+    return path, offset
 
 
-def _runs_in(path: AnyFile | Place) -> Iterator[WholeRun]:
-    for file in files_in(path):
-        yield from whole_runs(file)
+def _runs_in(path: AnyFile | Place, offset: int = 0) -> Iterator[WholeRun]:
+    files = files_in(path)
+    if offset and files != [path]:
+        raise ValueError(f"offset is a place in one file, and {path} is a directory")
+    for file in files:
+        yield from whole_runs(file, offset)
 
 
 class _Stream:

@@ -10,8 +10,8 @@ from pathlib import Path
 
 import pyarrow as pa
 
-from deployments.activations.catalogue import Entry, StoredFile
 from deployments.activations.checksums import checksums, written
+from deployments.activations.entries import Entry, StoredFile
 from deployments.activations.facts import RunFacts
 from deployments.activations.holding import create
 from deployments.activations.reader import messages
@@ -41,6 +41,7 @@ class Shard:
         self._sink = _Sink(_create(root, session_id, name))
         self._writer = pa.ipc.new_file(self._sink, schema)  # writes nothing before the first batch
         self._synced = (0, 0)  # length and rows
+        self._modified_ns: int | None = None
         self._flushed = 0  # bytes, those of the unfinished run included
         self._rewound = False
 
@@ -51,7 +52,7 @@ class Shard:
 
     def facts(self) -> StoredFile:
         """The file as it is."""
-        return StoredFile(self._path.as_uri(), self.length, self.sealed)
+        return StoredFile(self._path.as_uri(), self.length, self.sealed, self.rows, self._modified_ns)
 
     def append(self, run_id: str, batches: Sequence[pa.RecordBatch]) -> None:
         """Write more of the run at the end, or begin one; it counts once it is finished.
@@ -71,7 +72,7 @@ class Shard:
         batches = batches or [empty_batch(self.schema)]
         self._write(batches, batch_metadata(run.run_id, self._batches, len(batches), run))
         size = self._sink.length - self.length
-        entry = Entry(run, self._path.as_uri(), self.rows, self._new_rows, size, self._points)
+        entry = Entry(run, self._path.as_uri(), self.rows, self._new_rows, size, self._points, self.length)
         self.rows += self._new_rows
         self.length = self._sink.length
         self._batches = self._new_rows = 0
@@ -94,11 +95,13 @@ class Shard:
         try:
             os.fsync(self._sink.descriptor)
             self._check_place()
+            state = os.fstat(self._sink.descriptor)
         except OSError:
             self.broken = True
             self._cut(*self._synced)
             raise
         self._synced = (self.length, self.rows)
+        self._modified_ns = state.st_mtime_ns
         self._flushed = self._sink.length
 
     def close(self) -> None:
@@ -112,6 +115,7 @@ class Shard:
                     self._writer.close()
                 os.fsync(self._sink.descriptor)
                 self.length, self.sealed = self._sink.length, True
+                self._modified_ns = os.fstat(self._sink.descriptor).st_mtime_ns
         except (OSError, pa.ArrowException):  # its runs are durable all the same; only the footer is missing
             self._cut(self.length, self.rows)
         with contextlib.suppress(OSError):  # what counts was fsynced before

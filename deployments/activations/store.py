@@ -12,6 +12,7 @@ import ray
 
 from deployments.activations.facts import RunFacts, StoredPoint, StoredRun, StoreError
 from deployments.activations.failures import explain
+from deployments.activations.filters import EVERYTHING, Filter
 from deployments.activations.interventions import TokenChoice
 from deployments.activations.profiles import Profile
 
@@ -112,13 +113,31 @@ class ActivationStore:
         """
         await asyncio.wrap_future(self._writer.abandon(session_id, run_id))
 
-    async def sessions(self, limit: int = 100, after: str | None = None) -> list[dict[str, Any]]:
-        """Up to `limit` sessions in the order of their ids, beginning behind the id `after`."""
-        return self._catalogue.sessions(limit, after)
+    async def sessions(
+        self, limit: int = 100, after: str | None = None, filter: Filter = EVERYTHING
+    ) -> list[dict[str, Any]]:
+        """Up to `limit` sessions that hold a run of the filter, as `Catalogue.sessions`."""
+        return await asyncio.to_thread(self._catalogue.sessions, limit, after, filter)
 
-    async def session(self, session_id: str) -> dict[str, Any] | None:
-        """One session with its runs and files; None if there is none."""
-        return self._catalogue.session(session_id)
+    async def runs(
+        self, filter: Filter = EVERYTHING, limit: int = 100, after: str | None = None
+    ) -> list[dict[str, Any]]:
+        """Up to `limit` runs of the filter, as `Catalogue.runs`.
+
+        Raises:
+            RequestError: There is no run `after`; names `after`.
+        """
+        return await asyncio.to_thread(self._catalogue.runs, filter, limit, after)
+
+    async def session(
+        self, session_id: str, limit: int | None = None, after: str | None = None
+    ) -> dict[str, Any] | None:
+        """One session with its runs, all or `limit` of them behind the run `after`, and files; None if there is none.
+
+        Raises:
+            RequestError: The session has no run `after`; names `after`.
+        """
+        return await asyncio.to_thread(self._catalogue.session, session_id, limit, after)
 
     async def rows(self, run_id: str, points: Sequence[Sequence[str]], tokens: TokenChoice, most: int) -> bytes | None:
         """Some rows of a stored run, as `stored_rows.read_rows` gives them; None if there is no such run.

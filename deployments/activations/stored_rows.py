@@ -8,7 +8,7 @@ import torch
 from safetensors.torch import save
 from torch.utils.dlpack import from_dlpack
 
-from deployments.activations.catalogue import Entry
+from deployments.activations.entries import Entry
 from deployments.activations.facts import RunFacts
 from deployments.activations.interventions import Positions, TokenChoice
 from deployments.activations.reader import WholeRun, whole_run
@@ -37,7 +37,7 @@ def read_rows(entry: Entry, points: Sequence[Sequence[str]], tokens: TokenChoice
         OSError: The disk refuses.
     """
     try:
-        run = whole_run(entry.uri, entry.facts.run_id)
+        run = whole_run(entry.uri, entry.facts.run_id, entry.offset)
     except FileNotFoundError:
         run = None  # deleted since it was looked up
     if run is None:

@@ -16,8 +16,9 @@ from typing import NamedTuple
 
 import pyarrow as pa
 
-from deployments.activations.catalogue import Catalogue, Entry
+from deployments.activations.catalogue import Catalogue
 from deployments.activations.deleting import begin_deletion, finish_deletion
+from deployments.activations.entries import Entry
 from deployments.activations.facts import RunFacts, StoredRun, StoreError, check_session_id
 from deployments.activations.failures import explain
 from deployments.activations.objects import AnyRoot

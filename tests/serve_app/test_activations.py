@@ -192,3 +192,89 @@ def test_sessions_are_paged(served):
     ).json()
     assert [session["id"] for session in page["data"]] == ["page-a", "page-b"]
     assert page["has_more"]
+
+
+@pytest.fixture(scope="module")
+def experiment(served):
+    """The ids of three runs in two sessions, the oldest first: of the samples q1 to q3, the last one a treatment's."""
+    asked = [("filters-a", "q1", "control"), ("filters-a", "q2", "control"), ("filters-b", "q3", "treatment")]
+    found = []
+    for session_id, sample_id, condition in asked:
+        tags = {"condition": condition, "study": "a=b & c"}
+        capture = {"points": ["embed.output"], "tags": tags, "sample_id": sample_id}
+        answer = chat(served, capture=capture, session_id=session_id, max_tokens=1)
+        found.append(answer["activations_meta"]["runs"][0]["run_id"])
+    return found
+
+
+def get(served, path, **params):
+    return httpx.get(f"{served.base_url}/activations/{path}", params=params, timeout=60)
+
+
+STUDY = "study=a=b & c"
+
+
+def test_runs_are_found_by_session_model_time_sample_and_tags(served, experiment):
+    def found(**params) -> list[str]:
+        answer = get(served, "runs", **{"tag": STUDY} | params)
+        assert answer.status_code == 200, answer.text
+        return [run["run_id"] for run in answer.json()["data"]]
+
+    assert found() == experiment
+    assert found(session="filters-a") == experiment[:2]
+    assert found(sample_id="q2") == experiment[1:2]
+    assert found(tag=[STUDY, "condition=treatment"]) == experiment[2:]
+    assert found(model=MODEL) == experiment
+    assert found(model="other") == found(session="none-such") == found(tag="study=other") == []
+    created = [run["created"] for run in get(served, "runs", tag=STUDY).json()["data"]]
+    assert found(since=created[1]) == experiment[1:]
+    assert found(since=created[0], until=created[2]) == experiment[:2]
+
+
+def test_runs_come_in_pages_and_say_where_they_lie(served, experiment):
+    first = get(served, "runs", tag=STUDY, limit=2).json()
+    assert (first["object"], first["has_more"]) == ("list", True)
+    rest = get(served, "runs", tag=STUDY, limit=2, after=experiment[1]).json()
+    assert not rest["has_more"]
+    assert [run["run_id"] for run in first["data"] + rest["data"]] == experiment
+    run = first["data"][1]
+    assert (run["session_id"], run["sample_id"], run["tags"]["condition"]) == ("filters-a", "q2", "control")
+    point = run["points"]["embed.output"]
+    assert len(load(point["uri"], run["run_id"], offset=run["offset"])["embed.output"]) == point["shape"][0]
+
+
+def test_of_sessions_the_runs_that_fit_are_counted(served, experiment):
+    listed = get(served, "sessions", tag=[STUDY, "condition=control"]).json()["data"]
+    assert [(one["id"], one["runs"], one["models"]) for one in listed] == [("filters-a", 2, [MODEL])]
+    listed = get(served, "sessions", sample_id="q2").json()["data"]
+    assert [(one["id"], one["runs"]) for one in listed] == [("filters-a", 1)]
+
+
+def test_a_sessions_runs_come_in_pages_where_that_is_asked(served, experiment):
+    whole = get(served, "session/filters-a").json()
+    assert [run["run_id"] for run in whole["runs"]] == experiment[:2]
+    assert whole["has_more"] is False
+    page = get(served, "session/filters-a", limit=1).json()
+    assert page["has_more"] is True
+    assert page["runs"] == whole["runs"][:1]
+    assert get(served, "session/filters-a", limit=1, after=experiment[0]).json()["runs"] == whole["runs"][1:]
+
+
+@pytest.mark.parametrize(
+    ("path", "params", "param"),
+    [
+        ("runs", {"tag": "condition"}, "tag"),
+        ("sessions", {"tag": "=x"}, "tag"),
+        ("runs", {"since": "yesterday"}, "since"),
+        ("sessions", {"until": "nan"}, "until"),
+        ("runs", {"limit": 1001}, "limit"),
+        ("runs", {"limit": 0}, "limit"),
+        ("runs", {"after": "none-such"}, "after"),
+        ("runs", {"session": ".hidden"}, "session"),
+        ("session/filters-a", {"limit": 0}, "limit"),
+        ("session/filters-a", {"after": "none-such"}, "after"),
+    ],
+)
+def test_a_bad_filter_or_page_is_refused_by_its_parameter(served, experiment, path, params, param):
+    answer = get(served, path, **params)
+    assert (answer.status_code, answer.json()["error"]["param"]) == (400, param)

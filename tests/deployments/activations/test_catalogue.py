@@ -1,9 +1,37 @@
+"""The catalogue of stored runs: what the files say, whatever became of its database, and by every filter."""
+
 from __future__ import annotations
 
-import pytest
+import json
+import os
+import shutil
+import signal
+import sqlite3
+import subprocess
+import sys
+import tempfile
+from collections import Counter
+from itertools import pairwise
+from pathlib import Path
 
+import pyarrow as pa
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+import deployments.activations
+from deployments.activations import filling, load, runs
 from deployments.activations.catalogue import Catalogue
+from deployments.activations.database import NAME
+from deployments.activations.entries import StoredFile
+from deployments.activations.filters import EVERYTHING, Filter, tag_pairs
+from deployments.activations.reader import whole_runs
 from deployments.activations.writer import Writer
+from deployments.errors import RequestError
+
+REPOSITORY = Path(deployments.activations.__file__).parents[2]
+LONG_AGO = 1_700_000_000_000_000_000  # ns: files that changed just now are read again in any case
 
 
 @pytest.fixture
@@ -44,6 +72,7 @@ def test_a_session_lists_where_each_point_of_each_run_lies(filled, tmp_path):
     assert session["files"] == [{"uri": file.as_uri(), "bytes": file.stat().st_size, "sealed": False}]
     assert session["runs"][1] == {
         "run_id": "r3",
+        "session_id": "a",
         "model": "model",
         "created": 3.0,
         "prompt_tokens": 2,
@@ -51,6 +80,7 @@ def test_a_session_lists_where_each_point_of_each_run_lies(filled, tmp_path):
         "sample_id": "r3",
         "tags": {"k": "v"},
         "finish_reason": None,
+        "offset": next(whole_runs(file)).bytes,
         "points": {"layers.0.output": {"uri": file.as_uri(), "first_row": 3, "shape": [3, 4], "dtype": "float32"}},
     }
     assert filled.session("unknown") is None
@@ -70,3 +100,394 @@ def test_links_and_foreign_files_are_passed_over(filled, tmp_path_factory, tmp_p
     (tmp_path / "b" / "empty.arrow").touch()
     (tmp_path / "b" / "notes.txt").write_text("x")
     assert Catalogue.rebuild(tmp_path).sessions() == filled.sessions()
+
+
+# ---- the database is only a cache
+
+
+@pytest.fixture
+def root(make, tmp_path):
+    """A store whose database is kept: two sessions of two files each, of two runs, which changed long ago."""
+    root = tmp_path / "root"
+    root.mkdir()
+    for turn in range(2):
+        write(root, make, [(f"{session}{turn}{i}", session) for session in "ab" for i in range(2)])
+    for path in root.glob("*/*.arrow"):
+        os.utime(path, ns=(LONG_AGO, LONG_AGO))
+    opened(root).close()
+    return root
+
+
+def write(root, make, names, close=True):
+    """Write runs to new files beside a catalogue of the directory."""
+    catalogue = Catalogue.rebuild(root)
+    writer = Writer(root, catalogue)
+    for run_id, session in names:
+        made = make(run_id, session_id=session, created=len(run_id) + 0.5, tags={"of": session})
+        writer.submit(made.facts, made.batches).result()
+    writer.close()
+    catalogue.close()
+
+
+def opened(root):
+    return Catalogue.rebuild(root)
+
+
+def told(catalogue):
+    """All that a catalogue says of all sessions."""
+    listed = {run["run_id"] for run in catalogue.runs(limit=None)}
+    assert listed == {run["run_id"] for one in catalogue.sessions() for run in catalogue.session(one["id"])["runs"]}
+    return [catalogue.session(one["id"]) for one in catalogue.sessions()]
+
+
+def said_by_files(root):
+    return sorted((path.parent.name, run.run_id) for path in root.glob("*/*.arrow") for run in runs(path))
+
+
+def listed(catalogue):
+    return sorted((run["session_id"], run["run_id"]) for run in catalogue.runs(limit=None))
+
+
+@pytest.fixture
+def reads(monkeypatch):
+    """The names of the files that are read from here on."""
+    seen = []
+    read = filling.whole_runs
+    monkeypatch.setattr(filling, "whole_runs", lambda path: seen.append(path.name) or read(path))
+    return seen
+
+
+def test_a_start_over_known_files_reads_none_and_says_the_same(root, reads):
+    first = opened(root)
+    assert len(listed(first)) == 8
+    before = told(first)
+    first.close()
+    assert told(opened(root)) == before
+    assert reads == []
+
+
+def test_files_that_the_writer_sealed_just_now_are_known_too(make, root, reads):
+    write(root, make, [("new", "b"), ("newer", "c")])
+    assert listed(opened(root)) == said_by_files(root)
+    assert reads == []
+
+
+def test_a_file_that_grew_was_replaced_or_removed_while_closed_is_read_again_and_no_other(make, root, reads, tmp_path):
+    files = sorted(root.glob("*/*.arrow"))
+    assert len(files) == 4
+    (tmp_path / "other").mkdir()
+    write(tmp_path / "other", make, [("longer-than-those", "a")])
+    [other] = (tmp_path / "other").glob("a/*.arrow")
+    files[0].write_bytes(files[0].read_bytes()[:-100])
+    shutil.copyfile(other, files[1])
+    files[2].unlink()
+    reads.clear()
+    catalogue = opened(root)
+    assert listed(catalogue) == said_by_files(root)
+    assert ("a", "longer-than-those") in listed(catalogue)
+    assert sorted(reads) == sorted(path.name for path in files[:2])
+    catalogue.close()
+    shutil.rmtree(root / "b")
+    assert listed(opened(root)) == said_by_files(root)
+
+
+def test_a_file_that_changed_and_shows_neither_another_size_nor_time_is_read_again_where_it_was_new(make, root):
+    write(root, make, [("one", "c")])
+    (root / NAME).unlink()
+    opened(root).close()  # reads the file within a clock's tick of its last change, for all that is known
+    [path] = (root / "c").iterdir()
+    state = path.stat()
+    path.write_bytes(path.read_bytes().replace(b"one", b"two"))
+    os.utime(path, ns=(state.st_atime_ns, state.st_mtime_ns))
+    assert ("c", "two") in listed(opened(root))
+
+
+def garbage(path):
+    path.write_bytes(b"no database at all" * 1000)
+
+
+def torn(path):
+    os.truncate(path, path.stat().st_size // 2)
+
+
+def overwritten(path):
+    data = bytearray(path.read_bytes())
+    data[4096:] = os.urandom(len(data) - 4096)
+    path.write_bytes(data)
+
+
+def of_another_layout(path):
+    with sqlite3.connect(path) as database:
+        database.execute("PRAGMA user_version = 7")
+    database.close()
+
+
+def copied(path):
+    other = path.with_name("copy")
+    shutil.copyfile(path, other)
+    with sqlite3.connect(other) as database:
+        database.execute("DELETE FROM runs")  # a copy that was taken while it was written may be of two moments
+    database.close()
+    os.replace(other, path)
+
+
+def a_directory(path):
+    path.unlink()
+    path.mkdir()
+
+
+@pytest.mark.parametrize("damage", [Path.unlink, garbage, torn, overwritten, of_another_layout, copied, a_directory])
+def test_whatever_became_of_the_database_the_files_give_the_same_answers(root, damage, make):
+    catalogue = opened(root)
+    before = told(catalogue)
+    catalogue.close()
+    damage(root / NAME)
+    assert told(opened(root)) == before
+    write(root, make, [("after", "a")])
+    assert listed(opened(root)) == said_by_files(root)
+    assert len(said_by_files(root)) == 9
+
+
+def test_a_database_that_is_damaged_while_it_is_open_is_left_for_memory(root, make, caplog):
+    catalogue = opened(root)
+    writer = Writer(root, catalogue)
+    for path in root.glob(f"{NAME}*"):
+        with path.open("r+b") as file:
+            file.write(os.urandom(path.stat().st_size))
+    catalogue._database.execute("PRAGMA shrink_memory")  # what it holds of the file's pages
+    made = make("after", session_id="a")
+    writer.submit(made.facts, made.batches).result()
+    assert listed(catalogue) == said_by_files(root)
+    writer.close()
+    catalogue.close()
+    assert listed(opened(root)) == said_by_files(root)
+
+
+def test_where_the_disk_has_no_room_for_the_database_runs_are_stored_and_listed(root, make, caplog):
+    catalogue = opened(root)
+    [pages] = catalogue._database.execute("PRAGMA page_count").fetchone()
+    catalogue._database.execute(f"PRAGMA max_page_count = {pages}")
+    writer = Writer(root, catalogue)
+    made = [make(f"more{i}", session_id="a", tags={"long": "x" * 5000}) for i in range(5)]
+    for one in made:
+        writer.submit(one.facts, one.batches).result()
+    assert listed(catalogue) == said_by_files(root)
+    assert "held in memory from now on: database or disk is full" in caplog.text
+    writer.close()
+    catalogue.close()
+    assert listed(opened(root)) == said_by_files(root)
+
+
+def test_a_second_catalogue_of_a_directory_leaves_the_first_ones_database_alone(root, make, caplog):
+    first = opened(root)
+    second = opened(root)
+    assert "held in memory" in caplog.text
+    assert "another process keeps it" in caplog.text
+    second.drop("a")
+    assert told(Catalogue.copied(root)) == told(first)
+    assert {session for session, _ in listed(first)} == {"a", "b"}
+
+
+def test_a_run_that_two_files_of_a_session_hold_is_listed_once_and_while_one_of_them_is_there(root):
+    path = min((root / "a").iterdir())
+    copy = path.with_name("zz.arrow")
+    shutil.copyfile(path, copy)
+    os.utime(copy, ns=(LONG_AGO, LONG_AGO))
+    every = said_by_files(root)
+    for gone in (None, path):
+        if gone:
+            gone.unlink()
+        catalogue = opened(root)
+        assert listed(catalogue) == sorted(set(every))
+        catalogue.close()
+
+
+def test_runs_that_the_catalogue_was_never_told_of_are_found_at_the_next_start(root, make, tmp_path):
+    write(tmp_path, make, [("lost", "c")])
+    catalogue = opened(root)
+    shutil.move(tmp_path / "c", root / "c")
+    [path] = (root / "c").iterdir()
+    state = path.stat()
+    catalogue.add("c", [], StoredFile(path.as_uri(), state.st_size, True, 3, state.st_mtime_ns))
+    catalogue.close()
+    assert ("c", "lost") in listed(opened(root))
+
+
+def test_a_file_that_provokes_an_error_keeps_no_other_from_being_served(root, caplog):
+    before = listed(Catalogue.copied(root))
+    facts = {"run_id": "r", "session_id": "a", "model": "m", "created": 1.0, "prompt_tokens": 1, "tokens": 1}
+    schema = pa.schema([("x", pa.int32())], metadata={"vitrine": "no JSON"})
+    batch = pa.record_batch([[1]], schema=schema)
+    metadata = {"run_id": "r", "batch": "0", "batches": "1", "run": json.dumps(facts)}
+    with pa.ipc.new_file(str(root / "a" / "0.arrow"), schema) as file:
+        file.write_batch(batch, custom_metadata=metadata)
+    assert listed(opened(root)) == before
+    assert "0.arrow cannot be read and is not listed" in caplog.text
+
+
+STORE = """
+import sys
+from pathlib import Path
+import torch
+from deployments.activations.catalogue import Catalogue
+from deployments.activations.facts import RunFacts, ShardFacts
+from deployments.activations.schema import to_batch
+from deployments.activations.writer import Writer
+
+root, name = Path(sys.argv[1]), sys.argv[2]
+writer = Writer(root, Catalogue.rebuild(root), shard_bytes=5000)
+for i in range(10000):
+    shard = ShardFacts("s", "model", None, "x", {}, {})
+    run_id = f"{name}-{i}"
+    batch = to_batch(shard, run_id=run_id, sample_id=None, positions=[0], token_ids=[0], prompt_tokens=1,
+                     points={"p": torch.zeros(1, 8)})
+    writer.submit(RunFacts(run_id, "s", "model", float(i), 1, 1), [batch]).result()
+    print(run_id, flush=True)
+"""
+
+
+def test_after_kills_the_catalogue_says_what_the_files_say(tmp_path, reads):
+    stored = set()
+    for turn in range(4):
+        command = [sys.executable, "-c", STORE, str(tmp_path), str(turn)]
+        with subprocess.Popen(command, cwd=REPOSITORY, stdout=subprocess.PIPE, text=True) as child:
+            stored |= {next(child.stdout).strip() for _ in range(20 + 7 * turn)}
+            child.send_signal(signal.SIGKILL)
+            child.communicate()
+        reads.clear()
+        catalogue = opened(tmp_path)
+        assert listed(catalogue) == said_by_files(tmp_path)
+        assert stored <= {run_id for _, run_id in listed(catalogue)}
+        assert len(reads) < len(list(tmp_path.glob("s/*.arrow")))  # what was sealed is known
+        catalogue.close()
+
+
+# ---- filters and pages
+
+texts = st.sampled_from(["a", "b", "a=b", '"', "\n", "\u00e9", '"a":"b"', "%"])
+times = st.sampled_from([0.0, 1.5, 2.0, 1e9])
+made_runs = st.lists(
+    st.fixed_dictionaries(
+        {"session_id": st.sampled_from("stu"), "created": times, "sample_id": st.none() | texts}
+        | {"tags": st.dictionaries(texts, texts, max_size=3)}
+    ),
+    min_size=1,
+    max_size=12,
+)
+filters = st.builds(
+    Filter,
+    session=st.none() | st.sampled_from("stuv"),
+    model=st.sampled_from([None, "model", "other"]),
+    since=st.none() | times,
+    until=st.none() | times,
+    sample_id=st.none() | texts,
+    tags=st.lists(st.tuples(texts, texts), max_size=2).map(tuple),
+)
+
+
+def fits(facts, filter):
+    """A filter in plain words."""
+    return (
+        filter.session in (None, facts.session_id)
+        and filter.model in (None, facts.model)
+        and (filter.since is None or facts.created >= filter.since)
+        and (filter.until is None or facts.created < filter.until)
+        and filter.sample_id in (None, facts.sample_id)
+        and all(facts.tags.get(name) == value for name, value in filter.tags)
+    )
+
+
+def paged(ask, limit):
+    """All items of a list, page by page."""
+    found = ask(limit, None)
+    while page := ask(limit, found[-1].get("run_id") or found[-1]["id"]) if found else []:
+        assert len(page) <= limit
+        found += page
+    return found
+
+
+@settings(max_examples=40, deadline=None)
+@given(made_runs, st.lists(filters, min_size=1, max_size=5), st.integers(1, 4))
+def test_every_filter_gives_the_runs_that_fit_page_by_page_from_the_writer_and_from_files(make, drawn, asked, limit):
+    with tempfile.TemporaryDirectory() as folder:
+        root = Path(folder)
+        kept = opened(root)
+        writer = Writer(root, kept)
+        made = [make(f"r{i}", {"p": torch.zeros(1 + i % 3, 2)}, **facts) for i, facts in enumerate(drawn)]
+        stored = [writer.submit(one.facts, one.batches).result() for one in made]
+        sizes = {run.run_id: run.bytes for run in stored}
+        every = [one.facts for one in made]
+        writer.close()
+        for catalogue in (kept, Catalogue.copied(root)):
+            for filter in [*asked, EVERYTHING]:
+                check(catalogue, filter, [facts for facts in every if fits(facts, filter)], limit, sizes)
+        kept.close()
+
+
+def check(catalogue, filter, fitting, limit, sizes):
+    fitting = sorted(fitting, key=lambda facts: (facts.created, facts.run_id))
+    found = paged(lambda *page: catalogue.runs(filter, *page), limit)
+    assert [run["run_id"] for run in found] == [facts.run_id for facts in fitting]
+    assert [(run["tags"], run["created"]) for run in found] == [(facts.tags, facts.created) for facts in fitting]
+    sessions = paged(lambda *page: catalogue.sessions(*page, filter), limit)
+    counts = Counter(facts.session_id for facts in fitting)
+    assert {one["id"]: one["runs"] for one in sessions} == counts
+    assert [one["id"] for one in sessions] == sorted(counts)
+    for one in sessions:
+        own = [facts for facts in fitting if facts.session_id == one["id"]]
+        assert one["tokens"] == sum(facts.tokens for facts in own)
+        assert (one["created"], one["updated"]) == (own[0].created, own[-1].created)
+        whole = catalogue.session(one["id"], filter=filter)
+        assert {**whole, "runs": len(whole["runs"]), "files": None} == {**one, "files": None}
+        assert [run["run_id"] for run in whole["runs"]] == [facts.run_id for facts in own]
+        by_page = lambda *page, id=one["id"]: catalogue.session(id, *page, filter)["runs"]  # noqa: E731
+        assert paged(by_page, limit) == whole["runs"]
+        if filter._replace(session=None) == EVERYTHING:
+            assert one["bytes"] == sum(file["bytes"] for file in whole["files"])
+        else:
+            assert one["bytes"] == sum(sizes[facts.run_id] for facts in own)
+
+
+def test_a_page_behind_a_run_that_is_none_is_refused(filled):
+    for ask in (
+        lambda: filled.runs(after="never"),
+        lambda: filled.runs(Filter("b"), after="r1"),
+        lambda: filled.session("b", after="r1"),
+    ):
+        with pytest.raises(RequestError, match="there is no run") as refused:
+            ask()
+        assert refused.value.field == "after"
+
+
+@pytest.mark.parametrize("text", ["", "x", "=x"])
+def test_a_tag_without_a_name_is_refused(text):
+    with pytest.raises(ValueError, match="name=value"):
+        tag_pairs(["a=b", text])
+    assert tag_pairs(["a=b=c", "d="]) == (("a", "b=c"), ("d", ""))
+
+
+# ---- places of runs in their files
+
+
+def test_a_run_is_read_at_its_offset_whatever_is_before_it(make, tmp_path):
+    points = [{"p": torch.randn(3, 40)} for _ in range(4)]
+    catalogue = Catalogue.rebuild(tmp_path)
+    writer = Writer(tmp_path, catalogue)
+    for i, point in enumerate(points):
+        made = make(f"r{i}", point, parts=1 + i % 2)
+        writer.submit(made.facts, made.batches).result()
+    writer.close()
+    [path] = (tmp_path / "session").iterdir()
+    offsets = [run["offset"] for run in catalogue.session("session")["runs"]]
+    assert [run.offset for run in whole_runs(path)] == offsets
+    assert all(before < after for before, after in pairwise(offsets))
+    for i, offset in enumerate(offsets):
+        assert torch.equal(load(path, f"r{i}", offset=offset)["p"], points[i]["p"])
+    data = bytearray(path.read_bytes())
+    data[offsets[1] : offsets[2]] = b"\xff" * (offsets[2] - offsets[1])
+    path.write_bytes(data)
+    assert torch.equal(load(path, offset=offsets[3])["p"], points[3]["p"])
+    with pytest.raises(ValueError, match="r3"):
+        load(path, "r3")
+    with pytest.raises(ValueError, match="directory"):
+        load(path.parent, "r3", offset=offsets[3])

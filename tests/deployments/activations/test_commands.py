@@ -79,6 +79,58 @@ def test_a_session_is_shown_with_points_runs_and_files(say):
     assert len(re.findall(r"\.arrow +\S+ \S+ +sealed$", out, re.MULTILINE)) == 2
 
 
+def test_sessions_and_runs_are_listed_by_filters(say, store):
+    def runs_of(*args) -> list[str]:
+        status, out, _ = say("ls", "--runs", *args)
+        assert status == 0
+        return [line.split()[1] for line in out.splitlines()[1:]]
+
+    assert say("ls", "--runs")[1].split()[:5] == ["session", "run", "prompt", "tokens", "finish"]
+    assert runs_of() == ["r2", "r3", "r1"]  # of the second 1, but for the last
+    assert runs_of("--since", "2025-11-20T00:00+00:00") == runs_of("--tag", "told=a\tb\x1b[2J") == ["r1"]
+    assert runs_of("--until", "1763700000") == runs_of("--until", "2025-11-21T04:40:00+00:00") == ["r2", "r3"]
+    assert runs_of("--model", "other") == runs_of("--sample", "q7") == []
+    assert say("ls", "--until", "2")[1].splitlines()[1].split()[:3] == ["session", "2", "6"]
+    assert len(say("ls", "--model", "other")[1].splitlines()) == 1
+    shown = say("show", "session", "--since", "2")[1]
+    assert shown.startswith("session: 1 runs, 4 tokens")
+    assert not re.search("^r2 ", shown, re.MULTILINE)
+
+
+@pytest.mark.parametrize(
+    ("args", "named"),
+    [
+        (("ls", "--since", "soon"), "--since"),
+        (("ls", "--until", "2025-13-01"), "--until"),
+        (("show", "session", "--tag", "x"), "name=value"),
+        (("show", "session", "--model", "other"), "no session 'session' with a run that fits"),
+    ],
+)
+def test_a_bad_filter_is_named(say, args, named):
+    status, out, complaint = say(*args)
+    assert (status, out) == (1, "")
+    assert named in complaint
+
+
+def test_a_look_beside_a_running_server_sees_its_runs_and_writes_nothing_of_its(say, store, make, made):
+    writer = Writer(store, catalogue := Catalogue.rebuild(store))
+    late = make("late", {OTHER: torch.ones(2, 3)}, session_id="late")
+    writer.submit(late.facts, late.batches).result()
+    before = {
+        path.name: path.read_bytes() for path in store.glob(".catalogue.sqlite3*") if path.suffix != ".sqlite3-shm"
+    }
+    assert [line.split()[0] for line in say("ls")[1].splitlines()] == ["session", "late", "session"]
+    after = {
+        path.name: path.read_bytes() for path in store.glob(".catalogue.sqlite3*") if path.suffix != ".sqlite3-shm"
+    }
+    assert before == after
+    assert before
+    again = make("again", {OTHER: torch.ones(2, 3)}, session_id="late")
+    writer.submit(again.facts, again.batches).result()
+    assert catalogue.holds("late", "again")
+    writer.close()
+
+
 @pytest.mark.parametrize(("count", "said"), [(0, "0 B"), (1023, "1023 B"), (1536, "1.5 KiB"), (5 << 40, "5.0 TiB")])
 def test_sizes_are_said_in_binary_units(count, said):
     assert size(count) == said

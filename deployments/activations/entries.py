@@ -1,0 +1,88 @@
+"""A stored run and its file, as the writer tells them and as the catalogue's database holds them."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterable, Mapping
+from dataclasses import fields
+from typing import Any, NamedTuple
+
+from deployments.activations.facts import PointType, RunFacts, StoredPoint, StoredRun
+
+ENTRIES = """SELECT runs.facts, files.uri, runs.first_row, runs.rows, runs.bytes, files.points, runs.offset
+    FROM runs JOIN files ON files.id = runs.file"""
+
+
+class StoredFile(NamedTuple):
+    """One shard; `bytes` is its length, `rows` those of its whole runs.
+
+    `modified_ns` is when it last changed in Unix nanoseconds, None where it may have changed since.
+    """
+
+    uri: str
+    bytes: int
+    sealed: bool
+    rows: int
+    modified_ns: int | None
+
+
+class Entry(NamedTuple):
+    """One stored run; `points` is shared by all runs of its file, and its interventions are left to the file.
+
+    `offset` is where in its file it begins: 0 for the first run, else the byte of its first batch, of an object its
+    number.
+    """
+
+    facts: RunFacts
+    uri: str
+    first_row: int
+    rows: int
+    bytes: int
+    points: Mapping[str, PointType]
+    offset: int
+
+    def stored(self) -> StoredRun:
+        """The run with each point's place spelled out."""
+        points = {
+            name: StoredPoint(self.uri, self.first_row, (self.rows, *point.shape), point.dtype)
+            for name, point in self.points.items()
+        }
+        return StoredRun(self.facts.run_id, self.facts.session_id, points, self.bytes)
+
+
+_KEPT = [item.name for item in fields(RunFacts) if item.name != "interventions"]
+
+
+def row_of(session_id: str, entry: Entry) -> tuple[Any, ...]:
+    """A run as the table holds it, without the file; interventions may be a thousand times as long as all else."""
+    facts = entry.facts
+    return (
+        session_id,
+        facts.run_id,
+        float(facts.created),
+        str(facts.model),
+        facts.sample_id,
+        "\n".join(["", *(tag_line(name, value) for name, value in facts.tags.items()), ""]),
+        int(facts.tokens),
+        entry.bytes,
+        entry.rows,
+        entry.first_row,
+        entry.offset,
+        json.dumps({name: getattr(facts, name) for name in _KEPT} | {"session_id": session_id}),
+    )
+
+
+def tag_line(name: str, value: str) -> str:
+    """A tag on a line of its own: JSON writes no line break."""
+    return f"{json.dumps(name)}:{json.dumps(value)}"
+
+
+def entries_of(found: Iterable[tuple[Any, ...]]) -> list[Entry]:
+    """Runs by what `ENTRIES` selects; those of one file share its points."""
+    points: dict[str, dict[str, PointType]] = {}
+    entries = []
+    for facts, uri, first_row, rows, size, said, offset in found:
+        if uri not in points:
+            points[uri] = {name: PointType(tuple(shape), dtype) for name, (shape, dtype) in json.loads(said).items()}
+        entries.append(Entry(RunFacts(**json.loads(facts)), uri, first_row, rows, size, points[uri], offset))
+    return entries

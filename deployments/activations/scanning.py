@@ -1,0 +1,53 @@
+"""Which files a store has, by what its directory says of them: none is opened."""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+import os
+from collections.abc import Iterator
+from pathlib import Path
+from typing import NamedTuple
+
+from deployments.activations.facts import names_a_session
+from deployments.activations.objects import AnyFile, AnyRoot, Place
+
+logger = logging.getLogger(__name__)
+
+
+class Seen(NamedTuple):
+    """A file of a session: its length in bytes, and when it last changed in Unix nanoseconds; 0 where files never do."""
+
+    session_id: str
+    file: AnyFile
+    bytes: int
+    modified_ns: int
+
+
+def scan(root: AnyRoot) -> Iterator[Seen]:
+    """The Arrow files of all sessions below `root`; links are not followed, other names are passed over."""
+    if isinstance(root, Place):
+        yield from _objects(root)
+        return
+    for folder in sorted(os.scandir(root), key=lambda item: item.name):
+        if names_a_session(folder.name) and folder.is_dir(follow_symlinks=False):
+            try:
+                yield from _files(folder)
+            except OSError:  # one unreadable session must not keep the others from being served
+                logger.exception("session %s cannot be read and is not listed", folder.name)
+
+
+def _files(folder: os.DirEntry[str]) -> Iterator[Seen]:
+    for item in sorted(os.scandir(folder), key=lambda item: item.name):
+        if item.name.endswith(".arrow") and item.is_file(follow_symlinks=False):
+            with contextlib.suppress(FileNotFoundError):  # deleted since it was listed
+                state = item.stat(follow_symlinks=False)
+                yield Seen(folder.name, Path(item.path), state.st_size, state.st_mtime_ns)
+
+
+def _objects(root: Place) -> Iterator[Seen]:
+    """The same of object storage, where a file of a name never changes."""
+    for info in sorted(root.infos(deep=True), key=lambda info: info.path):
+        session_id, _, name = info.path.removeprefix(f"{root.path}/").partition("/")
+        if names_a_session(session_id) and name.endswith(".arrow") and "/" not in name:
+            yield Seen(session_id, root.below(session_id).file(name), info.size, 0)
