@@ -16,7 +16,7 @@ logger = logging.getLogger(__name__)
 
 
 class Seen(NamedTuple):
-    """A file of a session: its length in bytes, and when it last changed in Unix nanoseconds; 0 where files never do."""
+    """A file of a session: its length in bytes, and when it last changed in Unix nanoseconds, 0 where none does."""
 
     session_id: str
     file: AnyFile
