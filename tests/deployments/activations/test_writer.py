@@ -191,13 +191,6 @@ def test_a_deleted_session_is_gone_and_may_begin_anew(make, open_writer, tmp_pat
     assert len(runs(tmp_path / "session")) == 1
 
 
-def test_a_deletion_cut_short_by_a_crash_is_finished_at_the_next_start(open_writer, tmp_path):
-    (tmp_path / ".deleted-0123").mkdir()
-    (tmp_path / ".deleted-0123" / "x.arrow").touch()
-    open_writer()
-    assert list(tmp_path.iterdir()) == []
-
-
 CRASHING = """
 import sys, torch
 from pathlib import Path
