@@ -30,6 +30,7 @@ from deployments.options import Options
 from deployments.spelling import Spelling, TextOffsets
 
 logger = logging.getLogger("ray.serve")
+ROOM_S = 30.0  # the longest that a request waits to hear whether its activations can be stored
 
 
 class Runs:
@@ -63,7 +64,7 @@ class Runs:
         capture, points = requests[0].capture, requests[0].points
         if capture is None:
             return
-        rows = [_rows(capture, len(request.prompt), request.max_tokens) for request in requests]
+        rows = _all_rows(capture, requests)
         sizes, numbers = RowSizes.bytes(capture, points), RowSizes.numbers(capture, points)
         size, limit = sum(map(sizes.of, rows)), self._options.max_capture_bytes
         if size > limit:
@@ -78,6 +79,27 @@ class Runs:
         if capture.destination == "inline" and count > limit:
             message = f"up to {count} numbers would come inline, the limit is {limit}: capture less, or by reference"
             raise RequestError(message, "capture.return", "capture_too_large")
+
+    async def check_room(self, requests: Sequence[Request]) -> None:
+        """Refuse, before it runs, a job whose activations are required and that the store cannot take now.
+
+        Args:
+            requests: As for `check`. The store is not asked where they would be answered without it.
+
+        Raises:
+            RequestError: The store says why, or does not answer.
+        """
+        capture, points = requests[0].capture, requests[0].points
+        if capture is None or not capture.required or capture.destination == "inline":
+            return
+        size = sum(map(RowSizes.bytes(capture, points).of, _all_rows(capture, requests)))
+        try:
+            async with asyncio.timeout(ROOM_S):
+                await self._store.check_room.remote(size)
+        except (StoreError, RayError, TimeoutError) as error:
+            reason = str(getattr(error, "cause", None) or error) or f"the store does not answer within {ROOM_S:g} s"
+            message = f"the activations cannot be stored now: {reason}"
+            raise RequestError(message, "capture.required", "store_unavailable", 503) from error
 
     def open(self, job: Job, request: Request) -> OpenRun:
         """The run of one choice, which takes its rows as they come."""
@@ -262,6 +284,10 @@ class OpenRun:
         if self._sending is not None:
             self._failed = self._failed or "the request was given up"
             self._runs.abandon(self)
+
+
+def _all_rows(capture: Capture, requests: Sequence[Request]) -> list[range]:
+    return [_rows(capture, len(request.prompt), request.max_tokens) for request in requests]
 
 
 def _rows(capture: Capture, prompt: int, new: int) -> range:

@@ -173,6 +173,23 @@ def gsm8k() -> Path:
     return Path(GSM8K) / "test.jsonl"
 
 
+@pytest.fixture
+def with_mounts(tmp_path: Path) -> Callable[[Path], None]:
+    """`with_mounts(file)`: run a file's tests by a pytest of their own, in a namespace where they may mount."""
+    namespace = ["unshare", "--user", "--map-root-user", "--mount"]
+    try:
+        subprocess.run([*namespace, "mount", "-t", "tmpfs", "tmpfs", tmp_path], check=True, capture_output=True)
+    except (OSError, subprocess.CalledProcessError) as error:
+        pytest.skip(f"no mounts of one's own here: {getattr(error, 'stderr', b'').decode() or error}")
+
+    def run(file: Path) -> None:
+        command = [*namespace, sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", str(file)]
+        done = subprocess.run([*command, f"--basetemp={tmp_path / 'its'}"], cwd=ROOT, capture_output=True, text=True)
+        assert done.returncode == 0, done.stdout + done.stderr
+
+    return run
+
+
 def _healthy(root: str) -> bool:
     try:
         return httpx.get(f"{root}/health", timeout=30).status_code == 200

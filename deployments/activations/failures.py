@@ -16,6 +16,9 @@ _ADVICE = {
     errno.ENOENT: "put the directory back, or mount it again",
     errno.ENOTDIR: "remove what stands where the session's directory belongs",
     errno.ELOOP: "remove the link where the session's directory belongs",
+    errno.ENOLCK: "mount the file system with locks",
+    errno.ENOSYS: "mount the file system with locks",
+    errno.EOPNOTSUPP: "take a file system that has locks",
     errno.EMFILE: "raise the limit on open files",
 }
 

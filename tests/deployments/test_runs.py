@@ -35,12 +35,13 @@ class Method:
 
 
 class FailingStore:
-    """A store that takes nothing."""
+    """A store that takes nothing, and knows so before, or not."""
 
-    def __init__(self, error: Exception) -> None:
+    def __init__(self, error: Exception, knows: bool = False) -> None:
         self.error = error
         self.write = self.append = Method(self._fail)
         self.abandon = Method(self._forget)
+        self.check_room = Method(self._fail if knows else self._forget)
 
     async def _fail(self, *_):
         raise self.error
@@ -85,8 +86,8 @@ def a_job(id: str = "job", max_tokens: int = 4, **capture: Any) -> Job:
     return Job(id, prompts=["Tom has 3."], sampling=GREEDY, **fields)
 
 
-def run(error: Exception, **capture):
-    with serving(FailingStore(error)) as replica:
+def run(error: Exception, knows: bool = False, **capture):
+    with serving(FailingStore(error, knows)) as replica:
         return asyncio.run(replica.complete(a_job(**capture)))
 
 
@@ -110,6 +111,27 @@ def test_a_request_that_requires_its_activations_fails_with_them():
     assert isinstance(messages[-1], Refusal)
     assert (messages[-1].status, messages[-1].field) == (500, "capture")
     assert "disk is full" in messages[-1].message
+
+
+@pytest.mark.parametrize(
+    ("error", "reason"),
+    [
+        (StoreError("the disk is full: free some room"), "disk is full"),
+        (ActorUnavailableError("the store", None), "the store"),
+        (TimeoutError(), "does not answer"),
+    ],
+)
+def test_a_request_that_requires_its_activations_does_not_run_where_they_cannot_be_stored(error, reason):
+    [refusal] = run(error, knows=True, required=True)
+    assert (refusal.status, refusal.code, refusal.field) == (503, "store_unavailable", "capture.required")
+    assert reason in refusal.message
+
+
+def test_only_a_request_that_requires_its_activations_asks_whether_they_can_be_stored():
+    messages = run(StoreError("the disk is full"), knows=True)
+    assert messages[-1].run.status == "failed"
+    inline = run(StoreError("the disk is full"), knows=True, required=True, **{"return": "inline"})
+    assert inline[-1].run.status == "inline"
 
 
 ROW = 4 * 192  # bytes

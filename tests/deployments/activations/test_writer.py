@@ -135,6 +135,19 @@ def test_a_vanished_root_fails_the_run_until_it_is_back(make, open_writer, tmp_p
     assert [run.run_id for run in runs(tmp_path / "session")] == ["b"]
 
 
+def test_a_root_that_is_away_for_a_while_has_what_was_stored_and_takes_more(make, open_writer, tmp_path):
+    writer, away = open_writer(), tmp_path.with_name("away")
+    write(writer, make("a"))
+    tmp_path.rename(away)
+    with pytest.raises(StoreError, match="put the directory back"):
+        write(writer, make("b"))
+    with pytest.raises(StoreError, match="put the directory back"):
+        write(writer, make("c"))
+    away.rename(tmp_path)
+    write(writer, make("d"))
+    assert [run.run_id for run in runs(tmp_path / "session")] == ["a", "d"]
+
+
 def test_nothing_is_written_or_deleted_through_a_link(make, open_writer, tmp_path, tmp_path_factory):
     outside = tmp_path_factory.mktemp("outside")
     (outside / "precious").touch()
@@ -189,13 +202,6 @@ def test_a_deleted_session_is_gone_and_may_begin_anew(make, open_writer, tmp_pat
     assert writer.delete("session").result() is False
     write(writer, make("r"))
     assert len(runs(tmp_path / "session")) == 1
-
-
-def test_a_deletion_cut_short_by_a_crash_is_finished_at_the_next_start(open_writer, tmp_path):
-    (tmp_path / ".deleted-0123").mkdir()
-    (tmp_path / ".deleted-0123" / "x.arrow").touch()
-    open_writer()
-    assert [path.name for path in tmp_path.iterdir() if not path.name.startswith(".catalogue.")] == []
 
 
 CRASHING = """

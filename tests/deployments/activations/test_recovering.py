@@ -1,0 +1,120 @@
+"""What a store does at its start with what a killed one left, and what it leaves alone."""
+
+from __future__ import annotations
+
+import os
+
+import pyarrow as pa
+import pytest
+import torch
+
+from deployments.activations import load, runs
+from deployments.activations.holding import held
+from deployments.activations.reader import is_sealed, whole_runs
+from deployments.activations.recovering import recover
+from deployments.activations.verifying import verify
+
+POINT = "layers.0.output"
+
+
+@pytest.fixture
+def left(make, long, open_sender, tmp_path):
+    """A session's files as a killed writer leaves them: two runs and a beginning in one, a beginning in another."""
+    sender = open_sender()
+    for name in ("a", "b"):
+        sender.finish(make(name))
+    sender.append(long, 0)
+    sender.append(make("other", {POINT: torch.randn(6, 9)}, parts=3), 0)
+    files = {path.name: path.read_bytes() for path in sender.files()}
+    sender.writer.close()
+    for path in sender.files():
+        path.unlink()
+    for name, data in files.items():
+        (tmp_path / "session" / name).write_bytes(data)
+    return sorted(tmp_path / "session" / name for name in files)
+
+
+def test_a_file_is_sealed_behind_its_last_whole_run_or_removed_where_it_has_none(left, tmp_path):
+    kept, removed = left
+    before = {run.facts.run_id: run.first_row for run in whole_runs(kept)}
+    values = {name: load(kept, name)[POINT].clone() for name in before}
+    recover(tmp_path)
+    assert not removed.exists()
+    assert verify(kept).state == "whole"
+    assert {run.facts.run_id: run.first_row for run in whole_runs(kept)} == before == {"a": 0, "b": 3}
+    assert all(torch.equal(load(kept, name)[POINT], rows) for name, rows in values.items())
+    assert pa.ipc.open_file(str(kept)).read_all()["run_id"].unique().to_pylist() == ["a", "b"]
+
+
+def test_a_file_cut_at_any_byte_keeps_the_runs_before_it(left, tmp_path):
+    kept, _ = left
+    data, ends, end = kept.read_bytes(), [], 0
+    for run in whole_runs(kept):
+        ends.append(end := end + run.bytes)
+    recover(tmp_path)
+    sealed = kept.read_bytes()
+    for whole in (data, sealed):
+        for length in {*range(0, len(whole), 37), *ends, len(whole) - 1}:
+            kept.write_bytes(whole[:length])
+            recover(tmp_path)
+            expected = ["a", "b"][: sum(end <= length for end in ends)]
+            assert kept.exists() == bool(expected)
+            if expected:
+                assert [run.run_id for run in runs(kept)] == expected
+                assert verify(kept).state == "whole"
+                assert expected != ["a", "b"] or kept.read_bytes() == sealed
+
+
+def test_what_a_writer_holds_is_left_to_it(make, long, open_sender, tmp_path):
+    sender = open_sender()
+    sender.finish(make("r"))
+    sender.append(long, 0)
+    before = {path: path.read_bytes() for path in sender.files()}
+    recover(tmp_path)
+    assert {path: path.read_bytes() for path in sender.files()} == before
+    sender.append(long, 1)
+    sender.finish(long, 2)
+    assert sender.listed() == ["long", "r"]
+
+
+def test_one_file_that_cannot_be_recovered_keeps_no_other_from_it(left, tmp_path, monkeypatch, caplog):
+    kept, other = left
+    other.rename(kept.with_name(f"20000101T000000-00000000-{1:06}.arrow"))
+    bad, real = kept.with_name(f"20000101T000000-00000000-{1:06}.arrow"), os.open
+    data = bad.read_bytes()
+
+    def refuse(path, flags, *args, **named):
+        if path == bad.name:
+            raise PermissionError(13, "Permission denied", path)
+        return real(path, flags, *args, **named)
+
+    monkeypatch.setattr(os, "open", refuse)
+    recover(tmp_path)
+    assert is_sealed(kept)
+    assert bad.read_bytes() == data
+    assert bad.name in caplog.text
+
+
+def test_links_and_files_of_other_names_are_left_alone(left, tmp_path, tmp_path_factory):
+    kept, torn = left
+    outside = tmp_path_factory.mktemp("outside")
+    data = torn.read_bytes()
+    for path in (outside / torn.name, outside / "x", kept.with_name("notes.arrow")):
+        path.write_bytes(data)
+    (tmp_path / "linked").symlink_to(outside)
+    (tmp_path / ".deleted-linked").symlink_to(outside)
+    torn.unlink()
+    torn.symlink_to(outside / "x")
+    os.mkfifo(kept.with_name(f"20000101T000000-00000000-{1:06}.arrow"))
+    recover(tmp_path)
+    assert {path.read_bytes() for path in (*outside.iterdir(), kept.with_name("notes.arrow"))} == {data}
+
+
+def test_what_was_on_its_way_in_or_out_is_removed_unless_somebody_holds_it(tmp_path):
+    for name in (".deleted-1", ".pull-gone", ".pull-going-on"):
+        (tmp_path / name).mkdir()
+        (tmp_path / name / "x.arrow").touch()
+    (tmp_path / ".new-1").touch()
+    with held(tmp_path / ".pull-going-on"):
+        recover(tmp_path)
+    assert [path.name for path in tmp_path.iterdir()] == [".pull-going-on"]
