@@ -82,7 +82,7 @@ def run(number: int, session_id: str) -> RunFacts:
 
 def store(root: Path, catalogue: Catalogue, runs: int, sessions: int) -> None:
     """Write the runs, a session's in one commit; nothing waits for the disk, which is not what is measured."""
-    with mock.patch.object(os, "fsync", lambda descriptor: None):
+    with mock.patch.object(os, "fsync", return_value=None):
         _write(Writer(root, catalogue), runs, sessions)
 
 
