@@ -65,8 +65,10 @@ class Kept:
 
     def close(self) -> None:
         """Let others open it."""
-        self.connection.close()
-        os.close(self._lock)
+        try:
+            self.connection.close()
+        finally:
+            os.close(self._lock)
 
 
 def in_memory(root: Path | None = None) -> sqlite3.Connection:

@@ -154,9 +154,9 @@ class ActivationStore:
         """
         from deployments.activations.stored_rows import read_rows
 
-        if (entry := self._catalogue.find(run_id)) is None:
-            return None
         loop = asyncio.get_running_loop()
+        if (entry := await loop.run_in_executor(self._rows_pool, self._catalogue.find, run_id)) is None:
+            return None
         try:
             return await loop.run_in_executor(self._rows_pool, read_rows, entry, points, tokens, most)
         except OSError as error:

@@ -1,0 +1,243 @@
+"""The catalogue of stored runs, 100,000 of them in 1,000 sessions: `python -m benchmarks.catalogue`.
+
+The runs have three tags each, one token and one small point, and are written to real files as the store writes them.
+Measured are
+  queries                    each kind 20 times: the median and the worst
+  a commit                   what the catalogue adds to storing a run, by how many runs are committed at once
+  a start                    over the database that is kept, and from the files alone
+  a run's place              loading the last of 10,000 runs of a file, with and without the byte where it begins
+
+Ends with 1 where a query's median is over 50 ms.
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import shutil
+import sys
+import tempfile
+import time
+from collections.abc import Callable, Iterable
+from pathlib import Path
+from statistics import median
+from unittest import mock
+
+import torch
+
+from benchmarks import report
+from benchmarks.children import terminate_as_interrupt
+from benchmarks.findings import Findings
+from deployments.activations import load
+from deployments.activations.catalogue import Catalogue
+from deployments.activations.database import NAME
+from deployments.activations.entries import Entry, StoredFile
+from deployments.activations.facts import RunFacts, ShardFacts
+from deployments.activations.filters import Filter
+from deployments.activations.reader import path_of
+from deployments.activations.schema import to_batch
+from deployments.activations.writer import Writer
+
+LIMIT = 0.05  # seconds
+TIMES = 20
+MODELS = ("org/model", "org/rare")  # a thousandth of the runs is the second's
+CREATED = 1_700_000_000.0  # of the first run; each is a second after the one before
+POINT = "layers.0.output"
+
+Commit = tuple[str, list[Entry], StoredFile]
+
+
+class Noting(Catalogue):
+    """Keeps what it is told of."""
+
+    def __init__(self) -> None:
+        """Nothing yet."""
+        super().__init__()
+        self.commits: list[Commit] = []
+
+    def add(self, session_id: str, entries: Iterable[Entry], file: StoredFile) -> None:
+        """Note a commit."""
+        self.commits.append((session_id, list(entries), file))
+
+
+def run(number: int, session_id: str) -> RunFacts:
+    """What one of the runs is."""
+    mixed = number + number // 1000  # so that those of a session differ
+    tags = {"study": "all", "condition": "ab"[mixed % 2], "problem": str(mixed % 1000)}
+    return RunFacts(
+        run_id=f"{number * 2654435761 % 2**32:08x}-{number}",  # in no order, as a server's are
+        session_id=session_id,
+        model=MODELS[number % 1000 == 999],
+        created=CREATED + number,
+        prompt_tokens=1,
+        tokens=1,
+        sample_id=f"q{mixed % 5000}",
+        tags=tags,
+        sampling={"temperature": 0.0, "top_p": 1.0, "seed": number},
+        finish_reason="stop",
+        request_id=f"{number:032x}",
+        messages_hash=f"{number:064x}",
+    )
+
+
+def store(root: Path, catalogue: Catalogue, runs: int, sessions: int) -> None:
+    """Write the runs, a session's in one commit; nothing waits for the disk, which is not what is measured."""
+    with mock.patch.object(os, "fsync", return_value=None):
+        _write(Writer(root, catalogue), runs, sessions)
+
+
+def _write(writer: Writer, runs: int, sessions: int) -> None:
+    for session in range(sessions):
+        session_id, made = f"session-{session:05}", []
+        for number in range(session, runs, sessions):
+            facts = run(number, session_id)
+            shard = ShardFacts(session_id, facts.model, None, "Measured", {"torch": torch.__version__}, {POINT: POINT})
+            batch = to_batch(
+                shard,
+                run_id=facts.run_id,
+                sample_id=facts.sample_id,
+                positions=[0],
+                token_ids=[0],
+                prompt_tokens=1,
+                points={POINT: torch.zeros(1, 4)},
+            )
+            made.append((facts, batch))
+        for future in [writer.submit(facts, [batch]) for facts, batch in made]:
+            future.result()
+    writer.close()
+
+
+def seconds(work: Callable[[], object]) -> float:
+    """How long something takes."""
+    began = time.perf_counter()
+    work()
+    return time.perf_counter() - began
+
+
+def queries(runs: int) -> dict[str, tuple[str, Filter, int]]:
+    """Which list, of what, and how long a page, by a name."""
+    end = CREATED + runs
+    rare, common, half = (("problem", "17"),), (("study", "all"),), (("condition", "a"),)
+    filters = {
+        "all": Filter(),
+        "a session": Filter("session-00017"),
+        "a model, most runs": Filter(model=MODELS[0]),
+        "a model, 1 in 1,000 runs": Filter(model=MODELS[1]),
+        "a hundredth of the time": Filter(since=end - runs / 100),
+        "half of the time": Filter(since=CREATED + runs / 4, until=end - runs / 4),
+        "a sample": Filter(sample_id="q17"),
+        "a tag, 1 in 1,000 runs": Filter(tags=rare),
+        "a tag, half of the runs": Filter(tags=half),
+        "a tag, all runs": Filter(tags=common),
+        "two tags that no run has together": Filter(tags=(*half, *rare)),  # 17 is odd, and its condition b
+        "everything at once": Filter("session-00016", MODELS[0], CREATED, end, "q16", (*half, *common)),
+    }
+    found = {f"runs: {name}": ("runs", filter, 100) for name, filter in filters.items()}
+    found |= {f"sessions: {name}": ("sessions", filter, 100) for name, filter in filters.items()}
+    found |= {f"1,000 sessions: {name}": ("sessions", filter, 1000) for name, filter in filters.items()}
+    return found
+
+
+def ask(catalogue: Catalogue, runs: int) -> dict[str, list[float]]:
+    """Seconds of each kind of query, each time."""
+    middle, last = (catalogue.runs(Filter(since=CREATED + at), 1)[0]["run_id"] for at in (runs // 2, runs - 101))
+    asked: dict[str, Callable[[], object]] = {}
+    for name, (kind, filter, limit) in queries(runs).items():
+        if kind == "runs":
+            asked[name] = lambda filter=filter, limit=limit: catalogue.runs(filter, limit)  # type: ignore[misc]
+        else:
+            asked[name] = lambda filter=filter, limit=limit: catalogue.sessions(limit, None, filter)  # type: ignore[misc]
+    asked |= {
+        "runs: from the middle": lambda: catalogue.runs(after=middle),
+        "runs: the last page": lambda: catalogue.runs(after=last),
+        "runs: a page of 1,000": lambda: catalogue.runs(limit=1000),
+        "a session with its runs": lambda: catalogue.session("session-00017"),
+        "a run by its id": lambda: catalogue.find(middle),
+        "whether a session has a run": lambda: catalogue.holds("session-00017", middle),
+    }
+    return {name: [seconds(query) for _ in range(TIMES)] for name, query in asked.items()}
+
+
+def commit(folder: Path, commits: list[Commit], at_once: int) -> float:
+    """Seconds that the catalogue takes for a run, where so many of a file are committed together."""
+    folder.mkdir()
+    catalogue, count, spent = Catalogue.rebuild(folder), 0, 0.0
+    for session_id, entries, file in commits:
+        for start in range(0, len(entries), at_once):
+            some, now = entries[start : start + at_once], file._replace(rows=start + at_once, sealed=False)
+            spent += seconds(lambda: catalogue.add(session_id, some, now))  # noqa: B023
+            count += len(some)
+    catalogue.close()
+    shutil.rmtree(folder)
+    return spent / count
+
+
+def places(folder: Path, runs: int) -> dict[str, float]:
+    """Median seconds of loading the last of a file's runs."""
+    folder.mkdir()
+    catalogue = Catalogue()
+    store(folder, catalogue, runs, 1)
+    [last] = catalogue.session("session-00000", after=run(runs - 2, "").run_id)["runs"]  # type: ignore[index]
+    path, run_id, offset = path_of(last["points"][POINT]["uri"]), last["run_id"], last["offset"]
+    found = {
+        "from the file's start": median(seconds(lambda: load(path, run_id)) for _ in range(TIMES)),
+        "where it begins": median(seconds(lambda: load(path, run_id, offset=offset)) for _ in range(TIMES)),
+    }
+    shutil.rmtree(folder)
+    return found
+
+
+def measure(root: Path, options: argparse.Namespace, findings: Findings) -> None:
+    """All of it, below an empty directory."""
+    title, kept = f"{options.runs} runs in {options.sessions} sessions", root / "kept"
+    kept.mkdir()
+    noting = Noting()
+    wrote = seconds(lambda: store(kept, noting, options.runs, options.sessions))
+    print(f"  written in {wrote:.0f} s", flush=True)
+    starts = {"from the files alone": seconds(lambda: Catalogue.rebuild(kept).close())}
+    for path in kept.glob("*/*.arrow"):
+        os.utime(path, (CREATED, CREATED))  # those that are new would be read again
+    Catalogue.rebuild(kept).close()
+    starts["over the kept database"] = median(seconds(lambda: Catalogue.rebuild(kept).close()) for _ in range(5))
+    starts["MB of the database"] = (kept / NAME).stat().st_size / 1e6
+    _show(findings, title, "a start, in seconds", starts, 1)
+    catalogue = Catalogue.rebuild(kept)
+    found = ask(catalogue, options.runs)
+    rows = [[name, f"{median(times) * 1e3:.2f}", f"{max(times) * 1e3:.2f}"] for name, times in found.items()]
+    print(report.table("queries", ["ms", "median", "worst"], rows), flush=True)
+    findings.add(title, "queries, in seconds", found)
+    slow = {name: median(times) for name, times in found.items() if median(times) > LIMIT}
+    findings.failed += [f"{name}: {taken * 1e3:.0f} ms" for name, taken in slow.items()]
+    catalogue.close()
+    adding = {
+        f"{n} at once": commit(root / "commits", noting.commits[: options.sessions // 4], n) for n in (1, 10, 100)
+    }
+    _show(findings, title, "a commit, in microseconds a run", adding, 1e6)
+    _show(findings, title, "loading the last of 10,000 runs of a file, in ms", places(root / "places", 9999), 1e3)
+
+
+def _show(findings: Findings, title: str, name: str, found: dict[str, float], scale: float) -> None:
+    print(report.table(name, ["", ""], [[key, f"{value * scale:.2f}"] for key, value in found.items()]), flush=True)
+    findings.add(title, name, found)
+
+
+def main(arguments: list[str] | None = None) -> int:
+    """Measure, show, keep."""
+    terminate_as_interrupt()
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--runs", type=int, default=100_000)
+    parser.add_argument("--sessions", type=int, default=1000)
+    parser.add_argument(
+        "--results", type=Path, default=Path("results") / "benchmark-catalogue", help="without a suffix"
+    )
+    parser.set_defaults(threads=os.cpu_count())
+    options = parser.parse_args(arguments)
+    options.results.parent.mkdir(parents=True, exist_ok=True)
+    findings = Findings(options)
+    with tempfile.TemporaryDirectory(prefix="catalogue-", dir=options.results.parent) as folder:
+        measure(Path(folder).resolve(), options, findings)
+    return findings.close()
+
+
+if __name__ == "__main__":
+    sys.exit(main())
