@@ -14,7 +14,7 @@ from typing import Any
 from deployments.activations.facts import check_session_id
 from deployments.options import home
 
-FORMATS = ("pt", "safetensors", "npz", "parquet")
+FORMATS = ("pt", "safetensors", "npz", "parquet", "hf")
 RUNNING = "A running server deletes a session of its own over HTTP: DELETE /v1/activations/session/{}"
 
 
@@ -79,7 +79,8 @@ def _export(args: argparse.Namespace) -> int:
         points=_apart(args.points),
         overwrite=args.overwrite,
     )
-    print(f"{len(files)} files, {size(sum(file.stat().st_size for file in files))}, in {args.to}")
+    written = [path for file in files for path in (file.iterdir() if file.is_dir() else [file])]
+    print(f"{len(written)} files, {size(sum(path.stat().st_size for path in written))}, in {args.to}")
     return 0
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import os
 from collections import deque
 from collections.abc import Collection, Iterator, Sequence
@@ -31,7 +32,7 @@ class Column(NamedTuple):
     @property
     def width(self) -> int:
         """Bytes of a row."""
-        return int(np.prod(self.shape, dtype=np.int64)) * self.dtype.itemsize
+        return math.prod(self.shape) * self.dtype.itemsize
 
 
 @dataclass(frozen=True, eq=False)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import ctypes
 import mmap
-from collections.abc import Mapping
+import sys
 from math import gcd
 from pathlib import Path
 from typing import NamedTuple
@@ -14,6 +14,9 @@ import torch
 
 from deployments.activations.row_index import IDS, Column, RowIndex, blocks_between
 
+_LINE = 64  # bytes of a cache line
+_MOST_KEPT = 4  # batches whose memory is used again
+_UNUSED = 2  # references to what only a list holds, as sys.getrefcount counts
 _WORDS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 
 
@@ -36,9 +39,11 @@ class RowBatch(NamedTuple):
 
 
 class _Lying(NamedTuple):
-    """A column in memory: rows begin at multiples of `unit` bytes, and row 0 of each block at `first` of them."""
+    """A column in memory: rows of `width` bytes begin at multiples of `unit`; each block's row 0 at `first` of them."""
 
     column: Column
+    width: int
+    unit: int
     first: np.ndarray
     step: int
     rows: torch.Tensor
@@ -47,7 +52,8 @@ class _Lying(NamedTuple):
 class RowReader:
     """Reads rows by their numbers; maps the files once, for as long as it lives.
 
-    The maps' pages are the operating system's cache of the files, and go when memory is short.
+    The maps' pages are the operating system's cache of the files, and go when memory is short. Batches are in
+    memory of their own, which is used again once nothing holds any of a batch's tensors.
 
     Args:
         index: Where the rows lie.
@@ -59,45 +65,54 @@ class RowReader:
 
     def __init__(self, index: RowIndex) -> None:
         self._index = index
+        self._buffers = _Buffers()
         self._maps = [_map(path, _least(index, number)) for number, path in enumerate(index.paths)]
         places = np.array([each.ctypes.data for each in self._maps])
         low, high = int(places.min()), max(each.ctypes.data + each.size for each in self._maps)
-        # One tensor over all of the maps, and what lies between, which no row names: so that rows out of
+        # One array over all of the maps, and what lies between, which no row names: so that rows out of
         # several files are gathered at once, straight into their places.
-        self._memory = torch.frombuffer((ctypes.c_uint8 * (high - low)).from_address(low), dtype=torch.uint8)
-        begins = index.offsets + (places - low)[index.file]
+        self._memory = np.frombuffer(memoryview((ctypes.c_uint8 * (high - low)).from_address(low)), dtype=np.uint8)
+        memory, begins = torch.from_numpy(self._memory), index.offsets + (places - low)[index.file]
         self._columns = {
-            name: _lying(self._memory, column, begins[i]) for i, (name, column) in enumerate(index.columns.items())
+            name: _lying(memory, column, begins[i]) for i, (name, column) in enumerate(index.columns.items())
         }
 
     def take(self, rows: np.ndarray) -> RowBatch:
         """Rows by their numbers, int64 `[rows]`, in that order."""
         block = np.searchsorted(self._index.starts, rows, side="right") - 1
         within = rows - self._index.starts[block]
-        values = {
-            name: _typed(
-                lying.column, lying.rows.index_select(0, torch.from_numpy(lying.first[block] + within * lying.step))
-            )
-            for name, lying in self._columns.items()
-        }
-        return self._batch(values, block)
+        bodies = self._bodies(len(rows))
+        for lying, body in zip(self._columns.values(), bodies, strict=True):
+            words = torch.from_numpy(body).view(lying.rows.dtype).view(len(rows), -1)
+            torch.index_select(lying.rows, 0, torch.from_numpy(lying.first[block] + within * lying.step), out=words)
+        return self._batch(bodies, block)
 
     def between(self, first: int, end: int) -> RowBatch:
         """Rows `first` to `end`, in order."""
         spans = list(blocks_between(self._index.starts, first, end))
-        values = dict[str, torch.Tensor]()
-        for name, lying in self._columns.items():
-            words = torch.empty(end - first, lying.rows.shape[1], dtype=lying.rows.dtype)
-            flat, unit, at = words.view(-1).view(torch.uint8), lying.rows.stride(0) * words.element_size(), 0
+        bodies = self._bodies(end - first)
+        for lying, body in zip(self._columns.values(), bodies, strict=True):
+            at, width = 0, lying.width
             for block, skipped, rows in spans:
-                begin = int(lying.first[block] + skipped * lying.step) * unit
-                size = rows * lying.column.width
-                flat[at : at + size] = self._memory[begin : begin + size]
-                at += size
-            values[name] = _typed(lying.column, words)
-        return self._batch(values, np.repeat([span[0] for span in spans], [span[2] for span in spans]))
+                begin = int(lying.first[block]) * lying.unit + skipped * width
+                body[at : at + rows * width] = self._memory[begin : begin + rows * width]
+                at += rows * width
+        return self._batch(bodies, np.repeat([span[0] for span in spans], [span[2] for span in spans]))
 
-    def _batch(self, values: Mapping[str, torch.Tensor], block: np.ndarray) -> RowBatch:
+    def _bodies(self, rows: int) -> list[np.ndarray]:
+        """Memory for a batch's columns, each at a cache line."""
+        sizes = [rows * lying.width for lying in self._columns.values()]
+        ends = np.cumsum([-(-size // _LINE) * _LINE for size in sizes])
+        buffer = self._buffers.take(int(ends[-1]))
+        return [
+            buffer[end - -(-size // _LINE) * _LINE :][:size] for size, end in zip(sizes, ends.tolist(), strict=True)
+        ]
+
+    def _batch(self, bodies: list[np.ndarray], block: np.ndarray) -> RowBatch:
+        values = {
+            name: torch.from_numpy(body).view(lying.column.dtype).view(len(block), *lying.column.shape)
+            for (name, lying), body in zip(self._columns.items(), bodies, strict=True)
+        }
         return RowBatch(
             points={name: value for name, value in values.items() if name not in IDS},
             token_id=values["token_id"],
@@ -105,6 +120,23 @@ class RowReader:
             generated=torch.from_numpy(self._index.generated[block]),
             run=torch.from_numpy(self._index.run[block]),
         )
+
+
+class _Buffers:
+    """Memory for batches: fresh pages cost as much as filling them, so a batch's are used again."""
+
+    def __init__(self) -> None:
+        self._kept = list[np.ndarray]()
+
+    def take(self, size: int) -> np.ndarray:
+        self._kept = [buffer for buffer in self._kept if buffer.size == size]
+        for i in range(len(self._kept)):
+            if sys.getrefcount(self._kept[i]) == _UNUSED:
+                return self._kept[i]
+        buffer = np.empty(size, dtype=np.uint8)
+        if len(self._kept) < _MOST_KEPT:
+            self._kept.append(buffer)
+        return buffer
 
 
 def _least(index: RowIndex, number: int) -> int:
@@ -129,8 +161,4 @@ def _lying(memory: torch.Tensor, column: Column, begins: np.ndarray) -> _Lying:
     width, stride = column.width // word.itemsize, unit // word.itemsize
     # A row from every place where one can begin; they overlap, and each row that there is is one of them.
     rows = words.as_strided(((len(words) - width) // stride + 1, width), (stride, 1))
-    return _Lying(column, begins // unit, column.width // unit, rows)
-
-
-def _typed(column: Column, words: torch.Tensor) -> torch.Tensor:
-    return words.view(-1).view(column.dtype).view(len(words), *column.shape)
+    return _Lying(column, column.width, unit, begins // unit, column.width // unit, rows)
