@@ -97,6 +97,10 @@ class ActivationRows(IterableDataset[RowBatch]):
         """What the runs are that `RowBatch.run` counts."""
         return self._rows.index.runs
 
+    def shape(self, point: str) -> tuple[int, ...]:
+        """The shape of a row's value at a point."""
+        return self._rows.index.columns[point].shape
+
     @property
     def rows(self) -> int:
         """Rows of an epoch, of all ranks together."""
