@@ -1,7 +1,7 @@
 """Reading stored rows for training beside a plain memory map of the same rows: `python -m benchmarks.reading`.
 
 A session of several points in bfloat16, written by the project's own writer, and the same rows in one raw file,
-`[points, rows, hidden]`. Both are read once before anything is timed, and so are in the system's page cache.
+`[points, rows, hidden]`. Both are read from disk before anything is timed, and so are in the system's page cache.
   map, in order         numpy.memmap of the raw file, each batch of each point cloned
   map, shuffled         the same map, each batch gathered by random row numbers
   map, shuffled, numpy  the same by numpy's own indexing
@@ -16,6 +16,7 @@ shuffled by the same operation, `index_select`, since a gather costs more than a
 from __future__ import annotations
 
 import argparse
+import os
 import shutil
 import sys
 import tempfile
@@ -69,12 +70,22 @@ def store(folder: Path, runs: int, shard_bytes: int) -> None:
         for raw, value in zip(raws, points.values(), strict=True):
             raw.write(value.view(torch.uint16).numpy().data)
     writer.close()
-    with (folder / "raw").open("wb") as joined:  # written as the store's files are, for the sake of the page cache
+    with (folder / "raw").open("wb") as joined:
         for raw in raws:
             raw.close()
             with open(raw.name, "rb") as part:
                 shutil.copyfileobj(part, joined, 1 << 20)
             Path(raw.name).unlink()
+
+
+def reread(folder: Path) -> None:
+    """Have the system's cache filled by reading, as that of older files is: how it lies depends on who filled it."""
+    for path in (item for item in folder.rglob("*") if item.is_file()):
+        with path.open("rb") as file:
+            os.fsync(file.fileno())
+            os.posix_fadvise(file.fileno(), 0, 0, os.POSIX_FADV_DONTNEED)
+            while file.read(1 << 20):
+                pass
 
 
 def maps(folder: Path, rows: int, size: int) -> dict[str, Callable[[], Iterator[list[torch.Tensor]]]]:
@@ -177,6 +188,7 @@ def main(arguments: list[str] | None = None) -> int:
     with tempfile.TemporaryDirectory(dir=options.directory, prefix="reading-") as name:
         folder, rows = Path(name), runs * TOKENS
         store(folder, runs, options.shard_bytes)
+        reread(folder)
         if not same(folder, rows):
             findings.failed.append("the rows that were read are not those that were written")
         measured = in_turn(ways(folder, rows, options), options.rounds, lambda _: None)
