@@ -4,7 +4,7 @@ PYTHON ?= python3
 VENV := .venv
 BIN := $(VENV)/bin
 
-.PHONY: help demo serve test test-all lint format bench bench-engine bench-serving bench-memory bench-catalogue clean
+.PHONY: help demo serve test test-all lint format bench bench-engine bench-serving bench-memory bench-catalogue bench-reading clean
 
 help:  ## say what there is
 	@sed -n 's/^\([a-z-]*\):.*##  *\(.*\)/make \1\t\2/p' Makefile | expand -t 20
@@ -30,7 +30,7 @@ format: $(VENV)/.ready-dev  ## put the style right
 	$(BIN)/ruff check --fix .
 	$(BIN)/ruff format .
 
-bench: bench-engine bench-serving bench-memory bench-catalogue  ## all benchmarks, one after another
+bench: bench-engine bench-serving bench-memory bench-catalogue bench-reading  ## all benchmarks, one after another
 
 bench-engine: $(VENV)/.ready-dev  ## the engine beside transformers and nnsight
 	HF_HUB_OFFLINE=1 $(BIN)/python -m benchmarks.engine
@@ -43,6 +43,9 @@ bench-memory: $(VENV)/.ready-dev  ## host memory while much is recorded
 
 bench-catalogue: $(VENV)/.ready-dev  ## finding stored runs, 100,000 of them
 	$(BIN)/python -m benchmarks.catalogue
+
+bench-reading: $(VENV)/.ready-dev  ## stored rows for training beside a plain memory map
+	$(BIN)/python -m benchmarks.reading
 
 $(VENV)/bin/python:
 	$(PYTHON) -c 'import sys; sys.exit(0 if sys.version_info >= (3, 11) else "Python 3.11 or newer is needed: make PYTHON=python3.11 ...")'

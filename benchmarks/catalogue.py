@@ -34,7 +34,6 @@ from deployments.activations.database import NAME
 from deployments.activations.entries import Entry, StoredFile
 from deployments.activations.facts import RunFacts, ShardFacts
 from deployments.activations.filters import Filter
-from deployments.activations.reader import path_of
 from deployments.activations.schema import to_batch
 from deployments.activations.writer import Writer
 
@@ -178,7 +177,7 @@ def places(folder: Path, runs: int) -> dict[str, float]:
     catalogue = Catalogue()
     store(folder, catalogue, runs, 1)
     [last] = catalogue.session("session-00000", after=run(runs - 2, "").run_id)["runs"]  # type: ignore[index]
-    path, run_id, offset = path_of(last["points"][POINT]["uri"]), last["run_id"], last["offset"]
+    path, run_id, offset = last["points"][POINT]["uri"], last["run_id"], last["offset"]
     found = {
         "from the file's start": median(seconds(lambda: load(path, run_id)) for _ in range(TIMES)),
         "where it begins": median(seconds(lambda: load(path, run_id, offset=offset)) for _ in range(TIMES)),

@@ -16,7 +16,7 @@ from deployments.activations.filters import EVERYTHING, Filter, tag_pairs
 from deployments.activations.holding import DELETED
 from deployments.options import home
 
-FORMATS = ("pt", "safetensors", "npz", "parquet")
+FORMATS = ("pt", "safetensors", "npz", "parquet", "hf")
 RUNNING = "A running server deletes a session of its own over HTTP: DELETE /v1/activations/session/{}"
 
 
@@ -90,7 +90,8 @@ def _export(args: argparse.Namespace) -> int:
         points=_apart(args.points),
         overwrite=args.overwrite,
     )
-    print(f"{len(files)} files, {size(sum(file.stat().st_size for file in files))}, in {args.to}")
+    written = [path for file in files for path in (file.iterdir() if file.is_dir() else [file])]
+    print(f"{len(written)} files, {size(sum(path.stat().st_size for path in written))}, in {args.to}")
     return 0
 
 

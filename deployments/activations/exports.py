@@ -1,4 +1,4 @@
-"""Stored runs as files of other formats: pt, safetensors, npz and parquet, written with bounded memory."""
+"""Stored runs as files of other formats: pt, safetensors, npz, parquet, hf; written with bounded memory."""
 
 from __future__ import annotations
 
@@ -6,6 +6,7 @@ import contextlib
 import json
 import os
 import re
+import shutil
 from collections.abc import Callable, Iterator, Sequence
 from functools import partial
 from pathlib import Path
@@ -16,12 +17,13 @@ import pyarrow.parquet as pq
 
 from deployments.activations.encodings import Encoded, as_lone_pt, as_npz, as_safetensors
 from deployments.activations.facts import COLUMNS, PointType
+from deployments.activations.hf_datasets import check_installed, write_dataset
 from deployments.activations.named_tensors import points_of, tensors
 from deployments.activations.objects import AnyFile
 from deployments.activations.schema import point_types, shard_facts
 from deployments.activations.selecting import Chosen, Wanted, by_schema, checked, select, shards
 
-Format = Literal["pt", "safetensors", "npz", "parquet"]
+Format = Literal["pt", "safetensors", "npz", "parquet", "hf"]
 _ROW_GROUP = 32 << 20  # bytes of rows that Parquet writes together
 
 
@@ -42,9 +44,11 @@ def export(
     its name, `position` and `token_id`; numpy has no bfloat16, which becomes float32 there, of the same values.
     `parquet`: `activations_{session}.parquet`, and `..._2.parquet` and so on for runs of other points; a row for each
     token, points as lists of fixed size, bfloat16 as its bits in uint16 with the dtype in the field's metadata.
+    `hf`: the same as directories `activations_{session}.hf` that `datasets.load_from_disk` opens, points as lists
+    nested as they are shaped, bfloat16 as float32 of the same values.
 
     Attention patterns are padded, `[rows, heads, widest]`, with `<point>.lengths` beside them (of `pt`, a file
-    `..._lengths.pt`); Parquet has them as lists of their own length.
+    `..._lengths.pt`); `parquet` and `hf` have them as lists of their own length.
 
     Args:
         source: A store's or session's directory, or one file, as a path or `file://` URI.
@@ -56,10 +60,11 @@ def export(
         overwrite: Whether files that are there may be written anew.
 
     Returns:
-        The files.
+        The files; of `hf`, the directories.
 
     Raises:
-        RequestError: There is no such format, run or point; a ValueError.
+        RequestError: There is no such run or point; a ValueError.
+        ValueError: There is no such format, or the package that it needs is not installed.
         FileNotFoundError: There is no such source or session.
         FileExistsError: A file is there already; then none is written.
     """
@@ -69,8 +74,8 @@ def export(
     files = shards(source, session)
     wanted = Wanted(session, None if runs is None else set(runs), None if points is None else set(points))
     target = _Target(Path(to).expanduser(), overwrite)
-    if format == "parquet":
-        return _parquet(files, wanted, target)
+    if format in ("parquet", "hf"):
+        return _tables(files, wanted, target, format)
     split = _split(format)
     target.claim(name for found in checked(files, wanted) for name, _ in split(found))
     for found in select(files, wanted):
@@ -119,6 +124,21 @@ class _Target:
             unfinished.unlink(missing_ok=True)
         self.written.append(path)
 
+    @contextlib.contextmanager
+    def new_folder(self, name: str) -> Iterator[Path]:
+        """A directory to make; it has its name once it is whole."""
+        self._folder.mkdir(parents=True, exist_ok=True)
+        path, unfinished = self._folder / name, self._folder / f".{name}.part"
+        try:
+            yield unfinished
+            self.claim(iter([name]))
+            if path.is_dir() and not path.is_symlink():
+                shutil.rmtree(path)  # a directory with files in it cannot be replaced
+            unfinished.replace(path)
+        finally:
+            shutil.rmtree(unfinished, ignore_errors=True)
+        self.written.append(path)
+
 
 _Encoder = Callable[[], Encoded]
 
@@ -138,7 +158,10 @@ def _split(format: Format) -> Callable[[Chosen], list[tuple[str, _Encoder]]]:
     return by_point if format == "pt" else by_run
 
 
-def _parquet(files: Sequence[AnyFile], wanted: Wanted, target: _Target) -> list[Path]:
+def _tables(files: Sequence[AnyFile], wanted: Wanted, target: _Target, format: Literal["parquet", "hf"]) -> list[Path]:
+    """Runs whose rows fit one table, together."""
+    if format == "hf":
+        check_installed()
     for _ in checked(files, wanted):
         pass
     groups = dict[str, list[AnyFile]]()
@@ -147,11 +170,15 @@ def _parquet(files: Sequence[AnyFile], wanted: Wanted, target: _Target) -> list[
         session = shard_facts(schema).session_id
         if next(select(group, wanted), None) is not None:
             number = numbers[session] = numbers.get(session, 0) + 1
-            groups[_file_name(session, str(number) if number > 1 else "", "parquet")] = group
+            groups[_file_name(session, str(number) if number > 1 else "", format)] = group
     target.claim(iter(groups))
     for name, group in groups.items():
-        with target.new(name) as file:
-            _write_table(file, select(group, wanted))
+        if format == "hf":
+            with target.new_folder(name) as folder:
+                write_dataset(folder, select(group, wanted))
+        else:
+            with target.new(name) as file:
+                _write_table(file, select(group, wanted))
     return target.written
 
 

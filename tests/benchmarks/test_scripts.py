@@ -57,6 +57,19 @@ def test_memory_is_watched_while_rows_go_to_disk(tmp_path):
     assert not list(tmp_path.glob("store-*"))
 
 
+def test_reading_is_measured_beside_a_memory_map_and_leaves_no_rows(tmp_path):
+    results = tmp_path / "results" / "reading"
+    options = ["--bytes=2e7", "--shard-bytes=6000000", "--rounds=1", "--batch-size=100", f"--directory={tmp_path}"]
+    command = [sys.executable, "-m", "benchmarks.reading", *options, f"--results={results}"]
+    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=300)
+    found = json.loads(results.with_suffix(".json").read_text())
+    assert done.returncode == bool(found["failed"]), done.stdout + done.stderr
+    assert not [reason for reason in found["failed"] if "not those that were written" in reason]
+    (case,) = found["cases"].values()
+    assert "rows, shuffled / map, shuffled" in case["reading"]["ratios"]
+    assert [item.name for item in tmp_path.iterdir()] == ["results"]
+
+
 @pytest.mark.long
 def test_serving_is_measured_beside_the_engine_and_leaves_nothing_running(tmp_path):
     mark = {"STARTED_BY": str(tmp_path)}  # children inherit it

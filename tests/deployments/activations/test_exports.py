@@ -4,10 +4,13 @@ from __future__ import annotations
 
 import glob
 import json
+import sys
 import tempfile
 from pathlib import Path
 
+import datasets
 import numpy as np
+import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 import safetensors.torch
@@ -70,7 +73,7 @@ def test_every_format_holds_the_stored_bits(make, drawn):
         root.mkdir()
         made = make("r", points, parts=parts, tags={"k": "\u00e9"})
         stored(root, made)
-        files = {format: export(root, to, format) for format in ("pt", "safetensors", "npz", "parquet")}
+        files = {format: export(root, to, format) for format in ("pt", "safetensors", "npz", "parquet", "hf")}
 
         for name, value in points.items():
             (pt,) = [torch.load(file) for file in files["pt"] if file.name == pt_name("session", "r", name)]
@@ -104,6 +107,17 @@ def test_every_format_holds_the_stored_bits(make, drawn):
             assert same_bits(flat.view(dtype), values)
             assert json.loads(said[b"shape"])[0] == value.shape[1]
 
+        found = datasets.load_from_disk(*files["hf"])
+        assert found["position"][:] == list(range(rows))
+        assert found["phase"][:] == ["prompt"] * (rows - 1) + ["generated"]
+        for name, value in points.items():
+            column = found.data.column(name).combine_chunks()
+            while hasattr(column, "flatten") and pa.types.is_nested(column.type):
+                column = column.flatten()
+            values = value.values if isinstance(value, Patterns) else value.reshape(-1)
+            kept = values.float() if values.dtype == torch.bfloat16 else values
+            assert same_bits(torch.from_numpy(column.to_numpy(zero_copy_only=False).copy()), kept)
+
 
 @pytest.fixture
 def store(make, tmp_path):
@@ -128,6 +142,42 @@ def test_files_of_one_tensor_have_the_names_that_older_scripts_glob_for(store, t
 
 def test_a_point_by_a_modules_path_and_an_odd_run_id_make_plain_names():
     assert pt_name("s", "../r/1", "model.layers.3.q_proj.input") == "activations_s_.._r_1_model_layer_3_q_proj_input.pt"
+
+
+def test_a_hugging_face_dataset_has_typed_features_and_gives_tensors(make, tmp_path):
+    root, points = tmp_path / "store", {NORM: torch.randn(6, 4).bfloat16(), HEADS: torch.randn(6, 2, 3).half()}
+    root.mkdir()
+    stored(root, make("r", points, parts=2, sample_id="s"))
+    (path,) = export(root, tmp_path / "to", "hf")
+    assert path.name == "activations_session.hf"
+    found = datasets.load_from_disk(path)
+    assert found.features == datasets.Features(
+        {
+            **{name: datasets.Value("string") for name in ("run_id", "sample_id", "phase")},
+            **{name: datasets.Value("int32") for name in ("position", "token_id")},
+            NORM: datasets.List(datasets.Value("float32"), length=4),
+            HEADS: datasets.List(datasets.List(datasets.Value("float16"), length=3), length=2),
+        }
+    )
+    batch = found.with_format("torch")[1:5]
+    assert torch.equal(batch[NORM], points[NORM][1:5].float())
+    assert torch.equal(batch[HEADS], points[HEADS][1:5].float())
+    assert [item.name for item in (tmp_path / "to").iterdir()] == ["activations_session.hf"]
+
+
+def test_without_datasets_the_export_says_what_to_install(store, tmp_path, monkeypatch):
+    monkeypatch.setitem(sys.modules, "datasets", None)
+    with pytest.raises(ValueError, match="pip install datasets"):
+        export(store, tmp_path / "to", "hf")
+    assert not (tmp_path / "to").exists()
+
+
+def test_a_directory_is_overwritten_only_where_that_is_asked_for(store, tmp_path):
+    export(store, tmp_path, "hf", session="session", run="r1")
+    with pytest.raises(FileExistsError, match=r"activations_session\.hf"):
+        export(store, tmp_path, "hf", session="session")
+    (path,) = export(store, tmp_path, "hf", session="session", overwrite=True)
+    assert len(datasets.load_from_disk(path)) == 6
 
 
 def test_sessions_runs_and_points_are_chosen(store, tmp_path):
@@ -159,7 +209,7 @@ def test_runs_of_other_points_are_parquet_files_of_their_own(store, tmp_path):
         ({"format": "csv"}, ValueError, "pt, safetensors, npz, parquet"),
     ],
 )
-@pytest.mark.parametrize("format", ["npz", "parquet"])
+@pytest.mark.parametrize("format", ["npz", "parquet", "hf"])
 def test_what_is_not_there_is_refused_and_nothing_is_written(store, tmp_path, given, error, match, format):
     with pytest.raises(error, match=match):
         export(store, tmp_path / "to", **{"format": format, **given})

@@ -1,0 +1,253 @@
+"""Where the rows of stored runs lie in their files: enough to read any of them without Arrow."""
+
+from __future__ import annotations
+
+import math
+import os
+from collections import deque
+from collections.abc import Collection, Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Literal, NamedTuple, get_args
+
+import numpy as np
+import pyarrow as pa
+import torch
+
+from deployments.activations.facts import PointType, RunFacts
+from deployments.activations.reader import Message, messages, whole_runs
+from deployments.activations.schema import PHASES, dtype_of, point_types
+from deployments.activations.selecting import Wanted, shards
+
+Tokens = Literal["all", "prompt", "generated"]
+IDS = ("position", "token_id")  # columns of one int32 a row
+
+
+class Column(NamedTuple):
+    """What each row has in a column: the shape and dtype of its value."""
+
+    shape: tuple[int, ...]
+    dtype: torch.dtype
+
+    @property
+    def width(self) -> int:
+        """Bytes of a row."""
+        return math.prod(self.shape) * self.dtype.itemsize
+
+
+@dataclass(frozen=True, eq=False)
+class RowIndex:
+    """Rows of whole runs, numbered in the order in which they lie in their files; no value is in memory.
+
+    A block is rows that lie one behind the other: of one run, one phase and one record batch.
+
+    Attributes:
+        paths: The files.
+        runs: Whose rows these are.
+        columns: `position`, `token_id`, and each point by its name.
+        file: Each block's file, an index of `paths`, `[blocks]`.
+        run: Each block's run, an index of `runs`, `[blocks]`.
+        generated: Whether a block's tokens were generated, else they are the prompt's, `[blocks]`.
+        starts: Each block's first row, and at the end how many rows there are, `[blocks + 1]`.
+        offsets: The byte of its file where a block's values of a column begin, `[columns, blocks]`.
+    """
+
+    paths: list[Path]
+    runs: list[RunFacts]
+    columns: dict[str, Column]
+    file: np.ndarray
+    run: np.ndarray
+    generated: np.ndarray
+    starts: np.ndarray
+    offsets: np.ndarray
+
+    def __len__(self) -> int:
+        return int(self.starts[-1])
+
+    @property
+    def row_bytes(self) -> int:
+        """Bytes of a row in all columns."""
+        return sum(column.width for column in self.columns.values())
+
+    def part(self, first: int, end: int) -> RowIndex:
+        """An index of the rows `first` to `end` alone, which travels light; needs at least one row."""
+        low, high = np.searchsorted(self.starts, [first, end - 1], side="right") - 1
+        of = slice(low, high + 1)
+        starts = np.clip(self.starts[low : high + 2], first, end) - first
+        skipped = np.zeros(high + 1 - low, dtype=np.int64)
+        skipped[0] = first - self.starts[low]
+        widths = np.array([column.width for column in self.columns.values()])
+        runs, run = np.unique(self.run[of], return_inverse=True)
+        files, file = np.unique(self.file[of], return_inverse=True)
+        return RowIndex(
+            paths=[self.paths[i] for i in files],
+            runs=[self.runs[i] for i in runs],
+            columns=self.columns,
+            file=file,
+            run=run,
+            generated=self.generated[of],
+            starts=starts,
+            offsets=self.offsets[:, of] + widths[:, None] * skipped,
+        )
+
+
+def index_rows(
+    source: str | os.PathLike[str],
+    points: Sequence[str],
+    *,
+    session: str | None = None,
+    runs: Collection[str] | None = None,
+    tokens: Tokens = "all",
+) -> RowIndex:
+    """Look through files once; of a run's tensors nothing is read.
+
+    Args:
+        source: A store's or session's directory, or one file, as a path or `file://` URI.
+        points: The points each row is to have; runs that did not record them all are left out.
+        session: This session's runs alone.
+        runs: These runs alone.
+        tokens: The prompts' rows, the generated ones, or all.
+
+    Raises:
+        RequestError: There is no such run or point; a ValueError.
+        ValueError: No point is named, one is an attention pattern, differs in shape or dtype from run to run, or
+            was not recorded by a run that `runs` names; or no row is left.
+        FileNotFoundError: There is no such source or session.
+    """
+    if isinstance(points, str) or not points:
+        raise ValueError("points: name at least one, as a list")
+    if tokens not in get_args(Tokens):
+        raise ValueError(f"tokens: {tokens!r} is none of {', '.join(get_args(Tokens))}")
+    if isinstance(runs, str):
+        raise ValueError("runs: name them as a list")
+    looked = _Looked(list(dict.fromkeys(points)), Wanted(session, None if runs is None else set(runs), set(points)))
+    for path in shards(source, session):
+        if not isinstance(path, Path):
+            raise ValueError(
+                f"source: {path} is in object storage, and rows are read out of a map: copy it to a disk first"
+            )
+        looked.through(path, tokens)
+    return looked.index()
+
+
+class _Run(NamedTuple):
+    first_row: int
+    end: int
+    facts: RunFacts
+
+
+class _Block(NamedTuple):
+    file: int
+    run: int
+    generated: bool
+    rows: int
+    offsets: list[int]
+
+
+class _Looked:
+    """What was found so far."""
+
+    def __init__(self, points: list[str], wanted: Wanted) -> None:
+        self._points, self._wanted = points, wanted
+        self._columns: dict[str, Column] = {}
+        self._there, self._recorded = set[str](), set[str]()
+        self._paths, self._runs, self._blocks = list[Path](), list[RunFacts](), list[_Block]()
+
+    def through(self, path: Path, tokens: Tokens) -> None:
+        """Add a file's rows."""
+        schema, found = self._whole_runs(path)
+        if schema is None or not found:
+            return
+        types = point_types(schema)
+        self._recorded |= set(types)
+        if lacking := [name for name in self._points if name not in types]:
+            if self._wanted.runs is not None and len(lacking) < len(self._points):
+                raise ValueError(f"runs: {found[0].facts.run_id!r} did not record {', '.join(lacking)}")
+            return
+        self._check(types, found[0].facts)
+        number, numbers = len(self._paths), range(len(self._runs), len(self._runs) + len(found))
+        self._paths.append(path)
+        self._runs += [run.facts for run in found]
+        row, left = 0, deque(zip(numbers, found, strict=True))
+        for message in messages(path):
+            while left and left[0][1].end <= row:
+                left.popleft()
+            if left and left[0][1].first_row <= row and message.batch.num_rows:
+                self._add(message, number, left[0][0], tokens)
+            row += message.batch.num_rows
+
+    def index(self) -> RowIndex:
+        """All of it."""
+        self._wanted.check(self._there, self._recorded)
+        if not self._blocks:
+            raise ValueError(f"points, tokens: no run has rows of {', '.join(self._points)} for such tokens")
+        file, run, generated, rows, offsets = zip(*self._blocks, strict=True)
+        return RowIndex(
+            paths=self._paths,
+            runs=self._runs,
+            columns=self._columns,
+            file=np.array(file),
+            run=np.array(run),
+            generated=np.array(generated),
+            starts=np.concatenate([[0], np.cumsum(rows)]),
+            offsets=np.array(offsets).T.copy(),
+        )
+
+    def _whole_runs(self, path: Path) -> tuple[pa.Schema | None, list[_Run]]:
+        schema, found = None, list[_Run]()
+        for run in whole_runs(path):
+            if self._wanted.session not in (None, run.facts.session_id):
+                continue
+            self._there.add(run.facts.run_id)
+            if self._wanted.runs is None or run.facts.run_id in self._wanted.runs:
+                schema = run.batches[0].schema
+                rows = sum(batch.num_rows for batch in run.batches)
+                found.append(_Run(run.first_row, run.first_row + rows, run.facts))
+        return schema, found
+
+    def _check(self, types: dict[str, PointType], run: RunFacts) -> None:
+        ids = {name: Column((), torch.int32) for name in IDS}
+        columns = ids | {name: _column(name, types[name]) for name in self._points}
+        for name, column in self._columns.items():
+            if columns[name] != column:
+                raise ValueError(
+                    f"points: {name} is {column} in some runs and {columns[name]} in {run.run_id!r}: "
+                    "choose runs of one model and dtype, by session or runs"
+                )
+        self._columns = columns
+
+    def _add(self, message: Message, file: int, run: int, tokens: Tokens) -> None:
+        rows = message.batch.num_rows
+        indices = message.batch["phase"].indices.to_numpy()
+        prompt = int(np.count_nonzero(indices == PHASES.index("prompt")))  # these come first
+        offsets = np.array([_offset(message.batch[name], message.end) for name in self._columns])
+        widths = np.array([column.width for column in self._columns.values()])
+        if prompt and tokens != "generated":
+            self._blocks.append(_Block(file, run, False, prompt, offsets.tolist()))
+        if prompt < rows and tokens != "prompt":
+            self._blocks.append(_Block(file, run, True, rows - prompt, (offsets + prompt * widths).tolist()))
+
+
+def _column(name: str, kind: PointType) -> Column:
+    shape = tuple(size for size in kind.shape if size is not None)
+    if len(shape) < len(kind.shape):
+        raise ValueError(f"points: {name} is an attention pattern, whose rows grow and fit no batch: use load")
+    return Column(shape, dtype_of(kind.dtype))
+
+
+def _offset(column: Any, end: int) -> int:
+    """The byte of its file where a column's values begin, of a batch that ends there."""
+    values = (column.storage.flatten() if isinstance(column, pa.ExtensionArray) else column).buffers()[1]
+    body = values
+    while body.parent is not None:
+        body = body.parent  # the batch's body as it was read at once
+    return int(end - body.size + values.address - body.address)
+
+
+def blocks_between(starts: np.ndarray, first: int, end: int) -> Iterator[tuple[int, int, int]]:
+    """Rows in order, as (block, first row of it, rows)."""
+    block = int(np.searchsorted(starts, first, side="right")) - 1
+    while first < end:
+        until = min(end, int(starts[block + 1]))
+        yield block, first - int(starts[block]), until - first
+        first, block = until, block + 1

@@ -1,0 +1,164 @@
+"""Batches of stored rows, copied once: from the map of their files into the batch."""
+
+from __future__ import annotations
+
+import ctypes
+import mmap
+import sys
+from math import gcd
+from pathlib import Path
+from typing import NamedTuple
+
+import numpy as np
+import torch
+
+from deployments.activations.row_index import IDS, Column, RowIndex, blocks_between
+
+_LINE = 64  # bytes of a cache line
+_MOST_KEPT = 4  # batches whose memory is used again
+_UNUSED = 2  # references to what only a list holds, as sys.getrefcount counts
+_WORDS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
+
+
+class RowBatch(NamedTuple):
+    """Some rows, each with the same index in every field.
+
+    Attributes:
+        points: Point name to `[rows, ...features]`, in the dtype that was stored.
+        token_id: Each row's token, int32 `[rows]`.
+        position: Its index in prompt + generated, int32 `[rows]`.
+        generated: Whether it was generated; else it is the prompt's, bool `[rows]`.
+        run: Its run, an index of `runs` of what the batch is of, int64 `[rows]`.
+    """
+
+    points: dict[str, torch.Tensor]
+    token_id: torch.Tensor
+    position: torch.Tensor
+    generated: torch.Tensor
+    run: torch.Tensor
+
+
+class _Lying(NamedTuple):
+    """A column in memory: rows of `width` bytes begin at multiples of `unit`; each block's row 0 at `first` of them."""
+
+    column: Column
+    width: int
+    unit: int
+    first: np.ndarray
+    step: int
+    rows: torch.Tensor
+
+
+class RowReader:
+    """Reads rows by their numbers; maps the files once, for as long as it lives.
+
+    The maps' pages are the operating system's cache of the files, and go when memory is short. Batches are in
+    memory of their own, which is used again once nothing holds any of a batch's tensors.
+
+    Args:
+        index: Where the rows lie.
+
+    Raises:
+        FileNotFoundError: A file is gone.
+        ValueError: One is shorter than it was when it was indexed.
+    """
+
+    def __init__(self, index: RowIndex) -> None:
+        self._index = index
+        self._buffers = _Buffers()
+        self._maps = [_map(path, _least(index, number)) for number, path in enumerate(index.paths)]
+        places = np.array([each.ctypes.data for each in self._maps])
+        low, high = int(places.min()), max(each.ctypes.data + each.size for each in self._maps)
+        # One array over all of the maps, and what lies between, which no row names: so that rows out of
+        # several files are gathered at once, straight into their places.
+        self._memory = np.frombuffer(memoryview((ctypes.c_uint8 * (high - low)).from_address(low)), dtype=np.uint8)
+        memory, begins = torch.from_numpy(self._memory), index.offsets + (places - low)[index.file]
+        self._columns = {
+            name: _lying(memory, column, begins[i]) for i, (name, column) in enumerate(index.columns.items())
+        }
+
+    def take(self, rows: np.ndarray) -> RowBatch:
+        """Rows by their numbers, int64 `[rows]`, in that order."""
+        block = np.searchsorted(self._index.starts, rows, side="right") - 1
+        within = rows - self._index.starts[block]
+        bodies = self._bodies(len(rows))
+        for lying, body in zip(self._columns.values(), bodies, strict=True):
+            words = torch.from_numpy(body).view(lying.rows.dtype).view(len(rows), -1)
+            torch.index_select(lying.rows, 0, torch.from_numpy(lying.first[block] + within * lying.step), out=words)
+        return self._batch(bodies, block)
+
+    def between(self, first: int, end: int) -> RowBatch:
+        """Rows `first` to `end`, in order."""
+        spans = list(blocks_between(self._index.starts, first, end))
+        bodies = self._bodies(end - first)
+        for lying, body in zip(self._columns.values(), bodies, strict=True):
+            at, width = 0, lying.width
+            for block, skipped, rows in spans:
+                begin = int(lying.first[block]) * lying.unit + skipped * width
+                body[at : at + rows * width] = self._memory[begin : begin + rows * width]
+                at += rows * width
+        return self._batch(bodies, np.repeat([span[0] for span in spans], [span[2] for span in spans]))
+
+    def _bodies(self, rows: int) -> list[np.ndarray]:
+        """Memory for a batch's columns, each at a cache line."""
+        sizes = [rows * lying.width for lying in self._columns.values()]
+        ends = np.cumsum([-(-size // _LINE) * _LINE for size in sizes])
+        buffer = self._buffers.take(int(ends[-1]))
+        return [
+            buffer[end - -(-size // _LINE) * _LINE :][:size] for size, end in zip(sizes, ends.tolist(), strict=True)
+        ]
+
+    def _batch(self, bodies: list[np.ndarray], block: np.ndarray) -> RowBatch:
+        values = {
+            name: torch.from_numpy(body).view(lying.column.dtype).view(len(block), *lying.column.shape)
+            for (name, lying), body in zip(self._columns.items(), bodies, strict=True)
+        }
+        return RowBatch(
+            points={name: value for name, value in values.items() if name not in IDS},
+            token_id=values["token_id"],
+            position=values["position"],
+            generated=torch.from_numpy(self._index.generated[block]),
+            run=torch.from_numpy(self._index.run[block]),
+        )
+
+
+class _Buffers:
+    """Memory for batches: fresh pages cost as much as filling them, so a batch's are used again."""
+
+    def __init__(self) -> None:
+        self._kept = list[np.ndarray]()
+
+    def take(self, size: int) -> np.ndarray:
+        self._kept = [buffer for buffer in self._kept if buffer.size == size]
+        for i in range(len(self._kept)):
+            if sys.getrefcount(self._kept[i]) == _UNUSED:
+                return self._kept[i]
+        buffer = np.empty(size, dtype=np.uint8)
+        if len(self._kept) < _MOST_KEPT:
+            self._kept.append(buffer)
+        return buffer
+
+
+def _least(index: RowIndex, number: int) -> int:
+    """The bytes that a file must have."""
+    of = index.file == number
+    widths = np.array([column.width for column in index.columns.values()])
+    return int((index.offsets[:, of] + widths[:, None] * np.diff(index.starts)[of]).max(initial=0))
+
+
+def _map(path: Path, least: int) -> np.ndarray:
+    with path.open("rb") as file:
+        mapped = np.frombuffer(mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ), dtype=np.uint8)
+    if mapped.size < least:
+        raise ValueError(f"{path} is shorter than when it was indexed: index the store anew")
+    return mapped
+
+
+def _lying(memory: torch.Tensor, column: Column, begins: np.ndarray) -> _Lying:
+    unit = int(np.gcd.reduce(np.append(begins, column.width)))
+    word = _WORDS[gcd(unit, 8)]
+    words = memory[: len(memory) // word.itemsize * word.itemsize].view(word)
+    width, stride = column.width // word.itemsize, unit // word.itemsize
+    # A row from every place where one can begin; they overlap, and each row that there is is one of them.
+    rows = words.as_strided(((len(words) - width) // stride + 1, width), (stride, 1))
+    return _Lying(column, column.width, unit, begins // unit, column.width // unit, rows)

@@ -1,0 +1,204 @@
+"""Stored runs as tables that pandas, Polars, DuckDB and Ray Data compute with."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import duckdb
+import numpy as np
+import polars
+import pyarrow as pa
+import pytest
+import torch
+
+from deployments.activations.catalogue import Catalogue
+from deployments.activations.facts import COLUMNS
+from deployments.activations.patterns import Patterns
+from deployments.activations.selecting import shards
+from deployments.activations.tables import runs_table, table
+from deployments.activations.writer import Writer
+from deployments.errors import RequestError
+
+POINT, HEADS, WEIGHTS = "layers.1.output", "layers.1.attention.heads", "layers.1.attention.weights"
+
+
+@pytest.fixture(scope="module")
+def made(make):
+    """Twelve runs with a hidden state, heads and patterns of two tokens at least."""
+    return [
+        make(
+            f"r{i:02}",
+            {
+                POINT: torch.randn(i + 2, 4).bfloat16(),
+                HEADS: torch.randn(i + 2, 2, 3).half(),
+                WEIGHTS: Patterns(torch.rand((i + 2) * (i + 3)).bfloat16(), 2, range(i + 2)),
+            },
+            parts=2,
+            sample_id=f"s{i}",
+            tags={"label": str(i % 2)},
+            created=1763700000.5 + i,
+            finish_reason="stop",
+            sampling={"top_p": 0.5},
+            interventions=[{"op": "add"}] if i else [],
+        )
+        for i in range(12)
+    ]
+
+
+@pytest.fixture(scope="module")
+def store(made, make, tmp_path_factory):
+    """Those in the session `session` in several files, and a run of another point in `other`."""
+    root = tmp_path_factory.mktemp("store")
+    writer = Writer(root, Catalogue(), shard_bytes=4000)
+    for one in (*made, make("else", {"norm.output": torch.ones(2, 3)}, session_id="other")):
+        writer.submit(one.facts, one.batches).result()
+    writer.close()
+    return root
+
+
+def is_mapped(values: np.ndarray, path: Path) -> bool:
+    """Whether an array lies in this process's map of a file."""
+    for line in Path("/proc/self/maps").read_text().splitlines():
+        span, *_, name = line.split()
+        low, high = (int(place, 16) for place in span.split("-"))
+        if name == str(path) and low <= values.ctypes.data < high:
+            return True
+    return False
+
+
+def joined(made, name) -> torch.Tensor:
+    return torch.cat([one.points[name] for one in made])
+
+
+def test_a_table_holds_the_stored_bits_row_by_row(store, made):
+    found = table(store, session="session")
+    assert found.column_names == [*COLUMNS, POINT, HEADS, WEIGHTS]
+    assert found["run_id"].to_pylist() == [one.facts.run_id for one in made for _ in one.points[POINT]]
+    bits = found[POINT].combine_chunks().to_numpy_ndarray()
+    assert torch.equal(torch.from_numpy(bits.copy()).view(torch.bfloat16), joined(made, POINT))
+    assert found[HEADS].combine_chunks().to_numpy_ndarray().shape == (90, 2, 3)
+    assert found.schema.field(HEADS).metadata == {b"dtype": b"float16", b"shape": b"[2, 3]"}
+
+
+def test_a_plain_table_holds_numbers(store, made):
+    found = table(store, [HEADS, POINT, WEIGHTS], session="session", plain=True)
+    values = torch.from_numpy(found[POINT].combine_chunks().flatten().to_numpy().reshape(90, 4).copy())
+    assert torch.equal(values, joined(made, POINT).float())
+    heads = found[HEADS].combine_chunks().flatten().to_numpy().reshape(90, 2, 3).copy()
+    assert torch.equal(torch.from_numpy(heads), joined(made, HEADS).float())
+    assert found[WEIGHTS].to_pylist()[2] == made[1].points[WEIGHTS][0].float().flatten().tolist()
+    assert found.schema.field(POINT).metadata[b"dtype"] == b"bfloat16"
+
+
+def test_large_batches_are_views_of_the_file(make, open_writer, tmp_path):
+    made = make("r", {POINT: torch.randn(4096, 1024)})  # 16 MiB
+    open_writer().submit(made.facts, made.batches).result()
+    before = pa.total_allocated_bytes()
+    found = table(tmp_path, [POINT])
+    assert pa.total_allocated_bytes() - before < 1 << 20
+    values = found[POINT].chunk(0).to_numpy_ndarray()
+    assert np.array_equal(values, made.points[POINT].numpy())
+    assert is_mapped(values, shards(tmp_path)[0])
+
+
+def test_runs_are_a_table_with_what_they_are(store, made):
+    found = runs_table(store)
+    assert len(found) == 13
+    row = runs_table(store, runs=["r03"]).to_pylist()[0]
+    assert row | {"created": str(row["created"])} == {
+        "run_id": "r03",
+        "session_id": "session",
+        "model": "model",
+        "created": "2025-11-21 04:40:03.500000",
+        "sample_id": "s3",
+        "tags": [("label", "1")],
+        "prompt_tokens": 4,
+        "tokens": 5,
+        "rows": 5,
+        "points": [POINT, HEADS, WEIGHTS],
+        "finish_reason": "stop",
+        "sampling": json.dumps({"top_p": 0.5}),
+        "interventions": json.dumps([{"op": "add"}]),
+        "request_id": None,
+        "messages_hash": None,
+    }
+
+
+def test_pandas_groups_tokens_by_their_runs_tags(store, made):
+    tokens = table(store, ["run_id", "phase", POINT], session="session", plain=True).to_pandas()
+    runs = runs_table(store).to_pandas()
+    runs["label"] = [dict(tags).get("label") for tags in runs["tags"]]
+    both = tokens.merge(runs, on="run_id")
+    assert both.groupby("label").size().to_dict() == {"0": 42, "1": 48}
+    assert np.array_equal(np.stack(both[POINT]), joined(made, POINT).float().numpy())
+    assert tokens["phase"].value_counts().to_dict() == {"prompt": 78, "generated": 12}
+
+
+@pytest.mark.parametrize("plain", [True, False])
+def test_polars_takes_both_tables(store, made, plain):
+    tokens = polars.from_arrow(table(store, ["run_id", "token_id", POINT], session="session", plain=plain))
+    runs = polars.from_arrow(runs_table(store))
+    both = tokens.join(runs, on="run_id")
+    assert both.shape == (90, 2 + 1 + len(runs.columns) - 1)
+    if plain:
+        first = tokens.select(polars.col(POINT).arr.first()).to_series().to_list()
+        assert first == joined(made, POINT)[:, 0].float().tolist()
+
+
+def test_duckdb_computes_over_both_tables(store, made):
+    tokens = table(store, ["run_id", "phase", POINT], session="session", plain=True)  # noqa: F841 - DuckDB finds it
+    runs = runs_table(store)  # noqa: F841
+    found = duckdb.sql(
+        f"""select tags['label'] as label, count(*) as tokens, avg(list_sum("{POINT}"::float[])) as mean
+        from tokens join runs using (run_id) where phase = 'prompt' group by label order by label"""
+    ).fetchall()
+    assert [row[:2] for row in found] == [("0", 36), ("1", 42)]
+    odd = torch.cat([one.points[POINT][:-1] for one in made[1::2]]).float().sum(1).mean()
+    assert found[1][2] == pytest.approx(float(odd), rel=1e-5)
+    assert len(duckdb.sql("select * from runs").fetchall()) == 13
+
+
+@pytest.mark.parametrize(
+    ("given", "error", "match"),
+    [
+        ({}, ValueError, "columns: the runs 'else' and 'r00' differ in points"),
+        ({"columns": []}, ValueError, "columns: name at least one"),
+        ({"columns": POINT}, ValueError, "name them as lists"),
+        ({"columns": ["run_id", "nothing"]}, RequestError, "'nothing'; there is"),
+        ({"columns": [POINT, "norm.output"]}, ValueError, "no whole run has all of them"),
+        ({"runs": ["r99"]}, RequestError, "no run 'r99'"),
+        ({"session": "never"}, FileNotFoundError, "no session 'never'"),
+    ],
+)
+def test_what_fits_no_table_is_refused(store, given, error, match):
+    with pytest.raises(error, match=match):
+        table(store, **given)
+
+
+def test_columns_of_every_file_need_no_points_in_common(store):
+    assert len(table(store, ["run_id", "token_id"])) == 92
+
+
+@pytest.mark.parametrize("bfloat16", ["float32", "bits"])
+def test_ray_reads_every_row_with_its_run(cluster, store, made, bfloat16):
+    from deployments.activations.ray_data import ray_dataset
+
+    found = ray_dataset(store, [POINT, HEADS], bfloat16=bfloat16, override_num_blocks=3)
+    assert found.count() == 90
+    batches = list(found.iter_batches(batch_size=32))
+    rows = {
+        (run, position): (token, phase, value, heads)
+        for batch in batches
+        for run, position, token, phase, value, heads in zip(
+            *(batch[name] for name in ("run_id", "position", "token_id", "phase", POINT, HEADS)), strict=True
+        )
+    }
+    assert len(rows) == 90
+    for one in made:
+        for i, (value, heads) in enumerate(zip(one.points[POINT], one.points[HEADS], strict=True)):
+            token, phase, got, its_heads = rows[one.facts.run_id, i]
+            assert (token, phase) == (100 + i, "generated" if i == one.facts.prompt_tokens else "prompt")
+            got = torch.from_numpy(np.array(got))
+            assert torch.equal(got if bfloat16 == "float32" else got.view(torch.bfloat16).float(), value.float())
+            assert torch.equal(torch.from_numpy(np.array(its_heads)), heads)
