@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import os
+import threading
+from concurrent.futures import ThreadPoolExecutor
 
 import pyarrow as pa
 import pytest
@@ -75,6 +77,25 @@ def test_what_a_writer_holds_is_left_to_it(make, long, open_sender, tmp_path):
     sender.append(long, 1)
     sender.finish(long, 2)
     assert sender.listed() == ["long", "r"]
+
+
+def test_stores_that_start_beside_a_writer_take_none_of_its_files(make, open_sender, tmp_path):
+    sender, over = open_sender(shard_bytes=1), threading.Event()
+
+    def start_again_and_again():
+        while not over.is_set():
+            recover(tmp_path)
+
+    with ThreadPoolExecutor(2) as pool:
+        starting = [pool.submit(start_again_and_again) for _ in range(2)]
+        made = [make(f"r{number:02}") for number in range(60)]
+        for item in made:
+            sender.finish(item)
+        over.set()
+        for start in starting:
+            start.result()
+    assert sender.listed() == [item.facts.run_id for item in made]
+    assert len(sender.files()) == 60
 
 
 def test_one_file_that_cannot_be_recovered_keeps_no_other_from_it(left, tmp_path, monkeypatch, caplog):
