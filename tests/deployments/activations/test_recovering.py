@@ -11,9 +11,10 @@ import pytest
 import torch
 
 from deployments.activations import load, runs
-from deployments.activations.holding import held
+from deployments.activations.holding import create, held
 from deployments.activations.reader import is_sealed, whole_runs
 from deployments.activations.recovering import recover
+from deployments.activations.shard import directory
 from deployments.activations.verifying import verify
 
 POINT = "layers.0.output"
@@ -136,6 +137,10 @@ def test_what_was_on_its_way_in_or_out_is_removed_unless_somebody_holds_it(tmp_p
         (tmp_path / name).mkdir()
         (tmp_path / name / "x.arrow").touch()
     (tmp_path / ".new-1").touch()
-    with held(tmp_path / ".pull-going-on"):
+    with held(tmp_path / ".pull-going-on"), directory(tmp_path) as top:
+        file = create(".new-going-on", top)
         recover(tmp_path)
-    assert [path.name for path in tmp_path.iterdir()] == [".pull-going-on"]
+        os.close(file)
+    assert {path.name for path in tmp_path.iterdir()} == {".pull-going-on", ".new-going-on"}
+    recover(tmp_path)
+    assert list(tmp_path.iterdir()) == []
