@@ -24,6 +24,19 @@ from deployments.activations.verifying import read_all
 logger = logging.getLogger(__name__)
 
 
+def make_root(root: Path) -> None:
+    """Make a store's directory where it is missing; durable when this returns.
+
+    Raises:
+        OSError: The disk refuses.
+    """
+    missing = [folder for folder in (root, *root.parents) if not folder.exists()]
+    root.mkdir(parents=True, exist_ok=True)
+    for folder in missing:
+        with directory(folder.parent.resolve()) as above:
+            os.fsync(above)
+
+
 def recover(root: Path) -> None:
     """Seal the files of writers that were killed, behind their last whole run, and remove what else they left.
 

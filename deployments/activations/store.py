@@ -37,12 +37,12 @@ class ActivationStore:
         from deployments.activations.catalogue import Catalogue
         from deployments.activations.profile_files import ProfileFiles
         from deployments.activations.readings import Readings
-        from deployments.activations.recovering import recover
+        from deployments.activations.recovering import make_root, recover
         from deployments.activations.room import Room
         from deployments.activations.tensor_files import TensorFiles
         from deployments.activations.writer import Writer
 
-        Path(root).mkdir(parents=True, exist_ok=True)
+        make_root(Path(root))
         resolved = Path(root).resolve()
         recover(resolved)
         self._catalogue = Catalogue.rebuild(resolved)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import os
 import random
 import shutil
@@ -74,8 +75,13 @@ def test_what_was_answered_before_all_of_ray_is_killed_reads_back_whole(tmp_path
         with tempfile.TemporaryDirectory(prefix="vt-", ignore_cleanup_errors=True) as folder:
             machine = Machine(Path(folder), root, str(turn), notes)
             try:
-                eventually(notes.exists, limit_s=120, said=lambda _, log=machine.log: log.read_text()[-3000:])
-                time.sleep(chance.uniform(0, 2))
+                wait = functools.partial(
+                    eventually, limit_s=120, said=lambda _, log=machine.log: log.read_text()[-3000:]
+                )
+                wait(notes.exists)
+                lines = chance.randrange(60)
+                wait(lambda notes=notes, lines=lines: notes.read_bytes().count(b"\n") >= lines)
+                time.sleep(chance.uniform(0, 0.05))  # at any moment between two
             finally:
                 assert machine.kill() > 4  # the GCS, the raylet, the store, the client, ...
         said = [line.split() for line in notes.read_text().splitlines()]

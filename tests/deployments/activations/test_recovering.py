@@ -3,15 +3,18 @@
 from __future__ import annotations
 
 import os
+import threading
+from concurrent.futures import ThreadPoolExecutor
 
 import pyarrow as pa
 import pytest
 import torch
 
 from deployments.activations import load, runs
-from deployments.activations.holding import held
+from deployments.activations.holding import create, held
 from deployments.activations.reader import is_sealed, whole_runs
 from deployments.activations.recovering import recover
+from deployments.activations.shard import directory
 from deployments.activations.verifying import verify
 
 POINT = "layers.0.output"
@@ -77,6 +80,25 @@ def test_what_a_writer_holds_is_left_to_it(make, long, open_sender, tmp_path):
     assert sender.listed() == ["long", "r"]
 
 
+def test_stores_that_start_beside_a_writer_take_none_of_its_files(make, open_sender, tmp_path):
+    sender, over = open_sender(shard_bytes=1), threading.Event()
+
+    def start_again_and_again():
+        while not over.is_set():
+            recover(tmp_path)
+
+    with ThreadPoolExecutor(2) as pool:
+        starting = [pool.submit(start_again_and_again) for _ in range(2)]
+        made = [make(f"r{number:02}") for number in range(60)]
+        for item in made:
+            sender.finish(item)
+        over.set()
+        for start in starting:
+            start.result()
+    assert sender.listed() == [item.facts.run_id for item in made]
+    assert len(sender.files()) == 60
+
+
 def test_one_file_that_cannot_be_recovered_keeps_no_other_from_it(left, tmp_path, monkeypatch, caplog):
     kept, other = left
     other.rename(kept.with_name(f"20000101T000000-00000000-{1:06}.arrow"))
@@ -115,6 +137,10 @@ def test_what_was_on_its_way_in_or_out_is_removed_unless_somebody_holds_it(tmp_p
         (tmp_path / name).mkdir()
         (tmp_path / name / "x.arrow").touch()
     (tmp_path / ".new-1").touch()
-    with held(tmp_path / ".pull-going-on"):
+    with held(tmp_path / ".pull-going-on"), directory(tmp_path) as top:
+        file = create(".new-going-on", top)
         recover(tmp_path)
-    assert [path.name for path in tmp_path.iterdir()] == [".pull-going-on"]
+        os.close(file)
+    assert {path.name for path in tmp_path.iterdir()} == {".pull-going-on", ".new-going-on"}
+    recover(tmp_path)
+    assert list(tmp_path.iterdir()) == []

@@ -104,6 +104,7 @@ def test_a_batch_that_died_with_its_owner_fails_its_run_alone(make, store):
         asyncio.run(store.write(made.facts, [reference]))
     after = make("after")
     assert asyncio.run(store.write(after.facts, [ray.put(after.batches[0])])).run_id == "after"
+    assert [run["run_id"] for run in asyncio.run(store.session("session"))["runs"]] == ["after"]
 
 
 def test_a_store_started_again_knows_what_is_on_disk(make, store, tmp_path):
