@@ -77,7 +77,8 @@ class Options(BaseModel):
             their interventions.
         max_inline_values: The most numbers that `"return": "inline"` may put into an answer, and ten times as many as
             the tokens of layers that `logit_lens` may.
-        activations_dir: Where activations and clients' tensors are stored.
+        activations_dir: Where activations and clients' tensors are stored: a directory, or a URI of object storage
+            (`s3://bucket/prefix`), beside which clients' tensors stay in `$VITRINE_HOME` of the head node.
         models_dir: Where models lie that may be loaded by name while the server runs: `models_dir/some/model` is
             loaded as `some/model`, before the hub is asked. By default only the hub is.
         allow_remote_code: Whether a model may be loaded with `trust_remote_code` while the server runs.
@@ -150,11 +151,18 @@ class Options(BaseModel):
                 raise ValueError(f"an origin is scheme://host or scheme://host:port, and {origin!r} is none")
         return value
 
+    @field_validator("models_dir")
+    @classmethod
+    def _is_no_uri(cls, value: str | None) -> str | None:
+        if value and "://" in value:
+            raise ValueError("must be a directory")
+        return value
+
     @field_validator("activations_dir", "models_dir")
     @classmethod
     def _is_absolute(cls, value: str | None) -> str | None:
-        if value is None:
-            return None
+        if value is None or "://" in value:
+            return value
         path = Path(value).expanduser()
         if not path.is_absolute():
             raise ValueError("must be an absolute path: the actors that use it have other working directories")

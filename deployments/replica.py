@@ -16,6 +16,7 @@ from typing import TYPE_CHECKING, Any
 from ray import serve
 
 from deployments.activations.store import connect
+from deployments.activations.taking import connect_writer
 from deployments.client_code.job import CodeJob
 from deployments.delivery import Choice, Delivery, Ticket
 from deployments.engine.request import Request
@@ -70,9 +71,12 @@ class ModelReplica:
         self._pool = ThreadPoolExecutor(max_workers=4, thread_name_prefix="replica")
         self._texts_pool = ThreadPoolExecutor(max_workers=2, thread_name_prefix="texts")  # keeps no generation waiting
         self._texts = 0  # in it
-        store = store or connect(options.activations_dir)
+        writer = store  # a test's own does all
+        if store is None:
+            store = connect(options.activations_dir)
+            writer = connect_writer(options.activations_dir, store)
         spelling = Spelling(self._model.tokenizer)
-        self._runs = Runs(options, self._model, spelling, store, self._pool)
+        self._runs = Runs(options, self._model, spelling, writer, self._pool)
         self._chat = ChatFormat(self._model.tokenizer, self._model.hf)
         self._prompts = Prompts(self._model, self._chat, spelling)
         self._guidance = Guidance(self._chat, self._model)

@@ -43,7 +43,7 @@ class Runs:
             options: The operator's.
             model: The model that is recorded.
             spelling: How its tokens are written.
-            store: The activation store's handle.
+            store: The handle of who takes this node's runs: the activation store, or a writer of the node.
             pool: Where rows are laid out, off the event loop.
         """
         self._options = options

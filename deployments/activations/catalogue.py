@@ -2,13 +2,11 @@
 
 from __future__ import annotations
 
-import hashlib
 import json
 import logging
 import sqlite3
 import weakref
 from collections.abc import Callable, Iterable
-from pathlib import Path
 from threading import Lock
 from typing import Any, TypeVar
 
@@ -16,9 +14,8 @@ from deployments.activations.database import Kept, in_memory, transaction
 from deployments.activations.entries import ENTRIES, Entry, StoredFile, entries_of, tag_line
 from deployments.activations.filling import put, refresh
 from deployments.activations.filters import EVERYTHING, Filter
-from deployments.activations.objects import AnyRoot
+from deployments.activations.objects import AnyRoot, beside
 from deployments.errors import RequestError
-from deployments.options import home
 
 _T = TypeVar("_T")
 
@@ -53,7 +50,8 @@ class Catalogue:
         """
         catalogue = cls()
         try:
-            kept = Kept(_folder(root, make=True))
+            beside(root).mkdir(parents=True, exist_ok=True)
+            kept = Kept(beside(root))
         except (OSError, sqlite3.Error) as error:
             logger.warning("the catalogue of %s is held in memory: %s", root, error)
             return cls.copied(root)
@@ -66,7 +64,7 @@ class Catalogue:
     def copied(cls, root: AnyRoot) -> Catalogue:
         """The same in memory, beside whoever keeps the directory's database: nothing is written."""
         catalogue = cls()
-        database = in_memory(_folder(root))
+        database = in_memory(beside(root))
         catalogue._hold(database, database.close)
         refresh(database, root)
         return catalogue
@@ -177,7 +175,7 @@ class Catalogue:
                 if root is None:
                     raise
                 logger.exception("the catalogue of %s is held in memory from now on: %s", root, error)
-            database = in_memory(_folder(root))
+            database = in_memory(beside(root))
             self._hold(database, database.close)
             self._root = None
             refresh(database, root)
@@ -188,16 +186,6 @@ class Catalogue:
         self._database = database
         self._release = release = weakref.finalize(self, close)
         release.atexit = False  # a writer's thread may still need it
-
-
-def _folder(root: AnyRoot, make: bool = False) -> Path:
-    """Where a root's database is kept: in it, or, of object storage, on this machine."""
-    if isinstance(root, Path):
-        return root
-    folder = home() / "catalogues" / hashlib.sha256(root.uri.encode()).hexdigest()[:32]
-    if make:
-        folder.mkdir(parents=True, exist_ok=True)
-    return folder
 
 
 def _where(filter: Filter) -> tuple[str, list[Any]]:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 from collections.abc import Iterable, Mapping
 from dataclasses import fields
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, Protocol
 
 from deployments.activations.facts import PointType, RunFacts, StoredPoint, StoredRun
 
@@ -48,6 +48,19 @@ class Entry(NamedTuple):
             for name, point in self.points.items()
         }
         return StoredRun(self.facts.run_id, self.facts.session_id, points, self.bytes)
+
+
+class Known(Protocol):
+    """What a writer tells of runs, and asks: a catalogue, or what stands for one on another node."""
+
+    def add(self, session_id: str, entries: Iterable[Entry], file: StoredFile) -> None:
+        """Add runs of one file, and the file as it is now."""
+
+    def holds(self, session_id: str, run_id: str) -> bool:
+        """Whether the session has a run of this id, as far as is known here."""
+
+    def drop(self, session_id: str) -> bool:
+        """Forget a session; false if it was not known."""
 
 
 _KEPT = [item.name for item in fields(RunFacts) if item.name != "interventions"]

@@ -6,6 +6,7 @@ import re
 from collections.abc import Iterable
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
+from urllib.parse import urlsplit
 
 COLUMNS = ("run_id", "sample_id", "position", "phase", "token_id", "text_offset")  # points are named otherwise
 _SESSION_ID = re.compile(r"[A-Za-z0-9_-][A-Za-z0-9._-]{0,127}")
@@ -109,6 +110,15 @@ def page(names: Iterable[str], limit: int, after: str | None) -> list[str]:
 def names_a_session(name: str) -> bool:
     """Whether a directory's name can be a session's."""
     return bool(_SESSION_ID.fullmatch(name))
+
+
+def public_uri(uri: str) -> str:
+    """A URI without keys, settings and a slash at its end; a path as it is."""
+    if "://" not in uri:
+        return uri
+    url = urlsplit(uri)
+    user, _, host = url.netloc.rpartition("@")
+    return url._replace(netloc=host if ":" in user else url.netloc, query="", fragment="").geturl().rstrip("/")
 
 
 def check_session_id(value: str) -> str:

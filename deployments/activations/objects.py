@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 import posixpath
 from collections.abc import Iterator, Mapping, Sequence
 from functools import cached_property
@@ -11,6 +12,9 @@ from urllib.parse import parse_qsl, quote, unquote, urlsplit
 
 import pyarrow as pa
 import pyarrow.fs as pafs
+
+from deployments.activations.facts import public_uri
+from deployments.options import home
 
 ATTEMPTS = 5  # of each request to S3, with growing pauses
 _FLAGS = ("allow_bucket_creation", "allow_bucket_deletion")
@@ -85,8 +89,8 @@ def place_of(uri: str) -> Place:
     try:
         fs, path = _s3(uri) if url.scheme == "s3" else pafs.FileSystem.from_uri(uri)
     except (pa.ArrowException, TypeError) as error:
-        raise ValueError(f"{_public(uri)} is no place for a store: {error}") from error
-    return Place(fs, path.rstrip("/"), _public(uri))
+        raise ValueError(f"{public_uri(uri)} is no place for a store: {error}") from error
+    return Place(fs, path.rstrip("/"), public_uri(uri))
 
 
 def _s3(uri: str) -> tuple[Any, str]:
@@ -104,11 +108,9 @@ def _s3(uri: str) -> tuple[Any, str]:
     return fs, f"{url.hostname}{unquote(url.path)}"
 
 
-def _public(uri: str) -> str:
-    """The URI without keys, settings and a slash at the end."""
-    url = urlsplit(uri)
-    user, _, host = url.netloc.rpartition("@")
-    return url._replace(netloc=host if ":" in user else url.netloc, query="", fragment="").geturl().rstrip("/")
+def beside(root: AnyRoot) -> Path:
+    """The directory of what a store has besides its runs: its own, or, of object storage, one of this machine."""
+    return root if isinstance(root, Path) else home() / "stores" / hashlib.sha256(root.uri.encode()).hexdigest()[:32]
 
 
 class ObjectFile:

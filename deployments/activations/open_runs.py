@@ -9,8 +9,7 @@ from typing import NamedTuple
 
 import pyarrow as pa
 
-from deployments.activations.catalogue import Catalogue
-from deployments.activations.entries import Entry
+from deployments.activations.entries import Entry, Known
 from deployments.activations.facts import RunFacts, StoreError
 from deployments.activations.failures import explain
 from deployments.activations.objects import AnyRoot
@@ -51,7 +50,7 @@ class OpenRuns:
             run cannot go on.
     """
 
-    def __init__(self, root: AnyRoot, catalogue: Catalogue, pool: Pool, lease_s: float) -> None:
+    def __init__(self, root: AnyRoot, catalogue: Known, pool: Pool, lease_s: float) -> None:
         self._root = root
         self._catalogue = catalogue
         self._pool = pool

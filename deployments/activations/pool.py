@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pyarrow as pa
 
-from deployments.activations.catalogue import Catalogue
+from deployments.activations.entries import Known
 from deployments.activations.mounts import Mount
 from deployments.activations.object_shard import ObjectShard
 from deployments.activations.objects import AnyRoot, Place
@@ -37,9 +37,7 @@ class Pool:
         idle_s: Seconds that a shard waits for another run before it is sealed.
     """
 
-    def __init__(
-        self, root: AnyRoot, catalogue: Catalogue, *, shard_bytes: int, open_shards: int, idle_s: float
-    ) -> None:
+    def __init__(self, root: AnyRoot, catalogue: Known, *, shard_bytes: int, open_shards: int, idle_s: float) -> None:
         self._root = root
         self._mount = Mount(root) if isinstance(root, Path) else None
         self._catalogue = catalogue

@@ -13,8 +13,11 @@ from pathlib import Path
 
 import pyarrow as pa
 
+from deployments.activations.checksums import damaged
+from deployments.activations.deleting import finish_deletion
 from deployments.activations.facts import names_a_session
 from deployments.activations.holding import DELETED, NEW, PULLED, take
+from deployments.activations.objects import AnyRoot, Place
 from deployments.activations.pool import FILE_NAME
 from deployments.activations.reader import is_sealed, whole_runs
 from deployments.activations.shard import directory, seal
@@ -37,17 +40,23 @@ def make_root(root: Path) -> None:
             os.fsync(above)
 
 
-def recover(root: Path) -> None:
+def recover(root: AnyRoot) -> None:
     """Seal the files of writers that were killed, behind their last whole run, and remove what else they left.
 
     Names and rows of whole runs stay as they are. What the disk refuses is logged and left as it is.
 
     Args:
-        root: The store's directory, absolute and no link; links below it are not followed.
+        root: The store's directory, absolute and no link; links below it are not followed. In object storage there are
+            only deletions to finish.
 
     Raises:
         OSError: The root cannot be read.
     """
+    if isinstance(root, Place):
+        for info in root.infos():
+            if info.base_name.startswith(DELETED):
+                finish_deletion(root.file(info.base_name))
+        return
     for item in list(os.scandir(root)):
         if item.name.startswith(NEW):
             remove_unfinished(item)
@@ -93,7 +102,9 @@ def _recover_file(path: Path, folder: int) -> None:
             return  # its writer came between
         size, end, schema = os.fstat(file).st_size, 0, None
         for run in whole_runs(path):
-            end, schema = end + run.bytes, run.batches[0].schema
+            # Without power, disks lose what was not synced, and in any order.
+            if not any(damaged(batch, sums) for batch, sums in zip(run.batches, run.sums, strict=True)):
+                end, schema = run.offset + run.bytes, run.batches[0].schema
         if schema is None:
             os.unlink(path.name, dir_fd=folder)
             os.fsync(folder)

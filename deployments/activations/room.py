@@ -11,6 +11,7 @@ from pathlib import Path
 from deployments.activations.failures import explain
 from deployments.activations.holding import NEW, create
 from deployments.activations.mounts import Mount
+from deployments.activations.objects import AnyRoot, Place
 from deployments.activations.shard import directory
 
 _EVERY_S = 1.0  # a disk is tried so often at most, however many ask
@@ -19,14 +20,14 @@ _EVERY_S = 1.0  # a disk is tried so often at most, however many ask
 class Room:
     """Tries one root. For one thread."""
 
-    def __init__(self, root: Path) -> None:
+    def __init__(self, root: AnyRoot) -> None:
         """Begin without having tried.
 
         Args:
-            root: The store's directory, absolute and no link.
+            root: The store's directory, absolute and no link, or one of object storage.
         """
         self._root = root
-        self._mount = Mount(root)
+        self._mount = Mount(root) if isinstance(root, Path) else None
         self._tried = -_EVERY_S
         self._failed: OSError | None = None
 
@@ -49,7 +50,8 @@ class Room:
         if time.monotonic() - self._tried >= _EVERY_S:
             self._failed = None
             try:
-                self._mount.check()
+                if self._mount:
+                    self._mount.check()
                 self._write()
             except OSError as error:
                 self._failed = error
@@ -59,8 +61,14 @@ class Room:
 
     def _write(self) -> None:
         """Write a file, make it durable, and remove it."""
+        name = f"{NEW}{secrets.token_hex(8)}"
+        if isinstance(self._root, Place):
+            tried = self._root.file(name)
+            with tried.fs.open_output_stream(tried.path) as stream:
+                stream.write(name.encode())
+            tried.fs.delete_file(tried.path)
+            return
         with directory(self._root) as top:
-            name = f"{NEW}{secrets.token_hex(8)}"
             file = create(name, top)
             try:
                 os.write(file, name.encode())
@@ -70,6 +78,8 @@ class Room:
                 os.close(file)
 
     def _check_space(self, size: int) -> None:
+        if isinstance(self._root, Place):
+            return  # there is no end to it
         disk = os.statvfs(self._root)
         free = disk.f_bavail * disk.f_frsize
         if size > free:

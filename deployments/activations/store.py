@@ -3,38 +3,52 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable, Sequence
+import functools
+import logging
+from collections.abc import Awaitable, Callable, Iterable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import ray
 
-from deployments.activations.facts import RunFacts, StoredPoint, StoredRun, StoreError
+from deployments.activations.facts import StoredPoint, StoredRun, StoreError, public_uri
 from deployments.activations.failures import explain
 from deployments.activations.filters import EVERYTHING, Filter
 from deployments.activations.interventions import TokenChoice
 from deployments.activations.profiles import Profile
+from deployments.activations.taking import NAMESPACE, TakesRuns, mark, node_writers
+
+if TYPE_CHECKING:
+    from deployments.activations.entries import Entry, StoredFile
+    from deployments.activations.objects import AnyRoot
+    from deployments.activations.writer import Writer
+
+_HOLD_S = 30.0  # for which a node's writer is waited for
+
+logger = logging.getLogger(__name__)
 
 __all__ = ["ActivationStore", "StoreError", "StoredPoint", "StoredRun"]
 
 
-class ActivationStore:
-    """Keeps runs in append-only Arrow files below one directory.
+class ActivationStore(TakesRuns):
+    """Keeps runs in Arrow files below one directory, or in object storage.
 
     Args:
-        root: An absolute directory; made if it is missing.
+        root: An absolute directory, made if it is missing; or a URI of object storage, whose small files and catalogue
+            lie on this machine.
         shard_bytes: A file of at least this length is sealed, and the next run begins another.
         open_shards: How many files stay open for more runs.
         lease_s: Seconds without a chunk after which a run that is not finished is abandoned.
     """
 
     def __init__(self, root: str, shard_bytes: int = 1 << 30, open_shards: int = 64, lease_s: float = 900) -> None:
-        if not Path(root).is_absolute():
+        if "://" not in root and not Path(root).is_absolute():
             # An actor's working directory may be a copy that Ray throws away.
             raise ValueError(f"The activation store's root {root!r} must be an absolute path")
         # Serve's controller and the ingress import this module too, and need no Arrow.
         from deployments.activations.catalogue import Catalogue
+        from deployments.activations.objects import beside, place_of
         from deployments.activations.profile_files import ProfileFiles
         from deployments.activations.readings import Readings
         from deployments.activations.recovering import make_root, recover
@@ -42,55 +56,28 @@ class ActivationStore:
         from deployments.activations.tensor_files import TensorFiles
         from deployments.activations.writer import Writer
 
-        make_root(Path(root))
-        resolved = Path(root).resolve()
+        if "://" in root:
+            resolved: AnyRoot = place_of(root)
+        else:
+            make_root(Path(root))
+            resolved = Path(root).resolve()
+        files = beside(resolved)
+        files.mkdir(parents=True, exist_ok=True)
         recover(resolved)
         self._catalogue = Catalogue.rebuild(resolved)
-        self._writer = Writer(
-            resolved, self._catalogue, shard_bytes=shard_bytes, open_shards=open_shards, lease_s=lease_s
-        )
-        self._root = resolved
+        options: dict[str, Any] = {"shard_bytes": shard_bytes, "open_shards": open_shards, "lease_s": lease_s}
+        self._begin_writer = functools.partial(Writer, resolved, self._catalogue, **options)
+        self._writer = self._begin_writer()
+        self._root, self._asked = resolved, root
+        self._mark = mark(resolved) if isinstance(resolved, Path) else None
         self._rows_pool = ThreadPoolExecutor(2, thread_name_prefix="stored-rows")  # what they read is in memory at once
         self._readings = Readings(self._catalogue)
         self._data_pool = ThreadPoolExecutor(2, thread_name_prefix="downloads")
-        self._tensors = TensorFiles(resolved)
-        self._profiles = ProfileFiles(resolved)
+        self._tensors = TensorFiles(files)
+        self._profiles = ProfileFiles(files)
         self._room = Room(resolved)
         self._room_pool = ThreadPoolExecutor(1, thread_name_prefix="room")  # one tries the disk at a time
         self._files_pool = ThreadPoolExecutor(1, thread_name_prefix="small-files")  # one changes them at a time
-
-    async def append(self, session_id: str, run_id: str, part: int, batches: list[ray.ObjectRef[Any]]) -> None:
-        """Take more of a run that is not finished; `write` takes its end. Not durable yet when it answers.
-
-        Who waits for the answer before they send the next part sends no faster than the disk writes.
-
-        Args:
-            session_id: The session that the run belongs to.
-            run_id: Unique within the session.
-            part: How many parts of the run came before.
-            batches: References to record batches of `to_batch` with the run's next rows, in a list so that
-                Ray passes them on unresolved.
-
-        Raises:
-            StoreError: If a batch is lost, parts before it are missing, the run or its session was given up, or
-                the disk refuses. The run cannot be finished then.
-        """
-        found = await _fetch(run_id, batches)
-        await asyncio.wrap_future(self._writer.append(session_id, run_id, part, found))
-
-    async def write(self, run: RunFacts, batches: list[ray.ObjectRef[Any]], part: int = 0) -> StoredRun:
-        """Store a run, or the end of one: contiguous rows of one file, in order. Durable when it answers.
-
-        Args:
-            run: What the run is.
-            batches: References as for `append`; may be empty only where there are parts before.
-            part: How many parts were appended before.
-
-        Raises:
-            StoreError: As for `append`, or if the batches do not fit together.
-        """
-        found = await _fetch(run.run_id, batches)
-        return await asyncio.wrap_future(self._writer.submit(run, found, part))
 
     async def check_room(self, size: int) -> None:
         """Find out whether a run can be stored now; nothing is kept free for it.
@@ -102,16 +89,6 @@ class ActivationStore:
             StoreError: The disk refuses, or has less room; the message says what to do.
         """
         await asyncio.get_running_loop().run_in_executor(self._room_pool, self._room.check, size)
-
-    async def abandon(self, session_id: str, run_id: str) -> None:
-        """Remove what was appended of a run that will not be finished, and refuse what comes of it later.
-
-        A run that is stored is kept; one that is not known is no error.
-
-        Raises:
-            StoreError: If the store is shutting down.
-        """
-        await asyncio.wrap_future(self._writer.abandon(session_id, run_id))
 
     async def sessions(
         self, limit: int = 100, after: str | None = None, filter: Filter = EVERYTHING
@@ -200,7 +177,23 @@ class ActivationStore:
         Raises:
             StoreError: If `session_id` can name none, or the disk refuses.
         """
-        return await asyncio.wrap_future(self._writer.delete(session_id))
+        writers = await asyncio.to_thread(node_writers, self._asked)
+        for writer, said in zip(writers, await _all(writer.hold.remote(session_id) for writer in writers), strict=True):
+            if isinstance(said, Exception):  # what it may still write there it will find gone
+                logger.warning("%s does not let go of session %s: %s", writer, session_id, said)
+        try:
+            return await asyncio.wrap_future(self._writing().delete(session_id))
+        finally:
+            for writer in writers:
+                writer.release.remote(session_id)
+
+    async def place(self) -> tuple[str, str | None]:
+        """The store's node, and what marks its directory for other nodes; None of object storage."""
+        return ray.get_runtime_context().get_node_id(), self._mark
+
+    async def note(self, session_id: str, entries: Sequence[Entry], file: StoredFile) -> None:
+        """List runs that another node's writer has made durable."""
+        await asyncio.to_thread(self._catalogue.add, session_id, entries, file)
 
     async def tensor_files(self, limit: int = 100, after: str | None = None) -> list[dict[str, Any]]:
         """Up to `limit` tensor files in the order of their ids, beginning behind the id `after`."""
@@ -282,20 +275,21 @@ class ActivationStore:
         """
         return await asyncio.get_running_loop().run_in_executor(self._files_pool, self._profiles.delete, name)
 
-    async def check_health(self) -> None:
-        """Raise RuntimeError if nothing can be written any more until the actor is replaced."""
+    def _writing(self) -> Writer:
+        """The writer; another where it has ended by a fault, of which all who waited were told."""
         if not self._writer.alive:
-            raise RuntimeError("The activation store's writer thread has ended")
+            self._writer = self._begin_writer()
+        return self._writer
 
 
-async def _fetch(run_id: str, batches: list[ray.ObjectRef[Any]]) -> list[Any]:
-    try:
-        return await asyncio.gather(*batches)
-    except ray.exceptions.RayError as error:
-        raise StoreError(
-            f"The activations of run {run_id} were lost before they were stored "
-            f"({type(error).__name__}): send the request again."
-        ) from error
+async def _all(answers: Iterable[Awaitable[Any]]) -> list[Any]:
+    """Each answer, or the exception that came in its place."""
+    waited = [asyncio.wait_for(_awaited(answer), _HOLD_S) for answer in answers]
+    return await asyncio.gather(*waited, return_exceptions=True)
+
+
+async def _awaited(answer: Awaitable[Any]) -> Any:
+    return await answer
 
 
 def connect(root: str) -> Any:
@@ -308,8 +302,8 @@ def connect(root: str) -> Any:
     return (
         ray.remote(ActivationStore)
         .options(
-            name=f"activation store of {root}",
-            namespace="vitrine",
+            name=f"activation store of {public_uri(root)}",
+            namespace=NAMESPACE,
             get_if_exists=True,
             lifetime="detached",
             max_restarts=-1,

@@ -5,6 +5,7 @@
 
 from __future__ import annotations
 
+import logging
 import math
 import threading
 import time
@@ -12,13 +13,12 @@ from collections import deque
 from collections.abc import Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from queue import Empty, SimpleQueue
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import pyarrow as pa
 
-from deployments.activations.catalogue import Catalogue
 from deployments.activations.deleting import begin_deletion, finish_deletion
-from deployments.activations.entries import Entry
+from deployments.activations.entries import Entry, Known
 from deployments.activations.facts import RunFacts, StoredRun, StoreError, check_session_id
 from deployments.activations.failures import explain
 from deployments.activations.objects import AnyRoot
@@ -26,8 +26,12 @@ from deployments.activations.open_runs import Chunk, OpenRuns, RunName
 from deployments.activations.pool import AnyShard, Pool
 from deployments.activations.schema import batch_metadata, shard_facts
 
+_HOLD_S = 120.0  # for which a session that is being deleted is held
 _SYNCS = 8  # files that are made durable at once
 _SYNC_BYTES = 64 << 20  # an open run's bytes are fsynced in pieces of this size, so that no commit waits for gigabytes
+
+
+logger = logging.getLogger(__name__)
 
 
 class _Append(NamedTuple):
@@ -45,11 +49,18 @@ class _Abandon(NamedTuple):
     future: Future[None]
 
 
+class _Hold(NamedTuple):
+    session_id: str
+    seconds: float  # none: take its runs again
+    future: Future[None]
+
+
 class _Delete(NamedTuple):
     session_id: str
     future: Future[bool]
 
 
+_Item = _Append | _Write | _Abandon | _Delete | _Hold
 _Written = dict[AnyShard, list[tuple[Future[StoredRun], Entry]]]
 
 
@@ -71,7 +82,7 @@ class Writer:
     def __init__(
         self,
         root: AnyRoot,
-        catalogue: Catalogue,
+        catalogue: Known,
         *,
         shard_bytes: int = 1 << 30,
         open_shards: int = 64,
@@ -85,7 +96,9 @@ class Writer:
         self._syncing = ThreadPoolExecutor(_SYNCS, thread_name_prefix="activation-sync")
         self._closing = threading.Lock()
         self._closed = False
-        self._queue: SimpleQueue[_Append | _Write | _Abandon | _Delete | None] = SimpleQueue()
+        self._held: dict[str, float] = {}  # sessions that are being deleted, and until when at most
+        self._asked: list[Future[Any]] = []  # of this round
+        self._queue: SimpleQueue[_Item | None] = SimpleQueue()
         self._thread = threading.Thread(target=self._loop, name="activation-writer", daemon=True)
         self._thread.start()
 
@@ -159,6 +172,26 @@ class Writer:
         self._put(_Delete(session_id, future))
         return future
 
+    def hold(self, session_id: str) -> Future[None]:
+        """Queue: let go of a session's files, and refuse its runs until `release`, or for two minutes.
+
+        Raises:
+            StoreError: At once if the writer is closed.
+        """
+        future: Future[None] = Future()
+        self._put(_Hold(session_id, _HOLD_S, future))
+        return future
+
+    def release(self, session_id: str) -> Future[None]:
+        """Queue: take runs of the session again.
+
+        Raises:
+            StoreError: At once if the writer is closed.
+        """
+        future: Future[None] = Future()
+        self._put(_Hold(session_id, 0.0, future))
+        return future
+
     def close(self) -> None:
         """Finish what is queued, abandon open runs, seal all files, end the thread. May be called twice."""
         with self._closing:
@@ -168,24 +201,42 @@ class Writer:
         self._thread.join()
         self._syncing.shutdown()
 
-    def _put(self, item: _Append | _Write | _Abandon | _Delete) -> None:
+    def _put(self, item: _Item) -> None:
         with self._closing:  # nothing is queued behind the end
             if self._closed:
                 raise StoreError("The activation store is shutting down: send the request again")
             self._queue.put(item)
 
     def _loop(self) -> None:
-        while self._round():
-            pass
-        self._runs.abandon_all()
-        self._pool.close()
+        try:
+            while self._round():
+                pass
+            self._runs.abandon_all()
+            self._pool.close()
+        except Exception:
+            logger.exception("the writer of %s has ended", self._root)
+            self._fail_all()
+
+    def _fail_all(self) -> None:
+        """Tell all who wait, and let nobody wait any more."""
+        with self._closing:
+            self._closed = True
+        while not self._queue.empty():
+            if item := self._queue.get():
+                self._asked.append(item.future)
+        for future in self._asked:
+            if not future.done():
+                future.set_exception(
+                    StoreError("The activation store failed, its log says why: send the request again")
+                )
 
     def _round(self) -> bool:
         """Serve all that waits; false once the end was among it. Keeps no batch alive once it is written."""
         items = self._waiting()
+        self._asked = [item.future for item in items if item]
         last = None in items
         written: _Written = {}
-        ended = list[_Abandon | _Delete]()
+        ended = list[_Abandon | _Delete | _Hold]()
         while items:
             item = items.popleft()
             if item is None or not item.future.set_running_or_notify_cancel():
@@ -193,6 +244,8 @@ class Writer:
             if isinstance(item, (_Append, _Write)):
                 self._write(item, written)
                 continue
+            if isinstance(item, _Hold):
+                self._hold(item)
             if isinstance(item, _Abandon):
                 self._runs.abandon(item.name, f"Run {item.name.run_id} was abandoned: send the request again.")
             ended.append(item)
@@ -205,10 +258,12 @@ class Writer:
             if isinstance(end, _Delete):
                 self._delete(end)
             else:
+                if isinstance(end, _Hold) and end.seconds:
+                    self._pool.close(end.session_id)
                 end.future.set_result(None)
         return not last
 
-    def _waiting(self) -> deque[_Append | _Write | _Abandon | _Delete | None]:
+    def _waiting(self) -> deque[_Item | None]:
         """All that waits, or nothing once something is due."""
         due = min(self._pool.due, self._runs.due)
         try:
@@ -220,8 +275,17 @@ class Writer:
             items.append(self._queue.get())
         return items
 
+    def _hold(self, item: _Hold) -> None:
+        self._held = {name: until for name, until in self._held.items() if until > time.monotonic()}
+        self._held.pop(item.session_id, None)
+        if item.seconds:
+            self._held[item.session_id] = time.monotonic() + item.seconds
+            self._runs.abandon_session(item.session_id, f"Session {item.session_id} was deleted while the run went on.")
+
     def _write(self, item: _Append | _Write, written: _Written) -> None:
         try:
+            if self._held.get(item.chunk.name.session_id, 0.0) > time.monotonic():
+                raise StoreError(f"Session {item.chunk.name.session_id} is being deleted: send the request again.")
             shard, entry = self._runs.write(item.chunk)
         except StoreError as error:
             item.future.set_exception(error)

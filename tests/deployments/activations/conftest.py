@@ -65,9 +65,9 @@ def open_writer(tmp_path: Path) -> Iterator[Callable[..., Writer]]:
     """Opens writers on `tmp_path` as the store does when it starts; closes them at the end."""
     writers: list[Writer] = []
 
-    def opened(**options: int) -> Writer:
+    def opened(kept: bool = True, **options: int) -> Writer:
         recover(tmp_path)
-        writers.append(Writer(tmp_path, Catalogue.rebuild(tmp_path), **options))
+        writers.append(Writer(tmp_path, Catalogue.rebuild(tmp_path) if kept else Catalogue(), **options))
         return writers[-1]
 
     yield opened

@@ -101,9 +101,11 @@ def test_less_room_than_a_run_may_take_is_known_before(room):
 
 
 def test_a_disk_that_turns_read_only_fails_runs_until_it_is_writable(make, disk, room, open_sender, tmp_path):
-    sender, before, after = open_sender(idle_s=0), make("before"), make("after")
+    before, after = make("before"), make("after")
+    # A disk with files open for writing, such as a catalogue's database, cannot be remounted.
+    sender = open_sender(kept=False, idle_s=0)
     sender.finish(before)
-    sender.settled()  # a disk with files open for writing cannot be remounted
+    sender.settled()
     run("mount", "-o", "remount,ro", disk)
     for refused in (lambda: sender.finish(after), lambda: room.check(0)):
         with pytest.raises(StoreError, match="Read-only.*remount the file system"):

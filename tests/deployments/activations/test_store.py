@@ -11,6 +11,7 @@ from safetensors.torch import load as tensors
 from deployments.activations import load
 from deployments.activations.facts import StoreError
 from deployments.activations.store import ActivationStore, connect
+from deployments.activations.writer import Writer
 
 pytestmark = pytest.mark.usefixtures("cluster")
 
@@ -115,11 +116,13 @@ def test_a_store_started_again_knows_what_is_on_disk(make, store, tmp_path):
     again._writer.close()
 
 
-def test_health_fails_once_nothing_can_be_written(store):
-    asyncio.run(store.check_health())
-    store._writer.close()
-    with pytest.raises(RuntimeError, match="writer"):
-        asyncio.run(store.check_health())
+def test_after_a_fault_of_the_writer_all_who_wait_are_told_and_the_next_run_is_stored(make, store, monkeypatch):
+    made, after = make("r"), make("after")
+    with monkeypatch.context() as patched:
+        patched.setattr(Writer, "_commit", lambda *args: 1 / 0)
+        with pytest.raises(StoreError, match="log says why"):
+            asyncio.run(store.write(made.facts, [ray.put(made.batches[0])]))
+    assert asyncio.run(store.write(after.facts, [ray.put(after.batches[0])])).run_id == "after"
 
 
 def test_all_who_ask_for_a_directory_share_one_actor_that_comes_back_when_killed(make, tmp_path):

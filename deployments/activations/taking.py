@@ -1,0 +1,214 @@
+"""How runs reach a writer over Ray: by reference, in parts, on the store's node or on a replica's own."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import secrets
+from collections import OrderedDict
+from collections.abc import Iterable, Sequence
+from dataclasses import replace
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import ray
+from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
+
+from deployments.activations.facts import RunFacts, StoredRun, StoreError, public_uri
+
+if TYPE_CHECKING:  # Serve's controller and the ingress import this module too, and need no Arrow
+    from deployments.activations.entries import Entry, StoredFile
+    from deployments.activations.writer import Writer
+
+NAMESPACE = "vitrine"
+_MARK = ".store-id"  # no session id begins with '.'
+_TOLD_S = 60.0
+_KNOWN = 100_000  # runs that a node's writer remembers as stored
+
+logger = logging.getLogger(__name__)
+
+
+class TakesRuns:
+    """What a replica sends its runs to."""
+
+    def _writing(self) -> Writer:
+        raise NotImplementedError
+
+    async def append(self, session_id: str, run_id: str, part: int, batches: list[ray.ObjectRef[Any]]) -> None:
+        """Take more of a run that is not finished; `write` takes its end. Not durable yet when it answers.
+
+        Who waits for the answer before they send the next part sends no faster than the disk writes.
+
+        Args:
+            session_id: The session that the run belongs to.
+            run_id: Unique within the session.
+            part: How many parts of the run came before.
+            batches: References to record batches of `to_batch` with the run's next rows, in a list so that
+                Ray passes them on unresolved.
+
+        Raises:
+            StoreError: If a batch is lost, parts before it are missing, the run or its session was given up, or
+                the disk refuses. The run cannot be finished then.
+        """
+        found = await _fetch(run_id, batches)
+        await asyncio.wrap_future(self._writing().append(session_id, run_id, part, found))
+
+    async def write(self, run: RunFacts, batches: list[ray.ObjectRef[Any]], part: int = 0) -> StoredRun:
+        """Store a run, or the end of one: contiguous rows of one file, in order. Durable when it answers.
+
+        Args:
+            run: What the run is.
+            batches: References as for `append`; may be empty only where there are parts before.
+            part: How many parts were appended before.
+
+        Raises:
+            StoreError: As for `append`, or if the batches do not fit together.
+        """
+        found = await _fetch(run.run_id, batches)
+        return await asyncio.wrap_future(self._writing().submit(run, found, part))
+
+    async def abandon(self, session_id: str, run_id: str) -> None:
+        """Remove what was appended of a run that will not be finished, and refuse what comes of it later.
+
+        A run that is stored is kept; one that is not known is no error.
+
+        Raises:
+            StoreError: If the store is shutting down.
+        """
+        await asyncio.wrap_future(self._writing().abandon(session_id, run_id))
+
+
+class NodeWriter(TakesRuns):
+    """Writes the runs of one node's replicas, into files of its own, and tells the store of them."""
+
+    def __init__(self, root: str, store: Any) -> None:
+        """Begin to write.
+
+        Args:
+            root: As the store's, which this node sees as well.
+            store: The store's handle.
+        """
+        from deployments.activations.objects import place_of
+        from deployments.activations.writer import Writer
+
+        self._store = store
+        self._writer = Writer(place_of(root) if "://" in root else Path(root).resolve(), _Told(store))
+
+    def _writing(self) -> Writer:
+        return self._writer
+
+    async def check_room(self, size: int) -> None:
+        """As the store's."""
+        await self._store.check_room.remote(size)
+
+    async def hold(self, session_id: str) -> None:
+        """Let go of a session's files, and take no run of it until `release`, or for a minute or two."""
+        await asyncio.wrap_future(self._writer.hold(session_id))
+
+    async def release(self, session_id: str) -> None:
+        """Take runs of the session again."""
+        await asyncio.wrap_future(self._writer.release(session_id))
+
+
+class _Told:
+    """Stands for the catalogue, which is on the store's node."""
+
+    def __init__(self, store: Any) -> None:
+        self._store = store
+        self._own: OrderedDict[tuple[str, str], None] = OrderedDict()  # the oldest first
+
+    def add(self, session_id: str, entries: Iterable[Entry], file: StoredFile) -> None:
+        told = [entry._replace(facts=replace(entry.facts, interventions=[])) for entry in entries]
+        try:
+            ray.get(self._store.note.remote(session_id, told, file), timeout=_TOLD_S)
+        except (ray.exceptions.RayError, ray.exceptions.GetTimeoutError):
+            # They are on disk, and a store that starts again looks there.
+            logger.exception("the store was not told of %d runs of session %s", len(told), session_id)
+        self._own.update(dict.fromkeys((session_id, entry.facts.run_id) for entry in told))
+        while len(self._own) > _KNOWN:
+            self._own.popitem(last=False)
+
+    def holds(self, session_id: str, run_id: str) -> bool:
+        return (session_id, run_id) in self._own
+
+    def drop(self, session_id: str) -> bool:
+        raise AssertionError(f"session {session_id}: the store alone deletes")
+
+
+def mark(root: Path) -> str:
+    """What tells a store's directory from any other, also from another node; made if it is missing.
+
+    Raises:
+        OSError: The disk refuses.
+    """
+    path = root / _MARK
+    try:
+        with path.open("x") as file:
+            file.write(secrets.token_hex(16))
+    except FileExistsError:
+        pass
+    return path.read_text()
+
+
+def connect_writer(root: str, store: Any) -> Any:
+    """Who takes this node's runs.
+
+    On the store's own node that is the store, and where the node does not see its directory: then rows go there
+    over the network. Elsewhere it is a writer of the node, one for all its replicas.
+
+    Args:
+        root: The store's.
+        store: Its handle.
+    """
+    node = ray.get_runtime_context().get_node_id()
+    home, marked = ray.get(store.place.remote())
+    if node == home or (marked is not None and not _sees(Path(root), marked)):
+        return store
+    return (
+        ray.remote(NodeWriter)
+        .options(
+            name=f"{_named(root)} {node}",
+            namespace=NAMESPACE,
+            get_if_exists=True,
+            lifetime="detached",
+            max_restarts=-1,
+            max_concurrency=10_000,
+            num_cpus=0,
+            scheduling_strategy=NodeAffinitySchedulingStrategy(node, soft=False),
+        )
+        .remote(root, store)
+    )
+
+
+def node_writers(root: str) -> list[Any]:
+    """The handles of all nodes' writers of a store."""
+    names = [item["name"] for item in ray.util.list_named_actors(all_namespaces=True) if item["namespace"] == NAMESPACE]
+    found = []
+    for name in names:
+        if name.startswith(_named(root)):
+            try:
+                found.append(ray.get_actor(name, namespace=NAMESPACE))
+            except ValueError:
+                continue  # it has ended meanwhile, and its node with it
+    return found
+
+
+def _named(root: str) -> str:
+    return f"activation writer of {public_uri(root)} on"
+
+
+def _sees(root: Path, marked: str) -> bool:
+    try:
+        return (root / _MARK).read_text() == marked
+    except OSError:
+        return False
+
+
+async def _fetch(run_id: str, batches: Sequence[ray.ObjectRef[Any]]) -> list[Any]:
+    try:
+        return await asyncio.gather(*batches)
+    except ray.exceptions.RayError as error:
+        raise StoreError(
+            f"The activations of run {run_id} were lost before they were stored "
+            f"({type(error).__name__}): send the request again."
+        ) from error
