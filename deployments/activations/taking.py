@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import logging
 import secrets
-from collections import OrderedDict
+from collections import OrderedDict, deque
 from collections.abc import Iterable, Sequence
 from dataclasses import replace
 from pathlib import Path
@@ -115,15 +115,20 @@ class _Told:
 
     def __init__(self, store: Any) -> None:
         self._store = store
+        self._untold: deque[tuple[str, list[Entry], StoredFile]] = deque()
         self._own: OrderedDict[tuple[str, str], None] = OrderedDict()  # the oldest first
 
     def add(self, session_id: str, entries: Iterable[Entry], file: StoredFile) -> None:
         told = [entry._replace(facts=replace(entry.facts, interventions=[])) for entry in entries]
+        self._untold.append((session_id, told, file))
+        # It may be starting again, and have looked at this file before the runs were in it.
+        note = self._store.note.options(max_task_retries=-1)
         try:
-            ray.get(self._store.note.remote(session_id, told, file), timeout=_TOLD_S)
-        except (ray.exceptions.RayError, ray.exceptions.GetTimeoutError):
-            # They are on disk, and a store that starts again looks there.
-            logger.exception("the store was not told of %d runs of session %s", len(told), session_id)
+            while self._untold:
+                note.remote(*self._untold[0]).future().result(timeout=_TOLD_S)
+                self._untold.popleft()
+        except (ray.exceptions.RayError, TimeoutError):
+            logger.exception("the store was not told of runs of session %s yet, which are on disk", session_id)
         self._own.update(dict.fromkeys((session_id, entry.facts.run_id) for entry in told))
         while len(self._own) > _KNOWN:
             self._own.popitem(last=False)

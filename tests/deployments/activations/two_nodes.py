@@ -1,0 +1,133 @@
+"""Run by test_nodes: a store on the head node of a cluster of two, and replicas' runs from both."""
+
+from __future__ import annotations
+
+import os
+import signal
+import sys
+from pathlib import Path
+
+import ray
+import torch
+from ray.cluster_utils import Cluster
+from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
+
+sys.path.append(str(Path(__file__).parent))
+from conftest import _make as make
+
+from deployments.activations import load
+from deployments.activations.facts import StoreError
+from deployments.activations.store import connect
+from deployments.activations.taking import connect_writer, node_writers
+
+
+@ray.remote(num_cpus=0)
+class Replica:
+    """Sends runs as a replica does."""
+
+    def __init__(self, root, store):
+        self.store = store
+        self.writer = connect_writer(root, store)
+        self.made = {}
+
+    def writes_itself(self):
+        return self.writer._actor_id != self.store._actor_id
+
+    def store_run(self, name, session="session"):
+        made = make(name, session_id=session)
+        stored = ray.get(self.writer.write.remote(made.facts, [ray.put(made.batches[0])]), timeout=60)
+        return stored, made.points
+
+    def begin(self, name, session="session"):
+        self.made[name] = make(name, {"layers.0.output": torch.randn(4, 4)}, parts=2, session_id=session)
+        batch = ray.put(self.made[name].batches[0])
+        ray.get(self.writer.append.remote(session, name, 0, [batch]), timeout=60)
+
+    def finish(self, name):
+        made = self.made[name]
+        try:
+            ray.get(self.writer.write.remote(made.facts, [ray.put(made.batches[1])], 1), timeout=60)
+        except StoreError as error:
+            return str(error)
+        return "stored"
+
+
+@ray.remote(num_cpus=0)
+class Elsewhere:
+    """A store whose directory other nodes do not see."""
+
+    def place(self):
+        return "another node", "another mark"
+
+
+def pid_of_writer() -> int:
+    found = [line for line in os.popen("ps -eo pid,args").read().splitlines() if "ray::NodeWriter" in line]
+    assert len(found) == 1, found
+    return int(found[0].split()[0])
+
+
+def main(root: str) -> None:
+    cluster = Cluster(initialize_head=True, head_node_args={"num_cpus": 1}, connect=True)
+    other = cluster.add_node(num_cpus=1)
+    store = connect(root)
+    here, there = (
+        Replica.options(scheduling_strategy=NodeAffinitySchedulingStrategy(node.node_id, soft=False)).remote(
+            root, store
+        )
+        for node in (cluster.head_node, other)
+    )
+    assert [ray.get(one.writes_itself.remote()) for one in (here, there)] == [False, True]
+    runs = {name: ray.get(one.store_run.remote(name)) for name, one in (("h", here), ("t", there), ("u", there))}
+    files = {name: stored.points["layers.0.output"].uri for name, (stored, _) in runs.items()}
+    assert files["h"] != files["t"] == files["u"]
+    for name, (_, points) in runs.items():
+        assert torch.equal(load(files[name], name, verify=True)["layers.0.output"], points["layers.0.output"])
+    listed = ray.get(store.session.remote("session"))
+    assert {run["run_id"] for run in listed["runs"]} == {"h", "t", "u"}
+    print("both nodes write, and the store lists it")
+
+    ray.get([one.begin.remote(name) for name, one in (("long here", here), ("long there", there))])
+    ray.get(there.store_run.remote("kept", "other"))
+    assert ray.get(store.delete.remote("session"))
+    assert not (Path(root) / "session").exists()
+    for name, one in (("long here", here), ("long there", there)):
+        assert "was deleted while the run went on" in ray.get(one.finish.remote(name))
+    stored, points = ray.get(there.store_run.remote("again"))
+    assert torch.equal(load(stored.points["layers.0.output"].uri)["layers.0.output"], points["layers.0.output"])
+    assert [run["run_id"] for run in ray.get(store.session.remote("session"))["runs"]] == ["again"]
+    print("a deletion reaches the files of both")
+
+    ray.get(there.begin.remote("cut"))
+    os.kill(pid_of_writer(), signal.SIGKILL)
+    while True:  # until it is up again
+        try:
+            ray.get(there.store_run.remote("after"))
+            break
+        except ray.exceptions.RayTaskError as error:
+            if not isinstance(error.cause, ray.exceptions.RayError):
+                raise
+    assert "send the request again" in ray.get(there.finish.remote("cut"))
+    print("a killed writer is replaced, and what it had not finished is refused")
+
+    ray.kill(store, no_restart=False)
+    ray.get(there.store_run.remote("told", "other"))
+    while True:
+        try:
+            found = ray.get(store.session.remote("other"))
+            break
+        except ray.exceptions.ActorUnavailableError:
+            continue
+    assert {run["run_id"] for run in found["runs"]} == {"kept", "told"}
+    assert {run["run_id"] for run in ray.get(store.session.remote("session"))["runs"]} == {"again", "after"}
+    assert len(node_writers(root)) == 1
+    print("a store that starts again knows what the others wrote and hears of what they write")
+
+    elsewhere = Elsewhere.remote()
+    assert connect_writer(root, elsewhere) is elsewhere
+    print("a node that does not see the directory sends its runs to one that does")
+    ray.shutdown()
+    cluster.shutdown()
+
+
+if __name__ == "__main__":
+    main(sys.argv[1])
