@@ -6,13 +6,13 @@ import json
 import logging
 import sqlite3
 import weakref
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from threading import Lock
 from typing import Any, TypeVar
 
 from deployments.activations.database import Kept, in_memory, transaction
 from deployments.activations.entries import ENTRIES, Entry, StoredFile, entries_of, tag_line
-from deployments.activations.filling import put, refresh
+from deployments.activations.filling import forget, put, refresh
 from deployments.activations.filters import EVERYTHING, Filter
 from deployments.activations.objects import AnyRoot, beside
 from deployments.errors import RequestError
@@ -79,15 +79,29 @@ class Catalogue:
         added = list(entries)
         self._guarded(lambda database: put(database, session_id, added, file))
 
+    def small(self, most: int, many: int) -> dict[str, list[str]]:
+        """By session the URIs of its files of at most so many bytes, where there are at least so many of them."""
+        found = self._all("SELECT session, json_group_array(uri) FROM files WHERE bytes <= ? GROUP BY session", most)
+        return {session_id: json.loads(uris) for session_id, uris in found if len(json.loads(uris)) >= many}
+
+    def move(self, session_id: str, entries: Sequence[Entry], file: StoredFile, before: Sequence[str]) -> None:
+        """Say of runs that they are in a file, and no more in those that they were in before."""
+
+        def moved(database: sqlite3.Connection) -> None:
+            forget(database, before)
+            put(database, session_id, entries, file)
+
+        self._guarded(moved)
+
     def drop(self, session_id: str) -> bool:
         """Forget a session; false if it was not known."""
 
-        def forget(database: sqlite3.Connection) -> bool:
+        def dropped(database: sqlite3.Connection) -> bool:
             with transaction(database):
                 database.execute("DELETE FROM files WHERE session = ?", (session_id,))
                 return database.execute("DELETE FROM runs WHERE session = ?", (session_id,)).rowcount > 0
 
-        return self._guarded(forget)
+        return self._guarded(dropped)
 
     def holds(self, session_id: str, run_id: str) -> bool:
         """Whether the session has a run of this id."""

@@ -30,8 +30,7 @@ def begin_deletion(root: AnyRoot, session_id: str) -> Deletion | None:
         if not root.below(session_id).arrow_files():
             return None
         mark = root.file(f"{DELETED}{session_id}")
-        with mark.fs.open_output_stream(mark.path) as file:
-            file.write(session_id.encode())
+        mark.write(session_id.encode())
         return mark
     folder, trash = root / session_id, root / f"{DELETED}{secrets.token_hex(8)}"
     if not folder.is_dir() or folder.is_symlink():
@@ -49,7 +48,7 @@ def finish_deletion(deletion: Deletion) -> None:
     if isinstance(deletion, ObjectFile):
         session = deletion.folder.below(deletion.name.removeprefix(DELETED))
         session.remove_all()
-        deletion.fs.delete_file(deletion.path)
+        deletion.remove()
         return
     with directory(deletion.parent) as top:
         os.fsync(top)

@@ -28,18 +28,18 @@ logger = logging.getLogger(__name__)
 def refresh(database: sqlite3.Connection, root: AnyRoot) -> None:
     """Make the database say what the files say."""
     known = {
-        uri: (size, modified_ns, id)
-        for uri, size, modified_ns, id in database.execute("SELECT uri, bytes, modified_ns, id FROM files")
+        uri: (size, modified_ns)
+        for uri, size, modified_ns in database.execute("SELECT uri, bytes, modified_ns FROM files")
     }
     now, changed = time.time_ns(), list[Seen]()
     for file in scan(root):
         uri = file.file.as_uri()
-        if known.get(uri, ())[:2] == (file.bytes, file.modified_ns):
+        if known.get(uri) == (file.bytes, file.modified_ns):
             del known[uri]
         else:
             changed.append(file)
     if known:  # those that are gone, or to be read again
-        _forget(database, [id for _, _, id in known.values()])
+        forget(database, known)
     for file in changed:
         try:
             _read(database, file, now)
@@ -50,10 +50,12 @@ def refresh(database: sqlite3.Connection, root: AnyRoot) -> None:
             logger.exception("%s cannot be read and is not listed", file.file)
 
 
-def _forget(database: sqlite3.Connection, files: Iterable[int]) -> None:
+def forget(database: sqlite3.Connection, uris: Iterable[str]) -> None:
+    """Forget files and the runs in them: all or nothing."""
     with transaction(database):
         database.execute("CREATE TEMP TABLE gone (id INTEGER PRIMARY KEY)")
-        database.executemany("INSERT INTO gone VALUES (?)", [(id,) for id in files])
+        found = "INSERT INTO gone SELECT id FROM files WHERE uri = ?"
+        database.executemany(found, [(uri,) for uri in uris])
         sessions = "SELECT session FROM files WHERE id IN gone"
         database.execute(f"DELETE FROM runs WHERE session IN ({sessions}) AND file IN gone")
         database.execute("DELETE FROM files WHERE id IN gone")

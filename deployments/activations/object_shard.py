@@ -107,7 +107,7 @@ class ObjectShard:
 
     def _remove(self) -> None:
         with contextlib.suppress(OSError):  # it has no footer: the next start removes it
-            self._file.fs.delete_file(self._file.path)
+            self._file.remove()
 
     def _write(self, batches: Sequence[pa.RecordBatch], metadata: Sequence[dict[str, str]]) -> None:
         try:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import hashlib
 import posixpath
 from collections.abc import Iterator, Mapping, Sequence
@@ -130,6 +131,33 @@ class ObjectFile:
 
     def __repr__(self) -> str:
         return self.uri
+
+    def read(self) -> bytes:
+        """All of it.
+
+        Raises:
+            OSError: It is not there, or the store refuses.
+        """
+        with self.fs.open_input_file(self.path) as file:
+            return bytes(file.read())
+
+    def write(self, data: bytes) -> None:
+        """Put it there, or another in its place; durable when this returns.
+
+        Raises:
+            OSError: The store refuses.
+        """
+        with self.fs.open_output_stream(self.path) as file:
+            file.write(data)
+
+    def remove(self) -> None:
+        """Remove it; one that is not there is no error.
+
+        Raises:
+            OSError: The store refuses.
+        """
+        with contextlib.suppress(FileNotFoundError):
+            self.fs.delete_file(self.path)
 
     @property
     def folder(self) -> Place:

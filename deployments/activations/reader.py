@@ -17,7 +17,7 @@ from torch.utils.dlpack import from_dlpack
 
 from deployments.activations import checksums
 from deployments.activations.facts import COLUMNS, PointType, RunFacts, ShardFacts
-from deployments.activations.objects import AnyFile, FetchedBatch, ObjectFile, Place, place_of
+from deployments.activations.objects import AnyFile, AnyRoot, FetchedBatch, ObjectFile, Place, place_of
 from deployments.activations.patterns import Patterns
 from deployments.activations.schema import batch_facts, point_types, shard_facts, to_patterns, to_tensor
 
@@ -157,7 +157,7 @@ def runs(source: str | os.PathLike[str]) -> list[RunFacts]:
     return [run.facts for run in _runs_in(path_of(source))]
 
 
-def whole_run(source: str | os.PathLike[str], run_id: str, offset: int = 0) -> WholeRun | None:
+def whole_run(source: str | os.PathLike[str] | AnyFile, run_id: str, offset: int = 0) -> WholeRun | None:
     """One whole run of a file or directory (as for `load`); no tensor is read. None if it is not there.
 
     Raises:
@@ -265,14 +265,16 @@ def size_of(path: AnyFile) -> int:
     return path.size if isinstance(path, ObjectFile) else path.stat().st_size
 
 
-def path_of(source: str | os.PathLike[str]) -> AnyFile | Place:
-    """The file or directory that a path or URI means.
+def path_of(source: str | os.PathLike[str] | ObjectFile | Place) -> AnyFile | Place:
+    """The file or directory that a path or URI means; what is in object storage already as it is.
 
     A URI of object storage is a file's if it ends in `.arrow`.
 
     Raises:
         ValueError: It is a `file://` URI of another machine, or no URI of a file system.
     """
+    if isinstance(source, (ObjectFile, Place)):
+        return source
     text = os.fspath(source)
     if "://" not in text:
         return Path(text).expanduser()
@@ -283,6 +285,13 @@ def path_of(source: str | os.PathLike[str]) -> AnyFile | Place:
     if url.netloc not in ("", "localhost"):
         raise ValueError(f"{text!r} is not a file:// URI of this machine")
     return Path(unquote(url.path))
+
+
+def within(root: AnyRoot, uri: str) -> AnyFile:
+    """A store's file, by the URI that it is named by to others, which says neither keys nor settings."""
+    if isinstance(root, Place):
+        return root.file(unquote(uri.removeprefix(f"{root.uri}/")))
+    return Path(unquote(urlsplit(uri).path))
 
 
 def files_in(path: AnyFile | Place) -> list[AnyFile]:

@@ -12,7 +12,8 @@ from deployments.activations.catalogue import Catalogue
 from deployments.activations.encodings import ENCODERS, Encoded, as_arrow
 from deployments.activations.facts import StoreError
 from deployments.activations.named_tensors import tensors
-from deployments.activations.reader import files_in, path_of
+from deployments.activations.objects import AnyRoot
+from deployments.activations.reader import within
 from deployments.activations.selecting import Wanted, select
 from deployments.errors import RequestError
 
@@ -41,8 +42,9 @@ class _Reading:
 class Readings:
     """Downloads of a store's runs. Safe to use from several threads."""
 
-    def __init__(self, catalogue: Catalogue) -> None:
+    def __init__(self, catalogue: Catalogue, root: AnyRoot) -> None:
         self._catalogue = catalogue
+        self._root = root
         self._lock = threading.Lock()
         self._open: dict[str, _Reading] = {}
 
@@ -70,7 +72,7 @@ class Readings:
         wanted = Wanted(session_id, set(asked), None if points is None else set(points))
         wanted._replace(runs=runs).check(known, {name for run in asked for name in known[run]})
         files = list(dict.fromkeys(point["uri"] for run in asked for point in known[run].values()))
-        paths = [file for uri in sorted(files) for file in files_in(path_of(uri))]
+        paths = [within(self._root, uri) for uri in sorted(files)]
         if format == "arrow":
             encoded = as_arrow(paths, wanted)
         else:

@@ -64,9 +64,8 @@ class Room:
         name = f"{NEW}{secrets.token_hex(8)}"
         if isinstance(self._root, Place):
             tried = self._root.file(name)
-            with tried.fs.open_output_stream(tried.path) as stream:
-                stream.write(name.encode())
-            tried.fs.delete_file(tried.path)
+            tried.write(name.encode())
+            tried.remove()
             return
         with directory(self._root) as top:
             file = create(name, top)

@@ -71,7 +71,7 @@ class ActivationStore(TakesRuns):
         self._root, self._asked = resolved, root
         self._mark = mark(resolved) if isinstance(resolved, Path) else None
         self._rows_pool = ThreadPoolExecutor(2, thread_name_prefix="stored-rows")  # what they read is in memory at once
-        self._readings = Readings(self._catalogue)
+        self._readings = Readings(self._catalogue, resolved)
         self._data_pool = ThreadPoolExecutor(2, thread_name_prefix="downloads")
         self._tensors = TensorFiles(files)
         self._profiles = ProfileFiles(files)
@@ -129,13 +129,16 @@ class ActivationStore(TakesRuns):
             RequestError: The run has no such point or token, or there are more bytes; names the field of `from`.
             StoreError: The disk refuses.
         """
+        from deployments.activations.reader import within
         from deployments.activations.stored_rows import read_rows
 
         loop = asyncio.get_running_loop()
         if (entry := await loop.run_in_executor(self._rows_pool, self._catalogue.find, run_id)) is None:
             return None
         try:
-            return await loop.run_in_executor(self._rows_pool, read_rows, entry, points, tokens, most)
+            return await loop.run_in_executor(
+                self._rows_pool, read_rows, within(self._root, entry.uri), entry, points, tokens, most
+            )
         except OSError as error:
             raise explain(self._root, error) from error
 

@@ -11,6 +11,7 @@ from torch.utils.dlpack import from_dlpack
 from deployments.activations.entries import Entry
 from deployments.activations.facts import RunFacts
 from deployments.activations.interventions import Positions, TokenChoice
+from deployments.activations.objects import AnyFile
 from deployments.activations.reader import WholeRun, whole_run
 from deployments.activations.schema import point_types, shard_facts, to_tensor
 from deployments.activations.spec import Last
@@ -19,10 +20,13 @@ from deployments.errors import RequestError
 MOST_NAMED = 20  # points of a run that a refusal lists
 
 
-def read_rows(entry: Entry, points: Sequence[Sequence[str]], tokens: TokenChoice, most: int) -> bytes | None:
+def read_rows(
+    file: AnyFile, entry: Entry, points: Sequence[Sequence[str]], tokens: TokenChoice, most: int
+) -> bytes | None:
     """Rows of a stored run, bit for bit.
 
     Args:
+        file: Where the run is.
         entry: What the catalogue says of the run.
         points: Each by the names that it may have been recorded by, the likeliest first; a name may also be the
             module's path with its side, as the file says it.
@@ -37,7 +41,7 @@ def read_rows(entry: Entry, points: Sequence[Sequence[str]], tokens: TokenChoice
         OSError: The disk refuses.
     """
     try:
-        run = whole_run(entry.uri, entry.facts.run_id, entry.offset)
+        run = whole_run(file, entry.facts.run_id, entry.offset)
     except FileNotFoundError:
         run = None  # deleted since it was looked up
     if run is None:

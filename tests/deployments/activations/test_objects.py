@@ -2,22 +2,27 @@
 
 from __future__ import annotations
 
+import asyncio
 import threading
+import time
 from collections.abc import Callable, Iterator
 from typing import NamedTuple
 
 import pytest
+import ray
 import torch
 from object_server import Proxy, object_server
+from safetensors.torch import load as tensors
 
 import deployments.activations.objects
-from deployments.activations import load, runs
+from deployments.activations import compacting, load, runs
 from deployments.activations.catalogue import Catalogue
 from deployments.activations.exports import export
 from deployments.activations.facts import StoreError
 from deployments.activations.objects import Place, place_of
 from deployments.activations.reader import DamagedError, messages, path_of
 from deployments.activations.selecting import shards
+from deployments.activations.store import ActivationStore
 from deployments.activations.verifying import verify
 from deployments.activations.writer import Writer
 
@@ -211,3 +216,105 @@ def test_damage_in_an_object_is_named(bucket, writer, make):
     cut = path_of(bucket.uri(f"session/{file.name}"))
     assert list(messages(cut)) == []
     assert verify(cut).state == "damaged"
+
+
+def stored_apart(bucket, writer, make, count, session="session"):
+    made = [make(f"r{i:02}", {POINT: torch.randn(3, 4)}, session_id=session) for i in range(count)]
+    return made, [writer.submit(one.facts, one.batches).result() for one in made]
+
+
+def test_small_objects_become_one_and_every_uri_of_a_run_still_leads_to_it(bucket, make, monkeypatch):
+    monkeypatch.setattr(compacting, "MANY", 4)
+    catalogue = Catalogue()
+    writer = Writer(bucket.place, catalogue)
+    made, stored = stored_apart(bucket, writer, make, 6)
+    other = make("other", {OTHER: torch.randn(3, 4)})
+    writer.submit(other.facts, other.batches).result()
+    writer.close()
+    before = objects(bucket)
+    assert len(before) == 7
+    [joined] = compacting.join(bucket.place, "session", before)
+    catalogue.move(joined.session_id, joined.entries, joined.file, joined.before)
+    assert len(objects(bucket)) == 8  # readers may be at the small ones
+    compacting.sweep(bucket.place)
+    assert len(objects(bucket)) == 8
+    assert compacting.swept(bucket.place) == {("session", name_of(uri)) for uri in joined.before}
+    compacting.sweep(bucket.place, time.time() + 2 * compacting.READERS_S)
+    assert len(objects(bucket)) == 2
+    assert compacting.swept(bucket.place) == set()
+    for one, was in zip(made, stored, strict=True):
+        run = load(bucket.uri(f"session/{name_of(was.points[POINT].uri)}"), one.facts.run_id, verify=True)
+        assert torch.equal(run[POINT], one.points[POINT])
+        entry = catalogue.find(one.facts.run_id)
+        again = load(bucket.uri(f"session/{name_of(entry.uri)}"), one.facts.run_id, offset=entry.offset)
+        assert torch.equal(again[POINT], one.points[POINT])
+    fresh = Catalogue.rebuild(bucket.place)
+    assert [run["run_id"] for run in fresh.runs(limit=None)] == [run["run_id"] for run in catalogue.runs(limit=None)]
+
+
+def test_a_compaction_that_a_crash_cuts_short_loses_and_doubles_nothing(bucket, writer, make, monkeypatch):
+    monkeypatch.setattr(compacting, "MANY", 4)
+    stored_apart(bucket, writer, make, 5)
+    small = objects(bucket)
+    with monkeypatch.context() as patched:
+        patched.setattr(compacting.ObjectShard, "sync", lambda self: 1 / 0)
+        with pytest.raises(ZeroDivisionError):
+            list(compacting.join(bucket.place, "session", small))
+    assert objects(bucket) == small
+    compacting.sweep(bucket.place, time.time() + 2 * compacting.READERS_S)
+    assert objects(bucket) == small
+    list(compacting.join(bucket.place, "session", small))  # and then the process ends
+    found = Catalogue.rebuild(bucket.place)
+    assert [run["run_id"] for run in found.runs(limit=None)] == [f"r{i:02}" for i in range(5)]
+
+
+def test_damaged_objects_are_left_as_they_are(bucket, writer, make, monkeypatch):
+    monkeypatch.setattr(compacting, "MANY", 4)
+    made, _ = stored_apart(bucket, writer, make, 5)
+    small = objects(bucket)
+    file = bucket.place.below("session").file(small[2])
+    data = bytearray(file.read())
+    data[data.index(made[2].points[POINT].numpy().tobytes())] ^= 1
+    file.write(bytes(data))
+    with pytest.raises(DamagedError, match=r"r02: layers\.0\.output"):
+        list(compacting.join(bucket.place, "session", small))
+    assert objects(bucket) == small
+
+
+def test_a_store_in_object_storage_serves_what_it_holds_and_knows_it_when_it_starts_again(
+    bucket, make, tmp_path, monkeypatch, cluster
+):
+    monkeypatch.setenv("VITRINE_HOME", str(tmp_path))
+    made = [make(f"r{i}", {POINT: torch.randn(5, 4)}) for i in range(3)]
+
+    async def steps(store):
+        for one in made:
+            await store.write(one.facts, [ray.put(one.batches[0])])
+
+    store = ActivationStore(bucket.uri(""))
+    asyncio.run(steps(store))
+    asyncio.run(store.check_room(1 << 40))
+    listed = asyncio.run(store.session("session"))
+    assert [run["run_id"] for run in listed["runs"]] == ["r0", "r1", "r2"]
+    assert "secret" not in str(listed)
+
+    async def download():
+        key, length = await store.begin_data("session", None, [POINT], "safetensors")
+        body = b""
+        while piece := await store.more_data(key):
+            body += piece
+        assert len(body) == length
+        return body
+
+    found = tensors(asyncio.run(download()))
+    assert all(torch.equal(found[f"{one.facts.run_id}/{POINT}"], one.points[POINT]) for one in made)
+    rows = tensors(asyncio.run(store.rows("r1", [[POINT]], "all", 1 << 20)))
+    assert torch.equal(rows["0"], made[1].points[POINT])
+    store._writer.close()
+    store._catalogue.close()
+    bucket.server.sent = 0
+    again = ActivationStore(bucket.uri(""))
+    assert asyncio.run(again.session("session")) == listed
+    assert asyncio.run(again.delete("session"))
+    assert asyncio.run(again.session("session")) is None
+    again._writer.close()

@@ -24,7 +24,7 @@ def store(make, tmp_path):
     for run in ("r0", "r1", "r2"):
         made = make(run, {"layers.0.output": torch.randn(40, 16).bfloat16()}, parts=2)
         writer.submit(made.facts, made.batches).result()
-    yield writer, Readings(catalogue)
+    yield writer, Readings(catalogue, tmp_path)
     writer.close()
 
 
