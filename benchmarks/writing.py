@@ -1,0 +1,179 @@
+"""The activation store's writer beside the raw disk: `python -m benchmarks.writing`.
+
+Runs of six points in bfloat16 go to the store's own writer, each answered once it is durable. In the same turns as many
+bytes go by `write` to one file on the same disk, synced as often as the writer synced.
+  disk           write and fsync of the same bytes
+  disk, summed   the same, with the checksums that the store makes
+  writer         whole runs, as many at once as requests end together
+  writer, parts  the same rows, each run in four parts, as long runs come
+
+Ends with 1 where the writer's rate is below 0.85 of the disk's.
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import shutil
+import sys
+import tempfile
+import time
+from collections.abc import Callable, Sequence
+from concurrent.futures import Future
+from dataclasses import asdict
+from pathlib import Path
+from typing import Any
+
+import pyarrow as pa
+import torch
+
+from benchmarks import report
+from benchmarks.children import terminate_as_interrupt
+from benchmarks.findings import Findings
+from benchmarks.measuring import Measured, Ratio, Run, Spread, Way, as_json, in_turn, ratio
+from deployments.activations.catalogue import Catalogue
+from deployments.activations.checksums import checksums
+from deployments.activations.facts import RunFacts, ShardFacts
+from deployments.activations.schema import to_batch
+from deployments.activations.writer import Writer
+
+HIDDEN, TOKENS, PARTS = 1024, 200, 4
+POINTS = [f"layers.{layer}.{site}.output" for layer in (7, 14, 21) for site in ("input_layernorm", "mlp")]
+LEAST = 0.85
+DISK, SUMMED, WHOLE, IN_PARTS = "disk", "disk, summed", "writer", "writer, parts"
+REQUIRED = [Ratio(WHOLE, DISK), Ratio(IN_PARTS, DISK)]
+
+
+def rows(first: int, count: int, run_id: str, session: str) -> pa.RecordBatch:
+    """Some rows of a run."""
+    return to_batch(
+        ShardFacts(session, "measured", None, "measured", {}, {name: name for name in POINTS}),
+        run_id=run_id,
+        sample_id=None,
+        positions=range(first, first + count),
+        token_ids=range(first, first + count),
+        prompt_tokens=TOKENS // 2,
+        points={name: torch.randn(count, HIDDEN).bfloat16() for name in POINTS},
+    )
+
+
+class Disk:
+    """A directory of the disk, and what is written to it."""
+
+    def __init__(self, folder: Path, runs: int, at_once: int) -> None:
+        self._folder = folder
+        self._runs = runs
+        self._at_once = at_once
+        self._turn = 0
+        # Made before anything is timed, and small enough to stay in memory; the same rows again and again.
+        self._whole = [rows(0, TOKENS, "r", "s") for _ in range(at_once)]
+        self._parts = [
+            [rows(part * TOKENS // PARTS, TOKENS // PARTS, "r", "s") for part in range(PARTS)] for _ in range(at_once)
+        ]
+        self.bytes = runs * TOKENS * HIDDEN * 2 * len(POINTS)
+
+    def raw(self, summed: bool) -> Run:
+        """Write the points' bytes, and sync as often as runs end together."""
+        path = self._folder / f"raw-{self._turn}"
+        columns = [[batch[name].storage.flatten().buffers()[1] for name in POINTS] for batch in self._whole]
+        began = time.perf_counter()
+        file = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL)
+        for number in range(self._runs):
+            if summed:
+                checksums(self._whole[number % self._at_once])
+            for buffer in columns[number % self._at_once]:
+                view = memoryview(buffer)
+                while view:
+                    view = view[os.write(file, view) :]
+            if (number + 1) % self._at_once == 0 or number + 1 == self._runs:
+                os.fsync(file)
+        os.close(file)
+        return self._ended(began, path)
+
+    def written(self, send: Callable[[Writer, int], Sequence[Future[Any]]]) -> Run:
+        """Send all runs to a writer, some at once, and wait until each is durable."""
+        root = self._folder / f"store-{self._turn}"
+        root.mkdir()
+        writer = Writer(root, Catalogue.rebuild(root))
+        began = time.perf_counter()
+        for first in range(0, self._runs, self._at_once):
+            numbers = range(first, min(self._runs, first + self._at_once))
+            for future in [future for number in numbers for future in send(writer, number)]:
+                future.result()
+        run = self._ended(began, None)
+        writer.close()
+        shutil.rmtree(root)
+        return run
+
+    def whole(self, writer: Writer, number: int) -> list[Future[Any]]:
+        """Send a run at once."""
+        return [writer.submit(self._facts(number), [self._whole[number % self._at_once]])]
+
+    def in_parts(self, writer: Writer, number: int) -> list[Future[Any]]:
+        """Send a run in parts."""
+        facts, parts = self._facts(number), self._parts[number % self._at_once]
+        sent: list[Future[Any]] = [
+            writer.append(facts.session_id, facts.run_id, part, [parts[part]]) for part in range(PARTS - 1)
+        ]
+        return [*sent, writer.submit(facts, parts[PARTS - 1 :], PARTS - 1)]
+
+    def _facts(self, number: int) -> RunFacts:
+        return RunFacts(f"run-{number}", "s", "measured", 0.0, TOKENS // 2, TOKENS)
+
+    def _ended(self, began: float, path: Path | None) -> Run:
+        seconds = time.perf_counter() - began
+        self._turn += 1
+        if path:
+            path.unlink()
+        return Run((), self.bytes // 10**6, seconds)
+
+
+def show(measured: dict[str, Measured], found: dict[str, Spread]) -> None:
+    """Rates and ratios."""
+    lines = [
+        [name, f"{way.rate:,.0f}", f"{min(way.rates):,.0f} - {max(way.rates):,.0f}"] for name, way in measured.items()
+    ]
+    print(report.table("", ["", "MB/s", "range"], lines))
+    lines = [[name, f"{each.median:.2f}", f"{each.lowest:.2f} - {each.highest:.2f}"] for name, each in found.items()]
+    print(report.table("", ["ratio", "median", "range"], lines), flush=True)
+
+
+def main(arguments: list[str] | None = None) -> int:
+    """Measure, show, keep."""
+    terminate_as_interrupt()
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--bytes", type=float, default=1e9, help="of each turn")
+    parser.add_argument("--at-once", type=int, default=32, help="runs that end together")
+    parser.add_argument("--rounds", type=int, default=7)
+    parser.add_argument("--threads", type=int, default=1, help="of torch")
+    parser.add_argument("--directory", type=Path, help="on the disk that is measured")
+    parser.add_argument("--results", type=Path, default=Path("results") / "benchmark-writing", help="without a suffix")
+    options = parser.parse_args(arguments)
+    torch.set_num_threads(options.threads)
+    findings = Findings(options, unit="MB/s")
+    runs = max(1, int(options.bytes / (TOKENS * HIDDEN * 2 * len(POINTS))))
+    with tempfile.TemporaryDirectory(dir=options.directory, prefix="writing-") as name:
+        disk = Disk(Path(name), runs, options.at_once)
+        ways = [
+            Way(DISK, lambda: disk.raw(summed=False)),
+            Way(WHOLE, lambda: disk.written(disk.whole)),
+            Way(SUMMED, lambda: disk.raw(summed=True)),
+            Way(IN_PARTS, lambda: disk.written(disk.in_parts)),
+        ]
+        measured = in_turn(ways, options.rounds, lambda _: None)
+    found = {f"{each.of} / {each.to}": ratio(measured, each) for each in (*REQUIRED, Ratio(SUMMED, DISK))}
+    show(measured, found)
+    for each in REQUIRED:
+        name = f"{each.of} / {each.to}"
+        if found[name].median < LEAST:
+            findings.failed.append(f"{name}: {found[name].median:.2f} is less than {LEAST}")
+    title = f"{disk.bytes / 1e9:.1f} GB, {options.at_once} runs at once"
+    kept = {"ways": as_json(measured), "ratios": {name: asdict(spread) for name, spread in found.items()}}
+    findings.add(title, "writing", kept)
+    bars = [report.Bar(name, way.rate, min(way.rates), max(way.rates)) for name, way in measured.items()]
+    findings.charts[title] = bars
+    return findings.close()
+
+
+if __name__ == "__main__":
+    sys.exit(main())
