@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import json
 import logging
+import math
 import sqlite3
+import time
 import weakref
 from collections.abc import Callable, Iterable, Sequence
 from threading import Lock
@@ -23,6 +25,7 @@ _T = TypeVar("_T")
 logger = logging.getLogger(__name__)
 
 # By any other index what fits would have to be sorted by session.
+_AGAIN_S = 30.0  # after which files that could not be read are tried again
 _SUMS = """SELECT session, count(*), sum(tokens), sum(bytes), json_group_array(DISTINCT model),
     min(created), max(created) FROM runs INDEXED BY runs_by_session"""
 
@@ -36,6 +39,8 @@ class Catalogue:
     def __init__(self) -> None:
         """One that is empty, in memory."""
         self._lock = Lock()
+        self._files: AnyRoot | None = None
+        self._again = math.inf  # when to look at the files once more, in the monotonic clock's seconds
         self._root: AnyRoot | None = None  # whose database it keeps, if it keeps one
         self._release: Callable[[], object] = lambda: None
         database = in_memory()
@@ -56,8 +61,8 @@ class Catalogue:
             logger.warning("the catalogue of %s is held in memory: %s", root, error)
             return cls.copied(root)
         catalogue._hold(kept.connection, kept.close)
-        catalogue._root = root
-        catalogue._guarded(lambda database: refresh(database, root))
+        catalogue._root = catalogue._files = root
+        catalogue._guarded(catalogue._look)
         return catalogue
 
     @classmethod
@@ -183,6 +188,8 @@ class Catalogue:
         """Do something; where the database fails, do it in memory from then on."""
         with self._lock:
             try:
+                if time.monotonic() >= self._again:
+                    self._look(self._database)
                 return work(self._database)
             except sqlite3.Error as error:
                 root = self._root
@@ -190,10 +197,15 @@ class Catalogue:
                     raise
                 logger.exception("the catalogue of %s is held in memory from now on: %s", root, error)
             database = in_memory(beside(root))
+            self._look(database)
             self._hold(database, database.close)
             self._root = None
-            refresh(database, root)
             return work(database)
+
+    def _look(self, database: sqlite3.Connection) -> None:
+        """Read files that are not known as they are; what could not be read is tried again after a while."""
+        assert self._files is not None
+        self._again = math.inf if refresh(database, self._files) else time.monotonic() + _AGAIN_S
 
     def _hold(self, database: sqlite3.Connection, close: Callable[[], None]) -> None:
         self._release()

@@ -11,7 +11,7 @@ from collections.abc import Iterable, Sequence
 from deployments.activations.database import transaction
 from deployments.activations.entries import Entry, StoredFile, row_of
 from deployments.activations.facts import PointType
-from deployments.activations.objects import AnyRoot
+from deployments.activations.objects import AnyRoot, ObjectFile
 from deployments.activations.reader import is_sealed, whole_runs
 from deployments.activations.scanning import Seen, scan
 from deployments.activations.schema import point_types
@@ -25,14 +25,15 @@ _ADD = """INSERT INTO runs (session, run_id, file, created, model, sample_id, ta
 logger = logging.getLogger(__name__)
 
 
-def refresh(database: sqlite3.Connection, root: AnyRoot) -> None:
-    """Make the database say what the files say."""
+def refresh(database: sqlite3.Connection, root: AnyRoot) -> bool:
+    """Make the database say what the files say; false if some could not be read, which may be otherwise later."""
+    missed = list[str]()
     known = {
         uri: (size, modified_ns)
         for uri, size, modified_ns in database.execute("SELECT uri, bytes, modified_ns FROM files")
     }
     now, changed = time.time_ns(), list[Seen]()
-    for file in scan(root):
+    for file in scan(root, missed):
         uri = file.file.as_uri()
         if known.get(uri) == (file.bytes, file.modified_ns):
             del known[uri]
@@ -48,6 +49,12 @@ def refresh(database: sqlite3.Connection, root: AnyRoot) -> None:
             if type(error) in (sqlite3.OperationalError, sqlite3.DatabaseError):
                 raise  # it is the database that failed
             logger.exception("%s cannot be read and is not listed", file.file)
+            if isinstance(error, OSError):
+                missed.append(file.file.as_uri())
+        finally:
+            if isinstance(file.file, ObjectFile):
+                file.file.close()
+    return not missed
 
 
 def forget(database: sqlite3.Connection, uris: Iterable[str]) -> None:

@@ -140,8 +140,13 @@ def load(
 
 def _check(run: WholeRun, points: Sequence[str]) -> None:
     wanted = {*COLUMNS, *points}
-    pairs = zip(run.batches, run.sums, strict=True)
-    bad = dict.fromkeys(name for batch, sums in pairs for name in checksums.damaged(batch, sums) if name in wanted)
+    bad = dict[str, None]()
+    for batch, sums in zip(run.batches, run.sums, strict=True):
+        rows = batch.select([name for name in batch.schema.names if name in wanted])
+        try:
+            bad |= dict.fromkeys(checksums.damaged(rows, {name: sums[name] for name in sums if name in wanted}))
+        except pa.ArrowInvalid as error:
+            raise DamagedError(f"run {run.facts.run_id}: {error}") from error
     if bad:
         good = [name for name in points if name not in bad]
         message = f"run {run.facts.run_id}: the values of {', '.join(bad)} are not those that were written"
@@ -218,23 +223,47 @@ def _of_object(file: ObjectFile, offset: int) -> Iterator[Message]:
         return  # no file of ours
 
 
+def ends_cut(path: Path, offset: int) -> bool:
+    """Whether a file of a disk ends, behind a place, as one that was cut off in a run; else its bytes were changed.
+
+    Raises:
+        OSError: The disk refuses.
+    """
+    with path.open("rb") as file:
+        begins = file.read(len(_MAGIC))
+        if begins != _MAGIC:
+            return _MAGIC.startswith(begins)
+        stream, runs = _Stream(file), set[str]()
+        for message in _of_stream(stream, offset):
+            try:
+                facts = batch_facts(message.metadata)
+            except ValueError:
+                return False
+            if facts.run:
+                return False  # it had been whole
+            runs.add(facts.run_id)
+        return stream.short and len(runs) <= 1
+
+
 def _of_disk(path: Path, offset: int) -> Iterator[Message]:
     with path.open("rb") as file:
-        if file.read(len(_MAGIC)) != _MAGIC:
-            return
-        stream = _Stream(file)
-        try:
-            reader = pa.ipc.open_stream(stream)
-            if offset:
-                reader.read_next_batch()  # with it come the dictionaries
-                stream.position = offset
-            while True:
-                batch, metadata = reader.read_next_batch_with_custom_metadata()
-                yield Message(batch, metadata, stream.position)
-        except StopIteration:
-            return
-        except (pa.ArrowException, ValueError, OSError):
-            return  # a message that the end of the file cuts off: nothing behind it counts
+        if file.read(len(_MAGIC)) == _MAGIC:
+            yield from _of_stream(_Stream(file), offset)
+
+
+def _of_stream(stream: _Stream, offset: int) -> Iterator[Message]:
+    try:
+        reader = pa.ipc.open_stream(stream)
+        if offset:
+            reader.read_next_batch()  # with it come the dictionaries
+            stream.position = offset
+        while True:
+            batch, metadata = reader.read_next_batch_with_custom_metadata()
+            yield Message(batch, metadata, stream.position)
+    except StopIteration:
+        return
+    except (pa.ArrowException, ValueError, OSError):
+        return  # a message that the end of the file cuts off: nothing behind it counts
 
 
 def is_sealed(path: AnyFile) -> bool:
@@ -332,9 +361,11 @@ class _Stream:
         self._file = file
         self._map = memoryview(mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_COPY))
         self.position = len(_MAGIC)
+        self.short = False  # whether more was asked for than there is
 
     def read(self, size: int) -> memoryview:
         data = self._map[self.position : self.position + size]
+        self.short = len(data) < size
         if len(data) < _COPIED:
             copy = bytearray(len(data))
             data = memoryview(copy)[: os.preadv(self._file.fileno(), [copy], self.position)]

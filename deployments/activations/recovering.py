@@ -19,10 +19,13 @@ from deployments.activations.facts import names_a_session
 from deployments.activations.holding import DELETED, NEW, PULLED, take
 from deployments.activations.objects import AnyRoot, Place
 from deployments.activations.pool import FILE_NAME
-from deployments.activations.reader import is_sealed, whole_runs
+from deployments.activations.reader import WholeRun, ends_cut, is_sealed, whole_runs
 from deployments.activations.shard import directory, seal
 from deployments.activations.small_files import remove_unfinished
 from deployments.activations.verifying import read_all
+
+DAMAGED = ".damaged-"  # behind the name of the file that it was part of
+_NEW = os.O_WRONLY | os.O_CREAT | os.O_TRUNC | os.O_NOFOLLOW
 
 logger = logging.getLogger(__name__)
 
@@ -87,7 +90,7 @@ def _recover_session(path: Path) -> None:
             if FILE_NAME.fullmatch(item.name) and item.is_file(follow_symlinks=False) and not is_sealed(file):
                 try:
                     _recover_file(file, folder)
-                except (OSError, pa.ArrowException):  # one bad file must not keep the others from being served
+                except Exception:
                     logger.exception("%s has no footer and could not be given one: it is left as it is", file)
 
 
@@ -103,8 +106,10 @@ def _recover_file(path: Path, folder: int) -> None:
         size, end, schema = os.fstat(file).st_size, 0, None
         for run in whole_runs(path):
             # Without power, disks lose what was not synced, and in any order.
-            if not any(damaged(batch, sums) for batch, sums in zip(run.batches, run.sums, strict=True)):
+            if not _changed(run):
                 end, schema = run.offset + run.bytes, run.batches[0].schema
+        if size > end and not ends_cut(path, end):
+            _set_aside(path, folder, end)
         if schema is None:
             os.unlink(path.name, dir_fd=folder)
             os.fsync(folder)
@@ -114,6 +119,25 @@ def _recover_file(path: Path, folder: int) -> None:
         logger.warning("%s was sealed behind its last whole run: %d bytes behind it were cut off", path, size - end)
     finally:
         os.close(file)
+
+
+def _changed(run: WholeRun) -> bool:
+    try:
+        return any(damaged(batch, sums) for batch, sums in zip(run.batches, run.sums, strict=True))
+    except pa.ArrowInvalid:
+        return True
+
+
+def _set_aside(path: Path, folder: int, offset: int) -> None:
+    """Copy what is behind a place, and is more than a run that was cut off, before it goes."""
+    name = f"{path.name}{DAMAGED}{offset}"
+    with path.open("rb") as source, open(os.open(name, _NEW, 0o666, dir_fd=folder), "wb") as copy:
+        source.seek(offset)
+        shutil.copyfileobj(source, copy, 1 << 20)
+        copy.flush()
+        os.fsync(copy.fileno())
+    os.fsync(folder)
+    logger.error("%s is damaged behind byte %d; what is there was copied to %s", path, offset, name)
 
 
 def _seal(file: int, path: Path, schema: pa.Schema, end: int) -> None:

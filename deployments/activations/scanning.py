@@ -24,8 +24,16 @@ class Seen(NamedTuple):
     modified_ns: int
 
 
-def scan(root: AnyRoot) -> Iterator[Seen]:
-    """The Arrow files of all sessions below `root`; links are not followed, other names are passed over."""
+def scan(root: AnyRoot, missed: list[str] | None = None) -> Iterator[Seen]:
+    """The Arrow files of all sessions below `root`; links are not followed, other names are passed over.
+
+    Args:
+        root: The store's.
+        missed: Where sessions are added that could not be looked through.
+
+    Raises:
+        OSError: The root cannot be read.
+    """
     if isinstance(root, Place):
         yield from _objects(root)
         return
@@ -35,6 +43,8 @@ def scan(root: AnyRoot) -> Iterator[Seen]:
                 yield from _files(folder)
             except OSError:  # one unreadable session must not keep the others from being served
                 logger.exception("session %s cannot be read and is not listed", folder.name)
+                if missed is not None:
+                    missed.append(folder.name)
 
 
 def _files(folder: os.DirEntry[str]) -> Iterator[Seen]:

@@ -22,7 +22,6 @@ from deployments.activations.taking import NAMESPACE, TakesRuns, mark, node_writ
 if TYPE_CHECKING:
     from deployments.activations.entries import Entry, StoredFile
     from deployments.activations.objects import AnyRoot
-    from deployments.activations.writer import Writer
 
 _HOLD_S = 30.0  # for which a node's writer is waited for
 
@@ -69,6 +68,7 @@ class ActivationStore(TakesRuns):
         self._begin_writer = functools.partial(Writer, resolved, self._catalogue, **options)
         self._writer = self._begin_writer()
         self._root, self._asked = resolved, root
+        self._deleting = asyncio.Lock()
         self._mark = mark(resolved) if isinstance(resolved, Path) else None
         self._rows_pool = ThreadPoolExecutor(2, thread_name_prefix="stored-rows")  # what they read is in memory at once
         self._readings = Readings(self._catalogue, resolved)
@@ -180,6 +180,10 @@ class ActivationStore(TakesRuns):
         Raises:
             StoreError: If `session_id` can name none, or the disk refuses.
         """
+        async with self._deleting:  # else the first one's end would let runs in beside the second
+            return await self._delete(session_id)
+
+    async def _delete(self, session_id: str) -> bool:
         writers = await asyncio.to_thread(node_writers, self._asked)
         for writer, said in zip(writers, await _all(writer.hold.remote(session_id) for writer in writers), strict=True):
             if isinstance(said, Exception):  # what it may still write there it will find gone
@@ -195,8 +199,14 @@ class ActivationStore(TakesRuns):
         return ray.get_runtime_context().get_node_id(), self._mark
 
     async def note(self, session_id: str, entries: Sequence[Entry], file: StoredFile) -> None:
-        """List runs that another node's writer has made durable."""
-        await asyncio.to_thread(self._catalogue.add, session_id, entries, file)
+        """List runs that another node's writer has made durable, unless they were deleted since."""
+        if await asyncio.to_thread(self._is_there, file.uri):
+            await asyncio.to_thread(self._catalogue.add, session_id, entries, file)
+
+    def _is_there(self, uri: str) -> bool:
+        from deployments.activations.reader import within
+
+        return within(self._root, uri).exists()
 
     async def tensor_files(self, limit: int = 100, after: str | None = None) -> list[dict[str, Any]]:
         """Up to `limit` tensor files in the order of their ids, beginning behind the id `after`."""
@@ -277,12 +287,6 @@ class ActivationStore(TakesRuns):
             StoreError: The disk refuses.
         """
         return await asyncio.get_running_loop().run_in_executor(self._files_pool, self._profiles.delete, name)
-
-    def _writing(self) -> Writer:
-        """The writer; another where it has ended by a fault, of which all who waited were told."""
-        if not self._writer.alive:
-            self._writer = self._begin_writer()
-        return self._writer
 
 
 async def _all(answers: Iterable[Awaitable[Any]]) -> list[Any]:

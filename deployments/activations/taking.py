@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import asyncio
+import functools
 import logging
 import secrets
 from collections import OrderedDict, deque
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -22,7 +23,8 @@ if TYPE_CHECKING:  # Serve's controller and the ingress import this module too, 
 
 NAMESPACE = "vitrine"
 _MARK = ".store-id"  # no session id begins with '.'
-_TOLD_S = 60.0
+_TOLD_S = 20.0  # that a commit waits for the store to list its runs
+_PLACE_S = 60.0  # that a replica waits for a store that looks through its files
 _KNOWN = 100_000  # runs that a node's writer remembers as stored
 
 logger = logging.getLogger(__name__)
@@ -31,8 +33,14 @@ logger = logging.getLogger(__name__)
 class TakesRuns:
     """What a replica sends its runs to."""
 
+    _begin_writer: Callable[[], Writer]
+    _writer: Writer
+
     def _writing(self) -> Writer:
-        raise NotImplementedError
+        """The writer; another where it has ended by a fault, of which all who waited were told."""
+        if not self._writer.alive:
+            self._writer = self._begin_writer()
+        return self._writer
 
     async def append(self, session_id: str, run_id: str, part: int, batches: list[ray.ObjectRef[Any]]) -> None:
         """Take more of a run that is not finished; `write` takes its end. Not durable yet when it answers.
@@ -92,10 +100,9 @@ class NodeWriter(TakesRuns):
         from deployments.activations.writer import Writer
 
         self._store = store
-        self._writer = Writer(place_of(root) if "://" in root else Path(root).resolve(), _Told(store))
-
-    def _writing(self) -> Writer:
-        return self._writer
+        at = place_of(root) if "://" in root else Path(root).resolve()
+        self._begin_writer = functools.partial(Writer, at, _Told(store))
+        self._writer = self._begin_writer()
 
     async def check_room(self, size: int) -> None:
         """As the store's."""
@@ -103,11 +110,11 @@ class NodeWriter(TakesRuns):
 
     async def hold(self, session_id: str) -> None:
         """Let go of a session's files, and take no run of it until `release`, or for a minute or two."""
-        await asyncio.wrap_future(self._writer.hold(session_id))
+        await asyncio.wrap_future(self._writing().hold(session_id))
 
     async def release(self, session_id: str) -> None:
         """Take runs of the session again."""
-        await asyncio.wrap_future(self._writer.release(session_id))
+        await asyncio.wrap_future(self._writing().release(session_id))
 
 
 class _Told:
@@ -123,12 +130,15 @@ class _Told:
         self._untold.append((session_id, told, file))
         # It may be starting again, and have looked at this file before the runs were in it.
         note = self._store.note.options(max_task_retries=-1)
-        try:
-            while self._untold:
+        while self._untold:
+            try:
                 note.remote(*self._untold[0]).future().result(timeout=_TOLD_S)
-                self._untold.popleft()
-        except (ray.exceptions.RayError, TimeoutError):
-            logger.exception("the store was not told of runs of session %s yet, which are on disk", session_id)
+            except ray.exceptions.RayTaskError:  # it will never take it
+                logger.exception("the store refuses to list runs of %s, which are on disk", self._untold[0][2].uri)
+            except (ray.exceptions.RayError, TimeoutError):
+                logger.exception("the store is not told of runs of session %s yet, which are on disk", session_id)
+                break
+            self._untold.popleft()
         self._own.update(dict.fromkeys((session_id, entry.facts.run_id) for entry in told))
         while len(self._own) > _KNOWN:
             self._own.popitem(last=False)
@@ -143,16 +153,17 @@ class _Told:
 def mark(root: Path) -> str:
     """What tells a store's directory from any other, also from another node; made if it is missing.
 
-    Raises:
-        OSError: The disk refuses.
+    A disk that refuses it leaves one that no other node finds: then all send their runs to the store.
     """
-    path = root / _MARK
+    from deployments.activations.small_files import write
+
     try:
-        with path.open("x") as file:
-            file.write(secrets.token_hex(16))
-    except FileExistsError:
-        pass
-    return path.read_text()
+        if not (root / _MARK).exists():
+            write(root, ".", _MARK, secrets.token_hex(16).encode())
+        return (root / _MARK).read_text()
+    except OSError:
+        logger.exception("%s cannot be marked: runs of other nodes go over the network", root)
+        return secrets.token_hex(16)
 
 
 def connect_writer(root: str, store: Any) -> Any:
@@ -166,7 +177,11 @@ def connect_writer(root: str, store: Any) -> Any:
         store: Its handle.
     """
     node = ray.get_runtime_context().get_node_id()
-    home, marked = ray.get(store.place.remote())
+    try:
+        home, marked = ray.get(store.place.remote(), timeout=_PLACE_S)
+    except (ray.exceptions.RayError, ray.exceptions.GetTimeoutError):
+        logger.exception("the activation store does not say where it is: runs of this node go there over the network")
+        return store
     if node == home or (marked is not None and not _sees(Path(root), marked)):
         return store
     return (

@@ -5,6 +5,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import logging
 import math
 import threading
@@ -224,6 +225,9 @@ class Writer:
         while not self._queue.empty():
             if item := self._queue.get():
                 self._asked.append(item.future)
+        with contextlib.suppress(Exception):  # what it was at may be what is broken
+            self._runs.abandon_all()
+            self._pool.close()
         for future in self._asked:
             if not future.done():
                 future.set_exception(

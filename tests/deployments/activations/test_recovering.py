@@ -11,11 +11,13 @@ import pytest
 import torch
 
 from deployments.activations import load, runs
+from deployments.activations.catalogue import Catalogue
 from deployments.activations.holding import create, held
 from deployments.activations.reader import is_sealed, whole_runs
 from deployments.activations.recovering import recover
 from deployments.activations.shard import directory
 from deployments.activations.verifying import verify
+from deployments.activations.writer import Writer
 
 POINT = "layers.0.output"
 
@@ -144,3 +146,31 @@ def test_what_was_on_its_way_in_or_out_is_removed_unless_somebody_holds_it(tmp_p
     assert {path.name for path in tmp_path.iterdir()} == {".pull-going-on", ".new-going-on"}
     recover(tmp_path)
     assert list(tmp_path.iterdir()) == []
+
+
+def test_what_is_damaged_rather_than_cut_off_is_set_aside_before_the_file_is_sealed(tmp_path, make, caplog):
+    writer = Writer(tmp_path, Catalogue(), idle_s=3600)
+    made = [make(f"r{i}", {"p": torch.randn(50, 30)}) for i in range(6)]
+    for one in made:
+        writer.submit(one.facts, one.batches).result()
+    [path] = (tmp_path / "session").glob("*.arrow")
+    data = path.read_bytes()  # a server that ends now leaves this
+    writer.close()
+    ends = [run.offset + run.bytes for run in whole_runs(path)]
+    for number, at in ((2, ends[1] + 8), (0, 20), (5, len(data) - 900)):  # what describes a batch; the schema; a value
+        folder = tmp_path / f"copy-{number}"
+        (folder / "session").mkdir(parents=True)
+        broken = bytearray(data)
+        broken[at : at + 4] = b"\xff\xff\xff\x7f"
+        copy = folder / "session" / path.name
+        copy.write_bytes(broken)
+        recover(folder)
+        kept = [run.run_id for run in runs(copy)] if copy.exists() else []
+        assert kept == [f"r{i}" for i in range(number)]
+        start = ends[number - 1] if number else 0
+        [aside] = (folder / "session").glob(f"{path.name}.damaged-*")
+        assert aside.read_bytes() == bytes(broken[start:])
+        assert "copied to" in caplog.text
+        assert [run["run_id"] for run in Catalogue.rebuild(folder).runs()] == kept
+        recover(folder)
+        assert len(list((folder / "session").iterdir())) == 1 + copy.exists()
