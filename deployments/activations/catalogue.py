@@ -53,7 +53,7 @@ class Catalogue:
         """
         catalogue = cls()
         try:
-            kept = Kept(_folder(root, make=True))
+            kept = Kept(local_folder(root, make=True))
         except (OSError, sqlite3.Error) as error:
             logger.warning("the catalogue of %s is held in memory: %s", root, error)
             return cls.copied(root)
@@ -66,7 +66,7 @@ class Catalogue:
     def copied(cls, root: AnyRoot) -> Catalogue:
         """The same in memory, beside whoever keeps the directory's database: nothing is written."""
         catalogue = cls()
-        database = in_memory(_folder(root))
+        database = in_memory(local_folder(root))
         catalogue._hold(database, database.close)
         refresh(database, root)
         return catalogue
@@ -94,6 +94,20 @@ class Catalogue:
     def holds(self, session_id: str, run_id: str) -> bool:
         """Whether the session has a run of this id."""
         return bool(self._all("SELECT 1 FROM runs WHERE run_id = ? AND session = ?", run_id, session_id))
+
+    def knows(self, session_id: str) -> bool:
+        """Whether the session has a run."""
+        return bool(self._all("SELECT 1 FROM runs WHERE session = ? LIMIT 1", session_id))
+
+    def sizes(self) -> dict[str, int]:
+        """The bytes of each session's files."""
+        return dict(self._all("SELECT session, sum(bytes) FROM files GROUP BY session"))
+
+    def last_runs(self) -> list[tuple[str, float]]:
+        """Of each session that has a run when the last was made, in Unix seconds."""
+        last = "SELECT max(created) FROM runs WHERE session = known.session"
+        found = self._all(f"SELECT session, ({last}) FROM (SELECT DISTINCT session FROM files) AS known")
+        return [(session_id, created) for session_id, created in found if created is not None]
 
     def find(self, run_id: str) -> Entry | None:
         """A run by its id, which the server makes unique; None if there is none."""
@@ -177,7 +191,7 @@ class Catalogue:
                 if root is None:
                     raise
                 logger.exception("the catalogue of %s is held in memory from now on: %s", root, error)
-            database = in_memory(_folder(root))
+            database = in_memory(local_folder(root))
             self._hold(database, database.close)
             self._root = None
             refresh(database, root)
@@ -190,8 +204,8 @@ class Catalogue:
         release.atexit = False  # a writer's thread may still need it
 
 
-def _folder(root: AnyRoot, make: bool = False) -> Path:
-    """Where a root's database is kept: in it, or, of object storage, on this machine."""
+def local_folder(root: AnyRoot, make: bool = False) -> Path:
+    """Where a root's database and small files are kept: in it, or, of object storage, on this machine."""
     if isinstance(root, Path):
         return root
     folder = home() / "catalogues" / hashlib.sha256(root.uri.encode()).hexdigest()[:32]

@@ -5,7 +5,7 @@ from __future__ import annotations
 import re
 import secrets
 import time
-from collections import OrderedDict
+from collections import Counter, OrderedDict
 from itertools import count
 from pathlib import Path
 
@@ -48,6 +48,8 @@ class Pool:
         self._idle_s = idle_s
         self._taken: set[AnyShard] = set()
         self._idle: OrderedDict[AnyShard, float] = OrderedDict()  # since when, the longest first
+        self._closed = Counter(catalogue.sizes())  # bytes by session
+        self._closed_bytes = self._closed.total()
         prefix = f"{time.strftime('%Y%m%dT%H%M%S', time.gmtime())}-{secrets.token_hex(4)}"
         self._names = (f"{prefix}-{number:06}.arrow" for number in count(1))
 
@@ -99,6 +101,16 @@ class Pool:
             if session_id in (None, shard.session_id):
                 self._close(shard)
 
+    def used(self, session_id: str | None = None) -> int:
+        """Bytes of a session's files, or of all, those that are being written included."""
+        shards = [*self._taken, *self._idle]
+        being_written = sum(shard.size for shard in shards if session_id in (None, shard.session_id))
+        return being_written + (self._closed_bytes if session_id is None else self._closed[session_id])
+
+    def forget(self, session_id: str) -> None:
+        """A session was deleted, of which no shard is open."""
+        self._closed_bytes -= self._closed.pop(session_id, 0)
+
     def _new(self, session_id: str, schema: pa.Schema) -> AnyShard:
         name = next(self._names)
         if isinstance(self._root, Place):
@@ -114,4 +126,6 @@ class Pool:
         del self._idle[shard]
         shard.close()
         if shard.rows:
+            self._closed[shard.session_id] += shard.length
+            self._closed_bytes += shard.length
             self._catalogue.add(shard.session_id, [], shard.facts())

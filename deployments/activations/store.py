@@ -15,6 +15,7 @@ from deployments.activations.failures import explain
 from deployments.activations.filters import EVERYTHING, Filter
 from deployments.activations.interventions import TokenChoice
 from deployments.activations.profiles import Profile
+from deployments.activations.retention import Retention
 
 __all__ = ["ActivationStore", "StoreError", "StoredPoint", "StoredRun"]
 
@@ -35,6 +36,7 @@ class ActivationStore:
             raise ValueError(f"The activation store's root {root!r} must be an absolute path")
         # Serve's controller and the ingress import this module too, and need no Arrow.
         from deployments.activations.catalogue import Catalogue
+        from deployments.activations.pins import saved_limits
         from deployments.activations.profile_files import ProfileFiles
         from deployments.activations.readings import Readings
         from deployments.activations.recovering import make_root, recover
@@ -50,12 +52,13 @@ class ActivationStore:
             resolved, self._catalogue, shard_bytes=shard_bytes, open_shards=open_shards, lease_s=lease_s
         )
         self._root = resolved
+        self._writer.retain(saved_limits(resolved))
         self._rows_pool = ThreadPoolExecutor(2, thread_name_prefix="stored-rows")  # what they read is in memory at once
         self._readings = Readings(self._catalogue)
         self._data_pool = ThreadPoolExecutor(2, thread_name_prefix="downloads")
         self._tensors = TensorFiles(resolved)
         self._profiles = ProfileFiles(resolved)
-        self._room = Room(resolved)
+        self._room = Room(resolved, self._writer.check_quotas)
         self._room_pool = ThreadPoolExecutor(1, thread_name_prefix="room")  # one tries the disk at a time
         self._files_pool = ThreadPoolExecutor(1, thread_name_prefix="small-files")  # one changes them at a time
 
@@ -92,16 +95,17 @@ class ActivationStore:
         found = await _fetch(run.run_id, batches)
         return await asyncio.wrap_future(self._writer.submit(run, found, part))
 
-    async def check_room(self, size: int) -> None:
+    async def check_room(self, session_id: str, size: int) -> None:
         """Find out whether a run can be stored now; nothing is kept free for it.
 
         Args:
+            session_id: The session that it would belong to.
             size: The most bytes that it may have.
 
         Raises:
-            StoreError: The disk refuses, or has less room; the message says what to do.
+            StoreError: The disk refuses or has less room, or a quota has; the message says what to do.
         """
-        await asyncio.get_running_loop().run_in_executor(self._room_pool, self._room.check, size)
+        await asyncio.get_running_loop().run_in_executor(self._room_pool, self._room.check, session_id, size)
 
     async def abandon(self, session_id: str, run_id: str) -> None:
         """Remove what was appended of a run that will not be finished, and refuse what comes of it later.
@@ -116,8 +120,9 @@ class ActivationStore:
     async def sessions(
         self, limit: int = 100, after: str | None = None, filter: Filter = EVERYTHING
     ) -> list[dict[str, Any]]:
-        """Up to `limit` sessions that hold a run of the filter, as `Catalogue.sessions`."""
-        return await asyncio.to_thread(self._catalogue.sessions, limit, after, filter)
+        """Up to `limit` sessions that hold a run of the filter, as `Catalogue.sessions`, with `pinned`."""
+        found = await asyncio.to_thread(self._catalogue.sessions, limit, after, filter)
+        return [one | {"pinned": self._writer.pinned(one["id"])} for one in found]
 
     async def runs(
         self, filter: Filter = EVERYTHING, limit: int = 100, after: str | None = None
@@ -137,7 +142,8 @@ class ActivationStore:
         Raises:
             RequestError: The session has no run `after`; names `after`.
         """
-        return await asyncio.to_thread(self._catalogue.session, session_id, limit, after)
+        found = await asyncio.to_thread(self._catalogue.session, session_id, limit, after)
+        return found and found | {"pinned": self._writer.pinned(session_id)}
 
     async def rows(self, run_id: str, points: Sequence[Sequence[str]], tokens: TokenChoice, most: int) -> bytes | None:
         """Some rows of a stored run, as `stored_rows.read_rows` gives them; None if there is no such run.
@@ -199,8 +205,29 @@ class ActivationStore:
 
         Raises:
             StoreError: If `session_id` can name none, or the disk refuses.
+            RequestError: It is pinned.
         """
         return await asyncio.wrap_future(self._writer.delete(session_id))
+
+    async def pin(self, session_id: str, pinned: bool) -> bool:
+        """Pin a session, or take its pin away: true when that is durable, false if there is no such session.
+
+        Raises:
+            StoreError: As for `delete`.
+        """
+        return await asyncio.wrap_future(self._writer.pin(session_id, pinned))
+
+    async def retain(self, retention: Retention, now: float | None = None) -> list[str]:
+        """Keep to these limits from now on, also when started again; as `Writer.retain`.
+
+        Raises:
+            StoreError: If the store is shutting down.
+        """
+        from deployments.activations.pins import save_limits
+
+        gone = asyncio.wrap_future(self._writer.retain(retention, now))
+        await asyncio.get_running_loop().run_in_executor(self._files_pool, save_limits, self._root, retention)
+        return await gone
 
     async def tensor_files(self, limit: int = 100, after: str | None = None) -> list[dict[str, Any]]:
         """Up to `limit` tensor files in the order of their ids, beginning behind the id `after`."""

@@ -9,45 +9,29 @@ import math
 import threading
 import time
 from collections import deque
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from queue import Empty, SimpleQueue
-from typing import NamedTuple
+from typing import Any
 
 import pyarrow as pa
 
 from deployments.activations.catalogue import Catalogue
-from deployments.activations.deleting import begin_deletion, finish_deletion
 from deployments.activations.entries import Entry
-from deployments.activations.facts import RunFacts, StoredRun, StoreError, check_session_id
+from deployments.activations.facts import RunFacts, StoredRun, StoreError
 from deployments.activations.failures import explain
+from deployments.activations.keeping import Keeper
 from deployments.activations.objects import AnyRoot
 from deployments.activations.open_runs import Chunk, OpenRuns, RunName
+from deployments.activations.orders import Abandon, Append, Task, Write, check_batches, check_name
 from deployments.activations.pool import AnyShard, Pool
-from deployments.activations.schema import batch_metadata, shard_facts
+from deployments.activations.retention import Held, Retention
+from deployments.activations.schema import batch_metadata
+from deployments.errors import RequestError
 
 _SYNCS = 8  # files that are made durable at once
+_LOOK_S = 60.0  # between two looks for sessions that are too old
 _SYNC_BYTES = 64 << 20  # an open run's bytes are fsynced in pieces of this size, so that no commit waits for gigabytes
-
-
-class _Append(NamedTuple):
-    chunk: Chunk
-    future: Future[None]
-
-
-class _Write(NamedTuple):
-    chunk: Chunk
-    future: Future[StoredRun]
-
-
-class _Abandon(NamedTuple):
-    name: RunName
-    future: Future[None]
-
-
-class _Delete(NamedTuple):
-    session_id: str
-    future: Future[bool]
 
 
 _Written = dict[AnyShard, list[tuple[Future[StoredRun], Entry]]]
@@ -81,11 +65,13 @@ class Writer:
         self._root = root
         self._catalogue = catalogue
         self._pool = Pool(root, catalogue, shard_bytes=shard_bytes, open_shards=open_shards, idle_s=idle_s)
-        self._runs = OpenRuns(root, catalogue, self._pool, lease_s)
+        self._keeper = Keeper(root, catalogue, self._pool)
+        self._runs = OpenRuns(root, catalogue, self._pool, self._keeper, lease_s)
+        self._look = math.inf  # when to look for sessions that are too old, in the monotonic clock's seconds
         self._syncing = ThreadPoolExecutor(_SYNCS, thread_name_prefix="activation-sync")
         self._closing = threading.Lock()
         self._closed = False
-        self._queue: SimpleQueue[_Append | _Write | _Abandon | _Delete | None] = SimpleQueue()
+        self._queue: SimpleQueue[Append | Write | Abandon | Task | None] = SimpleQueue()
         self._thread = threading.Thread(target=self._loop, name="activation-writer", daemon=True)
         self._thread.start()
 
@@ -110,9 +96,9 @@ class Writer:
         name = RunName(session_id, run_id)
         if not batches:
             raise StoreError(f"Part {part} of run {run_id} has no rows: send it when there are some")
-        _check_batches(name, batches)
+        check_batches(name, batches)
         future: Future[None] = Future()
-        self._put(_Append(Chunk(name, part, list(batches), None), future))
+        self._put(Append(Chunk(name, part, list(batches), None), future))
         return future
 
     def submit(self, run: RunFacts, batches: Sequence[pa.RecordBatch], part: int = 0) -> Future[StoredRun]:
@@ -129,10 +115,10 @@ class Writer:
         name = RunName(run.session_id, run.run_id)
         if not batches and not part:
             raise StoreError(f"Run {run.run_id} has no rows: capture at least one token")
-        _check_batches(name, batches, run.model)
+        check_batches(name, batches, run.model)
         batch_metadata(run.run_id, 0, 1, run)  # what JSON cannot hold is the caller's to hear of
         future: Future[StoredRun] = Future()
-        self._put(_Write(Chunk(name, part, list(batches), run), future))
+        self._put(Write(Chunk(name, part, list(batches), run), future))
         return future
 
     def abandon(self, session_id: str, run_id: str) -> Future[None]:
@@ -144,7 +130,7 @@ class Writer:
             StoreError: At once if the writer is closed.
         """
         future: Future[None] = Future()
-        self._put(_Abandon(RunName(session_id, run_id), future))
+        self._put(Abandon(RunName(session_id, run_id), future))
         return future
 
     def delete(self, session_id: str) -> Future[bool]:
@@ -153,11 +139,56 @@ class Writer:
         Raises:
             StoreError: At once if `session_id` can name none or the writer is closed; from the future if
                 the disk refused.
+            RequestError: From the future if the session is pinned.
         """
-        _check_name(session_id)
-        future: Future[bool] = Future()
-        self._put(_Delete(session_id, future))
-        return future
+        check_name(session_id)
+        return self._behind(lambda: self._delete(session_id))
+
+    def pinned(self, session_id: str) -> bool:
+        """Whether a session is pinned."""
+        return session_id in self._keeper.pins
+
+    def pin(self, session_id: str, pinned: bool) -> Future[bool]:
+        """Queue a session's pin, or its end: true when it is durable, false if there is no such session.
+
+        Raises:
+            StoreError: As for `delete`.
+        """
+        check_name(session_id)
+        return self._behind(lambda: self._keeper.pin(session_id, pinned))
+
+    def retain(self, retention: Retention, now: float | None = None) -> Future[list[str]]:
+        """Queue other limits; answered with the sessions that were too old by them, once these are deleted.
+
+        From then on it is looked for such sessions each minute.
+
+        Args:
+            retention: The limits.
+            now: Unix seconds, of which age is told; by default those of the clock.
+
+        Raises:
+            StoreError: At once if the writer is closed.
+        """
+        return self._behind(lambda: self._retain(retention, time.time() if now is None else now))
+
+    def check_quotas(self, session_id: str, size: int) -> Future[list[Held]]:
+        """Find out whether a run of a session would be within the quotas, behind what is queued.
+
+        Args:
+            session_id: The session.
+            size: The most bytes that the run may have.
+
+        Returns:
+            From the future, the sessions that would be deleted for it.
+
+        Raises:
+            StoreError: At once if the writer is closed; from the future if it would not.
+        """
+        limits, future = self._keeper.retention, Future[list[Held]]()
+        if limits.max_store_bytes is None and limits.max_session_bytes is None:
+            future.set_result([])
+            return future
+        return self._behind(lambda: self._keeper.check(session_id, size, self._runs.busy))
 
     def close(self) -> None:
         """Finish what is queued, abandon open runs, seal all files, end the thread. May be called twice."""
@@ -168,7 +199,12 @@ class Writer:
         self._thread.join()
         self._syncing.shutdown()
 
-    def _put(self, item: _Append | _Write | _Abandon | _Delete) -> None:
+    def _behind(self, work: Callable[[], Any]) -> Future[Any]:
+        future: Future[Any] = Future()
+        self._put(Task(work, future))
+        return future
+
+    def _put(self, item: Append | Write | Abandon | Task) -> None:
         with self._closing:  # nothing is queued behind the end
             if self._closed:
                 raise StoreError("The activation store is shutting down: send the request again")
@@ -185,15 +221,15 @@ class Writer:
         items = self._waiting()
         last = None in items
         written: _Written = {}
-        ended = list[_Abandon | _Delete]()
+        ended = list[Abandon | Task]()
         while items:
             item = items.popleft()
             if item is None or not item.future.set_running_or_notify_cancel():
                 continue
-            if isinstance(item, (_Append, _Write)):
+            if isinstance(item, (Append, Write)):
                 self._write(item, written)
                 continue
-            if isinstance(item, _Abandon):
+            if isinstance(item, Abandon):
                 self._runs.abandon(item.name, f"Run {item.name.run_id} was abandoned: send the request again.")
             ended.append(item)
         failed = self._sync(list(written))
@@ -202,15 +238,17 @@ class Writer:
         self._runs.settle()
         self._pool.settle()
         for end in ended:
-            if isinstance(end, _Delete):
-                self._delete(end)
+            if isinstance(end, Task):
+                self._do(end)
             else:
                 end.future.set_result(None)
+        if time.monotonic() >= self._look:
+            self._retain(self._keeper.retention, time.time())
         return not last
 
-    def _waiting(self) -> deque[_Append | _Write | _Abandon | _Delete | None]:
+    def _waiting(self) -> deque[Append | Write | Abandon | Task | None]:
         """All that waits, or nothing once something is due."""
-        due = min(self._pool.due, self._runs.due)
+        due = min(self._pool.due, self._runs.due, self._look)
         try:
             first = self._queue.get(timeout=None if due == math.inf else max(0.0, due - time.monotonic()))
         except Empty:
@@ -220,7 +258,7 @@ class Writer:
             items.append(self._queue.get())
         return items
 
-    def _write(self, item: _Append | _Write, written: _Written) -> None:
+    def _write(self, item: Append | Write, written: _Written) -> None:
         try:
             shard, entry = self._runs.write(item.chunk)
         except StoreError as error:
@@ -228,7 +266,7 @@ class Writer:
             return
         finally:
             item.chunk.batches.clear()
-        if isinstance(item, _Append):
+        if isinstance(item, Append):
             item.future.set_result(None)
             if shard.unsynced >= _SYNC_BYTES:
                 written.setdefault(shard, [])
@@ -263,35 +301,20 @@ class Writer:
         for future, entry in runs:
             future.set_result(entry.stored())
 
-    def _delete(self, item: _Delete) -> None:
+    def _do(self, task: Task) -> None:
         try:
-            self._runs.abandon_session(item.session_id, f"Session {item.session_id} was deleted while the run went on.")
-            self._pool.close(item.session_id)
-            deletion = begin_deletion(self._root, item.session_id)
-            known = self._catalogue.drop(item.session_id)
-            if deletion:
-                finish_deletion(deletion)
-            item.future.set_result(known or deletion is not None)
+            task.future.set_result(task.work())
         except OSError as error:
-            item.future.set_exception(explain(self._root, error))
+            task.future.set_exception(explain(self._root, error))
+        except (StoreError, RequestError) as error:
+            task.future.set_exception(error)
 
+    def _delete(self, session_id: str) -> bool:
+        self._keeper.pins.check(session_id)
+        self._runs.abandon_session(session_id, f"Session {session_id} was deleted while the run went on.")
+        return self._keeper.delete(session_id)
 
-def _check_name(session_id: str) -> None:
-    try:
-        check_session_id(session_id)
-    except ValueError as error:
-        raise StoreError(str(error)) from error
-
-
-def _check_batches(name: RunName, batches: Sequence[pa.RecordBatch], model: str | None = None) -> None:
-    """Raise StoreError unless the batches are of one schema, and of the session and model."""
-    _check_name(name.session_id)
-    for schema in (batch.schema for batch in batches[:1]):
-        try:
-            shard = shard_facts(schema)
-        except ValueError as error:
-            raise StoreError(str(error)) from error
-        if shard.session_id != name.session_id or model not in (None, shard.model):
-            raise StoreError(f"Run {name.run_id} and its batches are not of one session and model")
-        if not all(batch.schema.equals(schema, check_metadata=True) for batch in batches):
-            raise StoreError(f"Run {name.run_id}: its batches differ in points, shapes or dtypes")
+    def _retain(self, retention: Retention, now: float) -> list[str]:
+        self._keeper.retention = retention
+        self._look = math.inf if retention.max_session_age_s is None else time.monotonic() + _LOOK_S
+        return self._keeper.expire(now, self._runs.busy)
