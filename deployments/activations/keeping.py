@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Set
+from collections.abc import Callable, Sequence, Set
+
+import pyarrow as pa
 
 from deployments.activations.catalogue import Catalogue
 from deployments.activations.deleting import begin_deletion, finish_deletion
@@ -63,13 +65,15 @@ class Keeper:
         what = "delete sessions that are not needed, or raise max_store_bytes"
         raise StoreError(_full("store's quota", used, most, size, what))
 
-    def make_room(self, session_id: str, size: int, busy: Busy) -> None:
-        """The same, and delete what has to be deleted.
+    def make_room(self, session_id: str, batches: Sequence[pa.RecordBatch], busy: Busy) -> None:
+        """The same for these rows, and delete what has to be deleted.
 
         Raises:
             StoreError: There is no room.
             OSError: The disk refuses a deletion.
         """
+        if not self.retention.has_quotas or not (size := sum(batch.nbytes for batch in batches)):
+            return
         for session in self.check(session_id, size, busy):
             logger.warning("session %s is deleted: the store's quota is reached, and it is the oldest", session.id)
             self.delete(session.id)

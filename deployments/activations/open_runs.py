@@ -80,8 +80,7 @@ class OpenRuns:
         """
         self._check(chunk)
         try:
-            if size := sum(batch.nbytes for batch in chunk.batches):
-                self._keeper.make_room(chunk.name.session_id, size, self.busy)
+            self._keeper.make_room(chunk.name.session_id, chunk.batches, self.busy)
             if chunk.part == 0:
                 shard = self._pool.take(chunk.name.session_id, chunk.batches[0].schema, whole=chunk.run is not None)
                 self._open[chunk.name] = _OpenRun(shard, 0, 0.0)

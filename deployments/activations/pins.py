@@ -63,22 +63,30 @@ class Pins:
             raise RequestError(message, "session_id", "session_pinned", 409)
 
 
-def saved_limits(root: AnyRoot) -> Retention:
-    """What `save_limits` saved; no limits where it saved none, or that cannot be read."""
+def saved_limits(root: AnyRoot, life: str) -> Retention:
+    """What `save_limits` saved in this life; no limits where it saved none, or that cannot be read."""
     folder, name = _LIMITS
     for item in found(local_folder(root), folder):
         try:
             if item.name == name:
-                return Retention(**json.loads(Path(item.path).read_bytes()))
-        except (OSError, ValueError, TypeError):
-            logger.exception("%s cannot be read: nothing is limited until a server starts", item.path)
+                saved = json.loads(Path(item.path).read_bytes())
+                return Retention(**saved["limits"]) if saved["life"] == life else Retention()
+        except (OSError, ValueError, TypeError, KeyError):
+            logger.exception("%s cannot be read: nothing is limited until an application starts", item.path)
     return Retention()
 
 
-def save_limits(root: AnyRoot, retention: Retention) -> None:
-    """Save limits for a store that is started again on its own; a disk that refuses, full as it may be, is logged."""
+def save_limits(root: AnyRoot, life: str, retention: Retention) -> None:
+    """Save limits for a store that comes back by itself; a disk that refuses, full as it may be, is logged.
+
+    Args:
+        root: The store's, absolute and no link.
+        life: What no store has that was started anew: its operator may have chosen other limits.
+        retention: The limits.
+    """
     try:
-        if retention != saved_limits(root):
-            write(local_folder(root, make=True), *_LIMITS, json.dumps(asdict(retention)).encode())
+        if retention != saved_limits(root, life):
+            said = json.dumps({"life": life, "limits": asdict(retention)})
+            write(local_folder(root, make=True), *_LIMITS, said.encode())
     except OSError:
-        logger.exception("the limits of %s are not saved: they hold until the store is started again", root)
+        logger.exception("the limits of %s are not saved: they hold until the store comes back by itself", root)

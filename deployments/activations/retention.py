@@ -23,6 +23,11 @@ class Retention:
     max_session_age_s: float | None = None
     delete_oldest: bool = False
 
+    @property
+    def has_quotas(self) -> bool:
+        """Whether any bytes are limited."""
+        return self.max_store_bytes is not None or self.max_session_bytes is not None
+
 
 class Held(NamedTuple):
     """A session: the bytes of its files, and when its last run was made, in Unix seconds."""

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import uuid
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
@@ -28,9 +29,17 @@ class ActivationStore:
         shard_bytes: A file of at least this length is sealed, and the next run begins another.
         open_shards: How many files stay open for more runs.
         lease_s: Seconds without a chunk after which a run that is not finished is abandoned.
+        life: The same again where the store comes back by itself, which then keeps to its last limits.
     """
 
-    def __init__(self, root: str, shard_bytes: int = 1 << 30, open_shards: int = 64, lease_s: float = 900) -> None:
+    def __init__(
+        self,
+        root: str,
+        shard_bytes: int = 1 << 30,
+        open_shards: int = 64,
+        lease_s: float = 900,
+        life: str = "",
+    ) -> None:
         if not Path(root).is_absolute():
             # An actor's working directory may be a copy that Ray throws away.
             raise ValueError(f"The activation store's root {root!r} must be an absolute path")
@@ -52,7 +61,8 @@ class ActivationStore:
             resolved, self._catalogue, shard_bytes=shard_bytes, open_shards=open_shards, lease_s=lease_s
         )
         self._root = resolved
-        self._writer.retain(saved_limits(resolved))
+        self._life = life
+        self._writer.retain(saved_limits(resolved, life))
         self._rows_pool = ThreadPoolExecutor(2, thread_name_prefix="stored-rows")  # what they read is in memory at once
         self._readings = Readings(self._catalogue)
         self._data_pool = ThreadPoolExecutor(2, thread_name_prefix="downloads")
@@ -226,7 +236,9 @@ class ActivationStore:
         from deployments.activations.pins import save_limits
 
         gone = asyncio.wrap_future(self._writer.retain(retention, now))
-        await asyncio.get_running_loop().run_in_executor(self._files_pool, save_limits, self._root, retention)
+        await asyncio.get_running_loop().run_in_executor(
+            self._files_pool, save_limits, self._root, self._life, retention
+        )
         return await gone
 
     async def tensor_files(self, limit: int = 100, after: str | None = None) -> list[dict[str, Any]]:
@@ -344,5 +356,5 @@ def connect(root: str) -> Any:
             num_cpus=0,
             resources={"node:__internal_head__": 0.001},
         )
-        .remote(root)
+        .remote(root, life=uuid.uuid4().hex)
     )

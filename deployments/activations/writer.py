@@ -184,8 +184,8 @@ class Writer:
         Raises:
             StoreError: At once if the writer is closed; from the future if it would not.
         """
-        limits, future = self._keeper.retention, Future[list[Held]]()
-        if limits.max_store_bytes is None and limits.max_session_bytes is None:
+        if not self._keeper.retention.has_quotas:
+            future: Future[list[Held]] = Future()
             future.set_result([])
             return future
         return self._behind(lambda: self._keeper.check(session_id, size, self._runs.busy))

@@ -17,9 +17,11 @@ from deployments.activations.exports import export
 from deployments.activations.facts import StoreError
 from deployments.activations.objects import Place, place_of
 from deployments.activations.reader import DamagedError, messages, path_of
+from deployments.activations.retention import Retention
 from deployments.activations.selecting import shards
 from deployments.activations.verifying import verify
 from deployments.activations.writer import Writer
+from deployments.errors import RequestError
 
 POINT, OTHER = "layers.0.output", "layers.1.output"
 
@@ -211,3 +213,28 @@ def test_damage_in_an_object_is_named(bucket, writer, make):
     cut = path_of(bucket.uri(f"session/{file.name}"))
     assert list(messages(cut)) == []
     assert verify(cut).state == "damaged"
+
+
+def test_in_object_storage_quotas_and_pins_hold_too(bucket, make, monkeypatch, tmp_path):
+    monkeypatch.setenv("VITRINE_HOME", str(tmp_path))
+    writer = Writer(bucket.place, Catalogue())
+    pinned, old, new, more = (
+        make(name, {POINT: torch.randn(64, 256)}, session_id=name, created=float(created))
+        for created, name in enumerate(("pinned", "old", "new", "more"))
+    )
+    for made in (old, pinned):
+        writer.submit(made.facts, made.batches).result()
+    assert writer.pin("pinned", True).result()
+    writer.retain(Retention(max_store_bytes=180_000, delete_oldest=True)).result()
+    writer.submit(new.facts, new.batches).result()
+    writer.submit(more.facts, more.batches).result()
+    assert [len(objects(bucket, name)) for name in ("pinned", "old", "new", "more")] == [1, 0, 0, 1]
+    with pytest.raises(RequestError, match="unpin"):
+        writer.delete("pinned").result()
+    writer.close()
+    again = Writer(bucket.place, Catalogue.rebuild(bucket.place))
+    assert again.pinned("pinned")
+    again.retain(Retention(max_store_bytes=150_000)).result()
+    with pytest.raises(StoreError, match="store's quota"):
+        again.submit(*make("late", {POINT: torch.randn(64, 256)}, session_id="late")[:2]).result()
+    again.close()

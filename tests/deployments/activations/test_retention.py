@@ -214,14 +214,15 @@ def test_a_pinned_session_is_deleted_by_nobody_until_it_is_unpinned_also_after_a
     assert os.listdir(tmp_path / ".pins") == []
 
 
-def test_limits_are_known_to_a_store_that_is_started_again_and_damaged_ones_delete_nothing(tmp_path):
+def test_limits_hold_when_a_store_comes_back_by_itself_and_not_when_another_is_started(tmp_path):
     limits = Retention(10, 20, 30.5, True)
-    save_limits(tmp_path, limits)
-    assert saved_limits(tmp_path) == limits
+    save_limits(tmp_path, "one", limits)
+    assert saved_limits(tmp_path, "one") == limits
+    assert saved_limits(tmp_path, "another") == Retention()  # its operator may have raised them
     [path] = (tmp_path / ".retention").iterdir()
-    for text in ("", "[1]", '{"unknown": 1}', "null"):
+    for text in ("", "[1]", "{}", '{"life": "one", "limits": {"unknown": 1}}', "null"):
         path.write_text(text)
-        assert saved_limits(tmp_path) == Retention()
+        assert saved_limits(tmp_path, "one") == Retention()
 
 
 def test_who_reads_keeps_what_is_mapped_and_hears_of_the_rest(keep, big, make, tmp_path):
