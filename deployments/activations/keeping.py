@@ -18,7 +18,7 @@ from deployments.activations.retention import Held, Retention, oldest
 logger = logging.getLogger(__name__)
 
 Busy = Callable[[], Set[str]]
-"""Gives the sessions of which a run is open, or not in the catalogue yet: these are not deleted by themselves."""
+"""Gives the sessions that are being written to: these are not deleted by themselves."""
 
 
 class Keeper:
@@ -125,8 +125,9 @@ class Keeper:
         return True
 
     def _deletable(self, busy: Set[str]) -> list[Held]:
+        sizes = self._pool.sizes()
         return [
-            Held(session_id, self._pool.used(session_id), last)
+            Held(session_id, sizes[session_id], last)
             for session_id, last in self._catalogue.last_runs()
             if session_id not in busy and session_id not in self.pins
         ]

@@ -62,6 +62,7 @@ class OpenRuns:
         self._open: OrderedDict[RunName, _OpenRun] = OrderedDict()  # the longest without a chunk first
         self._lost: OrderedDict[RunName, tuple[str, float]] = OrderedDict()  # why and when, the oldest first
         self._finished: set[RunName] = set()  # not yet in the catalogue
+        self._written: set[str] = set()  # sessions, since the last commit: their files are yet to be synced
 
     @property
     def due(self) -> float:
@@ -69,8 +70,8 @@ class OpenRuns:
         return next((run.touched for run in self._open.values()), float("inf")) + self._lease_s
 
     def busy(self) -> set[str]:
-        """The sessions of which a run is open, or finished and not yet in the catalogue."""
-        return {name.session_id for name in (*self._open, *self._finished)}
+        """The sessions of which a run is open, or anything was written since the last commit."""
+        return self._written | {name.session_id for name in self._open}
 
     def write(self, chunk: Chunk) -> tuple[AnyShard, Entry | None]:
         """Write one chunk to its run's shard; with the last one the run becomes an entry, not durable yet.
@@ -81,6 +82,7 @@ class OpenRuns:
         self._check(chunk)
         try:
             self._keeper.make_room(chunk.name.session_id, chunk.batches, self.busy)
+            self._written.add(chunk.name.session_id)
             if chunk.part == 0:
                 shard = self._pool.take(chunk.name.session_id, chunk.batches[0].schema, whole=chunk.run is not None)
                 self._open[chunk.name] = _OpenRun(shard, 0, 0.0)
@@ -125,6 +127,7 @@ class OpenRuns:
     def settle(self) -> None:
         """Behind a commit: abandon what has waited too long, and forget what need not be known any more."""
         self._finished.clear()
+        self._written.clear()
         now = time.monotonic()
         while self._lost and now - next(iter(self._lost.values()))[1] >= self._lease_s:
             self._lost.popitem(last=False)

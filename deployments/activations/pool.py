@@ -107,6 +107,13 @@ class Pool:
         being_written = sum(shard.size for shard in shards if session_id in (None, shard.session_id))
         return being_written + (self._closed_bytes if session_id is None else self._closed[session_id])
 
+    def sizes(self) -> Counter[str]:
+        """The same of each session."""
+        sizes = Counter(self._closed)
+        for shard in (*self._taken, *self._idle):
+            sizes[shard.session_id] += shard.size
+        return sizes
+
     def forget(self, session_id: str) -> None:
         """A session was deleted, of which no shard is open."""
         self._closed_bytes -= self._closed.pop(session_id, 0)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import os
+import threading
 
 import pytest
 import torch
@@ -160,16 +161,46 @@ def test_with_delete_oldest_the_oldest_sessions_go_but_for_pinned_and_open_ones(
     assert sessions(tmp_path) == ["new", "next", "open", "pinned"]  # nothing goes where it would not help
 
 
-def test_runs_of_one_round_are_not_deleted_for_each_other(keep, big, tmp_path):
+@pytest.fixture
+def at_once():
+    """`with at_once(writer)`: what is asked within is one round of the writer."""
+
+    @contextlib.contextmanager
+    def gathered(writer):
+        reached, gate = threading.Event(), threading.Event()
+        writer._behind(lambda: reached.set() or gate.wait())
+        reached.wait()
+        yield
+        gate.set()
+
+    return gathered
+
+
+def test_sessions_that_are_written_to_in_one_round_are_not_deleted_for_each_other(keep, big, at_once, tmp_path):
     writer = keep(max_store_bytes=2 * RUN + RUN // 2, delete_oldest=True)
-    futures = [writer.submit(*big(f"r{n}", f"s{n}", float(n))[:2]) for n in range(20)]
-    stored = {n for n, future in enumerate(futures) if not future.exception()}
-    listed = sessions(tmp_path)
-    assert len(listed) <= 2
-    assert listed
-    assert {int(name[1:]) for name in listed} <= stored
-    for name in listed:
-        assert len(runs(tmp_path / name)) == 1
+    with at_once(writer):
+        futures = [writer.submit(*big(f"r{n}", f"s{n}", float(n))[:2]) for n in range(4)]
+    assert [future.exception() is None for future in futures] == [True, True, False, False]
+    store(writer, big("next", "next", 9.0))
+    assert sessions(tmp_path) == ["next", "s1"]
+    assert [len(runs(tmp_path / name)) for name in ("next", "s1")] == [1, 1]
+
+
+def test_a_session_whose_long_run_was_given_up_in_the_same_round_is_not_deleted_in_it(
+    keep, big, at_once, tmp_path, monkeypatch
+):
+    monkeypatch.setattr("deployments.activations.writer._SYNC_BYTES", 1)
+    writer = keep(max_store_bytes=2 * RUN + RUN // 2, delete_oldest=True)
+    kept, long, new = big("kept", "old", 1.0), big("long", "old"), big("new", "new", 9.0)
+    store(writer, kept)
+    with at_once(writer):
+        writer.append("old", "long", 0, [long.batches[0]])
+        writer.abandon("old", "long")
+        large = writer.append("new", "large", 0, [batch for run in "ab" for batch in big(run, "new").batches])
+    assert "quota" in str(large.exception())
+    assert torch.equal(load(tmp_path / "old", "kept")[POINT], kept.points[POINT])
+    store(writer, new, big("newer", "new", 9.0))
+    assert sessions(tmp_path) == ["new"]
 
 
 def test_sessions_are_deleted_by_the_age_of_their_last_run_unless_pinned(keep, big, tmp_path):
