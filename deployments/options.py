@@ -77,6 +77,13 @@ class Options(BaseModel):
             their interventions.
         max_inline_values: The most numbers that `"return": "inline"` may put into an answer, and ten times as many as
             the tokens of layers that `logit_lens` may.
+        max_store_bytes: The most bytes of all stored sessions together; runs that do not fit are not stored. By default
+            no limit but the disk's.
+        max_session_bytes: The same of each session.
+        max_session_age_s: Seconds since its last run after which a session is deleted, unless it is pinned; by default
+            none is.
+        delete_oldest: Whether at `max_store_bytes` the store makes room by deleting the sessions whose last run is
+            oldest, but for pinned ones, instead of refusing the run.
         activations_dir: Where activations and clients' tensors are stored: a directory, or a URI of object storage
             (`s3://bucket/prefix`), beside which clients' tensors stay in `$VITRINE_HOME` of the head node.
         models_dir: Where models lie that may be loaded by name while the server runs: `models_dir/some/model` is
@@ -126,6 +133,10 @@ class Options(BaseModel):
     max_inline_values: int = Field(default=200_000, ge=1)
     capture_memory_bytes: int = Field(default=192 << 20, ge=1)
     max_capture_bytes: int = Field(default=4 << 30, ge=1)
+    max_store_bytes: int | None = Field(default=None, ge=1)
+    max_session_bytes: int | None = Field(default=None, ge=1)
+    max_session_age_s: float | None = Field(default=None, gt=0, allow_inf_nan=False)
+    delete_oldest: bool = False
     activations_dir: str = Field(default_factory=lambda: str(home() / "activations"))
     models_dir: str | None = None
     allow_remote_code: bool = False

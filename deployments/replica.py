@@ -276,7 +276,7 @@ class ModelReplica:
         try:
             brought = await self._holdings.bring(job.id, job.interventions)
             choices = await self._loop.run_in_executor(self._pool, self._choices, job, brought, streamed)
-            await self._runs.check_room([choice.request for choice in choices.values()])
+            await self._runs.check_room(job.session_id, [choice.request for choice in choices.values()])
         finally:
             self._preparing -= wanted
         ticket = self._delivery.open(job, choices)

@@ -80,10 +80,11 @@ class Runs:
             message = f"up to {count} numbers would come inline, the limit is {limit}: capture less, or by reference"
             raise RequestError(message, "capture.return", "capture_too_large")
 
-    async def check_room(self, requests: Sequence[Request]) -> None:
+    async def check_room(self, session_id: str, requests: Sequence[Request]) -> None:
         """Refuse, before it runs, a job whose activations are required and that the store cannot take now.
 
         Args:
+            session_id: The session that they would belong to.
             requests: As for `check`. The store is not asked where they would be answered without it.
 
         Raises:
@@ -95,7 +96,7 @@ class Runs:
         size = sum(map(RowSizes.bytes(capture, points).of, _all_rows(capture, requests)))
         try:
             async with asyncio.timeout(ROOM_S):
-                await self._store.check_room.remote(size)
+                await self._store.check_room.remote(session_id, size)
         except (StoreError, RayError, TimeoutError) as error:
             reason = str(getattr(error, "cause", None) or error) or f"the store does not answer within {ROOM_S:g} s"
             message = f"the activations cannot be stored now: {reason}"

@@ -217,11 +217,31 @@ async def session_data(
     return StreamingResponse(_closed(data.pieces), media_type=kind, headers=headers)
 
 
-@activations.delete("/session/{session_id}", dependencies=[AdminOnly], responses=described.DELETED | errors(403, 404))
+@activations.delete(
+    "/session/{session_id}",
+    dependencies=[AdminOnly],
+    responses=described.DELETED | described.IS_PINNED | errors(403, 404),
+)
 async def delete_session(session_id: SessionId, backend: Actors) -> dict[str, Any]:
-    """Delete a session; its files are gone when this answers."""
+    """Delete a session that is not pinned; its files are gone when this answers."""
     await backend.delete_session(session_id)
     return {"id": session_id, "object": "session", "deleted": True}
+
+
+@activations.put("/session/{session_id}/pin", dependencies=[AdminOnly], responses=described.PINNED | errors(403, 404))
+async def pin_session(session_id: SessionId, backend: Actors) -> dict[str, Any]:
+    """Pin a session: neither a request nor a limit of the store deletes it."""
+    await backend.pin_session(session_id, True)
+    return {"id": session_id, "object": "session", "pinned": True}
+
+
+@activations.delete(
+    "/session/{session_id}/pin", dependencies=[AdminOnly], responses=described.UNPINNED | errors(403, 404)
+)
+async def unpin_session(session_id: SessionId, backend: Actors) -> dict[str, Any]:
+    """Take a session's pin away; one that has none stays as it is."""
+    await backend.pin_session(session_id, False)
+    return {"id": session_id, "object": "session", "pinned": False}
 
 
 @tensors.post("", dependencies=[Depends(_is_a_file)], responses=described.TENSORS)

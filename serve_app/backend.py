@@ -99,9 +99,19 @@ class Backend:
         """Delete a session; its files are gone when it returns.
 
         Raises:
+            RequestError: It is pinned.
             ApiError: 404; 503.
         """
         if not await stored(self._store.delete.remote(session_id)):
+            raise _no_session(session_id)
+
+    async def pin_session(self, session_id: str, pinned: bool) -> None:
+        """Pin a session, or take its pin away; durable when it returns.
+
+        Raises:
+            ApiError: 404; 503.
+        """
+        if not await stored(self._store.pin.remote(session_id, pinned)):
             raise _no_session(session_id)
 
     async def data(

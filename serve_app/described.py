@@ -64,6 +64,14 @@ class Described(FastAPI):
 
 def errors(*statuses: int) -> Responses:
     """These failures, each with its body, an example and its headers."""
+    found: Responses = {}
+    for description, failure in FAILURES.items():
+        if failure.status in statuses:
+            found |= _failure(description, failure)
+    return found
+
+
+def _failure(description: str, failure: ApiError) -> Responses:
     return {
         failure.status: {
             "model": ErrorBody,
@@ -74,8 +82,6 @@ def errors(*statuses: int) -> Responses:
                 for name, value in HEADERS.get(failure.status, {}).items()
             },
         }
-        for description, failure in FAILURES.items()
-        if failure.status in statuses
     }
 
 
@@ -151,7 +157,7 @@ LOADED = answers({"ok": True, "model": "Qwen/Qwen3-0.6B", "savepoints": []})
 UNLOADED = answers({"ok": True, "model": "Qwen/Qwen3-0.6B"})
 
 _SESSION: dict[str, Any] = {"id": "first-steps", "runs": 1, "tokens": 23, "bytes": 8832, "models": ["vitrine-demo"]}
-_SESSION |= {"created": 1763700000.0, "updated": 1763700000.0}
+_SESSION |= {"created": 1763700000.0, "updated": 1763700000.0, "pinned": False}
 _FILE = "file:///home/ann/.vitrine/activations/first-steps/20261120T181500-5f2b0a71-000001.arrow"
 _RUN: dict[str, Any] = {"run_id": "9f1c0e7a", "session_id": "first-steps", "model": "vitrine-demo"}
 _RUN |= {
@@ -177,6 +183,12 @@ DATA: Responses = {
         },
     }
 }
+PINNED = answers({"id": "first-steps", "object": "session", "pinned": True})
+UNPINNED = answers({"id": "first-steps", "object": "session", "pinned": False})
+IS_PINNED = _failure(
+    "The session is pinned.",
+    ApiError(409, "session 'first-steps' is pinned: unpin it before you delete it", "session_id", "session_pinned"),
+)
 DELETED = answers({"id": "first-steps", "object": "session", "deleted": True})
 
 _PLACES: list[dict[str, Any]] = [

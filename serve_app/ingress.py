@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import fields
 from typing import Any
 
 from fastapi import FastAPI
@@ -9,6 +10,7 @@ from ray import serve
 from ray.serve.context import _get_global_client  # the one way to learn where the proxies listen
 from ray.serve.handle import DeploymentHandle
 
+from deployments.activations.retention import Retention
 from deployments.activations.store import connect
 from deployments.options import Options
 from serve_app.api import build_api
@@ -46,5 +48,7 @@ class Ingress:
             assert controller is not None
             check_who_may_ask(self._keys, controller.http_config.host)
         await self._store.check_health.remote()
+        limits = Retention(*(getattr(self._options, field.name) for field in fields(Retention)))
+        await self._store.retain.remote(limits)
         backend = Backend(self._options, serve.get_replica_context().app_name, self._store, not self._keys)
         return build_api(backend, self._options, self._keys)

@@ -1,23 +1,23 @@
-"""`python -m deployments.activations`: look through, check, export, fetch and delete stored activations."""
+"""`python -m deployments.activations`: look through, check, export, fetch, pin and delete stored activations."""
 
 from __future__ import annotations
 
 import argparse
 import os
-import shutil
 import sys
 from collections.abc import Sequence
 from datetime import datetime
 from pathlib import Path
+from time import time as now
 from typing import Any
 
 from deployments.activations.facts import check_session_id
 from deployments.activations.filters import EVERYTHING, Filter, tag_pairs
-from deployments.activations.holding import DELETED
 from deployments.options import home
 
 FORMATS = ("pt", "safetensors", "npz", "parquet", "hf")
 RUNNING = "A running server deletes a session of its own over HTTP: DELETE /v1/activations/session/{}"
+PIN = "/v1/activations/session/{}/pin"
 
 
 class UserError(Exception):
@@ -44,11 +44,15 @@ def _ls(args: argparse.Namespace) -> int:
         _print_runs(_catalogue(args.dir).runs(filter, None), "session_id")
         return 0
     found = _catalogue(args.dir).sessions(sys.maxsize, None, filter)
+    pins = _pins(args.dir)
     rows = [
-        (one["id"], one["runs"], one["tokens"], size(one["bytes"]), time(one["updated"]), ", ".join(one["models"]))
+        (
+            *(one["id"], one["runs"], one["tokens"], size(one["bytes"]), time(one["updated"])),
+            *("pinned" if one["id"] in pins else None, ", ".join(one["models"])),
+        )
         for one in found
     ]
-    table(("session", "runs", "tokens", "size", "updated", "models"), rows, right="runs tokens size")
+    table(("session", "runs", "tokens", "size", "updated", "pinned", "models"), rows, right="runs tokens size")
     return 0
 
 
@@ -115,15 +119,57 @@ def _verify(args: argparse.Namespace) -> int:
 
 
 def _rm(args: argparse.Namespace) -> int:
+    from deployments.activations.cleaning import alone, delete
+
     found = _session(args.dir, args.session)
+    _pins(args.dir).check(args.session)
     what = f"{args.session}: {found['runs_count']} runs, {size(found['bytes'])}"
     if not args.yes:
         raise UserError(f"{what} would be deleted: say so with --yes. {RUNNING.format(args.session)}")
-    # Renamed first, as the server does it, so that no half of a session is ever listed; its next start takes it away.
-    trash = args.dir / f"{DELETED}{os.urandom(8).hex()}"
-    (args.dir / check_session_id(args.session)).rename(trash)
-    shutil.rmtree(trash)
+    with alone(root := args.dir.resolve(), RUNNING.partition(": ")[2].format(args.session)):
+        delete(root, args.session)
     print(f"deleted {what}")
+    return 0
+
+
+def _gc(args: argparse.Namespace) -> int:
+    from deployments.activations.cleaning import alone, bytes_of, delete, plan, seconds_of
+    from deployments.activations.recovering import recover
+
+    age = seconds_of(args.older_than, "--older-than") if args.older_than else None
+    most = bytes_of(args.max_bytes, "--max-bytes") if args.max_bytes else None
+    with alone(
+        root := _root(args.dir).resolve(), "by its options max_session_age_s, max_store_bytes and delete_oldest"
+    ):
+        if args.yes:
+            recover(root)
+        sessions = _catalogue(root).sessions(sys.maxsize)
+        planned = plan(sessions, _pins(root), None if age is None else now() - age, most)
+        rows = [
+            (one.id, size(one.bytes), time(one.last), f"{why}, delete" if goes else f"{why}, but pinned: keep")
+            for one, goes, why in planned
+        ]
+        table(("session", "size", "last run", ""), rows, right="size")
+        going = [one for one, goes, _ in planned if goes]
+        left = sum(one["bytes"] for one in sessions) - (freed := sum(one.bytes for one in going))
+        for one in going if args.yes else ():
+            delete(root, one.id)
+    said = "deleted" if args.yes else "would be deleted with --yes"
+    print(f"\n{len(going)} sessions of {size(freed)} {said}, {size(left)} are left")
+    if most is not None and left > most:
+        raise UserError(f"--max-bytes {args.max_bytes} is less than the {size(left)} of pinned sessions: unpin some")
+    return 0
+
+
+def _pin(args: argparse.Namespace) -> int:
+    from deployments.activations.cleaning import alone
+
+    pinned = args.command == "pin"
+    route = f"{'PUT' if pinned else 'DELETE'} {PIN.format(args.session)}"
+    with alone(root := _root(args.dir).resolve(), route):
+        _session(root, args.session)
+        _pins(root).set(args.session, pinned)
+    print(f"{args.session} is {'pinned' if pinned else 'not pinned'}")
     return 0
 
 
@@ -184,6 +230,12 @@ def _catalogue(folder: Path) -> Any:
     from deployments.activations.catalogue import Catalogue
 
     return Catalogue.copied(_root(folder).resolve())  # a server may run, whose database is its own
+
+
+def _pins(folder: Path) -> Any:
+    from deployments.activations.pins import Pins
+
+    return Pins(folder.resolve())
 
 
 def _session(folder: Path, session: str, filter: Filter = EVERYTHING) -> dict[str, Any]:
@@ -266,6 +318,12 @@ def _parser() -> argparse.ArgumentParser:
     added = command("rm", _rm, f"delete a session. {RUNNING.format('ID')}")
     added.add_argument("session")
     added.add_argument("--yes", action="store_true", help="do it")
+    added = command("gc", _gc, "delete old sessions that are not pinned, and what killed servers left")
+    added.add_argument("--older-than", help="sessions without a run for so long: 12h, 30d, 8w")
+    added.add_argument("--max-bytes", help="the oldest sessions, until no more are left: 500GiB, 2TB")
+    added.add_argument("--yes", action="store_true", help="do it")
+    for name, help in (("pin", "keep a session from being deleted"), ("unpin", "let a session be deleted again")):
+        command(name, _pin, help).add_argument("session")
     added = command("pull", _pull, "fetch a session from a server into the store's directory")
     added.add_argument("url", help="the server's address, http://host:8000")
     added.add_argument("session")

@@ -112,6 +112,20 @@ class Catalogue:
         """Whether the session has a run of this id."""
         return bool(self._all("SELECT 1 FROM runs WHERE run_id = ? AND session = ?", run_id, session_id))
 
+    def knows(self, session_id: str) -> bool:
+        """Whether the session has a run."""
+        return bool(self._all("SELECT 1 FROM runs WHERE session = ? LIMIT 1", session_id))
+
+    def sizes(self) -> dict[str, int]:
+        """The bytes of each session's files."""
+        return dict(self._all("SELECT session, sum(bytes) FROM files GROUP BY session"))
+
+    def last_runs(self) -> list[tuple[str, float]]:
+        """Of each session that has a run when the last was made, in Unix seconds."""
+        last = "SELECT max(created) FROM runs WHERE session = known.session"
+        found = self._all(f"SELECT session, ({last}) FROM (SELECT DISTINCT session FROM files) AS known")
+        return [(session_id, created) for session_id, created in found if created is not None]
+
     def find(self, run_id: str) -> Entry | None:
         """A run by its id, which the server makes unique; None if there is none."""
         return next(iter(entries_of(self._all(f"{ENTRIES} WHERE runs.run_id = ? LIMIT 1", run_id))), None)

@@ -10,10 +10,11 @@ import json
 import logging
 import secrets
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from datetime import UTC, datetime
 from itertools import groupby
 from typing import NamedTuple
+from urllib.parse import unquote
 
 import pyarrow as pa
 
@@ -60,6 +61,26 @@ def join(root: Place, session_id: str, small: Sequence[str]) -> Iterator[Joined]
         for some in _of_a_size(list(kind)):
             if len(some) >= MANY:
                 yield _join(root, session_id, some)
+
+
+def compact(root: Place, small: Mapping[str, Sequence[str]]) -> Iterator[Joined]:
+    """Join small objects, but for those that were joined before, and sweep.
+
+    Args:
+        root: The store's.
+        small: By session, the URIs of its small objects.
+
+    Raises:
+        OSError: The store refuses.
+        DamagedError: As for `join`.
+    """
+    sweep(root)
+    before = swept(root) if small else set()
+    for session_id, uris in small.items():
+        names = [unquote(uri.rpartition("/")[2]) for uri in uris]
+        left = [name for name in names if (session_id, name) not in before]
+        if len(left) >= MANY:
+            yield from join(root, session_id, left)
 
 
 def sweep(root: Place, now: float | None = None) -> None:

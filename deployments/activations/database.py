@@ -71,6 +71,24 @@ class Kept:
             os.close(self._lock)
 
 
+@contextlib.contextmanager
+def held_alone(root: Path) -> Iterator[None]:
+    """Hold a directory as its store's process does; nothing is held where no store ever was.
+
+    Raises:
+        OSError: Another process holds it, or there are no such locks.
+    """
+    try:
+        lock = _locked(root / _LOCK, make=False)
+    except FileNotFoundError:
+        yield
+        return
+    try:
+        yield
+    finally:
+        os.close(lock)
+
+
 def in_memory(root: Path | None = None) -> sqlite3.Connection:
     """A database in memory: a copy of what a directory keeps, if that can be trusted, else empty.
 
@@ -105,8 +123,8 @@ def transaction(database: sqlite3.Connection) -> Iterator[None]:
         raise
 
 
-def _locked(path: Path) -> int:
-    lock = os.open(path, os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW, 0o666)
+def _locked(path: Path, make: bool = True) -> int:
+    lock = os.open(path, os.O_RDWR | os.O_NOFOLLOW | (os.O_CREAT if make else 0), 0o666)
     try:
         fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
     except BlockingIOError as error:

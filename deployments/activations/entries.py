@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import fields
 from typing import Any, NamedTuple, Protocol
 
@@ -61,6 +61,21 @@ class Known(Protocol):
 
     def drop(self, session_id: str) -> bool:
         """Forget a session; false if it was not known."""
+
+    def knows(self, session_id: str) -> bool:
+        """Whether the session has a run."""
+
+    def sizes(self) -> dict[str, int]:
+        """The bytes of each session's files."""
+
+    def last_runs(self) -> list[tuple[str, float]]:
+        """Of each session that has a run when the last was made, in Unix seconds."""
+
+    def small(self, most: int, many: int) -> dict[str, list[str]]:
+        """By session the URIs of its files of at most so many bytes, where there are at least so many of them."""
+
+    def move(self, session_id: str, entries: Sequence[Entry], file: StoredFile, before: Sequence[str]) -> None:
+        """Say of runs that they are in a file, and no more in those that they were in before."""
 
 
 _KEPT = [item.name for item in fields(RunFacts) if item.name != "interventions"]

@@ -44,6 +44,11 @@ class ObjectShard:
         self._stream = file.fs.open_output_stream(file.path, buffer_size=_PART)
         self._writer: Any = pa.ipc.new_file(self._stream, schema)
 
+    @property
+    def size(self) -> int:
+        """Bytes in the object, those of a run that is not finished included."""
+        return self.length if self._stream.closed else int(self._stream.tell())
+
     def facts(self) -> StoredFile:
         """The file as it is."""
         return StoredFile(self._file.uri, self.length, self.sealed, self.rows, 0 if self.sealed else None)

@@ -12,6 +12,7 @@ import pyarrow as pa
 from deployments.activations.entries import Entry, Known
 from deployments.activations.facts import RunFacts, StoreError
 from deployments.activations.failures import explain
+from deployments.activations.keeping import Keeper
 from deployments.activations.objects import AnyRoot
 from deployments.activations.pool import AnyShard, Pool
 
@@ -46,32 +47,41 @@ class OpenRuns:
         root: Where the files are.
         catalogue: Knows the runs that are stored.
         pool: Where shards come from.
+        keeper: Says whether there is room.
         lease_s: Seconds without a chunk after which a run is abandoned; for as long it is remembered why a
             run cannot go on.
     """
 
-    def __init__(self, root: AnyRoot, catalogue: Known, pool: Pool, lease_s: float) -> None:
+    def __init__(self, root: AnyRoot, catalogue: Known, pool: Pool, keeper: Keeper, lease_s: float) -> None:
         self._root = root
         self._catalogue = catalogue
         self._pool = pool
+        self._keeper = keeper
         self._lease_s = lease_s
         self._open: OrderedDict[RunName, _OpenRun] = OrderedDict()  # the longest without a chunk first
         self._lost: OrderedDict[RunName, tuple[str, float]] = OrderedDict()  # why and when, the oldest first
         self._finished: set[RunName] = set()  # not yet in the catalogue
+        self._written: set[str] = set()  # sessions, since the last commit: their files are yet to be synced
 
     @property
     def due(self) -> float:
         """When a run will have been without a chunk for too long, in the monotonic clock's seconds."""
         return next((run.touched for run in self._open.values()), float("inf")) + self._lease_s
 
+    def busy(self) -> set[str]:
+        """The sessions of which a run is open, or anything was written since the last commit."""
+        return self._written | {name.session_id for name in self._open}
+
     def write(self, chunk: Chunk) -> tuple[AnyShard, Entry | None]:
         """Write one chunk to its run's shard; with the last one the run becomes an entry, not durable yet.
 
         Raises:
-            StoreError: If the run cannot go on, or the disk refuses; after that it cannot either.
+            StoreError: If the run cannot go on, a quota is reached, or the disk refuses; after that it cannot either.
         """
         self._check(chunk)
         try:
+            self._keeper.make_room(chunk.name.session_id, chunk.batches, self.busy)
+            self._written.add(chunk.name.session_id)
             if chunk.part == 0:
                 shard = self._pool.take(chunk.name.session_id, chunk.batches[0].schema, whole=chunk.run is not None)
                 self._open[chunk.name] = _OpenRun(shard, 0, 0.0)
@@ -85,6 +95,8 @@ class OpenRuns:
             return run.shard, None
         except (OSError, pa.ArrowException) as error:
             reason = explain(self._root, error)
+        except StoreError as error:
+            reason = error.with_traceback(None)
         self._end(chunk.name)
         if not chunk.run:  # there may be more to come
             self._remember(chunk.name, str(reason))
@@ -114,6 +126,7 @@ class OpenRuns:
     def settle(self) -> None:
         """Behind a commit: abandon what has waited too long, and forget what need not be known any more."""
         self._finished.clear()
+        self._written.clear()
         now = time.monotonic()
         while self._lost and now - next(iter(self._lost.values()))[1] >= self._lease_s:
             self._lost.popitem(last=False)

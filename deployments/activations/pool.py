@@ -5,13 +5,14 @@ from __future__ import annotations
 import re
 import secrets
 import time
-from collections import OrderedDict
+from collections import Counter, OrderedDict
+from collections.abc import Mapping
 from itertools import count
 from pathlib import Path
 
 import pyarrow as pa
 
-from deployments.activations.entries import Known
+from deployments.activations.entries import Known, StoredFile
 from deployments.activations.mounts import Mount
 from deployments.activations.object_shard import ObjectShard
 from deployments.activations.objects import AnyRoot, Place
@@ -46,6 +47,9 @@ class Pool:
         self._idle_s = idle_s
         self._taken: set[AnyShard] = set()
         self._idle: OrderedDict[AnyShard, float] = OrderedDict()  # since when, the longest first
+        self._closed = Counter(catalogue.sizes())  # bytes by session
+        self._closed_bytes = self._closed.total()
+        self._others: dict[str, dict[str, int]] = {}  # bytes of other writers' files by session and URI
         prefix = f"{time.strftime('%Y%m%dT%H%M%S', time.gmtime())}-{secrets.token_hex(4)}"
         self._names = (f"{prefix}-{number:06}.arrow" for number in count(1))
 
@@ -97,6 +101,37 @@ class Pool:
             if session_id in (None, shard.session_id):
                 self._close(shard)
 
+    def used(self, session_id: str | None = None) -> int:
+        """Bytes of a session's files, or of all, those that are being written included."""
+        shards = [*self._taken, *self._idle]
+        being_written = sum(shard.size for shard in shards if session_id in (None, shard.session_id))
+        return being_written + (self._closed_bytes if session_id is None else self._closed[session_id])
+
+    def sizes(self) -> Counter[str]:
+        """The same of each session."""
+        sizes = Counter(self._closed)
+        for shard in (*self._taken, *self._idle):
+            sizes[shard.session_id] += shard.size
+        return sizes
+
+    def forget(self, session_id: str) -> None:
+        """A session was deleted, of which no shard is open."""
+        self._closed_bytes -= self._closed.pop(session_id, 0)
+        self._others.pop(session_id, None)
+
+    def count(self, session_id: str, file: StoredFile) -> None:
+        """Another writer's file is as long now."""
+        others = self._others.setdefault(session_id, {})
+        more = file.bytes - others.get(file.uri, 0)
+        others[file.uri] = file.bytes
+        self._closed[session_id] += more
+        self._closed_bytes += more
+
+    def recount(self, sizes: Mapping[str, int]) -> None:
+        """The sessions' closed files are of these bytes."""
+        self._closed = Counter(sizes)
+        self._closed_bytes = self._closed.total()
+
     def _new(self, session_id: str, schema: pa.Schema) -> AnyShard:
         name = next(self._names)
         if isinstance(self._root, Place):
@@ -112,4 +147,6 @@ class Pool:
         del self._idle[shard]
         shard.close()
         if shard.rows:
+            self._closed[shard.session_id] += shard.length
+            self._closed_bytes += shard.length
             self._catalogue.add(shard.session_id, [], shard.facts())

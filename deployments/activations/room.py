@@ -6,12 +6,15 @@ import errno
 import os
 import secrets
 import time
+from collections.abc import Callable
+from concurrent.futures import Future
 from pathlib import Path
 
 from deployments.activations.failures import explain
 from deployments.activations.holding import NEW, create
 from deployments.activations.mounts import Mount
 from deployments.activations.objects import AnyRoot, Place
+from deployments.activations.retention import Held
 from deployments.activations.shard import directory
 
 _EVERY_S = 1.0  # a disk is tried so often at most, however many ask
@@ -20,26 +23,30 @@ _EVERY_S = 1.0  # a disk is tried so often at most, however many ask
 class Room:
     """Tries one root. For one thread."""
 
-    def __init__(self, root: AnyRoot) -> None:
+    def __init__(self, root: AnyRoot, quotas: Callable[[str, int], Future[list[Held]]]) -> None:
         """Begin without having tried.
 
         Args:
             root: The store's directory, absolute and no link, or one of object storage.
+            quotas: `Writer.check_quotas`.
         """
         self._root = root
+        self._quotas = quotas
         self._mount = Mount(root) if isinstance(root, Path) else None
         self._tried = -_EVERY_S
         self._failed: OSError | None = None
 
-    def check(self, size: int) -> None:
+    def check(self, session_id: str, size: int) -> None:
         """Find out whether a run can be stored now: every reason against it stands here.
 
         Args:
+            session_id: The session that it would belong to.
             size: The most bytes that it may have.
 
         Raises:
             StoreError: It cannot; the message says why and what to do.
         """
+        self._quotas(session_id, size).result()
         try:
             self._check_writes()
             self._check_space(size)

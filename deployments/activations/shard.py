@@ -50,6 +50,11 @@ class Shard:
         """Bytes written since the last `sync`."""
         return self._sink.length - self._flushed
 
+    @property
+    def size(self) -> int:
+        """Bytes in the file, those of a run that is not finished included."""
+        return self._sink.length
+
     def facts(self) -> StoredFile:
         """The file as it is."""
         return StoredFile(self._path.as_uri(), self.length, self.sealed, self.rows, self._modified_ns)

@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import asyncio
-import functools
 import logging
+import uuid
 from collections.abc import Awaitable, Callable, Iterable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
@@ -17,11 +17,13 @@ from deployments.activations.failures import explain
 from deployments.activations.filters import EVERYTHING, Filter
 from deployments.activations.interventions import TokenChoice
 from deployments.activations.profiles import Profile
+from deployments.activations.retention import Retention
 from deployments.activations.taking import NAMESPACE, TakesRuns, mark, node_writers
 
 if TYPE_CHECKING:
     from deployments.activations.entries import Entry, StoredFile
     from deployments.activations.objects import AnyRoot
+    from deployments.activations.writer import Writer
 
 _HOLD_S = 30.0  # for which a node's writer is waited for
 
@@ -39,21 +41,29 @@ class ActivationStore(TakesRuns):
         shard_bytes: A file of at least this length is sealed, and the next run begins another.
         open_shards: How many files stay open for more runs.
         lease_s: Seconds without a chunk after which a run that is not finished is abandoned.
+        life: The same again where the store comes back by itself, which then keeps to its last limits.
     """
 
-    def __init__(self, root: str, shard_bytes: int = 1 << 30, open_shards: int = 64, lease_s: float = 900) -> None:
+    def __init__(
+        self,
+        root: str,
+        shard_bytes: int = 1 << 30,
+        open_shards: int = 64,
+        lease_s: float = 900,
+        life: str = "",
+    ) -> None:
         if "://" not in root and not Path(root).is_absolute():
             # An actor's working directory may be a copy that Ray throws away.
             raise ValueError(f"The activation store's root {root!r} must be an absolute path")
         # Serve's controller and the ingress import this module too, and need no Arrow.
         from deployments.activations.catalogue import Catalogue
         from deployments.activations.objects import beside, place_of
+        from deployments.activations.pins import saved_limits
         from deployments.activations.profile_files import ProfileFiles
         from deployments.activations.readings import Readings
         from deployments.activations.recovering import make_root, recover
         from deployments.activations.room import Room
         from deployments.activations.tensor_files import TensorFiles
-        from deployments.activations.writer import Writer
 
         if "://" in root:
             resolved: AnyRoot = place_of(root)
@@ -64,10 +74,10 @@ class ActivationStore(TakesRuns):
         files.mkdir(parents=True, exist_ok=True)
         recover(resolved)
         self._catalogue = Catalogue.rebuild(resolved)
-        options: dict[str, Any] = {"shard_bytes": shard_bytes, "open_shards": open_shards, "lease_s": lease_s}
-        self._begin_writer = functools.partial(Writer, resolved, self._catalogue, **options)
+        self._limits = saved_limits(resolved, life)
+        self._options: dict[str, Any] = {"shard_bytes": shard_bytes, "open_shards": open_shards, "lease_s": lease_s}
+        self._root, self._asked, self._life = resolved, root, life
         self._writer = self._begin_writer()
-        self._root, self._asked = resolved, root
         self._deleting = asyncio.Lock()
         self._mark = mark(resolved) if isinstance(resolved, Path) else None
         self._rows_pool = ThreadPoolExecutor(2, thread_name_prefix="stored-rows")  # what they read is in memory at once
@@ -75,26 +85,35 @@ class ActivationStore(TakesRuns):
         self._data_pool = ThreadPoolExecutor(2, thread_name_prefix="downloads")
         self._tensors = TensorFiles(files)
         self._profiles = ProfileFiles(files)
-        self._room = Room(resolved)
+        self._room = Room(resolved, lambda session_id, size: self._writing().check_quotas(session_id, size))
         self._room_pool = ThreadPoolExecutor(1, thread_name_prefix="room")  # one tries the disk at a time
         self._files_pool = ThreadPoolExecutor(1, thread_name_prefix="small-files")  # one changes them at a time
 
-    async def check_room(self, size: int) -> None:
+    def _begin_writer(self) -> Writer:
+        from deployments.activations.writer import Writer
+
+        writer = Writer(self._root, self._catalogue, **self._options)
+        writer.retain(self._limits)
+        return writer
+
+    async def check_room(self, session_id: str, size: int) -> None:
         """Find out whether a run can be stored now; nothing is kept free for it.
 
         Args:
+            session_id: The session that it would belong to.
             size: The most bytes that it may have.
 
         Raises:
-            StoreError: The disk refuses, or has less room; the message says what to do.
+            StoreError: The disk refuses or has less room, or a quota has; the message says what to do.
         """
-        await asyncio.get_running_loop().run_in_executor(self._room_pool, self._room.check, size)
+        await asyncio.get_running_loop().run_in_executor(self._room_pool, self._room.check, session_id, size)
 
     async def sessions(
         self, limit: int = 100, after: str | None = None, filter: Filter = EVERYTHING
     ) -> list[dict[str, Any]]:
-        """Up to `limit` sessions that hold a run of the filter, as `Catalogue.sessions`."""
-        return await asyncio.to_thread(self._catalogue.sessions, limit, after, filter)
+        """Up to `limit` sessions that hold a run of the filter, as `Catalogue.sessions`, with `pinned`."""
+        found = await asyncio.to_thread(self._catalogue.sessions, limit, after, filter)
+        return [one | {"pinned": self._writer.pinned(one["id"])} for one in found]
 
     async def runs(
         self, filter: Filter = EVERYTHING, limit: int = 100, after: str | None = None
@@ -114,7 +133,8 @@ class ActivationStore(TakesRuns):
         Raises:
             RequestError: The session has no run `after`; names `after`.
         """
-        return await asyncio.to_thread(self._catalogue.session, session_id, limit, after)
+        found = await asyncio.to_thread(self._catalogue.session, session_id, limit, after)
+        return found and found | {"pinned": self._writer.pinned(session_id)}
 
     async def rows(self, run_id: str, points: Sequence[Sequence[str]], tokens: TokenChoice, most: int) -> bytes | None:
         """Some rows of a stored run, as `stored_rows.read_rows` gives them; None if there is no such run.
@@ -179,6 +199,7 @@ class ActivationStore(TakesRuns):
 
         Raises:
             StoreError: If `session_id` can name none, or the disk refuses.
+            RequestError: It is pinned.
         """
         async with self._deleting:  # else the first one's end would let runs in beside the second
             return await self._delete(session_id)
@@ -202,11 +223,34 @@ class ActivationStore(TakesRuns):
         """List runs that another node's writer has made durable, unless they were deleted since."""
         if await asyncio.to_thread(self._is_there, file.uri):
             await asyncio.to_thread(self._catalogue.add, session_id, entries, file)
+            await asyncio.wrap_future(self._writing().count(session_id, file))
 
     def _is_there(self, uri: str) -> bool:
         from deployments.activations.reader import within
 
         return within(self._root, uri).exists()
+
+    async def pin(self, session_id: str, pinned: bool) -> bool:
+        """Pin a session, or take its pin away: true when that is durable, false if there is no such session.
+
+        Raises:
+            StoreError: As for `delete`.
+        """
+        return await asyncio.wrap_future(self._writer.pin(session_id, pinned))
+
+    async def retain(self, retention: Retention, now: float | None = None) -> list[str]:
+        """Keep to these limits from now on, also when started again; as `Writer.retain`.
+
+        Raises:
+            StoreError: If the store is shutting down.
+        """
+        from deployments.activations.pins import save_limits
+
+        gone = asyncio.wrap_future(self._writer.retain(retention, now))
+        await asyncio.get_running_loop().run_in_executor(
+            self._files_pool, save_limits, self._root, self._life, retention
+        )
+        return await gone
 
     async def tensor_files(self, limit: int = 100, after: str | None = None) -> list[dict[str, Any]]:
         """Up to `limit` tensor files in the order of their ids, beginning behind the id `after`."""
@@ -318,5 +362,5 @@ def connect(root: str) -> Any:
             num_cpus=0,
             resources={"node:__internal_head__": 0.001},
         )
-        .remote(root)
+        .remote(root, life=uuid.uuid4().hex)
     )

@@ -11,57 +11,36 @@ import math
 import threading
 import time
 from collections import deque
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from queue import Empty, SimpleQueue
-from typing import Any, NamedTuple
+from typing import Any
 
 import pyarrow as pa
 
-from deployments.activations.deleting import begin_deletion, finish_deletion
-from deployments.activations.entries import Entry, Known
-from deployments.activations.facts import RunFacts, StoredRun, StoreError, check_session_id
+from deployments.activations.compacting import MANY, SMALL, compact
+from deployments.activations.entries import Entry, Known, StoredFile
+from deployments.activations.facts import RunFacts, StoredRun, StoreError
 from deployments.activations.failures import explain
-from deployments.activations.objects import AnyRoot
+from deployments.activations.keeping import Keeper
+from deployments.activations.objects import AnyRoot, Place
 from deployments.activations.open_runs import Chunk, OpenRuns, RunName
+from deployments.activations.orders import Abandon, Append, Task, Write, check_batches, check_name
 from deployments.activations.pool import AnyShard, Pool
-from deployments.activations.schema import batch_metadata, shard_facts
-
-_HOLD_S = 120.0  # for which a session that is being deleted is held
-_SYNCS = 8  # files that are made durable at once
-_SYNC_BYTES = 64 << 20  # an open run's bytes are fsynced in pieces of this size, so that no commit waits for gigabytes
-
+from deployments.activations.reader import DamagedError
+from deployments.activations.retention import Held, Retention
+from deployments.activations.schema import batch_metadata
+from deployments.errors import RequestError
 
 logger = logging.getLogger(__name__)
 
-
-class _Append(NamedTuple):
-    chunk: Chunk
-    future: Future[None]
-
-
-class _Write(NamedTuple):
-    chunk: Chunk
-    future: Future[StoredRun]
+_HOLD_S = 120.0  # for which a session that is being deleted is held
+_JOIN_S = 60.0  # between two looks for small objects
+_SYNCS = 8  # files that are made durable at once
+_LOOK_S = 60.0  # between two looks for sessions that are too old
+_SYNC_BYTES = 64 << 20  # an open run's bytes are fsynced in pieces of this size, so that no commit waits for gigabytes
 
 
-class _Abandon(NamedTuple):
-    name: RunName
-    future: Future[None]
-
-
-class _Hold(NamedTuple):
-    session_id: str
-    seconds: float  # none: take its runs again
-    future: Future[None]
-
-
-class _Delete(NamedTuple):
-    session_id: str
-    future: Future[bool]
-
-
-_Item = _Append | _Write | _Abandon | _Delete | _Hold
 _Written = dict[AnyShard, list[tuple[Future[StoredRun], Entry]]]
 
 
@@ -93,13 +72,17 @@ class Writer:
         self._root = root
         self._catalogue = catalogue
         self._pool = Pool(root, catalogue, shard_bytes=shard_bytes, open_shards=open_shards, idle_s=idle_s)
-        self._runs = OpenRuns(root, catalogue, self._pool, lease_s)
+        self._keeper = Keeper(root, catalogue, self._pool)
+        self._runs = OpenRuns(root, catalogue, self._pool, self._keeper, lease_s)
+        self._look = math.inf  # when to look for sessions that are too old, in the monotonic clock's seconds
+        # When to look for small objects, in the monotonic clock's seconds.
+        self._join = time.monotonic() + _JOIN_S if isinstance(root, Place) else math.inf
+        self._held: dict[str, float] = {}  # sessions that are being deleted, and until when at most
+        self._asked: list[Future[Any]] = []  # of this round
         self._syncing = ThreadPoolExecutor(_SYNCS, thread_name_prefix="activation-sync")
         self._closing = threading.Lock()
         self._closed = False
-        self._held: dict[str, float] = {}  # sessions that are being deleted, and until when at most
-        self._asked: list[Future[Any]] = []  # of this round
-        self._queue: SimpleQueue[_Item | None] = SimpleQueue()
+        self._queue: SimpleQueue[Append | Write | Abandon | Task | None] = SimpleQueue()
         self._thread = threading.Thread(target=self._loop, name="activation-writer", daemon=True)
         self._thread.start()
 
@@ -124,9 +107,9 @@ class Writer:
         name = RunName(session_id, run_id)
         if not batches:
             raise StoreError(f"Part {part} of run {run_id} has no rows: send it when there are some")
-        _check_batches(name, batches)
+        check_batches(name, batches)
         future: Future[None] = Future()
-        self._put(_Append(Chunk(name, part, list(batches), None), future))
+        self._put(Append(Chunk(name, part, list(batches), None), future))
         return future
 
     def submit(self, run: RunFacts, batches: Sequence[pa.RecordBatch], part: int = 0) -> Future[StoredRun]:
@@ -143,10 +126,10 @@ class Writer:
         name = RunName(run.session_id, run.run_id)
         if not batches and not part:
             raise StoreError(f"Run {run.run_id} has no rows: capture at least one token")
-        _check_batches(name, batches, run.model)
+        check_batches(name, batches, run.model)
         batch_metadata(run.run_id, 0, 1, run)  # what JSON cannot hold is the caller's to hear of
         future: Future[StoredRun] = Future()
-        self._put(_Write(Chunk(name, part, list(batches), run), future))
+        self._put(Write(Chunk(name, part, list(batches), run), future))
         return future
 
     def abandon(self, session_id: str, run_id: str) -> Future[None]:
@@ -158,7 +141,7 @@ class Writer:
             StoreError: At once if the writer is closed.
         """
         future: Future[None] = Future()
-        self._put(_Abandon(RunName(session_id, run_id), future))
+        self._put(Abandon(RunName(session_id, run_id), future))
         return future
 
     def delete(self, session_id: str) -> Future[bool]:
@@ -167,11 +150,37 @@ class Writer:
         Raises:
             StoreError: At once if `session_id` can name none or the writer is closed; from the future if
                 the disk refused.
+            RequestError: From the future if the session is pinned.
         """
-        _check_name(session_id)
-        future: Future[bool] = Future()
-        self._put(_Delete(session_id, future))
-        return future
+        check_name(session_id)
+        return self._behind(lambda: self._delete(session_id))
+
+    def pinned(self, session_id: str) -> bool:
+        """Whether a session is pinned."""
+        return session_id in self._keeper.pins
+
+    def pin(self, session_id: str, pinned: bool) -> Future[bool]:
+        """Queue a session's pin, or its end: true when it is durable, false if there is no such session.
+
+        Raises:
+            StoreError: As for `delete`.
+        """
+        check_name(session_id)
+        return self._behind(lambda: self._keeper.pin(session_id, pinned))
+
+    def retain(self, retention: Retention, now: float | None = None) -> Future[list[str]]:
+        """Queue other limits; answered with the sessions that were too old by them, once these are deleted.
+
+        From then on it is looked for such sessions each minute.
+
+        Args:
+            retention: The limits.
+            now: Unix seconds, of which age is told; by default those of the clock.
+
+        Raises:
+            StoreError: At once if the writer is closed.
+        """
+        return self._behind(lambda: self._retain(retention, time.time() if now is None else now))
 
     def hold(self, session_id: str) -> Future[None]:
         """Queue: let go of a session's files, and refuse its runs until `release`, or for two minutes.
@@ -179,9 +188,7 @@ class Writer:
         Raises:
             StoreError: At once if the writer is closed.
         """
-        future: Future[None] = Future()
-        self._put(_Hold(session_id, _HOLD_S, future))
-        return future
+        return self._behind(lambda: self._hold(session_id, _HOLD_S))
 
     def release(self, session_id: str) -> Future[None]:
         """Queue: take runs of the session again.
@@ -189,9 +196,34 @@ class Writer:
         Raises:
             StoreError: At once if the writer is closed.
         """
-        future: Future[None] = Future()
-        self._put(_Hold(session_id, 0.0, future))
-        return future
+        return self._behind(lambda: self._hold(session_id, 0.0))
+
+    def count(self, session_id: str, file: StoredFile) -> Future[None]:
+        """Queue: another writer's file of the session is as long now, which quotas count.
+
+        Raises:
+            StoreError: At once if the writer is closed.
+        """
+        return self._behind(lambda: self._pool.count(session_id, file))
+
+    def check_quotas(self, session_id: str, size: int) -> Future[list[Held]]:
+        """Find out whether a run of a session would be within the quotas, behind what is queued.
+
+        Args:
+            session_id: The session.
+            size: The most bytes that the run may have.
+
+        Returns:
+            From the future, the sessions that would be deleted for it.
+
+        Raises:
+            StoreError: At once if the writer is closed; from the future if it would not.
+        """
+        if not self._keeper.retention.has_quotas:
+            future: Future[list[Held]] = Future()
+            future.set_result([])
+            return future
+        return self._behind(lambda: self._keeper.check(session_id, size, self._runs.busy))
 
     def close(self) -> None:
         """Finish what is queued, abandon open runs, seal all files, end the thread. May be called twice."""
@@ -202,7 +234,12 @@ class Writer:
         self._thread.join()
         self._syncing.shutdown()
 
-    def _put(self, item: _Item) -> None:
+    def _behind(self, work: Callable[[], Any]) -> Future[Any]:
+        future: Future[Any] = Future()
+        self._put(Task(work, future))
+        return future
+
+    def _put(self, item: Append | Write | Abandon | Task) -> None:
         with self._closing:  # nothing is queued behind the end
             if self._closed:
                 raise StoreError("The activation store is shutting down: send the request again")
@@ -240,17 +277,15 @@ class Writer:
         self._asked = [item.future for item in items if item]
         last = None in items
         written: _Written = {}
-        ended = list[_Abandon | _Delete | _Hold]()
+        ended = list[Abandon | Task]()
         while items:
             item = items.popleft()
             if item is None or not item.future.set_running_or_notify_cancel():
                 continue
-            if isinstance(item, (_Append, _Write)):
+            if isinstance(item, (Append, Write)):
                 self._write(item, written)
                 continue
-            if isinstance(item, _Hold):
-                self._hold(item)
-            if isinstance(item, _Abandon):
+            if isinstance(item, Abandon):
                 self._runs.abandon(item.name, f"Run {item.name.run_id} was abandoned: send the request again.")
             ended.append(item)
         failed = self._sync(list(written))
@@ -259,17 +294,19 @@ class Writer:
         self._runs.settle()
         self._pool.settle()
         for end in ended:
-            if isinstance(end, _Delete):
-                self._delete(end)
+            if isinstance(end, Task):
+                self._do(end)
             else:
-                if isinstance(end, _Hold) and end.seconds:
-                    self._pool.close(end.session_id)
                 end.future.set_result(None)
+        if time.monotonic() >= self._look:
+            self._retain(self._keeper.retention, time.time())
+        if time.monotonic() >= self._join:
+            self._compact()
         return not last
 
-    def _waiting(self) -> deque[_Item | None]:
+    def _waiting(self) -> deque[Append | Write | Abandon | Task | None]:
         """All that waits, or nothing once something is due."""
-        due = min(self._pool.due, self._runs.due)
+        due = min(self._pool.due, self._runs.due, self._look, self._join)
         try:
             first = self._queue.get(timeout=None if due == math.inf else max(0.0, due - time.monotonic()))
         except Empty:
@@ -279,14 +316,26 @@ class Writer:
             items.append(self._queue.get())
         return items
 
-    def _hold(self, item: _Hold) -> None:
-        self._held = {name: until for name, until in self._held.items() if until > time.monotonic()}
-        self._held.pop(item.session_id, None)
-        if item.seconds:
-            self._held[item.session_id] = time.monotonic() + item.seconds
-            self._runs.abandon_session(item.session_id, f"Session {item.session_id} was deleted while the run went on.")
+    def _hold(self, session_id: str, seconds: float) -> None:
+        now = time.monotonic()
+        self._held = {name: until for name, until in self._held.items() if until > now and name != session_id}
+        if seconds:
+            self._held[session_id] = now + seconds
+            self._runs.abandon_session(session_id, f"Session {session_id} was deleted while the run went on.")
+            self._pool.close(session_id)
 
-    def _write(self, item: _Append | _Write, written: _Written) -> None:
+    def _compact(self) -> None:
+        """Make one of many small objects, and remove those that became one long enough ago."""
+        self._join = time.monotonic() + _JOIN_S
+        assert isinstance(self._root, Place)
+        try:
+            for one in compact(self._root, self._catalogue.small(SMALL, MANY)):
+                self._catalogue.move(one.session_id, one.entries, one.file, one.before)
+                self._pool.recount(self._catalogue.sizes())
+        except (OSError, DamagedError):
+            logger.exception("small objects of %s stay as they are for now", self._root)
+
+    def _write(self, item: Append | Write, written: _Written) -> None:
         try:
             if self._held.get(item.chunk.name.session_id, 0.0) > time.monotonic():
                 raise StoreError(f"Session {item.chunk.name.session_id} is being deleted: send the request again.")
@@ -296,7 +345,7 @@ class Writer:
             return
         finally:
             item.chunk.batches.clear()
-        if isinstance(item, _Append):
+        if isinstance(item, Append):
             item.future.set_result(None)
             if shard.unsynced >= _SYNC_BYTES:
                 written.setdefault(shard, [])
@@ -331,35 +380,20 @@ class Writer:
         for future, entry in runs:
             future.set_result(entry.stored())
 
-    def _delete(self, item: _Delete) -> None:
+    def _do(self, task: Task) -> None:
         try:
-            self._runs.abandon_session(item.session_id, f"Session {item.session_id} was deleted while the run went on.")
-            self._pool.close(item.session_id)
-            deletion = begin_deletion(self._root, item.session_id)
-            known = self._catalogue.drop(item.session_id)
-            if deletion:
-                finish_deletion(deletion)
-            item.future.set_result(known or deletion is not None)
+            task.future.set_result(task.work())
         except OSError as error:
-            item.future.set_exception(explain(self._root, error))
+            task.future.set_exception(explain(self._root, error))
+        except (StoreError, RequestError) as error:
+            task.future.set_exception(error)
 
+    def _delete(self, session_id: str) -> bool:
+        self._keeper.pins.check(session_id)
+        self._runs.abandon_session(session_id, f"Session {session_id} was deleted while the run went on.")
+        return self._keeper.delete(session_id)
 
-def _check_name(session_id: str) -> None:
-    try:
-        check_session_id(session_id)
-    except ValueError as error:
-        raise StoreError(str(error)) from error
-
-
-def _check_batches(name: RunName, batches: Sequence[pa.RecordBatch], model: str | None = None) -> None:
-    """Raise StoreError unless the batches are of one schema, and of the session and model."""
-    _check_name(name.session_id)
-    for schema in (batch.schema for batch in batches[:1]):
-        try:
-            shard = shard_facts(schema)
-        except ValueError as error:
-            raise StoreError(str(error)) from error
-        if shard.session_id != name.session_id or model not in (None, shard.model):
-            raise StoreError(f"Run {name.run_id} and its batches are not of one session and model")
-        if not all(batch.schema.equals(schema, check_metadata=True) for batch in batches):
-            raise StoreError(f"Run {name.run_id}: its batches differ in points, shapes or dtypes")
+    def _retain(self, retention: Retention, now: float) -> list[str]:
+        self._keeper.retention = retention
+        self._look = math.inf if retention.max_session_age_s is None else time.monotonic() + _LOOK_S
+        return self._keeper.expire(now, self._runs.busy)

@@ -23,6 +23,8 @@ CHAT = {"model": "vitrine-demo", "messages": [{"role": "user", "content": "2+2?"
 # Routes that change the server for all, and what an admin gets for what is not there.
 ADMINS = [
     ("DELETE", "/v1/activations/session/none-such", None, "session_not_found"),
+    ("PUT", "/v1/activations/session/none-such/pin", None, "session_not_found"),
+    ("DELETE", "/v1/activations/session/none-such/pin", None, "session_not_found"),
     ("DELETE", "/v1/tensors/none-such", None, "tensor_not_found"),
     ("DELETE", "/v1/interventions/none-such", None, "profile_not_found"),
     ("POST", "/models/load", {"model_id": "tests/none", "trust_remote_code": True}, "remote_code_not_allowed"),

@@ -65,9 +65,9 @@ def test_sessions_are_listed_with_what_they_take(say, store):
     status, out, _ = say("ls")
     heads, row = out.splitlines()
     assert status == 0
-    assert heads.split() == ["session", "runs", "tokens", "size", "updated", "models"]
+    assert heads.split() == ["session", "runs", "tokens", "size", "updated", "pinned", "models"]
     assert row.split()[:3] == ["session", "3", "10"]
-    assert re.search(r"\d+\.\d KiB  2025-11-\d\d \d\d:\d\d:\d\d[+-]\d\d:\d\d  model$", row)
+    assert re.search(r"\d+\.\d KiB  2025-11-\d\d \d\d:\d\d:\d\d[+-]\d\d:\d\d  - +model$", row)
 
 
 def test_a_session_is_shown_with_points_runs_and_files(say):

@@ -21,10 +21,12 @@ from deployments.activations.exports import export
 from deployments.activations.facts import StoreError
 from deployments.activations.objects import Place, place_of
 from deployments.activations.reader import DamagedError, messages, path_of
+from deployments.activations.retention import Retention
 from deployments.activations.selecting import shards
 from deployments.activations.store import ActivationStore
 from deployments.activations.verifying import verify
 from deployments.activations.writer import Writer
+from deployments.errors import RequestError
 
 POINT, OTHER = "layers.0.output", "layers.1.output"
 
@@ -293,7 +295,7 @@ def test_a_store_in_object_storage_serves_what_it_holds_and_knows_it_when_it_sta
 
     store = ActivationStore(bucket.uri(""))
     asyncio.run(steps(store))
-    asyncio.run(store.check_room(1 << 40))
+    asyncio.run(store.check_room("session", 1 << 40))
     listed = asyncio.run(store.session("session"))
     assert [run["run_id"] for run in listed["runs"]] == ["r0", "r1", "r2"]
     assert "secret" not in str(listed)
@@ -318,3 +320,28 @@ def test_a_store_in_object_storage_serves_what_it_holds_and_knows_it_when_it_sta
     assert asyncio.run(again.delete("session"))
     assert asyncio.run(again.session("session")) is None
     again._writer.close()
+
+
+def test_in_object_storage_quotas_and_pins_hold_too(bucket, make, monkeypatch, tmp_path):
+    monkeypatch.setenv("VITRINE_HOME", str(tmp_path))
+    writer = Writer(bucket.place, Catalogue())
+    pinned, old, new, more = (
+        make(name, {POINT: torch.randn(64, 256)}, session_id=name, created=float(created))
+        for created, name in enumerate(("pinned", "old", "new", "more"))
+    )
+    for made in (old, pinned):
+        writer.submit(made.facts, made.batches).result()
+    assert writer.pin("pinned", True).result()
+    writer.retain(Retention(max_store_bytes=180_000, delete_oldest=True)).result()
+    writer.submit(new.facts, new.batches).result()
+    writer.submit(more.facts, more.batches).result()
+    assert [len(objects(bucket, name)) for name in ("pinned", "old", "new", "more")] == [1, 0, 0, 1]
+    with pytest.raises(RequestError, match="unpin"):
+        writer.delete("pinned").result()
+    writer.close()
+    again = Writer(bucket.place, Catalogue.rebuild(bucket.place))
+    assert again.pinned("pinned")
+    again.retain(Retention(max_store_bytes=150_000)).result()
+    with pytest.raises(StoreError, match="store's quota"):
+        again.submit(*make("late", {POINT: torch.randn(64, 256)}, session_id="late")[:2]).result()
+    again.close()

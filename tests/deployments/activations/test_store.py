@@ -10,6 +10,7 @@ from safetensors.torch import load as tensors
 
 from deployments.activations import load
 from deployments.activations.facts import StoreError
+from deployments.activations.retention import Retention
 from deployments.activations.store import ActivationStore, connect
 from deployments.activations.writer import Writer
 
@@ -131,6 +132,7 @@ def test_all_who_ask_for_a_directory_share_one_actor_that_comes_back_when_killed
     made = make("r")
     ray.get(first.write.remote(made.facts, [ray.put(made.batches[0])]))
     assert ray.get(second.session.remote("session"))["runs"][0]["run_id"] == "r"
+    ray.get(second.retain.remote(Retention(max_store_bytes=1 << 20)))
     ray.kill(first, no_restart=False)
     after = make("after")
     stored = False
@@ -144,6 +146,8 @@ def test_all_who_ask_for_a_directory_share_one_actor_that_comes_back_when_killed
         except ray.exceptions.ActorUnavailableError:
             continue
     assert {run["run_id"] for run in listed["runs"]} == {"r", "after"}
+    with pytest.raises(StoreError, match="quota"):  # the limits are those that it had
+        ray.get(second.check_room.remote("session", 1 << 20))
     ray.kill(second)
 
 

@@ -1,0 +1,48 @@
+"""How much is kept and for how long, in plain types that import neither torch nor Arrow."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import dataclass
+from typing import NamedTuple
+
+
+@dataclass(frozen=True)
+class Retention:
+    """An operator's limits; None is none.
+
+    Attributes:
+        max_store_bytes: The most bytes of all sessions together.
+        max_session_bytes: The most bytes of one session.
+        max_session_age_s: Seconds since its last run after which a session is deleted.
+        delete_oldest: Whether a store that is full deletes the oldest sessions, instead of refusing runs.
+    """
+
+    max_store_bytes: int | None = None
+    max_session_bytes: int | None = None
+    max_session_age_s: float | None = None
+    delete_oldest: bool = False
+
+    @property
+    def has_quotas(self) -> bool:
+        """Whether any bytes are limited."""
+        return self.max_store_bytes is not None or self.max_session_bytes is not None
+
+
+class Held(NamedTuple):
+    """A session: the bytes of its files, and when its last run was made, in Unix seconds."""
+
+    id: str
+    bytes: int
+    last: float
+
+
+def oldest(sessions: Iterable[Held], missing: int) -> list[Held]:
+    """Those whose last run is oldest, as few as take `missing` bytes; all where they take less."""
+    found = list[Held]()
+    for session in sorted(sessions, key=lambda session: (session.last, session.id)):
+        if missing <= 0:
+            break
+        found.append(session)
+        missing -= session.bytes
+    return found
