@@ -265,7 +265,7 @@ def test_who_reads_keeps_what_is_mapped_and_hears_of_the_rest(keep, big, make, t
     iterator = iter(ActivationRows(tmp_path, [POINT], session="session", batch_size=16))
     first = next(iterator)
     catalogue = writer._catalogue
-    readings = Readings(catalogue)
+    readings = Readings(catalogue, tmp_path)
     begun = readings.begin("session", None, None, "arrow")
     assert writer.retain(Retention(max_session_age_s=1)).result() == ["session"]
     assert not (tmp_path / "session").exists()
