@@ -8,7 +8,7 @@ from typing import Any
 
 import pyarrow as pa
 
-from deployments.activations.checksums import checksums, written
+from deployments.activations.checksums import Sums, checksums, written
 from deployments.activations.entries import Entry, StoredFile
 from deployments.activations.facts import RunFacts
 from deployments.activations.objects import ObjectFile
@@ -53,22 +53,22 @@ class ObjectShard:
         """The file as it is."""
         return StoredFile(self._file.uri, self.length, self.sealed, self.rows, 0 if self.sealed else None)
 
-    def append(self, run_id: str, batches: Sequence[pa.RecordBatch]) -> None:
+    def append(self, run_id: str, batches: Sequence[pa.RecordBatch], sums: Sums = ()) -> None:
         """Write more of the run at the end, or begin one; it counts once it is finished.
 
         Raises:
             OSError: If the store refuses; the shard is then broken.
         """
-        self._write(batches, batch_metadata(run_id, self._batches, len(batches)))
+        self._write(batches, batch_metadata(run_id, self._batches, len(batches)), sums)
 
-    def finish(self, run: RunFacts, batches: Sequence[pa.RecordBatch]) -> Entry:
+    def finish(self, run: RunFacts, batches: Sequence[pa.RecordBatch], sums: Sums = ()) -> Entry:
         """Write the last batches, if any, of the run at the end; not durable before `sync`.
 
         Raises:
             OSError: As for `append`.
         """
         batches = batches or [empty_batch(self.schema)]
-        self._write(batches, batch_metadata(run.run_id, self._batches, len(batches), run))
+        self._write(batches, batch_metadata(run.run_id, self._batches, len(batches), run), sums)
         size = self._stream.tell() - self.length
         entry = Entry(run, self._file.uri, self.rows, self._new_rows, size, self._points, self._whole)
         self.rows += self._new_rows
@@ -114,10 +114,11 @@ class ObjectShard:
         with contextlib.suppress(OSError):  # it has no footer: the next start removes it
             self._file.remove()
 
-    def _write(self, batches: Sequence[pa.RecordBatch], metadata: Sequence[dict[str, str]]) -> None:
+    def _write(self, batches: Sequence[pa.RecordBatch], metadata: Sequence[dict[str, str]], sums: Sums) -> None:
         try:
-            for batch, facts in zip(batches, metadata, strict=True):
-                self._writer.write_batch(batch, custom_metadata=facts | written(checksums(batch)))
+            for number, (batch, facts) in enumerate(zip(batches, metadata, strict=True)):
+                own = sums[number].result() if sums else checksums(batch)
+                self._writer.write_batch(batch, custom_metadata=facts | written(own))
         except (OSError, pa.ArrowException):
             self.broken = True
             raise

@@ -9,6 +9,7 @@ from typing import NamedTuple
 
 import pyarrow as pa
 
+from deployments.activations.checksums import Sums
 from deployments.activations.entries import Entry, Known
 from deployments.activations.facts import RunFacts, StoreError
 from deployments.activations.failures import explain
@@ -25,12 +26,16 @@ class RunName(NamedTuple):
 
 
 class Chunk(NamedTuple):
-    """Number `part` of a run's chunks, from 0; `run` is what the run is, on the last one."""
+    """Number `part` of a run's chunks, from 0; `run` is what the run is, on the last one.
+
+    `sums` are the batches' checksums, if they are made elsewhere.
+    """
 
     name: RunName
     part: int
     batches: list[pa.RecordBatch]
     run: RunFacts | None
+    sums: Sums = ()
 
 
 @dataclass
@@ -88,7 +93,7 @@ class OpenRuns:
             run = self._open[chunk.name]
             if chunk.run:
                 return run.shard, self._finish(chunk, chunk.run)
-            run.shard.append(chunk.name.run_id, chunk.batches)
+            run.shard.append(chunk.name.run_id, chunk.batches, chunk.sums)
             run.chunks += 1
             run.touched = time.monotonic()
             self._open.move_to_end(chunk.name)
@@ -153,7 +158,7 @@ class OpenRuns:
             raise StoreError(f"Run {name.run_id}: its batches differ in points, shapes or dtypes")
 
     def _finish(self, chunk: Chunk, run: RunFacts) -> Entry:
-        entry = self._open[chunk.name].shard.finish(run, chunk.batches)
+        entry = self._open[chunk.name].shard.finish(run, chunk.batches, chunk.sums)
         self._pool.give_back(self._open.pop(chunk.name).shard)
         self._finished.add(chunk.name)
         return entry

@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pyarrow as pa
 
-from deployments.activations.checksums import checksums, written
+from deployments.activations.checksums import Sums, checksums, written
 from deployments.activations.entries import Entry, StoredFile
 from deployments.activations.facts import RunFacts
 from deployments.activations.holding import create
@@ -59,15 +59,15 @@ class Shard:
         """The file as it is."""
         return StoredFile(self._path.as_uri(), self.length, self.sealed, self.rows, self._modified_ns)
 
-    def append(self, run_id: str, batches: Sequence[pa.RecordBatch]) -> None:
+    def append(self, run_id: str, batches: Sequence[pa.RecordBatch], sums: Sums = ()) -> None:
         """Write more of the run at the end, or begin one; it counts once it is finished.
 
         Raises:
             OSError: If the disk refuses; the shard is then broken, and ends with the last whole run.
         """
-        self._write(batches, batch_metadata(run_id, self._batches, len(batches)))
+        self._write(batches, batch_metadata(run_id, self._batches, len(batches)), sums)
 
-    def finish(self, run: RunFacts, batches: Sequence[pa.RecordBatch]) -> Entry:
+    def finish(self, run: RunFacts, batches: Sequence[pa.RecordBatch], sums: Sums = ()) -> Entry:
         """Write the last batches, if any, of the run at the end; not durable before `sync`.
 
         Raises:
@@ -75,7 +75,7 @@ class Shard:
         """
         # The facts need a batch to stand on.
         batches = batches or [empty_batch(self.schema)]
-        self._write(batches, batch_metadata(run.run_id, self._batches, len(batches), run))
+        self._write(batches, batch_metadata(run.run_id, self._batches, len(batches), run), sums)
         size = self._sink.length - self.length
         entry = Entry(run, self._path.as_uri(), self.rows, self._new_rows, size, self._points, self.length)
         self.rows += self._new_rows
@@ -130,12 +130,13 @@ class Shard:
             finally:
                 os.close(self._sink.descriptor)
 
-    def _write(self, batches: Sequence[pa.RecordBatch], metadata: Sequence[dict[str, str]]) -> None:
+    def _write(self, batches: Sequence[pa.RecordBatch], metadata: Sequence[dict[str, str]], sums: Sums) -> None:
         try:
-            for batch, facts in zip(batches, metadata, strict=True):
+            for number, (batch, facts) in enumerate(zip(batches, metadata, strict=True)):
+                own = sums[number].result() if sums else checksums(batch)
                 first = not self._sink.length
                 rows = free_batch(batch) if first else batch
-                self._writer.write_batch(rows, custom_metadata=facts | written(checksums(rows)))
+                self._writer.write_batch(rows, custom_metadata=facts | written(own))
         except (OSError, pa.ArrowException):
             self.broken = True
             self._cut(self.length, self.rows)

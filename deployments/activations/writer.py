@@ -18,6 +18,7 @@ from typing import Any
 
 import pyarrow as pa
 
+from deployments.activations.checksums import Sums, checksums
 from deployments.activations.compacting import MANY, SMALL, compact
 from deployments.activations.entries import Entry, Known, StoredFile
 from deployments.activations.facts import RunFacts, StoredRun, StoreError
@@ -36,6 +37,8 @@ logger = logging.getLogger(__name__)
 
 _HOLD_S = 120.0  # for which a session that is being deleted is held
 _JOIN_S = 60.0  # between two looks for small objects
+_CLOSED = "The activation store is shutting down: send the request again"
+_SUMMED_BYTES = 1 << 17  # of batches whose checksums another thread makes
 _SYNCS = 8  # files that are made durable at once
 _LOOK_S = 60.0  # between two looks for sessions that are too old
 _SYNC_BYTES = 64 << 20  # an open run's bytes are fsynced in pieces of this size, so that no commit waits for gigabytes
@@ -80,6 +83,7 @@ class Writer:
         self._held: dict[str, float] = {}  # sessions that are being deleted, and until when at most
         self._asked: list[Future[Any]] = []  # of this round
         self._syncing = ThreadPoolExecutor(_SYNCS, thread_name_prefix="activation-sync")
+        self._helping = ThreadPoolExecutor(2, thread_name_prefix="activation-checksums")
         self._closing = threading.Lock()
         self._closed = False
         self._queue: SimpleQueue[Append | Write | Abandon | Task | None] = SimpleQueue()
@@ -109,7 +113,7 @@ class Writer:
             raise StoreError(f"Part {part} of run {run_id} has no rows: send it when there are some")
         check_batches(name, batches)
         future: Future[None] = Future()
-        self._put(Append(Chunk(name, part, list(batches), None), future))
+        self._put(Append(Chunk(name, part, list(batches), None, self._sums(batches)), future))
         return future
 
     def submit(self, run: RunFacts, batches: Sequence[pa.RecordBatch], part: int = 0) -> Future[StoredRun]:
@@ -129,7 +133,7 @@ class Writer:
         check_batches(name, batches, run.model)
         batch_metadata(run.run_id, 0, 1, run)  # what JSON cannot hold is the caller's to hear of
         future: Future[StoredRun] = Future()
-        self._put(Write(Chunk(name, part, list(batches), run), future))
+        self._put(Write(Chunk(name, part, list(batches), run, self._sums(batches)), future))
         return future
 
     def abandon(self, session_id: str, run_id: str) -> Future[None]:
@@ -233,6 +237,16 @@ class Writer:
             self._closed = True
         self._thread.join()
         self._syncing.shutdown()
+        self._helping.shutdown()
+
+    def _sums(self, batches: Sequence[pa.RecordBatch]) -> Sums:
+        """Checksums of large batches, made beside what is being written; those of small ones take no time."""
+        if sum(batch.nbytes for batch in batches) < _SUMMED_BYTES:
+            return ()
+        try:
+            return [self._helping.submit(checksums, batch) for batch in batches]
+        except RuntimeError as error:  # the pool is shut down
+            raise StoreError(_CLOSED) from error
 
     def _behind(self, work: Callable[[], Any]) -> Future[Any]:
         future: Future[Any] = Future()
@@ -242,7 +256,7 @@ class Writer:
     def _put(self, item: Append | Write | Abandon | Task) -> None:
         with self._closing:  # nothing is queued behind the end
             if self._closed:
-                raise StoreError("The activation store is shutting down: send the request again")
+                raise StoreError(_CLOSED)
             self._queue.put(item)
 
     def _loop(self) -> None:
@@ -262,6 +276,8 @@ class Writer:
         while not self._queue.empty():
             if item := self._queue.get():
                 self._asked.append(item.future)
+        self._syncing.shutdown(wait=False)
+        self._helping.shutdown(wait=False)
         with contextlib.suppress(Exception):  # what it was at may be what is broken
             self._runs.abandon_all()
             self._pool.close()
