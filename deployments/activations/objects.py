@@ -58,15 +58,6 @@ class Place(NamedTuple):
         selector = pafs.FileSelector(self.path, allow_not_found=True, recursive=deep)
         return [info for info in self.fs.get_file_info(selector) if info.type == pafs.FileType.File]
 
-    def remove_all(self) -> None:
-        """Remove the directory and all files in it; one that is not there is no error.
-
-        Raises:
-            OSError: The store refuses.
-        """
-        if self.infos(deep=True):
-            self.fs.delete_dir(self.path)
-
     def arrow_files(self, deep: bool = False) -> list[ObjectFile]:
         """The Arrow files in the directory, by their names; with `deep`, also those in the directories in it.
 
