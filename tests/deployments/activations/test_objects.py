@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import asyncio
+import re
 import threading
 import time
+import traceback
 from collections.abc import Callable, Iterator
 from concurrent.futures import Future
 from typing import NamedTuple
@@ -20,9 +22,9 @@ import deployments.activations.objects
 from deployments.activations import compacting, load, runs
 from deployments.activations.catalogue import Catalogue
 from deployments.activations.exports import export
-from deployments.activations.facts import StoreError
+from deployments.activations.facts import StoreError, store_name
 from deployments.activations.object_shard import ObjectShard
-from deployments.activations.objects import Place, place_of
+from deployments.activations.objects import Place, beside, place_of
 from deployments.activations.reader import DamagedError, messages, path_of
 from deployments.activations.recovering import recover
 from deployments.activations.selecting import shards
@@ -238,6 +240,62 @@ def test_no_more_is_fetched_than_is_asked_for(bucket, writer, make):
     assert torch.equal(load(bucket.uri("session"), "r", [POINT])[POINT], big[POINT])
     assert [run.run_id for run in runs(bucket.uri("session"))] == ["r"]
     assert bucket.server.sent < 200_000
+
+
+def test_who_has_listed_all_objects_holds_nothing_of_them(bucket, writer, make):
+    made = make("r")
+    writer.submit(made.facts, made.batches).result()
+    [file] = bucket.place.below("session").arrow_files()
+
+    def fetches(read):
+        bucket.server.requests.clear()
+        read()
+        return bool(bucket.server.requests)
+
+    assert fetches(file.reader)
+    assert not fetches(file.reader)  # an object never changes
+    file.close()
+    assert fetches(file.reader)
+    [(batch, _)] = list(file.batches())
+    assert fetches(file.reader)
+    assert batch["token_id"].to_pylist() == [100, 101, 102]
+
+
+@pytest.mark.parametrize(
+    "uri",
+    [
+        "foo://key:secret@bucket/p",
+        "s3://key:secret@bucket/p?regoin=x",
+        "s3://key:se/cret@bucket/p",
+        "s3://key:se?cret@bucket/p",
+        "s3://key:se#cret@bucket/p",
+        "foo://key:secret@bucket:nowhere/p",
+    ],
+)
+def test_a_uri_that_is_no_place_is_refused_without_its_keys(uri):
+    with pytest.raises(ValueError, match=r"no place for a store|escape|write") as caught:
+        place_of(uri)
+    said = "".join(traceback.format_exception(caught.value, chain=True))
+    assert "cret" not in said
+
+
+def test_stores_of_one_bucket_at_two_servers_share_no_directory_and_no_name(tmp_path, monkeypatch):
+    monkeypatch.setenv("VITRINE_HOME", str(tmp_path))
+    uri = "s3://key:secret@bucket/p?region=us-east-1&scheme=http"
+    here, there = f"{uri}&endpoint_override=127.0.0.1:1", f"{uri}&endpoint_override=127.0.0.1:2"
+    assert beside(place_of(here)) != beside(place_of(there))
+    assert store_name(here) != store_name(there)
+    assert re.fullmatch(r"s3://bucket/p \([0-9a-f]{8}\)", store_name(here))
+    assert (store_name("s3://bucket/p/"), store_name("/a/b")) == ("s3://bucket/p", "/a/b")
+    others = (
+        here.replace("key:secret", "other:keys"),
+        here.replace("region=us-east-1&", ""),
+        here.replace("/p?", "/p/?"),
+    )
+    assert {store_name(other) for other in others} == {store_name(here)}
+    assert {beside(place_of(other)) for other in others} == {beside(place_of(here))}
+    place = place_of(here)
+    assert place.below("session").id == place.file("session/a.arrow").folder.id == place.id
 
 
 def test_a_deleted_session_is_gone_with_its_objects_and_others_stay(bucket, writer, make):
