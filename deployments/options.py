@@ -6,6 +6,7 @@ import os
 import re
 from pathlib import Path
 from typing import Any, Literal
+from urllib.parse import urlsplit
 
 from pydantic import BaseModel, ConfigDict, Field, field_validator
 
@@ -18,6 +19,21 @@ Attention = Literal["auto", "eager", "sdpa"]
 def home() -> Path:
     """Where activations and results go unless told otherwise: `$VITRINE_HOME`, else `~/.vitrine`."""
     return Path(os.environ.get("VITRINE_HOME") or "~/.vitrine").expanduser().absolute()
+
+
+def check_uri(uri: str) -> str:
+    """Return a URI of object storage if what stands before its host can be told from the rest.
+
+    Raises:
+        ValueError: It cannot; the message does not repeat the URI, which may hold a key.
+    """
+    url = urlsplit(uri)
+    if "@" in f"{url.path}{url.query}{url.fragment}":
+        raise ValueError(
+            "a URI with '@' behind its host is refused: in a key write '/' as %2F, '#' as %23 and '?' as %3F, or give "
+            "keys by AWS's environment variables; in a path write '@' as %40"
+        )
+    return uri
 
 
 class Savepoint(BaseModel):
@@ -101,7 +117,7 @@ class Options(BaseModel):
             proxy that ends TLS, for one. Large results of clients' jobs are fetched below it.
     """
 
-    model_config = ConfigDict(extra="forbid", frozen=True)
+    model_config = ConfigDict(extra="forbid", frozen=True, hide_input_in_errors=True)  # a URI may hold a key
 
     model: str = Field(default=DEMO, min_length=1)
     model_id: str | None = Field(default=None, min_length=1, max_length=256)
@@ -172,8 +188,10 @@ class Options(BaseModel):
     @field_validator("activations_dir", "models_dir")
     @classmethod
     def _is_absolute(cls, value: str | None) -> str | None:
-        if value is None or "://" in value:
+        if value is None:
             return value
+        if "://" in value:
+            return check_uri(value)
         path = Path(value).expanduser()
         if not path.is_absolute():
             raise ValueError("must be an absolute path: the actors that use it have other working directories")

@@ -3,17 +3,21 @@
 from __future__ import annotations
 
 import contextlib
+import json
 import os
 import secrets
 import shutil
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 from deployments.activations.holding import DELETED
 from deployments.activations.objects import AnyRoot, ObjectFile, Place
 from deployments.activations.shard import directory
 
+_AT_ONCE = 16  # objects that are removed beside each other
+
 Deletion = Path | ObjectFile
-"""What a session became: a directory that is none any more, or an object that says which one is to go."""
+"""What a session became: a directory that is none any more, or an object that says which of its objects go."""
 
 
 def begin_deletion(root: AnyRoot, session_id: str) -> Deletion | None:
@@ -27,10 +31,11 @@ def begin_deletion(root: AnyRoot, session_id: str) -> Deletion | None:
         OSError: The disk refuses; the session is then as it was.
     """
     if isinstance(root, Place):
-        if not root.below(session_id).arrow_files():
+        names = [file.name for file in root.below(session_id).arrow_files()]
+        if not names:
             return None
-        mark = root.file(f"{DELETED}{session_id}")
-        mark.write(session_id.encode())
+        mark = root.file(f"{DELETED}{session_id}-{secrets.token_hex(8)}")
+        mark.write(json.dumps({"session": session_id, "objects": names}).encode())
         return mark
     folder, trash = root / session_id, root / f"{DELETED}{secrets.token_hex(8)}"
     if not folder.is_dir() or folder.is_symlink():
@@ -42,12 +47,16 @@ def begin_deletion(root: AnyRoot, session_id: str) -> Deletion | None:
 def finish_deletion(deletion: Deletion) -> None:
     """Remove the files of a session that was taken away, or what a crash left of it.
 
+    In object storage only those that were there when it was: the session may have others since.
+
     Raises:
         OSError: The disk refuses; the next start of the store goes on.
     """
     if isinstance(deletion, ObjectFile):
-        session = deletion.folder.below(deletion.name.removeprefix(DELETED))
-        session.remove_all()
+        said = json.loads(deletion.read())
+        files = [deletion.folder.below(said["session"]).file(name) for name in said["objects"]]
+        with ThreadPoolExecutor(_AT_ONCE) as pool:
+            list(pool.map(ObjectFile.remove, files))
         deletion.remove()
         return
     with directory(deletion.parent) as top:

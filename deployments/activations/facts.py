@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+import hashlib
 import re
 from collections.abc import Iterable
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
-from urllib.parse import urlsplit
+from urllib.parse import parse_qsl, urlsplit
 
 COLUMNS = ("run_id", "sample_id", "position", "phase", "token_id", "text_offset")  # points are named otherwise
+_SERVERS = ("endpoint_override", "blob_storage_authority", "dfs_storage_authority")  # settings that say which one
 _SESSION_ID = re.compile(r"[A-Za-z0-9_-][A-Za-z0-9._-]{0,127}")
 
 
@@ -119,6 +121,26 @@ def public_uri(uri: str) -> str:
     url = urlsplit(uri)
     user, _, host = url.netloc.rpartition("@")
     return url._replace(netloc=host if ":" in user else url.netloc, query="", fragment="").geturl().rstrip("/")
+
+
+def store_id(uri: str) -> str:
+    """What tells a store from others, as 32 hex digits: keys and settings that say nothing of where it lies count not.
+
+    Args:
+        uri: The store's, with its settings.
+    """
+    return hashlib.sha256("?".join([public_uri(uri), *_server(uri)]).encode()).hexdigest()[:32]
+
+
+def store_name(uri: str) -> str:
+    """A store's directory or URI without keys and settings, and what tells it from the same URI at another server."""
+    return f"{public_uri(uri)} ({store_id(uri)[:8]})" if _server(uri) else public_uri(uri)
+
+
+def _server(uri: str) -> list[str]:
+    """Those settings of a URI that say which server it means."""
+    settings = parse_qsl(urlsplit(uri).query) if "://" in uri else []
+    return sorted(f"{name}={value}" for name, value in settings if name in _SERVERS)
 
 
 def check_session_id(value: str) -> str:

@@ -37,6 +37,7 @@ class ObjectShard:
         self.schema = schema
         self.rows = self.length = 0
         self.broken = self.sealed = False
+        self._torn = False  # a write failed, and bytes may be missing in what is uploaded
         self._file = file
         self._points = point_types(schema)
         self._batches = self._new_rows = 0  # of the run that is not finished
@@ -87,31 +88,43 @@ class ObjectShard:
         """Make the runs in it durable, and the object whole; nothing while only a long run is under way.
 
         Raises:
-            OSError: If that failed; none of its runs is stored then.
+            OSError: If that failed, or a write before did; none of its runs is stored then.
         """
-        if self._batches or self.sealed:
+        if self.sealed or (self._batches and not self._torn):
             return
         self.broken = True
         try:
-            self._writer.close()
-            self.length = self._stream.tell()
-            self._stream.close()
-        except OSError:
+            self._end()
+        except (OSError, pa.ArrowException) as error:
+            self._torn = True
             self.rows = self.length = 0
             self._remove()
-            raise
+            if isinstance(error, OSError):
+                raise
+            raise OSError(f"{self._file} could not be ended: {error}") from error
         self.sealed = True
+
+    def _end(self) -> None:
+        if self._torn:
+            raise OSError(f"an upload to {self._file} failed on the way")
+        self._writer.close()
+        self.length = self._stream.tell()
+        self._stream.close()
+        size = self._file.fs.get_file_info(self._file.path).size
+        if size != self.length:
+            raise OSError(f"{self._file} has {size} bytes of the {self.length} that were written")
 
     def close(self) -> None:
         """Let go of it; an object that no run is in is removed."""
         self.rewind()
         if not self.sealed:
-            with contextlib.suppress(OSError):  # an upload cannot be given up, only ended
-                self._stream.close()
             self._remove()
 
     def _remove(self) -> None:
-        with contextlib.suppress(OSError):  # it has no footer: the next start removes it
+        """What cannot be removed stays: an object without a footer, which readers and the catalogue pass over."""
+        with contextlib.suppress(OSError, pa.ArrowException):  # an upload cannot be given up, only ended
+            self._stream.close()
+        with contextlib.suppress(OSError, pa.ArrowException):
             self._file.remove()
 
     def _write(self, batches: Sequence[pa.RecordBatch], metadata: Sequence[dict[str, str]], sums: Sums) -> None:
@@ -120,7 +133,7 @@ class ObjectShard:
                 own = sums[number].result() if sums else checksums(batch)
                 self._writer.write_batch(batch, custom_metadata=facts | written(own))
         except (OSError, pa.ArrowException):
-            self.broken = True
+            self.broken = self._torn = True
             raise
         self._batches += len(batches)
         self._new_rows += sum(batch.num_rows for batch in batches)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import hashlib
 import posixpath
 from collections.abc import Iterator, Mapping, Sequence
 from functools import cached_property
@@ -14,8 +13,8 @@ from urllib.parse import parse_qsl, quote, unquote, urlsplit
 import pyarrow as pa
 import pyarrow.fs as pafs
 
-from deployments.activations.facts import public_uri
-from deployments.options import home
+from deployments.activations.facts import public_uri, store_id
+from deployments.options import check_uri, home
 
 ATTEMPTS = 5  # of each request to S3, with growing pauses
 _FLAGS = ("allow_bucket_creation", "allow_bucket_deletion")
@@ -28,23 +27,24 @@ class Place(NamedTuple):
         fs: The file system.
         path: The directory's name there, without a slash at its end.
         uri: The same as a URI, without keys and settings: what files below it are named by to others.
+        id: What tells the store that it is in, or is, from others, also of the same URI at another server.
     """
 
     fs: Any
     path: str
     uri: str
+    id: str
 
     def __repr__(self) -> str:
         return self.uri
 
     def below(self, name: str) -> Place:
         """A directory below this one."""
-        return Place(self.fs, posixpath.join(self.path, name), f"{self.uri}/{quote(name)}")
+        return Place(self.fs, posixpath.join(self.path, name), f"{self.uri}/{quote(name)}", self.id)
 
     def file(self, name: str) -> ObjectFile:
         """A file below the directory, by its name relative to it."""
-        place = self.below(name)
-        return ObjectFile(self.fs, place.path, place.uri)
+        return ObjectFile(*self.below(name))
 
     def infos(self, deep: bool = False) -> list[Any]:
         """What `pyarrow.fs` says of the files in the directory; nothing where it is not there.
@@ -57,15 +57,6 @@ class Place(NamedTuple):
         """
         selector = pafs.FileSelector(self.path, allow_not_found=True, recursive=deep)
         return [info for info in self.fs.get_file_info(selector) if info.type == pafs.FileType.File]
-
-    def remove_all(self) -> None:
-        """Remove the directory and all files in it; one that is not there is no error.
-
-        Raises:
-            OSError: The store refuses.
-        """
-        if self.infos(deep=True):
-            self.fs.delete_dir(self.path)
 
     def arrow_files(self, deep: bool = False) -> list[ObjectFile]:
         """The Arrow files in the directory, by their names; with `deep`, also those in the directories in it.
@@ -84,14 +75,22 @@ def place_of(uri: str) -> Place:
     find them, or as `s3://key:secret@bucket`. All others are `pyarrow.fs`'s.
 
     Raises:
-        ValueError: It is no URI of a file system, or has an unknown setting.
+        ValueError: It is no URI of a file system, or has an unknown setting; the message has no keys.
     """
-    url = urlsplit(uri)
-    try:
-        fs, path = _s3(uri) if url.scheme == "s3" else pafs.FileSystem.from_uri(uri)
-    except (pa.ArrowException, TypeError) as error:
-        raise ValueError(f"{public_uri(uri)} is no place for a store: {error}") from error
-    return Place(fs, path.rstrip("/"), public_uri(uri))
+    public = public_uri(check_uri(uri))
+    if urlsplit(uri).scheme == "s3":
+        try:
+            fs, path = _s3(uri)
+        except (pa.ArrowException, TypeError) as error:
+            raise ValueError(f"{public} is no place for a store: {error}") from None
+    else:
+        try:
+            fs, path = pafs.FileSystem.from_uri(uri)
+        except pa.ArrowException:  # its text repeats the URI, keys and all
+            raise ValueError(
+                f"{public} is no place for a store: pyarrow.fs takes no such URI; S3's are s3://bucket/prefix"
+            ) from None
+    return Place(fs, path.rstrip("/"), public, store_id(uri))
 
 
 def _s3(uri: str) -> tuple[Any, str]:
@@ -111,7 +110,7 @@ def _s3(uri: str) -> tuple[Any, str]:
 
 def beside(root: AnyRoot) -> Path:
     """The directory of what a store has besides its runs: its own, or, of object storage, one of this machine."""
-    return root if isinstance(root, Path) else home() / "stores" / hashlib.sha256(root.uri.encode()).hexdigest()[:32]
+    return root if isinstance(root, Path) else home() / "stores" / root.id
 
 
 class ObjectFile:
@@ -121,12 +120,14 @@ class ObjectFile:
         fs: Its file system.
         path: Its name there.
         uri: What others name it by.
+        store: The id of the store that it is in, as `Place` says it.
     """
 
-    def __init__(self, fs: Any, path: str, uri: str) -> None:
+    def __init__(self, fs: Any, path: str, uri: str, store: str) -> None:
         self.fs = fs
         self.path = path
         self.uri = uri
+        self._store = store
         self._readers: dict[tuple[int, ...], Any] = {}
 
     def __repr__(self) -> str:
@@ -166,7 +167,7 @@ class ObjectFile:
     @property
     def folder(self) -> Place:
         """The directory that it is in."""
-        return Place(self.fs, posixpath.dirname(self.path), self.uri.rpartition("/")[0])
+        return Place(self.fs, posixpath.dirname(self.path), self.uri.rpartition("/")[0], self._store)
 
     @property
     def name(self) -> str:
@@ -210,8 +211,14 @@ class ObjectFile:
             self._readers[key] = pa.ipc.open_file(self.fs.open_input_file(self.path), options=options)
         return self._readers[key]
 
+    def close(self) -> None:
+        """Let go of what readers of it hold in memory; whoever reads on opens it again."""
+        self._readers.clear()
+
     def batches(self, first: int = 0) -> Iterator[tuple[FetchedBatch, Mapping[bytes, bytes] | None]]:
         """Its batches from number `first` on, each with its own metadata; no tensor is fetched.
+
+        Closes the file at the end of them.
 
         Raises:
             pa.ArrowInvalid: It is no Arrow file.
@@ -222,6 +229,7 @@ class ObjectFile:
         for number in range(first, light.num_record_batches):
             batch, metadata = light.get_batch_with_custom_metadata(number)
             yield FetchedBatch(self, number, schema, batch.num_rows), metadata
+        self.close()  # who lists a store's files may hold all of them
 
 
 class FetchedBatch:

@@ -23,6 +23,7 @@ from deployments.activations.schema import batch_facts, point_types, shard_facts
 
 # An Arrow IPC file is this, padded to 8 bytes, a stream, and a footer once it is sealed.
 _MAGIC = b"ARROW1\0\0"
+_END = b"\0\0\0\0"  # the length of the message that is none
 _COPIED = 1 << 16  # reads below this many bytes, and so what Arrow says of a batch, are no views of the map
 
 
@@ -242,7 +243,7 @@ def ends_cut(path: Path, offset: int) -> bool:
             if facts.run:
                 return False  # it had been whole
             runs.add(facts.run_id)
-        return stream.short and len(runs) <= 1
+        return (stream.short or stream.closes) and len(runs) <= 1
 
 
 def _of_disk(path: Path, offset: int) -> Iterator[Message]:
@@ -362,10 +363,12 @@ class _Stream:
         self._map = memoryview(mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_COPY))
         self.position = len(_MAGIC)
         self.short = False  # whether more was asked for than there is
+        self.closes = False  # whether what was read last ends the stream: behind it is a footer, or part of one
 
     def read(self, size: int) -> memoryview:
         data = self._map[self.position : self.position + size]
         self.short = len(data) < size
+        self.closes = data == _END
         if len(data) < _COPIED:
             copy = bytearray(len(data))
             data = memoryview(copy)[: os.preadv(self._file.fileno(), [copy], self.position)]

@@ -58,7 +58,10 @@ def recover(root: AnyRoot) -> None:
     if isinstance(root, Place):
         for info in root.infos():
             if info.base_name.startswith(DELETED):
-                finish_deletion(root.file(info.base_name))
+                try:
+                    finish_deletion(root.file(info.base_name))
+                except OSError:
+                    logger.exception("%s is not finished: the next start goes on", info.base_name)
         return
     for item in list(os.scandir(root)):
         if item.name.startswith(NEW):

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 
 import ray
 
-from deployments.activations.facts import StoredPoint, StoredRun, StoreError, public_uri
+from deployments.activations.facts import StoredPoint, StoredRun, StoreError, store_name
 from deployments.activations.failures import explain
 from deployments.activations.filters import EVERYTHING, Filter
 from deployments.activations.interventions import TokenChoice
@@ -353,7 +353,7 @@ def connect(root: str) -> Any:
     return (
         ray.remote(ActivationStore)
         .options(
-            name=f"activation store of {public_uri(root)}",
+            name=f"activation store of {store_name(root)}",
             namespace=NAMESPACE,
             get_if_exists=True,
             lifetime="detached",

@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any
 import ray
 from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
-from deployments.activations.facts import RunFacts, StoredRun, StoreError, public_uri
+from deployments.activations.facts import RunFacts, StoredRun, StoreError, store_name
 
 if TYPE_CHECKING:  # Serve's controller and the ingress import this module too, and need no Arrow
     from deployments.activations.entries import Entry, StoredFile
@@ -246,7 +246,7 @@ def node_writers(root: str) -> list[Any]:
 
 
 def _named(root: str) -> str:
-    return f"activation writer of {public_uri(root)} on"
+    return f"activation writer of {store_name(root)} on"
 
 
 def _sees(root: Path, marked: str) -> bool:

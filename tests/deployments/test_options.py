@@ -35,3 +35,22 @@ def test_options_come_as_text_from_the_command_line():
 def test_serve_run_checks_the_options_because_the_builder_names_their_type():
     (parameter,) = inspect.signature(serve_app.build_app).parameters.values()
     assert parameter.annotation is Options
+
+
+@pytest.mark.parametrize("secret", ["se/cret", "se?cret", "se#cret", "/cret"])
+def test_a_key_that_is_not_escaped_is_refused_and_not_repeated(secret):
+    with pytest.raises(ValidationError, match="%2F.*environment variables") as caught:
+        Options.model_validate({"activations_dir": f"s3://key:{secret}@bucket/p"})
+    assert "activations_dir" in str(caught.value)
+    assert "cret" not in str(caught.value)
+
+
+def test_a_bad_option_is_refused_without_the_keys_in_it():
+    with pytest.raises(ValidationError, match="activation_dir") as caught:
+        Options.model_validate({"activation_dir": "s3://key:secret@bucket"})
+    assert "secret" not in str(caught.value)
+
+
+def test_object_storage_with_escaped_keys_is_taken_as_it_is():
+    uri = "s3://key:se%2Fcret@bucket/p?region=us-east-1&endpoint_override=host:9000"
+    assert Options.model_validate({"activations_dir": uri}).activations_dir == uri

@@ -3,11 +3,15 @@
 from __future__ import annotations
 
 import asyncio
+import re
 import threading
 import time
+import traceback
 from collections.abc import Callable, Iterator
+from concurrent.futures import Future
 from typing import NamedTuple
 
+import pyarrow as pa
 import pytest
 import ray
 import torch
@@ -18,9 +22,11 @@ import deployments.activations.objects
 from deployments.activations import compacting, load, runs
 from deployments.activations.catalogue import Catalogue
 from deployments.activations.exports import export
-from deployments.activations.facts import StoreError
-from deployments.activations.objects import Place, place_of
+from deployments.activations.facts import StoreError, store_name
+from deployments.activations.object_shard import ObjectShard
+from deployments.activations.objects import Place, beside, place_of
 from deployments.activations.reader import DamagedError, messages, path_of
+from deployments.activations.recovering import recover
 from deployments.activations.retention import Retention
 from deployments.activations.selecting import shards
 from deployments.activations.store import ActivationStore
@@ -90,7 +96,9 @@ def test_a_stored_run_is_an_object_when_the_answer_comes_and_reads_back_bit_for_
         assert run.positions.tolist() == list(range(5))
 
 
-def test_runs_that_come_at_once_share_an_object(bucket, writer, make, monkeypatch):
+@pytest.fixture
+def at_once(writer, make, monkeypatch) -> Callable[..., list[Future]]:
+    """Submits runs that share one commit, behind a run `first`; gives their futures."""
     held, entered, sync = threading.Event(), threading.Event(), Writer._sync
 
     def slow(self, shards):
@@ -98,14 +106,22 @@ def test_runs_that_come_at_once_share_an_object(bucket, writer, make, monkeypatc
         held.wait()
         return sync(self, shards)
 
-    monkeypatch.setattr(Writer, "_sync", slow)
-    first = make("first")
-    futures = [writer.submit(first.facts, first.batches)]
-    assert entered.wait(60)
+    def submitted(made):
+        monkeypatch.setattr(Writer, "_sync", slow)
+        first = make("first")
+        before = writer.submit(first.facts, first.batches)
+        assert entered.wait(60)
+        futures = [writer.submit(one.facts, one.batches) for one in made]
+        held.set()
+        before.result()
+        return futures
+
+    return submitted
+
+
+def test_runs_that_come_at_once_share_an_object(bucket, at_once, make):
     made = [make(f"r{i}", session_id=session) for i in range(40) for session in ("session", "other")]
-    futures += [writer.submit(one.facts, one.batches) for one in made]
-    held.set()
-    for future in futures:
+    for future in at_once(made):
         future.result()
     assert (len(objects(bucket)), len(objects(bucket, "other"))) == (2, 1)
     assert len(runs(bucket.uri("session"))) == 41
@@ -164,6 +180,60 @@ def test_a_store_that_refuses_fails_the_run_with_the_reason_and_goes_on_afterwar
     assert [run.run_id for run in runs(bucket.uri("session"))] == ["after"]
 
 
+def test_runs_of_an_object_that_misses_a_part_are_not_stored(bucket, writer, at_once, make):
+    parts = []
+
+    def fails(method, path):
+        parts.extend([path] if method == "PUT" and "partNumber=1&" in path else [])
+        return bool(parts) and parts[-1] == path and len(parts) <= 3  # as often as a part is sent
+
+    bucket.server.fails = fails
+    made = [make("a0", {POINT: torch.randn(3, 200)}), make("a1", {POINT: torch.randn(3, 200)})]
+    made += [make("b", {POINT: torch.randn(30_000, 200)}, parts=3)]  # 24 MB
+    for future in at_once(made):
+        with pytest.raises(StoreError, match=r"store at s3://bucket"):
+            future.result()
+    assert len(parts) >= 3
+    for one in made:
+        writer.submit(one.facts, one.batches).result()
+    assert [run.run_id for run in runs(bucket.uri("session"))] == ["first", "a0", "a1", "b"]
+
+
+def test_an_object_that_is_shorter_than_what_was_written_stores_no_run(bucket, writer, make, monkeypatch):
+    made = make("r")
+    end = ObjectShard._end
+
+    class Short:
+        """A stream that loses the end of what it takes."""
+
+        def __init__(self, stream):
+            self.tell, self.close = lambda: stream.tell() + 8, stream.close
+
+    def loses(self):
+        self._stream = Short(self._stream)
+        end(self)
+
+    with monkeypatch.context() as patched:
+        patched.setattr(ObjectShard, "_end", loses)
+        with pytest.raises(StoreError, match="bytes of the"):
+            writer.submit(made.facts, made.batches).result()
+    assert objects(bucket) == []
+    writer.submit(made.facts, made.batches).result()
+
+
+def test_arrows_own_errors_at_the_end_of_an_object_fail_its_runs_alone(bucket, writer, make, monkeypatch):
+    made = make("r")
+
+    def fails(self):
+        raise pa.ArrowInvalid("no end")
+
+    with monkeypatch.context() as patched:
+        patched.setattr(ObjectShard, "_end", fails)
+        with pytest.raises(StoreError, match="no end"):
+            writer.submit(made.facts, made.batches).result()
+    writer.submit(made.facts, made.batches).result()
+
+
 def test_no_more_is_fetched_than_is_asked_for(bucket, writer, make):
     big = {POINT: torch.randn(1000, 8), OTHER: torch.randn(1000, 4000)}  # 32 kB and 16 MB
     made = make("r", big)
@@ -172,6 +242,62 @@ def test_no_more_is_fetched_than_is_asked_for(bucket, writer, make):
     assert torch.equal(load(bucket.uri("session"), "r", [POINT])[POINT], big[POINT])
     assert [run.run_id for run in runs(bucket.uri("session"))] == ["r"]
     assert bucket.server.sent < 200_000
+
+
+def test_who_has_listed_all_objects_holds_nothing_of_them(bucket, writer, make):
+    made = make("r")
+    writer.submit(made.facts, made.batches).result()
+    [file] = bucket.place.below("session").arrow_files()
+
+    def fetches(read):
+        bucket.server.requests.clear()
+        read()
+        return bool(bucket.server.requests)
+
+    assert fetches(file.reader)
+    assert not fetches(file.reader)  # an object never changes
+    file.close()
+    assert fetches(file.reader)
+    [(batch, _)] = list(file.batches())
+    assert fetches(file.reader)
+    assert batch["token_id"].to_pylist() == [100, 101, 102]
+
+
+@pytest.mark.parametrize(
+    "uri",
+    [
+        "foo://key:secret@bucket/p",
+        "s3://key:secret@bucket/p?regoin=x",
+        "s3://key:se/cret@bucket/p",
+        "s3://key:se?cret@bucket/p",
+        "s3://key:se#cret@bucket/p",
+        "foo://key:secret@bucket:nowhere/p",
+    ],
+)
+def test_a_uri_that_is_no_place_is_refused_without_its_keys(uri):
+    with pytest.raises(ValueError, match=r"no place for a store|escape|write") as caught:
+        place_of(uri)
+    said = "".join(traceback.format_exception(caught.value, chain=True))
+    assert "cret" not in said
+
+
+def test_stores_of_one_bucket_at_two_servers_share_no_directory_and_no_name(tmp_path, monkeypatch):
+    monkeypatch.setenv("VITRINE_HOME", str(tmp_path))
+    uri = "s3://key:secret@bucket/p?region=us-east-1&scheme=http"
+    here, there = f"{uri}&endpoint_override=127.0.0.1:1", f"{uri}&endpoint_override=127.0.0.1:2"
+    assert beside(place_of(here)) != beside(place_of(there))
+    assert store_name(here) != store_name(there)
+    assert re.fullmatch(r"s3://bucket/p \([0-9a-f]{8}\)", store_name(here))
+    assert (store_name("s3://bucket/p/"), store_name("/a/b")) == ("s3://bucket/p", "/a/b")
+    others = (
+        here.replace("key:secret", "other:keys"),
+        here.replace("region=us-east-1&", ""),
+        here.replace("/p?", "/p/?"),
+    )
+    assert {store_name(other) for other in others} == {store_name(here)}
+    assert {beside(place_of(other)) for other in others} == {beside(place_of(here))}
+    place = place_of(here)
+    assert place.below("session").id == place.file("session/a.arrow").folder.id == place.id
 
 
 def test_a_deleted_session_is_gone_with_its_objects_and_others_stay(bucket, writer, make):
@@ -185,6 +311,22 @@ def test_a_deleted_session_is_gone_with_its_objects_and_others_stay(bucket, writ
     made = make("again")
     writer.submit(made.facts, made.batches).result()
     assert len(objects(bucket)) == 1
+
+
+def test_a_deletion_that_failed_half_way_takes_no_run_that_is_stored_afterwards(bucket, writer, make):
+    for run_id in ("old", "older"):
+        made = make(run_id)
+        writer.submit(made.facts, made.batches).result()
+    bucket.server.fails = lambda method, path: method == "DELETE"
+    for _ in range(2):  # a second attempt, and then two marks
+        with pytest.raises(StoreError):
+            writer.delete("session").result()
+    bucket.server.fails = lambda method, path: False
+    after = make("after")
+    writer.submit(after.facts, after.batches).result()
+    recover(bucket.place)  # as the next start does
+    assert [run.run_id for run in runs(bucket.uri("session"))] == ["after"]
+    assert [info.base_name for info in bucket.place.infos()] == []
 
 
 def test_what_lies_in_objects_is_exported_and_verified_as_on_a_disk(bucket, writer, make, tmp_path):
