@@ -160,10 +160,6 @@ class ObjectFile:
         with contextlib.suppress(FileNotFoundError):
             self.fs.delete_file(self.path)
 
-    def close(self) -> None:
-        """Let go of what was fetched to find its way about."""
-        self._readers.clear()
-
     @property
     def folder(self) -> Place:
         """The directory that it is in."""
