@@ -1,10 +1,10 @@
 """The activation store's writer beside the raw disk: `python -m benchmarks.writing`.
 
 Runs of six points in bfloat16 go to the store's own writer, each answered once it is durable. In the same turns as many
-bytes go by `write` to one file on the same disk, synced as often as the writer synced.
+bytes go by `write` to one file on the same disk, synced each time as many runs are written as end together.
   disk           write and fsync of the same bytes
   disk, summed   the same, with the checksums that the store makes
-  writer         whole runs, as many at once as requests end together
+  writer         whole runs, twice as many on their way as the disk syncs together
   writer, parts  the same rows, each run in four parts, as long runs come
 
 Ends with 1 where the writer's rate is below 0.85 of the disk's.
@@ -18,6 +18,7 @@ import shutil
 import sys
 import tempfile
 import time
+from collections import deque
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future
 from dataclasses import asdict
@@ -91,15 +92,18 @@ class Disk:
         return self._ended(began, path)
 
     def written(self, send: Callable[[Writer, int], Sequence[Future[Any]]]) -> Run:
-        """Send all runs to a writer, some at once, and wait until each is durable."""
+        """Send all runs to a writer, and wait until each is durable; some are on their way, as from a busy replica."""
         root = self._folder / f"store-{self._turn}"
         root.mkdir()
         writer = Writer(root, Catalogue.rebuild(root))
         began = time.perf_counter()
-        for first in range(0, self._runs, self._at_once):
-            numbers = range(first, min(self._runs, first + self._at_once))
-            for future in [future for number in numbers for future in send(writer, number)]:
-                future.result()
+        sent = deque[Future[Any]]()
+        for number in range(self._runs):
+            sent.extend(send(writer, number)[-1:])  # its end is behind its parts
+            if len(sent) == 2 * self._at_once:
+                sent.popleft().result()
+        for future in sent:
+            future.result()
         run = self._ended(began, None)
         writer.close()
         shutil.rmtree(root)
@@ -143,7 +147,9 @@ def main(arguments: list[str] | None = None) -> int:
     terminate_as_interrupt()
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--bytes", type=float, default=1e9, help="of each turn")
-    parser.add_argument("--at-once", type=int, default=32, help="runs that end together")
+    parser.add_argument(
+        "--at-once", type=int, default=32, help="runs that end together, for whose bytes the disk is synced once"
+    )
     parser.add_argument("--rounds", type=int, default=7)
     parser.add_argument("--threads", type=int, default=1, help="of torch")
     parser.add_argument("--directory", type=Path, help="on the disk that is measured")

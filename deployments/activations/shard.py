@@ -17,6 +17,8 @@ from deployments.activations.holding import create
 from deployments.activations.reader import messages
 from deployments.activations.schema import batch_metadata, empty_batch, free_batch, point_types
 
+_SMALL = 1 << 14  # bytes: pieces below it are written together
+
 
 class Shard:
     """One Arrow IPC file, appended to by this process alone.
@@ -118,6 +120,7 @@ class Shard:
                     self._sink.length = seal(self._sink.descriptor, self._path, self.schema, self.length)
                 else:
                     self._writer.close()
+                    self._sink.flush()
                 os.fsync(self._sink.descriptor)
                 self.length, self.sealed = self._sink.length, True
                 self._modified_ns = os.fstat(self._sink.descriptor).st_mtime_ns
@@ -137,6 +140,7 @@ class Shard:
                 first = not self._sink.length
                 rows = free_batch(batch) if first else batch
                 self._writer.write_batch(rows, custom_metadata=facts | written(own))
+                self._sink.flush()
         except (OSError, pa.ArrowException):
             self.broken = True
             self._cut(self.length, self.rows)
@@ -161,7 +165,7 @@ class Shard:
         # Where even this fails, readers still know that the run at the end is not whole.
         with contextlib.suppress(OSError):
             os.truncate(self._sink.descriptor, length)
-            self._sink.length = os.lseek(self._sink.descriptor, length, os.SEEK_SET)
+            self._sink.begin_at(length)
             self._flushed = min(self._flushed, length)
 
 
@@ -179,19 +183,32 @@ class _Sink:
         self.descriptor = descriptor
         self.length = 0
         self._written = written
+        self._held = bytearray()  # small pieces, of which a batch has many
 
     def write(self, data: bytes) -> None:
         view = memoryview(data).cast("B")
         passed = min(len(view), max(0, self._written - self.length))
-        self.length += passed
+        self.length += len(view)
         view = view[passed:]
-        while view:
-            done = os.write(self.descriptor, view)
-            self.length += done
-            view = view[done:]
+        if len(view) < _SMALL:
+            self._held += view
+            return
+        self.flush()
+        self._put(view)
 
     def flush(self) -> None:
-        """Nothing is held back."""
+        """Hold nothing back any more."""
+        held, self._held = self._held, bytearray()
+        self._put(memoryview(held))
+
+    def begin_at(self, length: int) -> None:
+        """Go on behind a place of the file, and forget what is held back."""
+        self._held = bytearray()
+        self.length = os.lseek(self.descriptor, length, os.SEEK_SET)
+
+    def _put(self, view: memoryview) -> None:
+        while view:
+            view = view[os.write(self.descriptor, view) :]
 
     def close(self) -> None:
         """The shard closes its descriptor itself."""
@@ -220,6 +237,7 @@ def seal(descriptor: int, path: Path, schema: pa.Schema, length: int) -> int:
     if sink.length != length:
         raise pa.ArrowInvalid(f"{path} does not read back as it was written")
     writer.close()
+    sink.flush()
     return sink.length
 
 

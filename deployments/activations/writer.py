@@ -35,6 +35,7 @@ from deployments.errors import RequestError
 
 logger = logging.getLogger(__name__)
 
+_GATHER_S = 0.02  # for which a commit waits for what still comes, as long as anything does
 _HOLD_S = 120.0  # for which a session that is being deleted is held
 _JOIN_S = 60.0  # between two looks for small objects
 _CLOSED = "The activation store is shutting down: send the request again"
@@ -44,6 +45,7 @@ _LOOK_S = 60.0  # between two looks for sessions that are too old
 _SYNC_BYTES = 64 << 20  # an open run's bytes are fsynced in pieces of this size, so that no commit waits for gigabytes
 
 
+_Item = Append | Write | Abandon | Task
 _Written = dict[AnyShard, list[tuple[Future[StoredRun], Entry]]]
 
 
@@ -86,7 +88,7 @@ class Writer:
         self._helping = ThreadPoolExecutor(2, thread_name_prefix="activation-checksums")
         self._closing = threading.Lock()
         self._closed = False
-        self._queue: SimpleQueue[Append | Write | Abandon | Task | None] = SimpleQueue()
+        self._queue: SimpleQueue[_Item | None] = SimpleQueue()
         self._thread = threading.Thread(target=self._loop, name="activation-writer", daemon=True)
         self._thread.start()
 
@@ -253,7 +255,7 @@ class Writer:
         self._put(Task(work, future))
         return future
 
-    def _put(self, item: Append | Write | Abandon | Task) -> None:
+    def _put(self, item: _Item) -> None:
         with self._closing:  # nothing is queued behind the end
             if self._closed:
                 raise StoreError(_CLOSED)
@@ -291,11 +293,15 @@ class Writer:
         """Serve all that waits; false once the end was among it. Keeps no batch alive once it is written."""
         items = self._waiting()
         self._asked = [item.future for item in items if item]
-        last = None in items
+        last, until = None in items, time.monotonic() + _GATHER_S
         written: _Written = {}
         ended = list[Abandon | Task]()
         while items:
             item = items.popleft()
+            if not items and time.monotonic() < until:  # what came while this was written shares its commit
+                items = self._queued()
+                self._asked += [item.future for item in items if item]
+                last = last or None in items
             if item is None or not item.future.set_running_or_notify_cancel():
                 continue
             if isinstance(item, (Append, Write)):
@@ -320,14 +326,17 @@ class Writer:
             self._compact()
         return not last
 
-    def _waiting(self) -> deque[Append | Write | Abandon | Task | None]:
+    def _waiting(self) -> deque[_Item | None]:
         """All that waits, or nothing once something is due."""
         due = min(self._pool.due, self._runs.due, self._look, self._join)
         try:
             first = self._queue.get(timeout=None if due == math.inf else max(0.0, due - time.monotonic()))
         except Empty:
             return deque()
-        items = deque([first])
+        return deque([first, *self._queued()])
+
+    def _queued(self) -> deque[_Item | None]:
+        items = deque[_Item | None]()
         while not self._queue.empty():  # this thread alone takes from it
             items.append(self._queue.get())
         return items
