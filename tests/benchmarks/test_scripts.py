@@ -88,3 +88,15 @@ def marked(process: psutil.Process, mark: str) -> bool:
         return process.environ().get("STARTED_BY") == mark
     except psutil.Error:  # it has ended, or is another user's
         return False
+
+
+def test_writing_is_measured_beside_the_disk_and_leaves_nothing(tmp_path):
+    results = tmp_path / "results" / "writing"
+    options = ["--bytes=2e7", "--rounds=1", "--at-once=2", f"--directory={tmp_path}", f"--results={results}"]
+    command = [sys.executable, "-m", "benchmarks.writing", *options]
+    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=300)
+    found = json.loads(results.with_suffix(".json").read_text())
+    assert done.returncode == bool(found["failed"]), done.stdout + done.stderr
+    (case,) = found["cases"].values()
+    assert set(case["writing"]["ratios"]) == {"writer / disk", "writer, parts / disk", "disk, summed / disk"}
+    assert [item.name for item in tmp_path.iterdir()] == ["results"]

@@ -491,3 +491,24 @@ def test_a_run_is_read_at_its_offset_whatever_is_before_it(make, tmp_path):
         load(path, "r3")
     with pytest.raises(ValueError, match="directory"):
         load(path.parent, "r3", offset=offsets[3])
+
+
+def test_a_file_that_could_not_be_read_is_listed_once_it_can_be(root, monkeypatch):
+    (root / NAME).unlink()
+    monkeypatch.setattr("deployments.activations.catalogue._AGAIN_S", 0.0)
+    with monkeypatch.context() as patched:
+        patched.setattr(
+            "deployments.activations.filling.whole_runs", lambda path: (_ for _ in ()).throw(OSError(5, ""))
+        )
+        catalogue = opened(root)
+    assert listed(catalogue) == said_by_files(root)
+
+
+def test_a_directory_that_was_away_while_the_database_failed_is_known_again_when_it_is_back(root, tmp_path):
+    catalogue = opened(root)
+    catalogue._database.close()
+    away = root.rename(tmp_path / "away")
+    with pytest.raises(FileNotFoundError):
+        catalogue.sessions()
+    away.rename(root)
+    assert listed(catalogue) == said_by_files(root)
