@@ -84,6 +84,11 @@ class Catalogue:
         added = list(entries)
         self._guarded(lambda database: put(database, session_id, added, file))
 
+    def look(self) -> None:
+        """Look at the files again: some are gone, and their runs may be in others."""
+        if self._files is not None:
+            self._guarded(self._look)
+
     def small(self, most: int, many: int) -> dict[str, list[str]]:
         """By session the URIs of its files of at most so many bytes, where there are at least so many of them."""
         found = self._all("SELECT session, json_group_array(uri) FROM files WHERE bytes <= ? GROUP BY session", most)

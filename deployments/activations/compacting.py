@@ -64,7 +64,7 @@ def join(root: Place, session_id: str, small: Sequence[str]) -> Iterator[Joined]
 
 
 def compact(root: Place, small: Mapping[str, Sequence[str]]) -> Iterator[Joined]:
-    """Join small objects, but for those that were joined before, and sweep.
+    """Join small objects, but for those that were joined before.
 
     Args:
         root: The store's.
@@ -74,7 +74,6 @@ def compact(root: Place, small: Mapping[str, Sequence[str]]) -> Iterator[Joined]
         OSError: The store refuses.
         DamagedError: As for `join`.
     """
-    sweep(root)
     before = swept(root) if small else set()
     for session_id, uris in small.items():
         names = [unquote(uri.rpartition("/")[2]) for uri in uris]
@@ -83,8 +82,8 @@ def compact(root: Place, small: Mapping[str, Sequence[str]]) -> Iterator[Joined]
             yield from join(root, session_id, left)
 
 
-def sweep(root: Place, now: float | None = None) -> None:
-    """Remove small objects that have become one, once their readers had time.
+def sweep(root: Place, now: float | None = None) -> bool:
+    """Remove small objects that have become one, once their readers had time; false where there were none.
 
     Args:
         root: The store's.
@@ -93,7 +92,7 @@ def sweep(root: Place, now: float | None = None) -> None:
     Raises:
         OSError: The store refuses.
     """
-    now = time.time() if now is None else now
+    now, removed = time.time() if now is None else now, False
     for info in root.infos():
         if not info.base_name.startswith(JOINED):
             continue
@@ -107,6 +106,8 @@ def sweep(root: Place, now: float | None = None) -> None:
             for name in said["small"]:
                 folder.file(name).remove()
             mark.remove()
+            removed = True
+    return removed
 
 
 def swept(root: Place) -> set[tuple[str, str]]:

@@ -71,6 +71,9 @@ class Known(Protocol):
     def last_runs(self) -> list[tuple[str, float]]:
         """Of each session that has a run when the last was made, in Unix seconds."""
 
+    def look(self) -> None:
+        """Look at the files again, some of which are gone."""
+
     def small(self, most: int, many: int) -> dict[str, list[str]]:
         """By session the URIs of its files of at most so many bytes, where there are at least so many of them."""
 

@@ -175,6 +175,9 @@ class _Told:
     def last_runs(self) -> list[tuple[str, float]]:
         return []
 
+    def look(self) -> None:
+        raise AssertionError("the store alone compacts")
+
     def small(self, most: int, many: int) -> dict[str, list[str]]:
         return {}
 

@@ -19,7 +19,7 @@ from typing import Any
 import pyarrow as pa
 
 from deployments.activations.checksums import Sums, checksums
-from deployments.activations.compacting import MANY, SMALL, compact
+from deployments.activations.compacting import MANY, SMALL, compact, sweep
 from deployments.activations.entries import Entry, Known, StoredFile
 from deployments.activations.facts import RunFacts, StoredRun, StoreError
 from deployments.activations.failures import explain
@@ -354,6 +354,8 @@ class Writer:
         self._join = time.monotonic() + _JOIN_S
         assert isinstance(self._root, Place)
         try:
+            if sweep(self._root):
+                self._catalogue.look()
             for one in compact(self._root, self._catalogue.small(SMALL, MANY)):
                 self._catalogue.move(one.session_id, one.entries, one.file, one.before)
                 self._pool.recount(self._catalogue.sizes())

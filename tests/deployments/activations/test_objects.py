@@ -396,6 +396,24 @@ def test_small_objects_become_one_and_every_uri_of_a_run_still_leads_to_it(bucke
     assert [run["run_id"] for run in fresh.runs(limit=None)] == [run["run_id"] for run in catalogue.runs(limit=None)]
 
 
+def test_a_store_that_starts_while_small_objects_are_still_there_knows_where_their_runs_are_once_they_go(
+    bucket, make, monkeypatch, tmp_path
+):
+    monkeypatch.setenv("VITRINE_HOME", str(tmp_path))
+    monkeypatch.setattr(compacting, "MANY", 4)
+    writer = Writer(bucket.place, Catalogue())
+    stored_apart(bucket, writer, make, 5)
+    writer.close()
+    [joined] = compacting.join(bucket.place, "session", objects(bucket))
+    catalogue = Catalogue.rebuild(bucket.place)
+    assert compacting.sweep(bucket.place, time.time() + 2 * compacting.READERS_S)
+    catalogue.look()
+    found = catalogue.session("session")
+    assert [file["uri"] for file in found["files"]] == [joined.file.uri]
+    assert {run["points"][POINT]["uri"] for run in found["runs"]} == {joined.file.uri}
+    assert [run["run_id"] for run in found["runs"]] == [f"r{i:02}" for i in range(5)]
+
+
 def test_a_compaction_that_a_crash_cuts_short_loses_and_doubles_nothing(bucket, writer, make, monkeypatch):
     monkeypatch.setattr(compacting, "MANY", 4)
     stored_apart(bucket, writer, make, 5)
