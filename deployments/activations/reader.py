@@ -368,10 +368,10 @@ class _Stream:
     def read(self, size: int) -> memoryview:
         data = self._map[self.position : self.position + size]
         self.short = len(data) < size
-        self.closes = data == _END
         if len(data) < _COPIED:
             copy = bytearray(len(data))
             data = memoryview(copy)[: os.preadv(self._file.fileno(), [copy], self.position)]
+        self.closes = len(data) == len(_END) and bytes(data) == _END
         self.position += len(data)
         return data
 
