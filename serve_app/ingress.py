@@ -47,7 +47,6 @@ class Ingress:
             controller = _get_global_client()
             assert controller is not None
             check_who_may_ask(self._keys, controller.http_config.host)
-        await self._store.check_health.remote()
         limits = Retention(*(getattr(self._options, field.name) for field in fields(Retention)))
         await self._store.retain.remote(limits)
         backend = Backend(self._options, serve.get_replica_context().app_name, self._store, not self._keys)
