@@ -154,7 +154,7 @@ def test_a_hugging_face_dataset_has_typed_features_and_gives_tensors(make, tmp_p
     assert found.features == datasets.Features(
         {
             **{name: datasets.Value("string") for name in ("run_id", "sample_id", "phase")},
-            **{name: datasets.Value("int32") for name in ("position", "token_id")},
+            **{name: datasets.Value("int32") for name in ("position", "token_id", "text_offset")},
             NORM: datasets.List(datasets.Value("float32"), length=4),
             HEADS: datasets.List(datasets.List(datasets.Value("float16"), length=3), length=2),
         }
