@@ -7,7 +7,6 @@ without offsets, padding or validity bits.
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from concurrent.futures import Future
 
 import pyarrow as pa
 from xxhash import xxh3_64_hexdigest
@@ -24,10 +23,6 @@ def summed(names: Sequence[str]) -> list[str]:
 def checksums(batch: pa.RecordBatch) -> dict[str, str]:
     """Each column's checksum by its name."""
     return {name: xxh3_64_hexdigest(_values(batch[name])) for name in summed(batch.schema.names)}
-
-
-Sums = Sequence[Future[dict[str, str]]]
-"""Checksums of a run's batches, as they are made on another thread."""
 
 
 def written(sums: Mapping[str, str]) -> dict[str, str]:

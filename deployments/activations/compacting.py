@@ -147,7 +147,9 @@ def _join(root: Place, session_id: str, small: Sequence[ObjectFile]) -> Joined:
     try:
         for file in small:
             entries += [shard.finish(facts, batches) for facts, batches in _whole(file)]
+        shard.begin_sync()
         shard.sync()
+        shard.end_sync()
     except BaseException:
         shard.close()
         raise

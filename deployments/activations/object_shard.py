@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import pyarrow as pa
 
-from deployments.activations.checksums import Sums, checksums, written
+from deployments.activations.checksums import checksums, written
 from deployments.activations.entries import Entry, StoredFile
 from deployments.activations.facts import RunFacts
 from deployments.activations.objects import ObjectFile
@@ -37,6 +37,8 @@ class ObjectShard:
         self.schema = schema
         self.rows = self.length = 0
         self.broken = self.sealed = False
+        self._ending = False  # the object is being ended, perhaps on another thread
+        self._ended = 0  # its length then
         self._torn = False  # a write failed, and bytes may be missing in what is uploaded
         self._file = file
         self._points = point_types(schema)
@@ -48,13 +50,13 @@ class ObjectShard:
     @property
     def size(self) -> int:
         """Bytes in the object, those of a run that is not finished included."""
-        return self.length if self._stream.closed else int(self._stream.tell())
+        return self.length if self.broken else int(self._stream.tell())
 
     def facts(self) -> StoredFile:
         """The file as it is."""
         return StoredFile(self._file.uri, self.length, self.sealed, self.rows, 0 if self.sealed else None)
 
-    def append(self, run_id: str, batches: Sequence[pa.RecordBatch], sums: Sums = ()) -> None:
+    def append(self, run_id: str, batches: Sequence[pa.RecordBatch], sums: Sequence[Mapping[str, str]] = ()) -> None:
         """Write more of the run at the end, or begin one; it counts once it is finished.
 
         Raises:
@@ -62,7 +64,7 @@ class ObjectShard:
         """
         self._write(batches, batch_metadata(run_id, self._batches, len(batches)), sums)
 
-    def finish(self, run: RunFacts, batches: Sequence[pa.RecordBatch], sums: Sums = ()) -> Entry:
+    def finish(self, run: RunFacts, batches: Sequence[pa.RecordBatch], sums: Sequence[Mapping[str, str]] = ()) -> Entry:
         """Write the last batches, if any, of the run at the end; not durable before `sync`.
 
         Raises:
@@ -84,35 +86,44 @@ class ObjectShard:
             self._batches = self._new_rows = 0
             self.broken = True
 
+    def begin_sync(self) -> None:
+        """End the object with the runs in it; nothing while only a long run is under way."""
+        self._ending = not self.sealed and (self._torn or not self._batches)
+        self.broken = self.broken or self._ending
+
     def sync(self) -> None:
-        """Make the runs in it durable, and the object whole; nothing while only a long run is under way.
+        """Make the runs in it durable, and the object whole; on any thread.
 
         Raises:
-            OSError: If that failed, or a write before did; none of its runs is stored then.
+            OSError: If that failed, or a write before did: `fall_back` then.
         """
-        if self.sealed or (self._batches and not self._torn):
+        if not self._ending:
             return
-        self.broken = True
         try:
             self._end()
-        except (OSError, pa.ArrowException) as error:
-            self._torn = True
-            self.rows = self.length = 0
-            self._remove()
-            if isinstance(error, OSError):
-                raise
+        except pa.ArrowException as error:
             raise OSError(f"{self._file} could not be ended: {error}") from error
-        self.sealed = True
+
+    def end_sync(self) -> None:
+        """It is durable."""
+        if self._ending:
+            self.length, self.sealed, self._ending = self._ended, True, False
+
+    def fall_back(self) -> None:
+        """It cannot be made durable: none of its runs is stored."""
+        self.broken = self._torn = True
+        self.rows = self.length = 0
+        self._remove()
 
     def _end(self) -> None:
         if self._torn:
             raise OSError(f"an upload to {self._file} failed on the way")
         self._writer.close()
-        self.length = self._stream.tell()
+        self._ended = self._stream.tell()
         self._stream.close()
         size = self._file.fs.get_file_info(self._file.path).size
-        if size != self.length:
-            raise OSError(f"{self._file} has {size} bytes of the {self.length} that were written")
+        if size != self._ended:
+            raise OSError(f"{self._file} has {size} bytes of the {self._ended} that were written")
 
     def close(self) -> None:
         """Let go of it; an object that no run is in is removed."""
@@ -127,10 +138,12 @@ class ObjectShard:
         with contextlib.suppress(OSError, pa.ArrowException):
             self._file.remove()
 
-    def _write(self, batches: Sequence[pa.RecordBatch], metadata: Sequence[dict[str, str]], sums: Sums) -> None:
+    def _write(
+        self, batches: Sequence[pa.RecordBatch], metadata: Sequence[dict[str, str]], sums: Sequence[Mapping[str, str]]
+    ) -> None:
         try:
             for number, (batch, facts) in enumerate(zip(batches, metadata, strict=True)):
-                own = sums[number].result() if sums else checksums(batch)
+                own = sums[number] if sums else checksums(batch)
                 self._writer.write_batch(batch, custom_metadata=facts | written(own))
         except (OSError, pa.ArrowException):
             self.broken = self._torn = True

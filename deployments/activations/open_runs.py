@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import time
 from collections import OrderedDict
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
 
 import pyarrow as pa
 
-from deployments.activations.checksums import Sums
 from deployments.activations.entries import Entry, Known
 from deployments.activations.facts import RunFacts, StoreError
 from deployments.activations.failures import explain
@@ -28,14 +28,14 @@ class RunName(NamedTuple):
 class Chunk(NamedTuple):
     """Number `part` of a run's chunks, from 0; `run` is what the run is, on the last one.
 
-    `sums` are the batches' checksums, if they are made elsewhere.
+    `sums` are the batches' checksums.
     """
 
     name: RunName
     part: int
     batches: list[pa.RecordBatch]
     run: RunFacts | None
-    sums: Sums = ()
+    sums: Sequence[Mapping[str, str]]
 
 
 @dataclass
@@ -66,7 +66,7 @@ class OpenRuns:
         self._open: OrderedDict[RunName, _OpenRun] = OrderedDict()  # the longest without a chunk first
         self._lost: OrderedDict[RunName, tuple[str, float]] = OrderedDict()  # why and when, the oldest first
         self._finished: set[RunName] = set()  # not yet in the catalogue
-        self._written: set[str] = set()  # sessions, since the last commit: their files are yet to be synced
+        self._written: set[str] = set()  # sessions whose files are yet to be synced
 
     @property
     def due(self) -> float:
@@ -74,7 +74,7 @@ class OpenRuns:
         return next((run.touched for run in self._open.values()), float("inf")) + self._lease_s
 
     def busy(self) -> set[str]:
-        """The sessions of which a run is open, or anything was written since the last commit."""
+        """The sessions of which a run is open, or anything is not durable yet."""
         return self._written | {name.session_id for name in self._open}
 
     def write(self, chunk: Chunk) -> tuple[AnyShard, Entry | None]:
@@ -128,10 +128,17 @@ class OpenRuns:
         for name in list(self._open):
             self._end(name)
 
-    def settle(self) -> None:
-        """Behind a commit: abandon what has waited too long, and forget what need not be known any more."""
-        self._finished.clear()
-        self._written.clear()
+    def forget(self, runs: Iterable[RunFacts]) -> None:
+        """Finished runs are in the catalogue, or lost: their ids need not be known here any more."""
+        self._finished.difference_update(RunName(run.session_id, run.run_id) for run in runs)
+
+    def settle(self, shards: Iterable[AnyShard]) -> None:
+        """Abandon what has waited too long, and forget what need not be known any more.
+
+        Args:
+            shards: Those that are yet to be synced.
+        """
+        self._written.intersection_update(shard.session_id for shard in shards)
         now = time.monotonic()
         while self._lost and now - next(iter(self._lost.values()))[1] >= self._lease_s:
             self._lost.popitem(last=False)
@@ -143,7 +150,7 @@ class OpenRuns:
         name, run = chunk.name, self._open.get(chunk.name)
         if name in self._lost:
             raise StoreError(self._lost[name][0])
-        if name in self._finished or self._catalogue.holds(*name):
+        if run is None and (name in self._finished or self._catalogue.holds(*name)):
             raise StoreError(f"Run {name.run_id} is stored already: give it another id")
         if run is None and chunk.part:
             raise StoreError(

@@ -10,7 +10,7 @@ import pyarrow as pa
 
 from deployments.activations.facts import StoredRun, StoreError, check_session_id
 from deployments.activations.open_runs import Chunk, RunName
-from deployments.activations.schema import shard_facts
+from deployments.activations.schema import owner
 
 
 class Append(NamedTuple):
@@ -54,10 +54,10 @@ def check_batches(name: RunName, batches: Sequence[pa.RecordBatch], model: str |
     check_name(name.session_id)
     for schema in (batch.schema for batch in batches[:1]):
         try:
-            shard = shard_facts(schema)
+            session_id, of_model = owner(schema)
         except ValueError as error:
             raise StoreError(str(error)) from error
-        if shard.session_id != name.session_id or model not in (None, shard.model):
+        if session_id != name.session_id or model not in (None, of_model):
             raise StoreError(f"Run {name.run_id} and its batches are not of one session and model")
         if not all(batch.schema.equals(schema, check_metadata=True) for batch in batches):
             raise StoreError(f"Run {name.run_id}: its batches differ in points, shapes or dtypes")

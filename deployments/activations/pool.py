@@ -6,7 +6,7 @@ import re
 import secrets
 import time
 from collections import Counter, OrderedDict
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from itertools import count
 from pathlib import Path
 
@@ -87,10 +87,14 @@ class Pool:
         self._taken.remove(shard)
         self._idle[shard] = time.monotonic()
 
-    def settle(self) -> None:
-        """Close what is full, broken, idle for too long, or too many."""
+    def settle(self, unsynced: Collection[AnyShard]) -> None:
+        """Close what is full, broken, idle for too long, or too many.
+
+        Args:
+            unsynced: Those that must stay open until they are durable.
+        """
         now = time.monotonic()
-        for shard, since in list(self._idle.items()):
+        for shard, since in [item for item in self._idle.items() if item[0] not in unsynced]:
             many = len(self._idle) + len(self._taken) > self._open_shards
             if many or self._spent(shard) or now - since >= self._idle_s:
                 self._close(shard)

@@ -14,6 +14,7 @@ from __future__ import annotations
 import json
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, fields
+from functools import lru_cache
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -169,6 +170,21 @@ def shard_facts(schema: pa.Schema) -> ShardFacts:
     return ShardFacts(**{item.name: facts[item.name] for item in fields(ShardFacts)})
 
 
+def owner(schema: pa.Schema) -> tuple[str, str]:
+    """The session and the model whose rows a file with this schema holds.
+
+    Raises:
+        ValueError: If the schema is not one that `to_batch` made.
+    """
+    return _owner(_text(schema))
+
+
+@lru_cache(256)  # the same few schemas come with every batch
+def _owner(text: bytes) -> tuple[str, str]:
+    facts = json.loads(text)
+    return facts["session_id"], facts["model"]
+
+
 def point_types(schema: pa.Schema) -> dict[str, PointType]:
     """Each point's feature shape and dtype.
 
@@ -183,11 +199,15 @@ def point_types(schema: pa.Schema) -> dict[str, PointType]:
 
 
 def _metadata(schema: pa.Schema) -> dict[str, Any]:
-    metadata = schema.metadata or {}
+    facts: dict[str, Any] = json.loads(_text(schema))
+    return facts
+
+
+def _text(schema: pa.Schema) -> bytes:
+    metadata: dict[bytes, bytes] = schema.metadata or {}
     if _METADATA_KEY not in metadata:
         raise ValueError("Not a Vitrine activation schema: its metadata has no 'vitrine'")
-    facts: dict[str, Any] = json.loads(metadata[_METADATA_KEY])
-    return facts
+    return metadata[_METADATA_KEY]
 
 
 def free_batch(batch: pa.RecordBatch) -> pa.RecordBatch:

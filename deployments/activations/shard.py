@@ -5,12 +5,13 @@ from __future__ import annotations
 import contextlib
 import errno
 import os
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
+from typing import NamedTuple
 
 import pyarrow as pa
 
-from deployments.activations.checksums import Sums, checksums, written
+from deployments.activations.checksums import checksums, written
 from deployments.activations.entries import Entry, StoredFile
 from deployments.activations.facts import RunFacts
 from deployments.activations.holding import create
@@ -42,15 +43,14 @@ class Shard:
         self._batches = self._new_rows = 0  # of the run that is not finished
         self._sink = _Sink(_create(root, session_id, name))
         self._writer = pa.ipc.new_file(self._sink, schema)  # writes nothing before the first batch
-        self._synced = (0, 0)  # length and rows
+        self._synced = self._syncing = _Place(0, 0, 0)
         self._modified_ns: int | None = None
-        self._flushed = 0  # bytes, those of the unfinished run included
         self._rewound = False
 
     @property
     def unsynced(self) -> int:
-        """Bytes written since the last `sync`."""
-        return self._sink.length - self._flushed
+        """Bytes written since the last `begin_sync`."""
+        return self._sink.length - self._syncing.written
 
     @property
     def size(self) -> int:
@@ -58,10 +58,10 @@ class Shard:
         return self._sink.length
 
     def facts(self) -> StoredFile:
-        """The file as it is."""
-        return StoredFile(self._path.as_uri(), self.length, self.sealed, self.rows, self._modified_ns)
+        """The file as far as it is durable."""
+        return StoredFile(self._path.as_uri(), self._synced.length, self.sealed, self._synced.rows, self._modified_ns)
 
-    def append(self, run_id: str, batches: Sequence[pa.RecordBatch], sums: Sums = ()) -> None:
+    def append(self, run_id: str, batches: Sequence[pa.RecordBatch], sums: Sequence[Mapping[str, str]] = ()) -> None:
         """Write more of the run at the end, or begin one; it counts once it is finished.
 
         Raises:
@@ -69,7 +69,7 @@ class Shard:
         """
         self._write(batches, batch_metadata(run_id, self._batches, len(batches)), sums)
 
-    def finish(self, run: RunFacts, batches: Sequence[pa.RecordBatch], sums: Sums = ()) -> Entry:
+    def finish(self, run: RunFacts, batches: Sequence[pa.RecordBatch], sums: Sequence[Mapping[str, str]] = ()) -> Entry:
         """Write the last batches, if any, of the run at the end; not durable before `sync`.
 
         Raises:
@@ -92,24 +92,28 @@ class Shard:
             self._rewound = True
             self.broken = not self.rows or self._sink.length != self.length
 
+    def begin_sync(self) -> None:
+        """What is written by now is what `sync` makes durable."""
+        self._syncing = _Place(self.length, self.rows, self._sink.length)
+
     def sync(self) -> None:
-        """Make all that was written durable.
+        """Make it durable; on any thread, while more is written.
 
         Raises:
-            OSError: If that failed; the shard is then broken, and ends with the last whole run that was
-                synced, since what a failed fsync left behind cannot be known.
+            OSError: If that failed: `fall_back` then, since what a failed fsync left behind cannot be known.
         """
-        try:
-            os.fsync(self._sink.descriptor)
-            self._check_place()
-            state = os.fstat(self._sink.descriptor)
-        except OSError:
-            self.broken = True
-            self._cut(*self._synced)
-            raise
-        self._synced = (self.length, self.rows)
-        self._modified_ns = state.st_mtime_ns
-        self._flushed = self._sink.length
+        os.fsync(self._sink.descriptor)
+        self._check_place()
+        self._modified_ns = os.fstat(self._sink.descriptor).st_mtime_ns
+
+    def end_sync(self) -> None:
+        """It is durable."""
+        self._synced = self._syncing
+
+    def fall_back(self) -> None:
+        """It cannot be made durable: take no more runs, and end with those that were before."""
+        self.broken = True
+        self._cut(self._synced.length, self._synced.rows)
 
     def close(self) -> None:
         """Seal the file, or remove it if no run is in it. A broken one reads as a stream as it is."""
@@ -123,6 +127,8 @@ class Shard:
                     self._sink.flush()
                 os.fsync(self._sink.descriptor)
                 self.length, self.sealed = self._sink.length, True
+                self.begin_sync()
+                self.end_sync()
                 self._modified_ns = os.fstat(self._sink.descriptor).st_mtime_ns
         except (OSError, pa.ArrowException):  # its runs are durable all the same; only the footer is missing
             self._cut(self.length, self.rows)
@@ -133,10 +139,12 @@ class Shard:
             finally:
                 os.close(self._sink.descriptor)
 
-    def _write(self, batches: Sequence[pa.RecordBatch], metadata: Sequence[dict[str, str]], sums: Sums) -> None:
+    def _write(
+        self, batches: Sequence[pa.RecordBatch], metadata: Sequence[dict[str, str]], sums: Sequence[Mapping[str, str]]
+    ) -> None:
         try:
             for number, (batch, facts) in enumerate(zip(batches, metadata, strict=True)):
-                own = sums[number].result() if sums else checksums(batch)
+                own = sums[number] if sums else checksums(batch)
                 first = not self._sink.length
                 rows = free_batch(batch) if first else batch
                 self._writer.write_batch(rows, custom_metadata=facts | written(own))
@@ -166,7 +174,15 @@ class Shard:
         with contextlib.suppress(OSError):
             os.truncate(self._sink.descriptor, length)
             self._sink.begin_at(length)
-            self._flushed = min(self._flushed, length)
+            self._syncing = self._syncing._replace(written=min(self._syncing.written, length))
+
+
+class _Place(NamedTuple):
+    """How far a file was written."""
+
+    length: int  # bytes of whole runs
+    rows: int  # of whole runs
+    written: int  # bytes, those of a run that is not finished included
 
 
 class _Sink:

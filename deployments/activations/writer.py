@@ -12,22 +12,23 @@ import threading
 import time
 from collections import deque
 from collections.abc import Callable, Sequence
-from concurrent.futures import Future, ThreadPoolExecutor
+from concurrent.futures import Future
 from queue import Empty, SimpleQueue
 from typing import Any
 
 import pyarrow as pa
 
-from deployments.activations.checksums import Sums, checksums
+from deployments.activations.checksums import checksums
+from deployments.activations.commits import Commits
 from deployments.activations.compacting import MANY, SMALL, compact, sweep
-from deployments.activations.entries import Entry, Known, StoredFile
+from deployments.activations.entries import Known, StoredFile
 from deployments.activations.facts import RunFacts, StoredRun, StoreError
 from deployments.activations.failures import explain
 from deployments.activations.keeping import Keeper
 from deployments.activations.objects import AnyRoot, Place
 from deployments.activations.open_runs import Chunk, OpenRuns, RunName
 from deployments.activations.orders import Abandon, Append, Task, Write, check_batches, check_name
-from deployments.activations.pool import AnyShard, Pool
+from deployments.activations.pool import Pool
 from deployments.activations.reader import DamagedError
 from deployments.activations.retention import Held, Retention
 from deployments.activations.schema import batch_metadata
@@ -39,21 +40,22 @@ _GATHER_S = 0.02  # for which a commit waits for what still comes, as long as an
 _HOLD_S = 120.0  # for which a session that is being deleted is held
 _JOIN_S = 60.0  # between two looks for small objects
 _CLOSED = "The activation store is shutting down: send the request again"
-_SUMMED_BYTES = 1 << 17  # of batches whose checksums another thread makes
-_SYNCS = 8  # files that are made durable at once
 _LOOK_S = 60.0  # between two looks for sessions that are too old
 _SYNC_BYTES = 64 << 20  # an open run's bytes are fsynced in pieces of this size, so that no commit waits for gigabytes
 
 
-_Item = Append | Write | Abandon | Task
-_Written = dict[AnyShard, list[tuple[Future[StoredRun], Entry]]]
+class _Synced:
+    """Some file is durable, or cannot be made so."""
+
+
+_Item = Append | Write | Abandon | Task | _Synced
 
 
 class Writer:
     """Writes and deletes under one root, on a thread of its own; the catalogue follows.
 
-    All that waits when the thread comes round is appended, each touched file is fsynced once, and then the
-    futures of the runs that are whole are answered.
+    All that waits when the thread comes round is appended. While one group of runs is made durable, each of its
+    files by one fsync, the next is written. Then the futures of the group are answered.
 
     Args:
         root: An existing directory, absolute and no link, or one of object storage.
@@ -83,12 +85,11 @@ class Writer:
         # When to look for small objects, in the monotonic clock's seconds.
         self._join = time.monotonic() + _JOIN_S if isinstance(root, Place) else math.inf
         self._held: dict[str, float] = {}  # sessions that are being deleted, and until when at most
-        self._asked: list[Future[Any]] = []  # of this round
-        self._syncing = ThreadPoolExecutor(_SYNCS, thread_name_prefix="activation-sync")
-        self._helping = ThreadPoolExecutor(2, thread_name_prefix="activation-checksums")
+        self._asked: list[Future[Any]] = []  # and perhaps not answered
         self._closing = threading.Lock()
         self._closed = False
         self._queue: SimpleQueue[_Item | None] = SimpleQueue()
+        self._commits = Commits(root, catalogue, self._runs, lambda: self._queue.put(_Synced()))
         self._thread = threading.Thread(target=self._loop, name="activation-writer", daemon=True)
         self._thread.start()
 
@@ -115,7 +116,7 @@ class Writer:
             raise StoreError(f"Part {part} of run {run_id} has no rows: send it when there are some")
         check_batches(name, batches)
         future: Future[None] = Future()
-        self._put(Append(Chunk(name, part, list(batches), None, self._sums(batches)), future))
+        self._put(Append(Chunk(name, part, list(batches), None, _sums(batches)), future))
         return future
 
     def submit(self, run: RunFacts, batches: Sequence[pa.RecordBatch], part: int = 0) -> Future[StoredRun]:
@@ -135,7 +136,7 @@ class Writer:
         check_batches(name, batches, run.model)
         batch_metadata(run.run_id, 0, 1, run)  # what JSON cannot hold is the caller's to hear of
         future: Future[StoredRun] = Future()
-        self._put(Write(Chunk(name, part, list(batches), run, self._sums(batches)), future))
+        self._put(Write(Chunk(name, part, list(batches), run, _sums(batches)), future))
         return future
 
     def abandon(self, session_id: str, run_id: str) -> Future[None]:
@@ -238,17 +239,7 @@ class Writer:
                 self._queue.put(None)
             self._closed = True
         self._thread.join()
-        self._syncing.shutdown()
-        self._helping.shutdown()
-
-    def _sums(self, batches: Sequence[pa.RecordBatch]) -> Sums:
-        """Checksums of large batches, made beside what is being written; those of small ones take no time."""
-        if sum(batch.nbytes for batch in batches) < _SUMMED_BYTES:
-            return ()
-        try:
-            return [self._helping.submit(checksums, batch) for batch in batches]
-        except RuntimeError as error:  # the pool is shut down
-            raise StoreError(_CLOSED) from error
+        self._commits.close()
 
     def _behind(self, work: Callable[[], Any]) -> Future[Any]:
         future: Future[Any] = Future()
@@ -276,10 +267,8 @@ class Writer:
         with self._closing:
             self._closed = True
         while not self._queue.empty():
-            if item := self._queue.get():
-                self._asked.append(item.future)
-        self._syncing.shutdown(wait=False)
-        self._helping.shutdown(wait=False)
+            self._noted(self._queue.get())
+        self._commits.close()
         with contextlib.suppress(Exception):  # what it was at may be what is broken
             self._runs.abandon_all()
             self._pool.close()
@@ -292,29 +281,28 @@ class Writer:
     def _round(self) -> bool:
         """Serve all that waits; false once the end was among it. Keeps no batch alive once it is written."""
         items = self._waiting()
-        self._asked = [item.future for item in items if item]
         last, until = None in items, time.monotonic() + _GATHER_S
-        written: _Written = {}
         ended = list[Abandon | Task]()
         while items:
             item = items.popleft()
             if not items and time.monotonic() < until:  # what came while this was written shares its commit
                 items = self._queued()
-                self._asked += [item.future for item in items if item]
                 last = last or None in items
-            if item is None or not item.future.set_running_or_notify_cancel():
+            if item is None or isinstance(item, _Synced) or not item.future.set_running_or_notify_cancel():
                 continue
             if isinstance(item, (Append, Write)):
-                self._write(item, written)
+                self._write(item)
                 continue
             if isinstance(item, Abandon):
                 self._runs.abandon(item.name, f"Run {item.name.run_id} was abandoned: send the request again.")
             ended.append(item)
-        failed = self._sync(list(written))
-        for shard, runs in written.items():
-            self._commit(shard, runs, failed.get(shard))
-        self._runs.settle()
-        self._pool.settle()
+        if self._commits.ready:
+            self._commits.end()
+        self._commits.begin()
+        if ended or last:
+            self._commits.drain()
+        self._runs.settle(self._commits.shards)
+        self._pool.settle(self._commits.shards)
         for end in ended:
             if isinstance(end, Task):
                 self._do(end)
@@ -328,18 +316,26 @@ class Writer:
 
     def _waiting(self) -> deque[_Item | None]:
         """All that waits, or nothing once something is due."""
+        self._asked = [future for future in self._asked if not future.done()]
         due = min(self._pool.due, self._runs.due, self._look, self._join)
+        forever = self._commits.under_way or due == math.inf  # the end of what is under way comes by the queue as well
         try:
-            first = self._queue.get(timeout=None if due == math.inf else max(0.0, due - time.monotonic()))
+            first = self._queue.get(timeout=None if forever else max(0.0, due - time.monotonic()))
         except Empty:
             return deque()
-        return deque([first, *self._queued()])
+        return deque([self._noted(first), *self._queued()])
 
     def _queued(self) -> deque[_Item | None]:
         items = deque[_Item | None]()
         while not self._queue.empty():  # this thread alone takes from it
-            items.append(self._queue.get())
+            items.append(self._noted(self._queue.get()))
         return items
+
+    def _noted(self, item: _Item | None) -> _Item | None:
+        """An item of which somebody must hear, whatever happens."""
+        if item and not isinstance(item, _Synced):
+            self._asked.append(item.future)
+        return item
 
     def _hold(self, session_id: str, seconds: float) -> None:
         now = time.monotonic()
@@ -362,7 +358,7 @@ class Writer:
         except (OSError, DamagedError):
             logger.exception("small objects of %s stay as they are for now", self._root)
 
-    def _write(self, item: Append | Write, written: _Written) -> None:
+    def _write(self, item: Append | Write) -> None:
         try:
             if self._held.get(item.chunk.name.session_id, 0.0) > time.monotonic():
                 raise StoreError(f"Session {item.chunk.name.session_id} is being deleted: send the request again.")
@@ -375,37 +371,9 @@ class Writer:
         if isinstance(item, Append):
             item.future.set_result(None)
             if shard.unsynced >= _SYNC_BYTES:
-                written.setdefault(shard, [])
+                self._commits.touch(shard)
         elif entry:
-            written.setdefault(shard, []).append((item.future, entry))
-
-    def _sync(self, shards: Sequence[AnyShard]) -> dict[AnyShard, OSError]:
-        """Make several shards durable at once: disks gather what they are asked for, and networks take their time."""
-        failed = dict[AnyShard, OSError]()
-
-        def sync(shard: AnyShard) -> None:
-            try:
-                shard.sync()
-            except OSError as error:
-                failed[shard] = error.with_traceback(None)
-
-        if len(shards) > 1:
-            list(self._syncing.map(sync, shards))
-        else:
-            for shard in shards:
-                sync(shard)
-        return failed
-
-    def _commit(self, shard: AnyShard, runs: list[tuple[Future[StoredRun], Entry]], failed: OSError | None) -> None:
-        if failed:
-            for future, _ in runs:
-                future.set_exception(explain(self._root, failed))
-            self._runs.abandon_broken(shard, str(explain(self._root, failed)))
-            return
-        if runs:
-            self._catalogue.add(shard.session_id, [entry for _, entry in runs], shard.facts())
-        for future, entry in runs:
-            future.set_result(entry.stored())
+            self._commits.add(shard, entry, item.future)
 
     def _do(self, task: Task) -> None:
         try:
@@ -424,3 +392,8 @@ class Writer:
         self._keeper.retention = retention
         self._look = math.inf if retention.max_session_age_s is None else time.monotonic() + _LOOK_S
         return self._keeper.expire(now, self._runs.busy)
+
+
+def _sums(batches: Sequence[pa.RecordBatch]) -> list[dict[str, str]]:
+    """Checksums, made by the caller: beside what the writer's thread is at."""
+    return [checksums(batch) for batch in batches]

@@ -99,15 +99,15 @@ def test_a_stored_run_is_an_object_when_the_answer_comes_and_reads_back_bit_for_
 @pytest.fixture
 def at_once(writer, make, monkeypatch) -> Callable[..., list[Future]]:
     """Submits runs that share one commit, behind a run `first`; gives their futures."""
-    held, entered, sync = threading.Event(), threading.Event(), Writer._sync
+    held, entered, sync = threading.Event(), threading.Event(), ObjectShard.sync
 
-    def slow(self, shards):
+    def slow(self):
         entered.set()
         held.wait()
-        return sync(self, shards)
+        sync(self)
 
     def submitted(made):
-        monkeypatch.setattr(Writer, "_sync", slow)
+        monkeypatch.setattr(ObjectShard, "sync", slow)
         first = make("first")
         before = writer.submit(first.facts, first.batches)
         assert entered.wait(60)

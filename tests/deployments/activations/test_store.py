@@ -9,10 +9,10 @@ import torch
 from safetensors.torch import load as tensors
 
 from deployments.activations import load
+from deployments.activations.commits import Commits
 from deployments.activations.facts import StoreError
 from deployments.activations.retention import Retention
 from deployments.activations.store import ActivationStore, connect
-from deployments.activations.writer import Writer
 
 pytestmark = pytest.mark.usefixtures("cluster")
 
@@ -120,7 +120,7 @@ def test_a_store_started_again_knows_what_is_on_disk(make, store, tmp_path):
 def test_after_a_fault_of_the_writer_all_who_wait_are_told_and_the_next_run_is_stored(make, store, monkeypatch):
     made, after = make("r"), make("after")
     with monkeypatch.context() as patched:
-        patched.setattr(Writer, "_commit", lambda *args: 1 / 0)
+        patched.setattr(Commits, "_commit", lambda *args: 1 / 0)
         with pytest.raises(StoreError, match="log says why"):
             asyncio.run(store.write(made.facts, [ray.put(made.batches[0])]))
     assert asyncio.run(store.write(after.facts, [ray.put(after.batches[0])])).run_id == "after"
