@@ -6,7 +6,7 @@ import math
 import os
 from collections import deque
 from collections.abc import Collection, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, Literal, NamedTuple, get_args
 
@@ -21,6 +21,7 @@ from deployments.activations.selecting import Wanted, shards
 
 Tokens = Literal["all", "prompt", "generated"]
 IDS = ("position", "token_id")  # columns of one int32 a row
+_WITHIN = 32  # bits of a place that count rows within its block
 
 
 class Column(NamedTuple):
@@ -43,7 +44,7 @@ class RowIndex:
 
     Attributes:
         paths: The files.
-        runs: Whose rows these are.
+        runs: Whose rows these are; their interventions, which may be large, are left to the files.
         columns: `position`, `token_id`, and each point by its name.
         file: Each block's file, an index of `paths`, `[blocks]`.
         run: Each block's run, an index of `runs`, `[blocks]`.
@@ -68,6 +69,11 @@ class RowIndex:
     def row_bytes(self) -> int:
         """Bytes of a row in all columns."""
         return sum(column.width for column in self.columns.values())
+
+    def places(self, rows: np.ndarray) -> np.ndarray:
+        """Of row numbers, int64 `[rows]`, the `place` of each."""
+        block = np.searchsorted(self.starts, rows, side="right") - 1
+        return place(block, rows - self.starts[block])
 
     def part(self, first: int, end: int) -> RowIndex:
         """An index of the rows `first` to `end` alone, which travels light; needs at least one row."""
@@ -151,6 +157,7 @@ class _Looked:
         self._points, self._wanted = points, wanted
         self._columns: dict[str, Column] = {}
         self._there, self._recorded = set[str](), set[str]()
+        self._lacking = ""  # what the first run without all of the points did not record
         self._paths, self._runs, self._blocks = list[Path](), list[RunFacts](), list[_Block]()
 
     def through(self, path: Path, tokens: Tokens) -> None:
@@ -161,13 +168,14 @@ class _Looked:
         types = point_types(schema)
         self._recorded |= set(types)
         if lacking := [name for name in self._points if name not in types]:
+            self._lacking = self._lacking or f"runs: {found[0].facts.run_id!r} did not record {', '.join(lacking)}"
             if self._wanted.runs is not None and len(lacking) < len(self._points):
-                raise ValueError(f"runs: {found[0].facts.run_id!r} did not record {', '.join(lacking)}")
+                raise ValueError(self._lacking)
             return
         self._check(types, found[0].facts)
         number, numbers = len(self._paths), range(len(self._runs), len(self._runs) + len(found))
         self._paths.append(path)
-        self._runs += [run.facts for run in found]
+        self._runs += [replace(run.facts, interventions=[]) for run in found]
         row, left = 0, deque(zip(numbers, found, strict=True))
         for message in messages(path):
             while left and left[0][1].end <= row:
@@ -178,6 +186,8 @@ class _Looked:
 
     def index(self) -> RowIndex:
         """All of it."""
+        if self._lacking and self._wanted.runs is not None and self._blocks:
+            raise ValueError(self._lacking)
         self._wanted.check(self._there, self._recorded)
         if not self._blocks:
             raise ValueError(f"points, tokens: no run has rows of {', '.join(self._points)} for such tokens")
@@ -242,6 +252,16 @@ def _offset(column: Any, end: int) -> int:
     while body.parent is not None:
         body = body.parent  # the batch's body as it was read at once
     return int(end - body.size + values.address - body.address)
+
+
+def place(block: np.ndarray, within: np.ndarray) -> np.ndarray:
+    """Rows by block and number within the block, in one number, int64: what is added to it counts rows."""
+    return np.asarray((block.astype(np.int64) << _WITHIN) + within)
+
+
+def at(places: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+    """The inverse of `place`."""
+    return places >> _WITHIN, places & ((1 << _WITHIN) - 1)
 
 
 def blocks_between(starts: np.ndarray, first: int, end: int) -> Iterator[tuple[int, int, int]]:

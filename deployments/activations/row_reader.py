@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import ctypes
-import mmap
 import sys
+import threading
 from math import gcd
 from pathlib import Path
 from typing import NamedTuple
@@ -12,7 +12,7 @@ from typing import NamedTuple
 import numpy as np
 import torch
 
-from deployments.activations.row_index import IDS, Column, RowIndex, blocks_between
+from deployments.activations.row_index import IDS, Column, RowIndex, at, blocks_between
 
 _LINE = 64  # bytes of a cache line
 _MOST_KEPT = 4  # batches whose memory is used again
@@ -67,8 +67,8 @@ class RowReader:
         self._index = index
         self._buffers = _Buffers()
         self._maps = [_map(path, _least(index, number)) for number, path in enumerate(index.paths)]
-        places = np.array([each.ctypes.data for each in self._maps])
-        low, high = int(places.min()), max(each.ctypes.data + each.size for each in self._maps)
+        places = np.array([each.data_ptr() for each in self._maps])
+        low, high = int(places.min()), max(each.data_ptr() + len(each) for each in self._maps)
         # One array over all of the maps, and what lies between, which no row names: so that rows out of
         # several files are gathered at once, straight into their places.
         self._memory = np.frombuffer(memoryview((ctypes.c_uint8 * (high - low)).from_address(low)), dtype=np.uint8)
@@ -77,14 +77,17 @@ class RowReader:
             name: _lying(memory, column, begins[i]) for i, (name, column) in enumerate(index.columns.items())
         }
 
-    def take(self, rows: np.ndarray) -> RowBatch:
-        """Rows by their numbers, int64 `[rows]`, in that order."""
-        block = np.searchsorted(self._index.starts, rows, side="right") - 1
-        within = rows - self._index.starts[block]
-        bodies = self._bodies(len(rows))
+    def take(self, places: np.ndarray) -> RowBatch:
+        """Rows by their places, int64 `[rows]`, in that order."""
+        block, within = at(places)
+        bodies = self._bodies(len(places))
         for lying, body in zip(self._columns.values(), bodies, strict=True):
+            rows = lying.first[block] + within * lying.step
             words = torch.from_numpy(body).view(lying.rows.dtype).view(len(rows), -1)
-            torch.index_select(lying.rows, 0, torch.from_numpy(lying.first[block] + within * lying.step), out=words)
+            if words.shape[1] == 1:  # numpy is the faster one for rows of a word
+                words.numpy()[:, 0] = lying.rows.numpy()[rows, 0]
+            else:
+                torch.index_select(lying.rows, 0, torch.from_numpy(rows), out=words)
         return self._batch(bodies, block)
 
     def between(self, first: int, end: int) -> RowBatch:
@@ -92,11 +95,11 @@ class RowReader:
         spans = list(blocks_between(self._index.starts, first, end))
         bodies = self._bodies(end - first)
         for lying, body in zip(self._columns.values(), bodies, strict=True):
-            at, width = 0, lying.width
+            filled, width = 0, lying.width
             for block, skipped, rows in spans:
                 begin = int(lying.first[block]) * lying.unit + skipped * width
-                body[at : at + rows * width] = self._memory[begin : begin + rows * width]
-                at += rows * width
+                body[filled : filled + rows * width] = self._memory[begin : begin + rows * width]
+                filled += rows * width
         return self._batch(bodies, np.repeat([span[0] for span in spans], [span[2] for span in spans]))
 
     def _bodies(self, rows: int) -> list[np.ndarray]:
@@ -122,8 +125,8 @@ class RowReader:
         )
 
 
-class _Buffers:
-    """Memory for batches: fresh pages cost as much as filling them, so a batch's are used again."""
+class _Buffers(threading.local):
+    """Memory for a thread's batches: fresh pages cost as much as filling them, so a batch's are used again."""
 
     def __init__(self) -> None:
         self._kept = list[np.ndarray]()
@@ -146,12 +149,12 @@ def _least(index: RowIndex, number: int) -> int:
     return int((index.offsets[:, of] + widths[:, None] * np.diff(index.starts)[of]).max(initial=0))
 
 
-def _map(path: Path, least: int) -> np.ndarray:
-    with path.open("rb") as file:
-        mapped = np.frombuffer(mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ), dtype=np.uint8)
-    if mapped.size < least:
+def _map(path: Path, least: int) -> torch.Tensor:
+    """A file's bytes, uint8; without a descriptor, of which a process may have fewer than a store has files."""
+    size = path.stat().st_size
+    if size < least:
         raise ValueError(f"{path} is shorter than when it was indexed: index the store anew")
-    return mapped
+    return torch.from_file(str(path), shared=False, size=size, dtype=torch.uint8)
 
 
 def _lying(memory: torch.Tensor, column: Column, begins: np.ndarray) -> _Lying:

@@ -12,7 +12,7 @@ from torch import distributed
 from torch.utils.data import Dataset, IterableDataset, get_worker_info
 
 from deployments.activations.facts import RunFacts
-from deployments.activations.row_index import RowIndex, Tokens, index_rows
+from deployments.activations.row_index import RowIndex, Tokens, index_rows, place
 from deployments.activations.row_reader import RowBatch, RowReader
 
 _PIECE = 256 << 10  # bytes of rows that stay together on their way into a window
@@ -52,10 +52,10 @@ class ActivationRows(IterableDataset[RowBatch]):
         session: This session's runs alone.
         runs: These runs alone.
         tokens: `"prompt"`, `"generated"` or `"all"`.
-        shuffle: Whether the order is random; else it is that of the files.
+        shuffle: Whether the order is random; else it is that of the files, of which each worker has a share.
         seed: Of the order.
         window_bytes: Rows of this size are permuted together; of at least the session's size, all of them.
-        drop_last: Leave out batches that are not full. Then all ranks have as many.
+        drop_last: Leave out batches that are not full. Then all ranks have as many: none, where a share is smaller.
         rank: Which of `world_size` shares of the rows this process gets; by default as torch.distributed says.
         world_size: How many shares there are.
 
@@ -83,6 +83,8 @@ class ActivationRows(IterableDataset[RowBatch]):
         for name, value in {"batch_size": batch_size, "window_bytes": window_bytes}.items():
             if value < 1:
                 raise ValueError(f"{name}: {value} is less than 1")
+        if seed < 0:
+            raise ValueError(f"seed: {seed} is less than 0")
         self._rank, self._world_size = _place(rank, world_size)
         index = index_rows(source, points, session=session, runs=runs, tokens=tokens)
         self._rows = _Rows(index)
@@ -121,11 +123,11 @@ class ActivationRows(IterableDataset[RowBatch]):
             for row in range(first, end, self._batch_size):
                 yield self._rows.reader.between(row, min(end, row + self._batch_size))
             return
-        for rows in self._shuffled(first, end, share):
-            yield self._rows.reader.take(rows)
+        for places in self._shuffled(first, end, share):
+            yield self._rows.reader.take(places)
 
     def _shuffled(self, first: int, end: int, share: int) -> Iterator[np.ndarray]:
-        """The rows that stand at `first` to `end` once the pieces are in random order, batch by batch."""
+        """The places of rows `first` to `end` once the pieces are in random order, batch by batch."""
         begin, count = _pieces(self._rows.index.starts, self._piece)
         epoch = int(self._epoch)
         order = np.random.default_rng([self._seed, epoch]).permutation(len(begin))  # the same in every share
@@ -183,11 +185,13 @@ class ActivationDataset(Dataset[RowBatch]):
         return len(self._rows.index)
 
     def __getitem__(self, index: int | Sequence[int]) -> RowBatch:
-        wanted = np.atleast_1d(np.asarray(index, dtype=np.int64))
-        rows = np.where(wanted < 0, wanted + len(self), wanted)
+        wanted = np.atleast_1d(np.asarray(index))
+        if wanted.ndim != 1 or not np.issubdtype(wanted.dtype, np.integer):
+            raise TypeError(f"a row is named by an integer, several by a list of them, not by {index!r}")
+        rows = np.where(wanted < 0, wanted + len(self), wanted).astype(np.int64)
         if ((rows < 0) | (rows >= len(self))).any():
             raise IndexError(f"there are {len(self)} rows: no row {index}")
-        batch = self._rows.reader.take(rows)
+        batch = self._rows.reader.take(self._rows.index.places(rows))
         if np.ndim(index):
             return batch
         points = {name: value[0] for name, value in batch.points.items()}
@@ -206,11 +210,11 @@ def _place(rank: int | None, world_size: int | None) -> tuple[int, int]:
 
 
 def _pieces(starts: np.ndarray, most: int) -> tuple[np.ndarray, np.ndarray]:
-    """All blocks in pieces of up to `most` rows: each one's first row, and how many it has."""
+    """All blocks in pieces of up to `most` rows: each one's first row's place, and how many it has."""
     rows = np.diff(starts)
     each = -(-rows // most)
     before = _spread(np.zeros_like(each), each) * most  # rows of its block before a piece
-    return np.repeat(starts[:-1], each) + before, np.minimum(most, np.repeat(rows, each) - before)
+    return place(np.repeat(np.arange(len(rows)), each), before), np.minimum(most, np.repeat(rows, each) - before)
 
 
 def _cut(begin: np.ndarray, count: np.ndarray, first: int, end: int) -> tuple[np.ndarray, np.ndarray]:

@@ -7,6 +7,7 @@ import pickle
 import subprocess
 import sys
 import tempfile
+import threading
 from collections import Counter
 from pathlib import Path
 
@@ -210,6 +211,36 @@ def test_a_dataset_takes_the_loaders_own_samplers(session):
     for wrong in (1200, -1201, [0, 1200]):
         with pytest.raises(IndexError, match="there are 1200 rows"):
             dataset[wrong]
+    for wrong in (torch.tensor([True, False]), [0.5], [[0, 1], [2, 3]], []):
+        with pytest.raises(TypeError, match="a row is named by an integer, several by a list of them"):
+            dataset[wrong]
+
+
+def test_threads_that_share_a_dataset_never_share_a_batchs_memory(session):
+    dataset, places = ActivationDataset(session, [POINT]), list[int]()
+
+    def take():
+        places.append(dataset[[3, 5]].points[POINT].data_ptr())
+
+    take()
+    thread = threading.Thread(target=take)
+    thread.start()
+    thread.join()
+    take()
+    assert places[1] != places[0] == places[2]
+
+
+def test_a_store_may_have_more_files_than_a_process_may_open(make, tmp_path):
+    stored(tmp_path, [make(f"r{i}", {POINT: torch.full((4, 4), i).bfloat16()}) for i in range(90)], shard_bytes=1)
+    assert len(shards(tmp_path)) == 90
+    check = f"""
+import resource
+from deployments.activations.training import ActivationRows
+resource.setrlimit(resource.RLIMIT_NOFILE, (80, 80))
+rows = ActivationRows({str(tmp_path)!r}, [{POINT!r}], batch_size=64)
+assert sorted(run for batch in rows for run in batch.run.tolist()) == [run for run in range(90) for _ in range(4)]
+"""
+    subprocess.run([sys.executable, "-c", check], check=True, cwd=Path(training.__file__).parents[2])
 
 
 def test_a_part_of_an_index_reads_the_same_rows(session):
@@ -240,6 +271,8 @@ def test_runs_without_a_point_and_open_runs_are_left_out(make, open_writer, tmp_
         ({"points": [WEIGHTS]}, ValueError, "attention pattern, whose rows grow"),
         ({"points": [HEADS, POINT], "runs": ["a"]}, ValueError, "'a' did not record layers.1.attention.heads"),
         ({"points": [HEADS, POINT]}, ValueError, "no run has rows of"),
+        ({"runs": ["a", "b"]}, ValueError, "'b' did not record layers.1.output"),
+        ({"seed": -1}, ValueError, "seed: -1"),
         ({"runs": ["zzz"]}, RequestError, "no run 'zzz'; there is a, b, c"),
         ({"runs": "a"}, ValueError, "runs: name them as a list"),
         ({"session": "never"}, FileNotFoundError, "no session 'never'"),
