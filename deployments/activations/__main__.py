@@ -9,11 +9,15 @@ from collections.abc import Sequence
 from datetime import datetime
 from pathlib import Path
 from time import time as now
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from deployments.activations.facts import check_session_id
 from deployments.activations.filters import EVERYTHING, Filter, tag_pairs
+from deployments.activations.printing import size, table, time
 from deployments.options import home
+
+if TYPE_CHECKING:
+    from deployments.activations.objects import AnyRoot
 
 FORMATS = ("pt", "safetensors", "npz", "parquet", "hf")
 RUNNING = "A running server deletes a session of its own over HTTP: DELETE /v1/activations/session/{}"
@@ -30,6 +34,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 
     args = _parser().parse_args(argv)
     try:
+        args.dir = _at(args.dir)
         return int(args.run(args))
     except (UserError, PullError, ValueError, OSError) as error:
         print(f"{args.prog}: {error}", file=sys.stderr)
@@ -126,7 +131,7 @@ def _rm(args: argparse.Namespace) -> int:
     what = f"{args.session}: {found['runs_count']} runs, {size(found['bytes'])}"
     if not args.yes:
         raise UserError(f"{what} would be deleted: say so with --yes. {RUNNING.format(args.session)}")
-    with alone(root := args.dir.resolve(), RUNNING.partition(": ")[2].format(args.session)):
+    with alone(root := _disk(args.dir), RUNNING.partition(": ")[2].format(args.session)):
         delete(root, args.session)
     print(f"deleted {what}")
     return 0
@@ -138,9 +143,7 @@ def _gc(args: argparse.Namespace) -> int:
 
     age = seconds_of(args.older_than, "--older-than") if args.older_than else None
     most = bytes_of(args.max_bytes, "--max-bytes") if args.max_bytes else None
-    with alone(
-        root := _root(args.dir).resolve(), "by its options max_session_age_s, max_store_bytes and delete_oldest"
-    ):
+    with alone(root := _disk(args.dir), "by its options max_session_age_s, max_store_bytes and delete_oldest"):
         if args.yes:
             recover(root)
         sessions = _catalogue(root).sessions(sys.maxsize)
@@ -166,7 +169,7 @@ def _pin(args: argparse.Namespace) -> int:
 
     pinned = args.command == "pin"
     route = f"{'PUT' if pinned else 'DELETE'} {PIN.format(args.session)}"
-    with alone(root := _root(args.dir).resolve(), route):
+    with alone(root := _disk(args.dir), route):
         _session(root, args.session)
         _pins(root).set(args.session, pinned)
     print(f"{args.session} is {'pinned' if pinned else 'not pinned'}")
@@ -177,68 +180,52 @@ def _pull(args: argparse.Namespace) -> int:
     from deployments.activations.pulling import pull
 
     key = args.api_key or os.environ.get("VITRINE_API_KEY") or None
+    if not isinstance(args.dir, Path):
+        raise UserError(f"--dir {args.dir} is in object storage: fetch the session into a directory")
     folder = pull(args.url, args.session, args.dir, runs=args.run_ids, points=args.points, api_key=key)
     print(f"{size(sum(file.stat().st_size for file in folder.iterdir()))} in {folder}")
     return 0
 
 
-def table(heads: Sequence[str], rows: Sequence[Sequence[Any]], right: str = "") -> None:
-    """Print rows as columns of text.
+def _at(place: str) -> AnyRoot:
+    """The store that `--dir` names."""
+    if "://" not in place:
+        return Path(place).expanduser()
+    from deployments.activations.objects import place_of
 
-    Args:
-        heads: The columns' names.
-        rows: Their cells; None is a dash.
-        right: Names of columns that stand to the right.
-    """
-    cells = [tuple(heads), *(tuple("-" if cell is None else _printable(str(cell)) for cell in row) for row in rows)]
-    widths = [max(len(row[i]) for row in cells) for i in range(len(heads))]
-    rights = [head in right.split() for head in heads]
-    for row in cells:
-        aligned = [
-            cell.rjust(width) if to_right else cell.ljust(width)
-            for cell, width, to_right in zip(row, widths, rights, strict=True)
-        ]
-        print("  ".join(aligned).rstrip())
+    return place_of(place)
 
 
-def _printable(text: str) -> str:
-    """A user's text on one line, with nothing that a terminal would obey."""
-    return "".join(letter if letter.isprintable() else ascii(letter)[1:-1] for letter in text)
+def _root(root: AnyRoot) -> AnyRoot:
+    """The same, resolved, if it is there."""
+    if not isinstance(root, Path):
+        return root
+    if not root.is_dir():
+        raise UserError(f"there is no store at {root}: name one with --dir")
+    return root.resolve()
 
 
-def size(count: int) -> str:
-    """Bytes as people say them: `812 B`, `1.5 MiB`."""
-    value, units = float(count), ["B", "KiB", "MiB", "GiB", "TiB"]
-    while value >= 1024 and len(units) > 1:
-        value /= 1024
-        units.pop(0)
-    return f"{value:.0f} B" if units[0] == "B" else f"{value:.1f} {units[0]}"
+def _disk(root: AnyRoot) -> Path:
+    """A directory, of which one can know whether a server runs on it."""
+    found = _root(root)
+    if not isinstance(found, Path):
+        raise UserError(f"{found} is in object storage, and a server may run on it anywhere: ask one over HTTP")
+    return found
 
 
-def time(seconds: float) -> str:
-    """Unix seconds as local time."""
-    return datetime.fromtimestamp(seconds).astimezone().isoformat(sep=" ", timespec="seconds")
-
-
-def _root(folder: Path) -> Path:
-    if not folder.is_dir():
-        raise UserError(f"there is no store at {folder}: name one with --dir")
-    return folder
-
-
-def _catalogue(folder: Path) -> Any:
+def _catalogue(root: AnyRoot) -> Any:
     from deployments.activations.catalogue import Catalogue
 
-    return Catalogue.copied(_root(folder).resolve())  # a server may run, whose database is its own
+    return Catalogue.copied(_root(root))  # a server may run, whose database is its own
 
 
-def _pins(folder: Path) -> Any:
+def _pins(root: AnyRoot) -> Any:
     from deployments.activations.pins import Pins
 
-    return Pins(folder.resolve())
+    return Pins(_root(root))
 
 
-def _session(folder: Path, session: str, filter: Filter = EVERYTHING) -> dict[str, Any]:
+def _session(folder: AnyRoot, session: str, filter: Filter = EVERYTHING) -> dict[str, Any]:
     check_session_id(session)
     found: dict[str, Any] | None = _catalogue(folder).session(session, filter=filter)
     if found is None:
@@ -286,7 +273,8 @@ def _parser() -> argparse.ArgumentParser:
     def command(name: str, run: Any, help: str) -> argparse.ArgumentParser:
         added = commands.add_parser(name, help=help, description=help, allow_abbrev=False)
         folder = home() / "activations"
-        added.add_argument("--dir", type=Path, default=folder, help=f"the store's directory, by default {folder}")
+        where = "the store's directory, or its URI, s3://bucket/prefix?region=...; by default"
+        added.add_argument("--dir", default=str(folder), help=f"{where} {folder}")
         added.set_defaults(run=run, command=name)
         return added
 

@@ -20,6 +20,7 @@ from safetensors.torch import load as tensors
 
 import deployments.activations.objects
 from deployments.activations import compacting, load, runs
+from deployments.activations.__main__ import main
 from deployments.activations.catalogue import Catalogue
 from deployments.activations.exports import export
 from deployments.activations.facts import StoreError, store_name
@@ -117,6 +118,24 @@ def at_once(writer, make, monkeypatch) -> Callable[..., list[Future]]:
         return futures
 
     return submitted
+
+
+def test_the_command_looks_through_object_storage_and_changes_nothing_there(bucket, writer, make, tmp_path, capsys):
+    made = make("r", {POINT: torch.randn(5, 4)}, parts=2)
+    writer.submit(made.facts, made.batches).result()
+
+    def say(command: str, *args: str) -> tuple[int, str, str]:
+        return main([command, "--dir", bucket.uri(""), *args]), *capsys.readouterr()
+
+    for command in (["ls"], ["ls", "--runs"], ["show", "session"], ["verify"], ["verify", "session"]):
+        status, out, err = say(*command)
+        assert (status, err, "session" in out) == (0, "", True), command
+    assert say("export", str(tmp_path / "to"), "--format", "pt", "--session", "session")[0] == 0
+    assert torch.equal(torch.load(next((tmp_path / "to").iterdir()))[0], made.points[POINT])
+    for command in (["rm", "session", "--yes"], ["gc"], ["pin", "session"], ["pull", "http://x", "session"]):
+        status, _, err = say(*command)
+        assert (status, "is in object storage" in err, "secret" in err) == (1, True, False), command
+    assert len(objects(bucket)) == 1
 
 
 def test_runs_that_come_at_once_share_an_object(bucket, at_once, make):
