@@ -18,7 +18,7 @@ from deployments.activations.holding import create
 from deployments.activations.reader import messages
 from deployments.activations.schema import batch_metadata, empty_batch, free_batch, point_types
 
-_SMALL = 1 << 14  # bytes: pieces below it are written together
+_PIECES = 512  # that are written by one call; systems take 1,024
 
 
 class Shard:
@@ -186,7 +186,7 @@ class _Place(NamedTuple):
 
 
 class _Sink:
-    """What Arrow writes to: a descriptor, with every short write carried on.
+    """What Arrow writes to: a descriptor. The pieces of a batch are held back and written by one call.
 
     Args:
         descriptor: Of the file, at the place of the next byte to write.
@@ -199,32 +199,31 @@ class _Sink:
         self.descriptor = descriptor
         self.length = 0
         self._written = written
-        self._held = bytearray()  # small pieces, of which a batch has many
+        self._held: list[memoryview] = []
 
     def write(self, data: bytes) -> None:
         view = memoryview(data).cast("B")
         passed = min(len(view), max(0, self._written - self.length))
         self.length += len(view)
-        view = view[passed:]
-        if len(view) < _SMALL:
-            self._held += view
-            return
-        self.flush()
-        self._put(view)
+        if passed < len(view):
+            self._held.append(view[passed:])
 
     def flush(self) -> None:
-        """Hold nothing back any more."""
-        held, self._held = self._held, bytearray()
-        self._put(memoryview(held))
+        """Write what is held back."""
+        held, self._held = self._held, []
+        at = 0
+        while at < len(held):
+            count = os.writev(self.descriptor, held[at : at + _PIECES])
+            while at < len(held) and count >= len(held[at]):
+                count -= len(held[at])
+                at += 1
+            if count:  # the disk took some of a piece
+                held[at] = held[at][count:]
 
     def begin_at(self, length: int) -> None:
         """Go on behind a place of the file, and forget what is held back."""
-        self._held = bytearray()
+        self._held = []
         self.length = os.lseek(self.descriptor, length, os.SEEK_SET)
-
-    def _put(self, view: memoryview) -> None:
-        while view:
-            view = view[os.write(self.descriptor, view) :]
 
     def close(self) -> None:
         """The shard closes its descriptor itself."""
