@@ -11,6 +11,7 @@ import asyncio
 import logging
 import queue
 import threading
+import time
 from collections.abc import Callable, Iterator
 from functools import partial
 from typing import cast
@@ -26,6 +27,7 @@ from evals.prompts import Prompts
 from evals.trajectory import Problem, Sample, run_problem, sample_key
 
 ROWS = 64
+GATHERED = 0.1  # seconds: Ray Data looks no oftener, and each block costs it time and memory
 
 
 def connect() -> None:
@@ -112,6 +114,7 @@ def roll_out(work: pa.Table, mode: Mode, config: Config, prompts: Prompts) -> It
         ended = False
         while not ended:
             batch = [finished.get()]
+            time.sleep(GATHERED)
             while not finished.empty():
                 batch.append(finished.get())
             ended = batch[-1] is None
