@@ -79,7 +79,7 @@ def _requests(points: Points) -> Iterator[list[str]]:
 def _bytes(at: dict[str, Any]) -> int:
     """Of a point in an npz file, by at most 8 bytes a number; an axis that grows is as long as the run."""
     tokens, item = at["shape"][0], 8 if at["dtype"] == "float64" else 4
-    return item * math.prod(tokens if size is None else size for size in at["shape"])
+    return int(item * math.prod(tokens if size is None else size for size in at["shape"]))
 
 
 def _failed(names: Sequence[str], reason: str) -> Points:
