@@ -1,5 +1,6 @@
 """A session's stored activations, pulled from the server into the results directory piece by piece."""
 
+import json
 import os
 import shutil
 import time
@@ -16,6 +17,7 @@ from deployments.activations.pulling import PullError, pull
 from evals.config import EvalError
 
 FOLDER = "activations"  # of the results directory; below it one named after the session
+SAID = "transferred.json"  # beside it, once all of it is there: what `transfer` returns
 PIECE = ".piece"  # what is on its way
 PIECE_BYTES = 256 << 20  # of stored runs, about: the most that an interruption loses
 PIECE_RUNS = 250  # whose ids an address has room for
@@ -43,10 +45,11 @@ def transfer(directory: Path, base_url: str, session_id: str, *, progress: bool 
     from deployments.activations import runs  # here: torch comes with it
 
     folder = directory / FOLDER / check_session_id(session_id)
-    unfinished = directory / FOLDER / PIECE
+    unfinished, said = directory / FOLDER / PIECE, directory / FOLDER / SAID
     try:
         shutil.rmtree(unfinished, ignore_errors=True)
         folder.mkdir(parents=True, exist_ok=True)
+        said.unlink(missing_ok=True)
         listed, each = _listed(base_url, session_id)
         there = {run.run_id for run in runs(folder)}
         missing = [run_id for run_id in listed if run_id not in there]
@@ -62,12 +65,16 @@ def transfer(directory: Path, base_url: str, session_id: str, *, progress: bool 
     finally:
         shutil.rmtree(unfinished, ignore_errors=True)
     sizes = [file.stat().st_size for file in folder.glob("*.arrow")]
-    return {
+    found = {
         "path": folder.relative_to(directory).as_posix(),
         "bytes": sum(sizes),
         "files": len(sizes),
         "runs": len(there | set(listed)),
     }
+    part = said.with_suffix(".part")
+    part.write_text(json.dumps(found, indent=2), encoding="utf-8")
+    part.replace(said)
+    return found
 
 
 def _listed(base_url: str, session_id: str) -> tuple[list[str], int]:

@@ -1,5 +1,6 @@
 """A session is pulled piece by piece: what came stays, another call goes on, a failure has its reason."""
 
+import json
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -49,12 +50,14 @@ def test_what_came_before_an_interruption_stays_and_the_next_call_goes_on(store:
     with pytest.raises(EvalError, match=f"{SESSION} were not all transferred: 503: the store does not answer"):
         transfer(tmp_path, store.base_url, SESSION)
     assert len(runs(tmp_path / "activations" / SESSION)) == 3
+    assert not (tmp_path / "activations" / "transferred.json").exists()
     found = transfer(tmp_path, store.base_url, SESSION)
     assert [request["run"] for request in store.requests] == [["r2", "r3"], ["r2", "r3"], ["r9"]]
     assert {run.run_id for run in runs(tmp_path / found["path"])} == whole | {"r9"}
     assert transfer(tmp_path, store.base_url, SESSION) == found
     assert len(store.requests) == 3
-    assert [path.name for path in (tmp_path / "activations").iterdir()] == [SESSION]
+    assert {path.name for path in (tmp_path / "activations").iterdir()} == {SESSION, "transferred.json"}
+    assert json.loads((tmp_path / "activations" / "transferred.json").read_text()) == found
 
 
 def test_a_server_that_comes_back_costs_a_wait_and_nothing_else(
