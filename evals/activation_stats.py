@@ -2,7 +2,6 @@
 
 import hashlib
 import heapq
-import json
 import math
 import re
 from collections.abc import Iterator
@@ -13,6 +12,7 @@ from urllib.parse import unquote, urlsplit
 
 import pyarrow.parquet as pq
 
+from evals.results import write_json
 from evals.transfer import FOLDER
 
 if TYPE_CHECKING:
@@ -110,9 +110,7 @@ def write_stats(directory: Path, *, most_runs: int = MOST_RUNS, seed: int = 0) -
     except (OSError, ValueError) as error:
         found |= {"source": None, "why_not": str(error)}
     path = directory / NAME
-    part = path.with_suffix(".part")
-    part.write_text(json.dumps(found, indent=2, allow_nan=False), encoding="utf-8")
-    part.replace(path)
+    write_json(path, found)
     return path
 
 

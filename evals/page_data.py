@@ -11,6 +11,9 @@ from typing import Any, NamedTuple
 
 import pyarrow.parquet as pq
 
+from evals.results import TRAJECTORIES
+from evals.trajectory import sample_key
+
 ROWS = 2000  # samples of a block of the table
 STEPS_BYTES = 128 << 10  # of trajectories, uncompressed, that are opened together
 LONGEST = 1 << 20  # bytes of a trajectory that is still in the page
@@ -39,7 +42,7 @@ def blocks(directory: Path, embed_bytes: int) -> Iterator[Block]:
         directory: the results, with samples.parquet and trajectories.
         embed_bytes: about the most that trajectories take in the page.
     """
-    share = _share(directory / "trajectories", embed_bytes)
+    share = _share(directory / TRAJECTORIES, embed_bytes)
     number, left = 0, embed_bytes
     with pq.ParquetFile(directory / "samples.parquet") as file:
         rewards = [name for name in file.schema_arrow.names if name.startswith("reward_")]
@@ -52,8 +55,8 @@ def blocks(directory: Path, embed_bytes: int) -> Iterator[Block]:
                 row["block"] = None
                 if left <= 0 or _place(row["id"]) >= share:
                     continue
-                key = f"{row['id']}.{row['mode']}.{row['variant']}"
-                text = _read(directory / "trajectories" / f"{key}.jsonl")
+                key = sample_key(row["id"], row["mode"], row["variant"])
+                text = _read(directory / TRAJECTORIES / f"{key}.jsonl")
                 if text is None:
                     continue
                 row["block"] = number

@@ -20,11 +20,12 @@ from evals import activation_stats
 from evals.charts import SHARES, Scale, around_zero, histogram, lines, stacked
 from evals.config import EvalError
 from evals.page_data import blocks
+from evals.results import read_json
+from evals.tally import OUTCOMES
 
 NAME = "report.html"
 EMBED_BYTES = 24 << 20  # of compressed trajectories
 PAGES = Path(__file__).parent / "pages"
-KINDS = ("correct", "wrong", "invalid", "truncated", "turn_limit", "failed")
 
 Record = dict[str, Any]
 
@@ -45,8 +46,8 @@ def write_report(directory: Path, *, embed_bytes: int = EMBED_BYTES) -> Path:
     """
     path = directory / NAME
     part = path.with_suffix(".part")
+    context = report_context(directory)
     with part.open("w", encoding="utf-8") as file:
-        context = report_context(directory)
         file.writelines(template("report.html.jinja").generate(context | {"blocks": blocks(directory, embed_bytes)}))
     part.replace(path)
     return path
@@ -72,10 +73,10 @@ def report_context(directory: Path) -> Record:
     Raises:
         EvalError: the directory holds no finished run.
     """
-    summary, config = read_record(directory / "summary.json"), read_record(directory / "config.json")
+    summary, config = finished(directory), read_json(directory / "config.json")
     conditions = summary["conditions"]
     stats_file = directory / activation_stats.NAME
-    stats = read_record(stats_file) if stats_file.exists() else None
+    stats = read_json(stats_file) if stats_file.exists() else None
     sites = activation_stats.sites(stats["points"]) if stats else {}
     script = (PAGES / "samples.js").read_text(encoding="utf-8")
     return {
@@ -83,7 +84,7 @@ def report_context(directory: Path) -> Record:
         "config": config,
         "modes": {mode: [c for c in conditions.values() if c["mode"] == mode] for mode in summary["modes"]},
         "variants": list(dict.fromkeys(c["variant"] for c in conditions.values())),
-        "kinds": KINDS,
+        "kinds": OUTCOMES,
         "shares": SHARES,
         "differences": _differences(summary["paired"], conditions),
         "difference_scale": _difference_scale(summary["paired"]),
@@ -99,19 +100,16 @@ def report_context(directory: Path) -> Record:
     }
 
 
-def read_record(path: Path) -> Record:
-    """A JSON object of a results directory.
+def finished(directory: Path) -> Record:
+    """The summary of a results directory.
 
     Raises:
-        EvalError: there is none.
+        EvalError: the directory holds no finished run.
     """
-    try:
-        found: Record = json.loads(path.read_text(encoding="utf-8"))
-    except FileNotFoundError as error:
-        raise EvalError(f"{path.parent} holds no finished run: there is no {path.name}") from error
-    except ValueError as error:
-        raise EvalError(f"{path} is no JSON: {error}") from error
-    return found
+    path = directory / "summary.json"
+    if not path.is_file():
+        raise EvalError(f"{directory} holds no finished run: there is no {path.name}")
+    return read_json(path)
 
 
 def _differences(paired: list[Record], conditions: Record) -> list[tuple[str, str, str, str, list[tuple[str, Record]]]]:
@@ -150,6 +148,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument("directory", type=Path, help="the results directory")
     args = parser.parse_args(argv)
     try:
+        finished(args.directory)
         activation_stats.write_stats(args.directory)
         print(write_report(args.directory))
     except (EvalError, OSError) as error:

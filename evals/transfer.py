@@ -1,6 +1,5 @@
 """A session's stored activations, pulled from the server into the results directory piece by piece."""
 
-import json
 import os
 import shutil
 import time
@@ -15,6 +14,7 @@ from tqdm import tqdm
 from deployments.activations.facts import check_session_id
 from deployments.activations.pulling import PullError, pull
 from evals.config import EvalError
+from evals.results import write_json
 
 FOLDER = "activations"  # of the results directory; below it one named after the session
 SAID = "transferred.json"  # beside it, once all of it is there: what `transfer` returns
@@ -71,9 +71,7 @@ def transfer(directory: Path, base_url: str, session_id: str, *, progress: bool 
         "files": len(sizes),
         "runs": len(there | set(listed)),
     }
-    part = said.with_suffix(".part")
-    part.write_text(json.dumps(found, indent=2), encoding="utf-8")
-    part.replace(said)
+    write_json(said, found)
     return found
 
 

@@ -7,6 +7,7 @@
     ["gold", "gold"], ["reward", "reward", 3], ["completion_tokens", "tokens", 0], ["latency_s", "seconds", 2],
     ["turns", "turns", 0], ["tool_calls", "calls", 0], ["question", "question"],
   ];
+  const MINOR = ["turns", "tool_calls", "reward"];
   const at = (id) => document.getElementById(id);
   const make = (tag, text, name) => {
     const element = document.createElement(tag);
@@ -82,7 +83,7 @@
         cell.textContent = digits === undefined ? value : value.toFixed(digits);
       }
     }
-    for (const name of ["mode", "turns", "tool_calls", "reward"]) line.querySelector(`.${name}`).classList.add("minor");
+    for (const name of MINOR) line.querySelector(`.${name}`).classList.add("minor");
     line.addEventListener("click", () => {
       if (!String(getSelection())) toggle(line, i);
     });
@@ -167,7 +168,7 @@
     for (const [name, title, digits] of HEADS) {
       const head = at("heads").appendChild(make("th", undefined, digits === undefined ? "" : "n"));
       head.scope = "col";
-      if (["mode", "turns", "tool_calls", "reward"].includes(name)) head.classList.add("minor");
+      if (MINOR.includes(name)) head.classList.add("minor");
       const button = head.appendChild(make("button", title));
       button.type = "button";
       button.addEventListener("click", () => {

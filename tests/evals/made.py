@@ -6,11 +6,10 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
+from evals.config import Config
 from evals.results import Results
 from evals.rewards import load_rewards, rewarded
 from evals.summary import conclude
-
-from evals.config import Config
 from evals.trajectory import Problem, Sample, Turn, scored
 
 Change = Callable[[Sample], Sample]
