@@ -7,6 +7,8 @@ The scoring rules can be imported from here.
 
 import sys
 from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
 
 import pyarrow as pa
 import ray
@@ -43,17 +45,18 @@ def main(argv: Sequence[str] | None = None) -> int:
     try:
         if config.wait_healthy:
             wait_healthy(config.base_url, config.wait_healthy)
-        return generate(config)
+        incomplete = generate(config)
+        return report(config.results_dir, incomplete)
     except (EvalError, RequestFailed) as error:
         print(f"evals.gsm8k: {error}", file=sys.stderr)
         return 2
 
 
-def generate(config: Config) -> int:
-    """Asks all that is asked, from the choice of problems to the summary.
+def generate(config: Config) -> str | None:
+    """Asks all that is to be asked and writes what comes, from the choice of problems to the last sample.
 
     Returns:
-        0; 1 if a sample failed or is missing.
+        None, or why it ended early.
 
     Raises:
         EvalError: the run could not start.
@@ -69,9 +72,24 @@ def generate(config: Config) -> int:
     with (Results.resume if config.resume else Results.create)(config.results_dir, told) as results:
         if in_ray_job():
             print(f"evals.gsm8k: results go to {where(config.results_dir)}", flush=True)
-        incomplete = run(config, problems, prompts, rewards, results)
-    summary = conclude(config.results_dir, incomplete)
-    print(render(summary, config.results_dir))
+        return run(config, problems, prompts, rewards, results)
+
+
+def report(directory: Path, incomplete: str | None = None) -> int:
+    """Writes and prints what the samples of a results directory come to.
+
+    Args:
+        directory: the results.
+        incomplete: why the run ended early, if it did.
+
+    Returns:
+        0; 1 if a sample failed or is missing.
+
+    Raises:
+        EvalError: the directory holds no run.
+    """
+    summary = conclude(directory, incomplete)
+    print(render(summary, directory))
     return verdict(summary)
 
 
@@ -106,10 +124,9 @@ def run_mode(
             progress.add(sample)
 
 
-def verdict(summary: dict[str, object]) -> int:
+def verdict(summary: dict[str, Any]) -> int:
     """The exit code, and on stderr the reason where it is not 0."""
     counts = summary["counts"]
-    assert isinstance(counts, dict)
     reasons = [f"{counts['failed']} of {counts['samples']} samples failed"] if counts["failed"] else []
     reasons += [str(summary["incomplete"])] if summary["incomplete"] else []
     if reasons:
