@@ -22,6 +22,7 @@ from ray.data import DataContext
 
 from evals.client import ChatClient
 from evals.config import Config, EvalError, Mode
+from evals.inline import sampled_values
 from evals.problems import this_node
 from evals.prompts import Prompts
 from evals.trajectory import Problem, Sample, run_problem, sample_key
@@ -131,7 +132,12 @@ async def _work(work: pa.Table, mode: Mode, config: Config, prompts: Prompts, gi
 
     async def worker() -> None:
         for problem, variant in waiting:  # shared: each worker takes the next one
-            give((await run_problem(client.chat, problem, mode, variant, config, prompts)).model_dump_json())
+            sample = await run_problem(client.chat, problem, mode, variant, config, prompts)
+            if config.inline_activations:
+                metas = [turn.activations for turn in sample.turns]
+                values = await sampled_values(client.download, metas, config.inline_activations)
+                sample = sample.model_copy(update={"activations": values or None})
+            give(sample.model_dump_json())
 
     try:
         async with asyncio.TaskGroup() as workers:
