@@ -37,21 +37,36 @@ class ChatClient:
     async def chat(self, body: dict[str, Any]) -> dict[str, Any]:
         """The answer of `/chat/completions`.
 
-        Busy or absent servers (408, 429, 502, 503, 504, a proxy's plain 500), timeouts and broken
+        Busy or absent servers (408, 429, 502, 503, 504, a proxy's plain 404 and 500), timeouts and broken
         connections are tried again.
 
         Raises:
             RequestFailed: the server refused, or was still unavailable after the last retry.
         """
+        return _completion(await self._send("POST", "chat/completions", json=body))
+
+    async def download(self, path: str, params: dict[str, Any]) -> bytes:
+        """The body that a route below `/v1` answers, held in memory; tried again as `chat` is.
+
+        Args:
+            path: below `/v1`, without a slash before it.
+            params: of the query.
+
+        Raises:
+            RequestFailed: as of `chat`.
+        """
+        return (await self._send("GET", path, params=params)).content
+
+    async def _send(self, method: str, path: str, **given: Any) -> httpx.Response:
         for attempt in range(self._retries + 1):
             wait = random.uniform(0.5, 1.0) * min(LONGEST_WAIT, 2.0**attempt)
             try:
-                response = await self._http.post("chat/completions", json=body)
+                response = await self._http.request(method, path, **given)
             except httpx.TransportError as error:
                 reason = f"{type(error).__name__}: {error}"
             else:
                 if response.is_success:
-                    return _completion(response)
+                    return response
                 reason = f"HTTP {response.status_code}: {_message(response)}"
                 if not _may_pass(response):
                     break
@@ -85,6 +100,23 @@ def first_model(base_url: str) -> str:
     if not models:
         raise RequestFailed(f"{base_url} serves no model yet")
     return str(models[0]["id"])
+
+
+def ask_json(url: str, params: dict[str, str] | None = None) -> Any:
+    """The JSON object that a server tells of itself, or None where it has no such route.
+
+    Raises:
+        RequestFailed: no server.
+    """
+    try:
+        response = httpx.get(url, params=params, headers=_headers(), timeout=30)
+    except httpx.TransportError as error:
+        raise RequestFailed(f"no answer from {url}: {error}") from error
+    try:
+        body = response.json() if response.is_success else None
+    except ValueError:
+        return None
+    return body if isinstance(body, dict) else None
 
 
 def wait_healthy(base_url: str, seconds: float) -> None:
@@ -136,9 +168,9 @@ def _completion(response: httpx.Response) -> dict[str, Any]:
 
 
 def _may_pass(response: httpx.Response) -> bool:
-    """Whether to try again; while an application goes down, Serve's proxy answers 500 in plain text."""
+    """Whether to try again; while an application goes down or is not up yet, Serve's proxy answers in plain text."""
     plain = not response.headers.get("Content-Type", "").startswith("application/json")
-    return response.status_code in RETRIED or (response.status_code == 500 and plain)
+    return response.status_code in RETRIED or (plain and response.status_code in {404, 500})
 
 
 def _message(response: httpx.Response) -> str:

@@ -1,11 +1,14 @@
 import asyncio
 from typing import Any
 
+import pytest
 from fake_openai import FakeServer
 
 from deployments.demo_model.dialogues import INSTRUCTION
 from evals.client import ChatClient
-from evals.config import Config, Mode, parse_args
+from evals.config import Config, Mode
+from evals.options import parse_args
+from evals.prompts import Prompts
 from evals.trajectory import Problem, Sample, run_problem
 
 
@@ -16,7 +19,7 @@ def play(server: FakeServer, label: str, mode: Mode, *options: str) -> Sample:
         client = ChatClient(config.base_url, timeout=30, retries=0, parallel=1)
         try:
             problem = Problem("abc", f"{label} What is 2 + 3?", "5")
-            return await run_problem(client.chat, problem, mode, config)
+            return await run_problem(client.chat, problem, mode, "control", config, Prompts({"control": ""}, None))
         finally:
             await client.close()
 
@@ -42,6 +45,21 @@ def test_with_tools_results_go_back_under_their_calls_id(server: FakeServer) -> 
     assert server.requests[1]["messages"][1].keys() == {"role", "content", "tool_calls"}
 
 
+@pytest.mark.parametrize(
+    ("label", "outcome"),
+    [
+        ("", "correct"),
+        ("[wrong]", "wrong"),
+        ("[invalid]", "invalid"),
+        ("[cut]", "truncated"),
+        ("[loop]", "turn_limit"),
+        ("[refused]", "failed"),
+    ],
+)
+def test_each_sample_has_one_outcome(server: FakeServer, label: str, outcome: str) -> None:
+    assert play(server, label, "with-tools", "--max-turns", "3").outcome == outcome
+
+
 def test_the_tool_loop_ends_at_the_turn_limit(server: FakeServer) -> None:
     sample = play(server, "[loop]", "with-tools", "--max-turns", "3")
     assert (len(sample.turns), sample.turn_limit, sample.correct, sample.error) == (3, True, False, None)
@@ -65,12 +83,16 @@ def test_capture_names_the_sample_the_turn_and_the_points(server: FakeServer) ->
         assert all(b["session_id"] == "s" and b["store_activations"] is True for b in server.requests)
         return [body["capture"] for body in server.requests]
 
-    tags = {"mode": "with-tools", "eval": "gsm8k", "turn": "0"}
+    tags = {"mode": "with-tools", "variant": "control", "eval": "gsm8k", "turn": "0"}
     assert captured("with-tools") == [
         {"sample_id": "abc", "tags": tags},
         {"sample_id": "abc", "tags": tags | {"turn": "1"}},
     ]
     (points,) = captured("no-tools", "--points", "embed.output,norm.output")
     assert points["points"] == ["embed.output", "norm.output"]
+    assert "tokens" not in points
+    (last,) = captured("no-tools", "--tokens", "last")
+    (three,) = captured("no-tools", "--tokens", "last:3")
+    assert (last["tokens"], three["tokens"]) == ("last", {"last": 3})
     (layers,) = captured("no-tools", "--layers", "1,2", "--sites", "mlp.output")
     assert (layers["layers"], layers["sites"]) == ([1, 2], ["mlp.output"])
