@@ -15,7 +15,7 @@ def render(summary: dict[str, Any], directory: Path) -> str:
     lines += [_table(summary)]
     if pairs := [_difference(pair) for pair in summary["paired"] if pair["difference"] is not None]:
         lines += ["", "accuracy less that of the same problems otherwise, in points", "", aligned(pairs)]
-    lines += ["", f"results      {where(directory)}"]
+    lines += ["", f"results      {where(directory)}", f"report       {directory / 'report.html'}"]
     if summary["activations"]:
         lines += _activations(summary["activations"])
         if summary["activations"]["example"]:
