@@ -37,7 +37,7 @@ class ChatClient:
     async def chat(self, body: dict[str, Any]) -> dict[str, Any]:
         """The answer of `/chat/completions`.
 
-        Busy or absent servers (408, 429, 502, 503, 504, a proxy's plain 500), timeouts and broken
+        Busy or absent servers (408, 429, 502, 503, 504, a proxy's plain 404 and 500), timeouts and broken
         connections are tried again.
 
         Raises:
@@ -168,9 +168,9 @@ def _completion(response: httpx.Response) -> dict[str, Any]:
 
 
 def _may_pass(response: httpx.Response) -> bool:
-    """Whether to try again; while an application goes down, Serve's proxy answers 500 in plain text."""
+    """Whether to try again; while an application goes down or is not up yet, Serve's proxy answers in plain text."""
     plain = not response.headers.get("Content-Type", "").startswith("application/json")
-    return response.status_code in RETRIED or (response.status_code == 500 and plain)
+    return response.status_code in RETRIED or (plain and response.status_code in {404, 500})
 
 
 def _message(response: httpx.Response) -> str:

@@ -14,7 +14,7 @@ from evals.prompts import Prompts
 
 PACKAGES = ("vitrine", "ray", "pyarrow", "httpx", "pydantic")
 # How a run reaches the server and where it writes: the answers do not hang on these.
-FREE = {"base_url", "parallel", "timeout", "retries", "results_dir", "resume", "wait_healthy", "variants_file"}
+FREE = {"base_url", "parallel", "timeout", "retries", "results_dir", "wait_healthy", "variants_file"}
 FREE |= {"few_shot_file", "transfer_activations"}
 Facts = dict[str, Any]
 
@@ -29,7 +29,7 @@ def facts(config: Config, prompts: Prompts, path: Path, problems: pa.Table) -> F
         problems: those of the run.
     """
     return {
-        "config": config.model_dump(mode="json"),
+        "config": config.model_dump(mode="json", exclude={"resume"}),
         "versions": {"python": platform.python_version()} | {name: _version(name) for name in PACKAGES},
         "model": _model(config),
         "server": _server(config.base_url),

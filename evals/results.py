@@ -51,8 +51,10 @@ class Results:
         Raises:
             EvalError: the run asked otherwise; the text names what differs.
         """
-        if differing := differences(read_json(directory / "config.json"), facts):
+        earlier = read_json(directory / "config.json")
+        if differing := differences(earlier, facts):
             raise EvalError(f"--resume: {directory} is a run with other {', '.join(differing)}")
+        write_json(directory / "config.json", earlier | {"config": facts["config"]})  # the server may have moved
         for sample in read_samples(directory):
             if sample.outcome == "failed":
                 for path in _paths(directory, sample.key):

@@ -6,6 +6,7 @@ The label in brackets in a question says how it answers:
     [wrong]      a wrong number            [invalid]   no ####           [cut]    finish_reason length
     [busy]       429 with Retry-After: 0 at first, then right            [flaky]  breaks the connection once
     [restart]    the proxy's 500 in plain text at first, then right          [broken]  500 with a reason
+    [starting]   the proxy's 404 in plain text at first, then right
     [refused]    400                       [down]      503 until `up`     [loop]   calls tools for ever
     [unstored]   right, but its activations are not stored
     [gather]     right, once `gather` such requests are here at the same time
@@ -94,6 +95,8 @@ class FakeServer:
             return _error(500, "a fault of request 7")
         if label == "restart" and first:
             return PlainTextResponse("Internal Server Error", status_code=500)
+        if label == "starting" and first:
+            return PlainTextResponse("Path '/v1/chat/completions' not found.", status_code=404)
         if (label == "down" and not self.up) or (label == "busy" and first):
             return _error(503 if label == "down" else 429, "no room", {"Retry-After": "0"})
         if label == "flaky" and first:

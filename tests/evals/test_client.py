@@ -7,9 +7,9 @@ from fake_openai import FakeServer
 from evals.client import ChatClient, RequestFailed, first_model, wait_healthy
 
 
-def ask(server: FakeServer, question: str, retries: int = 2) -> dict[str, Any]:
+def ask(server: FakeServer, question: str, retries: int = 2, timeout: float = 30) -> dict[str, Any]:
     async def chat() -> dict[str, Any]:
-        client = ChatClient(server.base_url, timeout=30, retries=retries, parallel=1)
+        client = ChatClient(server.base_url, timeout=timeout, retries=retries, parallel=1)
         try:
             return await client.chat({"model": "m", "messages": [{"role": "user", "content": question}]})
         finally:
@@ -18,7 +18,7 @@ def ask(server: FakeServer, question: str, retries: int = 2) -> dict[str, Any]:
     return asyncio.run(chat())
 
 
-@pytest.mark.parametrize("label", ["[busy]", "[flaky]", "[restart]"])
+@pytest.mark.parametrize("label", ["[busy]", "[flaky]", "[restart]", "[starting]"])
 def test_a_busy_or_broken_server_is_asked_again(server: FakeServer, label: str) -> None:
     answer = ask(server, f"{label} What is 1 + 2?")
     assert answer["choices"][0]["message"]["content"].endswith("#### 3")
@@ -39,6 +39,13 @@ def test_retries_end(server: FakeServer) -> None:
     with pytest.raises(RequestFailed, match="HTTP 503: no room .attempt 2 of 2"):
         ask(server, "[down] What is 1 + 2?", retries=1)
     assert len(server.requests) == 2
+
+
+def test_an_answer_that_takes_too_long_is_asked_for_again(server: FakeServer) -> None:
+    with pytest.raises(RequestFailed, match="ReadTimeout.*attempt 2 of 2"):
+        ask(server, "[wait] What is 1 + 2?", retries=1, timeout=0.2)
+    assert len(server.requests) == 2
+    server.release()
 
 
 def test_a_server_that_is_away_is_a_failed_request() -> None:

@@ -11,6 +11,7 @@ import pytest
 from fake_openai import FakeServer
 
 from evals.gsm8k import main
+from evals.summary import conclude, summarize
 
 Write = Callable[..., Path]
 LABELS = ("", "[wrong]", "[invalid]", "[cut]", "[loop]", "[refused]")
@@ -98,6 +99,13 @@ def test_the_summary_counts_each_outcome_and_leaves_failures_out_of_rates(result
         ("no-tools.calm", "with-tools.calm", "mode"),
     ]
     assert all(pair["problems"] == 5 for pair in summary["paired"])
+
+
+def test_the_summary_follows_from_the_directory_alone(results: Path) -> None:
+    before = {name: (results / name).read_bytes() for name in ("summary.json", "dataset.jsonl", "samples.parquet")}
+    assert summarize(results, None) == json.loads(before["summary.json"])
+    conclude(results, None)
+    assert {name: (results / name).read_bytes() for name in before} == before
 
 
 def test_config_json_holds_what_repeats_the_run(results: Path) -> None:
