@@ -44,9 +44,9 @@ def transfer(directory: Path, base_url: str, session_id: str, *, progress: bool 
     """
     from deployments.activations import runs  # here: torch comes with it
 
-    folder = directory / FOLDER / check_session_id(session_id)
-    unfinished, said = directory / FOLDER / PIECE, directory / FOLDER / SAID
+    folder, unfinished, said = (directory / FOLDER / name for name in (session_id, PIECE, SAID))
     try:
+        check_session_id(session_id)
         shutil.rmtree(unfinished, ignore_errors=True)
         folder.mkdir(parents=True, exist_ok=True)
         said.unlink(missing_ok=True)

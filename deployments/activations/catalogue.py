@@ -8,7 +8,7 @@ import math
 import sqlite3
 import time
 import weakref
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Collection, Iterable, Sequence
 from threading import Lock
 from typing import Any, TypeVar
 
@@ -134,6 +134,13 @@ class Catalogue:
     def find(self, run_id: str) -> Entry | None:
         """A run by its id, which the server makes unique; None if there is none."""
         return next(iter(entries_of(self._all(f"{ENTRIES} WHERE runs.run_id = ? LIMIT 1", run_id))), None)
+
+    def entries(self, session_id: str, runs: Collection[str] | None = None) -> list[Entry]:
+        """A session's runs, or of these those it has, the oldest first; of a large session, named ones cost little."""
+        named = "" if runs is None else " AND runs.run_id IN (SELECT value FROM json_each(?))"
+        values = [session_id] if runs is None else [session_id, json.dumps([*runs])]
+        order = "ORDER BY runs.created, runs.run_id"
+        return entries_of(self._all(f"{ENTRIES} WHERE runs.session = ?{named} {order}", *values))
 
     def sessions(self, limit: int = 100, after: str | None = None, filter: Filter = EVERYTHING) -> list[dict[str, Any]]:
         """Up to `limit` sessions that hold a run of the filter, in the order of their ids, beginning behind `after`.

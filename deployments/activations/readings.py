@@ -64,15 +64,18 @@ class Readings:
             OSError: The disk refuses.
         """
         self._make_room()
-        session = self._catalogue.session(session_id)
-        if session is None:
+        found = self._catalogue.entries(session_id, runs)
+        if not found and not self._catalogue.knows(session_id):
             return None
-        known = {run["run_id"]: run["points"] for run in session["runs"]}
-        asked = [run for run in known if runs is None or run in set(runs)]
+        asked = [entry.facts.run_id for entry in found]
+        known = asked if runs is None or set(runs) <= set(asked) else self._known(session_id)
         wanted = Wanted(session_id, set(asked), None if points is None else set(points))
-        wanted._replace(runs=runs).check(known, {name for run in asked for name in known[run]})
-        files = list(dict.fromkeys(point["uri"] for run in asked for point in known[run].values()))
-        paths = [within(self._root, uri) for uri in sorted(files)]
+        wanted._replace(runs=runs).check(known, {name for entry in found for name in entry.points})
+        files = sorted({entry.uri for entry in found})
+        paths = [within(self._root, uri) for uri in files]
+        if runs is not None:
+            first = [min(entry.offset for entry in found if entry.uri == uri) for uri in files]
+            wanted = wanted._replace(offsets=dict(zip(paths, first, strict=True)))
         if format == "arrow":
             encoded = as_arrow(paths, wanted)
         else:
@@ -114,6 +117,9 @@ class Readings:
         """Bytes that all downloads together have still to hand over."""
         with self._lock:
             return sum(reading.left for reading in self._open.values())
+
+    def _known(self, session_id: str) -> list[str]:
+        return [entry.facts.run_id for entry in self._catalogue.entries(session_id)]
 
     def _make_room(self) -> None:
         with self._lock:

@@ -36,11 +36,16 @@ class Chosen(NamedTuple):
 
 
 class Wanted(NamedTuple):
-    """What is asked for; None is all."""
+    """What is asked for; None is all.
+
+    Where a catalogue knows it, `offsets` are the places of files where the first of `runs` begins: nothing is looked at
+    before it, nor behind the last of them, which are then in no other file.
+    """
 
     session: str | None = None
     runs: Collection[str] | None = None
     points: Collection[str] | None = None
+    offsets: Mapping[AnyFile, int] | None = None
 
     def check(self, runs: Collection[str], points: Collection[str]) -> None:
         """Refuse what is not there.
@@ -61,15 +66,19 @@ class Wanted(NamedTuple):
 
 def select(files: Iterable[AnyFile], wanted: Wanted) -> Iterator[Chosen]:
     """The wanted runs of files in the order in which they lie there; one without a wanted point is left out."""
+    offsets, left = wanted.offsets or {}, set(wanted.runs or ())
     for file in files:
         types: Mapping[str, PointType] | None = None  # all runs of a file have the same points
-        for run in whole_runs(file):
+        for run in whole_runs(file, offsets.get(file, 0)):
             if wanted.session not in (None, run.facts.session_id):
                 continue
             if wanted.runs is None or run.facts.run_id in wanted.runs:
                 types = types if types is not None else _types(run.batches[0].schema, wanted)
                 if types:
                     yield Chosen(run.facts, run.batches, run.sums, types)
+                left.discard(run.facts.run_id)
+                if offsets and not left:
+                    return
 
 
 def checked(files: Iterable[AnyFile], wanted: Wanted) -> Iterator[Chosen]:

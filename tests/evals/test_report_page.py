@@ -9,9 +9,12 @@ from typing import Any
 import pytest
 from browser import Page, browser
 from made import HOSTILE, make_results
+from stored import SITES, Store, points
 
+from evals.activation_stats import write_stats
 from evals.config import EvalError
 from evals.report_page import main, write_report
+from evals.results import read_json
 
 VARIANTS = ("control", "calm", "anxiety")
 
@@ -134,6 +137,35 @@ def test_of_a_long_run_some_problems_are_in_the_page_and_the_others_named(page: 
     assert len(opened) == 50
     assert any("not in the page" in text for text in opened)
     assert any("Anna has" in text for text in opened)
+
+
+def test_activations_are_drawn_by_layer_and_listed_by_point(page: Page, tmp_path: Path) -> None:
+    with Store(tmp_path / "store") as store:
+        directory = make_results(tmp_path / "run", 4, activations=lambda run_id: store.record(run_id, points(1, 9)))
+        write_stats(directory)
+        write_report(directory)
+    page.open(f"file://{directory}/report.html")
+    seen = page.look("document.querySelector('[aria-labelledby=activations]').innerText")
+    stats = read_json(directory / "activation_stats.json")
+    assert f"Of all {stats['runs']} runs" in seen
+    for name, point in stats["points"].items():
+        assert re.search(rf"{re.escape(name)}\s+{point['tokens']}\s+{point['mean_norm']:#.4g}\s", seen)
+    figures = "[...document.querySelectorAll('[aria-labelledby=activations] figure')]"
+    assert page.look(f"{figures}.map((one) => one.querySelector('b').textContent)") == list(SITES)
+    assert (
+        page.look(f"{figures}.map((one) => one.querySelector('.at').innerText.split(/\\s+/))") == [["0", "2", "4"]] * 2
+    )
+    assert page.look(f"{figures}[0].querySelectorAll('.kind-correct .point').length") == 3
+
+
+def test_why_there_are_no_statistics_is_said(tmp_path: Path) -> None:
+    at = {"uri": "file:///gone/evaluated/1.arrow", "first_row": 0, "shape": [3, 4], "dtype": "float32"}
+    runs = [{"index": 0, "run_id": "r", "tokens": 3, "prompt_tokens": 2, "points": {"layers.0.output": at}}]
+    meta = {"session_id": "evaluated", "status": "stored", "runs": runs}
+    directory = make_results(tmp_path / "run", 2, activations=lambda run_id: meta)
+    write_stats(directory)
+    text = write_report(directory).read_text()
+    assert "file:///gone/evaluated cannot be read from here: --transfer-activations brings the files." in text
 
 
 def test_what_is_not_complete_is_said(tmp_path: Path) -> None:
