@@ -7,9 +7,10 @@ from datetime import UTC, datetime
 from pathlib import Path
 from typing import Annotated, Literal, Self
 
-from pydantic import BaseModel, ConfigDict, Field, ValidationError, field_validator, model_validator
+from pydantic import ConfigDict, Field, ValidationError, field_validator, model_validator
 
 from deployments.options import home
+from evals.serving_config import ServingConfig, add_serving_options
 
 Mode = Literal["no-tools", "with-tools"]
 HUB_DATASET = "openai/gsm8k"
@@ -19,7 +20,7 @@ class EvalError(Exception):
     """What stops a run; the text is for the user."""
 
 
-class Config(BaseModel):
+class Config(ServingConfig):
     """All that a run is told. `model`, `results_dir` and `session_id` are never empty once it starts."""
 
     model_config = ConfigDict(frozen=True, extra="forbid")
@@ -146,4 +147,5 @@ def _parser() -> argparse.ArgumentParser:
         action="store_true",
         help="record activations; without points or layers, those the model names or three layers' norms",
     )
+    add_serving_options(parser)
     return parser

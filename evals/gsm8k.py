@@ -19,6 +19,8 @@ from evals.report import ActivationTally, ResultsWriter, Tally, summarize
 from evals.rollouts import connect, run_all
 from evals.scoring import flexible_match, is_correct, strict_match
 from evals.screen import render
+from evals.serving import serving
+from evals.smoke import smoke
 from evals.trajectory import Problem
 
 __all__ = ["flexible_match", "is_correct", "main", "strict_match"]
@@ -34,15 +36,18 @@ def main(argv: Sequence[str] | None = None) -> int:
         0; 1 if a sample failed or is missing, after all that was answered is written; 2 if the run could not
         start.
     """
-    config = parse_args(argv)
     try:
-        if config.wait_healthy:
-            wait_healthy(config.base_url, config.wait_healthy)
-        config = config.model_copy(update={"model": config.model or first_model(config.base_url)})
-        connect()
-        problems = load_problems(config)
-        with ResultsWriter(config.results_dir) as writer:
-            return run(config, problems, writer)
+        with serving(parse_args(argv)) as config:
+            if config.wait_healthy:
+                wait_healthy(config.base_url, config.wait_healthy)
+            config = config.model_copy(update={"model": config.model or first_model(config.base_url)})
+            if config.smoke:
+                smoke(config)
+                return 0
+            connect()
+            problems = load_problems(config)
+            with ResultsWriter(config.results_dir) as writer:
+                return run(config, problems, writer)
     except (EvalError, RequestFailed) as error:
         print(f"evals.gsm8k: {error}", file=sys.stderr)
         return 2
