@@ -87,6 +87,23 @@ def first_model(base_url: str) -> str:
     return str(models[0]["id"])
 
 
+def ask_json(url: str, params: dict[str, str] | None = None) -> Any:
+    """The JSON object that a server tells of itself, or None where it has no such route.
+
+    Raises:
+        RequestFailed: no server.
+    """
+    try:
+        response = httpx.get(url, params=params, headers=headers(), timeout=30)
+    except httpx.TransportError as error:
+        raise RequestFailed(f"no answer from {url}: {error}") from error
+    try:
+        body = response.json() if response.is_success else None
+    except ValueError:
+        return None
+    return body if isinstance(body, dict) else None
+
+
 def wait_healthy(base_url: str, seconds: float) -> None:
     """Returns as soon as `/health` of the server is ok and a model is loaded.
 

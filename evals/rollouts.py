@@ -11,7 +11,7 @@ import asyncio
 import logging
 import queue
 import threading
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from functools import partial
 from typing import cast
 
@@ -22,7 +22,10 @@ from ray.data import DataContext
 from evals.client import ChatClient
 from evals.config import Config, EvalError, Mode
 from evals.problems import this_node
-from evals.trajectory import Problem, Sample, run_problem
+from evals.prompts import Prompts
+from evals.trajectory import Problem, Sample, run_problem, sample_key
+
+ROWS = 64
 
 
 def connect() -> None:
@@ -44,28 +47,41 @@ def connect() -> None:
             handler.setLevel(logging.CRITICAL)
 
 
-def run_all(problems: Sequence[Problem], mode: Mode, config: Config) -> Iterator[Sample]:
-    """One sample of each problem in one mode, in the order in which they finish.
+def run_all(
+    problems: pa.Table, mode: Mode, config: Config, prompts: Prompts, has: Callable[[str], bool] = lambda key: False
+) -> Iterator[Sample]:
+    """One sample of each problem in each variant in one mode, in the order in which they finish.
+
+    Args:
+        problems: rows of `Problem`.
+        mode: of all these samples.
+        config: the options.
+        prompts: the texts.
+        has: whether a sample of this key is there already.
 
     Raises:
         ray.exceptions.RayError: Ray could not run the task.
     """
-    remaining = {problem.id: problem for problem in problems}
-    while remaining:
-        before = len(remaining)
-        for sample in _stream(list(remaining.values()), mode, config):
+    left = {
+        problem: tuple(variant for variant in config.variants if not has(sample_key(problem, mode, variant)))
+        for problem in problems["id"].to_pylist()
+    }
+    while count := sum(map(len, left.values())):
+        variants = pa.array(left.values(), pa.list_(pa.string()))
+        for sample in _stream(problems.append_column("variants", variants), mode, config, prompts):
             # If its process dies, Ray runs the task again and skips as many results as it had. Their order does
             # not repeat: some then come twice, and some are left for another round.
-            if remaining.pop(sample.id, None):
+            if sample.variant in left[sample.id]:
+                left[sample.id] = tuple(variant for variant in left[sample.id] if variant != sample.variant)
                 yield sample
-        if len(remaining) == before:
+        if count == sum(map(len, left.values())):
             return
 
 
-def _stream(problems: Sequence[Problem], mode: Mode, config: Config) -> Iterator[Sample]:
-    items = ray.data.from_items([problem._asdict() for problem in problems], override_num_blocks=1)
-    results = items.map_batches(
-        partial(roll_out, mode=mode, config=config),
+def _stream(work: pa.Table, mode: Mode, config: Config, prompts: Prompts) -> Iterator[Sample]:
+    # Not from_arrow, which measures its tables in a task that wants a CPU.
+    results = ray.data.from_blocks([work.combine_chunks()]).map_batches(
+        partial(roll_out, mode=mode, config=config, prompts=prompts),
         batch_size=None,
         batch_format="pyarrow",
         num_cpus=0,  # the model's replicas may hold them all
@@ -78,14 +94,20 @@ def _stream(problems: Sequence[Problem], mode: Mode, config: Config) -> Iterator
             yield from map(Sample.model_validate_json, texts)
 
 
-def roll_out(block: pa.Table, mode: Mode, config: Config) -> Iterator[pa.Table]:
-    """Runs a block of problems; each table has one row, the list of samples finished since the last, as JSON."""
-    problems = [Problem(**row) for row in block.to_pylist()]
+def roll_out(work: pa.Table, mode: Mode, config: Config, prompts: Prompts) -> Iterator[pa.Table]:
+    """Runs a block of problems; each table has one row, the list of samples finished since the last, as JSON.
+
+    Args:
+        work: rows of `Problem`, each with the `variants` that are wanted of it.
+        mode: of all samples.
+        config: the options.
+        prompts: the texts.
+    """
     finished: queue.SimpleQueue[str | None] = queue.SimpleQueue()
     loop = asyncio.new_event_loop()
     threading.Thread(target=loop.run_forever, daemon=True).start()
-    work = asyncio.run_coroutine_threadsafe(_work(problems, mode, config, finished.put), loop)
-    work.add_done_callback(lambda _: finished.put(None))
+    done = asyncio.run_coroutine_threadsafe(_work(work, mode, config, prompts, finished.put), loop)
+    done.add_done_callback(lambda _: finished.put(None))
     try:
         ended = False
         while not ended:
@@ -95,18 +117,18 @@ def roll_out(block: pa.Table, mode: Mode, config: Config) -> Iterator[pa.Table]:
             ended = batch[-1] is None
             if samples := [text for text in batch if text is not None]:
                 yield pa.table({"samples": pa.array([samples], pa.list_(pa.string()))})
-        work.result()  # raises what the workers raised
+        done.result()  # raises what the workers raised
     finally:
         loop.call_soon_threadsafe(loop.stop)  # nobody takes results any more: send nothing more
 
 
-async def _work(problems: Sequence[Problem], mode: Mode, config: Config, give: Callable[[str], None]) -> None:
+async def _work(work: pa.Table, mode: Mode, config: Config, prompts: Prompts, give: Callable[[str], None]) -> None:
     client = ChatClient(config.base_url, timeout=config.timeout, retries=config.retries, parallel=config.parallel)
-    waiting = iter(problems)
+    waiting = _tasks(work)
 
     async def worker() -> None:
-        for problem in waiting:  # shared: each worker takes the next one
-            give((await run_problem(client.chat, problem, mode, config)).model_dump_json())
+        for problem, variant in waiting:  # shared: each worker takes the next one
+            give((await run_problem(client.chat, problem, mode, variant, config, prompts)).model_dump_json())
 
     try:
         async with asyncio.TaskGroup() as workers:
@@ -114,3 +136,13 @@ async def _work(problems: Sequence[Problem], mode: Mode, config: Config, give: C
                 workers.create_task(worker())
     finally:
         await client.close()
+
+
+def _tasks(work: pa.Table) -> Iterator[tuple[Problem, str]]:
+    """All variants of a problem, then those of the next; few rows at a time are Python's."""
+    for batch in work.to_batches(max_chunksize=ROWS):
+        for row in batch.to_pylist():
+            variants = row.pop("variants")
+            problem = Problem(**row)
+            for variant in variants:
+                yield problem, variant

@@ -4,47 +4,61 @@ import platform
 from pathlib import Path
 from typing import Any
 
-from evals.config import in_ray_job
-from evals.report import Recorded
+from evals.config import CONTROL
+from evals.options import in_ray_job
 
 
-def render(summary: dict[str, Any], directory: Path, example: Recorded | None) -> str:
+def render(summary: dict[str, Any], directory: Path) -> str:
     """The summary as aligned plain text, with the code that loads one recorded point."""
     model, dataset, problems = summary["model"], summary["dataset"], summary["counts"]["problems"]
     lines = ["", f"{model} on {dataset}, {problems} problems", ""]
-    lines += [_table(summary["modes"])]
-    lines += _difference(summary["with_tools_less_no_tools"])
-    host = f" (on {platform.node()}, in a Ray job)" if in_ray_job() else ""
-    lines += ["", f"results      {directory}{host}"]
+    lines += [_table(summary)]
+    if pairs := [_difference(pair) for pair in summary["paired"] if pair["difference"] is not None]:
+        lines += ["", "accuracy less that of the same problems otherwise, in points", "", _aligned(pairs)]
+    lines += ["", f"results      {where(directory)}"]
     if summary["activations"]:
         lines += _activations(summary["activations"])
-    if example:
-        lines += ["", *_loading(example)]
+        if summary["activations"]["example"]:
+            lines += ["", *_loading(summary["activations"]["example"])]
     return "\n".join(lines)
 
 
-def _table(modes: dict[str, Any]) -> str:
-    head = ["mode", "accuracy", "95% interval", "flexible", "invalid", "truncated", "failed", "tokens/s"]
-    head += ["p50 s", "p95 s"]
-    rows = [head]
-    for mode, m in modes.items():
-        strict, latency = m["strict"], m["latency_s"]
-        counts = [str(m["invalid"]), str(m["truncated"]), str(m["failed"])]
-        row = [mode, _percent(strict["accuracy"]), _interval(strict["ci95"])]
-        row += [_percent(m["flexible"]["accuracy"]), *counts, _number(m["tokens_per_second"], ".0f")]
-        rows.append([*row, _number(latency["p50"], ".2f"), _number(latency["p95"], ".2f")])
-    widths = [max(len(row[column]) for row in rows) for column in range(len(head))]
+def where(directory: Path) -> str:
+    """The directory, with the host's name where the user may not know it."""
+    return f"{directory} (on {platform.node()}, in a Ray job)" if in_ray_job() else str(directory)
+
+
+def _table(summary: dict[str, Any]) -> str:
+    head = ["", "accuracy", "95% interval", "flexible", "invalid", "truncated", "failed", "tokens"]
+    rows = [[*head, "p50 s", "p95 s", "tokens/s"]]
+    modes = dict(summary["modes"])
+    for condition in summary["conditions"].values():
+        strict, latency = condition["strict"], condition["latency_s"]
+        row = [_name(condition["mode"], condition["variant"]), _percent(strict["accuracy"])]
+        row += [_interval(strict["ci95"]), _percent(condition["flexible"]["accuracy"])]
+        row += [str(condition[kind]) for kind in ("invalid", "truncated", "failed")]
+        row += [_number(condition["completion_tokens_per_sample"]["mean"], ".0f")]
+        row += [_number(latency["p50"], ".2f"), _number(latency["p95"], ".2f")]
+        mode = modes.pop(condition["mode"], None)  # its speed is of all its variants: said once
+        rows.append([*row, _number(mode["tokens_per_second"], ".0f") if mode else ""])
+    return _aligned(rows)
+
+
+def _difference(pair: dict[str, Any]) -> list[str]:
+    low, high = (f"{100 * bound:+.1f}" for bound in pair["ci95"])
+    a, b = (_name(*key.split(".")) for key in (pair["a"], pair["b"]))
+    return [f"{b} - {a}", f"{100 * pair['difference']:+.1f}", f"{low} to {high}", f"p = {pair['p']:.2g}"]
+
+
+def _name(mode: str, variant: str) -> str:
+    return mode if variant == CONTROL else f"{mode} {variant}"
+
+
+def _aligned(rows: list[list[str]]) -> str:
+    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
     return "\n".join(
         "  ".join([row[0].ljust(widths[0]), *map(str.rjust, row[1:], widths[1:])]).rstrip() for row in rows
     )
-
-
-def _difference(paired: dict[str, Any] | None) -> list[str]:
-    if not paired or paired["difference"] is None:
-        return []
-    low, high = (100 * bound for bound in paired["ci95"])
-    points = 100 * paired["difference"]
-    return ["", f"tools add    {points:+.1f} points, 95% interval {low:+.1f} to {high:+.1f}, by problem"]
 
 
 def _activations(recorded: dict[str, Any]) -> list[str]:
@@ -58,11 +72,11 @@ def _activations(recorded: dict[str, Any]) -> list[str]:
     return lines
 
 
-def _loading(example: Recorded) -> list[str]:
+def _loading(example: dict[str, str]) -> list[str]:
     return [
         "from deployments.activations import load",
-        f'run = load("{example.uri}", run_id="{example.run_id}")',
-        f'print(run["{example.point}"].shape)',
+        f'run = load("{example["uri"]}", run_id="{example["run_id"]}")',
+        f'print(run["{example["point"]}"].shape)',
     ]
 
 

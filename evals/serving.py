@@ -46,7 +46,7 @@ class Record(NamedTuple):
 
 @contextmanager
 def serving(config: Config) -> Iterator[Config]:
-    """The server that a run asks for, while the block runs; gives the run's options with the port that was taken.
+    """The server that a run asks for, while the block runs; gives the run's options with its port and its model.
 
     A server that is there is used, and left there, if it is what was asked for. Without `serve` this does nothing.
 
@@ -56,7 +56,7 @@ def serving(config: Config) -> Iterator[Config]:
     if not config.serve:
         yield config
         return
-    config = _with_port(config)
+    config = _with_place(config)
     limit_s = config.wait_healthy or START_S
     if _use(config, limit_s):
         with _joined(config):
@@ -75,6 +75,8 @@ def serving(config: Config) -> Iterator[Config]:
         if stays:
             _say(f"{config.serve} stays at {config.base_url}; kill {process.pid} stops it")
         else:
+            if process.poll() is not None:
+                _say(f"the server had ended with {process.returncode}{tail(log)}")
             _end(psutil.Process(process.pid) if process.poll() is None else None)
             process.wait()
             _say("the server is stopped")
@@ -233,6 +235,12 @@ def read_record(base_url: str) -> Record | None:
     return Record(process, options, content["ray_address"], content["ray_auth_mode"])
 
 
+def tail_of(config: Config) -> str:
+    """The last lines of the log of the server that a run has started, as the end of a message; else nothing."""
+    log = config.results_dir / LOG
+    return tail(log) if config.serve and log.exists() else ""
+
+
 def tail(log: Path | None) -> str:
     """The last lines of a log, as the end of a message."""
     if log is None:
@@ -246,12 +254,14 @@ def _differing(there: Options, asked: Options) -> str:
     return ", ".join(f"{name} is {value!r}" for name, value in there.model_dump().items() if value != pairs[name])
 
 
-def _with_port(config: Config) -> Config:
-    """The options with a free port in the place of port 0."""
+def _with_place(config: Config) -> Config:
+    """The options with the model's id, and a free port in the place of port 0."""
     host, port = _place(config.base_url)
-    if port:
-        return config
-    return config.model_copy(update={"base_url": f"http://{host}:{_free_port(host)}/v1"})
+    model = config.served.served_name
+    if config.model not in ("", model):
+        raise EvalError(f"--serve serves {model}, and --model asks {config.model}")
+    base_url = config.base_url if port else f"http://{host}:{_free_port(host)}/v1"
+    return config.model_copy(update={"base_url": base_url, "model": model})
 
 
 def _free_port(host: str) -> int:

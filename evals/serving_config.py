@@ -9,6 +9,8 @@ from deployments.options import NO_MODEL, Options
 
 Stage = Literal["deploy", "configure", "generate", "report"]
 STAGES: tuple[Stage, ...] = get_args(Stage)
+# What no later call on the same results takes over.
+OF_ONE_CALL = frozenset({"fresh", "keep_running", "stages", "smoke"})
 
 
 class ServingConfig(BaseModel):
@@ -43,13 +45,7 @@ class ServingConfig(BaseModel):
     @field_validator("stages", mode="before")
     @classmethod
     def _in_order(cls, value: object) -> object:
-        if isinstance(value, str):
-            value = [part.strip() for part in value.split(",")]
-        if not isinstance(value, list | tuple) or not value:
-            raise ValueError(f"name some of {','.join(STAGES)}")
-        if unknown := [str(stage) for stage in value if stage not in STAGES]:
-            raise ValueError(f"{unknown[0]!r} is no stage; there are {','.join(STAGES)}")
-        return tuple(stage for stage in STAGES if stage in value)
+        return in_order(value)
 
     @model_validator(mode="after")
     def _check_serving(self) -> Self:
@@ -73,6 +69,21 @@ class ServingConfig(BaseModel):
             named = ".".join(map(str, first["loc"])) or "options"
             raise ValueError(f"--server-option {named}: {first['msg'].removeprefix('Value error, ')}") from None
         return self
+
+
+def in_order(value: object) -> tuple[Stage, ...]:
+    """Some stages, named with commas between them or as a list, in the order in which they run.
+
+    Raises:
+        ValueError: One is none, or none is named.
+    """
+    if isinstance(value, str):
+        value = [part.strip() for part in value.split(",")]
+    if not isinstance(value, list | tuple) or not value:
+        raise ValueError(f"--stages: name some of {','.join(STAGES)}")
+    if unknown := [str(stage) for stage in value if stage not in STAGES]:
+        raise ValueError(f"--stages: {unknown[0]!r} is no stage; there are {','.join(STAGES)}")
+    return tuple(stage for stage in STAGES if stage in value)
 
 
 def add_serving_options(parser: argparse.ArgumentParser) -> None:

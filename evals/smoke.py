@@ -60,7 +60,7 @@ def _step(name: str) -> Iterator[Callable[[str], None]]:
         yield said.append
     except (EvalError, httpx.HTTPError, LookupError, TypeError, ValueError) as error:
         reason = str(error) if isinstance(error, EvalError) else f"{type(error).__name__}: {error}"
-        raise EvalError(f"smoke: {name}: {reason}") from error
+        raise EvalError(f"{name}: {reason}") from error
     print(f"smoke: {name:<12}{time.monotonic() - began:6.2f} s  {' '.join(said)}", flush=True)
 
 

@@ -1,10 +1,11 @@
-"""Intervals for accuracies and for the difference between two modes over the same problems."""
+"""Intervals for accuracies and for the difference between two conditions over the same problems."""
 
 import math
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import numpy as np
+import numpy.typing as npt
 
 Z95 = 1.959963984540054  # normal quantile of a two-sided 95% interval
 
@@ -26,15 +27,16 @@ def proportion(hits: int, total: int) -> dict[str, Any]:
 
 
 def paired_difference(
-    a: dict[str, bool], b: dict[str, bool], *, seed: int = 0, resamples: int = 10_000
+    a: Mapping[str, bool], b: Mapping[str, bool], *, seed: int = 0, resamples: int = 10_000
 ) -> dict[str, Any]:
     """Accuracy of b less that of a over the problems both have, with a bootstrap interval by problem.
 
-    A problem's difference is -1, 0 or 1, so drawing problems with replacement is one multinomial draw.
+    A problem's difference is -1, 0 or 1, so drawing problems with replacement is one multinomial draw. `p` is
+    McNemar's, exact.
     """
     shared = a.keys() & b.keys()
     if not shared:
-        return {"problems": 0, "difference": None, "ci95": None, "only_a": 0, "only_b": 0}
+        return {"problems": 0, "difference": None, "ci95": None, "only_a": 0, "only_b": 0, "p": None}
     only_a = sum(a[i] and not b[i] for i in shared)
     only_b = sum(b[i] and not a[i] for i in shared)
     n = len(shared)
@@ -48,12 +50,34 @@ def paired_difference(
         "ci95": [float(low), float(high)],
         "only_a": only_a,
         "only_b": only_b,
+        "p": mcnemar(only_a, only_b),
     }
+
+
+def mcnemar(only_a: int, only_b: int) -> float:
+    """The exact two-sided p value of McNemar's test: a fair coin for each problem that one side alone has right."""
+    n, fewer = only_a + only_b, min(only_a, only_b)
+    ways, tail = 1, 1  # n over 0
+    for k in range(fewer):
+        ways = ways * (n - k) // (k + 1)
+        tail += ways
+    return min(1.0, 2 * tail / (1 << n))
 
 
 def quantiles(values: Sequence[float]) -> dict[str, float | None]:
     """Median and 95th percentile."""
-    if not values:
+    if not len(values):
         return {"p50": None, "p95": None}
     p50, p95 = np.percentile(values, [50, 95])
     return {"p50": float(p50), "p95": float(p95)}
+
+
+def covered(started: Sequence[float], ended: Sequence[float]) -> float:
+    """Seconds in which at least one of the intervals `started[i]` to `ended[i]` ran: a pause does not count."""
+    if not len(started):
+        return 0.0
+    order = np.argsort(started)
+    begins: npt.NDArray[np.float64] = np.asarray(started)[order]
+    ends: npt.NDArray[np.float64] = np.maximum.accumulate(np.asarray(ended)[order])
+    pauses = np.maximum(begins[1:] - ends[:-1], 0.0)
+    return float(ends[-1] - begins[0] - pauses.sum())

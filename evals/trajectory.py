@@ -1,18 +1,19 @@
-"""One problem in one mode: a single turn, or the tool loop. What came of it is a `Sample`."""
+"""One problem in one mode and variant: a single turn, or the tool loop. What came of it is a `Sample`."""
 
 import time
 from collections.abc import Awaitable, Callable
-from typing import Any, NamedTuple
+from typing import Any, Literal, NamedTuple
 
 from pydantic import BaseModel
 
 from deployments.demo_model.calculator import TOOL, answer_call
-from deployments.demo_model.dialogues import INSTRUCTION
 from evals.client import RequestFailed
 from evals.config import Config, Mode
+from evals.prompts import Prompts
 from evals.scoring import flexible_match, is_correct, strict_match
 
 Chat = Callable[[dict[str, Any]], Awaitable[dict[str, Any]]]
+Outcome = Literal["correct", "wrong", "invalid", "truncated", "turn_limit", "failed"]
 
 
 class Problem(NamedTuple):
@@ -34,12 +35,14 @@ class Turn(BaseModel):
 
 
 class Sample(BaseModel):
-    """One problem in one mode: what was said, how it scored, where its activations lie."""
+    """One problem in one mode and variant: what was said, how it scored, where its activations lie."""
 
     id: str
     mode: Mode
+    variant: str
     question: str
     gold: str
+    outcome: Outcome = "failed"
     completion: str | None = None
     strict: str | None = None
     flexible: str | None = None
@@ -51,20 +54,52 @@ class Sample(BaseModel):
     started: float  # seconds since the epoch
     ended: float
     latency_s: float
+    rewards: dict[str, float] = {}
+    reward: float | None = None  # their weighted sum; None where the sample failed
     turns: list[Turn]
     messages: list[dict[str, Any]]
+    activations: dict[str, Any] | None = None  # values of its runs' points, where asked for
+
+    @property
+    def key(self) -> str:
+        """What the files of this sample are named by."""
+        return sample_key(self.id, self.mode, self.variant)
+
+    @property
+    def prompt_tokens(self) -> int:
+        """Of all turns."""
+        return sum(turn.prompt_tokens for turn in self.turns)
+
+    @property
+    def completion_tokens(self) -> int:
+        """Of all turns."""
+        return sum(turn.completion_tokens for turn in self.turns)
+
+    @property
+    def runs(self) -> list[dict[str, Any]]:
+        """What the server said of each recorded run, in the order of the turns."""
+        return [run for turn in self.turns if turn.activations for run in turn.activations.get("runs", [])]
 
 
-async def run_problem(chat: Chat, problem: Problem, mode: Mode, config: Config) -> Sample:
+def sample_key(problem: str, mode: str, variant: str) -> str:
+    """What the files of one sample are named by."""
+    return f"{problem}.{mode}.{variant}"
+
+
+async def run_problem(
+    chat: Chat, problem: Problem, mode: Mode, variant: str, config: Config, prompts: Prompts
+) -> Sample:
     """Talks until an answer calls no tool, is cut, or is the last allowed; a failure is in the sample."""
     started, clock = time.time(), time.perf_counter()
-    messages: list[dict[str, Any]] = [{"role": "user", "content": problem.question + INSTRUCTION}]
+    messages = prompts.messages(problem.question, variant)
     turns: list[Turn] = []
     error: str | None = None
     calls: list[dict[str, Any]] = []
+    tags = {"mode": mode, "variant": variant, "eval": "gsm8k"}
     try:
         for number in range(config.max_turns if mode == "with-tools" else 1):
-            turn, message = await _take_turn(chat, request_body(messages, problem.id, mode, number, config))
+            capture = {"sample_id": problem.id, "tags": tags | {"turn": str(number)}}
+            turn, message = await _take_turn(chat, request_body(messages, mode, capture, config))
             turns.append(turn)
             messages.append(message)
             calls = message.get("tool_calls") or []
@@ -76,6 +111,7 @@ async def run_problem(chat: Chat, problem: Problem, mode: Mode, config: Config) 
     sample = Sample(
         id=problem.id,
         mode=mode,
+        variant=variant,
         question=problem.question,
         gold=problem.gold,
         finish_reason=turns[-1].finish_reason if turns else None,
@@ -93,21 +129,28 @@ async def run_problem(chat: Chat, problem: Problem, mode: Mode, config: Config) 
 def scored(sample: Sample) -> Sample:
     """The sample with the scores of its last assistant message."""
     text = next((m["content"] for m in reversed(sample.messages) if m["role"] == "assistant"), None) or ""
+    strict, correct = strict_match(text), is_correct(text, sample.gold, "strict")
     return sample.model_copy(
         update={
+            "outcome": _outcome(sample, strict, correct),
             "completion": text,
-            "strict": strict_match(text),
+            "strict": strict,
             "flexible": flexible_match(text),
-            "correct": is_correct(text, sample.gold, "strict"),
+            "correct": correct,
             "correct_flexible": is_correct(text, sample.gold, "flexible"),
         }
     )
 
 
-def request_body(
-    messages: list[dict[str, Any]], sample_id: str, mode: Mode, turn: int, config: Config
-) -> dict[str, Any]:
-    """The chat request of one turn, with the capture fields where activations are collected."""
+def request_body(messages: list[dict[str, Any]], mode: Mode, capture: dict[str, Any], config: Config) -> dict[str, Any]:
+    """The chat request of one turn, with the capture fields where activations are collected.
+
+    Args:
+        messages: all so far.
+        mode: whether the calculator is offered.
+        capture: what the run is to be found by.
+        config: the run's options.
+    """
     body: dict[str, Any] = {
         "model": config.model,
         "messages": messages,
@@ -117,13 +160,25 @@ def request_body(
     if mode == "with-tools":
         body["tools"] = [TOOL]
     if config.collect_activations:
-        tags = {"mode": mode, "eval": "gsm8k", "turn": str(turn)}
         where = {"points": config.points, "layers": config.layers, "sites": config.sites}
-        capture = {name: value for name, value in where.items() if value}
         body["session_id"] = config.session_id
         body["store_activations"] = True
-        body["capture"] = capture | {"sample_id": sample_id, "tags": tags}
+        body["capture"] = {name: value for name, value in where.items() if value} | capture
+        if config.tokens != "all":
+            kind, _, count = config.tokens.partition(":")
+            body["capture"]["tokens"] = {kind: int(count)} if count else kind
     return body
+
+
+def _outcome(sample: Sample, strict: str | None, correct: bool) -> Outcome:
+    """The one kind of a sample that did not fail: a cut or endless answer is not called wrong."""
+    if correct:
+        return "correct"
+    if sample.finish_reason == "length":
+        return "truncated"
+    if sample.turn_limit:
+        return "turn_limit"
+    return "invalid" if strict is None else "wrong"
 
 
 async def _take_turn(chat: Chat, body: dict[str, Any]) -> tuple[Turn, dict[str, Any]]:

@@ -24,6 +24,7 @@ TOOL: dict[str, Any] = {
 
 # Without powers, the length bounds digits, nesting and time alike.
 MAX_LENGTH = 200  # characters
+ERROR = "error: "  # what the text of a call that gave no result begins with
 DECIMALS = 10  # places of a result that has no end, such as 1/3
 ALLOWED = set("0123456789.+-*/() ")
 OPERATIONS: dict[type[ast.operator], Callable[[Fraction, Fraction], Fraction]] = {
@@ -84,15 +85,15 @@ def answer_call(name: str, arguments: str) -> str:
         arguments: its arguments, a JSON object as text.
     """
     if name != "calculator":
-        return f"error: there is no tool {name!r}, only calculator"
+        return f"{ERROR}there is no tool {name!r}, only calculator"
     try:
         expression = json.loads(arguments)["expression"]
     except (ValueError, TypeError, KeyError):
-        return 'error: the arguments must be JSON like {"expression": "1 + 2"}'
+        return ERROR + 'the arguments must be JSON like {"expression": "1 + 2"}'
     try:
         return calculate(str(expression))
     except CalculatorError as error:
-        return f"error: {error}"
+        return f"{ERROR}{error}"
 
 
 def _value(node: ast.expr, source: str) -> Fraction:

@@ -1,6 +1,6 @@
 """A server that speaks Vitrine's contract on a real port and answers sums.
 
-The label that a question starts with says how it answers:
+The label in brackets in a question says how it answers:
 
     (none)       right, through the calculator where tools are offered
     [wrong]      a wrong number            [invalid]   no ####           [cut]    finish_reason length
@@ -82,8 +82,8 @@ class FakeServer:
     async def _chat(self, request: Request) -> Response:
         body = await request.json()
         self.requests.append(body)
-        question = body["messages"][0]["content"]
-        label = (re.match(r"\[(\w+)\]", question) or [""])[0].strip("[]")
+        question = [message["content"] for message in body["messages"] if message["role"] == "user"][-1]
+        label = (re.search(r"\[(\w+)\]", question) or [""])[0].strip("[]")
         self.attempts[question] += 1
         first = self.attempts[question] == 1
         if label == "refused":

@@ -2,7 +2,7 @@ from pathlib import Path
 
 import pytest
 
-from evals.config import parse_args, results_path
+from evals.options import parse_args, results_path
 
 
 @pytest.mark.parametrize(
@@ -47,7 +47,8 @@ def test_a_ray_jobs_results_outlive_its_working_directory(tmp_path: Path, monkey
     monkeypatch.setenv("RAY_JOB_CONFIG_JSON_ENV_VAR", "{}")
     monkeypatch.setenv("VITRINE_HOME", str(tmp_path))
     assert results_path(None, "run") == tmp_path / "results" / "run"
-    assert results_path("mine", "run") == tmp_path / "results" / "mine"
     assert results_path("/data/mine", "run") == Path("/data/mine")
+    with pytest.raises(ValueError, match="--results-dir mine: relative to a Ray job's working directory"):
+        results_path("mine", "run")
     monkeypatch.delenv("VITRINE_HOME")
     assert results_path(None, "run") == Path.home() / ".vitrine" / "results" / "run"

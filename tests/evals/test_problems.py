@@ -6,7 +6,8 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 
-from evals.config import EvalError, parse_args
+from evals.config import EvalError
+from evals.options import parse_args
 from evals.problems import load_problems
 from evals.trajectory import Problem
 
@@ -19,7 +20,8 @@ pytestmark = [
 
 
 def load(path: Path | str, *options: str) -> list[Problem]:
-    return load_problems(parse_args(["--dataset", str(path), *options]))
+    table = load_problems(parse_args(["--dataset", str(path), *options]))
+    return [Problem(**row) for row in table.to_pylist()]
 
 
 def test_the_first_samples_are_the_files_first(write_problems: Write) -> None:

@@ -10,9 +10,11 @@ import pytest
 import ray
 from fake_openai import POINT, FakeServer
 
-from evals.config import Config, parse_args
+from evals.config import Config
 from evals.gsm8k import main
+from evals.options import parse_args
 from evals.problems import load_problems
+from evals.prompts import Prompts
 from evals.rollouts import connect, run_all
 from evals.trajectory import Sample
 
@@ -39,24 +41,26 @@ def samples_of(server: FakeServer, dataset: Path, parallel: int) -> tuple[Config
     connect()
     argv = ["--base-url", server.base_url, "--dataset", str(dataset), "--parallel", str(parallel)]
     config = parse_args([*argv, "--model", "fake/model"])
-    return config, run_all(load_problems(config), "no-tools", config)
+    return config, run_all(load_problems(config), "no-tools", config, Prompts({"control": ""}, None))
 
 
 def test_both_modes_are_scored_paired_and_written(server: FakeServer, write_problems: Write) -> None:
     labels = ["", "", "[wrong]", "[invalid]", "[cut]", "[busy]"]
     code, summary, results = evaluate(server, write_problems(*labels), "--collect-activations")
     assert code == 0
-    plain = summary["modes"]["no-tools"]
+    plain = summary["conditions"]["no-tools.control"]
     assert (plain["strict"]["correct"], plain["flexible"]["correct"], plain["strict"]["of"]) == (3, 4, 6)
     assert (plain["invalid"], plain["truncated"], plain["failed"]) == (2, 1, 0)
     assert (plain["prompt_tokens"], plain["completion_tokens"]) == (66, 30)
-    assert plain["tokens_per_second"] > 0
-    assert summary["with_tools_less_no_tools"]["problems"] == 6
-    assert summary["counts"] == {"problems": 6, "samples": 12, "failed": 0, "missing": 0}
+    assert plain["outcomes"] | {"correct": 3, "wrong": 1, "invalid": 1, "truncated": 1} == plain["outcomes"]
+    assert summary["modes"]["no-tools"]["tokens_per_second"] > 0
+    (pair,) = summary["paired"]
+    assert (pair["a"], pair["b"], pair["problems"]) == ("no-tools.control", "with-tools.control", 6)
+    assert summary["counts"] == {"problems": 6, "conditions": 2, "samples": 12, "failed": 0, "missing": 0}
     rows = lines(results)
     assert len({(row["id"], row["mode"]) for row in rows}) == 12
     for row in rows:
-        sample = json.loads((results / "samples" / f"{row['id']}.{row['mode']}.json").read_text())
+        sample = json.loads((results / "samples" / f"{row['id']}.{row['mode']}.control.json").read_text())
         assert len(sample["messages"]) == (2 if row["mode"] == "no-tools" else 4)
         assert row["question"] == sample["question"]
 
@@ -86,7 +90,7 @@ def test_failed_samples_are_no_wrong_answers_and_end_in_status_1(
         server, write_problems("", "[refused]", "[down]", ""), "--mode", "no-tools", "--retries", "0"
     )
     assert code == 1
-    mode = summary["modes"]["no-tools"]
+    mode = summary["conditions"]["no-tools.control"]
     assert (mode["failed"], mode["strict"]["of"], mode["strict"]["accuracy"]) == (2, 2, 1.0)
     failed = {row["error"]: row["correct"] for row in lines(results) if row["error"]}
     assert sorted(failed)[0].startswith("HTTP 400: prompt is not to my liking")
@@ -149,7 +153,7 @@ def test_the_command_joins_a_running_cluster(server: FakeServer, cluster: Any, w
     assert done.returncode == 0, done.stderr
     summary = json.loads((path.parent / "out" / "summary.json").read_text())
     assert summary["model"] == "fake/model"
-    assert summary["modes"]["with-tools"]["strict"]["accuracy"] == 0.5
+    assert summary["conditions"]["with-tools.control"]["strict"]["accuracy"] == 0.5
     assert "with-tools: 100%" in done.stderr
     # One clean bar: nothing of Ray's own on the terminal.
     seen = done.stderr.replace("\r", "\n").splitlines()

@@ -2,7 +2,8 @@ from pathlib import Path
 
 import pytest
 
-from evals.config import Config, parse_args
+from evals.config import Config
+from evals.options import parse_args
 from evals.serving_config import STAGES
 
 

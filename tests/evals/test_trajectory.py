@@ -5,7 +5,9 @@ from fake_openai import FakeServer
 
 from deployments.demo_model.dialogues import INSTRUCTION
 from evals.client import ChatClient
-from evals.config import Config, Mode, parse_args
+from evals.config import Config, Mode
+from evals.options import parse_args
+from evals.prompts import Prompts
 from evals.trajectory import Problem, Sample, run_problem
 
 
@@ -16,7 +18,7 @@ def play(server: FakeServer, label: str, mode: Mode, *options: str) -> Sample:
         client = ChatClient(config.base_url, timeout=30, retries=0, parallel=1)
         try:
             problem = Problem("abc", f"{label} What is 2 + 3?", "5")
-            return await run_problem(client.chat, problem, mode, config)
+            return await run_problem(client.chat, problem, mode, "control", config, Prompts({"control": ""}, None))
         finally:
             await client.close()
 
@@ -65,7 +67,7 @@ def test_capture_names_the_sample_the_turn_and_the_points(server: FakeServer) ->
         assert all(b["session_id"] == "s" and b["store_activations"] is True for b in server.requests)
         return [body["capture"] for body in server.requests]
 
-    tags = {"mode": "with-tools", "eval": "gsm8k", "turn": "0"}
+    tags = {"mode": "with-tools", "variant": "control", "eval": "gsm8k", "turn": "0"}
     assert captured("with-tools") == [
         {"sample_id": "abc", "tags": tags},
         {"sample_id": "abc", "tags": tags | {"turn": "1"}},

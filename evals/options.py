@@ -1,0 +1,150 @@
+"""The options of `python -m evals.gsm8k`: from flags, a file, or the run that is resumed."""
+
+import argparse
+import json
+import os
+from collections.abc import Sequence
+from datetime import UTC, datetime
+from pathlib import Path
+from typing import Any
+
+import yaml
+from pydantic import ValidationError
+
+from deployments.options import home
+from evals.config import HUB_DATASET, Config
+from evals.serving_config import OF_ONE_CALL, STAGES, add_serving_options, in_order
+
+Given = dict[str, Any]
+
+
+def parse_args(argv: Sequence[str] | None = None) -> Config:
+    """The options as a `Config`; a bad one ends the program with argparse's message and status 2.
+
+    Flags win over the file of `--config`, and that over the options of the run that `--resume`, or a later stage,
+    goes on with.
+    """
+    parser = _parser()
+    flags = {name: value for name, value in vars(parser.parse_args(argv)).items() if value is not None}
+    try:
+        file = flags.pop("config", None)
+        given = (read_config(Path(file).expanduser()) if file else {}) | flags
+        name = f"gsm8k-{datetime.now(UTC):%Y%m%dT%H%M%SZ}"
+        given["results_dir"] = results_path(given.get("results_dir"), name)
+        stages = in_order(given.get("stages", STAGES))
+        if given.get("resume") or ("configure" not in stages and stages != ("deploy",)):
+            given = earlier_options(given["results_dir"]) | given
+        given.setdefault("session_id", name)
+        return Config(**given)
+    except ValidationError as error:
+        first = error.errors()[0]
+        option = f"--{str(first['loc'][0]).replace('_', '-')}: " if first["loc"] else ""
+        parser.error(option + first["msg"].removeprefix("Value error, "))
+    except ValueError as error:
+        parser.error(str(error))
+
+
+def read_config(path: Path) -> Given:
+    """The options that a YAML file gives, by the names of the flags with `_` for `-`.
+
+    Raises:
+        ValueError: no such file, no map of options, or an option that there is not.
+    """
+    try:
+        given = yaml.safe_load(path.read_text(encoding="utf-8")) or {}
+    except (OSError, UnicodeDecodeError, yaml.YAMLError) as error:
+        raise ValueError(f"--config {path}: {error}") from error
+    if not isinstance(given, dict):
+        raise ValueError(f"--config {path}: not a map of options")
+    if unknown := [str(name) for name in given if name not in Config.model_fields]:
+        known = ", ".join(Config.model_fields)
+        raise ValueError(f"--config {path}: no option {', '.join(unknown)}; there are {known}")
+    return given
+
+
+def earlier_options(directory: Path) -> Given:
+    """The options of the run that lies in a results directory, without those that are of one call alone.
+
+    Raises:
+        ValueError: there is none.
+    """
+    path = directory / "config.json"
+    try:
+        options: Given = json.loads(path.read_text(encoding="utf-8"))["config"]
+    except (OSError, ValueError, KeyError) as error:
+        raise ValueError(
+            f"{path} has no options of a run, which the stage configure writes; is --results-dir right? {error}"
+        ) from error
+    return {name: value for name, value in options.items() if name in Config.model_fields.keys() - OF_ONE_CALL}
+
+
+def in_ray_job() -> bool:
+    """Whether this process is the entrypoint of `ray job submit`."""
+    return "RAY_JOB_CONFIG_JSON_ENV_VAR" in os.environ
+
+
+def results_path(given: str | Path | None, name: str) -> Path:
+    """Where results go, absolute: what was given, else `results/<name>`, in a Ray job below `$VITRINE_HOME`.
+
+    Args:
+        given: the option's value, if any.
+        name: the run's name, for the default.
+
+    Raises:
+        ValueError: a relative path in a Ray job, whose working directory is a copy that is thrown away.
+    """
+    path = Path(given).expanduser() if given else None
+    if not in_ray_job():
+        return (path or Path("results") / name).absolute()
+    if path and not path.is_absolute():
+        raise ValueError(
+            f"--results-dir {path}: relative to a Ray job's working directory, a copy that Ray throws away; give an "
+            f"absolute path, or none for {home() / 'results' / name}"
+        )
+    return path or home() / "results" / name
+
+
+def _parser() -> argparse.ArgumentParser:
+    """Defaults live in `Config` alone: an option that was not given is None here."""
+    parser = argparse.ArgumentParser(prog="python -m evals.gsm8k", usage="%(prog)s [options]", allow_abbrev=False)
+
+    def option(name: str, text: str, kind: type = str, choices: Sequence[str] | None = None) -> None:
+        default = Config.model_fields[name[2:].replace("-", "_")].default
+        shown = f" (default: {default})" if isinstance(default, str | int | float) and default != "" else ""
+        parser.add_argument(name, help=text + shown, type=kind, choices=choices)
+
+    def switch(name: str, text: str) -> None:
+        parser.add_argument(name, help=text, action=argparse.BooleanOptionalAction)
+
+    parser.add_argument("--config", help="a YAML file of these options, as max_tokens: 256; flags win over it")
+    option("--base-url", "the server's OpenAI root, ending in /v1")
+    option("--model", "model id; without it the first of the server's list")
+    option("--dataset", f"demo, a GSM8K .jsonl or .parquet file, or {HUB_DATASET}")
+    option("--split", f"split of {HUB_DATASET}")
+    option("--samples", "how many problems; without it all", int)
+    option("--seed", "choose problems at random by this seed; without it the first ones", int)
+    option("--mode", "with or without the calculator", choices=["no-tools", "with-tools", "both"])
+    option("--variants", "prompt variants, comma separated: control,frustration,... (default: control)")
+    option("--variants-file", "a YAML file of variants; without it evals/variants.yaml")
+    option("--few-shot", "worked examples before each question", int)
+    option("--few-shot-file", "where they come from; without it the train split, else those that ship")
+    option("--parallel", "requests kept in flight", int)
+    option("--max-tokens", "most new tokens of one answer", int)
+    option("--max-turns", "most answers per problem with tools", int)
+    option("--temperature", "0 is greedy", float)
+    option("--timeout", "seconds for one attempt of one request", float)
+    option("--retries", "further attempts on 429, 503, timeouts and broken connections", int)
+    option("--rewards", "weights, as correctness=1,format=0.2,package.module:function=0.1 (default: correctness=1)")
+    switch("--collect-activations", "record activations; without points or layers, the server's choice of them")
+    option("--points", "activation points to record, comma separated")
+    option("--layers", "layers to record, comma separated, or all; with --sites")
+    option("--sites", "sites of those layers, comma separated: input_layernorm.output,...")
+    option("--tokens", "tokens to record: all, prompt, generated, last, or last:K")
+    switch("--transfer-activations", "copy what was recorded into the results directory")
+    option("--inline-activations", "values of each recorded point to put in each sample's record", int)
+    option("--session-id", "groups the recorded runs; without it gsm8k-<time>")
+    option("--results-dir", "a directory without a run; without it ./results/gsm8k-<time>")
+    switch("--resume", "go on with the run in --results-dir: only what is missing or failed is asked again")
+    option("--wait-healthy", "seconds to wait for the server's /health", float)
+    add_serving_options(parser)
+    return parser

@@ -1,0 +1,146 @@
+"""The results directory: what is written while a run goes on, and how it is read back.
+
+`samples/` is the truth; dataset.jsonl, trajectories, agent states, the Parquet file and the summary are made of it.
+"""
+
+import json
+import os
+from collections.abc import Iterator
+from fnmatch import fnmatch
+from pathlib import Path
+from types import TracebackType
+from typing import Any, Self
+
+from evals.config import EvalError
+from evals.provenance import Facts, differences
+from evals.records import agent_state, dataset_row, trajectory
+from evals.trajectory import Sample
+
+SAMPLES, TRAJECTORIES, STATES = "samples", "trajectories", "agent_states"
+
+
+class Results:
+    """The directory of one run. A context: it holds dataset.jsonl open."""
+
+    def __init__(self, directory: Path) -> None:
+        """Opens dataset.jsonl of a directory that `create` or `resume` has prepared."""
+        self.directory = directory
+        self._lines = (directory / "dataset.jsonl").open("a", encoding="utf-8")
+
+    @classmethod
+    def create(cls, directory: Path, facts: Facts) -> Self:
+        """A new directory with its config.json.
+
+        Raises:
+            EvalError: it cannot be made, or holds a run already.
+        """
+        check_new(directory)
+        try:
+            for name in (SAMPLES, TRAJECTORIES, STATES):
+                (directory / name).mkdir(parents=True, exist_ok=False)
+        except OSError as error:
+            raise EvalError(f"--results-dir {directory}: not usable: {error}") from error
+        write_json(directory / "config.json", facts)
+        return cls(directory)
+
+    @classmethod
+    def resume(cls, directory: Path, facts: Facts) -> Self:
+        """An earlier run's directory, without its failed samples.
+
+        Raises:
+            EvalError: the run asked otherwise; the text names what differs.
+        """
+        if differing := differences(read_json(directory / "config.json"), facts):
+            raise EvalError(f"--resume: {directory} is a run with other {', '.join(differing)}")
+        for sample in read_samples(directory):
+            if sample.outcome == "failed":
+                for path in _paths(directory, sample.key):
+                    path.unlink(missing_ok=True)
+        write_dataset(directory)  # a killed run may have left half a line
+        return cls(directory)
+
+    def __enter__(self) -> Self:
+        """Itself."""
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        """Closes dataset.jsonl."""
+        self._lines.close()
+
+    def has(self, key: str) -> bool:
+        """Whether the sample is here."""
+        return (self.directory / SAMPLES / f"{key}.json").exists()
+
+    def add(self, sample: Sample) -> None:
+        """Writes the sample's files and its line, at once."""
+        record, steps, state = _paths(self.directory, sample.key)
+        write_whole(steps, "".join(map(_line, trajectory(sample))))
+        write_json(state, agent_state(sample))
+        write_json(record, sample.model_dump())  # last: a sample that is here is here with all its files
+        self._lines.write(_line(dataset_row(sample)))
+        self._lines.flush()
+
+
+def check_new(directory: Path) -> None:
+    """Returns if a directory holds no run yet.
+
+    Raises:
+        EvalError: it does.
+    """
+    if any((directory / name).exists() for name in (SAMPLES, "config.json")):
+        raise EvalError(f"--results-dir {directory} has a run already; --resume goes on with it")
+
+
+def read_samples(directory: Path, mode: str = "*") -> Iterator[Sample]:
+    """The samples of a run, or of one mode, in the order of their names, one at a time."""
+    names = [entry.name for entry in os.scandir(directory / SAMPLES) if fnmatch(entry.name, f"*.{mode}.*.json")]
+    for name in sorted(names):
+        yield Sample.model_validate_json((directory / SAMPLES / name).read_bytes())
+
+
+def write_dataset(directory: Path) -> None:
+    """Writes dataset.jsonl anew, of all samples that are there, in the order of their names."""
+    part = directory / "dataset.part"
+    with part.open("w", encoding="utf-8") as lines:
+        lines.writelines(_line(dataset_row(sample)) for sample in read_samples(directory))
+    part.replace(directory / "dataset.jsonl")
+
+
+def read_json(path: Path) -> dict[str, Any]:
+    """A JSON object.
+
+    Raises:
+        EvalError: there is none.
+    """
+    try:
+        content: dict[str, Any] = json.loads(path.read_text(encoding="utf-8"))
+    except (OSError, ValueError) as error:
+        raise EvalError(f"{path} cannot be read: {error}") from error
+    return content
+
+
+def write_json(path: Path, content: dict[str, Any]) -> None:
+    """Writes a JSON object, whole or not at all."""
+    write_whole(path, json.dumps(content, indent=2, ensure_ascii=False, allow_nan=False))
+
+
+def write_whole(path: Path, text: str) -> None:
+    """Whole or not at all: a reader, or a run that is killed, never leaves half a file."""
+    part = path.with_suffix(".part")
+    part.write_text(text, encoding="utf-8")
+    part.replace(path)
+
+
+def _paths(directory: Path, key: str) -> tuple[Path, Path, Path]:
+    """The sample's own file, its trajectory and its agent's state."""
+    return (
+        directory / SAMPLES / f"{key}.json",
+        directory / TRAJECTORIES / f"{key}.jsonl",
+        directory / STATES / f"{key}.json",
+    )
+
+
+def _line(record: dict[str, Any]) -> str:
+    return json.dumps(record, ensure_ascii=False) + "\n"

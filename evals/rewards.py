@@ -1,0 +1,110 @@
+"""Rewards: small named functions over a sample, each from 0 to 1, added up by weights.
+
+    correctness   1 for the right number by the strict rule
+    format        1 if the answer ends in its only `####` line, with a number
+    efficiency    2^(-tokens / 256) for a right answer of so many new tokens, 0 for any other
+    tool_use      the share of calls that gave a result; 0 without a call
+
+A function of the user's is named by its import path, `package.module:function`.
+"""
+
+import importlib
+import re
+from collections.abc import Callable
+from typing import NamedTuple
+
+from evals.config import EvalError
+from evals.records import tool_calls
+from evals.scoring import strict_match
+from evals.trajectory import Sample
+
+HALVING = 256  # new tokens of all turns that halve the efficiency
+LAST_LINE = re.compile(r"#### \-?[0-9.,]+\s*\Z")
+
+
+class Reward(NamedTuple):
+    """A function with the name and the weight that the config gives it."""
+
+    name: str
+    weight: float
+    function: Callable[[Sample], float]
+
+
+def correctness(sample: Sample) -> float:
+    """1 for the right number by the strict rule, else 0."""
+    return float(bool(sample.correct))
+
+
+def format(sample: Sample) -> float:  # the name that configs use
+    """1 if the answer ends in its only `####`, with a number after it, else 0."""
+    text = sample.completion or ""
+    ends = text.count("####") == 1 and LAST_LINE.search(text) and strict_match(text)
+    return float(bool(ends))
+
+
+def efficiency(sample: Sample) -> float:
+    """Of a right answer 2^(-tokens / 256), so that 256 more tokens halve it; 0 of any other."""
+    return float(2 ** (-sample.completion_tokens / HALVING)) if sample.correct else 0.0
+
+
+def tool_use(sample: Sample) -> float:
+    """The share of the sample's tool calls that gave a result and no error; 0 without a call."""
+    calls = tool_calls(sample)
+    good = sum(call["result"] is not None and not call["error"] for call in calls)
+    return good / len(calls) if calls else 0.0
+
+
+SHIPPED: dict[str, Callable[[Sample], float]] = {
+    "correctness": correctness,
+    "format": format,
+    "efficiency": efficiency,
+    "tool_use": tool_use,
+}
+
+
+def load_rewards(weights: dict[str, float]) -> list[Reward]:
+    """The functions that the config names.
+
+    Args:
+        weights: by one of the names above, or an import path.
+
+    Raises:
+        EvalError: there is no such function.
+    """
+    return [Reward(name, weight, SHIPPED.get(name) or _imported(name)) for name, weight in weights.items()]
+
+
+def rewarded(sample: Sample, rewards: list[Reward]) -> Sample:
+    """The sample with its rewards and their weighted sum; a failed one has none.
+
+    Raises:
+        EvalError: a function failed, or gave no number from 0 to 1.
+    """
+    if sample.outcome == "failed":
+        return sample
+    values = {reward.name: _value(reward, sample) for reward in rewards}
+    total = sum(reward.weight * values[reward.name] for reward in rewards)
+    return sample.model_copy(update={"rewards": values, "reward": total})
+
+
+def _imported(name: str) -> Callable[[Sample], float]:
+    module, separator, attribute = name.partition(":")
+    if not separator:
+        raise EvalError(f"--rewards: no reward {name!r}; there are {', '.join(SHIPPED)}, or package.module:function")
+    try:
+        function: Callable[[Sample], float] = getattr(importlib.import_module(module), attribute)
+    except (ImportError, AttributeError, ValueError) as error:
+        raise EvalError(f"--rewards: {name} cannot be imported: {error}") from error
+    if not callable(function):
+        raise EvalError(f"--rewards: {name} is no function")
+    return function
+
+
+def _value(reward: Reward, sample: Sample) -> float:
+    try:
+        value = float(reward.function(sample))
+    except Exception as error:
+        raise EvalError(f"the reward {reward.name} failed for {sample.key}: {type(error).__name__}: {error}") from error
+    if not 0.0 <= value <= 1.0:
+        raise EvalError(f"the reward {reward.name} is {value} for {sample.key}, not from 0 to 1")
+    return value

@@ -1,0 +1,118 @@
+"""summary.json: made of a results directory's config.json and samples alone."""
+
+from datetime import UTC, datetime
+from itertools import chain
+from pathlib import Path
+from typing import Any
+
+from evals.config import CONTROL, Config, Mode
+from evals.results import read_json, read_samples, write_dataset, write_json
+from evals.stats import covered, paired_difference
+from evals.table import write_table
+from evals.tally import ActivationTally, ConditionTally, ModeTally
+
+Conditions = dict[tuple[Mode, str], ConditionTally]
+
+
+def conclude(directory: Path, incomplete: str | None) -> dict[str, Any]:
+    """Writes dataset.jsonl, samples.parquet and summary.json of the samples that are there.
+
+    Args:
+        directory: the results, with config.json and samples.
+        incomplete: why the run ended early, if it did.
+
+    Returns:
+        the summary.
+
+    Raises:
+        EvalError: the directory holds no run.
+    """
+    summary = summarize(directory, incomplete)
+    write_dataset(directory)
+    write_table(directory, list(summary["config"]["rewards"]))
+    write_json(directory / "summary.json", summary)
+    return summary
+
+
+def summarize(directory: Path, incomplete: str | None) -> dict[str, Any]:
+    """All of summary.json: the same whether a run went through or was resumed.
+
+    Args:
+        directory: the results, with config.json and samples.
+        incomplete: why the run ended early, if it did.
+
+    Raises:
+        EvalError: the directory holds no run.
+    """
+    facts = read_json(directory / "config.json")
+    config = Config.model_validate(facts["config"])
+    conditions: Conditions = {(mode, variant): ConditionTally() for mode in config.modes for variant in config.variants}
+    modes = {mode: ModeTally() for mode in config.modes}
+    activations = ActivationTally(config.session_id) if config.collect_activations else None
+    for sample in read_samples(directory):
+        conditions[sample.mode, sample.variant].add(sample)
+        modes[sample.mode].add(sample)
+        if activations:
+            activations.add(sample)
+    counts = _counts(conditions, facts["dataset"]["problems"])
+    if not incomplete and counts["missing"]:
+        incomplete = f"{counts['missing']} samples are missing"
+    return {
+        "model": config.model,
+        "dataset": config.dataset,
+        "counts": counts,
+        "incomplete": incomplete,
+        "conditions": {
+            f"{mode}.{variant}": {"mode": mode, "variant": variant} | tally.summary()
+            for (mode, variant), tally in conditions.items()
+        },
+        "modes": {mode: tally.summary() for mode, tally in modes.items()},
+        "paired": _paired(conditions),
+        "activations": activations.summary() | {"transferred": _transferred(directory)} if activations else None,
+        "config": facts["config"],
+        "versions": facts["versions"],
+        "times": _times(list(modes.values())),
+    }
+
+
+def _counts(conditions: Conditions, problems: int) -> dict[str, int]:
+    samples = sum(tally.outcomes.total() for tally in conditions.values())
+    return {
+        "problems": problems,
+        "conditions": len(conditions),
+        "samples": samples,
+        "failed": sum(tally.outcomes["failed"] for tally in conditions.values()),
+        "missing": problems * len(conditions) - samples,
+    }
+
+
+def _paired(conditions: Conditions) -> list[dict[str, Any]]:
+    """Each variant against the control in its mode, and with tools against without in its variant."""
+    pairs = [((mode, CONTROL), (mode, variant), "variant") for mode, variant in conditions if variant != CONTROL]
+    pairs += [(("no-tools", variant), (mode, variant), "mode") for mode, variant in conditions if mode == "with-tools"]
+    return [
+        {"a": ".".join(a), "b": ".".join(b), "kind": kind}
+        | paired_difference(conditions[a].correct, conditions[b].correct)
+        for a, b, kind in pairs
+        if a in conditions
+    ]
+
+
+def _transferred(directory: Path) -> dict[str, Any] | None:
+    path = directory / "activations" / "transferred.json"
+    return read_json(path) if path.exists() else None
+
+
+def _times(modes: list[ModeTally]) -> dict[str, Any]:
+    """Of the first request and the last answer; `seconds` leaves out pauses in which nothing was asked."""
+    started = list(chain.from_iterable(mode.started for mode in modes))
+    ended = list(chain.from_iterable(mode.ended for mode in modes))
+    return {
+        "started": _moment(min(started)) if started else None,
+        "ended": _moment(max(ended)) if ended else None,
+        "seconds": covered(started, ended),
+    }
+
+
+def _moment(seconds: float) -> str:
+    return datetime.fromtimestamp(seconds, UTC).isoformat(timespec="seconds")

@@ -1,0 +1,132 @@
+"""Counts of samples, a few bytes for each: of one condition, of one mode, and of what was recorded."""
+
+from array import array
+from collections import Counter, defaultdict
+from math import prod
+from typing import Any
+
+from evals.stats import covered, proportion, quantiles
+from evals.trajectory import Outcome, Sample
+
+ITEM_BYTES = {"float64": 8, "float32": 4, "float16": 2, "bfloat16": 2, "int64": 8, "int32": 4, "uint8": 1}
+OUTCOMES: tuple[Outcome, ...] = ("correct", "wrong", "invalid", "truncated", "turn_limit", "failed")
+
+
+class ConditionTally:
+    """Samples of one mode and variant."""
+
+    def __init__(self) -> None:
+        self.correct: dict[str, bool] = {}  # by problem, by the strict rule; failed ones are not in it
+        self.outcomes: Counter[str] = Counter()
+        self._counts: Counter[str] = Counter()
+        self._latencies = array("d")  # seconds
+        self._tokens = array("l")
+        self._rewards: defaultdict[str, float] = defaultdict(float)
+        self._reward = 0.0
+
+    def add(self, sample: Sample) -> None:
+        """Counts one sample."""
+        self.outcomes[sample.outcome] += 1
+        self._latencies.append(sample.latency_s)
+        self._tokens.append(sample.completion_tokens)
+        self._counts["prompt"] += sample.prompt_tokens
+        if sample.correct is None:
+            return
+        self.correct[sample.id] = sample.correct
+        self._counts["flexible"] += bool(sample.correct_flexible)
+        self._counts["invalid"] += sample.strict is None
+        self._counts["truncated"] += sample.finish_reason == "length"
+        self._counts["turn_limit"] += sample.turn_limit
+        self._reward += sample.reward or 0.0
+        for name, value in sample.rewards.items():
+            self._rewards[name] += value
+
+    def summary(self) -> dict[str, Any]:
+        """The condition's part of summary.json; accuracies, rates and rewards are over the answered samples."""
+        answered, tokens = len(self.correct), sum(self._tokens)
+        return {
+            "strict": proportion(self.outcomes["correct"], answered),
+            "flexible": proportion(self._counts["flexible"], answered),
+            "samples": self.outcomes.total(),
+            "failed": self.outcomes["failed"],
+            "invalid": self._counts["invalid"],
+            "truncated": self._counts["truncated"],
+            "turn_limit": self._counts["turn_limit"],
+            "outcomes": {kind: self.outcomes[kind] for kind in OUTCOMES},
+            "invalid_rate": self._counts["invalid"] / answered if answered else None,
+            "truncated_rate": self._counts["truncated"] / answered if answered else None,
+            "prompt_tokens": self._counts["prompt"],
+            "completion_tokens": tokens,
+            "completion_tokens_per_sample": {
+                "mean": tokens / len(self._tokens) if self._tokens else None,
+                **quantiles(self._tokens),
+            },
+            "latency_s": quantiles(self._latencies),
+            "rewards": {name: total / answered for name, total in self._rewards.items()},
+            "reward": self._reward / answered if answered else None,
+        }
+
+
+class ModeTally:
+    """When the samples of one mode ran, and what they made."""
+
+    def __init__(self) -> None:
+        self.started, self.ended = array("d"), array("d")  # seconds since the epoch
+        self._tokens = 0
+
+    def add(self, sample: Sample) -> None:
+        """Counts one sample."""
+        self.started.append(sample.started)
+        self.ended.append(sample.ended)
+        self._tokens += sample.completion_tokens
+
+    def summary(self) -> dict[str, Any]:
+        """The mode's part of summary.json."""
+        wall = covered(self.started, self.ended)
+        return {
+            "samples": len(self.started),
+            "completion_tokens": self._tokens,
+            "wall_s": wall,
+            "tokens_per_second": self._tokens / wall if wall else None,
+        }
+
+
+class ActivationTally:
+    """What was recorded, by the server's own answers."""
+
+    def __init__(self, session_id: str) -> None:
+        self._session_id = session_id
+        self._counts: Counter[str] = Counter()
+        self._statuses: Counter[str] = Counter()
+        self._points: set[str] = set()
+        self._files: set[str] = set()
+        self._example: dict[str, str] | None = None
+
+    def add(self, sample: Sample) -> None:
+        """Counts the runs of one sample."""
+        for turn in sample.turns:
+            meta = turn.activations or {"status": "missing"}
+            self._statuses[str(meta.get("status"))] += 1
+        for run in sample.runs:
+            points = run.get("points") or {}
+            self._counts += Counter(runs=1, tokens=run["tokens"])
+            self._points |= points.keys()
+            for name, at in points.items():
+                self._files.add(at["uri"])
+                self._counts["bytes"] += prod(at["shape"]) * ITEM_BYTES.get(at["dtype"], 0)
+                self._example = self._example or {"uri": at["uri"], "run_id": run["run_id"], "point": name}
+
+    def summary(self) -> dict[str, Any]:
+        """The activations' part of summary.json; bytes are of the tensors, without the files' own framing."""
+        return {
+            "session_id": self._session_id,
+            "points": sorted(self._points),
+            "runs": self._counts["runs"],
+            "tokens": self._counts["tokens"],
+            "bytes": self._counts["bytes"],
+            "where": sorted({uri.rpartition("/")[0] for uri in self._files}),
+            "files": len(self._files),
+            "statuses": dict(self._statuses),
+            "not_stored": self._statuses.total() - self._statuses["stored"],
+            "example": self._example,
+        }
