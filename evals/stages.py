@@ -10,7 +10,8 @@ import signal
 import sys
 from collections.abc import Iterator
 from contextlib import contextmanager, nullcontext
-from typing import Literal, NamedTuple
+from pathlib import Path
+from typing import Any, Literal, NamedTuple
 
 import pyarrow as pa
 import ray
@@ -97,7 +98,7 @@ def _with_server(config: Config) -> int:
     if "report" not in config.stages:
         return 0
     with _stage("report", config):
-        return report(config, incomplete)
+        return report(config.results_dir, incomplete)
 
 
 def _named(config: Config) -> Config:
@@ -165,8 +166,12 @@ def _generate_mode(mode: Mode, work: Work, results: Results) -> None:
             progress.add(sample)
 
 
-def report(config: Config, incomplete: str | None) -> int:
-    """Makes the summary of a results directory, and shows it.
+def report(directory: Path, incomplete: str | None = None) -> int:
+    """Writes and prints what the samples of a results directory come to.
+
+    Args:
+        directory: the results.
+        incomplete: why the run ended early, if it did.
 
     Returns:
         0; 1 if a sample failed or is missing.
@@ -174,15 +179,14 @@ def report(config: Config, incomplete: str | None) -> int:
     Raises:
         EvalError: the directory holds no run.
     """
-    summary = conclude(config.results_dir, incomplete)
-    print(render(summary, config.results_dir))
+    summary = conclude(directory, incomplete)
+    print(render(summary, directory))
     return _verdict(summary)
 
 
-def _verdict(summary: dict[str, object]) -> int:
+def _verdict(summary: dict[str, Any]) -> int:
     """The exit code, and on stderr the reason where it is not 0."""
     counts = summary["counts"]
-    assert isinstance(counts, dict)
     reasons = [f"{counts['failed']} of {counts['samples']} samples failed"] if counts["failed"] else []
     reasons += [str(summary["incomplete"])] if summary["incomplete"] else []
     if reasons:

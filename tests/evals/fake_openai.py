@@ -6,7 +6,7 @@ The label in brackets in a question says how it answers:
     [wrong]      a wrong number            [invalid]   no ####           [cut]    finish_reason length
     [busy]       429 with Retry-After: 0 at first, then right            [flaky]  breaks the connection once
     [restart]    the proxy's 500 in plain text at first, then right          [broken]  500 with a reason
-    [refused]    400                       [down]      503 always        [loop]   calls tools for ever
+    [refused]    400                       [down]      503 until `up`     [loop]   calls tools for ever
     [unstored]   right, but its activations are not stored
     [gather]     right, once `gather` such requests are here at the same time
     [wait]       right, once `release()` was called
@@ -31,18 +31,21 @@ POINT = "layers.1.input_layernorm.output"
 class FakeServer:
     """Runs in a thread; `requests` are the chat bodies in the order of their arrival."""
 
-    def __init__(self) -> None:
+    def __init__(self, port: int = 0) -> None:
         self.requests: list[Body] = []
         self.gather = 1
+        self.up = False
         self.healthy_after = 0  # health checks
         self.models = ["fake/model"]
         self.attempts: Counter[str] = Counter()  # by question
         self.checks = 0
+        self._loop = asyncio.new_event_loop()
         self._released = asyncio.Event()
         self._waiting = 0
         self._gathered = asyncio.Condition()
-        self._socket = socket.create_server(("127.0.0.1", 0))
-        self.base_url = f"http://127.0.0.1:{self._socket.getsockname()[1]}/v1"
+        self._socket = socket.create_server(("127.0.0.1", port))
+        self.port = int(self._socket.getsockname()[1])
+        self.base_url = f"http://127.0.0.1:{self.port}/v1"
         app = FastAPI()
         app.get("/health")(self._health)
         app.get("/v1/models")(self._models)
@@ -66,7 +69,6 @@ class FakeServer:
         self._socket.close()
 
     def _serve(self) -> None:
-        self._loop = asyncio.new_event_loop()
         self._loop.run_until_complete(self._uvicorn.serve(sockets=[self._socket]))
         self._loop.close()
 
@@ -92,7 +94,7 @@ class FakeServer:
             return _error(500, "a fault of request 7")
         if label == "restart" and first:
             return PlainTextResponse("Internal Server Error", status_code=500)
-        if label == "down" or (label == "busy" and first):
+        if (label == "down" and not self.up) or (label == "busy" and first):
             return _error(503 if label == "down" else 429, "no room", {"Retry-After": "0"})
         if label == "flaky" and first:
             return Response("{", headers={"Content-Length": "100"})  # the rest never comes

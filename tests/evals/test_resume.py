@@ -1,0 +1,190 @@
+"""Runs that end early: killed, interrupted, with failures, or without their server for a while."""
+
+import json
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import pyarrow.parquet as pq
+import pytest
+from fake_openai import FakeServer
+
+from evals.gsm8k import main
+
+Write = Callable[..., Path]
+LABELS = ["", "[wrong]", "[invalid]", "", "", "[wait]", "[wait]", "", "", ""]
+MEASURED = ("latency_s", "modes", "times", "session_id")
+
+
+@contextmanager
+def running(env: dict[str, str], *argv: str) -> Iterator[subprocess.Popen[bytes]]:
+    process = subprocess.Popen([sys.executable, "-m", "evals.gsm8k", *argv], env=env, stderr=subprocess.PIPE)
+    try:
+        yield process
+    finally:
+        process.kill()
+        process.wait()
+        assert process.stderr
+        process.stderr.close()
+
+
+def until(happened: Callable[[], bool]) -> None:
+    end = time.monotonic() + 120
+    while not happened():
+        assert time.monotonic() < end
+        time.sleep(0.05)
+
+
+def samples(results: Path) -> int:
+    return len(list((results / "samples").glob("*.json")))
+
+
+def summary(results: Path) -> dict[str, Any]:
+    content: dict[str, Any] = json.loads((results / "summary.json").read_text())
+    return content
+
+
+def counted(results: Path) -> dict[str, Any]:
+    """The summary without what two runs of the same problems need not share: times, and their own names."""
+
+    def strip(value: Any) -> Any:
+        return {k: strip(v) for k, v in value.items() if k not in MEASURED} if isinstance(value, dict) else value
+
+    stripped: dict[str, Any] = strip(summary(results))
+    stripped["config"].pop("results_dir")
+    return stripped
+
+
+def options(server: FakeServer, dataset: Path, results: Path) -> list[str]:
+    where = ["--base-url", server.base_url, "--dataset", str(dataset), "--results-dir", str(results)]
+    return [*where, "--variants", "control,calm", "--parallel", "2", "--retries", "0"]
+
+
+def resumed(results: Path) -> None:
+    """Goes on with a run, which then comes to what an unbroken one does."""
+    before = {path: path.stat().st_mtime_ns for path in (results / "samples").iterdir()}
+    assert main(["--resume", "--results-dir", str(results)]) == 0
+    assert all(path.stat().st_mtime_ns == at for path, at in before.items())  # nothing was asked again
+    assert summary(results)["counts"] == {
+        "problems": 10,
+        "conditions": 4,
+        "samples": 40,
+        "failed": 0,
+        "missing": 0,
+    }
+    assert summary(results)["incomplete"] is None
+    assert len((results / "dataset.jsonl").read_text().splitlines()) == 40
+    assert pq.read_table(results / "samples.parquet").num_rows == 40
+
+
+def test_a_killed_run_goes_on_to_the_summary_of_an_unbroken_one(
+    server: FakeServer, cluster: Any, write_problems: Write, tmp_path: Path
+) -> None:
+    dataset = write_problems(*LABELS)
+    with running(cluster.env, *options(server, dataset, tmp_path / "killed")) as process:
+        until(lambda: samples(tmp_path / "killed") >= 10)  # the next ones wait
+        process.send_signal(signal.SIGKILL)
+        process.wait()
+    assert not (tmp_path / "killed" / "summary.json").exists()
+    with (tmp_path / "killed" / "dataset.jsonl").open("a") as lines:
+        lines.write('{"half a li')
+    server.release()
+    resumed(tmp_path / "killed")
+    assert main(options(server, dataset, tmp_path / "unbroken")) == 0
+    assert counted(tmp_path / "killed") == counted(tmp_path / "unbroken")
+
+
+def test_an_interrupted_run_leaves_valid_results_and_goes_on(
+    server: FakeServer, cluster: Any, write_problems: Write, tmp_path: Path
+) -> None:
+    results = tmp_path / "interrupted"
+    with running(cluster.env, *options(server, write_problems(*LABELS), results)) as process:
+        until(lambda: samples(results) >= 10)
+        process.send_signal(signal.SIGINT)
+        assert process.wait(timeout=60) == 1
+    partial = summary(results)
+    assert partial["incomplete"] == "interrupted"
+    assert partial["counts"] | {"samples": samples(results), "missing": 40 - samples(results)} == partial["counts"]
+    assert pq.read_table(results / "samples.parquet").num_rows == samples(results)
+    assert len((results / "dataset.jsonl").read_text().splitlines()) == samples(results)
+    server.release()
+    resumed(results)
+
+
+def test_a_server_that_restarts_costs_retries_and_no_sample(
+    server: FakeServer, cluster: Any, write_problems: Write, tmp_path: Path
+) -> None:
+    argv = options(server, write_problems(*LABELS), tmp_path / "results")[:-2]
+    with running(cluster.env, *argv) as process:
+        until(lambda: samples(tmp_path / "results") >= 10)
+        server.__exit__(None, None, None)  # with requests in flight
+        with FakeServer(server.port) as again:
+            again.release()
+            assert process.wait(timeout=120) == 0
+            assert again.requests
+    assert summary(tmp_path / "results")["counts"]["failed"] == 0
+    assert summary(tmp_path / "results")["conditions"]["no-tools.control"]["strict"]["correct"] == 8
+
+
+def test_failed_samples_are_asked_again_and_others_are_not(
+    server: FakeServer, cluster: Any, write_problems: Write, tmp_path: Path
+) -> None:
+    path, results = write_problems("", "[down]", "", ""), tmp_path / "results"
+    argv = ["--base-url", server.base_url, "--dataset", str(path), "--results-dir", str(results), "--retries", "0"]
+    assert main(argv) == 1
+    assert summary(results)["counts"]["failed"] == 2
+    server.up = True
+    server.requests.clear()
+    assert main([*argv, "--resume"]) == 0
+    assert summary(results)["counts"] | {"samples": 8, "failed": 0} == summary(results)["counts"]
+    assert all("[down]" in body["messages"][0]["content"] for body in server.requests)
+
+
+@pytest.mark.parametrize(
+    ("option", "value", "named"),
+    [
+        ("--max-tokens", "7", "max_tokens"),
+        ("--variants", "control,calm", "variants"),
+        ("--rewards", "format=1", "rewards"),
+        ("--session-id", "another", "session_id"),
+    ],
+)
+def test_another_run_is_not_mixed_into_an_earlier_one(
+    server: FakeServer,
+    cluster: Any,
+    write_problems: Write,
+    tmp_path: Path,
+    capsys: pytest.CaptureFixture[str],
+    option: str,
+    value: str,
+    named: str,
+) -> None:
+    results = tmp_path / "results"
+    argv = ["--base-url", server.base_url, "--dataset", str(write_problems("")), "--results-dir", str(results)]
+    assert main(argv) == 0
+    before = summary(results)
+    assert main([*argv, "--resume", option, value]) == 2
+    assert f"a run with other {named}" in capsys.readouterr().err
+    assert summary(results) == before
+
+
+def test_a_dataset_that_changed_is_not_mixed_into_an_earlier_run(
+    server: FakeServer, cluster: Any, write_problems: Write, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    results = tmp_path / "results"
+    argv = ["--base-url", server.base_url, "--dataset", str(write_problems("")), "--results-dir", str(results)]
+    assert main(argv) == 0
+    write_problems("", "")
+    assert main([*argv, "--resume"]) == 2
+    assert "other dataset.sha256, dataset.ids" in capsys.readouterr().err
+
+
+def test_nothing_is_resumed_where_no_run_is(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit):
+        main(["--resume", "--results-dir", str(tmp_path)])
+    assert "has no options of a run" in capsys.readouterr().err
