@@ -5,28 +5,31 @@ import os
 import platform
 import shutil
 import subprocess
+import time
 import uuid
+import zipfile
 from pathlib import Path
 from typing import Any
 
 import pytest
+from ray._private.ray_constants import get_runtime_env_default_excludes
+from ray._private.runtime_env.packaging import create_package
 
 ROOT = Path(__file__).parents[2]
+AGENT_S = 120  # that Ray's own agent may take to start beside the dashboard
 LARGEST_UPLOAD = 64 << 20  # bytes; Ray refuses half a GiB
 
 
-def submit(served: Any, *options: str, working_dir: Path = ROOT) -> "subprocess.CompletedProcess[str]":
+def submit(served: Any, *options: str) -> "subprocess.CompletedProcess[str]":
     """The job, with nothing of the evaluator but what the working directory holds."""
     env = {name: value for name, value in served.cluster.env.items() if name not in ("PYTHONPATH", "RAY_ADDRESS")}
-    job = ["python", "-m", "evals.gsm8k", "--base-url", served.base_url, "--samples", "2", "--max-tokens", "32"]
-    return subprocess.run(
-        ["ray", "job", "submit", f"--address={served.cluster.dashboard}", "--working-dir", ".", "--", *job, *options],
-        cwd=working_dir,
-        env=env,
-        capture_output=True,
-        text=True,
-        timeout=300,
-    )
+    command = ["ray", "job", "submit", f"--address={served.cluster.dashboard}", "--working-dir", ".", "--"]
+    command += ["python", "-m", "evals.gsm8k", "--base-url", served.base_url, "--samples", "2", "--max-tokens", "32"]
+    end = time.monotonic() + AGENT_S
+    while True:
+        done = subprocess.run([*command, *options], cwd=ROOT, env=env, capture_output=True, text=True, timeout=300)
+        if "No available agent to submit job" not in done.stderr or time.monotonic() > end:
+            return done
 
 
 def test_a_job_leaves_its_results_where_it_says(served: Any, tmp_path: Path) -> None:
@@ -35,7 +38,6 @@ def test_a_job_leaves_its_results_where_it_says(served: Any, tmp_path: Path) -> 
     done = submit(served, "--results-dir", str(results), "--collect-activations", "--session-id", session)
     assert done.returncode == 0, done.stdout + done.stderr
     assert f"results go to {results} (on {platform.node()}" in done.stdout
-    assert "SUCCEEDED" in done.stdout + done.stderr
     summary = json.loads((results / "summary.json").read_text())
     assert summary["counts"] == {"problems": 2, "conditions": 2, "samples": 4, "failed": 0, "missing": 0}
     assert summary["activations"]["not_stored"] == 0
@@ -46,6 +48,7 @@ def test_a_job_leaves_its_results_where_it_says(served: Any, tmp_path: Path) -> 
     assert loaded.stdout.startswith("torch.Size([")
 
 
+@pytest.mark.long
 def test_without_a_results_path_they_go_below_vitrine_home(served: Any) -> None:
     done = submit(served, "--mode", "no-tools", "--session-id", "unnamed")
     assert done.returncode == 0, done.stdout + done.stderr
@@ -58,12 +61,14 @@ def test_without_a_results_path_they_go_below_vitrine_home(served: Any) -> None:
     assert (Path(place) / "summary.json").is_file()
 
 
+@pytest.mark.long
 def test_a_relative_results_path_is_refused_with_the_reason(served: Any) -> None:
     done = submit(served, "--results-dir", "out")
     assert done.returncode != 0
     assert "relative to a Ray job's working directory, a copy that Ray throws away" in done.stdout
 
 
+@pytest.mark.long
 def test_a_job_uses_the_server_that_is_there_only_if_it_is_the_one_asked_for(served: Any, tmp_path: Path) -> None:
     done = submit(served, "--results-dir", str(tmp_path / "another"), "--serve", "another/model")
     assert done.returncode != 0
@@ -77,9 +82,6 @@ def test_a_job_uses_the_server_that_is_there_only_if_it_is_the_one_asked_for(ser
 def test_what_is_uploaded_is_small_and_without_what_git_leaves_out(tmp_path: Path) -> None:
     import warnings
 
-    from ray._private.runtime_env.packaging import create_package
-    from ray._private.ray_constants import get_runtime_env_default_excludes
-
     copy = tmp_path / "project"
     subprocess.run(["git", "clone", "-q", str(ROOT), str(copy)], check=True)
     for name in ("results/run/samples", ".venv/lib", "activations/session"):
@@ -88,12 +90,8 @@ def test_what_is_uploaded_is_small_and_without_what_git_leaves_out(tmp_path: Pat
     package = tmp_path / "package.zip"
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
-        create_package(
-            str(copy), package, include_gitignore=True, excludes=get_runtime_env_default_excludes()
-        )
+        create_package(str(copy), package, include_gitignore=True, excludes=get_runtime_env_default_excludes())
     assert package.stat().st_size < LARGEST_UPLOAD
-    import zipfile
-
     names = zipfile.ZipFile(package).namelist()
     assert any(name.endswith("evals/variants.yaml") for name in names)
     assert any(name.endswith("weights/model.safetensors") for name in names)
