@@ -43,15 +43,30 @@ class ChatClient:
         Raises:
             RequestFailed: the server refused, or was still unavailable after the last retry.
         """
+        return _completion(await self._send("POST", "chat/completions", json=body))
+
+    async def download(self, path: str, params: dict[str, Any]) -> bytes:
+        """The body that a route below `/v1` answers, held in memory; tried again as `chat` is.
+
+        Args:
+            path: below `/v1`, without a slash before it.
+            params: of the query.
+
+        Raises:
+            RequestFailed: as of `chat`.
+        """
+        return (await self._send("GET", path, params=params)).content
+
+    async def _send(self, method: str, path: str, **given: Any) -> httpx.Response:
         for attempt in range(self._retries + 1):
             wait = random.uniform(0.5, 1.0) * min(LONGEST_WAIT, 2.0**attempt)
             try:
-                response = await self._http.post("chat/completions", json=body)
+                response = await self._http.request(method, path, **given)
             except httpx.TransportError as error:
                 reason = f"{type(error).__name__}: {error}"
             else:
                 if response.is_success:
-                    return _completion(response)
+                    return response
                 reason = f"HTTP {response.status_code}: {_message(response)}"
                 if not _may_pass(response):
                     break

@@ -11,6 +11,7 @@ import asyncio
 import logging
 import queue
 import threading
+import time
 from collections.abc import Callable, Iterator
 from functools import partial
 from typing import cast
@@ -21,11 +22,13 @@ from ray.data import DataContext
 
 from evals.client import ChatClient
 from evals.config import Config, EvalError, Mode
+from evals.inline import sampled_values
 from evals.problems import this_node
 from evals.prompts import Prompts
 from evals.trajectory import Problem, Sample, run_problem, sample_key
 
 ROWS = 64
+GATHERED = 0.1  # seconds: Ray Data looks no oftener, and each block costs it time and memory
 
 
 def connect() -> None:
@@ -112,6 +115,7 @@ def roll_out(work: pa.Table, mode: Mode, config: Config, prompts: Prompts) -> It
         ended = False
         while not ended:
             batch = [finished.get()]
+            time.sleep(GATHERED)
             while not finished.empty():
                 batch.append(finished.get())
             ended = batch[-1] is None
@@ -128,7 +132,12 @@ async def _work(work: pa.Table, mode: Mode, config: Config, prompts: Prompts, gi
 
     async def worker() -> None:
         for problem, variant in waiting:  # shared: each worker takes the next one
-            give((await run_problem(client.chat, problem, mode, variant, config, prompts)).model_dump_json())
+            sample = await run_problem(client.chat, problem, mode, variant, config, prompts)
+            if config.inline_activations:
+                metas = [turn.activations for turn in sample.turns]
+                values = await sampled_values(client.download, metas, config.inline_activations)
+                sample = sample.model_copy(update={"activations": values or None})
+            give(sample.model_dump_json())
 
     try:
         async with asyncio.TaskGroup() as workers:

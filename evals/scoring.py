@@ -3,32 +3,34 @@
 - strict: the answer after `####`, as openai/grade-school-math `dataset.py` extracts it.
 - flexible: the last number of the text, as lm-evaluation-harness `gsm8k` v3 `flexible-extract` does.
 
-Both return the matched text; numbers are compared as `Decimal`, so `1,234.00` equals `$1234`.
+Both compare as lm-evaluation-harness does: as text, without commas, dollar signs and a trailing dot. So `$1,234.` is
+1234, and `18.00` is not 18.
 """
 
 import re
 from collections.abc import Callable
-from decimal import Decimal
 from typing import Literal
 
 Rule = Literal["strict", "flexible"]
 
 STRICT = re.compile(r"#### (\-?[0-9\.\,]+)")
 FLEXIBLE = re.compile(r"(-?[$0-9.,]{2,})|(-?[0-9]+)")
-NUMBER = re.compile(r"-?([0-9]+(\.[0-9]+)?|\.[0-9]+)")
+DIGIT = re.compile(r"[0-9]")
 
 
 def strict_match(text: str) -> str | None:
     """The first number after `#### `, without its commas; None where there is none."""
     match = STRICT.search(text)
-    if match is None:
+    if match is None or not DIGIT.search(match.group(1)):
         return None
-    found = match.group(1).replace(",", "")
-    return found if to_number(found) is not None else None
+    return match.group(1).replace(",", "")
 
 
 def flexible_match(text: str) -> str | None:
-    """The last number of the text, as it stands there (`$1,234.`); None where there is none."""
+    """The last number of the text, as it stands there (`$1,234.`); None where there is none.
+
+    By lm-evaluation-harness's rule: two or more dots, commas or dollar signs alone are one too, and score wrong.
+    """
     matches = FLEXIBLE.findall(text)
     if not matches:
         return None
@@ -39,14 +41,8 @@ def flexible_match(text: str) -> str | None:
 MATCHERS: dict[Rule, Callable[[str], str | None]] = {"strict": strict_match, "flexible": flexible_match}
 
 
-def to_number(text: str) -> Decimal | None:
-    """The value of `text` without commas, dollar signs and trailing dots; None if that is not a number."""
-    bare = text.strip().replace(",", "").replace("$", "").rstrip(".")
-    return Decimal(bare) if NUMBER.fullmatch(bare) else None
-
-
 def is_correct(completion: str, gold: str, rule: Rule = "strict") -> bool:
-    """Whether the completion's answer by `rule` has the value of `gold`.
+    """Whether the completion's answer by `rule` is that of `gold`.
 
     Args:
         completion: the model's text.
@@ -58,8 +54,13 @@ def is_correct(completion: str, gold: str, rule: Rule = "strict") -> bool:
     """
     if rule not in MATCHERS:
         raise ValueError(f"no scoring rule {rule!r}; there are {', '.join(MATCHERS)}")
-    expected = to_number(strict_match(gold) or gold)
-    if expected is None:
+    expected = _compared(strict_match(gold) or gold)
+    if not re.fullmatch(r"-?[0-9.]*[0-9][0-9.]*", expected):
         raise ValueError(f"the gold answer has no number: {gold!r}")
     found = MATCHERS[rule](completion)
-    return found is not None and to_number(found) == expected
+    return found is not None and _compared(found) == expected
+
+
+def _compared(number: str) -> str:
+    """What is left for the comparison."""
+    return number.strip().replace(",", "").replace("$", "").removesuffix(".")

@@ -14,8 +14,8 @@ def render(summary: dict[str, Any], directory: Path) -> str:
     lines = ["", f"{model} on {dataset}, {problems} problems", ""]
     lines += [_table(summary)]
     if pairs := [_difference(pair) for pair in summary["paired"] if pair["difference"] is not None]:
-        lines += ["", "accuracy less that of the same problems otherwise, in points", "", _aligned(pairs)]
-    lines += ["", f"results      {where(directory)}"]
+        lines += ["", "accuracy less that of the same problems otherwise, in points", "", aligned(pairs)]
+    lines += ["", f"results      {where(directory)}", f"report       {directory / 'report.html'}"]
     if summary["activations"]:
         lines += _activations(summary["activations"])
         if summary["activations"]["example"]:
@@ -34,14 +34,14 @@ def _table(summary: dict[str, Any]) -> str:
     modes = dict(summary["modes"])
     for condition in summary["conditions"].values():
         strict, latency = condition["strict"], condition["latency_s"]
-        row = [_name(condition["mode"], condition["variant"]), _percent(strict["accuracy"])]
-        row += [_interval(strict["ci95"]), _percent(condition["flexible"]["accuracy"])]
+        row = [_name(condition["mode"], condition["variant"]), percent(strict["accuracy"])]
+        row += [interval(strict["ci95"]), percent(condition["flexible"]["accuracy"])]
         row += [str(condition[kind]) for kind in ("invalid", "truncated", "failed")]
-        row += [_number(condition["completion_tokens_per_sample"]["mean"], ".0f")]
-        row += [_number(latency["p50"], ".2f"), _number(latency["p95"], ".2f")]
+        row += [number(condition["completion_tokens_per_sample"]["mean"], ".0f")]
+        row += [number(latency["p50"], ".2f"), number(latency["p95"], ".2f")]
         mode = modes.pop(condition["mode"], None)  # its speed is of all its variants: said once
-        rows.append([*row, _number(mode["tokens_per_second"], ".0f") if mode else ""])
-    return _aligned(rows)
+        rows.append([*row, number(mode["tokens_per_second"], ".0f") if mode else ""])
+    return aligned(rows)
 
 
 def _difference(pair: dict[str, Any]) -> list[str]:
@@ -54,7 +54,8 @@ def _name(mode: str, variant: str) -> str:
     return mode if variant == CONTROL else f"{mode} {variant}"
 
 
-def _aligned(rows: list[list[str]]) -> str:
+def aligned(rows: list[list[str]]) -> str:
+    """Rows as columns of text, the first to the left and the others to the right."""
     widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
     return "\n".join(
         "  ".join([row[0].ljust(widths[0]), *map(str.rjust, row[1:], widths[1:])]).rstrip() for row in rows
@@ -80,13 +81,16 @@ def _loading(example: dict[str, str]) -> list[str]:
     ]
 
 
-def _percent(value: float | None) -> str:
+def percent(value: float | None) -> str:
+    """A share as `12.3%`."""
     return "-" if value is None else f"{100 * value:.1f}%"
 
 
-def _number(value: float | None, form: str) -> str:
+def number(value: float | None, form: str) -> str:
+    """A number in a format of Python's."""
     return "-" if value is None else format(value, form)
 
 
-def _interval(bounds: list[float] | None) -> str:
+def interval(bounds: list[float] | None) -> str:
+    """The bounds of a share in percent."""
     return "-" if bounds is None else f"{100 * bounds[0]:.1f} to {100 * bounds[1]:.1f}"

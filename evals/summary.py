@@ -1,36 +1,52 @@
-"""summary.json: made of a results directory's config.json and samples alone."""
+"""What a run comes to: summary.json, made of a results directory's config.json and samples alone, and the rest."""
 
 from datetime import UTC, datetime
 from itertools import chain
 from pathlib import Path
 from typing import Any
 
-from evals.config import CONTROL, Config, Mode
+from evals.activation_stats import write_stats
+from evals.config import CONTROL, Config, EvalError, Mode
+from evals.report_page import write_report
 from evals.results import read_json, read_samples, write_dataset, write_json
 from evals.stats import covered, paired_difference
 from evals.table import write_table
 from evals.tally import ActivationTally, ConditionTally, ModeTally
+from evals.transfer import FOLDER, SAID, transfer
 
 Conditions = dict[tuple[Mode, str], ConditionTally]
 
 
-def conclude(directory: Path, incomplete: str | None) -> dict[str, Any]:
-    """Writes dataset.jsonl, samples.parquet and summary.json of the samples that are there.
+def conclude(directory: Path, incomplete: str | None, base_url: str | None = None) -> dict[str, Any]:
+    """Writes all that is made of a run's samples: dataset.jsonl, samples.parquet, summary.json, report.html.
+
+    Recorded activations are transferred first where the run asks for it and they are not all there.
 
     Args:
         directory: the results, with config.json and samples.
         incomplete: why the run ended early, if it did.
+        base_url: of the server that has the activations; without it the one that config.json names.
 
     Returns:
-        the summary.
+        the summary. Where the transfer failed, `incomplete` says why.
 
     Raises:
         EvalError: the directory holds no run.
     """
     summary = summarize(directory, incomplete)
+    config, recorded = summary["config"], summary["activations"]
+    if config["transfer_activations"] and recorded["runs"] > (recorded["transferred"] or {"runs": 0})["runs"]:
+        try:
+            transfer(directory, base_url or config["base_url"], config["session_id"])
+        except EvalError as error:
+            incomplete = incomplete or str(error)
+        summary = summarize(directory, incomplete)
     write_dataset(directory)
-    write_table(directory, list(summary["config"]["rewards"]))
+    write_table(directory, list(config["rewards"]))
     write_json(directory / "summary.json", summary)
+    if recorded:
+        write_stats(directory)
+    write_report(directory)
     return summary
 
 
@@ -99,7 +115,7 @@ def _paired(conditions: Conditions) -> list[dict[str, Any]]:
 
 
 def _transferred(directory: Path) -> dict[str, Any] | None:
-    path = directory / "activations" / "transferred.json"
+    path = directory / FOLDER / SAID
     return read_json(path) if path.exists() else None
 
 

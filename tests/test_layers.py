@@ -42,8 +42,8 @@ STAIRS = [
     "deployments.options",
     "deployments.errors",
 ]
-# The evaluator reaches the server over HTTP: of all that is below, these alone are its own.
-EVALS_MAY = {"evals", "deployments.demo_model", "deployments.options"}
+# The evaluator reaches the server over HTTP, and stored files by their reader: of all that is below, it may use these.
+EVALS_MAY = {"evals", "deployments.activations", "deployments.demo_model", "deployments.options"}
 
 
 def modules() -> dict[str, Path]:

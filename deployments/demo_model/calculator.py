@@ -1,4 +1,4 @@
-"""The calculator tool: `+ - * /`, parentheses and unary minus over exact fractions."""
+"""The calculator tool: `+ - * / **`, parentheses and unary minus over exact fractions."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ TOOL: dict[str, Any] = {
     "type": "function",
     "function": {
         "name": "calculator",
-        "description": "Evaluates an arithmetic expression with + - * / and parentheses.",
+        "description": "Evaluates an arithmetic expression with + - * / ** and parentheses.",
         "parameters": {
             "type": "object",
             "properties": {"expression": {"type": "string", "description": "for example (3 + 4) * 2.5"}},
@@ -22,17 +22,15 @@ TOOL: dict[str, Any] = {
     },
 }
 
-# Without powers, the length bounds digits, nesting and time alike.
-MAX_LENGTH = 200  # characters
+MAX_LENGTH = 200  # characters, which bounds nesting
+# Of a numerator or denominator on the way; with the length it bounds time. No less than the length without powers.
+MAX_DIGITS = 300
 ERROR = "error: "  # what the text of a call that gave no result begins with
 DECIMALS = 10  # places of a result that has no end, such as 1/3
 ALLOWED = set("0123456789.+-*/() ")
-OPERATIONS: dict[type[ast.operator], Callable[[Fraction, Fraction], Fraction]] = {
-    ast.Add: operator.add,
-    ast.Sub: operator.sub,
-    ast.Mult: operator.mul,
-    ast.Div: operator.truediv,
-}
+LARGEST = 10**MAX_DIGITS
+TOO_LARGE = f"a number with more than {MAX_DIGITS} digits"
+SYNTAX = "only numbers and + - * / ** ( ) are allowed"
 
 
 class CalculatorError(Exception):
@@ -43,7 +41,7 @@ def calculate(expression: str) -> str:
     """The value of `expression` in decimal digits: exact where they end, else rounded to 10 places.
 
     Raises:
-        CalculatorError: It is no expression of this calculator, too long, or divides by zero.
+        CalculatorError: It is no expression of this calculator, too long or too large, or divides by zero.
     """
     return format_number(work_out(expression))
 
@@ -52,13 +50,13 @@ def work_out(expression: str) -> Fraction:
     """The value of `expression`, exactly.
 
     Raises:
-        CalculatorError: It is no expression of this calculator, too long, or divides by zero.
+        CalculatorError: It is no expression of this calculator, too long or too large, or divides by zero.
     """
     source = expression.replace(",", "").strip()
     if len(source) > MAX_LENGTH:
         raise CalculatorError(f"the expression is longer than {MAX_LENGTH} characters")
     if unknown := sorted(set(source) - ALLOWED):
-        raise CalculatorError(f"only numbers and + - * / ( ) are allowed, not {' '.join(unknown)}")
+        raise CalculatorError(f"{SYNTAX}, not {' '.join(unknown)}")
     try:
         tree = ast.parse(source, mode="eval")
     except SyntaxError as error:
@@ -106,8 +104,30 @@ def _value(node: ast.expr, source: str) -> Fraction:
         case ast.UnaryOp(op=ast.UAdd()):
             return _value(node.operand, source)
         case ast.BinOp(op=op) if type(op) in OPERATIONS:
-            return OPERATIONS[type(op)](_value(node.left, source), _value(node.right, source))
-    raise CalculatorError("only numbers and + - * / ( ) are allowed")
+            value = OPERATIONS[type(op)](_value(node.left, source), _value(node.right, source))
+            if max(abs(value.numerator), value.denominator) >= LARGEST:
+                raise CalculatorError(TOO_LARGE)
+            return value
+    raise CalculatorError(SYNTAX)
+
+
+def _power(base: Fraction, exponent: Fraction) -> Fraction:
+    """`base ** exponent` for whole exponents, refused before it is worked out where it would be too large."""
+    if exponent.denominator != 1:
+        raise CalculatorError("the exponent of ** must be a whole number")
+    bits = max(base.numerator.bit_length(), base.denominator.bit_length()) - 1
+    if bits * abs(exponent) > LARGEST.bit_length():
+        raise CalculatorError(TOO_LARGE)
+    return Fraction(base**exponent.numerator)
+
+
+OPERATIONS: dict[type[ast.operator], Callable[[Fraction, Fraction], Fraction]] = {
+    ast.Add: operator.add,
+    ast.Sub: operator.sub,
+    ast.Mult: operator.mul,
+    ast.Div: operator.truediv,
+    ast.Pow: _power,
+}
 
 
 def _places(denominator: int) -> int:

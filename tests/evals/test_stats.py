@@ -2,7 +2,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from evals.stats import paired_difference, proportion, quantiles
+from evals.stats import covered, mcnemar, paired_difference, proportion, quantiles
 
 
 def test_the_interval_is_wilsons() -> None:
@@ -39,3 +39,24 @@ def test_the_difference_is_paired_and_its_interval_repeats() -> None:
 def test_modes_that_agree_differ_by_nothing() -> None:
     a = {"1": True, "2": False}
     assert paired_difference(a, a)["ci95"] == [0.0, 0.0]
+
+
+@pytest.mark.parametrize(
+    ("only_a", "only_b", "p"),
+    [(0, 0, 1.0), (1, 1, 1.0), (0, 1, 1.0), (0, 5, 0.0625), (5, 0, 0.0625), (2, 10, 158 / 4096), (3, 3, 1.0)],
+)
+def test_p_is_mcnemars_exact(only_a: int, only_b: int, p: float) -> None:
+    assert mcnemar(only_a, only_b) == pytest.approx(p, rel=1e-12)
+
+
+@given(st.integers(0, 3000), st.integers(0, 3000))
+def test_p_is_the_same_from_both_sides_and_falls_with_the_difference(a: int, b: int) -> None:
+    assert 0.0 <= mcnemar(a, b) == mcnemar(b, a) <= 1.0
+    if a > b:
+        assert mcnemar(a + 1, b) <= mcnemar(a, b)
+
+
+@given(st.lists(st.tuples(st.integers(0, 50), st.integers(0, 10)), max_size=20))
+def test_seconds_without_a_request_do_not_count(intervals: list[tuple[int, int]]) -> None:
+    busy = {second for start, length in intervals for second in range(start, start + length)}
+    assert covered([a for a, _ in intervals], [a + length for a, length in intervals]) == len(busy)

@@ -1,6 +1,7 @@
 import asyncio
 from typing import Any
 
+import pytest
 from fake_openai import FakeServer
 
 from deployments.demo_model.dialogues import INSTRUCTION
@@ -44,6 +45,21 @@ def test_with_tools_results_go_back_under_their_calls_id(server: FakeServer) -> 
     assert server.requests[1]["messages"][1].keys() == {"role", "content", "tool_calls"}
 
 
+@pytest.mark.parametrize(
+    ("label", "outcome"),
+    [
+        ("", "correct"),
+        ("[wrong]", "wrong"),
+        ("[invalid]", "invalid"),
+        ("[cut]", "truncated"),
+        ("[loop]", "turn_limit"),
+        ("[refused]", "failed"),
+    ],
+)
+def test_each_sample_has_one_outcome(server: FakeServer, label: str, outcome: str) -> None:
+    assert play(server, label, "with-tools", "--max-turns", "3").outcome == outcome
+
+
 def test_the_tool_loop_ends_at_the_turn_limit(server: FakeServer) -> None:
     sample = play(server, "[loop]", "with-tools", "--max-turns", "3")
     assert (len(sample.turns), sample.turn_limit, sample.correct, sample.error) == (3, True, False, None)
@@ -74,5 +90,9 @@ def test_capture_names_the_sample_the_turn_and_the_points(server: FakeServer) ->
     ]
     (points,) = captured("no-tools", "--points", "embed.output,norm.output")
     assert points["points"] == ["embed.output", "norm.output"]
+    assert "tokens" not in points
+    (last,) = captured("no-tools", "--tokens", "last")
+    (three,) = captured("no-tools", "--tokens", "last:3")
+    assert (last["tokens"], three["tokens"]) == ("last", {"last": 3})
     (layers,) = captured("no-tools", "--layers", "1,2", "--sites", "mlp.output")
     assert (layers["layers"], layers["sites"]) == ([1, 2], ["mlp.output"])

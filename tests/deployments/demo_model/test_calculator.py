@@ -4,7 +4,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from deployments.demo_model.calculator import MAX_LENGTH, CalculatorError, answer_call, calculate
+from deployments.demo_model.calculator import MAX_LENGTH, CalculatorError, answer_call, calculate, work_out
 
 
 @pytest.mark.parametrize(
@@ -21,6 +21,16 @@ from deployments.demo_model.calculator import MAX_LENGTH, CalculatorError, answe
         ("-1/(3*10000000000)", "0"),
         ("1,200 * 2", "2400"),
         (".5*10", "5"),
+        ("2**10", "1024"),
+        ("-2**2", "-4"),
+        ("2**3**2", "512"),
+        ("2**-2", "0.25"),
+        ("1.05**3", "1.157625"),
+        ("0**0", "1"),
+        ("(2/3)**2", "0.4444444444"),
+        ("(-1)**" + "9" * 150, "-1"),
+        ("10**299", "1" + "0" * 299),
+        ("2**-40", "0.0000000000009094947017729282379150390625"),
         ("99999999999999999999 * 99999999999999999999", "9999999999999999999800000000000000000001"),
         ("0.12345678901234567890123 * 10", "1.2345678901234567890123"),
     ],
@@ -31,7 +41,27 @@ def test_values_are_exact_and_plain(expression: str, value: str) -> None:
 
 @pytest.mark.parametrize(
     "expression",
-    ["1/0", "2**9", "7//2", "1e9", "abs(1)", "__import__('os')", "1 +", "", "()", "1 2", "2(3)", "1j", "0x10", "..."]
+    [
+        "1/0",
+        "2**0.5",
+        "2**(1/3)",
+        "0**-1",
+        "9**9**9",
+        "(1/9)**999",
+        "10**300",
+        "7//2",
+        "1e9",
+        "abs(1)",
+        "__import__('os')",
+        "1 +",
+        "",
+        "()",
+        "1 2",
+        "2(3)",
+        "1j",
+        "0x10",
+        "...",
+    ]
     + ["-" * (MAX_LENGTH + 1) + "1", "(" * 500, "+".join(["1"] * MAX_LENGTH)],
 )
 def test_what_it_cannot_do_is_an_error(expression: str) -> None:
@@ -60,6 +90,24 @@ trees = st.recursive(
 
 def _combine(a: Fraction, sign: str, b: Fraction) -> Fraction:
     return {"+": a + b, "-": a - b, "*": a * b}[sign]
+
+
+@given(st.fractions(-50, 50, max_denominator=50), st.integers(-30, 30))
+def test_powers_agree_with_fractions(base: Fraction, exponent: int) -> None:
+    expression = f"({base.numerator}/{base.denominator})**({exponent})"
+    if base or exponent >= 0:
+        assert work_out(expression) == base**exponent
+    else:
+        with pytest.raises(CalculatorError, match="division by zero"):
+            work_out(expression)
+
+
+@given(st.lists(st.integers(1, 10**6), min_size=2, max_size=25))
+def test_towers_and_products_of_powers_end_at_once(numbers: list[int]) -> None:
+    for sign in ("**", "**-", "**9*", "**99/"):
+        expression = sign.join(map(str, numbers))
+        result = answer_call("calculator", f'{{"expression": "{expression}"}}')
+        assert result.startswith("error: ") or len(result) < 2 * 1100
 
 
 @given(trees)

@@ -1,0 +1,129 @@
+"""Two or more runs side by side: what each reached in a condition, how they differ by problem, and in their configs."""
+
+import json
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import pyarrow.parquet as pq
+
+from evals.config import EvalError
+from evals.report_page import finished
+from evals.results import read_json
+from evals.stats import paired_difference
+
+BATCH = 8192  # rows
+LONGEST = 300  # characters of a setting that are told
+# What differs between any two runs, or says at length what other settings say in short.
+UNTOLD = (
+    *("config.results_dir", "config.session_id", "config.resume", "server.health"),
+    *("model.structure.points", "model.structure.modules", "model.created"),
+)
+
+Record = dict[str, Any]
+
+
+@dataclass(frozen=True)
+class Run:
+    """A results directory, and what it is called beside the others."""
+
+    name: str
+    directory: Path
+    summary: Record
+    config: Record
+
+
+class Compared(NamedTuple):
+    """Runs in one condition, or in the only one that each has.
+
+    Attributes:
+        title: the condition.
+        rows: name of the run, and its part of summary.json.
+        speeds: tokens per second of the mode, by the run's name.
+        paired: the first run's name, another's, and its accuracy less that of the first by problem.
+    """
+
+    title: str
+    rows: list[tuple[str, Record]]
+    speeds: dict[str, float | None]
+    paired: list[tuple[str, str, Record]]
+
+
+def load_runs(directories: Sequence[Path]) -> list[Run]:
+    """Results directories by their names; as much of their paths as tells them apart.
+
+    Raises:
+        EvalError: one holds no finished run, or is named twice.
+    """
+    paths = [directory.expanduser().absolute() for directory in directories]
+    if len(set(paths)) < len(paths):
+        raise EvalError("a results directory is named twice")
+    parts = 1
+    while len({path.parts[-parts:] for path in paths}) < len(paths):
+        parts += 1
+    return [Run("/".join(path.parts[-parts:]), path, finished(path), read_json(path / "config.json")) for path in paths]
+
+
+def compare(runs: Sequence[Run]) -> list[Compared]:
+    """The conditions that at least two of the runs have; where there is none, the only one that each has.
+
+    Raises:
+        EvalError: they share no condition, and one of them has several.
+    """
+    keys = dict.fromkeys(key for run in runs for key in run.summary["conditions"])
+    shared = {key: [(run, key) for run in runs if key in run.summary["conditions"]] for key in keys}
+    found = [_compared(key, of) for key, of in shared.items() if len(of) > 1]
+    if found:
+        return found
+    if any(len(run.summary["conditions"]) != 1 for run in runs):
+        told = "; ".join(f"{run.name} has {', '.join(run.summary['conditions'])}" for run in runs)
+        raise EvalError(f"the runs share no condition: {told}")
+    only = [(run, next(iter(run.summary["conditions"]))) for run in runs]
+    return [_compared(" and ".join(key for _, key in only), only)]
+
+
+def differing(runs: Sequence[Run]) -> list[tuple[str, list[str]]]:
+    """The settings that are not the same in all runs: name, and each run's value as text, `-` where it has none."""
+    told = [dict(_settings(run.config)) for run in runs]
+    names = dict.fromkeys(name for settings in told for name in settings)
+    rows = [(name, [settings.get(name, "-") for settings in told]) for name in names]
+    return [(name, values) for name, values in rows if len(set(values)) > 1]
+
+
+def _compared(title: str, of: list[tuple[Run, str]]) -> Compared:
+    conditions = [(run, run.summary["conditions"][key]) for run, key in of]
+    (first, its), *others = conditions
+    a = _correct(first.directory, its["mode"], its["variant"])
+    paired = []
+    for run, condition in others:
+        b = _correct(run.directory, condition["mode"], condition["variant"])
+        paired.append((first.name, run.name, paired_difference(a, b)))
+    return Compared(
+        title,
+        [(run.name, condition) for run, condition in conditions],
+        {run.name: run.summary["modes"][condition["mode"]]["tokens_per_second"] for run, condition in conditions},
+        paired,
+    )
+
+
+def _correct(directory: Path, mode: str, variant: str) -> dict[str, bool]:
+    """By problem whether the answer is right; failed samples are not in it."""
+    found: dict[str, bool] = {}
+    with pq.ParquetFile(directory / "samples.parquet") as file:
+        for batch in file.iter_batches(batch_size=BATCH, columns=["id", "mode", "variant", "correct"]):
+            for row in batch.to_pylist():
+                if row["mode"] == mode and row["variant"] == variant and row["correct"] is not None:
+                    found[row["id"]] = row["correct"]
+    return found
+
+
+def _settings(value: Any, name: str = "") -> Iterator[tuple[str, str]]:
+    if name.startswith(UNTOLD):
+        return
+    if isinstance(value, dict):
+        for key, inner in value.items():
+            yield from _settings(inner, f"{name}.{key}" if name else str(key))
+    elif value is not None:
+        text = value if isinstance(value, str) else json.dumps(value, ensure_ascii=False)
+        yield name, text if len(text) <= LONGEST else f"{text[:LONGEST]}..."

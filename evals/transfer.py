@@ -1,0 +1,139 @@
+"""A session's stored activations, pulled from the server into the results directory piece by piece."""
+
+import os
+import shutil
+import time
+from collections.abc import Callable, Iterator, Sequence
+from functools import partial
+from pathlib import Path
+from typing import Any, TypeVar
+
+import httpx
+from tqdm import tqdm
+
+from deployments.activations.facts import check_session_id
+from deployments.activations.pulling import PullError, pull
+from evals.config import EvalError
+from evals.results import write_json
+
+FOLDER = "activations"  # of the results directory; below it one named after the session
+SAID = "transferred.json"  # beside it, once all of it is there: what `transfer` returns
+PIECE = ".piece"  # what is on its way
+PIECE_BYTES = 256 << 20  # of stored runs, about: the most that an interruption loses
+PIECE_RUNS = 250  # whose ids an address has room for
+PAGE = 1000  # runs that the server lists at once
+ATTEMPTS = 4
+
+_T = TypeVar("_T")
+
+
+def transfer(directory: Path, base_url: str, session_id: str, *, progress: bool | None = None) -> dict[str, Any]:
+    """Pulls the runs of a session that are not in the results directory yet.
+
+    Args:
+        directory: the results directory.
+        base_url: the server's, ending in `/v1`. Its key is in `OPENAI_API_KEY`.
+        session_id: the session.
+        progress: whether to draw a bar; by default on a terminal.
+
+    Returns:
+        `path` below the directory, which `deployments.activations.load` takes, and its `bytes`, `files` and `runs`.
+
+    Raises:
+        EvalError: the session could not be pulled, or not all of it. What came stays, and another call goes on.
+    """
+    from deployments.activations import runs  # here: torch comes with it
+
+    folder = directory / FOLDER / check_session_id(session_id)
+    unfinished, said = directory / FOLDER / PIECE, directory / FOLDER / SAID
+    try:
+        shutil.rmtree(unfinished, ignore_errors=True)
+        folder.mkdir(parents=True, exist_ok=True)
+        said.unlink(missing_ok=True)
+        listed, each = _listed(base_url, session_id)
+        there = {run.run_id for run in runs(folder)}
+        missing = [run_id for run_id in listed if run_id not in there]
+        many = max(1, min(PIECE_RUNS, PIECE_BYTES // max(1, each)))
+        with tqdm(total=len(missing), desc="activations", unit="run", disable=_hidden(progress)) as bar:
+            for first in range(0, len(missing), many):
+                some = missing[first : first + many]
+                _patiently(partial(_fetch, base_url, session_id, some, unfinished, folder))
+                bar.update(len(some))
+    except (PullError, httpx.HTTPError, OSError, ValueError) as error:
+        reason = str(error) or type(error).__name__
+        raise EvalError(f"activations of session {session_id} were not all transferred: {reason}") from error
+    finally:
+        shutil.rmtree(unfinished, ignore_errors=True)
+    sizes = [file.stat().st_size for file in folder.glob("*.arrow")]
+    found = {
+        "path": folder.relative_to(directory).as_posix(),
+        "bytes": sum(sizes),
+        "files": len(sizes),
+        "runs": len(there | set(listed)),
+    }
+    write_json(said, found)
+    return found
+
+
+def _listed(base_url: str, session_id: str) -> tuple[list[str], int]:
+    """The ids of a session's runs, the oldest first, and the mean bytes of one."""
+    ids: list[str] = []
+    with httpx.Client(headers=_headers(), timeout=60) as http:
+        more = True
+        while more:
+            after = {"after": ids[-1]} if ids else {}
+            url, params = f"{base_url}/activations/session/{session_id}", {"limit": PAGE, **after}
+            page = _patiently(partial(_page, http, url, params))
+            ids += [run["run_id"] for run in page["runs"]]
+            more = bool(page.get("has_more"))
+    return ids, int(page["bytes"]) // max(1, len(ids))
+
+
+def _page(http: httpx.Client, url: str, params: dict[str, Any]) -> dict[str, Any]:
+    answer = http.get(url, params=params)
+    if not answer.is_success:
+        raise PullError(f"{url} answered {answer.status_code}: {answer.text[:200]}")
+    try:
+        page: dict[str, Any] = answer.json()
+        page["runs"], page["bytes"]
+    except (ValueError, TypeError, KeyError) as error:
+        raise PullError(f"{url} lists no runs: does the server record activations?") from error
+    return page
+
+
+def _fetch(base_url: str, session_id: str, some: Sequence[str], unfinished: Path, folder: Path) -> None:
+    """Pulls some runs; their files join the others once they are whole."""
+    pulled = pull(base_url, session_id, unfinished, runs=some, api_key=_key(), progress=False)
+    for file in sorted(pulled.iterdir()):
+        file.rename(folder / next(_free(folder)))
+    pulled.rmdir()
+
+
+def _free(folder: Path) -> Iterator[str]:
+    number = sum(1 for _ in folder.glob("*.arrow"))
+    while True:
+        number += 1
+        if not (folder / (name := f"pulled-{number:06}.arrow")).exists():
+            yield name
+
+
+def _patiently(work: Callable[[], _T]) -> _T:
+    """A server that is restarted or busy costs a wait."""
+    for attempt in range(1, ATTEMPTS):
+        try:
+            return work()
+        except (PullError, httpx.TransportError):
+            time.sleep(2.0 ** (attempt - 1))
+    return work()
+
+
+def _hidden(progress: bool | None) -> bool | None:
+    return None if progress is None else not progress  # tqdm's None: hidden where there is no terminal
+
+
+def _key() -> str | None:
+    return os.environ.get("OPENAI_API_KEY") or None
+
+
+def _headers() -> dict[str, str]:
+    return {"Authorization": f"Bearer {key}"} if (key := _key()) else {}

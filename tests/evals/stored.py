@@ -1,0 +1,114 @@
+"""Recorded runs in a store's own files, behind the two routes by which an evaluation reaches them."""
+
+import threading
+from pathlib import Path
+from types import TracebackType
+from typing import Any, Self
+
+import torch
+import uvicorn
+from fastapi import FastAPI, Request
+from fastapi.responses import JSONResponse, Response, StreamingResponse
+
+from deployments.activations.catalogue import Catalogue
+from deployments.activations.facts import RunFacts, ShardFacts
+from deployments.activations.readings import Readings
+from deployments.activations.schema import to_batch
+from deployments.activations.writer import Writer
+from deployments.errors import RequestError
+
+SESSION = "evaluated"
+SITES = ("input_layernorm.output", "post_attention_layernorm.output")
+
+
+class Store:
+    """A store of `directory`, written to as the server does. A context: it serves on a port of its own."""
+
+    def __init__(self, directory: Path) -> None:
+        directory.mkdir()
+        self.directory = directory
+        self.refuse = 0  # so many requests for data get 503
+        self.requests: list[dict[str, Any]] = []
+        self._catalogue = Catalogue()
+        self._writer = Writer(directory, self._catalogue)
+        self._readings = Readings(self._catalogue, directory)
+        app = FastAPI()
+        app.get("/v1/activations/session/{session}")(self._session)
+        app.get("/v1/activations/session/{session}/data")(self._data)
+        self._uvicorn = uvicorn.Server(uvicorn.Config(app, port=0, log_level="error", ws="none"))
+        self._thread = threading.Thread(target=self._uvicorn.run)
+
+    def record(self, run_id: str, points: dict[str, torch.Tensor]) -> dict[str, Any]:
+        """Stores a run, its last row generated; gives the answer's `activations_meta`."""
+        rows = len(next(iter(points.values())))
+        shard = ShardFacts(SESSION, "fake/model", None, "Qwen3ForCausalLM", {"torch": "2"}, {n: n for n in points})
+        batch = to_batch(
+            shard,
+            run_id=run_id,
+            sample_id=None,
+            positions=list(range(rows)),
+            token_ids=list(range(rows)),
+            prompt_tokens=rows - 1,
+            points=points,
+        )
+        facts = RunFacts(run_id, SESSION, "fake/model", created=1.0, prompt_tokens=rows - 1, tokens=rows)
+        stored = self._writer.submit(facts, [batch]).result()
+        places = {name: at._asdict() for name, at in stored.points.items()}
+        run = {"index": 0, "run_id": run_id, "tokens": rows, "prompt_tokens": rows - 1, "points": places}
+        return {"session_id": SESSION, "status": "stored", "runs": [run]}
+
+    @property
+    def base_url(self) -> str:
+        return f"http://127.0.0.1:{self._uvicorn.servers[0].sockets[0].getsockname()[1]}/v1"
+
+    def __enter__(self) -> Self:
+        self._thread.start()
+        while not self._uvicorn.started:
+            self._thread.join(0.01)
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self._uvicorn.should_exit = True
+        self._thread.join()
+        self._writer.close()
+
+    def _session(self, session: str, limit: int | None = None, after: str | None = None) -> Response:
+        found = self._catalogue.session(session, limit, after)
+        if found is None:
+            return _error(404, f"there is no session {session!r}")
+        last = found["runs"][-1]["run_id"]
+        behind = self._catalogue.session(session, 1, last)
+        return JSONResponse(found | {"has_more": bool(behind and behind["runs"])})
+
+    def _data(self, session: str, request: Request) -> Response:
+        asked = request.query_params
+        self.requests.append(dict(asked) | {"run": asked.getlist("run"), "points": asked.getlist("points")})
+        if self.refuse:
+            self.refuse -= 1
+            return _error(503, "the store does not answer")
+        try:
+            runs, points = asked.getlist("run") or None, asked.getlist("points") or None
+            begun = self._readings.begin(session, runs, points, asked.get("format", "arrow"))
+        except RequestError as error:
+            return _error(404, str(error))
+        if begun is None:
+            return _error(404, f"there is no session {session!r}")
+        pieces = iter(lambda: self._readings.more(begun.key), b"")
+        return StreamingResponse(pieces, headers={"Content-Length": str(begun.length)})
+
+
+def points(run: int, rows: int, *, layers: tuple[int, ...] = (0, 2, 4), width: int = 8) -> dict[str, torch.Tensor]:
+    """Normal activations of a run that follow from its number, larger in later layers."""
+    draw = torch.Generator().manual_seed(run)
+    return {
+        f"layers.{layer}.{site}": (torch.randn(rows, width, generator=draw) * (1 + layer)).bfloat16()
+        for layer in layers
+        for site in SITES
+    }
+
+
+def _error(status: int, message: str) -> Response:
+    error = {"message": message, "type": "invalid_request_error", "param": "run", "code": None}
+    return JSONResponse({"error": error}, status_code=status, headers={"Retry-After": "0"})
