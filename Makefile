@@ -4,7 +4,7 @@ PYTHON ?= python3
 VENV := .venv
 BIN := $(VENV)/bin
 
-.PHONY: help demo serve test test-all lint format bench bench-engine bench-serving bench-memory bench-catalogue bench-reading bench-writing clean
+.PHONY: help demo serve test test-all lint format bench bench-engine bench-serving bench-memory bench-catalogue bench-reading bench-writing bench-evaluating clean
 
 help:  ## say what there is
 	@sed -n 's/^\([a-z-]*\):.*##  *\(.*\)/make \1\t\2/p' Makefile | expand -t 20
@@ -30,7 +30,7 @@ format: $(VENV)/.ready-dev  ## put the style right
 	$(BIN)/ruff check --fix .
 	$(BIN)/ruff format .
 
-bench: bench-engine bench-serving bench-memory bench-catalogue bench-reading bench-writing  ## all benchmarks, one after another
+bench: bench-engine bench-serving bench-memory bench-catalogue bench-reading bench-writing bench-evaluating  ## all benchmarks, one after another
 
 bench-engine: $(VENV)/.ready-dev  ## the engine beside transformers and nnsight
 	HF_HUB_OFFLINE=1 $(BIN)/python -m benchmarks.engine
@@ -49,6 +49,9 @@ bench-reading: $(VENV)/.ready-dev  ## stored rows for training beside a plain me
 
 bench-writing: $(VENV)/.ready-dev  ## the activation store's writer beside the raw disk
 	$(BIN)/python -m benchmarks.writing
+
+bench-evaluating: $(VENV)/.ready-dev  ## the evaluator beside the load generator
+	HF_HUB_OFFLINE=1 $(BIN)/python -m benchmarks.evaluating
 
 $(VENV)/bin/python:
 	$(PYTHON) -c 'import sys; sys.exit(0 if sys.version_info >= (3, 11) else "Python 3.11 or newer is needed: make PYTHON=python3.11 ...")'

@@ -47,7 +47,15 @@ def send(server: Server, asked: Asked, stream: bool, more: Mapping[str, Any] = N
     """
     common = {"model": server.model, "max_tokens": asked.new_tokens, "temperature": 0, "stream": stream}
     bodies = [{**common, **server.extra, **more, "prompt": text} for text in asked.texts]
-    job = Job(f"{server.root}/v1/completions", bodies, asked.at_once)
+    return exchanged(Job(f"{server.root}/v1/completions", bodies, asked.at_once))
+
+
+def exchanged(job: Job) -> list[Exchange]:
+    """Send a job's bodies from a process of their own.
+
+    Raises:
+        RuntimeError: One of them was not answered with 200.
+    """
     command = [sys.executable, "-m", "benchmarks.load"]
     done = subprocess.run(command, cwd=ROOT, input=json.dumps(asdict(job)).encode(), capture_output=True, check=False)
     if done.returncode:

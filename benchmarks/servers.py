@@ -27,12 +27,14 @@ class Server:
         model: The model's id in requests.
         extra: Fields that its requests carry besides OpenAI's.
         session: The session of its processes, whose id is that of the first of them.
+        env: The environment of commands that join its Ray.
     """
 
     root: str
     model: str
     extra: Mapping[str, object] = field(default_factory=dict)
     session: int = 0
+    env: Mapping[str, str] = field(default_factory=dict)
 
 
 @contextlib.contextmanager
@@ -61,7 +63,7 @@ def vitrine(model: Path, *, flags: Mapping[str, str] | None = None, options: Seq
                 started.wait()
             with child(run, env, serve_log) as served:
                 until(lambda: answers(f"{root}/health"), served, serve_log)
-                yield Server(root, "measured", {"ignore_eos": True}, ray.pid)
+                yield Server(root, "measured", {"ignore_eos": True}, ray.pid, env)
 
 
 def _ray_environment(directory: Path, address: str) -> dict[str, str]:

@@ -32,7 +32,7 @@ class ChatClient:
         """
         self._retries = retries
         limits = httpx.Limits(max_connections=parallel, max_keepalive_connections=parallel)
-        self._http = httpx.AsyncClient(base_url=base_url, headers=_headers(), timeout=timeout, limits=limits)
+        self._http = httpx.AsyncClient(base_url=base_url, headers=headers(), timeout=timeout, limits=limits)
 
     async def chat(self, body: dict[str, Any]) -> dict[str, Any]:
         """The answer of `/chat/completions`.
@@ -87,7 +87,7 @@ def first_model(base_url: str) -> str:
         RequestFailed: no server, no list, or an empty one.
     """
     try:
-        response = httpx.get(f"{base_url}/models", headers=_headers(), timeout=30)
+        response = httpx.get(f"{base_url}/models", headers=headers(), timeout=30)
     except httpx.TransportError as error:
         raise RequestFailed(f"no answer from {base_url}: {error}") from error
     if not response.is_success:
@@ -109,7 +109,7 @@ def ask_json(url: str, params: dict[str, str] | None = None) -> Any:
         RequestFailed: no server.
     """
     try:
-        response = httpx.get(url, params=params, headers=_headers(), timeout=30)
+        response = httpx.get(url, params=params, headers=headers(), timeout=30)
     except httpx.TransportError as error:
         raise RequestFailed(f"no answer from {url}: {error}") from error
     try:
@@ -144,8 +144,8 @@ def wait_healthy(base_url: str, seconds: float) -> None:
         time.sleep(0.5)
 
 
-def _headers() -> dict[str, str]:
-    """The key stays in the environment: options are shown in results and process lists."""
+def headers() -> dict[str, str]:
+    """Of every request. The key stays in the environment: options are shown in results and process lists."""
     key = os.environ.get("OPENAI_API_KEY")
     return {"Authorization": f"Bearer {key}"} if key else {}
 

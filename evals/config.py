@@ -3,7 +3,9 @@
 from pathlib import Path
 from typing import Annotated, Any, Literal, Self
 
-from pydantic import BaseModel, ConfigDict, Field, field_validator, model_validator
+from pydantic import ConfigDict, Field, field_validator, model_validator
+
+from evals.serving_config import ServingConfig
 
 Mode = Literal["no-tools", "with-tools"]
 HUB_DATASET = "openai/gsm8k"
@@ -16,7 +18,7 @@ class EvalError(Exception):
     """What stops a run; the text is for the user."""
 
 
-class Config(BaseModel):
+class Config(ServingConfig):
     """All that a run is told. `model`, `results_dir` and `session_id` are never empty once it starts."""
 
     model_config = ConfigDict(frozen=True, extra="forbid")

@@ -13,6 +13,7 @@ from pydantic import ValidationError
 
 from deployments.options import home
 from evals.config import HUB_DATASET, Config
+from evals.serving_config import OF_ONE_CALL, STAGES, add_serving_options, in_order
 
 Given = dict[str, Any]
 
@@ -20,7 +21,8 @@ Given = dict[str, Any]
 def parse_args(argv: Sequence[str] | None = None) -> Config:
     """The options as a `Config`; a bad one ends the program with argparse's message and status 2.
 
-    Flags win over the file of `--config`, and that over the options of the run that `--resume` goes on with.
+    Flags win over the file of `--config`, and that over the options of the run that `--resume`, or a later stage,
+    goes on with.
     """
     parser = _parser()
     flags = {name: value for name, value in vars(parser.parse_args(argv)).items() if value is not None}
@@ -29,7 +31,8 @@ def parse_args(argv: Sequence[str] | None = None) -> Config:
         given = (read_config(Path(file).expanduser()) if file else {}) | flags
         name = f"gsm8k-{datetime.now(UTC):%Y%m%dT%H%M%SZ}"
         given["results_dir"] = results_path(given.get("results_dir"), name)
-        if given.get("resume"):
+        stages = in_order(given.get("stages", STAGES))
+        if given.get("resume") or ("configure" not in stages and stages != ("deploy",)):
             given = earlier_options(given["results_dir"]) | given
         given.setdefault("session_id", name)
         return Config(**given)
@@ -60,7 +63,7 @@ def read_config(path: Path) -> Given:
 
 
 def earlier_options(directory: Path) -> Given:
-    """The options of the run that lies in a results directory.
+    """The options of the run that lies in a results directory, without those that are of one call alone.
 
     Raises:
         ValueError: there is none.
@@ -69,8 +72,10 @@ def earlier_options(directory: Path) -> Given:
     try:
         options: Given = json.loads(path.read_text(encoding="utf-8"))["config"]
     except (OSError, ValueError, KeyError) as error:
-        raise ValueError(f"--resume: {path} has no options of a run; is --results-dir right? {error}") from error
-    return {name: value for name, value in options.items() if name in Config.model_fields}
+        raise ValueError(
+            f"{path} has no options of a run, which the stage configure writes; is --results-dir right? {error}"
+        ) from error
+    return {name: value for name, value in options.items() if name in Config.model_fields.keys() - OF_ONE_CALL}
 
 
 def in_ray_job() -> bool:
@@ -141,4 +146,5 @@ def _parser() -> argparse.ArgumentParser:
     option("--results-dir", "a directory without a run; without it ./results/gsm8k-<time>")
     switch("--resume", "go on with the run in --results-dir: only what is missing or failed is asked again")
     option("--wait-healthy", "seconds to wait for the server's /health", float)
+    add_serving_options(parser)
     return parser

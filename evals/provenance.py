@@ -11,11 +11,14 @@ import pyarrow as pa
 from evals.client import ask_json
 from evals.config import Config
 from evals.prompts import Prompts
+from evals.serving_config import OF_ONE_CALL
 
 PACKAGES = ("vitrine", "ray", "pyarrow", "httpx", "pydantic")
 # How a run reaches the server and where it writes: the answers do not hang on these.
 FREE = {"base_url", "parallel", "timeout", "retries", "results_dir", "wait_healthy", "variants_file"}
 FREE |= {"few_shot_file", "transfer_activations"}
+FREE = {"base_url", "parallel", "timeout", "retries", "results_dir", "resume", "wait_healthy", "variants_file"}
+FREE |= {"few_shot_file", "transfer_activations", "serve"} | OF_ONE_CALL
 Facts = dict[str, Any]
 
 

@@ -34,11 +34,10 @@ class Results:
         Raises:
             EvalError: it cannot be made, or holds a run already.
         """
+        check_new(directory)
         try:
             for name in (SAMPLES, TRAJECTORIES, STATES):
                 (directory / name).mkdir(parents=True, exist_ok=False)
-        except FileExistsError as error:
-            raise EvalError(f"--results-dir {directory} has a run already; --resume goes on with it") from error
         except OSError as error:
             raise EvalError(f"--results-dir {directory}: not usable: {error}") from error
         write_json(directory / "config.json", facts)
@@ -84,6 +83,16 @@ class Results:
         write_json(record, sample.model_dump())  # last: a sample that is here is here with all its files
         self._lines.write(_line(dataset_row(sample)))
         self._lines.flush()
+
+
+def check_new(directory: Path) -> None:
+    """Returns if a directory holds no run yet.
+
+    Raises:
+        EvalError: it does.
+    """
+    if any((directory / name).exists() for name in (SAMPLES, "config.json")):
+        raise EvalError(f"--results-dir {directory} has a run already; --resume goes on with it")
 
 
 def read_samples(directory: Path, mode: str = "*") -> Iterator[Sample]:

@@ -14,6 +14,7 @@ from fastapi.responses import JSONResponse, PlainTextResponse, Response, Streami
 
 import serve_app.described as described
 import serve_app.remote as remote
+from deployments import __version__
 from deployments.activations.facts import check_session_id
 from deployments.activations.filters import Filter, tag_pairs
 from deployments.errors import RequestError
@@ -400,6 +401,7 @@ def build_api(backend: Backend, options: Options, keys: Keys) -> FastAPI:
     """
     api = Described(
         title="Vitrine",
+        version=__version__,
         description="Hugging Face language models behind the OpenAI API, with their internals open.",
         responses=errors(400, 413, 500),
         redoc_url=None,

@@ -1,0 +1,133 @@
+"""The evaluator beside the load generator of the serving benchmark: `python -m benchmarks.evaluating`.
+
+Both send the same bodies to this project's server, which serves the model that ships, `--requests` at a time, without
+and with activations collected. The evaluator's tokens per second are those that its summary says, the generator's are
+taken from the first request's start to the last answer's end, each in a process of its own.
+
+Ends with 1 where the evaluator makes less than 0.95 of the generator's tokens per second, or where their texts differ.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import subprocess
+import sys
+import tempfile
+import uuid
+from pathlib import Path
+from typing import Any
+
+from benchmarks import servers, settings
+from benchmarks.children import ROOT, terminate_as_interrupt
+from benchmarks.findings import Findings
+from benchmarks.load import Job
+from benchmarks.measuring import Ratio, Run, Way
+from benchmarks.served import exchanged
+from benchmarks.servers import Server
+from deployments.demo_model import PROBLEMS, WEIGHTS
+from deployments.options import DEMO
+from evals.config import CONTROL, Config
+from evals.problems import to_problem
+from evals.prompts import Prompts, load_variants
+from evals.trajectory import request_body
+
+LEAST = 0.95
+LOAD, EVALUATOR = "load generator", "evaluator"
+LOAD_CAPTURED, EVALUATOR_CAPTURED = "load generator, activations stored", "evaluator, activations collected"
+RATIOS = [Ratio(EVALUATOR, LOAD), Ratio(EVALUATOR_CAPTURED, LOAD_CAPTURED)]
+
+
+def evaluate(server: Server, options: argparse.Namespace, directory: Path, captured: bool) -> Path:
+    """Run the evaluator once.
+
+    Args:
+        server: Which it asks.
+        options: The benchmark's.
+        directory: Where its results go, below a name of their own.
+        captured: Whether it collects activations.
+
+    Returns:
+        Its results directory.
+
+    Raises:
+        RuntimeError: It did not end well.
+    """
+    results = directory / uuid.uuid4().hex
+    command = [sys.executable, "-m", "evals.gsm8k", f"--base-url={server.root}/v1", f"--results-dir={results}"]
+    command += ["--dataset=demo", f"--samples={options.problems}", "--mode=no-tools", f"--parallel={options.requests}"]
+    command += [f"--max-tokens={options.new_tokens}", "--temperature=0"]
+    command += ["--collect-activations"] if captured else []
+    done = subprocess.run(command, cwd=ROOT, env=dict(server.env), capture_output=True, text=True, check=False)
+    if done.returncode:
+        raise RuntimeError(f"the evaluator ended with {done.returncode}:\n{done.stdout}{done.stderr}")
+    return results
+
+
+def evaluator(name: str, server: Server, options: argparse.Namespace, directory: Path, captured: bool) -> Way:
+    """A way of generating through the evaluator, by its own account of its speed."""
+
+    def run() -> Run:
+        results = evaluate(server, options, directory, captured)
+        (mode,) = json.loads((results / "summary.json").read_text())["modes"].values()
+        records = [json.loads(path.read_text()) for path in sorted((results / "samples").glob("*.json"))]
+        return Run([record["completion"] for record in records], mode["completion_tokens"], mode["wall_s"])
+
+    return Way(name, run)
+
+
+def load(name: str, server: Server, options: argparse.Namespace, captured: bool) -> Way:
+    """A way of generating through the load generator, with the bodies that the evaluator sends."""
+
+    def run() -> Run:
+        ids, bodies = asked(server.model, options, captured)
+        job = Job(f"{server.root}/v1/chat/completions", bodies, options.requests)
+        exchanges = exchanged(job)
+        answers = [json.loads(exchange.body.encode("latin-1")) for exchange in exchanges]
+        texts = {id: answer["choices"][0]["message"]["content"] for id, answer in zip(ids, answers, strict=True)}
+        tokens = sum(answer["usage"]["completion_tokens"] for answer in answers)
+        # As the evaluator names its samples' files.
+        return Run([texts[id] for id in sorted(texts)], tokens, max(exchange.end for exchange in exchanges))
+
+    return Way(name, run)
+
+
+def asked(model: str, options: argparse.Namespace, captured: bool) -> tuple[list[str], list[dict[str, Any]]]:
+    """The ids of the first problems that ship, and the bodies that ask them."""
+    told = {"model": model, "max_tokens": options.new_tokens, "collect_activations": captured}
+    config = Config.model_validate(told | {"session_id": f"load-{uuid.uuid4().hex}", "results_dir": "unused"})
+    prompts = Prompts(load_variants((CONTROL,), None), None)
+    ids, bodies = [], []
+    for line in PROBLEMS.read_text().splitlines()[: options.problems]:
+        problem = to_problem(json.loads(line))
+        tags = {"mode": "no-tools", "variant": CONTROL, "eval": "gsm8k", "turn": "0"}
+        messages = prompts.messages(problem.question, CONTROL)
+        bodies.append(request_body(messages, "no-tools", {"sample_id": problem.id, "tags": tags}, config))
+        ids.append(problem.id)
+    return ids, bodies
+
+
+def main(arguments: list[str] | None = None) -> int:
+    """Measure, show, keep."""
+    terminate_as_interrupt()
+    parser = settings.parser(__doc__, "benchmark-evaluating")
+    parser.add_argument("--problems", type=int, default=200, help="of those that ship, in each turn")
+    parser.set_defaults(new_tokens=256)
+    options = parser.parse_args(arguments)
+    findings, title = Findings(options), f"{DEMO}, float32"
+    with tempfile.TemporaryDirectory(prefix="vt-evals-") as place, servers.vitrine(WEIGHTS) as server:
+        directory = Path(place)
+        ways = [
+            load(LOAD, server, options, captured=False),
+            evaluator(EVALUATOR, server, options, directory, captured=False),
+            load(LOAD_CAPTURED, server, options, captured=True),
+            evaluator(EVALUATOR_CAPTURED, server, options, directory, captured=True),
+        ]
+        ratios = findings.compare(title, "ways", ways, RATIOS, LOAD, options.rounds)
+    low = [f"{name} is {spread.median:.3f}, below {LEAST}" for name, spread in ratios.items() if spread.median < LEAST]
+    findings.failed += low
+    return findings.close()
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,106 @@
+"""The options of deploying and of stages, a part of `Config`."""
+
+import argparse
+from typing import Any, Literal, Self, get_args
+
+from pydantic import BaseModel, ConfigDict, ValidationError, field_validator, model_validator
+
+from deployments.options import NO_MODEL, Options
+
+Stage = Literal["deploy", "configure", "generate", "report"]
+STAGES: tuple[Stage, ...] = get_args(Stage)
+# What no later call on the same results takes over.
+OF_ONE_CALL = frozenset({"fresh", "keep_running", "stages", "smoke"})
+
+
+class ServingConfig(BaseModel):
+    """Which server a run brings with it, and which of its stages are run."""
+
+    model_config = ConfigDict(frozen=True, extra="forbid")
+
+    serve: str = ""  # a model; without it the server is somebody else's business
+    server_options: dict[str, Any] = {}  # of `deployments/options.py`
+    fresh: bool = False
+    keep_running: bool = False
+    stages: tuple[Stage, ...] = STAGES
+    smoke: bool = False
+
+    @property
+    def served(self) -> Options:
+        """The options of the server that `serve` asks for."""
+        return Options.model_validate({"model": self.serve, **self.server_options})
+
+    @field_validator("server_options", mode="before")
+    @classmethod
+    def _from_pairs(cls, value: object) -> object:
+        """`["name=value", ...]`, as the command line gives them."""
+        if not isinstance(value, list):
+            return value
+        pairs = [str(pair).partition("=") for pair in value]
+        for name, equals, _ in pairs:
+            if not equals:
+                raise ValueError(f"{name!r} is not written as name=value")
+        return {name: text for name, _, text in pairs}
+
+    @field_validator("stages", mode="before")
+    @classmethod
+    def _in_order(cls, value: object) -> object:
+        return in_order(value)
+
+    @model_validator(mode="after")
+    def _check_serving(self) -> Self:
+        if not self.serve:
+            for name, given in {
+                "server-option": self.server_options,
+                "fresh": self.fresh,
+                "keep-running": self.keep_running,
+            }.items():
+                if given:
+                    raise ValueError(f"--{name} needs --serve")
+            return self
+        if self.serve == NO_MODEL or "model" in self.server_options:
+            raise ValueError("--serve names the model that is served")
+        if self.stages == ("deploy",) and not self.keep_running:
+            raise ValueError("--stages deploy needs --keep-running: the server would be stopped again at once")
+        try:
+            _ = self.served
+        except ValidationError as error:
+            first = error.errors()[0]
+            named = ".".join(map(str, first["loc"])) or "options"
+            raise ValueError(f"--server-option {named}: {first['msg'].removeprefix('Value error, ')}") from None
+        return self
+
+
+def in_order(value: object) -> tuple[Stage, ...]:
+    """Some stages, named with commas between them or as a list, in the order in which they run.
+
+    Raises:
+        ValueError: One is none, or none is named.
+    """
+    if isinstance(value, str):
+        value = [part.strip() for part in value.split(",")]
+    if not isinstance(value, list | tuple) or not value:
+        raise ValueError(f"--stages: name some of {','.join(STAGES)}")
+    if unknown := [str(stage) for stage in value if stage not in STAGES]:
+        raise ValueError(f"--stages: {unknown[0]!r} is no stage; there are {','.join(STAGES)}")
+    return tuple(stage for stage in STAGES if stage in value)
+
+
+def add_serving_options(parser: argparse.ArgumentParser) -> None:
+    """The same as options of the command line."""
+    parser.add_argument(
+        "--serve", metavar="MODEL", help="serve this model at the base URL for the run; port 0: a free one"
+    )
+    parser.add_argument(
+        "--server-option",
+        dest="server_options",
+        metavar="NAME=VALUE",
+        action="append",
+        help="of deployments/options.py; repeat it for more",
+    )
+    parser.add_argument("--fresh", action="store_true", default=None, help="restart a server that --serve left running")
+    parser.add_argument(
+        "--keep-running", action="store_true", default=None, help="leave the server that --serve started"
+    )
+    parser.add_argument("--stages", help=f"some of {','.join(STAGES)} (default: all)")
+    parser.add_argument("--smoke", action="store_true", default=None, help="check one captured request and end")

@@ -1,0 +1,199 @@
+"""The stages of an evaluation: a server, what is asked, the answers, and what is made of them.
+
+    deploy -> configure -> generate -> report
+
+`--stages` runs some of them; what one needs of an earlier one lies in the results directory, or is a server that
+answers.
+"""
+
+import signal
+import sys
+from collections.abc import Iterator
+from contextlib import contextmanager, nullcontext
+from pathlib import Path
+from typing import Any, Literal, NamedTuple
+
+import pyarrow as pa
+import ray
+
+from evals.client import RequestFailed, first_model, wait_healthy
+from evals.config import Config, EvalError, Mode
+from evals.few_shot import load_few_shot
+from evals.options import in_ray_job
+from evals.problems import load_problems, locate
+from evals.progress import Progress
+from evals.prompts import Prompts, load_variants
+from evals.provenance import Facts, facts
+from evals.results import Results, check_new, read_samples
+from evals.rewards import Reward, load_rewards, rewarded
+from evals.rollouts import connect, run_all
+from evals.screen import render, where
+from evals.serving import serving, tail_of
+from evals.serving_config import Stage
+from evals.smoke import smoke
+from evals.summary import conclude
+
+
+class Work(NamedTuple):
+    """What is asked, all that the answers hang on."""
+
+    config: Config  # with the model's name
+    problems: pa.Table
+    prompts: Prompts
+    rewards: list[Reward]
+    told: Facts
+
+
+def run_stages(config: Config) -> int:
+    """Runs the stages that the options name, and tells on stderr why one failed.
+
+    Returns:
+        0; 1 if a sample failed or is missing; 2 if a stage failed; 130 if it was interrupted before the report.
+    """
+    end_as_interrupted()
+    try:
+        if "configure" in config.stages and not config.resume and not config.smoke:
+            with _stage("configure", config):
+                check_new(config.results_dir)  # before a server starts for nothing
+        with serving(config) if "deploy" in config.stages else nullcontext(config) as config:
+            return _with_server(config)
+    except StageFailed as error:
+        print(f"evals.gsm8k: {error}", file=sys.stderr)
+        return 2
+    except (EvalError, RequestFailed) as error:
+        print(f"evals.gsm8k: deploy: {error}", file=sys.stderr)
+        return 2
+    except KeyboardInterrupt:
+        print("evals.gsm8k: interrupted", file=sys.stderr)
+        return 130
+
+
+class StageFailed(Exception):
+    """A stage did not do what it is to do; the text names it and says why."""
+
+
+@contextmanager
+def _stage(stage: Stage | Literal["smoke"], config: Config) -> Iterator[None]:
+    try:
+        yield
+    except (EvalError, RequestFailed) as error:
+        may_be_the_servers = isinstance(error, RequestFailed) or stage in ("generate", "smoke")
+        raise StageFailed(f"{stage}: {error}{tail_of(config) if may_be_the_servers else ''}") from error
+
+
+def _with_server(config: Config) -> int:
+    """All but deploy."""
+    if config.smoke:
+        with _stage("smoke", config):
+            smoke(_named(config))
+        return 0
+    incomplete = None
+    if "configure" in config.stages or "generate" in config.stages:
+        with _stage("configure", config):
+            work = prepare(_named(config))
+            results = _results(work)
+        with _stage("generate", config), results:
+            if "generate" in config.stages:
+                incomplete = generate(work, results)
+    if "report" not in config.stages:
+        return 0
+    with _stage("report", config):
+        return report(config.results_dir, incomplete)
+
+
+def _named(config: Config) -> Config:
+    """The options with the model's name, once the server answers."""
+    if config.wait_healthy:
+        wait_healthy(config.base_url, config.wait_healthy)
+    return config.model_copy(update={"model": config.model or first_model(config.base_url)})
+
+
+def prepare(config: Config) -> Work:
+    """Chooses what is asked.
+
+    Args:
+        config: the options, with the model's name.
+
+    Raises:
+        EvalError: there are no such problems, texts or rewards, or no Ray.
+    """
+    rewards = load_rewards(config.rewards)
+    connect()
+    end_as_interrupted()
+    problems = load_problems(config)
+    few_shot = load_few_shot(config, set(problems["id"].to_pylist()))
+    prompts = Prompts(load_variants(config.variants, config.variants_file), few_shot)
+    told = facts(config, prompts, locate(config.dataset, config.split), problems)
+    return Work(config, problems, prompts, rewards, told)
+
+
+def _results(work: Work) -> Results:
+    """The directory, new or gone on with."""
+    config = work.config
+    goes_on = config.resume or "configure" not in config.stages
+    results = (Results.resume if goes_on else Results.create)(config.results_dir, work.told)
+    if in_ray_job():
+        print(f"evals.gsm8k: results go to {where(config.results_dir)}", flush=True)
+    return results
+
+
+def generate(work: Work, results: Results) -> str | None:
+    """Asks what is not answered yet, one mode after the other, so that each has its own tokens per second.
+
+    Returns:
+        None, or why it ended early.
+    """
+    try:
+        for mode in work.config.modes:
+            _generate_mode(mode, work, results)
+    except KeyboardInterrupt:
+        return "interrupted"
+    except ray.exceptions.RayError as error:
+        return f"Ray: {str(error).strip().splitlines()[-1]}"
+    except EvalError as error:  # a user's reward
+        return str(error)
+    return None
+
+
+def _generate_mode(mode: Mode, work: Work, results: Results) -> None:
+    """Writes and counts the samples of one mode as they finish, behind one progress bar."""
+    with Progress(mode, work.problems.num_rows * len(work.config.variants)) as progress:
+        for sample in read_samples(results.directory, mode):
+            progress.earlier(sample)
+        for sample in run_all(work.problems, mode, work.config, work.prompts, results.has):
+            sample = rewarded(sample, work.rewards)
+            results.add(sample)
+            progress.add(sample)
+
+
+def report(directory: Path, incomplete: str | None = None) -> int:
+    """Writes and prints what the samples of a results directory come to.
+
+    Args:
+        directory: the results.
+        incomplete: why the run ended early, if it did.
+
+    Returns:
+        0; 1 if a sample failed or is missing.
+
+    Raises:
+        EvalError: the directory holds no run.
+    """
+    summary = conclude(directory, incomplete)
+    print(render(summary, directory))
+    return _verdict(summary)
+
+
+def _verdict(summary: dict[str, Any]) -> int:
+    """The exit code, and on stderr the reason where it is not 0."""
+    counts = summary["counts"]
+    reasons = [f"{counts['failed']} of {counts['samples']} samples failed"] if counts["failed"] else []
+    reasons += [str(summary["incomplete"])] if summary["incomplete"] else []
+    if reasons:
+        print(f"\nevals.gsm8k: {'; '.join(reasons)}", file=sys.stderr)
+    return 1 if reasons else 0
+
+
+def end_as_interrupted() -> None:
+    """Makes SIGTERM end this process as Ctrl-C does; Ray puts a handler of its own there when it is joined."""
+    signal.signal(signal.SIGTERM, signal.default_int_handler)

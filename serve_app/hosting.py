@@ -1,0 +1,168 @@
+"""Serve the app for a program that starts this one: `python -m serve_app.hosting < plan.json`.
+
+It joins the Ray cluster of `RAY_ADDRESS` or of this machine, or starts one. Once the model serves, it writes the
+plan's record and stays until SIGTERM or SIGINT, or, where the plan says `attached`, until its standard input ends:
+so it does not outlive who started it, however that ended. Then it takes away what it brought, and nothing else.
+"""
+
+from __future__ import annotations
+
+import json
+import logging
+import os
+import signal
+import sys
+import threading
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import psutil
+import ray
+from pydantic import BaseModel, ConfigDict
+from ray import serve
+from ray.serve.context import _get_global_client  # the one way to learn whether Serve runs, and where it listens
+
+from deployments.options import Options
+from serve_app import build_app
+
+APP = "default"
+CHUNK = 4096  # bytes
+
+
+class Plan(BaseModel):
+    """What is to be served, and where.
+
+    Attributes:
+        host: Where HTTP listens.
+        port: The same.
+        options: The operator's.
+        record: A file that says, while the server stands, what it is and which process to end.
+        attached: Whether the server goes when standard input ends.
+    """
+
+    model_config = ConfigDict(extra="forbid", frozen=True)
+
+    host: str
+    port: int
+    options: Options
+    record: Path
+    attached: bool
+
+
+def main() -> int:
+    """Serve the plan on standard input until told to stop."""
+    signal.signal(signal.SIGTERM, signal.default_int_handler)
+    plan = Plan.model_validate_json(sys.stdin.readline())
+    if plan.attached:
+        threading.Thread(target=_end_with_starter, daemon=True).start()
+    try:
+        with hosted(plan):
+            signal.pause()
+    except KeyboardInterrupt:
+        pass
+    except (ConnectionError, RuntimeError) as error:
+        print(error, file=sys.stderr)
+        return 1
+    return 0
+
+
+@contextmanager
+def hosted(plan: Plan) -> Iterator[None]:
+    """The plan's server, while the block runs.
+
+    Raises:
+        RuntimeError: The cluster's Serve listens elsewhere, or runs an application of that name already; or the model
+            could not be loaded.
+        ConnectionError: `RAY_ADDRESS` names no cluster that answers.
+    """
+    logging.getLogger("ray.serve").setLevel(logging.ERROR)
+    is_own = _join()
+    signal.signal(signal.SIGTERM, signal.default_int_handler)  # Ray put one of its own there
+    try:
+        before = _get_global_client(raise_if_no_controller_running=False)
+        if before is None:
+            serve.start(http_options={"host": plan.host, "port": plan.port}, logging_config={"log_level": "WARNING"})
+        else:
+            _check_room(before.http_config, plan)
+        try:
+            _run(plan.options)
+            _write_record(plan)
+            yield
+        finally:
+            for stop in (signal.SIGTERM, signal.SIGINT):
+                signal.signal(stop, signal.SIG_IGN)  # it is stopping
+            plan.record.unlink(missing_ok=True)
+            if not is_own:
+                _remove(before is None)
+    finally:
+        ray.shutdown()
+
+
+def _join() -> bool:
+    """Join a cluster, or start one; whether it was started here, and so ends with this process."""
+    settings: dict[str, Any] = {"namespace": "vitrine", "log_to_driver": False, "logging_level": logging.ERROR}
+    given = os.environ.get("RAY_ADDRESS")
+    if given != "local":
+        try:
+            ray.init("auto", **settings)
+            return False
+        except ConnectionError:
+            if given:
+                raise
+    ray.init("local", include_dashboard=False, **settings)
+    return True
+
+
+def _check_room(http: Any, plan: Plan) -> None:
+    if http.port != plan.port:
+        raise RuntimeError(f"Ray Serve runs in this cluster and listens at port {http.port}, not at {plan.port}")
+    if APP in serve.status().applications:
+        raise RuntimeError(f"Ray Serve runs an application {APP!r} in this cluster already")
+
+
+def _run(options: Options) -> None:
+    try:
+        serve.run(build_app(options), name=APP)
+    except RuntimeError as error:
+        deployments = serve.status().applications[APP].deployments.values()
+        reasons = [deployment.message for deployment in deployments if deployment.message]
+        raise RuntimeError("\n".join([str(error), *reasons])) from error
+
+
+def _remove(serve_too: bool) -> None:
+    """Take the app, and the models loaded beside it, off a cluster that stays."""
+    if serve_too:
+        serve.shutdown()  # type: ignore[no-untyped-call]
+        return
+    for name in serve.status().applications:
+        if name == APP or name.startswith(f"{APP}.models."):
+            serve.delete(name)
+
+
+def _write_record(plan: Plan) -> None:
+    """Whole or not at all, and for this user alone: a store's URI may hold a key."""
+    process = psutil.Process()
+    content = {
+        "pid": process.pid,
+        "created": process.create_time(),
+        "options": plan.options.model_dump(mode="json"),
+        "ray_address": ray.get_runtime_context().gcs_address,
+        "ray_auth_mode": os.environ.get("RAY_AUTH_MODE"),
+    }
+    part = plan.record.with_suffix(f".{process.pid}")
+    part.touch(mode=0o600)
+    part.write_text(json.dumps(content))
+    part.replace(plan.record)
+
+
+def _end_with_starter() -> None:
+    # Not by sys.stdin: a thread that waits in it holds up the interpreter's end.
+    while os.read(0, CHUNK):
+        pass
+    os.kill(os.getpid(), signal.SIGINT)
+
+
+if __name__ == "__main__":
+    sys.exit(main())

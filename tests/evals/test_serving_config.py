@@ -1,0 +1,60 @@
+from pathlib import Path
+
+import pytest
+
+from evals.config import Config
+from evals.options import parse_args
+from evals.serving_config import STAGES
+
+
+def parsed(*options: str) -> Config:
+    return parse_args(["--results-dir", "out", *options])
+
+
+def test_server_options_are_those_of_the_server() -> None:
+    options = ["--server-option", "num_replicas=2", "--server-option", "dtype=float32"]
+    served = parsed("--serve", "some/model", *options).served
+    assert (served.model, served.served_name, served.num_replicas, served.dtype) == (
+        "some/model",
+        "some/model",
+        2,
+        "float32",
+    )
+
+
+def test_a_map_in_place_of_pairs_may_hold_more_than_text() -> None:
+    points = [{"name": "middle", "selector": "layers.2.output"}]
+    config = Config(session_id="s", results_dir=Path("out"), serve="m", server_options={"savepoints": points})
+    assert config.served.savepoints[0].name == "middle"
+
+
+@pytest.mark.parametrize(
+    ("options", "said"),
+    [
+        (["--serve", "m", "--server-option", "modle=x"], "--server-option modle: Extra inputs are not permitted"),
+        (
+            ["--serve", "m", "--server-option", "num_replicas=0"],
+            "--server-option num_replicas: Input should be greater",
+        ),
+        (["--serve", "m", "--server-option", "threads"], "'threads' is not written as name=value"),
+        (["--serve", "m", "--server-option", "model=x"], "--serve names the model"),
+        (["--serve", "none"], "--serve names the model"),
+        (["--server-option", "threads=1"], "--server-option needs --serve"),
+        (["--fresh"], "--fresh needs --serve"),
+        (["--keep-running"], "--keep-running needs --serve"),
+        (["--stages", "deploy,reprot"], "'reprot' is no stage; there are deploy,configure,generate,report"),
+        (["--serve", "m", "--stages", "deploy"], "--stages deploy needs --keep-running"),
+    ],
+)
+def test_what_cannot_be_meant_is_refused_by_name(
+    options: list[str], said: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    with pytest.raises(SystemExit) as ended:
+        parsed(*options)
+    assert ended.value.code == 2
+    assert said in capsys.readouterr().err
+
+
+def test_stages_run_in_their_own_order_and_all_of_them_by_default() -> None:
+    assert parsed().stages == STAGES
+    assert parsed("--stages", "report,configure").stages == ("configure", "report")
