@@ -16,8 +16,6 @@ from evals.serving_config import OF_ONE_CALL
 PACKAGES = ("vitrine", "ray", "pyarrow", "httpx", "pydantic")
 # How a run reaches the server and where it writes: the answers do not hang on these.
 FREE = {"base_url", "parallel", "timeout", "retries", "results_dir", "wait_healthy", "variants_file"}
-FREE |= {"few_shot_file", "transfer_activations"}
-FREE = {"base_url", "parallel", "timeout", "retries", "results_dir", "resume", "wait_healthy", "variants_file"}
 FREE |= {"few_shot_file", "transfer_activations", "serve"} | OF_ONE_CALL
 Facts = dict[str, Any]
 
