@@ -44,7 +44,7 @@ def test_retries_end(server: FakeServer) -> None:
 def test_a_server_that_is_away_is_a_failed_request() -> None:
     with FakeServer() as server:
         pass
-    with pytest.raises(RequestFailed, match="ConnectError"):
+    with pytest.raises(RequestFailed, match="ClientConnectorError: Cannot connect"):
         ask(server, "What is 1 + 2?", retries=0)
 
 
