@@ -98,7 +98,7 @@ def _with_server(config: Config) -> int:
     if "report" not in config.stages:
         return 0
     with _stage("report", config):
-        return report(config.results_dir, incomplete)
+        return report(config.results_dir, incomplete, config.base_url)
 
 
 def _named(config: Config) -> Config:
@@ -166,12 +166,13 @@ def _generate_mode(mode: Mode, work: Work, results: Results) -> None:
             progress.add(sample)
 
 
-def report(directory: Path, incomplete: str | None = None) -> int:
+def report(directory: Path, incomplete: str | None = None, base_url: str | None = None) -> int:
     """Writes and prints what the samples of a results directory come to.
 
     Args:
         directory: the results.
         incomplete: why the run ended early, if it did.
+        base_url: of the server that has the activations; without it the one that config.json names.
 
     Returns:
         0; 1 if a sample failed or is missing.
@@ -179,7 +180,7 @@ def report(directory: Path, incomplete: str | None = None) -> int:
     Raises:
         EvalError: the directory holds no run.
     """
-    summary = conclude(directory, incomplete)
+    summary = conclude(directory, incomplete, base_url)
     print(render(summary, directory))
     return _verdict(summary)
 

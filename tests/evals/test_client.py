@@ -51,7 +51,7 @@ def test_an_answer_that_takes_too_long_is_asked_for_again(server: FakeServer) ->
 def test_a_server_that_is_away_is_a_failed_request() -> None:
     with FakeServer() as server:
         pass
-    with pytest.raises(RequestFailed, match="ConnectError"):
+    with pytest.raises(RequestFailed, match="ClientConnectorError: Cannot connect"):
         ask(server, "What is 1 + 2?", retries=0)
 
 
