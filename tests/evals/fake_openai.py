@@ -8,12 +8,14 @@ The label in brackets in a question says how it answers:
     [restart]    the proxy's 500 in plain text at first, then right          [broken]  500 with a reason
     [starting]   the proxy's 404 in plain text at first, then right
     [refused]    400                       [down]      503 until `up`     [loop]   calls tools for ever
+    [zero]       divides by zero by the calculator, then right
     [unstored]   right, but its activations are not stored
     [gather]     right, once `gather` such requests are here at the same time
     [wait]       right, once `release()` was called
 """
 
 import asyncio
+import json
 import re
 import socket
 import threading
@@ -127,12 +129,13 @@ def _completion(body: Body, label: str, question: str, number: int) -> Body:
     finish = "length" if label == "cut" else "stop"
     results = [m["content"] for m in body["messages"] if m["role"] == "tool"]
     if body.get("tools") and (label == "loop" or not results):
-        arguments = f'{{"expression": "{numbers[1]} + {numbers[2]}"}}'
+        expression = "1 / 0" if label == "zero" else f"{numbers[1]} + {numbers[2]}"
+        arguments = json.dumps({"expression": expression})
         call = {"name": "calculator", "arguments": arguments}
         message["tool_calls"] = [{"id": f"call-{number}", "type": "function", "function": call}]
         finish = "tool_calls"
     else:
-        total = results[-1] if results else str(int(numbers[1]) + int(numbers[2]))
+        total = results[-1] if results and label != "zero" else str(int(numbers[1]) + int(numbers[2]))
         text = {"wrong": "#### 7", "invalid": f"It is {total}", "cut": "Well, 1 and"}
         message["content"] = text.get(label, f"{numbers[1]} and {numbers[2]} make {total}.\n#### {total}")
     answer: Body = {

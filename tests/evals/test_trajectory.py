@@ -9,6 +9,7 @@ from evals.client import ChatClient
 from evals.config import Config, Mode
 from evals.options import parse_args
 from evals.prompts import Prompts
+from evals.records import agent_state, trajectory
 from evals.trajectory import Problem, Sample, run_problem
 
 
@@ -63,6 +64,15 @@ def test_each_sample_has_one_outcome(server: FakeServer, label: str, outcome: st
 def test_the_tool_loop_ends_at_the_turn_limit(server: FakeServer) -> None:
     sample = play(server, "[loop]", "with-tools", "--max-turns", "3")
     assert (len(sample.turns), sample.turn_limit, sample.correct, sample.error) == (3, True, False, None)
+
+
+def test_what_is_wrong_with_a_call_goes_back_to_the_model(server: FakeServer) -> None:
+    sample = play(server, "[zero]", "with-tools")
+    assert server.requests[1]["messages"][2]["content"] == "error: division by zero"
+    assert sample.correct
+    assert [step.get("error") for step in trajectory(sample)] == [None, None, True, None]
+    (call,) = agent_state(sample)["tool_calls"]
+    assert (call["name"], call["error"], call["result"]) == ("calculator", True, "error: division by zero")
 
 
 def test_a_cut_answer_is_said_to_be_cut(server: FakeServer) -> None:
