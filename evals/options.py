@@ -122,7 +122,7 @@ def _parser() -> argparse.ArgumentParser:
     option("--dataset", f"demo, a GSM8K .jsonl or .parquet file, or {HUB_DATASET}")
     option("--split", f"split of {HUB_DATASET}")
     option("--samples", "how many problems; without it all", int)
-    option("--seed", "choose problems at random by this seed; without it the first ones", int)
+    option("--seed", "choose problems at random by this seed, and draw answers by it; without it the first ones", int)
     option("--mode", "with or without the calculator", choices=["no-tools", "with-tools", "both"])
     option("--variants", "prompt variants, comma separated: control,frustration,... (default: control)")
     option("--variants-file", "a YAML file of variants; without it evals/variants.yaml")

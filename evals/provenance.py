@@ -8,12 +8,13 @@ from typing import Any
 
 import pyarrow as pa
 
+from deployments import __version__
 from evals.client import ask_json
 from evals.config import Config
 from evals.prompts import Prompts
 from evals.serving_config import OF_ONE_CALL
 
-PACKAGES = ("vitrine", "ray", "pyarrow", "httpx", "pydantic")
+PACKAGES = ("ray", "pyarrow", "httpx", "pydantic")
 # How a run reaches the server and where it writes: the answers do not hang on these.
 FREE = {"base_url", "parallel", "timeout", "retries", "results_dir", "wait_healthy", "variants_file"}
 FREE |= {"few_shot_file", "transfer_activations", "serve"} | OF_ONE_CALL
@@ -31,7 +32,9 @@ def facts(config: Config, prompts: Prompts, path: Path, problems: pa.Table) -> F
     """
     return {
         "config": config.model_dump(mode="json", exclude={"resume"}),
-        "versions": {"python": platform.python_version()} | {name: _version(name) for name in PACKAGES},
+        "versions": {"python": platform.python_version()}
+        | {"vitrine": __version__}
+        | {name: _version(name) for name in PACKAGES},
         "model": _model(config),
         "server": _server(config.base_url),
         "prompts": prompts.record(),

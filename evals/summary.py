@@ -17,7 +17,7 @@ from evals.transfer import FOLDER, SAID, transfer
 Conditions = dict[tuple[Mode, str], ConditionTally]
 
 
-def conclude(directory: Path, incomplete: str | None) -> dict[str, Any]:
+def conclude(directory: Path, incomplete: str | None, base_url: str | None = None) -> dict[str, Any]:
     """Writes all that is made of a run's samples: dataset.jsonl, samples.parquet, summary.json, report.html.
 
     Recorded activations are transferred first where the run asks for it and they are not all there.
@@ -25,6 +25,7 @@ def conclude(directory: Path, incomplete: str | None) -> dict[str, Any]:
     Args:
         directory: the results, with config.json and samples.
         incomplete: why the run ended early, if it did.
+        base_url: of the server that has the activations; without it the one that config.json names.
 
     Returns:
         the summary. Where the transfer failed, `incomplete` says why.
@@ -36,7 +37,7 @@ def conclude(directory: Path, incomplete: str | None) -> dict[str, Any]:
     config, recorded = summary["config"], summary["activations"]
     if config["transfer_activations"] and recorded["runs"] > (recorded["transferred"] or {"runs": 0})["runs"]:
         try:
-            transfer(directory, config["base_url"], config["session_id"])
+            transfer(directory, base_url or config["base_url"], config["session_id"])
         except EvalError as error:
             incomplete = incomplete or str(error)
         summary = summarize(directory, incomplete)

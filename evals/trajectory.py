@@ -1,5 +1,6 @@
 """One problem in one mode and variant: a single turn, or the tool loop. What came of it is a `Sample`."""
 
+import hashlib
 import time
 from collections.abc import Awaitable, Callable
 from typing import Any, Literal, NamedTuple
@@ -99,7 +100,10 @@ async def run_problem(
     try:
         for number in range(config.max_turns if mode == "with-tools" else 1):
             capture = {"sample_id": problem.id, "tags": tags | {"turn": str(number)}}
-            turn, message = await _take_turn(chat, request_body(messages, mode, capture, config))
+            body = request_body(messages, mode, capture, config)
+            if config.temperature:  # greedy answers need none
+                body["seed"] = request_seed(config.seed, sample_key(problem.id, mode, variant), number)
+            turn, message = await _take_turn(chat, body)
             turns.append(turn)
             messages.append(message)
             calls = message.get("tool_calls") or []
@@ -168,6 +172,11 @@ def request_body(messages: list[dict[str, Any]], mode: Mode, capture: dict[str, 
             kind, _, count = config.tokens.partition(":")
             body["capture"]["tokens"] = {kind: int(count)} if count else kind
     return body
+
+
+def request_seed(seed: int | None, key: str, turn: int) -> int:
+    """What a turn's sampling hangs on: the run's seed, the sample and the turn, so that a run repeats."""
+    return int.from_bytes(hashlib.sha256(f"{seed}:{key}:{turn}".encode()).digest()[:4], "big") >> 1
 
 
 def _outcome(sample: Sample, strict: str | None, correct: bool) -> Outcome:

@@ -13,6 +13,7 @@ from tqdm import tqdm
 
 from deployments.activations.facts import check_session_id
 from deployments.activations.pulling import PullError, pull
+from evals.client import headers
 from evals.config import EvalError
 from evals.results import write_json
 
@@ -78,7 +79,7 @@ def transfer(directory: Path, base_url: str, session_id: str, *, progress: bool 
 def _listed(base_url: str, session_id: str) -> tuple[list[str], int]:
     """The ids of a session's runs, the oldest first, and the mean bytes of one."""
     ids: list[str] = []
-    with httpx.Client(headers=_headers(), timeout=60) as http:
+    with httpx.Client(headers=headers(), timeout=60) as http:
         more = True
         while more:
             after = {"after": ids[-1]} if ids else {}
@@ -133,7 +134,3 @@ def _hidden(progress: bool | None) -> bool | None:
 
 def _key() -> str | None:
     return os.environ.get("OPENAI_API_KEY") or None
-
-
-def _headers() -> dict[str, str]:
-    return {"Authorization": f"Bearer {key}"} if (key := _key()) else {}

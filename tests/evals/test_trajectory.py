@@ -46,6 +46,15 @@ def test_with_tools_results_go_back_under_their_calls_id(server: FakeServer) -> 
     assert server.requests[1]["messages"][1].keys() == {"role", "content", "tool_calls"}
 
 
+def test_drawn_answers_repeat_by_seed_and_greedy_ones_ask_for_none(server: FakeServer) -> None:
+    for options in ([], ["--temperature", "1"], ["--temperature", "1"], ["--temperature", "1", "--seed", "7"]):
+        play(server, "", "with-tools", *options)
+    seeds = [body.get("seed") for body in server.requests]
+    assert seeds[:2] == [None, None]
+    assert seeds[2:4] == seeds[4:6]
+    assert len({None, *seeds}) == 5  # each turn's and each run's seed is its own
+
+
 @pytest.mark.parametrize(
     ("label", "outcome"),
     [
