@@ -238,6 +238,35 @@ def test_what_is_damaged_stays_as_it_is_and_keeps_no_other_from_being_joined(buc
     assert sorted(run.run_id for run in runs(bucket.uri("session"))) == sorted(stored)
 
 
+def test_an_object_that_cannot_be_fetched_keeps_no_other_from_being_joined(bucket, compactor, store_apart):
+    stored = store_apart(5)
+    name = stored["session-02"][1]
+    bucket.server.fails = lambda method, path: method == "GET" and name in path
+    compactor.join()
+    bucket.server.fails = lambda method, path: False
+    assert name in bucket.objects()
+    assert len(bucket.objects()) == 2
+    assert_reads(bucket, stored)
+
+
+def test_a_file_that_a_node_tells_of_again_once_it_became_part_of_another_is_forgotten_with_it(
+    bucket, compactor, catalogue, store_apart, writer
+):
+    stored = store_apart(5)
+    told, add = [], catalogue.add
+    catalogue.add = lambda *args: told.append(args) or add(*args)
+    store_apart(1, "session-b")
+    [(_, _, other)] = [args for args in told if args[1]]
+    compactor.join()
+    [large] = bucket.objects()
+    small = bucket.place.below("session").file(stored["session-03"][1])
+    entries = [catalogue.find("session-03")._replace(uri=small.uri)]
+    add("session", entries, other._replace(uri=small.uri))
+    compactor.tidy(time.time() + HOURS)
+    assert [file["uri"].rpartition("/")[2] for file in catalogue.session("session")["files"]] == [large]
+    assert listed(catalogue) == sorted(stored)
+
+
 @pytest.fixture(scope="module")
 def three(make) -> Iterator[tuple[Path, dict[str, torch.Tensor]]]:
     """A store of three objects, and the runs that are in them: the second has three, one of them of several batches."""

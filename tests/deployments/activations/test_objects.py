@@ -320,7 +320,9 @@ def test_objects_beside_the_sessions_that_say_nothing_keep_no_store_from_startin
     for name in (".deleted-session-1", "session/20260101T000000-00000000-000001.joined"):
         bucket.place.file(name).write(b'{"session": "session", "obj')
     recover(bucket.place)
-    assert [run["run_id"] for run in Catalogue.copied(bucket.place).runs()] == ["r"]
+    catalogue = Catalogue.copied(bucket.place)
+    Compactor(bucket.place, catalogue, threading.Lock(), lambda: None).tidy(time.time() + 3700)
+    assert [run["run_id"] for run in catalogue.runs()] == ["r"]
     assert [run.run_id for run in runs(bucket.uri("session"))] == ["r"]
     assert "does not say which objects go" in caplog.text
 
