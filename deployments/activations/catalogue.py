@@ -84,24 +84,47 @@ class Catalogue:
         added = list(entries)
         self._guarded(lambda database: put(database, session_id, added, file))
 
-    def look(self) -> None:
-        """Look at the files again: some are gone, and their runs may be in others."""
-        if self._files is not None:
-            self._guarded(self._look)
+    def small(self, most: int, many: int) -> list[tuple[str, dict[str, int]]]:
+        """Of each session URIs and bytes of objects of at most so many bytes, where it has so many of one kind."""
+        found = self._all(
+            """SELECT session, json_group_object(uri, bytes) FROM files
+            WHERE bytes <= ? AND kind != '' GROUP BY session, kind HAVING count(*) >= ?""",
+            most,
+            many,
+        )
+        return [(session_id, dict(sorted(json.loads(sizes).items()))) for session_id, sizes in found]
 
-    def small(self, most: int, many: int) -> dict[str, list[str]]:
-        """By session the URIs of its files of at most so many bytes, where there are at least so many of them."""
-        found = self._all("SELECT session, json_group_array(uri) FROM files WHERE bytes <= ? GROUP BY session", most)
-        return {session_id: json.loads(uris) for session_id, uris in found if len(json.loads(uris)) >= many}
+    def runs_in(self, session_id: str, uris: Sequence[str]) -> dict[str, dict[str, int]]:
+        """By file of a session its runs, and how many rows each has."""
+        known: dict[str, dict[str, int]] = {uri: {} for uri in uris}
+        found = self._all(
+            """SELECT files.uri, runs.run_id, runs.rows FROM runs JOIN files ON files.id = runs.file
+            WHERE runs.session = ? AND files.uri IN (SELECT value FROM json_each(?))""",
+            session_id,
+            json.dumps(list(uris)),
+        )
+        for uri, run_id, rows in found:
+            known[uri][run_id] = rows
+        return known
 
-    def move(self, session_id: str, entries: Sequence[Entry], file: StoredFile, before: Sequence[str]) -> None:
-        """Say of runs that they are in a file, and no more in those that they were in before."""
+    def has(self, uris: Sequence[str]) -> bool:
+        """Whether all these files are known."""
+        return self._guarded(lambda database: _known(database, uris)) == len(uris)
 
-        def moved(database: sqlite3.Connection) -> None:
+    def move(self, session_id: str, entries: Sequence[Entry], file: StoredFile, before: Sequence[str]) -> bool:
+        """Say of runs that they are in a file, and no more in those that they were in before.
+
+        False where none of these is known: then it was said already, or the session was deleted.
+        """
+
+        def moved(database: sqlite3.Connection) -> bool:
+            if not _known(database, before):
+                return False
             forget(database, before)
             put(database, session_id, entries, file)
+            return True
 
-        self._guarded(moved)
+        return self._guarded(moved)
 
     def drop(self, session_id: str) -> bool:
         """Forget a session; false if it was not known."""
@@ -238,6 +261,12 @@ class Catalogue:
         self._database = database
         self._release = release = weakref.finalize(self, close)
         release.atexit = False  # a writer's thread may still need it
+
+
+def _known(database: sqlite3.Connection, uris: Sequence[str]) -> int:
+    """How many of these files are known."""
+    found = "SELECT count(*) FROM files WHERE uri IN (SELECT value FROM json_each(?))"
+    return int(database.execute(found, (json.dumps(list(uris)),)).fetchone()[0])
 
 
 def _where(filter: Filter) -> tuple[str, list[Any]]:

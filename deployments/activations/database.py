@@ -25,7 +25,7 @@ _TABLES = """
 CREATE TABLE origin (inode INTEGER NOT NULL);
 CREATE TABLE files (
     id INTEGER PRIMARY KEY, session TEXT NOT NULL, uri TEXT NOT NULL UNIQUE, bytes INTEGER NOT NULL,
-    sealed INTEGER NOT NULL, rows INTEGER, modified_ns INTEGER, points TEXT NOT NULL
+    sealed INTEGER NOT NULL, rows INTEGER, modified_ns INTEGER, points TEXT NOT NULL, kind TEXT NOT NULL
 );
 CREATE INDEX files_by_session ON files (session);
 CREATE TABLE runs (

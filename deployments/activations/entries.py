@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping
 from dataclasses import fields
 from typing import Any, NamedTuple, Protocol
 
@@ -16,7 +16,8 @@ ENTRIES = """SELECT runs.facts, files.uri, runs.first_row, runs.rows, runs.bytes
 class StoredFile(NamedTuple):
     """One shard; `bytes` is its length, `rows` those of its whole runs.
 
-    `modified_ns` is when it last changed in Unix nanoseconds, None where it may have changed since.
+    `modified_ns` is when it last changed in Unix nanoseconds, None where it may have changed since. `kind` is the same
+    for objects whose runs fit one object; empty of files of a disk, and of what cannot be read.
     """
 
     uri: str
@@ -24,6 +25,7 @@ class StoredFile(NamedTuple):
     sealed: bool
     rows: int
     modified_ns: int | None
+    kind: str = ""
 
 
 class Entry(NamedTuple):
@@ -70,15 +72,6 @@ class Known(Protocol):
 
     def last_runs(self) -> list[tuple[str, float]]:
         """Of each session that has a run when the last was made, in Unix seconds."""
-
-    def look(self) -> None:
-        """Look at the files again, some of which are gone."""
-
-    def small(self, most: int, many: int) -> dict[str, list[str]]:
-        """By session the URIs of its files of at most so many bytes, where there are at least so many of them."""
-
-    def move(self, session_id: str, entries: Sequence[Entry], file: StoredFile, before: Sequence[str]) -> None:
-        """Say of runs that they are in a file, and no more in those that they were in before."""
 
 
 _KEPT = [item.name for item in fields(RunFacts) if item.name != "interventions"]

@@ -194,7 +194,7 @@ def _write_table(file: IO[bytes], runs: Iterator[Chosen]) -> None:
             for batch in run.batches:
                 columns = [_plain(batch[name]).cast(schema.field(name).type) for name in schema.names]
                 held.append(pa.record_batch(columns, schema=schema))
-                size += batch.nbytes
+                size += held[-1].nbytes
                 if size >= _ROW_GROUP:
                     writer.write_table(pa.Table.from_batches(held))
                     held, size = [], 0

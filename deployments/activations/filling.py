@@ -14,7 +14,7 @@ from deployments.activations.facts import PointType
 from deployments.activations.objects import AnyRoot, ObjectFile
 from deployments.activations.reader import is_sealed, whole_runs
 from deployments.activations.scanning import Seen, scan
-from deployments.activations.schema import point_types
+from deployments.activations.schema import kind_of, point_types
 
 # A file that changed less than this before it was looked at may change again without showing another time.
 _TICK_NS = 2_000_000_000
@@ -79,7 +79,8 @@ def _read(database: sqlite3.Connection, seen: Seen, now: int) -> None:
         rows += own
         entries.append(Entry(run.facts, uri, run.first_row, own, run.bytes, points, run.offset))
     settled = seen.modified_ns if seen.modified_ns < now - _TICK_NS else None
-    put(database, seen.session_id, entries, StoredFile(uri, seen.bytes, sealed, rows, settled))
+    kind = kind_of(seen.file.reader().schema) if sealed and isinstance(seen.file, ObjectFile) else ""
+    put(database, seen.session_id, entries, StoredFile(uri, seen.bytes, sealed, rows, settled, kind))
 
 
 def put(database: sqlite3.Connection, session_id: str, entries: Sequence[Entry], file: StoredFile) -> None:
@@ -88,7 +89,7 @@ def put(database: sqlite3.Connection, session_id: str, entries: Sequence[Entry],
     with transaction(database):
         found = database.execute("SELECT id, rows FROM files WHERE uri = ?", (file.uri,)).fetchone()
         if found is None:
-            new = "INSERT INTO files (session, uri, bytes, sealed, rows, points) VALUES (?, ?, 0, 0, 0, '{}')"
+            new = "INSERT INTO files (session, uri, bytes, sealed, rows, points, kind) VALUES (?, ?, 0, 0, 0, '{}', '')"
             found = database.execute(new, (session_id, file.uri)).lastrowid, 0
         id, known = found
         added = database.executemany(_ADD, [(*row[:2], id, *row[2:]) for row in rows]).rowcount if rows else 0
@@ -98,5 +99,5 @@ def put(database: sqlite3.Connection, session_id: str, entries: Sequence[Entry],
             database.execute("UPDATE files SET points = ? WHERE id = ?", (said, id))
         # Runs of the file that never came here are found at the next start.
         modified_ns = file.modified_ns if count == file.rows else None
-        told = "UPDATE files SET bytes = ?, sealed = ?, rows = ?, modified_ns = ? WHERE id = ?"
-        database.execute(told, (file.bytes, file.sealed, count, modified_ns, id))
+        told = "UPDATE files SET bytes = ?, sealed = ?, rows = ?, modified_ns = ?, kind = ? WHERE id = ?"
+        database.execute(told, (file.bytes, file.sealed, count, modified_ns, file.kind, id))

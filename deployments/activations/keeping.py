@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import threading
 from collections.abc import Callable, Sequence, Set
 
 import pyarrow as pa
@@ -27,11 +28,13 @@ class Keeper:
     Attributes:
         retention: The limits.
         pins: The pinned sessions.
+        alone: Held while a session is taken away from those there are.
     """
 
     def __init__(self, root: AnyRoot, catalogue: Known, pool: Pool) -> None:
         self.retention = Retention()
         self.pins = Pins(root)
+        self.alone = threading.Lock()
         self._root = root
         self._catalogue = catalogue
         self._pool = pool
@@ -106,8 +109,9 @@ class Keeper:
             OSError: The disk refuses.
         """
         self._pool.close(session_id)
-        deletion = begin_deletion(self._root, session_id)
-        known = self._catalogue.drop(session_id)
+        with self.alone:
+            deletion = begin_deletion(self._root, session_id)
+            known = self._catalogue.drop(session_id)
         self._pool.forget(session_id)
         if deletion:
             finish_deletion(deletion)

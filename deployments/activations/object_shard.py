@@ -12,7 +12,7 @@ from deployments.activations.checksums import checksums, written
 from deployments.activations.entries import Entry, StoredFile
 from deployments.activations.facts import RunFacts
 from deployments.activations.objects import ObjectFile
-from deployments.activations.schema import batch_metadata, empty_batch, point_types
+from deployments.activations.schema import batch_metadata, empty_batch, kind_of, point_types
 
 _PART = 16 << 20  # bytes that are uploaded at once, and held in memory until then
 
@@ -42,6 +42,7 @@ class ObjectShard:
         self._torn = False  # a write failed, and bytes may be missing in what is uploaded
         self._file = file
         self._points = point_types(schema)
+        self._kind = kind_of(schema)
         self._batches = self._new_rows = 0  # of the run that is not finished
         self._whole = 0  # batches of whole runs
         self._stream = file.fs.open_output_stream(file.path, buffer_size=_PART)
@@ -54,7 +55,8 @@ class ObjectShard:
 
     def facts(self) -> StoredFile:
         """The file as it is."""
-        return StoredFile(self._file.uri, self.length, self.sealed, self.rows, 0 if self.sealed else None)
+        modified_ns = 0 if self.sealed else None
+        return StoredFile(self._file.uri, self.length, self.sealed, self.rows, modified_ns, self._kind)
 
     def append(self, run_id: str, batches: Sequence[pa.RecordBatch], sums: Sequence[Mapping[str, str]] = ()) -> None:
         """Write more of the run at the end, or begin one; it counts once it is finished.

@@ -58,15 +58,6 @@ class Place(NamedTuple):
         selector = pafs.FileSelector(self.path, allow_not_found=True, recursive=deep)
         return [info for info in self.fs.get_file_info(selector) if info.type == pafs.FileType.File]
 
-    def arrow_files(self, deep: bool = False) -> list[ObjectFile]:
-        """The Arrow files in the directory, by their names; with `deep`, also those in the directories in it.
-
-        Raises:
-            OSError: The store refuses.
-        """
-        names = sorted(posixpath.relpath(info.path, self.path) for info in self.infos(deep))
-        return [self.file(name) for name in names if name.endswith(".arrow") and not name.startswith(".")]
-
 
 def place_of(uri: str) -> Place:
     """The place that a URI means, with the settings that stand in it.
@@ -142,7 +133,7 @@ class ObjectFile:
         with self.fs.open_input_file(self.path) as file:
             return bytes(file.read())
 
-    def write(self, data: bytes) -> None:
+    def write(self, data: bytes | pa.Buffer) -> None:
         """Put it there, or another in its place; durable when this returns.
 
         Raises:
@@ -204,8 +195,19 @@ class ObjectFile:
         key = tuple(columns)
         if key not in self._readers:
             options = pa.ipc.IpcReadOptions(included_fields=list(columns)) if columns else None
-            self._readers[key] = pa.ipc.open_file(self.fs.open_input_file(self.path), options=options)
+            self._readers[key] = pa.ipc.open_file(self._opened(), options=options)
         return self._readers[key]
+
+    def held(self) -> HeldFile:
+        """The same with all of it in memory, fetched at once.
+
+        Raises:
+            OSError: It is not there, or the store refuses.
+        """
+        return HeldFile(self, pa.py_buffer(self.read()))
+
+    def _opened(self) -> Any:
+        return self.fs.open_input_file(self.path)
 
     def close(self) -> None:
         """Let go of what readers of it hold in memory; whoever reads on opens it again."""
@@ -226,6 +228,27 @@ class ObjectFile:
             batch, metadata = light.get_batch_with_custom_metadata(number)
             yield FetchedBatch(self, number, schema, batch.num_rows), metadata
         self.close()  # who lists a store's files may hold all of them
+
+
+class HeldFile(ObjectFile):
+    """A file all of which is in memory.
+
+    Args:
+        file: What it is, or is to be, in the store.
+        data: Its bytes.
+    """
+
+    def __init__(self, file: ObjectFile, data: pa.Buffer) -> None:
+        super().__init__(file.fs, file.path, file.uri, file._store)
+        self.data = data
+
+    @cached_property
+    def size(self) -> int:
+        """Bytes."""
+        return len(self.data)
+
+    def _opened(self) -> Any:
+        return pa.BufferReader(self.data)
 
 
 class FetchedBatch:

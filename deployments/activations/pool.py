@@ -153,4 +153,5 @@ class Pool:
         if shard.rows:
             self._closed[shard.session_id] += shard.length
             self._closed_bytes += shard.length
-            self._catalogue.add(shard.session_id, [], shard.facts())
+            if isinstance(shard, Shard):  # an object may have become part of another since it was there
+                self._catalogue.add(shard.session_id, [], shard.facts())

@@ -17,6 +17,7 @@ from torch.utils.dlpack import from_dlpack
 
 from deployments.activations import checksums
 from deployments.activations.facts import COLUMNS, PointType, RunFacts, ShardFacts
+from deployments.activations.marks import counted
 from deployments.activations.objects import AnyFile, AnyRoot, FetchedBatch, ObjectFile, Place, place_of
 from deployments.activations.patterns import Patterns
 from deployments.activations.schema import batch_facts, point_types, shard_facts, to_patterns, to_tensor
@@ -90,6 +91,11 @@ class WholeRun(NamedTuple):
     batches: list[pa.RecordBatch]
     sums: list[dict[str, str]]
     offset: int
+
+    @property
+    def rows(self) -> int:
+        """Captured tokens."""
+        return sum(batch.num_rows for batch in self.batches)
 
 
 def load(
@@ -327,7 +333,7 @@ def within(root: AnyRoot, uri: str) -> AnyFile:
 def files_in(path: AnyFile | Place) -> list[AnyFile]:
     """The Arrow files of a directory, by their names, or the one file that is meant; links in it are not followed."""
     if isinstance(path, Place):
-        return [*path.arrow_files()]
+        return [*counted(path)]
     if isinstance(path, Path) and path.is_dir():
         return [*sorted(item for item in path.glob("*.arrow") if item.is_file() and not item.is_symlink())]
     return [path]

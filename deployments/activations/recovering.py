@@ -60,8 +60,8 @@ def recover(root: AnyRoot) -> None:
             if info.base_name.startswith(DELETED):
                 try:
                     finish_deletion(root.file(info.base_name))
-                except OSError:
-                    logger.exception("%s is not finished: the next start goes on", info.base_name)
+                except (OSError, ValueError):
+                    logger.exception("%s is not finished", info.base_name)
         return
     for item in list(os.scandir(root)):
         if item.name.startswith(NEW):

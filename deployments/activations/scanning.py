@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import NamedTuple
 
 from deployments.activations.facts import names_a_session
+from deployments.activations.marks import uncounted
 from deployments.activations.objects import AnyFile, AnyRoot, Place
 
 logger = logging.getLogger(__name__)
@@ -56,8 +57,10 @@ def _files(folder: os.DirEntry[str]) -> Iterator[Seen]:
 
 
 def _objects(root: Place) -> Iterator[Seen]:
-    """The same of object storage, where a file of a name never changes."""
-    for info in sorted(root.infos(deep=True), key=lambda info: info.path):
+    """The same of object storage, where a file of a name never changes; without those that are to go."""
+    infos = root.infos(deep=True)
+    gone = uncounted(root, infos)
+    for info in sorted(infos, key=lambda info: info.path):
         session_id, _, name = info.path.removeprefix(f"{root.path}/").partition("/")
-        if names_a_session(session_id) and name.endswith(".arrow") and "/" not in name:
+        if names_a_session(session_id) and name.endswith(".arrow") and "/" not in name and info.path not in gone:
             yield Seen(session_id, root.below(session_id).file(name), info.size, 0)

@@ -21,6 +21,7 @@ import numpy as np
 import pyarrow as pa
 import torch
 from torch.utils.dlpack import from_dlpack
+from xxhash import xxh3_64_hexdigest
 
 from deployments.activations.facts import COLUMNS, PointType, RunFacts, ShardFacts, dtype_name
 from deployments.activations.patterns import Patterns
@@ -196,6 +197,11 @@ def point_types(schema: pa.Schema) -> dict[str, PointType]:
     names = (name for name in schema.names if name not in COLUMNS)
     shapes = {name: (heads[name], None) if name in heads else tuple(schema.field(name).type.shape) for name in names}
     return {name: PointType(shape, facts["dtypes"][name]) for name, shape in shapes.items()}
+
+
+def kind_of(schema: pa.Schema) -> str:
+    """What files have in common whose batches fit one file: 16 hex digits."""
+    return xxh3_64_hexdigest(schema.serialize())
 
 
 def _metadata(schema: pa.Schema) -> dict[str, Any]:

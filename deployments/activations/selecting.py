@@ -10,6 +10,7 @@ from typing import NamedTuple
 import pyarrow as pa
 
 from deployments.activations.facts import PointType, RunFacts, check_session_id
+from deployments.activations.marks import counted
 from deployments.activations.objects import AnyFile, ObjectFile, Place
 from deployments.activations.reader import files_in, messages, path_of, whole_runs
 from deployments.activations.schema import point_types
@@ -147,11 +148,9 @@ def shards(source: str | os.PathLike[str], session: str | None = None) -> list[A
 
 def _objects(place: Place, session: str | None) -> list[AnyFile]:
     """The files of a store of objects, or of a session in it."""
-    if own := place.arrow_files():
+    if own := counted(place):
         return [*own]
-    found = [
-        *(place.arrow_files(deep=True) if session is None else place.below(check_session_id(session)).arrow_files())
-    ]
+    found = counted(place, deep=True) if session is None else counted(place.below(check_session_id(session)))
     if not found:
         raise FileNotFoundError(f"there is nothing at {place}" + (f" of session {session!r}" if session else ""))
     return [*found]

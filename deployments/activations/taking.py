@@ -175,15 +175,6 @@ class _Told:
     def last_runs(self) -> list[tuple[str, float]]:
         return []
 
-    def look(self) -> None:
-        raise AssertionError("the store alone compacts")
-
-    def small(self, most: int, many: int) -> dict[str, list[str]]:
-        return {}
-
-    def move(self, session_id: str, entries: Sequence[Entry], file: StoredFile, before: Sequence[str]) -> None:
-        raise AssertionError(f"session {session_id}: the store alone compacts")
-
 
 def mark(root: Path) -> str:
     """What tells a store's directory from any other, also from another node; made if it is missing.

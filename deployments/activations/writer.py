@@ -18,9 +18,10 @@ from typing import Any
 
 import pyarrow as pa
 
+from deployments.activations.catalogue import Catalogue
 from deployments.activations.checksums import checksums
 from deployments.activations.commits import Commits
-from deployments.activations.compacting import MANY, SMALL, compact, sweep
+from deployments.activations.compacting import Compactor
 from deployments.activations.entries import Known, StoredFile
 from deployments.activations.facts import RunFacts, StoredRun, StoreError
 from deployments.activations.failures import explain
@@ -29,7 +30,6 @@ from deployments.activations.objects import AnyRoot, Place
 from deployments.activations.open_runs import Chunk, OpenRuns, RunName
 from deployments.activations.orders import Abandon, Append, Task, Write, check_batches, check_name
 from deployments.activations.pool import Pool
-from deployments.activations.reader import DamagedError
 from deployments.activations.retention import Held, Retention
 from deployments.activations.schema import batch_metadata
 from deployments.errors import RequestError
@@ -38,7 +38,6 @@ logger = logging.getLogger(__name__)
 
 _GATHER_S = 0.02  # for which a commit waits for what still comes, as long as anything does
 _HOLD_S = 120.0  # for which a session that is being deleted is held
-_JOIN_S = 60.0  # between two looks for small objects
 _CLOSED = "The activation store is shutting down: send the request again"
 _LOOK_S = 60.0  # between two looks for sessions that are too old
 _SYNC_BYTES = 64 << 20  # an open run's bytes are fsynced in pieces of this size, so that no commit waits for gigabytes
@@ -82,8 +81,9 @@ class Writer:
         self._keeper = Keeper(root, catalogue, self._pool)
         self._runs = OpenRuns(root, catalogue, self._pool, self._keeper, lease_s)
         self._look = math.inf  # when to look for sessions that are too old, in the monotonic clock's seconds
-        # When to look for small objects, in the monotonic clock's seconds.
-        self._join = time.monotonic() + _JOIN_S if isinstance(root, Place) else math.inf
+        self._compactor: Compactor | None = None
+        if isinstance(root, Place) and isinstance(catalogue, Catalogue):  # a node's writer leaves it to the store's
+            self._compactor = Compactor(root, catalogue, self._keeper.alone, self._recount)
         self._held: dict[str, float] = {}  # sessions that are being deleted, and until when at most
         self._asked: list[Future[Any]] = []  # and perhaps not answered
         self._closing = threading.Lock()
@@ -92,6 +92,8 @@ class Writer:
         self._commits = Commits(root, catalogue, self._runs, lambda: self._queue.put(_Synced()))
         self._thread = threading.Thread(target=self._loop, name="activation-writer", daemon=True)
         self._thread.start()
+        if self._compactor:
+            self._compactor.start()
 
     @property
     def alive(self) -> bool:
@@ -240,6 +242,8 @@ class Writer:
             self._closed = True
         self._thread.join()
         self._commits.close()
+        if self._compactor:
+            self._compactor.close()
 
     def _behind(self, work: Callable[[], Any]) -> Future[Any]:
         future: Future[Any] = Future()
@@ -269,6 +273,8 @@ class Writer:
         while not self._queue.empty():
             self._noted(self._queue.get())
         self._commits.close()
+        if self._compactor:
+            self._compactor.stop()
         with contextlib.suppress(Exception):  # what it was at may be what is broken
             self._runs.abandon_all()
             self._pool.close()
@@ -310,14 +316,12 @@ class Writer:
                 end.future.set_result(None)
         if time.monotonic() >= self._look:
             self._retain(self._keeper.retention, time.time())
-        if time.monotonic() >= self._join:
-            self._compact()
         return not last
 
     def _waiting(self) -> deque[_Item | None]:
         """All that waits, or nothing once something is due."""
         self._asked = [future for future in self._asked if not future.done()]
-        due = min(self._pool.due, self._runs.due, self._look, self._join)
+        due = min(self._pool.due, self._runs.due, self._look)
         forever = self._commits.under_way or due == math.inf  # the end of what is under way comes by the queue as well
         try:
             first = self._queue.get(timeout=None if forever else max(0.0, due - time.monotonic()))
@@ -345,18 +349,9 @@ class Writer:
             self._runs.abandon_session(session_id, f"Session {session_id} was deleted while the run went on.")
             self._pool.close(session_id)
 
-    def _compact(self) -> None:
-        """Make one of many small objects, and remove those that became one long enough ago."""
-        self._join = time.monotonic() + _JOIN_S
-        assert isinstance(self._root, Place)
-        try:
-            if sweep(self._root):
-                self._catalogue.look()
-            for one in compact(self._root, self._catalogue.small(SMALL, MANY)):
-                self._catalogue.move(one.session_id, one.entries, one.file, one.before)
-                self._pool.recount(self._catalogue.sizes())
-        except (OSError, DamagedError):
-            logger.exception("small objects of %s stay as they are for now", self._root)
+    def _recount(self) -> None:
+        with contextlib.suppress(StoreError):  # it is shutting down: whoever writes next counts anew
+            self._behind(lambda: self._pool.recount(self._catalogue.sizes()))
 
     def _write(self, item: Append | Write) -> None:
         try:

@@ -11,14 +11,17 @@ import pyarrow as pa
 import pytest
 import torch
 
-from deployments.activations import runs
+from deployments.activations import objects, runs
 from deployments.activations.catalogue import Catalogue
 from deployments.activations.facts import RunFacts, ShardFacts, StoredRun
+from deployments.activations.marks import counted
+from deployments.activations.objects import Place
 from deployments.activations.recovering import recover
 from deployments.activations.schema import to_batch
 from deployments.activations.writer import Writer
 
 sys.path.append(str(Path(__file__).parent))  # importlib mode adds no folder; helpers stand beside this file
+from object_server import Proxy, object_server
 
 
 class Made(NamedTuple):
@@ -111,3 +114,42 @@ def open_sender(open_writer: Callable[..., Writer], tmp_path: Path) -> Callable[
 def long() -> Made:
     """A run of three batches of two rows."""
     return _make("long", {"layers.0.output": torch.randn(6, 4)}, parts=3)
+
+
+@pytest.fixture(scope="module")
+def server() -> Iterator[Proxy]:
+    with object_server() as port:
+        proxy = Proxy(port)
+        yield proxy
+        proxy.close()
+
+
+class Bucket(NamedTuple):
+    place: Place
+    uri: Callable[[str], str]  # of what lies below it, with what is needed to read it
+    server: Proxy
+
+    def objects(self, session: str = "session") -> list[str]:
+        return [file.name for file in counted(self.place.below(session))]
+
+    def marks(self) -> list[str]:
+        """What stands beside the sessions."""
+        return [info.base_name for info in self.place.infos()]
+
+
+@pytest.fixture
+def bucket(server, request, monkeypatch) -> Iterator[Bucket]:
+    """A directory in a new bucket."""
+    monkeypatch.setenv("AWS_EC2_METADATA_DISABLED", "true")
+    monkeypatch.setattr(objects, "ATTEMPTS", 3)  # pauses grow
+    name = f"bucket-{abs(hash(request.node.name))}"
+    settings = f"endpoint_override=127.0.0.1:{server.port}&scheme=http&region=us-east-1&allow_bucket_creation=true"
+
+    def uri(path: str) -> str:
+        return f"s3://key:secret@{name}/a%20store/{path}?{settings}"
+
+    place = objects.place_of(uri(""))
+    place.fs.create_dir(name)
+    server.requests.clear()
+    yield Bucket(place, uri, server)
+    server.fails = lambda method, path: False

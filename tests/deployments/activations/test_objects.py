@@ -9,23 +9,23 @@ import time
 import traceback
 from collections.abc import Callable, Iterator
 from concurrent.futures import Future
-from typing import NamedTuple
 
 import pyarrow as pa
+import pyarrow.parquet as parquet
 import pytest
 import ray
 import torch
-from object_server import Proxy, object_server
 from safetensors.torch import load as tensors
 
-import deployments.activations.objects
-from deployments.activations import compacting, load, runs
+from deployments.activations import load, runs
 from deployments.activations.__main__ import main
 from deployments.activations.catalogue import Catalogue
+from deployments.activations.compacting import Compactor
 from deployments.activations.exports import export
 from deployments.activations.facts import StoreError, store_name
+from deployments.activations.marks import counted
 from deployments.activations.object_shard import ObjectShard
-from deployments.activations.objects import Place, beside, place_of
+from deployments.activations.objects import beside, place_of
 from deployments.activations.reader import DamagedError, messages, path_of
 from deployments.activations.recovering import recover
 from deployments.activations.retention import Retention
@@ -38,38 +38,6 @@ from deployments.errors import RequestError
 POINT, OTHER = "layers.0.output", "layers.1.output"
 
 
-@pytest.fixture(scope="module")
-def server() -> Iterator[Proxy]:
-    with object_server() as port:
-        proxy = Proxy(port)
-        yield proxy
-        proxy.close()
-
-
-class Bucket(NamedTuple):
-    place: Place
-    uri: Callable[[str], str]  # of what lies below it, with what is needed to read it
-    server: Proxy
-
-
-@pytest.fixture
-def bucket(server, request, monkeypatch) -> Iterator[Bucket]:
-    """A directory in a new bucket."""
-    monkeypatch.setenv("AWS_EC2_METADATA_DISABLED", "true")
-    monkeypatch.setattr(deployments.activations.objects, "ATTEMPTS", 3)  # pauses grow
-    name = f"bucket-{abs(hash(request.node.name))}"
-    settings = f"endpoint_override=127.0.0.1:{server.port}&scheme=http&region=us-east-1&allow_bucket_creation=true"
-
-    def uri(path: str) -> str:
-        return f"s3://key:secret@{name}/a%20store/{path}?{settings}"
-
-    place = place_of(uri(""))
-    place.fs.create_dir(name)
-    server.requests.clear()
-    yield Bucket(place, uri, server)
-    server.fails = lambda method, path: False
-
-
 @pytest.fixture
 def writer(bucket) -> Iterator[Writer]:
     writer = Writer(bucket.place, Catalogue())
@@ -79,10 +47,6 @@ def writer(bucket) -> Iterator[Writer]:
 
 def name_of(uri: str) -> str:
     return uri.rpartition("/")[2]
-
-
-def objects(bucket: Bucket, session: str = "session") -> list[str]:
-    return [file.name for file in bucket.place.below(session).arrow_files()]
 
 
 def test_a_stored_run_is_an_object_when_the_answer_comes_and_reads_back_bit_for_bit(bucket, writer, make):
@@ -142,7 +106,7 @@ def test_runs_that_come_at_once_share_an_object(bucket, at_once, make):
     made = [make(f"r{i}", session_id=session) for i in range(40) for session in ("session", "other")]
     for future in at_once(made):
         future.result()
-    assert (len(objects(bucket)), len(objects(bucket, "other"))) == (2, 1)
+    assert (len(bucket.objects()), len(bucket.objects("other"))) == (2, 1)
     assert len(runs(bucket.uri("session"))) == 41
     assert torch.equal(load(bucket.uri("other"), "r7")[POINT], made[15].points[POINT])
 
@@ -151,12 +115,12 @@ def test_a_long_run_is_an_object_of_its_own_in_many_parts(bucket, writer, make):
     long = make("long", {POINT: torch.randn(30_000, 200)}, parts=6)  # 24 MB
     for part, batch in enumerate(long.batches[:5]):
         writer.append("session", "long", part, [batch]).result()
-        assert objects(bucket) == []  # nothing of it is to be seen
+        assert bucket.objects() == []  # nothing of it is to be seen
     short = make("short")
     writer.submit(short.facts, short.batches).result()  # waits for no other
-    assert len(objects(bucket)) == 1
+    assert len(bucket.objects()) == 1
     writer.submit(long.facts, long.batches[5:], 5).result()
-    assert len(objects(bucket)) == 2
+    assert len(bucket.objects()) == 2
     assert torch.equal(load(bucket.uri("session"), "long", verify=True)[POINT], long.points[POINT])
     parts = [path for method, path in bucket.server.requests if method == "PUT" and "partNumber" in path]
     assert len(parts) >= 2
@@ -171,7 +135,7 @@ def test_what_is_abandoned_leaves_no_object(bucket, writer, make):
     after = make("after")
     writer.submit(after.facts, after.batches).result()
     assert [run.run_id for run in runs(bucket.uri("session"))] == ["after"]
-    assert len(objects(bucket)) == 1
+    assert len(bucket.objects()) == 1
 
 
 def test_requests_that_fail_are_sent_again(bucket, writer, make):
@@ -236,7 +200,7 @@ def test_an_object_that_is_shorter_than_what_was_written_stores_no_run(bucket, w
         patched.setattr(ObjectShard, "_end", loses)
         with pytest.raises(StoreError, match="bytes of the"):
             writer.submit(made.facts, made.batches).result()
-    assert objects(bucket) == []
+    assert bucket.objects() == []
     writer.submit(made.facts, made.batches).result()
 
 
@@ -266,7 +230,7 @@ def test_no_more_is_fetched_than_is_asked_for(bucket, writer, make):
 def test_who_has_listed_all_objects_holds_nothing_of_them(bucket, writer, make):
     made = make("r")
     writer.submit(made.facts, made.batches).result()
-    [file] = bucket.place.below("session").arrow_files()
+    [file] = counted(bucket.place.below("session"))
 
     def fetches(read):
         bucket.server.requests.clear()
@@ -325,11 +289,11 @@ def test_a_deleted_session_is_gone_with_its_objects_and_others_stay(bucket, writ
         writer.submit(made.facts, made.batches).result()
     assert writer.delete("session").result()
     assert not writer.delete("session").result()
-    assert (objects(bucket), len(objects(bucket, "other"))) == ([], 1)
+    assert (bucket.objects(), len(bucket.objects("other"))) == ([], 1)
     assert [info.base_name for info in bucket.place.infos()] == []  # nor what said that it was to go
     made = make("again")
     writer.submit(made.facts, made.batches).result()
-    assert len(objects(bucket)) == 1
+    assert len(bucket.objects()) == 1
 
 
 def test_a_deletion_that_failed_half_way_takes_no_run_that_is_stored_afterwards(bucket, writer, make):
@@ -348,6 +312,49 @@ def test_a_deletion_that_failed_half_way_takes_no_run_that_is_stored_afterwards(
     assert [info.base_name for info in bucket.place.infos()] == []
 
 
+def test_a_session_whose_deletion_was_cut_short_is_listed_no_more_and_its_objects_go_later(
+    bucket, writer, make, tmp_path, monkeypatch
+):
+    for run_id in ("a", "b", "c"):
+        made = make(run_id)
+        writer.submit(made.facts, made.batches).result()
+    stays = bucket.objects()[1]
+    bucket.server.fails = lambda method, path: method == "DELETE" and stays in path
+    with pytest.raises(StoreError):
+        writer.delete("session").result()
+    bucket.server.fails = lambda method, path: False
+    after = make("after")
+    writer.submit(after.facts, after.batches).result()
+    monkeypatch.setenv("VITRINE_HOME", str(tmp_path))
+    catalogue = Catalogue.rebuild(bucket.place)
+    assert [run["run_id"] for run in catalogue.runs()] == ["after"]
+    Compactor(bucket.place, catalogue, threading.Lock(), lambda: None).tidy()
+    assert [run.run_id for run in runs(bucket.uri("session"))] == ["after"]
+    assert bucket.marks() == []
+
+
+def test_objects_beside_the_sessions_that_say_nothing_keep_no_store_from_starting(bucket, writer, make, caplog):
+    made = make("r")
+    writer.submit(made.facts, made.batches).result()
+    for name in (".deleted-session-1", "session/20260101T000000-00000000-000001.joined"):
+        bucket.place.file(name).write(b'{"session": "session", "obj')
+    recover(bucket.place)
+    catalogue = Catalogue.copied(bucket.place)
+    Compactor(bucket.place, catalogue, threading.Lock(), lambda: None).tidy(time.time() + 3700)
+    assert [run["run_id"] for run in catalogue.runs()] == ["r"]
+    assert [run.run_id for run in runs(bucket.uri("session"))] == ["r"]
+    assert "does not say which objects go" in caplog.text
+
+
+def test_what_a_killed_store_tried_a_bucket_with_goes_after_an_hour(bucket):
+    compactor = Compactor(bucket.place, Catalogue(), threading.Lock(), lambda: None)
+    bucket.place.file(".new-0123").write(b"x")
+    compactor.tidy()  # another store may be at it
+    assert bucket.marks() == [".new-0123"]
+    compactor.tidy(time.time() + 3700)
+    assert bucket.marks() == []
+
+
 def test_what_lies_in_objects_is_exported_and_verified_as_on_a_disk(bucket, writer, make, tmp_path):
     made = [make(f"r{i}", {POINT: torch.randn(4, 3), OTHER: torch.randn(4, 2).bfloat16()}) for i in range(3)]
     for one in made:
@@ -356,6 +363,8 @@ def test_what_lies_in_objects_is_exported_and_verified_as_on_a_disk(bucket, writ
     assert [verify(file).ok for file in files] == [True] * 3
     written = export(bucket.uri(""), tmp_path, "pt", points=[OTHER])
     assert [torch.load(file)[0].tolist() for file in written] == [one.points[OTHER].tolist() for one in made]
+    [rows] = export(bucket.uri(""), tmp_path, "parquet")
+    assert parquet.read_table(rows)["run_id"].to_pylist() == [one.facts.run_id for one in made for _ in range(4)]
     assert len(shards(bucket.uri(""))) == 3
     with pytest.raises(FileNotFoundError, match="never"):
         shards(bucket.uri(""), "never")
@@ -379,87 +388,6 @@ def test_damage_in_an_object_is_named(bucket, writer, make):
     cut = path_of(bucket.uri(f"session/{file.name}"))
     assert list(messages(cut)) == []
     assert verify(cut).state == "damaged"
-
-
-def stored_apart(bucket, writer, make, count, session="session"):
-    made = [make(f"r{i:02}", {POINT: torch.randn(3, 4)}, session_id=session) for i in range(count)]
-    return made, [writer.submit(one.facts, one.batches).result() for one in made]
-
-
-def test_small_objects_become_one_and_every_uri_of_a_run_still_leads_to_it(bucket, make, monkeypatch):
-    monkeypatch.setattr(compacting, "MANY", 4)
-    catalogue = Catalogue()
-    writer = Writer(bucket.place, catalogue)
-    made, stored = stored_apart(bucket, writer, make, 6)
-    other = make("other", {OTHER: torch.randn(3, 4)})
-    writer.submit(other.facts, other.batches).result()
-    writer.close()
-    before = objects(bucket)
-    assert len(before) == 7
-    [joined] = compacting.join(bucket.place, "session", before)
-    catalogue.move(joined.session_id, joined.entries, joined.file, joined.before)
-    assert len(objects(bucket)) == 8  # readers may be at the small ones
-    compacting.sweep(bucket.place)
-    assert len(objects(bucket)) == 8
-    assert compacting.swept(bucket.place) == {("session", name_of(uri)) for uri in joined.before}
-    compacting.sweep(bucket.place, time.time() + 2 * compacting.READERS_S)
-    assert len(objects(bucket)) == 2
-    assert compacting.swept(bucket.place) == set()
-    for one, was in zip(made, stored, strict=True):
-        run = load(bucket.uri(f"session/{name_of(was.points[POINT].uri)}"), one.facts.run_id, verify=True)
-        assert torch.equal(run[POINT], one.points[POINT])
-        entry = catalogue.find(one.facts.run_id)
-        again = load(bucket.uri(f"session/{name_of(entry.uri)}"), one.facts.run_id, offset=entry.offset)
-        assert torch.equal(again[POINT], one.points[POINT])
-    fresh = Catalogue.rebuild(bucket.place)
-    assert [run["run_id"] for run in fresh.runs(limit=None)] == [run["run_id"] for run in catalogue.runs(limit=None)]
-
-
-def test_a_store_that_starts_while_small_objects_are_still_there_knows_where_their_runs_are_once_they_go(
-    bucket, make, monkeypatch, tmp_path
-):
-    monkeypatch.setenv("VITRINE_HOME", str(tmp_path))
-    monkeypatch.setattr(compacting, "MANY", 4)
-    writer = Writer(bucket.place, Catalogue())
-    stored_apart(bucket, writer, make, 5)
-    writer.close()
-    [joined] = compacting.join(bucket.place, "session", objects(bucket))
-    catalogue = Catalogue.rebuild(bucket.place)
-    assert compacting.sweep(bucket.place, time.time() + 2 * compacting.READERS_S)
-    catalogue.look()
-    found = catalogue.session("session")
-    assert [file["uri"] for file in found["files"]] == [joined.file.uri]
-    assert {run["points"][POINT]["uri"] for run in found["runs"]} == {joined.file.uri}
-    assert [run["run_id"] for run in found["runs"]] == [f"r{i:02}" for i in range(5)]
-
-
-def test_a_compaction_that_a_crash_cuts_short_loses_and_doubles_nothing(bucket, writer, make, monkeypatch):
-    monkeypatch.setattr(compacting, "MANY", 4)
-    stored_apart(bucket, writer, make, 5)
-    small = objects(bucket)
-    with monkeypatch.context() as patched:
-        patched.setattr(compacting.ObjectShard, "sync", lambda self: 1 / 0)
-        with pytest.raises(ZeroDivisionError):
-            list(compacting.join(bucket.place, "session", small))
-    assert objects(bucket) == small
-    compacting.sweep(bucket.place, time.time() + 2 * compacting.READERS_S)
-    assert objects(bucket) == small
-    list(compacting.join(bucket.place, "session", small))  # and then the process ends
-    found = Catalogue.rebuild(bucket.place)
-    assert [run["run_id"] for run in found.runs(limit=None)] == [f"r{i:02}" for i in range(5)]
-
-
-def test_damaged_objects_are_left_as_they_are(bucket, writer, make, monkeypatch):
-    monkeypatch.setattr(compacting, "MANY", 4)
-    made, _ = stored_apart(bucket, writer, make, 5)
-    small = objects(bucket)
-    file = bucket.place.below("session").file(small[2])
-    data = bytearray(file.read())
-    data[data.index(made[2].points[POINT].numpy().tobytes())] ^= 1
-    file.write(bytes(data))
-    with pytest.raises(DamagedError, match=r"r02: layers\.0\.output"):
-        list(compacting.join(bucket.place, "session", small))
-    assert objects(bucket) == small
 
 
 def test_a_store_in_object_storage_serves_what_it_holds_and_knows_it_when_it_starts_again(
@@ -514,7 +442,7 @@ def test_in_object_storage_quotas_and_pins_hold_too(bucket, make, monkeypatch, t
     writer.retain(Retention(max_store_bytes=180_000, delete_oldest=True)).result()
     writer.submit(new.facts, new.batches).result()
     writer.submit(more.facts, more.batches).result()
-    assert [len(objects(bucket, name)) for name in ("pinned", "old", "new", "more")] == [1, 0, 0, 1]
+    assert [len(bucket.objects(name)) for name in ("pinned", "old", "new", "more")] == [1, 0, 0, 1]
     with pytest.raises(RequestError, match="unpin"):
         writer.delete("pinned").result()
     writer.close()
