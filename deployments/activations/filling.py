@@ -11,6 +11,7 @@ from collections.abc import Iterable, Sequence
 from deployments.activations.database import transaction
 from deployments.activations.entries import Entry, StoredFile, row_of
 from deployments.activations.facts import PointType
+from deployments.activations.messages import DamagedError
 from deployments.activations.objects import AnyRoot, ObjectFile
 from deployments.activations.reader import is_sealed, whole_runs
 from deployments.activations.scanning import Seen, scan
@@ -73,12 +74,16 @@ def _read(database: sqlite3.Connection, seen: Seen, now: int) -> None:
     uri = seen.file.as_uri()
     sealed = is_sealed(seen.file)
     entries, points, rows = list[Entry](), dict[str, PointType](), 0
-    for run in whole_runs(seen.file):
-        points = points or point_types(run.batches[0].schema)
-        own = sum(batch.num_rows for batch in run.batches)
-        rows += own
-        entries.append(Entry(run.facts, uri, run.first_row, own, run.bytes, points, run.offset))
     settled = seen.modified_ns if seen.modified_ns < now - _TICK_NS else None
+    try:
+        for run in whole_runs(seen.file):
+            points = points or point_types(run.batches[0].schema)
+            own = sum(batch.num_rows for batch in run.batches)
+            rows += own
+            entries.append(Entry(run.facts, uri, run.first_row, own, run.bytes, points, run.offset))
+    except DamagedError:
+        logger.exception("%s is not read to its end: the runs before are listed", uri)
+        settled = None  # perhaps it only came so, and the next look finds more
     put(database, seen.session_id, entries, StoredFile(uri, seen.bytes, sealed, rows, settled))
 
 

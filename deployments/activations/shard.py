@@ -15,7 +15,7 @@ from deployments.activations.checksums import checksums, written
 from deployments.activations.entries import Entry, StoredFile
 from deployments.activations.facts import RunFacts
 from deployments.activations.holding import create
-from deployments.activations.reader import messages
+from deployments.activations.messages import messages
 from deployments.activations.schema import batch_metadata, empty_batch, free_batch, point_types
 
 _SMALL = 1 << 14  # bytes: pieces below it are written together

@@ -25,11 +25,11 @@ from deployments.activations.entries import Known, StoredFile
 from deployments.activations.facts import RunFacts, StoredRun, StoreError
 from deployments.activations.failures import explain
 from deployments.activations.keeping import Keeper
+from deployments.activations.messages import DamagedError
 from deployments.activations.objects import AnyRoot, Place
 from deployments.activations.open_runs import Chunk, OpenRuns, RunName
 from deployments.activations.orders import Abandon, Append, Task, Write, check_batches, check_name
 from deployments.activations.pool import Pool
-from deployments.activations.reader import DamagedError
 from deployments.activations.retention import Held, Retention
 from deployments.activations.schema import batch_metadata
 from deployments.errors import RequestError

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import json
 import os
 import shutil
@@ -502,6 +503,26 @@ def test_a_file_that_could_not_be_read_is_listed_once_it_can_be(root, monkeypatc
         )
         catalogue = opened(root)
     assert listed(catalogue) == said_by_files(root)
+
+
+def test_an_error_of_the_disk_in_a_file_is_no_end_of_it(root, monkeypatch):
+    (root / NAME).unlink()
+    monkeypatch.setattr("deployments.activations.catalogue._AGAIN_S", 0.0)
+    preadv, left = os.preadv, iter(range(20))
+
+    def fails_after_a_while(*args):
+        if next(left, None) is None:
+            raise OSError(errno.EIO, "Input/output error")
+        return preadv(*args)
+
+    with monkeypatch.context() as patched:
+        patched.setattr(os, "preadv", fails_after_a_while)
+        catalogue = opened(root)
+        with pytest.raises(OSError, match="Input/output"):
+            runs(root / "b")
+    assert listed(catalogue) == said_by_files(root)
+    catalogue.close()
+    assert listed(opened(root)) == said_by_files(root)
 
 
 def test_a_directory_that_was_away_while_the_database_failed_is_known_again_when_it_is_back(root, tmp_path):

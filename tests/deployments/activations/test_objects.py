@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import itertools
 import re
 import threading
 import time
@@ -24,7 +25,7 @@ from deployments.activations.catalogue import Catalogue
 from deployments.activations.exports import export
 from deployments.activations.facts import StoreError, store_name
 from deployments.activations.object_shard import ObjectShard
-from deployments.activations.objects import Place, beside, place_of
+from deployments.activations.objects import ObjectFile, Place, beside, place_of
 from deployments.activations.reader import DamagedError, messages, path_of
 from deployments.activations.recovering import recover
 from deployments.activations.retention import Retention
@@ -360,6 +361,28 @@ def test_damage_in_an_object_is_named(bucket, writer, make):
     cut = path_of(bucket.uri(f"session/{file.name}"))
     assert list(messages(cut)) == []
     assert verify(cut).state == "damaged"
+
+
+def test_an_object_that_does_not_come_whole_is_no_shorter_one(bucket, at_once, make, monkeypatch, tmp_path):
+    monkeypatch.setenv("VITRINE_HOME", str(tmp_path))
+    stored = [future.result() for future in at_once([make(f"r{i}", session_id="other") for i in range(3)])]
+    assert len({one.points[POINT].uri for one in stored}) == 1
+    batches = ObjectFile.batches
+
+    def breaks_off(self, first=0):
+        yield from itertools.islice(batches(self, first), 2)
+        raise pa.ArrowInvalid("Expected to read 128 metadata bytes, but only read 17")
+
+    with monkeypatch.context() as patched:
+        patched.setattr(ObjectFile, "batches", breaks_off)
+        with pytest.raises(DamagedError, match=r"\.arrow: a batch cannot be read: Expected"):
+            runs(bucket.uri("other"))
+        catalogue = Catalogue.rebuild(bucket.place)
+        assert [run["run_id"] for run in catalogue.session("other")["runs"]] == ["r0", "r1"]
+        [file] = bucket.place.below("other").arrow_files()
+        assert (verify(file).state, verify(file).runs) == ("damaged", 2)
+    catalogue.look()
+    assert [run["run_id"] for run in catalogue.session("other")["runs"]] == ["r0", "r1", "r2"]
 
 
 def stored_apart(bucket, writer, make, count, session="session"):
