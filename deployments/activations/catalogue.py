@@ -208,7 +208,7 @@ class Catalogue:
         with self._lock:
             try:
                 if time.monotonic() >= self._again:
-                    self._look(self._database)
+                    self._look_again(self._database)
                 return work(self._database)
             except sqlite3.Error as error:
                 root = self._root
@@ -216,7 +216,7 @@ class Catalogue:
                     raise
                 logger.exception("the catalogue of %s is held in memory from now on: %s", root, error)
             database = in_memory(beside(root))
-            self._look(database)
+            self._look_again(database)
             self._hold(database, database.close)
             self._root = None
             return work(database)
@@ -225,6 +225,14 @@ class Catalogue:
         """Read files that are not known as they are; what could not be read is tried again after a while."""
         assert self._files is not None
         self._again = math.inf if refresh(database, self._files) else time.monotonic() + _AGAIN_S
+
+    def _look_again(self, database: sqlite3.Connection) -> None:
+        """The same where somebody asks for something else: without the files the database answers as far as it can."""
+        try:
+            self._look(database)
+        except OSError:
+            logger.exception("%s cannot be looked through: the catalogue is as it was, or empty", self._files)
+            self._again = time.monotonic() + _AGAIN_S
 
     def _hold(self, database: sqlite3.Connection, close: Callable[[], None]) -> None:
         self._release()
