@@ -8,7 +8,7 @@ import math
 import sqlite3
 import time
 import weakref
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Collection, Iterable, Sequence
 from threading import Lock
 from typing import Any, TypeVar
 
@@ -34,10 +34,14 @@ class Catalogue:
     """Sessions, runs and files. Safe to use from several threads.
 
     Where the database fails, the catalogue goes on in memory, and the log says why.
+
+    Attributes:
+        looks: How often it changed by more than `add` and `drop`: files were looked at, or runs are in others.
     """
 
     def __init__(self) -> None:
         """One that is empty, in memory."""
+        self.looks = 0
         self._lock = Lock()
         self._files: AnyRoot | None = None
         self._again = math.inf  # when to look at the files once more, in the monotonic clock's seconds
@@ -59,7 +63,9 @@ class Catalogue:
             kept = Kept(beside(root))
         except (OSError, sqlite3.Error) as error:
             logger.warning("the catalogue of %s is held in memory: %s", root, error)
-            return cls.copied(root)
+            catalogue = cls.copied(root)
+            catalogue._files = root
+            return catalogue
         catalogue._hold(kept.connection, kept.close)
         catalogue._root = catalogue._files = root
         catalogue._guarded(catalogue._look)
@@ -79,10 +85,10 @@ class Catalogue:
         with self._lock:
             self._release()
 
-    def add(self, session_id: str, entries: Iterable[Entry], file: StoredFile) -> None:
-        """Add runs of one file, and the file as it is now."""
+    def add(self, session_id: str, entries: Iterable[Entry], file: StoredFile) -> int:
+        """Add runs of one file, and the file as it is now; how many bytes more it has than was known."""
         added = list(entries)
-        self._guarded(lambda database: put(database, session_id, added, file))
+        return self._guarded(lambda database: put(database, session_id, added, file))
 
     def look(self) -> None:
         """Look at the files again: some are gone, and their runs may be in others."""
@@ -100,6 +106,7 @@ class Catalogue:
         def moved(database: sqlite3.Connection) -> None:
             forget(database, before)
             put(database, session_id, entries, file)
+            self.looks += 1
 
         self._guarded(moved)
 
@@ -121,9 +128,14 @@ class Catalogue:
         """Whether the session has a run."""
         return bool(self._all("SELECT 1 FROM runs WHERE session = ? LIMIT 1", session_id))
 
-    def sizes(self) -> dict[str, int]:
-        """The bytes of each session's files."""
-        return dict(self._all("SELECT session, sum(bytes) FROM files GROUP BY session"))
+    def sizes(self, but: Collection[str] = ()) -> dict[str, int]:
+        """The bytes of each session's files, without those of these URIs."""
+        others = "uri NOT IN (SELECT value FROM json_each(?))"
+        return dict(self._all(f"SELECT session, sum(bytes) FROM files WHERE {others} GROUP BY session", _listed(but)))
+
+    def files(self, session_id: str) -> dict[str, int]:
+        """The bytes of a session's files by their URIs."""
+        return dict(self._all("SELECT uri, bytes FROM files WHERE session = ?", session_id))
 
     def last_runs(self) -> list[tuple[str, float]]:
         """Of each session that has a run when the last was made, in Unix seconds."""
@@ -224,6 +236,7 @@ class Catalogue:
     def _look(self, database: sqlite3.Connection) -> None:
         """Read files that are not known as they are; what could not be read is tried again after a while."""
         assert self._files is not None
+        self.looks += 1
         self._again = math.inf if refresh(database, self._files) else time.monotonic() + _AGAIN_S
 
     def _look_again(self, database: sqlite3.Connection) -> None:
@@ -239,6 +252,10 @@ class Catalogue:
         self._database = database
         self._release = release = weakref.finalize(self, close)
         release.atexit = False  # a writer's thread may still need it
+
+
+def _listed(values: Collection[str]) -> str:
+    return json.dumps(list(values))
 
 
 def _where(filter: Filter) -> tuple[str, list[Any]]:

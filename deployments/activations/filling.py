@@ -52,6 +52,8 @@ def refresh(database: sqlite3.Connection, root: AnyRoot) -> bool:
             logger.exception("%s cannot be read and is not listed", file.file)
             if isinstance(error, OSError):
                 missed.append(file.file.as_uri())
+            else:  # its bytes count all the same
+                put(database, file.session_id, [], StoredFile(file.file.as_uri(), file.bytes, False, 0, None))
         finally:
             if isinstance(file.file, ObjectFile):
                 file.file.close()
@@ -87,15 +89,19 @@ def _read(database: sqlite3.Connection, seen: Seen, now: int) -> None:
     put(database, seen.session_id, entries, StoredFile(uri, seen.bytes, sealed, rows, settled))
 
 
-def put(database: sqlite3.Connection, session_id: str, entries: Sequence[Entry], file: StoredFile) -> None:
-    """Add runs of one file, and the file as it is now: all or nothing."""
+def put(database: sqlite3.Connection, session_id: str, entries: Sequence[Entry], file: StoredFile) -> int:
+    """Add runs of one file, and the file as it is now: all or nothing.
+
+    Returns:
+        How many bytes more the file has than was known.
+    """
     rows = [row_of(session_id, entry) for entry in entries]
     with transaction(database):
-        found = database.execute("SELECT id, rows FROM files WHERE uri = ?", (file.uri,)).fetchone()
+        found = database.execute("SELECT id, rows, bytes FROM files WHERE uri = ?", (file.uri,)).fetchone()
         if found is None:
             new = "INSERT INTO files (session, uri, bytes, sealed, rows, points) VALUES (?, ?, 0, 0, 0, '{}')"
-            found = database.execute(new, (session_id, file.uri)).lastrowid, 0
-        id, known = found
+            found = database.execute(new, (session_id, file.uri)).lastrowid, 0, 0
+        id, known, size = found
         added = database.executemany(_ADD, [(*row[:2], id, *row[2:]) for row in rows]).rowcount if rows else 0
         count = known + sum(entry.rows for entry in entries) if known is not None and added == len(rows) else None
         if entries and not known:
@@ -105,3 +111,4 @@ def put(database: sqlite3.Connection, session_id: str, entries: Sequence[Entry],
         modified_ns = file.modified_ns if count == file.rows else None
         told = "UPDATE files SET bytes = ?, sealed = ?, rows = ?, modified_ns = ? WHERE id = ?"
         database.execute(told, (file.bytes, file.sealed, count, modified_ns, id))
+    return file.bytes - int(size)

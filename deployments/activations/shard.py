@@ -92,6 +92,15 @@ class Shard:
             self._rewound = True
             self.broken = not self.rows or self._sink.length != self.length
 
+    @property
+    def in_place(self) -> bool:
+        """Whether its name still leads to the file, so that who writes to it now is read; else it is broken."""
+        try:
+            self._check_place()
+        except OSError:
+            self.broken = True
+        return not self.broken
+
     def begin_sync(self) -> None:
         """What is written by now is what `sync` makes durable."""
         self._syncing = _Place(self.length, self.rows, self._sink.length)

@@ -325,6 +325,8 @@ def test_a_file_that_provokes_an_error_keeps_no_other_from_being_served(root, ca
         file.write_batch(batch, custom_metadata=metadata)
     assert listed(opened(root)) == before
     assert "0.arrow cannot be read and is not listed" in caplog.text
+    sizes = {path.as_uri(): path.stat().st_size for path in (root / "a").glob("*.arrow")}
+    assert opened(root).files("a") == sizes  # its bytes count
 
 
 STORE = """

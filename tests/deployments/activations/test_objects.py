@@ -26,6 +26,7 @@ from deployments.activations.exports import export
 from deployments.activations.facts import StoreError, store_name
 from deployments.activations.object_shard import ObjectShard
 from deployments.activations.objects import ObjectFile, Place, beside, place_of
+from deployments.activations.pins import Pins
 from deployments.activations.reader import DamagedError, messages, path_of
 from deployments.activations.recovering import recover
 from deployments.activations.retention import Retention
@@ -523,7 +524,7 @@ def test_in_object_storage_quotas_and_pins_hold_too(bucket, make, monkeypatch, t
         writer.delete("pinned").result()
     writer.close()
     again = Writer(bucket.place, Catalogue.rebuild(bucket.place))
-    assert again.pinned("pinned")
+    assert "pinned" in Pins(bucket.place)
     again.retain(Retention(max_store_bytes=150_000)).result()
     with pytest.raises(StoreError, match="store's quota"):
         again.submit(*make("late", {POINT: torch.randn(64, 256)}, session_id="late")[:2]).result()
