@@ -54,9 +54,10 @@ class Noting(Catalogue):
         super().__init__()
         self.commits: list[Commit] = []
 
-    def add(self, session_id: str, entries: Iterable[Entry], file: StoredFile) -> None:
+    def add(self, session_id: str, entries: Iterable[Entry], file: StoredFile) -> int:
         """Note a commit."""
         self.commits.append((session_id, list(entries), file))
+        return 0
 
 
 def run(number: int, session_id: str) -> RunFacts:

@@ -190,6 +190,8 @@ class Options(BaseModel):
     def _is_absolute(cls, value: str | None) -> str | None:
         if value is None:
             return value
+        if value.startswith("file:"):
+            raise ValueError("must be a path, such as /data/activations: URIs are those of object storage")
         if "://" in value:
             return check_uri(value)
         path = Path(value).expanduser()

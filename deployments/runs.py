@@ -113,7 +113,7 @@ class Runs:
             StoreError: The store cannot take them; or its errors over Ray.
         """
         batch = await self._put(run, captured, ())
-        await self._store.append.remote(run.job.session_id, run.id, part, [batch])
+        await self._store.append.remote(run.job.session_id, run.id, part, [batch], run.most)
 
     async def write(self, run: OpenRun, event: Finished, parts: int) -> StoredRun:
         """Send a run's last rows; durable when it answers.
@@ -188,12 +188,16 @@ class OpenRun:
         id: The run's name.
         job: The job it is of.
         request: The engine's request it records.
+        most: The most bytes that it may record.
     """
 
     def __init__(self, runs: Runs, job: Job, request: Request, offsets: TextOffsets) -> None:
         self.id = f"run-{request.id}"
         self.job = job
         self.request = request
+        assert request.capture is not None
+        rows = _rows(request.capture, len(request.prompt), request.max_tokens)
+        self.most = RowSizes.bytes(request.capture, request.points).of(rows)
         self._runs = runs
         self._offsets = offsets
         self._pieces: list[Captured] = []  # of an inline answer

@@ -34,10 +34,14 @@ class Catalogue:
     """Sessions, runs and files. Safe to use from several threads.
 
     Where the database fails, the catalogue goes on in memory, and the log says why.
+
+    Attributes:
+        looks: How often it changed by more than `add` and `drop`: files were looked at, or runs are in others.
     """
 
     def __init__(self) -> None:
         """One that is empty, in memory."""
+        self.looks = 0
         self._lock = Lock()
         self._files: AnyRoot | None = None
         self._again = math.inf  # when to look at the files once more, in the monotonic clock's seconds
@@ -59,7 +63,9 @@ class Catalogue:
             kept = Kept(beside(root))
         except (OSError, sqlite3.Error) as error:
             logger.warning("the catalogue of %s is held in memory: %s", root, error)
-            return cls.copied(root)
+            catalogue = cls.copied(root)
+            catalogue._files = root
+            return catalogue
         catalogue._hold(kept.connection, kept.close)
         catalogue._root = catalogue._files = root
         catalogue._guarded(catalogue._look)
@@ -79,10 +85,15 @@ class Catalogue:
         with self._lock:
             self._release()
 
-    def add(self, session_id: str, entries: Iterable[Entry], file: StoredFile) -> None:
-        """Add runs of one file, and the file as it is now."""
+    def add(self, session_id: str, entries: Iterable[Entry], file: StoredFile) -> int:
+        """Add runs of one file, and the file as it is now; how many bytes more it has than was known."""
         added = list(entries)
-        self._guarded(lambda database: put(database, session_id, added, file))
+        return self._guarded(lambda database: put(database, session_id, added, file))
+
+    def look(self) -> None:
+        """Look at the files again: others may have changed them."""
+        if self._files is not None:
+            self._guarded(self._look)
 
     def small(self, most: int, many: int) -> list[tuple[str, dict[str, int]]]:
         """Of each session URIs and bytes of objects of at most so many bytes, where it has so many of one kind."""
@@ -122,6 +133,7 @@ class Catalogue:
                 return False
             forget(database, before)
             put(database, session_id, entries, file)
+            self.looks += 1
             return True
 
         return self._guarded(moved)
@@ -144,9 +156,14 @@ class Catalogue:
         """Whether the session has a run."""
         return bool(self._all("SELECT 1 FROM runs WHERE session = ? LIMIT 1", session_id))
 
-    def sizes(self) -> dict[str, int]:
-        """The bytes of each session's files."""
-        return dict(self._all("SELECT session, sum(bytes) FROM files GROUP BY session"))
+    def sizes(self, but: Collection[str] = ()) -> dict[str, int]:
+        """The bytes of each session's files, without those of these URIs."""
+        others = "uri NOT IN (SELECT value FROM json_each(?))"
+        return dict(self._all(f"SELECT session, sum(bytes) FROM files WHERE {others} GROUP BY session", _listed(but)))
+
+    def files(self, session_id: str) -> dict[str, int]:
+        """The bytes of a session's files by their URIs."""
+        return dict(self._all("SELECT uri, bytes FROM files WHERE session = ?", session_id))
 
     def last_runs(self) -> list[tuple[str, float]]:
         """Of each session that has a run when the last was made, in Unix seconds."""
@@ -238,7 +255,7 @@ class Catalogue:
         with self._lock:
             try:
                 if time.monotonic() >= self._again:
-                    self._look(self._database)
+                    self._look_again(self._database)
                 return work(self._database)
             except sqlite3.Error as error:
                 root = self._root
@@ -246,7 +263,7 @@ class Catalogue:
                     raise
                 logger.exception("the catalogue of %s is held in memory from now on: %s", root, error)
             database = in_memory(beside(root))
-            self._look(database)
+            self._look_again(database)
             self._hold(database, database.close)
             self._root = None
             return work(database)
@@ -254,7 +271,16 @@ class Catalogue:
     def _look(self, database: sqlite3.Connection) -> None:
         """Read files that are not known as they are; what could not be read is tried again after a while."""
         assert self._files is not None
+        self.looks += 1
         self._again = math.inf if refresh(database, self._files) else time.monotonic() + _AGAIN_S
+
+    def _look_again(self, database: sqlite3.Connection) -> None:
+        """The same where somebody asks for something else: without the files the database answers as far as it can."""
+        try:
+            self._look(database)
+        except OSError:
+            logger.exception("%s cannot be looked through: the catalogue is as it was, or empty", self._files)
+            self._again = time.monotonic() + _AGAIN_S
 
     def _hold(self, database: sqlite3.Connection, close: Callable[[], None]) -> None:
         self._release()
@@ -266,7 +292,11 @@ class Catalogue:
 def _known(database: sqlite3.Connection, uris: Sequence[str]) -> int:
     """How many of these files are known."""
     found = "SELECT count(*) FROM files WHERE uri IN (SELECT value FROM json_each(?))"
-    return int(database.execute(found, (json.dumps(list(uris)),)).fetchone()[0])
+    return int(database.execute(found, (_listed(uris),)).fetchone()[0])
+
+
+def _listed(values: Collection[str]) -> str:
+    return json.dumps(list(values))
 
 
 def _where(filter: Filter) -> tuple[str, list[Any]]:

@@ -59,15 +59,16 @@ def plan(sessions: Sequence[dict[str, Any]], pins: Pins, older: float | None, mo
         most: After these, the oldest go until the rest has no more bytes.
     """
     held = [Held(one["id"], one["bytes"], one["updated"]) for one in sessions]
-    free = [one for one in held if one.id not in pins]
+    pinned = pins.names()
     aged = [one for one in held if older is not None and one.last < older]
+    others = [one for one in held if older is None or one.last >= older]
     missing = 0 if most is None else sum(one.bytes for one in held) - most
-    missing -= sum(one.bytes for one in aged if one in free)
-    going = oldest([one for one in free if one not in aged], missing)
+    missing -= sum(one.bytes for one in aged if one.id not in pinned)
+    going = oldest([one for one in others if one.id not in pinned], missing)
     last = max((one.last for one in going), default=-math.inf)
-    passed = [one for one in held if one not in free and one not in aged and one.last <= last]
-    planned = [Planned(one, one in free, "too old") for one in aged]
-    planned += [Planned(one, one in free, "the oldest") for one in (*going, *passed)]
+    passed = [one for one in others if one.id in pinned and one.last <= last]
+    planned = [Planned(one, one.id not in pinned, "too old") for one in aged]
+    planned += [Planned(one, one.id not in pinned, "the oldest") for one in (*going, *passed)]
     return sorted(planned, key=lambda one: (one.session.last, one.session.id))
 
 

@@ -13,7 +13,7 @@ import posixpath
 import secrets
 import threading
 import time
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from datetime import UTC, datetime
 from itertools import count
 
@@ -53,14 +53,12 @@ class Compactor:
         root: The store's.
         catalogue: The store's.
         alone: Held while a session is taken away, and while an object is put beside others of a session.
-        moved: Called when sessions take other room than before.
     """
 
-    def __init__(self, root: Place, catalogue: Catalogue, alone: threading.Lock, moved: Callable[[], object]) -> None:
+    def __init__(self, root: Place, catalogue: Catalogue, alone: threading.Lock) -> None:
         self._root = root
         self._catalogue = catalogue
         self._alone = alone
-        self._moved = moved
         self._left: dict[str, float] = {}  # objects that are damaged, and until when they are not looked at
         self._own, self._numbers = secrets.token_hex(4), count(1)
         self._ending = threading.Event()
@@ -232,8 +230,7 @@ class Compactor:
         file = StoredFile(large.uri, large.size, True, rows, 0, kind_of(schema))
         folder = large.folder
         before = [folder.file(name).uri for name in mark.objects]
-        if self._catalogue.move(posixpath.basename(folder.path), entries, file, before):
-            self._moved()
+        self._catalogue.move(posixpath.basename(folder.path), entries, file, before)
 
 
 def _of_a_size(sizes: Mapping[str, int]) -> Iterator[list[str]]:

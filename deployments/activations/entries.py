@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterable, Mapping
+from collections.abc import Collection, Iterable, Mapping
 from dataclasses import fields
 from typing import Any, NamedTuple, Protocol
 
@@ -11,6 +11,13 @@ from deployments.activations.facts import PointType, RunFacts, StoredPoint, Stor
 
 ENTRIES = """SELECT runs.facts, files.uri, runs.first_row, runs.rows, runs.bytes, files.points, runs.offset
     FROM runs JOIN files ON files.id = runs.file"""
+
+
+class RunName(NamedTuple):
+    """What tells a run from all others."""
+
+    session_id: str
+    run_id: str
 
 
 class StoredFile(NamedTuple):
@@ -53,10 +60,16 @@ class Entry(NamedTuple):
 
 
 class Known(Protocol):
-    """What a writer tells of runs, and asks: a catalogue, or what stands for one on another node."""
+    """What a writer tells of runs, and asks: a catalogue, or what stands for one on another node.
 
-    def add(self, session_id: str, entries: Iterable[Entry], file: StoredFile) -> None:
-        """Add runs of one file, and the file as it is now."""
+    Attributes:
+        looks: How often files were looked at behind the writer's back: what is known of them may be otherwise since.
+    """
+
+    looks: int
+
+    def add(self, session_id: str, entries: Iterable[Entry], file: StoredFile) -> int:
+        """Add runs of one file, and the file as it is now; how many bytes more it has than was known."""
 
     def holds(self, session_id: str, run_id: str) -> bool:
         """Whether the session has a run of this id, as far as is known here."""
@@ -67,11 +80,17 @@ class Known(Protocol):
     def knows(self, session_id: str) -> bool:
         """Whether the session has a run."""
 
-    def sizes(self) -> dict[str, int]:
-        """The bytes of each session's files."""
+    def sizes(self, but: Collection[str] = ()) -> dict[str, int]:
+        """The bytes of each session's files, without those of these URIs."""
+
+    def files(self, session_id: str) -> dict[str, int]:
+        """The bytes of a session's files by their URIs."""
 
     def last_runs(self) -> list[tuple[str, float]]:
         """Of each session that has a run when the last was made, in Unix seconds."""
+
+    def look(self) -> None:
+        """Look at the files again: others may have changed them."""
 
 
 _KEPT = [item.name for item in fields(RunFacts) if item.name != "interventions"]

@@ -11,6 +11,7 @@ from collections.abc import Iterable, Sequence
 from deployments.activations.database import transaction
 from deployments.activations.entries import Entry, StoredFile, row_of
 from deployments.activations.facts import PointType
+from deployments.activations.messages import DamagedError
 from deployments.activations.objects import AnyRoot, ObjectFile
 from deployments.activations.reader import is_sealed, whole_runs
 from deployments.activations.scanning import Seen, scan
@@ -51,6 +52,8 @@ def refresh(database: sqlite3.Connection, root: AnyRoot) -> bool:
             logger.exception("%s cannot be read and is not listed", file.file)
             if isinstance(error, OSError):
                 missed.append(file.file.as_uri())
+            else:  # its bytes count all the same
+                put(database, file.session_id, [], StoredFile(file.file.as_uri(), file.bytes, False, 0, None))
         finally:
             if isinstance(file.file, ObjectFile):
                 file.file.close()
@@ -73,25 +76,33 @@ def _read(database: sqlite3.Connection, seen: Seen, now: int) -> None:
     uri = seen.file.as_uri()
     sealed = is_sealed(seen.file)
     entries, points, rows = list[Entry](), dict[str, PointType](), 0
-    for run in whole_runs(seen.file):
-        points = points or point_types(run.batches[0].schema)
-        own = sum(batch.num_rows for batch in run.batches)
-        rows += own
-        entries.append(Entry(run.facts, uri, run.first_row, own, run.bytes, points, run.offset))
     settled = seen.modified_ns if seen.modified_ns < now - _TICK_NS else None
     kind = kind_of(seen.file.reader().schema) if sealed and isinstance(seen.file, ObjectFile) else ""
+    try:
+        for run in whole_runs(seen.file):
+            points = points or point_types(run.batches[0].schema)
+            own = sum(batch.num_rows for batch in run.batches)
+            rows += own
+            entries.append(Entry(run.facts, uri, run.first_row, own, run.bytes, points, run.offset))
+    except DamagedError:
+        logger.exception("%s is not read to its end: the runs before are listed", uri)
+        settled = None  # perhaps it only came so, and the next look finds more
     put(database, seen.session_id, entries, StoredFile(uri, seen.bytes, sealed, rows, settled, kind))
 
 
-def put(database: sqlite3.Connection, session_id: str, entries: Sequence[Entry], file: StoredFile) -> None:
-    """Add runs of one file, and the file as it is now: all or nothing."""
+def put(database: sqlite3.Connection, session_id: str, entries: Sequence[Entry], file: StoredFile) -> int:
+    """Add runs of one file, and the file as it is now: all or nothing.
+
+    Returns:
+        How many bytes more the file has than was known.
+    """
     rows = [row_of(session_id, entry) for entry in entries]
     with transaction(database):
-        found = database.execute("SELECT id, rows FROM files WHERE uri = ?", (file.uri,)).fetchone()
+        found = database.execute("SELECT id, rows, bytes FROM files WHERE uri = ?", (file.uri,)).fetchone()
         if found is None:
             new = "INSERT INTO files (session, uri, bytes, sealed, rows, points, kind) VALUES (?, ?, 0, 0, 0, '{}', '')"
-            found = database.execute(new, (session_id, file.uri)).lastrowid, 0
-        id, known = found
+            found = database.execute(new, (session_id, file.uri)).lastrowid, 0, 0
+        id, known, size = found
         added = database.executemany(_ADD, [(*row[:2], id, *row[2:]) for row in rows]).rowcount if rows else 0
         count = known + sum(entry.rows for entry in entries) if known is not None and added == len(rows) else None
         if entries and not known:
@@ -101,3 +112,4 @@ def put(database: sqlite3.Connection, session_id: str, entries: Sequence[Entry],
         modified_ns = file.modified_ns if count == file.rows else None
         told = "UPDATE files SET bytes = ?, sealed = ?, rows = ?, modified_ns = ?, kind = ? WHERE id = ?"
         database.execute(told, (file.bytes, file.sealed, count, modified_ns, file.kind, id))
+    return file.bytes - int(size)

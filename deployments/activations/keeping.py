@@ -5,16 +5,19 @@ from __future__ import annotations
 import logging
 import threading
 from collections.abc import Callable, Sequence, Set
+from pathlib import Path
 
-import pyarrow as pa
-
+from deployments.activations.claims import Claims
 from deployments.activations.deleting import begin_deletion, finish_deletion
-from deployments.activations.entries import Known
+from deployments.activations.entries import Entry, Known, RunName, StoredFile
 from deployments.activations.facts import StoreError
+from deployments.activations.holding import is_held
 from deployments.activations.objects import AnyRoot
 from deployments.activations.pins import Pins
 from deployments.activations.pool import Pool
+from deployments.activations.reader import within
 from deployments.activations.retention import Held, Retention, oldest
+from deployments.activations.scanning import scan_session
 
 logger = logging.getLogger(__name__)
 
@@ -23,29 +26,39 @@ Busy = Callable[[], Set[str]]
 
 
 class Keeper:
-    """Holds a store to its limits. For the writer's thread, but for `retention` and `pins`, which all may read.
+    """Holds a store to its limits. For the writer's thread, but for `retention`, which all may read.
+
+    Sessions that a run of another node is on its way to are not deleted by themselves, as those are not that a run here
+    is; nor are those whose files are otherwise than is known: another server writes there.
+
+    Args:
+        root: Where the files are.
+        catalogue: What is known of them.
+        pool: What is written to.
+        lease_s: Seconds for which room is kept for a run of another node that nothing is heard of.
 
     Attributes:
         retention: The limits.
-        pins: The pinned sessions.
         alone: Held while a session is taken away from those there are.
     """
 
-    def __init__(self, root: AnyRoot, catalogue: Known, pool: Pool) -> None:
+    def __init__(self, root: AnyRoot, catalogue: Known, pool: Pool, lease_s: float) -> None:
         self.retention = Retention()
-        self.pins = Pins(root)
         self.alone = threading.Lock()
+        self._pins = Pins(root)
+        self._claims = Claims(lease_s)
         self._root = root
         self._catalogue = catalogue
         self._pool = pool
 
-    def check(self, session_id: str, size: int, busy: Busy) -> list[Held]:
+    def check(self, session_id: str, size: int, busy: Set[str], most: int = 0) -> list[Held]:
         """Find out whether a session may get more bytes.
 
         Args:
             session_id: The session.
             size: How many.
             busy: Which sessions stay in any case.
+            most: The most bytes that its run may get from now on: nothing is deleted for one that cannot fit.
 
         Returns:
             The sessions that have to be deleted before.
@@ -54,32 +67,71 @@ class Keeper:
             StoreError: It may not; the message names the quota and says what to do.
         """
         limits = self.retention
-        most, used = limits.max_session_bytes, 0
-        if most is not None and (used := self._pool.used(session_id)) + size > most:
+        limit, used = limits.max_session_bytes, 0
+        if limit is not None and (used := self._used(session_id)) + size > limit:
             what = "store in another session, delete this one, or raise max_session_bytes"
-            raise StoreError(_full(f"quota of session {session_id}", used, most, size, what))
-        most = limits.max_store_bytes
-        if most is None or (missing := (used := self._pool.used()) + size - most) <= 0:
+            raise StoreError(_full(f"quota of session {session_id}", used, limit, size, what))
+        limit = limits.max_store_bytes
+        if limit is None or (missing := (used := self._used()) + size - limit) <= 0:
             return []
         if limits.delete_oldest:
-            going = oldest(self._deletable(busy() | {session_id}), missing)
-            if sum(session.bytes for session in going) >= missing:
-                return going
+            deletable = self._deletable(busy | {session_id})
+            if sum(session.bytes for session in deletable) >= missing + max(0, most - size):
+                return oldest(deletable, missing)
         what = "delete sessions that are not needed, or raise max_store_bytes"
-        raise StoreError(_full("store's quota", used, most, size, what))
+        raise StoreError(_full("store's quota", used, limit, size, what))
 
-    def make_room(self, session_id: str, batches: Sequence[pa.RecordBatch], busy: Busy) -> None:
-        """The same for these rows, and delete what has to be deleted.
+    def make_room(self, session_id: str, size: int, busy: Busy, most: int = 0) -> None:
+        """The same, and delete what has to be deleted.
 
         Raises:
             StoreError: There is no room.
             OSError: The disk refuses a deletion.
         """
-        if not self.retention.has_quotas or not (size := sum(batch.nbytes for batch in batches)):
+        if not self.retention.has_quotas or not size:
             return
-        for session in self.check(session_id, size, busy):
+        stay, looked = set(busy()), False
+        while changed := {one.id for one in self.check(session_id, size, stay, most) if not self._is_as_known(one.id)}:
+            if looked:
+                stay |= changed
+            else:  # what has changed there may be known as well
+                self._catalogue.look()
+                looked = True
+        for session in self.check(session_id, size, stay, most):
             logger.warning("session %s is deleted: the store's quota is reached, and it is the oldest", session.id)
             self.delete(session.id)
+
+    def claim(self, name: RunName, size: int, busy: Busy, most: int = 0) -> None:
+        """Make room for a run that another node's writer writes, and keep it until the run is noted.
+
+        Args:
+            name: The run.
+            size: Its bytes so far, with those that are about to be written.
+            busy: Which sessions stay in any case.
+            most: The most bytes that it may have in the end.
+
+        Raises:
+            StoreError: There is no room.
+            OSError: The disk refuses a deletion.
+        """
+        before = self._claims.of(name)
+        self.make_room(name.session_id, size - before, busy, most - before)
+        self._claims.put(name, size)
+
+    def end_claim(self, name: RunName) -> None:
+        """A run of another node will not be finished."""
+        self._claims.end(name)
+
+    def note(self, session_id: str, entries: Sequence[Entry], file: StoredFile) -> None:
+        """List runs that another node's writer has made durable, unless they were deleted since.
+
+        Raises:
+            OSError: The disk refuses to say whether they were.
+        """
+        if within(self._root, file.uri).exists():
+            self._pool.count(session_id, file, self._catalogue.add(session_id, entries, file))
+        for entry in entries:
+            self._claims.end(RunName(session_id, entry.facts.run_id))
 
     def expire(self, now: float, busy: Busy) -> list[str]:
         """Delete the sessions whose last run is too old, and say which they were; where the disk refuses, they stay.
@@ -87,20 +139,36 @@ class Keeper:
         Args:
             now: Unix seconds.
             busy: Which sessions stay in any case.
+
+        Raises:
+            OSError: It cannot be known which are pinned, or what has changed.
         """
         age = self.retention.max_session_age_s
         if age is None:
             return []
-        gone = list[str]()
-        for session in self._deletable(busy()):
-            if session.last < now - age:
+        gone, changed = list[str](), False
+        for session in [one for one in self._deletable(busy()) if one.last < now - age]:
+            try:
+                if not self._is_as_known(session.id):
+                    changed = True
+                    continue
                 logger.warning("session %s is deleted: its last run is more than %g s old", session.id, age)
-                try:
-                    self.delete(session.id)
-                    gone.append(session.id)
-                except OSError:
-                    logger.exception("session %s cannot be deleted", session.id)
+                self.delete(session.id)
+                gone.append(session.id)
+            except OSError:
+                logger.exception("session %s cannot be deleted", session.id)
+        if changed:
+            self._catalogue.look()  # until next time
         return gone
+
+    def check_pin(self, session_id: str) -> None:
+        """Raise where a session may not be deleted.
+
+        Raises:
+            RequestError: It is pinned.
+            OSError: The disk refuses.
+        """
+        self._pins.check(session_id)
 
     def delete(self, session_id: str) -> bool:
         """Delete a session of which no run is open; false if there was none.
@@ -113,6 +181,7 @@ class Keeper:
             deletion = begin_deletion(self._root, session_id)
             known = self._catalogue.drop(session_id)
         self._pool.forget(session_id)
+        self._claims.end_session(session_id)
         if deletion:
             finish_deletion(deletion)
         return known or deletion is not None
@@ -123,18 +192,32 @@ class Keeper:
         Raises:
             OSError: The disk refuses.
         """
-        if not self._catalogue.knows(session_id) and (pinned or session_id not in self.pins):
+        if not self._catalogue.knows(session_id) and (pinned or session_id not in self._pins):
             return False
-        self.pins.set(session_id, pinned)
+        self._pins.set(session_id, pinned)
         return True
 
     def _deletable(self, busy: Set[str]) -> list[Held]:
-        sizes = self._pool.sizes()
+        sizes, stay = self._pool.sizes(), busy | self._claims.sessions() | self._pins.names()
         return [
             Held(session_id, sizes[session_id], last)
             for session_id, last in self._catalogue.last_runs()
-            if session_id not in busy and session_id not in self.pins
+            if session_id not in stay
         ]
+
+    def _used(self, session_id: str | None = None) -> int:
+        return self._pool.used(session_id) + self._claims.used(session_id)
+
+    def _is_as_known(self, session_id: str) -> bool:
+        """Whether the files of a session, of which no run is open here, are as is known, and held by nobody."""
+        known, own, others = self._catalogue.files(session_id), self._pool.own, self._pool.others(session_id)
+        for file, size in ((seen.file, seen.bytes) for seen in scan_session(self._root, session_id)):
+            uri = file.as_uri()
+            if uri not in own and known.get(uri) != size:
+                return False
+            if uri not in own and uri not in others and isinstance(file, Path) and is_held(file):
+                return False
+        return True
 
 
 def _full(quota: str, used: int, most: int, size: int, what: str) -> str:

@@ -10,7 +10,7 @@ from typing import NamedTuple
 
 import pyarrow as pa
 
-from deployments.activations.entries import Entry, Known
+from deployments.activations.entries import Entry, Known, RunName
 from deployments.activations.facts import RunFacts, StoreError
 from deployments.activations.failures import explain
 from deployments.activations.keeping import Keeper
@@ -18,17 +18,10 @@ from deployments.activations.objects import AnyRoot
 from deployments.activations.pool import AnyShard, Pool
 
 
-class RunName(NamedTuple):
-    """What tells a run from all others."""
-
-    session_id: str
-    run_id: str
-
-
 class Chunk(NamedTuple):
     """Number `part` of a run's chunks, from 0; `run` is what the run is, on the last one.
 
-    `sums` are the batches' checksums.
+    `sums` are the batches' checksums, `most` is the most bytes that all chunks may have, 0 where that is not known.
     """
 
     name: RunName
@@ -36,6 +29,7 @@ class Chunk(NamedTuple):
     batches: list[pa.RecordBatch]
     run: RunFacts | None
     sums: Sequence[Mapping[str, str]]
+    most: int = 0
 
 
 @dataclass
@@ -43,6 +37,7 @@ class _OpenRun:
     shard: AnyShard
     chunks: int  # written so far
     touched: float  # when the last one came, in the monotonic clock's seconds
+    bytes: int = 0  # of their batches
 
 
 class OpenRuns:
@@ -77,6 +72,11 @@ class OpenRuns:
         """The sessions of which a run is open, or anything is not durable yet."""
         return self._written | {name.session_id for name in self._open}
 
+    def bytes_of(self, name: RunName) -> int:
+        """Bytes of an open run's batches so far; 0 where it is none. Any thread may ask."""
+        run = self._open.get(name)
+        return run.bytes if run else 0
+
     def write(self, chunk: Chunk) -> tuple[AnyShard, Entry | None]:
         """Write one chunk to its run's shard; with the last one the run becomes an entry, not durable yet.
 
@@ -84,8 +84,9 @@ class OpenRuns:
             StoreError: If the run cannot go on, a quota is reached, or the disk refuses; after that it cannot either.
         """
         self._check(chunk)
+        size = sum(batch.nbytes for batch in chunk.batches)
         try:
-            self._keeper.make_room(chunk.name.session_id, chunk.batches, self.busy)
+            self._keeper.make_room(chunk.name.session_id, size, self.busy, chunk.most - self.bytes_of(chunk.name))
             self._written.add(chunk.name.session_id)
             if chunk.part == 0:
                 shard = self._pool.take(chunk.name.session_id, chunk.batches[0].schema, whole=chunk.run is not None)
@@ -95,6 +96,7 @@ class OpenRuns:
                 return run.shard, self._finish(chunk, chunk.run)
             run.shard.append(chunk.name.run_id, chunk.batches, chunk.sums)
             run.chunks += 1
+            run.bytes += size
             run.touched = time.monotonic()
             self._open.move_to_end(chunk.name)
             return run.shard, None
@@ -109,6 +111,7 @@ class OpenRuns:
 
     def abandon(self, name: RunName, reason: str) -> None:
         """Take away what there is of a run that is not finished, and refuse what comes of it later."""
+        self._keeper.end_claim(name)
         if name not in self._finished and not self._catalogue.holds(*name):
             self._end(name)
             self._remember(name, reason)

@@ -8,8 +8,9 @@ from typing import Any, NamedTuple
 
 import pyarrow as pa
 
+from deployments.activations.entries import RunName
 from deployments.activations.facts import StoredRun, StoreError, check_session_id
-from deployments.activations.open_runs import Chunk, RunName
+from deployments.activations.open_runs import Chunk
 from deployments.activations.schema import owner
 
 
@@ -35,10 +36,11 @@ class Abandon(NamedTuple):
 
 
 class Task(NamedTuple):
-    """What is done behind the commits of a round."""
+    """What is done behind the commits of a round, or, where it needs nothing of them, in its turn."""
 
     work: Callable[[], Any]
     future: Future[Any]
+    at_once: bool = False
 
 
 def check_name(session_id: str) -> None:

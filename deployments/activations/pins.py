@@ -22,20 +22,25 @@ logger = logging.getLogger(__name__)
 class Pins:
     """The pinned sessions below one root; of object storage they are kept on this machine, as its catalogue is.
 
-    Any thread may ask; `set` is for one at a time.
+    Each answer is the disk's: another server on the same directory may pin, too.
+
+    Args:
+        root: The store's, absolute and no link.
     """
 
     def __init__(self, root: AnyRoot) -> None:
-        """Read which there are; links are not followed, other names are passed over.
-
-        Args:
-            root: The store's, absolute and no link.
-        """
         self._root = root
-        self._names = frozenset(item.name for item in found(beside(root), FOLDER) if names_a_session(item.name))
+
+    def names(self) -> frozenset[str]:
+        """Which there are; links are not followed, other names are passed over.
+
+        Raises:
+            OSError: The disk refuses.
+        """
+        return frozenset(item.name for item in found(beside(self._root), FOLDER) if names_a_session(item.name))
 
     def __contains__(self, session_id: str) -> bool:
-        return session_id in self._names
+        return session_id in self.names()
 
     def set(self, session_id: str, pinned: bool) -> None:
         """Pin a session, or take its pin away; durable when it returns.
@@ -44,18 +49,18 @@ class Pins:
             ValueError: The id can name no session.
             OSError: The disk refuses.
         """
-        name = {check_session_id(session_id)}
+        check_session_id(session_id)
         if pinned:
             write(_made(self._root), FOLDER, session_id, b"")
         elif session_id in self:
             remove(beside(self._root), FOLDER, session_id)
-        self._names = self._names | name if pinned else self._names - name
 
     def check(self, session_id: str) -> None:
         """Raise where a session may not be deleted.
 
         Raises:
             RequestError: It is pinned.
+            OSError: The disk refuses.
         """
         if session_id in self:
             message = f"session {session_id!r} is pinned: unpin it before you delete it"

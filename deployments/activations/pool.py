@@ -6,7 +6,7 @@ import re
 import secrets
 import time
 from collections import Counter, OrderedDict
-from collections.abc import Collection, Mapping
+from collections.abc import Collection, Set
 from itertools import count
 from pathlib import Path
 
@@ -47,9 +47,8 @@ class Pool:
         self._idle_s = idle_s
         self._taken: set[AnyShard] = set()
         self._idle: OrderedDict[AnyShard, float] = OrderedDict()  # since when, the longest first
-        self._closed = Counter(catalogue.sizes())  # bytes by session
-        self._closed_bytes = self._closed.total()
-        self._others: dict[str, dict[str, int]] = {}  # bytes of other writers' files by session and URI
+        self._others: dict[str, set[str]] = {}  # by session the URIs of files that other nodes' writers have open
+        self._recount()
         prefix = f"{time.strftime('%Y%m%dT%H%M%S', time.gmtime())}-{secrets.token_hex(4)}"
         self._names = (f"{prefix}-{number:06}.arrow" for number in count(1))
 
@@ -72,7 +71,9 @@ class Pool:
         fitting = (
             shard
             for shard in reversed(self._idle)
-            if shard.schema.equals(schema, check_metadata=True) and not self._spent(shard)
+            if shard.schema.equals(schema, check_metadata=True)
+            and not self._spent(shard)
+            and (isinstance(shard, ObjectShard) or shard.in_place)  # the store of another node may have deleted it
         )
         shard = next(fitting, None) if whole or isinstance(self._root, Path) else None
         if shard:
@@ -105,14 +106,25 @@ class Pool:
             if session_id in (None, shard.session_id):
                 self._close(shard)
 
+    @property
+    def own(self) -> set[str]:
+        """The URIs of the files that are open."""
+        return {shard.facts().uri for shard in (*self._taken, *self._idle)}
+
+    def others(self, session_id: str) -> Set[str]:
+        """Those that other nodes' writers have open and told of."""
+        return self._others.get(session_id, set())
+
     def used(self, session_id: str | None = None) -> int:
         """Bytes of a session's files, or of all, those that are being written included."""
+        self._follow()
         shards = [*self._taken, *self._idle]
         being_written = sum(shard.size for shard in shards if session_id in (None, shard.session_id))
         return being_written + (self._closed_bytes if session_id is None else self._closed[session_id])
 
     def sizes(self) -> Counter[str]:
         """The same of each session."""
+        self._follow()
         sizes = Counter(self._closed)
         for shard in (*self._taken, *self._idle):
             sizes[shard.session_id] += shard.size
@@ -123,17 +135,21 @@ class Pool:
         self._closed_bytes -= self._closed.pop(session_id, 0)
         self._others.pop(session_id, None)
 
-    def count(self, session_id: str, file: StoredFile) -> None:
-        """Another writer's file is as long now."""
-        others = self._others.setdefault(session_id, {})
-        more = file.bytes - others.get(file.uri, 0)
-        others[file.uri] = file.bytes
+    def count(self, session_id: str, file: StoredFile, more: int) -> None:
+        """Another writer's file has so many bytes more than were known."""
+        others = self._others.setdefault(session_id, set())
+        (others.discard if file.sealed else others.add)(file.uri)
         self._closed[session_id] += more
         self._closed_bytes += more
 
-    def recount(self, sizes: Mapping[str, int]) -> None:
-        """The sessions' closed files are of these bytes."""
-        self._closed = Counter(sizes)
+    def _follow(self) -> None:
+        if self._looks != self._catalogue.looks:
+            self._recount()
+
+    def _recount(self) -> None:
+        """Begin with what the catalogue says of all files but those that are open here."""
+        self._looks = self._catalogue.looks
+        self._closed = Counter(self._catalogue.sizes(but=self.own))  # bytes by session
         self._closed_bytes = self._closed.total()
 
     def _new(self, session_id: str, schema: pa.Schema) -> AnyShard:

@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-import mmap
 import os
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import islice
 from pathlib import Path
-from typing import Any, BinaryIO, NamedTuple
+from typing import Any, NamedTuple
 from urllib.parse import unquote, urlsplit
 
 import pyarrow as pa
@@ -18,18 +17,12 @@ from torch.utils.dlpack import from_dlpack
 from deployments.activations import checksums
 from deployments.activations.facts import COLUMNS, PointType, RunFacts, ShardFacts
 from deployments.activations.marks import counted
-from deployments.activations.objects import AnyFile, AnyRoot, FetchedBatch, ObjectFile, Place, place_of
+from deployments.activations.messages import DamagedError as DamagedError
+from deployments.activations.messages import is_disks
+from deployments.activations.messages import messages as messages
+from deployments.activations.objects import AnyFile, AnyRoot, ObjectFile, Place, place_of
 from deployments.activations.patterns import Patterns
 from deployments.activations.schema import batch_facts, point_types, shard_facts, to_patterns, to_tensor
-
-# An Arrow IPC file is this, padded to 8 bytes, a stream, and a footer once it is sealed.
-_MAGIC = b"ARROW1\0\0"
-_END = b"\0\0\0\0"  # the length of the message that is none
-_COPIED = 1 << 16  # reads below this many bytes, and so what Arrow says of a batch, are no views of the map
-
-
-class DamagedError(ValueError):
-    """Stored values that are not those that were written; the message says which."""
 
 
 @dataclass(frozen=True, eq=False, repr=False)
@@ -68,14 +61,6 @@ class Run(Mapping[str, Any]):
 
     def __repr__(self) -> str:
         return f"Run({self.facts.run_id!r}, rows={len(self.positions)}, points={list(self.tensors)})"
-
-
-class Message(NamedTuple):
-    """A record batch of a file (of an object, what fetches its columns), its own metadata, and the place behind it."""
-
-    batch: pa.RecordBatch | FetchedBatch
-    metadata: Mapping[bytes, bytes] | None
-    end: int
 
 
 class WholeRun(NamedTuple):
@@ -185,6 +170,10 @@ def whole_runs(path: AnyFile, offset: int = 0) -> Iterator[WholeRun]:
     Args:
         path: The file.
         offset: Where a run begins, as `WholeRun` says it; those before it are left out, and rows count from there.
+
+    Raises:
+        OSError: The disk or the store refuses.
+        DamagedError: A batch of an object cannot be read.
     """
     rows = first_row = seen = 0
     start = offset
@@ -214,70 +203,19 @@ def _size(path: AnyFile, between: int) -> int:
     return path.size * between // int(path.reader().num_record_batches)
 
 
-def messages(path: AnyFile, offset: int = 0) -> Iterator[Message]:
-    """The record batches of one file up to where it ends or is cut off, those before a place left out.
-
-    No tensor is read.
-    """
-    return _of_disk(path, offset) if isinstance(path, Path) else _of_object(path, offset)
-
-
-def _of_object(file: ObjectFile, offset: int) -> Iterator[Message]:
-    try:
-        for number, (batch, metadata) in enumerate(file.batches(offset), offset + 1):
-            yield Message(batch, metadata, number)
-    except pa.ArrowInvalid:
-        return  # no file of ours
-
-
-def ends_cut(path: Path, offset: int) -> bool:
-    """Whether a file of a disk ends, behind a place, as one that was cut off in a run; else its bytes were changed.
+def is_sealed(path: AnyFile) -> bool:
+    """Whether the file has its footer.
 
     Raises:
-        OSError: The disk refuses.
+        OSError: It cannot be read.
     """
-    with path.open("rb") as file:
-        begins = file.read(len(_MAGIC))
-        if begins != _MAGIC:
-            return _MAGIC.startswith(begins)
-        stream, runs = _Stream(file), set[str]()
-        for message in _of_stream(stream, offset):
-            try:
-                facts = batch_facts(message.metadata)
-            except ValueError:
-                return False
-            if facts.run:
-                return False  # it had been whole
-            runs.add(facts.run_id)
-        return (stream.short or stream.closes) and len(runs) <= 1
-
-
-def _of_disk(path: Path, offset: int) -> Iterator[Message]:
-    with path.open("rb") as file:
-        if file.read(len(_MAGIC)) == _MAGIC:
-            yield from _of_stream(_Stream(file), offset)
-
-
-def _of_stream(stream: _Stream, offset: int) -> Iterator[Message]:
-    try:
-        reader = pa.ipc.open_stream(stream)
-        if offset:
-            reader.read_next_batch()  # with it come the dictionaries
-            stream.position = offset
-        while True:
-            batch, metadata = reader.read_next_batch_with_custom_metadata()
-            yield Message(batch, metadata, stream.position)
-    except StopIteration:
-        return
-    except (pa.ArrowException, ValueError, OSError):
-        return  # a message that the end of the file cuts off: nothing behind it counts
-
-
-def is_sealed(path: AnyFile) -> bool:
-    """Whether the file has its footer."""
     try:
         footer(path)
-    except (pa.ArrowInvalid, OSError):
+    except pa.ArrowException:
+        return False
+    except OSError as error:
+        if is_disks(error):
+            raise
         return False
     return True
 
@@ -352,40 +290,6 @@ def _runs_in(path: AnyFile | Place, offset: int = 0) -> Iterator[WholeRun]:
         raise ValueError(f"offset is a place in one file, and {path} is a directory")
     for file in files:
         yield from whole_runs(file, offset)
-
-
-class _Stream:
-    """What Arrow reads a file's stream from: tensors are views of a map, what describes them is copied.
-
-    The map is private and copies on write: torch cannot keep a caller from writing to a tensor, and on a
-    read-only map that would end the process. So would touching a page of it that the file no longer has. A writer
-    cuts runs off that will not be finished: until a run is known to be whole, it is read without the map.
-    """
-
-    closed = False
-
-    def __init__(self, file: BinaryIO) -> None:
-        self._file = file
-        self._map = memoryview(mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_COPY))
-        self.position = len(_MAGIC)
-        self.short = False  # whether more was asked for than there is
-        self.closes = False  # whether what was read last ends the stream: behind it is a footer, or part of one
-
-    def read(self, size: int) -> memoryview:
-        data = self._map[self.position : self.position + size]
-        self.short = len(data) < size
-        if len(data) < _COPIED:
-            copy = bytearray(len(data))
-            data = memoryview(copy)[: os.preadv(self._file.fileno(), [copy], self.position)]
-        self.closes = len(data) == len(_END) and bytes(data) == _END
-        self.position += len(data)
-        return data
-
-    def readable(self) -> bool:
-        return True
-
-    def close(self) -> None:
-        """The file is closed by whoever opened it."""
 
 
 def _values(name: str, kind: PointType, batches: Sequence[pa.RecordBatch]) -> torch.Tensor | Patterns:

@@ -17,9 +17,10 @@ from deployments.activations.checksums import damaged
 from deployments.activations.deleting import finish_deletion
 from deployments.activations.facts import names_a_session
 from deployments.activations.holding import DELETED, NEW, PULLED, take
+from deployments.activations.messages import ends_cut
 from deployments.activations.objects import AnyRoot, Place
 from deployments.activations.pool import FILE_NAME
-from deployments.activations.reader import WholeRun, ends_cut, is_sealed, whole_runs
+from deployments.activations.reader import WholeRun, is_sealed, whole_runs
 from deployments.activations.shard import directory, seal
 from deployments.activations.small_files import remove_unfinished
 from deployments.activations.verifying import read_all
@@ -90,11 +91,12 @@ def _recover_session(path: Path) -> None:
     with directory(path) as folder:
         for item in sorted(os.scandir(path), key=lambda item: item.name):
             file = path / item.name
-            if FILE_NAME.fullmatch(item.name) and item.is_file(follow_symlinks=False) and not is_sealed(file):
+            if FILE_NAME.fullmatch(item.name) and item.is_file(follow_symlinks=False):
                 try:
-                    _recover_file(file, folder)
+                    if not is_sealed(file):
+                        _recover_file(file, folder)
                 except Exception:
-                    logger.exception("%s has no footer and could not be given one: it is left as it is", file)
+                    logger.exception("%s could not be looked through or given a footer: it is left as it is", file)
 
 
 def _recover_file(path: Path, folder: int) -> None:

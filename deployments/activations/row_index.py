@@ -15,7 +15,8 @@ import pyarrow as pa
 import torch
 
 from deployments.activations.facts import PointType, RunFacts
-from deployments.activations.reader import Message, messages, whole_runs
+from deployments.activations.messages import Message, messages
+from deployments.activations.reader import whole_runs
 from deployments.activations.schema import PHASES, dtype_of, point_types
 from deployments.activations.selecting import Wanted, shards
 

@@ -5,9 +5,9 @@ from __future__ import annotations
 import contextlib
 import logging
 import os
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 from deployments.activations.facts import names_a_session
 from deployments.activations.marks import uncounted
@@ -36,19 +36,31 @@ def scan(root: AnyRoot, missed: list[str] | None = None) -> Iterator[Seen]:
         OSError: The root cannot be read.
     """
     if isinstance(root, Place):
-        yield from _objects(root)
+        yield from _objects(root, root.infos(deep=True))
         return
     for folder in sorted(os.scandir(root), key=lambda item: item.name):
         if names_a_session(folder.name) and folder.is_dir(follow_symlinks=False):
             try:
-                yield from _files(folder)
+                yield from _files(Path(folder.path))
             except OSError:  # one unreadable session must not keep the others from being served
                 logger.exception("session %s cannot be read and is not listed", folder.name)
                 if missed is not None:
                     missed.append(folder.name)
 
 
-def _files(folder: os.DirEntry[str]) -> Iterator[Seen]:
+def scan_session(root: AnyRoot, session_id: str) -> Iterator[Seen]:
+    """The same of one session; nothing where it has no directory.
+
+    Raises:
+        OSError: It cannot be read.
+    """
+    if isinstance(root, Place):
+        yield from _objects(root, root.below(session_id).infos())
+    elif (root / session_id).is_dir():
+        yield from _files(root / session_id)
+
+
+def _files(folder: Path) -> Iterator[Seen]:
     for item in sorted(os.scandir(folder), key=lambda item: item.name):
         if item.name.endswith(".arrow") and item.is_file(follow_symlinks=False):
             with contextlib.suppress(FileNotFoundError):  # deleted since it was listed
@@ -56,9 +68,8 @@ def _files(folder: os.DirEntry[str]) -> Iterator[Seen]:
                 yield Seen(folder.name, Path(item.path), state.st_size, state.st_mtime_ns)
 
 
-def _objects(root: Place) -> Iterator[Seen]:
+def _objects(root: Place, infos: Sequence[Any]) -> Iterator[Seen]:
     """The same of object storage, where a file of a name never changes; without those that are to go."""
-    infos = root.infos(deep=True)
     gone = uncounted(root, infos)
     for info in sorted(infos, key=lambda info: info.path):
         session_id, _, name = info.path.removeprefix(f"{root.path}/").partition("/")

@@ -15,7 +15,7 @@ from deployments.activations.checksums import checksums, written
 from deployments.activations.entries import Entry, StoredFile
 from deployments.activations.facts import RunFacts
 from deployments.activations.holding import create
-from deployments.activations.reader import messages
+from deployments.activations.messages import messages
 from deployments.activations.schema import batch_metadata, empty_batch, free_batch, point_types
 
 _PIECES = 512  # that are written by one call; systems take 1,024
@@ -91,6 +91,15 @@ class Shard:
             self._cut(self.length, self.rows)
             self._rewound = True
             self.broken = not self.rows or self._sink.length != self.length
+
+    @property
+    def in_place(self) -> bool:
+        """Whether its name still leads to the file, so that who writes to it now is read; else it is broken."""
+        try:
+            self._check_place()
+        except OSError:
+            self.broken = True
+        return not self.broken
 
     def begin_sync(self) -> None:
         """What is written by now is what `sync` makes durable."""

@@ -16,7 +16,7 @@ from deployments.activations.facts import StoredPoint, StoredRun, StoreError, st
 from deployments.activations.failures import explain
 from deployments.activations.filters import EVERYTHING, Filter
 from deployments.activations.interventions import TokenChoice
-from deployments.activations.profiles import Profile
+from deployments.activations.keeps_files import KeepsFiles
 from deployments.activations.retention import Retention
 from deployments.activations.taking import NAMESPACE, TakesRuns, mark, node_writers
 
@@ -32,7 +32,7 @@ logger = logging.getLogger(__name__)
 __all__ = ["ActivationStore", "StoreError", "StoredPoint", "StoredRun"]
 
 
-class ActivationStore(TakesRuns):
+class ActivationStore(TakesRuns, KeepsFiles):
     """Keeps runs in Arrow files below one directory, or in object storage.
 
     Args:
@@ -52,18 +52,18 @@ class ActivationStore(TakesRuns):
         lease_s: float = 900,
         life: str = "",
     ) -> None:
+        if root.startswith("file:"):
+            raise ValueError(f"The activation store's root {root!r} must be a path, not a URI of one")
         if "://" not in root and not Path(root).is_absolute():
             # An actor's working directory may be a copy that Ray throws away.
             raise ValueError(f"The activation store's root {root!r} must be an absolute path")
         # Serve's controller and the ingress import this module too, and need no Arrow.
         from deployments.activations.catalogue import Catalogue
         from deployments.activations.objects import beside, place_of
-        from deployments.activations.pins import saved_limits
-        from deployments.activations.profile_files import ProfileFiles
+        from deployments.activations.pins import Pins, saved_limits
         from deployments.activations.readings import Readings
         from deployments.activations.recovering import make_root, recover
         from deployments.activations.room import Room
-        from deployments.activations.tensor_files import TensorFiles
 
         if "://" in root:
             resolved: AnyRoot = place_of(root)
@@ -82,12 +82,11 @@ class ActivationStore(TakesRuns):
         self._mark = mark(resolved) if isinstance(resolved, Path) else None
         self._rows_pool = ThreadPoolExecutor(2, thread_name_prefix="stored-rows")  # what they read is in memory at once
         self._readings = Readings(self._catalogue, resolved)
+        self._pins = Pins(resolved)
         self._data_pool = ThreadPoolExecutor(2, thread_name_prefix="downloads")
-        self._tensors = TensorFiles(files)
-        self._profiles = ProfileFiles(files)
+        self._keep_files(files)
         self._room = Room(resolved, lambda session_id, size: self._writing().check_quotas(session_id, size))
         self._room_pool = ThreadPoolExecutor(1, thread_name_prefix="room")  # one tries the disk at a time
-        self._files_pool = ThreadPoolExecutor(1, thread_name_prefix="small-files")  # one changes them at a time
 
     def _begin_writer(self) -> Writer:
         from deployments.activations.writer import Writer
@@ -113,7 +112,8 @@ class ActivationStore(TakesRuns):
     ) -> list[dict[str, Any]]:
         """Up to `limit` sessions that hold a run of the filter, as `Catalogue.sessions`, with `pinned`."""
         found = await asyncio.to_thread(self._catalogue.sessions, limit, after, filter)
-        return [one | {"pinned": self._writer.pinned(one["id"])} for one in found]
+        pinned = await asyncio.to_thread(self._pins.names)
+        return [one | {"pinned": one["id"] in pinned} for one in found]
 
     async def runs(
         self, filter: Filter = EVERYTHING, limit: int = 100, after: str | None = None
@@ -134,7 +134,7 @@ class ActivationStore(TakesRuns):
             RequestError: The session has no run `after`; names `after`.
         """
         found = await asyncio.to_thread(self._catalogue.session, session_id, limit, after)
-        return found and found | {"pinned": self._writer.pinned(session_id)}
+        return found and found | {"pinned": session_id in await asyncio.to_thread(self._pins.names)}
 
     async def rows(self, run_id: str, points: Sequence[Sequence[str]], tokens: TokenChoice, most: int) -> bytes | None:
         """Some rows of a stored run, as `stored_rows.read_rows` gives them; None if there is no such run.
@@ -205,6 +205,10 @@ class ActivationStore(TakesRuns):
             return await self._delete(session_id)
 
     async def _delete(self, session_id: str) -> bool:
+        try:
+            await asyncio.to_thread(self._pins.check, session_id)  # before anybody lets go of it
+        except OSError as error:
+            raise explain(self._root, error) from error
         writers = await asyncio.to_thread(node_writers, self._asked)
         for writer, said in zip(writers, await _all(writer.hold.remote(session_id) for writer in writers), strict=True):
             if isinstance(said, Exception):  # what it may still write there it will find gone
@@ -221,14 +225,21 @@ class ActivationStore(TakesRuns):
 
     async def note(self, session_id: str, entries: Sequence[Entry], file: StoredFile) -> None:
         """List runs that another node's writer has made durable, unless they were deleted since."""
-        if await asyncio.to_thread(self._is_there, file.uri):
-            await asyncio.to_thread(self._catalogue.add, session_id, entries, file)
-            await asyncio.wrap_future(self._writing().count(session_id, file))
+        await asyncio.wrap_future(self._writing().note(session_id, entries, file))
 
-    def _is_there(self, uri: str) -> bool:
-        from deployments.activations.reader import within
+    async def make_room(self, session_id: str, run_id: str, size: int, most: int = 0) -> None:
+        """Make room for a run that another node's writer writes, as `Writer.claim`, until it is noted or abandoned.
 
-        return within(self._root, uri).exists()
+        Args:
+            session_id: The session.
+            run_id: The run.
+            size: Its bytes so far, with those that are about to be written.
+            most: The most bytes that the whole run may have, 0 where that is not known.
+
+        Raises:
+            StoreError: There is no room; the message names the quota and says what to do.
+        """
+        await asyncio.wrap_future(self._writing().claim(session_id, run_id, size, most))
 
     async def pin(self, session_id: str, pinned: bool) -> bool:
         """Pin a session, or take its pin away: true when that is durable, false if there is no such session.
@@ -236,7 +247,7 @@ class ActivationStore(TakesRuns):
         Raises:
             StoreError: As for `delete`.
         """
-        return await asyncio.wrap_future(self._writer.pin(session_id, pinned))
+        return await asyncio.wrap_future(self._writing().pin(session_id, pinned))
 
     async def retain(self, retention: Retention, now: float | None = None) -> list[str]:
         """Keep to these limits from now on, also when started again; as `Writer.retain`.
@@ -246,91 +257,12 @@ class ActivationStore(TakesRuns):
         """
         from deployments.activations.pins import save_limits
 
-        gone = asyncio.wrap_future(self._writer.retain(retention, now))
+        self._limits = retention  # also those of a writer that takes the place of this one
+        gone = asyncio.wrap_future(self._writing().retain(retention, now))
         await asyncio.get_running_loop().run_in_executor(
             self._files_pool, save_limits, self._root, self._life, retention
         )
         return await gone
-
-    async def tensor_files(self, limit: int = 100, after: str | None = None) -> list[dict[str, Any]]:
-        """Up to `limit` tensor files in the order of their ids, beginning behind the id `after`."""
-        return self._tensors.list(limit, after)
-
-    async def put_tensors(self, data: bytes, most: int) -> dict[str, Any]:
-        """Keep a client's safetensors file; durable when it answers.
-
-        Args:
-            data: The file.
-            most: The most bytes of all files together.
-
-        Returns:
-            What `tensor_files` says of it.
-
-        Raises:
-            RequestError: The file is not one that may be kept, or there is no room for it.
-            StoreError: The disk refuses.
-        """
-        return await asyncio.get_running_loop().run_in_executor(self._files_pool, self._tensors.put, data, most)
-
-    async def tensor_file(self, tensor_id: str) -> bytes | None:
-        """A tensor file as it was sent; None if there is none. `tensors.pick` finds a tensor in it.
-
-        Raises:
-            StoreError: The disk refuses.
-        """
-        return await asyncio.to_thread(self._tensors.read, tensor_id)
-
-    async def delete_tensors(self, tensor_id: str) -> bool:
-        """Delete a tensor file: true when it is gone, false if there was none.
-
-        Raises:
-            StoreError: The disk refuses.
-        """
-        return await asyncio.get_running_loop().run_in_executor(self._files_pool, self._tensors.delete, tensor_id)
-
-    async def profiles(self, limit: int = 100, after: str | None = None) -> list[dict[str, Any]]:
-        """Up to `limit` profiles in the order of their names, beginning behind `after`; without what they do."""
-        return self._profiles.list(limit, after)
-
-    async def put_profile(self, profile: Profile, by_admin: bool) -> dict[str, Any]:
-        """Keep a profile, in the place of one of its name; durable when it answers.
-
-        Args:
-            profile: The profile.
-            by_admin: Whether defaults may change.
-
-        Returns:
-            What `profile` says of it.
-
-        Raises:
-            RequestError: It is too large, there are too many, or defaults may not change.
-            StoreError: The disk refuses.
-        """
-        return await asyncio.get_running_loop().run_in_executor(self._files_pool, self._profiles.put, profile, by_admin)
-
-    async def profile(self, name: str) -> dict[str, Any] | None:
-        """A profile as it was sent, with when, and whether it is a default; None if there is none.
-
-        Raises:
-            StoreError: The disk refuses.
-        """
-        return await asyncio.to_thread(self._profiles.get, name)
-
-    async def default_profiles(self, known: int | None = None) -> tuple[int, dict[str, dict[str, Any]]] | None:
-        """The models' default profiles, and a version of all profiles; None where `known` is that version.
-
-        Raises:
-            StoreError: The disk refuses.
-        """
-        return await asyncio.to_thread(self._profiles.defaults, known)
-
-    async def delete_profile(self, name: str) -> bool:
-        """Delete a profile: true when it is gone, false if there was none.
-
-        Raises:
-            StoreError: The disk refuses.
-        """
-        return await asyncio.get_running_loop().run_in_executor(self._files_pool, self._profiles.delete, name)
 
 
 async def _all(answers: Iterable[Awaitable[Any]]) -> list[Any]:

@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import functools
 import logging
 import secrets
 from collections import OrderedDict, deque
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import AsyncIterator, Awaitable, Callable, Collection, Iterable, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -42,7 +43,9 @@ class TakesRuns:
             self._writer = self._begin_writer()
         return self._writer
 
-    async def append(self, session_id: str, run_id: str, part: int, batches: list[ray.ObjectRef[Any]]) -> None:
+    async def append(
+        self, session_id: str, run_id: str, part: int, batches: list[ray.ObjectRef[Any]], most: int = 0
+    ) -> None:
         """Take more of a run that is not finished; `write` takes its end. Not durable yet when it answers.
 
         Who waits for the answer before they send the next part sends no faster than the disk writes.
@@ -53,13 +56,15 @@ class TakesRuns:
             part: How many parts of the run came before.
             batches: References to record batches of `to_batch` with the run's next rows, in a list so that
                 Ray passes them on unresolved.
+            most: The most bytes that the whole run may have, 0 where that is not known: no session is deleted to make
+                room for a run that would not fit even so.
 
         Raises:
             StoreError: If a batch is lost, parts before it are missing, the run or its session was given up, or
                 the disk refuses. The run cannot be finished then.
         """
         found = await _fetch(run_id, batches)
-        await asyncio.wrap_future(self._writing().append(session_id, run_id, part, found))
+        await asyncio.wrap_future(self._writing().append(session_id, run_id, part, found, most))
 
     async def write(self, run: RunFacts, batches: list[ray.ObjectRef[Any]], part: int = 0) -> StoredRun:
         """Store a run, or the end of one: contiguous rows of one file, in order. Durable when it answers.
@@ -104,24 +109,39 @@ class NodeWriter(TakesRuns):
         self._begin_writer = functools.partial(Writer, at, _Told(store))
         self._writer = self._begin_writer()
 
-    async def append(self, session_id: str, run_id: str, part: int, batches: list[ray.ObjectRef[Any]]) -> None:
-        """As the store's; its quotas are asked for each part."""
+    async def append(
+        self, session_id: str, run_id: str, part: int, batches: list[ray.ObjectRef[Any]], most: int = 0
+    ) -> None:
+        """As the store's, which makes room for each part."""
         found = await _fetch(run_id, batches)
-        await self.check_room(session_id, sum(batch.nbytes for batch in found))
-        await asyncio.wrap_future(self._writing().append(session_id, run_id, part, found))
+        async with self._room(session_id, run_id, found, most):
+            await asyncio.wrap_future(self._writing().append(session_id, run_id, part, found, most))
 
     async def write(self, run: RunFacts, batches: list[ray.ObjectRef[Any]], part: int = 0) -> StoredRun:
-        """As the store's; its quotas are asked."""
+        """As the store's, which makes room."""
         found = await _fetch(run.run_id, batches)
-        await self.check_room(run.session_id, sum(batch.nbytes for batch in found))
-        return await asyncio.wrap_future(self._writing().submit(run, found, part))
+        async with self._room(run.session_id, run.run_id, found):
+            return await asyncio.wrap_future(self._writing().submit(run, found, part))
+
+    async def abandon(self, session_id: str, run_id: str) -> None:
+        """As the store's, which keeps no room for the run any more."""
+        await super().abandon(session_id, run_id)
+        self._store.abandon.remote(session_id, run_id)
 
     async def check_room(self, session_id: str, size: int) -> None:
         """As the store's."""
+        await _unless_away(self._store.check_room.remote(session_id, size))
+
+    @contextlib.asynccontextmanager
+    async def _room(self, session_id: str, run_id: str, batches: Sequence[Any], most: int = 0) -> AsyncIterator[None]:
+        """Have room for more of a run; the run cannot be finished where this, or what is done within, fails."""
+        size = self._writer.bytes_of(session_id, run_id) + sum(batch.nbytes for batch in batches)
         try:
-            await self._store.check_room.remote(session_id, size)
-        except ray.exceptions.ActorUnavailableError:
-            logger.warning("the store starts again, and its quotas are not asked")
+            await _unless_away(self._store.make_room.remote(session_id, run_id, size, most))
+            yield
+        except BaseException:
+            self._store.abandon.remote(session_id, run_id)
+            raise
 
     async def hold(self, session_id: str) -> None:
         """Let go of a session's files, and take no run of it until `release`, or for a minute or two."""
@@ -135,12 +155,14 @@ class NodeWriter(TakesRuns):
 class _Told:
     """Stands for the catalogue, which is on the store's node."""
 
+    looks = 0
+
     def __init__(self, store: Any) -> None:
         self._store = store
         self._untold: deque[tuple[str, list[Entry], StoredFile]] = deque()
         self._own: OrderedDict[tuple[str, str], None] = OrderedDict()  # the oldest first
 
-    def add(self, session_id: str, entries: Iterable[Entry], file: StoredFile) -> None:
+    def add(self, session_id: str, entries: Iterable[Entry], file: StoredFile) -> int:
         told = [entry._replace(facts=replace(entry.facts, interventions=[])) for entry in entries]
         self._untold.append((session_id, told, file))
         # It may be starting again, and have looked at this file before the runs were in it.
@@ -157,6 +179,7 @@ class _Told:
         self._own.update(dict.fromkeys((session_id, entry.facts.run_id) for entry in told))
         while len(self._own) > _KNOWN:
             self._own.popitem(last=False)
+        return 0
 
     def holds(self, session_id: str, run_id: str) -> bool:
         return (session_id, run_id) in self._own
@@ -169,11 +192,17 @@ class _Told:
     def knows(self, session_id: str) -> bool:
         raise AssertionError(f"session {session_id}: the store alone pins")
 
-    def sizes(self) -> dict[str, int]:
+    def sizes(self, but: Collection[str] = ()) -> dict[str, int]:
+        return {}
+
+    def files(self, session_id: str) -> dict[str, int]:
         return {}
 
     def last_runs(self) -> list[tuple[str, float]]:
         return []
+
+    def look(self) -> None:
+        raise AssertionError("the store alone looks at the files of all")
 
 
 def mark(root: Path) -> str:
@@ -248,6 +277,13 @@ def _sees(root: Path, marked: str) -> bool:
         return (root / _MARK).read_text() == marked
     except OSError:
         return False
+
+
+async def _unless_away(asked: Awaitable[None]) -> None:
+    try:
+        await asked
+    except ray.exceptions.ActorUnavailableError:
+        logger.warning("the store starts again, and its quotas are not asked")
 
 
 async def _fetch(run_id: str, batches: Sequence[ray.ObjectRef[Any]]) -> list[Any]:

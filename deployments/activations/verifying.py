@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -11,8 +12,9 @@ import pyarrow as pa
 import pyarrow.compute as pc
 
 from deployments.activations import checksums
+from deployments.activations.messages import DamagedError, messages
 from deployments.activations.objects import AnyFile
-from deployments.activations.reader import footer, is_sealed, messages, size_of, whole_runs
+from deployments.activations.reader import footer, is_sealed, size_of, whole_runs
 from deployments.activations.schema import BatchFacts, batch_facts
 
 State = Literal["whole", "open", "cut short", "damaged", "unreadable"]
@@ -86,27 +88,14 @@ def read_all(path: Path) -> None:
 
 
 def _look_through(found: Verified) -> None:
-    rows_of, batches, end = dict[str, int](), 0, 0
-    for batch, metadata, behind in messages(found.path):
-        end = behind
-        try:
-            batch = batch.select(batch.schema.names)
-            batch.validate(full=True)
-            facts = batch_facts(metadata)
-            bad = changed(batch, facts, checksums.read(metadata, batch.schema.names))
-        except (pa.ArrowInvalid, ValueError) as error:
-            found.state, found.reason = "damaged", f"batch {batches}: {error}"
-            break
-        if bad:
-            known = found.damaged.setdefault(facts.run_id, [])
-            known += [name for name in bad if name not in known]
-        rows_of[facts.run_id] = rows_of.get(facts.run_id, 0) + batch.num_rows
-        batches += 1
-    for whole in whole_runs(found.path):
-        rows = rows_of.pop(whole.facts.run_id, 0)
-        if whole.facts.run_id not in found.damaged:
-            found.runs += 1
-            found.rows += rows
+    rows_of = dict[str, int]()
+    batches, end = _look_at_batches(found, rows_of)
+    with contextlib.suppress(DamagedError):  # found before
+        for whole in whole_runs(found.path):
+            rows = rows_of.pop(whole.facts.run_id, 0)
+            if whole.facts.run_id not in found.damaged:
+                found.runs += 1
+                found.rows += rows
     found.unfinished = rows_of
     found.damaged = {run: names for run, names in found.damaged.items() if run not in rows_of}
     if found.damaged and found.state == "whole":
@@ -128,3 +117,23 @@ def _look_through(found: Verified) -> None:
         found.reason = "a run has no end" if end == size else f"the last {size - end} bytes are no whole batch"
     else:
         found.state = "open"
+
+
+def _look_at_batches(found: Verified, rows_of: dict[str, int]) -> tuple[int, int]:
+    """Count each run's rows up to where batches are damaged: how many batches they are, and the place behind them."""
+    batches = end = 0
+    try:
+        for batch, metadata, behind in messages(found.path):
+            end = behind
+            batch = batch.select(batch.schema.names)
+            batch.validate(full=True)
+            facts = batch_facts(metadata)
+            bad = changed(batch, facts, checksums.read(metadata, batch.schema.names))
+            if bad:
+                known = found.damaged.setdefault(facts.run_id, [])
+                known += [name for name in bad if name not in known]
+            rows_of[facts.run_id] = rows_of.get(facts.run_id, 0) + batch.num_rows
+            batches += 1
+    except ValueError as error:  # also Arrow's, and a DamagedError
+        found.state, found.reason = "damaged", f"batch {batches}: {error}"
+    return batches, end

@@ -22,12 +22,12 @@ from deployments.activations.catalogue import Catalogue
 from deployments.activations.checksums import checksums
 from deployments.activations.commits import Commits
 from deployments.activations.compacting import Compactor
-from deployments.activations.entries import Known, StoredFile
+from deployments.activations.entries import Entry, Known, RunName, StoredFile
 from deployments.activations.facts import RunFacts, StoredRun, StoreError
 from deployments.activations.failures import explain
 from deployments.activations.keeping import Keeper
 from deployments.activations.objects import AnyRoot, Place
-from deployments.activations.open_runs import Chunk, OpenRuns, RunName
+from deployments.activations.open_runs import Chunk, OpenRuns
 from deployments.activations.orders import Abandon, Append, Task, Write, check_batches, check_name
 from deployments.activations.pool import Pool
 from deployments.activations.retention import Held, Retention
@@ -78,16 +78,17 @@ class Writer:
         self._root = root
         self._catalogue = catalogue
         self._pool = Pool(root, catalogue, shard_bytes=shard_bytes, open_shards=open_shards, idle_s=idle_s)
-        self._keeper = Keeper(root, catalogue, self._pool)
+        self._keeper = Keeper(root, catalogue, self._pool, lease_s)
         self._runs = OpenRuns(root, catalogue, self._pool, self._keeper, lease_s)
         self._look = math.inf  # when to look for sessions that are too old, in the monotonic clock's seconds
         self._compactor: Compactor | None = None
         if isinstance(root, Place) and isinstance(catalogue, Catalogue):  # a node's writer leaves it to the store's
-            self._compactor = Compactor(root, catalogue, self._keeper.alone, self._recount)
+            self._compactor = Compactor(root, catalogue, self._keeper.alone)
         self._held: dict[str, float] = {}  # sessions that are being deleted, and until when at most
         self._asked: list[Future[Any]] = []  # and perhaps not answered
         self._closing = threading.Lock()
         self._closed = False
+        self._failed = False
         self._queue: SimpleQueue[_Item | None] = SimpleQueue()
         self._commits = Commits(root, catalogue, self._runs, lambda: self._queue.put(_Synced()))
         self._thread = threading.Thread(target=self._loop, name="activation-writer", daemon=True)
@@ -97,10 +98,12 @@ class Writer:
 
     @property
     def alive(self) -> bool:
-        """Whether the thread runs."""
-        return self._thread.is_alive()
+        """Whether the thread runs and has not failed."""
+        return self._thread.is_alive() and not self._failed
 
-    def append(self, session_id: str, run_id: str, part: int, batches: Sequence[pa.RecordBatch]) -> Future[None]:
+    def append(
+        self, session_id: str, run_id: str, part: int, batches: Sequence[pa.RecordBatch], most: int = 0
+    ) -> Future[None]:
         """Queue a chunk of a run that is not finished; answered when it is in the file, if not yet durable.
 
         Args:
@@ -108,6 +111,8 @@ class Writer:
             run_id: Unique within the session.
             part: How many chunks of the run came before. Each is sent when the one before is answered.
             batches: The run's next rows, of one schema.
+            most: The most bytes that the whole run may have, where that is known: nothing is deleted for a run that
+                would not fit even so.
 
         Raises:
             StoreError: At once if the batches are not this session's or the writer is closed; from the
@@ -118,7 +123,7 @@ class Writer:
             raise StoreError(f"Part {part} of run {run_id} has no rows: send it when there are some")
         check_batches(name, batches)
         future: Future[None] = Future()
-        self._put(Append(Chunk(name, part, list(batches), None, _sums(batches)), future))
+        self._put(Append(Chunk(name, part, list(batches), None, _sums(batches), most), future))
         return future
 
     def submit(self, run: RunFacts, batches: Sequence[pa.RecordBatch], part: int = 0) -> Future[StoredRun]:
@@ -164,9 +169,9 @@ class Writer:
         check_name(session_id)
         return self._behind(lambda: self._delete(session_id))
 
-    def pinned(self, session_id: str) -> bool:
-        """Whether a session is pinned."""
-        return session_id in self._keeper.pins
+    def bytes_of(self, session_id: str, run_id: str) -> int:
+        """Bytes of the batches that are written of a run that is not finished."""
+        return self._runs.bytes_of(RunName(session_id, run_id))
 
     def pin(self, session_id: str, pinned: bool) -> Future[bool]:
         """Queue a session's pin, or its end: true when it is durable, false if there is no such session.
@@ -207,13 +212,28 @@ class Writer:
         """
         return self._behind(lambda: self._hold(session_id, 0.0))
 
-    def count(self, session_id: str, file: StoredFile) -> Future[None]:
-        """Queue: another writer's file of the session is as long now, which quotas count.
+    def claim(self, session_id: str, run_id: str, size: int, most: int = 0) -> Future[None]:
+        """Queue: make room for a run that another node's writer writes, and keep it until `note` or `abandon`.
+
+        Args:
+            session_id: The session.
+            run_id: The run.
+            size: Its bytes so far, with those that are about to be written.
+            most: As for `append`.
+
+        Raises:
+            StoreError: At once if the writer is closed; from the future if there is no room.
+        """
+        name = RunName(session_id, run_id)
+        return self._behind(lambda: self._keeper.claim(name, size, self._runs.busy, most), at_once=True)
+
+    def note(self, session_id: str, entries: Sequence[Entry], file: StoredFile) -> Future[None]:
+        """Queue: another node's writer has made runs durable; they are listed and counted, unless they were deleted.
 
         Raises:
             StoreError: At once if the writer is closed.
         """
-        return self._behind(lambda: self._pool.count(session_id, file))
+        return self._behind(lambda: self._keeper.note(session_id, entries, file), at_once=True)
 
     def check_quotas(self, session_id: str, size: int) -> Future[list[Held]]:
         """Find out whether a run of a session would be within the quotas, behind what is queued.
@@ -232,7 +252,7 @@ class Writer:
             future: Future[list[Held]] = Future()
             future.set_result([])
             return future
-        return self._behind(lambda: self._keeper.check(session_id, size, self._runs.busy))
+        return self._behind(lambda: self._keeper.check(session_id, size, self._runs.busy()))
 
     def close(self) -> None:
         """Finish what is queued, abandon open runs, seal all files, end the thread. May be called twice."""
@@ -245,9 +265,9 @@ class Writer:
         if self._compactor:
             self._compactor.close()
 
-    def _behind(self, work: Callable[[], Any]) -> Future[Any]:
+    def _behind(self, work: Callable[[], Any], at_once: bool = False) -> Future[Any]:
         future: Future[Any] = Future()
-        self._put(Task(work, future))
+        self._put(Task(work, future, at_once))
         return future
 
     def _put(self, item: _Item) -> None:
@@ -278,6 +298,7 @@ class Writer:
         with contextlib.suppress(Exception):  # what it was at may be what is broken
             self._runs.abandon_all()
             self._pool.close()
+        self._failed = True  # who is told may ask another writer at once
         for future in self._asked:
             if not future.done():
                 future.set_exception(
@@ -299,6 +320,9 @@ class Writer:
             if isinstance(item, (Append, Write)):
                 self._write(item)
                 continue
+            if isinstance(item, Task) and item.at_once:
+                self._do(item)
+                continue
             if isinstance(item, Abandon):
                 self._runs.abandon(item.name, f"Run {item.name.run_id} was abandoned: send the request again.")
             ended.append(item)
@@ -315,7 +339,7 @@ class Writer:
             else:
                 end.future.set_result(None)
         if time.monotonic() >= self._look:
-            self._retain(self._keeper.retention, time.time())
+            self._expire()
         return not last
 
     def _waiting(self) -> deque[_Item | None]:
@@ -349,10 +373,6 @@ class Writer:
             self._runs.abandon_session(session_id, f"Session {session_id} was deleted while the run went on.")
             self._pool.close(session_id)
 
-    def _recount(self) -> None:
-        with contextlib.suppress(StoreError):  # it is shutting down: whoever writes next counts anew
-            self._behind(lambda: self._pool.recount(self._catalogue.sizes()))
-
     def _write(self, item: Append | Write) -> None:
         try:
             if self._held.get(item.chunk.name.session_id, 0.0) > time.monotonic():
@@ -379,9 +399,15 @@ class Writer:
             task.future.set_exception(error)
 
     def _delete(self, session_id: str) -> bool:
-        self._keeper.pins.check(session_id)
+        self._keeper.check_pin(session_id)
         self._runs.abandon_session(session_id, f"Session {session_id} was deleted while the run went on.")
         return self._keeper.delete(session_id)
+
+    def _expire(self) -> None:
+        try:
+            self._retain(self._keeper.retention, time.time())
+        except OSError:
+            logger.exception("sessions of %s that are too old stay for now", self._root)
 
     def _retain(self, retention: Retention, now: float) -> list[str]:
         self._keeper.retention = retention

@@ -51,6 +51,11 @@ def test_a_bad_option_is_refused_without_the_keys_in_it():
     assert "secret" not in str(caught.value)
 
 
+def test_a_uri_of_a_directory_is_refused_since_a_path_says_the_same():
+    with pytest.raises(ValidationError, match="must be a path, such as /data"):
+        Options.model_validate({"activations_dir": "file:///data"})
+
+
 def test_object_storage_with_escaped_keys_is_taken_as_it_is():
     uri = "s3://key:se%2Fcret@bucket/p?region=us-east-1&endpoint_override=host:9000"
     assert Options.model_validate({"activations_dir": uri}).activations_dir == uri

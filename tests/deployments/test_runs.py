@@ -59,7 +59,7 @@ class SlowStore:
         self.append, self.write, self.abandon = Method(self._append), Method(self._write), Method(self._abandon)
         self.appended = 0
 
-    async def _append(self, session_id, run_id, part, batches):
+    async def _append(self, session_id, run_id, part, batches, most):
         await self.leave.acquire()
         self.appended += 1
         await asyncio.wrap_future(self.writer.append(session_id, run_id, part, ray.get(batches)))

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import json
 import os
 import shutil
@@ -25,6 +26,7 @@ from deployments.activations import filling, load, runs
 from deployments.activations.catalogue import Catalogue
 from deployments.activations.database import NAME
 from deployments.activations.entries import StoredFile
+from deployments.activations.facts import StoreError
 from deployments.activations.filters import EVERYTHING, Filter, tag_pairs
 from deployments.activations.reader import whole_runs
 from deployments.activations.writer import Writer
@@ -323,6 +325,8 @@ def test_a_file_that_provokes_an_error_keeps_no_other_from_being_served(root, ca
         file.write_batch(batch, custom_metadata=metadata)
     assert listed(opened(root)) == before
     assert "0.arrow cannot be read and is not listed" in caplog.text
+    sizes = {path.as_uri(): path.stat().st_size for path in (root / "a").glob("*.arrow")}
+    assert opened(root).files("a") == sizes  # its bytes count
 
 
 STORE = """
@@ -504,11 +508,54 @@ def test_a_file_that_could_not_be_read_is_listed_once_it_can_be(root, monkeypatc
     assert listed(catalogue) == said_by_files(root)
 
 
-def test_a_directory_that_was_away_while_the_database_failed_is_known_again_when_it_is_back(root, tmp_path):
+def test_an_error_of_the_disk_in_a_file_is_no_end_of_it(root, monkeypatch):
+    (root / NAME).unlink()
+    monkeypatch.setattr("deployments.activations.catalogue._AGAIN_S", 0.0)
+    preadv, left = os.preadv, iter(range(20))
+
+    def fails_after_a_while(*args):
+        if next(left, None) is None:
+            raise OSError(errno.EIO, "Input/output error")
+        return preadv(*args)
+
+    with monkeypatch.context() as patched:
+        patched.setattr(os, "preadv", fails_after_a_while)
+        catalogue = opened(root)
+        with pytest.raises(OSError, match="Input/output"):
+            runs(root / "b")
+    assert listed(catalogue) == said_by_files(root)
+    catalogue.close()
+    assert listed(opened(root)) == said_by_files(root)
+
+
+def test_a_directory_that_was_away_while_the_database_failed_is_known_again_when_it_is_back(
+    root, tmp_path, monkeypatch, caplog
+):
+    monkeypatch.setattr("deployments.activations.catalogue._AGAIN_S", 0.0)
     catalogue = opened(root)
     catalogue._database.close()
     away = root.rename(tmp_path / "away")
-    with pytest.raises(FileNotFoundError):
-        catalogue.sessions()
+    assert catalogue.sessions() == []
+    assert "cannot be looked through" in caplog.text
     away.rename(root)
     assert listed(catalogue) == said_by_files(root)
+
+
+def test_a_directory_that_is_away_when_files_are_to_be_looked_at_again_fails_its_runs_and_nothing_else(
+    root, make, tmp_path, monkeypatch
+):
+    (root / NAME).unlink()
+    monkeypatch.setattr("deployments.activations.catalogue._AGAIN_S", 0.0)
+    with monkeypatch.context() as patched:
+        patched.setattr(filling, "is_sealed", lambda path: (_ for _ in ()).throw(OSError(errno.EIO, "")))
+        catalogue = opened(root)
+    early, late = make("early"), make("late")
+    away = root.rename(tmp_path / "away")
+    writer = Writer(root, catalogue)
+    with pytest.raises(StoreError, match="put the directory back"):
+        writer.submit(early.facts, early.batches).result()
+    assert catalogue.sessions() == []
+    away.rename(root)
+    assert writer.submit(late.facts, late.batches).result().run_id == "late"
+    assert listed(catalogue) == said_by_files(root)
+    writer.close()

@@ -21,7 +21,6 @@ from deployments.activations.compacting import Compactor
 from deployments.activations.exports import export
 from deployments.activations.marks import counted
 from deployments.activations.objects import ObjectFile, place_of
-from deployments.activations.pool import Pool
 from deployments.activations.tables import runs_table, table
 from deployments.activations.taking import _Told
 from deployments.activations.writer import Writer
@@ -49,7 +48,7 @@ def writer(bucket, catalogue) -> Iterator[Writer]:
 
 @pytest.fixture
 def compactor(bucket, catalogue) -> Compactor:
-    return Compactor(bucket.place, catalogue, threading.Lock(), lambda: None)
+    return Compactor(bucket.place, catalogue, threading.Lock())
 
 
 @pytest.fixture
@@ -150,7 +149,7 @@ def test_a_store_that_starts_meanwhile_knows_the_runs_by_the_large_one(
     [large] = bucket.objects()
     assert [file["uri"].rpartition("/")[2] for file in found.session("session")["files"]] == [large]
     assert listed(found) == sorted(stored)
-    Compactor(bucket.place, found, threading.Lock(), lambda: None).tidy(time.time() + HOURS)
+    Compactor(bucket.place, found, threading.Lock()).tidy(time.time() + HOURS)
     assert there(bucket) == [large]
     assert_reads(bucket, stored)
 
@@ -308,7 +307,7 @@ def test_whichever_byte_of_a_small_object_changes_no_run_is_lost(three, data):
         changed[data.draw(st.integers(0, len(changed) - 1), "byte")] ^= 1 << data.draw(st.integers(0, 7), "bit")
         path.write_bytes(changed)
         catalogue = catalogue or Catalogue.copied(place)
-        compactor = Compactor(place, catalogue, threading.Lock(), lambda: None)
+        compactor = Compactor(place, catalogue, threading.Lock())
         compactor.join()
         compactor.tidy(time.time() + HOURS)
         assert len(list(Path(folder, "session").iterdir())) <= 2
@@ -332,7 +331,7 @@ def test_many_objects_of_any_size_below_the_limit_become_large_ones(tmp_path, ma
     size = max(path.stat().st_size for path in (tmp_path / "session").iterdir())
     monkeypatch.setattr(compacting, "SMALL", size)
     monkeypatch.setattr(compacting, "LARGE", 3 * size)  # fewer than are many
-    compactor = Compactor(place, catalogue, threading.Lock(), lambda: None)
+    compactor = Compactor(place, catalogue, threading.Lock())
     compactor.join()
     compactor.tidy(time.time() + HOURS)
     writer.close()
@@ -417,15 +416,11 @@ def test_a_store_compacts_by_itself_and_counts_what_is_used_anew(bucket, store_a
     stored = store_apart(5)
     writer.close()
     monkeypatch.setattr(compacting, "_EVERY_S", 0.01)
-    counted, recount = threading.Event(), Pool.recount
-
-    def told(self, sizes):
-        recount(self, sizes)
-        counted.set()
-
-    monkeypatch.setattr(Pool, "recount", told)
-    again = Writer(bucket.place, Catalogue.copied(bucket.place))
-    assert counted.wait(60)
+    known, moved, move = Catalogue.copied(bucket.place), threading.Event(), Catalogue.move
+    monkeypatch.setattr(Catalogue, "move", lambda self, *args: (move(self, *args), moved.set()))
+    again = Writer(bucket.place, known)
+    assert moved.wait(60)
+    assert again._pool.used("session") == known.sizes()["session"]
     again.close()
     assert len(bucket.objects()) == 1
     assert_reads(bucket, stored)

@@ -238,7 +238,7 @@ def test_a_pinned_session_is_deleted_by_nobody_until_it_is_unpinned_also_after_a
     for path in tmp_path.glob(".catalogue.sqlite3*"):
         path.unlink()
     writer = keep(max_session_age_s=1)
-    assert writer.pinned("session")
+    assert "session" in Pins(tmp_path)
     assert sessions(tmp_path) == ["session"]
     assert writer.pin("session", False).result()
     assert writer.delete("session").result()
@@ -254,6 +254,66 @@ def test_limits_hold_when_a_store_comes_back_by_itself_and_not_when_another_is_s
     for text in ("", "[1]", "{}", '{"life": "one", "limits": {"unknown": 1}}', "null"):
         path.write_text(text)
         assert saved_limits(tmp_path, "one") == Retention()
+
+
+@pytest.fixture
+def beside(tmp_path):
+    """The writer of another server on the same directory."""
+    writer = Writer(tmp_path, Catalogue.rebuild(tmp_path))
+    yield writer
+    writer.close()
+
+
+def test_what_another_server_on_the_directory_writes_and_pins_is_looked_at_before_a_session_goes(
+    keep, big, beside, tmp_path
+):
+    writer = keep(max_session_age_s=50)
+    store(writer, big("a", "pinned", 100.0), big("b", "again", 100.0), big("c", "long", 100.0), big("d", "old", 100.0))
+    beside._catalogue.look()
+    store(beside, big("later", "again", 900.0))
+    long = big("rest", "long")
+    beside.append("long", "rest", 0, long.batches[:1]).result()
+    assert beside.pin("pinned", True).result()
+    limits = Retention(max_session_age_s=50)
+    assert [writer.retain(limits, now=now).result() for now in (140.0, 160.0, 160.0)] == [[], ["old"], []]
+    assert sessions(tmp_path) == ["again", "long", "pinned"]
+    with pytest.raises(RequestError, match="unpin it"):
+        writer.delete("pinned").result()
+    assert beside.submit(long.facts, long.batches[1:], 1).result().run_id == "rest"
+    writer.retain(Retention(max_store_bytes=5 * RUN, delete_oldest=True)).result()
+    with pytest.raises(StoreError, match="store's quota"):
+        store(writer, big("new", "new", 999.0))
+    beside.close()
+    store(writer, big("new", "new", 999.0))
+    assert sessions(tmp_path) == ["again", "new", "pinned"]
+
+
+def test_a_run_that_the_store_does_not_know_of_keeps_its_session_from_going_by_age(keep, big, beside, tmp_path):
+    writer = keep()
+    store(writer, big("old", created=100.0))
+    store(beside, big("fresh", created=900.0))
+    beside.close()
+    for _ in range(2):
+        assert writer.retain(Retention(max_session_age_s=50), now=910.0).result() == []
+    assert sorted(run["run_id"] for run in writer._catalogue.runs()) == ["fresh", "old"]
+    assert writer.retain(Retention(max_session_age_s=50), now=960.0).result() == ["session"]
+
+
+def test_nothing_is_deleted_for_a_run_that_would_not_fit_in_the_end(keep, big, tmp_path):
+    writer = keep(max_store_bytes=3 * RUN + RUN // 2, delete_oldest=True)
+    store(writer, *(big(f"r{n}", f"s{n}", float(n)) for n in range(3)))
+    long = big("long", "new")
+    for most, error in ((4 * RUN, "store's quota"), (2 * RUN, None)):
+        name = f"{most}"
+        batches = [batch for one in "ab" for batch in big(one, "new").batches]
+        future = writer.append("new", name, 0, batches[:4], most)
+        if error:
+            assert error in str(future.exception())
+            assert sessions(tmp_path) == ["s0", "s1", "s2"]
+        else:
+            future.result()
+            assert sessions(tmp_path) == ["new", "s1", "s2"]
+    store(writer, long)
 
 
 def test_who_reads_keeps_what_is_mapped_and_hears_of_the_rest(keep, big, make, tmp_path):

@@ -126,6 +126,24 @@ def test_after_a_fault_of_the_writer_all_who_wait_are_told_and_the_next_run_is_s
     assert asyncio.run(store.write(after.facts, [ray.put(after.batches[0])])).run_id == "after"
 
 
+def test_limits_and_pins_hold_also_for_the_writer_that_takes_the_place_of_one_that_failed(make, store, monkeypatch):
+    made = make("r")
+
+    async def steps():
+        await store.write(made.facts, [ray.put(made.batches[0])])
+        await store.retain(Retention(max_session_bytes=10))
+        with monkeypatch.context() as patched:
+            patched.setattr("deployments.activations.keeping.Keeper.note", lambda *args: 1 / 0)
+            with pytest.raises(StoreError, match="log says why"):
+                await store.note("session", [], None)
+        assert await store.pin("session", True)
+        with pytest.raises(StoreError, match="quota of session"):
+            await store.check_room("session", 11)
+        return await store.session("session")
+
+    assert asyncio.run(steps())["pinned"]
+
+
 def test_all_who_ask_for_a_directory_share_one_actor_that_comes_back_when_killed(make, tmp_path):
     root = str(tmp_path / "shared")
     first, second = connect(root), connect(root)
@@ -149,6 +167,11 @@ def test_all_who_ask_for_a_directory_share_one_actor_that_comes_back_when_killed
     with pytest.raises(StoreError, match="quota"):  # the limits are those that it had
         ray.get(second.check_room.remote("session", 1 << 20))
     ray.kill(second)
+
+
+def test_a_uri_of_a_directory_is_refused(tmp_path):
+    with pytest.raises(ValueError, match="must be a path"):
+        ActivationStore(tmp_path.as_uri())
 
 
 def test_a_relative_root_is_refused():

@@ -126,7 +126,7 @@ def test_a_vanished_root_fails_the_run_until_it_is_back(make, open_writer, tmp_p
     writer = open_writer()
     write(writer, make("a"))
     shutil.rmtree(tmp_path)
-    with pytest.raises(StoreError, match="removed"):
+    with pytest.raises(StoreError, match="put the directory back"):
         write(writer, make("b"))
     with pytest.raises(StoreError, match="put the directory back"):
         write(writer, make("b"))
