@@ -161,7 +161,7 @@ def _end_with_starter() -> None:
     # Not by sys.stdin: a thread that waits in it holds up the interpreter's end.
     while os.read(0, CHUNK):
         pass
-    os.kill(os.getpid(), signal.SIGINT)
+    os.kill(os.getpid(), signal.SIGTERM)  # SIGINT may be ignored: background jobs of scripts begin so
 
 
 if __name__ == "__main__":

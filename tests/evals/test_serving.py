@@ -128,7 +128,12 @@ def test_fresh_restarts_it_and_sigterm_in_the_middle_stops_it(kept: Place) -> No
 
 def test_a_server_goes_with_an_evaluator_that_is_killed(tmp_path: Path, eventually: Callable[..., Any]) -> None:
     where = place(tmp_path)
-    process = subprocess.Popen(where.command("run", "--dataset", "demo"), env=where.env, cwd=ROOT)
+    process = subprocess.Popen(
+        where.command("run", "--dataset", "demo"),
+        env=where.env,
+        cwd=ROOT,
+        preexec_fn=lambda: signal.signal(signal.SIGINT, signal.SIG_IGN),  # as of a script's background job
+    )
     servers = tmp_path / "home" / "servers"
     eventually(lambda: list(servers.glob("*.json")), limit_s=180)
     server = where.process
