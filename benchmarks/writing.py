@@ -4,10 +4,12 @@ Runs of six points in bfloat16 go to the store's own writer, each answered once 
 bytes go by `write` to one file on the same disk, synced each time as many runs are written as end together.
   disk           write and fsync of the same bytes
   disk, summed   the same, with the checksums that the store makes
-  writer         whole runs, twice as many on their way as the disk syncs together
-  writer, parts  the same rows, each run in four parts, as long runs come
+  writer         whole runs of 2.5 MB, twice as many on their way as the disk syncs together
+  writer, long   runs four times as long, each in four parts, as those come that are larger than a replica's piece:
+                 3 MB with 32 that record at once, 16 MB with few
+  writer, small  runs of 2.5 MB in four parts, smaller ones than replicas send
 
-Ends with 1 where the writer's rate is below 0.85 of the disk's.
+Ends with 1 where the writer's rate is below 0.85 of the disk's, small parts aside.
 """
 
 from __future__ import annotations
@@ -41,8 +43,9 @@ from deployments.activations.writer import Writer
 HIDDEN, TOKENS, PARTS = 1024, 200, 4
 POINTS = [f"layers.{layer}.{site}.output" for layer in (7, 14, 21) for site in ("input_layernorm", "mlp")]
 LEAST = 0.85
-DISK, SUMMED, WHOLE, IN_PARTS = "disk", "disk, summed", "writer", "writer, parts"
-REQUIRED = [Ratio(WHOLE, DISK), Ratio(IN_PARTS, DISK)]
+DISK, SUMMED, WHOLE, LONG, SMALL = "disk", "disk, summed", "writer", "writer, long", "writer, small"
+REQUIRED = [Ratio(WHOLE, DISK), Ratio(LONG, DISK)]
+TOLD = [Ratio(SMALL, DISK), Ratio(SUMMED, DISK), Ratio(WHOLE, SUMMED)]
 
 
 def rows(first: int, count: int, run_id: str, session: str) -> pa.RecordBatch:
@@ -64,12 +67,14 @@ class Disk:
     def __init__(self, folder: Path, runs: int, at_once: int) -> None:
         self._folder = folder
         self._runs = runs
-        self._at_once = at_once
+        self.at_once = at_once
         self._turn = 0
         # Made before anything is timed, and small enough to stay in memory; the same rows again and again.
         self._whole = [rows(0, TOKENS, "r", "s") for _ in range(at_once)]
-        self._parts = [
-            [rows(part * TOKENS // PARTS, TOKENS // PARTS, "r", "s") for part in range(PARTS)] for _ in range(at_once)
+        size = TOKENS // PARTS
+        self._small = [[rows(part * size, size, "r", "s") for part in range(PARTS)] for _ in range(at_once)]
+        self._long = [
+            [rows(part * TOKENS, TOKENS, "r", "s") for part in range(PARTS)] for _ in range(-(-at_once // PARTS))
         ]
         self.bytes = runs * TOKENS * HIDDEN * 2 * len(POINTS)
 
@@ -81,18 +86,18 @@ class Disk:
         file = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL)
         for number in range(self._runs):
             if summed:
-                checksums(self._whole[number % self._at_once])
-            for buffer in columns[number % self._at_once]:
+                checksums(self._whole[number % self.at_once])
+            for buffer in columns[number % self.at_once]:
                 view = memoryview(buffer)
                 while view:
                     view = view[os.write(file, view) :]
-            if (number + 1) % self._at_once == 0 or number + 1 == self._runs:
+            if (number + 1) % self.at_once == 0 or number + 1 == self._runs:
                 os.fsync(file)
         os.close(file)
         return self._ended(began, path)
 
-    def written(self, send: Callable[[Writer, int], Sequence[Future[Any]]]) -> Run:
-        """Send all runs to a writer, and wait until each is durable; some are on their way, as from a busy replica."""
+    def written(self, send: Callable[[Writer, int], Sequence[Future[Any]]], most: int) -> Run:
+        """Send all runs to a writer, and wait until each is durable; `most` are on their way."""
         root = self._folder / f"store-{self._turn}"
         root.mkdir()
         writer = Writer(root, Catalogue.rebuild(root))
@@ -100,7 +105,7 @@ class Disk:
         sent = deque[Future[Any]]()
         for number in range(self._runs):
             sent.extend(send(writer, number)[-1:])  # its end is behind its parts
-            if len(sent) == 2 * self._at_once:
+            if len(sent) == most:
                 sent.popleft().result()
         for future in sent:
             future.result()
@@ -111,11 +116,18 @@ class Disk:
 
     def whole(self, writer: Writer, number: int) -> list[Future[Any]]:
         """Send a run at once."""
-        return [writer.submit(self._facts(number), [self._whole[number % self._at_once]])]
+        return [writer.submit(self._facts(number), [self._whole[number % self.at_once]])]
 
-    def in_parts(self, writer: Writer, number: int) -> list[Future[Any]]:
-        """Send a run in parts."""
-        facts, parts = self._facts(number), self._parts[number % self._at_once]
+    def small(self, writer: Writer, number: int) -> list[Future[Any]]:
+        """Send a run in small parts."""
+        return self._in_parts(writer, number, self._small[number % len(self._small)])
+
+    def long(self, writer: Writer, number: int) -> list[Future[Any]]:
+        """Send a long run in parts, in place of as many runs as it has parts."""
+        return [] if number % PARTS else self._in_parts(writer, number, self._long[number // PARTS % len(self._long)])
+
+    def _in_parts(self, writer: Writer, number: int, parts: list[pa.RecordBatch]) -> list[Future[Any]]:
+        facts = self._facts(number)
         sent: list[Future[Any]] = [
             writer.append(facts.session_id, facts.run_id, part, [parts[part]]) for part in range(PARTS - 1)
         ]
@@ -157,17 +169,18 @@ def main(arguments: list[str] | None = None) -> int:
     options = parser.parse_args(arguments)
     torch.set_num_threads(options.threads)
     findings = Findings(options, unit="MB/s")
-    runs = max(1, int(options.bytes / (TOKENS * HIDDEN * 2 * len(POINTS))))
+    runs = PARTS * max(1, int(options.bytes / (TOKENS * HIDDEN * 2 * len(POINTS) * PARTS)))
     with tempfile.TemporaryDirectory(dir=options.directory, prefix="writing-") as name:
         disk = Disk(Path(name), runs, options.at_once)
         ways = [
             Way(DISK, lambda: disk.raw(summed=False)),
-            Way(WHOLE, lambda: disk.written(disk.whole)),
+            Way(WHOLE, lambda: disk.written(disk.whole, 2 * disk.at_once)),
             Way(SUMMED, lambda: disk.raw(summed=True)),
-            Way(IN_PARTS, lambda: disk.written(disk.in_parts)),
+            Way(LONG, lambda: disk.written(disk.long, 2 * disk.at_once // PARTS)),
+            Way(SMALL, lambda: disk.written(disk.small, 2 * disk.at_once)),
         ]
         measured = in_turn(ways, options.rounds, lambda _: None)
-    found = {f"{each.of} / {each.to}": ratio(measured, each) for each in (*REQUIRED, Ratio(SUMMED, DISK))}
+    found = {f"{each.of} / {each.to}": ratio(measured, each) for each in (*REQUIRED, *TOLD)}
     show(measured, found)
     for each in REQUIRED:
         name = f"{each.of} / {each.to}"

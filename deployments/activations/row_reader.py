@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ctypes
+import math
 import sys
 import threading
 from math import gcd
@@ -12,7 +13,7 @@ from typing import NamedTuple
 import numpy as np
 import torch
 
-from deployments.activations.row_index import IDS, Column, RowIndex, at, blocks_between
+from deployments.activations.row_index import Column, RowIndex, at, blocks_between
 
 _LINE = 64  # bytes of a cache line
 _MOST_KEPT = 4  # batches whose memory is used again
@@ -73,6 +74,8 @@ class RowReader:
         # several files are gathered at once, straight into their places.
         self._memory = np.frombuffer(memoryview((ctypes.c_uint8 * (high - low)).from_address(low)), dtype=np.uint8)
         memory, begins = torch.from_numpy(self._memory), index.offsets + (places - low)[index.file]
+        firsts = _first_of_joined(index)
+        self._joined = firsts, np.append(index.starts[firsts], index.starts[-1])
         self._columns = {
             name: _lying(memory, column, begins[i]) for i, (name, column) in enumerate(index.columns.items())
         }
@@ -80,49 +83,51 @@ class RowReader:
     def take(self, places: np.ndarray) -> RowBatch:
         """Rows by their places, int64 `[rows]`, in that order."""
         block, within = at(places)
-        bodies = self._bodies(len(places))
-        for lying, body in zip(self._columns.values(), bodies, strict=True):
+        buffer, begins = self._room(len(places))
+        for lying, begin in zip(self._columns.values(), begins, strict=True):
             rows = lying.first[block] + within * lying.step
-            words = torch.from_numpy(body).view(lying.rows.dtype).view(len(rows), -1)
+            words = _values(buffer, begin, lying.rows.dtype, (len(places), lying.rows.shape[1]))
             if words.shape[1] == 1:  # numpy is the faster one for rows of a word
                 words.numpy()[:, 0] = lying.rows.numpy()[rows, 0]
             else:
                 torch.index_select(lying.rows, 0, torch.from_numpy(rows), out=words)
-        return self._batch(bodies, block)
+        return self._batch(buffer, begins, block)
 
     def between(self, first: int, end: int) -> RowBatch:
         """Rows `first` to `end`, in order."""
-        spans = list(blocks_between(self._index.starts, first, end))
-        bodies = self._bodies(end - first)
-        for lying, body in zip(self._columns.values(), bodies, strict=True):
-            filled, width = 0, lying.width
+        firsts, starts = self._joined
+        spans = [(int(firsts[block]), skipped, rows) for block, skipped, rows in blocks_between(starts, first, end)]
+        buffer, begins = self._room(end - first)
+        for lying, begin in zip(self._columns.values(), begins, strict=True):
+            to, width = begin, lying.width
             for block, skipped, rows in spans:
-                begin = int(lying.first[block]) * lying.unit + skipped * width
-                body[filled : filled + rows * width] = self._memory[begin : begin + rows * width]
-                filled += rows * width
-        return self._batch(bodies, np.repeat([span[0] for span in spans], [span[2] for span in spans]))
+                of, size = int(lying.first[block]) * lying.unit + skipped * width, rows * width
+                buffer[to : to + size] = self._memory[of : of + size]
+                to += size
+        block, last = np.searchsorted(self._index.starts, [first, end - 1], side="right") - 1
+        ends = np.clip(self._index.starts[block : last + 2], first, end)
+        return self._batch(buffer, begins, np.repeat(np.arange(block, last + 1), np.diff(ends)))
 
-    def _bodies(self, rows: int) -> list[np.ndarray]:
-        """Memory for a batch's columns, each at a cache line."""
-        sizes = [rows * lying.width for lying in self._columns.values()]
-        ends = np.cumsum([-(-size // _LINE) * _LINE for size in sizes])
-        buffer = self._buffers.take(int(ends[-1]))
-        return [
-            buffer[end - -(-size // _LINE) * _LINE :][:size] for size, end in zip(sizes, ends.tolist(), strict=True)
-        ]
+    def _room(self, rows: int) -> tuple[np.ndarray, list[int]]:
+        """Memory for a batch, and where in it each column begins: at a cache line."""
+        begins, end = list[int](), 0
+        for lying in self._columns.values():
+            begins.append(end)
+            end += -(-rows * lying.width // _LINE) * _LINE
+        return self._buffers.take(end), begins
 
-    def _batch(self, bodies: list[np.ndarray], block: np.ndarray) -> RowBatch:
+    def _batch(self, buffer: np.ndarray, begins: list[int], block: np.ndarray) -> RowBatch:
         values = {
-            name: torch.from_numpy(body).view(lying.column.dtype).view(len(block), *lying.column.shape)
-            for (name, lying), body in zip(self._columns.items(), bodies, strict=True)
+            name: _values(buffer, begin, lying.column.dtype, (len(block), *lying.column.shape))
+            for (name, lying), begin in zip(self._columns.items(), begins, strict=True)
         }
-        return RowBatch(
-            points={name: value for name, value in values.items() if name not in IDS},
-            token_id=values["token_id"],
-            position=values["position"],
-            generated=torch.from_numpy(self._index.generated[block]),
-            run=torch.from_numpy(self._index.run[block]),
-        )
+        token_id, position = values.pop("token_id"), values.pop("position")
+        generated, run = torch.from_numpy(self._index.generated[block]), torch.from_numpy(self._index.run[block])
+        return RowBatch(values, token_id, position, generated, run)
+
+
+def _values(buffer: np.ndarray, begin: int, dtype: torch.dtype, shape: tuple[int, ...]) -> torch.Tensor:
+    return torch.frombuffer(buffer, dtype=dtype, count=math.prod(shape), offset=begin).view(shape)
 
 
 class _Buffers(threading.local):
@@ -140,6 +145,14 @@ class _Buffers(threading.local):
         if len(self._kept) < _MOST_KEPT:
             self._kept.append(buffer)
         return buffer
+
+
+def _first_of_joined(index: RowIndex) -> np.ndarray:
+    """The first of each group of blocks whose rows lie one behind the other in every column: one copy takes them."""
+    widths = np.array([column.width for column in index.columns.values()])[:, None]
+    ends = index.offsets[:, :-1] + widths * np.diff(index.starts)[:-1]
+    goes_on = (index.file[1:] == index.file[:-1]) & (index.offsets[:, 1:] == ends).all(axis=0)
+    return np.flatnonzero(np.append(True, ~goes_on))
 
 
 def _least(index: RowIndex, number: int) -> int:
