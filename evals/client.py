@@ -1,6 +1,7 @@
 """Requests to the server: chat with retries, and the two questions asked before a run."""
 
 import asyncio
+import math
 import os
 import random
 import time
@@ -13,6 +14,7 @@ import httpx
 
 RETRIED = {408, 429, 502, 503, 504}
 TOLD = ("Content-Type", "Retry-After")  # headers that anything hangs on
+LONGEST_TOLD = 600.0  # seconds that a server may ask to wait
 LONGEST_WAIT = 30.0  # seconds between two attempts, unless the server names a time
 
 
@@ -34,6 +36,7 @@ class ChatClient:
         """
         self._base_url = base_url
         self._retries = retries
+        self._timeout = timeout
         # aiohttp: with many requests at once httpx takes many times the processor time, and the model has the same one.
         self._http = aiohttp.ClientSession(
             headers=headers(),
@@ -70,7 +73,9 @@ class ChatClient:
             wait = random.uniform(0.5, 1.0) * min(LONGEST_WAIT, 2.0**attempt)
             try:
                 response = await self._answer(method, path, **given)
-            except (aiohttp.ClientError, TimeoutError) as error:
+            except TimeoutError:
+                reason = f"no answer within {self._timeout:g} s"
+            except aiohttp.ClientError as error:
                 reason = f"{type(error).__name__}: {error}"
             else:
                 if response.is_success:
@@ -198,10 +203,10 @@ def _retry_after(response: httpx.Response) -> float:
     """Seconds that the server asks to wait: it may give a number or a date."""
     value = response.headers.get("Retry-After", "0")
     try:
-        return float(value)
+        return min(LONGEST_TOLD, float(value)) if math.isfinite(float(value)) else 0.0
     except ValueError:
         pass
     try:
-        return (parsedate_to_datetime(value) - datetime.now(UTC)).total_seconds()
+        return min(LONGEST_TOLD, (parsedate_to_datetime(value) - datetime.now(UTC)).total_seconds())
     except (ValueError, TypeError):
         return 0.0

@@ -93,7 +93,7 @@ def _conditions(of: Compared) -> str:
             interval(c["strict"]["ci95"]),
             percent(c["flexible"]["accuracy"]),
         ]
-        row += [str(c[kind]) for kind in ("invalid", "truncated", "failed")]
+        row += [str(c["outcomes"][kind]) for kind in ("invalid", "truncated", "failed")]
         row += [number(c["completion_tokens_per_sample"]["mean"], ".0f")]
         row += [number(c["latency_s"][quantile], ".2f") for quantile in ("p50", "p95")]
         row += [number(of.speeds[name], ".0f"), *(number(c["rewards"].get(reward), ".3f") for reward in rewards)]

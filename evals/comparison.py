@@ -88,7 +88,7 @@ def differing(runs: Sequence[Run]) -> list[tuple[str, list[str]]]:
     told = [dict(_settings(run.config)) for run in runs]
     names = dict.fromkeys(name for settings in told for name in settings)
     rows = [(name, [settings.get(name, "-") for settings in told]) for name in names]
-    return [(name, values) for name, values in rows if len(set(values)) > 1]
+    return [(name, [_short(value) for value in values]) for name, values in rows if len(set(values)) > 1]
 
 
 def _compared(title: str, of: list[tuple[Run, str]]) -> Compared:
@@ -118,6 +118,10 @@ def _correct(directory: Path, mode: str, variant: str) -> dict[str, bool]:
     return found
 
 
+def _short(text: str) -> str:
+    return text if len(text) <= LONGEST else f"{text[:LONGEST]}..."
+
+
 def _settings(value: Any, name: str = "") -> Iterator[tuple[str, str]]:
     if name.startswith(UNTOLD):
         return
@@ -126,4 +130,4 @@ def _settings(value: Any, name: str = "") -> Iterator[tuple[str, str]]:
             yield from _settings(inner, f"{name}.{key}" if name else str(key))
     elif value is not None:
         text = value if isinstance(value, str) else json.dumps(value, ensure_ascii=False)
-        yield name, text if len(text) <= LONGEST else f"{text[:LONGEST]}..."
+        yield name, text

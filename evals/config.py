@@ -37,10 +37,10 @@ class Config(ServingConfig):
     parallel: int = Field(16, ge=1)
     max_tokens: int = Field(512, ge=1)  # per turn
     max_turns: int = Field(12, ge=1)
-    temperature: float = Field(0.0, ge=0.0)
-    timeout: float = Field(300.0, gt=0.0)  # seconds, one attempt of one request
+    temperature: float = Field(0.0, ge=0.0, allow_inf_nan=False)
+    timeout: float = Field(300.0, gt=0.0, allow_inf_nan=False)  # seconds, one attempt of one request
     retries: int = Field(8, ge=0)
-    rewards: dict[str, float] = {"correctness": 1.0}  # weights
+    rewards: dict[str, Annotated[float, Field(allow_inf_nan=False)]] = {"correctness": 1.0}  # weights
     collect_activations: bool = False
     points: tuple[str, ...] = ()
     layers: tuple[int, ...] | Literal["all"] = ()
@@ -48,10 +48,10 @@ class Config(ServingConfig):
     tokens: str = Field("all", pattern=r"^(all|prompt|generated|last|last:[1-9][0-9]*)$")
     transfer_activations: bool = False
     inline_activations: int = Field(0, ge=0)  # values a point
-    session_id: Annotated[str, Field(pattern=r"^[A-Za-z0-9._-]{1,128}$")]
+    session_id: Annotated[str, Field(pattern=r"^[A-Za-z0-9_-][A-Za-z0-9._-]{0,127}$")]
     results_dir: Path
     resume: bool = False
-    wait_healthy: float = Field(0.0, ge=0.0)  # seconds
+    wait_healthy: float = Field(0.0, ge=0.0, allow_inf_nan=False)  # seconds
 
     @property
     def modes(self) -> tuple[Mode, ...]:

@@ -14,7 +14,7 @@ from evals.config import Config
 from evals.prompts import Prompts
 from evals.serving_config import OF_ONE_CALL
 
-PACKAGES = ("ray", "pyarrow", "httpx", "pydantic")
+PACKAGES = ("ray", "pyarrow", "httpx", "pydantic", "torch", "transformers", "nnsight", "numpy")
 # How a run reaches the server and where it writes: the answers do not hang on these.
 FREE = {"base_url", "parallel", "timeout", "retries", "results_dir", "wait_healthy", "variants_file"}
 FREE |= {"few_shot_file", "transfer_activations", "serve"} | OF_ONE_CALL
@@ -55,6 +55,11 @@ def differences(earlier: Facts, now: Facts) -> list[str]:
     found = [name for name in names if earlier["config"].get(name) != now["config"][name]]
     if earlier["prompts"] != now["prompts"]:
         found.append("prompts")
+    told = (earlier["model"].get("structure"), now["model"].get("structure"))
+    if None not in told and told[0] != told[1]:
+        found.append("model.structure")
+    if earlier["versions"]["vitrine"] != now["versions"]["vitrine"]:
+        found.append("versions.vitrine")
     return found + [f"dataset.{part}" for part in ("sha256", "ids") if earlier["dataset"][part] != now["dataset"][part]]
 
 

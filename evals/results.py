@@ -16,6 +16,7 @@ from evals.provenance import Facts, differences
 from evals.records import agent_state, dataset_row, trajectory
 from evals.trajectory import Sample
 
+TRANSFERRED = "activations/transferred.json"  # once all is there
 SAMPLES, TRAJECTORIES, STATES = "samples", "trajectories", "agent_states"
 
 
@@ -54,6 +55,7 @@ class Results:
         if differing := differences(earlier, facts):
             raise EvalError(f"--resume: {directory} is a run with other {', '.join(differing)}")
         write_json(directory / "config.json", earlier | {"config": facts["config"]})  # the server may have moved
+        (directory / TRANSFERRED).unlink(missing_ok=True)  # there will be more
         for sample in read_samples(directory):
             if sample.outcome == "failed":
                 for path in _paths(directory, sample.key):

@@ -9,6 +9,7 @@ depends on how fast results are taken.
 
 import asyncio
 import logging
+import os
 import queue
 import threading
 import time
@@ -25,9 +26,11 @@ from evals.config import Config, EvalError, Mode
 from evals.inline import sampled_values
 from evals.problems import this_node
 from evals.prompts import Prompts
-from evals.trajectory import Problem, Sample, run_problem, sample_key
+from evals.trajectory import Problem, Sample, failed, run_problem, sample_key
 
 ROWS = 64
+logger = logging.getLogger(__name__)
+STARTED = 30.0  # seconds at most
 GATHERED = 0.1  # seconds: Ray Data looks no oftener, and each block costs it time and memory
 
 
@@ -37,6 +40,8 @@ def connect() -> None:
     Raises:
         EvalError: the cluster does not answer.
     """
+    # Else each run starts an actor for it, which takes a second of the cores that the model may need.
+    os.environ.setdefault("RAY_DATA_USAGE_DISABLED", "1")
     if not ray.is_initialized():
         try:
             ray.init(namespace="vitrine", log_to_driver=False, logging_level=logging.ERROR)
@@ -65,6 +70,7 @@ def run_all(
     Raises:
         ray.exceptions.RayError: Ray could not run the task.
     """
+    _wait_for_statistics()
     left = {
         problem: tuple(variant for variant in config.variants if not has(sample_key(problem, mode, variant)))
         for problem in problems["id"].to_pylist()
@@ -79,6 +85,15 @@ def run_all(
                 yield sample
         if count == sum(map(len, left.values())):
             return
+
+
+def _wait_for_statistics() -> None:
+    """Waits until Ray Data's own actor stands: its start takes a second of the cores that the model may need."""
+    try:
+        actor = ray.get_actor("datasets_stats_actor", namespace="_dataset_stats_actor")
+    except ValueError:  # nothing has been read by Ray Data yet
+        return
+    ray.wait([actor.__ray_ready__.remote()], timeout=STARTED)
 
 
 def _stream(work: pa.Table, mode: Mode, config: Config, prompts: Prompts) -> Iterator[Sample]:
@@ -130,14 +145,23 @@ async def _work(work: pa.Table, mode: Mode, config: Config, prompts: Prompts, gi
     client = ChatClient(config.base_url, timeout=config.timeout, retries=config.retries, parallel=config.parallel)
     waiting = _tasks(work)
 
+    async def rolled_out(problem: Problem, variant: str) -> Sample:
+        sample = await run_problem(client.chat, problem, mode, variant, config, prompts)
+        if not config.inline_activations:
+            return sample
+        metas = [turn.activations for turn in sample.turns]
+        values = await sampled_values(client.download, metas, config.inline_activations)
+        return sample.model_copy(update={"activations": values or None})
+
     async def worker() -> None:
         for problem, variant in waiting:  # shared: each worker takes the next one
-            sample = await run_problem(client.chat, problem, mode, variant, config, prompts)
-            if config.inline_activations:
-                metas = [turn.activations for turn in sample.turns]
-                values = await sampled_values(client.download, metas, config.inline_activations)
-                sample = sample.model_copy(update={"activations": values or None})
-            give(sample.model_dump_json())
+            try:
+                text = (await rolled_out(problem, variant)).model_dump_json()
+            except Exception as error:  # whatever one answer provokes must not end the others
+                logger.exception("%s could not be told", sample_key(problem.id, mode, variant))
+                reason = f"{type(error).__name__}: {error}".encode("ascii", "backslashreplace").decode()
+                text = failed(problem, mode, variant, reason).model_dump_json()
+            give(text)
 
     try:
         async with asyncio.TaskGroup() as workers:

@@ -36,7 +36,7 @@ def _table(summary: dict[str, Any]) -> str:
         strict, latency = condition["strict"], condition["latency_s"]
         row = [_name(condition["mode"], condition["variant"]), percent(strict["accuracy"])]
         row += [interval(strict["ci95"]), percent(condition["flexible"]["accuracy"])]
-        row += [str(condition[kind]) for kind in ("invalid", "truncated", "failed")]
+        row += [str(condition["outcomes"][kind]) for kind in ("invalid", "truncated", "failed")]
         row += [number(condition["completion_tokens_per_sample"]["mean"], ".0f")]
         row += [number(latency["p50"], ".2f"), number(latency["p95"], ".2f")]
         mode = modes.pop(condition["mode"], None)  # its speed is of all its variants: said once

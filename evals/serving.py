@@ -212,7 +212,7 @@ def _end(process: psutil.Process | None) -> None:
     if process is None:
         return
     members = [process, *process.children(recursive=True)]
-    process.send_signal(signal.SIGINT)
+    process.send_signal(signal.SIGTERM)
     _, left = psutil.wait_procs([process], timeout=STOP_S)
     if left:
         _say(f"the server did not end within {STOP_S:g} s, and is killed")

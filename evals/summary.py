@@ -35,11 +35,15 @@ def conclude(directory: Path, incomplete: str | None, base_url: str | None = Non
     """
     summary = summarize(directory, incomplete)
     config, recorded = summary["config"], summary["activations"]
-    if config["transfer_activations"] and recorded["runs"] > (recorded["transferred"] or {"runs": 0})["runs"]:
+    if config["transfer_activations"] and recorded["runs"] and not recorded["transferred"] and not incomplete:
         try:
-            transfer(directory, base_url or config["base_url"], config["session_id"])
+            found = transfer(directory, base_url or config["base_url"], config["session_id"])
+            if found["runs"] < recorded["runs"]:
+                incomplete = f"{recorded['runs'] - found['runs']} recorded runs were not on the server any more"
         except EvalError as error:
-            incomplete = incomplete or str(error)
+            incomplete = str(error)
+        except KeyboardInterrupt:
+            incomplete = "interrupted"
         summary = summarize(directory, incomplete)
     write_dataset(directory)
     write_table(directory, list(config["rewards"]))

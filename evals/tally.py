@@ -27,11 +27,12 @@ class ConditionTally:
     def add(self, sample: Sample) -> None:
         """Counts one sample."""
         self.outcomes[sample.outcome] += 1
-        self._latencies.append(sample.latency_s)
-        self._tokens.append(sample.completion_tokens)
         self._counts["prompt"] += sample.prompt_tokens
+        self._counts["completion"] += sample.completion_tokens
         if sample.correct is None:
             return
+        self._latencies.append(sample.latency_s)
+        self._tokens.append(sample.completion_tokens)
         self.correct[sample.id] = sample.correct
         self._counts["flexible"] += bool(sample.correct_flexible)
         self._counts["invalid"] += sample.strict is None
@@ -42,7 +43,7 @@ class ConditionTally:
             self._rewards[name] += value
 
     def summary(self) -> dict[str, Any]:
-        """The condition's part of summary.json; accuracies, rates and rewards are over the answered samples."""
+        """The condition's part of summary.json; all but counts and sums is of the answered samples."""
         answered, tokens = len(self.correct), sum(self._tokens)
         return {
             "strict": proportion(self.outcomes["correct"], answered),
@@ -56,7 +57,7 @@ class ConditionTally:
             "invalid_rate": self._counts["invalid"] / answered if answered else None,
             "truncated_rate": self._counts["truncated"] / answered if answered else None,
             "prompt_tokens": self._counts["prompt"],
-            "completion_tokens": tokens,
+            "completion_tokens": self._counts["completion"],
             "completion_tokens_per_sample": {
                 "mean": tokens / len(self._tokens) if self._tokens else None,
                 **quantiles(self._tokens),
@@ -113,7 +114,7 @@ class ActivationTally:
             self._points |= points.keys()
             for name, at in points.items():
                 self._files.add(at["uri"])
-                self._counts["bytes"] += prod(at["shape"]) * ITEM_BYTES.get(at["dtype"], 0)
+                self._counts["bytes"] += _values(at["shape"]) * ITEM_BYTES.get(at["dtype"], 0)
                 self._example = self._example or {"uri": at["uri"], "run_id": run["run_id"], "point": name}
 
     def summary(self) -> dict[str, Any]:
@@ -130,3 +131,10 @@ class ActivationTally:
             "not_stored": self._statuses.total() - self._statuses["stored"],
             "example": self._example,
         }
+
+
+def _values(shape: list[int | None]) -> int:
+    """How many values a tensor of rows has; a row of attention patterns is as wide as it has tokens to look at."""
+    known = [size for size in shape if size is not None]
+    rows = known[0]
+    return prod(known) if len(known) == len(shape) else rows * (rows + 1) // 2 * prod(known[1:])

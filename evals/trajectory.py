@@ -1,6 +1,7 @@
 """One problem in one mode and variant: a single turn, or the tool loop. What came of it is a `Sample`."""
 
 import hashlib
+import json
 import time
 from collections.abc import Awaitable, Callable
 from typing import Any, Literal, NamedTuple
@@ -130,6 +131,24 @@ async def run_problem(
     return sample if error else scored(sample)
 
 
+def failed(problem: Problem, mode: Mode, variant: str, error: str) -> Sample:
+    """The sample of a problem that could not be asked to an end."""
+    now = time.time()
+    return Sample(
+        id=problem.id,
+        mode=mode,
+        variant=variant,
+        question=problem.question,
+        gold=problem.gold,
+        error=error,
+        started=now,
+        ended=now,
+        latency_s=0.0,
+        turns=[],
+        messages=[],
+    )
+
+
 def scored(sample: Sample) -> Sample:
     """The sample with the scores of its last assistant message."""
     text = next((m["content"] for m in reversed(sample.messages) if m["role"] == "assistant"), None) or ""
@@ -197,8 +216,8 @@ async def _take_turn(chat: Chat, body: dict[str, Any]) -> tuple[Turn, dict[str, 
     usage = answer.get("usage") or {}
     turn = Turn(
         finish_reason=choice.get("finish_reason"),
-        prompt_tokens=usage.get("prompt_tokens", 0),
-        completion_tokens=usage.get("completion_tokens", 0),
+        prompt_tokens=usage.get("prompt_tokens") or 0,
+        completion_tokens=usage.get("completion_tokens") or 0,
         latency_s=time.perf_counter() - clock,
         activations=answer.get("activations_meta"),
     )
@@ -206,7 +225,9 @@ async def _take_turn(chat: Chat, body: dict[str, Any]) -> tuple[Turn, dict[str, 
     message = {"role": "assistant", "content": choice["message"].get("content")}
     if choice["message"].get("tool_calls"):
         message["tool_calls"] = choice["message"]["tool_calls"]
-    return turn, message
+    return turn, json.loads(
+        json.dumps(message, ensure_ascii=False).encode("utf-8", "replace")
+    )  # half an emoji is no text
 
 
 def _tool_message(call: dict[str, Any]) -> dict[str, Any]:
@@ -214,5 +235,5 @@ def _tool_message(call: dict[str, Any]) -> dict[str, Any]:
     return {
         "role": "tool",
         "tool_call_id": call["id"],
-        "content": answer_call(function["name"], function["arguments"]),
+        "content": answer_call(function["name"], function["arguments"]).encode("utf-8", "replace").decode(),
     }

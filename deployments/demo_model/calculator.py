@@ -86,7 +86,7 @@ def answer_call(name: str, arguments: str) -> str:
         return f"{ERROR}there is no tool {name!r}, only calculator"
     try:
         expression = json.loads(arguments)["expression"]
-    except (ValueError, TypeError, KeyError):
+    except (ValueError, TypeError, KeyError, RecursionError):
         return ERROR + 'the arguments must be JSON like {"expression": "1 + 2"}'
     try:
         return calculate(str(expression))

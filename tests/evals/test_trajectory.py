@@ -55,6 +55,23 @@ def test_drawn_answers_repeat_by_seed_and_greedy_ones_ask_for_none(server: FakeS
     assert len({None, *seeds}) == 5  # each turn's and each run's seed is its own
 
 
+def test_half_an_emoji_of_the_model_is_kept_from_text_and_tools(server: FakeServer) -> None:
+    call = {"id": "1", "type": "function", "function": {"name": "calculator", "arguments": '{"expression": "\\ud83d"}'}}
+    said = [{"content": "half \ud83d", "tool_calls": [call]}, {"content": "#### 5"}]
+
+    async def chat(body: dict[str, Any]) -> dict[str, Any]:
+        reason = "tool_calls" if len(said) == 2 else "stop"
+        return {"choices": [{"message": said.pop(0), "finish_reason": reason}], "usage": {"prompt_tokens": None}}
+
+    config = parse_args(["--model", "fake/model"])
+    prompts = Prompts({"control": ""}, None)
+    sample = asyncio.run(run_problem(chat, Problem("abc", "2 + 3?", "5"), "with-tools", "control", config, prompts))
+    assert (sample.outcome, sample.prompt_tokens) == ("correct", 0)
+    assert sample.messages[1]["content"] == "half ?"
+    assert sample.messages[2]["content"].startswith("error: ")
+    assert Sample.model_validate_json(sample.model_dump_json()) == sample
+
+
 @pytest.mark.parametrize(
     ("label", "outcome"),
     [
