@@ -23,7 +23,12 @@ MEASURED = ("latency_s", "modes", "times", "session_id")
 
 @contextmanager
 def running(env: dict[str, str], *argv: str) -> Iterator[subprocess.Popen[bytes]]:
-    process = subprocess.Popen([sys.executable, "-m", "evals.gsm8k", *argv], env=env, stderr=subprocess.PIPE)
+    process = subprocess.Popen(
+        [sys.executable, "-m", "evals.gsm8k", *argv],
+        env=env,
+        stderr=subprocess.PIPE,
+        preexec_fn=lambda: signal.signal(signal.SIGINT, signal.SIG_DFL),  # a script's background job ignores it
+    )
     try:
         yield process
     finally:
