@@ -22,6 +22,10 @@ class RequestFailed(Exception):
     """A request that has no answer, after its retries; the text says why."""
 
 
+class ContextExceeded(RequestFailed):
+    """The messages do not fit the model's context any more."""
+
+
 class ChatClient:
     """One pool of connections to `base_url`, for one event loop."""
 
@@ -52,6 +56,7 @@ class ChatClient:
         connections are tried again.
 
         Raises:
+            ContextExceeded: the messages with the answer do not fit the model's context.
             RequestFailed: the server refused, or was still unavailable after the last retry.
         """
         return _completion(await self._send("POST", "chat/completions", json=body))
@@ -81,6 +86,8 @@ class ChatClient:
                 if response.is_success:
                     return response
                 reason = f"HTTP {response.status_code}: {_message(response)}"
+                if _code(response) == "context_length_exceeded":
+                    raise ContextExceeded(reason)
                 if not _may_pass(response):
                     break
                 wait = max(wait, _retry_after(response))
@@ -197,6 +204,15 @@ def _message(response: httpx.Response) -> str:
         return str(response.json()["error"]["message"])
     except (ValueError, TypeError, KeyError):
         return response.text[:200]
+
+
+def _code(response: httpx.Response) -> str | None:
+    """OpenAI's word for what is wrong, where there is one."""
+    try:
+        code: str | None = response.json()["error"]["code"]
+    except (ValueError, TypeError, KeyError):
+        return None
+    return code
 
 
 def _retry_after(response: httpx.Response) -> float:

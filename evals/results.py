@@ -5,7 +5,7 @@
 
 import json
 import os
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from fnmatch import fnmatch
 from pathlib import Path
 from types import TracebackType
@@ -45,8 +45,15 @@ class Results:
         return cls(directory)
 
     @classmethod
-    def resume(cls, directory: Path, facts: Facts) -> Self:
+    def resume(
+        cls, directory: Path, facts: Facts, finished: Callable[[Sample], Sample] = lambda sample: sample
+    ) -> Self:
         """An earlier run's directory, without its failed samples.
+
+        Args:
+            directory: the run's.
+            facts: of the run as it is to go on.
+            finished: makes up for what an answered sample lacks.
 
         Raises:
             EvalError: the run asked otherwise; the text names what differs.
@@ -60,6 +67,8 @@ class Results:
             if sample.outcome == "failed":
                 for path in _paths(directory, sample.key):
                     path.unlink(missing_ok=True)
+            elif (whole := finished(sample)) != sample:
+                _write(directory, whole)
         write_dataset(directory)  # a killed run may have left half a line
         return cls(directory)
 
@@ -79,10 +88,7 @@ class Results:
 
     def add(self, sample: Sample) -> None:
         """Writes the sample's files and its line, at once."""
-        record, steps, state = _paths(self.directory, sample.key)
-        write_whole(steps, "".join(map(_line, trajectory(sample))))
-        write_json(state, agent_state(sample))
-        write_json(record, sample.model_dump())  # last: a sample that is here is here with all its files
+        _write(self.directory, sample)
         self._lines.write(_line(dataset_row(sample)))
         self._lines.flush()
 
@@ -135,6 +141,13 @@ def write_whole(path: Path, text: str) -> None:
     part = path.with_suffix(".part")
     part.write_text(text, encoding="utf-8")
     part.replace(path)
+
+
+def _write(directory: Path, sample: Sample) -> None:
+    record, steps, state = _paths(directory, sample.key)
+    write_whole(steps, "".join(map(_line, trajectory(sample))))
+    write_json(state, agent_state(sample))
+    write_json(record, sample.model_dump())  # last: a sample that is here is here with all its files
 
 
 def _paths(directory: Path, key: str) -> tuple[Path, Path, Path]:

@@ -75,12 +75,12 @@ def load_rewards(weights: dict[str, float]) -> list[Reward]:
 
 
 def rewarded(sample: Sample, rewards: list[Reward]) -> Sample:
-    """The sample with its rewards and their weighted sum; a failed one has none.
+    """The sample with its rewards and their weighted sum; a failed one has none, and what it has already stays.
 
     Raises:
         EvalError: a function failed, or gave no number from 0 to 1.
     """
-    if sample.outcome == "failed":
+    if sample.outcome == "failed" or sample.reward is not None:
         return sample
     values = {reward.name: _value(reward, sample) for reward in rewards}
     total = sum(reward.weight * values[reward.name] for reward in rewards)

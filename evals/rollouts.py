@@ -1,10 +1,9 @@
 """Problems in, samples out as they finish: Ray Data around one task that keeps all slots busy.
 
 Ray Data's own async functions give results in the order of their inputs, wait at the end of each block, and
-stop their event loop while the output is full; its executor takes what is finished every 0.1 s. So the problems
-are one block, in one task with an event loop of its own on which `parallel` workers take the next problem as
-they become free. The task gives, each time, all that has finished since: how many requests are in flight never
-depends on how fast results are taken.
+stop their event loop while the output is full. So the problems are one block, in one task with an event loop of its
+own on which `parallel` workers take the next problem as they become free. The task gives, each second, all that has
+finished since: how many requests are in flight never depends on how fast results are taken.
 """
 
 import asyncio
@@ -31,7 +30,7 @@ from evals.trajectory import Problem, Sample, failed, run_problem, sample_key
 ROWS = 64
 logger = logging.getLogger(__name__)
 STARTED = 30.0  # seconds at most
-GATHERED = 0.1  # seconds: Ray Data looks no oftener, and each block costs it time and memory
+GATHERED = 1.0  # seconds: each block costs Ray Data time and memory, on cores that the model may need
 
 
 def connect() -> None:
@@ -129,16 +128,25 @@ def roll_out(work: pa.Table, mode: Mode, config: Config, prompts: Prompts) -> It
     try:
         ended = False
         while not ended:
-            batch = [finished.get()]
-            time.sleep(GATHERED)
-            while not finished.empty():
-                batch.append(finished.get())
+            batch = _gathered(finished)
             ended = batch[-1] is None
             if samples := [text for text in batch if text is not None]:
                 yield pa.table({"samples": pa.array([samples], pa.list_(pa.string()))})
         done.result()  # raises what the workers raised
     finally:
         loop.call_soon_threadsafe(loop.stop)  # nobody takes results any more: send nothing more
+
+
+def _gathered(finished: queue.SimpleQueue[str | None]) -> list[str | None]:
+    """What finishes within `GATHERED` of the next to finish; None is the end, and comes at once."""
+    batch = [finished.get()]
+    until = time.monotonic() + GATHERED
+    while batch[-1] is not None and (left := until - time.monotonic()) > 0:
+        try:
+            batch.append(finished.get(timeout=left))
+        except queue.Empty:
+            break
+    return batch
 
 
 async def _work(work: pa.Table, mode: Mode, config: Config, prompts: Prompts, give: Callable[[str], None]) -> None:

@@ -131,7 +131,10 @@ def _results(work: Work) -> Results:
     """The directory, new or gone on with."""
     config = work.config
     goes_on = config.resume or "configure" not in config.stages
-    results = (Results.resume if goes_on else Results.create)(config.results_dir, work.told)
+    if goes_on:
+        results = Results.resume(config.results_dir, work.told, lambda sample: rewarded(sample, work.rewards))
+    else:
+        results = Results.create(config.results_dir, work.told)
     if in_ray_job():
         print(f"evals.gsm8k: results go to {where(config.results_dir)}", flush=True)
     return results
@@ -143,27 +146,37 @@ def generate(work: Work, results: Results) -> str | None:
     Returns:
         None, or why it ended early.
     """
+    unrewarded: list[str] = []
     try:
         for mode in work.config.modes:
-            _generate_mode(mode, work, results)
+            unrewarded += _generate_mode(mode, work, results)
     except KeyboardInterrupt:
         return "interrupted"
     except ray.exceptions.RayError as error:
         return f"Ray: {str(error).strip().splitlines()[-1]}"
-    except EvalError as error:  # a user's reward
-        return str(error)
+    if unrewarded:
+        return f"{len(unrewarded)} answers have no reward; mend it and go on with --resume: {unrewarded[0]}"
     return None
 
 
-def _generate_mode(mode: Mode, work: Work, results: Results) -> None:
-    """Writes and counts the samples of one mode as they finish, behind one progress bar."""
+def _generate_mode(mode: Mode, work: Work, results: Results) -> list[str]:
+    """Writes and counts the samples of one mode as they finish, behind one progress bar.
+
+    Returns:
+        What was wrong with the rewards of those that have none: what was answered is kept all the same.
+    """
+    unrewarded: list[str] = []
     with Progress(mode, work.problems.num_rows * len(work.config.variants)) as progress:
         for sample in read_samples(results.directory, mode):
             progress.earlier(sample)
         for sample in run_all(work.problems, mode, work.config, work.prompts, results.has):
-            sample = rewarded(sample, work.rewards)
+            try:
+                sample = rewarded(sample, work.rewards)
+            except EvalError as error:
+                unrewarded.append(str(error))
             results.add(sample)
             progress.add(sample)
+    return unrewarded
 
 
 def report(directory: Path, incomplete: str | None = None, base_url: str | None = None) -> int:

@@ -9,7 +9,7 @@ from typing import Any, Literal, NamedTuple
 from pydantic import BaseModel
 
 from deployments.demo_model.calculator import TOOL, answer_call
-from evals.client import RequestFailed
+from evals.client import ContextExceeded, RequestFailed
 from evals.config import Config, Mode
 from evals.prompts import Prompts
 from evals.scoring import flexible_match, is_correct, strict_match
@@ -50,7 +50,7 @@ class Sample(BaseModel):
     flexible: str | None = None
     correct: bool | None = None  # by the strict rule; None where the sample failed
     correct_flexible: bool | None = None
-    finish_reason: str | None = None
+    finish_reason: str | None = None  # of the last turn; length, too, where the next one did not fit the context
     turn_limit: bool = False  # still calling tools at the last turn allowed
     error: str | None = None
     started: float  # seconds since the epoch
@@ -96,6 +96,7 @@ async def run_problem(
     messages = prompts.messages(problem.question, variant)
     turns: list[Turn] = []
     error: str | None = None
+    outgrown = False
     calls: list[dict[str, Any]] = []
     tags = {"mode": mode, "variant": variant, "eval": "gsm8k"}
     try:
@@ -112,14 +113,15 @@ async def run_problem(
                 break
             messages += [_tool_message(call) for call in calls]
     except RequestFailed as failure:
-        error = str(failure)
+        outgrown = bool(turns) and isinstance(failure, ContextExceeded)
+        error = None if outgrown else str(failure)
     sample = Sample(
         id=problem.id,
         mode=mode,
         variant=variant,
         question=problem.question,
         gold=problem.gold,
-        finish_reason=turns[-1].finish_reason if turns else None,
+        finish_reason="length" if outgrown else turns[-1].finish_reason if turns else None,
         turn_limit=mode == "with-tools" and len(turns) == config.max_turns and bool(calls),
         error=error,
         started=started,

@@ -9,6 +9,7 @@ The label in brackets in a question says how it answers:
     [starting]   the proxy's 404 in plain text at first, then right
     [refused]    400                       [down]      503 until `up`     [loop]   calls tools for ever
     [zero]       divides by zero by the calculator, then right
+    [full]       the calculator's result does not fit the context; nor does the question of [long]
     [unstored]   right, but its activations are not stored
     [gather]     right, once `gather` such requests are here at the same time
     [wait]       right, once `release()` was called
@@ -93,6 +94,9 @@ class FakeServer:
         first = self.attempts[question] == 1
         if label == "refused":
             return _error(400, "prompt is not to my liking")
+        told = any(message["role"] == "tool" for message in body["messages"])
+        if label == "long" or (label == "full" and told):
+            return _error(400, "no more than 64 tokens", code="context_length_exceeded")
         if label == "broken":
             return _error(500, "a fault of request 7")
         if label == "restart" and first:
@@ -117,8 +121,8 @@ class FakeServer:
             await self._gathered.wait_for(lambda: self._waiting >= batch * self.gather)
 
 
-def _error(status: int, message: str, headers: dict[str, str] | None = None) -> Response:
-    error = {"message": message, "type": "invalid_request_error", "param": "messages", "code": None}
+def _error(status: int, message: str, headers: dict[str, str] | None = None, code: str | None = None) -> Response:
+    error = {"message": message, "type": "invalid_request_error", "param": "messages", "code": code}
     return JSONResponse({"error": error}, status_code=status, headers=headers)
 
 

@@ -118,24 +118,6 @@ def test_config_json_holds_what_repeats_the_run(results: Path) -> None:
     assert told["host"]
 
 
-def test_a_reward_that_fails_ends_the_run_with_what_there_was(
-    server: FakeServer,
-    cluster: Any,
-    write_problems: Write,
-    tmp_path: Path,
-    capsys: pytest.CaptureFixture[str],
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    (tmp_path / "mine.py").write_text(
-        "def second(sample, seen=[]):\n    seen.append(1)\n    return 1 / (2 - len(seen))\n"
-    )
-    monkeypatch.syspath_prepend(str(tmp_path))
-    argv = ["--base-url", server.base_url, "--dataset", str(write_problems("", "", "")), "--mode", "no-tools"]
-    assert main([*argv, "--results-dir", str(tmp_path / "results"), "--rewards", "mine:second=1"]) == 1
-    assert "the reward mine:second failed" in capsys.readouterr().err
-    assert read(tmp_path / "results" / "summary.json")["counts"]["missing"] == 2
-
-
 def test_a_run_that_ends_before_its_first_sample_has_all_its_files(
     server: FakeServer, cluster: Any, write_problems: Write, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

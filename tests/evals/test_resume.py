@@ -1,5 +1,6 @@
 """Runs that end early: killed, interrupted, with failures, or without their server for a while."""
 
+import importlib
 import json
 import signal
 import subprocess
@@ -148,6 +149,34 @@ def test_failed_samples_are_asked_again_and_others_are_not(
     assert main([*argv, "--resume"]) == 0
     assert summary(results)["counts"] | {"samples": 8, "failed": 0} == summary(results)["counts"]
     assert all("[down]" in body["messages"][0]["content"] for body in server.requests)
+
+
+def test_a_reward_that_fails_loses_no_answer_and_is_made_up_for(
+    server: FakeServer,
+    cluster: Any,
+    write_problems: Write,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    module = tmp_path / "my_rewards.py"
+    module.write_text("def brief(sample):\n    return {'1000': 0.5}[sample.gold]\n")
+    monkeypatch.syspath_prepend(str(tmp_path))
+    results = tmp_path / "results"
+    argv = ["--base-url", server.base_url, "--dataset", str(write_problems("", "", ""))]
+    argv += ["--results-dir", str(results), "--mode", "no-tools", "--rewards", "my_rewards:brief=2"]
+    assert main(argv) == 1
+    assert "2 answers have no reward" in capsys.readouterr().err
+    assert summary(results)["counts"] | {"samples": 3, "failed": 0, "missing": 0} == summary(results)["counts"]
+    module.write_text("def brief(sample):\n    return 0.25\n")
+    importlib.reload(importlib.import_module("my_rewards"))
+    server.requests.clear()
+    assert main(["--resume", "--results-dir", str(results)]) == 0
+    assert not server.requests
+    rows = pq.read_table(results / "samples.parquet", columns=["gold", "reward"]).to_pylist()
+    assert {row["gold"]: row["reward"] for row in rows} == {"1000": 1.0, "1001": 0.5, "1002": 0.5}
+    (condition,) = summary(results)["conditions"].values()
+    assert condition["reward"] == pytest.approx(2 / 3)
 
 
 @pytest.mark.parametrize(

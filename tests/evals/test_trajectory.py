@@ -92,6 +92,14 @@ def test_the_tool_loop_ends_at_the_turn_limit(server: FakeServer) -> None:
     assert (len(sample.turns), sample.turn_limit, sample.correct, sample.error) == (3, True, False, None)
 
 
+def test_a_conversation_that_outgrows_the_context_is_truncated_and_a_question_that_does_has_failed(
+    server: FakeServer,
+) -> None:
+    sample = play(server, "[full]", "with-tools")
+    assert (sample.outcome, sample.finish_reason, sample.error, len(sample.turns)) == ("truncated", "length", None, 1)
+    assert play(server, "[long]", "with-tools").outcome == "failed"
+
+
 def test_what_is_wrong_with_a_call_goes_back_to_the_model(server: FakeServer) -> None:
     sample = play(server, "[zero]", "with-tools")
     assert server.requests[1]["messages"][2]["content"] == "error: division by zero"
