@@ -20,6 +20,7 @@ ROUTES = frozenset(
 )
 TITLE = "Vitrine"
 PATIENCE_S = 10.0  # for each question
+NO_ROUTES = "Route table is not populated yet."  # Serve's proxy, before the first application
 
 
 class Stranger(EvalError):
@@ -88,6 +89,8 @@ HINT = "--fresh restarts a server that --serve started; or give another --base-u
 def _is_vacant(client: httpx.Client) -> bool:
     """Whether it is Ray Serve's proxy, and no application is at `/`."""
     routes, ping = client.get("/-/routes"), client.get("/-/healthz")
+    if routes.text == ping.text == NO_ROUTES:
+        return True
     table = _json(routes)
     return isinstance(table, dict) and "/" not in table and ping.text == "success"
 

@@ -76,6 +76,11 @@ def test_ray_serve_without_an_application_is_nothing() -> None:
         assert look(vacant) is None
 
 
+def test_ray_serve_that_never_had_an_application_is_nothing() -> None:
+    with answering({}, (503, "Route table is not populated yet.")) as vacant:
+        assert look(vacant) is None
+
+
 @pytest.mark.parametrize("body", ["", "ok", "{}", "[]", '{"status": "ok", "loaded_models": ["m"]}', "<html>"])
 def test_a_stranger_that_answers_200_to_all_is_none(body: str) -> None:
     with answering({}, (200, body)) as stranger, pytest.raises(Stranger, match=r"is no Vitrine server: /openapi\.json"):
