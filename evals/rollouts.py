@@ -142,7 +142,13 @@ def roll_out(work: pa.Table, mode: Mode, config: Config, prompts: Prompts) -> It
 
 
 async def _work(work: pa.Table, mode: Mode, config: Config, prompts: Prompts, give: Callable[[str], None]) -> None:
-    client = ChatClient(config.base_url, timeout=config.timeout, retries=config.retries, parallel=config.parallel)
+    client = ChatClient(
+        config.base_url,
+        timeout=config.timeout,
+        retries=config.retries,
+        parallel=config.parallel,
+        max_outage=config.max_outage,
+    )
     waiting = _tasks(work)
 
     async def rolled_out(problem: Problem, variant: str) -> Sample:
