@@ -107,7 +107,9 @@ def earlier_options(directory: Path) -> Given:
     """
     path = directory / "config.json"
     try:
-        options: Given = dict(json.loads(path.read_text(encoding="utf-8"))["config"])
+        options: Given = json.loads(path.read_text(encoding="utf-8"))["config"]
+        if not isinstance(options, dict):
+            raise TypeError("config is no map")
     except (OSError, ValueError, LookupError, TypeError) as error:
         raise ValueError(
             f"{path} has no options of a run, which the stage configure writes; is --results-dir right? {error}"
