@@ -121,6 +121,18 @@ def test_an_interrupted_run_leaves_valid_results_and_goes_on(
     resumed(results)
 
 
+def test_an_interruption_before_there_is_anything_to_report_ends_with_status_130(
+    server: FakeServer, cluster: Any, tmp_path: Path
+) -> None:
+    server.healthy_after = 10**6
+    argv = ["--base-url", server.base_url, "--results-dir", str(tmp_path / "results"), "--wait-healthy", "100"]
+    with running(cluster.env, *argv) as process:
+        until(lambda: server.checks > 0)
+        process.send_signal(signal.SIGINT)
+        assert process.wait(timeout=60) == 130
+    assert not (tmp_path / "results").exists()
+
+
 def test_a_server_that_restarts_costs_no_sample_even_without_retries(
     server: FakeServer, cluster: Any, write_problems: Write, tmp_path: Path
 ) -> None:
