@@ -107,7 +107,7 @@ def description(options: Options, model: Model) -> dict[str, Any]:
     """A loaded model as `/v1/models` tells it: what it is and all that it is served with, so that it can be again.
 
     Of the options those that were left to the model or the machine are as they came out. The file of API keys is left
-    out, and keys and settings of the store's URI.
+    out, and keys and settings of URIs.
 
     Args:
         options: The operator's.
@@ -120,6 +120,7 @@ def description(options: Options, model: Model) -> dict[str, Any]:
         "max_seq_len": model.context,
         "threads": _threads(options),
         "activations_dir": public_uri(options.activations_dir),
+        "public_url": options.public_url and public_uri(options.public_url),
     }
     return {
         "max_model_len": model.context,
