@@ -2,16 +2,23 @@
 
 from __future__ import annotations
 
+import importlib.metadata
 import os
+import platform
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
+from deployments import __version__
+from deployments.activations.facts import dtype_name, public_uri
 from deployments.demo_model import WEIGHTS
 from deployments.errors import LoadError, RequestError
 from deployments.options import DEMO, Options
 
 if TYPE_CHECKING:  # the replica's module is imported without torch, too
     from deployments.engine.engine import Engine
+    from deployments.engine.model import Model
+
+PACKAGES = ("torch", "transformers", "nnsight", "tokenizers", "ray")
 
 
 def load_engine(options: Options) -> Engine:
@@ -55,7 +62,7 @@ def _engine(options: Options) -> Engine:
     from deployments.engine.model import load
 
     # Ray sets OMP_NUM_THREADS to the actor's CPUs, a fraction here, hence one thread.
-    torch.set_num_threads(options.threads or max(1, (os.cpu_count() or 1) // options.num_replicas))
+    torch.set_num_threads(_threads(options))
     model = load(
         source(options),
         revision=options.revision,
@@ -78,6 +85,10 @@ def _engine(options: Options) -> Engine:
     )
 
 
+def _threads(options: Options) -> int:
+    return options.threads or max(1, (os.cpu_count() or 1) // options.num_replicas)
+
+
 def source(options: Options) -> str:
     """The directory or repository that a model's name means."""
     if options.model == DEMO:
@@ -90,3 +101,32 @@ def source(options: Options) -> str:
         message = f"{options.model!r} is a directory where the replica runs: name it by its absolute path"
         raise LoadError(message, "model_id", "model_not_found", 404)
     return options.model
+
+
+def description(options: Options, model: Model) -> dict[str, Any]:
+    """A loaded model as `/v1/models` tells it: what it is and all that it is served with, so that it can be again.
+
+    Of the options those that were left to the model or the machine are as they came out. The file of API keys is left
+    out, and keys and settings of URIs.
+
+    Args:
+        options: The operator's.
+        model: What they made.
+    """
+    came_out = {
+        "dtype": dtype_name(model.dtype),
+        "attention": getattr(model.hf.config, "_attn_implementation", None),
+        "device": str(model.device),
+        "max_seq_len": model.context,
+        "threads": _threads(options),
+        "activations_dir": public_uri(options.activations_dir),
+        "public_url": options.public_url and public_uri(options.public_url),
+    }
+    return {
+        "max_model_len": model.context,
+        "savepoints": [savepoint.model_dump() for savepoint in options.savepoints],
+        "revision": model.revision,
+        "options": options.model_dump(mode="json", exclude={"api_keys_file"}) | came_out,
+        "versions": {"python": platform.python_version(), "vitrine": __version__}
+        | {name: importlib.metadata.version(name) for name in PACKAGES},
+    }

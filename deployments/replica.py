@@ -21,7 +21,7 @@ from deployments.client_code.job import CodeJob
 from deployments.delivery import Choice, Delivery, Ticket
 from deployments.engine.request import Request
 from deployments.errors import RequestError
-from deployments.loading import load_engine
+from deployments.loading import description, load_engine
 from deployments.messages import End, Job, Message, Refusal, Text
 from deployments.metering import RequestMetrics
 from deployments.metrics import Metrics
@@ -87,7 +87,7 @@ class ModelReplica:
         self._structure = structure(self._model.hf, self._model.points, self._model.context)
         self._metrics = Metrics(options.served_name)
         self._requests = RequestMetrics(options.served_name)
-        self._created = int(time.time())
+        self._described = {"created": int(time.time())} | description(options, self._model)
         self._preparing = 0  # choices on their way to a ticket
         self._loop: asyncio.AbstractEventLoop | None = None
         self._client_code = self._runner() if options.allow_client_code else None
@@ -187,8 +187,7 @@ class ModelReplica:
 
     async def describe(self) -> dict[str, Any]:
         """The model as `/v1/models` shows it."""
-        savepoints = [savepoint.model_dump() for savepoint in self._options.savepoints]
-        return {"created": self._created, "max_model_len": self._model.context, "savepoints": savepoints}
+        return self._described
 
     async def structure(self) -> dict[str, Any]:
         """What the model is made of."""

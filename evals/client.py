@@ -1,46 +1,83 @@
 """Requests to the server: chat with retries, and the two questions asked before a run."""
 
 import asyncio
-import math
 import os
 import random
 import time
-from datetime import UTC, datetime
-from email.utils import parsedate_to_datetime
-from typing import Any
+from collections.abc import Awaitable, Callable
+from typing import Any, NamedTuple
 
 import aiohttp
 import httpx
 
-RETRIED = {408, 429, 502, 503, 504}
+from evals.answers import Kind, asked_wait_s, error_of, kind_of, knows_no_max_tokens, message_of
+from evals.outage import Clock, Outage
+
 TOLD = ("Content-Type", "Retry-After")  # headers that anything hangs on
-LONGEST_TOLD = 600.0  # seconds that a server may ask to wait
 LONGEST_WAIT = 30.0  # seconds between two attempts, unless the server names a time
+LONGEST_LOOK = 2.0  # seconds between two looks whether a server that was away is back
+BROKEN = (aiohttp.ClientConnectionError, aiohttp.ClientPayloadError, aiohttp.ClientHttpProxyError)
 
 
 class RequestFailed(Exception):
-    """A request that has no answer, after its retries; the text says why."""
+    """A request that has no answer, after its retries; the text says why.
+
+    Attributes:
+        error: OpenAI's error object, where the server refused with one.
+    """
+
+    def __init__(self, text: str, error: dict[str, Any] | None = None) -> None:
+        super().__init__(text)
+        self.error = error or {}
 
 
-class ContextExceeded(RequestFailed):
-    """The messages do not fit the model's context any more."""
+class _Failure(NamedTuple):
+    """One attempt without a success.
+
+    Attributes:
+        kind: What it means for another.
+        reason: For the user.
+        wait_s: Seconds that the server asks to wait.
+        error: OpenAI's error object, where there is one.
+    """
+
+    kind: Kind
+    reason: str
+    wait_s: float = 0.0
+    error: dict[str, Any] | None = None
 
 
 class ChatClient:
     """One pool of connections to `base_url`, for one event loop."""
 
-    def __init__(self, base_url: str, *, timeout: float, retries: int, parallel: int) -> None:
+    def __init__(
+        self,
+        base_url: str,
+        *,
+        timeout: float,
+        retries: int,
+        parallel: int,
+        max_outage: float = 0.0,
+        clock: Clock = time.monotonic,
+        sleep: Callable[[float], Awaitable[None]] = asyncio.sleep,
+    ) -> None:
         """Opens nothing yet; belongs to the loop that runs.
 
         Args:
             base_url: ends in `/v1`.
             timeout: of one attempt, in seconds.
-            retries: further attempts after the first.
+            retries: further attempts of a request after the first, while the server is there.
             parallel: how many connections may be open.
+            max_outage: seconds for which a server that is away is waited for, of all requests together.
+            clock: tells the seconds of an outage.
+            sleep: waits for some seconds.
         """
         self._base_url = base_url
         self._retries = retries
         self._timeout = timeout
+        self._outage = Outage(max_outage, clock)
+        self._sleep = sleep
+        self._limit = "max_tokens"  # the field's name, as the server wants it
         # aiohttp: with many requests at once httpx takes many times the processor time, and the model has the same one.
         self._http = aiohttp.ClientSession(
             headers=headers(),
@@ -52,14 +89,28 @@ class ChatClient:
     async def chat(self, body: dict[str, Any]) -> dict[str, Any]:
         """The answer of `/chat/completions`.
 
-        Busy or absent servers (408, 429, 502, 503, 504, a proxy's plain 404 and 500), timeouts and broken
-        connections are tried again.
+        A busy server (408, 429, 504 of its own time limit) and timeouts are tried again, `retries` times. A server
+        that is away (a broken or refused connection; 502, 503 and a gateway's 504; a proxy's plain 404 and 500) is
+        waited for, `max_outage` seconds. One outage costs no retry, but each further one that others' answers set
+        apart from it does: else a request that breaks its connection each time would go on for ever.
+
+        Where the server knows no `max_tokens`, it is asked for `max_completion_tokens` from then on.
 
         Raises:
-            ContextExceeded: the messages with the answer do not fit the model's context.
-            RequestFailed: the server refused, or was still unavailable after the last retry.
+            RequestFailed: the server refused, was still busy at the last retry, or was away for too long.
         """
-        return _completion(await self._send("POST", "chat/completions", json=body))
+        sent = self._limited(body)
+        try:
+            answer = await self._send("POST", "chat/completions", json=sent)
+        except RequestFailed as refusal:
+            if "max_tokens" not in sent or not knows_no_max_tokens(refusal.error):
+                raise
+            self._limit = "max_completion_tokens"
+            answer = await self._send("POST", "chat/completions", json=self._limited(body))
+        return _completion(answer)
+
+    def _limited(self, body: dict[str, Any]) -> dict[str, Any]:
+        return {self._limit if name == "max_tokens" else name: value for name, value in body.items()}
 
     async def download(self, path: str, params: dict[str, Any]) -> bytes:
         """The body that a route below `/v1` answers, held in memory; tried again as `chat` is.
@@ -74,26 +125,49 @@ class ChatClient:
         return (await self._send("GET", path, params=params)).content
 
     async def _send(self, method: str, path: str, **given: Any) -> httpx.Response:
-        for attempt in range(self._retries + 1):
-            wait = random.uniform(0.5, 1.0) * min(LONGEST_WAIT, 2.0**attempt)
-            try:
-                response = await self._answer(method, path, **given)
-            except TimeoutError:
-                reason = f"no answer within {self._timeout:g} s"
-            except aiohttp.ClientError as error:
-                reason = f"{type(error).__name__}: {error}"
+        failures = outage = 0  # what counts as retries, and the number of the outage that was met last
+        while True:
+            got = await self._attempt(method, path, **given)
+            if isinstance(got, httpx.Response):
+                return got
+            if got.kind == "refused":
+                raise RequestFailed(got.reason, got.error)
+            counts = got.kind == "busy"
+            if got.kind == "away":
+                number = self._outage.missed()
+                self._check_outage(got.reason)
+                counts, outage = outage not in (0, number), number
+            failures += counts
+            if failures > self._retries:
+                raise RequestFailed(f"{got.reason} (attempt {failures} of {self._retries + 1})", got.error)
+            jitter = random.uniform(0.5, 1.0)
+            if counts:
+                await self._sleep(max(jitter * min(LONGEST_WAIT, 2.0 ** (failures - 1)), got.wait_s))
             else:
-                if response.is_success:
-                    return response
-                reason = f"HTTP {response.status_code}: {_message(response)}"
-                if _code(response) == "context_length_exceeded":
-                    raise ContextExceeded(reason)
-                if not _may_pass(response):
-                    break
-                wait = max(wait, _retry_after(response))
-            if attempt < self._retries:
-                await asyncio.sleep(wait)
-        raise RequestFailed(f"{reason} (attempt {attempt + 1} of {self._retries + 1})")
+                await self._sleep(min(jitter * LONGEST_LOOK, self._outage.left_s))
+
+    def _check_outage(self, reason: str) -> None:
+        if self._outage.left_s <= 0:
+            raise RequestFailed(
+                f"{reason}; nothing has answered for {self._outage.seconds:.0f} s (--max-outage "
+                f"{self._outage.limit_s:g}): --resume goes on when the server is back"
+            )
+
+    async def _attempt(self, method: str, path: str, **given: Any) -> httpx.Response | _Failure:
+        try:
+            response = await self._answer(method, path, **given)
+        except TimeoutError:
+            return _Failure("busy", f"no answer within {self._timeout:g} s")
+        except aiohttp.ClientError as error:
+            passes = isinstance(error, BROKEN) and not isinstance(error, aiohttp.ClientConnectorCertificateError)
+            return _Failure("away" if passes else "refused", f"{type(error).__name__}: {error}")
+        kind = None if response.is_success else kind_of(response)
+        if kind != "away":
+            self._outage.met()
+        if kind is None:
+            return response
+        reason = f"HTTP {response.status_code}: {message_of(response)}"
+        return _Failure(kind, reason, asked_wait_s(response), error_of(response))
 
     async def _answer(self, method: str, path: str, **given: Any) -> httpx.Response:
         async with self._http.request(method, f"{self._base_url}/{path}", **given) as answer:
@@ -117,14 +191,14 @@ def first_model(base_url: str) -> str:
         raise RequestFailed(f"no answer from {base_url}: {error}") from error
     if not response.is_success:
         hint = "; an OpenAI root ends in /v1" if not base_url.endswith("/v1") else ""
-        raise RequestFailed(f"{base_url}/models: HTTP {response.status_code}: {_message(response)}{hint}")
+        raise RequestFailed(f"{base_url}/models: HTTP {response.status_code}: {message_of(response)}{hint}")
     try:
-        models = response.json()["data"]
+        models = [str(model["id"]) for model in response.json()["data"]]
     except (ValueError, TypeError, KeyError) as error:
         raise RequestFailed(f"{base_url}/models is not a list of models; is it an OpenAI server?") from error
     if not models:
         raise RequestFailed(f"{base_url} serves no model yet")
-    return str(models[0]["id"])
+    return models[0]
 
 
 def ask_json(url: str, params: dict[str, str] | None = None) -> Any:
@@ -190,39 +264,3 @@ def _completion(response: httpx.Response) -> dict[str, Any]:
     except (ValueError, TypeError, KeyError, IndexError) as error:
         raise RequestFailed(f"not a chat completion: {response.text[:200]!r}") from error
     return body
-
-
-def _may_pass(response: httpx.Response) -> bool:
-    """Whether to try again; while an application goes down or is not up yet, Serve's proxy answers in plain text."""
-    plain = not response.headers.get("Content-Type", "").startswith("application/json")
-    return response.status_code in RETRIED or (plain and response.status_code in {404, 500})
-
-
-def _message(response: httpx.Response) -> str:
-    """OpenAI's error message, or the body where a proxy answered in plain text."""
-    try:
-        return str(response.json()["error"]["message"])
-    except (ValueError, TypeError, KeyError):
-        return response.text[:200]
-
-
-def _code(response: httpx.Response) -> str | None:
-    """OpenAI's word for what is wrong, where there is one."""
-    try:
-        code: str | None = response.json()["error"]["code"]
-    except (ValueError, TypeError, KeyError):
-        return None
-    return code
-
-
-def _retry_after(response: httpx.Response) -> float:
-    """Seconds that the server asks to wait: it may give a number or a date."""
-    value = response.headers.get("Retry-After", "0")
-    try:
-        return min(LONGEST_TOLD, float(value)) if math.isfinite(float(value)) else 0.0
-    except ValueError:
-        pass
-    try:
-        return min(LONGEST_TOLD, (parsedate_to_datetime(value) - datetime.now(UTC)).total_seconds())
-    except (ValueError, TypeError):
-        return 0.0

@@ -2,16 +2,23 @@
 
 from pathlib import Path
 from typing import Annotated, Any, Literal, Self
+from urllib.parse import urlsplit
 
 from pydantic import ConfigDict, Field, field_validator, model_validator
 
-from evals.serving_config import ServingConfig
+from evals.serving_config import ServingConfig, Switch
 
 Mode = Literal["no-tools", "with-tools"]
 HUB_DATASET = "openai/gsm8k"
 CONTROL = "control"
 # Parts of file names, which a dot sets apart.
 NAME = r"^[A-Za-z0-9_-]{1,64}$"
+MOST = 1 << 31  # of what is counted
+# Strict: in a file, `samples: true` is a mistake and not 1.
+Whole = Annotated[int, Field(strict=True)]
+Count = Annotated[int, Field(strict=True, ge=1, le=MOST)]
+Natural = Annotated[int, Field(strict=True, ge=0, le=MOST)]
+Number = Annotated[float, Field(strict=True, allow_inf_nan=False)]
 
 
 class EvalError(Exception):
@@ -21,37 +28,38 @@ class EvalError(Exception):
 class Config(ServingConfig):
     """All that a run is told. `model`, `results_dir` and `session_id` are never empty once it starts."""
 
-    model_config = ConfigDict(frozen=True, extra="forbid")
+    model_config = ConfigDict(frozen=True, extra="forbid", hide_input_in_errors=True)
 
-    base_url: str = Field("http://127.0.0.1:8000/v1", pattern=r"^https?://.+")
+    base_url: str = "http://127.0.0.1:8000/v1"
     model: str = ""
     dataset: str = "demo"
     split: str = "test"
-    samples: int | None = Field(None, ge=1)
-    seed: int | None = None
+    samples: Count | None = None
+    seed: Whole | None = None
     mode: Mode | Literal["both"] = "both"
     variants: tuple[Annotated[str, Field(pattern=NAME)], ...] = Field((CONTROL,), min_length=1)
     variants_file: Path | None = None
-    few_shot: int = Field(0, ge=0)
+    few_shot: Natural = 0
     few_shot_file: Path | None = None
-    parallel: int = Field(16, ge=1)
-    max_tokens: int = Field(512, ge=1)  # per turn
-    max_turns: int = Field(12, ge=1)
-    temperature: float = Field(0.0, ge=0.0, allow_inf_nan=False)
-    timeout: float = Field(300.0, gt=0.0, allow_inf_nan=False)  # seconds, one attempt of one request
-    retries: int = Field(8, ge=0)
-    rewards: dict[str, Annotated[float, Field(allow_inf_nan=False)]] = {"correctness": 1.0}  # weights
-    collect_activations: bool = False
+    parallel: Count = 16
+    max_tokens: Count = 512  # per turn
+    max_turns: Count = 12
+    temperature: Annotated[Number, Field(ge=0.0)] = 0.0
+    timeout: Annotated[Number, Field(gt=0.0)] = 300.0  # seconds, one attempt of one request
+    retries: Natural = 8
+    max_outage: Annotated[Number, Field(ge=0.0)] = 600.0  # seconds that a server that is away is waited for
+    rewards: dict[str, Number] = {"correctness": 1.0}  # weights
+    collect_activations: Switch = False
     points: tuple[str, ...] = ()
-    layers: tuple[int, ...] | Literal["all"] = ()
+    layers: tuple[Whole, ...] | Literal["all"] = ()
     sites: tuple[str, ...] = ()
     tokens: str = Field("all", pattern=r"^(all|prompt|generated|last|last:[1-9][0-9]*)$")
-    transfer_activations: bool = False
-    inline_activations: int = Field(0, ge=0)  # values a point
+    transfer_activations: Switch = False
+    inline_activations: Natural = 0  # values a point
     session_id: Annotated[str, Field(pattern=r"^[A-Za-z0-9_-][A-Za-z0-9._-]{0,127}$")]
     results_dir: Path
-    resume: bool = False
-    wait_healthy: float = Field(0.0, ge=0.0, allow_inf_nan=False)  # seconds
+    resume: Switch = False
+    wait_healthy: Annotated[Number, Field(ge=0.0)] = 0.0  # seconds
 
     @property
     def modes(self) -> tuple[Mode, ...]:
@@ -60,7 +68,16 @@ class Config(ServingConfig):
 
     @field_validator("base_url")
     @classmethod
-    def _without_slash(cls, value: str) -> str:
+    def _is_an_address(cls, value: str) -> str:
+        try:
+            url = urlsplit(value)
+            is_one = url.scheme in ("http", "https") and url.hostname and url.port != -1  # reading a wrong port raises
+        except ValueError:
+            is_one = False
+        if "@" in value or (is_one and (url.query or url.fragment)):  # results would show what stands there
+            raise ValueError("must not hold a user, a password or a query: give a key by OPENAI_API_KEY")
+        if not is_one or value.split() != [value]:
+            raise ValueError("must be an address like http://127.0.0.1:8000/v1")
         return value.rstrip("/")
 
     @field_validator("points", "sites", "variants", mode="before")
@@ -71,7 +88,12 @@ class Config(ServingConfig):
     @field_validator("layers", mode="before")
     @classmethod
     def _split_layers(cls, value: object) -> object:
-        return value.split(",") if isinstance(value, str) and value != "all" else value
+        if not isinstance(value, str) or value == "all":
+            return value
+        try:
+            return [int(part) for part in value.split(",")]
+        except ValueError:
+            raise ValueError("all, or numbers with commas between them") from None
 
     @field_validator("rewards", mode="before")
     @classmethod
@@ -81,7 +103,10 @@ class Config(ServingConfig):
         pairs = [part.strip().partition("=") for part in value.split(",")]
         if wrong := [name for name, _, weight in pairs if not weight]:
             raise ValueError(f"{wrong[0]!r} has no weight: write {wrong[0]}=1")
-        return {name: weight for name, _, weight in pairs}
+        try:
+            return {name: float(weight) for name, _, weight in pairs}
+        except ValueError as error:
+            raise ValueError(f"a weight is a number: {error}") from None
 
     @field_validator("variants", "points", "sites")
     @classmethod

@@ -16,6 +16,9 @@ from evals.config import HUB_DATASET, Config
 from evals.serving_config import OF_ONE_CALL, STAGES, add_serving_options, in_order
 
 Given = dict[str, Any]
+FILES = ("dataset", "variants_file", "few_shot_file")
+# What PyYAML raises for a scalar that is not of its tag, as `!!int x` or the 31st of February.
+OF_SCALARS = (ValueError, LookupError, AttributeError, TypeError)
 
 
 def parse_args(argv: Sequence[str] | None = None) -> Config:
@@ -28,38 +31,72 @@ def parse_args(argv: Sequence[str] | None = None) -> Config:
     flags = {name: value for name, value in vars(parser.parse_args(argv)).items() if value is not None}
     try:
         file = flags.pop("config", None)
-        given = (read_config(Path(file).expanduser()) if file else {}) | flags
+        given = (read_config(file) if file else {}) | flags
         name = f"gsm8k-{datetime.now(UTC):%Y%m%dT%H%M%SZ}"
         given["results_dir"] = results_path(given.get("results_dir"), name)
         stages = in_order(given.get("stages", STAGES))
-        if given.get("resume") or ("configure" not in stages and stages != ("deploy",)):
+        if given.get("resume") is True or ("configure" not in stages and stages != ("deploy",)):
             given = earlier_options(given["results_dir"]) | given
+        given |= {option: from_here(given[option], option) for option in FILES if option in given}
         given.setdefault("session_id", name)
         return Config(**given)
     except ValidationError as error:
         first = error.errors()[0]
-        option = f"--{str(first['loc'][0]).replace('_', '-')}: " if first["loc"] else ""
+        option = f"{flag(str(first['loc'][0]))}: " if first["loc"] else ""
         parser.error(option + first["msg"].removeprefix("Value error, "))
     except ValueError as error:
         parser.error(str(error))
 
 
-def read_config(path: Path) -> Given:
+def flag(name: str) -> str:
+    """The flag of an option."""
+    return "--server-option" if name == "server_options" else f"--{name.replace('_', '-')}"
+
+
+def read_config(file: str) -> Given:
     """The options that a YAML file gives, by the names of the flags with `_` for `-`.
 
     Raises:
         ValueError: no such file, no map of options, or an option that there is not.
     """
     try:
-        given = yaml.safe_load(path.read_text(encoding="utf-8")) or {}
-    except (OSError, UnicodeDecodeError, yaml.YAMLError) as error:
-        raise ValueError(f"--config {path}: {error}") from error
+        given = yaml.safe_load(Path(file).expanduser().read_text(encoding="utf-8")) or {}
+    except (OSError, RuntimeError, yaml.YAMLError, *OF_SCALARS) as error:
+        raise ValueError(f"--config {file}: {error}") from error
     if not isinstance(given, dict):
-        raise ValueError(f"--config {path}: not a map of options")
+        raise ValueError(f"--config {file}: not a map of options")
     if unknown := [str(name) for name in given if name not in Config.model_fields]:
         known = ", ".join(Config.model_fields)
-        raise ValueError(f"--config {path}: no option {', '.join(unknown)}; there are {known}")
+        raise ValueError(f"--config {file}: no option {', '.join(unknown)}; there are {known}")
     return given
+
+
+def from_here(value: object, name: str) -> object:
+    """A file that an option names, absolute, so that `--resume` from another directory finds it.
+
+    In a Ray job a relative path stays: it is of a file that each job brings in its own copy of the working directory.
+
+    Args:
+        value: the option's value; what is no text is left to `Config`.
+        name: the option's.
+
+    Raises:
+        ValueError: no path can be written so.
+    """
+    if not isinstance(value, str) or value in ("demo", HUB_DATASET):
+        return value
+    path = _path(value, name)
+    return str(path if in_ray_job() else path.absolute())
+
+
+def _path(value: object, name: str) -> Path:
+    if isinstance(value, str | Path) and str(value) and "\0" not in str(value):
+        try:
+            str(value).encode()
+            return Path(value).expanduser()
+        except (UnicodeEncodeError, RuntimeError):  # half a character; `~name` of nobody
+            pass
+    raise ValueError(f"{flag(name)}: {value!r} is no path")
 
 
 def earlier_options(directory: Path) -> Given:
@@ -71,7 +108,9 @@ def earlier_options(directory: Path) -> Given:
     path = directory / "config.json"
     try:
         options: Given = json.loads(path.read_text(encoding="utf-8"))["config"]
-    except (OSError, ValueError, KeyError) as error:
+        if not isinstance(options, dict):
+            raise TypeError("config is no map")
+    except (OSError, ValueError, LookupError, TypeError) as error:
         raise ValueError(
             f"{path} has no options of a run, which the stage configure writes; is --results-dir right? {error}"
         ) from error
@@ -83,7 +122,7 @@ def in_ray_job() -> bool:
     return "RAY_JOB_CONFIG_JSON_ENV_VAR" in os.environ
 
 
-def results_path(given: str | Path | None, name: str) -> Path:
+def results_path(given: object, name: str) -> Path:
     """Where results go, absolute: what was given, else `results/<name>`, in a Ray job below `$VITRINE_HOME`.
 
     Args:
@@ -91,9 +130,9 @@ def results_path(given: str | Path | None, name: str) -> Path:
         name: the run's name, for the default.
 
     Raises:
-        ValueError: a relative path in a Ray job, whose working directory is a copy that is thrown away.
+        ValueError: no path; or a relative one in a Ray job, whose working directory is a copy that is thrown away.
     """
-    path = Path(given).expanduser() if given else None
+    path = None if given is None else _path(given, "results_dir")
     if not in_ray_job():
         return (path or Path("results") / name).absolute()
     if path and not path.is_absolute():
@@ -133,7 +172,8 @@ def _parser() -> argparse.ArgumentParser:
     option("--max-turns", "most answers per problem with tools", int)
     option("--temperature", "0 is greedy", float)
     option("--timeout", "seconds for one attempt of one request", float)
-    option("--retries", "further attempts on 429, 503, timeouts and broken connections", int)
+    option("--retries", "further attempts of a request on 429 and timeouts", int)
+    option("--max-outage", "seconds for which a server that does not answer is waited for", float)
     option("--rewards", "weights, as correctness=1,format=0.2,package.module:function=0.1 (default: correctness=1)")
     switch("--collect-activations", "record activations; without points or layers, the server's choice of them")
     option("--points", "activation points to record, comma separated")

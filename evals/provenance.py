@@ -1,7 +1,9 @@
 """All that is needed to repeat a run, as config.json holds it, and how two of these differ."""
 
 import hashlib
+import os
 import platform
+import subprocess
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import Any
@@ -15,9 +17,12 @@ from evals.prompts import Prompts
 from evals.serving_config import OF_ONE_CALL
 
 PACKAGES = ("ray", "pyarrow", "httpx", "pydantic", "torch", "transformers", "nnsight", "numpy")
-# How a run reaches the server and where it writes: the answers do not hang on these.
-FREE = {"base_url", "parallel", "timeout", "retries", "results_dir", "wait_healthy", "variants_file"}
-FREE |= {"few_shot_file", "transfer_activations", "serve"} | OF_ONE_CALL
+# How a run reaches the server, which files it reads and where it writes: the answers do not hang on these. What the
+# files hold is compared for itself.
+FREE = {"base_url", "parallel", "timeout", "retries", "max_outage", "wait_healthy", "results_dir"}
+FREE |= {"dataset", "variants_file", "few_shot_file", "transfer_activations", "serve"} | OF_ONE_CALL
+ROOT = Path(__file__).parents[1]
+GIT_S = 10.0  # that git may take: the checkout may lie on a slow disk
 Facts = dict[str, Any]
 
 
@@ -30,13 +35,16 @@ def facts(config: Config, prompts: Prompts, path: Path, problems: pa.Table) -> F
         path: of the dataset.
         problems: those of the run.
     """
+    model = _model(config)
+    server = _server(config.base_url) | {name: model.pop(name, None) for name in ("options", "versions")}
     return {
         "config": config.model_dump(mode="json", exclude={"resume"}),
         "versions": {"python": platform.python_version()}
         | {"vitrine": __version__}
         | {name: _version(name) for name in PACKAGES},
-        "model": _model(config),
-        "server": _server(config.base_url),
+        "git": checkout(),
+        "model": model,
+        "server": server,
         "prompts": prompts.record(),
         "dataset": {
             "path": str(path),
@@ -53,20 +61,57 @@ def differences(earlier: Facts, now: Facts) -> list[str]:
     """Names of what changes answers or scores and is not the same in both."""
     names = [name for name in now["config"] if name not in FREE]
     found = [name for name in names if earlier["config"].get(name) != now["config"][name]]
-    if earlier["prompts"] != now["prompts"]:
+    if _texts(earlier["prompts"]) != _texts(now["prompts"]):
         found.append("prompts")
-    told = (earlier["model"].get("structure"), now["model"].get("structure"))
-    if None not in told and told[0] != told[1]:
-        found.append("model.structure")
+    for part in ("revision", "structure"):
+        told = (earlier["model"].get(part), now["model"].get(part))
+        if None not in told and told[0] != told[1]:
+            found.append(f"model.{part}")
     if earlier["versions"]["vitrine"] != now["versions"]["vitrine"]:
         found.append("versions.vitrine")
     return found + [f"dataset.{part}" for part in ("sha256", "ids") if earlier["dataset"][part] != now["dataset"][part]]
 
 
+def checkout(root: Path = ROOT) -> Facts | None:
+    """The commit that the evaluator's own code is of, and whether files of it were changed since.
+
+    Args:
+        root: the checkout's top.
+
+    Returns:
+        `commit` and `dirty`; None where the code is in no checkout of its own, or git cannot say.
+    """
+    top = _git(root, "rev-parse", "--show-toplevel")
+    commit = _git(root, "rev-parse", "HEAD")
+    changed = _git(root, "status", "--porcelain", "--untracked-files=no")
+    # Installed below somebody's checkout, it is not of that.
+    if top is None or commit is None or changed is None or Path(top) != root.resolve():
+        return None
+    return {"commit": commit, "dirty": bool(changed)}
+
+
+def _git(root: Path, *arguments: str) -> str | None:
+    command = ["git", "--no-optional-locks", "-C", str(root), *arguments]
+    env = {name: value for name, value in os.environ.items() if not name.startswith("GIT_")}  # as a hook has them
+    try:
+        done = subprocess.run(command, env=env, capture_output=True, text=True, timeout=GIT_S)
+    except (OSError, ValueError, subprocess.TimeoutExpired):
+        return None
+    return done.stdout.strip() if done.returncode == 0 else None
+
+
+def _texts(prompts: Facts) -> Facts:
+    """What the model is shown; not which file the examples were read from."""
+    few_shot = prompts.get("few_shot")
+    return prompts | {"few_shot": few_shot and few_shot["examples"]}
+
+
 def _model(config: Config) -> Facts:
     """The server's entry of the model, with its structure where the server tells it."""
     listed = ask_json(f"{config.base_url}/models") or {}
-    entry = next((one for one in listed.get("data", []) if one.get("id") == config.model), {"id": config.model})
+    entries = listed.get("data")
+    found = [one for one in entries if isinstance(one, dict)] if isinstance(entries, list) else []
+    entry = next((one for one in found if one.get("id") == config.model), {"id": config.model})
     structure = ask_json(f"{config.base_url}/model/structure", {"model": config.model})
     return {**entry, "structure": structure}
 

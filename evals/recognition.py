@@ -103,17 +103,15 @@ def _recognized(client: httpx.Client, root: str) -> Found:
     info = page.get("info") if isinstance(page, dict) else None
     if not isinstance(info, dict) or info.get("title") != TITLE:
         raise Stranger(f"{root} answers, but is no Vitrine server: {_shown(described)}")
-    if missing := sorted(ROUTES - set(page.get("paths", ()))):
+    paths = page.get("paths")
+    if missing := sorted(ROUTES - set(paths if isinstance(paths, dict) else ())):
         raise Stranger(f"{root} calls itself {TITLE}, but has no {', '.join(missing)}")
     health = _json(client.get("/health"))
     if not isinstance(health, dict) or not isinstance(health.get("loaded_models"), list):
         raise NotReady(f"{root}/health does not say which models are loaded: {health!r:.200}")
-    found = Found(
-        str(info.get("version")),
-        str(health.get("status")),
-        frozenset(map(str, health["loaded_models"])),
-        frozenset(map(str, [*health["loaded_models"], *health.get("replicas", ())])),
-    )
+    loaded, replicas = frozenset(map(str, health["loaded_models"])), health.get("replicas")
+    models = loaded | frozenset(replicas if isinstance(replicas, dict) else ())
+    found = Found(str(info.get("version")), str(health.get("status")), loaded, models)
     if found.status == "ok":
         _check_models(client, root, found)
     return found

@@ -2,7 +2,8 @@
 
     correctness   1 for the right number by the strict rule
     format        1 if the answer ends in its only `####` line, with a number
-    efficiency    2^(-tokens / 256) for a right answer of so many new tokens, 0 for any other
+    efficiency    2^(-tokens / 256) for a right answer of so many new tokens, 0 for any other; refused where the
+                  server counts none
     tool_use      the share of calls that gave a result; 0 without a call
 
 A function of the user's is named by its import path, `package.module:function`.
@@ -43,8 +44,16 @@ def format(sample: Sample) -> float:  # the name that configs use
 
 
 def efficiency(sample: Sample) -> float:
-    """Of a right answer 2^(-tokens / 256), so that 256 more tokens halve it; 0 of any other."""
-    return float(2 ** (-sample.completion_tokens / HALVING)) if sample.correct else 0.0
+    """Of a right answer 2^(-tokens / 256), so that 256 more tokens halve it; 0 of any other.
+
+    Raises:
+        ValueError: the server counts no tokens; each right answer would get 1.
+    """
+    if not sample.correct:
+        return 0.0
+    if not sample.completion_tokens:
+        raise ValueError("the server's answers have no usage.completion_tokens; leave efficiency out of --rewards")
+    return float(2 ** (-sample.completion_tokens / HALVING))
 
 
 def tool_use(sample: Sample) -> float:

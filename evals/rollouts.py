@@ -150,7 +150,13 @@ def _gathered(finished: queue.SimpleQueue[str | None]) -> list[str | None]:
 
 
 async def _work(work: pa.Table, mode: Mode, config: Config, prompts: Prompts, give: Callable[[str], None]) -> None:
-    client = ChatClient(config.base_url, timeout=config.timeout, retries=config.retries, parallel=config.parallel)
+    client = ChatClient(
+        config.base_url,
+        timeout=config.timeout,
+        retries=config.retries,
+        parallel=config.parallel,
+        max_outage=config.max_outage,
+    )
     waiting = _tasks(work)
 
     async def rolled_out(problem: Problem, variant: str) -> Sample:

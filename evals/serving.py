@@ -7,14 +7,15 @@ import socket
 import subprocess
 import sys
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import NamedTuple
 from urllib.parse import urlsplit
 
 import psutil
 import ray
+from pydantic import BaseModel, ConfigDict, ValidationError
 from ray._raylet import Config as RayConfig  # type: ignore[attr-defined]
 
 from deployments.options import Options, home
@@ -39,6 +40,18 @@ class Record(NamedTuple):
     """
 
     process: psutil.Process
+    options: Options
+    ray_address: str
+    ray_auth_mode: str | None
+
+
+class _Written(BaseModel):
+    """What `serve_app.hosting` writes of itself."""
+
+    model_config = ConfigDict(strict=True, hide_input_in_errors=True)  # a store's URI may hold a key
+
+    pid: int
+    created: float  # seconds since the epoch
     options: Options
     ray_address: str
     ray_auth_mode: str | None
@@ -89,7 +102,7 @@ def _use(config: Config, limit_s: float) -> bool:
     found = _look_until(config.base_url, limit_s)
     if found is None:
         return False
-    record = read_record(config.base_url)
+    record = read_record(config.base_url, _say)
     if config.fresh:
         _restart(config.base_url, record)
         return False
@@ -132,7 +145,11 @@ def _start(config: Config) -> tuple[subprocess.Popen[str], Path]:
     host, port = _place(config.base_url)
     _free_port(host)
     record = _record_path(config.base_url)
-    record.parent.mkdir(parents=True, exist_ok=True, mode=0o700)
+    try:
+        record.parent.mkdir(parents=True, exist_ok=True, mode=0o700)
+        record.unlink(missing_ok=True)  # of a server that was here before
+    except OSError as error:
+        raise EvalError(f"the server's record cannot be written: {error}") from error
     config.results_dir.mkdir(parents=True, exist_ok=True)
     log = config.results_dir / LOG
     plan = {
@@ -222,17 +239,30 @@ def _end(process: psutil.Process | None) -> None:
         psutil.wait_procs(members, timeout=STOP_S)
 
 
-def read_record(base_url: str) -> Record | None:
-    """What the server at a URL wrote of itself when `--serve` started it; None where no such process runs."""
+def read_record(base_url: str, say: Callable[[str], None] = lambda _: None) -> Record | None:
+    """What the server at a URL wrote of itself when `--serve` started it; None where no such process runs.
+
+    Args:
+        base_url: The server's.
+        say: Is told what is wrong with a file that stands in the record's place and is none.
+    """
+    path = _record_path(base_url)
     try:
-        content: dict[str, Any] = json.loads(_record_path(base_url).read_text())
-        process = psutil.Process(content["pid"])
-        if process.create_time() != content["created"]:
+        written = _Written.model_validate_json(path.read_bytes())
+        process = psutil.Process(written.pid)
+        if process.create_time() != written.created:
             return None  # the number is another process's by now
     except (FileNotFoundError, psutil.NoSuchProcess):
         return None
-    options = Options.model_validate(content["options"])
-    return Record(process, options, content["ray_address"], content["ray_auth_mode"])
+    except ValidationError as error:
+        first = error.errors()[0]
+        where = ".".join(map(str, first["loc"]))
+        say(f"{path} is no record of a server that --serve started, and is not used: {where or 'all'}: {first['msg']}")
+        return None
+    except (OSError, ValueError, OverflowError, psutil.Error) as error:
+        say(f"{path} is no record of a server that can be read, and is not used: {error}")
+        return None
+    return Record(process, written.options, written.ray_address, written.ray_auth_mode)
 
 
 def tail_of(config: Config) -> str:

@@ -1,9 +1,9 @@
 """The options of deploying and of stages, a part of `Config`."""
 
 import argparse
-from typing import Any, Literal, Self, get_args
+from typing import Annotated, Any, Literal, Self, get_args
 
-from pydantic import BaseModel, ConfigDict, ValidationError, field_validator, model_validator
+from pydantic import BaseModel, ConfigDict, Field, ValidationError, field_validator, model_validator
 
 from deployments.options import NO_MODEL, Options
 
@@ -11,6 +11,7 @@ Stage = Literal["deploy", "configure", "generate", "report"]
 STAGES: tuple[Stage, ...] = get_args(Stage)
 # What no later call on the same results takes over.
 OF_ONE_CALL = frozenset({"fresh", "keep_running", "stages", "smoke"})
+Switch = Annotated[bool, Field(strict=True)]  # in a file, `fresh: "no"` is a mistake
 
 
 class ServingConfig(BaseModel):
@@ -20,10 +21,10 @@ class ServingConfig(BaseModel):
 
     serve: str = ""  # a model; without it the server is somebody else's business
     server_options: dict[str, Any] = {}  # of `deployments/options.py`
-    fresh: bool = False
-    keep_running: bool = False
+    fresh: Switch = False
+    keep_running: Switch = False
     stages: tuple[Stage, ...] = STAGES
-    smoke: bool = False
+    smoke: Switch = False
 
     @property
     def served(self) -> Options:
@@ -62,13 +63,28 @@ class ServingConfig(BaseModel):
             raise ValueError("--serve names the model that is served")
         if self.stages == ("deploy",) and not self.keep_running:
             raise ValueError("--stages deploy needs --keep-running: the server would be stopped again at once")
+        self._check_server_options()
+        return self
+
+    def _check_server_options(self) -> None:
         try:
-            _ = self.served
+            served = self.served
         except ValidationError as error:
             first = error.errors()[0]
             named = ".".join(map(str, first["loc"])) or "options"
             raise ValueError(f"--server-option {named}: {first['msg'].removeprefix('Value error, ')}") from None
-        return self
+        except RuntimeError as error:  # `~name` of nobody
+            raise ValueError(f"--server-option: {error}") from None
+        if _has_key(served.activations_dir):
+            raise ValueError(
+                "--server-option activations_dir: results would show the key in the URI; give it by AWS_ACCESS_KEY_ID "
+                "and AWS_SECRET_ACCESS_KEY"
+            )
+
+
+def _has_key(uri: str) -> bool:
+    """Whether a URI holds a key: before its host, or as a setting."""
+    return "://" in uri and any(mark in uri for mark in ("@", "key=", "token="))
 
 
 def in_order(value: object) -> tuple[Stage, ...]:

@@ -32,7 +32,8 @@ class ConditionTally:
         if sample.correct is None:
             return
         self._latencies.append(sample.latency_s)
-        self._tokens.append(sample.completion_tokens)
+        if sample.completion_tokens:  # else the server counts none: they are not known
+            self._tokens.append(sample.completion_tokens)
         self.correct[sample.id] = sample.correct
         self._counts["flexible"] += bool(sample.correct_flexible)
         self._counts["invalid"] += sample.strict is None
@@ -88,7 +89,7 @@ class ModeTally:
             "samples": len(self.started),
             "completion_tokens": self._tokens,
             "wall_s": wall,
-            "tokens_per_second": self._tokens / wall if wall else None,
+            "tokens_per_second": self._tokens / wall if wall and self._tokens else None,
         }
 
 

@@ -9,11 +9,12 @@ from typing import Any, Literal, NamedTuple
 from pydantic import BaseModel
 
 from deployments.demo_model.calculator import TOOL, answer_call
-from evals.client import ContextExceeded, RequestFailed
+from evals.client import RequestFailed
 from evals.config import Config, Mode
 from evals.prompts import Prompts
 from evals.scoring import flexible_match, is_correct, strict_match
 
+CONTEXT_EXCEEDED = "context_length_exceeded"  # OpenAI's word
 Chat = Callable[[dict[str, Any]], Awaitable[dict[str, Any]]]
 Outcome = Literal["correct", "wrong", "invalid", "truncated", "turn_limit", "failed"]
 
@@ -113,7 +114,7 @@ async def run_problem(
                 break
             messages += [_tool_message(call) for call in calls]
     except RequestFailed as failure:
-        outgrown = bool(turns) and isinstance(failure, ContextExceeded)
+        outgrown = bool(turns) and failure.error.get("code") == CONTEXT_EXCEEDED
         error = None if outgrown else str(failure)
     sample = Sample(
         id=problem.id,

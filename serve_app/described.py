@@ -147,7 +147,9 @@ COMPLETION_EXAMPLES: dict[str, Any] = {
     "texts": {"value": {"model": "vitrine-demo", "prompt": ["Ann has", "Tom has"], "n": 2, "max_tokens": 4}},
 }
 
-_MODEL = {"id": "vitrine-demo", "object": "model", "owned_by": "vitrine", "created": 1763700000, "max_model_len": 4096}
+_MODEL: dict[str, Any] = {"id": "vitrine-demo", "object": "model", "owned_by": "vitrine", "created": 1763700000}
+_MODEL |= {"max_model_len": 4096, "savepoints": [], "revision": "1ce1f1b1bc4fcb7a4a8c9e3dd4f3f9b1c7a2a5d0"}
+_MODEL |= {"options": {"dtype": "float32", "max_running": 64}, "versions": {"vitrine": "0.1.0", "torch": "2.13.0"}}
 MODEL = answers(_MODEL)
 MODELS = answers({"object": "list", "data": [_MODEL]})
 

@@ -59,7 +59,8 @@ def main() -> int:
         threading.Thread(target=_end_with_starter, daemon=True).start()
     try:
         with hosted(plan):
-            signal.pause()
+            while True:  # it returns after any signal that is handled, and those that end this raise
+                signal.pause()
     except KeyboardInterrupt:
         pass
     except (ConnectionError, RuntimeError) as error:

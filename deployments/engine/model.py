@@ -17,6 +17,7 @@ from deployments.engine.cache import SlotCache
 from deployments.engine.masks import Masks
 from deployments.engine.probe import UnsupportedModelError, find_masks
 from deployments.engine.readout import Readout
+from deployments.engine.revision import revision_of
 from deployments.engine.shared_weights import SharedWeights
 from deployments.engine.taps import Taps, Visit
 
@@ -43,6 +44,7 @@ class Model:
         eos: Token ids that end a text.
         head: The path of the module that gives the logits.
         shared: What other processes need to run it on the same weights, where they may.
+        revision: Which files it was loaded from, as `revision_of` says it.
         readout: From a layer's output to logits.
     """
 
@@ -53,6 +55,7 @@ class Model:
         name: str,
         context: int | None = None,
         shared: SharedWeights | None = None,
+        revision: str | None = None,
     ) -> None:
         if getattr(tokenizer, "backend_tokenizer", None) is None:
             raise UnsupportedModelError(f"{name} has no fast tokenizer, which streaming text needs")
@@ -63,6 +66,7 @@ class Model:
         self.config = hf.config.get_text_config()
         self.context = _context(self.config, context)
         self.shared = shared
+        self.revision = revision
         self.longest_token = max(map(len, tokenizer.get_vocab()))
         self.eos = _end_tokens(hf, tokenizer)
         self.head = next(path for path, module in hf.named_modules() if module is hf.get_output_embeddings())
@@ -242,7 +246,7 @@ def load(
     if share:  # while the module has no hooks, and its weights are where they will stay
         lay_out_for_few_rows(hf)
         shared = SharedWeights.of(hf.eval())
-    return Model(hf, tokenizer, name, context, shared)
+    return Model(hf, tokenizer, name, context, shared, revision_of(source, revision))
 
 
 def lay_out_for_few_rows(hf: Any) -> None:

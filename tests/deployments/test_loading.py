@@ -2,13 +2,17 @@
 
 from __future__ import annotations
 
+import importlib.metadata
+import json
 import traceback
 
 import pytest
+import torch
 
 from deployments.demo_model import WEIGHTS
+from deployments.engine.revision import revision_of
 from deployments.errors import LoadError
-from deployments.loading import load_engine
+from deployments.loading import description, load_engine
 from deployments.options import Options
 
 
@@ -35,6 +39,21 @@ def test_a_directory_is_named_by_its_absolute_path_alone(tmp_path, monkeypatch):
     with pytest.raises(LoadError, match="absolute") as refused:
         load_engine(Options(model="some/model"))
     assert (refused.value.status, refused.value.code) == (404, "model_not_found")
+
+
+def test_a_model_is_described_by_all_it_is_served_with_and_no_secret():
+    given = {"threads": 2, "api_keys_file": "/keys", "activations_dir": "s3://id:s3cret@bucket/p?region=x"}
+    options = Options(**given, public_url="https://id:s3cret@host/v", model_id="mine", max_seq_len=100)
+    model = load_engine(options).model
+    told = description(options, model)
+    assert Options.model_fields.keys() - told["options"].keys() == {"api_keys_file"}
+    assert told["options"]["activations_dir"] == "s3://bucket/p"
+    came_out = {name: told["options"][name] for name in ("dtype", "attention", "device", "max_seq_len", "threads")}
+    device = "cuda:0" if torch.cuda.is_available() else "cpu"
+    assert came_out == {"dtype": "float32", "attention": "sdpa", "device": device, "max_seq_len": 100, "threads": 2}
+    assert told["revision"] == model.revision == revision_of(str(WEIGHTS))
+    assert told["versions"]["torch"] == importlib.metadata.version("torch")
+    assert "s3cret" not in json.dumps(told)
 
 
 def test_a_name_below_the_models_directory_is_that_model(tmp_path):

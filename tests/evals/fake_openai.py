@@ -4,7 +4,8 @@ The label in brackets in a question says how it answers:
 
     (none)       right, through the calculator where tools are offered
     [wrong]      a wrong number            [invalid]   no ####           [cut]    finish_reason length
-    [busy]       429 with Retry-After: 0 at first, then right            [flaky]  breaks the connection once
+    [busy]       429 with `retry_after` at first, then right             [flaky]  breaks the connection once
+    [torn]       breaks the connection each time     [long]  400, max_tokens are too many
     [restart]    the proxy's 500 in plain text at first, then right          [broken]  500 with a reason
     [starting]   the proxy's 404 in plain text at first, then right
     [refused]    400                       [down]      503 until `up`     [loop]   calls tools for ever
@@ -13,6 +14,7 @@ The label in brackets in a question says how it answers:
     [unstored]   right, but its activations are not stored
     [gather]     right, once `gather` such requests are here at the same time
     [wait]       right, once `release()` was called
+    [uncounted]  right, without `usage`
 """
 
 import asyncio
@@ -41,6 +43,10 @@ class FakeServer:
         self.up = False
         self.healthy_after = 0  # health checks
         self.models = ["fake/model"]
+        self.told: Body = {}  # of each model, beside its id
+        self.structure: Body | None = None
+        self.retry_after = "0"
+        self.modern = False  # refuses max_tokens, as OpenAI's newer models do
         self.attempts: Counter[str] = Counter()  # by question
         self.checks = 0
         self._loop = asyncio.new_event_loop()
@@ -53,6 +59,7 @@ class FakeServer:
         app = FastAPI()
         app.get("/health")(self._health)
         app.get("/v1/models")(self._models)
+        app.get("/v1/model/structure")(self._structure)
         app.post("/v1/chat/completions")(self._chat)
         config = uvicorn.Config(app, log_level="error", ws="none", timeout_graceful_shutdown=1)
         self._uvicorn = uvicorn.Server(config)
@@ -83,7 +90,10 @@ class FakeServer:
         return JSONResponse({"status": "ok", "loaded_models": self.models, "replicas": {}})
 
     async def _models(self) -> Body:
-        return {"object": "list", "data": [{"id": model, "object": "model"} for model in self.models]}
+        return {"object": "list", "data": [{"id": model, "object": "model"} | self.told for model in self.models]}
+
+    async def _structure(self) -> Response:
+        return JSONResponse(self.structure) if self.structure else PlainTextResponse("no such route", status_code=404)
 
     async def _chat(self, request: Request) -> Response:
         body = await request.json()
@@ -92,6 +102,11 @@ class FakeServer:
         label = (re.search(r"\[(\w+)\]", question) or [""])[0].strip("[]")
         self.attempts[question] += 1
         first = self.attempts[question] == 1
+        if self.modern and "max_tokens" in body:
+            message = "Unsupported parameter: 'max_tokens' is not supported with this model. Use another."
+            return _error(400, message, param="max_tokens", code="unsupported_parameter")
+        if label == "long":
+            return _error(400, "max_tokens: too many", param="max_tokens", code="context_length_exceeded")
         if label == "refused":
             return _error(400, "prompt is not to my liking")
         told = any(message["role"] == "tool" for message in body["messages"])
@@ -104,8 +119,8 @@ class FakeServer:
         if label == "starting" and first:
             return PlainTextResponse("Path '/v1/chat/completions' not found.", status_code=404)
         if (label == "down" and not self.up) or (label == "busy" and first):
-            return _error(503 if label == "down" else 429, "no room", {"Retry-After": "0"})
-        if label == "flaky" and first:
+            return _error(503 if label == "down" else 429, "no room", {"Retry-After": self.retry_after})
+        if label == "torn" or (label == "flaky" and first):
             return Response("{", headers={"Content-Length": "100"})  # the rest never comes
         if label == "gather":
             await self._gather()
@@ -121,8 +136,14 @@ class FakeServer:
             await self._gathered.wait_for(lambda: self._waiting >= batch * self.gather)
 
 
-def _error(status: int, message: str, headers: dict[str, str] | None = None, code: str | None = None) -> Response:
-    error = {"message": message, "type": "invalid_request_error", "param": "messages", "code": code}
+def _error(
+    status: int,
+    message: str,
+    headers: dict[str, str] | None = None,
+    param: str = "messages",
+    code: str | None = None,
+) -> Response:
+    error = {"message": message, "type": "invalid_request_error", "param": param, "code": code}
     return JSONResponse({"error": error}, status_code=status, headers=headers)
 
 
@@ -149,6 +170,8 @@ def _completion(body: Body, label: str, question: str, number: int) -> Body:
         "choices": [{"index": 0, "message": message, "finish_reason": finish}],
         "usage": {"prompt_tokens": 11, "completion_tokens": 5, "total_tokens": 16},
     }
+    if label == "uncounted":
+        del answer["usage"]
     if body.get("store_activations"):
         answer["activations_meta"] = _activations(body, label, number)
     return answer

@@ -1,4 +1,5 @@
 import asyncio
+from collections.abc import Awaitable, Callable
 from typing import Any
 
 import pytest
@@ -6,22 +7,53 @@ from fake_openai import FakeServer
 
 from evals.client import ChatClient, RequestFailed, first_model, wait_healthy
 
+Ask = Callable[[str], Awaitable[dict[str, Any]]]
 
-def ask(server: FakeServer, question: str, retries: int = 2, timeout: float = 30) -> dict[str, Any]:
-    async def chat() -> dict[str, Any]:
-        client = ChatClient(server.base_url, timeout=timeout, retries=retries, parallel=1)
-        try:
-            return await client.chat({"model": "m", "messages": [{"role": "user", "content": question}]})
-        finally:
-            await client.close()
 
-    return asyncio.run(chat())
+class Time:
+    """Seconds that pass by sleeping alone; `then` may do something when they have."""
+
+    def __init__(self, then: Callable[[float], Awaitable[None]] | None = None) -> None:
+        self.now = 0.0
+        self.slept: list[float] = []
+        self._then = then
+
+    def clock(self) -> float:
+        return self.now
+
+    async def sleep(self, seconds: float) -> None:
+        assert seconds >= 0
+        self.slept.append(seconds)
+        self.now += seconds
+        await asyncio.sleep(0)
+        if self._then:
+            await self._then(self.now)
+
+
+def question(text: str) -> dict[str, Any]:
+    return {"model": "m", "max_tokens": 9, "messages": [{"role": "user", "content": f"{text} What is 1 + 2?"}]}
+
+
+def content(answer: dict[str, Any]) -> str:
+    return str(answer["choices"][0]["message"]["content"])
+
+
+async def with_client(base_url: str, use: Callable[[ChatClient], Awaitable[Any]], **options: Any) -> Any:
+    client = ChatClient(base_url, **{"timeout": 30, "retries": 2, "parallel": 8, "max_outage": 600.0} | options)
+    try:
+        return await use(client)
+    finally:
+        await client.close()
+
+
+def ask(base_url: str, text: str, **options: Any) -> dict[str, Any]:
+    answer: dict[str, Any] = asyncio.run(with_client(base_url, lambda client: client.chat(question(text)), **options))
+    return answer
 
 
 @pytest.mark.parametrize("label", ["[busy]", "[flaky]", "[restart]", "[starting]"])
 def test_a_busy_or_broken_server_is_asked_again(server: FakeServer, label: str) -> None:
-    answer = ask(server, f"{label} What is 1 + 2?")
-    assert answer["choices"][0]["message"]["content"].endswith("#### 3")
+    assert content(ask(server.base_url, label)).endswith("#### 3")
     assert len(server.requests) == 2
 
 
@@ -31,28 +63,129 @@ def test_a_busy_or_broken_server_is_asked_again(server: FakeServer, label: str) 
 )
 def test_what_would_fail_again_is_not_tried_again(server: FakeServer, label: str, reason: str) -> None:
     with pytest.raises(RequestFailed, match=reason):
-        ask(server, f"{label} What is 1 + 2?")
+        ask(server.base_url, label)
     assert len(server.requests) == 1
 
 
-def test_retries_end(server: FakeServer) -> None:
-    with pytest.raises(RequestFailed, match="HTTP 503: no room .attempt 2 of 2"):
-        ask(server, "[down] What is 1 + 2?", retries=1)
-    assert len(server.requests) == 2
-
-
-def test_an_answer_that_takes_too_long_is_asked_for_again(server: FakeServer) -> None:
+def test_an_answer_that_takes_too_long_is_asked_for_again_as_often_as_retries_say(server: FakeServer) -> None:
     with pytest.raises(RequestFailed, match="no answer within 0.2 s.*attempt 2 of 2"):
-        ask(server, "[wait] What is 1 + 2?", retries=1, timeout=0.2)
+        ask(server.base_url, "[wait]", retries=1, timeout=0.2)
     assert len(server.requests) == 2
     server.release()
 
 
-def test_a_server_that_is_away_is_a_failed_request() -> None:
+@pytest.mark.parametrize(
+    ("told", "least", "most"),
+    [
+        ("7", 7, 7),
+        ("1e9", 600, 600),
+        ("Wed, 21 Oct 2099 07:28:00 GMT", 600, 600),
+        ("inf", 0.5, 1),
+        ("nan", 0.5, 1),
+        ("-5", 0.5, 1),
+        ("Wed, 21 Oct 2015 07:28:00 GMT", 0.5, 1),
+        ("soon", 0.5, 1),
+    ],
+)
+def test_a_server_may_ask_to_wait_but_not_for_ever(server: FakeServer, told: str, least: float, most: float) -> None:
+    server.retry_after, time = told, Time()
+    ask(server.base_url, "[busy]", sleep=time.sleep)
+    (waited,) = time.slept
+    assert least <= waited <= most
+
+
+def test_a_server_that_is_away_is_waited_for_whatever_the_retries_and_found_soon_after_its_return() -> None:
+    with FakeServer() as gone:
+        pass
+    back: list[FakeServer] = []
+
+    async def return_after_500_s(now: float) -> None:
+        if now > 500 and not back:
+            back.append(FakeServer(gone.port).__enter__())
+
+    time = Time(return_after_500_s)
+    try:
+        answer = ask(gone.base_url, "", retries=0, max_outage=600.0, clock=time.clock, sleep=time.sleep)
+    finally:
+        for server in back:
+            server.__exit__(None, None, None)
+    assert content(answer).endswith("#### 3")
+    assert time.now < 505
+    assert max(time.slept) <= 2
+    assert len(set(time.slept)) > 100  # with jitter: many clients do not come all at once
+
+
+def test_requests_fail_after_one_attempt_once_nothing_has_answered_for_too_long(server: FakeServer) -> None:
+    time = Time()
+
+    async def use(client: ChatClient) -> list[BaseException]:
+        first = await asyncio.gather(*(client.chat(question("[down]")) for _ in range(4)), return_exceptions=True)
+        sleeps, requests = len(time.slept), len(server.requests)
+        later = await asyncio.gather(*(client.chat(question("[down]")) for _ in range(4)), return_exceptions=True)
+        assert (len(time.slept), len(server.requests)) == (sleeps, requests + 4)
+        return [*first, *later]
+
+    options = {"max_outage": 60.0, "clock": time.clock, "sleep": time.sleep}
+    for failure in asyncio.run(with_client(server.base_url, use, **options)):
+        assert isinstance(failure, RequestFailed)
+        assert "HTTP 503: no room; nothing has answered for 6" in str(failure)
+        assert "(--max-outage 60): --resume goes on when the server is back" in str(failure)
+    assert 60 <= time.now < 70  # of all together: each sleeps for some of it
+
+
+@pytest.mark.parametrize("label", ["", "[refused]", "[broken]"])
+def test_an_answer_of_any_kind_to_any_request_ends_the_outage(server: FakeServer, label: str) -> None:
+    async def use(client: ChatClient) -> None:
+        async def another_asks(now: float) -> None:
+            if 30 < now < 33:
+                await asyncio.gather(client.chat(question(label)), return_exceptions=True)
+
+        time._then = another_asks
+        await client.chat(question("[down]"))
+
+    time = Time()
+    with pytest.raises(RequestFailed, match="nothing has answered for 4") as failed:
+        asyncio.run(with_client(server.base_url, use, max_outage=40.0, clock=time.clock, sleep=time.sleep, retries=9))
+    assert "--max-outage 40" in str(failed.value)
+    assert 70 < time.now < 80
+
+
+def test_a_request_that_breaks_its_connection_each_time_ends_while_others_are_answered(server: FakeServer) -> None:
+    async def use(client: ChatClient) -> None:
+        async def another_asks(now: float) -> None:
+            await client.chat(question(""))
+
+        time._then = another_asks
+        await client.chat(question("[torn]"))
+
+    time = Time()
+    with pytest.raises(RequestFailed, match="attempt 3 of 3"):
+        asyncio.run(with_client(server.base_url, use, retries=2, clock=time.clock, sleep=time.sleep))
+    assert len(time.slept) == 3
+
+
+def test_a_server_that_is_away_is_no_wait_where_none_is_wanted() -> None:
     with FakeServer() as server:
         pass
-    with pytest.raises(RequestFailed, match="ClientConnectorError: Cannot connect"):
-        ask(server, "What is 1 + 2?", retries=0)
+    with pytest.raises(RequestFailed, match="ClientConnectorError: Cannot connect.*nothing has answered for 0 s"):
+        ask(server.base_url, "", max_outage=0.0)
+
+
+def test_a_server_that_knows_no_max_tokens_is_asked_for_max_completion_tokens_from_then_on(server: FakeServer) -> None:
+    server.modern = True
+
+    async def use(client: ChatClient) -> list[str]:
+        return [content(await client.chat(question(""))) for _ in range(2)]
+
+    assert len(asyncio.run(with_client(server.base_url, use))) == 2
+    limits = [{name: body[name] for name in body if name.startswith("max")} for body in server.requests]
+    assert limits == [{"max_tokens": 9}, {"max_completion_tokens": 9}, {"max_completion_tokens": 9}]
+
+
+def test_max_tokens_that_are_too_many_are_refused_and_not_asked_for_otherwise(server: FakeServer) -> None:
+    with pytest.raises(RequestFailed, match="HTTP 400: max_tokens: too many"):
+        ask(server.base_url, "[long]")
+    assert len(server.requests) == 1
 
 
 def test_the_first_model_is_the_servers_own_order(server: FakeServer) -> None:

@@ -24,7 +24,7 @@ def store(tmp_path: Path) -> Iterator[Store]:
 
 def sample(store: Store, *metas: dict[str, Any] | None, values: int = 16, retries: int = 2) -> dict[str, Any]:
     async def fetch() -> dict[str, Any]:
-        client = ChatClient(store.base_url, timeout=30, retries=retries, parallel=2)
+        client = ChatClient(store.base_url, timeout=30, retries=retries, parallel=2, max_outage=60.0 * bool(retries))
         try:
             return await sampled_values(client.download, metas, values)
         finally:
@@ -71,7 +71,8 @@ def test_what_cannot_be_fetched_is_said_in_its_place(store: Store) -> None:
     store.refuse = 2
     found = sample(store, meta, meta | {"runs": [meta["runs"][0] | {"run_id": "gone"}]}, retries=0)
     assert {at["error"] for at in found["r1"].values()} == {
-        "HTTP 503: the store does not answer (attempt 1 of 1)",
+        "HTTP 503: the store does not answer; nothing has answered for 0 s (--max-outage 0): --resume goes on when the "
+        "server is back",
     }
     assert set(found["gone"]) == set(found["r1"])
 

@@ -92,6 +92,7 @@ def test_a_stranger_that_answers_200_to_all_is_none(body: str) -> None:
     [
         ("/openapi.json", described(title="Another")),
         ("/openapi.json", described() | {"paths": {"/health": {}}}),
+        ("/openapi.json", described() | {"paths": 5}),
         ("/v1/models", {"models": ["m"]}),
         ("/v1/models", {"object": "list", "data": [{"id": "another"}]}),
         ("/v1/model/structure", {"id": "another", "points": [1]}),

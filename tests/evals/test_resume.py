@@ -122,10 +122,22 @@ def test_an_interrupted_run_leaves_valid_results_and_goes_on(
     resumed(results)
 
 
-def test_a_server_that_restarts_costs_retries_and_no_sample(
+def test_an_interruption_before_there_is_anything_to_report_ends_with_status_130(
+    server: FakeServer, cluster: Any, tmp_path: Path
+) -> None:
+    server.healthy_after = 10**6
+    argv = ["--base-url", server.base_url, "--results-dir", str(tmp_path / "results"), "--wait-healthy", "100"]
+    with running(cluster.env, *argv) as process:
+        until(lambda: server.checks > 0)
+        process.send_signal(signal.SIGINT)
+        assert process.wait(timeout=60) == 130
+    assert not (tmp_path / "results").exists()
+
+
+def test_a_server_that_restarts_costs_no_sample_even_without_retries(
     server: FakeServer, cluster: Any, write_problems: Write, tmp_path: Path
 ) -> None:
-    argv = options(server, write_problems(*LABELS), tmp_path / "results")[:-2]
+    argv = options(server, write_problems(*LABELS), tmp_path / "results")
     with running(cluster.env, *argv) as process:
         until(lambda: samples(tmp_path / "results") >= 10)
         server.__exit__(None, None, None)  # with requests in flight
@@ -141,7 +153,7 @@ def test_failed_samples_are_asked_again_and_others_are_not(
     server: FakeServer, cluster: Any, write_problems: Write, tmp_path: Path
 ) -> None:
     path, results = write_problems("", "[down]", "", ""), tmp_path / "results"
-    argv = ["--base-url", server.base_url, "--dataset", str(path), "--results-dir", str(results), "--retries", "0"]
+    argv = ["--base-url", server.base_url, "--dataset", str(path), "--results-dir", str(results), "--max-outage", "0"]
     assert main(argv) == 1
     assert summary(results)["counts"]["failed"] == 2
     server.up = True
@@ -216,6 +228,34 @@ def test_a_dataset_that_changed_is_not_mixed_into_an_earlier_run(
     write_problems("", "")
     assert main([*argv, "--resume"]) == 2
     assert "other dataset.sha256, dataset.ids" in capsys.readouterr().err
+
+
+def test_answers_of_another_revision_of_the_model_are_not_mixed_into_an_earlier_run(
+    server: FakeServer, cluster: Any, write_problems: Write, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    argv = ["--base-url", server.base_url, "--dataset", str(write_problems(""))]
+    argv += ["--results-dir", str(tmp_path / "results")]
+    server.told = {"revision": "1" * 40}
+    assert main(argv) == 0
+    server.told = {"revision": "2" * 40}
+    assert main([*argv, "--resume"]) == 2
+    assert "a run with other model.revision" in capsys.readouterr().err
+
+
+def test_a_run_goes_on_from_another_directory(
+    server: FakeServer, cluster: Any, write_problems: Write, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    write_problems("", "[down]")
+    write_problems("", "", "", name="examples.jsonl")
+    (tmp_path / "texts.yaml").write_text("calm: Take your time.\n")
+    monkeypatch.chdir(tmp_path)
+    argv = ["--dataset", "problems.jsonl", "--few-shot-file", "examples.jsonl", "--variants-file", "texts.yaml"]
+    argv += ["--base-url", server.base_url, "--few-shot", "1", "--variants", "control,calm", "--max-outage", "0"]
+    assert main([*argv, "--results-dir", "results"]) == 1
+    server.up = True
+    (tmp_path / "elsewhere").mkdir()
+    monkeypatch.chdir(tmp_path / "elsewhere")
+    assert main(["--resume", "--results-dir", "../results"]) == 0
 
 
 def test_nothing_is_resumed_where_no_run_is(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

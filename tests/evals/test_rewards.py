@@ -56,10 +56,11 @@ def broken(sample: Sample) -> float:
         ("format", sample("#### 5 ducks"), 0.0),
         ("format", sample("#### 4\n#### 5"), 0.0),
         ("format", sample("5"), 0.0),
-        ("efficiency", sample("#### 5", tokens=0), 1.0),
+        ("efficiency", sample("#### 5", tokens=1), 2 ** (-1 / 256)),
         ("efficiency", sample("#### 5", tokens=256), 0.5),
         ("efficiency", sample("#### 5", tokens=512), 0.25),
         ("efficiency", sample("#### 6", tokens=1), 0.0),
+        ("efficiency", sample("#### 6", tokens=0), 0.0),
         ("tool_use", sample("#### 5"), 0.0),
         ("tool_use", sample("#### 5", calls=("5",)), 1.0),
         ("tool_use", sample("#### 5", calls=("5", "error: division by zero")), 0.5),
@@ -69,7 +70,7 @@ def test_each_reward_is_what_its_name_says(name: str, given: Sample, value: floa
     assert SHIPPED[name](given) == value
 
 
-@given(st.text(), st.integers(0, 100_000), st.lists(st.text()))
+@given(st.text(), st.integers(1, 100_000), st.lists(st.text()))
 def test_every_reward_is_from_0_to_1(text: str, tokens: int, calls: list[str]) -> None:
     got = rewarded(sample(text, tokens, tuple(calls)), load_rewards(dict.fromkeys(SHIPPED, 1.0)))
     assert set(got.rewards) == set(SHIPPED)
@@ -106,6 +107,11 @@ def test_a_reward_that_fails_says_for_which_sample(name: str, says: str, monkeyp
     monkeypatch.syspath_prepend(__file__.rpartition("/")[0])
     with pytest.raises(EvalError, match=f"{name} .*abc.with-tools.control|{says}"):
         rewarded(sample("5"), load_rewards({f"test_rewards:{name}": 1.0}))
+
+
+def test_tokens_that_were_not_counted_are_no_efficiency() -> None:
+    with pytest.raises(EvalError, match=r"no usage\.completion_tokens; leave efficiency out of --rewards"):
+        rewarded(sample("#### 5", tokens=0), load_rewards({"efficiency": 1.0}))
 
 
 def test_a_failed_sample_has_no_reward() -> None:

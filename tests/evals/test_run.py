@@ -1,4 +1,5 @@
 import json
+import shutil
 import subprocess
 import sys
 from collections.abc import Callable, Iterator
@@ -87,7 +88,7 @@ def test_failed_samples_are_no_wrong_answers_and_end_in_status_1(
     server: FakeServer, write_problems: Write, capsys: pytest.CaptureFixture[str]
 ) -> None:
     code, summary, results = evaluate(
-        server, write_problems("", "[refused]", "[down]", ""), "--mode", "no-tools", "--retries", "0"
+        server, write_problems("", "[refused]", "[down]", ""), "--mode", "no-tools", "--max-outage", "0"
     )
     assert code == 1
     mode = summary["conditions"]["no-tools.control"]
@@ -96,6 +97,21 @@ def test_failed_samples_are_no_wrong_answers_and_end_in_status_1(
     assert sorted(failed)[0].startswith("HTTP 400: prompt is not to my liking")
     assert set(failed.values()) == {None}
     assert "2 of 4 samples failed" in capsys.readouterr().err
+
+
+def test_tokens_that_a_server_does_not_count_are_not_known_and_earn_nothing(
+    server: FakeServer, write_problems: Write
+) -> None:
+    code, summary, results = evaluate(server, write_problems("[uncounted]"), "--mode", "no-tools")
+    assert code == 0
+    assert summary["conditions"]["no-tools.control"]["completion_tokens_per_sample"]["mean"] is None
+    assert summary["modes"]["no-tools"]["tokens_per_second"] is None
+    shutil.rmtree(results)
+    code, summary, _ = evaluate(
+        server, write_problems("[uncounted]"), "--mode", "no-tools", "--rewards", "efficiency=1"
+    )
+    assert code == 1
+    assert "have no usage.completion_tokens; leave efficiency out of --rewards" in summary["incomplete"]
 
 
 def test_all_slots_are_in_use_at_once(server: FakeServer, write_problems: Write) -> None:

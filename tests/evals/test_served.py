@@ -4,6 +4,9 @@ import json
 from pathlib import Path
 from typing import Any
 
+from deployments.demo_model import WEIGHTS
+from deployments.engine.revision import revision_of
+from deployments.options import Options
 from evals.gsm8k import main
 
 
@@ -37,3 +40,12 @@ def test_config_json_has_the_models_structure_and_the_servers_health(served: Any
     assert told["model"]["structure"]
     assert told["server"]["health"]["loaded_models"] == ["vitrine-demo"]
     assert told["server"]["info"]
+    assert told["model"]["revision"] == revision_of(str(WEIGHTS))
+    options = told["server"]["options"]
+    assert Options.model_fields.keys() - options.keys() == {"api_keys_file"}
+    assert (options["dtype"], options["device"], options["max_running"]) == (
+        "float32",
+        "cpu",
+        64,
+    )  # those by default, too
+    assert told["server"]["versions"]["torch"] == told["versions"]["torch"]

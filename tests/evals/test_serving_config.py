@@ -39,6 +39,9 @@ def test_a_map_in_place_of_pairs_may_hold_more_than_text() -> None:
         (["--serve", "m", "--server-option", "threads"], "'threads' is not written as name=value"),
         (["--serve", "m", "--server-option", "model=x"], "--serve names the model"),
         (["--serve", "none"], "--serve names the model"),
+        (["--serve", "m", "--server-option", "activations_dir=s3://id:key@bucket/p"], "give it by AWS_ACCESS_KEY_ID"),
+        (["--serve", "m", "--server-option", "activations_dir=s3://b/p?secret_key=x"], "give it by AWS_ACCESS_KEY_ID"),
+        (["--serve", "m", "--server-option", "activations_dir=~nobody-of-this-name/x"], "--server-option"),
         (["--server-option", "threads=1"], "--server-option needs --serve"),
         (["--fresh"], "--fresh needs --serve"),
         (["--keep-running"], "--keep-running needs --serve"),
@@ -53,6 +56,11 @@ def test_what_cannot_be_meant_is_refused_by_name(
         parsed(*options)
     assert ended.value.code == 2
     assert said in capsys.readouterr().err
+
+
+def test_a_store_in_object_storage_is_taken_without_its_key() -> None:
+    uri = "s3://bucket/prefix?region=eu-west-1&endpoint_override=host:9000"
+    assert parsed("--serve", "m", "--server-option", f"activations_dir={uri}").served.activations_dir == uri
 
 
 def test_stages_run_in_their_own_order_and_all_of_them_by_default() -> None:

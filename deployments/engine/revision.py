@@ -1,0 +1,53 @@
+"""Which weights a model was loaded from, in one word that is another one for others."""
+
+from __future__ import annotations
+
+import hashlib
+import logging
+from pathlib import Path
+
+from transformers.utils.hub import cached_file, extract_commit_hash
+
+logger = logging.getLogger(__name__)
+# What of a directory says how the model answers: weights, sizes, tokenizer, template and code.
+KINDS = frozenset({".safetensors", ".bin", ".json", ".jinja", ".model", ".txt", ".py"})
+PIECE_BYTES = 64 << 10
+PIECES = 256  # of one file; files no larger than these together are read whole
+
+
+def revision_of(source: str, asked: str | None = None) -> str | None:
+    """What tells the files of a model that has just been loaded from others.
+
+    Args:
+        source: A directory or a repository of the hub.
+        asked: The repository's branch, tag or commit, where one was asked for.
+
+    Returns:
+        The commit of a repository, 40 hex digits. Of a directory `sha256:` and a digest: of the names and sizes of
+        its files of `KINDS`, and of their bytes; of a file of more than 16 MiB 256 pieces count, evenly spread. None
+        where the files cannot be read any more.
+    """
+    try:
+        if Path(source).is_dir():
+            return f"sha256:{_digest(Path(source))}"
+        config = cached_file(source, "config.json", revision=asked, local_files_only=True)
+        return extract_commit_hash(config, None)
+    except OSError:
+        logger.warning("what revision %s is of cannot be told", source, exc_info=True)
+        return None
+
+
+def _digest(directory: Path) -> str:
+    digest = hashlib.sha256()
+    for path in sorted(directory.iterdir()):
+        if path.suffix in KINDS and path.is_file():
+            size = path.stat().st_size
+            digest.update(f"{path.name}:{size}\n".encode())
+            with path.open("rb") as file:
+                if size <= PIECES * PIECE_BYTES:
+                    digest.update(file.read())
+                else:
+                    for piece in range(PIECES):
+                        file.seek((size - PIECE_BYTES) * piece // (PIECES - 1))
+                        digest.update(file.read(PIECE_BYTES))
+    return digest.hexdigest()

@@ -1,0 +1,58 @@
+"""What an answer that is no success says: whether to ask again, when, and why."""
+
+import math
+from datetime import UTC, datetime
+from email.utils import parsedate_to_datetime
+from typing import Any, Literal
+
+import httpx
+
+LONGEST_WAIT = 600.0  # seconds that a server may ask to wait
+Kind = Literal["refused", "busy", "away"]
+
+
+def kind_of(response: httpx.Response) -> Kind:
+    """What an answer that is no success means for another attempt.
+
+    Returns:
+        `refused`: it would fail again; `busy`: the server is there, and may answer later; `away`: it is not there.
+    """
+    status, error = response.status_code, error_of(response)
+    if status in {408, 429} or (status == 504 and error):
+        return "busy"
+    # While an application goes down or is not up yet, Serve's proxy answers in plain text.
+    plain = not response.headers.get("Content-Type", "").startswith("application/json")
+    return "away" if status in {502, 503, 504} or (plain and status in {404, 500}) else "refused"
+
+
+def error_of(response: httpx.Response) -> dict[str, Any] | None:
+    """OpenAI's error object; None where the answer has none, as a proxy's own."""
+    try:
+        error = response.json()["error"]
+    except (ValueError, TypeError, KeyError):
+        return None
+    return error if isinstance(error, dict) else None
+
+
+def message_of(response: httpx.Response) -> str:
+    """OpenAI's error message, or the body where a proxy answered in plain text."""
+    message = (error_of(response) or {}).get("message")
+    return response.text[:200] if message is None else str(message)
+
+
+def knows_no_max_tokens(error: dict[str, Any]) -> bool:
+    """Whether a server refuses the field itself, as OpenAI's newer models do, and not its value."""
+    return error.get("param") == "max_tokens" and error.get("code") == "unsupported_parameter"
+
+
+def asked_wait_s(response: httpx.Response) -> float:
+    """Seconds that the server asks to wait: it may give a number or a date."""
+    value = response.headers.get("Retry-After", "0")
+    try:
+        return min(LONGEST_WAIT, float(value)) if math.isfinite(float(value)) else 0.0
+    except ValueError:
+        pass
+    try:
+        return min(LONGEST_WAIT, (parsedate_to_datetime(value) - datetime.now(UTC)).total_seconds())
+    except (ValueError, TypeError):
+        return 0.0
