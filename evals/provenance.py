@@ -6,11 +6,10 @@ from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import Any
 
-import pyarrow as pa
-
 from deployments import __version__
 from evals.client import ask_json
 from evals.config import Config
+from evals.problems import Chosen
 from evals.prompts import Prompts
 from evals.serving_config import OF_ONE_CALL
 
@@ -21,14 +20,14 @@ FREE |= {"few_shot_file", "transfer_activations", "serve"} | OF_ONE_CALL
 Facts = dict[str, Any]
 
 
-def facts(config: Config, prompts: Prompts, path: Path, problems: pa.Table) -> Facts:
+def facts(config: Config, prompts: Prompts, path: Path, chosen: Chosen) -> Facts:
     """What config.json says before the first request.
 
     Args:
         config: the options, with the model's name.
         prompts: all texts.
         path: of the dataset.
-        problems: those of the run.
+        chosen: the problems of the run.
     """
     return {
         "config": config.model_dump(mode="json", exclude={"resume"}),
@@ -42,8 +41,9 @@ def facts(config: Config, prompts: Prompts, path: Path, problems: pa.Table) -> F
             "path": str(path),
             "sha256": hashlib.sha256(path.read_bytes()).hexdigest(),
             "split": config.split,
-            "problems": problems.num_rows,
-            "ids": hashlib.sha256("\n".join(problems["id"].to_pylist()).encode()).hexdigest(),
+            "problems": chosen.problems.num_rows,
+            "repeated": chosen.repeated,
+            "ids": hashlib.sha256("\n".join(chosen.problems["id"].to_pylist()).encode()).hexdigest(),
         },
         "host": platform.node(),
     }
