@@ -141,6 +141,18 @@ def test_long_settings_are_compared_whole_and_told_where_they_differ(tmp_path: P
     assert text not in page
 
 
+def test_the_page_counts_outcomes_as_the_screen_does(tmp_path: Path, say: Say) -> None:
+    runs = [make_results(tmp_path / name, 60, seed=seed, modes=("no-tools",)) for seed, name in enumerate("ab")]
+    _, printed, _ = say(*runs, "--html", tmp_path / "page.html")
+    page = (tmp_path / "page.html").read_text()
+    for run in runs:
+        condition = json.loads((run / "summary.json").read_text())["conditions"]["no-tools.control"]
+        counts = [str(condition["outcomes"][kind]) for kind in ("invalid", "truncated", "failed")]
+        assert condition["invalid"] > condition["outcomes"]["invalid"]  # cut answers have no number, too
+        assert re.search(rf"^{run.name} .*% +{' +'.join(counts)} ", printed, re.MULTILINE)
+        assert "".join(f'<td class="n">{count}</td>' for count in counts) in page
+
+
 def test_the_page_needs_nothing_else_and_escapes_what_it_shows(tmp_path: Path, say: Say) -> None:
     a = make_results(tmp_path / "a", 10)
     b = make_results(tmp_path / "b", 10, seed=2, skill=0.8, dataset=HOSTILE)

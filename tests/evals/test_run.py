@@ -56,14 +56,7 @@ def test_both_modes_are_scored_paired_and_written(server: FakeServer, write_prob
     assert summary["modes"]["no-tools"]["tokens_per_second"] > 0
     (pair,) = summary["paired"]
     assert (pair["a"], pair["b"], pair["problems"]) == ("no-tools.control", "with-tools.control", 6)
-    assert summary["counts"] == {
-        "problems": 6,
-        "repeated": 0,
-        "conditions": 2,
-        "samples": 12,
-        "failed": 0,
-        "missing": 0,
-    }
+    assert summary["counts"] == {"problems": 6, "conditions": 2, "samples": 12, "failed": 0, "missing": 0}
     rows = lines(results)
     assert len({(row["id"], row["mode"]) for row in rows}) == 12
     for row in rows:

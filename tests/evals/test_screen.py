@@ -49,7 +49,7 @@ def test_activations_that_were_asked_for_and_not_stored_end_in_status_1_with_the
     assert (recorded["not_stored"], recorded["why_not_stored"], recorded["runs"]) == (4, {WHY: 4}, 0)
     page = (directory / "report.html").read_text()
     assert "4 of 4 answers do not say that their activations are stored" in page
-    assert f"<li>{WHY}: 4</li>" in page
+    assert f"<li>4 × {WHY}</li>" in page
 
 
 def test_of_many_reasons_some_are_on_the_screen_and_all_in_the_summary(
