@@ -4,14 +4,16 @@ import hashlib
 import platform
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from deployments import __version__
 from evals.client import ask_json
 from evals.config import Config
-from evals.problems import Chosen
 from evals.prompts import Prompts
 from evals.serving_config import OF_ONE_CALL
+
+if TYPE_CHECKING:
+    from evals.problems import Chosen  # which imports Ray
 
 PACKAGES = ("ray", "pyarrow", "httpx", "pydantic", "torch", "transformers", "nnsight", "numpy")
 # How a run reaches the server and where it writes: the answers do not hang on these.
@@ -20,7 +22,7 @@ FREE |= {"few_shot_file", "transfer_activations", "serve"} | OF_ONE_CALL
 Facts = dict[str, Any]
 
 
-def facts(config: Config, prompts: Prompts, path: Path, chosen: Chosen) -> Facts:
+def facts(config: Config, prompts: Prompts, path: Path, chosen: "Chosen") -> Facts:
     """What config.json says before the first request.
 
     Args:
