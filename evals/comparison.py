@@ -3,6 +3,7 @@
 import json
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from os.path import commonprefix
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -15,6 +16,8 @@ from evals.stats import paired_difference
 
 BATCH = 8192  # rows
 LONGEST = 300  # characters of a setting that are told
+LEAST_ALIKE = 40  # characters that texts begin with alike, before these are left out
+CONTEXT = 10  # characters of them that are still told
 # What differs between any two runs, or says at length what other settings say in short.
 UNTOLD = (
     *("config.results_dir", "config.session_id", "config.resume", "server.health"),
@@ -51,18 +54,27 @@ class Compared(NamedTuple):
 
 
 def load_runs(directories: Sequence[Path]) -> list[Run]:
-    """Results directories by their names; as much of their paths as tells them apart.
+    """Results directories by their names, as they were given; as much of their paths as tells them apart.
 
     Raises:
-        EvalError: one holds no finished run, or is named twice.
+        EvalError: one holds no finished run, or is named twice, perhaps by a link.
     """
-    paths = [directory.expanduser().absolute() for directory in directories]
-    if len(set(paths)) < len(paths):
-        raise EvalError("a results directory is named twice")
+    given = [directory.expanduser() for directory in directories]
+    real: dict[Path, Path] = {}
+    for directory in given:
+        if first := real.get(directory.resolve()):
+            raise EvalError(f"a results directory is named twice: {first} and {directory}")
+        real[directory.resolve()] = directory
+    # A name with `..` in it says nothing of where it leads.
+    paths = [path.resolve() if ".." in path.parts else path.absolute() for path in given]
     parts = 1
     while len({path.parts[-parts:] for path in paths}) < len(paths):
         parts += 1
-    return [Run("/".join(path.parts[-parts:]), path, finished(path), read_json(path / "config.json")) for path in paths]
+    names = [Path(*path.parts[-parts:]).as_posix() for path in paths]
+    return [
+        Run(name, path, finished(path), read_json(path / "config.json"))
+        for name, path in zip(names, paths, strict=True)
+    ]
 
 
 def compare(runs: Sequence[Run]) -> list[Compared]:
@@ -84,11 +96,14 @@ def compare(runs: Sequence[Run]) -> list[Compared]:
 
 
 def differing(runs: Sequence[Run]) -> list[tuple[str, list[str]]]:
-    """The settings that are not the same in all runs: name, and each run's value as text, `-` where it has none."""
+    """The settings that are not the same in all runs: name, and each run's value as text, `-` where it has none.
+
+    Whole texts are compared; of long ones that begin alike the part is told in which they differ.
+    """
     told = [dict(_settings(run.config)) for run in runs]
     names = dict.fromkeys(name for settings in told for name in settings)
     rows = [(name, [settings.get(name, "-") for settings in told]) for name in names]
-    return [(name, [_short(value) for value in values]) for name, values in rows if len(set(values)) > 1]
+    return [(name, _short(values)) for name, values in rows if len(set(values)) > 1]
 
 
 def _compared(title: str, of: list[tuple[Run, str]]) -> Compared:
@@ -118,8 +133,11 @@ def _correct(directory: Path, mode: str, variant: str) -> dict[str, bool]:
     return found
 
 
-def _short(text: str) -> str:
-    return text if len(text) <= LONGEST else f"{text[:LONGEST]}..."
+def _short(values: Sequence[str]) -> list[str]:
+    alike = len(commonprefix(values))
+    begin = alike - CONTEXT if alike > LEAST_ALIKE else 0
+    texts = [f"...{value[begin:]}" if begin else value for value in values]
+    return [text if len(text) <= LONGEST else f"{text[:LONGEST]}..." for text in texts]
 
 
 def _settings(value: Any, name: str = "") -> Iterator[tuple[str, str]]:

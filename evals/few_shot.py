@@ -4,9 +4,8 @@ from collections.abc import Container
 from pathlib import Path
 
 from evals.config import HUB_DATASET, Config, EvalError
-from evals.problems import locate, question_id, read_rows
+from evals.problems import locate, read_rows
 from evals.prompts import Example, FewShot
-from evals.scoring import strict_match
 
 SHIPPED = Path(__file__).with_name("few_shot.jsonl")
 
@@ -25,13 +24,10 @@ def load_few_shot(config: Config, asked: Container[str]) -> FewShot | None:
         return None
     path, source = examples_file(config)
     examples: dict[str, Example] = {}
-    for row in read_rows(path):
-        key = question_id(row["question"])
-        if key in asked or key in examples:
+    for problem, answer, _ in read_rows(path):
+        if problem.id in asked or problem.id in examples:
             continue
-        if strict_match(row["answer"]) is None:
-            raise EvalError(f"{path}: an answer without #### and a number: {row['answer'][-80:]!r}")
-        examples[key] = Example(key, row["question"], row["answer"])
+        examples[problem.id] = Example(problem.id, problem.question, answer)
         if len(examples) == config.few_shot:
             order = "the first of the file that are not asked, in its order"
             return FewShot(source, order, tuple(examples.values()))

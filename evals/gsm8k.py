@@ -22,8 +22,8 @@ def main(argv: Sequence[str] | None = None) -> int:
         argv: the options; without it the process's own.
 
     Returns:
-        0; 1 if a sample failed or is missing, after all that was answered is written; 2 if a stage could not do what
-        it is to do; 130 if it was interrupted before there was anything to report.
+        0; 1 if a sample, or activations of one, failed or are missing, after all that was answered is written; 2 if a
+        stage could not do what it is to do; 130 if it was interrupted before there was anything to report.
     """
     return run_stages(parse_args(argv))
 

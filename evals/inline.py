@@ -4,25 +4,30 @@ import hashlib
 import io
 import json
 import math
+import zlib
 from collections.abc import Awaitable, Callable, Iterator, Sequence
 from typing import Any
 from zipfile import BadZipFile
 
 import numpy as np
 
+from evals.activations_meta import ITEM_BYTES, points_of, runs_of, shape_of, tokens_of, why_not_stored
 from evals.client import RequestFailed
 
 Download = Callable[[str, dict[str, Any]], Awaitable[bytes]]
-Points = dict[str, dict[str, Any]]  # by name, where each lies, as `activations_meta` says it
+Record = dict[str, Any]
+Points = dict[str, Record]
 
 MOST_BYTES = 32 << 20  # of one answer, which is held in memory
+# What reading an answer raises that is not the file that was asked for.
+ODD = (BadZipFile, zlib.error, EOFError, LookupError, MemoryError, NotImplementedError, OSError, TypeError, ValueError)
 
 
-async def sampled_values(download: Download, metas: Sequence[dict[str, Any] | None], values: int) -> dict[str, Points]:
+async def sampled_values(download: Download, metas: Sequence[Record | None], values: int) -> dict[str, Record]:
     """A few values of each point of the runs that a sample's turns stored.
 
     Which ones follows from the run's id alone: the same tokens and dimensions at all points of a shape, each time.
-    What cannot be fetched is said in its place; nothing is raised for it.
+    What is not there is said in its place; nothing is raised for it.
 
     Args:
         download: `ChatClient.download`.
@@ -33,53 +38,73 @@ async def sampled_values(download: Download, metas: Sequence[dict[str, Any] | No
         By run id and point `{"format": "sampled", "shape", "dtype", "data", "sample_info"}`. `data` has a row for
         each of `sample_info.positions` (tokens of prompt + generated), in it a number for each of
         `sample_info.dimensions` (of the token's value, flattened); null is a number that is not finite. Where
-        there is nothing to give, `{"format": "sampled", "error"}`.
+        there is nothing to give, `{"format": "sampled", "error"}`. A run that is not stored is `{"error"}`; where
+        the answer names none, it is called `turn-<number>`.
     """
-    found: dict[str, Points] = {}
-    for meta in metas:
-        if meta is None or meta.get("status") != "stored":
+    found: dict[str, Record] = {}
+    for turn, meta in enumerate(metas):
+        runs = runs_of(meta or {})
+        why = why_not_stored(meta)
+        if why or meta is None:
+            found |= {name: {"error": why} for name in [run["run_id"] for run in runs] or [f"turn-{turn}"]}
             continue
-        for run in meta.get("runs", []):
-            if points := run.get("points"):
-                session_id, run_id = str(meta["session_id"]), str(run["run_id"])
-                found[run_id] = await _of_run(download, session_id, run_id, points, values)
+        for run in runs:
+            found[run["run_id"]] = await _of_run(download, meta, run, values)
     return found
 
 
-async def _of_run(download: Download, session_id: str, run_id: str, points: Points, values: int) -> Points:
-    found: Points = {}
-    for names in _requests(points):
-        if _bytes(points[names[0]]) > MOST_BYTES:
+async def _of_run(download: Download, meta: Record, run: Record, values: int) -> Record:
+    """The values of a run's points, in their order."""
+    points, found = points_of(run), Points()
+    if not points:
+        return {"error": "the answer names none of its points"}
+    sizes: dict[str, int] = {}
+    for name, at in points.items():
+        found[name] = {}  # the place
+        try:
+            sizes[name] = _bytes(at, run)
+        except ValueError as error:
+            found |= _failed([name], str(error))
+    for names in _requests(sizes):
+        if sizes[names[0]] > MOST_BYTES:
             found |= _failed(names, f"more than {MOST_BYTES >> 20} MiB of this run: sample it from its file")
             continue
-        params = {"run": run_id, "points": names, "format": "npz"}
+        params = {"run": run["run_id"], "points": names, "format": "npz"}
         try:
-            body = await download(f"activations/session/{session_id}/data", params)
-            found |= _read(body, run_id, names, values)
+            body = await download(f"activations/session/{meta.get('session_id')}/data", params)
+            found |= _read(body, run["run_id"], names, values)
         except RequestFailed as error:
             found |= _failed(names, str(error))
-        except (BadZipFile, KeyError, ValueError, OSError) as error:
+        except ODD as error:
             found |= _failed(names, f"the answer is no npz file of the run: {type(error).__name__}: {error}")
     return found
 
 
-def _requests(points: Points) -> Iterator[list[str]]:
+def _requests(sizes: dict[str, int]) -> Iterator[list[str]]:
     """The names of points, as many at a time as an answer may hold."""
     names: list[str] = []
     size = 0
-    for name, at in points.items():
-        if names and size + _bytes(at) > MOST_BYTES:
+    for name, its in sizes.items():
+        if names and size + its > MOST_BYTES:
             yield names
             names, size = [], 0
         names.append(name)
-        size += _bytes(at)
-    yield names
+        size += its
+    if names:
+        yield names
 
 
-def _bytes(at: dict[str, Any]) -> int:
-    """Of a point in an npz file, by at most 8 bytes a number; an axis that grows is as long as the run."""
-    tokens, item = at["shape"][0], 8 if at["dtype"] == "float64" else 4
-    return int(item * math.prod(tokens if size is None else size for size in at["shape"]))
+def _bytes(at: Record, run: Record) -> int:
+    """The most that a point takes in an npz file; an axis that grows is as long as the run.
+
+    Raises:
+        ValueError: it has no shape, or no number.
+    """
+    shape, tokens = shape_of(at), tokens_of(run)
+    numbers = math.prod([tokens if size is None else size for size in shape])
+    if not numbers:
+        raise ValueError(f"it holds no number: its shape is {shape}, in a run of {tokens} tokens")
+    return numbers * max(4, ITEM_BYTES.get(str(at.get("dtype")), 8))  # numpy has bfloat16 as float32
 
 
 def _failed(names: Sequence[str], reason: str) -> Points:
@@ -87,13 +112,22 @@ def _failed(names: Sequence[str], reason: str) -> Points:
 
 
 def _read(body: bytes, run_id: str, names: Sequence[str], values: int) -> Points:
+    """The values of the points that an answer holds; what is odd about one is said in its place."""
+    found = Points()
     with np.load(io.BytesIO(body)) as file:  # which refuses pickles
         dtypes = json.loads(str(file["run.facts"]))["dtypes"]
         positions = file["position"]
-        return {name: _sample(file[name], positions, str(dtypes[name]), run_id, values) for name in names}
+        for name in names:
+            try:
+                found[name] = _sample(file[name], positions, str(dtypes[name]), run_id, values)
+            except ODD as error:
+                found |= _failed([name], f"the answer does not hold it: {type(error).__name__}: {error}")
+    return found
 
 
 def _sample(tensor: np.ndarray, positions: np.ndarray, dtype: str, run_id: str, values: int) -> dict[str, Any]:
+    if not tensor.size or not tensor.ndim or tensor.dtype.kind not in "biuf":
+        raise ValueError(f"there is an array of {tensor.dtype} of the shape {list(tensor.shape)}")
     rows = tensor.reshape(len(tensor), -1)
     tokens, width = rows.shape
     many = min(tokens, max(1, math.isqrt(values)))

@@ -5,7 +5,7 @@ import heapq
 from collections.abc import Iterable, Iterator
 from itertools import islice
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import pyarrow as pa
 import ray
@@ -21,8 +21,28 @@ SCHEMA = pa.schema([(name, pa.string()) for name in Problem._fields])
 BATCH = 1000  # problems
 
 
-def load_problems(config: Config) -> pa.Table:
-    """The problems of a run as rows of `Problem`: all, the first `samples`, or `samples` chosen by `seed`.
+class Chosen(NamedTuple):
+    """What is asked of a dataset.
+
+    Attributes:
+        problems: rows of `Problem`.
+        repeated: rows of those that were read that have the question of an earlier one; each question is asked once.
+    """
+
+    problems: pa.Table
+    repeated: int
+
+
+class Row(NamedTuple):
+    """A row of a file in GSM8K's format, by its number from 0, and the whole answer that its problem's gold ends."""
+
+    problem: Problem
+    answer: str
+    number: int
+
+
+def load_problems(config: Config) -> Chosen:
+    """The problems of a run: all, the first `samples`, or `samples` chosen by `seed`.
 
     The choice hangs on the seed and the problems alone, not on the file's order, and 20 of a seed are among
     its 50.
@@ -31,7 +51,8 @@ def load_problems(config: Config) -> pa.Table:
         EvalError: no such file, not GSM8K's format, or no problems.
     """
     path = locate(config.dataset, config.split)
-    problems: Iterable[Problem] = read_problems(path)
+    reading = Reading(path)
+    problems: Iterable[Problem] = reading
     if config.seed is None:
         problems = islice(problems, config.samples)
     elif config.samples is None:
@@ -44,7 +65,7 @@ def load_problems(config: Config) -> pa.Table:
         batches.append(pa.RecordBatch.from_pylist(some, SCHEMA))
     if not batches:
         raise EvalError(f"{path} has no problems")
-    return pa.Table.from_batches(batches)
+    return Chosen(pa.Table.from_batches(batches), reading.repeated)
 
 
 def locate(dataset: str, split: str, *, option: str = "--dataset") -> Path:
@@ -67,45 +88,63 @@ def locate(dataset: str, split: str, *, option: str = "--dataset") -> Path:
     return path
 
 
-def read_problems(path: Path) -> Iterator[Problem]:
-    """The problems of one file in its order; a repeated question is given once.
+class Reading:
+    """The problems of one file in its order, each question once; how many rows repeat one is counted meanwhile."""
+
+    def __init__(self, path: Path) -> None:
+        """Reads nothing yet."""
+        self.repeated = 0
+        self._path = path
+
+    def __iter__(self) -> Iterator[Problem]:
+        """The problems.
+
+        Raises:
+            EvalError: the file cannot be read, a row is not GSM8K's, or a question comes with two answers.
+        """
+        seen: dict[str, tuple[str, int]] = {}
+        for problem, _, number in read_rows(self._path):
+            gold, before = seen.setdefault(problem.id, (problem.gold, number))
+            if gold != problem.gold:
+                places = f"{_place(self._path, number)}: the question of {_place(self._path, before)}"
+                raise EvalError(f"{places} with another answer: {problem.gold}, and there {gold}")
+            if before == number:
+                yield problem
+            else:
+                self.repeated += 1
+
+
+def read_rows(path: Path) -> Iterator[Row]:
+    """The rows of one file in its order.
 
     Raises:
         EvalError: the file cannot be read, or a row is not GSM8K's.
     """
-    seen: set[str] = set()
-    for row in read_rows(path):
-        problem = to_problem(row)
-        if problem.id not in seen:
-            seen.add(problem.id)
-            yield problem
-
-
-def read_rows(path: Path) -> Iterator[dict[str, str]]:
-    """The questions and answers of one file in its order.
-
-    Raises:
-        EvalError: the file cannot be read, or a row has no such fields.
-    """
     read = ray.data.read_parquet if path.suffix == ".parquet" else ray.data.read_json
     try:
         # None of a CPU: the model's replicas may hold them all.
-        for row in read(str(path), override_num_blocks=1, num_cpus=0, label_selector=this_node()).iter_rows():
-            yield {name: str(_field(row, name)) for name in ("question", "answer")}
+        rows = read(str(path), override_num_blocks=1, num_cpus=0, label_selector=this_node()).iter_rows()
+        for number, row in enumerate(rows):
+            try:
+                problem = to_problem(row)
+            except EvalError as error:
+                raise EvalError(f"{_place(path, number)}: {error}") from error
+            yield Row(problem, row["answer"], number)
     except (ray.exceptions.RayError, pa.ArrowInvalid) as error:
         raise EvalError(f"cannot read {path}: {str(error).strip().splitlines()[-1]}") from error
 
 
-def to_problem(row: dict[str, str]) -> Problem:
+def to_problem(row: dict[str, Any]) -> Problem:
     """A row of GSM8K's format as a problem.
 
     Raises:
-        EvalError: the answer does not end in `#### <number>`.
+        EvalError: it has no question, or no answer that ends in `#### <number>`.
     """
-    gold = strict_match(row["answer"])
+    question, answer = (_text(row, name) for name in ("question", "answer"))
+    gold = strict_match(answer)
     if gold is None:
-        raise EvalError(f"not GSM8K's format: an answer without #### and a number: {row['answer'][-80:]!r}")
-    return Problem(question_id(row["question"]), row["question"], gold)
+        raise EvalError(f"not GSM8K's format: an answer without #### and a number: {answer[-80:]!r}")
+    return Problem(question_id(question), question, gold)
 
 
 def question_id(question: str) -> str:
@@ -118,10 +157,21 @@ def this_node() -> dict[str, str]:
     return {"ray.io/node-id": ray.get_runtime_context().get_node_id()}
 
 
-def _field(row: dict[str, Any], name: str) -> Any:
+def _text(row: dict[str, Any], name: str) -> str:
     if name not in row:
         raise EvalError(f"not GSM8K's format: a row has no field {name!r}, only {', '.join(row)}")
-    return row[name]
+    if not isinstance(row[name], str) or not row[name].strip():
+        raise EvalError(f"not GSM8K's format: the {name} is {row[name]!r}, and no text")
+    return str(row[name])
+
+
+def _place(path: Path, number: int) -> str:
+    """Where a row stands, for people: `data.jsonl, line 7`."""
+    if path.suffix != ".jsonl":
+        return f"{path}, row {number + 1}"
+    with path.open(encoding="utf-8") as lines:
+        full = (line for line, text in enumerate(lines, 1) if text.strip())
+        return f"{path}, line {next(islice(full, number, None))}"
 
 
 def _rank(problem: Problem, seed: int | None) -> str:

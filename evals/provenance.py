@@ -6,15 +6,16 @@ import platform
 import subprocess
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
-from typing import Any
-
-import pyarrow as pa
+from typing import TYPE_CHECKING, Any
 
 from deployments import __version__
 from evals.client import ask_json
 from evals.config import Config
 from evals.prompts import Prompts
 from evals.serving_config import OF_ONE_CALL
+
+if TYPE_CHECKING:
+    from evals.problems import Chosen  # which imports Ray
 
 PACKAGES = ("ray", "pyarrow", "httpx", "pydantic", "torch", "transformers", "nnsight", "numpy")
 # How a run reaches the server, which files it reads and where it writes: the answers do not hang on these. What the
@@ -26,14 +27,14 @@ GIT_S = 10.0  # that git may take: the checkout may lie on a slow disk
 Facts = dict[str, Any]
 
 
-def facts(config: Config, prompts: Prompts, path: Path, problems: pa.Table) -> Facts:
+def facts(config: Config, prompts: Prompts, path: Path, chosen: "Chosen") -> Facts:
     """What config.json says before the first request.
 
     Args:
         config: the options, with the model's name.
         prompts: all texts.
         path: of the dataset.
-        problems: those of the run.
+        chosen: the problems of the run.
     """
     model = _model(config)
     server = _server(config.base_url) | {name: model.pop(name, None) for name in ("options", "versions")}
@@ -50,8 +51,9 @@ def facts(config: Config, prompts: Prompts, path: Path, problems: pa.Table) -> F
             "path": str(path),
             "sha256": hashlib.sha256(path.read_bytes()).hexdigest(),
             "split": config.split,
-            "problems": problems.num_rows,
-            "ids": hashlib.sha256("\n".join(problems["id"].to_pylist()).encode()).hexdigest(),
+            "problems": chosen.problems.num_rows,
+            "repeated": chosen.repeated,
+            "ids": hashlib.sha256("\n".join(chosen.problems["id"].to_pylist()).encode()).hexdigest(),
         },
         "host": platform.node(),
     }

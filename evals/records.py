@@ -3,6 +3,7 @@
 from typing import Any
 
 from deployments.demo_model.calculator import ERROR
+from evals.activations_meta import points_of, runs_of
 from evals.trajectory import Sample
 
 Record = dict[str, Any]
@@ -10,7 +11,7 @@ Record = dict[str, Any]
 
 def dataset_row(sample: Sample) -> Record:
     """The sample's line in dataset.jsonl."""
-    uris = {at["uri"] for run in sample.runs for at in (run.get("points") or {}).values()}
+    uris = {uri for run in sample.runs for at in points_of(run).values() if isinstance(uri := at.get("uri"), str)}
     metas = [turn.activations for turn in sample.turns if turn.activations]
     kept = sample.model_dump(exclude={"turns", "messages", "activations"})
     return kept | {
@@ -35,7 +36,7 @@ def trajectory(sample: Sample) -> list[Record]:
         elif number >= asked and message["role"] == "assistant":
             turn = next(turns)
             step |= turn.model_dump(exclude={"activations"})
-            step["run_ids"] = [run["run_id"] for run in (turn.activations or {}).get("runs", [])]
+            step["run_ids"] = [run["run_id"] for run in runs_of(turn.activations or {})]
         steps.append(step)
     return steps
 

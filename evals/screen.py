@@ -7,14 +7,19 @@ from typing import Any
 from evals.config import CONTROL
 from evals.options import in_ray_job
 
+REASONS = 3  # told on the screen
+
 
 def render(summary: dict[str, Any], directory: Path) -> str:
     """The summary as aligned plain text, with the code that loads one recorded point."""
     model, dataset, problems = summary["model"], summary["dataset"], summary["counts"]["problems"]
-    lines = ["", f"{model} on {dataset}, {problems} problems", ""]
+    repeated = f"; {summary['repeated']} rows repeat a question" if summary["repeated"] else ""
+    lines = ["", f"{model} on {dataset}, {problems} problems{repeated}", ""]
     lines += [_table(summary)]
     if pairs := [_difference(pair) for pair in summary["paired"] if pair["difference"] is not None]:
         lines += ["", "accuracy less that of the same problems otherwise, in points", "", aligned(pairs)]
+    if summary["not_paired"]:
+        lines += ["", summary["not_paired"]]
     lines += ["", f"results      {where(directory)}", f"report       {directory / 'report.html'}"]
     if summary["activations"]:
         lines += _activations(summary["activations"])
@@ -65,12 +70,22 @@ def aligned(rows: list[list[str]]) -> str:
 def _activations(recorded: dict[str, Any]) -> list[str]:
     where = recorded["where"] or ["nowhere: the server stored none"]
     runs, tokens, points = recorded["runs"], recorded["tokens"], len(recorded["points"])
-    size = f"{recorded['bytes'] / 1e6:,.1f} MB"
+    size = f"bytes not known: {recorded['bytes_why_not']}"
+    if recorded["bytes"] is not None:
+        size = f"{recorded['bytes'] / 1e6:,.1f} MB"
     lines = [f"activations  {where[0]}" + (f" and {len(where) - 1} more" if len(where) > 1 else "")]
     lines += [f"             {runs} runs, {tokens:,} tokens, {points} points, {size}"]
     if recorded["not_stored"]:
-        lines += [f"             {recorded['not_stored']} answers not stored: {recorded['statuses']}"]
+        lines += [f"             {not_stored(recorded)}"]
     return lines
+
+
+def not_stored(recorded: dict[str, Any]) -> str:
+    """Of how many answers the activations are not known to be stored, and why."""
+    told = [f"{reason} ({count})" for reason, count in recorded["why_not_stored"].items()]
+    why = "; ".join(told[:REASONS]) + ("; and other reasons in summary.json" if len(told) > REASONS else "")
+    many = f"{recorded['not_stored']} of {recorded['answers']} answers"
+    return f"{many} do not say that their activations are stored: {why}"
 
 
 def _loading(example: dict[str, str]) -> list[str]:

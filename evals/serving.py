@@ -76,11 +76,12 @@ def serving(config: Config) -> Iterator[Config]:
             yield config
         return
     process, log = _start(config)
-    stays = False
+    is_healthy = stays = False
     try:
         began = time.monotonic()
         _wait(config, limit_s, process, log)
         _say(f"healthy after {time.monotonic() - began:.0f} s")
+        is_healthy = True
         stays = config.keep_running
         with _joined(config):
             yield config
@@ -88,7 +89,7 @@ def serving(config: Config) -> Iterator[Config]:
         if stays:
             _say(f"{config.serve} stays at {config.base_url}; kill {process.pid} stops it")
         else:
-            if process.poll() is not None:
+            if is_healthy and process.poll() is not None:  # else that is what is raised
                 _say(f"the server had ended with {process.returncode}{tail(log)}")
             _end(psutil.Process(process.pid) if process.poll() is None else None)
             process.wait()

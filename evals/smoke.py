@@ -6,17 +6,21 @@ completion -> stored run -> the same over HTTP -> deleted
 import io
 import time
 import uuid
+import zlib
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
-from math import prod
 from typing import Any
+from zipfile import BadZipFile
 
 import httpx
 import numpy as np
 
+from evals.activations_meta import points_of, shape_of, why_not_stored
 from evals.client import headers
 from evals.config import Config, EvalError
 
+# What an answer raises that is odd, or none of a server of models.
+ODD = (httpx.HTTPError, BadZipFile, zlib.error, EOFError, AttributeError, LookupError, OSError, TypeError, ValueError)
 QUESTION = "Ann has 3 boxes of 12 pens. How many pens is that?"
 NEW_TOKENS = 16
 
@@ -38,7 +42,7 @@ def smoke(config: Config) -> None:
         try:
             with _step("completion") as say:
                 run = _completed(client, config, session)
-                say(f"{run['tokens']} tokens, {len(run['points'])} points, {run['run_id']}")
+                say(f"{run['tokens']} tokens, {len(points_of(run))} points, {run['run_id']}")
             with _step("stored run") as say:
                 say(_listed(client, where, run))
             with _step("read back") as say:
@@ -58,7 +62,7 @@ def _step(name: str) -> Iterator[Callable[[str], None]]:
     began, said = time.monotonic(), list[str]()
     try:
         yield said.append
-    except (EvalError, httpx.HTTPError, LookupError, TypeError, ValueError) as error:
+    except (EvalError, *ODD) as error:
         reason = str(error) if isinstance(error, EvalError) else f"{type(error).__name__}: {error}"
         raise EvalError(f"{name}: {reason}") from error
     print(f"smoke: {name:<12}{time.monotonic() - began:6.2f} s  {' '.join(said)}", flush=True)
@@ -80,10 +84,10 @@ def _completed(client: httpx.Client, config: Config, session: str) -> dict[str, 
     usage, meta = answer["usage"], answer.get("activations_meta")
     if answer["choices"][0]["message"]["role"] != "assistant" or not usage["completion_tokens"]:
         raise EvalError(f"no assistant's answer: {answer!r:.300}")
-    if not meta or meta["status"] != "stored":
-        raise EvalError(f"the activations are not stored: {meta!r:.300}")
+    if why := why_not_stored(meta):
+        raise EvalError(f"the activations are not stored: {why}")
     run: dict[str, Any] = meta["runs"][0]
-    if not run["points"]:
+    if not points_of(run):
         raise EvalError("nothing was recorded")
     if run["tokens"] != usage["total_tokens"]:
         raise EvalError(f"the run has {run['tokens']} tokens, the answer counts {usage['total_tokens']}")
@@ -103,10 +107,11 @@ def _read_back(client: httpx.Client, where: str, run: dict[str, Any]) -> str:
     answer = _ok(client.get(f"{where}/data", params={"run": run["run_id"], "format": "npz"}))
     total = 0
     with np.load(io.BytesIO(answer.content)) as arrays:
-        for name, point in run["points"].items():
-            values, shape = arrays[name], tuple(point["shape"])
-            if values.shape != shape or not prod(shape):
-                raise EvalError(f"{name} is {list(values.shape)} over HTTP, and the answer said {list(shape)}")
+        for name, point in points_of(run).items():
+            values, said = arrays[name], shape_of(point)
+            # An axis that grows is as wide as the last token sees: all of them.
+            if list(values.shape) != [run["tokens"] if size is None else size for size in said] or not values.size:
+                raise EvalError(f"{name} is {list(values.shape)} over HTTP, and the answer said {said}")
             if not np.isfinite(values).all():
                 raise EvalError(f"{name} holds values that are no finite numbers")
             total += values.size

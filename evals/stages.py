@@ -27,7 +27,7 @@ from evals.provenance import Facts, facts
 from evals.results import Results, check_new, read_samples
 from evals.rewards import Reward, load_rewards, rewarded
 from evals.rollouts import connect, run_all
-from evals.screen import render, where
+from evals.screen import not_stored, render, where
 from evals.serving import serving, tail_of
 from evals.serving_config import Stage
 from evals.smoke import smoke
@@ -48,7 +48,8 @@ def run_stages(config: Config) -> int:
     """Runs the stages that the options name, and tells on stderr why one failed.
 
     Returns:
-        0; 1 if a sample failed or is missing; 2 if a stage failed; 130 if it was interrupted before the report.
+        0; 1 if a sample, or activations of one, failed or are missing; 2 if a stage failed; 130 if it was interrupted
+        before the report.
     """
     end_as_interrupted()
     try:
@@ -120,11 +121,15 @@ def prepare(config: Config) -> Work:
     rewards = load_rewards(config.rewards)
     connect()
     end_as_interrupted()
-    problems = load_problems(config)
-    few_shot = load_few_shot(config, set(problems["id"].to_pylist()))
+    chosen = load_problems(config)
+    path = locate(config.dataset, config.split)
+    if chosen.repeated:
+        rows = f"{chosen.repeated} rows of {path} repeat a question"
+        print(f"evals.gsm8k: {rows}: each question is asked once", file=sys.stderr)
+    few_shot = load_few_shot(config, set(chosen.problems["id"].to_pylist()))
     prompts = Prompts(load_variants(config.variants, config.variants_file), few_shot)
-    told = facts(config, prompts, locate(config.dataset, config.split), problems)
-    return Work(config, problems, prompts, rewards, told)
+    told = facts(config, prompts, path, chosen)
+    return Work(config, chosen.problems, prompts, rewards, told)
 
 
 def _results(work: Work) -> Results:
@@ -188,7 +193,7 @@ def report(directory: Path, incomplete: str | None = None, base_url: str | None 
         base_url: of the server that has the activations; without it the one that config.json names.
 
     Returns:
-        0; 1 if a sample failed or is missing.
+        0; 1 if a sample failed or is missing, or activations that were to be stored are not known to be.
 
     Raises:
         EvalError: the directory holds no run.
@@ -203,6 +208,8 @@ def _verdict(summary: dict[str, Any]) -> int:
     counts = summary["counts"]
     reasons = [f"{counts['failed']} of {counts['samples']} samples failed"] if counts["failed"] else []
     reasons += [str(summary["incomplete"])] if summary["incomplete"] else []
+    recorded = summary["activations"]
+    reasons += [not_stored(recorded)] if recorded and recorded["not_stored"] else []
     if reasons:
         print(f"\nevals.gsm8k: {'; '.join(reasons)}", file=sys.stderr)
     return 1 if reasons else 0

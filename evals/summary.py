@@ -6,14 +6,16 @@ from pathlib import Path
 from typing import Any
 
 from evals.activation_stats import write_stats
+from evals.activations_meta import runs_of, why_not_stored
 from evals.config import CONTROL, Config, EvalError, Mode
 from evals.report_page import write_report
 from evals.results import read_json, read_samples, write_dataset, write_json
 from evals.stats import covered, paired_difference
 from evals.table import write_table
 from evals.tally import ActivationTally, ConditionTally, ModeTally
-from evals.transfer import FOLDER, SAID, transfer
+from evals.transfer import FOLDER, SAID, transfer, transferred_runs
 
+NOT_PAIRED = f"no variant is compared with {CONTROL}, which was not among --variants"
 Conditions = dict[tuple[Mode, str], ConditionTally]
 
 
@@ -35,11 +37,12 @@ def conclude(directory: Path, incomplete: str | None, base_url: str | None = Non
     """
     summary = summarize(directory, incomplete)
     config, recorded = summary["config"], summary["activations"]
-    if config["transfer_activations"] and recorded["runs"] and not recorded["transferred"] and not incomplete:
+    if config["transfer_activations"] and recorded["runs"] and not incomplete:
         try:
-            found = transfer(directory, base_url or config["base_url"], config["session_id"])
-            if found["runs"] < recorded["runs"]:
-                incomplete = f"{recorded['runs'] - found['runs']} recorded runs were not on the server any more"
+            if not recorded["transferred"]:
+                transfer(directory, base_url or config["base_url"], config["session_id"])
+            if lacking := _lacking(directory, config["session_id"]):
+                incomplete = f"{lacking} of {recorded['runs']} recorded runs are not on the server any more"
         except EvalError as error:
             incomplete = str(error)
         except KeyboardInterrupt:
@@ -68,7 +71,7 @@ def summarize(directory: Path, incomplete: str | None) -> dict[str, Any]:
     config = Config.model_validate(facts["config"])
     conditions: Conditions = {(mode, variant): ConditionTally() for mode in config.modes for variant in config.variants}
     modes = {mode: ModeTally() for mode in config.modes}
-    activations = ActivationTally(config.session_id) if config.collect_activations else None
+    activations = ActivationTally(config.session_id, config.tokens) if config.collect_activations else None
     for sample in read_samples(directory):
         conditions[sample.mode, sample.variant].add(sample)
         modes[sample.mode].add(sample)
@@ -80,6 +83,7 @@ def summarize(directory: Path, incomplete: str | None) -> dict[str, Any]:
     return {
         "model": config.model,
         "dataset": config.dataset,
+        "repeated": facts["dataset"].get("repeated", 0),
         "counts": counts,
         "incomplete": incomplete,
         "conditions": {
@@ -88,6 +92,7 @@ def summarize(directory: Path, incomplete: str | None) -> dict[str, Any]:
         },
         "modes": {mode: tally.summary() for mode, tally in modes.items()},
         "paired": _paired(conditions),
+        "not_paired": None if CONTROL in config.variants else NOT_PAIRED,
         "activations": activations.summary() | {"transferred": _transferred(directory)} if activations else None,
         "config": facts["config"],
         "versions": facts["versions"],
@@ -116,6 +121,14 @@ def _paired(conditions: Conditions) -> list[dict[str, Any]]:
         for a, b, kind in pairs
         if a in conditions
     ]
+
+
+def _lacking(directory: Path, session_id: str) -> int:
+    """How many of the runs that were stored for the samples are not among those that were transferred."""
+    there = transferred_runs(directory, session_id)
+    turns = (turn.activations for sample in read_samples(directory) for turn in sample.turns)
+    metas = (meta for meta in turns if meta and why_not_stored(meta) is None)
+    return sum(run["run_id"] not in there for meta in metas for run in runs_of(meta))
 
 
 def _transferred(directory: Path) -> dict[str, Any] | None:

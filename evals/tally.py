@@ -2,14 +2,15 @@
 
 from array import array
 from collections import Counter, defaultdict
-from math import prod
 from typing import Any
 
+from evals.activations_meta import item_bytes, points_of, runs_of, shape_of, tokens_of, values_of, why_not_stored
 from evals.stats import covered, proportion, quantiles
 from evals.trajectory import Outcome, Sample
 
-ITEM_BYTES = {"float64": 8, "float32": 4, "float16": 2, "bfloat16": 2, "int64": 8, "int32": 4, "uint8": 1}
 OUTCOMES: tuple[Outcome, ...] = ("correct", "wrong", "invalid", "truncated", "turn_limit", "failed")
+MOST_REASONS = 20  # that are told one by one
+OTHER = "other reasons"
 
 
 class ConditionTally:
@@ -39,13 +40,14 @@ class ConditionTally:
         self._counts["invalid"] += sample.strict is None
         self._counts["truncated"] += sample.finish_reason == "length"
         self._counts["turn_limit"] += sample.turn_limit
+        self._counts["rewarded"] += sample.reward is not None
         self._reward += sample.reward or 0.0
         for name, value in sample.rewards.items():
             self._rewards[name] += value
 
     def summary(self) -> dict[str, Any]:
         """The condition's part of summary.json; all but counts and sums is of the answered samples."""
-        answered, tokens = len(self.correct), sum(self._tokens)
+        answered, rewarded, tokens = len(self.correct), self._counts["rewarded"], sum(self._tokens)
         return {
             "strict": proportion(self.outcomes["correct"], answered),
             "flexible": proportion(self._counts["flexible"], answered),
@@ -64,8 +66,8 @@ class ConditionTally:
                 **quantiles(self._tokens),
             },
             "latency_s": quantiles(self._latencies),
-            "rewards": {name: total / answered for name, total in self._rewards.items()},
-            "reward": self._reward / answered if answered else None,
+            "rewards": {name: total / rewarded for name, total in self._rewards.items()},
+            "reward": self._reward / rewarded if rewarded else None,
         }
 
 
@@ -96,27 +98,48 @@ class ModeTally:
 class ActivationTally:
     """What was recorded, by the server's own answers."""
 
-    def __init__(self, session_id: str) -> None:
+    def __init__(self, session_id: str, tokens: str) -> None:
+        """Counts nothing yet.
+
+        Args:
+            session_id: of the runs.
+            tokens: which were recorded, as the option says it.
+        """
         self._session_id = session_id
+        self._of_prompts = tokens == "prompt"
         self._counts: Counter[str] = Counter()
         self._statuses: Counter[str] = Counter()
+        self._why: Counter[str] = Counter()
         self._points: set[str] = set()
         self._files: set[str] = set()
         self._example: dict[str, str] | None = None
+        self._unsized: str | None = None
 
     def add(self, sample: Sample) -> None:
         """Counts the runs of one sample."""
         for turn in sample.turns:
-            meta = turn.activations or {"status": "missing"}
-            self._statuses[str(meta.get("status"))] += 1
-        for run in sample.runs:
-            points = run.get("points") or {}
-            self._counts += Counter(runs=1, tokens=run["tokens"])
-            self._points |= points.keys()
-            for name, at in points.items():
-                self._files.add(at["uri"])
-                self._counts["bytes"] += _values(at["shape"]) * ITEM_BYTES.get(at["dtype"], 0)
-                self._example = self._example or {"uri": at["uri"], "run_id": run["run_id"], "point": name}
+            meta = turn.activations or {}
+            self._statuses[str(meta.get("status", "missing"))] += 1
+            if why := why_not_stored(turn.activations):
+                self._why[why if why in self._why or len(self._why) < MOST_REASONS else OTHER] += 1
+                continue
+            for run in runs_of(meta):
+                self._add_run(run)
+
+    def _add_run(self, run: dict[str, Any]) -> None:
+        tokens = tokens_of(run)
+        self._counts += Counter(runs=1, tokens=tokens)
+        for name, at in points_of(run).items():
+            self._points.add(name)
+            if uri := at.get("uri"):
+                self._files.add(uri)
+                self._example = self._example or {"uri": uri, "run_id": run["run_id"], "point": name}
+            try:
+                shape = shape_of(at)
+                seen = shape[0] if self._of_prompts else tokens
+                self._counts["bytes"] += values_of(shape, seen or 0) * item_bytes(at)
+            except ValueError as error:
+                self._unsized = self._unsized or f"{name} of {run['run_id']}: {error}"
 
     def summary(self) -> dict[str, Any]:
         """The activations' part of summary.json; bytes are of the tensors, without the files' own framing."""
@@ -125,17 +148,13 @@ class ActivationTally:
             "points": sorted(self._points),
             "runs": self._counts["runs"],
             "tokens": self._counts["tokens"],
-            "bytes": self._counts["bytes"],
+            "bytes": None if self._unsized else self._counts["bytes"],
+            "bytes_why_not": self._unsized,
             "where": sorted({uri.rpartition("/")[0] for uri in self._files}),
             "files": len(self._files),
+            "answers": self._statuses.total(),
             "statuses": dict(self._statuses),
-            "not_stored": self._statuses.total() - self._statuses["stored"],
+            "not_stored": self._why.total(),
+            "why_not_stored": dict(self._why.most_common()),
             "example": self._example,
         }
-
-
-def _values(shape: list[int | None]) -> int:
-    """How many values a tensor of rows has; a row of attention patterns is as wide as it has tokens to look at."""
-    known = [size for size in shape if size is not None]
-    rows = known[0]
-    return prod(known) if len(known) == len(shape) else rows * (rows + 1) // 2 * prod(known[1:])

@@ -9,6 +9,7 @@ from typing import Any, Literal, NamedTuple
 from pydantic import BaseModel
 
 from deployments.demo_model.calculator import TOOL, answer_call
+from evals.activations_meta import runs_of
 from evals.client import RequestFailed
 from evals.config import Config, Mode
 from evals.prompts import Prompts
@@ -81,7 +82,7 @@ class Sample(BaseModel):
     @property
     def runs(self) -> list[dict[str, Any]]:
         """What the server said of each recorded run, in the order of the turns."""
-        return [run for turn in self.turns if turn.activations for run in turn.activations.get("runs", [])]
+        return [run for turn in self.turns for run in runs_of(turn.activations or {})]
 
 
 def sample_key(problem: str, mode: str, variant: str) -> str:

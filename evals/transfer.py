@@ -41,10 +41,9 @@ def transfer(directory: Path, base_url: str, session_id: str, *, progress: bool 
         `path` below the directory, which `deployments.activations.load` takes, and its `bytes`, `files` and `runs`.
 
     Raises:
-        EvalError: the session could not be pulled, or not all of it. What came stays, and another call goes on.
+        EvalError: the session could not be pulled, or not all that the server lists. What came stays, and another
+            call goes on.
     """
-    from deployments.activations import runs  # here: torch comes with it
-
     folder, unfinished, said = (directory / FOLDER / name for name in (session_id, PIECE, SAID))
     try:
         check_session_id(session_id)
@@ -52,7 +51,7 @@ def transfer(directory: Path, base_url: str, session_id: str, *, progress: bool 
         folder.mkdir(parents=True, exist_ok=True)
         said.unlink(missing_ok=True)
         listed, each = _listed(base_url, session_id)
-        there = {run.run_id for run in runs(folder)}
+        there = transferred_runs(directory, session_id)
         missing = [run_id for run_id in listed if run_id not in there]
         many = max(1, min(PIECE_RUNS, PIECE_BYTES // max(1, each)))
         with tqdm(total=len(missing), desc="activations", unit="run", disable=_hidden(progress)) as bar:
@@ -60,6 +59,9 @@ def transfer(directory: Path, base_url: str, session_id: str, *, progress: bool 
                 some = missing[first : first + many]
                 _patiently(partial(_fetch, base_url, session_id, some, unfinished, folder))
                 bar.update(len(some))
+        there = transferred_runs(directory, session_id)
+        if lacking := [run_id for run_id in listed if run_id not in there]:
+            raise PullError(f"the server lists {_some(lacking)}, and sent no such run")
     except (PullError, httpx.HTTPError, OSError, ValueError) as error:
         reason = str(error) or type(error).__name__
         raise EvalError(f"activations of session {session_id} were not all transferred: {reason}") from error
@@ -70,24 +72,40 @@ def transfer(directory: Path, base_url: str, session_id: str, *, progress: bool 
         "path": folder.relative_to(directory).as_posix(),
         "bytes": sum(sizes),
         "files": len(sizes),
-        "runs": len(there | set(listed)),
+        "runs": len(there),
     }
     write_json(said, found)
     return found
 
 
+def transferred_runs(directory: Path, session_id: str) -> set[str]:
+    """The ids of the runs of a session that are in the results directory."""
+    from deployments.activations import runs  # here: torch comes with it
+
+    folder = directory / FOLDER / session_id
+    return {run.run_id for run in runs(folder)} if folder.is_dir() else set()
+
+
 def _listed(base_url: str, session_id: str) -> tuple[list[str], int]:
-    """The ids of a session's runs, the oldest first, and the mean bytes of one."""
-    ids: list[str] = []
+    """The ids of a session's runs, the oldest first, and the mean bytes of one, 0 where that is not told.
+
+    Raises:
+        PullError: the server lists no runs, or says for ever that there are more.
+    """
+    ids: dict[str, None] = {}
+    url = f"{base_url}/activations/session/{session_id}"
     with httpx.Client(headers=headers(), timeout=60) as http:
-        more = True
+        more, after = True, dict[str, str]()
         while more:
-            after = {"after": ids[-1]} if ids else {}
-            url, params = f"{base_url}/activations/session/{session_id}", {"limit": PAGE, **after}
-            page = _patiently(partial(_page, http, url, params))
-            ids += [run["run_id"] for run in page["runs"]]
+            page = _patiently(partial(_page, http, url, {"limit": PAGE, **after}))
+            before = len(ids)
+            ids |= dict.fromkeys(run["run_id"] for run in page["runs"])
             more = bool(page.get("has_more"))
-    return ids, int(page["bytes"]) // max(1, len(ids))
+            if more and len(ids) == before:
+                raise PullError(f"{url} says that there are more runs than {before}, and lists none of them")
+            after = {"after": next(reversed(ids), "")}
+    size = page.get("bytes")
+    return list(ids), (size if isinstance(size, int) else 0) // max(1, len(ids))
 
 
 def _page(http: httpx.Client, url: str, params: dict[str, Any]) -> dict[str, Any]:
@@ -96,7 +114,7 @@ def _page(http: httpx.Client, url: str, params: dict[str, Any]) -> dict[str, Any
         raise PullError(f"{url} answered {answer.status_code}: {answer.text[:200]}")
     try:
         page: dict[str, Any] = answer.json()
-        page["runs"], page["bytes"]
+        [run["run_id"] for run in page["runs"]]
     except (ValueError, TypeError, KeyError) as error:
         raise PullError(f"{url} lists no runs: does the server record activations?") from error
     return page
@@ -108,6 +126,10 @@ def _fetch(base_url: str, session_id: str, some: Sequence[str], unfinished: Path
     for file in sorted(pulled.iterdir()):
         file.rename(folder / next(_free(folder)))
     pulled.rmdir()
+
+
+def _some(ids: Sequence[str]) -> str:
+    return ", ".join(ids[:3]) + (f" and {len(ids) - 3} more" if len(ids) > 3 else "")
 
 
 def _free(folder: Path) -> Iterator[str]:

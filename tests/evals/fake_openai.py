@@ -11,7 +11,8 @@ The label in brackets in a question says how it answers:
     [refused]    400                       [down]      503 until `up`     [loop]   calls tools for ever
     [zero]       divides by zero by the calculator, then right
     [full]       the calculator's result does not fit the context; nor does the question of [long]
-    [unstored]   right, but its activations are not stored
+    [unstored]   right, but its activations are not stored   [silent]  right, and nothing said of activations
+    [pending]    right, and its activations are neither stored nor failed
     [gather]     right, once `gather` such requests are here at the same time
     [wait]       right, once `release()` was called
     [uncounted]  right, without `usage`
@@ -172,7 +173,7 @@ def _completion(body: Body, label: str, question: str, number: int) -> Body:
     }
     if label == "uncounted":
         del answer["usage"]
-    if body.get("store_activations"):
+    if body.get("store_activations") and label != "silent":
         answer["activations_meta"] = _activations(body, label, number)
     return answer
 
@@ -186,5 +187,8 @@ def _activations(body: Body, label: str, number: int) -> Body:
     }
     run = {"index": 0, "run_id": f"run-{number}", "tokens": 16, "prompt_tokens": 11, "points": {POINT: at}}
     if label == "unstored":
-        return {"session_id": body["session_id"], "status": "failed", "runs": [run | {"points": {}}]}
+        failed = {"status": "failed", "reason": "the disk is full"}
+        return {"session_id": body["session_id"], **failed, "runs": [run | {"points": {}}]}
+    if label == "pending":
+        return {"session_id": body["session_id"], "status": "pending", "runs": [run | {"points": {}}]}
     return {"session_id": body["session_id"], "status": "stored", "runs": [run]}

@@ -1,6 +1,8 @@
-"""Recorded runs in a store's own files, behind the two routes by which an evaluation reaches them."""
+"""Recorded runs in a store's own files, behind the routes by which an evaluation reaches them."""
 
+import json
 import threading
+from collections.abc import Callable
 from pathlib import Path
 from types import TracebackType
 from typing import Any, Self
@@ -12,12 +14,14 @@ from fastapi.responses import JSONResponse, Response, StreamingResponse
 
 from deployments.activations.catalogue import Catalogue
 from deployments.activations.facts import RunFacts, ShardFacts
+from deployments.activations.patterns import Patterns
 from deployments.activations.readings import Readings
 from deployments.activations.schema import to_batch
 from deployments.activations.writer import Writer
 from deployments.errors import RequestError
 
 SESSION = "evaluated"
+Points = dict[str, torch.Tensor] | dict[str, torch.Tensor | Patterns]
 SITES = ("input_layernorm.output", "post_attention_layernorm.output")
 
 
@@ -27,21 +31,27 @@ class Store:
     def __init__(self, directory: Path) -> None:
         directory.mkdir()
         self.directory = directory
+        self.last_session = SESSION  # of a chat
         self.refuse = 0  # so many requests for data get 503
+        self.lists: Callable[[dict[str, Any]], Any] = lambda page: page  # what a page of runs is made of
         self.requests: list[dict[str, Any]] = []
+        self.chats: Callable[[], Points] = lambda: points(1, 4)  # what a chat records
+        self.says: Callable[[dict[str, Any]], Any] = lambda meta: meta  # what its answer makes of activations_meta
         self._catalogue = Catalogue()
         self._writer = Writer(directory, self._catalogue)
         self._readings = Readings(self._catalogue, directory)
         app = FastAPI()
         app.get("/v1/activations/session/{session}")(self._session)
         app.get("/v1/activations/session/{session}/data")(self._data)
+        app.delete("/v1/activations/session/{session}")(self._delete)
+        app.post("/v1/chat/completions")(self._chat)
         self._uvicorn = uvicorn.Server(uvicorn.Config(app, port=0, log_level="error", ws="none"))
         self._thread = threading.Thread(target=self._uvicorn.run)
 
-    def record(self, run_id: str, points: dict[str, torch.Tensor]) -> dict[str, Any]:
+    def record(self, run_id: str, points: Points, session: str = SESSION) -> dict[str, Any]:
         """Stores a run, its last row generated; gives the answer's `activations_meta`."""
         rows = len(next(iter(points.values())))
-        shard = ShardFacts(SESSION, "fake/model", None, "Qwen3ForCausalLM", {"torch": "2"}, {n: n for n in points})
+        shard = ShardFacts(session, "fake/model", None, "Qwen3ForCausalLM", {"torch": "2"}, {n: n for n in points})
         batch = to_batch(
             shard,
             run_id=run_id,
@@ -51,11 +61,13 @@ class Store:
             prompt_tokens=rows - 1,
             points=points,
         )
-        facts = RunFacts(run_id, SESSION, "fake/model", created=1.0, prompt_tokens=rows - 1, tokens=rows)
+        facts = RunFacts(run_id, session, "fake/model", created=1.0, prompt_tokens=rows - 1, tokens=rows)
         stored = self._writer.submit(facts, [batch]).result()
         places = {name: at._asdict() for name, at in stored.points.items()}
         run = {"index": 0, "run_id": run_id, "tokens": rows, "prompt_tokens": rows - 1, "points": places}
-        return {"session_id": SESSION, "status": "stored", "runs": [run]}
+        meta = {"session_id": session, "status": "stored", "runs": [run]}
+        said: dict[str, Any] = json.loads(json.dumps(meta))
+        return said
 
     @property
     def base_url(self) -> str:
@@ -78,9 +90,24 @@ class Store:
         found = self._catalogue.session(session, limit, after)
         if found is None:
             return _error(404, f"there is no session {session!r}")
-        last = found["runs"][-1]["run_id"]
+        last = found["runs"][-1]["run_id"] if found["runs"] else after
         behind = self._catalogue.session(session, 1, last)
-        return JSONResponse(found | {"has_more": bool(behind and behind["runs"])})
+        return JSONResponse(self.lists(found | {"has_more": bool(behind and behind["runs"])}))
+
+    def _delete(self, session: str) -> Response:
+        if not self._writer.delete(session).result():
+            return _error(404, f"there is no session {session!r}")
+        return JSONResponse({"id": session, "deleted": True})
+
+    def _chat(self, body: dict[str, Any]) -> Response:
+        found = self.chats()
+        tokens = len(next(iter(found.values())))
+        self.last_session = body["session_id"]
+        meta = self.record("run-1", found, self.last_session)
+        message = {"role": "assistant", "content": "36"}
+        usage = {"prompt_tokens": tokens - 1, "completion_tokens": 1, "total_tokens": tokens}
+        choices = [{"index": 0, "message": message, "finish_reason": "stop"}]
+        return JSONResponse({"choices": choices, "usage": usage, "activations_meta": self.says(meta)})
 
     def _data(self, session: str, request: Request) -> Response:
         asked = request.query_params

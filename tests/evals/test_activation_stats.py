@@ -1,6 +1,7 @@
 """Statistics are those of the stored values, by layer and outcome; what cannot be read is said."""
 
 import json
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -8,8 +9,9 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 import torch
-from stored import SESSION, Store, points
+from stored import SESSION, Points, Store, points
 
+from deployments.activations.patterns import Patterns
 from evals.activation_stats import sites, write_stats
 from evals.transfer import transfer
 
@@ -28,7 +30,7 @@ def samples(directory: Path, runs: list[tuple[str, bool | None, list[str]]]) -> 
     pq.write_table(pa.Table.from_pylist(rows, pa.schema(kinds)), directory / "samples.parquet")
 
 
-def recorded(store: Store, directory: Path, values: dict[str, tuple[bool | None, dict[str, torch.Tensor]]]) -> None:
+def recorded(store: Store, directory: Path, values: Mapping[str, tuple[bool | None, Points]]) -> None:
     metas = {run_id: store.record(run_id, tensors) for run_id, (_, tensors) in values.items()}
     uris = {run_id: [at["uri"] for at in meta["runs"][0]["points"].values()] for run_id, meta in metas.items()}
     samples(directory, [(run_id, correct, uris[run_id][:1]) for run_id, (correct, _) in values.items()])
@@ -89,6 +91,18 @@ def test_values_that_are_not_finite_are_counted_apart(tmp_path: Path) -> None:
     point = read(tmp_path / "results")["points"][POINT]
     assert (point["tokens"], point["mean_norm"], point["absmax"], point["not_finite"]) == (1, 5.0, 4.0, 2)
     assert point["by_outcome"]["correct"]["mean_norm"] is None
+
+
+def test_attention_patterns_have_no_statistics_and_leave_those_of_the_other_points(tmp_path: Path) -> None:
+    patterns = {"layers.2.attention.weights": Patterns(torch.ones(20), 2, range(4))}
+    with Store(tmp_path / "store") as store:
+        recorded(store, tmp_path / "both", {"r1": (True, points(1, 4) | patterns)})
+        recorded(store, tmp_path / "alone", {"r2": (True, patterns)})
+    found = read(tmp_path / "both")
+    assert (found["why_not"], list(found["points"])) == (None, list(points(1, 4)))
+    assert {of["tokens"] for of in found["points"].values()} == {4}
+    alone = read(tmp_path / "alone")
+    assert (alone["points"], alone["why_not"]) == ({}, "attention patterns alone were recorded, which have no norm")
 
 
 @pytest.mark.parametrize(

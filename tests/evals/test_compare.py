@@ -98,6 +98,61 @@ def test_what_cannot_be_compared_is_said(tmp_path: Path, say: Say) -> None:
         say(a)
 
 
+def test_a_link_to_a_run_is_that_run_and_is_refused_beside_it(tmp_path: Path, say: Say) -> None:
+    a = make_results(tmp_path / "a", 2)
+    (tmp_path / "latest").symlink_to(a)
+    status, _, complaint = say(a, tmp_path / "latest")
+    assert status == 2
+    assert f"named twice: {a} and {tmp_path}/latest" in complaint
+    assert "named twice" in say(a, tmp_path / "elsewhere" / ".." / "a")[2]
+
+
+def test_a_run_is_called_as_it_was_given_also_by_a_link(
+    tmp_path: Path, say: Say, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    a, b = (make_results(tmp_path / name, 2) for name in "ab")
+    (tmp_path / "latest").symlink_to(b)
+    assert "latest less a" in say(a, tmp_path / "latest")[1]
+    monkeypatch.chdir(b)
+    assert "b less a" in say(Path("../a"), Path("."))[1]
+
+
+def test_runs_of_one_name_in_two_directories_are_told_apart(tmp_path: Path, say: Say) -> None:
+    runs = [make_results(tmp_path / name / "run", 2, seed=seed) for seed, name in enumerate(("x/one", "y/one", "y"))]
+    (tmp_path / "link").symlink_to(tmp_path / "x")
+    _, printed, _ = say(tmp_path / "link" / "one" / "run", *runs[1:])
+    told = re.findall(r"^(\S+) less (\S+)", printed, re.MULTILINE)
+    first = {a for _, a in told}
+    assert [name for name in first if name.endswith("link/one/run")] == list(first)
+    assert {b for b, _ in told} == {"y/one/run", f"{tmp_path.name}/y/run"}
+
+
+def test_long_settings_are_compared_whole_and_told_where_they_differ(tmp_path: Path, say: Say) -> None:
+    a, b = (make_results(tmp_path / name, 2) for name in "ab")
+    text = "Solve it. " * 100
+    for directory, end in ((a, "Say the answer."), (b, "Say why, too.")):
+        told = json.loads((directory / "config.json").read_text())
+        told["prompts"]["instruction"] = text + end
+        (directory / "config.json").write_text(json.dumps(told))
+    _, printed, _ = say(a, b, "--html", tmp_path / "page.html")
+    assert re.search(r"prompts\.instruction\n +a +\.\.\..*Say the answer\.\n +b +\.\.\..*Say why, too\.", printed)
+    page = (tmp_path / "page.html").read_text()
+    assert "Say the answer." in page
+    assert text not in page
+
+
+def test_the_page_counts_outcomes_as_the_screen_does(tmp_path: Path, say: Say) -> None:
+    runs = [make_results(tmp_path / name, 60, seed=seed, modes=("no-tools",)) for seed, name in enumerate("ab")]
+    _, printed, _ = say(*runs, "--html", tmp_path / "page.html")
+    page = (tmp_path / "page.html").read_text()
+    for run in runs:
+        condition = json.loads((run / "summary.json").read_text())["conditions"]["no-tools.control"]
+        counts = [str(condition["outcomes"][kind]) for kind in ("invalid", "truncated", "failed")]
+        assert condition["invalid"] > condition["outcomes"]["invalid"]  # cut answers have no number, too
+        assert re.search(rf"^{run.name} .*% +{' +'.join(counts)} ", printed, re.MULTILINE)
+        assert "".join(f'<td class="n">{count}</td>' for count in counts) in page
+
+
 def test_the_page_needs_nothing_else_and_escapes_what_it_shows(tmp_path: Path, say: Say) -> None:
     a = make_results(tmp_path / "a", 10)
     b = make_results(tmp_path / "b", 10, seed=2, skill=0.8, dataset=HOSTILE)

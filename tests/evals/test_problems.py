@@ -7,6 +7,7 @@ import pyarrow.parquet as pq
 import pytest
 
 from evals.config import EvalError
+from evals.few_shot import load_few_shot
 from evals.options import parse_args
 from evals.problems import load_problems
 from evals.trajectory import Problem
@@ -20,7 +21,7 @@ pytestmark = [
 
 
 def load(path: Path | str, *options: str) -> list[Problem]:
-    table = load_problems(parse_args(["--dataset", str(path), *options]))
+    table = load_problems(parse_args(["--dataset", str(path), *options])).problems
     return [Problem(**row) for row in table.to_pylist()]
 
 
@@ -50,6 +51,54 @@ def test_a_repeated_question_is_asked_once(write_problems: Write) -> None:
     path = write_problems(*[""] * 3)
     path.write_text(path.read_text() * 2)
     assert len({problem.id for problem in load(path)}) == len(load(path)) == 3
+
+
+def test_rows_that_repeat_a_question_are_counted_as_far_as_the_file_is_read(write_problems: Write) -> None:
+    path = write_problems(*[""] * 4)
+    lines = path.read_text().splitlines(keepends=True)
+    path.write_text("".join([lines[0], lines[0], *lines, lines[3]]))
+
+    def repeated(*options: str) -> int:
+        return load_problems(parse_args(["--dataset", str(path), *options])).repeated
+
+    assert (repeated(), repeated("--samples", "1"), repeated("--samples", "1", "--seed", "1")) == (3, 0, 3)
+
+
+@pytest.mark.parametrize(
+    ("row", "says"),
+    [
+        ({"question": None, "answer": "#### 1"}, "the question is None, and no text"),
+        ({"question": " ", "answer": "#### 1"}, "the question is ' ', and no text"),
+        ({"question": "Why?", "answer": None}, "the answer is None, and no text"),
+        ({"question": "Why?", "answer": ""}, "the answer is '', and no text"),
+        ({"question": "Why?", "answer": "It is 1."}, "an answer without #### and a number: 'It is 1.'"),
+        ({"question": " What is 1 + 1000?", "answer": "#### 7"}, "with another answer: 7, and there 1001"),
+    ],
+)
+@pytest.mark.parametrize("kind", ["jsonl", "parquet"])
+def test_a_row_that_cannot_be_asked_or_scored_is_refused_with_its_place(
+    write_problems: Write, tmp_path: Path, row: dict[str, str | None], says: str, kind: str
+) -> None:
+    lines = write_problems("", "").read_text().splitlines()
+    path = tmp_path / f"odd.{kind}"
+    if kind == "jsonl":
+        path.write_text("\n".join([lines[0], "", lines[1], "", json.dumps(row), ""]))
+        place = f"{path}, line 5: "
+    else:
+        pq.write_table(pa.Table.from_pylist([*map(json.loads, lines), row]), path)
+        place = f"{path}, row 3: "
+    with pytest.raises(EvalError) as refused:
+        load(path)
+    assert str(refused.value).startswith(place)
+    assert says in str(refused.value)
+
+
+def test_an_example_without_a_question_is_refused_with_its_place(write_problems: Write, tmp_path: Path) -> None:
+    path = tmp_path / "shots.jsonl"
+    path.write_text(json.dumps({"question": None, "answer": "#### 1"}) + "\n")
+    options = ["--dataset", str(write_problems("")), "--few-shot", "1", "--few-shot-file", str(path)]
+    with pytest.raises(EvalError, match=r"shots\.jsonl, line 1: .*the question is None"):
+        load_few_shot(parse_args(options), set())
 
 
 @pytest.mark.parametrize(

@@ -11,7 +11,7 @@ import pytest
 from fake_openai import FakeServer
 
 from evals.options import parse_args
-from evals.problems import SCHEMA
+from evals.problems import SCHEMA, Chosen
 from evals.prompts import Example, FewShot, Prompts
 from evals.provenance import Facts, checkout, differences, facts
 
@@ -25,7 +25,7 @@ def told(server: FakeServer, tmp_path: Path, *options: str) -> Facts:
     dataset.write_text("{}")
     config = parse_args(["--base-url", server.base_url, "--model", "fake/model", "--dataset", str(dataset), *options])
     problems = pa.Table.from_pylist([{"id": "a", "question": "q", "gold": "1"}], SCHEMA)
-    return facts(config, Prompts({"control": ""}, FEW_SHOT), dataset, problems)
+    return facts(config, Prompts({"control": ""}, FEW_SHOT), dataset, Chosen(problems, 0))
 
 
 def test_config_json_has_the_models_revision_and_all_that_the_server_tells_of_itself(

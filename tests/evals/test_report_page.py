@@ -158,6 +158,22 @@ def test_activations_are_drawn_by_layer_and_listed_by_point(page: Page, tmp_path
     assert page.look(f"{figures}[0].querySelectorAll('.kind-correct .point').length") == 3
 
 
+@pytest.mark.parametrize("width", [1280, 400])
+def test_seven_variants_in_two_modes_fit_the_width_of_a_screen(page: Page, tmp_path: Path, width: int) -> None:
+    variants = ("control", "frustration", "impatience", "anxiety", "collaborative", "patience", "calm")
+    directory = make_results(tmp_path / "run", 4, variants=variants, model=f"someone/{'a-very-long-name-' * 6}")
+    page.tell("Emulation.setDeviceMetricsOverride", width=width, height=900, deviceScaleFactor=1, mobile=False)
+    try:
+        page.open(f"file://{directory}/report.html")
+        assert page.look("document.documentElement.scrollWidth <= innerWidth")
+        tables = "[...document.querySelectorAll('.scroll')]"
+        wider = f"{tables}.filter((one) => one.scrollWidth > one.clientWidth).length"
+        assert width < 1280 or page.look(wider) == 0  # on a narrow one they are moved sideways, by themselves
+        assert page.look("document.querySelectorAll('[aria-labelledby=outcomes] tbody tr').length") == 14
+    finally:
+        page.tell("Emulation.clearDeviceMetricsOverride")
+
+
 def test_why_there_are_no_statistics_is_said(tmp_path: Path) -> None:
     at = {"uri": "file:///gone/evaluated/1.arrow", "first_row": 0, "shape": [3, 4], "dtype": "float32"}
     runs = [{"index": 0, "run_id": "r", "tokens": 3, "prompt_tokens": 2, "points": {"layers.0.output": at}}]

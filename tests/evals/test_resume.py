@@ -180,6 +180,7 @@ def test_a_reward_that_fails_loses_no_answer_and_is_made_up_for(
     assert main(argv) == 1
     assert "2 answers have no reward" in capsys.readouterr().err
     assert summary(results)["counts"] | {"samples": 3, "failed": 0, "missing": 0} == summary(results)["counts"]
+    assert summary(results)["conditions"]["no-tools.control"]["reward"] == 1.0  # of those that have one
     module.write_text("def brief(sample):\n    return 0.25\n")
     importlib.reload(importlib.import_module("my_rewards"))
     server.requests.clear()

@@ -42,7 +42,7 @@ def samples_of(server: FakeServer, dataset: Path, parallel: int) -> tuple[Config
     connect()
     argv = ["--base-url", server.base_url, "--dataset", str(dataset), "--parallel", str(parallel)]
     config = parse_args([*argv, "--model", "fake/model"])
-    return config, run_all(load_problems(config), "no-tools", config, Prompts({"control": ""}, None))
+    return config, run_all(load_problems(config).problems, "no-tools", config, Prompts({"control": ""}, None))
 
 
 def test_both_modes_are_scored_paired_and_written(server: FakeServer, write_problems: Write) -> None:
@@ -70,18 +70,55 @@ def test_the_report_says_where_activations_lie_and_how_to_load_one(
     server: FakeServer, write_problems: Write, capsys: pytest.CaptureFixture[str]
 ) -> None:
     options = ["--collect-activations", "--session-id", "mine", "--mode", "no-tools"]
-    code, summary, results = evaluate(server, write_problems("", "", "[unstored]"), *options)
+    code, summary, results = evaluate(server, write_problems("", "", ""), *options)
     recorded = summary["activations"]
     assert code == 0
     assert (recorded["session_id"], recorded["points"], recorded["runs"]) == ("mine", [POINT], 3)
-    assert (recorded["tokens"], recorded["bytes"], recorded["files"]) == (48, 2 * 16 * 8 * 2, 1)
-    assert (recorded["where"], recorded["not_stored"]) == (["file:///data/s"], 1)
+    assert (recorded["tokens"], recorded["bytes"], recorded["files"]) == (48, 3 * 16 * 8 * 2, 1)
+    assert (recorded["where"], recorded["not_stored"]) == (["file:///data/s"], 0)
     row = next(row for row in lines(results) if row["activation_uris"])
     assert (row["session_id"], row["activation_uris"]) == ("mine", ["file:///data/s/000001.arrow"])
     printed = capsys.readouterr().out
     assert str(results) in printed
     assert "from deployments.activations import load\nrun = load(" in printed
     assert f'print(run["{POINT}"].shape)' in printed
+
+
+def test_activations_that_are_not_known_to_be_stored_are_told_with_the_servers_reasons_and_end_in_status_1(
+    server: FakeServer, write_problems: Write, capsys: pytest.CaptureFixture[str]
+) -> None:
+    problems = write_problems("", "[unstored]", "[silent]", "[unstored]", "[pending]")
+    options = ["--collect-activations", "--mode", "no-tools", "--inline-activations", "4"]
+    code, summary, results = evaluate(server, problems, *options)
+    recorded = summary["activations"]
+    assert code == 1
+    assert (summary["counts"]["failed"], summary["incomplete"]) == (0, None)
+    assert (recorded["answers"], recorded["not_stored"], recorded["runs"]) == (5, 4, 1)
+    reasons = {"the disk is full": 2, "the answer has no activations_meta": 1, "the answer says 'pending'": 1}
+    assert recorded["why_not_stored"] == reasons
+    printed = capsys.readouterr()
+    said = "4 of 5 answers do not say that their activations are stored: the disk is full (2); "
+    assert said in printed.err
+    assert said in printed.out
+    samples = [json.loads(path.read_text()) for path in (results / "samples").iterdir()]
+    errors = {s["question"].split()[0]: list(s["activations"].values()) for s in samples if "[" in s["question"]}
+    assert errors == {
+        "[unstored]": [{"error": "the disk is full"}],
+        "[silent]": [{"error": "the answer has no activations_meta"}],
+        "[pending]": [{"error": "the answer says 'pending'"}],
+    }
+
+
+def test_a_repeated_question_is_asked_once_and_that_is_told(
+    server: FakeServer, write_problems: Write, capsys: pytest.CaptureFixture[str]
+) -> None:
+    path = write_problems("", "", "")
+    path.write_text(path.read_text() * 3)
+    code, summary, results = evaluate(server, path, "--mode", "no-tools")
+    assert (code, len(server.requests)) == (0, 3)
+    assert (summary["counts"]["problems"], summary["repeated"]) == (3, 6)
+    assert json.loads((results / "config.json").read_text())["dataset"]["repeated"] == 6
+    assert f"6 rows of {path} repeat a question: each question is asked once" in capsys.readouterr().err
 
 
 def test_failed_samples_are_no_wrong_answers_and_end_in_status_1(

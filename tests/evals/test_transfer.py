@@ -3,14 +3,18 @@
 import json
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
+from made import make_results
 from stored import SESSION, Store, points
 
 from deployments.activations import load, runs
+from deployments.activations.pulling import pull
 from evals import transfer as transferring
 from evals.config import EvalError
+from evals.summary import conclude
 from evals.transfer import transfer
 
 
@@ -78,3 +82,66 @@ def test_a_session_that_is_none_is_a_stated_reason(store: Store, tmp_path: Path,
 def test_a_server_that_is_away_is_a_stated_reason(store: Store, tmp_path: Path) -> None:
     with pytest.raises(EvalError, match="refused"):
         transfer(tmp_path, "http://127.0.0.1:9/v1", SESSION)
+
+
+@pytest.mark.parametrize("page", [{"runs": []}, {"runs": [{"run_id": "r0"}]}])
+def test_a_server_that_has_more_runs_for_ever_and_lists_none_is_a_stated_reason(
+    store: Store, tmp_path: Path, page: dict[str, Any]
+) -> None:
+    store.lists = lambda found: found | page | {"has_more": True}
+    with pytest.raises(EvalError, match="says that there are more runs than [01], and lists none of them"):
+        transfer(tmp_path, store.base_url, SESSION)
+
+
+@pytest.mark.parametrize("page", [[], {}, {"runs": None}, {"runs": [{}]}, {"runs": 7}])
+def test_a_page_that_lists_no_runs_is_a_stated_reason(store: Store, tmp_path: Path, page: Any) -> None:
+    store.lists = lambda found: page
+    with pytest.raises(EvalError, match="lists no runs: does the server record activations"):
+        transfer(tmp_path, store.base_url, SESSION)
+
+
+def test_a_server_that_does_not_say_how_many_bytes_there_are_is_pulled_all_the_same(
+    store: Store, tmp_path: Path
+) -> None:
+    store.lists = lambda found: found | {"bytes": None}
+    assert transfer(tmp_path, store.base_url, SESSION)["runs"] == 5
+
+
+def test_runs_that_are_listed_and_not_sent_are_a_stated_reason(
+    store: Store, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def pull_less(url: str, session: str, to: Path, *, runs: list[str], **options: Any) -> Path:
+        return pull(url, session, to, runs=[run for run in runs if run != "r3"] or ["r0"], **options)
+
+    monkeypatch.setattr(transferring, "pull", pull_less)
+    with pytest.raises(EvalError, match="not all transferred: the server lists r3, and sent no such run"):
+        transfer(tmp_path, store.base_url, SESSION)
+    assert not (tmp_path / "activations" / "transferred.json").exists()
+    monkeypatch.undo()
+    assert transfer(tmp_path, store.base_url, SESSION)["runs"] == 5
+
+
+def test_a_run_of_a_sample_that_is_not_there_any_more_makes_the_results_incomplete(tmp_path: Path) -> None:
+    with Store(tmp_path / "store") as store:
+        for run in range(20):  # of an earlier evaluation: as many as there are, and none that counts
+            store.record(f"earlier-{run}", points(run, 3))
+        results = tmp_path / "results"
+        make_results(
+            results,
+            4,
+            modes=("no-tools",),
+            skill=1.0,
+            activations=lambda run: store.record(run, points(1, 4)),
+            transfer_activations=True,
+            base_url=store.base_url,
+        )
+        kept = conclude(results, None, store.base_url)
+        assert (kept["incomplete"], kept["activations"]["transferred"]["runs"]) == (None, 24)
+        gone = next((results / "samples").iterdir())
+        sample = json.loads(gone.read_text())
+        sample["turns"][0]["activations"]["runs"][0]["run_id"] = "deleted"
+        gone.write_text(json.dumps(sample))
+        for _ in range(2):  # also of what was transferred before
+            assert conclude(results, None, store.base_url)["incomplete"] == (
+                "1 of 4 recorded runs are not on the server any more"
+            )
