@@ -190,13 +190,13 @@ def test_whatever_a_file_gives_an_option_it_is_taken_or_refused_by_name(
 
 
 def parsed(*argv: str) -> tuple[Config | None, object, str]:
-    """The options, or the status and the last line of the refusal."""
+    """The options, or the status and the refusal."""
     said = io.StringIO()
     try:
         with contextlib.redirect_stderr(said):
             return parse_args(argv), None, ""
     except SystemExit as ended:
-        return None, ended.code, said.getvalue().splitlines()[-1]
+        return None, ended.code, said.getvalue()
 
 
 @pytest.mark.parametrize(

@@ -90,7 +90,7 @@ def test_examples_come_from_a_file_that_is_named_else_from_those_that_ship(write
     ("argv", "says"),
     [
         (["--few-shot", "9"], "has only 8"),
-        (["--few-shot", "1", "--few-shot-file", "absent.jsonl"], "--few-shot-file absent.jsonl: no file"),
+        (["--few-shot", "1", "--few-shot-file", "absent.jsonl"], r"--few-shot-file \S+absent.jsonl: no file"),
     ],
 )
 def test_examples_that_are_not_there_are_said(argv: list[str], says: str) -> None:
