@@ -15,7 +15,9 @@ from evals.outage import Clock, Outage
 
 TOLD = ("Content-Type", "Retry-After")  # headers that anything hangs on
 LONGEST_WAIT = 30.0  # seconds between two attempts, unless the server names a time
-LONGEST_LOOK = 2.0  # seconds between two looks whether a server that was away is back
+LONGEST_LOOK = 4.0  # seconds between two looks whether a server that was away is back
+CONNECT_S = 10.0  # that a connection may take: a machine that is off refuses none
+UNREACHABLE = (aiohttp.ConnectionTimeoutError, aiohttp.ClientConnectorError)
 BROKEN = (aiohttp.ClientConnectionError, aiohttp.ClientPayloadError, aiohttp.ClientHttpProxyError)
 
 
@@ -39,12 +41,14 @@ class _Failure(NamedTuple):
         reason: For the user.
         wait_s: Seconds that the server asks to wait.
         error: OpenAI's error object, where there is one.
+        was_there: Whether the server had taken the request, and lost it later.
     """
 
     kind: Kind
     reason: str
     wait_s: float = 0.0
     error: dict[str, Any] | None = None
+    was_there: bool = False
 
 
 class ChatClient:
@@ -76,12 +80,13 @@ class ChatClient:
         self._retries = retries
         self._timeout = timeout
         self._outage = Outage(max_outage, clock)
+        self._clock = clock
         self._sleep = sleep
         self._limit = "max_tokens"  # the field's name, as the server wants it
         # aiohttp: with many requests at once httpx takes many times the processor time, and the model has the same one.
         self._http = aiohttp.ClientSession(
             headers=headers(),
-            timeout=aiohttp.ClientTimeout(total=timeout),
+            timeout=aiohttp.ClientTimeout(total=timeout, sock_connect=CONNECT_S),
             connector=aiohttp.TCPConnector(limit=parallel),
             trust_env=True,
         )
@@ -125,7 +130,7 @@ class ChatClient:
         return (await self._send("GET", path, params=params)).content
 
     async def _send(self, method: str, path: str, **given: Any) -> httpx.Response:
-        failures = outage = 0  # what counts as retries, and the number of the outage that was met last
+        failures = misses = outage = 0  # what counts as retries, what does not, and the outage that was met last
         while True:
             got = await self._attempt(method, path, **given)
             if isinstance(got, httpx.Response):
@@ -135,8 +140,11 @@ class ChatClient:
             counts = got.kind == "busy"
             if got.kind == "away":
                 number = self._outage.missed()
+                if got.was_there:
+                    self._outage.renewed()
                 self._check_outage(got.reason)
-                counts, outage = outage not in (0, number), number
+                counts = outage != 0 and (outage != number or got.was_there)
+                outage = number
             failures += counts
             if failures > self._retries:
                 raise RequestFailed(f"{got.reason} (attempt {failures} of {self._retries + 1})", got.error)
@@ -144,30 +152,38 @@ class ChatClient:
             if counts:
                 await self._sleep(max(jitter * min(LONGEST_WAIT, 2.0 ** (failures - 1)), got.wait_s))
             else:
-                await self._sleep(min(jitter * LONGEST_LOOK, self._outage.left_s))
+                look = jitter * min(LONGEST_LOOK, 2.0**misses)
+                await self._sleep(min(max(look, got.wait_s), self._outage.left_s))
+                misses += 1
 
     def _check_outage(self, reason: str) -> None:
         if self._outage.left_s <= 0:
             raise RequestFailed(
-                f"{reason}; nothing has answered for {self._outage.seconds:.0f} s (--max-outage "
+                f"{reason}; no usable answer for {self._outage.seconds:.0f} s (--max-outage "
                 f"{self._outage.limit_s:g}): --resume goes on when the server is back"
             )
 
     async def _attempt(self, method: str, path: str, **given: Any) -> httpx.Response | _Failure:
+        began = self._clock()
         try:
             response = await self._answer(method, path, **given)
+        except aiohttp.ClientConnectorCertificateError as error:
+            return _Failure("refused", f"{type(error).__name__}: {error}")
+        except UNREACHABLE as error:
+            return _Failure("away", f"{type(error).__name__}: {error}")
         except TimeoutError:
             return _Failure("busy", f"no answer within {self._timeout:g} s")
         except aiohttp.ClientError as error:
-            passes = isinstance(error, BROKEN) and not isinstance(error, aiohttp.ClientConnectorCertificateError)
-            return _Failure("away" if passes else "refused", f"{type(error).__name__}: {error}")
-        kind = None if response.is_success else kind_of(response)
-        if kind != "away":
+            was_there = self._clock() - began > LONGEST_LOOK  # and worked on it for as long
+            kind: Kind = "away" if isinstance(error, BROKEN) else "refused"
+            return _Failure(kind, f"{type(error).__name__}: {error}", was_there=was_there)
+        meaning = None if response.is_success else kind_of(response)
+        if meaning != "away":
             self._outage.met()
-        if kind is None:
+        if meaning is None:
             return response
         reason = f"HTTP {response.status_code}: {message_of(response)}"
-        return _Failure(kind, reason, asked_wait_s(response), error_of(response))
+        return _Failure(meaning, reason, asked_wait_s(response), error_of(response))
 
     async def _answer(self, method: str, path: str, **given: Any) -> httpx.Response:
         async with self._http.request(method, f"{self._base_url}/{path}", **given) as answer:
@@ -187,7 +203,7 @@ def first_model(base_url: str) -> str:
     """
     try:
         response = httpx.get(f"{base_url}/models", headers=headers(), timeout=30)
-    except httpx.TransportError as error:
+    except httpx.HTTPError as error:
         raise RequestFailed(f"no answer from {base_url}: {error}") from error
     if not response.is_success:
         hint = "; an OpenAI root ends in /v1" if not base_url.endswith("/v1") else ""
@@ -201,16 +217,35 @@ def first_model(base_url: str) -> str:
     return models[0]
 
 
-def ask_json(url: str, params: dict[str, str] | None = None) -> Any:
+def has_failed(response: httpx.Response) -> bool:
+    """Whether a server could not answer now, as one that starts."""
+    return response.status_code >= 500
+
+
+def is_closed(response: httpx.Response) -> bool:
+    """Whether a server could not answer now, or wants a key, or nothing stands behind its proxy."""
+    return has_failed(response) or response.status_code in {401, 403} or kind_of(response) == "away"
+
+
+def ask_json(
+    url: str, params: dict[str, str] | None = None, fails: Callable[[httpx.Response], bool] = lambda _: False
+) -> Any:
     """The JSON object that a server tells of itself, or None where it has no such route.
 
+    Args:
+        url: of the route.
+        params: of the query.
+        fails: which answers are raised and not taken for None.
+
     Raises:
-        RequestFailed: no server.
+        RequestFailed: no server, or an answer that `fails`.
     """
     try:
         response = httpx.get(url, params=params, headers=headers(), timeout=30)
-    except httpx.TransportError as error:
+    except httpx.HTTPError as error:
         raise RequestFailed(f"no answer from {url}: {error}") from error
+    if not response.is_success and fails(response):
+        raise RequestFailed(f"{url}: HTTP {response.status_code}: {message_of(response)}")
     try:
         body = response.json() if response.is_success else None
     except ValueError:
@@ -236,7 +271,7 @@ def wait_healthy(base_url: str, seconds: float) -> None:
             last = f"HTTP {response.status_code}: {response.text[:200]}"
             if response.is_success and _is_ready(response):
                 return
-        except httpx.TransportError as error:
+        except httpx.HTTPError as error:
             last = str(error)
         if time.monotonic() > end:
             raise RequestFailed(f"{url} was not healthy within {seconds:g} s; last: {last}")

@@ -40,6 +40,11 @@ class Outage:
         """Take note that the server answered, whatever it said."""
         self._began = None
 
+    def renewed(self) -> None:
+        """Take note that the server was there, though it is not now: the time begins anew."""
+        if self._began is not None:
+            self._began = self._clock()
+
     @property
     def seconds(self) -> float:
         """For how long nothing has answered; 0 where none is under way."""

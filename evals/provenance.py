@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from deployments import __version__
-from evals.client import ask_json
+from evals.client import ask_json, has_failed, is_closed
 from evals.config import Config
 from evals.prompts import Prompts
 from evals.serving_config import OF_ONE_CALL
@@ -66,12 +66,32 @@ def differences(earlier: Facts, now: Facts) -> list[str]:
     if _texts(earlier["prompts"]) != _texts(now["prompts"]):
         found.append("prompts")
     for part in ("revision", "structure"):
-        told = (earlier["model"].get(part), now["model"].get(part))
-        if None not in told and told[0] != told[1]:
+        if earlier["model"].get(part) not in (None, now["model"].get(part)):
             found.append(f"model.{part}")
+    if (_dtype(earlier) or _dtype(now)) != (_dtype(now) or _dtype(earlier)):
+        found.append("server.options.dtype")
     if earlier["versions"]["vitrine"] != now["versions"]["vitrine"]:
         found.append("versions.vitrine")
     return found + [f"dataset.{part}" for part in ("sha256", "ids") if earlier["dataset"][part] != now["dataset"][part]]
+
+
+def resumed(earlier: Facts, now: Facts) -> Facts:
+    """What config.json says once an earlier run goes on: where the server told nothing then, what it tells now.
+
+    Where the server or the evaluator's code is another one, `resumed` has them, too, one for each time.
+    """
+    told = earlier | {"config": now["config"]}
+    if earlier["model"].get("revision") is None:
+        return told | {name: now[name] for name in ("model", "server")}
+    parts = {name: now.get(name) for name in ("server", "git", "versions", "host")}
+    last = earlier.get("resumed", [earlier])[-1]
+    if any(last.get(name) != part for name, part in parts.items()):
+        told["resumed"] = [*earlier.get("resumed", []), parts]
+    return told
+
+
+def _dtype(told: Facts) -> Any:
+    return (told["server"].get("options") or {}).get("dtype")
 
 
 def checkout(root: Path = ROOT) -> Facts | None:
@@ -110,11 +130,11 @@ def _texts(prompts: Facts) -> Facts:
 
 def _model(config: Config) -> Facts:
     """The server's entry of the model, with its structure where the server tells it."""
-    listed = ask_json(f"{config.base_url}/models") or {}
+    listed = ask_json(f"{config.base_url}/models", fails=is_closed) or {}
     entries = listed.get("data")
     found = [one for one in entries if isinstance(one, dict)] if isinstance(entries, list) else []
     entry = next((one for one in found if one.get("id") == config.model), {"id": config.model})
-    structure = ask_json(f"{config.base_url}/model/structure", {"model": config.model})
+    structure = ask_json(f"{config.base_url}/model/structure", {"model": config.model}, has_failed)
     return {**entry, "structure": structure}
 
 

@@ -12,7 +12,7 @@ from types import TracebackType
 from typing import Any, Self
 
 from evals.config import EvalError
-from evals.provenance import Facts, differences
+from evals.provenance import Facts, differences, resumed
 from evals.records import agent_state, dataset_row, trajectory
 from evals.trajectory import Sample
 
@@ -61,7 +61,7 @@ class Results:
         earlier = read_json(directory / "config.json")
         if differing := differences(earlier, facts):
             raise EvalError(f"--resume: {directory} is a run with other {', '.join(differing)}")
-        write_json(directory / "config.json", earlier | {"config": facts["config"]})  # the server may have moved
+        write_json(directory / "config.json", resumed(earlier, facts))
         (directory / TRANSFERRED).unlink(missing_ok=True)  # there will be more
         for sample in read_samples(directory):
             if sample.outcome == "failed":

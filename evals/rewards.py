@@ -96,6 +96,30 @@ def rewarded(sample: Sample, rewards: list[Reward]) -> Sample:
     return sample.model_copy(update={"rewards": values, "reward": total})
 
 
+class Rewarding:
+    """Rewards samples one after another. Where a function fails the sample stays without, which is told once."""
+
+    def __init__(self, rewards: list[Reward], say: Callable[[str], None]) -> None:
+        """Nothing has failed yet.
+
+        Args:
+            rewards: the functions.
+            say: is told of the first failure.
+        """
+        self._rewards = rewards
+        self._say: Callable[[str], None] | None = say
+
+    def __call__(self, sample: Sample) -> Sample:
+        """The sample, with its rewards if they can be had."""
+        try:
+            return rewarded(sample, self._rewards)
+        except EvalError as error:
+            if self._say:
+                self._say(f"{error}; the answer is kept: mend it and go on with --resume")
+                self._say = None
+            return sample
+
+
 def _imported(name: str) -> Callable[[Sample], float]:
     module, separator, attribute = name.partition(":")
     if not separator:

@@ -25,7 +25,7 @@ from evals.progress import Progress
 from evals.prompts import Prompts, load_variants
 from evals.provenance import Facts, facts
 from evals.results import Results, check_new, read_samples
-from evals.rewards import Reward, load_rewards, rewarded
+from evals.rewards import Reward, Rewarding, load_rewards
 from evals.rollouts import connect, run_all
 from evals.screen import not_stored, render, where
 from evals.serving import serving, tail_of
@@ -137,7 +137,7 @@ def _results(work: Work) -> Results:
     config = work.config
     goes_on = config.resume or "configure" not in config.stages
     if goes_on:
-        results = Results.resume(config.results_dir, work.told, lambda sample: rewarded(sample, work.rewards))
+        results = Results.resume(config.results_dir, work.told, Rewarding(work.rewards, _say))
     else:
         results = Results.create(config.results_dir, work.told)
     if in_ray_job():
@@ -151,37 +151,26 @@ def generate(work: Work, results: Results) -> str | None:
     Returns:
         None, or why it ended early.
     """
-    unrewarded: list[str] = []
     try:
         for mode in work.config.modes:
-            unrewarded += _generate_mode(mode, work, results)
+            _generate_mode(mode, work, results)
     except KeyboardInterrupt:
         return "interrupted"
     except ray.exceptions.RayError as error:
         return f"Ray: {str(error).strip().splitlines()[-1]}"
-    if unrewarded:
-        return f"{len(unrewarded)} answers have no reward; mend it and go on with --resume: {unrewarded[0]}"
     return None
 
 
-def _generate_mode(mode: Mode, work: Work, results: Results) -> list[str]:
-    """Writes and counts the samples of one mode as they finish, behind one progress bar.
-
-    Returns:
-        What was wrong with the rewards of those that have none: what was answered is kept all the same.
-    """
-    unrewarded: list[str] = []
+def _generate_mode(mode: Mode, work: Work, results: Results) -> None:
+    """Writes and counts the samples of one mode as they finish, behind one progress bar."""
     with Progress(mode, work.problems.num_rows * len(work.config.variants)) as progress:
         for sample in read_samples(results.directory, mode):
             progress.earlier(sample)
+        finish = Rewarding(work.rewards, progress.say)
         for sample in run_all(work.problems, mode, work.config, work.prompts, results.has):
-            try:
-                sample = rewarded(sample, work.rewards)
-            except EvalError as error:
-                unrewarded.append(str(error))
+            sample = finish(sample)
             results.add(sample)
             progress.add(sample)
-    return unrewarded
 
 
 def report(directory: Path, incomplete: str | None = None, base_url: str | None = None) -> int:
@@ -213,6 +202,10 @@ def _verdict(summary: dict[str, Any]) -> int:
     if reasons:
         print(f"\nevals.gsm8k: {'; '.join(reasons)}", file=sys.stderr)
     return 1 if reasons else 0
+
+
+def _say(text: str) -> None:
+    print(f"evals.gsm8k: {text}", file=sys.stderr)
 
 
 def end_as_interrupted() -> None:

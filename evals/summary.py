@@ -80,6 +80,8 @@ def summarize(directory: Path, incomplete: str | None) -> dict[str, Any]:
     counts = _counts(conditions, facts["dataset"]["problems"])
     if not incomplete and counts["missing"]:
         incomplete = f"{counts['missing']} samples are missing"
+    if not incomplete and (unrewarded := sum(tally.unrewarded for tally in conditions.values())):
+        incomplete = f"{unrewarded} answers have no reward"
     return {
         "model": config.model,
         "dataset": config.dataset,

@@ -45,6 +45,11 @@ class ConditionTally:
         for name, value in sample.rewards.items():
             self._rewards[name] += value
 
+    @property
+    def unrewarded(self) -> int:
+        """How many answered samples have no reward, because a function failed."""
+        return len(self.correct) - self._counts["rewarded"]
+
     def summary(self) -> dict[str, Any]:
         """The condition's part of summary.json; all but counts and sums is of the answered samples."""
         answered, rewarded, tokens = len(self.correct), self._counts["rewarded"], sum(self._tokens)
@@ -131,7 +136,7 @@ class ActivationTally:
         self._counts += Counter(runs=1, tokens=tokens)
         for name, at in points_of(run).items():
             self._points.add(name)
-            if uri := at.get("uri"):
+            if isinstance(uri := at.get("uri"), str):
                 self._files.add(uri)
                 self._example = self._example or {"uri": uri, "run_id": run["run_id"], "point": name}
             try:

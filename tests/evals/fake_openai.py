@@ -10,7 +10,7 @@ The label in brackets in a question says how it answers:
     [starting]   the proxy's 404 in plain text at first, then right
     [refused]    400                       [down]      503 until `up`     [loop]   calls tools for ever
     [zero]       divides by zero by the calculator, then right
-    [full]       the calculator's result does not fit the context; nor does the question of [long]
+    [full]       the calculator's result does not fit the context; nor does the question of [wide]
     [unstored]   right, but its activations are not stored   [silent]  right, and nothing said of activations
     [pending]    right, and its activations are neither stored nor failed
     [gather]     right, once `gather` such requests are here at the same time
@@ -111,7 +111,7 @@ class FakeServer:
         if label == "refused":
             return _error(400, "prompt is not to my liking")
         told = any(message["role"] == "tool" for message in body["messages"])
-        if label == "long" or (label == "full" and told):
+        if label == "wide" or (label == "full" and told):
             return _error(400, "no more than 64 tokens", code="context_length_exceeded")
         if label == "broken":
             return _error(500, "a fault of request 7")

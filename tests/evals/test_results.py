@@ -122,7 +122,7 @@ def test_a_run_without_a_sample_yet_has_all_its_files(
     server: FakeServer, cluster: Any, write_problems: Write, tmp_path: Path
 ) -> None:
     argv = ["--base-url", server.base_url, "--dataset", str(write_problems("", "")), "--collect-activations"]
-    main([*argv, "--results-dir", str(tmp_path / "results"), "--stages", "configure,report"])
+    assert main([*argv, "--results-dir", str(tmp_path / "results"), "--stages", "configure,report"]) == 1
     summary = read(tmp_path / "results" / "summary.json")
     assert (summary["counts"]["samples"], summary["counts"]["missing"]) == (0, 4)
     assert pq.read_table(tmp_path / "results" / "samples.parquet").num_rows == 0

@@ -178,6 +178,10 @@ def test_a_reward_that_fails_loses_no_answer_and_is_made_up_for(
     argv = ["--base-url", server.base_url, "--dataset", str(write_problems("", "", ""))]
     argv += ["--results-dir", str(results), "--mode", "no-tools", "--rewards", "my_rewards:brief=2"]
     assert main(argv) == 1
+    said = capsys.readouterr().err
+    assert "2 answers have no reward" in said
+    assert said.count("the reward my_rewards:brief failed") == 1
+    assert main(["--resume", "--results-dir", str(results)]) == 1  # not yet mended: nothing is lost, nothing hidden
     assert "2 answers have no reward" in capsys.readouterr().err
     assert summary(results)["counts"] | {"samples": 3, "failed": 0, "missing": 0} == summary(results)["counts"]
     assert summary(results)["conditions"]["no-tools.control"]["reward"] == 1.0  # of those that have one

@@ -97,7 +97,7 @@ def test_a_conversation_that_outgrows_the_context_is_truncated_and_a_question_th
 ) -> None:
     sample = play(server, "[full]", "with-tools")
     assert (sample.outcome, sample.finish_reason, sample.error, len(sample.turns)) == ("truncated", "length", None, 1)
-    assert play(server, "[long]", "with-tools").outcome == "failed"
+    assert play(server, "[wide]", "with-tools").outcome == "failed"
 
 
 def test_what_is_wrong_with_a_call_goes_back_to_the_model(server: FakeServer) -> None:
