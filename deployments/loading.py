@@ -120,7 +120,6 @@ def description(options: Options, model: Model) -> dict[str, Any]:
         "max_seq_len": model.context,
         "threads": _threads(options),
         "activations_dir": public_uri(options.activations_dir),
-        "public_url": options.public_url and public_uri(options.public_url),
     }
     return {
         "max_model_len": model.context,

@@ -114,7 +114,8 @@ class Options(BaseModel):
         client_code_threads: torch threads of a client's job; by default half of the replica's.
         max_client_jobs: The most clients' jobs of a replica that wait for the one that runs.
         public_url: The server's own address as clients reach it, where that is not what their requests say: behind a
-            proxy that ends TLS, for one. Large results of clients' jobs are fetched below it.
+            proxy that ends TLS, for one. Large results of clients' jobs are fetched below it, and `/v1/models` shows
+            it: it holds no user, key or query.
     """
 
     model_config = ConfigDict(extra="forbid", frozen=True, hide_input_in_errors=True)  # a URI may hold a key
@@ -198,6 +199,17 @@ class Options(BaseModel):
         if not path.is_absolute():
             raise ValueError("must be an absolute path: the actors that use it have other working directories")
         return str(path)
+
+    @field_validator("public_url")
+    @classmethod
+    def _holds_no_key(cls, value: str | None) -> str | None:
+        # Not by its parts: a password with an unescaped '/' in it looks like a path.
+        if value and any(mark in value for mark in "@?#"):
+            raise ValueError(
+                "must be scheme://host[:port][/path] without a user, password, query or fragment, since answers show "
+                "it: leave out what stands before '@' and behind '?' or '#'; in a path write '@' as %40"
+            )
+        return value
 
     @property
     def served_name(self) -> str:

@@ -5,6 +5,7 @@ from typing import Annotated, Any, Literal, Self, get_args
 
 from pydantic import BaseModel, ConfigDict, Field, ValidationError, field_validator, model_validator
 
+from deployments.activations.facts import has_key
 from deployments.options import NO_MODEL, Options
 
 Stage = Literal["deploy", "configure", "generate", "report"]
@@ -75,16 +76,11 @@ class ServingConfig(BaseModel):
             raise ValueError(f"--server-option {named}: {first['msg'].removeprefix('Value error, ')}") from None
         except RuntimeError as error:  # `~name` of nobody
             raise ValueError(f"--server-option: {error}") from None
-        if _has_key(served.activations_dir):
+        if has_key(served.activations_dir):
             raise ValueError(
-                "--server-option activations_dir: results would show the key in the URI; give it by AWS_ACCESS_KEY_ID "
-                "and AWS_SECRET_ACCESS_KEY"
+                "--server-option activations_dir: results would show the key in the URI; give it by the environment, "
+                "S3's by AWS_ACCESS_KEY_ID and AWS_SECRET_ACCESS_KEY"
             )
-
-
-def _has_key(uri: str) -> bool:
-    """Whether a URI holds a key: before its host, or as a setting."""
-    return "://" in uri and any(mark in uri for mark in ("@", "key=", "token="))
 
 
 def in_order(value: object) -> tuple[Stage, ...]:

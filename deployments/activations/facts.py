@@ -7,9 +7,12 @@ import re
 from collections.abc import Iterable
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
-from urllib.parse import parse_qsl, urlsplit
+from urllib.parse import SplitResult, parse_qsl, urlsplit
 
 COLUMNS = ("run_id", "sample_id", "position", "phase", "token_id", "text_offset")  # points are named otherwise
+# What may stand before a host as a plain name: an Azure container, a user of HDFS, Google's `anonymous`.
+_NAMED_BEFORE_HOST = frozenset({"abfs", "abfss", "hdfs", "viewfs", "gs", "gcs"})
+_SECRET_SETTING = re.compile(r"key|secret|token|pass|pwd|signature|^sig$|credentials?$", re.IGNORECASE)
 _SERVERS = ("endpoint_override", "blob_storage_authority", "dfs_storage_authority")  # settings that say which one
 _SESSION_ID = re.compile(r"[A-Za-z0-9_-][A-Za-z0-9._-]{0,127}")
 
@@ -119,8 +122,26 @@ def public_uri(uri: str) -> str:
     if "://" not in uri:
         return uri
     url = urlsplit(uri)
-    user, _, host = url.netloc.rpartition("@")
-    return url._replace(netloc=host if ":" in user else url.netloc, query="", fragment="").geturl().rstrip("/")
+    return url._replace(netloc=_public_host(url), query="", fragment="").geturl().rstrip("/")
+
+
+def has_key(uri: str) -> bool:
+    """Whether a URI holds what must not be shown: a key or user before its host, or a setting that is a key."""
+    if "://" not in uri:
+        return False
+    url = urlsplit(uri)
+    settings = parse_qsl(f"{url.query}&{url.fragment}")
+    # A setting may itself be an address with a password, such as a proxy's.
+    return _public_host(url) != url.netloc or any(
+        "@" in value or _SECRET_SETTING.search(key) for key, value in settings
+    )
+
+
+def _public_host(url: SplitResult) -> str:
+    """A URI's host and port, behind the name that says where they lead, but no key."""
+    before, _, host = url.netloc.rpartition("@")
+    name = before.partition(":")[0] if url.scheme in _NAMED_BEFORE_HOST else ""
+    return f"{name}@{host}" if name else host
 
 
 def store_id(uri: str) -> str:

@@ -43,7 +43,7 @@ def test_a_directory_is_named_by_its_absolute_path_alone(tmp_path, monkeypatch):
 
 def test_a_model_is_described_by_all_it_is_served_with_and_no_secret():
     given = {"threads": 2, "api_keys_file": "/keys", "activations_dir": "s3://id:s3cret@bucket/p?region=x"}
-    options = Options(**given, public_url="https://id:s3cret@host/v", model_id="mine", max_seq_len=100)
+    options = Options(**given, public_url="https://host/v", model_id="mine", max_seq_len=100)
     model = load_engine(options).model
     told = description(options, model)
     assert Options.model_fields.keys() - told["options"].keys() == {"api_keys_file"}

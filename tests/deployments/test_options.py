@@ -59,3 +59,18 @@ def test_a_uri_of_a_directory_is_refused_since_a_path_says_the_same():
 def test_object_storage_with_escaped_keys_is_taken_as_it_is():
     uri = "s3://key:se%2Fcret@bucket/p?region=us-east-1&endpoint_override=host:9000"
     assert Options.model_validate({"activations_dir": uri}).activations_dir == uri
+
+
+@pytest.mark.parametrize(
+    "end", ["u:s3cret@host/v", "s3cret@host/v", "u:s3/cret@host", "host/v?token=s3cret", "host#s3cret"]
+)
+def test_a_public_url_with_a_key_is_refused_and_not_repeated(end):
+    with pytest.raises(ValidationError, match="without a user, password, query or fragment") as caught:
+        Options.model_validate({"public_url": f"https://{end}"})
+    assert "public_url" in str(caught.value)
+    assert "cret" not in str(caught.value)
+
+
+def test_a_public_url_is_taken_as_it_is():
+    url = "https://host:8443/below/a/%40path"
+    assert Options.model_validate({"public_url": url}).public_url == url
