@@ -76,13 +76,13 @@ def differences(earlier: Facts, now: Facts) -> list[str]:
 
 
 def resumed(earlier: Facts, now: Facts) -> Facts:
-    """What config.json says once an earlier run goes on: where the server told nothing then, what it tells now.
+    """What config.json says once an earlier run goes on.
 
-    Where the server or the evaluator's code is another one, `resumed` has them, too, one for each time.
+    Where the server, the machine or the evaluator's code is another one, `resumed` has them, too, for each such time.
     """
     told = earlier | {"config": now["config"]}
     if earlier["model"].get("revision") is None:
-        return told | {name: now[name] for name in ("model", "server")}
+        told["model"] = now["model"]  # of a server that tells more by now
     parts = {name: now.get(name) for name in ("server", "git", "versions", "host")}
     last = earlier.get("resumed", [earlier])[-1]
     if any(last.get(name) != part for name, part in parts.items()):

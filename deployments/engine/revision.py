@@ -9,8 +9,12 @@ from pathlib import Path
 from transformers.utils.hub import cached_file, extract_commit_hash
 
 logger = logging.getLogger(__name__)
-# What of a directory says how the model answers: weights, sizes, tokenizer, template and code.
-KINDS = frozenset({".safetensors", ".bin", ".json", ".jinja", ".model", ".txt", ".py"})
+# What of a directory says how the model answers, and nothing of how it was trained, as `training_args.bin`.
+FILES = (
+    *("*.safetensors", "pytorch_model*.bin", "*.index.json", "config.json", "generation_config.json", "*.py"),
+    *("tokenizer*", "vocab*", "merges*", "*.model", "special_tokens_map.json", "added_tokens.json"),
+    *("chat_template*", "additional_chat_templates/*.jinja"),
+)
 PIECE_BYTES = 64 << 10
 PIECES = 256  # of one file; files no larger than these together are read whole
 
@@ -24,7 +28,7 @@ def revision_of(source: str, asked: str | None = None) -> str | None:
 
     Returns:
         The commit of a repository, 40 hex digits. Of a directory `sha256:` and a digest: of the names and sizes of
-        its files of `KINDS`, and of their bytes; of a file of more than 16 MiB 256 pieces count, evenly spread. None
+        what fits `FILES`, and of their bytes; of a file of more than 16 MiB 256 pieces count, evenly spread. None
         where the files cannot be read any more.
     """
     try:
@@ -39,10 +43,10 @@ def revision_of(source: str, asked: str | None = None) -> str | None:
 
 def _digest(directory: Path) -> str:
     digest = hashlib.sha256()
-    for path in sorted(directory.iterdir()):
-        if path.suffix in KINDS and path.is_file():
+    for path in sorted({path for kind in FILES for path in directory.glob(kind)}):
+        if path.is_file():
             size = path.stat().st_size
-            digest.update(f"{path.name}:{size}\n".encode())
+            digest.update(f"{path.relative_to(directory)}:{size}\n".encode())
             with path.open("rb") as file:
                 if size <= PIECES * PIECE_BYTES:
                     digest.update(file.read())

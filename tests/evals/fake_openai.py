@@ -46,6 +46,7 @@ class FakeServer:
         self.models = ["fake/model"]
         self.told: Body = {}  # of each model, beside its id
         self.structure: Body | None = None
+        self.closed: Response | None = None  # what it answers to who asks for models
         self.retry_after = "0"
         self.modern = False  # refuses max_tokens, as OpenAI's newer models do
         self.attempts: Counter[str] = Counter()  # by question
@@ -90,8 +91,9 @@ class FakeServer:
             return PlainTextResponse("not yet", status_code=503)
         return JSONResponse({"status": "ok", "loaded_models": self.models, "replicas": {}})
 
-    async def _models(self) -> Body:
-        return {"object": "list", "data": [{"id": model, "object": "model"} | self.told for model in self.models]}
+    async def _models(self) -> Response:
+        entries = [{"id": model, "object": "model"} | self.told for model in self.models]
+        return self.closed or JSONResponse({"object": "list", "data": entries})
 
     async def _structure(self) -> Response:
         return JSONResponse(self.structure) if self.structure else PlainTextResponse("no such route", status_code=404)

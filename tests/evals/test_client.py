@@ -1,4 +1,5 @@
 import asyncio
+import socket
 from collections.abc import Awaitable, Callable
 from typing import Any
 
@@ -11,14 +12,16 @@ Ask = Callable[[str], Awaitable[dict[str, Any]]]
 
 
 class Time:
-    """Seconds that pass by sleeping alone; `then` may do something when they have."""
+    """Seconds that pass by sleeping; `then` may do something when they have."""
 
-    def __init__(self, then: Callable[[float], Awaitable[None]] | None = None) -> None:
+    def __init__(self, then: Callable[[float], Awaitable[None]] | None = None, each: float = 0.0) -> None:
         self.now = 0.0
+        self._each = each  # seconds that pass whenever the clock is looked at
         self.slept: list[float] = []
         self._then = then
 
     def clock(self) -> float:
+        self.now += self._each
         return self.now
 
     async def sleep(self, seconds: float) -> None:
@@ -111,11 +114,11 @@ def test_a_server_that_is_away_is_waited_for_whatever_the_retries_and_found_soon
             server.__exit__(None, None, None)
     assert content(answer).endswith("#### 3")
     assert time.now < 505
-    assert max(time.slept) <= 2
+    assert max(time.slept) <= 4
     assert len(set(time.slept)) > 100  # with jitter: many clients do not come all at once
 
 
-def test_requests_fail_after_one_attempt_once_nothing_has_answered_for_too_long(server: FakeServer) -> None:
+def test_requests_fail_after_one_attempt_once_nothing_usable_has_come_for_too_long(server: FakeServer) -> None:
     time = Time()
 
     async def use(client: ChatClient) -> list[BaseException]:
@@ -128,7 +131,7 @@ def test_requests_fail_after_one_attempt_once_nothing_has_answered_for_too_long(
     options = {"max_outage": 60.0, "clock": time.clock, "sleep": time.sleep}
     for failure in asyncio.run(with_client(server.base_url, use, **options)):
         assert isinstance(failure, RequestFailed)
-        assert "HTTP 503: no room; nothing has answered for 6" in str(failure)
+        assert "HTTP 503: no room; no usable answer for 6" in str(failure)
         assert "(--max-outage 60): --resume goes on when the server is back" in str(failure)
     assert 60 <= time.now < 70  # of all together: each sleeps for some of it
 
@@ -137,14 +140,14 @@ def test_requests_fail_after_one_attempt_once_nothing_has_answered_for_too_long(
 def test_an_answer_of_any_kind_to_any_request_ends_the_outage(server: FakeServer, label: str) -> None:
     async def use(client: ChatClient) -> None:
         async def another_asks(now: float) -> None:
-            if 30 < now < 33:
+            if 30 < now < 34:
                 await asyncio.gather(client.chat(question(label)), return_exceptions=True)
 
         time._then = another_asks
         await client.chat(question("[down]"))
 
     time = Time()
-    with pytest.raises(RequestFailed, match="nothing has answered for 4") as failed:
+    with pytest.raises(RequestFailed, match="no usable answer for 4") as failed:
         asyncio.run(with_client(server.base_url, use, max_outage=40.0, clock=time.clock, sleep=time.sleep, retries=9))
     assert "--max-outage 40" in str(failed.value)
     assert 70 < time.now < 80
@@ -164,10 +167,36 @@ def test_a_request_that_breaks_its_connection_each_time_ends_while_others_are_an
     assert len(time.slept) == 3
 
 
+def test_a_connection_that_breaks_late_shows_that_the_server_was_there_and_costs_a_retry(server: FakeServer) -> None:
+    time = Time(each=25.0)
+    with pytest.raises(RequestFailed, match="attempt 3 of 3"):
+        ask(server.base_url, "[torn]", max_outage=60.0, retries=2, clock=time.clock, sleep=time.sleep)
+    assert time.now > 120  # which is more than one outage may take
+
+
+def test_an_absent_server_that_says_for_how_long_is_not_asked_sooner(server: FakeServer) -> None:
+    server.retry_after, time = "25", Time()
+    with pytest.raises(RequestFailed, match="no usable answer for 60 s"):
+        ask(server.base_url, "[down]", max_outage=60.0, clock=time.clock, sleep=time.sleep)
+    assert time.slept == [25, 25, 10]  # but the outage ends in time
+
+
+def test_a_machine_that_takes_no_connections_is_away_and_not_busy(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("evals.client.CONNECT_S", 0.2)
+    with socket.socket() as deaf, socket.socket() as first, socket.socket() as second:
+        deaf.bind(("127.0.0.1", 0))
+        deaf.listen(0)
+        for one in (first, second):  # fill its queue
+            one.setblocking(False)
+            one.connect_ex(deaf.getsockname())
+        with pytest.raises(RequestFailed, match=r"Connection timeout.*no usable answer for 0 s"):
+            ask(f"http://127.0.0.1:{deaf.getsockname()[1]}/v1", "", max_outage=0.0, retries=0)
+
+
 def test_a_server_that_is_away_is_no_wait_where_none_is_wanted() -> None:
     with FakeServer() as server:
         pass
-    with pytest.raises(RequestFailed, match="ClientConnectorError: Cannot connect.*nothing has answered for 0 s"):
+    with pytest.raises(RequestFailed, match="ClientConnectorError: Cannot connect.*no usable answer for 0 s"):
         ask(server.base_url, "", max_outage=0.0)
 
 

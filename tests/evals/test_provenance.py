@@ -9,11 +9,13 @@ from pathlib import Path
 import pyarrow as pa
 import pytest
 from fake_openai import FakeServer
+from fastapi.responses import JSONResponse, PlainTextResponse, Response
 
+from evals.client import RequestFailed
 from evals.options import parse_args
 from evals.problems import SCHEMA, Chosen
 from evals.prompts import Example, FewShot, Prompts
-from evals.provenance import Facts, checkout, differences, facts
+from evals.provenance import Facts, checkout, differences, facts, resumed
 
 Change = Callable[[Facts], object]
 FEW_SHOT = FewShot("/here/train.jsonl", "its order", (Example("e", "What is 1 + 1?", "#### 2"),))
@@ -68,9 +70,9 @@ def test_the_key_and_the_environment_stay_out(
         (lambda now: now["prompts"].update(instruction="Answer!"), ["prompts"]),
         (lambda now: now["prompts"]["few_shot"]["examples"].clear(), ["prompts"]),
         (lambda now: now["dataset"].update(sha256="0"), ["dataset.sha256"]),
+        (lambda now: now["server"].update(options={"dtype": "bfloat16"}), ["server.options.dtype"]),
         # What says nothing of the answers, or is not known of one of both:
-        (lambda now: now["model"].pop("revision"), []),
-        (lambda now: now["model"].update(structure=None, created=5), []),
+        (lambda now: now["model"].update(created=5), []),
         (lambda now: now["server"].update(options={"threads": 2}), []),
         (lambda now: now["config"].update(max_outage=1.0, retries=0, parallel=1, base_url="http://b/v1"), []),
         (lambda now: now["config"].update(dataset="/moved/x.jsonl", few_shot_file="/moved/f.jsonl"), []),
@@ -80,13 +82,54 @@ def test_the_key_and_the_environment_stay_out(
 def test_what_changes_answers_or_scores_is_named_and_nothing_else(
     server: FakeServer, tmp_path: Path, change: Change, named: list[str]
 ) -> None:
-    server.told, server.structure = REVISION, {"id": "fake/model", "layers": 2}
+    server.told = REVISION | {"options": {"dtype": "float32"}}
+    server.structure = {"id": "fake/model", "layers": 2}
     earlier = told(server, tmp_path, "--session-id", "s")
     now = copy.deepcopy(earlier)
     change(now)
     assert differences(earlier, now) == named
     if named != ["max_tokens"]:  # which has to be there
         assert differences(now, earlier) == named
+
+
+@pytest.mark.parametrize("part", ["revision", "structure"])
+def test_what_a_server_told_once_it_has_to_tell_again(server: FakeServer, tmp_path: Path, part: str) -> None:
+    server.told, server.structure = REVISION, {"layers": 2}
+    earlier = told(server, tmp_path, "--session-id", "s")
+    now = copy.deepcopy(earlier)
+    now["model"][part] = None
+    assert differences(earlier, now) == [f"model.{part}"]
+    assert differences(now, earlier) == []  # it may tell more than it did
+
+
+@pytest.mark.parametrize(
+    "answer",
+    [
+        JSONResponse({"error": {"message": "no such key"}}, status_code=401),
+        JSONResponse({"error": {"message": "it starts"}}, status_code=503),
+        PlainTextResponse("Path '/v1/models' not found.", status_code=404),
+    ],
+)
+def test_a_server_that_cannot_say_which_models_it_has_is_not_taken_for_one_that_tells_nothing(
+    server: FakeServer, tmp_path: Path, answer: Response
+) -> None:
+    server.closed = answer
+    with pytest.raises(RequestFailed, match=f"/v1/models: HTTP {answer.status_code}: "):
+        told(server, tmp_path)
+
+
+def test_a_run_that_goes_on_with_another_server_names_each(server: FakeServer, tmp_path: Path) -> None:
+    server.told = REVISION | {"options": {"threads": 1}}
+    first = told(server, tmp_path)
+    again = resumed(first, told(server, tmp_path))
+    assert again == first
+    server.told = REVISION | {"options": {"threads": 2}}
+    second = resumed(again, told(server, tmp_path))
+    third = resumed(second, told(server, tmp_path))
+    assert third["server"]["options"] == {"threads": 1}
+    assert [part["server"]["options"] for part in third["resumed"]] == [{"threads": 2}]
+    server.told = REVISION | {"options": {"threads": 1}}
+    assert len(resumed(third, told(server, tmp_path))["resumed"]) == 2
 
 
 @pytest.fixture
