@@ -10,7 +10,7 @@ from evals.charts import SHARES, around_zero
 from evals.comparison import Compared, Run, compare, differing, load_runs
 from evals.config import EvalError
 from evals.report_page import template
-from evals.screen import aligned, interval, number, percent
+from evals.screen import aligned, interval, number, score
 
 WIDEST = 48  # characters of a setting on the screen
 
@@ -84,14 +84,25 @@ def _about(run: Run) -> list[str]:
 
 def _conditions(of: Compared) -> str:
     rewards = list(dict.fromkeys(name for _, condition in of.rows for name in condition["rewards"]))
-    head = ["", "accuracy", "95% interval", "flexible", "invalid", "truncated", "failed", "tokens", "p50 s", "p95 s"]
+    head = [
+        "",
+        "strict ±SE",
+        "95% interval",
+        "flexible ±SE",
+        "invalid",
+        "truncated",
+        "failed",
+        "tokens",
+        "p50 s",
+        "p95 s",
+    ]
     rows = [[*head, "tokens/s", *rewards, "reward"]]
     for name, c in of.rows:
         row = [
             name,
-            percent(c["strict"]["accuracy"]),
+            score(c["strict"]),
             interval(c["strict"]["ci95"]),
-            percent(c["flexible"]["accuracy"]),
+            score(c["flexible"]),
         ]
         row += [str(c["outcomes"][kind]) for kind in ("invalid", "truncated", "failed")]
         row += [number(c["completion_tokens_per_sample"]["mean"], ".0f")]

@@ -19,9 +19,9 @@ if TYPE_CHECKING:
 
 PACKAGES = ("ray", "pyarrow", "httpx", "pydantic", "torch", "transformers", "nnsight", "numpy")
 # How a run reaches the server, which files it reads and where it writes: the answers do not hang on these. What the
-# files hold is compared for itself.
+# files hold is compared for itself; answers that are there are rewarded anew.
 FREE = {"base_url", "parallel", "timeout", "retries", "max_outage", "wait_healthy", "results_dir"}
-FREE |= {"dataset", "variants_file", "few_shot_file", "transfer_activations", "serve"} | OF_ONE_CALL
+FREE |= {"dataset", "variants_file", "few_shot_file", "transfer_activations", "serve", "rewards"} | OF_ONE_CALL
 ROOT = Path(__file__).parents[1]
 GIT_S = 10.0  # that git may take: the checkout may lie on a slow disk
 Facts = dict[str, Any]
@@ -68,7 +68,7 @@ def differences(earlier: Facts, now: Facts) -> list[str]:
     for part in ("revision", "structure"):
         if earlier["model"].get(part) not in (None, now["model"].get(part)):
             found.append(f"model.{part}")
-    if (_dtype(earlier) or _dtype(now)) != (_dtype(now) or _dtype(earlier)):
+    if _dtype(earlier) not in (None, _dtype(now)):
         found.append("server.options.dtype")
     if earlier["versions"]["vitrine"] != now["versions"]["vitrine"]:
         found.append("versions.vitrine")

@@ -53,7 +53,7 @@ class Results:
         Args:
             directory: the run's.
             facts: of the run as it is to go on.
-            finished: makes up for what an answered sample lacks.
+            finished: what an answered sample is as the run goes on.
 
         Raises:
             EvalError: the run asked otherwise; the text names what differs.

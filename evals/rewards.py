@@ -52,7 +52,7 @@ def efficiency(sample: Sample) -> float:
     if not sample.correct:
         return 0.0
     if not sample.completion_tokens:
-        raise ValueError("the server's answers have no usage.completion_tokens; leave efficiency out of --rewards")
+        raise ValueError("the server's answers have no usage.completion_tokens; efficiency cannot be told")
     return float(2 ** (-sample.completion_tokens / HALVING))
 
 
@@ -84,12 +84,12 @@ def load_rewards(weights: dict[str, float]) -> list[Reward]:
 
 
 def rewarded(sample: Sample, rewards: list[Reward]) -> Sample:
-    """The sample with its rewards and their weighted sum; a failed one has none, and what it has already stays.
+    """The sample with its rewards and their weighted sum; a failed one has none.
 
     Raises:
         EvalError: a function failed, or gave no number from 0 to 1.
     """
-    if sample.outcome == "failed" or sample.reward is not None:
+    if sample.outcome == "failed":
         return sample
     values = {reward.name: _value(reward, sample) for reward in rewards}
     total = sum(reward.weight * values[reward.name] for reward in rewards)
@@ -115,9 +115,9 @@ class Rewarding:
             return rewarded(sample, self._rewards)
         except EvalError as error:
             if self._say:
-                self._say(f"{error}; the answer is kept: mend it and go on with --resume")
+                self._say(f"{error}; the answer is kept: mend it or choose other --rewards, and go on with --resume")
                 self._say = None
-            return sample
+            return sample.model_copy(update={"rewards": {}, "reward": None})
 
 
 def _imported(name: str) -> Callable[[Sample], float]:

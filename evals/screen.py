@@ -34,13 +34,13 @@ def where(directory: Path) -> str:
 
 
 def _table(summary: dict[str, Any]) -> str:
-    head = ["", "accuracy", "95% interval", "flexible", "invalid", "truncated", "failed", "tokens"]
+    head = ["", "strict ±SE", "95% interval", "flexible ±SE", "invalid", "truncated", "failed", "tokens"]
     rows = [[*head, "p50 s", "p95 s", "tokens/s"]]
     modes = dict(summary["modes"])
     for condition in summary["conditions"].values():
         strict, latency = condition["strict"], condition["latency_s"]
-        row = [_name(condition["mode"], condition["variant"]), percent(strict["accuracy"])]
-        row += [interval(strict["ci95"]), percent(condition["flexible"]["accuracy"])]
+        row = [_name(condition["mode"], condition["variant"]), score(strict)]
+        row += [interval(strict["ci95"]), score(condition["flexible"])]
         row += [str(condition["outcomes"][kind]) for kind in ("invalid", "truncated", "failed")]
         row += [number(condition["completion_tokens_per_sample"]["mean"], ".0f")]
         row += [number(latency["p50"], ".2f"), number(latency["p95"], ".2f")]
@@ -99,6 +99,11 @@ def _loading(example: dict[str, str]) -> list[str]:
 def percent(value: float | None) -> str:
     """A share as `12.3%`."""
     return "-" if value is None else f"{100 * value:.1f}%"
+
+
+def score(rule: dict[str, Any]) -> str:
+    """A rule's accuracy with its standard error, as `71.5% ±3.2`."""
+    return percent(rule["accuracy"]) + (f" ±{100 * rule['stderr']:.1f}" if rule["stderr"] is not None else "")
 
 
 def number(value: float | None, form: str) -> str:

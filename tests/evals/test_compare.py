@@ -149,7 +149,7 @@ def test_the_page_counts_outcomes_as_the_screen_does(tmp_path: Path, say: Say) -
         condition = json.loads((run / "summary.json").read_text())["conditions"]["no-tools.control"]
         counts = [str(condition["outcomes"][kind]) for kind in ("invalid", "truncated", "failed")]
         assert condition["invalid"] > condition["outcomes"]["invalid"]  # cut answers have no number, too
-        assert re.search(rf"^{run.name} .*% +{' +'.join(counts)} ", printed, re.MULTILINE)
+        assert re.search(rf"^{run.name} .*% ±[0-9.]+ +{' +'.join(counts)} ", printed, re.MULTILINE)
         assert "".join(f'<td class="n">{count}</td>' for count in counts) in page
 
 

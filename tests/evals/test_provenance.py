@@ -73,7 +73,7 @@ def test_the_key_and_the_environment_stay_out(
         (lambda now: now["server"].update(options={"dtype": "bfloat16"}), ["server.options.dtype"]),
         # What says nothing of the answers, or is not known of one of both:
         (lambda now: now["model"].update(created=5), []),
-        (lambda now: now["server"].update(options={"threads": 2}), []),
+        (lambda now: now["server"].update(options={"dtype": "float32", "threads": 2}), []),
         (lambda now: now["config"].update(max_outage=1.0, retries=0, parallel=1, base_url="http://b/v1"), []),
         (lambda now: now["config"].update(dataset="/moved/x.jsonl", few_shot_file="/moved/f.jsonl"), []),
         (lambda now: now["prompts"]["few_shot"].update(source="/moved/train.jsonl"), []),
@@ -122,7 +122,7 @@ def test_a_run_that_goes_on_with_another_server_names_each(server: FakeServer, t
     server.told = REVISION | {"options": {"threads": 1}}
     first = told(server, tmp_path)
     again = resumed(first, told(server, tmp_path))
-    assert again == first
+    assert "resumed" not in again
     server.told = REVISION | {"options": {"threads": 2}}
     second = resumed(again, told(server, tmp_path))
     third = resumed(second, told(server, tmp_path))

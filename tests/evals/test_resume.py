@@ -190,10 +190,21 @@ def test_a_reward_that_fails_loses_no_answer_and_is_made_up_for(
     server.requests.clear()
     assert main(["--resume", "--results-dir", str(results)]) == 0
     assert not server.requests
-    rows = pq.read_table(results / "samples.parquet", columns=["gold", "reward"]).to_pylist()
-    assert {row["gold"]: row["reward"] for row in rows} == {"1000": 1.0, "1001": 0.5, "1002": 0.5}
     (condition,) = summary(results)["conditions"].values()
-    assert condition["reward"] == pytest.approx(2 / 3)
+    assert condition["reward"] == 0.5  # of all: none is by the function as it was
+
+
+def test_answers_are_rewarded_otherwise_without_asking_again(
+    server: FakeServer, cluster: Any, write_problems: Write, tmp_path: Path
+) -> None:
+    results = tmp_path / "results"
+    argv = ["--base-url", server.base_url, "--dataset", str(write_problems("", "[wrong]")), "--mode", "no-tools"]
+    assert main([*argv, "--results-dir", str(results)]) == 0
+    server.requests.clear()
+    assert main(["--resume", "--results-dir", str(results), "--rewards", "correctness=1,format=2"]) == 0
+    assert not server.requests
+    rows = pq.read_table(results / "samples.parquet").select(["reward_correctness", "reward_format", "reward"])
+    assert sorted(map(tuple, (row.values() for row in rows.to_pylist()))) == [(0.0, 1.0, 2.0), (1.0, 1.0, 3.0)]
 
 
 @pytest.mark.parametrize(
@@ -201,7 +212,6 @@ def test_a_reward_that_fails_loses_no_answer_and_is_made_up_for(
     [
         ("--max-tokens", "7", "max_tokens"),
         ("--variants", "control,calm", "variants"),
-        ("--rewards", "format=1", "rewards"),
         ("--session-id", "another", "session_id"),
     ],
 )

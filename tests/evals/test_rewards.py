@@ -110,7 +110,7 @@ def test_a_reward_that_fails_says_for_which_sample(name: str, says: str, monkeyp
 
 
 def test_tokens_that_were_not_counted_are_no_efficiency() -> None:
-    with pytest.raises(EvalError, match=r"no usage\.completion_tokens; leave efficiency out of --rewards"):
+    with pytest.raises(EvalError, match=r"no usage\.completion_tokens; efficiency cannot be told"):
         rewarded(sample("#### 5", tokens=0), load_rewards({"efficiency": 1.0}))
 
 

@@ -137,7 +137,7 @@ def test_failed_samples_are_no_wrong_answers_and_end_in_status_1(
 
 
 def test_tokens_that_a_server_does_not_count_are_not_known_and_earn_nothing(
-    server: FakeServer, write_problems: Write
+    server: FakeServer, write_problems: Write, capsys: pytest.CaptureFixture[str]
 ) -> None:
     code, summary, results = evaluate(server, write_problems("[uncounted]"), "--mode", "no-tools")
     assert code == 0
@@ -148,7 +148,8 @@ def test_tokens_that_a_server_does_not_count_are_not_known_and_earn_nothing(
         server, write_problems("[uncounted]"), "--mode", "no-tools", "--rewards", "efficiency=1"
     )
     assert code == 1
-    assert "have no usage.completion_tokens; leave efficiency out of --rewards" in summary["incomplete"]
+    assert summary["incomplete"] == "1 answers have no reward"
+    assert "have no usage.completion_tokens; efficiency cannot be told" in capsys.readouterr().err
 
 
 def test_all_slots_are_in_use_at_once(server: FakeServer, write_problems: Write) -> None:
