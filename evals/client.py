@@ -15,6 +15,8 @@ from evals.outage import Clock, Outage
 
 TOLD = ("Content-Type", "Retry-After")  # headers that anything hangs on
 LONGEST_WAIT = 30.0  # seconds between two attempts, unless the server names a time
+DOUBLINGS = 8  # of the waits between attempts, more than any needs to be its longest
+MOMENT = 0.01  # seconds after the end of an outage at which it is surely over
 LONGEST_LOOK = 4.0  # seconds between two looks whether a server that was away is back
 CONNECT_S = 10.0  # that a connection may take: a machine that is off refuses none
 UNREACHABLE = (aiohttp.ConnectionTimeoutError, aiohttp.ClientConnectorError)
@@ -41,7 +43,7 @@ class _Failure(NamedTuple):
         reason: For the user.
         wait_s: Seconds that the server asks to wait.
         error: OpenAI's error object, where there is one.
-        was_there: Whether the server had taken the request, and lost it later.
+        was_there: Whether the server seems to have taken the request, and lost it later.
     """
 
     kind: Kind
@@ -86,7 +88,7 @@ class ChatClient:
         # aiohttp: with many requests at once httpx takes many times the processor time, and the model has the same one.
         self._http = aiohttp.ClientSession(
             headers=headers(),
-            timeout=aiohttp.ClientTimeout(total=timeout, sock_connect=CONNECT_S),
+            timeout=aiohttp.ClientTimeout(total=timeout, sock_connect=min(CONNECT_S, timeout / 2)),
             connector=aiohttp.TCPConnector(limit=parallel),
             trust_env=True,
         )
@@ -130,7 +132,8 @@ class ChatClient:
         return (await self._send("GET", path, params=params)).content
 
     async def _send(self, method: str, path: str, **given: Any) -> httpx.Response:
-        failures = misses = outage = 0  # what counts as retries, what does not, and the outage that was met last
+        failures = misses = renewals = 0  # what counts as retries, what does not, and outages that it made longer
+        outage = 0  # that was met last
         while True:
             got = await self._attempt(method, path, **given)
             if isinstance(got, httpx.Response):
@@ -140,21 +143,22 @@ class ChatClient:
             counts = got.kind == "busy"
             if got.kind == "away":
                 number = self._outage.missed()
-                if got.was_there:
+                if got.was_there and renewals < self._retries:
+                    renewals += 1
                     self._outage.renewed()
                 self._check_outage(got.reason)
-                counts = outage != 0 and (outage != number or got.was_there)
+                counts = outage not in (0, number)
                 outage = number
             failures += counts
             if failures > self._retries:
                 raise RequestFailed(f"{got.reason} (attempt {failures} of {self._retries + 1})", got.error)
-            jitter = random.uniform(0.5, 1.0)
-            if counts:
-                await self._sleep(max(jitter * min(LONGEST_WAIT, 2.0 ** (failures - 1)), got.wait_s))
-            else:
-                look = jitter * min(LONGEST_LOOK, 2.0**misses)
-                await self._sleep(min(max(look, got.wait_s), self._outage.left_s))
-                misses += 1
+            misses += not counts
+            longest, nth = (LONGEST_WAIT, failures) if counts else (LONGEST_LOOK, misses)
+            wait = random.uniform(0.5, 1.0) * min(longest, 2.0 ** min(nth - 1, DOUBLINGS))
+            wait = max(wait, got.wait_s)
+            if got.kind == "away":
+                wait = min(wait, self._outage.left_s + MOMENT)
+            await self._sleep(wait)
 
     def _check_outage(self, reason: str) -> None:
         if self._outage.left_s <= 0:
@@ -174,7 +178,8 @@ class ChatClient:
         except TimeoutError:
             return _Failure("busy", f"no answer within {self._timeout:g} s")
         except aiohttp.ClientError as error:
-            was_there = self._clock() - began > LONGEST_LOOK  # and worked on it for as long
+            worked = self._clock() - began > LONGEST_LOOK  # on it, or looked for who does
+            was_there = worked and not isinstance(error, aiohttp.ClientHttpProxyError)
             kind: Kind = "away" if isinstance(error, BROKEN) else "refused"
             return _Failure(kind, f"{type(error).__name__}: {error}", was_there=was_there)
         meaning = None if response.is_success else kind_of(response)
@@ -217,14 +222,16 @@ def first_model(base_url: str) -> str:
     return models[0]
 
 
-def has_failed(response: httpx.Response) -> bool:
-    """Whether a server could not answer now, as one that starts."""
-    return response.status_code >= 500
+def is_absent(response: httpx.Response) -> bool:
+    """Whether a server could not answer now, as one that is busy or starts, where it may have the route."""
+    if response.status_code == 404:
+        return response.text.startswith("Path '")  # Serve's proxy, before there is an application
+    return kind_of(response) != "refused"
 
 
 def is_closed(response: httpx.Response) -> bool:
-    """Whether a server could not answer now, or wants a key, or nothing stands behind its proxy."""
-    return has_failed(response) or response.status_code in {401, 403} or kind_of(response) == "away"
+    """Whether a server could not answer now, or only with a key."""
+    return is_absent(response) or response.status_code in {401, 403}
 
 
 def ask_json(

@@ -53,13 +53,9 @@ class Progress:
         while self._recent[0][0] < now - WINDOW:
             self._tokens -= self._recent.popleft()[1]
         if sample.error:
-            self.say(f"{sample.key} failed: {sample.error}")
+            tqdm.write(f"{sample.key} failed: {sample.error}", file=sys.stderr)
         self._bar.set_postfix(self._shown(now), refresh=False)
         self._bar.update()
-
-    def say(self, text: str) -> None:
-        """Prints a line above the bar."""
-        self._bar.write(text, file=sys.stderr)
 
     def _count(self, sample: Sample) -> None:
         self._answered += sample.correct is not None

@@ -4,12 +4,13 @@ import hashlib
 import os
 import platform
 import subprocess
+from collections.abc import Callable, Set
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from deployments import __version__
-from evals.client import ask_json, has_failed, is_closed
+from evals.client import ask_json, is_absent, is_closed
 from evals.config import Config
 from evals.prompts import Prompts
 from evals.serving_config import OF_ONE_CALL
@@ -25,6 +26,11 @@ FREE |= {"dataset", "variants_file", "few_shot_file", "transfer_activations", "s
 ROOT = Path(__file__).parents[1]
 GIT_S = 10.0  # that git may take: the checkout may lie on a slow disk
 Facts = dict[str, Any]
+TOLD: dict[str, Callable[[Facts], Any]] = {  # what a server that told it once has to tell again
+    "model.revision": lambda facts: facts["model"].get("revision"),
+    "model.structure": lambda facts: facts["model"].get("structure"),
+    "server.options.dtype": lambda facts: (facts["server"].get("options") or {}).get("dtype"),
+}
 
 
 def facts(config: Config, prompts: Prompts, path: Path, chosen: "Chosen") -> Facts:
@@ -61,18 +67,21 @@ def facts(config: Config, prompts: Prompts, path: Path, chosen: "Chosen") -> Fac
 
 def differences(earlier: Facts, now: Facts) -> list[str]:
     """Names of what changes answers or scores and is not the same in both."""
-    names = [name for name in now["config"] if name not in FREE]
-    found = [name for name in names if earlier["config"].get(name) != now["config"][name]]
+    found = changed(earlier["config"], now["config"])
     if _texts(earlier["prompts"]) != _texts(now["prompts"]):
         found.append("prompts")
-    for part in ("revision", "structure"):
-        if earlier["model"].get(part) not in (None, now["model"].get(part)):
-            found.append(f"model.{part}")
-    if _dtype(earlier) not in (None, _dtype(now)):
-        found.append("server.options.dtype")
+    for name, tell in TOLD.items():
+        told = [what for facts in (earlier, *earlier.get("resumed", [])) if (what := tell(facts)) is not None]
+        if told and told[-1] != tell(now):
+            found.append(name)
     if earlier["versions"]["vitrine"] != now["versions"]["vitrine"]:
         found.append("versions.vitrine")
     return found + [f"dataset.{part}" for part in ("sha256", "ids") if earlier["dataset"][part] != now["dataset"][part]]
+
+
+def changed(earlier: Facts, now: Facts, free: Set[str] = FREE) -> list[str]:
+    """Names of options, but for the free ones, that are not the same in both."""
+    return [name for name, value in now.items() if name not in free and earlier.get(name) != value]
 
 
 def resumed(earlier: Facts, now: Facts) -> Facts:
@@ -81,17 +90,11 @@ def resumed(earlier: Facts, now: Facts) -> Facts:
     Where the server, the machine or the evaluator's code is another one, `resumed` has them, too, for each such time.
     """
     told = earlier | {"config": now["config"]}
-    if earlier["model"].get("revision") is None:
-        told["model"] = now["model"]  # of a server that tells more by now
-    parts = {name: now.get(name) for name in ("server", "git", "versions", "host")}
+    parts = {name: now.get(name) for name in ("model", "server", "git", "versions", "host")}
     last = earlier.get("resumed", [earlier])[-1]
     if any(last.get(name) != part for name, part in parts.items()):
         told["resumed"] = [*earlier.get("resumed", []), parts]
     return told
-
-
-def _dtype(told: Facts) -> Any:
-    return (told["server"].get("options") or {}).get("dtype")
 
 
 def checkout(root: Path = ROOT) -> Facts | None:
@@ -134,7 +137,7 @@ def _model(config: Config) -> Facts:
     entries = listed.get("data")
     found = [one for one in entries if isinstance(one, dict)] if isinstance(entries, list) else []
     entry = next((one for one in found if one.get("id") == config.model), {"id": config.model})
-    structure = ask_json(f"{config.base_url}/model/structure", {"model": config.model}, has_failed)
+    structure = ask_json(f"{config.base_url}/model/structure", {"model": config.model}, is_absent)
     return {**entry, "structure": structure}
 
 

@@ -14,7 +14,7 @@ from typing import Any, Self
 from evals.config import EvalError
 from evals.provenance import Facts, differences, resumed
 from evals.records import agent_state, dataset_row, trajectory
-from evals.trajectory import Sample
+from evals.trajectory import UNREWARDED, Sample
 
 TRANSFERRED = "activations/transferred.json"  # once all is there
 SAMPLES, TRAJECTORIES, STATES = "samples", "trajectories", "agent_states"
@@ -45,15 +45,13 @@ class Results:
         return cls(directory)
 
     @classmethod
-    def resume(
-        cls, directory: Path, facts: Facts, finished: Callable[[Sample], Sample] = lambda sample: sample
-    ) -> Self:
+    def resume(cls, directory: Path, facts: Facts, reward: Callable[[Sample], Sample] = lambda sample: sample) -> Self:
         """An earlier run's directory, without its failed samples.
 
         Args:
             directory: the run's.
             facts: of the run as it is to go on.
-            finished: what an answered sample is as the run goes on.
+            reward: rewards an answered sample as the run goes on.
 
         Raises:
             EvalError: the run asked otherwise; the text names what differs.
@@ -61,14 +59,16 @@ class Results:
         earlier = read_json(directory / "config.json")
         if differing := differences(earlier, facts):
             raise EvalError(f"--resume: {directory} is a run with other {', '.join(differing)}")
-        write_json(directory / "config.json", resumed(earlier, facts))
-        (directory / TRANSFERRED).unlink(missing_ok=True)  # there will be more
         for sample in read_samples(directory):
             if sample.outcome == "failed":
                 for path in _paths(directory, sample.key):
                     path.unlink(missing_ok=True)
-            elif (whole := finished(sample)) != sample:
-                _write(directory, whole)
+            elif reward(sample) != sample:  # interrupted here, it has no reward, and none that is of others' kind
+                _write(directory, sample.model_copy(update=UNREWARDED))
+        write_json(directory / "config.json", resumed(earlier, facts))
+        for sample in read_samples(directory):
+            if sample.reward is None:
+                _write(directory, reward(sample))
         write_dataset(directory)  # a killed run may have left half a line
         return cls(directory)
 
@@ -88,6 +88,7 @@ class Results:
 
     def add(self, sample: Sample) -> None:
         """Writes the sample's files and its line, at once."""
+        (self.directory / TRANSFERRED).unlink(missing_ok=True)  # there is more now
         _write(self.directory, sample)
         self._lines.write(_line(dataset_row(sample)))
         self._lines.flush()

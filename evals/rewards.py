@@ -17,7 +17,7 @@ from typing import NamedTuple
 from evals.config import EvalError
 from evals.records import tool_calls
 from evals.scoring import strict_match
-from evals.trajectory import Sample
+from evals.trajectory import UNREWARDED, Sample
 
 HALVING = 256  # new tokens of all turns that halve the efficiency
 LAST_LINE = re.compile(r"#### \-?[0-9.,]+\s*\Z")
@@ -83,41 +83,43 @@ def load_rewards(weights: dict[str, float]) -> list[Reward]:
     return [Reward(name, weight, SHIPPED.get(name) or _imported(name)) for name, weight in weights.items()]
 
 
-def rewarded(sample: Sample, rewards: list[Reward]) -> Sample:
-    """The sample with its rewards and their weighted sum; a failed one has none.
-
-    Raises:
-        EvalError: a function failed, or gave no number from 0 to 1.
-    """
-    if sample.outcome == "failed":
-        return sample
-    values = {reward.name: _value(reward, sample) for reward in rewards}
-    total = sum(reward.weight * values[reward.name] for reward in rewards)
-    return sample.model_copy(update={"rewards": values, "reward": total})
-
-
 class Rewarding:
-    """Rewards samples one after another. Where a function fails the sample stays without, which is told once."""
+    """Rewards samples one after another. Where a function fails they stay without; each function tells so once."""
 
     def __init__(self, rewards: list[Reward], say: Callable[[str], None]) -> None:
         """Nothing has failed yet.
 
         Args:
             rewards: the functions.
-            say: is told of the first failure.
+            say: is told of the first failure of each.
         """
         self._rewards = rewards
-        self._say: Callable[[str], None] | None = say
+        self._say = say
+        self._told: set[str] = set()
 
     def __call__(self, sample: Sample) -> Sample:
-        """The sample, with its rewards if they can be had."""
+        """The sample with its rewards and their weighted sum; without, where it or one of them failed."""
+        if sample.outcome == "failed":
+            return sample
+        values = {reward.name: self._value(reward, sample) for reward in self._rewards}
+        known = {name: value for name, value in values.items() if value is not None}
+        if len(known) < len(values):
+            return sample.model_copy(update=UNREWARDED)
+        total = sum(reward.weight * known[reward.name] for reward in self._rewards)
+        return sample.model_copy(update={"rewards": known, "reward": total})
+
+    def _value(self, reward: Reward, sample: Sample) -> float | None:
         try:
-            return rewarded(sample, self._rewards)
-        except EvalError as error:
-            if self._say:
-                self._say(f"{error}; the answer is kept: mend it or choose other --rewards, and go on with --resume")
-                self._say = None
-            return sample.model_copy(update={"rewards": {}, "reward": None})
+            value = float(reward.function(sample))
+            if 0.0 <= value <= 1.0:
+                return value
+            why = f"the reward {reward.name} is {value} for {sample.key}, not from 0 to 1"
+        except Exception as error:  # noqa: BLE001 - whatever a user's function raises costs no answer
+            why = f"the reward {reward.name} failed for {sample.key}: {type(error).__name__}: {error}"
+        if reward.name not in self._told:
+            self._told.add(reward.name)
+            self._say(f"{why}; answers are kept: mend it or choose other --rewards, and go on with --resume")
+        return None
 
 
 def _imported(name: str) -> Callable[[Sample], float]:
@@ -131,13 +133,3 @@ def _imported(name: str) -> Callable[[Sample], float]:
     if not callable(function):
         raise EvalError(f"--rewards: {name} is no function")
     return function
-
-
-def _value(reward: Reward, sample: Sample) -> float:
-    try:
-        value = float(reward.function(sample))
-    except Exception as error:
-        raise EvalError(f"the reward {reward.name} failed for {sample.key}: {type(error).__name__}: {error}") from error
-    if not 0.0 <= value <= 1.0:
-        raise EvalError(f"the reward {reward.name} is {value} for {sample.key}, not from 0 to 1")
-    return value

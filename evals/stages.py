@@ -15,6 +15,7 @@ from typing import Any, Literal, NamedTuple
 
 import pyarrow as pa
 import ray
+from tqdm import tqdm
 
 from evals.client import RequestFailed, first_model, wait_healthy
 from evals.config import Config, EvalError, Mode
@@ -23,15 +24,15 @@ from evals.options import in_ray_job
 from evals.problems import load_problems, locate
 from evals.progress import Progress
 from evals.prompts import Prompts, load_variants
-from evals.provenance import Facts, facts
-from evals.results import Results, check_new, read_samples
-from evals.rewards import Reward, Rewarding, load_rewards
+from evals.provenance import FREE, Facts, changed, facts
+from evals.results import Results, check_new, read_json, read_samples
+from evals.rewards import Rewarding, load_rewards
 from evals.rollouts import connect, run_all
 from evals.screen import not_stored, render, where
 from evals.serving import serving, tail_of
 from evals.serving_config import Stage
 from evals.smoke import smoke
-from evals.summary import conclude
+from evals.summary import conclude, summarize
 
 
 class Work(NamedTuple):
@@ -40,7 +41,7 @@ class Work(NamedTuple):
     config: Config  # with the model's name
     problems: pa.Table
     prompts: Prompts
-    rewards: list[Reward]
+    reward: Rewarding
     told: Facts
 
 
@@ -89,17 +90,20 @@ def _with_server(config: Config) -> int:
             smoke(_named(config))
         return 0
     incomplete = None
-    if "configure" in config.stages or "generate" in config.stages:
+    asks = "configure" in config.stages or "generate" in config.stages
+    if asks:
         with _stage("configure", config):
             work = prepare(_named(config))
             results = _results(work)
         with _stage("generate", config), results:
             if "generate" in config.stages:
                 incomplete = generate(work, results)
-    if "report" not in config.stages:
-        return 0
-    with _stage("report", config):
-        return report(config.results_dir, incomplete, config.base_url)
+    if "report" in config.stages:
+        with _stage("report", config):
+            if not asks:
+                check_same(config)
+            return report(config.results_dir, incomplete, config.base_url)
+    return _verdict(summarize(config.results_dir, incomplete)) if "generate" in config.stages else 0
 
 
 def _named(config: Config) -> Config:
@@ -118,18 +122,18 @@ def prepare(config: Config) -> Work:
     Raises:
         EvalError: there are no such problems, texts or rewards, or no Ray.
     """
-    rewards = load_rewards(config.rewards)
+    reward = Rewarding(load_rewards(config.rewards), _say)
     connect()
     end_as_interrupted()
     chosen = load_problems(config)
     path = locate(config.dataset, config.split)
     if chosen.repeated:
         rows = f"{chosen.repeated} rows of {path} repeat a question"
-        print(f"evals.gsm8k: {rows}: each question is asked once", file=sys.stderr)
+        _say(f"{rows}: each question is asked once")
     few_shot = load_few_shot(config, set(chosen.problems["id"].to_pylist()))
     prompts = Prompts(load_variants(config.variants, config.variants_file), few_shot)
     told = facts(config, prompts, path, chosen)
-    return Work(config, chosen.problems, prompts, rewards, told)
+    return Work(config, chosen.problems, prompts, reward, told)
 
 
 def _results(work: Work) -> Results:
@@ -137,12 +141,27 @@ def _results(work: Work) -> Results:
     config = work.config
     goes_on = config.resume or "configure" not in config.stages
     if goes_on:
-        results = Results.resume(config.results_dir, work.told, Rewarding(work.rewards, _say))
+        results = Results.resume(config.results_dir, work.told, work.reward)
     else:
         results = Results.create(config.results_dir, work.told)
     if in_ray_job():
         print(f"evals.gsm8k: results go to {where(config.results_dir)}", flush=True)
     return results
+
+
+def check_same(config: Config) -> None:
+    """Returns if a report alone is asked for with the options that the run had.
+
+    Raises:
+        EvalError: what differs, or that there is no run.
+    """
+    earlier = Config.model_validate(read_json(config.results_dir / "config.json")["config"])
+    options = (earlier.model_dump(mode="json"), config.model_dump(mode="json", exclude={"resume"}))
+    if differing := changed(*options, FREE - {"rewards", "transfer_activations"}):
+        raise EvalError(
+            f"{config.results_dir} is a run with other {', '.join(differing)}; a report takes them from there, and "
+            "--resume goes on with others where it can"
+        )
 
 
 def generate(work: Work, results: Results) -> str | None:
@@ -166,9 +185,8 @@ def _generate_mode(mode: Mode, work: Work, results: Results) -> None:
     with Progress(mode, work.problems.num_rows * len(work.config.variants)) as progress:
         for sample in read_samples(results.directory, mode):
             progress.earlier(sample)
-        finish = Rewarding(work.rewards, progress.say)
         for sample in run_all(work.problems, mode, work.config, work.prompts, results.has):
-            sample = finish(sample)
+            sample = work.reward(sample)
             results.add(sample)
             progress.add(sample)
 
@@ -205,7 +223,8 @@ def _verdict(summary: dict[str, Any]) -> int:
 
 
 def _say(text: str) -> None:
-    print(f"evals.gsm8k: {text}", file=sys.stderr)
+    """Tells something on stderr, above a bar where there is one."""
+    tqdm.write(f"evals.gsm8k: {text}", file=sys.stderr)
 
 
 def end_as_interrupted() -> None:

@@ -78,16 +78,15 @@ def summarize(directory: Path, incomplete: str | None) -> dict[str, Any]:
         if activations:
             activations.add(sample)
     counts = _counts(conditions, facts["dataset"]["problems"])
-    if not incomplete and counts["missing"]:
-        incomplete = f"{counts['missing']} samples are missing"
-    if not incomplete and (unrewarded := sum(tally.unrewarded for tally in conditions.values())):
-        incomplete = f"{unrewarded} answers have no reward"
+    reasons = [incomplete] if incomplete else [f"{counts['missing']} samples are missing"] * bool(counts["missing"])
+    if unrewarded := sum(tally.unrewarded for tally in conditions.values()):
+        reasons.append(f"{unrewarded} answers have no reward")
     return {
         "model": config.model,
         "dataset": config.dataset,
         "repeated": facts["dataset"].get("repeated", 0),
         "counts": counts,
-        "incomplete": incomplete,
+        "incomplete": "; ".join(reasons) or None,
         "conditions": {
             f"{mode}.{variant}": {"mode": mode, "variant": variant} | tally.summary()
             for (mode, variant), tally in conditions.items()

@@ -38,6 +38,9 @@ class Turn(BaseModel):
     activations: dict[str, Any] | None  # activations_meta as the server gave it
 
 
+UNREWARDED: dict[str, Any] = {"rewards": {}, "reward": None}
+
+
 class Sample(BaseModel):
     """One problem in one mode and variant: what was said, how it scored, where its activations lie."""
 

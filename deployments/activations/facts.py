@@ -12,7 +12,17 @@ from urllib.parse import SplitResult, parse_qsl, urlsplit
 COLUMNS = ("run_id", "sample_id", "position", "phase", "token_id", "text_offset")  # points are named otherwise
 # What may stand before a host as a plain name: an Azure container, a user of HDFS, Google's `anonymous`.
 _NAMED_BEFORE_HOST = frozenset({"abfs", "abfss", "hdfs", "viewfs", "gs", "gcs"})
-_SECRET_SETTING = re.compile(r"key|secret|token|pass|pwd|signature|^sig$|credentials?$", re.IGNORECASE)
+# Settings of Arrow's file systems that are no keys; what is not known may be one.
+_OPEN_SETTINGS = frozenset(
+    {
+        *("region", "scheme", "endpoint_override", "force_virtual_addressing", "smart_defaults", "background_writes"),
+        *("allow_bucket_creation", "allow_bucket_deletion", "check_directory_existence_before_creation"),
+        *("blob_storage_authority", "dfs_storage_authority", "blob_storage_scheme", "dfs_storage_scheme"),
+        *("enable_tls", "credential_kind", "tenant_id", "client_id", "project_id", "retry_limit_seconds"),
+        *("user", "replication", "buffer_size", "default_block_size"),
+    }
+)
+_OPEN_VALUE = re.compile(r"[][\w.:/+-]*")  # no address with a password, and no settings within a setting
 _SERVERS = ("endpoint_override", "blob_storage_authority", "dfs_storage_authority")  # settings that say which one
 _SESSION_ID = re.compile(r"[A-Za-z0-9_-][A-Za-z0-9._-]{0,127}")
 
@@ -126,20 +136,21 @@ def public_uri(uri: str) -> str:
 
 
 def has_key(uri: str) -> bool:
-    """Whether a URI holds what must not be shown: a key or user before its host, or a setting that is a key."""
+    """Whether a URI may hold what must not be shown: before or in place of its host, or in a setting."""
     if "://" not in uri:
         return False
     url = urlsplit(uri)
-    settings = parse_qsl(f"{url.query}&{url.fragment}")
-    # A setting may itself be an address with a password, such as a proxy's.
-    return _public_host(url) != url.netloc or any(
-        "@" in value or _SECRET_SETTING.search(key) for key, value in settings
-    )
+    settings = parse_qsl(url.query, keep_blank_values=True)
+    known = all(name in _OPEN_SETTINGS and _OPEN_VALUE.fullmatch(value) for name, value in settings)
+    return bool(url.fragment) or _public_host(url) != url.netloc or not known
 
 
 def _public_host(url: SplitResult) -> str:
     """A URI's host and port, behind the name that says where they lead, but no key."""
     before, _, host = url.netloc.rpartition("@")
+    name, _, port = host.partition(":")
+    if port and not port.isdecimal() and not host.startswith("["):  # `id:key` without `@bucket`
+        host = ""
     name = before.partition(":")[0] if url.scheme in _NAMED_BEFORE_HOST else ""
     return f"{name}@{host}" if name else host
 

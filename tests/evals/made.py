@@ -8,7 +8,7 @@ from typing import Any
 
 from evals.config import Config
 from evals.results import Results
-from evals.rewards import load_rewards, rewarded
+from evals.rewards import Rewarding, load_rewards
 from evals.summary import conclude
 from evals.trajectory import Problem, Sample, Turn, scored
 
@@ -57,7 +57,7 @@ def make_results(
         "dataset": {"path": "demo.jsonl", "sha256": "0" * 64, "split": "test", "problems": problems, "ids": "1" * 64},
         "host": "here",
     }
-    rewards = load_rewards(config.rewards)
+    reward = Rewarding(load_rewards(config.rewards), print)
     with Results.create(directory, facts) as results:
         clock = 1.8e9
         for mode in modes:
@@ -67,7 +67,7 @@ def make_results(
                     luck = random.Random(f"{number}").random() * 0.8 + draw.random() * 0.2  # hard ones are hard in all
                     harder = 0.1 * list(variants).index(variant) / len(variants) - 0.15 * (mode == "with-tools")
                     sample = _sample(number, mode, variant, draw, luck < skill - harder, text, clock, activations)
-                    results.add(rewarded(sample, rewards))
+                    results.add(reward(sample))
                     clock += 0.05
     conclude(directory, None)
     return directory

@@ -91,7 +91,7 @@ def test_what_cannot_be_fetched_is_said_in_its_place(store: Store) -> None:
     store.refuse = 2
     found = sample(store, meta, meta | {"runs": [meta["runs"][0] | {"run_id": "gone"}]}, retries=0)
     assert {at["error"] for at in found["r1"].values()} == {
-        "HTTP 503: the store does not answer; nothing has answered for 0 s (--max-outage 0): --resume goes on when the "
+        "HTTP 503: the store does not answer; no usable answer for 0 s (--max-outage 0): --resume goes on when the "
         "server is back",
     }
     assert set(found["gone"]) == set(found["r1"])

@@ -107,6 +107,7 @@ def test_what_a_server_told_once_it_has_to_tell_again(server: FakeServer, tmp_pa
     [
         JSONResponse({"error": {"message": "no such key"}}, status_code=401),
         JSONResponse({"error": {"message": "it starts"}}, status_code=503),
+        JSONResponse({"error": {"message": "too many requests"}}, status_code=429),
         PlainTextResponse("Path '/v1/models' not found.", status_code=404),
     ],
 )
@@ -116,6 +117,25 @@ def test_a_server_that_cannot_say_which_models_it_has_is_not_taken_for_one_that_
     server.closed = answer
     with pytest.raises(RequestFailed, match=f"/v1/models: HTTP {answer.status_code}: "):
         told(server, tmp_path)
+
+
+@pytest.mark.parametrize("status", [404, 405, 501])
+def test_a_server_that_has_no_such_routes_tells_nothing_and_is_no_error(
+    server: FakeServer, tmp_path: Path, status: int
+) -> None:
+    server.closed = PlainTextResponse("404 page not found", status_code=status)
+    assert told(server, tmp_path)["model"] == {"id": "fake/model", "structure": None}
+
+
+def test_a_model_that_tells_its_dtype_later_has_to_keep_to_it(server: FakeServer, tmp_path: Path) -> None:
+    first = told(server, tmp_path, "--session-id", "s")
+    second, third = copy.deepcopy(first), copy.deepcopy(first)
+    second["server"]["options"], third["server"]["options"] = {"dtype": "float32"}, {"dtype": "bfloat16"}
+    second["model"]["revision"] = "1" * 40
+    assert differences(first, second) == []
+    again = resumed(first, second)
+    assert again["model"] == first["model"]  # what was answered then is of no known revision
+    assert differences(again, third) == ["model.revision", "server.options.dtype"]
 
 
 def test_a_run_that_goes_on_with_another_server_names_each(server: FakeServer, tmp_path: Path) -> None:

@@ -16,6 +16,7 @@ import pytest
 from fake_openai import FakeServer
 
 from evals.gsm8k import main
+from evals.rewards import SHIPPED
 
 Write = Callable[..., Path]
 LABELS = ["", "[wrong]", "[invalid]", "", "", "[wait]", "[wait]", "", "", ""]
@@ -194,6 +195,34 @@ def test_a_reward_that_fails_loses_no_answer_and_is_made_up_for(
     assert condition["reward"] == 0.5  # of all: none is by the function as it was
 
 
+def test_an_interruption_between_two_rewards_mixes_none(
+    server: FakeServer,
+    cluster: Any,
+    write_problems: Write,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    results = tmp_path / "results"
+    argv = ["--base-url", server.base_url, "--dataset", str(write_problems("", "", "")), "--mode", "no-tools"]
+    assert main([*argv, "--results-dir", str(results)]) == 0
+    calls: list[str] = []
+
+    def halved(sample: Any) -> float:
+        calls.append(sample.key)
+        if len(calls) == 5:  # three were tried, one is rewarded
+            raise KeyboardInterrupt
+        return 0.5
+
+    monkeypatch.setitem(SHIPPED, "format", halved)
+    assert main(["--resume", "--results-dir", str(results), "--rewards", "format=2"]) == 130
+    assert main(["--results-dir", str(results), "--stages", "report"]) == 1
+    assert "2 answers have no reward" in capsys.readouterr().err
+    (condition,) = summary(results)["conditions"].values()
+    assert (condition["rewards"], condition["reward"]) == ({"format": 0.5}, 1.0)
+    assert main(["--resume", "--results-dir", str(results)]) == 0
+
+
 def test_answers_are_rewarded_otherwise_without_asking_again(
     server: FakeServer, cluster: Any, write_problems: Write, tmp_path: Path
 ) -> None:
@@ -205,6 +234,22 @@ def test_answers_are_rewarded_otherwise_without_asking_again(
     assert not server.requests
     rows = pq.read_table(results / "samples.parquet").select(["reward_correctness", "reward_format", "reward"])
     assert sorted(map(tuple, (row.values() for row in rows.to_pylist()))) == [(0.0, 1.0, 2.0), (1.0, 1.0, 3.0)]
+
+
+def test_what_was_transferred_stays_so_until_there_is_more(
+    server: FakeServer, cluster: Any, write_problems: Write, tmp_path: Path
+) -> None:
+    results = tmp_path / "results"
+    argv = ["--base-url", server.base_url, "--dataset", str(write_problems("", "[down]")), "--mode", "no-tools"]
+    assert main([*argv, "--results-dir", str(results), "--max-outage", "0"]) == 1
+    transferred = results / "activations" / "transferred.json"
+    transferred.parent.mkdir()
+    transferred.write_text("{}")
+    assert main(["--resume", "--results-dir", str(results), "--stages", "configure"]) == 0
+    assert transferred.exists()
+    server.up = True
+    assert main(["--resume", "--results-dir", str(results)]) == 0
+    assert not transferred.exists()
 
 
 @pytest.mark.parametrize(

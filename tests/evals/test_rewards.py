@@ -3,8 +3,12 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from evals.config import EvalError
-from evals.rewards import SHIPPED, load_rewards, rewarded
+from evals.rewards import SHIPPED, Rewarding, load_rewards
 from evals.trajectory import Problem, Sample, Turn, scored
+
+
+def rewarded(sample: Sample, **weights: float) -> Sample:
+    return Rewarding(load_rewards(weights), pytest.fail)(sample)
 
 
 def sample(text: str, tokens: int = 10, calls: tuple[str, ...] = ()) -> Sample:
@@ -72,20 +76,19 @@ def test_each_reward_is_what_its_name_says(name: str, given: Sample, value: floa
 
 @given(st.text(), st.integers(1, 100_000), st.lists(st.text()))
 def test_every_reward_is_from_0_to_1(text: str, tokens: int, calls: list[str]) -> None:
-    got = rewarded(sample(text, tokens, tuple(calls)), load_rewards(dict.fromkeys(SHIPPED, 1.0)))
+    got = rewarded(sample(text, tokens, tuple(calls)), **dict.fromkeys(SHIPPED, 1.0))
     assert set(got.rewards) == set(SHIPPED)
     assert all(0 <= value <= 1 for value in got.rewards.values())
 
 
 def test_the_reward_is_the_weighted_sum() -> None:
-    got = rewarded(sample("#### 5", tokens=256), load_rewards({"correctness": 1.0, "efficiency": 0.5, "tool_use": 3.0}))
+    got = rewarded(sample("#### 5", tokens=256), correctness=1.0, efficiency=0.5, tool_use=3.0)
     assert (got.rewards, got.reward) == ({"correctness": 1.0, "efficiency": 0.5, "tool_use": 0.0}, 1.25)
 
 
 def test_a_function_of_ones_own_is_named_by_its_import_path(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.syspath_prepend(__file__.rpartition("/")[0])
-    rewards = load_rewards({"test_rewards:shouting": 2.0})
-    assert rewarded(sample("5!"), rewards).reward == 2.0
+    assert rewarded(sample("5!"), **{"test_rewards:shouting": 2.0}).reward == 2.0
 
 
 @pytest.mark.parametrize(
@@ -102,18 +105,25 @@ def test_a_reward_that_is_not_there_is_refused_by_name(name: str, says: str) -> 
         load_rewards({name: 1.0})
 
 
-@pytest.mark.parametrize(("name", "says"), [("too_much", "is 2.0"), ("broken", "ZeroDivisionError")])
-def test_a_reward_that_fails_says_for_which_sample(name: str, says: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_each_reward_that_fails_says_so_once_for_which_sample_and_why(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.syspath_prepend(__file__.rpartition("/")[0])
-    with pytest.raises(EvalError, match=f"{name} .*abc.with-tools.control|{says}"):
-        rewarded(sample("5"), load_rewards({f"test_rewards:{name}": 1.0}))
+    told: list[str] = []
+    rewards = {"correctness": 1.0, "test_rewards:too_much": 1.0, "test_rewards:broken": 1.0}
+    reward = Rewarding(load_rewards(rewards), told.append)
+    got = [reward(sample("5")) for _ in range(3)]
+    assert [(one.rewards, one.reward) for one in got] == [({}, None)] * 3
+    assert len(told) == 2
+    assert told[0].startswith("the reward test_rewards:too_much is 2.0 for abc.with-tools.control, not from 0 to 1; ")
+    assert told[1].startswith("the reward test_rewards:broken failed for abc.with-tools.control: ZeroDivisionError: ")
 
 
 def test_tokens_that_were_not_counted_are_no_efficiency() -> None:
-    with pytest.raises(EvalError, match=r"no usage\.completion_tokens; efficiency cannot be told"):
-        rewarded(sample("#### 5", tokens=0), load_rewards({"efficiency": 1.0}))
+    told: list[str] = []
+    reward = Rewarding(load_rewards({"efficiency": 1.0}), told.append)
+    assert reward(sample("#### 5", tokens=0)).reward is None
+    assert "no usage.completion_tokens; efficiency cannot be told" in told[0]
 
 
 def test_a_failed_sample_has_no_reward() -> None:
     failed = sample("5").model_copy(update={"outcome": "failed"})
-    assert rewarded(failed, load_rewards({"correctness": 1.0})).reward is None
+    assert rewarded(failed, correctness=1.0).reward is None

@@ -58,6 +58,30 @@ def test_report_alone_asks_no_server(server: FakeServer, write_problems: Write) 
     assert len(server.requests) == requests
 
 
+def test_answers_without_a_report_say_all_the_same_what_failed(
+    server: FakeServer, write_problems: Write, capsys: pytest.CaptureFixture[str]
+) -> None:
+    dataset = write_problems("", "[refused]")
+    here = ["--results-dir", str(dataset.parent / "results"), "--base-url", server.base_url]
+    assert main([*here, "--dataset", str(dataset), "--mode", "no-tools", "--stages", "configure,generate"]) == 1
+    assert "evals.gsm8k: 1 of 2 samples failed" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("options", "named"),
+    [(["--rewards", "format=1"], "rewards"), (["--max-tokens", "7"], "max_tokens"), (["--layers", "all"], "layers")],
+)
+def test_a_report_alone_takes_no_other_options_than_the_run(
+    server: FakeServer, write_problems: Write, capsys: pytest.CaptureFixture[str], options: list[str], named: str
+) -> None:
+    dataset = write_problems("")
+    here = ["--results-dir", str(dataset.parent / "results"), "--base-url", server.base_url]
+    asked = ["--collect-activations", "--layers", "1", "--sites", "output"]
+    main([*here, "--dataset", str(dataset), "--mode", "no-tools", *asked, "--stages", "configure"])
+    assert main([*here, "--stages", "report", *options]) == 2
+    assert f"is a run with other {named}; a report takes them from there" in capsys.readouterr().err
+
+
 @pytest.mark.parametrize("stages", ["generate", "report", "generate,report"])
 def test_a_stage_without_what_configure_writes_says_so(
     tmp_path: Path, stages: str, capsys: pytest.CaptureFixture[str]

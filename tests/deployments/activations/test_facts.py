@@ -31,6 +31,12 @@ SECRETS = st.text(string.ascii_letters + string.digits + "+/=:@?#", min_size=8).
         ("s3://bucket/p?secret=s3cret", "s3://bucket/p"),
         ("s3://bucket/p?proxy_options=http://u:s3cret%40proxy", "s3://bucket/p"),
         ("https://host/v#token=s3cret", "https://host/v"),
+        (f"abfs://container@{AZURE}#s3cret", f"abfs://container@{AZURE}"),
+        ("s3://bucket/p?region=x;secret_key=s3cret", "s3://bucket/p"),
+        ("s3://bucket/p?s3cret", "s3://bucket/p"),
+        ("s3://bucket/p?sas=s3cret", "s3://bucket/p"),
+        (f"abfs://container@{AZURE}?connection_string=AccountKey%3Ds3cret", f"abfs://container@{AZURE}"),
+        ("s3://AKIA:s3cret/p", "s3:/p"),
     ],
 )
 def test_a_key_is_known_and_left_out(uri, public):
@@ -45,6 +51,7 @@ def test_a_key_is_known_and_left_out(uri, public):
         f"abfs://container@{AZURE}",
         f"abfss://container@{AZURE}?credential_kind=environment",
         "s3://bucket/p?region=eu-west-1&endpoint_override=host:9000&scheme=http",
+        "s3://bucket/p?endpoint_override=%5B::1%5D:9000&allow_bucket_creation=true",
         "gs://anonymous@bucket/p",
         "hdfs://user@host:8020/p",
         "/data/of key=token@password",
