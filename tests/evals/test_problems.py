@@ -121,3 +121,34 @@ def test_another_format_is_refused_with_the_reason(tmp_path: Path, text: str, sa
 def test_a_dataset_that_is_not_there_is_named(name: str, tmp_path: Path) -> None:
     with pytest.raises(EvalError, match="--dataset"):
         load(tmp_path / name)
+
+
+@pytest.fixture
+def hub(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The hub's `openai/gsm8k` as its cache has it, each split of three problems, without a network."""
+    repository, commit = tmp_path / "datasets--openai--gsm8k", "e53f048856ff4f594e959d75785d2c2d37b678ee"
+    splits = repository / "snapshots" / commit / "main"
+    splits.mkdir(parents=True)
+    (repository / "refs").mkdir()
+    (repository / "refs" / "main").write_text(commit)
+    for split, first in (("test", 10), ("train", 20)):
+        rows = [{"question": f"What is {n} + 0?", "answer": f"It is {n}.\n#### {n}"} for n in range(first, first + 3)]
+        pq.write_table(pa.Table.from_pylist(rows), splits / f"{split}-00000-of-00001.parquet")
+    monkeypatch.setattr("huggingface_hub.constants.HF_HUB_CACHE", str(tmp_path))
+    monkeypatch.setattr("huggingface_hub.constants.HF_HUB_OFFLINE", True)
+
+
+@pytest.mark.usefixtures("hub")
+def test_of_the_hubs_dataset_a_split_is_asked_and_the_other_gives_examples() -> None:
+    asked = load("openai/gsm8k", "--samples", "2")
+    assert [problem.gold for problem in asked] == ["10", "11"]
+    assert [problem.gold for problem in load("openai/gsm8k", "--split", "train")] == ["20", "21", "22"]
+    few_shot = load_few_shot(parse_args(["--dataset", "openai/gsm8k", "--few-shot", "2"]), set())
+    assert few_shot
+    assert [example.question for example in few_shot.examples] == ["What is 20 + 0?", "What is 21 + 0?"]
+
+
+@pytest.mark.usefixtures("hub")
+def test_a_split_that_the_hub_has_not_is_named() -> None:
+    with pytest.raises(EvalError, match="cannot fetch openai/gsm8k split none"):
+        load("openai/gsm8k", "--split", "none")
