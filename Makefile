@@ -4,7 +4,7 @@ PYTHON ?= python3
 VENV := .venv
 BIN := $(VENV)/bin
 
-.PHONY: help demo serve test test-all lint format bench bench-engine bench-serving bench-memory bench-catalogue bench-reading bench-writing bench-evaluating clean
+.PHONY: help demo serve test test-actors test-server test-all lint format bench bench-engine bench-serving bench-memory bench-catalogue bench-reading bench-writing bench-evaluating clean
 
 help:  ## say what there is
 	@sed -n 's/^\([a-z-]*\):.*##  *\(.*\)/make \1\t\2/p' Makefile | expand -t 20
@@ -15,8 +15,18 @@ demo: $(VENV)/.ready  ## serve the shipped model, evaluate 20 problems with acti
 serve: $(VENV)/.ready  ## serve the shipped model on port 8000
 	$(BIN)/serve run serve_app:app
 
+# Half of their time tests wait for servers to start and end: two parts side by side, neither of which knows the other.
+OF_ACTORS := tests/deployments tests/benchmarks tests/evals
+
 test: lint  ## what every change must pass
-	HF_HUB_OFFLINE=1 $(BIN)/python -m pytest -m "not long"
+	@echo "two parts side by side, half an hour; see build/test-*.log"
+	@$(MAKE) --no-print-directory -j2 test-actors test-server
+
+test-actors: TESTS := $(OF_ACTORS)
+test-server: TESTS := tests $(addprefix --ignore=,$(OF_ACTORS))
+test-actors test-server:
+	@mkdir -p build
+	@HF_HUB_OFFLINE=1 $(BIN)/python -m pytest -m "not long" $(TESTS) > build/$@.log 2>&1; ended=$$?; cat build/$@.log; exit $$ended
 
 test-all: lint  ## the same with the tests that take minutes
 	HF_HUB_OFFLINE=1 $(BIN)/python -m pytest
