@@ -154,8 +154,7 @@ class ChatClient:
                 raise RequestFailed(f"{got.reason} (attempt {failures} of {self._retries + 1})", got.error)
             misses += not counts
             longest, nth = (LONGEST_WAIT, failures) if counts else (LONGEST_LOOK, misses)
-            wait = random.uniform(0.5, 1.0) * min(longest, 2.0 ** min(nth - 1, DOUBLINGS))
-            wait = max(wait, got.wait_s)
+            wait = max(random.uniform(0.5, 1.0) * min(longest, 2.0 ** min(nth - 1, DOUBLINGS)), got.wait_s)
             if got.kind == "away":
                 wait = min(wait, self._outage.left_s + MOMENT)
             await self._sleep(wait)

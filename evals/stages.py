@@ -60,13 +60,13 @@ def run_stages(config: Config) -> int:
         with serving(config) if "deploy" in config.stages else nullcontext(config) as config:
             return _with_server(config)
     except StageFailed as error:
-        print(f"evals.gsm8k: {error}", file=sys.stderr)
+        _say(str(error))
         return 2
     except (EvalError, RequestFailed) as error:
-        print(f"evals.gsm8k: deploy: {error}", file=sys.stderr)
+        _say(f"deploy: {error}")
         return 2
     except KeyboardInterrupt:
-        print("evals.gsm8k: interrupted", file=sys.stderr)
+        _say("interrupted")
         return 130
 
 

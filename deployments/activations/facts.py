@@ -148,7 +148,7 @@ def has_key(uri: str) -> bool:
 def _public_host(url: SplitResult) -> str:
     """A URI's host and port, behind the name that says where they lead, but no key."""
     before, _, host = url.netloc.rpartition("@")
-    name, _, port = host.partition(":")
+    port = host.partition(":")[2]
     if port and not port.isdecimal() and not host.startswith("["):  # `id:key` without `@bucket`
         host = ""
     name = before.partition(":")[0] if url.scheme in _NAMED_BEFORE_HOST else ""
