@@ -10,7 +10,7 @@ from evals.charts import SHARES, around_zero
 from evals.comparison import Compared, Run, compare, differing, load_runs
 from evals.config import EvalError
 from evals.report_page import template
-from evals.screen import aligned, interval, number, score
+from evals.screen import COLUMNS, aligned, columns, number
 
 WIDEST = 48  # characters of a setting on the screen
 
@@ -84,29 +84,9 @@ def _about(run: Run) -> list[str]:
 
 def _conditions(of: Compared) -> str:
     rewards = list(dict.fromkeys(name for _, condition in of.rows for name in condition["rewards"]))
-    head = [
-        "",
-        "strict ±SE",
-        "95% interval",
-        "flexible ±SE",
-        "invalid",
-        "truncated",
-        "failed",
-        "tokens",
-        "p50 s",
-        "p95 s",
-    ]
-    rows = [[*head, "tokens/s", *rewards, "reward"]]
+    rows = [["", *COLUMNS, "tokens/s", *rewards, "reward"]]
     for name, c in of.rows:
-        row = [
-            name,
-            score(c["strict"]),
-            interval(c["strict"]["ci95"]),
-            score(c["flexible"]),
-        ]
-        row += [str(c["outcomes"][kind]) for kind in ("invalid", "truncated", "failed")]
-        row += [number(c["completion_tokens_per_sample"]["mean"], ".0f")]
-        row += [number(c["latency_s"][quantile], ".2f") for quantile in ("p50", "p95")]
+        row = [name, *columns(c)]
         row += [number(of.speeds[name], ".0f"), *(number(c["rewards"].get(reward), ".3f") for reward in rewards)]
         rows.append([*row, number(c["reward"], ".3f")])
     return aligned(rows)

@@ -8,6 +8,7 @@ from evals.config import CONTROL
 from evals.options import in_ray_job
 
 REASONS = 3  # told on the screen
+COLUMNS = ("strict ±SE", "95% interval", "flexible ±SE", "invalid", "truncated", "failed", "tokens", "p50 s", "p95 s")
 
 
 def render(summary: dict[str, Any], directory: Path) -> str:
@@ -34,19 +35,22 @@ def where(directory: Path) -> str:
 
 
 def _table(summary: dict[str, Any]) -> str:
-    head = ["", "strict ±SE", "95% interval", "flexible ±SE", "invalid", "truncated", "failed", "tokens"]
-    rows = [[*head, "p50 s", "p95 s", "tokens/s"]]
+    rows = [["", *COLUMNS, "tokens/s"]]
     modes = dict(summary["modes"])
     for condition in summary["conditions"].values():
-        strict, latency = condition["strict"], condition["latency_s"]
-        row = [_name(condition["mode"], condition["variant"]), score(strict)]
-        row += [interval(strict["ci95"]), score(condition["flexible"])]
-        row += [str(condition["outcomes"][kind]) for kind in ("invalid", "truncated", "failed")]
-        row += [number(condition["completion_tokens_per_sample"]["mean"], ".0f")]
-        row += [number(latency["p50"], ".2f"), number(latency["p95"], ".2f")]
+        row = [_name(condition["mode"], condition["variant"]), *columns(condition)]
         mode = modes.pop(condition["mode"], None)  # its speed is of all its variants: said once
         rows.append([*row, number(mode["tokens_per_second"], ".0f") if mode else ""])
     return aligned(rows)
+
+
+def columns(condition: dict[str, Any]) -> list[str]:
+    """A condition of a summary as the texts of `COLUMNS`."""
+    strict, latency, outcomes = condition["strict"], condition["latency_s"], condition["outcomes"]
+    row = [score(strict), interval(strict["ci95"]), score(condition["flexible"])]
+    row += [str(outcomes[kind]) for kind in ("invalid", "truncated", "failed")]
+    row += [number(condition["completion_tokens_per_sample"]["mean"], ".0f")]
+    return row + [number(latency[quantile], ".2f") for quantile in ("p50", "p95")]
 
 
 def _difference(pair: dict[str, Any]) -> list[str]:
