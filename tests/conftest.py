@@ -91,6 +91,7 @@ def cluster() -> Iterator[Cluster]:
         os.environ |= {name: env[name] for name in ("RAY_AUTH_MODE", "RAY_USAGE_STATS_ENABLED", "VITRINE_HOME")}
         command = ["ray", "start", "--head", "--num-cpus=2", f"--port={port}", "--node-ip-address=127.0.0.1"]
         command += [f"--dashboard-port={dashboard}", f"--temp-dir={directory / 'ray'}", "--block"]
+        command += ["--dashboard-agent-listen-port=0"]  # 52365 else, and a second Ray on this machine takes no jobs
         with (directory / "head.log").open("wb") as log:
             head = subprocess.Popen(command, env=env, stdout=log, stderr=log, start_new_session=True)
         try:
