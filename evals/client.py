@@ -6,6 +6,8 @@ import random
 import time
 from collections.abc import Awaitable, Callable
 from typing import Any, NamedTuple
+from urllib.parse import urlsplit
+from urllib.request import getproxies, proxy_bypass
 
 import aiohttp
 import httpx
@@ -90,7 +92,7 @@ class ChatClient:
             headers=headers(),
             timeout=aiohttp.ClientTimeout(total=timeout, sock_connect=min(CONNECT_S, timeout / 2)),
             connector=aiohttp.TCPConnector(limit=parallel),
-            trust_env=True,
+            proxy=_proxy(base_url),
         )
 
     async def chat(self, body: dict[str, Any]) -> dict[str, Any]:
@@ -288,6 +290,12 @@ def headers() -> dict[str, str]:
     """Of every request. The key stays in the environment: options are shown in results and process lists."""
     key = os.environ.get("OPENAI_API_KEY")
     return {"Authorization": f"Bearer {key}"} if key else {}
+
+
+def _proxy(url: str) -> str | None:
+    """Of the environment, asked once: aiohttp's own `trust_env` asks anew, in two threads, for each request."""
+    parts = urlsplit(url)
+    return None if proxy_bypass(parts.netloc) else getproxies().get(parts.scheme)
 
 
 def _is_ready(response: httpx.Response) -> bool:

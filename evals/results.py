@@ -1,6 +1,7 @@
 """The results directory: what is written while a run goes on, and how it is read back.
 
 `samples/` is the truth; dataset.jsonl, trajectories, agent states, the Parquet file and the summary are made of it.
+While a run goes on, a sample costs its own file and a line of the dataset, no more: the model may need the same cores.
 """
 
 import json
@@ -61,7 +62,7 @@ class Results:
             raise EvalError(f"--resume: {directory} is a run with other {', '.join(differing)}")
         for sample in read_samples(directory):
             if sample.outcome == "failed":
-                for path in _paths(directory, sample.key):
+                for path in (_path(directory, sample), *_views(directory, sample)):
                     path.unlink(missing_ok=True)
             elif reward(sample) != sample:  # interrupted here, it has no reward, and none that is of others' kind
                 _write(directory, sample.model_copy(update=UNREWARDED))
@@ -69,7 +70,7 @@ class Results:
         for sample in read_samples(directory):
             if sample.reward is None:
                 _write(directory, reward(sample))
-        write_dataset(directory)  # a killed run may have left half a line
+        write_views(directory)  # a killed run may have left half a line
         return cls(directory)
 
     def __enter__(self) -> Self:
@@ -87,7 +88,7 @@ class Results:
         return (self.directory / SAMPLES / f"{key}.json").exists()
 
     def add(self, sample: Sample) -> None:
-        """Writes the sample's files and its line, at once."""
+        """Writes the sample's file and its line, at once."""
         (self.directory / TRANSFERRED).unlink(missing_ok=True)  # there is more now
         _write(self.directory, sample)
         self._lines.write(_line(dataset_row(sample)))
@@ -111,11 +112,15 @@ def read_samples(directory: Path, mode: str = "*") -> Iterator[Sample]:
         yield Sample.model_validate_json((directory / SAMPLES / name).read_bytes())
 
 
-def write_dataset(directory: Path) -> None:
-    """Writes dataset.jsonl anew, of all samples that are there, in the order of their names."""
+def write_views(directory: Path) -> None:
+    """Writes dataset.jsonl, trajectories and agent states anew, of all samples that are there, in order of names."""
     part = directory / "dataset.part"
     with part.open("w", encoding="utf-8") as lines:
-        lines.writelines(_line(dataset_row(sample)) for sample in read_samples(directory))
+        for sample in read_samples(directory):
+            lines.write(_line(dataset_row(sample)))
+            steps, state = _views(directory, sample)
+            write_whole(steps, "".join(map(_line, trajectory(sample))))
+            write_json(state, agent_state(sample))
     part.replace(directory / "dataset.jsonl")
 
 
@@ -145,19 +150,16 @@ def write_whole(path: Path, text: str) -> None:
 
 
 def _write(directory: Path, sample: Sample) -> None:
-    record, steps, state = _paths(directory, sample.key)
-    write_whole(steps, "".join(map(_line, trajectory(sample))))
-    write_json(state, agent_state(sample))
-    write_json(record, sample.model_dump())  # last: a sample that is here is here with all its files
+    write_whole(_path(directory, sample), sample.model_dump_json(indent=2))
 
 
-def _paths(directory: Path, key: str) -> tuple[Path, Path, Path]:
-    """The sample's own file, its trajectory and its agent's state."""
-    return (
-        directory / SAMPLES / f"{key}.json",
-        directory / TRAJECTORIES / f"{key}.jsonl",
-        directory / STATES / f"{key}.json",
-    )
+def _path(directory: Path, sample: Sample) -> Path:
+    return directory / SAMPLES / f"{sample.key}.json"
+
+
+def _views(directory: Path, sample: Sample) -> tuple[Path, Path]:
+    """The sample's trajectory and its agent's state."""
+    return directory / TRAJECTORIES / f"{sample.key}.jsonl", directory / STATES / f"{sample.key}.json"
 
 
 def _line(record: dict[str, Any]) -> str:

@@ -49,6 +49,7 @@ def connect() -> None:
     context = DataContext.get_current()
     context.enable_progress_bars = False
     context.print_on_execution_start = False
+    context.op_resource_reservation_enabled = False  # one task needs no budgets, computed twenty times a second
     for handler in logging.getLogger("ray.data").handlers:
         if isinstance(handler, logging.StreamHandler):  # the other writes Ray's log file
             handler.setLevel(logging.CRITICAL)

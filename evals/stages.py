@@ -25,7 +25,7 @@ from evals.problems import load_problems, locate
 from evals.progress import Progress
 from evals.prompts import Prompts, load_variants
 from evals.provenance import FREE, Facts, changed, facts
-from evals.results import Results, check_new, read_json, read_samples
+from evals.results import Results, check_new, read_json, read_samples, write_views
 from evals.rewards import Rewarding, load_rewards
 from evals.rollouts import connect, run_all
 from evals.screen import not_stored, render, where
@@ -103,7 +103,10 @@ def _with_server(config: Config) -> int:
             if not asks:
                 check_same(config)
             return report(config.results_dir, incomplete, config.base_url)
-    return _verdict(summarize(config.results_dir, incomplete)) if "generate" in config.stages else 0
+    if "generate" in config.stages:
+        write_views(config.results_dir)
+        return _verdict(summarize(config.results_dir, incomplete))
+    return 0
 
 
 def _named(config: Config) -> Config:
