@@ -92,7 +92,7 @@ class ChatClient:
             headers=headers(),
             timeout=aiohttp.ClientTimeout(total=timeout, sock_connect=min(CONNECT_S, timeout / 2)),
             connector=aiohttp.TCPConnector(limit=parallel),
-            proxy=_proxy(base_url),
+            trust_env=_has_proxy(base_url),
         )
 
     async def chat(self, body: dict[str, Any]) -> dict[str, Any]:
@@ -292,10 +292,10 @@ def headers() -> dict[str, str]:
     return {"Authorization": f"Bearer {key}"} if key else {}
 
 
-def _proxy(url: str) -> str | None:
-    """Of the environment, asked once: aiohttp's own `trust_env` asks anew, in two threads, for each request."""
+def _has_proxy(url: str) -> bool:
+    """Whether the environment names a proxy for it; aiohttp asks anew for each request, which takes it two threads."""
     parts = urlsplit(url)
-    return None if proxy_bypass(parts.netloc) else getproxies().get(parts.scheme)
+    return parts.scheme in getproxies() and not proxy_bypass(parts.hostname or "")
 
 
 def _is_ready(response: httpx.Response) -> bool:

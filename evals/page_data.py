@@ -93,7 +93,7 @@ def _read(path: Path) -> str | None:
 def _detail(row: dict[str, Any], text: str, rewards: list[str]) -> dict[str, Any]:
     found = {name: row[name] for name in DETAILS}
     found["rewards"] = {name.removeprefix("reward_"): row[name] for name in rewards}
-    found["steps"] = [json.loads(line) for line in text.splitlines()]
+    found["steps"] = [json.loads(line) for line in text.rstrip("\n").split("\n")]  # no other line break
     return found
 
 

@@ -70,7 +70,7 @@ class Results:
         for sample in read_samples(directory):
             if sample.reward is None:
                 _write(directory, reward(sample))
-        write_views(directory)  # a killed run may have left half a line
+        write_dataset(directory)  # a killed run may have left half a line
         return cls(directory)
 
     def __enter__(self) -> Self:
@@ -112,16 +112,20 @@ def read_samples(directory: Path, mode: str = "*") -> Iterator[Sample]:
         yield Sample.model_validate_json((directory / SAMPLES / name).read_bytes())
 
 
-def write_views(directory: Path) -> None:
-    """Writes dataset.jsonl, trajectories and agent states anew, of all samples that are there, in order of names."""
+def write_dataset(directory: Path) -> None:
+    """Writes dataset.jsonl anew, of all samples that are there, in the order of their names."""
     part = directory / "dataset.part"
     with part.open("w", encoding="utf-8") as lines:
-        for sample in read_samples(directory):
-            lines.write(_line(dataset_row(sample)))
-            steps, state = _views(directory, sample)
-            write_whole(steps, "".join(map(_line, trajectory(sample))))
-            write_json(state, agent_state(sample))
+        lines.writelines(_line(dataset_row(sample)) for sample in read_samples(directory))
     part.replace(directory / "dataset.jsonl")
+
+
+def write_views(directory: Path) -> None:
+    """Writes the trajectory and the agent's state of all samples that are there."""
+    for sample in read_samples(directory):
+        steps, state = _views(directory, sample)
+        write_whole(steps, "".join(map(_line, trajectory(sample))))
+        write_json(state, agent_state(sample))
 
 
 def read_json(path: Path) -> dict[str, Any]:

@@ -9,7 +9,7 @@ from evals.activation_stats import write_stats
 from evals.activations_meta import runs_of, why_not_stored
 from evals.config import CONTROL, Config, EvalError, Mode
 from evals.report_page import write_report
-from evals.results import read_json, read_samples, write_json, write_views
+from evals.results import read_json, read_samples, write_dataset, write_json, write_views
 from evals.stats import covered, paired_difference
 from evals.table import write_table
 from evals.tally import ActivationTally, ConditionTally, ModeTally
@@ -20,7 +20,7 @@ Conditions = dict[tuple[Mode, str], ConditionTally]
 
 
 def conclude(directory: Path, incomplete: str | None, base_url: str | None = None) -> dict[str, Any]:
-    """Writes all that is made of a run's samples: the views of each, samples.parquet, summary.json, report.html.
+    """Writes all that is made of a run's samples, summary.json first and report.html last.
 
     Recorded activations are transferred first where the run asks for it and they are not all there.
 
@@ -35,7 +35,6 @@ def conclude(directory: Path, incomplete: str | None, base_url: str | None = Non
     Raises:
         EvalError: the directory holds no run.
     """
-    write_views(directory)
     summary = summarize(directory, incomplete)
     config, recorded = summary["config"], summary["activations"]
     if config["transfer_activations"] and recorded["runs"] and not incomplete:
@@ -49,8 +48,10 @@ def conclude(directory: Path, incomplete: str | None, base_url: str | None = Non
         except KeyboardInterrupt:
             incomplete = "interrupted"
         summary = summarize(directory, incomplete)
-    write_table(directory, list(config["rewards"]))
     write_json(directory / "summary.json", summary)
+    write_dataset(directory)
+    write_table(directory, list(config["rewards"]))
+    write_views(directory)
     if recorded:
         write_stats(directory)
     write_report(directory)

@@ -15,6 +15,7 @@ from evals.trajectory import Problem, Sample, Turn, scored
 Change = Callable[[Sample], Sample]
 HOSTILE = (
     "</script><script>document.title = 'taken'</script><img src=x onerror=\"document.title='taken'\"> & <b>bold</b>"
+    "\u2028\x85"
 )
 
 

@@ -60,6 +60,15 @@ def test_a_busy_or_broken_server_is_asked_again(server: FakeServer, label: str) 
     assert len(server.requests) == 2
 
 
+def test_requests_go_through_the_environments_proxy(server: FakeServer, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("http_proxy", f"http://user:password@127.0.0.1:{server.port}")
+    assert content(ask("http://elsewhere.invalid/v1", "[right]")).endswith("#### 3")
+    monkeypatch.setenv("no_proxy", "elsewhere.invalid")
+    with pytest.raises(RequestFailed, match="Cannot connect to host elsewhere.invalid"):
+        ask("http://elsewhere.invalid/v1", "[right]", max_outage=0.0)
+    assert len(server.requests) == 1
+
+
 @pytest.mark.parametrize(
     ("label", "reason"),
     [("[refused]", "HTTP 400: prompt is not to my liking"), ("[broken]", "HTTP 500: a fault of request 7")],
