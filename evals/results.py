@@ -62,7 +62,7 @@ class Results:
             raise EvalError(f"--resume: {directory} is a run with other {', '.join(differing)}")
         for sample in read_samples(directory):
             if sample.outcome == "failed":
-                for path in (_path(directory, sample), *_views(directory, sample)):
+                for path in (_path(directory, sample.key), *_views(directory, sample.key)):
                     path.unlink(missing_ok=True)
             elif reward(sample) != sample:  # interrupted here, it has no reward, and none that is of others' kind
                 _write(directory, sample.model_copy(update=UNREWARDED))
@@ -85,7 +85,7 @@ class Results:
 
     def has(self, key: str) -> bool:
         """Whether the sample is here."""
-        return (self.directory / SAMPLES / f"{key}.json").exists()
+        return _path(self.directory, key).exists()
 
     def add(self, sample: Sample) -> None:
         """Writes the sample's file and its line, at once."""
@@ -123,7 +123,7 @@ def write_dataset(directory: Path) -> None:
 def write_views(directory: Path) -> None:
     """Writes the trajectory and the agent's state of all samples that are there."""
     for sample in read_samples(directory):
-        steps, state = _views(directory, sample)
+        steps, state = _views(directory, sample.key)
         write_whole(steps, "".join(map(_line, trajectory(sample))))
         write_json(state, agent_state(sample))
 
@@ -154,16 +154,16 @@ def write_whole(path: Path, text: str) -> None:
 
 
 def _write(directory: Path, sample: Sample) -> None:
-    write_whole(_path(directory, sample), sample.model_dump_json(indent=2))
+    write_whole(_path(directory, sample.key), sample.model_dump_json(indent=2))
 
 
-def _path(directory: Path, sample: Sample) -> Path:
-    return directory / SAMPLES / f"{sample.key}.json"
+def _path(directory: Path, key: str) -> Path:
+    return directory / SAMPLES / f"{key}.json"
 
 
-def _views(directory: Path, sample: Sample) -> tuple[Path, Path]:
+def _views(directory: Path, key: str) -> tuple[Path, Path]:
     """The sample's trajectory and its agent's state."""
-    return directory / TRAJECTORIES / f"{sample.key}.jsonl", directory / STATES / f"{sample.key}.json"
+    return directory / TRAJECTORIES / f"{key}.jsonl", directory / STATES / f"{key}.json"
 
 
 def _line(record: dict[str, Any]) -> str:
