@@ -14,10 +14,7 @@ from evals.trajectory import Problem
 
 Write = Callable[..., Path]
 
-pytestmark = [
-    pytest.mark.usefixtures("cluster"),
-    # Ray Data's context warns of its own fields.
-]
+pytestmark = pytest.mark.usefixtures("cluster")
 
 
 def load(path: Path | str, *options: str) -> list[Problem]:

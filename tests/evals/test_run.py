@@ -2,10 +2,10 @@ import json
 import shutil
 import subprocess
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Generator, Iterator
 from itertools import islice
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import pytest
 import ray
@@ -21,10 +21,7 @@ from evals.trajectory import Sample
 
 Write = Callable[..., Path]
 
-pytestmark = [
-    pytest.mark.usefixtures("cluster"),
-    # Ray Data's context warns of its own fields.
-]
+pytestmark = pytest.mark.usefixtures("cluster")
 
 
 def evaluate(server: FakeServer, dataset: Path, *options: str) -> tuple[int, dict[str, Any], Path]:
@@ -43,6 +40,15 @@ def samples_of(server: FakeServer, dataset: Path, parallel: int) -> tuple[Config
     argv = ["--base-url", server.base_url, "--dataset", str(dataset), "--parallel", str(parallel)]
     config = parse_args([*argv, "--model", "fake/model"])
     return config, run_all(load_problems(config).problems, "no-tools", config, Prompts({"control": ""}, None))
+
+
+def test_an_abandoned_run_asks_nothing_more(server: FakeServer, write_problems: Write, tmp_path: Path) -> None:
+    _, samples = samples_of(server, write_problems("", *["[wait]"] * 300), parallel=2)
+    next(samples)
+    cast(Generator[Sample], samples).close()
+    server.release()
+    assert evaluate(server, write_problems("", "", "", name="later.jsonl"), "--mode", "no-tools")[0] == 0
+    assert len(server.requests) < 150  # its process is killed a moment after the close
 
 
 def test_both_modes_are_scored_paired_and_written(server: FakeServer, write_problems: Write) -> None:
