@@ -12,6 +12,7 @@ from pathlib import Path
 from types import TracebackType
 from typing import Any, Self
 
+from evals.activations_meta import why_not_stored
 from evals.config import EvalError
 from evals.provenance import Facts, differences, resumed
 from evals.records import agent_state, dataset_row, trajectory
@@ -47,7 +48,7 @@ class Results:
 
     @classmethod
     def resume(cls, directory: Path, facts: Facts, reward: Callable[[Sample], Sample] = lambda sample: sample) -> Self:
-        """An earlier run's directory, without its failed samples.
+        """An earlier run's directory, without its failed samples and those whose activations are not all stored.
 
         Args:
             directory: the run's.
@@ -60,8 +61,10 @@ class Results:
         earlier = read_json(directory / "config.json")
         if differing := differences(earlier, facts):
             raise EvalError(f"--resume: {directory} is a run with other {', '.join(differing)}")
+        recorded = earlier["config"]["collect_activations"]
         for sample in read_samples(directory):
-            if sample.outcome == "failed":
+            lacks = recorded and any(why_not_stored(turn.activations) for turn in sample.turns)
+            if sample.outcome == "failed" or lacks:
                 for path in (_path(directory, sample.key), *_views(directory, sample.key)):
                     path.unlink(missing_ok=True)
             elif reward(sample) != sample:  # interrupted here, it has no reward, and none that is of others' kind

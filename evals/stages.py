@@ -10,7 +10,6 @@ import signal
 import sys
 from collections.abc import Iterator
 from contextlib import contextmanager, nullcontext
-from pathlib import Path
 from typing import Any, Literal, NamedTuple
 
 import pyarrow as pa
@@ -102,7 +101,7 @@ def _with_server(config: Config) -> int:
         with _stage("report", config):
             if not asks:
                 check_same(config)
-            return report(config.results_dir, incomplete, config.base_url)
+            return report(config, incomplete)
     if "generate" in config.stages:
         write_views(config.results_dir)
         return _verdict(summarize(config.results_dir, incomplete))
@@ -194,13 +193,12 @@ def _generate_mode(mode: Mode, work: Work, results: Results) -> None:
             progress.add(sample)
 
 
-def report(directory: Path, incomplete: str | None = None, base_url: str | None = None) -> int:
+def report(config: Config, incomplete: str | None) -> int:
     """Writes and prints what the samples of a results directory come to.
 
     Args:
-        directory: the results.
+        config: the options: which directory, and the server that has the activations.
         incomplete: why the run ended early, if it did.
-        base_url: of the server that has the activations; without it the one that config.json names.
 
     Returns:
         0; 1 if a sample failed or is missing, or activations that were to be stored are not known to be.
@@ -208,8 +206,8 @@ def report(directory: Path, incomplete: str | None = None, base_url: str | None 
     Raises:
         EvalError: the directory holds no run.
     """
-    summary = conclude(directory, incomplete, base_url)
-    print(render(summary, directory))
+    summary = conclude(config.results_dir, incomplete, config)
+    print(render(summary, config.results_dir))
     return _verdict(summary)
 
 

@@ -19,7 +19,7 @@ NOT_PAIRED = f"no variant is compared with {CONTROL}, which was not among --vari
 Conditions = dict[tuple[Mode, str], ConditionTally]
 
 
-def conclude(directory: Path, incomplete: str | None, base_url: str | None = None) -> dict[str, Any]:
+def conclude(directory: Path, incomplete: str | None, now: Config | None = None) -> dict[str, Any]:
     """Writes all that is made of a run's samples, summary.json first and report.html last.
 
     Recorded activations are transferred first where the run asks for it and they are not all there.
@@ -27,7 +27,8 @@ def conclude(directory: Path, incomplete: str | None, base_url: str | None = Non
     Args:
         directory: the results, with config.json and samples.
         incomplete: why the run ended early, if it did.
-        base_url: of the server that has the activations; without it the one that config.json names.
+        now: the options that say where the server with the activations is, and for how long it is waited for;
+            without them those of config.json.
 
     Returns:
         the summary. Where the transfer failed, `incomplete` says why.
@@ -36,12 +37,13 @@ def conclude(directory: Path, incomplete: str | None, base_url: str | None = Non
         EvalError: the directory holds no run.
     """
     summary = summarize(directory, incomplete)
-    config, recorded = summary["config"], summary["activations"]
-    if config["transfer_activations"] and recorded["runs"] and not incomplete:
+    config, recorded = Config.model_validate(summary["config"]), summary["activations"]
+    if config.transfer_activations and recorded["runs"] and not incomplete:
+        now = now or config
         try:
             if not recorded["transferred"]:
-                transfer(directory, base_url or config["base_url"], config["session_id"])
-            if lacking := _lacking(directory, config["session_id"]):
+                transfer(directory, now.base_url, config.session_id, max_outage=now.max_outage)
+            if lacking := _lacking(directory, config.session_id):
                 incomplete = f"{lacking} of {recorded['runs']} recorded runs are not on the server any more"
         except EvalError as error:
             incomplete = str(error)
@@ -50,7 +52,7 @@ def conclude(directory: Path, incomplete: str | None, base_url: str | None = Non
         summary = summarize(directory, incomplete)
     write_json(directory / "summary.json", summary)
     write_dataset(directory)
-    write_table(directory, list(config["rewards"]))
+    write_table(directory, list(config.rewards))
     write_views(directory)
     if recorded:
         write_stats(directory)

@@ -2,6 +2,7 @@
 
 import os
 import shutil
+import sys
 import time
 from collections.abc import Callable, Iterator, Sequence
 from functools import partial
@@ -13,8 +14,9 @@ from tqdm import tqdm
 
 from deployments.activations.facts import check_session_id
 from deployments.activations.pulling import PullError, pull
-from evals.client import headers
+from evals.client import LONGEST_LOOK, headers, is_absent
 from evals.config import EvalError
+from evals.outage import Outage
 from evals.results import write_json
 
 FOLDER = "activations"  # of the results directory; below it one named after the session
@@ -23,18 +25,20 @@ PIECE = ".piece"  # what is on its way
 PIECE_BYTES = 256 << 20  # of stored runs, about: the most that an interruption loses
 PIECE_RUNS = 250  # whose ids an address has room for
 PAGE = 1000  # runs that the server lists at once
-ATTEMPTS = 4
 
 _T = TypeVar("_T")
 
 
-def transfer(directory: Path, base_url: str, session_id: str, *, progress: bool | None = None) -> dict[str, Any]:
+def transfer(
+    directory: Path, base_url: str, session_id: str, *, max_outage: float = 0.0, progress: bool | None = None
+) -> dict[str, Any]:
     """Pulls the runs of a session that are not in the results directory yet.
 
     Args:
         directory: the results directory.
         base_url: the server's, ending in `/v1`. Its key is in `OPENAI_API_KEY`.
         session_id: the session.
+        max_outage: seconds for which a server that is away or busy is waited for.
         progress: whether to draw a bar; by default on a terminal.
 
     Returns:
@@ -44,20 +48,21 @@ def transfer(directory: Path, base_url: str, session_id: str, *, progress: bool 
         EvalError: the session could not be pulled, or not all that the server lists. What came stays, and another
             call goes on.
     """
+    outage = Outage(max_outage)
     folder, unfinished, said = (directory / FOLDER / name for name in (session_id, PIECE, SAID))
     try:
         check_session_id(session_id)
         shutil.rmtree(unfinished, ignore_errors=True)
         folder.mkdir(parents=True, exist_ok=True)
         said.unlink(missing_ok=True)
-        listed, each = _listed(base_url, session_id)
+        listed, each = _listed(base_url, session_id, outage)
         there = transferred_runs(directory, session_id)
         missing = [run_id for run_id in listed if run_id not in there]
         many = max(1, min(PIECE_RUNS, PIECE_BYTES // max(1, each)))
         with tqdm(total=len(missing), desc="activations", unit="run", disable=_hidden(progress)) as bar:
             for first in range(0, len(missing), many):
                 some = missing[first : first + many]
-                _patiently(partial(_fetch, base_url, session_id, some, unfinished, folder))
+                _patiently(partial(_fetch, base_url, session_id, some, unfinished, folder), outage)
                 bar.update(len(some))
         there = transferred_runs(directory, session_id)
         if lacking := [run_id for run_id in listed if run_id not in there]:
@@ -86,7 +91,7 @@ def transferred_runs(directory: Path, session_id: str) -> set[str]:
     return {run.run_id for run in runs(folder)} if folder.is_dir() else set()
 
 
-def _listed(base_url: str, session_id: str) -> tuple[list[str], int]:
+def _listed(base_url: str, session_id: str, outage: Outage) -> tuple[list[str], int]:
     """The ids of a session's runs, the oldest first, and the mean bytes of one, 0 where that is not told.
 
     Raises:
@@ -97,7 +102,7 @@ def _listed(base_url: str, session_id: str) -> tuple[list[str], int]:
     with httpx.Client(headers=headers(), timeout=60) as http:
         more, after = True, dict[str, str]()
         while more:
-            page = _patiently(partial(_page, http, url, {"limit": PAGE, **after}))
+            page = _patiently(partial(_page, http, url, {"limit": PAGE, **after}), outage)
             before = len(ids)
             ids |= dict.fromkeys(run["run_id"] for run in page["runs"])
             more = bool(page.get("has_more"))
@@ -111,7 +116,7 @@ def _listed(base_url: str, session_id: str) -> tuple[list[str], int]:
 def _page(http: httpx.Client, url: str, params: dict[str, Any]) -> dict[str, Any]:
     answer = http.get(url, params=params)
     if not answer.is_success:
-        raise PullError(f"{url} answered {answer.status_code}: {answer.text[:200]}")
+        raise PullError(f"{url} answered {answer.status_code}: {answer.text[:200]}", answer)
     try:
         page: dict[str, Any] = answer.json()
         [run["run_id"] for run in page["runs"]]
@@ -140,14 +145,31 @@ def _free(folder: Path) -> Iterator[str]:
             yield name
 
 
-def _patiently(work: Callable[[], _T]) -> _T:
-    """A server that is restarted or busy costs a wait."""
-    for attempt in range(1, ATTEMPTS):
+def _patiently(work: Callable[[], _T], outage: Outage) -> _T:
+    """Goes on trying while the server is away or busy, until the outage has lasted as long as it may."""
+    wait = 1.0
+    while True:
         try:
-            return work()
-        except (PullError, httpx.TransportError):
-            time.sleep(2.0 ** (attempt - 1))
-    return work()
+            done = work()
+        except (PullError, httpx.TransportError) as error:
+            first = not outage.seconds
+            outage.missed()
+            if not _may_pass(error) or outage.left_s <= 0:
+                raise
+            if first:
+                tqdm.write(f"activations: {error}: waiting up to {outage.limit_s:g} s for the server", file=sys.stderr)
+        else:
+            outage.met()
+            return done
+        time.sleep(max(0.0, min(wait, outage.left_s)))
+        wait = min(2 * wait, LONGEST_LOOK)
+
+
+def _may_pass(error: PullError | httpx.TransportError) -> bool:
+    """Whether the server was not reached, broke off, or said that it is away or busy."""
+    if isinstance(error, PullError) and error.answer is not None:
+        return is_absent(error.answer)
+    return isinstance(error if isinstance(error, httpx.TransportError) else error.__cause__, httpx.TransportError)
 
 
 def _hidden(progress: bool | None) -> bool | None:

@@ -24,7 +24,16 @@ _BUFFER = 1 << 20
 
 
 class PullError(Exception):
-    """What could not be fetched, and why."""
+    """What could not be fetched, and why.
+
+    Attributes:
+        answer: The server's, where it is no success.
+    """
+
+    def __init__(self, text: str, answer: httpx.Response | None = None) -> None:
+        """`text` says what and why."""
+        super().__init__(text)
+        self.answer = answer
 
 
 def pull(
@@ -84,7 +93,7 @@ def _answer(address: str, params: dict[str, Any], headers: dict[str, str]) -> It
         with httpx.stream("GET", address, params=params, headers=headers, timeout=_TIMEOUT) as answer:
             if answer.status_code != 200:
                 answer.read()
-                raise PullError(_said(answer))
+                raise PullError(_said(answer), answer)
             yield answer
     except httpx.RemoteProtocolError as error:
         raise PullError(f"the answer was cut off, nothing of it is kept: {error}") from error

@@ -11,7 +11,8 @@ The label in brackets in a question says how it answers:
     [refused]    400                       [down]      503 until `up`     [loop]   calls tools for ever
     [zero]       divides by zero by the calculator, then right
     [full]       the calculator's result does not fit the context; nor does the question of [wide]
-    [unstored]   right, but its activations are not stored   [silent]  right, and nothing said of activations
+    [unstored]   right, but its activations are not stored until `up`
+    [silent]     right, and nothing said of activations
     [pending]    right, and its activations are neither stored nor failed
     [gather]     right, once `gather` such requests are here at the same time
     [wait]       right, once `release()` was called
@@ -129,6 +130,8 @@ class FakeServer:
             await self._gather()
         if label == "wait":
             await self._released.wait()
+        if label == "unstored" and self.up:
+            label = ""
         return JSONResponse(_completion(body, label, question, len(self.requests)))
 
     async def _gather(self) -> None:

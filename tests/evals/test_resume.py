@@ -164,6 +164,22 @@ def test_failed_samples_are_asked_again_and_others_are_not(
     assert all("[down]" in body["messages"][0]["content"] for body in server.requests)
 
 
+def test_answers_whose_activations_were_not_stored_are_asked_again(
+    server: FakeServer, cluster: Any, write_problems: Write, tmp_path: Path
+) -> None:
+    results = tmp_path / "results"
+    argv = ["--base-url", server.base_url, "--dataset", str(write_problems("", "[unstored]", ""))]
+    argv += ["--results-dir", str(results), "--mode", "with-tools", "--collect-activations"]
+    assert main(argv) == 1
+    assert summary(results)["activations"]["not_stored"] == 2  # both turns of one
+    server.up = True
+    server.requests.clear()
+    assert main(["--resume", "--results-dir", str(results)]) == 0
+    assert len(server.requests) == 2
+    found = summary(results)["activations"]
+    assert (found["answers"], found["runs"], found["not_stored"]) == (6, 6, 0)
+
+
 def test_a_reward_that_fails_loses_no_answer_and_is_made_up_for(
     server: FakeServer,
     cluster: Any,

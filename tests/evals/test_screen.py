@@ -8,11 +8,17 @@ from typing import Any
 import pytest
 from made import make_results
 
+from evals import stages
+from evals.config import Config
 from evals.report_page import write_report
-from evals.stages import report
+from evals.results import read_json
 from evals.transfer import FOLDER
 
 WHY = "the disk is full"
+
+
+def report(directory: Path) -> int:
+    return stages.report(Config.model_validate(read_json(directory / "config.json")["config"]), None)
 
 
 def stored(run_id: str, dtype: str = "float32") -> dict[str, Any]:

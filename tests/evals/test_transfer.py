@@ -22,7 +22,6 @@ from evals.transfer import transfer
 def store(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Store]:
     monkeypatch.setattr(transferring, "PIECE_RUNS", 2)
     monkeypatch.setattr(transferring, "PAGE", 3)
-    monkeypatch.setattr(transferring, "ATTEMPTS", 1)
     with Store(tmp_path / "store") as running:
         for run in range(5):
             running.record(f"r{run}", points(run, 4 + run))
@@ -65,12 +64,32 @@ def test_what_came_before_an_interruption_stays_and_the_next_call_goes_on(store:
 
 
 def test_a_server_that_comes_back_costs_a_wait_and_nothing_else(
-    store: Store, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    store: Store, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    monkeypatch.setattr(transferring, "ATTEMPTS", 2)
     monkeypatch.setattr("time.sleep", lambda seconds: None)
-    store.refuse = 1
-    assert transfer(tmp_path, store.base_url, SESSION)["runs"] == 5
+    store.refuse, store.cut = 9, 3
+    assert transfer(tmp_path, store.base_url, SESSION, max_outage=60.0)["runs"] == 5
+    assert len(store.requests) == 3 + 9 + 3
+    told = "503: the store does not answer: waiting up to 60 s for the server"
+    assert capsys.readouterr().err.count(told) == 1
+    for run in range(5):
+        there = load(tmp_path / "activations" / SESSION, f"r{run}")
+        assert all(torch.equal(there[name], values) for name, values in points(run, 4 + run).items())
+
+
+def test_a_server_that_stays_away_is_waited_for_as_long_as_is_said(store: Store, tmp_path: Path) -> None:
+    store.refuse = 1_000_000
+    with pytest.raises(EvalError, match="503: the store does not answer"):
+        transfer(tmp_path, store.base_url, SESSION, max_outage=0.1)
+    assert len(store.requests) == 2
+
+
+def test_what_a_server_refuses_is_asked_once(store: Store, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("time.sleep", lambda seconds: pytest.fail("it was waited for"))
+    store.lists = lambda found: found | {"runs": [{"run_id": "r8"}], "has_more": False}
+    with pytest.raises(EvalError, match="404: "):
+        transfer(tmp_path, store.base_url, SESSION, max_outage=60.0)
+    assert len(store.requests) == 1
 
 
 @pytest.mark.parametrize(("session", "reason"), [("another", "404"), ("../up", "must be 1 to 128 letters")])
@@ -135,13 +154,11 @@ def test_a_run_of_a_sample_that_is_not_there_any_more_makes_the_results_incomple
             transfer_activations=True,
             base_url=store.base_url,
         )
-        kept = conclude(results, None, store.base_url)
+        kept = conclude(results, None)
         assert (kept["incomplete"], kept["activations"]["transferred"]["runs"]) == (None, 24)
         gone = next((results / "samples").iterdir())
         sample = json.loads(gone.read_text())
         sample["turns"][0]["activations"]["runs"][0]["run_id"] = "deleted"
         gone.write_text(json.dumps(sample))
         for _ in range(2):  # also of what was transferred before
-            assert conclude(results, None, store.base_url)["incomplete"] == (
-                "1 of 4 recorded runs are not on the server any more"
-            )
+            assert conclude(results, None)["incomplete"] == ("1 of 4 recorded runs are not on the server any more")
