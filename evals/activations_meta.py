@@ -24,6 +24,11 @@ def why_not_stored(meta: Record | None) -> str | None:
     return f"the answer says {status!r}" + (f": {reason}" if reason else "")
 
 
+def is_lost(meta: Record | None) -> bool:
+    """Whether an answer says that storing failed: asked again, it may be stored."""
+    return meta is not None and meta.get("status") == "failed"
+
+
 def runs_of(meta: Record) -> list[Record]:
     """The runs that an answer names, whether they are stored or not."""
     runs = meta.get("runs")

@@ -13,6 +13,7 @@ import aiohttp
 import httpx
 
 from evals.answers import Kind, asked_wait_s, error_of, kind_of, knows_no_max_tokens, message_of
+from evals.config import EvalError
 from evals.outage import Clock, Outage
 
 TOLD = ("Content-Type", "Retry-After")  # headers that anything hangs on
@@ -163,10 +164,7 @@ class ChatClient:
 
     def _check_outage(self, reason: str) -> None:
         if self._outage.left_s <= 0:
-            raise RequestFailed(
-                f"{reason}; no usable answer for {self._outage.seconds:.0f} s (--max-outage "
-                f"{self._outage.limit_s:g}): --resume goes on when the server is back"
-            )
+            raise RequestFailed(self._outage.given_up(reason))
 
     async def _attempt(self, method: str, path: str, **given: Any) -> httpx.Response | _Failure:
         began = self._clock()
@@ -287,9 +285,21 @@ def wait_healthy(base_url: str, seconds: float) -> None:
 
 
 def headers() -> dict[str, str]:
-    """Of every request. The key stays in the environment: options are shown in results and process lists."""
-    key = os.environ.get("OPENAI_API_KEY")
+    """Of every request, with the key if there is one."""
+    key = api_key()
     return {"Authorization": f"Bearer {key}"} if key else {}
+
+
+def api_key() -> str | None:
+    """The server's key. It stays in the environment: options are shown in results and process lists.
+
+    Raises:
+        EvalError: no header can hold it; the text does not show it.
+    """
+    key = os.environ.get("OPENAI_API_KEY") or None
+    if key and not (key.isascii() and key.isprintable()):
+        raise EvalError("OPENAI_API_KEY has characters that no key has")
+    return key
 
 
 def _has_proxy(url: str) -> bool:

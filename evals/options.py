@@ -184,7 +184,7 @@ def _parser() -> argparse.ArgumentParser:
     option("--inline-activations", "values of each recorded point to put in each sample's record", int)
     option("--session-id", "groups the recorded runs; without it gsm8k-<time>")
     option("--results-dir", "a directory without a run; without it ./results/gsm8k-<time>")
-    switch("--resume", "go on with the run in --results-dir: only what is missing or failed is asked again")
+    switch("--resume", "go on with the run in --results-dir: only what is missing, failed or was not stored is asked")
     option("--wait-healthy", "seconds to wait for the server's /health", float)
     add_serving_options(parser)
     return parser

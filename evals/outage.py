@@ -54,3 +54,12 @@ class Outage:
     def left_s(self) -> float:
         """For how long it is still waited for; 0 or less where no longer."""
         return self.limit_s - self.seconds
+
+    def given_up(self, reason: str) -> str:
+        """What to tell where it is waited for no longer.
+
+        Args:
+            reason: what was met last.
+        """
+        waited = f"no usable answer for {self.seconds:.0f} s (--max-outage {self.limit_s:g})"
+        return f"{reason}; {waited}: --resume goes on when the server is back"

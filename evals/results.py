@@ -6,13 +6,13 @@ While a run goes on, a sample costs its own file and a line of the dataset, no m
 
 import json
 import os
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Set
 from fnmatch import fnmatch
 from pathlib import Path
 from types import TracebackType
 from typing import Any, Self
 
-from evals.activations_meta import why_not_stored
+from evals.activations_meta import is_lost
 from evals.config import EvalError
 from evals.provenance import Facts, differences, resumed
 from evals.records import agent_state, dataset_row, trajectory
@@ -23,11 +23,16 @@ SAMPLES, TRAJECTORIES, STATES = "samples", "trajectories", "agent_states"
 
 
 class Results:
-    """The directory of one run. A context: it holds dataset.jsonl open."""
+    """The directory of one run. A context: it holds dataset.jsonl open.
 
-    def __init__(self, directory: Path) -> None:
+    Attributes:
+        again: keys of samples that are here and are to be asked again.
+    """
+
+    def __init__(self, directory: Path, again: Set[str] = frozenset()) -> None:
         """Opens dataset.jsonl of a directory that `create` or `resume` has prepared."""
         self.directory = directory
+        self.again = again
         self._lines = (directory / "dataset.jsonl").open("a", encoding="utf-8")
 
     @classmethod
@@ -48,7 +53,7 @@ class Results:
 
     @classmethod
     def resume(cls, directory: Path, facts: Facts, reward: Callable[[Sample], Sample] = lambda sample: sample) -> Self:
-        """An earlier run's directory, without its failed samples and those whose activations are not all stored.
+        """An earlier run's directory; what failed, also in being stored, is asked again.
 
         Args:
             directory: the run's.
@@ -61,20 +66,18 @@ class Results:
         earlier = read_json(directory / "config.json")
         if differing := differences(earlier, facts):
             raise EvalError(f"--resume: {directory} is a run with other {', '.join(differing)}")
-        recorded = earlier["config"]["collect_activations"]
+        again = set()
         for sample in read_samples(directory):
-            lacks = recorded and any(why_not_stored(turn.activations) for turn in sample.turns)
-            if sample.outcome == "failed" or lacks:
-                for path in (_path(directory, sample.key), *_views(directory, sample.key)):
-                    path.unlink(missing_ok=True)
-            elif reward(sample) != sample:  # interrupted here, it has no reward, and none that is of others' kind
+            if sample.outcome == "failed" or any(is_lost(turn.activations) for turn in sample.turns):
+                again.add(sample.key)
+            if reward(sample) != sample:  # interrupted here, it has no reward, and none that is of others' kind
                 _write(directory, sample.model_copy(update=UNREWARDED))
         write_json(directory / "config.json", resumed(earlier, facts))
         for sample in read_samples(directory):
             if sample.reward is None:
                 _write(directory, reward(sample))
-        write_dataset(directory)  # a killed run may have left half a line
-        return cls(directory)
+        write_dataset(directory, again)  # a killed run may have left half a line
+        return cls(directory, again)
 
     def __enter__(self) -> Self:
         """Itself."""
@@ -87,12 +90,15 @@ class Results:
         self._lines.close()
 
     def has(self, key: str) -> bool:
-        """Whether the sample is here."""
-        return _path(self.directory, key).exists()
+        """Whether the sample is here, and not to be asked again."""
+        return key not in self.again and _path(self.directory, key).exists()
 
     def add(self, sample: Sample) -> None:
-        """Writes the sample's file and its line, at once."""
+        """Writes the sample's file and its line, at once. An answer that is here stays if there is no other now."""
         (self.directory / TRANSFERRED).unlink(missing_ok=True)  # there is more now
+        if sample.outcome == "failed" and sample.key in self.again:
+            earlier = _read(_path(self.directory, sample.key))
+            sample = sample if earlier.outcome == "failed" else earlier
         _write(self.directory, sample)
         self._lines.write(_line(dataset_row(sample)))
         self._lines.flush()
@@ -112,14 +118,15 @@ def read_samples(directory: Path, mode: str = "*") -> Iterator[Sample]:
     """The samples of a run, or of one mode, in the order of their names, one at a time."""
     names = [entry.name for entry in os.scandir(directory / SAMPLES) if fnmatch(entry.name, f"*.{mode}.*.json")]
     for name in sorted(names):
-        yield Sample.model_validate_json((directory / SAMPLES / name).read_bytes())
+        yield _read(directory / SAMPLES / name)
 
 
-def write_dataset(directory: Path) -> None:
-    """Writes dataset.jsonl anew, of all samples that are there, in the order of their names."""
+def write_dataset(directory: Path, without: Set[str] = frozenset()) -> None:
+    """Writes dataset.jsonl anew, of all samples that are there, in the order of their names, but for some keys."""
     part = directory / "dataset.part"
     with part.open("w", encoding="utf-8") as lines:
-        lines.writelines(_line(dataset_row(sample)) for sample in read_samples(directory))
+        rows = (dataset_row(sample) for sample in read_samples(directory) if sample.key not in without)
+        lines.writelines(map(_line, rows))
     part.replace(directory / "dataset.jsonl")
 
 
@@ -154,6 +161,10 @@ def write_whole(path: Path, text: str) -> None:
     part = path.with_suffix(".part")
     part.write_text(text, encoding="utf-8")
     part.replace(path)
+
+
+def _read(path: Path) -> Sample:
+    return Sample.model_validate_json(path.read_bytes())
 
 
 def _write(directory: Path, sample: Sample) -> None:

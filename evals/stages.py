@@ -144,6 +144,8 @@ def _results(work: Work) -> Results:
     goes_on = config.resume or "configure" not in config.stages
     if goes_on:
         results = Results.resume(config.results_dir, work.told, work.reward)
+        if results.again and "generate" in config.stages:
+            _say(f"samples asked again, since they failed or were not stored: {len(results.again)}")
     else:
         results = Results.create(config.results_dir, work.told)
     if in_ray_job():
@@ -186,7 +188,8 @@ def _generate_mode(mode: Mode, work: Work, results: Results) -> None:
     """Writes and counts the samples of one mode as they finish, behind one progress bar."""
     with Progress(mode, work.problems.num_rows * len(work.config.variants)) as progress:
         for sample in read_samples(results.directory, mode):
-            progress.earlier(sample)
+            if results.has(sample.key):
+                progress.earlier(sample)
         for sample in run_all(work.problems, mode, work.config, work.prompts, results.has):
             sample = work.reward(sample)
             results.add(sample)

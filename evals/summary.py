@@ -42,7 +42,9 @@ def conclude(directory: Path, incomplete: str | None, now: Config | None = None)
         now = now or config
         try:
             if not recorded["transferred"]:
-                transfer(directory, now.base_url, config.session_id, max_outage=now.max_outage)
+                # Where samples failed, another call is due anyway: a server that went away then has been waited for.
+                wait_s = 0.0 if summary["counts"]["failed"] else now.max_outage
+                transfer(directory, now.base_url, config.session_id, retries=now.retries, max_outage=wait_s)
             if lacking := _lacking(directory, config.session_id):
                 incomplete = f"{lacking} of {recorded['runs']} recorded runs are not on the server any more"
         except EvalError as error:

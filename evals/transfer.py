@@ -1,7 +1,7 @@
 """A session's stored activations, pulled from the server into the results directory piece by piece."""
 
-import os
 import shutil
+import ssl
 import sys
 import time
 from collections.abc import Callable, Iterator, Sequence
@@ -14,7 +14,8 @@ from tqdm import tqdm
 
 from deployments.activations.facts import check_session_id
 from deployments.activations.pulling import PullError, pull
-from evals.client import LONGEST_LOOK, headers, is_absent
+from evals.answers import Kind, asked_wait_s, kind_of
+from evals.client import LONGEST_LOOK, api_key, headers, is_absent
 from evals.config import EvalError
 from evals.outage import Outage
 from evals.results import write_json
@@ -29,8 +30,68 @@ PAGE = 1000  # runs that the server lists at once
 _T = TypeVar("_T")
 
 
+class Patience:
+    """Tries again what a server that is busy or away did not do, as `ChatClient` does."""
+
+    def __init__(self, retries: int, max_outage: float) -> None:
+        """No outage is under way.
+
+        Args:
+            retries: further attempts after the first, while the server is there.
+            max_outage: seconds for which a server that is away is waited for.
+        """
+        self._retries = retries
+        self._outage = Outage(max_outage)
+
+    def __call__(self, work: Callable[[], _T]) -> _T:
+        """What `work` returns.
+
+        Raises:
+            PullError, httpx.TransportError: the server refuses, is away for too long, or busy or broken off too often.
+        """
+        failures, wait = 0, 1.0  # seconds
+        while True:
+            try:
+                done = work()
+            except (PullError, httpx.TransportError) as error:
+                kind, answer = _kind_of(error), _answer_of(error)
+                failures += answer is not None and (kind == "busy" or answer.is_success)  # the server is or was there
+                if kind == "refused" or failures > self._retries:
+                    raise
+                wait = max(wait, 0.0 if answer is None else asked_wait_s(answer))
+                if kind == "busy":
+                    self._outage.met()
+                else:
+                    wait = min(wait, self._left_s(str(error), answer))
+            else:
+                self._outage.met()
+                return done
+            time.sleep(wait)
+            wait = min(2 * wait, LONGEST_LOOK)
+
+    def _left_s(self, reason: str, begun: httpx.Response | None) -> float:
+        """For how long a server that is away is still waited for."""
+        outage = self._outage
+        first = not outage.seconds
+        outage.missed()
+        if begun is not None and begun.is_success:
+            outage.renewed()
+        if (left_s := outage.left_s) <= 0:
+            raise PullError(outage.given_up(reason))
+        if first:
+            limit = f"waiting for the server, {outage.limit_s:g} s at most"
+            tqdm.write(f"evals.gsm8k: activations: {reason}; {limit}", file=sys.stderr)
+        return left_s
+
+
 def transfer(
-    directory: Path, base_url: str, session_id: str, *, max_outage: float = 0.0, progress: bool | None = None
+    directory: Path,
+    base_url: str,
+    session_id: str,
+    *,
+    retries: int = 0,
+    max_outage: float = 0.0,
+    progress: bool | None = None,
 ) -> dict[str, Any]:
     """Pulls the runs of a session that are not in the results directory yet.
 
@@ -38,7 +99,8 @@ def transfer(
         directory: the results directory.
         base_url: the server's, ending in `/v1`. Its key is in `OPENAI_API_KEY`.
         session_id: the session.
-        max_outage: seconds for which a server that is away or busy is waited for.
+        retries: further attempts of a request after the first, while the server is there.
+        max_outage: seconds for which a server that is away is waited for.
         progress: whether to draw a bar; by default on a terminal.
 
     Returns:
@@ -48,21 +110,21 @@ def transfer(
         EvalError: the session could not be pulled, or not all that the server lists. What came stays, and another
             call goes on.
     """
-    outage = Outage(max_outage)
+    patiently = Patience(retries, max_outage)
     folder, unfinished, said = (directory / FOLDER / name for name in (session_id, PIECE, SAID))
     try:
         check_session_id(session_id)
         shutil.rmtree(unfinished, ignore_errors=True)
         folder.mkdir(parents=True, exist_ok=True)
         said.unlink(missing_ok=True)
-        listed, each = _listed(base_url, session_id, outage)
+        listed, each = _listed(base_url, session_id, patiently)
         there = transferred_runs(directory, session_id)
         missing = [run_id for run_id in listed if run_id not in there]
         many = max(1, min(PIECE_RUNS, PIECE_BYTES // max(1, each)))
         with tqdm(total=len(missing), desc="activations", unit="run", disable=_hidden(progress)) as bar:
             for first in range(0, len(missing), many):
                 some = missing[first : first + many]
-                _patiently(partial(_fetch, base_url, session_id, some, unfinished, folder), outage)
+                patiently(partial(_fetch, base_url, session_id, some, unfinished, folder))
                 bar.update(len(some))
         there = transferred_runs(directory, session_id)
         if lacking := [run_id for run_id in listed if run_id not in there]:
@@ -91,7 +153,7 @@ def transferred_runs(directory: Path, session_id: str) -> set[str]:
     return {run.run_id for run in runs(folder)} if folder.is_dir() else set()
 
 
-def _listed(base_url: str, session_id: str, outage: Outage) -> tuple[list[str], int]:
+def _listed(base_url: str, session_id: str, patiently: Patience) -> tuple[list[str], int]:
     """The ids of a session's runs, the oldest first, and the mean bytes of one, 0 where that is not told.
 
     Raises:
@@ -102,7 +164,7 @@ def _listed(base_url: str, session_id: str, outage: Outage) -> tuple[list[str], 
     with httpx.Client(headers=headers(), timeout=60) as http:
         more, after = True, dict[str, str]()
         while more:
-            page = _patiently(partial(_page, http, url, {"limit": PAGE, **after}), outage)
+            page = patiently(partial(_page, http, url, {"limit": PAGE, **after}))
             before = len(ids)
             ids |= dict.fromkeys(run["run_id"] for run in page["runs"])
             more = bool(page.get("has_more"))
@@ -127,7 +189,7 @@ def _page(http: httpx.Client, url: str, params: dict[str, Any]) -> dict[str, Any
 
 def _fetch(base_url: str, session_id: str, some: Sequence[str], unfinished: Path, folder: Path) -> None:
     """Pulls some runs; their files join the others once they are whole."""
-    pulled = pull(base_url, session_id, unfinished, runs=some, api_key=_key(), progress=False)
+    pulled = pull(base_url, session_id, unfinished, runs=some, api_key=api_key(), progress=False)
     for file in sorted(pulled.iterdir()):
         file.rename(folder / next(_free(folder)))
     pulled.rmdir()
@@ -145,36 +207,25 @@ def _free(folder: Path) -> Iterator[str]:
             yield name
 
 
-def _patiently(work: Callable[[], _T], outage: Outage) -> _T:
-    """Goes on trying while the server is away or busy, until the outage has lasted as long as it may."""
-    wait = 1.0
-    while True:
-        try:
-            done = work()
-        except (PullError, httpx.TransportError) as error:
-            first = not outage.seconds
-            outage.missed()
-            if not _may_pass(error) or outage.left_s <= 0:
-                raise
-            if first:
-                tqdm.write(f"activations: {error}: waiting up to {outage.limit_s:g} s for the server", file=sys.stderr)
-        else:
-            outage.met()
-            return done
-        time.sleep(max(0.0, min(wait, outage.left_s)))
-        wait = min(2 * wait, LONGEST_LOOK)
+def _kind_of(error: PullError | httpx.TransportError) -> Kind:
+    """What a failure means for another attempt; an answer that broke off is of a server that is away now."""
+    answer = _answer_of(error)
+    if answer is not None and not answer.is_success:
+        return kind_of(answer) if is_absent(answer) else "refused"
+    cause = error.__cause__ if isinstance(error, PullError) else error
+    own = isinstance(cause, httpx.LocalProtocolError | httpx.UnsupportedProtocol) or _is_of_certificates(cause)
+    return "away" if isinstance(cause, httpx.TransportError) and not own else "refused"
 
 
-def _may_pass(error: PullError | httpx.TransportError) -> bool:
-    """Whether the server was not reached, broke off, or said that it is away or busy."""
-    if isinstance(error, PullError) and error.answer is not None:
-        return is_absent(error.answer)
-    return isinstance(error if isinstance(error, httpx.TransportError) else error.__cause__, httpx.TransportError)
+def _answer_of(error: PullError | httpx.TransportError) -> httpx.Response | None:
+    return error.answer if isinstance(error, PullError) else None
+
+
+def _is_of_certificates(error: BaseException | None) -> bool:
+    while error and not isinstance(error, ssl.SSLCertVerificationError):
+        error = error.__cause__ or error.__context__
+    return error is not None
 
 
 def _hidden(progress: bool | None) -> bool | None:
     return None if progress is None else not progress  # tqdm's None: hidden where there is no terminal
-
-
-def _key() -> str | None:
-    return os.environ.get("OPENAI_API_KEY") or None

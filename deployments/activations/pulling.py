@@ -27,7 +27,7 @@ class PullError(Exception):
     """What could not be fetched, and why.
 
     Attributes:
-        answer: The server's, where it is no success.
+        answer: The server's, where there was one: a refusal, or the beginning of what then broke off.
     """
 
     def __init__(self, text: str, answer: httpx.Response | None = None) -> None:
@@ -89,16 +89,17 @@ def pull(
 
 @contextlib.contextmanager
 def _answer(address: str, params: dict[str, Any], headers: dict[str, str]) -> Iterator[httpx.Response]:
+    begun: httpx.Response | None = None
     try:
-        with httpx.stream("GET", address, params=params, headers=headers, timeout=_TIMEOUT) as answer:
-            if answer.status_code != 200:
-                answer.read()
-                raise PullError(_said(answer), answer)
-            yield answer
+        with httpx.stream("GET", address, params=params, headers=headers, timeout=_TIMEOUT) as begun:
+            if begun.status_code != 200:
+                begun.read()
+                raise PullError(_said(begun), begun)
+            yield begun
     except httpx.RemoteProtocolError as error:
-        raise PullError(f"the answer was cut off, nothing of it is kept: {error}") from error
+        raise PullError(f"the answer was cut off, nothing of it is kept: {error}", begun) from error
     except (httpx.HTTPError, httpx.InvalidURL) as error:
-        raise PullError(f"{address}: {str(error) or type(error).__name__}") from error
+        raise PullError(f"{address}: {str(error) or type(error).__name__}", begun) from error
 
 
 def _said(answer: httpx.Response) -> str:

@@ -43,6 +43,7 @@ class FakeServer:
         self.requests: list[Body] = []
         self.gather = 1
         self.up = False
+        self.refused: str | None = None  # what is 400 in a question
         self.healthy_after = 0  # health checks
         self.models = ["fake/model"]
         self.told: Body = {}  # of each model, beside its id
@@ -111,7 +112,7 @@ class FakeServer:
             return _error(400, message, param="max_tokens", code="unsupported_parameter")
         if label == "long":
             return _error(400, "max_tokens: too many", param="max_tokens", code="context_length_exceeded")
-        if label == "refused":
+        if label == "refused" or (self.refused and self.refused in question):
             return _error(400, "prompt is not to my liking")
         told = any(message["role"] == "tool" for message in body["messages"])
         if label == "wide" or (label == "full" and told):

@@ -32,7 +32,9 @@ class Store:
         directory.mkdir()
         self.directory = directory
         self.last_session = SESSION  # of a chat
-        self.refuse = 0  # so many requests for data get 503
+        self.refuse = 0  # so many requests for data get `status`
+        self.refuse_pages = 0  # so do so many for the list of runs
+        self.status = 503
         self.cut = 0  # so many of the next ones get half of an answer
         self.lists: Callable[[dict[str, Any]], Any] = lambda page: page  # what a page of runs is made of
         self.requests: list[dict[str, Any]] = []
@@ -88,6 +90,9 @@ class Store:
         self._writer.close()
 
     def _session(self, session: str, limit: int | None = None, after: str | None = None) -> Response:
+        if self.refuse_pages:
+            self.refuse_pages -= 1
+            return _error(self.status, "the store does not answer")
         found = self._catalogue.session(session, limit, after)
         if found is None:
             return _error(404, f"there is no session {session!r}")
@@ -115,7 +120,7 @@ class Store:
         self.requests.append(dict(asked) | {"run": asked.getlist("run"), "points": asked.getlist("points")})
         if self.refuse:
             self.refuse -= 1
-            return _error(503, "the store does not answer")
+            return _error(self.status, "the store does not answer")
         try:
             runs, points = asked.getlist("run") or None, asked.getlist("points") or None
             begun = self._readings.begin(session, runs, points, asked.get("format", "arrow"))

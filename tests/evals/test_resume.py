@@ -164,20 +164,29 @@ def test_failed_samples_are_asked_again_and_others_are_not(
     assert all("[down]" in body["messages"][0]["content"] for body in server.requests)
 
 
-def test_answers_whose_activations_were_not_stored_are_asked_again(
-    server: FakeServer, cluster: Any, write_problems: Write, tmp_path: Path
+def test_answers_that_failed_to_be_stored_are_asked_again_and_stay_until_there_are_others(
+    server: FakeServer, cluster: Any, write_problems: Write, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     results = tmp_path / "results"
-    argv = ["--base-url", server.base_url, "--dataset", str(write_problems("", "[unstored]", ""))]
-    argv += ["--results-dir", str(results), "--mode", "with-tools", "--collect-activations"]
+    argv = ["--base-url", server.base_url, "--dataset", str(write_problems("", "[unstored]", "[pending]"))]
+    argv += ["--results-dir", str(results), "--mode", "with-tools", "--collect-activations", "--max-outage", "0"]
     assert main(argv) == 1
-    assert summary(results)["activations"]["not_stored"] == 2  # both turns of one
+    assert summary(results)["activations"]["why_not_stored"] == {  # two turns of each
+        "the disk is full": 2,
+        "the answer says 'pending'": 2,
+    }
     server.up = True
+    server.refused = "[unstored]"
+    assert main(["--resume", "--results-dir", str(results)]) == 1
+    assert "asked again, since they failed or were not stored: 1" in capsys.readouterr().err
+    assert summary(results)["counts"] | {"samples": 3, "failed": 0} == summary(results)["counts"]
+    server.refused = None
     server.requests.clear()
-    assert main(["--resume", "--results-dir", str(results)]) == 0
+    assert main(["--resume", "--results-dir", str(results)]) == 1
     assert len(server.requests) == 2
     found = summary(results)["activations"]
-    assert (found["answers"], found["runs"], found["not_stored"]) == (6, 6, 0)
+    assert (found["answers"], found["runs"], found["not_stored"]) == (6, 4, 2)
+    assert len((results / "dataset.jsonl").read_text().splitlines()) == 3
 
 
 def test_a_reward_that_fails_loses_no_answer_and_is_made_up_for(

@@ -13,7 +13,8 @@ from stored import SESSION, Store, points
 from deployments.activations import load, runs
 from deployments.activations.pulling import pull
 from evals import transfer as transferring
-from evals.config import EvalError
+from evals.config import Config, EvalError
+from evals.results import read_json
 from evals.summary import conclude
 from evals.transfer import transfer
 
@@ -67,29 +68,63 @@ def test_a_server_that_comes_back_costs_a_wait_and_nothing_else(
     store: Store, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.setattr("time.sleep", lambda seconds: None)
-    store.refuse, store.cut = 9, 3
-    assert transfer(tmp_path, store.base_url, SESSION, max_outage=60.0)["runs"] == 5
-    assert len(store.requests) == 3 + 9 + 3
-    told = "503: the store does not answer: waiting up to 60 s for the server"
-    assert capsys.readouterr().err.count(told) == 1
+    store.refuse, store.refuse_pages, store.cut = 9, 9, 1
+    assert transfer(tmp_path, store.base_url, SESSION, retries=1, max_outage=60.0)["runs"] == 5
+    assert len(store.requests) == 3 + 9 + 1
+    assert capsys.readouterr().err.count("the store does not answer") == 2  # not once for each attempt
     for run in range(5):
         there = load(tmp_path / "activations" / SESSION, f"r{run}")
         assert all(torch.equal(there[name], values) for name, values in points(run, 4 + run).items())
 
 
-def test_a_server_that_stays_away_is_waited_for_as_long_as_is_said(store: Store, tmp_path: Path) -> None:
-    store.refuse = 1_000_000
-    with pytest.raises(EvalError, match="503: the store does not answer"):
-        transfer(tmp_path, store.base_url, SESSION, max_outage=0.1)
-    assert len(store.requests) == 2
+@pytest.mark.parametrize("how", ["refuse", "refuse_pages"])
+def test_a_server_that_stays_away_is_waited_for_as_long_as_is_said(store: Store, tmp_path: Path, how: str) -> None:
+    setattr(store, how, 1_000_000)
+    with pytest.raises(EvalError, match=r"503.*the store does not answer.*\(--max-outage 0.1\): --resume goes on"):
+        transfer(tmp_path, store.base_url, SESSION, retries=8, max_outage=0.1)
+    assert getattr(store, how) == 1_000_000 - 2
 
 
-def test_what_a_server_refuses_is_asked_once(store: Store, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_server_that_is_busy_is_asked_as_often_as_is_said(
+    store: Store, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("time.sleep", lambda seconds: None)
+    store.refuse, store.status = 3, 429
+    assert transfer(tmp_path, store.base_url, SESSION, retries=3)["runs"] == 5
+    store.record("r9", points(9, 3))
+    store.refuse = 4
+    with pytest.raises(EvalError, match="429: the store does not answer"):
+        transfer(tmp_path, store.base_url, SESSION, retries=3)
+    assert store.refuse == 0
+
+
+def test_a_download_that_breaks_off_each_time_comes_to_an_end(
+    store: Store, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("time.sleep", lambda seconds: None)
+    store.cut = 1_000_000
+    with pytest.raises(EvalError, match="the answer was cut off"):
+        transfer(tmp_path, store.base_url, SESSION, retries=2, max_outage=60.0)
+    assert len(store.requests) == 3
+
+
+@pytest.mark.parametrize("status", [400, 404, 500])
+def test_what_a_server_refuses_is_asked_once(
+    store: Store, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, status: int
+) -> None:
     monkeypatch.setattr("time.sleep", lambda seconds: pytest.fail("it was waited for"))
-    store.lists = lambda found: found | {"runs": [{"run_id": "r8"}], "has_more": False}
-    with pytest.raises(EvalError, match="404: "):
-        transfer(tmp_path, store.base_url, SESSION, max_outage=60.0)
+    store.refuse, store.status = 1_000_000, status
+    with pytest.raises(EvalError, match=f"{status}: the store does not answer"):
+        transfer(tmp_path, store.base_url, SESSION, retries=8, max_outage=60.0)
     assert len(store.requests) == 1
+
+
+def test_a_key_that_no_header_holds_is_refused_and_not_shown(
+    store: Store, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("OPENAI_API_KEY", "secret\r")
+    with pytest.raises(EvalError, match="^OPENAI_API_KEY has characters that no key has$"):
+        transfer(tmp_path, store.base_url, SESSION, max_outage=60.0)
 
 
 @pytest.mark.parametrize(("session", "reason"), [("another", "404"), ("../up", "must be 1 to 128 letters")])
@@ -98,9 +133,10 @@ def test_a_session_that_is_none_is_a_stated_reason(store: Store, tmp_path: Path,
         transfer(tmp_path, store.base_url, session)
 
 
-def test_a_server_that_is_away_is_a_stated_reason(store: Store, tmp_path: Path) -> None:
+def test_a_server_that_is_away_is_a_stated_reason(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(EvalError, match="refused"):
-        transfer(tmp_path, "http://127.0.0.1:9/v1", SESSION)
+        transfer(tmp_path, "http://127.0.0.1:9/v1", SESSION, max_outage=0.1)
+    assert "waiting for the server, 0.1 s at most" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize("page", [{"runs": []}, {"runs": [{"run_id": "r0"}]}])
@@ -140,7 +176,9 @@ def test_runs_that_are_listed_and_not_sent_are_a_stated_reason(
     assert transfer(tmp_path, store.base_url, SESSION)["runs"] == 5
 
 
-def test_a_run_of_a_sample_that_is_not_there_any_more_makes_the_results_incomplete(tmp_path: Path) -> None:
+def test_a_run_of_a_sample_that_is_not_there_any_more_makes_the_results_incomplete(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     with Store(tmp_path / "store") as store:
         for run in range(20):  # of an earlier evaluation: as many as there are, and none that counts
             store.record(f"earlier-{run}", points(run, 3))
@@ -152,9 +190,13 @@ def test_a_run_of_a_sample_that_is_not_there_any_more_makes_the_results_incomple
             skill=1.0,
             activations=lambda run: store.record(run, points(1, 4)),
             transfer_activations=True,
-            base_url=store.base_url,
+            base_url="http://127.0.0.1:9/v1",  # as it was when the run began
+            max_outage=0.0,
         )
-        kept = conclude(results, None)
+        config = Config.model_validate(read_json(results / "config.json")["config"])
+        store.refuse_pages = 1
+        monkeypatch.setattr("time.sleep", lambda seconds: None)
+        kept = conclude(results, None, config.model_copy(update={"base_url": store.base_url, "max_outage": 60.0}))
         assert (kept["incomplete"], kept["activations"]["transferred"]["runs"]) == (None, 24)
         gone = next((results / "samples").iterdir())
         sample = json.loads(gone.read_text())
