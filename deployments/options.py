@@ -36,6 +36,11 @@ def check_uri(uri: str) -> str:
     return uri
 
 
+def fits_header(key: str) -> bool:
+    """Whether an HTTP header can hold an API key: printable ASCII."""
+    return key.isascii() and key.isprintable()
+
+
 class Savepoint(BaseModel):
     """A capture point of a model under a name of its own.
 

@@ -12,6 +12,7 @@ from urllib.request import getproxies, proxy_bypass
 import aiohttp
 import httpx
 
+from deployments.options import fits_header
 from evals.answers import Kind, asked_wait_s, error_of, kind_of, knows_no_max_tokens, message_of
 from evals.config import EvalError
 from evals.outage import Clock, Outage
@@ -297,7 +298,7 @@ def api_key() -> str | None:
         EvalError: no header can hold it; the text does not show it.
     """
     key = os.environ.get("OPENAI_API_KEY") or None
-    if key and not (key.isascii() and key.isprintable()):
+    if key and not fits_header(key):
         raise EvalError("OPENAI_API_KEY has characters that no key has")
     return key
 

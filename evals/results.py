@@ -74,7 +74,7 @@ class Results:
                 _write(directory, sample.model_copy(update=UNREWARDED))
         write_json(directory / "config.json", resumed(earlier, facts))
         for sample in read_samples(directory):
-            if sample.reward is None:
+            if sample.reward is None and sample.outcome != "failed":
                 _write(directory, reward(sample))
         write_dataset(directory, again)  # a killed run may have left half a line
         return cls(directory, again)

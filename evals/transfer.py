@@ -47,34 +47,35 @@ class Patience:
         """What `work` returns.
 
         Raises:
-            PullError, httpx.TransportError: the server refuses, is away for too long, or busy or broken off too often.
+            PullError: the server refuses, is away for too long, or busy or broken off too often.
         """
         failures, wait = 0, 1.0  # seconds
         while True:
             try:
                 done = work()
-            except (PullError, httpx.TransportError) as error:
-                kind, answer = _kind_of(error), _answer_of(error)
-                failures += answer is not None and (kind == "busy" or answer.is_success)  # the server is or was there
+            except PullError as error:
+                kind, answer = _kind_of(error), error.answer
+                broke_off = answer is not None and answer.is_success
+                failures += kind == "busy" or broke_off  # the server is or was there
                 if kind == "refused" or failures > self._retries:
                     raise
                 wait = max(wait, 0.0 if answer is None else asked_wait_s(answer))
                 if kind == "busy":
                     self._outage.met()
                 else:
-                    wait = min(wait, self._left_s(str(error), answer))
+                    wait = min(wait, self._left_s(str(error), broke_off))
             else:
                 self._outage.met()
                 return done
             time.sleep(wait)
             wait = min(2 * wait, LONGEST_LOOK)
 
-    def _left_s(self, reason: str, begun: httpx.Response | None) -> float:
+    def _left_s(self, reason: str, broke_off: bool) -> float:
         """For how long a server that is away is still waited for."""
         outage = self._outage
         first = not outage.seconds
         outage.missed()
-        if begun is not None and begun.is_success:
+        if broke_off:  # it was there a moment ago
             outage.renewed()
         if (left_s := outage.left_s) <= 0:
             raise PullError(outage.given_up(reason))
@@ -176,7 +177,10 @@ def _listed(base_url: str, session_id: str, patiently: Patience) -> tuple[list[s
 
 
 def _page(http: httpx.Client, url: str, params: dict[str, Any]) -> dict[str, Any]:
-    answer = http.get(url, params=params)
+    try:
+        answer = http.get(url, params=params)
+    except httpx.TransportError as error:
+        raise PullError(str(error) or type(error).__name__) from error
     if not answer.is_success:
         raise PullError(f"{url} answered {answer.status_code}: {answer.text[:200]}", answer)
     try:
@@ -207,18 +211,13 @@ def _free(folder: Path) -> Iterator[str]:
             yield name
 
 
-def _kind_of(error: PullError | httpx.TransportError) -> Kind:
+def _kind_of(error: PullError) -> Kind:
     """What a failure means for another attempt; an answer that broke off is of a server that is away now."""
-    answer = _answer_of(error)
-    if answer is not None and not answer.is_success:
-        return kind_of(answer) if is_absent(answer) else "refused"
-    cause = error.__cause__ if isinstance(error, PullError) else error
+    if error.answer is not None and not error.answer.is_success:
+        return kind_of(error.answer) if is_absent(error.answer) else "refused"
+    cause = error.__cause__
     own = isinstance(cause, httpx.LocalProtocolError | httpx.UnsupportedProtocol) or _is_of_certificates(cause)
     return "away" if isinstance(cause, httpx.TransportError) and not own else "refused"
-
-
-def _answer_of(error: PullError | httpx.TransportError) -> httpx.Response | None:
-    return error.answer if isinstance(error, PullError) else None
 
 
 def _is_of_certificates(error: BaseException | None) -> bool:

@@ -16,6 +16,7 @@ from fastapi import Depends, Request
 from fastapi.security import HTTPBearer
 from starlette.types import ASGIApp, Receive, Scope, Send
 
+from deployments.options import fits_header
 from serve_app.errors import ApiError
 
 VARIABLE = "VITRINE_API_KEYS"
@@ -141,7 +142,7 @@ def _entries(source: str, text: str) -> Iterator[tuple[bytes, Role]]:
     for number, line in enumerate(text.splitlines(), 1):
         for entry in line.split() if not line.lstrip().startswith("#") else ():
             role, _, key = entry.partition(":")
-            if role not in list(Role) or len(key) < SHORTEST or not key.isascii() or not key.isprintable():
+            if role not in list(Role) or len(key) < SHORTEST or not fits_header(key):
                 roles = " or ".join(Role)
                 raise ValueError(
                     f"{source}, line {number}: an entry is role:key, the role {roles}, the key at least "

@@ -18,6 +18,7 @@ from tqdm import tqdm
 from deployments.activations import checksums
 from deployments.activations.facts import check_session_id
 from deployments.activations.holding import PULLED, held
+from deployments.options import fits_header
 
 _TIMEOUT = httpx.Timeout(30, read=330)  # a server may look through a large session first
 _BUFFER = 1 << 20
@@ -70,7 +71,7 @@ def pull(
         raise FileExistsError(f"{folder} is there already: take another directory, or delete it first")
     if not url.startswith(("http://", "https://")):
         raise ValueError(f"{url!r} is no address of a server: it begins with http:// or https://")
-    if api_key is not None and not (api_key.isascii() and api_key.isprintable()):
+    if api_key is not None and not fits_header(api_key):
         raise ValueError("the API key has characters that no key has")
     to.mkdir(parents=True, exist_ok=True)
     unfinished = Path(tempfile.mkdtemp(prefix=PULLED, dir=to))
