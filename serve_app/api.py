@@ -25,7 +25,8 @@ from serve_app.backend import Backend
 from serve_app.dependencies import BYTES, Actors
 from serve_app.described import Described, errors
 from serve_app.errors import HEADERS, install
-from serve_app.keys import BEARER, AdminOnly, Guard, IsAdmin, Keys
+from serve_app.guard import BEARER, AdminOnly, Guard, Sender
+from serve_app.keys import Keys
 from serve_app.middleware import TENSORS, Gate
 from serve_app.schemas import ChatRequest, CompletionRequest, Generation, ProfileBody
 from serve_app.token_schemas import DetokenizeRequest, TokenizeRequest
@@ -273,9 +274,9 @@ async def delete_tensors(tensor_id: str, backend: Actors) -> dict[str, Any]:
 
 
 @profiles.post("", responses=described.PROFILE | errors(403, 504))
-async def keep_profile(body: ProfileBody, backend: Actors, is_admin: IsAdmin) -> dict[str, Any]:
+async def keep_profile(body: ProfileBody, backend: Actors, sender: Sender) -> dict[str, Any]:
     """Keep a profile, in the place of one of its name; to make a default, or change one, takes an admin."""
-    return await backend.keep_profile(body, is_admin)
+    return await backend.keep_profile(body, sender.is_admin)
 
 
 @profiles.get("", responses=described.PROFILES)

@@ -1,4 +1,4 @@
-"""API keys: who may use the server, and who may change what all its users share."""
+"""API keys: who may use the server, which role each key has, and whom what it makes belongs to."""
 
 from __future__ import annotations
 
@@ -10,30 +10,44 @@ from collections.abc import Iterator
 from dataclasses import dataclass, field
 from enum import StrEnum
 from pathlib import Path
-from typing import Annotated
-
-from fastapi import Depends, Request
-from fastapi.security import HTTPBearer
-from starlette.types import ASGIApp, Receive, Scope, Send
 
 from deployments.options import fits_header
-from serve_app.errors import ApiError
 
 VARIABLE = "VITRINE_API_KEYS"
 SHORTEST = 16  # characters of a key
-# Load balancers ask after health, and browsers open pages, without a key; the pages say the same on every server.
-OPEN = frozenset({"/health", "/docs", "/openapi.json"})
-NNSIGHT = b"ndif-api-key"  # the header in which nnsight's clients send theirs
-# nnsight's clients fetch results without a key; the address holds a token that only the job's client was told.
-RESULT = re.compile(r"/response/[0-9a-f]{32}/result")
-BEARER = HTTPBearer(auto_error=False, description="One of the operator's API keys.")  # for the documentation
+OWNER = re.compile(r"[A-Za-z0-9][A-Za-z0-9_.-]{0,63}")  # the name of an owner
+UNNAMED = "key-"  # how the owner of a key without a name begins; no name may begin so
 
 
 class Role(StrEnum):
-    """What a key may do: an admin also loads, unloads and deletes."""
+    """What a key may do."""
 
-    USE = "use"
-    ADMIN = "admin"
+    USE = "use"  # ask, record, and manage what is its own
+    CODE = "code"  # the same, and run code of its own over the served weights
+    ADMIN = "admin"  # everything, with everybody's data
+
+
+@dataclass(frozen=True)
+class Caller:
+    """Who sends a request.
+
+    Attributes:
+        role: What they may do.
+        owner: Whom what they make belongs to; None on a server without keys, where nothing has an owner.
+    """
+
+    role: Role
+    owner: str | None = None
+
+    @property
+    def is_admin(self) -> bool:
+        """Whether they may change what all share, and what is others'."""
+        return self.role is Role.ADMIN
+
+    @property
+    def may_run_code(self) -> bool:
+        """Whether they may run code of their own, where the operator allows any."""
+        return self.role in (Role.CODE, Role.ADMIN)
 
 
 @dataclass(frozen=True)
@@ -43,13 +57,14 @@ class Keys:
     Kept as SHA-256 digests alone: what does not hold a key cannot show it, in a log, a pickle or Serve's status.
     """
 
-    _roles: dict[bytes, Role] = field(default_factory=dict, repr=False)  # by a key's digest
+    _callers: dict[bytes, Caller] = field(default_factory=dict, repr=False)  # by a key's digest
 
     @classmethod
     def read(cls, path: str | None) -> Keys:
         """The keys of a file and of the environment's `VITRINE_API_KEYS`.
 
-        Both hold `role:key`, apart from each other by white space; a line that begins with `#` says nothing.
+        Both hold `role:key` or `role@name:key`, apart from each other by white space; a line that begins with `#` is a
+        comment. What a key makes belongs to its name, so that a new key of the same name finds it.
 
         Args:
             path: The file, if there is one.
@@ -63,93 +78,53 @@ class Keys:
             sources[path] = Path(path).read_text()
         if VARIABLE in os.environ:
             sources[VARIABLE] = os.environ[VARIABLE]
-        roles: dict[bytes, Role] = {}
+        callers: dict[bytes, Caller] = {}
         for source, text in sources.items():
             found = list(_entries(source, text))
             if not found:
-                raise ValueError(f"{source} holds no API key; an entry is role:key")
-            for digest, role in found:
-                if roles.setdefault(digest, role) is not role:
-                    raise ValueError(f"{source}: a key has one role, and one of these has another already")
-        return cls(roles)
+                raise ValueError(f"{source} holds no API key; an entry is role:key or role@name:key")
+            for digest, caller in found:
+                if callers.setdefault(digest, caller) != caller:
+                    raise ValueError(f"{source}: a key has one role and one name, and one of these has others already")
+        return cls(callers)
 
     def __bool__(self) -> bool:
-        return bool(self._roles)
+        return bool(self._callers)
 
-    def role(self, key: bytes) -> Role | None:
-        """What a key may do; None where it is none. Takes as long for any key."""
+    def caller(self, key: bytes) -> Caller | None:
+        """Who sends a key; None where it is none of these. Takes as long for any key."""
         digest = _digest(key)
         found = None
-        for known, role in self._roles.items():
+        for known, caller in self._callers.items():
             if hmac.compare_digest(known, digest):
-                found = role
+                found = caller
         return found
 
 
-class Guard:
-    """Lets pass who has a key, and notes its role. Plain ASGI, so that no body is read before."""
-
-    def __init__(self, app: ASGIApp, keys: Keys) -> None:
-        self._app = app
-        self._keys = keys
-
-    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        """Answer 401 where there is no key, or one that is none."""
-        if scope["type"] not in ("http", "websocket"):
-            return await self._app(scope, receive, send)
-        role = self._role(scope)
-        if role is None:
-            if scope["type"] == "websocket":
-                return await send({"type": "websocket.close", "code": 1008})  # a policy violation
-            message = "no valid API key: send one of this server's as `Authorization: Bearer <key>`"
-            error = ApiError(401, message, None, "invalid_api_key")
-            return await error.response(scope)(scope, receive, send)
-        scope.setdefault("state", {})["role"] = role
-        return await self._app(scope, receive, send)
-
-    def _role(self, scope: Scope) -> Role | None:
-        if not self._keys:
-            return Role.ADMIN
-        headers = dict(scope["headers"])
-        scheme, _, key = headers.get(b"authorization", b"").partition(b" ")
-        if not scheme:
-            scheme, key = b"bearer", headers.get(NNSIGHT, b"")
-        role = self._keys.role(key.strip()) if scheme.lower() == b"bearer" else None
-        path = scope["path"].removeprefix(scope.get("root_path", ""))
-        if role is None and (path in OPEN or RESULT.fullmatch(path)):
-            return Role.USE
-        return role
-
-
-async def _is_admin(request: Request) -> bool:
-    return request.state.role is Role.ADMIN
-
-
-IsAdmin = Annotated[bool, Depends(_is_admin)]
-
-
-async def _admin_only(is_admin: IsAdmin) -> None:
-    if not is_admin:
-        message = "this key may use the server; what changes it for all needs a key with the role admin"
-        raise ApiError(403, message, None, "insufficient_permissions")
-
-
-AdminOnly = Depends(_admin_only)
-
-
-def _entries(source: str, text: str) -> Iterator[tuple[bytes, Role]]:
-    """Each key's digest and role. What is wrong is told by its line alone, since it may hold a key."""
+def _entries(source: str, text: str) -> Iterator[tuple[bytes, Caller]]:
+    """Each key's digest, and who sends it. What is wrong is told by its line alone, since it may hold a key."""
     for number, line in enumerate(text.splitlines(), 1):
         for entry in line.split() if not line.lstrip().startswith("#") else ():
-            role, _, key = entry.partition(":")
+            who, _, key = entry.partition(":")
+            role, at, name = who.partition("@")
             if role not in list(Role) or len(key) < SHORTEST or not fits_header(key):
-                roles = " or ".join(Role)
+                *most, last = Role
                 raise ValueError(
-                    f"{source}, line {number}: an entry is role:key, the role {roles}, the key at least "
-                    f"{SHORTEST} printable ASCII characters"
+                    f"{source}, line {number}: an entry is role:key or role@name:key, the role {', '.join(most)} or "
+                    f"{last}, the key at least {SHORTEST} printable ASCII characters"
                 )
-            yield _digest(key.encode()), Role(role)
+            if at and (not OWNER.fullmatch(name) or name.startswith(UNNAMED)):
+                raise ValueError(
+                    f"{source}, line {number}: a name is up to 64 letters, digits, '_', '.' and '-', begins with a "
+                    f"letter or digit, and not with {UNNAMED!r}"
+                )
+            yield _digest(key.encode()), Caller(Role(role), name or _owner(key.encode()))
 
 
 def _digest(key: bytes) -> bytes:
     return hashlib.sha256(key).digest()
+
+
+def _owner(key: bytes) -> str:
+    """The owner of a key without a name: a keyed hash, of which neither the key nor its digest can be told."""
+    return UNNAMED + hmac.new(key, b"owner", hashlib.sha256).hexdigest()[:32]

@@ -114,7 +114,7 @@ async def env(jobs: Jobs) -> dict[str, Any]:
 @router.get("/whoami", responses=described.WHOAMI)
 async def whoami(connection: HTTPConnection, jobs: Jobs) -> dict[str, Any]:
     """What the key is: this server knows no persons, only what a key may do."""
-    return {"email": None, "tags": [connection.state.role]}
+    return {"email": None, "tags": [connection.state.caller.role]}
 
 
 @sockets.websocket("/subscribe")

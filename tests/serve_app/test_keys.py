@@ -15,7 +15,7 @@ from ray import serve
 import serve_app
 from deployments.options import Options
 from serve_app.code_jobs import check_who_may_ask
-from serve_app.keys import VARIABLE, Keys, Role
+from serve_app.keys import VARIABLE, Caller, Keys, Role
 
 USE, ADMIN, FROM_ENVIRONMENT = "sk-use-4fJc0Vb1xT9q", "sk-admin-Zr83hKpW0s", "sk-env-Lm2eYd6NuA7c"
 ORIGIN = "https://app.example"
@@ -93,7 +93,7 @@ def test_this_machine_alone_may_run_code_without_keys(host):
 def test_others_may_run_code_with_keys_alone(host):
     with pytest.raises(ValueError, match="allow_client_code"):
         check_who_may_ask(Keys(), host)
-    check_who_may_ask(Keys({b"digest": Role.USE}), host)
+    check_who_may_ask(Keys({b"digest": Caller(Role.USE)}), host)
 
 
 @pytest.mark.parametrize("path", ["/health", "/docs", "/openapi.json"])
@@ -201,12 +201,9 @@ def read(tmp_path, monkeypatch):
 def test_a_file_and_the_environment_are_read_together(read, monkeypatch):
     monkeypatch.setenv(VARIABLE, f"use:{FROM_ENVIRONMENT}  admin:{ADMIN}")
     keys = read(f"  # one\nuse:{USE}")
-    assert [keys.role(key.encode()) for key in (USE, FROM_ENVIRONMENT, ADMIN, "sk-other-000000000")] == [
-        Role.USE,
-        Role.USE,
-        Role.ADMIN,
-        None,
-    ]
+    roles = [caller and caller.role for caller in map(keys.caller, map(str.encode, (USE, FROM_ENVIRONMENT, ADMIN)))]
+    assert roles == [Role.USE, Role.USE, Role.ADMIN]
+    assert keys.caller(b"sk-other-000000000") is None
     assert not Keys.read(None) if monkeypatch.delenv(VARIABLE) else True
 
 
@@ -217,6 +214,23 @@ def test_what_is_no_key_ends_the_deployment_and_is_not_repeated(read, text, capl
     with caplog.at_level(logging.DEBUG), pytest.raises(ValueError, match="key") as refused:
         read(text)
     assert USE not in str(refused.value) + caplog.text
+
+
+def test_a_name_outlives_its_key_and_a_key_without_one_is_an_owner_by_itself(read):
+    keys = read(f"use@alice:{USE} code@alice:{FROM_ENVIRONMENT} admin:{ADMIN}")
+    alice, with_new_key, admin = (keys.caller(key.encode()) for key in (USE, FROM_ENVIRONMENT, ADMIN))
+    assert alice.owner == with_new_key.owner == "alice"
+    assert with_new_key.may_run_code
+    assert not alice.may_run_code
+    assert admin.owner.startswith("key-")
+    assert admin.owner == read(f"admin:{ADMIN}").caller(ADMIN.encode()).owner
+    assert ADMIN not in admin.owner
+
+
+@pytest.mark.parametrize("name", ["", "-a", "a/b", "key-1", "a" * 65, "a@b"])
+def test_an_owners_name_can_stand_in_a_path_and_is_no_key(read, name):
+    with pytest.raises(ValueError, match="name"):
+        read(f"use@{name}:{USE}")
 
 
 def test_an_empty_variable_or_a_missing_file_does_not_open_the_server(monkeypatch, tmp_path):
