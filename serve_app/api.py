@@ -22,12 +22,12 @@ from deployments.messages import Job, Message
 from deployments.options import Options
 from serve_app.answers import Answer, Kind
 from serve_app.backend import Backend
-from serve_app.dependencies import BYTES, Actors
+from serve_app.dependencies import Actors
 from serve_app.described import Described, errors
 from serve_app.errors import HEADERS, install
 from serve_app.guard import BEARER, AdminOnly, Guard, Sender
 from serve_app.keys import Keys
-from serve_app.middleware import TENSORS, Gate
+from serve_app.middleware import BYTES, TENSORS, BodyLimits, RequestIds
 from serve_app.schemas import ChatRequest, CompletionRequest, Generation, ProfileBody
 from serve_app.token_schemas import DetokenizeRequest, TokenizeRequest
 from serve_app.wire_models import LoadRequest, UnloadRequest
@@ -52,12 +52,6 @@ async def _filter(
         return Filter(None, model, since, until, sample_id, tag_pairs(tag or ()))
     except ValueError as error:
         raise RequestError(str(error), "tag") from error
-
-
-async def _is_a_file(request: Request) -> None:
-    kind = request.headers.get("content-type", "").partition(";")[0].strip().lower()
-    if kind != BYTES:  # which no page of another origin may send unasked
-        raise RequestError(f"send the file as {BYTES}, not as {kind or 'nothing'}", "Content-Type")
 
 
 DataFormat = Literal["arrow", "safetensors", "npz", "pt"]
@@ -246,7 +240,7 @@ async def unpin_session(session_id: SessionId, backend: Actors) -> dict[str, Any
     return {"id": session_id, "object": "session", "pinned": False}
 
 
-@tensors.post("", dependencies=[Depends(_is_a_file)], responses=described.TENSORS)
+@tensors.post("", responses=described.TENSORS)
 async def upload_tensors(data: Annotated[bytes, Body(media_type=BYTES)], backend: Actors) -> dict[str, Any]:
     """Keep one safetensors file, of steering vectors or probe directions; the same bytes again have the same id."""
     return await backend.put_tensors(data)
@@ -408,8 +402,12 @@ def build_api(backend: Backend, options: Options, keys: Keys) -> FastAPI:
         redoc_url=None,
     )
     api.state.backend = backend
-    api.add_middleware(Guard, keys=keys)
-    api.add_middleware(Gate, max_body_bytes=options.max_body_bytes, max_tensor_file_bytes=options.max_tensor_file_bytes)
+    # The last that is added comes first.
+    api.add_middleware(
+        BodyLimits, max_body_bytes=options.max_body_bytes, max_tensor_file_bytes=options.max_tensor_file_bytes
+    )
+    api.add_middleware(Guard, options=options, keys=keys)
+    api.add_middleware(RequestIds)
     if options.cors_origins:  # outside of the others, so that a page can read their refusals, too
         api.add_middleware(
             CORSMiddleware,

@@ -48,18 +48,17 @@ class Backend:
         profiles: Profiles of capture and interventions.
     """
 
-    def __init__(self, options: Options, app: str, store: Any, local_only: bool = False) -> None:
+    def __init__(self, options: Options, app: str, store: Any) -> None:
         """Find the models.
 
         Args:
             options: The operator's.
             app: The ingress's Serve application.
             store: The activation store's handle.
-            local_only: Whether clients' code is run for callers of this machine alone.
         """
         self.models = Models(options, app)
         self.loader = Loader(options, self.models)
-        self.jobs = CodeJobs(options, self.models, board(), local_only) if options.allow_client_code else None
+        self.jobs = CodeJobs(options, self.models, board()) if options.allow_client_code else None
         self.profiles = Profiles(store)
         self._store = store
         self._max_tensor_store_bytes = options.max_tensor_store_bytes

@@ -1,4 +1,4 @@
-"""What routes ask FastAPI for, and the type of bodies that are files."""
+"""What routes ask FastAPI for."""
 
 from __future__ import annotations
 
@@ -8,8 +8,6 @@ from fastapi import Depends
 from starlette.requests import HTTPConnection
 
 from serve_app.backend import Backend
-
-BYTES = "application/octet-stream"
 
 
 # A coroutine, though it waits for nothing: FastAPI runs plain functions on a thread of their own.
