@@ -126,19 +126,23 @@ def start(kind: str, machine: str) -> str:
     return f"{line} --num-cpus=1 --node-ip-address={MACHINES[machine]} --block"
 
 
+def deploy(network: Network, **own: Any) -> subprocess.CompletedProcess[str]:
+    """`serve deploy serve_config.yaml` on the head, for machines without GPUs, with these options besides."""
+    config = json.loads(json.dumps(SERVE).replace(HOME, str(network.folder / "head")))
+    args = config["applications"][0]["args"]
+    args |= {"model": "vitrine-demo", "dtype": "auto", "num_gpus": 0, "num_cpus": 1, "threads": 1} | own
+    path = network.folder / "serve_config.yaml"
+    path.write_text(yaml.safe_dump(config))
+    return network.asked("head", "env", "RAY_AUTH_MODE=token", "serve", "deploy", path)
+
+
 @pytest.fixture(scope="module")
 def nodes(network: Network, token: str, eventually: Callable[..., Any]) -> Iterator[Network]:
     """Both nodes, with a replica of the shipped model on each."""
-    config = json.loads(json.dumps(SERVE).replace(HOME, str(network.folder / "head")))
-    args = config["applications"][0]["args"]
-    args |= {"model": "vitrine-demo", "dtype": "auto", "num_gpus": 0, "num_cpus": 1, "threads": 1}
-    path = network.folder / "serve_config.yaml"
-    path.write_text(yaml.safe_dump(config))
     with network.running("head", start("head", "head")) as log:
         eventually(lambda: "Ray runtime started" in log.read_text(), limit_s=120)
         with network.running("worker", start("worker", "worker")):
-            deploy = ["env", "RAY_AUTH_MODE=token", "serve", "deploy", str(path)]
-            eventually(lambda: network.asked("head", *deploy).returncode == 0, limit_s=120)
+            eventually(lambda: deploy(network).returncode == 0, limit_s=120)
             health = ["curl", "-s", f"http://{MACHINES['head']}:8000/health"]
             both = '"RUNNING":2'
             eventually(lambda: network.asked("outside", *health).stdout, lambda said: both in said, limit_s=180)
@@ -167,3 +171,14 @@ def test_a_pickled_call_from_outside_runs_nothing_on_either_node(attack):
 
 def test_without_a_key_only_health_is_answered(attack):
     assert attack["http"] == [200, 401, 401, 401]
+
+
+def test_the_same_cluster_does_not_serve_without_keys(nodes, eventually):
+    assert deploy(nodes, api_keys_file=None, model="none").returncode == 0
+
+    def status() -> str:
+        return nodes.asked("head", "env", "RAY_AUTH_MODE=token", "serve", "status").stdout
+
+    said = eventually(status, lambda said: "DEPLOY_FAILED" in said, limit_s=120)
+    assert "without API keys" in said
+    assert "set open=true" in " ".join(said.split())
