@@ -6,6 +6,7 @@ import asyncio
 
 import pytest
 
+from deployments.activations.accounts import Account
 from deployments.client_code import board
 from deployments.client_code.board import Board
 from deployments.client_code.job import Update
@@ -156,3 +157,18 @@ def test_there_are_only_so_many_jobs_and_listeners(monkeypatch):
             await known.updates("nobody")
 
     asyncio.run(full())
+
+
+def test_a_job_and_a_listener_of_another_key_are_as_if_there_were_none():
+    async def scene():
+        known = Board()
+        mine, theirs = await known.listen("alice"), await known.listen("bob")
+        job = await known.open(mine, "alice")
+        with pytest.raises(RequestError, match="subscribe first"):
+            await known.open(mine, "bob")
+        assert await known.open(theirs, "bob")
+        assert await known.latest(job, Account("bob", is_admin=False)) is None
+        assert await known.latest(job, Account("alice", is_admin=False))
+        assert await known.latest(job, Account("root"))
+
+    asyncio.run(scene())
