@@ -21,6 +21,7 @@ ROLES = {"alice": "code", "bob": "code", "hog": "use", "root": "admin"}
 POINT = "layers.3.output"
 BODY = {"model": "vitrine-demo", "prompt": "Tom has 3 boxes of 4 pens.", "max_tokens": 4, "temperature": 0}
 CAPTURE = {"points": [POINT]}
+DAMP = [{"op": "scale", "point": POINT, "factor": 0.5}]
 VECTOR = save({"v": torch.linspace(-5, 5, 192)})
 BYTES = {"content-type": "application/octet-stream"}
 SESSIONS, SESSION = "/v1/activations/sessions", "/v1/activations/session/"
@@ -68,7 +69,7 @@ def mine(record):
     """A run of a session of alice's."""
     meta = record("alice", "mine").json()["activations_meta"]
     assert meta["status"] == "stored"
-    return meta["run_id"]
+    return meta["runs"][0]["run_id"]
 
 
 @pytest.fixture
@@ -112,7 +113,7 @@ def test_a_session_of_another_key_is_as_if_it_did_not_exist(ask, mine, method, r
 
 
 def test_lists_hold_ones_own_sessions_and_runs_alone(ask, record, mine):
-    run = record("bob", "bobs").json()["activations_meta"]["run_id"]
+    run = record("bob", "bobs").json()["activations_meta"]["runs"][0]["run_id"]
     assert "mine" in listed(ask, "alice")
     assert "bobs" in listed(ask, "bob")
     assert not {"mine"} & listed(ask, "bob")
@@ -197,10 +198,7 @@ def test_an_admins_default_holds_for_everybody_with_tensors_that_nobody_else_may
     steer = [{"op": "add", "point": POINT, "vector": file}]
     profile = {"name": "house", "model": "vitrine-demo", "interventions": steer, "default": True}
     plain = complete("bob").json()["choices"][0]["text"]
-    assert (
-        code(ask("bob", "POST", "/v1/interventions", json=profile | {"interventions": [], "capture": CAPTURE}))[0]
-        == 403
-    )
+    assert code(ask("bob", "POST", "/v1/interventions", json=profile | {"interventions": DAMP}))[0] == 403
     assert ask("root", "POST", "/v1/interventions", json=profile).status_code == 200
     try:
         answer = complete("bob", intervention_profile="house")
@@ -216,7 +214,7 @@ def test_an_admins_default_holds_for_everybody_with_tensors_that_nobody_else_may
 
 
 def test_a_shared_session_is_read_by_every_key_and_changed_by_its_owners(ask, record, complete):
-    run = record("alice", "open").json()["activations_meta"]["run_id"]
+    run = record("alice", "open").json()["activations_meta"]["runs"][0]["run_id"]
     assert ask("alice", "PUT", f"{SESSION}open/shared").json() == {"id": "open", "object": "session", "shared": True}
     shown = ask("bob", "GET", f"{SESSION}open").json()
     assert (shown["owner"], shown["shared"]) == ("alice", True)
@@ -257,7 +255,9 @@ def test_each_key_has_an_automatic_session_of_its_own(ask, record):
 
 def test_what_was_recorded_without_keys_is_admins(ask, record, served):
     body = BODY | {"capture": CAPTURE, "session_id": "before-keys"}
-    assert httpx.post(f"{served.base_url}/completions", json=body, timeout=60).json()["activations_meta"]["run_id"]
+    assert httpx.post(f"{served.base_url}/completions", json=body, timeout=60).json()["activations_meta"]["runs"][0][
+        "run_id"
+    ]
     told = httpx.get(f"{served.root}{SESSION}before-keys", timeout=60).json()
     assert not {"owner", "shared"} & set(told)
     assert code(ask("bob", "GET", f"{SESSION}before-keys"))[0] == 404

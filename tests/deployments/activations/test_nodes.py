@@ -208,7 +208,7 @@ def test_a_run_that_the_store_admitted_before_its_session_was_deleted_is_not_wri
 
     async def then_deleted(*args):
         await make_room(*args)
-        monkeypatch.undo()
+        monkeypatch.setattr(nodes.here, "make_room", make_room)
         await nodes.here.delete("session", alice)
         await nodes.here.claim("session", bob)
 
