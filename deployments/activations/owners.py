@@ -76,12 +76,10 @@ class Owners:
         Raises:
             OSError: The disk refuses.
         """
+        names = {item.name for item in found(self._folder, FOLDER) if names_a_session(item.name)}
         with self._lock:
-            names = {item.name for item in found(self._folder, FOLDER) if names_a_session(item.name)}
-            for name in self._records.keys() - names:
-                self._keep(name, None)
-            for name in names - self._records.keys():
-                self._keep(name, self._read(name))
+            for name in names ^ self._records.keys():
+                self._keep(name, self._read(name))  # it may have changed since the names were read
 
     def of(self, session_id: str) -> Record | None:
         """Whose a session is; None where it has no owner.

@@ -9,7 +9,7 @@ import asyncio
 import secrets
 import time
 import uuid
-from collections import deque
+from collections import Counter, deque
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -19,14 +19,14 @@ from deployments.activations.accounts import OPERATOR, Account
 from deployments.client_code.job import LAST, Update
 from deployments.errors import RequestError
 
-MOST_JOBS = 1024  # that are known at once; the oldest that have ended make room for new ones
+MOST_JOBS = 1024  # that are known at once; of who has most that have ended, the oldest makes room for a new one
 MOST_LISTENERS = 1024
 MOST_UNHEARD = 10_000  # updates that wait for a listener; the oldest go
 KEEP_S = 3600.0  # for which what became of a job is known
 LOST_S = 30.0  # without a sign of life from the replica after which a job is lost
 POLL_S = 20.0  # the longest that a listener's call waits
 SILENT_S = 60.0  # without a sign of life from its ingress after which a listener has gone
-RESULTS_BYTES = 1 << 30  # of all results together; the oldest make room for new ones
+RESULTS_BYTES = 1 << 30  # of all results together; of who holds most, the oldest make room for new ones
 
 _NOBODY = "nobody listens by this id: subscribe first", "session_id", "session_not_found", 404
 
@@ -120,10 +120,11 @@ class Board:
         if listener is not None and (listener not in self._listeners or self._listeners[listener].owner != owner):
             raise RequestError(*_NOBODY)
         if len(self._jobs) >= MOST_JOBS:
-            ended = [name for name, job in self._jobs.items() if job.ended]  # the oldest first
+            ended = [(name, job.owner) for name, job in self._jobs.items() if job.ended]  # the oldest first
             if not ended:
                 raise RequestError(f"{MOST_JOBS} jobs are under way: try again later", None, "server_busy", 429)
-            del self._jobs[ended[0]]
+            [(most, _)] = Counter(of for _, of in ended).most_common(1)
+            del self._jobs[next(name for name, of in ended if of == most)]
         name = uuid.uuid4().hex
         self._jobs[name] = _Job(Update(name, "RECEIVED"), listener, owner, time.monotonic())
         return name
@@ -186,14 +187,15 @@ class Board:
                 del self._jobs[name]
             elif not job.ended and now - job.heard > LOST_S:
                 self._note(job, Update(name, "ERROR", "the replica that ran the job has gone: send it again"), [])
-        held = sum(len(blob) for job in self._jobs.values() for blob in job.result)
-        for name, job in self._jobs.items():
-            if held <= RESULTS_BYTES:
-                break
-            if job.result:
-                held -= sum(map(len, job.result))
-                job.result = []
-                job.latest = Update(name, "ERROR", "its result made room for others' before it was fetched")
+        held = Counter[str | None]()
+        for job in self._jobs.values():
+            held[job.owner] += sum(map(len, job.result))
+        while held.total() > RESULTS_BYTES:
+            [(most, _)] = held.most_common(1)
+            name, job = next((name, job) for name, job in self._jobs.items() if job.owner == most and job.result)
+            held[most] -= sum(map(len, job.result))
+            job.result = []
+            job.latest = Update(name, "ERROR", "its result made room for others before it was fetched")
 
 
 def connect() -> Any:

@@ -172,3 +172,19 @@ def test_a_job_and_a_listener_of_another_key_are_as_if_there_were_none():
         assert await known.latest(job, Account("root"))
 
     asyncio.run(scene())
+
+
+def test_who_fills_the_room_for_results_and_jobs_loses_their_own_and_nobody_elses(monkeypatch):
+    monkeypatch.setattr(board, "RESULTS_BYTES", 20)
+    monkeypatch.setattr(board, "MOST_JOBS", 4)
+
+    async def kept() -> tuple[list[bool], list[bool]]:
+        known = Board()
+        jobs = [await known.open(None, owner) for owner in ("alice", "bob", "bob", "bob")]
+        for job in jobs:
+            await known.tell([Update(job, "COMPLETED")], [b"1234567"])
+        with_results = [(await known.latest(job))[1] is not None for job in jobs]
+        await known.open(None, "bob")
+        return with_results, [await known.latest(job) is not None for job in jobs]
+
+    assert asyncio.run(kept()) == ([True, False, False, True], [True, False, True, True])
