@@ -10,10 +10,12 @@ from typing import Any, NamedTuple
 import torch
 from safetensors.torch import load
 
-from deployments.activations.interventions import Intervention, Replace, StoredRows
+from deployments.activations.accounts import Account
+from deployments.activations.interventions import Replace, StoredRows
 from deployments.activations.points import Points
 from deployments.activations.tensors import pick, split
 from deployments.errors import RequestError
+from deployments.messages import Job
 
 
 class Brought(NamedTuple):
@@ -55,32 +57,31 @@ class Holdings:
         finally:
             self._lent.pop(job, None)
 
-    async def bring(self, job: str, interventions: Sequence[Intervention]) -> Brought:
-        """What interventions name and the activation store holds.
-
-        Args:
-            job: For which `lending` accounts.
-            interventions: As they were sent.
+    async def bring(self, job: Job) -> Brought:
+        """What a job's interventions name and the activation store holds; `lending` accounts for it.
 
         Raises:
-            RequestError: There is none of that name, or no room for it; names the field.
+            RequestError: There is none of that name that they may read, or no room for it; names the field.
             StoreError: The disk refuses.
         """
         tensors: dict[str, torch.Tensor] = {}
         rows: dict[int, list[torch.Tensor]] = {}
-        for i, spec in enumerate(interventions):
+        readable = set[tuple[str, Account]]()
+        for i, spec in enumerate(job.interventions):
+            reader = job.reader(i)
             field, reference = f"interventions[{i}]", getattr(spec, "vector", None)
             if isinstance(spec, Replace) and spec.rows is not None:
                 async with self._bringing:
-                    rows[i] = await self._rows(spec, spec.rows, field)
-                    self._take(job, rows[i], f"{field}.from")
-            elif isinstance(reference, str) and reference not in tensors:
-                tensors[reference] = await self._tensor(reference, f"{field}.vector")
-                self._take(job, [tensors[reference]], f"{field}.vector")
+                    rows[i] = await self._rows(spec, spec.rows, field, reader)
+                    self._take(job.id, rows[i], f"{field}.from")
+            elif isinstance(reference, str) and (reference, reader) not in readable:
+                tensors[reference] = await self._tensor(reference, f"{field}.vector", reader)
+                readable.add((reference, reader))
+                self._take(job.id, [tensors[reference]], f"{field}.vector")
         return Brought(tensors, rows)
 
-    async def _tensor(self, reference: str, field: str) -> torch.Tensor:
-        data = await self._store.tensor_file.remote(split(reference)[0])
+    async def _tensor(self, reference: str, field: str, reader: Account) -> torch.Tensor:
+        data = await self._store.tensor_file.remote(split(reference)[0], reader)
         if data is None:
             raise RequestError(f"there is no tensor {reference!r}", field, "tensor_not_found")
         try:
@@ -88,7 +89,7 @@ class Holdings:
         except RequestError as refused:
             raise RequestError(refused.message, field, refused.code) from refused
 
-    async def _rows(self, spec: Replace, source: StoredRows, field: str) -> list[torch.Tensor]:
+    async def _rows(self, spec: Replace, source: StoredRows, field: str, reader: Account) -> list[torch.Tensor]:
         """For each point that an operation means, or for all of them, [tokens, ...] of a stored run."""
         points = self._points.named(spec.point, f"{field}.point")
         names: list[tuple[str, ...]] = [(point.name, point.module) for point in points]
@@ -98,7 +99,7 @@ class Holdings:
                 message = f"{source.point} means {len(names)} points, {spec.point} {len(points)}"
                 raise RequestError(message, f"{field}.from.point")
         try:
-            data = await self._store.rows.remote(source.run_id, names, source.tokens, self._most)
+            data = await self._store.rows.remote(source.run_id, names, source.tokens, self._most, reader)
         except RequestError as refused:
             raise RequestError(refused.message, f"{field}.{refused.field}", refused.code) from refused
         if data is None:

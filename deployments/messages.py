@@ -8,6 +8,7 @@ from dataclasses import dataclass, field
 from itertools import groupby
 from typing import Any, NamedTuple
 
+from deployments.activations.accounts import OPERATOR, Account
 from deployments.activations.interventions import Intervention
 from deployments.activations.logit_lens import LogitLens
 from deployments.activations.spec import Capture
@@ -21,6 +22,7 @@ class Job:
 
     Attributes:
         id: A unique id; the runs it makes are named after it.
+        account: Who sends it.
         messages: A chat, in OpenAI's form; None for a completion.
         prompts: A completion's prompts, each text or token ids; empty for a chat.
         tools: OpenAI's tool definitions that the model may call.
@@ -43,14 +45,18 @@ class Job:
         logit_lens: What to say of the layers with each token; None for nothing.
         profile: The profile that it uses; None for none.
         profiled: How many of its interventions are the profile's.
+        profile_account: Who may read what these name: an admin, where the profile is a default.
         profile_captures: Whether what to record is the profile's, too.
         default_capture: What to record in place of `capture` where the model has no savepoints: the profile's.
         session_id: The session its runs join.
+        fence: What the store gave when it admitted the job to the session; None without keys.
+        unstorable: Why its runs cannot be stored, where that is known before.
         request_id: What the client and the HTTP log call the request; not unique.
         fields: What the request calls a field that a refusal may name, where it is not that name.
     """
 
     id: str
+    account: Account = OPERATOR
     messages: list[dict[str, Any]] | None = None
     prompts: list[str | list[int]] = field(default_factory=list)
     tools: list[dict[str, Any]] | None = None
@@ -73,11 +79,23 @@ class Job:
     logit_lens: LogitLens | None = None
     profile: str | None = None
     profiled: int = 0
+    profile_account: Account = OPERATOR
     profile_captures: bool = False
     default_capture: Capture | None = None
     session_id: str = ""
+    fence: str | None = None
+    unstorable: str | None = None
     request_id: str = ""
     fields: dict[str, str] = field(default_factory=dict)
+
+    @property
+    def may_store(self) -> bool:
+        """Whether it may store what it records."""
+        return any(capture and capture.destination != "inline" for capture in (self.capture, self.default_capture))
+
+    def reader(self, number: int) -> Account:
+        """Who may read what one of its interventions names."""
+        return self.profile_account if number < self.profiled else self.account
 
     def refusal(self, error: RequestError) -> Refusal:
         """Why it cannot be served, by the fields of its request."""

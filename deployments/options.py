@@ -111,7 +111,13 @@ class Options(BaseModel):
         max_session_age_s: Seconds since its last run after which a session is deleted, unless it is pinned; by default
             none is.
         delete_oldest: Whether at `max_store_bytes` the store makes room by deleting the sessions whose last run is
-            oldest, but for pinned ones, instead of refusing the run.
+            oldest, but for pinned ones, instead of refusing the run; with API keys those of the run's owner alone.
+        max_owner_bytes: With API keys, the most bytes of all stored sessions of one owner who is no admin.
+        max_owner_sessions: The same for the number of sessions.
+        max_owner_tensor_bytes: The same for the bytes of clients' tensor files.
+        max_owner_profiles: The same for the number of profiles, 1,024 at most.
+        unowned: Who may read what has no owner, since it was recorded without API keys: `admin`s, or, `shared`, every
+            key.
         activations_dir: Where activations and clients' tensors are stored: a directory, or a URI of object storage
             (`s3://bucket/prefix`), beside which clients' tensors stay in `$VITRINE_HOME` of the head node.
         models_dir: Where models lie that may be loaded by name while the server runs: `models_dir/some/model` is
@@ -169,6 +175,11 @@ class Options(BaseModel):
     max_session_bytes: int | None = Field(default=None, ge=1)
     max_session_age_s: float | None = Field(default=None, gt=0, allow_inf_nan=False)
     delete_oldest: bool = False
+    max_owner_bytes: int = Field(default=64 << 30, ge=1)
+    max_owner_sessions: int = Field(default=10_000, ge=1)
+    max_owner_tensor_bytes: int = Field(default=1 << 30, ge=1)
+    max_owner_profiles: int = Field(default=256, ge=1, le=1024)
+    unowned: Literal["admin", "shared"] = "admin"
     activations_dir: str = Field(default_factory=lambda: str(home() / "activations"))
     models_dir: str | None = None
     allow_remote_code: bool = False

@@ -181,7 +181,7 @@ class ModelReplica:
         """Nothing, where what a job without prompts records and changes is there in the model."""
         try:
             with self._holdings.lending(job.id):
-                brought = await self._holdings.bring(job.id, job.interventions)
+                brought = await self._holdings.bring(job)
                 loop = asyncio.get_running_loop()
                 await loop.run_in_executor(self._pool, self._editing, job.interventions, brought)
             if job.capture:
@@ -278,9 +278,9 @@ class ModelReplica:
             raise RequestError(f"all {room} places of this replica are taken", None, "server_busy", 429)
         self._preparing += wanted
         try:
-            brought = await self._holdings.bring(job.id, job.interventions)
+            brought = await self._holdings.bring(job)
             choices = await self._loop.run_in_executor(self._pool, self._choices, job, brought, streamed)
-            await self._runs.check_room(job.session_id, [choice.request for choice in choices.values()])
+            await self._runs.check_room(job, [choice.request for choice in choices.values()])
         finally:
             self._preparing -= wanted
         ticket = self._delivery.open(job, choices)

@@ -80,11 +80,11 @@ class Runs:
             message = f"up to {count} numbers would come inline, the limit is {limit}: capture less, or by reference"
             raise RequestError(message, "capture.return", "capture_too_large")
 
-    async def check_room(self, session_id: str, requests: Sequence[Request]) -> None:
+    async def check_room(self, job: Job, requests: Sequence[Request]) -> None:
         """Refuse, before it runs, a job whose activations are required and that the store cannot take now.
 
         Args:
-            session_id: The session that they would belong to.
+            job: The job.
             requests: As for `check`. The store is not asked where they would be answered without it.
 
         Raises:
@@ -95,8 +95,10 @@ class Runs:
             return
         size = sum(map(RowSizes.bytes(capture, points).of, _all_rows(capture, requests)))
         try:
+            if job.unstorable:
+                raise StoreError(job.unstorable)
             async with asyncio.timeout(ROOM_S):
-                await self._store.check_room.remote(session_id, size)
+                await self._store.check_room.remote(job.session_id, size)
         except (StoreError, RayError, TimeoutError) as error:
             reason = str(getattr(error, "cause", None) or error) or f"the store does not answer within {ROOM_S:g} s"
             message = f"the activations cannot be stored now: {reason}"
@@ -113,7 +115,7 @@ class Runs:
             StoreError: The store cannot take them; or its errors over Ray.
         """
         batch = await self._put(run, captured, ())
-        await self._store.append.remote(run.job.session_id, run.id, part, [batch], run.most)
+        await self._store.append.remote(run.job.session_id, run.id, part, [batch], run.most, run.job.fence)
 
     async def write(self, run: OpenRun, event: Finished, parts: int) -> StoredRun:
         """Send a run's last rows; durable when it answers.
@@ -123,7 +125,7 @@ class Runs:
         """
         assert event.captured is not None
         batches = [await self._put(run, event.captured, event.tokens)] if event.captured.positions else []
-        stored: StoredRun = await self._store.write.remote(self._facts(run, event), batches, parts)
+        stored: StoredRun = await self._store.write.remote(self._facts(run, event), batches, parts, run.job.fence)
         return stored
 
     def abandon(self, run: OpenRun) -> None:
@@ -203,7 +205,7 @@ class OpenRun:
         self._pieces: list[Captured] = []  # of an inline answer
         self._sending: asyncio.Task[None] | None = None
         self._parts = 0
-        self._failed: str | None = None
+        self._failed = job.unstorable if request.capture.destination != "inline" else None
 
     def add(self, captured: Captured, done: Callable[[], None]) -> None:
         """Take rows that the engine hands out before the request's end.

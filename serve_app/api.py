@@ -15,6 +15,7 @@ from fastapi.responses import JSONResponse, PlainTextResponse, Response, Streami
 import serve_app.described as described
 import serve_app.remote as remote
 from deployments import __version__
+from deployments.activations.accounts import Account
 from deployments.activations.facts import check_session_id
 from deployments.activations.filters import Filter, tag_pairs
 from deployments.errors import RequestError
@@ -22,10 +23,10 @@ from deployments.messages import Job, Message
 from deployments.options import Options
 from serve_app.answers import Answer, Kind
 from serve_app.backend import Backend
-from serve_app.dependencies import Actors
+from serve_app.dependencies import Actors, Who
 from serve_app.described import Described, errors
 from serve_app.errors import HEADERS, install
-from serve_app.guard import BEARER, AdminOnly, Guard, Sender
+from serve_app.guard import BEARER, AdminOnly, Guard
 from serve_app.keys import Keys
 from serve_app.middleware import BYTES, TENSORS, BodyLimits, RequestIds
 from serve_app.schemas import ChatRequest, CompletionRequest, Generation, ProfileBody
@@ -57,6 +58,7 @@ async def _filter(
 DataFormat = Literal["arrow", "safetensors", "npz", "pt"]
 SessionId = Annotated[str, Depends(_session_id)]
 Filtered = Annotated[Filter, Depends(_filter)]
+Owner = Annotated[str | None, Query(description="For an admin: whose it is.")]
 
 openai = APIRouter(tags=["OpenAI"], responses=errors(503))
 tokens = APIRouter(tags=["Tokens"], responses=errors(404, 429, 503, 504))
@@ -67,12 +69,15 @@ tensors = APIRouter(prefix=TENSORS, tags=["Tensors"], responses=errors(503))
 profiles = APIRouter(prefix="/v1/interventions", tags=["Profiles"], responses=errors(503))
 server = APIRouter(tags=["Server"], responses=errors(503))
 open_to_all = APIRouter(tags=["Server"])
-GENERATION = errors(404, 429, 504)
+GENERATION = errors(403, 404, 429, 504)
 
 
 @openai.post("/v1/chat/completions", responses=described.CHAT | GENERATION)
 async def chat(
-    body: Annotated[ChatRequest, Body(openapi_examples=described.CHAT_EXAMPLES)], request: Request, backend: Actors
+    body: Annotated[ChatRequest, Body(openapi_examples=described.CHAT_EXAMPLES)],
+    request: Request,
+    backend: Actors,
+    who: Who,
 ) -> Response:
     """Answer a chat, streamed or whole; record activations where `capture` or `store_activations` asks."""
     limit, name = body.limit
@@ -80,6 +85,7 @@ async def chat(
         body,
         request,
         backend,
+        who,
         messages=[message.spoken for message in body.messages],
         tools=body.callable_tools,
         must_call=body.must_call,
@@ -97,12 +103,14 @@ async def completions(
     body: Annotated[CompletionRequest, Body(openapi_examples=described.COMPLETION_EXAMPLES)],
     request: Request,
     backend: Actors,
+    who: Who,
 ) -> Response:
     """Continue one prompt or many, streamed or whole; record activations where asked."""
     job = await _job(
         body,
         request,
         backend,
+        who,
         prompts=body.prompts,
         max_tokens=body.max_tokens,
         logprobs=body.logprobs,
@@ -160,18 +168,23 @@ async def unload_model(body: UnloadRequest, backend: Actors) -> dict[str, Any]:
 
 @activations.get("/sessions", responses=described.SESSIONS)
 async def sessions(
-    backend: Actors, filter: Filtered, limit: Annotated[int, Query(ge=1, le=1000)] = 100, after: str | None = None
+    backend: Actors,
+    who: Who,
+    filter: Filtered,
+    limit: Annotated[int, Query(ge=1, le=1000)] = 100,
+    after: str | None = None,
 ) -> dict[str, Any]:
     """Sessions of stored activations in the order of their ids, `limit` of them, behind the id `after`.
 
     With filters, those that hold a run which fits all of them, and the numbers count such runs alone.
     """
-    return _page(await backend.sessions(limit + 1, after, filter), limit)
+    return _page(await backend.sessions(who, limit + 1, after, filter), limit)
 
 
 @activations.get("/runs", responses=described.RUNS)
 async def runs(
     backend: Actors,
+    who: Who,
     filter: Filtered,
     session: str | None = None,
     limit: Annotated[int, Query(ge=1, le=1000)] = 100,
@@ -180,24 +193,26 @@ async def runs(
     """Stored runs of all sessions that fit all filters, the oldest first, `limit` of them, behind the run `after`."""
     if session is not None:
         filter = filter._replace(session=_checked(session, "session"))
-    return _page(await backend.runs(filter, limit + 1, after), limit)
+    return _page(await backend.runs(who, filter, limit + 1, after), limit)
 
 
 @activations.get("/session/{session_id}", responses=described.SESSION | errors(404))
 async def session(
     session_id: SessionId,
     backend: Actors,
+    who: Who,
     limit: Annotated[int | None, Query(ge=1, le=1000, description="Of its runs; by default all.")] = None,
     after: Annotated[str | None, Query(description="The run behind which they begin.")] = None,
 ) -> dict[str, Any]:
     """One session: its runs, the oldest first, their points and shapes, and its files."""
-    return await backend.session(session_id, limit, after)
+    return await backend.session(who, session_id, limit, after)
 
 
 @activations.get("/session/{session_id}/data", response_class=Response, responses=described.DATA | errors(404, 429))
 async def session_data(
     session_id: SessionId,
     backend: Actors,
+    who: Who,
     run: Annotated[
         list[str] | None, Query(description="Ids of runs, repeated or apart by commas; all by default.")
     ] = None,
@@ -205,7 +220,7 @@ async def session_data(
     format: DataFormat = "arrow",
 ) -> Response:
     """Download stored runs: an Arrow IPC stream, or a file of named tensors."""
-    data = await backend.data(session_id, _apart(run, "run"), _apart(points, "points"), format)
+    data = await backend.data(who, session_id, _apart(run, "run"), _apart(points, "points"), format)
     name = f"{session_id}.{'arrows' if format == 'arrow' else format}"
     # Who gets less than the length says knows that it was cut off, whatever the format.
     headers = {"Content-Length": str(data.length), "Content-Disposition": f'attachment; filename="{name}"'}
@@ -213,84 +228,95 @@ async def session_data(
     return StreamingResponse(_closed(data.pieces), media_type=kind, headers=headers)
 
 
-@activations.delete(
-    "/session/{session_id}",
-    dependencies=[AdminOnly],
-    responses=described.DELETED | described.IS_PINNED | errors(403, 404),
-)
-async def delete_session(session_id: SessionId, backend: Actors) -> dict[str, Any]:
+@activations.delete("/session/{session_id}", responses=described.DELETED | described.IS_PINNED | errors(404))
+async def delete_session(session_id: SessionId, backend: Actors, who: Who) -> dict[str, Any]:
     """Delete a session that is not pinned; its files are gone when this answers."""
-    await backend.delete_session(session_id)
+    await backend.delete_session(who, session_id)
     return {"id": session_id, "object": "session", "deleted": True}
 
 
-@activations.put("/session/{session_id}/pin", dependencies=[AdminOnly], responses=described.PINNED | errors(403, 404))
-async def pin_session(session_id: SessionId, backend: Actors) -> dict[str, Any]:
+@activations.put("/session/{session_id}/pin", responses=described.PINNED | errors(404))
+async def pin_session(session_id: SessionId, backend: Actors, who: Who) -> dict[str, Any]:
     """Pin a session: neither a request nor a limit of the store deletes it."""
-    await backend.pin_session(session_id, True)
+    await backend.pin_session(who, session_id, True)
     return {"id": session_id, "object": "session", "pinned": True}
 
 
-@activations.delete(
-    "/session/{session_id}/pin", dependencies=[AdminOnly], responses=described.UNPINNED | errors(403, 404)
-)
-async def unpin_session(session_id: SessionId, backend: Actors) -> dict[str, Any]:
+@activations.delete("/session/{session_id}/pin", responses=described.UNPINNED | errors(404))
+async def unpin_session(session_id: SessionId, backend: Actors, who: Who) -> dict[str, Any]:
     """Take a session's pin away; one that has none stays as it is."""
-    await backend.pin_session(session_id, False)
+    await backend.pin_session(who, session_id, False)
     return {"id": session_id, "object": "session", "pinned": False}
 
 
+@activations.put("/session/{session_id}/shared", responses=described.SHARED | errors(404))
+async def share_session(session_id: SessionId, backend: Actors, who: Who) -> dict[str, Any]:
+    """Let every key list, read and download a session; to change it stays its owner's."""
+    await backend.share_session(who, session_id, True)
+    return {"id": session_id, "object": "session", "shared": True}
+
+
+@activations.delete("/session/{session_id}/shared", responses=described.UNSHARED | errors(404))
+async def unshare_session(session_id: SessionId, backend: Actors, who: Who) -> dict[str, Any]:
+    """Let its owner and admins alone read a session again."""
+    await backend.share_session(who, session_id, False)
+    return {"id": session_id, "object": "session", "shared": False}
+
+
 @tensors.post("", responses=described.TENSORS)
-async def upload_tensors(data: Annotated[bytes, Body(media_type=BYTES)], backend: Actors) -> dict[str, Any]:
+async def upload_tensors(data: Annotated[bytes, Body(media_type=BYTES)], backend: Actors, who: Who) -> dict[str, Any]:
     """Keep one safetensors file, of steering vectors or probe directions; the same bytes again have the same id."""
-    return await backend.put_tensors(data)
+    return await backend.put_tensors(who, data)
 
 
 @tensors.get("", responses=described.TENSOR_FILES)
 async def tensor_files(
-    backend: Actors, limit: Annotated[int, Query(ge=1, le=1000)] = 100, after: str | None = None
+    backend: Actors, who: Who, limit: Annotated[int, Query(ge=1, le=1000)] = 100, after: str | None = None
 ) -> dict[str, Any]:
     """Tensor files in the order of their ids, `limit` of them, behind the id `after`."""
-    return _page(await backend.tensor_files(limit + 1, after), limit)
+    return _page(await backend.tensor_files(who, limit + 1, after), limit)
 
 
 @tensors.get("/{tensor_id}", response_class=Response, responses=described.TENSOR_FILE | errors(404))
-async def tensor_file(tensor_id: str, backend: Actors) -> Response:
+async def tensor_file(tensor_id: str, backend: Actors, who: Who) -> Response:
     """A tensor file, as it was sent."""
-    return Response(await backend.tensor_file(tensor_id), media_type=BYTES)
+    return Response(await backend.tensor_file(who, tensor_id), media_type=BYTES)
 
 
-@tensors.delete("/{tensor_id}", dependencies=[AdminOnly], responses=described.TENSORS_DELETED | errors(403, 404))
-async def delete_tensors(tensor_id: str, backend: Actors) -> dict[str, Any]:
+@tensors.delete("/{tensor_id}", responses=described.TENSORS_DELETED | errors(404))
+async def delete_tensors(tensor_id: str, backend: Actors, who: Who) -> dict[str, Any]:
     """Delete a tensor file; it is gone when this answers."""
-    await backend.delete_tensors(tensor_id)
+    await backend.delete_tensors(who, tensor_id)
     return {"id": tensor_id, "object": "tensors", "deleted": True}
 
 
 @profiles.post("", responses=described.PROFILE | errors(403, 504))
-async def keep_profile(body: ProfileBody, backend: Actors, sender: Sender) -> dict[str, Any]:
-    """Keep a profile, in the place of one of its name; to make a default, or change one, takes an admin."""
-    return await backend.keep_profile(body, sender.is_admin)
+async def keep_profile(body: ProfileBody, backend: Actors, who: Who) -> dict[str, Any]:
+    """Keep a profile, in the place of one's own of its name; to make a default, or change one, takes an admin."""
+    return await backend.keep_profile(who, body)
 
 
 @profiles.get("", responses=described.PROFILES)
 async def list_profiles(
-    backend: Actors, limit: Annotated[int, Query(ge=1, le=1000)] = 100, after: str | None = None
+    backend: Actors, who: Who, limit: Annotated[int, Query(ge=1, le=1000)] = 100, after: str | None = None
 ) -> dict[str, Any]:
-    """Profiles in the order of their names, `limit` of them, behind the name `after`; without what they do."""
-    return _page(await backend.profiles.list(limit + 1, after), limit)
+    """Profiles in the order of their names, `limit` of them, behind the name `after`; without what they do.
+
+    To an admin everybody's: `after` is `name@owner` then.
+    """
+    return _page(await backend.profiles.list(who, limit + 1, after), limit)
 
 
 @profiles.get("/{name}", responses=described.PROFILE | errors(404))
-async def retrieve_profile(name: str, backend: Actors) -> dict[str, Any]:
-    """A profile, as it was sent."""
-    return await backend.profiles.get(name)
+async def retrieve_profile(name: str, backend: Actors, who: Who, owner: Owner = None) -> dict[str, Any]:
+    """A profile, as it was sent: the sender's own, else a default of that name."""
+    return await backend.profiles.get(who, name, owner)
 
 
-@profiles.delete("/{name}", dependencies=[AdminOnly], responses=described.PROFILE_DELETED | errors(403, 404))
-async def delete_profile(name: str, backend: Actors) -> dict[str, Any]:
-    """Delete a profile; it is gone when this answers."""
-    await backend.profiles.delete(name)
+@profiles.delete("/{name}", responses=described.PROFILE_DELETED | errors(403, 404))
+async def delete_profile(name: str, backend: Actors, who: Who, owner: Owner = None) -> dict[str, Any]:
+    """Delete a profile; it is gone when this answers. A default takes an admin."""
+    await backend.profiles.delete(who, name, owner)
     return {"name": name, "object": "intervention_profile", "deleted": True}
 
 
@@ -336,9 +362,10 @@ def _page(found: list[dict[str, Any]], limit: int) -> dict[str, Any]:
     return {"object": "list", "data": found[:limit], "has_more": len(found) > limit}
 
 
-async def _job(body: Generation, request: Request, backend: Backend, **own: Any) -> Job:
+async def _job(body: Generation, request: Request, backend: Backend, who: Account, **own: Any) -> Job:
     job = Job(
         id=uuid.uuid4().hex,  # what it records is named after it: a client could choose another's X-Request-Id
+        account=who,
         request_id=request.state.request_id,
         n=body.sequences,
         sampling=body.sampling,
@@ -350,7 +377,7 @@ async def _job(body: Generation, request: Request, backend: Backend, **own: Any)
         capture=body.capturing,
         interventions=tuple(body.interventions or ()),
         logit_lens=body.logit_lens,
-        session_id=body.session_id or f"auto-{datetime.now(UTC):%Y-%m-%d}",
+        session_id=body.session_id or "-".join(filter(None, [f"auto-{datetime.now(UTC):%Y-%m-%d}", who.owner])),
         **own,
     )
     named, storing = body.intervention_profile, body.store_activations
@@ -363,6 +390,7 @@ async def _job(body: Generation, request: Request, backend: Backend, **own: Any)
 
 async def _answer(kind: Kind, body: Generation, job: Job, backend: Backend, prompts: int) -> Response:
     model = await backend.models.find(body.model)
+    job = await backend.admitted(job)
     answer = Answer(kind, job.id, body.model, prompts * body.sequences, body.sequences, body.choices)
     headers = {PROFILE: job.profile} if job.profile else {}
     if not body.stream:

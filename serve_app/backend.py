@@ -5,19 +5,23 @@ from __future__ import annotations
 import asyncio
 import uuid
 from collections.abc import AsyncGenerator, Sequence
+from dataclasses import replace
 from typing import Any, NamedTuple
 
 import httpx
 import ray
 
-from deployments.activations.filters import EVERYTHING, Filter
+from deployments.activations.accounts import Account
+from deployments.activations.facts import StoreError
+from deployments.activations.filters import Filter
 from deployments.activations.profiles import Profile
 from deployments.client_code.board import connect as board
+from deployments.errors import RequestError
 from deployments.messages import Job
 from deployments.options import Options
 from serve_app.asking import answered, stored
 from serve_app.code_jobs import CodeJobs
-from serve_app.errors import ApiError
+from serve_app.errors import UNAVAILABLE, ApiError
 from serve_app.exposition import merge
 from serve_app.loading import Loader
 from serve_app.models import Models
@@ -46,6 +50,7 @@ class Backend:
         loader: Loads and unloads others.
         jobs: Clients' own code; None where the operator does not allow it.
         profiles: Profiles of capture and interventions.
+        reads_unowned: Whether every key may read what has no owner.
     """
 
     def __init__(self, options: Options, app: str, store: Any) -> None:
@@ -59,28 +64,31 @@ class Backend:
         self.models = Models(options, app)
         self.loader = Loader(options, self.models)
         self.jobs = CodeJobs(options, self.models, board()) if options.allow_client_code else None
-        self.profiles = Profiles(store)
+        self.profiles = Profiles(store, options.max_owner_profiles)
+        self.reads_unowned = options.unowned == "shared"
         self._store = store
-        self._max_tensor_store_bytes = options.max_tensor_store_bytes
+        self._max_tensor_bytes = options.max_tensor_store_bytes, options.max_owner_tensor_bytes
 
-    async def sessions(self, limit: int, after: str | None, filter: Filter = EVERYTHING) -> list[dict[str, Any]]:
+    async def sessions(self, account: Account, limit: int, after: str | None, filter: Filter) -> list[dict[str, Any]]:
         """Sessions that hold a stored run of the filter, in the order of their ids.
 
         Raises:
             ApiError: 503.
         """
-        return await stored(self._store.sessions.remote(limit, after, filter))  # type: ignore[no-any-return]
+        return await stored(self._store.sessions.remote(limit, after, filter, account))  # type: ignore[no-any-return]
 
-    async def runs(self, filter: Filter, limit: int, after: str | None) -> list[dict[str, Any]]:
+    async def runs(self, account: Account, filter: Filter, limit: int, after: str | None) -> list[dict[str, Any]]:
         """Stored runs of the filter, the oldest first.
 
         Raises:
             RequestError: There is no run `after`.
             ApiError: 503.
         """
-        return await stored(self._store.runs.remote(filter, limit, after))  # type: ignore[no-any-return]
+        return await stored(self._store.runs.remote(filter, limit, after, account))  # type: ignore[no-any-return]
 
-    async def session(self, session_id: str, limit: int | None = None, after: str | None = None) -> dict[str, Any]:
+    async def session(
+        self, account: Account, session_id: str, limit: int | None = None, after: str | None = None
+    ) -> dict[str, Any]:
         """One session with its runs, of which there may be more than `limit`, and files.
 
         Raises:
@@ -88,37 +96,69 @@ class Backend:
             ApiError: 404; 503.
         """
         most = None if limit is None else limit + 1
-        found: dict[str, Any] | None = await stored(self._store.session.remote(session_id, most, after))
+        found: dict[str, Any] | None = await stored(self._store.session.remote(session_id, most, after, account))
         if found is None:
             raise _no_session(session_id)
         runs = found["runs"]
         return found | {"runs": runs[:limit], "has_more": limit is not None and len(runs) > limit}
 
-    async def delete_session(self, session_id: str) -> None:
+    async def delete_session(self, account: Account, session_id: str) -> None:
         """Delete a session; its files are gone when it returns.
 
         Raises:
             RequestError: It is pinned.
             ApiError: 404; 503.
         """
-        if not await stored(self._store.delete.remote(session_id)):
+        if not await stored(self._store.delete.remote(session_id, account)):
             raise _no_session(session_id)
 
-    async def pin_session(self, session_id: str, pinned: bool) -> None:
+    async def pin_session(self, account: Account, session_id: str, pinned: bool) -> None:
         """Pin a session, or take its pin away; durable when it returns.
 
         Raises:
             ApiError: 404; 503.
         """
-        if not await stored(self._store.pin.remote(session_id, pinned)):
+        if not await stored(self._store.pin.remote(session_id, pinned, account)):
             raise _no_session(session_id)
 
+    async def share_session(self, account: Account, session_id: str, shared: bool) -> None:
+        """Let every key read a session, or no more; durable when it returns.
+
+        Raises:
+            ApiError: 404; 503.
+        """
+        if not await stored(self._store.share.remote(session_id, shared, account)):
+            raise _no_session(session_id)
+
+    async def admitted(self, job: Job) -> Job:
+        """A job that may record into its session, which is its sender's from then on where it had no owner.
+
+        Where the store cannot admit it, the job says why: its answer is worth having without its activations.
+
+        Raises:
+            RequestError: The session is another's; 403.
+        """
+        if job.account.owner is None or not job.may_store:
+            return job
+        try:
+            return replace(job, fence=await stored(self._store.claim.remote(job.session_id, job.account)))
+        except RequestError:
+            raise
+        except (ApiError, StoreError, *UNAVAILABLE) as error:
+            return replace(job, unstorable=str(getattr(error, "cause", None) or error))
+
     async def data(
-        self, session_id: str, runs: Sequence[str] | None, points: Sequence[str] | None, format: str
+        self,
+        account: Account,
+        session_id: str,
+        runs: Sequence[str] | None,
+        points: Sequence[str] | None,
+        format: str,
     ) -> Data:
         """What a session holds, as a file of the format.
 
         Args:
+            account: Who asks.
             session_id: The session.
             runs: These runs alone.
             points: These points alone.
@@ -128,7 +168,7 @@ class Backend:
             RequestError: There is no such run or point, too much for one file, or no room for more at once.
             ApiError: 404; 503.
         """
-        asked = self._store.begin_data.remote(session_id, runs, points, format)
+        asked = self._store.begin_data.remote(session_id, runs, points, format, account)
         begun: tuple[str, int] | None = await answered(asked, "the activation store", PLAN_S)
         if begun is None:
             raise _no_session(session_id)
@@ -145,50 +185,51 @@ class Backend:
         finally:
             self._store.end_data.remote(key)
 
-    async def put_tensors(self, data: bytes) -> dict[str, Any]:
+    async def put_tensors(self, account: Account, data: bytes) -> dict[str, Any]:
         """Keep a safetensors file; it is on disk when this returns.
 
         Raises:
             RequestError: The file is not one that may be kept, or there is no room for it.
             ApiError: 503.
         """
-        kept: dict[str, Any] = await stored(self._store.put_tensors.remote(data, self._max_tensor_store_bytes))
+        most, most_of_one = self._max_tensor_bytes
+        kept: dict[str, Any] = await stored(self._store.put_tensors.remote(data, most, account, most_of_one))
         return kept
 
-    async def tensor_files(self, limit: int, after: str | None) -> list[dict[str, Any]]:
+    async def tensor_files(self, account: Account, limit: int, after: str | None) -> list[dict[str, Any]]:
         """Tensor files in the order of their ids.
 
         Raises:
             ApiError: 503.
         """
-        return await stored(self._store.tensor_files.remote(limit, after))  # type: ignore[no-any-return]
+        return await stored(self._store.tensor_files.remote(limit, after, account))  # type: ignore[no-any-return]
 
-    async def tensor_file(self, tensor_id: str) -> bytes:
+    async def tensor_file(self, account: Account, tensor_id: str) -> bytes:
         """A tensor file as it was sent.
 
         Raises:
             ApiError: 404; 503.
         """
-        found: bytes | None = await stored(self._store.tensor_file.remote(tensor_id))
+        found: bytes | None = await stored(self._store.tensor_file.remote(tensor_id, account))
         if found is None:
             raise _no_tensors(tensor_id)
         return found
 
-    async def delete_tensors(self, tensor_id: str) -> None:
+    async def delete_tensors(self, account: Account, tensor_id: str) -> None:
         """Delete a tensor file; it is gone when this returns.
 
         Raises:
             ApiError: 404; 503.
         """
-        if not await stored(self._store.delete_tensors.remote(tensor_id)):
+        if not await stored(self._store.delete_tensors.remote(tensor_id, account)):
             raise _no_tensors(tensor_id)
 
-    async def keep_profile(self, profile: Profile, by_admin: bool) -> dict[str, Any]:
+    async def keep_profile(self, account: Account, profile: Profile) -> dict[str, Any]:
         """Keep a profile; where its model is served, only what fits the model.
 
         Args:
+            account: Whose it is.
             profile: The profile.
-            by_admin: Whether defaults may change.
 
         Raises:
             RequestError: It is too large, there are too many, or only an admin may change a default.
@@ -197,8 +238,8 @@ class Backend:
         model = self.models.get(profile.model) if profile.model else None
         if model and model.up:
             specs = tuple(profile.interventions or ())
-            await model.check(Job(uuid.uuid4().hex, capture=profile.capture, interventions=specs))
-        return await self.profiles.put(profile, by_admin)
+            await model.check(Job(uuid.uuid4().hex, account, capture=profile.capture, interventions=specs))
+        return await self.profiles.put(account, profile)
 
     async def metrics(self) -> str:
         """Prometheus text of all nodes, reduced to this project's and Serve's own.

@@ -6,6 +6,7 @@ import asyncio
 from collections.abc import Awaitable
 from typing import Any
 
+from deployments.activations.accounts import Account
 from deployments.client_code.job import CodeJob, ModelKey, Update
 from deployments.options import Options
 from serve_app.asking import answered
@@ -32,7 +33,9 @@ class CodeJobs:
         self._public_url = options.public_url
         self._sent: set[asyncio.Task[None]] = set()  # asyncio itself holds tasks by weak references
 
-    async def send(self, key: ModelKey, block: bytes, compress: bool, env: dict[str, Any], listener: str) -> Update:
+    async def send(
+        self, key: ModelKey, block: bytes, compress: bool, env: dict[str, Any], listener: str, owner: str | None
+    ) -> Update:
         """Send a block to its model's replicas; what is to be said of it at once.
 
         Raises:
@@ -40,7 +43,7 @@ class CodeJobs:
             ApiError: 404, 503.
         """
         model = await self._models.of_repository(key.repo_id)
-        job_id: str = await _told(self._board.open.remote(listener or None))
+        job_id: str = await _told(self._board.open.remote(listener or None, owner))
         job = CodeJob(job_id, block, compress, env, key, bool(listener))
         task = asyncio.ensure_future(self._run(model, job))
         self._sent.add(task)
@@ -54,13 +57,16 @@ class CodeJobs:
             message = render(error, job.id).message
             await _told(self._board.tell.remote([Update(job.id, "ERROR", message)], []))
 
-    async def listen(self) -> str:
+    async def listen(self, owner: str | None) -> str:
         """A new listener's name.
+
+        Args:
+            owner: Who listens; None without API keys.
 
         Raises:
             RequestError: There are too many.
         """
-        return await _told(self._board.listen.remote())  # type: ignore[no-any-return]
+        return await _told(self._board.listen.remote(owner))  # type: ignore[no-any-return]
 
     async def updates(self, listener: str) -> list[Update]:
         """What a listener has not heard; may be nothing, after a while."""
@@ -76,17 +82,19 @@ class CodeJobs:
         """A listener has gone; its jobs are stopped."""
         await _told(self._board.leave.remote(listener))
 
-    async def told(self, job_id: str, base_url: str) -> dict[str, Any]:
+    async def told(self, account: Account, job_id: str, base_url: str) -> dict[str, Any]:
         """What became of a job last, with the address of its result where there is one.
 
         Args:
+            account: Who asks.
             job_id: The job.
             base_url: The server's address as the client's request says it.
 
         Raises:
-            ApiError: 410, also where there never was such a job: nnsight takes 404 for one that has not begun; 503.
+            ApiError: 410, also where it is another's, or there never was such a job: nnsight takes 404 for one that has
+                not begun; 503.
         """
-        found: tuple[Update, str | None] | None = await _told(self._board.latest.remote(job_id))
+        found: tuple[Update, str | None] | None = await _told(self._board.latest.remote(job_id, account))
         if found is None:
             raise ApiError(410, f"there is no job {job_id[:64]!r} (any more)", "job_id", "job_not_found")
         update, token = found

@@ -17,7 +17,9 @@ FAILURES = {
         400, "temperature: Input should be less than or equal to 2", "temperature", "invalid_value"
     ),
     "No API key, or one that is none.": ApiError(401, "no valid API key", None, "invalid_api_key"),
-    "The key's role does not allow it.": ApiError(403, "needs the role admin", None, "insufficient_permissions"),
+    "The key's role does not allow it, or it is another's.": ApiError(
+        403, "needs the role admin", None, "insufficient_permissions"
+    ),
     "No such thing.": ApiError(404, "the model 'other' is not served here", "model", "model_not_found"),
     "The model is loaded otherwise, or stays.": ApiError(
         409, "'m' is being loaded with other settings; try again when it is there", "model_id", "model_loading"
@@ -160,6 +162,7 @@ UNLOADED = answers({"ok": True, "model": "Qwen/Qwen3-0.6B"})
 
 _SESSION: dict[str, Any] = {"id": "first-steps", "runs": 1, "tokens": 23, "bytes": 8832, "models": ["vitrine-demo"]}
 _SESSION |= {"created": 1763700000.0, "updated": 1763700000.0, "pinned": False}
+_SESSION |= {"owner": "ann", "shared": False}  # with API keys
 _FILE = "file:///home/ann/.vitrine/activations/first-steps/20261120T181500-5f2b0a71-000001.arrow"
 _RUN: dict[str, Any] = {"run_id": "9f1c0e7a", "session_id": "first-steps", "model": "vitrine-demo"}
 _RUN |= {
@@ -187,6 +190,8 @@ DATA: Responses = {
 }
 PINNED = answers({"id": "first-steps", "object": "session", "pinned": True})
 UNPINNED = answers({"id": "first-steps", "object": "session", "pinned": False})
+SHARED = answers({"id": "first-steps", "object": "session", "shared": True})
+UNSHARED = answers({"id": "first-steps", "object": "session", "shared": False})
 IS_PINNED = _failure(
     "The session is pinned.",
     ApiError(409, "session 'first-steps' is pinned: unpin it before you delete it", "session_id", "session_pinned"),
@@ -208,7 +213,7 @@ STRUCTURE = answers(
 )
 
 _TENSORS: dict[str, Any] = {"id": "tensor-5f2b0a71c3d94e6688f1a2b3c4d5e6f7", "bytes": 848, "created": 1763700000.0}
-_TENSORS |= {"tensors": {"formal": {"shape": [192], "dtype": "float32"}}}
+_TENSORS |= {"tensors": {"formal": {"shape": [192], "dtype": "float32"}}, "owner": "ann"}  # with API keys
 TENSORS = answers(_TENSORS)
 TENSOR_FILES = answers({"object": "list", "data": [_TENSORS], "has_more": False})
 TENSOR_FILE: Responses = {
@@ -221,6 +226,7 @@ TENSORS_DELETED = answers({"id": _TENSORS["id"], "object": "tensors", "deleted":
 
 _PROFILE: dict[str, Any] = {"name": "formal", "object": "intervention_profile", "created": 1763700000.0}
 _PROFILE |= {"model": "vitrine-demo", "default": False, "description": "formal speech"}
+_PROFILE |= {"owner": "ann"}  # with API keys
 _STEER = {"op": "add", "point": "layers.3.output", "vector": _TENSORS["id"], "scale": 4.0}
 PROFILE = answers(_PROFILE | {"interventions": [_STEER]})
 PROFILES = answers({"object": "list", "data": [_PROFILE], "has_more": False})

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import fields
+from dataclasses import fields, replace
 from typing import Any
 
 from fastapi import FastAPI
@@ -49,6 +49,8 @@ class Ingress:
     async def __serve_build_asgi_app__(self) -> FastAPI:
         """Serve calls this in the replica; it fails where the activation store cannot use its directory."""
         limits = Retention(*(getattr(self._options, field.name) for field in fields(Retention)))
+        if not self._keys:  # nothing has an owner
+            limits = replace(limits, max_owner_bytes=None, max_owner_sessions=None)
         await self._store.retain.remote(limits)
         backend = Backend(self._options, serve.get_replica_context().app_name, self._store)
         return build_api(backend, self._options, self._keys)

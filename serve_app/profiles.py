@@ -9,6 +9,7 @@ from collections.abc import Mapping
 from dataclasses import replace
 from typing import Any
 
+from deployments.activations.accounts import OPERATOR, Account
 from deployments.activations.profiles import NONE, Profile
 from deployments.activations.spec import Capture
 from deployments.errors import RequestError
@@ -24,38 +25,40 @@ PATIENCE_S = 1.0  # the longest that a request waits for the store to say whethe
 class Profiles:
     """Every profile; the defaults are known here, so that requests that name none need not ask for them."""
 
-    def __init__(self, store: Any) -> None:
+    def __init__(self, store: Any, most: int) -> None:
         """Know no default yet.
 
         Args:
             store: The activation store's handle.
+            most: The most profiles of an owner who is no admin.
         """
         self._store = store
+        self._most = most
         self._defaults: Mapping[str, Profile] = {}
         self._version: int | None = None
         self._asked = float("-inf")
         self._asking: asyncio.Future[None] | None = None
 
-    async def list(self, limit: int, after: str | None) -> list[dict[str, Any]]:
+    async def list(self, account: Account, limit: int, after: str | None) -> list[dict[str, Any]]:
         """Profiles in the order of their names.
 
         Raises:
             ApiError: 503.
         """
-        return await stored(self._store.profiles.remote(limit, after))  # type: ignore[no-any-return]
+        return await stored(self._store.profiles.remote(limit, after, account))  # type: ignore[no-any-return]
 
-    async def get(self, name: str) -> dict[str, Any]:
-        """One profile, as it was sent.
+    async def get(self, account: Account, name: str, owner: str | None = None) -> dict[str, Any]:
+        """One profile, as it was sent; an admin may name its owner.
 
         Raises:
             ApiError: 404; 503.
         """
-        found: dict[str, Any] | None = await stored(self._store.profile.remote(name))
+        found: dict[str, Any] | None = await stored(self._store.profile.remote(name, account, owner))
         if found is None:
             raise _none_such(name)
         return found
 
-    async def put(self, profile: Profile, by_admin: bool) -> dict[str, Any]:
+    async def put(self, account: Account, profile: Profile) -> dict[str, Any]:
         """Keep a profile, in the place of one of its name; it is on disk when this returns.
 
         Raises:
@@ -64,19 +67,20 @@ class Profiles:
         """
         plain = Profile.model_validate(profile.model_dump(by_alias=True, exclude_unset=True))
         try:
-            kept: dict[str, Any] = await stored(self._store.put_profile.remote(plain, by_admin))
+            kept: dict[str, Any] = await stored(self._store.put_profile.remote(plain, account, self._most))
         finally:
             self._forget()
         return kept
 
-    async def delete(self, name: str) -> None:
-        """Delete a profile; it is gone when this returns.
+    async def delete(self, account: Account, name: str, owner: str | None = None) -> None:
+        """Delete a profile; it is gone when this returns. An admin may name its owner.
 
         Raises:
+            RequestError: Only an admin may delete a default.
             ApiError: 404; 503.
         """
         try:
-            if not await stored(self._store.delete_profile.remote(name)):
+            if not await stored(self._store.delete_profile.remote(name, account, owner)):
                 raise _none_such(name)
         finally:
             self._forget()
@@ -97,14 +101,16 @@ class Profiles:
             RequestError: There is no such profile, or it is another model's.
             ApiError: 503.
         """
-        profile = await self._default(model) if name is None else await self._named(name, model)
-        if profile is None:
+        found = await self._default(model) if name is None else await self._named(job.account, name, model)
+        if found is None:
             return job
+        profile, is_default = found
         job = replace(
             job,
             interventions=(*(profile.interventions or ()), *job.interventions),
             profile=profile.name,
             profiled=len(profile.interventions or ()),
+            profile_account=OPERATOR if is_default else job.account,
         )
         if profile.capture is None or capture is not None or store_activations is False:
             return job
@@ -112,19 +118,20 @@ class Profiles:
             return replace(job, capture=profile.capture, profile_captures=True)
         return replace(job, default_capture=profile.capture) if store_activations else job
 
-    async def _named(self, name: str, model: str) -> Profile | None:
+    async def _named(self, account: Account, name: str, model: str) -> tuple[Profile, bool] | None:
+        """A profile, and whether it is a default."""
         if name == NONE:
             return None
-        found: dict[str, Any] | None = await stored(self._store.profile.remote(name))
+        found: dict[str, Any] | None = await stored(self._store.profile.remote(name, account))
         if found is None:
             raise RequestError(f"there is no profile {name!r}", "intervention_profile", "profile_not_found")
         profile = _profile(found)
         if profile.model not in (None, model):
             message = f"the profile {name!r} is for the model {profile.model!r}"
             raise RequestError(message, "intervention_profile", "profile_not_found")
-        return profile
+        return profile, found["default"]
 
-    async def _default(self, model: str) -> Profile | None:
+    async def _default(self, model: str) -> tuple[Profile, bool] | None:
         """A model's default profile, as it was a second ago at the earliest.
 
         While the store does not answer, what was known last holds.
@@ -142,7 +149,8 @@ class Profiles:
         if self._version is None:
             message = "the activation store has not said yet which profiles are defaults; try again"
             raise ApiError(503, message, code="unavailable")
-        return self._defaults.get(model)
+        profile = self._defaults.get(model)
+        return None if profile is None else (profile, True)
 
     async def _ask(self) -> None:
         asked = time.monotonic()

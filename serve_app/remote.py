@@ -20,10 +20,11 @@ from starlette.requests import HTTPConnection
 from starlette.websockets import WebSocketDisconnect
 
 import serve_app.described as described
+from deployments.activations.accounts import Account
 from deployments.client_code.job import ModelKey, Update
 from deployments.errors import RequestError
 from serve_app.code_jobs import CodeJobs
-from serve_app.dependencies import Actors
+from serve_app.dependencies import Actors, Who
 from serve_app.described import errors
 from serve_app.errors import NNSIGHT, ApiError
 from serve_app.middleware import BYTES
@@ -60,7 +61,7 @@ sockets = APIRouter()
 
 @router.post("/request", dependencies=[Depends(_is_nnsight)], responses=described.JOB | errors(404, 429))
 async def request(
-    data: Annotated[str, Form(max_length=1 << 16)], blob: Annotated[UploadFile, File()], jobs: Jobs
+    data: Annotated[str, Form(max_length=1 << 16)], blob: Annotated[UploadFile, File()], jobs: Jobs, who: Who
 ) -> dict[str, Any]:
     """Take a client's block. What becomes of it is told on the socket of its `session_id`, or by `/response/{id}`."""
     try:
@@ -69,14 +70,14 @@ async def request(
         worst = error.errors()[0]
         raise RequestError(worst["msg"], ".".join(map(str, ("data", *worst["loc"])))) from error
     key = ModelKey.parse(envelope.model_key)
-    sent = await jobs.send(key, await blob.read(), envelope.compress, envelope.env, envelope.session_id)
+    sent = await jobs.send(key, await blob.read(), envelope.compress, envelope.env, envelope.session_id, who.owner)
     return sent.told
 
 
 @router.get("/response/{job_id}", responses=described.JOB | errors(410))
-async def response(job_id: str, connection: HTTPConnection, jobs: Jobs) -> dict[str, Any]:
+async def response(job_id: str, connection: HTTPConnection, jobs: Jobs, who: Who) -> dict[str, Any]:
     """What became of a job last; where it is done, `data` is the address of its result."""
-    return await jobs.told(job_id, _address(connection))
+    return await jobs.told(who, job_id, _address(connection))
 
 
 @router.get("/response/{job_id}/result", response_class=Response, responses=described.RESULT | errors(404))
@@ -105,17 +106,17 @@ async def whoami(connection: HTTPConnection, jobs: Jobs) -> dict[str, Any]:
 
 
 @sockets.websocket("/subscribe")
-async def subscribe(socket: WebSocket, backend: Actors) -> None:
+async def subscribe(socket: WebSocket, backend: Actors, who: Who) -> None:
     """Tell a listener its name, then all that becomes of its jobs; when it goes, they are stopped."""
     if backend.jobs is None:
         return await socket.close(1008, OFF)
     jobs = backend.jobs
-    listener = await jobs.listen()
+    listener = await jobs.listen(who.owner)
     tasks: list[asyncio.Task[None]] = []
     try:
         await socket.accept()
         await socket.send_json({"session_id": listener})
-        for part in (_until_gone(socket), _pass_on(socket, jobs, listener), jobs.stay(listener)):
+        for part in (_until_gone(socket), _pass_on(socket, jobs, who, listener), jobs.stay(listener)):
             tasks.append(asyncio.ensure_future(part))
         ended, _ = await asyncio.wait(tasks, return_when=asyncio.FIRST_COMPLETED)
         for task in ended:
@@ -134,17 +135,17 @@ async def _until_gone(socket: WebSocket) -> None:
         pass  # nnsight's clients say nothing
 
 
-async def _pass_on(socket: WebSocket, jobs: CodeJobs, listener: str) -> None:
+async def _pass_on(socket: WebSocket, jobs: CodeJobs, who: Account, listener: str) -> None:
     while True:
         for update in await jobs.updates(listener):
-            await _tell(socket, jobs, update)
+            await _tell(socket, jobs, who, update)
 
 
-async def _tell(socket: WebSocket, jobs: CodeJobs, update: Update) -> None:
+async def _tell(socket: WebSocket, jobs: CodeJobs, who: Account, update: Update) -> None:
     if update.frame is not None:
         await socket.send_bytes(update.frame)
     elif update.status == "COMPLETED":
-        await socket.send_json(await jobs.told(update.id, _address(socket)))
+        await socket.send_json(await jobs.told(who, update.id, _address(socket)))
     else:
         await socket.send_json(update.told)
 

@@ -202,7 +202,7 @@ class Catalogue:
             }
             for session_id, runs, tokens, size, models, created, updated in found
         ]
-        if sums and filter._replace(session=None) == EVERYTHING:
+        if sums and filter._replace(session=None, among=None, without=()) == EVERYTHING:
             between = "SELECT session, sum(bytes) FROM files WHERE session BETWEEN ? AND ? AND rows IS NOT 0"
             sizes = dict(self._all(f"{between} GROUP BY session", sums[0]["id"], sums[-1]["id"]))
             sums = [one | {"bytes": sizes.get(one["id"], one["bytes"])} for one in sums]
@@ -218,9 +218,8 @@ class Catalogue:
         """
         where, values = _where(filter)
         if after is not None:
-            only = "" if filter.session is None else " AND session = ?"
-            named = [after] if filter.session is None else [after, filter.session]
-            place = self._all(f"SELECT min(created) FROM runs WHERE run_id = ?{only}", *named)[0][0]
+            only, named = _where(Filter(filter.session, among=filter.among, without=filter.without))
+            place = self._all(f"SELECT min(created) FROM runs WHERE run_id = ? AND {only}", after, *named)[0][0]
             if place is None:
                 raise RequestError(f"there is no run {after!r}", "after", "run_not_found")
             where, values = f"{where} AND (created, run_id) > (?, ?)", [*values, place, after]
@@ -307,6 +306,8 @@ def _where(filter: Filter) -> tuple[str, list[Any]]:
         "created >= ?": filter.since,
         "created < ?": filter.until,
         "sample_id = ?": filter.sample_id,
+        "session IN (SELECT value FROM json_each(?))": None if filter.among is None else _listed(filter.among),
+        "session NOT IN (SELECT value FROM json_each(?))": _listed(filter.without) if filter.without else None,
     }
     conditions = {condition: value for condition, value in held.items() if value is not None}
     tags = [f"\n{tag_line(name, value)}\n" for name, value in filter.tags]

@@ -11,6 +11,7 @@ from typing import Any, NamedTuple
 
 from deployments.activations.database import held_alone
 from deployments.activations.deleting import begin_deletion, finish_deletion
+from deployments.activations.owners import Owners
 from deployments.activations.pins import Pins
 from deployments.activations.retention import Held, oldest
 
@@ -73,12 +74,13 @@ def plan(sessions: Sequence[dict[str, Any]], pins: Pins, older: float | None, mo
 
 
 def delete(root: Path, session_id: str) -> None:
-    """Delete a session's directory as the server does it, so that no half of it is ever listed.
+    """Delete a session's directory as the server does it, so that no half of it is ever listed, and its owner's record.
 
     Raises:
         OSError: The disk refuses.
     """
     if deletion := begin_deletion(root, session_id):
+        Owners(root).forget(session_id)
         finish_deletion(deletion)
 
 

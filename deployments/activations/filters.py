@@ -16,6 +16,8 @@ class Filter(NamedTuple):
         until: Unix seconds; the run was created before.
         sample_id: The user's name for the sample.
         tags: Names and values that the run's tags hold, each of them.
+        among: The run's session is one of these; None where it may be any.
+        without: It is none of these.
     """
 
     session: str | None = None
@@ -24,6 +26,8 @@ class Filter(NamedTuple):
     until: float | None = None
     sample_id: str | None = None
     tags: tuple[tuple[str, str], ...] = ()
+    among: tuple[str, ...] | None = None
+    without: tuple[str, ...] = ()
 
 
 EVERYTHING = Filter()

@@ -7,12 +7,14 @@ import threading
 from collections.abc import Callable, Sequence, Set
 from pathlib import Path
 
+from deployments.activations.accounts import OPERATOR, Account
 from deployments.activations.claims import Claims
 from deployments.activations.deleting import begin_deletion, finish_deletion
 from deployments.activations.entries import Entry, Known, RunName, StoredFile
 from deployments.activations.facts import StoreError
 from deployments.activations.holding import is_held
 from deployments.activations.objects import AnyRoot
+from deployments.activations.owners import Owners, Record
 from deployments.activations.pins import Pins
 from deployments.activations.pool import Pool
 from deployments.activations.reader import within
@@ -36,13 +38,16 @@ class Keeper:
         catalogue: What is known of them.
         pool: What is written to.
         lease_s: Seconds for which room is kept for a run of another node that nothing is heard of.
+        owners: Whose sessions are; None in a node's writer, which leaves that to the store's.
 
     Attributes:
         retention: The limits.
         alone: Held while a session is taken away from those there are.
     """
 
-    def __init__(self, root: AnyRoot, catalogue: Known, pool: Pool, lease_s: float) -> None:
+    def __init__(
+        self, root: AnyRoot, catalogue: Known, pool: Pool, lease_s: float, owners: Owners | None = None
+    ) -> None:
         self.retention = Retention()
         self.alone = threading.Lock()
         self._pins = Pins(root)
@@ -50,6 +55,7 @@ class Keeper:
         self._root = root
         self._catalogue = catalogue
         self._pool = pool
+        self._owners = owners
 
     def check(self, session_id: str, size: int, busy: Set[str], most: int = 0) -> list[Held]:
         """Find out whether a session may get more bytes.
@@ -71,11 +77,12 @@ class Keeper:
         if limit is not None and (used := self._used(session_id)) + size > limit:
             what = "store in another session, delete this one, or raise max_session_bytes"
             raise StoreError(_full(f"quota of session {session_id}", used, limit, size, what))
+        self._check_owner(session_id, size)
         limit = limits.max_store_bytes
         if limit is None or (missing := (used := self._used()) + size - limit) <= 0:
             return []
         if limits.delete_oldest:
-            deletable = self._deletable(busy | {session_id})
+            deletable = self._deletable_for(session_id, busy)
             if sum(session.bytes for session in deletable) >= missing + max(0, most - size):
                 return oldest(deletable, missing)
         what = "delete sessions that are not needed, or raise max_store_bytes"
@@ -101,7 +108,7 @@ class Keeper:
             logger.warning("session %s is deleted: the store's quota is reached, and it is the oldest", session.id)
             self.delete(session.id)
 
-    def claim(self, name: RunName, size: int, busy: Busy, most: int = 0) -> None:
+    def claim(self, name: RunName, size: int, busy: Busy, most: int = 0, fence: str | None = None) -> None:
         """Make room for a run that another node's writer writes, and keep it until the run is noted.
 
         Args:
@@ -109,11 +116,13 @@ class Keeper:
             size: Its bytes so far, with those that are about to be written.
             busy: Which sessions stay in any case.
             most: The most bytes that it may have in the end.
+            fence: As `Owners.check` takes it.
 
         Raises:
-            StoreError: There is no room.
+            StoreError: There is no room, or the session is another one by now.
             OSError: The disk refuses a deletion.
         """
+        self.check_fence(name.session_id, fence)
         before = self._claims.of(name)
         self.make_room(name.session_id, size - before, busy, most - before)
         self._claims.put(name, size)
@@ -161,14 +170,43 @@ class Keeper:
             self._catalogue.look()  # until next time
         return gone
 
-    def check_pin(self, session_id: str) -> None:
-        """Raise where a session may not be deleted.
+    def may_delete(self, session_id: str, account: Account) -> bool:
+        """Whether a session may be deleted for somebody; false as well where there is none for them.
 
         Raises:
             RequestError: It is pinned.
             OSError: The disk refuses.
         """
+        if not self._may_change(session_id, account):
+            return False
         self._pins.check(session_id)
+        return True
+
+    def assign(self, session_id: str, account: Account, busy: Busy) -> str:
+        """Admit a request that records into a session, as `Owners.claim`."""
+        assert self._owners is not None
+
+        def there() -> Set[str]:
+            return self._pool.sizes().keys() | self._claims.sessions() | busy()
+
+        return self._owners.claim(session_id, account, there, self.retention.max_owner_sessions)
+
+    def check_fence(self, session_id: str, fence: str | None) -> None:
+        """Refuse a run of a session that was deleted since its request was admitted, as `Owners.check`."""
+        if self._owners:
+            self._owners.check(session_id, fence)
+
+    def share(self, session_id: str, shared: bool, account: Account) -> bool:
+        """Let everybody read a session, or no more; false if there is none that the account may change.
+
+        Raises:
+            OSError: The disk refuses.
+        """
+        assert self._owners is not None
+        if not (self._catalogue.knows(session_id) and self._may_change(session_id, account)):
+            return False
+        self._owners.share(session_id, shared)
+        return True
 
     def delete(self, session_id: str) -> bool:
         """Delete a session of which no run is open; false if there was none.
@@ -182,17 +220,21 @@ class Keeper:
             known = self._catalogue.drop(session_id)
         self._pool.forget(session_id)
         self._claims.end_session(session_id)
+        if self._owners:  # behind the files: a crash between them leaves no session without its owner
+            self._owners.forget(session_id)
         if deletion:
             finish_deletion(deletion)
         return known or deletion is not None
 
-    def pin(self, session_id: str, pinned: bool) -> bool:
-        """Pin a session, or take its pin away; false if there is none.
+    def pin(self, session_id: str, pinned: bool, account: Account = OPERATOR) -> bool:
+        """Pin a session, or take its pin away; false if there is none that the account may change.
 
         Raises:
             OSError: The disk refuses.
         """
         if not self._catalogue.knows(session_id) and (pinned or session_id not in self._pins):
+            return False
+        if not self._may_change(session_id, account):
             return False
         self._pins.set(session_id, pinned)
         return True
@@ -204,6 +246,31 @@ class Keeper:
             for session_id, last in self._catalogue.last_runs()
             if session_id not in stay
         ]
+
+    def _deletable_for(self, session_id: str, busy: Set[str]) -> list[Held]:
+        """The sessions that may go for a run of a session: its owner's alone."""
+        others = self._owners.all() if self._owners else {}
+        nobodys = Record(None)
+        owner = others.get(session_id, nobodys).owner
+        deletable = self._deletable(busy | {session_id})
+        return [session for session in deletable if others.get(session.id, nobodys).owner == owner]
+
+    def _check_owner(self, session_id: str, size: int) -> None:
+        limit = self.retention.max_owner_bytes
+        record = self._owners.of(session_id) if self._owners and limit is not None else None
+        if record is None or not record.limited:
+            return
+        assert self._owners is not None
+        assert limit is not None
+        own, sizes = self._owners.limited(record.owner), self._pool.sizes()
+        used = sum(sizes[one] for one in own) + sum(self._claims.used(one) for one in own & self._claims.sessions())
+        if used + size > limit:
+            what = "delete sessions that are not needed, or raise max_owner_bytes"
+            raise StoreError(_full(f"quota of {record.owner}", used, limit, size, what))
+
+    def _may_change(self, session_id: str, account: Account) -> bool:
+        record = self._owners.of(session_id) if self._owners else None
+        return account.may_change(record and record.owner)
 
     def _used(self, session_id: str | None = None) -> int:
         return self._pool.used(session_id) + self._claims.used(session_id)

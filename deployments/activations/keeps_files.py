@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import asyncio
+from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from deployments.activations.accounts import OPERATOR, Account
 from deployments.activations.profiles import Profile
 
 if TYPE_CHECKING:  # Serve's controller and the ingress import this module too, and need no Arrow
@@ -29,16 +31,22 @@ class KeepsFiles:
         self._profiles = ProfileFiles(root)
         self._files_pool = ThreadPoolExecutor(1, thread_name_prefix="small-files")  # one changes them at a time
 
-    async def tensor_files(self, limit: int = 100, after: str | None = None) -> list[dict[str, Any]]:
-        """Up to `limit` tensor files in the order of their ids, beginning behind the id `after`."""
-        return self._tensors.list(limit, after)
+    async def tensor_files(
+        self, limit: int = 100, after: str | None = None, account: Account = OPERATOR
+    ) -> list[dict[str, Any]]:
+        """Up to `limit` tensor files that the account may read, as `TensorFiles.list`."""
+        return self._tensors.list(limit, after, account)
 
-    async def put_tensors(self, data: bytes, most: int) -> dict[str, Any]:
+    async def put_tensors(
+        self, data: bytes, most: int, account: Account = OPERATOR, most_of_one: int | None = None
+    ) -> dict[str, Any]:
         """Keep a client's safetensors file; durable when it answers.
 
         Args:
             data: The file.
             most: The most bytes of all files together.
+            account: Who sends it.
+            most_of_one: The most bytes of all their files together, unless they are an admin.
 
         Returns:
             What `tensor_files` says of it.
@@ -47,34 +55,37 @@ class KeepsFiles:
             RequestError: The file is not one that may be kept, or there is no room for it.
             StoreError: The disk refuses.
         """
-        return await asyncio.get_running_loop().run_in_executor(self._files_pool, self._tensors.put, data, most)
+        return await self._changed(self._tensors.put, data, most, account, most_of_one)  # type: ignore[no-any-return]
 
-    async def tensor_file(self, tensor_id: str) -> bytes | None:
-        """A tensor file as it was sent; None if there is none. `tensors.pick` finds a tensor in it.
-
-        Raises:
-            StoreError: The disk refuses.
-        """
-        return await asyncio.to_thread(self._tensors.read, tensor_id)
-
-    async def delete_tensors(self, tensor_id: str) -> bool:
-        """Delete a tensor file: true when it is gone, false if there was none.
+    async def tensor_file(self, tensor_id: str, account: Account = OPERATOR) -> bytes | None:
+        """A tensor file as it was sent; None if the account may read none. `tensors.pick` finds a tensor in it.
 
         Raises:
             StoreError: The disk refuses.
         """
-        return await asyncio.get_running_loop().run_in_executor(self._files_pool, self._tensors.delete, tensor_id)
+        return await asyncio.to_thread(self._tensors.read, tensor_id, account)
 
-    async def profiles(self, limit: int = 100, after: str | None = None) -> list[dict[str, Any]]:
-        """Up to `limit` profiles in the order of their names, beginning behind `after`; without what they do."""
-        return self._profiles.list(limit, after)
+    async def delete_tensors(self, tensor_id: str, account: Account = OPERATOR) -> bool:
+        """Delete a tensor file: true when it is gone, false if there was none that the account may change.
 
-    async def put_profile(self, profile: Profile, by_admin: bool) -> dict[str, Any]:
+        Raises:
+            StoreError: The disk refuses.
+        """
+        return await self._changed(self._tensors.delete, tensor_id, account)  # type: ignore[no-any-return]
+
+    async def profiles(
+        self, limit: int = 100, after: str | None = None, account: Account = OPERATOR
+    ) -> list[dict[str, Any]]:
+        """Up to `limit` profiles that the account may read, as `ProfileFiles.list`."""
+        return self._profiles.list(limit, after, account)
+
+    async def put_profile(self, profile: Profile, account: Account, most: int) -> dict[str, Any]:
         """Keep a profile, in the place of one of its name; durable when it answers.
 
         Args:
             profile: The profile.
-            by_admin: Whether defaults may change.
+            account: Whose it is.
+            most: The most profiles of an owner who is no admin.
 
         Returns:
             What `profile` says of it.
@@ -83,15 +94,15 @@ class KeepsFiles:
             RequestError: It is too large, there are too many, or defaults may not change.
             StoreError: The disk refuses.
         """
-        return await asyncio.get_running_loop().run_in_executor(self._files_pool, self._profiles.put, profile, by_admin)
+        return await self._changed(self._profiles.put, profile, account, most)  # type: ignore[no-any-return]
 
-    async def profile(self, name: str) -> dict[str, Any] | None:
-        """A profile as it was sent, with when, and whether it is a default; None if there is none.
+    async def profile(self, name: str, account: Account = OPERATOR, owner: str | None = None) -> dict[str, Any] | None:
+        """A profile as `ProfileFiles.get` gives it; None if the account may read none of the name.
 
         Raises:
             StoreError: The disk refuses.
         """
-        return await asyncio.to_thread(self._profiles.get, name)
+        return await asyncio.to_thread(self._profiles.get, name, account, owner)
 
     async def default_profiles(self, known: int | None = None) -> tuple[int, dict[str, dict[str, Any]]] | None:
         """The models' default profiles, and a version of all profiles; None where `known` is that version.
@@ -101,10 +112,14 @@ class KeepsFiles:
         """
         return await asyncio.to_thread(self._profiles.defaults, known)
 
-    async def delete_profile(self, name: str) -> bool:
-        """Delete a profile: true when it is gone, false if there was none.
+    async def delete_profile(self, name: str, account: Account = OPERATOR, owner: str | None = None) -> bool:
+        """Delete a profile: true when it is gone, false if there was none that the account may change.
 
         Raises:
+            RequestError: It is a default, and the account is no admin's.
             StoreError: The disk refuses.
         """
-        return await asyncio.get_running_loop().run_in_executor(self._files_pool, self._profiles.delete, name)
+        return await self._changed(self._profiles.delete, name, account, owner)  # type: ignore[no-any-return]
+
+    async def _changed(self, change: Callable[..., Any], *args: Any) -> Any:
+        return await asyncio.get_running_loop().run_in_executor(self._files_pool, change, *args)

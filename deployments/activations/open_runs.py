@@ -22,6 +22,7 @@ class Chunk(NamedTuple):
     """Number `part` of a run's chunks, from 0; `run` is what the run is, on the last one.
 
     `sums` are the batches' checksums, `most` is the most bytes that all chunks may have, 0 where that is not known.
+    `fence` is what the run shows of its session, as `Owners.check` takes it.
     """
 
     name: RunName
@@ -30,6 +31,7 @@ class Chunk(NamedTuple):
     run: RunFacts | None
     sums: Sequence[Mapping[str, str]]
     most: int = 0
+    fence: str | None = None
 
 
 @dataclass
@@ -86,6 +88,7 @@ class OpenRuns:
         self._check(chunk)
         size = sum(batch.nbytes for batch in chunk.batches)
         try:
+            self._keeper.check_fence(chunk.name.session_id, chunk.fence)
             self._keeper.make_room(chunk.name.session_id, size, self.busy, chunk.most - self.bytes_of(chunk.name))
             self._written.add(chunk.name.session_id)
             if chunk.part == 0:

@@ -15,18 +15,23 @@ class Retention:
         max_store_bytes: The most bytes of all sessions together.
         max_session_bytes: The most bytes of one session.
         max_session_age_s: Seconds since its last run after which a session is deleted.
-        delete_oldest: Whether a store that is full deletes the oldest sessions, instead of refusing runs.
+        delete_oldest: Whether a store that is full deletes the oldest sessions of a run's owner, instead of refusing
+            the run.
+        max_owner_bytes: The most bytes of all sessions of one owner together.
+        max_owner_sessions: The most sessions of one owner.
     """
 
     max_store_bytes: int | None = None
     max_session_bytes: int | None = None
     max_session_age_s: float | None = None
     delete_oldest: bool = False
+    max_owner_bytes: int | None = None
+    max_owner_sessions: int | None = None
 
     @property
     def has_quotas(self) -> bool:
         """Whether any bytes are limited."""
-        return self.max_store_bytes is not None or self.max_session_bytes is not None
+        return any(most is not None for most in (self.max_store_bytes, self.max_session_bytes, self.max_owner_bytes))
 
 
 class Held(NamedTuple):

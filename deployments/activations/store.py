@@ -5,18 +5,18 @@ from __future__ import annotations
 import asyncio
 import logging
 import uuid
-from collections.abc import Awaitable, Callable, Iterable, Sequence
+from collections.abc import Awaitable, Iterable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import ray
 
+from deployments.activations.accounts import OPERATOR, Account
 from deployments.activations.facts import StoredPoint, StoredRun, StoreError, store_name
 from deployments.activations.failures import explain
-from deployments.activations.filters import EVERYTHING, Filter
-from deployments.activations.interventions import TokenChoice
 from deployments.activations.keeps_files import KeepsFiles
+from deployments.activations.reads_runs import ReadsRuns
 from deployments.activations.retention import Retention
 from deployments.activations.taking import NAMESPACE, TakesRuns, mark, node_writers
 
@@ -32,7 +32,7 @@ logger = logging.getLogger(__name__)
 __all__ = ["ActivationStore", "StoreError", "StoredPoint", "StoredRun"]
 
 
-class ActivationStore(TakesRuns, KeepsFiles):
+class ActivationStore(TakesRuns, ReadsRuns, KeepsFiles):
     """Keeps runs in Arrow files below one directory, or in object storage.
 
     Args:
@@ -60,6 +60,7 @@ class ActivationStore(TakesRuns, KeepsFiles):
         # Serve's controller and the ingress import this module too, and need no Arrow.
         from deployments.activations.catalogue import Catalogue
         from deployments.activations.objects import beside, place_of
+        from deployments.activations.owners import Owners
         from deployments.activations.pins import Pins, saved_limits
         from deployments.activations.readings import Readings
         from deployments.activations.recovering import make_root, recover
@@ -77,6 +78,7 @@ class ActivationStore(TakesRuns, KeepsFiles):
         self._limits = saved_limits(resolved, life)
         self._options: dict[str, Any] = {"shard_bytes": shard_bytes, "open_shards": open_shards, "lease_s": lease_s}
         self._root, self._asked, self._life = resolved, root, life
+        self._owners = Owners(resolved)
         self._writer = self._begin_writer()
         self._deleting = asyncio.Lock()
         self._mark = mark(resolved) if isinstance(resolved, Path) else None
@@ -91,7 +93,7 @@ class ActivationStore(TakesRuns, KeepsFiles):
     def _begin_writer(self) -> Writer:
         from deployments.activations.writer import Writer
 
-        writer = Writer(self._root, self._catalogue, **self._options)
+        writer = Writer(self._root, self._catalogue, owners=self._owners, **self._options)
         writer.retain(self._limits)
         return writer
 
@@ -107,105 +109,44 @@ class ActivationStore(TakesRuns, KeepsFiles):
         """
         await asyncio.get_running_loop().run_in_executor(self._room_pool, self._room.check, session_id, size)
 
-    async def sessions(
-        self, limit: int = 100, after: str | None = None, filter: Filter = EVERYTHING
-    ) -> list[dict[str, Any]]:
-        """Up to `limit` sessions that hold a run of the filter, as `Catalogue.sessions`, with `pinned`."""
-        found = await asyncio.to_thread(self._catalogue.sessions, limit, after, filter)
-        pinned = await asyncio.to_thread(self._pins.names)
-        return [one | {"pinned": one["id"] in pinned} for one in found]
-
-    async def runs(
-        self, filter: Filter = EVERYTHING, limit: int = 100, after: str | None = None
-    ) -> list[dict[str, Any]]:
-        """Up to `limit` runs of the filter, as `Catalogue.runs`.
-
-        Raises:
-            RequestError: There is no run `after`; names `after`.
-        """
-        return await asyncio.to_thread(self._catalogue.runs, filter, limit, after)
-
-    async def session(
-        self, session_id: str, limit: int | None = None, after: str | None = None
-    ) -> dict[str, Any] | None:
-        """One session with its runs, all or `limit` of them behind the run `after`, and files; None if there is none.
-
-        Raises:
-            RequestError: The session has no run `after`; names `after`.
-        """
-        found = await asyncio.to_thread(self._catalogue.session, session_id, limit, after)
-        return found and found | {"pinned": session_id in await asyncio.to_thread(self._pins.names)}
-
-    async def rows(self, run_id: str, points: Sequence[Sequence[str]], tokens: TokenChoice, most: int) -> bytes | None:
-        """Some rows of a stored run, as `stored_rows.read_rows` gives them; None if there is no such run.
-
-        Args:
-            run_id: The run.
-            points: Each by the names that it may have been recorded by.
-            tokens: Which of the run's tokens.
-            most: The most bytes.
-
-        Raises:
-            RequestError: The run has no such point or token, or there are more bytes; names the field of `from`.
-            StoreError: The disk refuses.
-        """
-        from deployments.activations.reader import within
-        from deployments.activations.stored_rows import read_rows
-
-        loop = asyncio.get_running_loop()
-        if (entry := await loop.run_in_executor(self._rows_pool, self._catalogue.find, run_id)) is None:
-            return None
-        try:
-            return await loop.run_in_executor(
-                self._rows_pool, read_rows, within(self._root, entry.uri), entry, points, tokens, most
-            )
-        except OSError as error:
-            raise explain(self._root, error) from error
-
-    async def begin_data(
-        self, session_id: str, runs: Sequence[str] | None, points: Sequence[str] | None, format: str
-    ) -> tuple[str, int] | None:
-        """Begin to hand over a session's data, as `Readings.begin`; None if there is no such session.
+    async def claim(self, session_id: str, account: Account) -> str:
+        """Admit a request that records into a session; who comes first owns it, and that is durable when it answers.
 
         Returns:
-            The key that `more_data` and `end_data` take, and the number of bytes to come.
+            The session's fence, which the request's runs show.
 
         Raises:
-            RequestError: There is no such run or point, too much for one file, or no room for more at once.
-            StoreError: The disk refuses.
+            RequestError: The session is another's; 403.
+            StoreError: The owner has too many sessions, or the disk refuses.
         """
-        return await self._reading(self._readings.begin, session_id, runs, points, format)  # type: ignore[no-any-return]
+        record = await asyncio.to_thread(self._owners.of, session_id)
+        if record is not None and account.may_change(record.owner):
+            return record.fence
+        return await asyncio.wrap_future(self._writing().assign(session_id, account))
 
-    async def more_data(self, key: str) -> bytes:
-        """The next bytes, at most `readings.PIECE`; nothing at the end.
+    async def share(self, session_id: str, shared: bool, account: Account) -> bool:
+        """Let everybody read a session, or no more; answered as `pin`.
 
         Raises:
-            StoreError: The session was deleted meanwhile, nobody asked for long, or the disk refuses.
+            StoreError: As for `delete`.
         """
-        return await self._reading(self._readings.more, key)  # type: ignore[no-any-return]
+        return await asyncio.wrap_future(self._writing().share(session_id, shared, account))
 
-    async def end_data(self, key: str) -> None:
-        """Give up what is left to hand over; may come at any time."""
-        self._readings.end(key)
-
-    async def _reading(self, read: Callable[..., Any], *args: Any) -> Any:
-        try:
-            return await asyncio.get_running_loop().run_in_executor(self._data_pool, read, *args)
-        except OSError as error:
-            raise explain(self._root, error) from error
-
-    async def delete(self, session_id: str) -> bool:
-        """Delete a session: true when its files are gone, false if there was none.
+    async def delete(self, session_id: str, account: Account = OPERATOR) -> bool:
+        """Delete a session: true when its files are gone, false if there is none that the account may change.
 
         Raises:
             StoreError: If `session_id` can name none, or the disk refuses.
             RequestError: It is pinned.
         """
         async with self._deleting:  # else the first one's end would let runs in beside the second
-            return await self._delete(session_id)
+            return await self._delete(session_id, account)
 
-    async def _delete(self, session_id: str) -> bool:
+    async def _delete(self, session_id: str, account: Account) -> bool:
         try:
+            record = await asyncio.to_thread(self._owners.of, session_id)
+            if not account.may_change(record and record.owner):
+                return False
             await asyncio.to_thread(self._pins.check, session_id)  # before anybody lets go of it
         except OSError as error:
             raise explain(self._root, error) from error
@@ -214,7 +155,7 @@ class ActivationStore(TakesRuns, KeepsFiles):
             if isinstance(said, Exception):  # what it may still write there it will find gone
                 logger.warning("%s does not let go of session %s: %s", writer, session_id, said)
         try:
-            return await asyncio.wrap_future(self._writing().delete(session_id))
+            return await asyncio.wrap_future(self._writing().delete(session_id, account))
         finally:
             for writer in writers:
                 writer.release.remote(session_id)
@@ -227,7 +168,7 @@ class ActivationStore(TakesRuns, KeepsFiles):
         """List runs that another node's writer has made durable, unless they were deleted since."""
         await asyncio.wrap_future(self._writing().note(session_id, entries, file))
 
-    async def make_room(self, session_id: str, run_id: str, size: int, most: int = 0) -> None:
+    async def make_room(self, session_id: str, run_id: str, size: int, most: int = 0, fence: str | None = None) -> None:
         """Make room for a run that another node's writer writes, as `Writer.claim`, until it is noted or abandoned.
 
         Args:
@@ -235,19 +176,20 @@ class ActivationStore(TakesRuns, KeepsFiles):
             run_id: The run.
             size: Its bytes so far, with those that are about to be written.
             most: The most bytes that the whole run may have, 0 where that is not known.
+            fence: As for `append`.
 
         Raises:
-            StoreError: There is no room; the message names the quota and says what to do.
+            StoreError: There is no room, or the session is another one by now; the message says what to do.
         """
-        await asyncio.wrap_future(self._writing().claim(session_id, run_id, size, most))
+        await asyncio.wrap_future(self._writing().claim(session_id, run_id, size, most, fence))
 
-    async def pin(self, session_id: str, pinned: bool) -> bool:
-        """Pin a session, or take its pin away: true when that is durable, false if there is no such session.
+    async def pin(self, session_id: str, pinned: bool, account: Account = OPERATOR) -> bool:
+        """Pin a session, or take its pin away: true when durable, false if there is none that the account may change.
 
         Raises:
             StoreError: As for `delete`.
         """
-        return await asyncio.wrap_future(self._writing().pin(session_id, pinned))
+        return await asyncio.wrap_future(self._writing().pin(session_id, pinned, account))
 
     async def retain(self, retention: Retention, now: float | None = None) -> list[str]:
         """Keep to these limits from now on, also when started again; as `Writer.retain`.

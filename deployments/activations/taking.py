@@ -7,7 +7,7 @@ import contextlib
 import functools
 import logging
 import secrets
-from collections import OrderedDict, deque
+from collections import Counter, OrderedDict, deque
 from collections.abc import AsyncIterator, Awaitable, Callable, Collection, Iterable, Sequence
 from dataclasses import replace
 from pathlib import Path
@@ -44,7 +44,13 @@ class TakesRuns:
         return self._writer
 
     async def append(
-        self, session_id: str, run_id: str, part: int, batches: list[ray.ObjectRef[Any]], most: int = 0
+        self,
+        session_id: str,
+        run_id: str,
+        part: int,
+        batches: list[ray.ObjectRef[Any]],
+        most: int = 0,
+        fence: str | None = None,
     ) -> None:
         """Take more of a run that is not finished; `write` takes its end. Not durable yet when it answers.
 
@@ -58,27 +64,31 @@ class TakesRuns:
                 Ray passes them on unresolved.
             most: The most bytes that the whole run may have, 0 where that is not known: no session is deleted to make
                 room for a run that would not fit even so.
+            fence: What the run's request was told of its session by `ActivationStore.claim`; None without keys.
 
         Raises:
             StoreError: If a batch is lost, parts before it are missing, the run or its session was given up, or
                 the disk refuses. The run cannot be finished then.
         """
         found = await _fetch(run_id, batches)
-        await asyncio.wrap_future(self._writing().append(session_id, run_id, part, found, most))
+        await asyncio.wrap_future(self._writing().append(session_id, run_id, part, found, most, fence))
 
-    async def write(self, run: RunFacts, batches: list[ray.ObjectRef[Any]], part: int = 0) -> StoredRun:
+    async def write(
+        self, run: RunFacts, batches: list[ray.ObjectRef[Any]], part: int = 0, fence: str | None = None
+    ) -> StoredRun:
         """Store a run, or the end of one: contiguous rows of one file, in order. Durable when it answers.
 
         Args:
             run: What the run is.
             batches: References as for `append`; may be empty only where there are parts before.
             part: How many parts were appended before.
+            fence: As for `append`.
 
         Raises:
             StoreError: As for `append`, or if the batches do not fit together.
         """
         found = await _fetch(run.run_id, batches)
-        return await asyncio.wrap_future(self._writing().submit(run, found, part))
+        return await asyncio.wrap_future(self._writing().submit(run, found, part, fence))
 
     async def abandon(self, session_id: str, run_id: str) -> None:
         """Remove what was appended of a run that will not be finished, and refuse what comes of it later.
@@ -105,22 +115,31 @@ class NodeWriter(TakesRuns):
         from deployments.activations.writer import Writer
 
         self._store = store
+        self._deletions = Counter[str]()  # by session, how many have begun
         at = place_of(root) if "://" in root else Path(root).resolve()
         self._begin_writer = functools.partial(Writer, at, _Told(store))
         self._writer = self._begin_writer()
 
     async def append(
-        self, session_id: str, run_id: str, part: int, batches: list[ray.ObjectRef[Any]], most: int = 0
+        self,
+        session_id: str,
+        run_id: str,
+        part: int,
+        batches: list[ray.ObjectRef[Any]],
+        most: int = 0,
+        fence: str | None = None,
     ) -> None:
         """As the store's, which makes room for each part."""
         found = await _fetch(run_id, batches)
-        async with self._room(session_id, run_id, found, most):
+        async with self._room(session_id, run_id, found, most, fence):
             await asyncio.wrap_future(self._writing().append(session_id, run_id, part, found, most))
 
-    async def write(self, run: RunFacts, batches: list[ray.ObjectRef[Any]], part: int = 0) -> StoredRun:
+    async def write(
+        self, run: RunFacts, batches: list[ray.ObjectRef[Any]], part: int = 0, fence: str | None = None
+    ) -> StoredRun:
         """As the store's, which makes room."""
         found = await _fetch(run.run_id, batches)
-        async with self._room(run.session_id, run.run_id, found):
+        async with self._room(run.session_id, run.run_id, found, fence=fence):
             return await asyncio.wrap_future(self._writing().submit(run, found, part))
 
     async def abandon(self, session_id: str, run_id: str) -> None:
@@ -133,11 +152,16 @@ class NodeWriter(TakesRuns):
         await _unless_away(self._store.check_room.remote(session_id, size))
 
     @contextlib.asynccontextmanager
-    async def _room(self, session_id: str, run_id: str, batches: Sequence[Any], most: int = 0) -> AsyncIterator[None]:
+    async def _room(
+        self, session_id: str, run_id: str, batches: Sequence[Any], most: int = 0, fence: str | None = None
+    ) -> AsyncIterator[None]:
         """Have room for more of a run; the run cannot be finished where this, or what is done within, fails."""
         size = self._writer.bytes_of(session_id, run_id) + sum(batch.nbytes for batch in batches)
         try:
-            await _unless_away(self._store.make_room.remote(session_id, run_id, size, most))
+            deletions = self._deletions[session_id]
+            await _unless_away(self._store.make_room.remote(session_id, run_id, size, most, fence))
+            if self._deletions[session_id] != deletions:  # what the store said is of the session before
+                raise StoreError(f"Session {session_id} was deleted while the run went on: send the request again.")
             yield
         except BaseException:
             self._store.abandon.remote(session_id, run_id)
@@ -145,6 +169,7 @@ class NodeWriter(TakesRuns):
 
     async def hold(self, session_id: str) -> None:
         """Let go of a session's files, and take no run of it until `release`, or for a minute or two."""
+        self._deletions[session_id] += 1
         await asyncio.wrap_future(self._writing().hold(session_id))
 
     async def release(self, session_id: str) -> None:

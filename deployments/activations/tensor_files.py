@@ -1,7 +1,8 @@
 """Tensor files on disk, beside the sessions: `<root>/.tensors/<id>.safetensors`, each as it was sent.
 
-A file's id is made of its bytes, so that the same file sent twice is kept once. What a client calls a file is only ever
-looked up among those that are known: no path is made of it.
+A file with an owner is `<id>@<owner>.safetensors`. Its id is made of its bytes and its owner, so that the same file
+sent twice is kept once, and each file has one owner. What a client calls a file is only ever looked up among those that
+are known: no path is made of it.
 """
 
 from __future__ import annotations
@@ -10,12 +11,14 @@ import hashlib
 import logging
 import os
 import re
+from collections.abc import Sequence
 from pathlib import Path
 from threading import Lock
 from typing import Any, NamedTuple
 
 from safetensors import SafetensorError
 
+from deployments.activations.accounts import OPERATOR, Account
 from deployments.activations.facts import page
 from deployments.activations.failures import explain
 from deployments.activations.small_files import found, remove, write
@@ -24,7 +27,8 @@ from deployments.errors import RequestError
 
 FOLDER = ".tensors"  # no session id begins with '.'
 MAX_FILES = 1 << 16
-_FILE = re.compile(r"(tensor-[0-9a-f]{32})\.safetensors")
+MAX_OF_ONE = 1 << 12  # files of an owner who has a quota
+_FILE = re.compile(r"(tensor-[0-9a-f]{32})(?:@([A-Za-z0-9_.-]+))?\.safetensors")
 
 logger = logging.getLogger(__name__)
 
@@ -35,6 +39,7 @@ class TensorFile(NamedTuple):
     tensors: dict[str, TensorType]
     bytes: int
     created: float
+    owner: str | None = None
 
 
 class TensorFiles:
@@ -59,84 +64,109 @@ class TensorFiles:
         if match := _FILE.fullmatch(item.name):
             try:
                 stat = item.stat()
-                self._files[match[1]] = TensorFile(read_types(item.path), stat.st_size, stat.st_mtime)
+                self._files[match[1]] = TensorFile(read_types(item.path), stat.st_size, stat.st_mtime, match[2])
             except (OSError, SafetensorError, RequestError):  # one bad file must not keep the others from being served
                 logger.exception("tensor file %s cannot be read and is not listed", item.path)
 
-    def list(self, limit: int, after: str | None) -> list[dict[str, Any]]:
-        """Up to `limit` files in the order of their ids, beginning behind the id `after`."""
+    def list(self, limit: int, after: str | None, account: Account = OPERATOR) -> list[dict[str, Any]]:
+        """Up to `limit` files that the account may read in the order of their ids, beginning behind the id `after`."""
         with self._lock:
-            return [_summary(name, self._files[name]) for name in page(self._files, limit, after)]
+            names = [name for name, file in self._files.items() if account.may_read(file.owner)]
+            return [_summary(name, self._files[name], account) for name in page(names, limit, after)]
 
-    def put(self, data: bytes, most: int) -> dict[str, Any]:
+    def put(
+        self, data: bytes, most: int, account: Account = OPERATOR, most_of_one: int | None = None
+    ) -> dict[str, Any]:
         """Keep a file; durable when it returns. One that is there already is left as it is.
 
         Args:
             data: The file.
             most: The most bytes of all files together.
+            account: Who sends it.
+            most_of_one: The most bytes of all their files together, unless they are an admin.
 
         Raises:
             RequestError: The file is not one that may be kept, or there is no room for it.
             StoreError: The disk refuses.
         """
         tensors = check(data)
-        tensor_id = f"tensor-{hashlib.sha256(data).hexdigest()[:32]}"
+        tensor_id = _id(data, account.owner)
+        file = TensorFile(tensors, len(data), 0.0, account.owner)
         with self._lock:
             known = self._files.get(tensor_id)
-            others = [file.bytes for name, file in self._files.items() if name != tensor_id]
-        if known and self._path(tensor_id).is_file():
-            return _summary(tensor_id, known)
-        if sum(others) + len(data) > most or len(others) >= MAX_FILES:
-            message = (
-                f"{len(others)} tensor files take {sum(others)} bytes, and there is room for {MAX_FILES} of {most} "
-                f"bytes together: delete some before you send one of {len(data)} bytes"
-            )
-            raise RequestError(message, None, "tensor_store_full")
+            others = [other for name, other in self._files.items() if name != tensor_id]
+        if known and self._path(tensor_id, known).is_file():
+            return _summary(tensor_id, known, account)
+        _check_room(others, len(data), MAX_FILES, most)
+        if not account.is_admin and most_of_one is not None:
+            own = [other for other in others if other.owner == account.owner]
+            _check_room(own, len(data), MAX_OF_ONE, most_of_one, " of yours")
         try:
-            file = TensorFile(tensors, len(data), write(self._root, FOLDER, self._path(tensor_id).name, data))
+            file = file._replace(created=write(self._root, FOLDER, self._path(tensor_id, file).name, data))
         except OSError as error:
             raise explain(self._root, error) from error
         with self._lock:
             self._files[tensor_id] = file
-        return _summary(tensor_id, file)
+        return _summary(tensor_id, file, account)
 
-    def read(self, tensor_id: str) -> bytes | None:
-        """A file as it was sent; None if there is none.
+    def read(self, tensor_id: str, account: Account = OPERATOR) -> bytes | None:
+        """A file as it was sent; None if there is none that the account may read.
 
         Raises:
             StoreError: The disk refuses.
         """
         with self._lock:
-            if tensor_id not in self._files:
-                return None
+            file = self._files.get(tensor_id)
+        if file is None or not account.may_read(file.owner):
+            return None
         try:
-            return self._path(tensor_id).read_bytes()
+            return self._path(tensor_id, file).read_bytes()
         except FileNotFoundError:
             return None
         except OSError as error:
             raise explain(self._root, error) from error
 
-    def delete(self, tensor_id: str) -> bool:
-        """Delete a file: true when it is gone, false if there was none.
+    def delete(self, tensor_id: str, account: Account = OPERATOR) -> bool:
+        """Delete a file: true when it is gone, false if there was none that the account may change.
 
         Raises:
             StoreError: The disk refuses.
         """
         with self._lock:
-            if tensor_id not in self._files:
-                return False
+            file = self._files.get(tensor_id)
+        if file is None or not account.may_change(file.owner):
+            return False
         try:
-            remove(self._root, FOLDER, self._path(tensor_id).name)
+            remove(self._root, FOLDER, self._path(tensor_id, file).name)
         except OSError as error:
             raise explain(self._root, error) from error
         with self._lock:
             del self._files[tensor_id]
         return True
 
-    def _path(self, tensor_id: str) -> Path:
-        return self._root / FOLDER / f"{tensor_id}.safetensors"
+    def _path(self, tensor_id: str, file: TensorFile) -> Path:
+        of = f"@{file.owner}" if file.owner else ""
+        return self._root / FOLDER / f"{tensor_id}{of}.safetensors"
 
 
-def _summary(tensor_id: str, file: TensorFile) -> dict[str, Any]:
+def _id(data: bytes, owner: str | None) -> str:
+    digest = hashlib.sha256(data)
+    if owner is not None:
+        digest.update(f"@{owner}".encode())
+    return f"tensor-{digest.hexdigest()[:32]}"
+
+
+def _check_room(others: Sequence[TensorFile], size: int, count: int, most: int, whose: str = "") -> None:
+    used = sum(file.bytes for file in others)
+    if used + size > most or len(others) >= count:
+        message = (
+            f"{len(others)} tensor files{whose} take {used} bytes, and there is room for {count} of {most} bytes "
+            f"together: delete some before you send one of {size} bytes"
+        )
+        raise RequestError(message, None, "tensor_store_full")
+
+
+def _summary(tensor_id: str, file: TensorFile, account: Account) -> dict[str, Any]:
     tensors = {name: {"shape": list(kind.shape), "dtype": kind.dtype} for name, kind in file.tensors.items()}
-    return {"id": tensor_id, "bytes": file.bytes, "created": file.created, "tensors": tensors}
+    summary = {"id": tensor_id, "bytes": file.bytes, "created": file.created, "tensors": tensors}
+    return summary if account.owner is None else summary | {"owner": file.owner}

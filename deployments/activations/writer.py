@@ -18,6 +18,7 @@ from typing import Any
 
 import pyarrow as pa
 
+from deployments.activations.accounts import OPERATOR, Account
 from deployments.activations.catalogue import Catalogue
 from deployments.activations.checksums import checksums
 from deployments.activations.commits import Commits
@@ -29,6 +30,7 @@ from deployments.activations.keeping import Keeper
 from deployments.activations.objects import AnyRoot, Place
 from deployments.activations.open_runs import Chunk, OpenRuns
 from deployments.activations.orders import Abandon, Append, Task, Write, check_batches, check_name
+from deployments.activations.owners import Owners
 from deployments.activations.pool import Pool
 from deployments.activations.retention import Held, Retention
 from deployments.activations.schema import batch_metadata
@@ -63,6 +65,7 @@ class Writer:
         open_shards: How many shards stay open; the one idle the longest is sealed first.
         idle_s: Seconds without a run after which a shard is sealed.
         lease_s: Seconds without a chunk after which a run that is not finished is abandoned.
+        owners: Whose sessions are, where this is the store's writer.
     """
 
     def __init__(
@@ -74,11 +77,12 @@ class Writer:
         open_shards: int = 64,
         idle_s: float = 30,
         lease_s: float = 900,
+        owners: Owners | None = None,
     ) -> None:
         self._root = root
         self._catalogue = catalogue
         self._pool = Pool(root, catalogue, shard_bytes=shard_bytes, open_shards=open_shards, idle_s=idle_s)
-        self._keeper = Keeper(root, catalogue, self._pool, lease_s)
+        self._keeper = Keeper(root, catalogue, self._pool, lease_s, owners)
         self._runs = OpenRuns(root, catalogue, self._pool, self._keeper, lease_s)
         self._look = math.inf  # when to look for sessions that are too old, in the monotonic clock's seconds
         self._compactor: Compactor | None = None
@@ -102,7 +106,13 @@ class Writer:
         return self._thread.is_alive() and not self._failed
 
     def append(
-        self, session_id: str, run_id: str, part: int, batches: Sequence[pa.RecordBatch], most: int = 0
+        self,
+        session_id: str,
+        run_id: str,
+        part: int,
+        batches: Sequence[pa.RecordBatch],
+        most: int = 0,
+        fence: str | None = None,
     ) -> Future[None]:
         """Queue a chunk of a run that is not finished; answered when it is in the file, if not yet durable.
 
@@ -113,6 +123,7 @@ class Writer:
             batches: The run's next rows, of one schema.
             most: The most bytes that the whole run may have, where that is known: nothing is deleted for a run that
                 would not fit even so.
+            fence: What the run's request was told of its session, as `Owners.check` takes it.
 
         Raises:
             StoreError: At once if the batches are not this session's or the writer is closed; from the
@@ -123,16 +134,19 @@ class Writer:
             raise StoreError(f"Part {part} of run {run_id} has no rows: send it when there are some")
         check_batches(name, batches)
         future: Future[None] = Future()
-        self._put(Append(Chunk(name, part, list(batches), None, _sums(batches), most), future))
+        self._put(Append(Chunk(name, part, list(batches), None, _sums(batches), most, fence), future))
         return future
 
-    def submit(self, run: RunFacts, batches: Sequence[pa.RecordBatch], part: int = 0) -> Future[StoredRun]:
+    def submit(
+        self, run: RunFacts, batches: Sequence[pa.RecordBatch], part: int = 0, fence: str | None = None
+    ) -> Future[StoredRun]:
         """Queue a whole run, or the end of one; answered when all of it is on disk.
 
         Args:
             run: What the run is.
             batches: Its rows behind those appended before; may be empty only where there are some.
             part: How many chunks were appended before.
+            fence: As for `append`.
 
         Raises:
             StoreError: As for `append`.
@@ -143,7 +157,7 @@ class Writer:
         check_batches(name, batches, run.model)
         batch_metadata(run.run_id, 0, 1, run)  # what JSON cannot hold is the caller's to hear of
         future: Future[StoredRun] = Future()
-        self._put(Write(Chunk(name, part, list(batches), run, _sums(batches)), future))
+        self._put(Write(Chunk(name, part, list(batches), run, _sums(batches), fence=fence), future))
         return future
 
     def abandon(self, session_id: str, run_id: str) -> Future[None]:
@@ -158,8 +172,8 @@ class Writer:
         self._put(Abandon(RunName(session_id, run_id), future))
         return future
 
-    def delete(self, session_id: str) -> Future[bool]:
-        """Queue a deletion: true when the session's files are gone, false if there was none.
+    def delete(self, session_id: str, account: Account = OPERATOR) -> Future[bool]:
+        """Queue a deletion: true when the session's files are gone, false if the account may change none of the name.
 
         Raises:
             StoreError: At once if `session_id` can name none or the writer is closed; from the future if
@@ -167,20 +181,39 @@ class Writer:
             RequestError: From the future if the session is pinned.
         """
         check_name(session_id)
-        return self._behind(lambda: self._delete(session_id))
+        return self._behind(lambda: self._delete(session_id, account))
 
     def bytes_of(self, session_id: str, run_id: str) -> int:
         """Bytes of the batches that are written of a run that is not finished."""
         return self._runs.bytes_of(RunName(session_id, run_id))
 
-    def pin(self, session_id: str, pinned: bool) -> Future[bool]:
-        """Queue a session's pin, or its end: true when it is durable, false if there is no such session.
+    def pin(self, session_id: str, pinned: bool, account: Account = OPERATOR) -> Future[bool]:
+        """Queue a session's pin, or its end: true when it is durable, false if the account may change none of the name.
 
         Raises:
             StoreError: As for `delete`.
         """
         check_name(session_id)
-        return self._behind(lambda: self._keeper.pin(session_id, pinned))
+        return self._behind(lambda: self._keeper.pin(session_id, pinned, account))
+
+    def share(self, session_id: str, shared: bool, account: Account) -> Future[bool]:
+        """Queue: let everybody read a session, or no more; answered as `pin`.
+
+        Raises:
+            StoreError: As for `delete`.
+        """
+        check_name(session_id)
+        return self._behind(lambda: self._keeper.share(session_id, shared, account))
+
+    def assign(self, session_id: str, account: Account) -> Future[str]:
+        """Queue: admit a request that records into a session, as `Owners.claim`.
+
+        Raises:
+            StoreError: As for `delete`; from the future if the owner has too many sessions.
+            RequestError: From the future if the session is another's.
+        """
+        check_name(session_id)
+        return self._behind(lambda: self._keeper.assign(session_id, account, self._runs.busy), at_once=True)
 
     def retain(self, retention: Retention, now: float | None = None) -> Future[list[str]]:
         """Queue other limits; answered with the sessions that were too old by them, once these are deleted.
@@ -212,7 +245,7 @@ class Writer:
         """
         return self._behind(lambda: self._hold(session_id, 0.0))
 
-    def claim(self, session_id: str, run_id: str, size: int, most: int = 0) -> Future[None]:
+    def claim(self, session_id: str, run_id: str, size: int, most: int = 0, fence: str | None = None) -> Future[None]:
         """Queue: make room for a run that another node's writer writes, and keep it until `note` or `abandon`.
 
         Args:
@@ -220,12 +253,14 @@ class Writer:
             run_id: The run.
             size: Its bytes so far, with those that are about to be written.
             most: As for `append`.
+            fence: As for `append`.
 
         Raises:
-            StoreError: At once if the writer is closed; from the future if there is no room.
+            StoreError: At once if the writer is closed; from the future if there is no room, or the session is another
+                one by now.
         """
         name = RunName(session_id, run_id)
-        return self._behind(lambda: self._keeper.claim(name, size, self._runs.busy, most), at_once=True)
+        return self._behind(lambda: self._keeper.claim(name, size, self._runs.busy, most, fence), at_once=True)
 
     def note(self, session_id: str, entries: Sequence[Entry], file: StoredFile) -> Future[None]:
         """Queue: another node's writer has made runs durable; they are listed and counted, unless they were deleted.
@@ -398,8 +433,9 @@ class Writer:
         except (StoreError, RequestError) as error:
             task.future.set_exception(error)
 
-    def _delete(self, session_id: str) -> bool:
-        self._keeper.check_pin(session_id)
+    def _delete(self, session_id: str, account: Account) -> bool:
+        if not self._keeper.may_delete(session_id, account):
+            return False
         self._runs.abandon_session(session_id, f"Session {session_id} was deleted while the run went on.")
         return self._keeper.delete(session_id)
 

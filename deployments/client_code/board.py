@@ -9,23 +9,24 @@ import asyncio
 import secrets
 import time
 import uuid
-from collections import deque
+from collections import Counter, deque
 from dataclasses import dataclass, field
 from typing import Any
 
 import ray
 
+from deployments.activations.accounts import OPERATOR, Account
 from deployments.client_code.job import LAST, Update
 from deployments.errors import RequestError
 
-MOST_JOBS = 1024  # that are known at once; the oldest that have ended make room for new ones
+MOST_JOBS = 1024  # that are known at once; of who has most that have ended, the oldest makes room for a new one
 MOST_LISTENERS = 1024
 MOST_UNHEARD = 10_000  # updates that wait for a listener; the oldest go
 KEEP_S = 3600.0  # for which what became of a job is known
 LOST_S = 30.0  # without a sign of life from the replica after which a job is lost
 POLL_S = 20.0  # the longest that a listener's call waits
 SILENT_S = 60.0  # without a sign of life from its ingress after which a listener has gone
-RESULTS_BYTES = 1 << 30  # of all results together; the oldest make room for new ones
+RESULTS_BYTES = 1 << 30  # of all results together; of who holds most, the oldest make room for new ones
 
 _NOBODY = "nobody listens by this id: subscribe first", "session_id", "session_not_found", 404
 
@@ -34,6 +35,7 @@ _NOBODY = "nobody listens by this id: subscribe first", "session_id", "session_n
 class _Job:
     latest: Update
     listener: str | None
+    owner: str | None  # who sent it
     heard: float  # when its replica last gave a sign of life, or it ended
     result: list[bytes] = field(default_factory=list)
     token: str = field(default_factory=secrets.token_urlsafe)  # who fetches the result shows it
@@ -45,6 +47,7 @@ class _Job:
 
 @dataclass(eq=False)
 class _Listener:
+    owner: str | None
     updates: deque[Update] = field(default_factory=lambda: deque(maxlen=MOST_UNHEARD))
     news: asyncio.Event = field(default_factory=asyncio.Event)
     heard: float = field(default_factory=time.monotonic)  # when its ingress last gave a sign of life
@@ -57,8 +60,11 @@ class Board:
         self._jobs: dict[str, _Job] = {}
         self._listeners: dict[str, _Listener] = {}
 
-    async def listen(self) -> str:
+    async def listen(self, owner: str | None = None) -> str:
         """A new listener's id.
+
+        Args:
+            owner: Who listens; None without API keys.
 
         Raises:
             RequestError: There are too many.
@@ -67,7 +73,7 @@ class Board:
         if len(self._listeners) >= MOST_LISTENERS:
             raise RequestError(f"{MOST_LISTENERS} clients listen already: try again", None, "server_busy", 429)
         name = uuid.uuid4().hex
-        self._listeners[name] = _Listener()
+        self._listeners[name] = _Listener(owner)
         return name
 
     async def updates(self, listener: str) -> list[Update]:
@@ -100,25 +106,27 @@ class Board:
         """A listener has gone; nobody waits for its jobs."""
         self._listeners.pop(listener, None)
 
-    async def open(self, listener: str | None) -> str:
+    async def open(self, listener: str | None, owner: str | None = None) -> str:
         """A new job's id.
 
         Args:
             listener: Who is told what becomes of it; None where its client will ask.
+            owner: Who sends it; None without API keys.
 
         Raises:
-            RequestError: There is no such listener, or there are too many jobs.
+            RequestError: There is no such listener of the owner's, or there are too many jobs.
         """
         self._sweep()
-        if listener is not None and listener not in self._listeners:
+        if listener is not None and (listener not in self._listeners or self._listeners[listener].owner != owner):
             raise RequestError(*_NOBODY)
         if len(self._jobs) >= MOST_JOBS:
-            ended = [name for name, job in self._jobs.items() if job.ended]  # the oldest first
+            ended = [(name, job.owner) for name, job in self._jobs.items() if job.ended]  # the oldest first
             if not ended:
                 raise RequestError(f"{MOST_JOBS} jobs are under way: try again later", None, "server_busy", 429)
-            del self._jobs[ended[0]]
+            [(most, _)] = Counter(of for _, of in ended).most_common(1)
+            del self._jobs[next(name for name, of in ended if of == most)]
         name = uuid.uuid4().hex
-        self._jobs[name] = _Job(Update(name, "RECEIVED"), listener, time.monotonic())
+        self._jobs[name] = _Job(Update(name, "RECEIVED"), listener, owner, time.monotonic())
         return name
 
     async def tell(self, updates: list[Update], result: list[bytes]) -> None:
@@ -141,11 +149,16 @@ class Board:
         job.heard = time.monotonic()
         return True
 
-    async def latest(self, job_id: str) -> tuple[Update, str | None] | None:
-        """What became of a job last, and its result's token where there is one to fetch; None where there is no job."""
+    async def latest(self, job_id: str, account: Account = OPERATOR) -> tuple[Update, str | None] | None:
+        """What became of a job last, and its result's token where there is one to fetch.
+
+        None where there is no job that is the account's.
+        """
         self._sweep()
         job = self._jobs.get(job_id)
-        return (job.latest, job.token if job.result else None) if job else None
+        if job is None or not account.may_change(job.owner):
+            return None
+        return job.latest, job.token if job.result else None
 
     async def result(self, job_id: str, token: str) -> list[bytes]:
         """A finished job's result, in a list so that Ray hands it on as it is; an empty one where there is none."""
@@ -174,14 +187,15 @@ class Board:
                 del self._jobs[name]
             elif not job.ended and now - job.heard > LOST_S:
                 self._note(job, Update(name, "ERROR", "the replica that ran the job has gone: send it again"), [])
-        held = sum(len(blob) for job in self._jobs.values() for blob in job.result)
-        for name, job in self._jobs.items():
-            if held <= RESULTS_BYTES:
-                break
-            if job.result:
-                held -= sum(map(len, job.result))
-                job.result = []
-                job.latest = Update(name, "ERROR", "its result made room for others' before it was fetched")
+        held = Counter[str | None]()
+        for job in self._jobs.values():
+            held[job.owner] += sum(map(len, job.result))
+        while held.total() > RESULTS_BYTES:
+            [(most, _)] = held.most_common(1)
+            name, job = next((name, job) for name, job in self._jobs.items() if job.owner == most and job.result)
+            held[most] -= sum(map(len, job.result))
+            job.result = []
+            job.latest = Update(name, "ERROR", "its result made room for others before it was fetched")
 
 
 def connect() -> Any:

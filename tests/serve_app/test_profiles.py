@@ -12,6 +12,7 @@ import ray
 import torch
 
 from deployments.activations import load
+from deployments.activations.accounts import OPERATOR
 from deployments.activations.store import connect
 from deployments.messages import Job
 from deployments.options import home
@@ -240,7 +241,7 @@ class Counted:
 def test_another_ingress_knows_of_a_default_within_a_second_and_asks_no_more_often(ask, keep, monkeypatch):
     store, now = Counted(connect(str(home() / "activations"))), [100.0]
     monkeypatch.setattr(profiles.time, "monotonic", lambda: now[0])
-    other = Profiles(store)
+    other = Profiles(store, 1024)
 
     async def default(times=1):
         found = {(await other.applied(Job("j"), None, MODEL, None, None)).profile for _ in range(times)}
@@ -279,10 +280,10 @@ class Slow:
 def test_a_request_that_waits_for_defaults_outlives_a_change_of_profiles(monkeypatch):
     async def scene():
         store = Slow()
-        other = Profiles(store)
+        other = Profiles(store, 1024)
         waiting = asyncio.ensure_future(other.applied(Job("j"), None, MODEL, None, None))
         await asyncio.sleep(0)
-        deleting = asyncio.ensure_future(other.delete("p"))
+        deleting = asyncio.ensure_future(other.delete(OPERATOR, "p"))
         await asyncio.sleep(0)
         asked, deleted = store.answers
         deleted.set_result(True)
@@ -305,7 +306,7 @@ def test_before_the_store_has_answered_nothing_runs_without_a_default_it_should_
 
     async def scene():
         with pytest.raises(ApiError) as refused:
-            await Profiles(Slow()).applied(Job("j"), None, MODEL, None, None)
+            await Profiles(Slow(), 1024).applied(Job("j"), None, MODEL, None, None)
         assert refused.value.status == 503
 
     asyncio.run(scene())
@@ -315,14 +316,14 @@ def test_while_the_store_does_not_answer_what_was_known_last_holds(tmp_path, mon
     monkeypatch.setattr(profiles, "PATIENCE_S", 0.2)
     monkeypatch.setattr(profiles, "FRESH_S", 0.0)
     store = connect(str(tmp_path))
-    asked = Profiles(store)
+    asked = Profiles(store, 1024)
 
     async def default():
         return (await asked.applied(Job("j"), None, "m", None, None)).profile
 
     async def scene():
         fields = {"name": "p", "model": "m", "default": True, "interventions": [HALF]}
-        await asked.put(profiles.Profile.model_validate(fields), by_admin=True)
+        await asked.put(OPERATOR, profiles.Profile.model_validate(fields))
         assert await default() == "p"
         ray.kill(store)
         assert [await default() for _ in range(3)] == ["p"] * 3

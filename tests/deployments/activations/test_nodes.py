@@ -13,6 +13,7 @@ import pytest
 import torch
 
 from deployments.activations import load, runs
+from deployments.activations.accounts import Account
 from deployments.activations.claims import Claims
 from deployments.activations.entries import RunName
 from deployments.activations.facts import StoreError, names_a_session
@@ -92,16 +93,16 @@ class Nodes:
     def ask(self, made):
         return self._begin(made).result(60)
 
-    def append(self, made, part, most=0, where=None):
+    def append(self, made, part, most=0, where=None, fence=None):
         where = where or self.there
-        return self.ask(where.append(*made.facts_and_id, part, [_given(made.batches[part])], most))
+        return self.ask(where.append(*made.facts_and_id, part, [_given(made.batches[part])], most, fence))
 
-    def begin_store(self, made, part=0, where=None):
+    def begin_store(self, made, part=0, where=None, fence=None):
         where = where or self.there
-        return self._begin(where.write(made.facts, [_given(batch) for batch in made.batches[part:]], part))
+        return self._begin(where.write(made.facts, [_given(batch) for batch in made.batches[part:]], part, fence))
 
-    def store(self, made, part=0, where=None):
-        return self.begin_store(made, part, where).result(60)
+    def store(self, made, part=0, where=None, fence=None):
+        return self.begin_store(made, part, where, fence).result(60)
 
     def keep(self, now=None, **limits):
         return self.ask(self.here.retain(Retention(**limits), now))
@@ -180,6 +181,41 @@ def test_a_long_run_of_another_node_is_refused_at_the_part_that_is_too_much_and_
     assert nodes.store(second, 3).run_id == "second"
     nodes.ask(nodes.here.check_room("more", RUN // 2))
     assert [run.run_id for run in runs(nodes.root / "other")] == ["second"]
+
+
+@pytest.mark.parametrize("parts", [0, 2])
+def test_a_late_run_of_another_node_does_not_become_part_of_a_session_that_another_key_claims(nodes, big, parts):
+    alice, bob = Account("alice", is_admin=False), Account("bob", is_admin=False)
+    late, other = big("late"), big("other")
+    fence = nodes.ask(nodes.here.claim("session", alice))
+    for part in range(parts):
+        nodes.append(late, part, fence=fence)
+    nodes.store(big("first"), fence=fence)
+    assert nodes.ask(nodes.here.delete("session", alice))
+    nodes.store(other, fence=nodes.ask(nodes.here.claim("session", bob)))
+    with pytest.raises(StoreError, match="deleted"):
+        nodes.store(late, parts, fence=fence)
+    assert [run.run_id for run in runs(nodes.root / "session")] == ["other"]
+
+
+def test_a_run_that_the_store_admitted_before_its_session_was_deleted_is_not_written_behind_that(
+    nodes, big, monkeypatch
+):
+    alice, bob = Account("alice", is_admin=False), Account("bob", is_admin=False)
+    fence = nodes.ask(nodes.here.claim("session", alice))
+    nodes.store(big("first"), fence=fence)
+    make_room = nodes.here.make_room
+
+    async def then_deleted(*args):
+        await make_room(*args)
+        monkeypatch.setattr(nodes.here, "make_room", make_room)
+        await nodes.here.delete("session", alice)
+        await nodes.here.claim("session", bob)
+
+    monkeypatch.setattr(nodes.here, "make_room", then_deleted)
+    with pytest.raises(StoreError, match="deleted"):
+        nodes.store(big("late"), fence=fence)
+    assert nodes.sessions() == []
 
 
 def test_room_is_kept_for_a_run_until_nothing_is_heard_of_it_for_the_lease():

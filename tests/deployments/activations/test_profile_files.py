@@ -12,6 +12,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from deployments.activations import profile_files
+from deployments.activations.accounts import OPERATOR, Account
 from deployments.activations.catalogue import Catalogue
 from deployments.activations.facts import StoreError
 from deployments.activations.profile_files import DEFAULTS, FOLDER, MAX_BYTES, ProfileFiles
@@ -20,6 +21,7 @@ from deployments.errors import RequestError
 
 ZERO = {"op": "zero", "point": "layers.1.output", "tokens": {"last": 2}, "features": {"first": 3}}
 PATCH = {"op": "replace", "point": "layers.*.output", "from": {"run_id": "r", "tokens": "prompt"}}
+USER = Account(None, is_admin=False)
 CAPTURE = {"points": ["norm.output"], "return": "inline", "dtype": "float32"}
 
 
@@ -37,7 +39,7 @@ def defaults(files):
 
 
 def test_a_profile_comes_back_as_it_was_sent_also_from_who_starts_again(files, tmp_path):
-    kept = files.put(profile(capture=CAPTURE, description="mine", model="m"), by_admin=False)
+    kept = files.put(profile(capture=CAPTURE, description="mine", model="m"), USER)
     assert kept["interventions"] == [ZERO, PATCH]
     assert kept["capture"] == CAPTURE
     assert (kept["name"], kept["model"], kept["description"], kept["default"]) == ("p", "m", "mine", False)
@@ -48,8 +50,8 @@ def test_a_profile_comes_back_as_it_was_sent_also_from_who_starts_again(files, t
 
 
 def test_another_of_its_name_takes_its_place(files, tmp_path):
-    files.put(profile(description="first"), by_admin=False)
-    files.put(profile(capture=CAPTURE, interventions=None), by_admin=False)
+    files.put(profile(description="first"), USER)
+    files.put(profile(capture=CAPTURE, interventions=None), USER)
     for one in (files, ProfileFiles(tmp_path)):
         assert one.get("p")["capture"] == CAPTURE
         assert one.get("p")["description"] is None
@@ -75,7 +77,7 @@ def test_whatever_comes_and_goes_a_model_has_the_default_that_was_made_last(tmp_
     for change in changes:
         match change:
             case ("put", name, model, default):
-                files.put(profile(name, model=model, default=default), by_admin=True)
+                files.put(profile(name, model=model, default=default), OPERATOR)
                 kept[name] = model
                 want = {of: other for of, other in want.items() if other != name}
                 want |= {model: name} if default else {}
@@ -97,19 +99,19 @@ def test_whatever_comes_and_goes_a_model_has_the_default_that_was_made_last(tmp_
 
 
 def test_only_an_admin_makes_changes_or_unmakes_a_default(files):
-    files.put(profile("mine", model="m"), by_admin=False)
-    files.put(profile("theirs", model="m", default=True), by_admin=True)
+    files.put(profile("mine", model="m"), USER)
+    files.put(profile("theirs", model="m", default=True), OPERATOR)
     for change in (profile("mine", model="m", default=True), profile("theirs", model="m"), profile("theirs")):
         with pytest.raises(RequestError) as refused:
-            files.put(change, by_admin=False)
+            files.put(change, USER)
         assert (refused.value.status, refused.value.code) == (403, "insufficient_permissions")
     assert defaults(files) == {"m": "theirs"}
-    files.put(profile("mine"), by_admin=False)
+    files.put(profile("mine"), USER)
 
 
 def test_a_crash_between_a_profile_and_the_defaults_leaves_none_that_is_not_so(files, tmp_path):
-    files.put(profile("a", model="m", default=True), by_admin=True)
-    files.put(profile("b", model="n", default=True), by_admin=True)
+    files.put(profile("a", model="m", default=True), OPERATOR)
+    files.put(profile("b", model="n", default=True), OPERATOR)
     (tmp_path / FOLDER / "a.json").write_bytes(
         profile("a", model="other").model_dump_json(by_alias=True, exclude_unset=True).encode()
     )
@@ -120,7 +122,7 @@ def test_a_crash_between_a_profile_and_the_defaults_leaves_none_that_is_not_so(f
 
 
 def test_where_the_defaults_cannot_be_written_a_profile_stays_as_it_was(files, monkeypatch):
-    files.put(profile("a", description="first"), by_admin=True)
+    files.put(profile("a", description="first"), OPERATOR)
     real = profile_files.write
 
     def full(root, folder, name, data):
@@ -131,24 +133,24 @@ def test_where_the_defaults_cannot_be_written_a_profile_stays_as_it_was(files, m
     monkeypatch.setattr(profile_files, "write", full)
     for name in ("a", "new"):
         with pytest.raises(StoreError):
-            files.put(profile(name, model="m", default=True, description="second"), by_admin=True)
+            files.put(profile(name, model="m", default=True, description="second"), OPERATOR)
     assert files.get("a")["description"] == "first"
     assert files.get("new") is None
     assert [one["name"] for one in ProfileFiles(files._root).list(10, None)] == ["a"]
 
 
 def test_only_what_changes_a_default_is_news(files):
-    files.put(profile("a", model="m", default=True), by_admin=True)
+    files.put(profile("a", model="m", default=True), OPERATOR)
     version, _ = files.defaults(None)
-    files.put(profile("b"), by_admin=True)
+    files.put(profile("b"), OPERATOR)
     files.delete("b")
     assert files.defaults(version) is None
-    files.put(profile("a", model="m", default=True, description="changed"), by_admin=True)
+    files.put(profile("a", model="m", default=True, description="changed"), OPERATOR)
     assert files.defaults(version) is not None
 
 
 def test_a_deleted_profile_is_gone_from_the_disk(files, tmp_path):
-    files.put(profile(model="m", default=True), by_admin=True)
+    files.put(profile(model="m", default=True), OPERATOR)
     assert files.delete("p")
     assert not files.delete("p")
     assert files.get("p") is None
@@ -159,14 +161,14 @@ def test_a_deleted_profile_is_gone_from_the_disk(files, tmp_path):
 def test_size_and_number_are_bounded(files, monkeypatch):
     long = {"op": "add", "point": "layers.1.output", "vector": [0.12345678901] * (MAX_BYTES // 12)}
     with pytest.raises(RequestError) as refused:
-        files.put(profile(interventions=[long]), by_admin=True)
+        files.put(profile(interventions=[long]), OPERATOR)
     assert refused.value.code == "profile_too_large"
     monkeypatch.setattr(profile_files, "MAX_PROFILES", 2)
-    files.put(profile("a"), by_admin=True)
-    files.put(profile("b"), by_admin=True)
-    files.put(profile("a"), by_admin=True)
+    files.put(profile("a"), OPERATOR)
+    files.put(profile("b"), OPERATOR)
+    files.put(profile("a"), OPERATOR)
     with pytest.raises(RequestError, match="delete some"):
-        files.put(profile("c"), by_admin=True)
+        files.put(profile("c"), OPERATOR)
 
 
 @pytest.mark.parametrize("name", ["../secret", "..", ".defaults", "/etc/passwd", "a/b", "x\0y", "", "none", "p" * 65])
@@ -174,7 +176,7 @@ def test_no_name_reaches_what_is_no_profile(files, tmp_path, name):
     (tmp_path / "secret.json").write_bytes(
         profile("secret").model_dump_json(by_alias=True, exclude_unset=True).encode()
     )
-    files.put(profile(), by_admin=True)
+    files.put(profile(), OPERATOR)
     assert files.get(name) is None
     assert not files.delete(name)
     assert (tmp_path / "secret.json").exists()
@@ -183,7 +185,7 @@ def test_no_name_reaches_what_is_no_profile(files, tmp_path, name):
 
 
 def test_who_starts_again_passes_over_links_strangers_and_what_a_crash_left(files, tmp_path, caplog):
-    files.put(profile(), by_admin=True)
+    files.put(profile(), OPERATOR)
     folder, outside = tmp_path / FOLDER, tmp_path / "outside.json"
     outside.write_bytes((folder / "p.json").read_bytes())
     os.symlink(outside, folder / "linked.json")
@@ -199,7 +201,7 @@ def test_who_starts_again_passes_over_links_strangers_and_what_a_crash_left(file
 def test_a_disk_that_refuses_is_told_of(files, tmp_path):
     tmp_path.chmod(stat.S_IRUSR | stat.S_IXUSR)
     with pytest.raises(StoreError, match="let the server's user write there"):
-        files.put(profile(), by_admin=True)
+        files.put(profile(), OPERATOR)
     tmp_path.chmod(stat.S_IRWXU)
 
 

@@ -6,6 +6,7 @@ import asyncio
 
 import pytest
 
+from deployments.activations.accounts import Account
 from deployments.client_code import board
 from deployments.client_code.board import Board
 from deployments.client_code.job import Update
@@ -156,3 +157,34 @@ def test_there_are_only_so_many_jobs_and_listeners(monkeypatch):
             await known.updates("nobody")
 
     asyncio.run(full())
+
+
+def test_a_job_and_a_listener_of_another_key_are_as_if_there_were_none():
+    async def scene():
+        known = Board()
+        mine, theirs = await known.listen("alice"), await known.listen("bob")
+        job = await known.open(mine, "alice")
+        with pytest.raises(RequestError, match="subscribe first"):
+            await known.open(mine, "bob")
+        assert await known.open(theirs, "bob")
+        assert await known.latest(job, Account("bob", is_admin=False)) is None
+        assert await known.latest(job, Account("alice", is_admin=False))
+        assert await known.latest(job, Account("root"))
+
+    asyncio.run(scene())
+
+
+def test_who_fills_the_room_for_results_and_jobs_loses_their_own_and_nobody_elses(monkeypatch):
+    monkeypatch.setattr(board, "RESULTS_BYTES", 20)
+    monkeypatch.setattr(board, "MOST_JOBS", 4)
+
+    async def kept() -> tuple[list[bool], list[bool]]:
+        known = Board()
+        jobs = [await known.open(None, owner) for owner in ("alice", "bob", "bob", "bob")]
+        for job in jobs:
+            await known.tell([Update(job, "COMPLETED")], [b"1234567"])
+        with_results = [(await known.latest(job))[1] is not None for job in jobs]
+        await known.open(None, "bob")
+        return with_results, [await known.latest(job) is not None for job in jobs]
+
+    assert asyncio.run(kept()) == ([True, False, False, True], [True, False, True, True])

@@ -1,0 +1,337 @@
+"""Whose is what, over HTTP: what one key made no other reads, uses, fills, changes or evicts."""
+
+from __future__ import annotations
+
+import json
+from contextlib import closing, contextmanager
+
+import httpx
+import pytest
+import ray
+import torch
+import websocket
+from safetensors.torch import save
+
+from deployments.activations.retention import Retention
+from deployments.activations.store import connect
+from serve_app.keys import VARIABLE
+
+KEYS = {name: f"sk-{name}-0123456789abcdef" for name in ("alice", "bob", "hog", "root")}
+ROLES = {"alice": "code", "bob": "code", "hog": "use", "root": "admin"}
+POINT = "layers.3.output"
+BODY = {"model": "vitrine-demo", "prompt": "Tom has 3 boxes of 4 pens.", "max_tokens": 4, "temperature": 0}
+CAPTURE = {"points": [POINT]}
+DAMP = [{"op": "scale", "point": POINT, "factor": 0.5}]
+VECTOR = save({"v": torch.linspace(-5, 5, 192)})
+BYTES = {"content-type": "application/octet-stream"}
+SESSIONS, SESSION = "/v1/activations/sessions", "/v1/activations/session/"
+MODEL_KEY = 'nnsight.modeling.transformers.TransformersModel:{"repo_id": "vitrine-demo", "revision": null}'
+
+
+@pytest.fixture(scope="module")
+def root(beside):
+    """An application on the shared store, with four owners and little room for each."""
+    options = ("threads=1", "allow_client_code=true", "max_owner_tensor_bytes=4096", "max_owner_profiles=3")
+    keys = " ".join(f"{ROLES[name]}@{name}:{key}" for name, key in KEYS.items())
+    with beside("owned", *options, **{VARIABLE: keys}) as root:
+        yield root
+
+
+@pytest.fixture(scope="module")
+def ask(root):
+    """`ask(name, method, path, **request)`: the answer to one of the owners."""
+
+    def ask(name, method, path, headers=None, **request):
+        headers = (headers or {}) | {"Authorization": f"Bearer {KEYS[name]}"}
+        return httpx.request(method, root + path, headers=headers, timeout=120, **request)
+
+    return ask
+
+
+@pytest.fixture(scope="module")
+def record(ask):
+    """`record(name, session, **fields)`: the answer to a request that records."""
+
+    def record(name, session=None, **fields):
+        body = BODY | {"capture": CAPTURE, "session_id": session} | fields
+        return ask(name, "POST", "/v1/completions", json=body)
+
+    return record
+
+
+@pytest.fixture(scope="module")
+def complete(ask):
+    return lambda name, **fields: ask(name, "POST", "/v1/completions", json=BODY | fields)
+
+
+@pytest.fixture(scope="module")
+def mine(record):
+    """A run of a session of alice's."""
+    meta = record("alice", "mine").json()["activations_meta"]
+    assert meta["status"] == "stored"
+    return meta["runs"][0]["run_id"]
+
+
+@pytest.fixture
+def limited(served):
+    """`with limited(**limits)`: the store keeps to them in the block."""
+    store = connect(str(served.home / "activations"))
+
+    @contextmanager
+    def limited(**limits):
+        ray.get(store.retain.remote(Retention(**limits)))
+        try:
+            yield
+        finally:
+            ray.get(store.retain.remote(Retention()))
+
+    return limited
+
+
+def code(answer):
+    return answer.status_code, answer.json()["error"]["code"]
+
+
+def listed(ask, name, path=SESSIONS, key="id"):
+    return {one[key] for one in ask(name, "GET", f"{path}?limit=1000").json()["data"]}
+
+
+@pytest.mark.parametrize(
+    ("method", "rest"),
+    [
+        ("GET", ""),
+        ("GET", "/data"),
+        ("DELETE", ""),
+        *[(way, f"/{what}") for way in ("PUT", "DELETE") for what in ("pin", "shared")],
+    ],
+)
+def test_a_session_of_another_key_is_as_if_it_did_not_exist(ask, mine, method, rest):
+    answers = [ask("bob", method, f"{SESSION}{session}{rest}") for session in ("mine", "none")]
+    assert [code(answer) for answer in answers] == [(404, "session_not_found")] * 2
+    assert answers[0].text == answers[1].text.replace("none", "mine")
+    assert ask("alice", "GET", f"{SESSION}mine").json()["owner"] == "alice"
+
+
+def test_lists_hold_ones_own_sessions_and_runs_alone(ask, record, mine):
+    run = record("bob", "bobs").json()["activations_meta"]["runs"][0]["run_id"]
+    assert "mine" in listed(ask, "alice")
+    assert "bobs" in listed(ask, "bob")
+    assert not {"mine"} & listed(ask, "bob")
+    assert mine not in listed(ask, "bob", "/v1/activations/runs", "run_id")
+    assert listed(ask, "bob", "/v1/activations/runs?session=mine&x=", "run_id") == set()
+    for path in ("/v1/activations/runs", "/v1/activations/runs?session=mine"):
+        answers = [ask("bob", "GET", path, params={"after": after}) for after in (mine, "none")]
+        assert [code(answer) for answer in answers] == [(400, "run_not_found")] * 2
+    assert {"mine", "bobs"} <= listed(ask, "root")
+    assert {mine, run} <= listed(ask, "root", "/v1/activations/runs", "run_id")
+
+
+@pytest.mark.parametrize("fields", [{}, {"stream": True}, {"capture": CAPTURE | {"required": True}}])
+def test_nobody_records_into_a_session_of_another_key(ask, record, mine, fields):
+    answer = record("bob", "mine", **fields)
+    assert code(answer) == (403, "session_not_yours")
+    assert answer.json()["error"]["param"] == "session_id"
+    inline = record("bob", "mine", capture=CAPTURE | {"return": "inline"})
+    assert inline.json()["activations_meta"]["status"] == "inline"
+    assert [run["run_id"] for run in ask("alice", "GET", f"{SESSION}mine").json()["runs"]] == [mine]
+
+
+def test_nobody_reads_a_run_of_another_key_by_putting_its_rows_in_the_place_of_others(complete, mine):
+    def patched(name, run):
+        source = {"run_id": run, "tokens": {"last": 1}}
+        return complete(name, interventions=[{"op": "replace", "point": POINT, "from": source, "tokens": "last"}])
+
+    answers = [patched("bob", run) for run in (mine, "none")]
+    assert [code(answer) for answer in answers] == [(400, "run_not_found")] * 2
+    assert answers[0].text == answers[1].text.replace("none", mine)
+    assert patched("alice", mine).status_code == patched("root", mine).status_code == 200
+
+
+def test_nobody_reads_uses_or_deletes_a_tensor_file_of_another_key(ask, complete):
+    kept = {
+        name: ask(name, "POST", "/v1/tensors", content=VECTOR, headers=BYTES).json()["id"] for name in ("alice", "root")
+    }
+    assert kept["alice"] != kept["root"]
+    for file in kept.values():
+        assert file not in listed(ask, "bob", "/v1/tensors")
+        assert code(ask("bob", "GET", f"/v1/tensors/{file}")) == (404, "tensor_not_found")
+        assert code(ask("bob", "DELETE", f"/v1/tensors/{file}")) == (404, "tensor_not_found")
+        steer = [{"op": "add", "point": POINT, "vector": file}]
+        assert code(complete("bob", interventions=steer)) == (400, "tensor_not_found")
+        profile = {"name": "theirs", "model": "vitrine-demo", "interventions": steer}
+        assert ask("bob", "POST", "/v1/interventions", json=profile).json()["error"]["code"] == "tensor_not_found"
+    steer = [{"op": "add", "point": POINT, "vector": kept["alice"]}]
+    assert (
+        complete("alice", interventions=steer).status_code == complete("root", interventions=steer).status_code == 200
+    )
+    assert ask("root", "GET", f"/v1/tensors/{kept['alice']}").content == VECTOR
+    assert ask("alice", "DELETE", f"/v1/tensors/{kept['alice']}").status_code == 200
+
+
+def test_a_profile_of_ones_own_changes_nobody_elses_of_its_name(ask, complete):
+    def keep(name, **fields):
+        profile = {"name": "calm", "interventions": [{"op": "scale", "point": POINT, **fields}]}
+        assert ask(name, "POST", "/v1/interventions", json=profile).json()["owner"] == name
+
+    keep("alice", factor=1)
+    keep("bob", factor=-3)
+    factors = {
+        name: ask(name, "GET", "/v1/interventions/calm").json()["interventions"][0]["factor"]
+        for name in ("alice", "bob")
+    }
+    assert factors == {"alice": 1, "bob": -3}
+    texts = {name: complete(name, intervention_profile="calm").json()["choices"][0]["text"] for name in factors}
+    assert texts["alice"] == complete("alice").json()["choices"][0]["text"] != texts["bob"]
+    assert code(ask("hog", "GET", "/v1/interventions/calm")) == (404, "profile_not_found")
+    assert code(complete("hog", intervention_profile="calm")) == (400, "profile_not_found")
+    for owner in ("alice", "none"):
+        assert code(ask("bob", "GET", f"/v1/interventions/calm?owner={owner}")) == (404, "profile_not_found")
+        assert code(ask("bob", "DELETE", f"/v1/interventions/calm?owner={owner}")) == (404, "profile_not_found")
+    assert ask("bob", "DELETE", "/v1/interventions/calm").status_code == 200
+    found = [one for one in ask("root", "GET", "/v1/interventions").json()["data"] if one["name"] == "calm"]
+    assert [one["owner"] for one in found] == ["alice"]
+    assert ask("root", "DELETE", "/v1/interventions/calm?owner=alice").status_code == 200
+
+
+def test_an_admins_default_holds_for_everybody_with_tensors_that_nobody_else_may_read(ask, complete):
+    file = ask("root", "POST", "/v1/tensors", content=VECTOR, headers=BYTES).json()["id"]
+    steer = [{"op": "add", "point": POINT, "vector": file}]
+    profile = {"name": "house", "model": "vitrine-demo", "interventions": steer, "default": True}
+    plain = complete("bob").json()["choices"][0]["text"]
+    assert code(ask("bob", "POST", "/v1/interventions", json=profile | {"interventions": DAMP}))[0] == 403
+    assert ask("root", "POST", "/v1/interventions", json=profile).status_code == 200
+    try:
+        answer = complete("bob", intervention_profile="house")
+        assert answer.status_code == 200
+        assert answer.json()["choices"][0]["text"] != plain
+        assert ask("bob", "GET", "/v1/interventions/house").json()["default"]
+        assert code(ask("bob", "DELETE", "/v1/interventions/house")) == (404, "profile_not_found")
+        both = complete("bob", intervention_profile="house", interventions=steer)
+        assert code(both) == (400, "tensor_not_found")
+        assert both.json()["error"]["param"] == "interventions[0].vector"
+    finally:
+        assert ask("root", "DELETE", "/v1/interventions/house").status_code == 200
+
+
+def test_a_shared_session_is_read_by_every_key_and_changed_by_its_owners(ask, record, complete):
+    run = record("alice", "open").json()["activations_meta"]["runs"][0]["run_id"]
+    assert ask("alice", "PUT", f"{SESSION}open/shared").json() == {"id": "open", "object": "session", "shared": True}
+    shown = ask("bob", "GET", f"{SESSION}open").json()
+    assert (shown["owner"], shown["shared"]) == ("alice", True)
+    assert "open" in listed(ask, "bob")
+    assert ask("bob", "GET", f"{SESSION}open/data?format=npz").status_code == 200
+    source = {"run_id": run, "tokens": {"last": 1}}
+    patch = [{"op": "replace", "point": POINT, "from": source, "tokens": "last"}]
+    assert complete("bob", interventions=patch).status_code == 200
+    assert code(record("bob", "open"))[0] == 403
+    for method, rest in (("DELETE", ""), ("PUT", "/pin"), ("DELETE", "/shared")):
+        assert code(ask("bob", method, f"{SESSION}open{rest}"))[0] == 404
+    assert ask("root", "DELETE", f"{SESSION}open/shared").json()["shared"] is False
+    assert code(ask("bob", "GET", f"{SESSION}open"))[0] == 404
+
+
+def test_an_owner_pins_and_deletes_and_an_admin_adds_to_what_stays_its_owners(ask, record):
+    record("alice", "whole")
+    assert record("root", "whole").json()["activations_meta"]["status"] == "stored"
+    shown = ask("alice", "GET", f"{SESSION}whole").json()
+    assert (len(shown["runs"]), shown["owner"]) == (2, "alice")
+    assert ask("alice", "PUT", f"{SESSION}whole/pin").json()["pinned"]
+    assert code(ask("alice", "DELETE", f"{SESSION}whole")) == (409, "session_pinned")
+    assert code(ask("bob", "DELETE", f"{SESSION}whole")) == (404, "session_not_found")
+    assert ask("root", "DELETE", f"{SESSION}whole/pin").json()["pinned"] is False
+    assert ask("alice", "DELETE", f"{SESSION}whole").json()["deleted"]
+    assert record("bob", "whole").json()["activations_meta"]["status"] == "stored"
+    assert code(ask("alice", "GET", f"{SESSION}whole"))[0] == 404
+
+
+def test_each_key_has_an_automatic_session_of_its_own(ask, record):
+    names = {name: record(name).json()["activations_meta"]["session_id"] for name in ("alice", "bob")}
+    for name, session in names.items():
+        assert session.startswith("auto-")
+        assert session.endswith(f"-{name}")
+        assert listed(ask, name) & set(names.values()) == {session}
+    assert code(record("bob", "auto-2100-01-01-alice")) == (403, "session_not_yours")
+
+
+def test_what_was_recorded_without_keys_is_admins(ask, record, served):
+    body = BODY | {"capture": CAPTURE, "session_id": "before-keys"}
+    assert httpx.post(f"{served.base_url}/completions", json=body, timeout=60).json()["activations_meta"]["runs"][0][
+        "run_id"
+    ]
+    told = httpx.get(f"{served.root}{SESSION}before-keys", timeout=60).json()
+    assert not {"owner", "shared"} & set(told)
+    assert code(ask("bob", "GET", f"{SESSION}before-keys"))[0] == 404
+    assert code(record("bob", "before-keys"))[0] == 403
+    assert "before-keys" not in listed(ask, "bob")
+    assert ask("root", "GET", f"{SESSION}before-keys").json()["owner"] is None
+    assert ask("root", "DELETE", f"{SESSION}before-keys").status_code == 200
+
+
+def test_who_fills_a_quota_of_stored_activations_fills_it_for_nobody_else(ask, record, limited):
+    def status(name, session, **fields):
+        answer = record(name, session, **fields)
+        return answer.json()["activations_meta"]["status"] if answer.status_code == 200 else code(answer)
+
+    assert status("hog", "hog-0") == "stored"
+    size = ask("hog", "GET", f"{SESSION}hog-0").json()["bytes"]
+    required = {"capture": CAPTURE | {"required": True}}
+    for limits, name in (({"max_owner_bytes": size + 10}, "hog-0"), ({"max_owner_sessions": 1}, "hog-1")):
+        with limited(**limits):
+            full = record("hog", name).json()
+            assert full["usage"]["completion_tokens"] == 4
+            assert full["activations_meta"]["status"] == "failed"
+            assert "of hog is reached" in full["activations_meta"]["reason"]
+            assert next(iter(limits)) in full["activations_meta"]["reason"]
+            assert status("hog", name, **required) == (503, "store_unavailable")
+            assert status("root", "roots") == "stored"
+    assert status("hog", "hog-1", **required) == "stored"
+
+
+def test_who_fills_the_store_evicts_nobody_elses_sessions(ask, record, limited, mine, served):
+    for session in ("hog-2", "hog-3"):
+        record("hog", session)
+    total = sum(one["bytes"] for one in ask("root", "GET", f"{SESSIONS}?limit=1000").json()["data"])
+    before = listed(ask, "root")
+    with limited(max_store_bytes=total + 100, delete_oldest=True):
+        for number in range(8):
+            assert record("hog", f"hog-more-{number}").json()["activations_meta"]["status"] == "stored"
+    gone = before - listed(ask, "root")
+    assert gone
+    assert all(session.startswith("hog") for session in gone)
+    assert mine in listed(ask, "alice", "/v1/activations/runs", "run_id")
+
+
+def test_who_fills_the_room_for_tensors_or_profiles_fills_it_for_nobody_else(ask):
+    def sent(name, number):
+        data = save({"v": torch.full((192,), float(number))})
+        return ask(name, "POST", "/v1/tensors", content=data, headers=BYTES)
+
+    def kept(name, number):
+        return ask(name, "POST", "/v1/interventions", json={"name": f"p{number}", "capture": CAPTURE})
+
+    for make, refused in ((sent, "tensor_store_full"), (kept, "profile_store_full")):
+        answers = [make("hog", number) for number in range(5)]
+        assert code(answers[-1]) == (400, refused)
+        for name in ("bob", "root"):
+            assert make(name, 1).status_code == 200
+    for number in range(5):
+        assert make("root", number).status_code == 200
+        ask("root", "DELETE", f"/v1/interventions/p{number}")
+
+
+def test_nobody_hears_of_a_job_of_another_key(ask, root):
+    def sent(name, listener=""):
+        data = json.dumps({"model_key": MODEL_KEY, "session_id": listener})
+        headers = {"nnsight-version": "0.8.1"}
+        return ask(name, "POST", "/request", data={"data": data}, files={"blob": b"none"}, headers=headers)
+
+    job = sent("alice").json()["id"]
+    assert ask("alice", "GET", f"/response/{job}").json()["id"] == job
+    assert ask("root", "GET", f"/response/{job}").status_code == 200
+    answers = [ask("bob", "GET", f"/response/{one}") for one in (job, "0" * 32)]
+    assert [code(answer) for answer in answers] == [(410, "job_not_found")] * 2
+    header = {"Authorization": f"Bearer {KEYS['alice']}"}
+    with closing(websocket.create_connection(f"ws{root[4:]}/subscribe", header=header)) as socket:
+        listener = json.loads(socket.recv())["session_id"]
+        assert code(sent("bob", listener)) == (404, "session_not_found")
+        assert sent("alice", listener).status_code == 200
