@@ -22,6 +22,7 @@ from deployments.messages import Job, Message
 from deployments.options import Options
 from serve_app.answers import Answer, Kind
 from serve_app.backend import Backend
+from serve_app.bodies import Bodies, JsonRoute
 from serve_app.dependencies import BYTES, Actors
 from serve_app.described import Described, errors
 from serve_app.errors import HEADERS, install
@@ -33,20 +34,28 @@ from serve_app.token_schemas import DetokenizeRequest, TokenizeRequest
 from serve_app.wire_models import LoadRequest, UnloadRequest
 
 FINITE: dict[str, Any] = {"allow_inf_nan": False}
+MOST_TAGS = 32  # of a filter: SQLite's expressions may be 1,000 deep
+MOST_NAMES = 1000  # of runs, or of points, of one download
+Id = Annotated[str, Query(max_length=256)]
+Names = Annotated[str, Query(max_length=1 << 16)]  # apart by commas
+PathId = Annotated[str, Path(max_length=256)]
 PROFILE = "X-Intervention-Profile"  # of an answer: the profile that it used, which the request need not have named
 
 
 # Coroutines, though they wait for nothing: FastAPI runs plain functions on a thread of their own.
-async def _session_id(session_id: Annotated[str, Path()]) -> str:
+async def _session_id(session_id: PathId) -> str:
     return _checked(session_id, "session_id")
 
 
 async def _filter(
-    model: Annotated[str | None, Query(description="Runs of this model alone.")] = None,
+    model: Annotated[Id | None, Query(description="Runs of this model alone.")] = None,
     since: Annotated[float | None, Query(description="Created then or later, in Unix seconds.", **FINITE)] = None,
     until: Annotated[float | None, Query(description="Created before, in Unix seconds.", **FINITE)] = None,
-    sample_id: Annotated[str | None, Query(description="Runs of this sample alone.")] = None,
-    tag: Annotated[list[str] | None, Query(description="`name=value`; where repeated, all must hold.")] = None,
+    sample_id: Annotated[Id | None, Query(description="Runs of this sample alone.")] = None,
+    tag: Annotated[
+        list[Annotated[str, Query(max_length=513)]] | None,
+        Query(description="`name=value`; where repeated, all must hold.", max_length=MOST_TAGS),
+    ] = None,
 ) -> Filter:
     try:
         return Filter(None, model, since, until, sample_id, tag_pairs(tag or ()))
@@ -64,13 +73,19 @@ DataFormat = Literal["arrow", "safetensors", "npz", "pt"]
 SessionId = Annotated[str, Depends(_session_id)]
 Filtered = Annotated[Filter, Depends(_filter)]
 
-openai = APIRouter(tags=["OpenAI"], responses=errors(503))
-tokens = APIRouter(tags=["Tokens"], responses=errors(404, 429, 503, 504))
-models = APIRouter(prefix="/models", tags=["Models"], dependencies=[AdminOnly], responses=errors(403, 404, 503, 504))
+openai = APIRouter(tags=["OpenAI"], responses=errors(503), route_class=JsonRoute)
+tokens = APIRouter(tags=["Tokens"], responses=errors(404, 429, 503, 504), route_class=JsonRoute)
+models = APIRouter(
+    prefix="/models",
+    tags=["Models"],
+    dependencies=[AdminOnly],
+    responses=errors(403, 404, 503, 504),
+    route_class=JsonRoute,
+)
 activations = APIRouter(prefix="/v1/activations", tags=["Activations"], responses=errors(503))
 explored = APIRouter(prefix="/v1/model", tags=["Models"], responses=errors(404, 503, 504))
 tensors = APIRouter(prefix=TENSORS, tags=["Tensors"], responses=errors(503))
-profiles = APIRouter(prefix="/v1/interventions", tags=["Profiles"], responses=errors(503))
+profiles = APIRouter(prefix="/v1/interventions", tags=["Profiles"], responses=errors(503), route_class=JsonRoute)
 server = APIRouter(tags=["Server"], responses=errors(503))
 open_to_all = APIRouter(tags=["Server"])
 GENERATION = errors(404, 429, 504)
@@ -139,26 +154,26 @@ async def list_models(backend: Actors) -> dict[str, Any]:
 
 
 @openai.get("/v1/models/{model_id:path}", responses=described.MODEL | errors(404, 504))
-async def retrieve_model(model_id: str, backend: Actors) -> dict[str, Any]:
+async def retrieve_model(model_id: PathId, backend: Actors) -> dict[str, Any]:
     """One model; its id may hold slashes."""
     model = await backend.models.find(model_id)
     return await model.describe()
 
 
 @explored.get("/structure", responses=described.STRUCTURE)
-async def model_structure(backend: Actors, model: str | None = None) -> dict[str, Any]:
+async def model_structure(backend: Actors, model: Id | None = None) -> dict[str, Any]:
     """What a model is made of: its sizes, every capture point and its modules."""
     found = await backend.models.find(model)
     return await found.structure()
 
 
-@models.post("/load", responses=described.LOADED | errors(409))
+@models.post("/load", responses=described.LOADED | errors(409, 429))
 async def load_model(body: LoadRequest, backend: Actors) -> dict[str, Any]:
     """Load a model beside the others; answers when it serves, at once where it does already."""
     return await backend.loader.load(body)
 
 
-@models.post("/unload", responses=described.UNLOADED | errors(409))
+@models.post("/unload", responses=described.UNLOADED | errors(409, 429))
 async def unload_model(body: UnloadRequest, backend: Actors) -> dict[str, Any]:
     """Finish what runs on a model, then let it go; answers when nothing of it is left."""
     return await backend.loader.unload(body.model_id)
@@ -166,7 +181,7 @@ async def unload_model(body: UnloadRequest, backend: Actors) -> dict[str, Any]:
 
 @activations.get("/sessions", responses=described.SESSIONS)
 async def sessions(
-    backend: Actors, filter: Filtered, limit: Annotated[int, Query(ge=1, le=1000)] = 100, after: str | None = None
+    backend: Actors, filter: Filtered, limit: Annotated[int, Query(ge=1, le=1000)] = 100, after: Id | None = None
 ) -> dict[str, Any]:
     """Sessions of stored activations in the order of their ids, `limit` of them, behind the id `after`.
 
@@ -179,9 +194,9 @@ async def sessions(
 async def runs(
     backend: Actors,
     filter: Filtered,
-    session: str | None = None,
+    session: Id | None = None,
     limit: Annotated[int, Query(ge=1, le=1000)] = 100,
-    after: str | None = None,
+    after: Id | None = None,
 ) -> dict[str, Any]:
     """Stored runs of all sessions that fit all filters, the oldest first, `limit` of them, behind the run `after`."""
     if session is not None:
@@ -194,7 +209,7 @@ async def session(
     session_id: SessionId,
     backend: Actors,
     limit: Annotated[int | None, Query(ge=1, le=1000, description="Of its runs; by default all.")] = None,
-    after: Annotated[str | None, Query(description="The run behind which they begin.")] = None,
+    after: Annotated[Id | None, Query(description="The run behind which they begin.")] = None,
 ) -> dict[str, Any]:
     """One session: its runs, the oldest first, their points and shapes, and its files."""
     return await backend.session(session_id, limit, after)
@@ -205,9 +220,12 @@ async def session_data(
     session_id: SessionId,
     backend: Actors,
     run: Annotated[
-        list[str] | None, Query(description="Ids of runs, repeated or apart by commas; all by default.")
+        list[Names] | None,
+        Query(description="Ids of runs, repeated or apart by commas; all by default.", max_length=MOST_NAMES),
     ] = None,
-    points: Annotated[list[str] | None, Query(description="Names of points, likewise; all by default.")] = None,
+    points: Annotated[
+        list[Names] | None, Query(description="Names of points, likewise; all by default.", max_length=MOST_NAMES)
+    ] = None,
     format: DataFormat = "arrow",
 ) -> Response:
     """Download stored runs: an Arrow IPC stream, or a file of named tensors."""
@@ -254,26 +272,26 @@ async def upload_tensors(data: Annotated[bytes, Body(media_type=BYTES)], backend
 
 @tensors.get("", responses=described.TENSOR_FILES)
 async def tensor_files(
-    backend: Actors, limit: Annotated[int, Query(ge=1, le=1000)] = 100, after: str | None = None
+    backend: Actors, limit: Annotated[int, Query(ge=1, le=1000)] = 100, after: Id | None = None
 ) -> dict[str, Any]:
     """Tensor files in the order of their ids, `limit` of them, behind the id `after`."""
     return _page(await backend.tensor_files(limit + 1, after), limit)
 
 
 @tensors.get("/{tensor_id}", response_class=Response, responses=described.TENSOR_FILE | errors(404))
-async def tensor_file(tensor_id: str, backend: Actors) -> Response:
+async def tensor_file(tensor_id: PathId, backend: Actors) -> Response:
     """A tensor file, as it was sent."""
     return Response(await backend.tensor_file(tensor_id), media_type=BYTES)
 
 
 @tensors.delete("/{tensor_id}", dependencies=[AdminOnly], responses=described.TENSORS_DELETED | errors(403, 404))
-async def delete_tensors(tensor_id: str, backend: Actors) -> dict[str, Any]:
+async def delete_tensors(tensor_id: PathId, backend: Actors) -> dict[str, Any]:
     """Delete a tensor file; it is gone when this answers."""
     await backend.delete_tensors(tensor_id)
     return {"id": tensor_id, "object": "tensors", "deleted": True}
 
 
-@profiles.post("", responses=described.PROFILE | errors(403, 504))
+@profiles.post("", responses=described.PROFILE | errors(403, 429, 504))
 async def keep_profile(body: ProfileBody, backend: Actors, sender: Sender) -> dict[str, Any]:
     """Keep a profile, in the place of one of its name; to make a default, or change one, takes an admin."""
     return await backend.keep_profile(body, sender.is_admin)
@@ -281,20 +299,20 @@ async def keep_profile(body: ProfileBody, backend: Actors, sender: Sender) -> di
 
 @profiles.get("", responses=described.PROFILES)
 async def list_profiles(
-    backend: Actors, limit: Annotated[int, Query(ge=1, le=1000)] = 100, after: str | None = None
+    backend: Actors, limit: Annotated[int, Query(ge=1, le=1000)] = 100, after: Id | None = None
 ) -> dict[str, Any]:
     """Profiles in the order of their names, `limit` of them, behind the name `after`; without what they do."""
     return _page(await backend.profiles.list(limit + 1, after), limit)
 
 
 @profiles.get("/{name}", responses=described.PROFILE | errors(404))
-async def retrieve_profile(name: str, backend: Actors) -> dict[str, Any]:
+async def retrieve_profile(name: PathId, backend: Actors) -> dict[str, Any]:
     """A profile, as it was sent."""
     return await backend.profiles.get(name)
 
 
 @profiles.delete("/{name}", dependencies=[AdminOnly], responses=described.PROFILE_DELETED | errors(403, 404))
-async def delete_profile(name: str, backend: Actors) -> dict[str, Any]:
+async def delete_profile(name: PathId, backend: Actors) -> dict[str, Any]:
     """Delete a profile; it is gone when this answers."""
     await backend.profiles.delete(name)
     return {"name": name, "object": "intervention_profile", "deleted": True}
@@ -327,6 +345,8 @@ def _apart(values: list[str] | None, field: str) -> list[str] | None:
     parts = [part for value in values for part in value.split(",")]
     if not all(parts):
         raise RequestError("a name is empty: leave the field out for all", field)
+    if len(parts) > MOST_NAMES:
+        raise RequestError(f"{len(parts)} names are more than the {MOST_NAMES} that one download may name", field)
     return parts
 
 
@@ -408,6 +428,7 @@ def build_api(backend: Backend, options: Options, keys: Keys) -> FastAPI:
         redoc_url=None,
     )
     api.state.backend = backend
+    api.state.bodies = Bodies()
     api.add_middleware(Guard, keys=keys)
     api.add_middleware(Gate, max_body_bytes=options.max_body_bytes, max_tensor_file_bytes=options.max_tensor_file_bytes)
     if options.cors_origins:  # outside of the others, so that a page can read their refusals, too

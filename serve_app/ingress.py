@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 from dataclasses import fields
 from typing import Any
 
@@ -50,4 +51,6 @@ class Ingress:
         limits = Retention(*(getattr(self._options, field.name) for field in fields(Retention)))
         await self._store.retain.remote(limits)
         backend = Backend(self._options, serve.get_replica_context().app_name, self._store, not self._keys)
+        # Each body of many lists has Python's collector look through all that is there: what stays is left out of that.
+        gc.freeze()
         return build_api(backend, self._options, self._keys)

@@ -46,7 +46,7 @@ def stream(column: pa.Array, metadata: dict[str, bytes] | None = None) -> bytes:
 @contextmanager
 def server(body: bytes) -> Iterator[str]:
     class Handler(BaseHTTPRequestHandler):
-        def do_GET(self) -> None:  # noqa: N802, the name that http.server looks for
+        def do_GET(self) -> None:
             self.send_response(200)
             self.send_header("Content-Length", str(len(body)))
             self.end_headers()
