@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 from array import array
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from typing import Annotated, Any
 
 from pydantic import AfterValidator, Field, GetJsonSchemaHandler
@@ -55,7 +55,7 @@ class free:
             raise ValueError(f"it may have {self.most} characters as JSON")
         if not _encodes(text):
             raise PydanticCustomError(
-                "string_unicode", "the text holds half of a surrogate pair", {"inner": _unpaired(value, "")}
+                "string_unicode", "the text holds half of a surrogate pair", {"inner": _unpaired(value)}
             )
         return value
 
@@ -64,19 +64,19 @@ FreeValue = Annotated[Any, free()]
 FreeObject = Annotated[dict[Name, Any], Field(max_length=1024, fail_fast=True), free()]
 
 
-def _unpaired(value: Any, path: str) -> str | None:
-    """The path of a text that UTF-8 cannot write, if there is one."""
-    if isinstance(value, str):
-        return None if _encodes(value) else path
-    inner: Iterable[tuple[str, Any]] = ()
-    if isinstance(value, dict):
-        odd = next((key for key in value if not _encodes(key)), None)
-        if odd is not None:
-            return f"{path}.{odd}".encode(errors="backslashreplace").decode()
-        inner = ((f"{path}.{key}", item) for key, item in value.items())
-    elif isinstance(value, list):
-        inner = ((f"{path}[{i}]", item) for i, item in enumerate(value))
-    return next((found for name, item in inner if (found := _unpaired(item, name)) is not None), None)
+def _unpaired(value: Any) -> str:
+    """The path to the text in a value that UTF-8 cannot write: by halves, since an attack has very many values."""
+    path = ""
+    while not isinstance(value, str):
+        items = list(value.items() if isinstance(value, dict) else enumerate(value))
+        while len(items) > 1:
+            half = items[: len(items) // 2]
+            items = items[len(half) :] if _encodes(json.dumps(half, ensure_ascii=False)) else half
+        [(name, value)] = items
+        path += f"[{name}]" if isinstance(name, int) else f".{name}"
+        if not _encodes(path):
+            return path.encode(errors="backslashreplace").decode()
+    return path
 
 
 def _encodes(text: str) -> bool:
