@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 from itertools import groupby
 from typing import Any, NamedTuple
@@ -58,7 +58,7 @@ class Job:
     id: str
     account: Account = OPERATOR
     messages: list[dict[str, Any]] | None = None
-    prompts: list[str | list[int]] = field(default_factory=list)
+    prompts: list[str | Sequence[int]] = field(default_factory=list)
     tools: list[dict[str, Any]] | None = None
     must_call: tuple[str, ...] = ()
     parallel_calls: bool = True

@@ -57,9 +57,9 @@ class Prompts:
             return [Prompt(self._chat.tokenize(text), text)]
         return [self._of_completion(prompt) for prompt in job.prompts]
 
-    def _of_completion(self, prompt: str | list[int]) -> Prompt:
+    def _of_completion(self, prompt: str | Sequence[int]) -> Prompt:
         if not isinstance(prompt, str):
-            return Prompt(prompt)
+            return Prompt(list(prompt))
         self._check_length(prompt, "prompt")
         return Prompt(self._ids(prompt, add_special_tokens=True), prompt)
 
@@ -101,7 +101,7 @@ class Prompts:
         """
         if tokens and not (min(tokens) >= 0 and max(tokens) < self._model.vocabulary):
             raise RequestError(f"token ids go from 0 to {self._model.vocabulary - 1}", "tokens")
-        return {"prompt": self._decoded(tokens)}
+        return {"prompt": self._decoded(list(tokens))}
 
     # ---- both
 

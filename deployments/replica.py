@@ -8,7 +8,7 @@ import functools
 import logging
 import threading
 import time
-from collections.abc import AsyncGenerator, Callable
+from collections.abc import AsyncGenerator, Callable, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import asdict, replace
 from typing import TYPE_CHECKING, Any
@@ -162,7 +162,7 @@ class ModelReplica:
         """A text's tokens."""
         return await self._off_loop(self._prompts.tokenize, text)
 
-    async def detokenize(self, tokens: list[int]) -> dict[str, Any] | Refusal:
+    async def detokenize(self, tokens: Sequence[int]) -> dict[str, Any] | Refusal:
         """The text of tokens."""
         return await self._off_loop(self._prompts.detokenize, tokens)
 

@@ -24,6 +24,7 @@ MOMENT = 0.01  # seconds after the end of an outage at which it is surely over
 LONGEST_LOOK = 4.0  # seconds between two looks whether a server that was away is back
 CONNECT_S = 10.0  # that a connection may take: a machine that is off refuses none
 UNREACHABLE = (aiohttp.ConnectionTimeoutError, aiohttp.ClientConnectorError)
+MOST_BYTES = 64 << 20  # of an answer, which is held in memory
 BROKEN = (aiohttp.ClientConnectionError, aiohttp.ClientPayloadError, aiohttp.ClientHttpProxyError)
 
 
@@ -193,7 +194,12 @@ class ChatClient:
     async def _answer(self, method: str, path: str, **given: Any) -> httpx.Response:
         async with self._http.request(method, f"{self._base_url}/{path}", **given) as answer:
             told = {name: answer.headers[name] for name in TOLD if name in answer.headers}
-            return httpx.Response(answer.status, headers=told, content=await answer.read())
+            content = bytearray()
+            async for piece in answer.content.iter_chunked(1 << 20):  # inflated, where the server compressed it
+                content += piece
+                if len(content) > MOST_BYTES:
+                    raise RequestFailed(f"HTTP {answer.status}: an answer of more than {MOST_BYTES >> 20} MiB")
+            return httpx.Response(answer.status, headers=told, content=bytes(content))
 
     async def close(self) -> None:
         """Closes the connections."""

@@ -7,7 +7,7 @@ import math
 import zlib
 from collections.abc import Awaitable, Callable, Iterator, Sequence
 from typing import Any
-from zipfile import BadZipFile
+from zipfile import ZIP_DEFLATED, ZIP_STORED, BadZipFile, ZipFile
 
 import numpy as np
 
@@ -19,6 +19,8 @@ Record = dict[str, Any]
 Points = dict[str, Record]
 
 MOST_BYTES = 32 << 20  # of one answer, which is held in memory
+MOST_FACTS = 1 << 20  # bytes of the member that says the points' dtypes
+HEADER = 4096  # the most bytes of a member before its values
 # What reading an answer raises that is not the file that was asked for.
 ODD = (BadZipFile, zlib.error, EOFError, LookupError, MemoryError, NotImplementedError, OSError, TypeError, ValueError)
 
@@ -72,7 +74,8 @@ async def _of_run(download: Download, meta: Record, run: Record, values: int) ->
         params = {"run": run["run_id"], "points": names, "format": "npz"}
         try:
             body = await download(f"activations/session/{meta.get('session_id')}/data", params)
-            found |= _read(body, run["run_id"], names, values)
+            most = {name: sizes[name] for name in names} | {"position": 8 * tokens_of(run), "run.facts": MOST_FACTS}
+            found |= _read(body, run["run_id"], names, values, most)
         except RequestFailed as error:
             found |= _failed(names, str(error))
         except ODD as error:
@@ -111,17 +114,42 @@ def _failed(names: Sequence[str], reason: str) -> Points:
     return {name: {"format": "sampled", "error": reason} for name in names}
 
 
-def _read(body: bytes, run_id: str, names: Sequence[str], values: int) -> Points:
-    """The values of the points that an answer holds; what is odd about one is said in its place."""
+def _read(body: bytes, run_id: str, names: Sequence[str], values: int, most: dict[str, int]) -> Points:
+    """The values of the points that an answer holds; what is odd about one is said in its place.
+
+    Args:
+        body: The answer, an npz file.
+        run_id: The run.
+        names: Its points that were asked for.
+        values: The most numbers of a point.
+        most: By member of the file the most bytes of its values.
+    """
     found = Points()
-    with np.load(io.BytesIO(body)) as file:  # which refuses pickles
-        dtypes = json.loads(str(file["run.facts"]))["dtypes"]
-        positions = file["position"]
+    with ZipFile(io.BytesIO(body)) as file:
+        dtypes = json.loads(str(_array(file, "run.facts", most)))["dtypes"]
+        positions = _array(file, "position", most)
         for name in names:
             try:
-                found[name] = _sample(file[name], positions, str(dtypes[name]), run_id, values)
+                found[name] = _sample(_array(file, name, most), positions, str(dtypes[name]), run_id, values)
             except ODD as error:
                 found |= _failed([name], f"the answer does not hold it: {type(error).__name__}: {error}")
+    return found
+
+
+def _array(file: ZipFile, name: str, most: dict[str, int]) -> np.ndarray:
+    """An array of an npz file; its size is checked before it inflates, and `zipfile` inflates no more than that.
+
+    Raises:
+        KeyError: There is no such array.
+        ValueError: It is larger than `most` says, holds pickles, or its compression has no bounded steps.
+    """
+    member = file.getinfo(f"{name}.npy")
+    if member.compress_type not in (ZIP_STORED, ZIP_DEFLATED):
+        raise ValueError(f"{name} is compressed by the method {member.compress_type}")
+    if member.file_size > most[name] + HEADER:
+        raise ValueError(f"{name} has {member.file_size} bytes, and at most {most[name]} belong to it")
+    with file.open(member) as values:
+        found: np.ndarray = np.lib.format.read_array(values, allow_pickle=False)
     return found
 
 

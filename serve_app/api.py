@@ -23,6 +23,7 @@ from deployments.messages import Job, Message
 from deployments.options import Options
 from serve_app.answers import Answer, Kind
 from serve_app.backend import Backend
+from serve_app.bodies import Bodies, JsonRoute
 from serve_app.dependencies import Actors, Who
 from serve_app.described import Described, errors
 from serve_app.errors import HEADERS, install
@@ -34,20 +35,28 @@ from serve_app.token_schemas import DetokenizeRequest, TokenizeRequest
 from serve_app.wire_models import LoadRequest, UnloadRequest
 
 FINITE: dict[str, Any] = {"allow_inf_nan": False}
+MOST_TAGS = 32  # of a filter: SQLite's expressions may be 1,000 deep
+MOST_NAMES = 1000  # of runs, or of points, of one download
+Id = Annotated[str, Query(max_length=256)]
+Names = Annotated[str, Query(max_length=1 << 16)]  # apart by commas
+PathId = Annotated[str, Path(max_length=256)]
 PROFILE = "X-Intervention-Profile"  # of an answer: the profile that it used, which the request need not have named
 
 
 # Coroutines, though they wait for nothing: FastAPI runs plain functions on a thread of their own.
-async def _session_id(session_id: Annotated[str, Path()]) -> str:
+async def _session_id(session_id: PathId) -> str:
     return _checked(session_id, "session_id")
 
 
 async def _filter(
-    model: Annotated[str | None, Query(description="Runs of this model alone.")] = None,
+    model: Annotated[Id | None, Query(description="Runs of this model alone.")] = None,
     since: Annotated[float | None, Query(description="Created then or later, in Unix seconds.", **FINITE)] = None,
     until: Annotated[float | None, Query(description="Created before, in Unix seconds.", **FINITE)] = None,
-    sample_id: Annotated[str | None, Query(description="Runs of this sample alone.")] = None,
-    tag: Annotated[list[str] | None, Query(description="`name=value`; where repeated, all must hold.")] = None,
+    sample_id: Annotated[Id | None, Query(description="Runs of this sample alone.")] = None,
+    tag: Annotated[
+        list[Annotated[str, Query(max_length=513)]] | None,
+        Query(description="`name=value`; where repeated, all must hold.", max_length=MOST_TAGS),
+    ] = None,
 ) -> Filter:
     try:
         return Filter(None, model, since, until, sample_id, tag_pairs(tag or ()))
@@ -58,15 +67,21 @@ async def _filter(
 DataFormat = Literal["arrow", "safetensors", "npz", "pt"]
 SessionId = Annotated[str, Depends(_session_id)]
 Filtered = Annotated[Filter, Depends(_filter)]
-Owner = Annotated[str | None, Query(description="For an admin: whose it is.")]
+Owner = Annotated[Id | None, Query(description="For an admin: whose it is.")]
 
-openai = APIRouter(tags=["OpenAI"], responses=errors(503))
-tokens = APIRouter(tags=["Tokens"], responses=errors(404, 429, 503, 504))
-models = APIRouter(prefix="/models", tags=["Models"], dependencies=[AdminOnly], responses=errors(403, 404, 503, 504))
+openai = APIRouter(tags=["OpenAI"], responses=errors(503), route_class=JsonRoute)
+tokens = APIRouter(tags=["Tokens"], responses=errors(404, 429, 503, 504), route_class=JsonRoute)
+models = APIRouter(
+    prefix="/models",
+    tags=["Models"],
+    dependencies=[AdminOnly],
+    responses=errors(403, 404, 503, 504),
+    route_class=JsonRoute,
+)
 activations = APIRouter(prefix="/v1/activations", tags=["Activations"], responses=errors(503))
 explored = APIRouter(prefix="/v1/model", tags=["Models"], responses=errors(404, 503, 504))
 tensors = APIRouter(prefix=TENSORS, tags=["Tensors"], responses=errors(503))
-profiles = APIRouter(prefix="/v1/interventions", tags=["Profiles"], responses=errors(503))
+profiles = APIRouter(prefix="/v1/interventions", tags=["Profiles"], responses=errors(503), route_class=JsonRoute)
 server = APIRouter(tags=["Server"], responses=errors(503))
 open_to_all = APIRouter(tags=["Server"])
 GENERATION = errors(403, 404, 429, 504)
@@ -141,26 +156,26 @@ async def list_models(backend: Actors) -> dict[str, Any]:
 
 
 @openai.get("/v1/models/{model_id:path}", responses=described.MODEL | errors(404, 504))
-async def retrieve_model(model_id: str, backend: Actors) -> dict[str, Any]:
+async def retrieve_model(model_id: PathId, backend: Actors) -> dict[str, Any]:
     """One model; its id may hold slashes."""
     model = await backend.models.find(model_id)
     return await model.describe()
 
 
 @explored.get("/structure", responses=described.STRUCTURE)
-async def model_structure(backend: Actors, model: str | None = None) -> dict[str, Any]:
+async def model_structure(backend: Actors, model: Id | None = None) -> dict[str, Any]:
     """What a model is made of: its sizes, every capture point and its modules."""
     found = await backend.models.find(model)
     return await found.structure()
 
 
-@models.post("/load", responses=described.LOADED | errors(409))
+@models.post("/load", responses=described.LOADED | errors(409, 429))
 async def load_model(body: LoadRequest, backend: Actors) -> dict[str, Any]:
     """Load a model beside the others; answers when it serves, at once where it does already."""
     return await backend.loader.load(body)
 
 
-@models.post("/unload", responses=described.UNLOADED | errors(409))
+@models.post("/unload", responses=described.UNLOADED | errors(409, 429))
 async def unload_model(body: UnloadRequest, backend: Actors) -> dict[str, Any]:
     """Finish what runs on a model, then let it go; answers when nothing of it is left."""
     return await backend.loader.unload(body.model_id)
@@ -172,7 +187,7 @@ async def sessions(
     who: Who,
     filter: Filtered,
     limit: Annotated[int, Query(ge=1, le=1000)] = 100,
-    after: str | None = None,
+    after: Id | None = None,
 ) -> dict[str, Any]:
     """Sessions of stored activations in the order of their ids, `limit` of them, behind the id `after`.
 
@@ -186,9 +201,9 @@ async def runs(
     backend: Actors,
     who: Who,
     filter: Filtered,
-    session: str | None = None,
+    session: Id | None = None,
     limit: Annotated[int, Query(ge=1, le=1000)] = 100,
-    after: str | None = None,
+    after: Id | None = None,
 ) -> dict[str, Any]:
     """Stored runs of all sessions that fit all filters, the oldest first, `limit` of them, behind the run `after`."""
     if session is not None:
@@ -202,7 +217,7 @@ async def session(
     backend: Actors,
     who: Who,
     limit: Annotated[int | None, Query(ge=1, le=1000, description="Of its runs; by default all.")] = None,
-    after: Annotated[str | None, Query(description="The run behind which they begin.")] = None,
+    after: Annotated[Id | None, Query(description="The run behind which they begin.")] = None,
 ) -> dict[str, Any]:
     """One session: its runs, the oldest first, their points and shapes, and its files."""
     return await backend.session(who, session_id, limit, after)
@@ -214,9 +229,12 @@ async def session_data(
     backend: Actors,
     who: Who,
     run: Annotated[
-        list[str] | None, Query(description="Ids of runs, repeated or apart by commas; all by default.")
+        list[Names] | None,
+        Query(description="Ids of runs, repeated or apart by commas; all by default.", max_length=MOST_NAMES),
     ] = None,
-    points: Annotated[list[str] | None, Query(description="Names of points, likewise; all by default.")] = None,
+    points: Annotated[
+        list[Names] | None, Query(description="Names of points, likewise; all by default.", max_length=MOST_NAMES)
+    ] = None,
     format: DataFormat = "arrow",
 ) -> Response:
     """Download stored runs: an Arrow IPC stream, or a file of named tensors."""
@@ -271,26 +289,26 @@ async def upload_tensors(data: Annotated[bytes, Body(media_type=BYTES)], backend
 
 @tensors.get("", responses=described.TENSOR_FILES)
 async def tensor_files(
-    backend: Actors, who: Who, limit: Annotated[int, Query(ge=1, le=1000)] = 100, after: str | None = None
+    backend: Actors, who: Who, limit: Annotated[int, Query(ge=1, le=1000)] = 100, after: Id | None = None
 ) -> dict[str, Any]:
     """Tensor files in the order of their ids, `limit` of them, behind the id `after`."""
     return _page(await backend.tensor_files(who, limit + 1, after), limit)
 
 
 @tensors.get("/{tensor_id}", response_class=Response, responses=described.TENSOR_FILE | errors(404))
-async def tensor_file(tensor_id: str, backend: Actors, who: Who) -> Response:
+async def tensor_file(tensor_id: PathId, backend: Actors, who: Who) -> Response:
     """A tensor file, as it was sent."""
     return Response(await backend.tensor_file(who, tensor_id), media_type=BYTES)
 
 
 @tensors.delete("/{tensor_id}", responses=described.TENSORS_DELETED | errors(404))
-async def delete_tensors(tensor_id: str, backend: Actors, who: Who) -> dict[str, Any]:
+async def delete_tensors(tensor_id: PathId, backend: Actors, who: Who) -> dict[str, Any]:
     """Delete a tensor file; it is gone when this answers."""
     await backend.delete_tensors(who, tensor_id)
     return {"id": tensor_id, "object": "tensors", "deleted": True}
 
 
-@profiles.post("", responses=described.PROFILE | errors(403, 504))
+@profiles.post("", responses=described.PROFILE | errors(403, 429, 504))
 async def keep_profile(body: ProfileBody, backend: Actors, who: Who) -> dict[str, Any]:
     """Keep a profile, in the place of one's own of its name; to make a default, or change one, takes an admin."""
     return await backend.keep_profile(who, body)
@@ -298,7 +316,7 @@ async def keep_profile(body: ProfileBody, backend: Actors, who: Who) -> dict[str
 
 @profiles.get("", responses=described.PROFILES)
 async def list_profiles(
-    backend: Actors, who: Who, limit: Annotated[int, Query(ge=1, le=1000)] = 100, after: str | None = None
+    backend: Actors, who: Who, limit: Annotated[int, Query(ge=1, le=1000)] = 100, after: Id | None = None
 ) -> dict[str, Any]:
     """Profiles in the order of their names, `limit` of them, behind the name `after`; without what they do.
 
@@ -308,13 +326,13 @@ async def list_profiles(
 
 
 @profiles.get("/{name}", responses=described.PROFILE | errors(404))
-async def retrieve_profile(name: str, backend: Actors, who: Who, owner: Owner = None) -> dict[str, Any]:
+async def retrieve_profile(name: PathId, backend: Actors, who: Who, owner: Owner = None) -> dict[str, Any]:
     """A profile, as it was sent: the sender's own, else a default of that name."""
     return await backend.profiles.get(who, name, owner)
 
 
 @profiles.delete("/{name}", responses=described.PROFILE_DELETED | errors(403, 404))
-async def delete_profile(name: str, backend: Actors, who: Who, owner: Owner = None) -> dict[str, Any]:
+async def delete_profile(name: PathId, backend: Actors, who: Who, owner: Owner = None) -> dict[str, Any]:
     """Delete a profile; it is gone when this answers. A default takes an admin."""
     await backend.profiles.delete(who, name, owner)
     return {"name": name, "object": "intervention_profile", "deleted": True}
@@ -347,6 +365,8 @@ def _apart(values: list[str] | None, field: str) -> list[str] | None:
     parts = [part for value in values for part in value.split(",")]
     if not all(parts):
         raise RequestError("a name is empty: leave the field out for all", field)
+    if len(parts) > MOST_NAMES:
+        raise RequestError(f"{len(parts)} names are more than the {MOST_NAMES} that one download may name", field)
     return parts
 
 
@@ -430,6 +450,7 @@ def build_api(backend: Backend, options: Options, keys: Keys) -> FastAPI:
         redoc_url=None,
     )
     api.state.backend = backend
+    api.state.bodies = Bodies()
     # The last that is added comes first.
     api.add_middleware(
         BodyLimits, max_body_bytes=options.max_body_bytes, max_tensor_file_bytes=options.max_tensor_file_bytes

@@ -2,7 +2,7 @@
 
 ApiError: what a route raises, with status, message and field.
 RequestError: what the deployments refuse; it says its own status.
-RequestValidationError: pydantic's, a body that does not fit its schema: 400, `param` names the field.
+RequestValidationError: pydantic's, of what stands in an address: 400, `param` names the field.
 HTTPException: starlette's, an unknown route or a wrong method.
 StoreError: what the activation store could not do, and why: 500.
 RayTaskError: an actor's own failure: 500.
@@ -13,7 +13,6 @@ Anything else: 500 with the request's id; the traceback goes to the log.
 from __future__ import annotations
 
 import logging
-import re
 from typing import Any
 
 import grpc
@@ -28,6 +27,7 @@ from starlette.types import Scope
 from deployments.activations.facts import StoreError
 from deployments.errors import RequestError
 from deployments.messages import Refusal
+from serve_app.parsing import invalid
 
 logger = logging.getLogger("ray.serve")
 
@@ -84,10 +84,10 @@ def render(error: Exception, request_id: str) -> ApiError:
     """Any exception as what the client is told."""
     if isinstance(error, ApiError):
         return error
+    if isinstance(error, RequestValidationError):
+        error = invalid({**one, "loc": one["loc"][1:]} for one in error.errors())  # its first part is "query" or "path"
     if isinstance(error, RequestError):
         return ApiError(error.status, error.message, error.field, error.code)
-    if isinstance(error, RequestValidationError):
-        return _of_validation(error)
     if isinstance(error, HTTPException):
         return ApiError(error.status_code, str(error.detail), code="not_found" if error.status_code == 404 else None)
     if isinstance(error, StoreError):
@@ -111,32 +111,3 @@ def install(api: FastAPI) -> None:
 
     for kind in (ApiError, RequestError, RequestValidationError, HTTPException, *UNAVAILABLE, Exception):
         api.add_exception_handler(kind, respond)
-
-
-def _of_validation(error: RequestValidationError) -> ApiError:
-    """What does not fit, by the path of its field.
-
-    A value that fits no branch of a union brings an error for each; the deepest tells most.
-    """
-    errors = error.errors()
-    same = [one for one in errors if one["loc"][:2] == errors[0]["loc"][:2]]
-    worst = max(same, key=lambda one: len(one["loc"]))
-    if worst["type"] == "json_invalid":
-        return ApiError(400, f"the body is no valid JSON: {worst['ctx']['error']}", code="invalid_json")
-    if worst["type"] == "extra_forbidden":
-        path = ".".join(filter(None, [_path(worst["loc"][:-1]), str(worst["loc"][-1])]))
-        return ApiError(400, f"unknown field {path!r}", path, "unknown_field")
-    path = worst.get("ctx", {}).get("field") or _path(worst["loc"])
-    message = worst["msg"].removeprefix("Value error, ")
-    return ApiError(400, f"{path}: {message}" if path else message, path or None, "invalid_value")
-
-
-def _path(location: tuple[int | str, ...]) -> str:
-    """`("body", "messages", 0, "role")` as `messages[0].role`; names of a union's branches are left out."""
-    path = ""
-    for part in location[1:]:
-        if isinstance(part, int):
-            path += f"[{part}]"
-        elif re.fullmatch(r"[a-z][a-z_]*", part) and part not in ("str", "int", "float", "bool", "list", "dict"):
-            path += f".{part}" if path else part
-    return path

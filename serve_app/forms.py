@@ -2,31 +2,22 @@
 
 from __future__ import annotations
 
-import json
 from typing import Annotated, Any, Literal
 
-from pydantic import AfterValidator, Field, model_validator
+from pydantic import Field, model_validator
 
-from serve_app.wire import Wire
+from serve_app.wire import FreeObject, LongText, Name, Wire, free
 
 MOST_TEMPLATE_KWARGS = 16 << 10  # characters
-
-
-def _is_small(value: dict[str, Any]) -> dict[str, Any]:
-    if len(json.dumps(value)) > MOST_TEMPLATE_KWARGS:
-        raise ValueError(f"it may have {MOST_TEMPLATE_KWARGS} characters as JSON")
-    return value
-
-
-TemplateKwargs = Annotated[dict[str, Any], Field(max_length=32), AfterValidator(_is_small)]
+TemplateKwargs = Annotated[dict[Name, Any], Field(max_length=32), free(MOST_TEMPLATE_KWARGS)]
 
 
 class Function(Wire):
     """A function the model may call, its parameters as JSON schema."""
 
     name: str = Field(pattern=r"^[A-Za-z0-9_.-]{1,64}$")
-    description: str | None = None
-    parameters: dict[str, Any] = Field(default_factory=dict)
+    description: LongText | None = None
+    parameters: FreeObject = Field(default_factory=dict)
     strict: bool | None = None
 
 
@@ -37,10 +28,13 @@ class Tool(Wire):
     function: Function
 
 
+Tools = Annotated[list[Tool], Field(max_length=512, fail_fast=True)]
+
+
 class NamedFunction(Wire):
     """Which function."""
 
-    name: str
+    name: Name
 
 
 class NamedTool(Wire):
@@ -54,8 +48,8 @@ class JsonSchema(Wire):
     """A JSON schema that an answer obeys; it does so whatever `strict` says."""
 
     name: str = Field(pattern=r"^[A-Za-z0-9_-]{1,64}$")
-    description: str | None = None
-    schema_: dict[str, Any] = Field(alias="schema")
+    description: LongText | None = None
+    schema_: FreeObject = Field(alias="schema")
     strict: bool | None = None
 
 

@@ -5,11 +5,11 @@
 
 from __future__ import annotations
 
-from typing import Annotated, Any, Literal
+from typing import Any, Literal
 
 from pydantic import BaseModel, Field, ValidationInfo, field_validator
 
-Name = Annotated[str, Field(max_length=1024)]
+from serve_app.wire import FreeObject, Name
 
 # What would change the answer, if it meant anything here.
 REASONS = {
@@ -25,9 +25,9 @@ class Ignored(BaseModel):
     """Fields of chats that are taken and change nothing, and fields that may only be null."""
 
     modalities: list[Literal["text"]] | None = Field(default=None, min_length=1, max_length=1)
-    prediction: dict[str, Any] | None = None
+    prediction: FreeObject | None = None
     prompt_cache_key: Name | None = None
-    prompt_cache_options: dict[str, Any] | None = None
+    prompt_cache_options: FreeObject | None = None
     prompt_cache_retention: Name | None = None
     reasoning_effort: Name | None = None
     safety_identifier: Name | None = None

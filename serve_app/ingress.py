@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 from dataclasses import fields, replace
 from typing import Any
 
@@ -53,4 +54,6 @@ class Ingress:
             limits = replace(limits, max_owner_bytes=None, max_owner_sessions=None)
         await self._store.retain.remote(limits)
         backend = Backend(self._options, serve.get_replica_context().app_name, self._store)
+        # Each body of many lists has Python's collector look through all that is there: what stays is left out of that.
+        gc.freeze()
         return build_api(backend, self._options, self._keys)

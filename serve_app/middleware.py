@@ -59,7 +59,10 @@ class BodyLimits:
         if length or b"transfer-encoding" in headers:
             given = headers.get(b"content-type", b"").partition(b";")[0].strip().lower().decode("latin-1")
             expected = _content_type(scope)
-            if given != expected:  # other types a page of another origin may send without asking first
+            if expected not in (
+                given,
+                re.sub(r"/[^+]*\+", "/", given),
+            ):  # other types a page of another origin may send without asking first
                 message = f"send the body as {expected}, not as {given[:100] or 'nothing'}"
                 error = ApiError(400, message, "Content-Type", "invalid_value")
                 return await error.response(scope)(scope, receive, send)

@@ -13,9 +13,9 @@ import sys
 from functools import cache
 from typing import Annotated, Any
 
-from fastapi import APIRouter, Depends, File, Form, UploadFile, WebSocket
+from fastapi import APIRouter, Depends, File, Form, Path, Query, UploadFile, WebSocket
 from fastapi.responses import Response
-from pydantic import BaseModel, ConfigDict, Field, ValidationError
+from pydantic import ConfigDict, Field
 from starlette.requests import HTTPConnection
 from starlette.websockets import WebSocketDisconnect
 
@@ -28,19 +28,21 @@ from serve_app.dependencies import Actors, Who
 from serve_app.described import errors
 from serve_app.errors import NNSIGHT, ApiError
 from serve_app.middleware import BYTES
+from serve_app.parsing import parsed
+from serve_app.wire import Name, Wire, free
 
 OFF = "clients' code is not run here: the operator allows it with allow_client_code=true"
 
 
-class Envelope(BaseModel):
+class Envelope(Wire):
     """The form's field `data`: nnsight's `RequestModel`."""
 
-    model_config = ConfigDict(extra="forbid", frozen=True)
+    model_config = ConfigDict(frozen=True)
 
     model_key: str = Field(max_length=8192)
     session_id: str = Field(default="", max_length=64)
     compress: bool = False
-    env: dict[str, Any] = Field(default_factory=dict, max_length=16)
+    env: Annotated[dict[Name, Any], Field(max_length=16), free()] = Field(default_factory=dict)
 
 
 async def _jobs(backend: Actors) -> CodeJobs:
@@ -54,6 +56,7 @@ async def _is_nnsight(connection: HTTPConnection) -> None:
         raise RequestError("nnsight's clients send their version", NNSIGHT.decode())
 
 
+JobId = Annotated[str, Path(max_length=64)]
 Jobs = Annotated[CodeJobs, Depends(_jobs)]
 router = APIRouter(tags=["nnsight"], responses=errors(403, 503))
 sockets = APIRouter()
@@ -65,23 +68,22 @@ async def request(
 ) -> dict[str, Any]:
     """Take a client's block. What becomes of it is told on the socket of its `session_id`, or by `/response/{id}`."""
     try:
-        envelope = Envelope.model_validate_json(data)
-    except ValidationError as error:
-        worst = error.errors()[0]
-        raise RequestError(worst["msg"], ".".join(map(str, ("data", *worst["loc"])))) from error
+        envelope = parsed(Envelope, data.encode())
+    except RequestError as error:
+        raise RequestError(error.message, f"data.{error.field}" if error.field else "data", error.code) from error
     key = ModelKey.parse(envelope.model_key)
     sent = await jobs.send(key, await blob.read(), envelope.compress, envelope.env, envelope.session_id, who.owner)
     return sent.told
 
 
 @router.get("/response/{job_id}", responses=described.JOB | errors(410))
-async def response(job_id: str, connection: HTTPConnection, jobs: Jobs, who: Who) -> dict[str, Any]:
+async def response(job_id: JobId, connection: HTTPConnection, jobs: Jobs, who: Who) -> dict[str, Any]:
     """What became of a job last; where it is done, `data` is the address of its result."""
     return await jobs.told(who, job_id, _address(connection))
 
 
 @router.get("/response/{job_id}/result", response_class=Response, responses=described.RESULT | errors(404))
-async def result(job_id: str, token: str, jobs: Jobs) -> Response:
+async def result(job_id: JobId, token: Annotated[str, Query(max_length=256)], jobs: Jobs) -> Response:
     """A finished job's saved values, for `torch.load`, compressed where the job was; the token is its key."""
     return Response(await jobs.result(job_id, token), media_type=BYTES)
 

@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import re
+from collections.abc import Sequence
 from typing import Annotated, Any, Literal
 
-from pydantic import Field, ValidationInfo, field_validator, model_validator
+from pydantic import AfterValidator, Field, ValidationInfo, field_validator, model_validator
 from pydantic_core import PydanticCustomError
 
 from deployments.activations.facts import check_session_id
@@ -14,14 +15,19 @@ from deployments.activations.logit_lens import LogitLens
 from deployments.activations.profiles import Profile, ProfileName
 from deployments.activations.spec import Capture
 from deployments.engine.request import MOST_LOGPROBS, Sampling
-from serve_app.forms import NamedTool, ResponseFormat, TemplateKwargs, Tool
+from serve_app.forms import NamedTool, ResponseFormat, TemplateKwargs, Tools
 from serve_app.ignored import Ignored
-from serve_app.wire import Body, Wire
+from serve_app.wire import MOST_TOKENS, FreeValue, LongText, Name, TokenId, Wire, packed
 
 Stop = Annotated[str, Field(min_length=1, max_length=1024)]
-TokenIds = Annotated[list[int], Field(min_length=1)]
+TokenIds = Annotated[list[TokenId], Field(min_length=1, max_length=MOST_TOKENS, fail_fast=True), AfterValidator(packed)]
 Penalty = Annotated[float, Field(ge=-2, le=2)]
 Bias = Annotated[float, Field(ge=-100, le=100)]
+BiasKey = Annotated[str, Field(max_length=10)]
+MOST_MESSAGES = 4096  # of a chat
+MOST_PARTS = 1024  # of a message
+MOST_CALLS = 256  # of a message
+MOST_FILES = 16384  # that an answer named: one for each captured point
 DEFAULT_MAX_TOKENS = 16  # of a completion, as OpenAI's
 
 
@@ -29,21 +35,21 @@ class TextPart(Wire):
     """A part of a message's content."""
 
     type: Literal["text"]
-    text: str
+    text: LongText
 
 
 class FunctionCall(Wire):
     """What a tool call calls; `arguments` is JSON text."""
 
-    name: str
-    arguments: str
-    parsed_arguments: Any = Field(default=None, exclude=True)  # `.parse()` of the openai package adds it
+    name: Name
+    arguments: LongText
+    parsed_arguments: FreeValue = Field(default=None, exclude=True)  # `.parse()` of the openai package adds it
 
 
 class ToolCall(Wire):
     """A call that the model made earlier in the chat."""
 
-    id: str
+    id: Name
     type: Literal["function"] = "function"
     function: FunctionCall
     index: int | None = Field(default=None, exclude=True)  # a stream had it
@@ -57,20 +63,20 @@ class ChatMessage(Wire):
     """
 
     role: Literal["system", "developer", "user", "assistant", "tool"]
-    content: str | list[TextPart] | None = None
-    name: str | None = None
-    tool_calls: list[ToolCall] | None = None
-    tool_call_id: str | None = None
-    reasoning_content: str | None = None
+    content: LongText | Annotated[list[TextPart], Field(max_length=MOST_PARTS, fail_fast=True)] | None = None
+    name: Name | None = None
+    tool_calls: list[ToolCall] | None = Field(default=None, max_length=MOST_CALLS, fail_fast=True)
+    tool_call_id: Name | None = None
+    reasoning_content: LongText | None = None
     type: Literal["text"] | None = None  # lm_eval up to 0.4.9 says so of every message
-    parsed: Any = None  # `.parse()` of the openai package adds it
-    refusal: str | None = None
-    annotations: list[Any] | None = None
+    parsed: FreeValue = None  # `.parse()` of the openai package adds it
+    refusal: LongText | None = None
+    annotations: list[FreeValue] | None = Field(default=None, max_length=MOST_PARTS, fail_fast=True)
     audio: None = None
     function_call: None = None
-    run_id: str | None = None
-    session_id: str | None = None
-    activation_files: dict[str, str] | None = None
+    run_id: Name | None = None
+    session_id: Name | None = None
+    activation_files: dict[Name, Name] | None = Field(default=None, max_length=MOST_FILES, fail_fast=True)
 
     @property
     def spoken(self) -> dict[str, Any]:
@@ -88,6 +94,9 @@ class ChatMessage(Wire):
         return self
 
 
+Messages = Annotated[list[ChatMessage], Field(min_length=1, max_length=MOST_MESSAGES, fail_fast=True)]
+
+
 class StreamOptions(Wire):
     """What a stream holds besides its choices."""
 
@@ -95,7 +104,7 @@ class StreamOptions(Wire):
     include_obfuscation: bool | None = None  # changes nothing: events are not padded
 
 
-class Generation(Body):
+class Generation(Wire):
     """What chat and completions share."""
 
     model: str = Field(min_length=1, max_length=256)
@@ -108,15 +117,15 @@ class Generation(Body):
     repetition_penalty: float | None = Field(default=None, ge=0.01, le=100)
     presence_penalty: Penalty | None = None
     frequency_penalty: Penalty | None = None
-    logit_bias: dict[str, Bias] | None = Field(default=None, max_length=1024)
+    logit_bias: dict[BiasKey, Bias] | None = Field(default=None, max_length=1024, fail_fast=True)
     min_tokens: int | None = Field(default=None, ge=0)
-    stop: Stop | Annotated[list[Stop], Field(max_length=16)] | None = None
-    stop_token_ids: list[Annotated[int, Field(ge=0)]] | None = Field(default=None, max_length=256)
+    stop: Stop | Annotated[list[Stop], Field(max_length=16, fail_fast=True)] | None = None
+    stop_token_ids: list[TokenId] | None = Field(default=None, max_length=256, fail_fast=True)
     ignore_eos: bool = False
     stream: bool | None = None
     stream_options: StreamOptions | None = None
-    user: str | None = None
-    metadata: dict[str, str] | None = None
+    user: Name | None = None
+    metadata: dict[Name, Name] | None = Field(default=None, max_length=64, fail_fast=True)
     response_format: ResponseFormat | None = None
     return_token_ids: bool | None = None
     store_activations: bool | None = None
@@ -124,7 +133,7 @@ class Generation(Body):
     interventions: Interventions | None = None
     logit_lens: LogitLens | None = None
     intervention_profile: ProfileName | None = None
-    session_id: str | None = None
+    session_id: Annotated[str, Field(max_length=128)] | None = None
 
     @field_validator("session_id")
     @classmethod
@@ -197,10 +206,10 @@ class Generation(Body):
 class ChatRequest(Generation, Ignored):
     """`POST /v1/chat/completions`."""
 
-    messages: list[ChatMessage] = Field(min_length=1)
+    messages: Messages
     max_tokens: int | None = Field(default=None, ge=0)
     max_completion_tokens: int | None = Field(default=None, ge=0)
-    tools: list[Tool] | None = None
+    tools: Tools | None = None
     tool_choice: Literal["none", "auto", "required"] | NamedTool | None = None
     parallel_tool_calls: bool | None = None
     chat_template_kwargs: TemplateKwargs | None = None
@@ -262,16 +271,16 @@ class CompletionRequest(Generation):
     """`POST /v1/completions`."""
 
     prompt: (
-        str
-        | TokenIds
-        | Annotated[list[str], Field(min_length=1, max_length=256)]
-        | Annotated[list[TokenIds], Field(min_length=1, max_length=256)]
+        LongText
+        | TokenIds  # an array, once it is read
+        | Annotated[list[LongText], Field(min_length=1, max_length=256, fail_fast=True)]
+        | Annotated[list[TokenIds], Field(min_length=1, max_length=256, fail_fast=True)]
     )
     max_tokens: int | None = Field(default=DEFAULT_MAX_TOKENS, ge=0)
     logprobs: int | None = Field(default=None, ge=0, le=5)
     echo: bool | None = None
     best_of: int | None = Field(default=None, ge=1, le=128)
-    suffix: str | None = None
+    suffix: LongText | None = None
 
     @field_validator("max_tokens")
     @classmethod
@@ -303,14 +312,10 @@ class CompletionRequest(Generation):
         return self.best_of or self.choices
 
     @property
-    def prompts(self) -> list[str | list[int]]:
+    def prompts(self) -> list[str | Sequence[int]]:
         """The prompts, one or many, each text or token ids."""
-        if isinstance(self.prompt, str):
-            return [self.prompt]
-        if isinstance(self.prompt[0], int):
-            return [self.prompt]
-        return list(self.prompt)
+        return [*self.prompt] if isinstance(self.prompt, list) else [self.prompt]
 
 
-class ProfileBody(Body, Profile):
+class ProfileBody(Wire, Profile):
     """`POST /v1/interventions`."""

@@ -4,24 +4,22 @@ from __future__ import annotations
 
 from typing import Annotated
 
-from pydantic import Field, model_validator
+from pydantic import AfterValidator, Field, model_validator
 from pydantic_core import PydanticCustomError
 
 from deployments.messages import Text
-from serve_app.forms import TemplateKwargs, Tool
-from serve_app.schemas import ChatMessage
-from serve_app.wire import Body
-
-MOST_TOKENS = 1 << 20  # that are turned into text at a time
+from serve_app.forms import TemplateKwargs, Tools
+from serve_app.schemas import Messages
+from serve_app.wire import MOST_TOKENS, LongText, TokenId, Wire, packed
 
 
-class TokenizeRequest(Body):
+class TokenizeRequest(Wire):
     """`POST /tokenize`: a prompt, or a chat as the model's template writes it."""
 
     model: str | None = Field(default=None, min_length=1, max_length=256)
-    prompt: str | None = None
-    messages: list[ChatMessage] | None = Field(default=None, min_length=1)
-    tools: list[Tool] | None = None
+    prompt: LongText | None = None
+    messages: Messages | None = None
+    tools: Tools | None = None
     chat_template_kwargs: TemplateKwargs | None = None
     add_special_tokens: bool | None = None
     add_generation_prompt: bool = True
@@ -52,11 +50,11 @@ class TokenizeRequest(Body):
         )
 
 
-class DetokenizeRequest(Body):
+class DetokenizeRequest(Wire):
     """`POST /detokenize`."""
 
     model: str | None = Field(default=None, min_length=1, max_length=256)
-    tokens: list[Annotated[int, Field(ge=0)]] = Field(max_length=MOST_TOKENS)
+    tokens: Annotated[list[TokenId], Field(max_length=MOST_TOKENS, fail_fast=True), AfterValidator(packed)]
 
 
 def _wrong(field: str, message: str) -> PydanticCustomError:

@@ -1,49 +1,82 @@
-"""What every JSON object that a client sends has in common."""
+"""What every JSON body has in common: the bounds of texts, of lists of tokens and of free values."""
 
 from __future__ import annotations
 
-from collections.abc import Iterable
-from typing import Any
+import json
+from array import array
+from collections.abc import Sequence
+from typing import Annotated, Any
 
-from pydantic import BaseModel, ConfigDict, model_validator
-from pydantic_core import PydanticCustomError
+from pydantic import AfterValidator, Field, GetJsonSchemaHandler
+from pydantic.json_schema import JsonSchemaValue
+from pydantic_core import CoreSchema, PydanticCustomError
+
+from deployments.activations.strict import Strict
+
+MOST_TOKENS = 1 << 20  # of a prompt: the longest context of any model
+MOST_TEXT = 16 * MOST_TOKENS  # characters
+MOST_JSON = 1 << 18  # characters of a free value, written as JSON
+
+Name = Annotated[str, Field(max_length=1024)]
+LongText = Annotated[str, Field(max_length=MOST_TEXT)]
+TokenId = Annotated[int, Field(ge=0, lt=2**31)]
 
 
-class Wire(BaseModel):
-    """A JSON object whose every field is known: an ignored `captrue` would cost a user their data."""
-
-    model_config = ConfigDict(extra="forbid", strict=True)
+class Wire(Strict):
+    """A JSON object of a request's body."""
 
 
-class Body(Wire):
-    """A request's body."""
+def packed(tokens: Sequence[int]) -> Sequence[int]:
+    """Token ids as an array, which other processes get in no time where a list of as many holds an event loop."""
+    return array("i", tokens)
 
-    @model_validator(mode="before")
-    @classmethod
-    def _is_text(cls, body: Any) -> Any:
-        """Refuse what JSON can write and no text can hold: half of a surrogate pair."""
+
+class free:
+    """The bound of a value that may hold anything: so many characters as JSON, all of them text, its numbers finite."""
+
+    def __init__(self, most: int = MOST_JSON) -> None:
+        self.most = most
+
+    def __get_pydantic_core_schema__(self, source: Any, handler: Any) -> CoreSchema:
+        """As an `AfterValidator`."""
+        inner: CoreSchema = AfterValidator(self._checked).__get_pydantic_core_schema__(source, handler)
+        return inner
+
+    def __get_pydantic_json_schema__(self, schema: CoreSchema, handler: GetJsonSchemaHandler) -> JsonSchemaValue:
+        """The bound has no word in JSON schema."""
+        return handler(schema) | {"x-max-characters": self.most}
+
+    def _checked(self, value: Any) -> Any:
         try:
-            field = _unpaired(body, "")
-        except RecursionError as error:
-            raise PydanticCustomError("too_deep", "the body is nested too deeply") from error
-        if field is not None:
-            raise PydanticCustomError("not_text", "the text holds half of a surrogate pair", {"field": field})
-        return body
+            text = json.dumps(value, ensure_ascii=False, allow_nan=False)
+        except ValueError as error:
+            raise ValueError("holds a number that is not finite") from error
+        if len(text) > self.most:
+            raise ValueError(f"it may have {self.most} characters as JSON")
+        if not _encodes(text):
+            raise PydanticCustomError(
+                "string_unicode", "the text holds half of a surrogate pair", {"inner": _unpaired(value)}
+            )
+        return value
 
 
-def _unpaired(value: Any, path: str) -> str | None:
-    """The path of a text that UTF-8 cannot write, if there is one."""
-    if isinstance(value, str):
-        return None if _encodes(value) else path
-    inner: Iterable[tuple[str, Any]] = ()
-    if isinstance(value, dict):
-        odd = next((key for key in value if not _encodes(key)), None)
-        if odd is not None:
-            return f"{path}.{odd}".lstrip(".").encode(errors="backslashreplace").decode()
-        inner = ((f"{path}.{key}" if path else str(key), item) for key, item in value.items())
-    elif isinstance(value, list):  # of a million token ids, perhaps
-        inner = ((f"{path}[{i}]", item) for i, item in enumerate(value) if not isinstance(item, int))
-    return next((found for name, item in inner if (found := _unpaired(item, name)) is not None), None)
+FreeValue = Annotated[Any, free()]
+FreeObject = Annotated[dict[Name, Any], Field(max_length=1024, fail_fast=True), free()]
+
+
+def _unpaired(value: Any) -> str:
+    """The path to the text in a value that UTF-8 cannot write: by halves, since an attack has very many values."""
+    path = ""
+    while not isinstance(value, str):
+        items = list(value.items() if isinstance(value, dict) else enumerate(value))
+        while len(items) > 1:
+            half = items[: len(items) // 2]
+            items = items[len(half) :] if _encodes(json.dumps(half, ensure_ascii=False)) else half
+        [(name, value)] = items
+        path += f"[{name}]" if isinstance(name, int) else f".{name}"
+        if not _encodes(path):
+            return path.encode(errors="backslashreplace").decode()
+    return path
 
 
 def _encodes(text: str) -> bool:

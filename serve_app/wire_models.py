@@ -17,7 +17,7 @@ DeviceMap = (
     | GpuOrCpu
     | Annotated[
         dict[Annotated[str, Field(max_length=256)], Annotated[int, Field(ge=0, le=999)] | GpuOrCpu],
-        Field(min_length=1, max_length=4096),
+        Field(min_length=1, max_length=4096, fail_fast=True),
     ]
 )
 
@@ -36,7 +36,7 @@ class LoadRequest(Wire):
     trust_remote_code: bool = False
     max_seq_len: int | None = Field(default=None, ge=2, le=2**31 - 1)
     num_replicas: int = Field(default=1, ge=1, le=128)
-    savepoints: list[Savepoint] = Field(default_factory=list, max_length=256)
+    savepoints: list[Savepoint] = Field(default_factory=list, max_length=256, fail_fast=True)
 
     @field_validator("model_id")
     @classmethod

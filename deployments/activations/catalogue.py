@@ -14,6 +14,7 @@ from typing import Any, TypeVar
 
 from deployments.activations.database import Kept, in_memory, transaction
 from deployments.activations.entries import ENTRIES, Entry, StoredFile, entries_of, tag_line
+from deployments.activations.facts import StoreError
 from deployments.activations.filling import forget, put, refresh
 from deployments.activations.filters import EVERYTHING, Filter
 from deployments.activations.objects import AnyRoot, beside
@@ -26,6 +27,19 @@ logger = logging.getLogger(__name__)
 
 # By any other index what fits would have to be sorted by session.
 _AGAIN_S = 30.0  # after which files that could not be read are tried again
+# Primary result codes of a database or a disk that fails, whatever was asked of it.
+_FAULTS = {
+    sqlite3.SQLITE_PERM,
+    sqlite3.SQLITE_BUSY,
+    sqlite3.SQLITE_LOCKED,
+    sqlite3.SQLITE_READONLY,
+    sqlite3.SQLITE_IOERR,
+    sqlite3.SQLITE_CORRUPT,
+    sqlite3.SQLITE_FULL,
+    sqlite3.SQLITE_CANTOPEN,
+    sqlite3.SQLITE_PROTOCOL,
+    sqlite3.SQLITE_NOTADB,
+}
 _SUMS = """SELECT session, count(*), sum(tokens), sum(bytes), json_group_array(DISTINCT model),
     min(created), max(created) FROM runs INDEXED BY runs_by_session"""
 
@@ -33,7 +47,8 @@ _SUMS = """SELECT session, count(*), sum(tokens), sum(bytes), json_group_array(D
 class Catalogue:
     """Sessions, runs and files. Safe to use from several threads.
 
-    Where the database fails, the catalogue goes on in memory, and the log says why.
+    Where the database fails, the catalogue goes on in memory, and the log says why. A statement that SQLite refuses
+    is a `StoreError`, and changes nothing.
 
     Attributes:
         looks: How often it changed by more than `add` and `drop`: files were looked at, or runs are in others.
@@ -250,13 +265,19 @@ class Catalogue:
         return self._guarded(lambda database: database.execute(statement, values).fetchall())
 
     def _guarded(self, work: Callable[[sqlite3.Connection], _T]) -> _T:
-        """Do something; where the database fails, do it in memory from then on."""
+        """Do something; where the database fails, do it in memory from then on.
+
+        Raises:
+            StoreError: SQLite refuses the statement.
+        """
         with self._lock:
             try:
                 if time.monotonic() >= self._again:
                     self._look_again(self._database)
                 return work(self._database)
             except sqlite3.Error as error:
+                if not _is_at_fault(self._database, error):
+                    raise StoreError(f"The catalogue cannot look for that: {error}.") from error
                 root = self._root
                 if root is None:
                     raise
@@ -286,6 +307,17 @@ class Catalogue:
         self._database = database
         self._release = release = weakref.finalize(self, close)
         release.atexit = False  # a writer's thread may still need it
+
+
+def _is_at_fault(database: sqlite3.Connection, error: sqlite3.Error) -> bool:
+    """Whether the database failed, and not the statement: then it fails at the plainest one, too."""
+    if getattr(error, "sqlite_errorcode", 0) & 0xFF in _FAULTS:  # the rest of an extended code is detail
+        return True
+    try:
+        database.execute("SELECT 1 FROM files, runs LIMIT 1")
+    except sqlite3.Error:
+        return True
+    return False
 
 
 def _known(database: sqlite3.Connection, uris: Sequence[str]) -> int:

@@ -4,16 +4,17 @@ from __future__ import annotations
 
 from typing import Annotated
 
-from pydantic import BaseModel, ConfigDict, Field, model_validator
+from pydantic import ConfigDict, Field, model_validator
 
 from deployments.activations.interventions import Interventions
 from deployments.activations.spec import Capture
+from deployments.activations.strict import Strict
 
 NONE = "none"  # what a request calls no profile at all
 ProfileName = Annotated[str, Field(pattern=r"^[A-Za-z0-9_-][A-Za-z0-9._-]{0,63}$")]
 
 
-class Profile(BaseModel):
+class Profile(Strict):
     """What a request that uses the profile records and changes on the way.
 
     Attributes:
@@ -25,7 +26,7 @@ class Profile(BaseModel):
         description: The user's words.
     """
 
-    model_config = ConfigDict(extra="forbid", frozen=True, strict=True)
+    model_config = ConfigDict(frozen=True)
 
     name: ProfileName
     model: str | None = Field(default=None, min_length=1, max_length=256)

@@ -128,7 +128,7 @@ def _keep(answer: httpx.Response, folder: Path, session: str, progress: bool | N
             number += 1
             try:
                 _seal(body, folder / f"pulled-{number:06}.arrow")
-            except (pa.ArrowException, OSError) as error:
+            except (pa.ArrowException, ValueError, OSError) as error:
                 if isinstance(error, OSError) and error.errno:  # the disk's, not Arrow's
                     raise
                 raise PullError(f"{answer.url} sent what is no Arrow stream: {error}") from error

@@ -6,28 +6,32 @@ import math
 from collections.abc import Sequence
 from typing import Annotated, Literal
 
-from pydantic import BaseModel, ConfigDict, Field, model_validator
+from pydantic import ConfigDict, Field, model_validator
+
+from deployments.activations.strict import Strict
 
 LAYERNORM_SITES = ("input_layernorm.output", "post_attention_layernorm.output")
 
 Tag = Annotated[str, Field(max_length=256)]
 
 
-class Last(BaseModel):
+class Last(Strict):
     """The last `last` tokens of prompt + generated."""
 
-    model_config = ConfigDict(extra="forbid", frozen=True, strict=True)
+    model_config = ConfigDict(frozen=True)
 
     last: int = Field(ge=1)
 
 
-class Features(BaseModel):
+class Features(Strict):
     """Which features (entries of the last axis) of each row to keep: the first n, or those listed."""
 
-    model_config = ConfigDict(extra="forbid", frozen=True, strict=True)
+    model_config = ConfigDict(frozen=True)
 
     first: int | None = Field(default=None, ge=1)
-    index: list[Annotated[int, Field(ge=0)]] | None = Field(default=None, min_length=1, max_length=65536)
+    index: list[Annotated[int, Field(ge=0)]] | None = Field(
+        default=None, min_length=1, max_length=65536, fail_fast=True
+    )
 
     @model_validator(mode="after")
     def _one_of_them(self) -> Features:
@@ -36,24 +40,24 @@ class Features(BaseModel):
         return self
 
 
-class Capture(BaseModel):
+class Capture(Strict):
     """Which activations of a request to record, of which tokens, and where they go."""
 
-    model_config = ConfigDict(extra="forbid", frozen=True, strict=True)
+    model_config = ConfigDict(frozen=True)
 
     points: list[Annotated[str, Field(min_length=1, max_length=256)]] | None = Field(
-        default=None, min_length=1, max_length=1024
+        default=None, min_length=1, max_length=1024, fail_fast=True
     )
-    layers: Annotated[list[int], Field(min_length=1, max_length=1024)] | Literal["all"] | None = None
+    layers: Annotated[list[int], Field(min_length=1, max_length=1024, fail_fast=True)] | Literal["all"] | None = None
     sites: list[Annotated[str, Field(min_length=1, max_length=256)]] | None = Field(
-        default=None, min_length=1, max_length=64
+        default=None, min_length=1, max_length=64, fail_fast=True
     )
     tokens: Literal["all", "prompt", "generated", "last"] | Last = "all"
     dtype: Literal["model", "float32", "float16", "bfloat16"] = "model"
     features: Features | None = None
     destination: Literal["reference", "inline"] = Field(default="reference", alias="return")
     required: bool = False
-    tags: dict[Tag, Tag] = Field(default_factory=dict, max_length=64)
+    tags: dict[Tag, Tag] = Field(default_factory=dict, max_length=64, fail_fast=True)
     sample_id: str | None = Field(default=None, max_length=256)
     mode: Literal["generate", "trace"] = "generate"
 

@@ -6,6 +6,7 @@ from typing import Any
 import pytest
 from fake_openai import FakeServer
 
+from evals import client
 from evals.client import ChatClient, RequestFailed, first_model, wait_healthy
 
 Ask = Callable[[str], Awaitable[dict[str, Any]]]
@@ -42,11 +43,11 @@ def content(answer: dict[str, Any]) -> str:
 
 
 async def with_client(base_url: str, use: Callable[[ChatClient], Awaitable[Any]], **options: Any) -> Any:
-    client = ChatClient(base_url, **{"timeout": 30, "retries": 2, "parallel": 8, "max_outage": 600.0} | options)
+    asking = ChatClient(base_url, **{"timeout": 30, "retries": 2, "parallel": 8, "max_outage": 600.0} | options)
     try:
-        return await use(client)
+        return await use(asking)
     finally:
-        await client.close()
+        await asking.close()
 
 
 def ask(base_url: str, text: str, **options: Any) -> dict[str, Any]:
@@ -250,6 +251,14 @@ def test_max_tokens_that_are_too_many_are_refused_and_not_asked_for_otherwise(se
     with pytest.raises(RequestFailed, match="HTTP 400: max_tokens: too many"):
         ask(server.base_url, "[long]")
     assert len(server.requests) == 1
+
+
+def test_an_answer_larger_than_what_may_be_in_memory_is_not_read_to_its_end(
+    server: FakeServer, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(client, "MOST_BYTES", 10)
+    with pytest.raises(RequestFailed, match="an answer of more than"):
+        ask(server.base_url, "")
 
 
 def test_the_first_model_is_the_servers_own_order(server: FakeServer) -> None:

@@ -3,6 +3,8 @@
 import asyncio
 import io
 import json
+import tracemalloc
+import zipfile
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -208,6 +210,36 @@ def test_a_damaged_file_is_said_in_each_points_place(store: Store) -> None:
 
     found = asyncio.run(sampled_values(damaged, [meta], 4))["r1"]
     assert {at["error"].partition(":")[0] for at in found.values()} == {"the answer is no npz file of the run"}
+
+
+@pytest.mark.parametrize(("large", "compression"), [("a", 8), ("position", 8), ("run.facts", 8), ("a", 12)])
+def test_a_small_answer_that_would_inflate_without_end_is_refused_before_it_does(large: str, compression: int) -> None:
+    claimed = np.lib.format.header_data_from_array_1_0(np.empty((0,))) | {"shape": (1 << 23,)}
+    np.lib.format.write_array_header_1_0(header := io.BytesIO(), claimed)
+    members = {"a": np.ones((4, 8)), "position": np.arange(4), "run.facts": np.array('{"dtypes": {"a": "float32"}}')}
+    with zipfile.ZipFile(packed := io.BytesIO(), "w", compression) as file:
+        for name, array in members.items():
+            if name == large:
+                with file.open(f"{name}.npy", "w") as member:
+                    member.write(header.getvalue())
+                    for _ in range(8):  # 64 MiB, in 64 KiB
+                        member.write(bytes(8 << 20))
+            else:
+                np.lib.format.write_array(plain := io.BytesIO(), array)
+                file.writestr(f"{name}.npy", plain.getvalue())
+
+    async def download(path: str, params: dict[str, Any]) -> bytes:
+        return packed.getvalue()
+
+    assert len(packed.getvalue()) < 1 << 20
+    places = {"a": {"shape": [4, 8], "dtype": "float32"}}
+    meta = {"session_id": "s", "status": "stored", "runs": [{"run_id": "r", "tokens": 4, "points": places}]}
+    tracemalloc.start()
+    found = asyncio.run(sampled_values(download, [meta], 4))["r"]["a"]
+    _, most = tracemalloc.get_traced_memory()
+    tracemalloc.stop()
+    assert large in found["error"]
+    assert most < 4 << 20
 
 
 def test_attention_patterns_are_sampled_with_zeros_behind_what_a_token_sees(store: Store) -> None:

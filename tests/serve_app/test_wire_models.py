@@ -5,6 +5,8 @@ from __future__ import annotations
 import pytest
 from pydantic import ValidationError
 
+from deployments.errors import RequestError
+from serve_app.parsing import parsed
 from serve_app.schemas import ChatRequest
 from serve_app.wire_models import LoadRequest
 
@@ -52,8 +54,7 @@ def test_only_what_a_request_names_has_to_be_as_it_is_loaded():
 
 
 def test_a_body_that_is_nested_too_deeply_is_refused_as_such():
-    deep: list = []
-    for _ in range(900):
-        deep = [deep]
-    with pytest.raises(ValidationError, match="nested too deeply"):
-        ChatRequest.model_validate({"model": "m", "messages": [], "metadata": deep})
+    for half in (b"", rb'"\ud800", '):
+        raw = b'{"model": "m", "metadata": [' + half + b"[" * 5000 + b"]" * 5000 + b"]}"
+        with pytest.raises(RequestError, match="nested too deeply|recursion limit exceeded"):
+            parsed(ChatRequest, raw)

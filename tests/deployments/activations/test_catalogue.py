@@ -12,6 +12,7 @@ import subprocess
 import sys
 import tempfile
 from collections import Counter
+from contextlib import closing
 from itertools import pairwise
 from pathlib import Path
 
@@ -563,3 +564,22 @@ def test_a_directory_that_is_away_when_files_are_to_be_looked_at_again_fails_its
     assert writer.submit(late.facts, late.batches).result().run_id == "late"
     assert listed(catalogue) == said_by_files(root)
     writer.close()
+
+
+def test_a_filter_that_sqlite_refuses_is_an_error_and_the_catalogue_stays_on_its_disk(root, make, caplog):
+    catalogue = opened(root)
+    before = listed(catalogue)
+    tags = tag_pairs(f"name{i}=value" for i in range(1000))  # deeper than SQLite's expressions may be
+    for _ in range(2):
+        with pytest.raises(StoreError, match="Expression tree is too large"):
+            catalogue.runs(Filter(tags=tags))
+        with pytest.raises(StoreError, match="Expression tree is too large"):
+            catalogue.sessions(filter=Filter(tags=tags))
+    assert "held in memory" not in caplog.text
+    writer = Writer(root, catalogue)
+    made = make("after", session_id="a")
+    writer.submit(made.facts, made.batches).result()
+    writer.close()
+    assert sorted(listed(catalogue)) == sorted([*before, ("a", "after")])
+    with closing(sqlite3.connect(root / NAME)) as database:  # what another process finds on the disk
+        assert database.execute("SELECT count(*) FROM runs WHERE run_id = 'after'").fetchone() == (1,)

@@ -1,0 +1,23 @@
+"""What every JSON object that a client sends has in common."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from pydantic import BaseModel, ConfigDict, model_validator
+
+
+class Strict(BaseModel):
+    """A JSON object whose every field is known: an ignored `captrue` would cost a user their data."""
+
+    model_config = ConfigDict(extra="forbid", strict=True)
+
+    @model_validator(mode="before")
+    @classmethod
+    def _has_one_unknown_field(cls, value: Any) -> Any:
+        """Leave one of many unknown fields: each is an error, and one is enough."""
+        if not isinstance(value, dict) or len(value) <= len(cls.model_fields):
+            return value
+        known = {field.alias or name for name, field in cls.model_fields.items()}
+        first = next(name for name in value if name not in known)
+        return {name: inner for name, inner in value.items() if name in known} | {first: value[first]}
