@@ -59,10 +59,8 @@ class BodyLimits:
         if length or b"transfer-encoding" in headers:
             given = headers.get(b"content-type", b"").partition(b";")[0].strip().lower().decode("latin-1")
             expected = _content_type(scope)
-            if expected not in (
-                given,
-                re.sub(r"/[^+]*\+", "/", given),
-            ):  # other types a page of another origin may send without asking first
+            # Other types a page of another origin may send without asking first.
+            if expected not in (given, re.sub(r"/[^+]*\+", "/", given)):
                 message = f"send the body as {expected}, not as {given[:100] or 'nothing'}"
                 error = ApiError(400, message, "Content-Type", "invalid_value")
                 return await error.response(scope)(scope, receive, send)
