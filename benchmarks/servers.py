@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import importlib.util
 import os
+import secrets
 import sys
 import tempfile
 from collections.abc import Iterator, Mapping, Sequence
@@ -74,7 +75,8 @@ def _ray_environment(directory: Path, address: str) -> dict[str, str]:
         "PATH": f"{BIN}{os.pathsep}{os.environ['PATH']}",
         "PYTHONPATH": str(ROOT),
         "RAY_ADDRESS": address,
-        "RAY_AUTH_MODE": "disabled",  # an earlier Ray on this machine may have left a token
+        "RAY_AUTH_MODE": "token",
+        "RAY_AUTH_TOKEN": secrets.token_hex(32),  # an earlier Ray on this machine may have left another
         "RAY_USAGE_STATS_ENABLED": "0",
         "HF_HUB_OFFLINE": "1",
         "VITRINE_HOME": str(directory / "home"),

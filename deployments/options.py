@@ -86,7 +86,14 @@ class Options(BaseModel):
         stuck_after_s: Seconds in one engine step after which a replica counts as dead and is replaced.
         api_keys_file: A file of API keys, each as `role:key`; `serve_app/keys.py` says more. It is read where the
             application is built, as the variable `VITRINE_API_KEYS` is, and only digests go on from there.
-        cors_origins: Origins whose pages may read answers, apart by commas; `*` is any. None may by default.
+        open: Answer everybody who reaches the server, where it has no API keys and listens on other addresses than
+            this machine's own. Without it such a server is refused.
+        insecure_ray: Start on a Ray cluster without token authentication, whose ports let everybody run code.
+        allowed_hosts: On a server without API keys, names that requests may call it by, apart by commas, besides
+            localhost and loopback addresses; `*` is any. Where a proxy passes on requests of others, the names that it
+            is called by.
+        cors_origins: Origins whose pages may read answers, apart by commas; `*` is any, and needs API keys. None may by
+            default.
         max_body_bytes: The largest request body; larger ones get 413.
         max_tensor_file_bytes: The largest file of tensors that a client may send, at most 128 MiB, which Serve's
             messages can hold; larger ones get 413.
@@ -153,6 +160,9 @@ class Options(BaseModel):
     request_timeout_s: float = Field(default=600, gt=0)
     stuck_after_s: float = Field(default=300, gt=0)
     api_keys_file: str | None = Field(default=None, min_length=1)
+    open: bool = False
+    insecure_ray: bool = False
+    allowed_hosts: tuple[str, ...] = ()
     cors_origins: tuple[str, ...] = ()
     max_body_bytes: int = Field(default=16 << 20, ge=1)
     max_tensor_file_bytes: int = Field(default=64 << 20, ge=1, le=128 << 20)
@@ -182,7 +192,7 @@ class Options(BaseModel):
     max_client_jobs: int = Field(default=32, ge=1)
     public_url: str | None = Field(default=None, pattern=r"^https?://[^\s]+[^/\s]$")
 
-    @field_validator("cors_origins", mode="before")
+    @field_validator("allowed_hosts", "cors_origins", mode="before")
     @classmethod
     def _apart_by_commas(cls, value: Any) -> Any:
         return tuple(filter(None, map(str.strip, value.split(",")))) if isinstance(value, str) else value
@@ -194,6 +204,14 @@ class Options(BaseModel):
             if not re.fullmatch(r"\*|https?://[^/\s]+", origin):
                 raise ValueError(f"an origin is scheme://host or scheme://host:port, and {origin!r} is none")
         return value
+
+    @field_validator("allowed_hosts")
+    @classmethod
+    def _are_hosts(cls, value: tuple[str, ...]) -> tuple[str, ...]:
+        for host in value:
+            if not re.fullmatch(r"\*|[A-Za-z0-9._-]+|[0-9A-Fa-f:]+", host):
+                raise ValueError(f"a host is a name or an address without a port, and {host!r} is none")
+        return tuple(host.lower() for host in value)
 
     @field_validator("models_dir")
     @classmethod

@@ -21,6 +21,7 @@ from deployments.client_code.job import CodeJob
 from deployments.delivery import Choice, Delivery, Ticket
 from deployments.engine.request import Request
 from deployments.errors import RequestError
+from deployments.exposure import check_ray
 from deployments.loading import description, load_engine
 from deployments.messages import End, Job, Message, Refusal, Text
 from deployments.metering import RequestMetrics
@@ -51,7 +52,11 @@ class ModelReplica:
         Args:
             options: The operator's.
             store: The activation store's handle; by default that of the operator's directory.
+
+        Raises:
+            LoadError: The model cannot be loaded, or Ray's ports are open to everybody.
         """
+        check_ray(options)
         from deployments.activations.structure import structure
         from deployments.chat import ChatFormat
         from deployments.editing import Editing

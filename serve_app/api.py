@@ -23,12 +23,12 @@ from deployments.messages import Job, Message
 from deployments.options import Options
 from serve_app.answers import Answer, Kind
 from serve_app.backend import Backend
-from serve_app.dependencies import BYTES, Actors, Who
+from serve_app.dependencies import Actors, Who
 from serve_app.described import Described, errors
 from serve_app.errors import HEADERS, install
 from serve_app.guard import BEARER, AdminOnly, Guard
 from serve_app.keys import Keys
-from serve_app.middleware import TENSORS, Gate
+from serve_app.middleware import BYTES, TENSORS, BodyLimits, RequestIds
 from serve_app.schemas import ChatRequest, CompletionRequest, Generation, ProfileBody
 from serve_app.token_schemas import DetokenizeRequest, TokenizeRequest
 from serve_app.wire_models import LoadRequest, UnloadRequest
@@ -53,12 +53,6 @@ async def _filter(
         return Filter(None, model, since, until, sample_id, tag_pairs(tag or ()))
     except ValueError as error:
         raise RequestError(str(error), "tag") from error
-
-
-async def _is_a_file(request: Request) -> None:
-    kind = request.headers.get("content-type", "").partition(";")[0].strip().lower()
-    if kind != BYTES:  # which no page of another origin may send unasked
-        raise RequestError(f"send the file as {BYTES}, not as {kind or 'nothing'}", "Content-Type")
 
 
 DataFormat = Literal["arrow", "safetensors", "npz", "pt"]
@@ -269,7 +263,7 @@ async def unshare_session(session_id: SessionId, backend: Actors, who: Who) -> d
     return {"id": session_id, "object": "session", "shared": False}
 
 
-@tensors.post("", dependencies=[Depends(_is_a_file)], responses=described.TENSORS)
+@tensors.post("", responses=described.TENSORS)
 async def upload_tensors(data: Annotated[bytes, Body(media_type=BYTES)], backend: Actors, who: Who) -> dict[str, Any]:
     """Keep one safetensors file, of steering vectors or probe directions; the same bytes again have the same id."""
     return await backend.put_tensors(who, data)
@@ -436,8 +430,12 @@ def build_api(backend: Backend, options: Options, keys: Keys) -> FastAPI:
         redoc_url=None,
     )
     api.state.backend = backend
-    api.add_middleware(Guard, keys=keys)
-    api.add_middleware(Gate, max_body_bytes=options.max_body_bytes, max_tensor_file_bytes=options.max_tensor_file_bytes)
+    # The last that is added comes first.
+    api.add_middleware(
+        BodyLimits, max_body_bytes=options.max_body_bytes, max_tensor_file_bytes=options.max_tensor_file_bytes
+    )
+    api.add_middleware(Guard, options=options, keys=keys)
+    api.add_middleware(RequestIds)
     if options.cors_origins:  # outside of the others, so that a page can read their refusals, too
         api.add_middleware(
             CORSMiddleware,

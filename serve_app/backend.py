@@ -53,18 +53,17 @@ class Backend:
         reads_unowned: Whether every key may read what has no owner.
     """
 
-    def __init__(self, options: Options, app: str, store: Any, local_only: bool = False) -> None:
+    def __init__(self, options: Options, app: str, store: Any) -> None:
         """Find the models.
 
         Args:
             options: The operator's.
             app: The ingress's Serve application.
             store: The activation store's handle.
-            local_only: Whether clients' code is run for callers of this machine alone.
         """
         self.models = Models(options, app)
         self.loader = Loader(options, self.models)
-        self.jobs = CodeJobs(options, self.models, board(), local_only) if options.allow_client_code else None
+        self.jobs = CodeJobs(options, self.models, board()) if options.allow_client_code else None
         self.profiles = Profiles(store, options.max_owner_profiles)
         self.reads_unowned = options.unowned == "shared"
         self._store = store

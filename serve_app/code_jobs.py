@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import ipaddress
 from collections.abc import Awaitable
 from typing import Any
 
@@ -12,7 +11,6 @@ from deployments.client_code.job import CodeJob, ModelKey, Update
 from deployments.options import Options
 from serve_app.asking import answered
 from serve_app.errors import ApiError, render
-from serve_app.keys import Keys
 from serve_app.models import Models, ServedModel
 
 STAY_S = 10.0  # between signs of a listener's life
@@ -20,24 +18,18 @@ BOARD_S = 60.0  # the longest that the board's answer is waited for; a listener'
 
 
 class CodeJobs:
-    """The way of clients' jobs to the replicas, and the board that knows them.
+    """The way of clients' jobs to the replicas, and the board that knows them."""
 
-    Attributes:
-        local_only: Whether only who calls the server by this machine's own name may ask.
-    """
-
-    def __init__(self, options: Options, models: Models, board: Any, local_only: bool) -> None:
+    def __init__(self, options: Options, models: Models, board: Any) -> None:
         """Know where to send them.
 
         Args:
             options: The operator's.
             models: The models that are served.
             board: The board's handle.
-            local_only: Whether only who calls the server by this machine's own name may ask.
         """
         self._models = models
         self._board = board
-        self.local_only = local_only
         self._public_url = options.public_url
         self._sent: set[asyncio.Task[None]] = set()  # asyncio itself holds tasks by weak references
 
@@ -125,31 +117,3 @@ class CodeJobs:
 
 async def _told(asked: Awaitable[Any]) -> Any:
     return await answered(asked, "the board of clients' jobs", BOARD_S)
-
-
-def check_who_may_ask(keys: Keys, host: str | None) -> None:
-    """Refuse to run clients' code for everybody.
-
-    Args:
-        keys: Who may ask.
-        host: Where Serve's proxies listen.
-
-    Raises:
-        ValueError: There are no keys, and other machines reach the server.
-    """
-    if keys or is_loopback(host):
-        return
-    raise ValueError(
-        f"allow_client_code lets clients run code as this server's user, and it listens on {host or 'all addresses'} "
-        "without API keys: give it some (api_keys_file), or have it listen on 127.0.0.1"
-    )
-
-
-def is_loopback(host: str | None) -> bool:
-    """Whether a name or address means this machine to itself."""
-    if host == "localhost":
-        return True
-    try:
-        return ipaddress.ip_address(host or "").is_loopback
-    except ValueError:
-        return False  # another name, or none

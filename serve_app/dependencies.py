@@ -1,4 +1,4 @@
-"""What routes ask FastAPI for, and the type of bodies that are files."""
+"""What routes ask FastAPI for."""
 
 from __future__ import annotations
 
@@ -10,8 +10,6 @@ from starlette.requests import HTTPConnection
 from deployments.activations.accounts import Account
 from serve_app.backend import Backend
 from serve_app.guard import Sender
-
-BYTES = "application/octet-stream"
 
 
 # A coroutine, though it waits for nothing: FastAPI runs plain functions on a thread of their own.

@@ -1,4 +1,4 @@
-"""What every request passes on its way in: the keys, and who may do what."""
+"""What every request passes before its body is read: the allowed hosts and origins, and the API keys."""
 
 from __future__ import annotations
 
@@ -7,14 +7,18 @@ from typing import Annotated
 
 from fastapi import Depends
 from fastapi.security import HTTPBearer
+from starlette.datastructures import Headers
 from starlette.requests import HTTPConnection
 from starlette.types import ASGIApp, Receive, Scope, Send
 
+from deployments.options import Options
 from serve_app.errors import ApiError
+from serve_app.hosts import Hosts
 from serve_app.keys import Caller, Keys, Role
+from serve_app.middleware import path_of
 
-# Load balancers ask after health, and browsers open pages, without a key; the pages say the same on every server.
-OPEN = frozenset({"/health", "/docs", "/openapi.json"})
+HEALTH = "/health"  # load balancers ask for it by any name and without a key
+OPEN = frozenset({HEALTH, "/docs", "/openapi.json"})  # browsers open pages without a key; they hold nobody's data
 NNSIGHT = b"ndif-api-key"  # the header in which nnsight's clients send theirs
 # nnsight's clients fetch results without a key; the address holds a token that only the job's client was told.
 RESULT = re.compile(r"/response/[0-9a-f]{32}/result")
@@ -22,25 +26,28 @@ BEARER = HTTPBearer(auto_error=False, description="One of the operator's API key
 
 
 class Guard:
-    """Lets pass who has a key, and notes who they are. Plain ASGI, so that no body is read before."""
+    """Lets pass whom the server answers, and notes who they are. Plain ASGI, so that no body is read before."""
 
-    def __init__(self, app: ASGIApp, keys: Keys) -> None:
+    def __init__(self, app: ASGIApp, options: Options, keys: Keys) -> None:
         self._app = app
+        self._hosts = Hosts(options, bool(keys))
         self._keys = keys
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        """Answer 401 where there is no key, or one that is none."""
+        """Answer 403 where the host or the origin is not allowed, and 401 where there is no valid key."""
         if scope["type"] not in ("http", "websocket"):
             return await self._app(scope, receive, send)
+        error = None if path_of(scope) == HEALTH else self._hosts.refusal(Headers(scope=scope))
         caller = self._caller(scope)
         if caller is None:
-            if scope["type"] == "websocket":
-                return await send({"type": "websocket.close", "code": 1008})  # a policy violation
             message = "no valid API key: send one of this server's as `Authorization: Bearer <key>`"
-            error = ApiError(401, message, None, "invalid_api_key")
-            return await error.response(scope)(scope, receive, send)
-        scope.setdefault("state", {})["caller"] = caller
-        return await self._app(scope, receive, send)
+            error = error or ApiError(401, message, None, "invalid_api_key")
+        if error is None:
+            scope.setdefault("state", {})["caller"] = caller
+            return await self._app(scope, receive, send)
+        if scope["type"] == "websocket":
+            return await send({"type": "websocket.close", "code": 1008})  # a policy violation
+        return await error.response(scope)(scope, receive, send)
 
     def _caller(self, scope: Scope) -> Caller | None:
         if not self._keys:
@@ -50,7 +57,7 @@ class Guard:
         if not scheme:
             scheme, key = b"bearer", headers.get(NNSIGHT, b"")
         caller = self._keys.caller(key.strip()) if scheme.lower() == b"bearer" else None
-        path = scope["path"].removeprefix(scope.get("root_path", ""))
+        path = path_of(scope)
         if caller is None and (path in OPEN or RESULT.fullmatch(path)):
             return Caller(Role.USE)
         return caller

@@ -12,10 +12,10 @@ from ray.serve.handle import DeploymentHandle
 
 from deployments.activations.retention import Retention
 from deployments.activations.store import connect
+from deployments.exposure import check_http, check_ray
 from deployments.options import Options
 from serve_app.api import build_api
 from serve_app.backend import Backend
-from serve_app.code_jobs import check_who_may_ask
 from serve_app.keys import Keys
 
 
@@ -33,23 +33,24 @@ class Ingress:
             keys: Who may ask.
             models: The replicas of the model that the server starts with, if there is one; bound, so that they belong
                 to the application, and found like those of any other model.
+
+        Raises:
+            LoadError: Ray's ports are open to everybody.
+            ValueError: HTTP is.
         """
+        check_ray(options)
+        controller = _get_global_client()
+        assert controller is not None
+        check_http(options, bool(keys), controller.http_config.host)
         self._options = options
         self._keys = keys
         self._store = connect(options.activations_dir)
 
     async def __serve_build_asgi_app__(self) -> FastAPI:
-        """Serve calls this in the replica.
-
-        It fails where the activation store cannot use its directory, and where everybody could run code here.
-        """
-        if self._options.allow_client_code:
-            controller = _get_global_client()
-            assert controller is not None
-            check_who_may_ask(self._keys, controller.http_config.host)
+        """Serve calls this in the replica; it fails where the activation store cannot use its directory."""
         limits = Retention(*(getattr(self._options, field.name) for field in fields(Retention)))
         if not self._keys:  # nothing has an owner
             limits = replace(limits, max_owner_bytes=None, max_owner_sessions=None)
         await self._store.retain.remote(limits)
-        backend = Backend(self._options, serve.get_replica_context().app_name, self._store, not self._keys)
+        backend = Backend(self._options, serve.get_replica_context().app_name, self._store)
         return build_api(backend, self._options, self._keys)

@@ -1,4 +1,4 @@
-"""What every request passes on its way in: its id, and the limit on its body."""
+"""What every request passes on its way in: its id, and the limits on its body."""
 
 from __future__ import annotations
 
@@ -10,11 +10,39 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 from serve_app.errors import ApiError
 
 TENSORS = "/v1/tensors"  # whose bodies are files, with a limit of their own
+JOBS = "/request"  # nnsight's route, whose bodies are forms
+BYTES = "application/octet-stream"
 REQUEST_ID = re.compile(rb"[A-Za-z0-9._:/+=@-]{1,128}")
 
 
-class Gate:
-    """Plain ASGI, so that streams and disconnects pass through untouched."""
+def path_of(scope: Scope) -> str:
+    """A request's path below the application's prefix."""
+    path: str = scope["path"]
+    return path.removeprefix(scope.get("root_path", ""))
+
+
+class RequestIds:
+    """Notes each request's id. Plain ASGI, so that streams and disconnects pass through untouched."""
+
+    def __init__(self, app: ASGIApp) -> None:
+        self._app = app
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        """Answer 400 where the id that a request brings is none."""
+        if scope["type"] != "http":
+            return await self._app(scope, receive, send)
+        # Serve's proxy gives an id to each request that came without, and puts it on the answer and into its logs.
+        request_id = dict(scope["headers"]).get(b"x-request-id") or uuid.uuid4().hex.encode()
+        if not REQUEST_ID.fullmatch(request_id):
+            message = "X-Request-Id: 1 to 128 letters, digits and . _ : / + = @ -"
+            bad = ApiError(400, message, "X-Request-Id", "invalid_value")
+            return await bad.response(scope)(scope, receive, send)
+        scope.setdefault("state", {})["request_id"] = request_id.decode()
+        return await self._app(scope, receive, send)
+
+
+class BodyLimits:
+    """Passes on requests whose bodies have the right type and are within the limit. Plain ASGI, as above."""
 
     def __init__(self, app: ASGIApp, max_body_bytes: int, max_tensor_file_bytes: int) -> None:
         self._app = app
@@ -22,19 +50,20 @@ class Gate:
         self._max_tensor_file = max_tensor_file_bytes
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        """Note the request's id, and pass it on while its body is within the limit."""
+        """Answer 400 where the type is wrong, and 413 where the body is too large: before it is read, where it says."""
         if scope["type"] != "http":
             return await self._app(scope, receive, send)
         headers = dict(scope["headers"])
-        # Serve's proxy gives an id to each request that came without, and puts it on the answer and into its logs.
-        request_id = headers.get(b"x-request-id") or uuid.uuid4().hex.encode()
-        if not REQUEST_ID.fullmatch(request_id):
-            message = "X-Request-Id: 1 to 128 letters, digits and . _ : / + = @ -"
-            bad = ApiError(400, message, "X-Request-Id", "invalid_value")
-            return await bad.response(scope)(scope, receive, send)
-        scope.setdefault("state", {})["request_id"] = request_id.decode()
         declared = headers.get(b"content-length", b"0")
-        return await self._pass_on(scope, receive, send, int(declared) if declared.isdigit() else 0)
+        length = int(declared) if re.fullmatch(rb"[0-9]{1,18}", declared) else 0
+        if length or b"transfer-encoding" in headers:
+            given = headers.get(b"content-type", b"").partition(b";")[0].strip().lower().decode("latin-1")
+            expected = _content_type(scope)
+            if given != expected:  # other types a page of another origin may send without asking first
+                message = f"send the body as {expected}, not as {given[:100] or 'nothing'}"
+                error = ApiError(400, message, "Content-Type", "invalid_value")
+                return await error.response(scope)(scope, receive, send)
+        return await self._pass_on(scope, receive, send, length)
 
     async def _pass_on(self, scope: Scope, receive: Receive, send: Send, declared: int) -> None:
         most, error = self._limit(scope)
@@ -60,9 +89,13 @@ class Gate:
 
     def _limit(self, scope: Scope) -> tuple[int, ApiError]:
         """The most bytes of a request's body, and what is said of more."""
-        path = scope["path"].removeprefix(scope.get("root_path", ""))
-        if path == TENSORS and scope["method"] == "POST":
+        if path_of(scope) == TENSORS and scope["method"] == "POST":
             most, what, code = self._max_tensor_file, "a tensor file", "tensor_too_large"
         else:
             most, what, code = self._max_body, "the body", "body_too_large"
         return most, ApiError(413, f"{what} is larger than this server's limit of {most} bytes", None, code)
+
+
+def _content_type(scope: Scope) -> str:
+    """The type of a route's bodies."""
+    return {TENSORS: BYTES, JOBS: "multipart/form-data"}.get(path_of(scope), "application/json")

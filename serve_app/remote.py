@@ -12,7 +12,6 @@ import re
 import sys
 from functools import cache
 from typing import Annotated, Any
-from urllib.parse import urlsplit
 
 from fastapi import APIRouter, Depends, File, Form, UploadFile, WebSocket
 from fastapi.responses import Response
@@ -24,10 +23,11 @@ import serve_app.described as described
 from deployments.activations.accounts import Account
 from deployments.client_code.job import ModelKey, Update
 from deployments.errors import RequestError
-from serve_app.code_jobs import CodeJobs, is_loopback
-from serve_app.dependencies import BYTES, Actors, Who
+from serve_app.code_jobs import CodeJobs
+from serve_app.dependencies import Actors, Who
 from serve_app.described import errors
 from serve_app.errors import NNSIGHT, ApiError
+from serve_app.middleware import BYTES
 
 OFF = "clients' code is not run here: the operator allows it with allow_client_code=true"
 
@@ -43,28 +43,15 @@ class Envelope(BaseModel):
     env: dict[str, Any] = Field(default_factory=dict, max_length=16)
 
 
-async def _jobs(connection: HTTPConnection, backend: Actors) -> CodeJobs:
+async def _jobs(backend: Actors) -> CodeJobs:
     if backend.jobs is None:
         raise ApiError(403, OFF, None, "client_code_off")
-    if refused := _refused(connection, backend.jobs):
-        raise ApiError(403, refused, None, "origin_not_allowed")
     return backend.jobs
 
 
 async def _is_nnsight(connection: HTTPConnection) -> None:
     if NNSIGHT.decode() not in connection.headers:  # which no page of another origin may send unasked
         raise RequestError("nnsight's clients send their version", NNSIGHT.decode())
-
-
-def _refused(connection: HTTPConnection, jobs: CodeJobs) -> str | None:
-    """Why a page of another origin, or of a name that leads here, may not have code run; None for anybody else."""
-    host = connection.headers.get("host", "")
-    origin = connection.headers.get("origin")  # nnsight's socket says the server's own address
-    if origin is not None and urlsplit(origin).netloc != host:
-        return f"pages of {origin[:200]!r} may not run code here"
-    if jobs.local_only and not is_loopback(urlsplit(f"//{host}").hostname):
-        return f"without API keys, code is run for http://127.0.0.1 and http://localhost alone, not for {host[:200]!r}"
-    return None
 
 
 Jobs = Annotated[CodeJobs, Depends(_jobs)]
@@ -123,8 +110,6 @@ async def subscribe(socket: WebSocket, backend: Actors, who: Who) -> None:
     """Tell a listener its name, then all that becomes of its jobs; when it goes, they are stopped."""
     if backend.jobs is None:
         return await socket.close(1008, OFF)
-    if refused := _refused(socket, backend.jobs):
-        return await socket.close(1008, refused)
     jobs = backend.jobs
     listener = await jobs.listen(who.owner)
     tasks: list[asyncio.Task[None]] = []

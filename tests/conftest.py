@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import secrets
 import signal
 import socket
 import subprocess
@@ -23,6 +24,9 @@ import pytest
 ROOT = Path(__file__).parent.parent
 BIN = Path(sys.executable).parent
 GSM8K = os.environ.get("GSM8K_DIR")
+
+# Before Ray is imported, which reads it once. An earlier Ray on this machine may have left another token.
+os.environ |= {"RAY_AUTH_MODE": "token", "RAY_AUTH_TOKEN": secrets.token_hex(32)}
 
 
 def free_port() -> int:
@@ -81,14 +85,13 @@ def cluster() -> Iterator[Cluster]:
             **RAY_ENVIRONMENT,
             "PATH": f"{BIN}{os.pathsep}{os.environ['PATH']}",
             "RAY_ADDRESS": address,
-            "RAY_AUTH_MODE": "disabled",  # an earlier Ray on this machine may have left a token
             "RAY_USAGE_STATS_ENABLED": "0",
             "VITRINE_HOME": str(directory / "home"),
             "HF_HUB_OFFLINE": "1",
             "HF_MODULES_CACHE": str(directory / "modules"),
             "PYTHONPATH": str(ROOT),
         }
-        os.environ |= {name: env[name] for name in ("RAY_AUTH_MODE", "RAY_USAGE_STATS_ENABLED", "VITRINE_HOME")}
+        os.environ |= {name: env[name] for name in ("RAY_USAGE_STATS_ENABLED", "VITRINE_HOME")}
         command = ["ray", "start", "--head", "--num-cpus=2", f"--port={port}", "--node-ip-address=127.0.0.1"]
         command += [f"--dashboard-port={dashboard}", f"--temp-dir={directory / 'ray'}", "--block"]
         command += ["--dashboard-agent-listen-port=0"]  # 52365 else, and a second Ray on this machine takes no jobs

@@ -105,7 +105,7 @@ def test_the_demo_prints_what_came_of_it_and_how_to_load_it(tmp_path):
 
 def plain_environment(directory: Path) -> dict[str, str]:
     """This one without what the fixtures set, with a place of its own for what is kept."""
-    inherited = ("PYTHONPATH", "VIRTUAL_ENV", "RAY_ADDRESS", "RAY_AUTH_MODE")
+    inherited = ("PYTHONPATH", "VIRTUAL_ENV", "RAY_ADDRESS", "RAY_AUTH_MODE", "RAY_AUTH_TOKEN")
     env = {name: value for name, value in os.environ.items() if name not in inherited}
     return env | {"VITRINE_HOME": str(directory / "home")}
 

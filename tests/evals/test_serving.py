@@ -55,7 +55,6 @@ def place(directory: Path) -> Place:
     env = {name: value for name, value in os.environ.items() if name not in inherited}
     env |= {
         "RAY_ADDRESS": "local",
-        "RAY_AUTH_MODE": "disabled",
         "RAY_USAGE_STATS_ENABLED": "0",
         "VITRINE_HOME": str(directory / "home"),
         "HF_HUB_OFFLINE": "1",

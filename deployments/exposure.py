@@ -1,0 +1,75 @@
+"""Who can reach the server: it refuses to start where strangers could run code or read what is stored.
+
+Two doors lead to it. HTTP takes API keys. Ray's own ports, which each replica opens on all addresses and which unpickle
+what they are sent, take Ray's token.
+"""
+
+from __future__ import annotations
+
+import ipaddress
+
+from deployments.errors import LoadError
+from deployments.options import Options
+
+
+def check_ray(options: Options) -> None:
+    """Refuse to start on a Ray cluster whose ports take pickled calls from anybody.
+
+    Args:
+        options: The operator's.
+
+    Raises:
+        LoadError: Ray's token authentication is off in this process, and `insecure_ray` is not set.
+    """
+    # What the servers at Ray's ports go by; there is no public way to ask.
+    from ray._private.authentication.authentication_utils import is_token_auth_enabled
+
+    if options.insecure_ray or is_token_auth_enabled():
+        return
+    message = (
+        "Ray's token authentication is off, so everybody who reaches a port of this machine can run code on it. Make a "
+        "token with `ray get-auth-token --generate`, stop Ray and start it again with RAY_AUTH_MODE=token; or, where "
+        "the network keeps all others out, set insecure_ray=true"
+    )
+    raise LoadError(message, "insecure_ray", "insecure_ray", 500)
+
+
+def check_http(options: Options, has_keys: bool, host: str | None) -> None:
+    """Refuse to answer HTTP requests of everybody, unless the operator says so.
+
+    Args:
+        options: The operator's.
+        has_keys: Whether requests need an API key.
+        host: The address that Serve's proxies listen on; None for all of them.
+
+    Raises:
+        ValueError: Others could reach a server without keys, or pages of any origin could read its answers.
+    """
+    if has_keys:
+        return
+    if "*" in options.cors_origins:
+        raise ValueError(
+            "cors_origins=* without API keys lets every website that a user opens use this server: name the origins, "
+            "or set keys with api_keys_file"
+        )
+    if is_loopback(host):
+        return
+    where = f"HTTP listens on {host or 'all addresses'} without API keys"
+    keys = "set keys with api_keys_file or VITRINE_API_KEYS, or listen on 127.0.0.1 (`serve run` does)"
+    if code := [name for name in ("allow_client_code", "allow_remote_code") if getattr(options, name)]:
+        raise ValueError(f"{where}, and {code[0]} would let everybody run code on this machine: {keys}")
+    if not options.open:
+        raise ValueError(
+            f"{where}, so everybody on the network could use this server and read and delete what it stores: {keys}; "
+            "where that is meant, set open=true"
+        )
+
+
+def is_loopback(host: str | None) -> bool:
+    """Whether a name or address means this machine to itself."""
+    if host == "localhost":
+        return True
+    try:
+        return ipaddress.ip_address(host or "").is_loopback
+    except ValueError:
+        return False  # another name, or none
