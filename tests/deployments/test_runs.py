@@ -59,12 +59,12 @@ class SlowStore:
         self.append, self.write, self.abandon = Method(self._append), Method(self._write), Method(self._abandon)
         self.appended = 0
 
-    async def _append(self, session_id, run_id, part, batches, most):
+    async def _append(self, session_id, run_id, part, batches, most, fence):
         await self.leave.acquire()
         self.appended += 1
         await asyncio.wrap_future(self.writer.append(session_id, run_id, part, ray.get(batches)))
 
-    async def _write(self, run, batches, part):
+    async def _write(self, run, batches, part, fence):
         return await asyncio.wrap_future(self.writer.submit(run, ray.get(batches), part))
 
     def _abandon(self, session_id, run_id):
