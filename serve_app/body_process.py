@@ -51,6 +51,7 @@ def serve(asked: IO[bytes], answered: IO[bytes]) -> None:
 
 if __name__ == "__main__":
     os.nice(10)  # who waits for a short answer goes first
-    resource.setrlimit(resource.RLIMIT_AS, (int(sys.argv[1]), -1))
+    most, (_, hard) = int(sys.argv[1]), resource.getrlimit(resource.RLIMIT_AS)
+    resource.setrlimit(resource.RLIMIT_AS, (most if hard == resource.RLIM_INFINITY else min(most, hard), hard))
     without_ray("serve_app")
     serve(sys.stdin.buffer, sys.stdout.buffer)

@@ -20,7 +20,11 @@ from serve_app.ignored import Ignored
 from serve_app.wire import MOST_TOKENS, FreeValue, LongText, Name, TokenId, Wire, packed
 
 Stop = Annotated[str, Field(min_length=1, max_length=1024)]
-TokenIds = Annotated[list[TokenId], Field(min_length=1, max_length=MOST_TOKENS, fail_fast=True), AfterValidator(packed)]
+TokenIds = Annotated[
+    list[Annotated[int, Field(ge=-(2**31), lt=2**31)]],  # the replica says which of them its model has
+    Field(min_length=1, max_length=MOST_TOKENS, fail_fast=True),
+    AfterValidator(packed),
+]
 Penalty = Annotated[float, Field(ge=-2, le=2)]
 Bias = Annotated[float, Field(ge=-100, le=100)]
 BiasKey = Annotated[str, Field(max_length=10)]

@@ -10,6 +10,7 @@ import sqlite3
 from array import array
 from collections.abc import Iterator
 from contextlib import closing
+from types import SimpleNamespace
 from typing import Any
 
 import httpx
@@ -27,7 +28,7 @@ from serve_app.schemas import ChatRequest, CompletionRequest
 from serve_app.token_schemas import DetokenizeRequest
 from serve_app.wire_models import LoadRequest
 
-APP = build_api(None, Options(), Keys())
+APP = build_api(SimpleNamespace(data=None), Options(), Keys())  # type: ignore[arg-type]
 DESCRIPTION = APP.openapi()
 CHAT, COMPLETIONS, LOAD, DETOKENIZE = "/v1/chat/completions", "/v1/completions", "/models/load", "/detokenize"
 KINDS = {CHAT: ChatRequest, COMPLETIONS: CompletionRequest, LOAD: LoadRequest, DETOKENIZE: DetokenizeRequest}
@@ -143,6 +144,21 @@ def test_a_body_that_a_page_may_send_unasked_is_refused_by_its_type(own, kind):
     [answer] = post(COMPLETIONS, json.dumps(ASKED).encode(), kind=kind)
     assert answer.status_code == 400
     assert answer.json()["error"]["param"] == "Content-Type"
+
+
+JSON_ROUTES = [
+    path
+    for path, operations in DESCRIPTION["paths"].items()
+    for operation in operations.values()
+    if "application/json" in operation.get("requestBody", {}).get("content", {})
+]
+
+
+def test_every_json_body_is_read_in_the_same_way(own):
+    assert {CHAT, COMPLETIONS, LOAD, DETOKENIZE, "/tokenize", "/models/unload", "/v1/interventions"} <= {*JSON_ROUTES}
+    for path in JSON_ROUTES:
+        [answer] = post(path, b'{"a": 1, "a": 2}')
+        assert "duplicate key" in answer.json()["error"]["message"], path
 
 
 TWO = [b"[" + b"[]," * 500_000 + b"[]]", json.dumps(ASKED | {"user": "x" * 200_000}).encode()]
@@ -283,8 +299,12 @@ QUERIES = [
 
 
 @pytest.mark.parametrize(("route", "query", "param"), QUERIES)
-def test_a_query_of_too_much_is_refused_by_the_name_of_its_field(served, route, query, param):
-    answer = httpx.get(f"{served.base_url}/activations/{route}", params=query, timeout=60)
+def test_a_query_of_too_much_is_refused_by_the_name_of_its_field(route, query, param):
+    async def asked() -> httpx.Response:
+        async with httpx.AsyncClient(transport=httpx.ASGITransport(APP), base_url="http://127.0.0.1") as client:
+            return await client.get(f"/v1/activations/{route}", params=query)
+
+    answer = asyncio.run(asked())
     assert answer.status_code == 400, answer.text
     assert answer.json()["error"]["param"] == param
     assert len(answer.content) < 1024
