@@ -10,11 +10,12 @@ from fastapi.security import HTTPBearer
 from starlette.requests import HTTPConnection
 from starlette.types import ASGIApp, Receive, Scope, Send
 
+import serve_app.documentation as documentation
 from serve_app.errors import ApiError
 from serve_app.keys import Caller, Keys, Role
 
 # Load balancers ask after health, and browsers open pages, without a key; the pages say the same on every server.
-OPEN = frozenset({"/health", "/docs", "/openapi.json"})
+OPEN = frozenset({"/health", "/openapi.json"}) | documentation.PATHS
 NNSIGHT = b"ndif-api-key"  # the header in which nnsight's clients send theirs
 # nnsight's clients fetch results without a key; the address holds a token that only the job's client was told.
 RESULT = re.compile(r"/response/[0-9a-f]{32}/result")
