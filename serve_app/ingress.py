@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import fields
+from pathlib import Path
 from typing import Any
 
 from fastapi import FastAPI
@@ -10,6 +11,7 @@ from ray import serve
 from ray.serve.context import _get_global_client  # the one way to learn where the proxies listen
 from ray.serve.handle import DeploymentHandle
 
+from deployments.activations.permissions import make_private
 from deployments.activations.retention import Retention
 from deployments.activations.store import connect
 from deployments.options import Options
@@ -17,6 +19,8 @@ from serve_app.api import build_api
 from serve_app.backend import Backend
 from serve_app.code_jobs import check_who_may_ask
 from serve_app.keys import Keys
+
+RAY_TOKEN = Path.home() / ".ray" / "auth_token"  # Ray makes it, and lets everybody read it
 
 
 # Admission is the replicas' business: the limit only stands above it.
@@ -47,6 +51,7 @@ class Ingress:
             controller = _get_global_client()
             assert controller is not None
             check_who_may_ask(self._keys, controller.http_config.host)
+        make_private(RAY_TOKEN)
         limits = Retention(*(getattr(self._options, field.name) for field in fields(Retention)))
         await self._store.retain.remote(limits)
         backend = Backend(self._options, serve.get_replica_context().app_name, self._store, not self._keys)
