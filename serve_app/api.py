@@ -310,8 +310,8 @@ async def health(backend: Actors) -> Response:
 
 @server.get("/metrics", response_class=Response, responses=described.METRICS)
 async def metrics(backend: Actors) -> Response:
-    """What Ray exports of this project and of Serve, of all nodes, as Prometheus text."""
-    return PlainTextResponse(await backend.metrics())
+    """What Ray exports of this project and of Serve, of all nodes, as Prometheus text; at most a second old."""
+    return PlainTextResponse(await backend.metrics.text())
 
 
 def _checked(session_id: str, field: str) -> str:
