@@ -73,11 +73,10 @@ $(VENV)/bin/python:
 	$(PYTHON) -c 'import sys; sys.exit(0 if sys.version_info >= (3, 11) else "Python 3.11 or newer is needed: make PYTHON=python3.11 ...")'
 	$(PYTHON) -m venv $(VENV) || { rm -rf $(VENV); exit 1; }
 
-# A torch that is built for CUDA needs its libraries also where there is no GPU.
-$(VENV)/.ready: pyproject.toml locks/server.txt locks/cuda.txt | $(VENV)/bin/python
+# Torch is the build for CPUs where pip is configured to find one, else the index's, with CUDA's libraries on Linux.
+$(VENV)/.ready: pyproject.toml locks/server.txt locks/torch.txt locks/torch-cpu.txt | $(VENV)/bin/python
 	$(BIN)/python $(LOCKED) -r locks/server.txt
-	if $(BIN)/python -c 'import importlib.metadata, sys; sys.exit("nvidia" not in str(importlib.metadata.requires("torch")))'; \
-	then $(BIN)/python $(LOCKED) -r locks/cuda.txt; fi
+	$(BIN)/python $(LOCKED) -r locks/torch-cpu.txt || $(BIN)/python $(LOCKED) -r locks/torch.txt
 	$(BIN)/python $(PIP) --no-index --no-build-isolation -e .
 	touch $@
 

@@ -1,9 +1,10 @@
 """Write the lock files anew: `make lock`, after a dependency or its version in constraints.txt has changed.
 
-server.txt: what the server needs; dev.txt: what tests and tools need besides. Every file of a version is there by its
-hash, for Linux and macOS: `pip install --no-deps --require-hashes -r locks/server.txt`.
-cuda.txt: the libraries of the torch build that the package index has for Linux. pip has no way to leave out a line of
-a file where another build of torch is taken, hence a file of its own; constraints.txt names none of them.
+server.txt: what the server needs besides torch; dev.txt: what tests and tools need. Every file of a version is there by
+its hash, for Linux and macOS: `pip install --no-deps --require-hashes -r locks/server.txt -r locks/torch.txt`.
+torch.txt: the package index's torch and, for Linux, its CUDA libraries, which constraints.txt does not name.
+torch-cpu.txt: a build for CPUs alone, which needs none of them and is not on the index: written by hand. Between two
+builds of one version pip takes the one whose hash the index says, hence files of their own.
 clients.txt: tests/serve_clients/requirements.txt.
 """
 
@@ -20,8 +21,6 @@ from packaging.utils import canonicalize_name
 ROOT = Path(__file__).parent.parent
 HERE = ROOT / "locks"
 PYTHON = "3.11.5"  # and newer; the clients have dependencies without older ones
-# The hashes of torch's builds for CPUs, which are not on the index.
-CPU_BUILDS = {"torch==2.13.0": ["sha256:6746dbcbeb526eb61330b76b41ff1b4eb848951103a892eeb080dfa2b264667b"]}
 
 Pins = dict[str, str]  # by `name==version`, all lines of a requirement
 
@@ -35,11 +34,10 @@ def main() -> None:
     constrained = re.findall(r"^\w\S*(?===)", (ROOT / "constraints.txt").read_text(), re.MULTILINE)
     known = {canonicalize_name(name) for name in constrained}
     unknown = {pin for pin in both if pin.partition("==")[0] not in known}
-    cuda = {pin for pin in unknown if "'linux'" in both[pin]}  # the rest is for where Ray does not run
-    for pin, hashes in CPU_BUILDS.items():
-        server[pin] += "".join(f" \\\n    --hash={one}" for one in hashes)
-    write("server.txt", {pin: lines for pin, lines in server.items() if pin not in unknown})
-    write("cuda.txt", {pin: lines for pin, lines in server.items() if pin in cuda})
+    torch = {pin for pin in unknown if "'linux'" in both[pin]}  # the other unknown are for where Ray does not run
+    torch |= {pin for pin in server if pin.startswith("torch==")}
+    write("server.txt", {pin: lines for pin, lines in server.items() if pin not in unknown | torch})
+    write("torch.txt", {pin: lines for pin, lines in server.items() if pin in torch})
     write("dev.txt", {pin: lines for pin, lines in both.items() if pin not in server and pin not in unknown})
     write("clients.txt", compiled("tests/serve_clients/requirements.txt", "--no-deps", constrained=False))
 

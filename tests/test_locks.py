@@ -31,17 +31,19 @@ def pinned(path: Path) -> dict[str, str]:
 
 def test_the_locks_have_the_versions_of_the_constraints():
     constraints = pinned(ROOT / "constraints.txt")
-    server, dev, cuda = map(locked, ("server", "dev", "cuda"))
-    assert server | dev == constraints
+    server, dev, torch = map(locked, ("server", "dev", "torch"))
+    libraries = torch.keys() - {"torch"}
+    assert server | dev | {"torch": torch["torch"]} == constraints
     assert not server.keys() & dev.keys()
-    assert not cuda.keys() & constraints.keys()
+    assert not libraries & constraints.keys()
+    assert locked("torch-cpu") == {"torch": f"{constraints['torch']}+cpu"}
     assert locked("clients") == pinned(ROOT / "tests" / "serve_clients" / "requirements.txt")
 
 
 @pytest.mark.parametrize(
     ("locks", "wanted"),
     [
-        (["server"], PROJECT["project"]["dependencies"] + PROJECT["build-system"]["requires"]),
+        (["server", "torch"], PROJECT["project"]["dependencies"] + PROJECT["build-system"]["requires"]),
         (["server", "dev"], PROJECT["project"]["optional-dependencies"]["dev"]),
     ],
     ids=["server", "dev"],
