@@ -3,8 +3,10 @@
 PYTHON ?= python3
 VENV := .venv
 BIN := $(VENV)/bin
+PIP := -m pip --quiet --disable-pip-version-check install --no-deps
+LOCKED := $(PIP) --require-hashes
 
-.PHONY: help demo serve test test-actors test-server test-all lint format bench bench-engine bench-serving bench-memory bench-catalogue bench-reading bench-writing bench-evaluating clean
+.PHONY: help demo serve test test-actors test-server test-all lint format lock bench bench-engine bench-serving bench-memory bench-catalogue bench-reading bench-writing bench-evaluating clean
 
 help:  ## say what there is
 	@sed -n 's/^\([a-z-]*\):.*##  *\(.*\)/make \1\t\2/p' Makefile | expand -t 20
@@ -40,6 +42,10 @@ format: $(VENV)/.ready-dev  ## put the style right
 	$(BIN)/ruff check --fix .
 	$(BIN)/ruff format .
 
+lock: $(VENV)/bin/python  ## write the files in locks/ anew, after a dependency has changed
+	$(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt uv packaging
+	$(BIN)/python locks/lock.py
+
 bench: bench-engine bench-serving bench-memory bench-catalogue bench-reading bench-writing bench-evaluating  ## all benchmarks, one after another
 
 bench-engine: $(VENV)/.ready-dev  ## the engine beside transformers and nnsight
@@ -67,18 +73,21 @@ $(VENV)/bin/python:
 	$(PYTHON) -c 'import sys; sys.exit(0 if sys.version_info >= (3, 11) else "Python 3.11 or newer is needed: make PYTHON=python3.11 ...")'
 	$(PYTHON) -m venv $(VENV) || { rm -rf $(VENV); exit 1; }
 
-$(VENV)/.ready: pyproject.toml constraints.txt | $(VENV)/bin/python
-	$(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt -e .
+# Torch is the build for CPUs where pip is configured to find one, else the index's, with CUDA's libraries on Linux.
+$(VENV)/.ready: pyproject.toml locks/server.txt locks/torch.txt locks/torch-cpu.txt | $(VENV)/bin/python
+	$(BIN)/python $(LOCKED) -r locks/server.txt
+	$(BIN)/python $(LOCKED) -r locks/torch-cpu.txt || $(BIN)/python $(LOCKED) -r locks/torch.txt
+	$(BIN)/python $(PIP) --no-index --no-build-isolation -e .
 	touch $@
 
-$(VENV)/.ready-dev: $(VENV)/.ready
-	$(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt -e '.[dev]'
+$(VENV)/.ready-dev: $(VENV)/.ready locks/dev.txt
+	$(BIN)/python $(LOCKED) -r locks/dev.txt
 	touch $@
 
 # The clients that tests/serve_clients runs have pins of their own, hence an environment of their own.
-.venv-clients/.ready: tests/serve_clients/requirements.txt
+.venv-clients/.ready: locks/clients.txt
 	$(PYTHON) -m venv --clear .venv-clients
-	.venv-clients/bin/python -m pip install --quiet --disable-pip-version-check --no-deps --no-compile -r $<
+	.venv-clients/bin/python $(LOCKED) --no-compile -r $<
 	touch $@
 
 clean:  ## take away what was set up

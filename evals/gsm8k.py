@@ -8,6 +8,7 @@ The scoring rules can be imported from here.
 import sys
 from collections.abc import Sequence
 
+from deployments.activations.permissions import restrict
 from evals.options import parse_args
 from evals.scoring import flexible_match, is_correct, strict_match
 from evals.stages import run_stages
@@ -25,7 +26,9 @@ def main(argv: Sequence[str] | None = None) -> int:
         0; 1 if a sample, or activations of one, failed or are missing, after all that was answered is written; 2 if a
         stage could not do what it is to do; 130 if it was interrupted before there was anything to report.
     """
-    return run_stages(parse_args(argv))
+    config = parse_args(argv)
+    restrict(config.results_dir)
+    return run_stages(config)
 
 
 if __name__ == "__main__":

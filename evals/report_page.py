@@ -16,6 +16,7 @@ from typing import Any
 from jinja2 import Environment, PackageLoader, StrictUndefined
 from markupsafe import Markup
 
+from deployments.activations.permissions import restrict
 from evals import activation_stats
 from evals.charts import SHARES, Scale, around_zero, histogram, lines, stacked
 from evals.config import EvalError
@@ -147,6 +148,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser = argparse.ArgumentParser(prog="python -m evals.report_page", description="Write report.html anew.")
     parser.add_argument("directory", type=Path, help="the results directory")
     args = parser.parse_args(argv)
+    restrict(args.directory)
     try:
         finished(args.directory)
         activation_stats.write_stats(args.directory)

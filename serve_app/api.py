@@ -13,6 +13,7 @@ from fastapi.middleware.cors import CORSMiddleware
 from fastapi.responses import JSONResponse, PlainTextResponse, Response, StreamingResponse
 
 import serve_app.described as described
+import serve_app.documentation as documentation
 import serve_app.remote as remote
 from deployments import __version__
 from deployments.activations.accounts import Account
@@ -347,8 +348,8 @@ async def health(backend: Actors) -> Response:
 
 @server.get("/metrics", response_class=Response, responses=described.METRICS)
 async def metrics(backend: Actors) -> Response:
-    """What Ray exports of this project and of Serve, of all nodes, as Prometheus text."""
-    return PlainTextResponse(await backend.metrics())
+    """What Ray exports of this project and of Serve, of all nodes, as Prometheus text; at most a second old."""
+    return PlainTextResponse(await backend.metrics.text())
 
 
 def _checked(session_id: str, field: str) -> str:
@@ -447,6 +448,7 @@ def build_api(backend: Backend, options: Options, keys: Keys) -> FastAPI:
         version=__version__,
         description="Hugging Face language models behind the OpenAI API, with their internals open.",
         responses=errors(400, 413, 500),
+        docs_url=None,  # which would load scripts of another origin
         redoc_url=None,
     )
     api.state.backend = backend
@@ -467,6 +469,7 @@ def build_api(backend: Backend, options: Options, keys: Keys) -> FastAPI:
         )
     install(api)
     api.include_router(open_to_all)
+    api.include_router(documentation.router)
     api.include_router(remote.sockets)  # the guard looks at its key, too
     for router in (openai, tokens, explored, models, activations, tensors, profiles, remote.router, server):
         if keys:

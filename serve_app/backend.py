@@ -8,7 +8,6 @@ from collections.abc import AsyncGenerator, Sequence
 from dataclasses import replace
 from typing import Any, NamedTuple
 
-import httpx
 import ray
 
 from deployments.activations.accounts import Account
@@ -22,7 +21,7 @@ from deployments.options import Options
 from serve_app.asking import answered, stored
 from serve_app.code_jobs import CodeJobs
 from serve_app.errors import UNAVAILABLE, ApiError
-from serve_app.exposition import merge
+from serve_app.exposition import Exposition
 from serve_app.loading import Loader
 from serve_app.models import Models
 from serve_app.profiles import Profiles
@@ -51,6 +50,7 @@ class Backend:
         jobs: Clients' own code; None where the operator does not allow it.
         profiles: Profiles of capture and interventions.
         reads_unowned: Whether every key may read what has no owner.
+        metrics: Prometheus text of all nodes.
     """
 
     def __init__(self, options: Options, app: str, store: Any) -> None:
@@ -66,6 +66,7 @@ class Backend:
         self.jobs = CodeJobs(options, self.models, board()) if options.allow_client_code else None
         self.profiles = Profiles(store, options.max_owner_profiles)
         self.reads_unowned = options.unowned == "shared"
+        self.metrics = Exposition(_exporters)
         self._store = store
         self._max_tensor_bytes = options.max_tensor_store_bytes, options.max_owner_tensor_bytes
 
@@ -241,24 +242,14 @@ class Backend:
             await model.check(Job(uuid.uuid4().hex, account, capture=profile.capture, interventions=specs))
         return await self.profiles.put(account, profile)
 
-    async def metrics(self) -> str:
-        """Prometheus text of all nodes, reduced to this project's and Serve's own.
 
-        Raises:
-            ApiError: 503, where a node's exporter does not answer.
-        """
-        nodes = await asyncio.to_thread(ray.nodes)
-        exporters = [
-            f"http://{node['NodeManagerAddress']}:{node['MetricsExportPort']}/metrics"
-            for node in nodes
-            if node["Alive"] and node["MetricsExportPort"] > 0
-        ]
-        try:
-            async with httpx.AsyncClient(timeout=5, trust_env=False) as client:
-                answers = await asyncio.gather(*(client.get(exporter) for exporter in exporters))
-        except httpx.HTTPError as error:
-            raise ApiError(503, f"a node's metrics cannot be read: {error}", code="unavailable") from error
-        return merge(answer.text for answer in answers)
+async def _exporters() -> list[str]:
+    """The addresses of all nodes' exporters."""
+    return [
+        f"http://{node['NodeManagerAddress']}:{node['MetricsExportPort']}/metrics"
+        for node in await asyncio.to_thread(ray.nodes)
+        if node["Alive"] and node["MetricsExportPort"] > 0
+    ]
 
 
 def _no_session(session_id: str) -> ApiError:

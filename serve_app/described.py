@@ -7,8 +7,10 @@ from typing import Any
 
 from fastapi import FastAPI
 from pydantic import BaseModel
+from starlette.types import ASGIApp
 
 from serve_app.errors import HEADERS, ApiError
+from serve_app.middleware import NoSniff
 
 Responses = dict[int | str, dict[str, Any]]  # as FastAPI's routes take them
 
@@ -52,6 +54,10 @@ class ErrorBody(BaseModel):
 
 class Described(FastAPI):
     """FastAPI, less the 422 that it announces for every route: a bad request gets 400 here."""
+
+    def build_middleware_stack(self) -> ASGIApp:
+        """All that a request passes; what is put around it here, even answers to unforeseen errors pass."""
+        return NoSniff(super().build_middleware_stack())
 
     def openapi(self) -> dict[str, Any]:
         """The schema of all routes."""

@@ -11,6 +11,7 @@ from starlette.datastructures import Headers
 from starlette.requests import HTTPConnection
 from starlette.types import ASGIApp, Receive, Scope, Send
 
+import serve_app.documentation as documentation
 from deployments.options import Options
 from serve_app.errors import ApiError
 from serve_app.hosts import Hosts
@@ -18,7 +19,7 @@ from serve_app.keys import Caller, Keys, Role
 from serve_app.middleware import path_of
 
 HEALTH = "/health"  # load balancers ask for it by any name and without a key
-OPEN = frozenset({HEALTH, "/docs", "/openapi.json"})  # browsers open pages without a key; they hold nobody's data
+OPEN = frozenset({HEALTH, "/openapi.json"}) | documentation.PATHS  # for browsers; they hold nobody's data
 NNSIGHT = b"ndif-api-key"  # the header in which nnsight's clients send theirs
 # nnsight's clients fetch results without a key; the address holds a token that only the job's client was told.
 RESULT = re.compile(r"/response/[0-9a-f]{32}/result")

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import gc
 from dataclasses import fields, replace
+from pathlib import Path
 from typing import Any
 
 from fastapi import FastAPI
@@ -11,6 +12,7 @@ from ray import serve
 from ray.serve.context import _get_global_client  # the one way to learn where the proxies listen
 from ray.serve.handle import DeploymentHandle
 
+from deployments.activations.permissions import make_private
 from deployments.activations.retention import Retention
 from deployments.activations.store import connect
 from deployments.exposure import check_http, check_ray
@@ -18,6 +20,8 @@ from deployments.options import Options
 from serve_app.api import build_api
 from serve_app.backend import Backend
 from serve_app.keys import Keys
+
+RAY_TOKEN = Path.home() / ".ray" / "auth_token"  # Ray makes it, and lets everybody read it
 
 
 # Admission is the replicas' business: the limit only stands above it.
@@ -49,6 +53,7 @@ class Ingress:
 
     async def __serve_build_asgi_app__(self) -> FastAPI:
         """Serve calls this in the replica; it fails where the activation store cannot use its directory."""
+        make_private(RAY_TOKEN)
         limits = Retention(*(getattr(self._options, field.name) for field in fields(Retention)))
         if not self._keys:  # nothing has an owner
             limits = replace(limits, max_owner_bytes=None, max_owner_sessions=None)

@@ -1,4 +1,4 @@
-"""What every request passes on its way in: its id, and the limits on its body."""
+"""What every request passes on its way in: its id, and the limits on its body; and what every answer says."""
 
 from __future__ import annotations
 
@@ -9,6 +9,7 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from serve_app.errors import ApiError
 
+NO_SNIFF = (b"x-content-type-options", b"nosniff")
 TENSORS = "/v1/tensors"  # whose bodies are files, with a limit of their own
 JOBS = "/request"  # nnsight's route, whose bodies are forms
 BYTES = "application/octet-stream"
@@ -100,3 +101,20 @@ class BodyLimits:
 def _content_type(scope: Scope) -> str:
     """The type of a route's bodies."""
     return {TENSORS: BYTES, JOBS: "multipart/form-data"}.get(path_of(scope), "application/json")
+
+
+class NoSniff:
+    """Tells browsers, with every answer, to take its content type as it stands."""
+
+    def __init__(self, app: ASGIApp) -> None:
+        self._app = app
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        """Add the header to the start of each answer."""
+
+        async def send_with_header(message: Message) -> None:
+            if message["type"] == "http.response.start":
+                message = {**message, "headers": [*message["headers"], NO_SNIFF]}
+            await send(message)
+
+        await self._app(scope, receive, send_with_header)

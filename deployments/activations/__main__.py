@@ -30,11 +30,14 @@ class UserError(Exception):
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Run a command; 0 where it did what was asked, 1 where it could not, 2 where it was not understood."""
+    from deployments.activations.objects import beside
+    from deployments.activations.permissions import restrict
     from deployments.activations.pulling import PullError
 
     args = _parser().parse_args(argv)
     try:
         args.dir = _at(args.dir)
+        restrict(args.to.expanduser() if "to" in args else beside(args.dir))
         return int(args.run(args))
     except (UserError, PullError, ValueError, OSError) as error:
         print(f"{args.prog}: {error}", file=sys.stderr)

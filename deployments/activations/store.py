@@ -61,17 +61,17 @@ class ActivationStore(TakesRuns, ReadsRuns, KeepsFiles):
         from deployments.activations.catalogue import Catalogue
         from deployments.activations.objects import beside, place_of
         from deployments.activations.owners import Owners
+        from deployments.activations.permissions import restrict
         from deployments.activations.pins import Pins, saved_limits
         from deployments.activations.readings import Readings
         from deployments.activations.recovering import make_root, recover
         from deployments.activations.room import Room
 
-        if "://" in root:
-            resolved: AnyRoot = place_of(root)
-        else:
-            make_root(Path(root))
-            resolved = Path(root).resolve()
-        files = beside(resolved)
+        resolved: AnyRoot = place_of(root) if "://" in root else Path(root)
+        restrict(files := beside(resolved))
+        if isinstance(resolved, Path):
+            make_root(resolved)
+            resolved = files = resolved.resolve()
         files.mkdir(parents=True, exist_ok=True)
         recover(resolved)
         self._catalogue = Catalogue.rebuild(resolved)

@@ -111,12 +111,14 @@ class NodeWriter(TakesRuns):
             root: As the store's, which this node sees as well.
             store: The store's handle.
         """
-        from deployments.activations.objects import place_of
+        from deployments.activations.objects import beside, place_of
+        from deployments.activations.permissions import restrict
         from deployments.activations.writer import Writer
 
         self._store = store
         self._deletions = Counter[str]()  # by session, how many have begun
         at = place_of(root) if "://" in root else Path(root).resolve()
+        restrict(beside(at))
         self._begin_writer = functools.partial(Writer, at, _Told(store))
         self._writer = self._begin_writer()
 

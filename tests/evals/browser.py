@@ -23,7 +23,9 @@ def browser(profile: Path) -> Iterator["Page"]:
         pytest.skip(f"no {' or '.join(NAMES)} to open pages with")
     # Without a sandbox: containers often allow none, and the page is the project's own.
     command = [binary, "--headless", "--no-sandbox", "--disable-gpu", "--remote-debugging-port=0"]
-    command += [f"--user-data-dir={profile}", "about:blank"]
+    # Nothing of the browser's own asks the network.
+    command += ["--no-first-run", "--disable-background-networking", "--disable-component-update", "--disable-sync"]
+    command += ["--disable-quic", f"--user-data-dir={profile}", "about:blank"]
     process = subprocess.Popen(command, stderr=subprocess.PIPE, stdout=subprocess.DEVNULL, text=True)
     try:
         assert process.stderr

@@ -2,12 +2,21 @@
 
 from __future__ import annotations
 
+import asyncio
+import contextlib
+import itertools
 from collections import Counter
+from collections.abc import AsyncIterator, Iterable
+from contextlib import asynccontextmanager
+from typing import Any
 
 import httpx
+import pytest
 from prometheus_client.parser import text_string_to_metric_families
 
-from serve_app.exposition import merge
+from serve_app import exposition
+from serve_app.errors import ApiError
+from serve_app.exposition import Exposition, merge
 
 NODE = """# HELP ray_vitrine_running Requests that hold a slot.
 # TYPE ray_vitrine_running gauge
@@ -30,7 +39,8 @@ def samples(text):
 
 
 def test_the_metrics_of_all_nodes_stand_in_one_text_with_each_head_once():
-    merged = merge([NODE.format(worker="a", value=1.0), NODE.format(worker="b", value=2.0)])
+    merged = merge([NODE.format(worker=worker, value=value).encode() for worker, value in (("a", 1.0), ("b", 2.0))])
+    merged = merged.decode()
     assert samples(merged) == {
         ("ray_vitrine_running", "a"): 1.0,
         ("ray_vitrine_running", "b"): 2.0,
@@ -38,6 +48,113 @@ def test_the_metrics_of_all_nodes_stand_in_one_text_with_each_head_once():
         ("ray_vitrine_tokens_total", "b"): 7.0,
     }
     assert merged.count("# HELP ray_vitrine_running") == 1
+
+
+def test_a_node_of_another_version_says_no_head_twice():
+    other = NODE.replace("Requests that hold", "Requests with")
+    merged = merge([NODE.format(worker="a", value=1.0).encode(), other.format(worker="b", value=2.0).encode()]).decode()
+    assert merged.count("# HELP ray_vitrine_running") == merged.count("# TYPE ray_vitrine_running") == 1
+    assert samples(merged)["ray_vitrine_running", "b"] == 2.0
+
+
+class Exporter:
+    """A node's exporter that writes what it is told to, and counts who asks."""
+
+    def __init__(self, parts: Iterable[bytes] = (NODE.format(worker="a", value=1.0).encode(),), hangs: bool = False):
+        self.parts = parts
+        self.hangs = hangs
+        self.asked = 0
+        self._answers = list[Any]()
+
+    @asynccontextmanager
+    async def up(self) -> AsyncIterator[Exposition]:
+        """What reads it."""
+        server = await asyncio.start_server(self._answer, "127.0.0.1", 0)
+        host, port = server.sockets[0].getsockname()
+
+        async def exporters() -> list[str]:
+            return [f"http://{host}:{port}/metrics"]
+
+        try:
+            yield Exposition(exporters)
+        finally:
+            server.close()
+            await asyncio.gather(*self._answers)
+
+    async def _answer(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        self._answers.append(asyncio.current_task())
+        self.asked += 1
+        await reader.readuntil(b"\r\n\r\n")
+        writer.write(b"HTTP/1.1 200 OK\r\n\r\n")
+        with contextlib.suppress(ConnectionError):  # who asked has enough
+            for part in self.parts:
+                writer.write(part)
+                await writer.drain()
+            if self.hangs:
+                await reader.read()
+            writer.close()
+            await writer.wait_closed()
+
+
+def test_many_who_ask_at_once_and_soon_after_cause_one_read():
+    exporter = Exporter()
+
+    async def asked() -> list[bytes]:
+        async with exporter.up() as metrics:
+            return [*await asyncio.gather(*(metrics.text() for _ in range(50))), await metrics.text()]
+
+    texts = asyncio.run(asked())
+    assert exporter.asked == 1
+    assert len(set(texts)) == 1
+    assert samples(texts[0].decode())["ray_vitrine_running", "a"] == 1.0
+
+
+def test_one_who_goes_takes_nothing_from_the_others():
+    exporter = Exporter()
+
+    async def asked() -> bytes:
+        async with exporter.up() as metrics:
+            first, second = (asyncio.create_task(metrics.text()) for _ in range(2))
+            await asyncio.sleep(0)
+            first.cancel()
+            return await second
+
+    assert b"ray_vitrine_running" in asyncio.run(asked())
+    assert exporter.asked == 1
+
+
+def test_old_numbers_are_read_again(monkeypatch):
+    monkeypatch.setattr(exposition, "FRESH_S", 0.0)
+    exporter = Exporter()
+
+    async def asked() -> None:
+        async with exporter.up() as metrics:
+            await metrics.text()
+            await metrics.text()
+
+    asyncio.run(asked())
+    assert exporter.asked == 2
+
+
+@pytest.mark.parametrize(
+    ("exporter", "why"),
+    [
+        (Exporter((), hangs=True), "cannot be read: TimeoutError"),
+        (Exporter(itertools.repeat(b"#" * 1024)), "are more than"),
+    ],
+    ids=["hangs", "never ends"],
+)
+def test_an_exporter_that_hangs_or_never_ends_is_given_up(exporter, why, monkeypatch):
+    monkeypatch.setattr(exposition, "READ_S", 0.5 if "Timeout" in why else 60)
+    monkeypatch.setattr(exposition, "MOST_BYTES", 1 << 20)
+
+    async def asked() -> None:
+        async with exporter.up() as metrics:
+            await metrics.text()
+
+    with pytest.raises(ApiError, match=why) as raised:
+        asyncio.run(asked())
+    assert raised.value.status == 503
 
 
 def test_the_engines_statistics_are_exported_by_name(served, eventually):

@@ -1,0 +1,99 @@
+"""What is written is for its user alone, unless the operator's directory lets others in."""
+
+from __future__ import annotations
+
+import os
+import stat
+import subprocess
+import sys
+from pathlib import Path
+
+import httpx
+import pytest
+import torch
+from safetensors.torch import save
+
+from deployments.activations.permissions import make_private
+
+TENSORS = save({"formal": torch.ones(4)})
+OTHERS = stat.S_IRWXG | stat.S_IRWXO
+PROFILE = {"name": "quiet", "model": "vitrine-demo", "capture": {"points": ["norm.output"]}}
+
+
+def modes(top: Path) -> dict[str, int]:
+    """By path below a directory, the permissions of what is there."""
+    return {str(path.relative_to(top)): stat.S_IMODE(path.lstat().st_mode) for path in top.rglob("*")}
+
+
+def fill(root: str) -> None:
+    """Have a server write all that clients can make it write."""
+    chat = {"model": "vitrine-demo", "prompt": "Tom has", "max_tokens": 2, "store_activations": True}
+    asked = [
+        httpx.post(f"{root}/v1/completions", json=chat | {"session_id": "seen"}, timeout=60),
+        httpx.post(f"{root}/v1/tensors", content=TENSORS, headers={"Content-Type": "application/octet-stream"}),
+        httpx.post(f"{root}/v1/interventions", json=PROFILE, timeout=60),
+        httpx.put(f"{root}/v1/activations/session/seen/pin", timeout=60),
+    ]
+    assert [answer.status_code for answer in asked] == [200] * 4, [answer.text for answer in asked]
+
+
+@pytest.fixture(autouse=True)
+def usual_umask():
+    before = os.umask(0o022)
+    yield
+    os.umask(before)
+
+
+def test_nobody_else_reads_what_a_server_an_evaluation_and_the_commands_wrote(beside, served, tmp_path):
+    home = tmp_path / "home"
+    activations = home / "activations"
+
+    def run(*command: str | Path) -> None:
+        subprocess.run([sys.executable, "-m", *command], env=served.cluster.env, check=True, capture_output=True)
+
+    with beside("private", f"activations_dir={activations}", "threads=1") as root:
+        fill(root)
+        evaluation = ["--base-url", f"{root}/v1", "--samples=2", "--mode=no-tools", "--max-tokens=8"]
+        run("evals.gsm8k", *evaluation, "--collect-activations", "--results-dir", home / "results" / "one")
+        run("deployments.activations", "pull", root, "seen", "--dir", home / "pulled")
+    for form in ("safetensors", "hf"):
+        run("deployments.activations", "export", home / form, "--format", form, "--dir", activations)
+    written = modes(tmp_path)
+    assert len(written) > 30
+    assert {path: oct(mode) for path, mode in written.items() if mode & OTHERS} == {}
+
+
+def test_a_directory_that_is_open_to_a_group_holds_what_the_group_reads(beside, tmp_path):
+    activations = tmp_path / "activations"
+    activations.mkdir()
+    activations.chmod(0o2750)
+    with beside("grouped", f"activations_dir={activations}", "threads=1") as root:
+        fill(root)
+        written = modes(activations)
+    for path, mode in written.items():
+        assert mode & OTHERS == (0o050 if (activations / path).is_dir() else 0o040), path
+    assert any(path.endswith(".arrow") for path in written)
+    assert any(path.endswith(".sqlite3") for path in written)
+
+
+def test_rays_token_is_taken_from_everybody_else(tmp_path):
+    token = tmp_path / "auth_token"
+    make_private(token)  # Ray need not have made one
+    token.write_text("secret")
+    make_private(token)
+    assert stat.S_IMODE(token.stat().st_mode) == 0o600
+
+
+def test_a_token_elsewhere_or_of_another_user_stays_as_it_is(tmp_path):
+    elsewhere, link, others = (tmp_path / name for name in ("elsewhere", "link", "others"))
+    elsewhere.write_text("mounted")
+    link.symlink_to(elsewhere)
+    make_private(link)
+    assert stat.S_IMODE(elsewhere.stat().st_mode) == 0o644
+    others.write_text("another's")
+    try:
+        os.chown(others, os.geteuid() + 1, -1)
+    except PermissionError:
+        pytest.skip("only root can make another user's file")
+    make_private(others)
+    assert stat.S_IMODE(others.stat().st_mode) == 0o644
