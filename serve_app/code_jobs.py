@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 import asyncio
-import ipaddress
 from collections.abc import Awaitable
 from typing import Any
 
 from deployments.client_code.job import CodeJob, ModelKey, Update
+from deployments.exposure import is_loopback
 from deployments.options import Options
 from serve_app.asking import answered
 from serve_app.errors import ApiError, render
@@ -135,13 +135,3 @@ def check_who_may_ask(keys: Keys, host: str | None) -> None:
         f"allow_client_code lets clients run code as this server's user, and it listens on {host or 'all addresses'} "
         "without API keys: give it some (api_keys_file), or have it listen on 127.0.0.1"
     )
-
-
-def is_loopback(host: str | None) -> bool:
-    """Whether a name or address means this machine to itself."""
-    if host == "localhost":
-        return True
-    try:
-        return ipaddress.ip_address(host or "").is_loopback
-    except ValueError:
-        return False  # another name, or none

@@ -23,12 +23,15 @@ from starlette.websockets import WebSocketDisconnect
 import serve_app.described as described
 from deployments.client_code.job import ModelKey, Update
 from deployments.errors import RequestError
-from serve_app.code_jobs import CodeJobs, is_loopback
+from deployments.exposure import is_loopback
+from serve_app.code_jobs import CodeJobs
 from serve_app.dependencies import BYTES, Actors
 from serve_app.described import errors
 from serve_app.errors import NNSIGHT, ApiError
+from serve_app.guard import Sender
 
 OFF = "clients' code is not run here: the operator allows it with allow_client_code=true"
+NOT_CODE = "this key may not run code of its own: that needs a key with the role code or admin"
 
 
 class Envelope(BaseModel):
@@ -55,6 +58,11 @@ async def _is_nnsight(connection: HTTPConnection) -> None:
         raise RequestError("nnsight's clients send their version", NNSIGHT.decode())
 
 
+async def _runs_code(sender: Sender) -> None:
+    if not sender.may_run_code:
+        raise ApiError(403, NOT_CODE, None, "insufficient_permissions")
+
+
 def _refused(connection: HTTPConnection, jobs: CodeJobs) -> str | None:
     """Why a page of another origin, or of a name that leads here, may not have code run; None for anybody else."""
     host = connection.headers.get("host", "")
@@ -67,11 +75,12 @@ def _refused(connection: HTTPConnection, jobs: CodeJobs) -> str | None:
 
 
 Jobs = Annotated[CodeJobs, Depends(_jobs)]
+CodeOnly = Depends(_runs_code)
 router = APIRouter(tags=["nnsight"], responses=errors(403, 503))
 sockets = APIRouter()
 
 
-@router.post("/request", dependencies=[Depends(_is_nnsight)], responses=described.JOB | errors(404, 429))
+@router.post("/request", dependencies=[CodeOnly, Depends(_is_nnsight)], responses=described.JOB | errors(404, 429))
 async def request(
     data: Annotated[str, Form(max_length=1 << 16)], blob: Annotated[UploadFile, File()], jobs: Jobs
 ) -> dict[str, Any]:
@@ -86,7 +95,7 @@ async def request(
     return sent.told
 
 
-@router.get("/response/{job_id}", responses=described.JOB | errors(410))
+@router.get("/response/{job_id}", dependencies=[CodeOnly], responses=described.JOB | errors(410))
 async def response(job_id: str, connection: HTTPConnection, jobs: Jobs) -> dict[str, Any]:
     """What became of a job last; where it is done, `data` is the address of its result."""
     return await jobs.told(job_id, _address(connection))
@@ -124,6 +133,8 @@ async def subscribe(socket: WebSocket, backend: Actors) -> None:
         return await socket.close(1008, OFF)
     if refused := _refused(socket, backend.jobs):
         return await socket.close(1008, refused)
+    if not socket.state.caller.may_run_code:
+        return await socket.close(1008, NOT_CODE)
     jobs = backend.jobs
     listener = await jobs.listen()
     tasks: list[asyncio.Task[None]] = []

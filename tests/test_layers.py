@@ -39,6 +39,7 @@ STAIRS = [
     "deployments.engine",
     "deployments.activations",
     "deployments.demo_model",
+    "deployments.exposure",
     "deployments.options",
     "deployments.errors",
 ]
