@@ -26,7 +26,7 @@ MNT_DETACH = 2
 AT_FDCWD, AT_RECURSIVE = -100, 0x8000
 READ_ONLY, NO_SETUID = 1, 2  # of mounts, as mount_setattr has them
 TMP_BYTES = 64 << 20
-TMP = "/tmp"  # noqa: S108 - a file system of the job's own
+TMP = "/tmp"
 
 
 def enter(own_user: bool, own_pids: bool, paths: Iterable[str]) -> None:
