@@ -20,7 +20,6 @@ from deployments.client_code.board import Board
 from deployments.client_code.execution import JobModel
 from deployments.client_code.job import CodeJob, Limits, ModelKey
 from deployments.client_code.runner import CodeRunner
-from deployments.client_code.sandbox import Sandbox
 from deployments.demo_model import WEIGHTS
 from deployments.engine.model import load
 from deployments.errors import RequestError
@@ -77,9 +76,9 @@ def board():
     return Near()
 
 
-@pytest.fixture(scope="module", params=["all", "none"])
-def sandbox(request):
-    return processes.sandbox(gpu=False) if request.param == "all" else Sandbox()
+@pytest.fixture(scope="module")
+def sandbox():
+    return processes.sandbox(gpu=False)
 
 
 @pytest.fixture
