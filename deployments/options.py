@@ -124,8 +124,10 @@ class Options(BaseModel):
             loaded as `some/model`, before the hub is asked. By default only the hub is.
         allow_remote_code: Whether a model may be loaded with `trust_remote_code` while the server runs.
         load_timeout_s: Seconds after which a model that still loads is given up.
-        allow_client_code: Whether clients may run nnsight code of their own over the served weights: it runs as the
-            server's user. Refused without API keys, unless only this machine can reach the server.
+        allow_client_code: Whether clients may run nnsight code of their own over the served weights; with API keys,
+            those of the roles code and admin. Refused without API keys, unless only this machine can reach the server.
+        client_code_sandbox: What holds that code: `auto` is all that the system has, and refused where it cannot
+            isolate code and other machines reach the server; `none` runs it as the server's user.
         client_code_timeout_s: Seconds after which a client's job is stopped.
         client_code_memory_bytes: Host memory of a client's job beyond the weights, which it shares.
         client_code_result_bytes: The most that a client's job gives back.
@@ -185,6 +187,7 @@ class Options(BaseModel):
     allow_remote_code: bool = False
     load_timeout_s: float = Field(default=600, gt=0)
     allow_client_code: bool = False
+    client_code_sandbox: Literal["auto", "none"] = "auto"
     client_code_timeout_s: float = Field(default=300, gt=0)
     client_code_memory_bytes: int = Field(default=4 << 30, ge=1)
     client_code_result_bytes: int = Field(default=256 << 20, ge=1)

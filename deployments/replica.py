@@ -14,6 +14,7 @@ from dataclasses import asdict, replace
 from typing import TYPE_CHECKING, Any
 
 from ray import serve
+from ray.serve.context import _get_global_client  # the one way to learn where the proxies listen
 
 from deployments.activations.store import connect
 from deployments.activations.taking import connect_writer
@@ -232,7 +233,9 @@ class ModelReplica:
     def _runner(self) -> CodeRunner:
         from deployments.client_code.runner import runner
 
-        return runner(self._options, self._model)
+        serve_client = _get_global_client()
+        assert serve_client is not None
+        return runner(self._options, self._model, serve_client.http_config.host)
 
     # ---- the engine's side
 

@@ -27,11 +27,13 @@ from serve_app.code_jobs import CodeJobs
 from serve_app.dependencies import Actors, Who
 from serve_app.described import errors
 from serve_app.errors import NNSIGHT, ApiError
+from serve_app.guard import Sender
 from serve_app.middleware import BYTES
 from serve_app.parsing import parsed
 from serve_app.wire import Name, Wire, free
 
 OFF = "clients' code is not run here: the operator allows it with allow_client_code=true"
+NOT_CODE = "this key may not run code of its own: that needs a key with the role code or admin"
 
 
 class Envelope(Wire):
@@ -56,13 +58,19 @@ async def _is_nnsight(connection: HTTPConnection) -> None:
         raise RequestError("nnsight's clients send their version", NNSIGHT.decode())
 
 
+async def _runs_code(sender: Sender) -> None:
+    if not sender.may_run_code:
+        raise ApiError(403, NOT_CODE, None, "insufficient_permissions")
+
+
 JobId = Annotated[str, Path(max_length=64)]
 Jobs = Annotated[CodeJobs, Depends(_jobs)]
+CodeOnly = Depends(_runs_code)
 router = APIRouter(tags=["nnsight"], responses=errors(403, 503))
 sockets = APIRouter()
 
 
-@router.post("/request", dependencies=[Depends(_is_nnsight)], responses=described.JOB | errors(404, 429))
+@router.post("/request", dependencies=[CodeOnly, Depends(_is_nnsight)], responses=described.JOB | errors(404, 429))
 async def request(
     data: Annotated[str, Form(max_length=1 << 16)], blob: Annotated[UploadFile, File()], jobs: Jobs, who: Who
 ) -> dict[str, Any]:
@@ -76,7 +84,7 @@ async def request(
     return sent.told
 
 
-@router.get("/response/{job_id}", responses=described.JOB | errors(410))
+@router.get("/response/{job_id}", dependencies=[CodeOnly], responses=described.JOB | errors(410))
 async def response(job_id: JobId, connection: HTTPConnection, jobs: Jobs, who: Who) -> dict[str, Any]:
     """What became of a job last; where it is done, `data` is the address of its result."""
     return await jobs.told(who, job_id, _address(connection))
@@ -112,6 +120,8 @@ async def subscribe(socket: WebSocket, backend: Actors, who: Who) -> None:
     """Tell a listener its name, then all that becomes of its jobs; when it goes, they are stopped."""
     if backend.jobs is None:
         return await socket.close(1008, OFF)
+    if not socket.state.caller.may_run_code:
+        return await socket.close(1008, NOT_CODE)
     jobs = backend.jobs
     listener = await jobs.listen(who.owner)
     tasks: list[asyncio.Task[None]] = []

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import ctypes
 import io
 import json
 import os
@@ -27,10 +26,12 @@ from nnsight.tracing.tracer import dec, inc
 from nnsight.tracing.util import clean_traceback, filter_traceback
 
 from deployments.client_code.job import Limits
+from deployments.client_code.kernel import PR_SET_PDEATHSIG, call
+from deployments.client_code.namespaces import TMP_BYTES
+from deployments.client_code.sandbox import Sandbox
 from deployments.client_code.wire import Kind, receive, send
 from deployments.engine.shared_weights import SharedWeights
 
-PR_SET_PDEATHSIG = 1  # of Linux
 NICE = 10  # the replica's own threads come first
 FIRST_KILLED = "1000"  # by the kernel, where the machine's memory ends
 LINE_BYTES = 100  # that a printed line counts for beside its text: each is a message
@@ -38,6 +39,8 @@ SOON_S = 0.05
 MOST_TOLD = 1 << 16  # characters of a failure
 LONGEST_LINE = 1 << 14  # characters that wait for a line's end
 LEVEL = 3  # of zstd: a result is compressed once and sent once
+MOST_FILES = 1024
+MOST_THREADS = 1024
 
 
 @dataclass(frozen=True)
@@ -47,10 +50,12 @@ class JobModel:
     Attributes:
         weights: The model.
         tokenizer: Its tokenizer.
+        sandbox: What holds a job's process.
     """
 
     weights: SharedWeights
     tokenizer: Any
+    sandbox: Sandbox
 
 
 def run(replica: socket.socket, model: JobModel, weights_fd: int) -> NoReturn:
@@ -64,16 +69,19 @@ def run(replica: socket.socket, model: JobModel, weights_fd: int) -> NoReturn:
     to = _Replica(replica)
     try:
         _leave_the_host(replica.fileno(), weights_fd)
+        storage = model.weights.mapped(weights_fd)
+        os.close(weights_fd)
+        model.sandbox.enter()  # CUDA's threads, which come with the module, would stay outside
         _, body = receive(replica)
         _, block = receive(replica)
         asked = json.loads(body)
         limits = Limits(**asked["limits"])
-        module = model.weights.module(weights_fd)
-        os.close(weights_fd)
+        module = model.weights.module(storage)
         wrapped = TransformersModel(module, tokenizer=model.tokenizer, task="text-generation")
         log = _Log(to, limits.log_bytes)
         sys.stdout = sys.stderr = log
-        _limit(limits)
+        _limit(limits, model.sandbox)
+        model.sandbox.seal()
         _end_in_time(limits, to)
         outcome = _outcome(wrapped, asked, block, limits, to)
         signal.setitimer(signal.ITIMER_REAL, 0)
@@ -180,8 +188,11 @@ def _cut(text: str) -> bytes:
 
 def _leave_the_host(*keep: int) -> None:
     """Become a group of its own that ends with the host, with no file but those to keep."""
-    ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
+    call("prctl", PR_SET_PDEATHSIG, signal.SIGKILL)
     os.setsid()
+    os.nice(NICE)
+    with open("/proc/self/oom_score_adj", "w") as file:
+        file.write(FIRST_KILLED)
     signal.signal(signal.SIGCHLD, signal.SIG_DFL)
     null = os.open(os.devnull, os.O_RDWR)
     for fd in range(3):
@@ -194,18 +205,20 @@ def _leave_the_host(*keep: int) -> None:
                 continue
 
 
-def _limit(limits: Limits) -> None:
+def _limit(limits: Limits, sandbox: Sandbox) -> None:
     """Keep to the limits from here on, with random numbers of its own: the host's are the same for all."""
     torch.seed()
     np.random.seed()
     random.seed()
     torch.set_num_threads(limits.threads)
-    os.nice(NICE)
-    with open("/proc/self/oom_score_adj", "w") as file:
-        file.write(FIRST_KILLED)
     most = _private_bytes() + limits.memory_bytes
     resource.setrlimit(resource.RLIMIT_DATA, (most, most))
     resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
+    if sandbox.on:
+        resource.setrlimit(resource.RLIMIT_NOFILE, (MOST_FILES, MOST_FILES))
+        resource.setrlimit(resource.RLIMIT_FSIZE, (TMP_BYTES, TMP_BYTES))
+    if sandbox.other_user:  # the server's own threads count for its user
+        resource.setrlimit(resource.RLIMIT_NPROC, (MOST_THREADS, MOST_THREADS))
 
 
 def _end_in_time(limits: Limits, to: _Replica) -> None:

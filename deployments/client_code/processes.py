@@ -17,6 +17,7 @@ from dataclasses import asdict
 from deployments.client_code.execution import JobModel
 from deployments.client_code.host import PID
 from deployments.client_code.job import CodeJob, Limits
+from deployments.client_code.sandbox import Sandbox
 from deployments.client_code.wire import Kind, receive, send
 
 logger = logging.getLogger("ray.serve")
@@ -26,6 +27,27 @@ FORK_S = 10.0  # within which it forks
 # Of the environment: the server's keys and addresses are no business of a client's code.
 KEPT = ["PATH", "HOME", "LANG", "LC_ALL", "TMPDIR", "CUDA_VISIBLE_DEVICES", "LD_LIBRARY_PATH"]
 KEPT += ["HF_HOME", "HF_MODULES_CACHE", "HF_HUB_OFFLINE"]
+
+
+def sandbox(gpu: bool) -> Sandbox:
+    """The best that this system has; a process of its own tries it out.
+
+    Args:
+        gpu: Whether the weights are on a GPU.
+
+    Raises:
+        RuntimeError: It cannot be told, or none works.
+    """
+    command = [sys.executable, "-m", "deployments.client_code.sandbox", "gpu" if gpu else "cpu"]
+    done = subprocess.run(command, env=_environment(), stdin=subprocess.DEVNULL, capture_output=True, timeout=WARM_S)
+    if done.returncode:
+        raise RuntimeError(f"no sandbox works for clients' code: {done.stderr.decode(errors='replace')[-1000:]}")
+    return Sandbox(**json.loads(done.stdout))
+
+
+def _environment() -> dict[str, str]:
+    kept = {name: os.environ[name] for name in KEPT if name in os.environ}
+    return kept | {"PYTHONPATH": os.pathsep.join(filter(None, sys.path)), "TOKENIZERS_PARALLELISM": "false"}
 
 
 class JobProcesses:
@@ -131,12 +153,10 @@ class _Host:
         self._control, theirs = socket.socketpair()
         self._control.settimeout(WARM_S)
         weights = model.weights.fd
-        kept = {name: os.environ[name] for name in KEPT if name in os.environ}
-        kept |= {"PYTHONPATH": os.pathsep.join(filter(None, sys.path)), "TOKENIZERS_PARALLELISM": "false"}
         command = [sys.executable, "-m", "deployments.client_code.host", str(theirs.fileno()), str(weights)]
         with theirs:
             self._process = subprocess.Popen(
-                command, env=kept, pass_fds=(theirs.fileno(), weights), stdin=subprocess.DEVNULL
+                command, env=_environment(), pass_fds=(theirs.fileno(), weights), stdin=subprocess.DEVNULL
             )
         try:
             send(self._control, Kind.JOB, pickle.dumps(model))

@@ -16,10 +16,12 @@ from ray.exceptions import RayError
 from deployments.client_code.board import connect
 from deployments.client_code.execution import JobModel
 from deployments.client_code.job import CodeJob, Limits, Update
-from deployments.client_code.processes import JobProcess, JobProcesses
+from deployments.client_code.processes import JobProcess, JobProcesses, sandbox
+from deployments.client_code.sandbox import Sandbox
 from deployments.client_code.wire import HEAD, Kind
 from deployments.engine.model import Model
-from deployments.errors import RequestError
+from deployments.errors import LoadError, RequestError
+from deployments.exposure import is_loopback
 from deployments.options import Options
 
 logger = logging.getLogger("ray.serve")
@@ -37,14 +39,19 @@ ENDED = (
 )
 
 
-def runner(options: Options, model: Model) -> CodeRunner:
+def runner(options: Options, model: Model, host: str | None) -> CodeRunner:
     """What runs clients' jobs over a model.
 
     Args:
         options: The operator's.
         model: Loaded to be shared.
+        host: The address that Serve's proxies listen on; None for all of them.
+
+    Raises:
+        LoadError: Other machines reach the server, and this one cannot isolate jobs.
     """
     assert model.shared is not None
+    job_model = JobModel(model.shared, model.tokenizer, _sandbox(options, model.shared.on_gpu, host))
     limits = Limits(
         seconds=options.client_code_timeout_s,
         memory_bytes=options.client_code_memory_bytes,
@@ -52,7 +59,28 @@ def runner(options: Options, model: Model) -> CodeRunner:
         log_bytes=LOG_BYTES,
         threads=options.client_code_threads or max(1, torch.get_num_threads() // 2),
     )
-    return CodeRunner(options, JobModel(model.shared, model.tokenizer), connect(), limits)
+    return CodeRunner(options, job_model, connect(), limits)
+
+
+def _sandbox(options: Options, gpu: bool, host: str | None) -> Sandbox:
+    if options.client_code_sandbox == "none":
+        logger.warning("clients' code runs without a sandbox, as this server's user (client_code_sandbox=none)")
+        return Sandbox()
+    try:
+        found = sandbox(gpu)
+    except RuntimeError as error:
+        message = f"{error}; to run clients' code all the same, as this server's user, set client_code_sandbox=none"
+        raise LoadError(message, "client_code_sandbox", "client_code_not_isolated", 500) from error
+    if not found.isolates and not is_loopback(host):
+        message = (
+            f"this system cannot isolate clients' code ({found}), and HTTP listens on {host or 'all addresses'}: run "
+            "as root or allow unprivileged user namespaces (in a container, with CAP_SYS_ADMIN or a seccomp profile "
+            "that lets unshare and mount pass), have the server listen on 127.0.0.1, or, where everybody with a key "
+            "of the role code may have this server's rights, set client_code_sandbox=none"
+        )
+        raise LoadError(message, "client_code_sandbox", "client_code_not_isolated", 500)
+    logger.info("what holds clients' code: %s", found)
+    return found
 
 
 class CodeRunner:

@@ -76,13 +76,25 @@ class SharedWeights:
         fcntl.fcntl(fd, fcntl.F_ADD_SEALS, SEALS)
         return cls(fd, size, parts, buffer.getvalue())
 
-    def module(self, fd: int) -> Any:
+    @property
+    def on_gpu(self) -> bool:
+        """Whether any tensor is on a GPU."""
+        return any(part.handle is not None for part in self.parts)
+
+    def mapped(self, fd: int) -> torch.UntypedStorage:
+        """The tensors of the CPU in another process, copied where it writes.
+
+        Args:
+            fd: The file, as that process has it.
+        """
+        return _mapped(fd, self.size, shared=False)
+
+    def module(self, storage: torch.UntypedStorage) -> Any:
         """The module in another process, on the same weights, ready to be differentiated.
 
         Args:
-            fd: The file, as this process has it.
+            storage: The tensors of the CPU, as `mapped` gives them.
         """
-        storage = _mapped(fd, self.size, shared=False)
         return _Unpickler(io.BytesIO(self.skeleton), self.parts, storage).load()
 
 

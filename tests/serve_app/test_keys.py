@@ -13,10 +13,12 @@ import websocket
 from ray import serve
 
 import serve_app
+from deployments.client_code.job import CLASS
 from deployments.options import Options
 from serve_app.keys import VARIABLE, Keys, Role
 
 USE, ADMIN, FROM_ENVIRONMENT = "sk-use-4fJc0Vb1xT9q", "sk-admin-Zr83hKpW0s", "sk-env-Lm2eYd6NuA7c"
+CODE = "sk-code-9QwTz51nXb"
 ORIGIN = "https://app.example"
 CHAT = {"model": "vitrine-demo", "messages": [{"role": "user", "content": "2+2?"}], "max_tokens": 2}
 # Routes that change the server for all, and what an admin gets for what is not there.
@@ -30,7 +32,7 @@ ADMINS = [
 def keyed(beside, tmp_path_factory):
     """The root of an application with keys from a file and from the environment, for pages of one origin."""
     path = tmp_path_factory.mktemp("keys") / "keys"
-    path.write_text(f"# the evaluation's\nuse:{USE}\n\nadmin:{ADMIN}\n")
+    path.write_text(f"# the evaluation's\nuse:{USE}\n\ncode:{CODE} admin:{ADMIN}\n")
     options = (f"api_keys_file={path}", f"cors_origins={ORIGIN}", "threads=1", "allow_client_code=true")
     with beside("keyed", *options, **{VARIABLE: f"use:{FROM_ENVIRONMENT}"}) as root:
         yield root
@@ -61,11 +63,28 @@ def test_without_a_valid_key_every_route_answers_401(keyed, path, headers):
     assert answer.json()["error"]["type"] == "authentication_error"
 
 
-@pytest.mark.parametrize("key", [USE, ADMIN])
+@pytest.mark.parametrize("key", [CODE, ADMIN])
 def test_nnsights_client_comes_in_by_its_own_header(keyed, key):
     assert httpx.get(f"{keyed}/whoami", headers={"ndif-api-key": key}, timeout=60).json()["tags"]
     with closing(websocket.create_connection(f"ws{keyed[4:]}/subscribe", header={"ndif-api-key": key})) as socket:
         assert json.loads(socket.recv())["session_id"]
+
+
+def test_a_key_without_the_role_runs_no_code_and_sees_no_job(keyed):
+    header = {"ndif-api-key": USE, "nnsight-version": "0.8.1"}
+    key = f'{CLASS}:{{"repo_id": "vitrine-demo"}}'
+    data = {"data": json.dumps({"model_key": key})}
+    for answer in (
+        httpx.post(f"{keyed}/request", data=data, files={"blob": b"x"}, headers=header, timeout=60),
+        httpx.get(f"{keyed}/response/{'0' * 32}", headers=header, timeout=60),
+    ):
+        assert answer.status_code == 403
+        assert answer.json()["error"]["code"] == "insufficient_permissions"
+        assert "role code" in answer.json()["detail"]  # what nnsight shows
+    with pytest.raises(websocket.WebSocketBadStatusException, match="403"):
+        websocket.create_connection(f"ws{keyed[4:]}/subscribe", header={"ndif-api-key": USE})
+    for path in ("status", "env", "whoami"):
+        assert httpx.get(f"{keyed}/{path}", headers=header, timeout=60).status_code == 200
 
 
 @pytest.mark.parametrize("header", [{}, {"ndif-api-key": USE[:-1]}], ids=["none", "wrong"])

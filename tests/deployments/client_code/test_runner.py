@@ -15,6 +15,7 @@ from nnsight import TransformersModel
 from nnsight.schema.request import RequestModel
 from nnsight.tracing.backend import Backend
 
+from deployments.client_code import processes
 from deployments.client_code.board import Board
 from deployments.client_code.execution import JobModel
 from deployments.client_code.job import CodeJob, Limits, ModelKey
@@ -75,9 +76,14 @@ def board():
     return Near()
 
 
+@pytest.fixture(scope="module")
+def sandbox():
+    return processes.sandbox(gpu=False)
+
+
 @pytest.fixture
-def runner(shared, board):
-    made = CodeRunner(Options(max_client_jobs=2), JobModel(shared.shared, shared.tokenizer), board, LIMITS)
+def runner(shared, board, sandbox):
+    made = CodeRunner(Options(max_client_jobs=2), JobModel(shared.shared, shared.tokenizer, sandbox), board, LIMITS)
     yield made
     made.close()
 
@@ -93,7 +99,8 @@ async def status(board: Near, job: CodeJob) -> str:
 
 
 async def begins(board: Near, job: CodeJob) -> None:
-    while await status(board, job) != "RUNNING":
+    while (reached := await status(board, job)) != "RUNNING":
+        assert reached != "ERROR", await board.board.latest(job.id)
         await asyncio.sleep(0.01)
 
 

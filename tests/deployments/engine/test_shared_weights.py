@@ -20,7 +20,7 @@ def mapped(hf):
     lay_out_for_few_rows(hf)
     shared = SharedWeights.of(hf.eval())
     there = pickle.loads(pickle.dumps(shared))  # noqa: S301 - as it travels
-    return there.module(shared.fd), shared
+    return there.module(there.mapped(shared.fd)), shared
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])

@@ -1,0 +1,181 @@
+"""What a job's process gives up before it opens anything of its client's."""
+
+from __future__ import annotations
+
+import glob
+import json
+import os
+import signal
+import sys
+import sysconfig
+from collections.abc import Iterator
+from dataclasses import asdict, dataclass, replace
+from importlib.util import find_spec
+
+from deployments.client_code import landlock, namespaces, seccomp
+from deployments.client_code.kernel import (
+    PR_SET_DUMPABLE,
+    PR_SET_NO_NEW_PRIVS,
+    PR_SET_PDEATHSIG,
+    call,
+    drop_capabilities,
+)
+
+PACKAGES = ("deployments", "nnsight", "torch", "transformers")  # which an editable installation has elsewhere
+LIBRARIES = ("/usr", "/lib", "/lib32", "/lib64", "/etc/ld.so.cache", "/etc/localtime")
+SYSTEM = ("/proc/self", "/proc/cpuinfo", "/proc/meminfo", "/sys/devices/system/cpu")
+DEVICES = ("/dev/null", "/dev/zero", "/dev/random", "/dev/urandom")
+
+
+@dataclass(frozen=True)
+class Sandbox:
+    """The layers that hold a job's process; each is there by itself.
+
+    Attributes:
+        on: Whether there is any. Where there is, the process has no new privileges and no capabilities.
+        namespaces: Whether it has its own file system, network and, without a GPU, process ids.
+        user_namespace: Whether those are made without root's rights.
+        other_user: Whether it runs as a user who owns nothing.
+        landlock: The kernel's version of Landlock; 0 for none.
+        seccomp: Whether its system calls are filtered.
+        gpu: Whether the weights are on a GPU, whose devices it keeps.
+    """
+
+    on: bool = False
+    namespaces: bool = False
+    user_namespace: bool = False
+    other_user: bool = False
+    landlock: int = 0
+    seccomp: bool = False
+    gpu: bool = False
+
+    @property
+    def isolates(self) -> bool:
+        """Whether a job sees nothing of the server and cannot leave its own processes."""
+        return self.namespaces and self.seccomp
+
+    def __str__(self) -> str:
+        if not self.on:
+            return "off"
+        layers = {
+            "no_new_privs": True,
+            "namespaces": self.namespaces,
+            "another user": self.other_user,
+            "Landlock": bool(self.landlock),
+            "seccomp": self.seccomp,
+        }
+        without = ", ".join(name for name, holds in layers.items() if not holds) or "none"
+        return f"{', '.join(name for name, holds in layers.items() if holds)}; missing: {without}"
+
+    def enter(self) -> None:
+        """Give up rights, files and the network. It may return in a child of this process; call it on its only thread.
+
+        Raises:
+            OSError: The kernel refuses a layer.
+        """
+        if not self.on:
+            return
+        call("prctl", PR_SET_NO_NEW_PRIVS, 1, 0, 0, 0)
+        readable, devices = list(_readable()), list(_devices(self.gpu))
+        if self.namespaces:
+            namespaces.enter(self.user_namespace, not self.gpu, readable + devices)
+            os.environ |= {"HOME": namespaces.TMP, "TMPDIR": namespaces.TMP}
+        if self.landlock:
+            own = [namespaces.TMP] if self.namespaces else []
+            landlock.restrict(self.landlock, readable, devices, own)
+        if self.other_user:
+            namespaces.become_other()
+        drop_capabilities()
+        # A change of user or namespace takes both back.
+        call("prctl", PR_SET_DUMPABLE, 1, 0, 0, 0)  # else its files below /proc/self are root's
+        call("prctl", PR_SET_PDEATHSIG, signal.SIGKILL, 0, 0, 0)
+
+    def seal(self) -> None:
+        """Filter the system calls of all threads from here on.
+
+        Raises:
+            OSError: The kernel refuses the filter.
+        """
+        if self.seccomp:
+            seccomp.apply()
+
+
+def best(gpu: bool) -> Sandbox:
+    """All that this system has, tried out in processes of their own.
+
+    Args:
+        gpu: Whether the weights are on a GPU.
+
+    Raises:
+        RuntimeError: Not even the least works; it says why.
+    """
+    least = Sandbox(on=True, landlock=landlock.version(), seccomp=seccomp.available(), gpu=gpu)
+    candidates = [replace(least, namespaces=True, user_namespace=True), least]
+    if os.geteuid() == 0 and not gpu:  # CUDA shares memory only with processes of the same user
+        as_root = [replace(least, namespaces=True, other_user=True), candidates[0], replace(least, other_user=True)]
+        candidates = [*as_root, least]
+    failures = []
+    for sandbox in candidates:
+        failure = _failure(sandbox)
+        if not failure:
+            return sandbox
+        failures.append(failure)
+    raise RuntimeError("; ".join(failures))
+
+
+def _failure(sandbox: Sandbox) -> str:
+    """Why a process cannot work in a sandbox; empty where it can."""
+    mine, its = os.pipe()
+    child = os.fork()
+    if child == 0:
+        try:
+            sandbox.enter()
+            for path in filter(os.path.isdir, _readable()):
+                os.listdir(path)  # another user may not come by
+            sandbox.seal()
+            with open(os.__file__, "rb") as file:
+                file.read(1)
+            os.write(its, b"+")
+        except BaseException as error:  # noqa: BLE001 - it is told, and the process ends
+            os.write(its, str(error).encode())
+        finally:
+            os._exit(0)
+    os.close(its)
+    with open(mine, "rb") as said:
+        told = said.read().decode(errors="replace")
+    os.waitpid(child, 0)
+    return "" if told == "+" else told or "a process in it was killed"
+
+
+def _readable() -> Iterator[str]:
+    """What a job may read, each path by itself: a bind mount keeps what leads there out of sight."""
+    paths = [sysconfig.get_path(name) for name in ("stdlib", "platstdlib", "purelib", "platlib")]
+    paths += [sys.prefix, sys.base_prefix]
+    paths += [path for path in sys.path if os.path.basename(path) in ("site-packages", "dist-packages")]
+    for name in PACKAGES:
+        if (found := find_spec(name)) and found.submodule_search_locations:
+            paths += map(os.fspath, found.submodule_search_locations)
+    paths += [path for path in sys.path if _holds_models(path)]
+    paths += filter(os.path.isabs, os.environ.get("LD_LIBRARY_PATH", "").split(os.pathsep))
+    paths += [os.path.realpath(path) for path in paths]  # as some libraries name themselves
+    paths += [*LIBRARIES, *SYSTEM]
+    shown: list[str] = []
+    for path in sorted(set(paths) - {"/"}):
+        if os.path.exists(path) and not any(path.startswith(f"{above}/") for above in shown):
+            shown.append(path)
+            yield path
+
+
+def _holds_models(path: str) -> bool:
+    """Whether a directory holds repositories' own code, as transformers stores it."""
+    return bool(path) and os.path.isdir(os.path.join(path, "transformers_modules"))
+
+
+def _devices(gpu: bool) -> Iterator[str]:
+    yield from DEVICES
+    if gpu:
+        yield from [*glob.glob("/dev/nvidia*"), "/proc/driver/nvidia"]
+
+
+if __name__ == "__main__":
+    print(json.dumps(asdict(best(gpu=sys.argv[1] == "gpu"))))

@@ -1,0 +1,317 @@
+"""What a client's code tries against the server and other clients, in each sandbox that this system can make."""
+
+from __future__ import annotations
+
+import json
+import os
+import pickle
+import socket
+import subprocess
+import sys
+from contextlib import ExitStack
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+import psutil
+import pytest
+
+from deployments.client_code import landlock, processes, runner, seccomp
+from deployments.client_code.execution import JobModel
+from deployments.client_code.job import CodeJob, Limits, ModelKey
+from deployments.client_code.processes import JobProcesses
+from deployments.client_code.sandbox import Sandbox
+from deployments.client_code.wire import Kind, receive
+from deployments.demo_model import WEIGHTS
+from deployments.engine.model import load
+from deployments.errors import LoadError
+from deployments.options import Options
+
+ROOT = Path(__file__).parents[3]
+LIMITS = Limits(seconds=30, memory_bytes=1 << 30, result_bytes=1 << 20, log_bytes=1 << 20, threads=2)
+ALL = Sandbox(on=True, landlock=landlock.version(), seccomp=seccomp.available())
+SANDBOXES = {
+    "as root": replace(ALL, namespaces=True, other_user=True),
+    "in a user namespace": replace(ALL, namespaces=True, user_namespace=True),
+    "with the devices of a GPU": replace(ALL, namespaces=True, user_namespace=True, gpu=True),
+    "without namespaces": ALL,
+}
+PRELUDE = """
+import ctypes, importlib, mmap, os, signal, socket, subprocess, sys, threading
+libc = ctypes.CDLL(None, use_errno=True)
+def call(function, *args):
+    if getattr(libc, function)(*args) < 0:
+        raise OSError(ctypes.get_errno(), function)
+"""
+# Each is possible on a server whose jobs have no sandbox.
+ATTACKS = {
+    "the key file is read": "open(KEYS).read()",
+    "the environment of the replica is read": "open(f'/proc/{REPLICA}/environ').read()",
+    "the environment of the first process is read": "open('/proc/1/environ').read()",
+    "Ray's token is read": "open(f'{HOME}/.ray/auth_token').read()",
+    "a home directory is listed": "os.listdir(HOME)",
+    "the memory of the replica is opened": "open(f'/proc/{REPLICA}/mem', 'r+b')",
+    "the memory of the replica is written by a call": "call('process_vm_writev', REPLICA, None, 0, None, 0, 0)",
+    "the weights are opened to be written": "open(f'/proc/{REPLICA}/fd/{WEIGHTS}', 'r+b')",
+    "a port of this machine is connected to": "socket.create_connection(('127.0.0.1', PORT))",
+    "a socket in the file system is connected to": "socket.socket(socket.AF_UNIX).connect(SOCKET)",
+    "an abstract socket is connected to": "socket.socket(socket.AF_UNIX).connect(chr(0) + ABSTRACT)",
+    "a process is forked": "os.fork() or os._exit(0)",
+    "a process is cloned": "call('syscall', 56 if os.uname().machine == 'x86_64' else 220, 17, 0, 0, 0, 0)",
+    "a shell is started": "subprocess.run(['/bin/sh', '-c', ':'], check=True)",
+    "this process becomes a shell": "os.execv('/bin/sh', ['/bin/sh', '-c', ':'])",
+    "a home directory is written to": "open(f'{HOME}/planted', 'w')",
+    "the server's code is written to": "open(f'{CODE}/runner.py', 'r+')",
+    "a file is removed": "os.remove(f'{HOME}/removable')",
+    "the replica is signalled": "os.kill(REPLICA, 0)",
+    "all processes are signalled": "os.kill(-1, 0)",
+    "the replica is traced": "call('ptrace', 0x4206, REPLICA, None, None)",
+    "the replica's limits are changed": "importlib.import_module('resource').prlimit(REPLICA, 4)",
+    "a user namespace is made": "call('unshare', 0x10000000)",
+    "a file system is mounted": "call('mount', b'none', b'/tmp', None, 0x1000, None)",
+    "another session is begun": "call('setsid')",
+    "the end with the host is put off": "call('prctl', 1, 0, 0, 0, 0)",
+    "memory is shared, beyond the limit": "mmap.mmap(-1, 2 << 30)",
+    "a file is made of memory": "os.memfd_create('taken')",
+    "memory of System V is made": "call('shmget', 0, 4096, 0o1600)",
+    "a ring of the kernel is set up": "call('syscall', 425, 1, ctypes.create_string_buffer(120))",
+    "a handle to the replica is taken": "os.pidfd_open(REPLICA)",
+}
+# Not tried without a sandbox: what they would change, or since the system itself refuses them to some users.
+HARMFUL = {
+    "a file system is mounted",
+    "a process is cloned",
+    "a ring of the kernel is set up",
+    "a user namespace is made",
+    "another session is begun",
+    "the environment of the first process is read",
+    "the memory of the replica is opened",
+    "the memory of the replica is written by a call",
+    "the replica is traced",
+    "this process becomes a shell",
+}
+
+
+@dataclass(frozen=True)
+class Harmful:
+    """A block that runs code when it is opened."""
+
+    code: str
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return exec, (self.code, {})
+
+
+class Jobs:
+    """Runs code in jobs, and gives what it prints."""
+
+    def __init__(self, model: JobModel, names: dict[str, Any]) -> None:
+        self.processes = JobProcesses(model)
+        self._names = names
+
+    def printed(self, code: str) -> str:
+        names = "\n".join(f"{name} = {value!r}" for name, value in self._names.items())
+        block = pickle.dumps(Harmful(f"{names}\n{PRELUDE}\n{code}"))
+        job = CodeJob("job", block, False, {}, ModelKey(repo_id="vitrine-demo"), False)
+        process = self.processes.start(job, LIMITS)
+        said = []
+        with process.socket:
+            try:
+                while (frame := receive(process.socket))[0] in (Kind.LOG, Kind.RUNNING):
+                    said.append(frame[1].decode())
+            except (EOFError, ConnectionError):
+                said.append("the process ended")
+            else:
+                said.append(f"{frame[0]}: {frame[1].decode()}")
+            finally:
+                process.kill()
+        return "\n".join(said)
+
+    def attempt(self, attacks: list[str]) -> dict[str, str]:
+        """What became of each attack, in one job: that it was done, or why not."""
+        tried = "try:\n    {body}\nexcept BaseException as error:\n    print({name!r}, 'failed with', repr(error))\n"
+        tried += "else:\n    print({name!r}, 'was done')"
+        printed = self.printed("\n".join(tried.format(name=name, body=ATTACKS[name]) for name in attacks))
+        return {name: line for name in attacks for line in printed.splitlines() if line.startswith(f"{name} ")}
+
+
+@pytest.fixture(scope="module")
+def model():
+    return load(str(WEIGHTS), dtype="float32", device="cpu", share=True)
+
+
+@pytest.fixture(scope="module")
+def names(model, tmp_path_factory):
+    """What attacks aim at: this process stands for the replica."""
+    home = tmp_path_factory.mktemp("home")
+    (home / ".ray").mkdir()
+    (home / ".ray" / "auth_token").write_text("token")
+    (home / "removable").touch()
+    (home / "keys").write_text("admin:sk-0123456789abcdef")
+    abstract = f"vitrine-{os.getpid()}"
+    with ExitStack() as stack:
+        port, path, name = (socket.socket(family) for family in (socket.AF_INET, socket.AF_UNIX, socket.AF_UNIX))
+        for listening, address in ((port, ("127.0.0.1", 0)), (path, str(home / "socket")), (name, f"\0{abstract}")):
+            stack.enter_context(listening)
+            listening.bind(address)
+            listening.listen()
+        yield {
+            "KEYS": str(home / "keys"),
+            "HOME": str(home),
+            "REPLICA": os.getpid(),
+            "WEIGHTS": model.shared.fd,
+            "PORT": port.getsockname()[1],
+            "SOCKET": str(home / "socket"),
+            "ABSTRACT": abstract,
+            "CODE": str(Path(runner.__file__).parent),
+        }
+
+
+def made(model, sandbox: Sandbox, names: dict[str, Any]) -> Jobs:
+    return Jobs(JobModel(model.shared, model.tokenizer, sandbox), names)
+
+
+@pytest.fixture(scope="module", params=SANDBOXES)
+def jobs(request, model, names):
+    sandbox = SANDBOXES[request.param]
+    sandbox_code = f"Sandbox(**{vars(sandbox)!r})"
+    # In a process of its own, since it forks.
+    code = f"from deployments.client_code.sandbox import Sandbox, _failure; print(_failure({sandbox_code}))"
+    failure = subprocess.run([sys.executable, "-c", code], cwd=ROOT, check=True, capture_output=True, text=True).stdout
+    if failure.strip():
+        pytest.skip(f"this system has no such sandbox: {failure}")
+    if not (sandbox.landlock and sandbox.seccomp):
+        pytest.skip("this kernel has no Landlock or no seccomp")
+    jobs = made(model, sandbox, names)
+    yield jobs
+    jobs.processes.close()
+
+
+@pytest.fixture(scope="module")
+def unheld(model, names):
+    jobs = made(model, Sandbox(), names)
+    yield jobs
+    jobs.processes.close()
+
+
+@pytest.fixture(scope="module")
+def attempted(jobs):
+    return jobs.attempt(list(ATTACKS))
+
+
+@pytest.mark.parametrize("attack", ATTACKS)
+def test_it_fails_in_a_sandbox_that(attempted, attack):
+    assert attempted[attack].startswith(f"{attack} failed with"), attempted[attack]
+
+
+@pytest.fixture(scope="module")
+def done(unheld):
+    return unheld.attempt([attack for attack in ATTACKS if attack not in HARMFUL])
+
+
+@pytest.mark.parametrize("attack", [attack for attack in ATTACKS if attack not in HARMFUL])
+def test_it_is_possible_without_a_sandbox_that(done, attack):
+    assert done[attack] == f"{attack} was done"
+
+
+def test_a_job_forks_not_one_of_ten_thousand_processes(jobs):
+    code = """
+failed = 0
+for _ in range(10_000):
+    try:
+        if os.fork() == 0:
+            os._exit(0)
+    except PermissionError:
+        failed += 1
+print('failed', failed)
+"""
+    assert "failed 10000" in jobs.printed(code)
+
+
+def test_what_a_job_needs_works_in_a_sandbox(jobs):
+    code = """
+import torch
+from concurrent.futures import ThreadPoolExecutor
+importlib.import_module('transformers.models.gpt_neox.modeling_gpt_neox')
+product = torch.ones(512, 512) @ torch.ones(512, 512)
+print(sum(ThreadPoolExecutor(4).map(lambda i: float(product[i, i]), range(4))))
+print(len(os.urandom(8)), open(os.devnull, 'w').write('nothing'))
+"""
+    said = jobs.printed(code).splitlines()
+    assert said[1:3] == ["2048.0", "8 7"]
+
+
+def test_a_job_holds_no_module_of_ray_and_no_rights_of_root(jobs):
+    code = """
+print('ray' in sys.modules)
+status = dict(line.split(':') for line in open('/proc/self/status'))
+print([int(status[name], 16) for name in ('CapInh', 'CapPrm', 'CapEff', 'CapAmb', 'NoNewPrivs')])
+"""
+    assert jobs.printed(code).splitlines()[1:3] == ["False", "[0, 0, 0, 0, 1]"]
+
+
+def test_temporary_files_are_the_jobs_own_and_bounded(jobs, names):
+    code = """
+import tempfile
+try:
+    with tempfile.NamedTemporaryFile() as file:
+        print('small', file.write(b'x'), file.name)
+        for _ in range(2):
+            open(f'{tempfile.gettempdir()}/{_}', 'wb').write(bytes(48 << 20))
+except OSError as error:
+    print('large', error.errno)
+"""
+    before = set(Path("/tmp").iterdir())
+    said = jobs.printed(code)
+    assert "large" in said
+    assert ("small" in said) == ("small" in jobs.printed(code))  # nothing is left of the first
+    assert {path.name for path in set(Path("/tmp").iterdir()) - before}.isdisjoint({"0", "1"})
+
+
+def test_a_job_that_was_killed_leaves_nothing_behind(jobs, eventually):
+    name = f"held{os.getpid()}"
+    code = f"libc.prctl(15, b'{name}', 0, 0, 0)\nprint('begins')\nwhile True: pass"
+    block = pickle.dumps(Harmful(PRELUDE + code))
+    job = CodeJob("job", block, False, {}, ModelKey(repo_id="vitrine-demo"), False)
+    process = jobs.processes.start(job, LIMITS)
+    with process.socket:
+        assert receive(process.socket)[0] is Kind.RUNNING
+        assert receive(process.socket) == (Kind.LOG, b"begins")
+        assert is_running(name)
+        process.kill()
+    eventually(lambda: not is_running(name), limit_s=10)
+
+
+def is_running(name: str) -> bool:
+    return any(process.info["name"] == name for process in psutil.process_iter(["name"]))
+
+
+# ---- what a system without namespaces may do
+
+
+@pytest.fixture
+def weak(monkeypatch):
+    """A system that has Landlock and seccomp, and no namespaces."""
+    monkeypatch.setattr(runner, "sandbox", lambda gpu: Sandbox(on=True, landlock=1, seccomp=True))
+
+
+@pytest.mark.usefixtures("weak")
+@pytest.mark.parametrize("host", ["0.0.0.0", "10.0.0.7", None])
+def test_others_run_no_code_where_it_cannot_be_isolated(host):
+    with pytest.raises(LoadError, match="client_code_sandbox=none") as refused:
+        runner._sandbox(Options(), False, host)
+    assert refused.value.field == "client_code_sandbox"
+    assert not runner._sandbox(Options(client_code_sandbox="none"), False, host).on
+
+
+@pytest.mark.usefixtures("weak")
+def test_this_machine_may_run_code_where_it_cannot_be_isolated():
+    assert runner._sandbox(Options(), False, "127.0.0.1").seccomp
+
+
+def test_the_best_sandbox_of_this_system_is_found_and_told_of(caplog):
+    found = processes.sandbox(gpu=False)
+    assert found.on
+    assert "no_new_privs" in str(found)
+    assert "missing" in str(found)
+    assert json.dumps(vars(found))
