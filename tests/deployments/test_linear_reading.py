@@ -111,7 +111,7 @@ def test_no_search_sees_more_than_two_windows(monkeypatch):
 
 
 @pytest.mark.parametrize("name", TEMPLATES)
-@settings(max_examples=60, deadline=None, derandomize=True)
+@settings(max_examples=30, deadline=None, derandomize=True)
 @given(data=st.data())
 def test_an_answer_in_any_pieces_reads_as_the_whole(name, data):
     parts = st.sampled_from([CALLS[name], *FLOODS, " " * LONGEST, "x" * LONGEST, "é", "</tool_call>", "}", "</think>"])
