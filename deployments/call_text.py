@@ -5,14 +5,16 @@ from __future__ import annotations
 import json
 import re
 import uuid
-from collections.abc import Mapping
-from typing import NamedTuple
+from collections.abc import Iterator, Mapping
+from typing import Any, NamedTuple
 
 from transformers.utils.chat_parsing.response_templates import ResponseTemplateField
 
+from deployments.mark_patterns import compiled
 from deployments.messages import CallPart
 
-STRING = r'"(?:[^"\\]|\\.)*"'
+STRING = r'"(?:[^"\\\x00-\x1f]|\\["\\/bfnrt]|\\u[0-9A-Fa-f]{4})*"'
+LONGEST = 512  # characters before arguments; a call with more there is told of once it is whole
 
 
 class Head(NamedTuple):
@@ -24,7 +26,7 @@ class Head(NamedTuple):
         several: Whether more calls may follow in the same text.
     """
 
-    pattern: re.Pattern[str]
+    pattern: Any  # RE2's
     mark: str | None
     several: bool
 
@@ -41,9 +43,9 @@ def head(field: ResponseTemplateField) -> Head | None:
     if (named := re.fullmatch(of_key, name)) and (given := re.fullmatch(of_key, arguments)):
         before = r"[^{]*" if field.transform_each else r"\s*"
         keys = rf'\{{\s*"{named[1]}"\s*:\s*(?P<name>{STRING})\s*,\s*"{given[1]}"\s*:\s*\{{'
-        return Head(re.compile(before + keys), None, field.transform_each)
+        return Head(compiled(before + keys), None, field.transform_each)
     if (named := re.fullmatch(r"\{(\w+)\}", name)) and arguments == "{content}" and not field.transform_each:
-        return Head(re.compile(r"\s*\{"), named[1], False)
+        return Head(compiled(r"\s*\{"), named[1], False)
     return None
 
 
@@ -51,7 +53,7 @@ class CallText:
     """Takes the text of one region apart; whether it is valid JSON is for others to find out.
 
     A call is told of once its arguments begin. One whose name does not stand right before them is passed over, and
-    so are all behind it.
+    so are all behind it. What was passed over is bounded, since each brace makes RE2 read it again.
 
     Attributes:
         begun: How many calls were told of.
@@ -77,43 +79,52 @@ class CallText:
         """Whether arguments are being written."""
         return self._depth > 0
 
-    def add(self, text: str) -> list[CallPart]:
-        """Take more text and give the calls' parts in it; calls are counted from 0.
-
-        Raises:
-            ValueError: A name is no JSON.
-        """
-        parts = []
-        for character in text:
+    def add(self, text: str) -> Iterator[tuple[CallPart, int]]:
+        """Take more text and give the calls' parts in it, and where each ends; calls are counted from 0."""
+        at = 0
+        while at < len(text):
+            if not self.inside and (name := self._begins(text[at])) is None:
+                at += 1
+                continue
             if not self.inside:
-                self._before += character
-                if character != "{" or (name := self._named()) is None:
-                    continue
-                parts.append(CallPart(self.begun, id=new_id(), name=name))
+                yield CallPart(self.begun, id=new_id(), name=name), at + 1
                 self.begun += 1
                 self._before = ""
-            parts.append(CallPart(self.begun - 1, character))
-            self._follow(character)
-        return parts
+            end = self._follow(text, at)
+            yield CallPart(self.begun - 1, text[at:end]), end
+            at = end
 
-    def _named(self) -> str | None:
-        """The function whose arguments begin here."""
-        if self._head is None or (self.begun and not self._head.several):
+    def _begins(self, character: str) -> str | None:
+        """The function whose arguments begin with this character."""
+        if len(self._before) == LONGEST:
+            self._head = None
+        if self._head is None:
             return None
-        found = self._head.pattern.fullmatch(self._before)
+        self._before += character
+        return self._named(self._head) if character == "{" else None
+
+    def _named(self, head: Head) -> str | None:
+        if self.begun and not head.several:
+            return None
+        found = head.pattern.fullmatch(self._before)
         if found is None:
             return None
-        return self._marks.get(self._head.mark) if self._head.mark else str(json.loads(found["name"]))
+        return self._marks.get(head.mark) if head.mark else str(json.loads(found["name"]))
 
-    def _follow(self, character: str) -> None:
-        if self._escaped:
-            self._escaped = False
-        elif self._quoted:
-            self._escaped, self._quoted = character == "\\", character != '"'
-        elif character == '"':
-            self._quoted = True
-        else:
-            self._depth += (character in "{[") - (character in "}]")
+    def _follow(self, text: str, at: int) -> int:
+        """Where arguments that go on at `at` end, or the text."""
+        for end, character in enumerate(text[at:], at + 1):
+            if self._escaped:
+                self._escaped = False
+            elif self._quoted:
+                self._escaped, self._quoted = character == "\\", character != '"'
+            elif character == '"':
+                self._quoted = True
+            else:
+                self._depth += (character in "{[") - (character in "}]")
+            if not self._depth:
+                return end
+        return len(text)
 
 
 def new_id() -> str:

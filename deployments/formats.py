@@ -2,10 +2,21 @@
 
 from __future__ import annotations
 
+import dataclasses
+import logging
 from typing import Any
 
 from transformers.cli.serving.utils import get_response_template
-from transformers.utils.chat_parsing.response_templates import ResponseTemplate, load_response_template
+from transformers.utils.chat_parsing.response_templates import (
+    ResponseTemplate,
+    ResponseTemplateField,
+    load_response_template,
+)
+
+from deployments import call_values, marks
+from deployments.mark_patterns import UnsupportedPattern
+
+logger = logging.getLogger("ray.serve")
 
 REASONING = ("reasoning_content", "thinking", "reasoning")  # what templates call the field of thoughts
 
@@ -32,7 +43,7 @@ MISTRAL_NAMED = {  # since its eleventh tokenizer, a marker before each name and
 }
 LLAMA = {  # the object alone is the call
     "open_pattern": r'\s*(?:<\|python_tag\|>\s*)?(?=\{\s*"name"\s*:)',
-    "close_pattern": r'(?<=\})\s*;\s*(?=\{\s*"name"\s*:)',
+    "close_pattern": r'\s*;\s*(?=\{\s*"name"\s*:)',
     "repeats": True,
     "content": "json",
     "transform": {"type": "function", "function": {"name": "{content.name}", "arguments": "{content.parameters}"}},
@@ -67,7 +78,7 @@ def response_template(tokenizer: Any, hf: Any) -> ResponseTemplate | None:
         None where none of them knows one.
     """
     known = get_response_template(tokenizer, hf) or _shown(tokenizer.chat_template)
-    return load_response_template(known) if known else None
+    return _linear(load_response_template(known)) if known else None
 
 
 def thoughts(template: ResponseTemplate) -> str | None:
@@ -95,6 +106,33 @@ def markers(template: ResponseTemplate, tokenizer: Any, tools: bool) -> dict[int
         for id, token in tokenizer.added_tokens_decoder.items()
         if token.special and any(token.content in pattern for pattern in patterns)
     }
+
+
+def _linear(template: ResponseTemplate) -> ResponseTemplate | None:
+    """The template without the fields that cannot be read in linear time; None where no answer can be read by it."""
+    fields = {}
+    for name, field in template.fields.items():
+        try:
+            _check(name, field)
+            fields[name] = field
+        except UnsupportedPattern as error:
+            logger.warning("the field %s of the model's response template is left out: %s", name, error)
+    try:
+        marks.begun_answer(template, "")
+    except UnsupportedPattern as error:
+        logger.warning("the model's response template is left out: %s", error)
+        return None
+    if not fields or template.implicit not in {None, *fields}:
+        return None
+    return dataclasses.replace(template, fields=fields)
+
+
+def _check(name: str, field: ResponseTemplateField) -> None:
+    empty = [marks.check(pattern) for pattern in (field.open_re, field.close_re) if pattern is not None]
+    if all(empty) and len(empty) == (1 if field.open_re is None else 2):
+        raise UnsupportedPattern("its marks are empty")
+    if name == "tool_calls":
+        call_values.check(field)
 
 
 def _shown(chat_template: Any) -> dict[str, Any] | None:

@@ -1,22 +1,20 @@
-"""What a model writes, taken apart: thoughts, content and tool calls, by transformers' own parser."""
+"""What a model writes, taken apart: thoughts, content and tool calls, by its response template, in linear time."""
 
 from __future__ import annotations
 
-import dataclasses
-import functools
 import itertools
-import json
 from collections.abc import Iterable, Iterator, Sequence
 from typing import Any, NamedTuple
 
-from transformers.utils.chat_parsing import ResponseParser
 from transformers.utils.chat_parsing.response_templates import ResponseTemplate
 
 from deployments.call_text import CallText, head, new_id
+from deployments.call_values import CallValues
 from deployments.formats import REASONING
+from deployments.marks import LONGEST, Found, Watch, begun_answer, watch
 from deployments.messages import CallPart
 
-# What the parser raises where a model wrote no proper call: bad JSON, missing keys, nesting without end.
+# What reading a call raises where a model wrote no proper one: bad JSON, missing keys, nesting without end.
 MALFORMED = (ValueError, KeyError, TypeError, RecursionError)
 
 
@@ -31,7 +29,11 @@ class Written(NamedTuple):
 class AnswerReader:
     """Reads one answer as it is written; a malformed call is content, but for what was told of it already.
 
+    It reads as transformers' `ResponseParser` does, which searches all that is undecided by expressions that backtrack,
+    with each piece of text anew. Here an undecided text has at most `LONGEST` characters, and RE2 reads it.
+
     Attributes:
+        thinking: Whether the prompt has begun thoughts and left them open (True), or begun and ended them (False).
         called: Whether there was a call.
     """
 
@@ -52,150 +54,195 @@ class AnswerReader:
             parallel: Without, what is called behind the first call is left out.
             streamed: Tell of a call while it is written, not once it is whole.
         """
-        if not tools:
-            fields = {name: field for name, field in template.fields.items() if name != "tool_calls"}
-            template = dataclasses.replace(template, fields=fields)
-        if not template.start_anchor_re.search(prompt):
-            prompt = ""  # the parser would take all of it for the beginning of the answer
-        self._calls = template.fields.get("tool_calls")
-        self._head = head(self._calls) if self._calls else None
-        # By the tools' schemas the parser gives types to arguments that have none; JSON has its own.
-        typed: list[Any] = [] if self._head else list(tools)
-        self._new_parser = functools.partial(ResponseParser, template, prefix="", tools=typed)
-        self._parser = ResponseParser(template, prefix=prompt, tools=typed)
-        self._by_character = bool(tools)  # so that a malformed call ends where the parser refuses it
+        self._fields = {name: field for name, field in template.fields.items() if tools or name != "tool_calls"}
+        self._implicit = template.implicit  # the field of text that is between no marks
         self._parallel = parallel
         self._streamed = streamed
-        self._raw = ""  # what was read and is neither shown nor part of a call yet
+        self._pending = ""  # may begin a mark
+        self._space: list[str] = []  # whitespace before it, where that may be part of the mark
+        self._open: str | None = None  # the field whose mark was read
+        self._head = None
+        if calls := self._fields.get("tool_calls"):
+            self._head = head(calls)
+            # By the tools' schemas arguments that have no types are given some; JSON has its own.
+            self._values = CallValues(calls, () if self._head else tools)
         self._before = 0  # calls in earlier regions
-        self._parts: list[CallPart] = []  # to be told
-        self._enter_nothing()
-        self._thoughts = Trimmed()
-        self._after_thoughts = self.thinking is False  # and before content, whose line ends there are the template's
+        self._enter_calls("", {})
+        self._forget()
+        self.thinking: bool | None = None
+        self._after_thoughts = False  # and before content, whose line ends there are the template's
         self.called = False
-
-    @property
-    def thinking(self) -> bool | None:
-        """Whether the prompt has begun thoughts and left them open (True), or begun and ended them (False)."""
-        kinds = [event["type"] for event in self._parser.initial_events if event["field"] in REASONING]
-        return kinds[-1] != "region_close" if kinds else None
+        self._watched = self._watch()
+        self._begin(begun_answer(template, prompt))
 
     def add(self, text: str) -> Written:
         """Take more text."""
-        return self._joined([self._read(part) for part in (text if self._by_character else [text])])
+        for at in range(0, len(text), LONGEST):
+            self._read(text[at : at + LONGEST])
+        return self._told()
 
     def close(self) -> Written:
         """Take the end of the text."""
-        return self._joined([self._read(None)])
+        self._read("", last=True)
+        self._take(self._spaces())
+        self._leave("")
+        return self._told()
 
-    def _read(self, text: str | None) -> Written:
-        """Take some text, or with None the end."""
-        self._raw += text or ""
-        try:
-            events = self._parser.finalize()[1] if text is None else self._parser.feed(text)
-            return self._written(events)
-        except MALFORMED:
-            # What was told stands: text behind arguments is content, the end of arguments that never end is lost.
-            refused = "" if self._sent and self._text.inside else self._raw[self._sent :]
-            self._before += self._text.begun if self._sent else 0
-            self._raw = ""
-            self._enter_nothing()
-            self._parser = self._new_parser()
-            return Written(refused)
+    def _begin(self, text: str) -> None:
+        """Take what the prompt has of the answer: nobody is told of that."""
+        self.add(text)
+        if self._open in REASONING:
+            self.thinking = True
+        elif self._after_thoughts:
+            self.thinking = False
+        self._forget()
+        self._before = 0
+        self._text, self._sent = CallText(), self._length
+        self._held.clear()
+        self.called = False
 
-    def _written(self, events: Sequence[dict[str, Any]]) -> Written:
-        content, reasoning = "", ""
-        for event in events:
-            kind, field, text = event["type"], event["field"], event.get("text") or ""
-            if field in REASONING:
-                self._raw = ""
-                reasoning += self._thoughts.add(text) if kind == "region_chunk" else ""
-                self._after_thoughts |= kind == "region_close"
-            elif field == "content" and kind == "region_chunk":
-                self._raw = self._raw.removeprefix(text)
-                text = text.lstrip() if self._after_thoughts else text
-                self._after_thoughts &= not text
-                content += text
-            elif field == "tool_calls" and kind == "region_open":
-                self._enter()
-            elif field == "tool_calls" and kind == "region_chunk":
-                self._read_of_raw += len(text)
-                self._tell(self._text.add(text))
-            elif field == "tool_calls":
-                self._leave(_tool_calls(event["value"]))
-        return Written(content, reasoning=reasoning)
+    def _forget(self) -> None:
+        self._content: list[str] = []  # to be told, as the next two
+        self._reasoning: list[str] = []
+        self._parts: list[CallPart] = []
+        self._thoughts = Trimmed()
 
-    def _enter_nothing(self) -> None:
-        self._text = CallText()
-        self._read_of_raw = 0  # how much of the raw text the parser has told of since it opened the region
-        self._sent = 0  # how much of it was told on
+    def _told(self) -> Written:
+        parts = tuple(_merged(self._parts))
+        written = Written("".join(self._content), parts, "".join(self._reasoning))
+        self._content, self._reasoning, self._parts = [], [], []
+        self.called |= bool(parts)
+        return written
+
+    def _watch(self) -> Watch:
+        """The marks that may come: the end of the open field, or else the beginning of any."""
+        name = self._open or self._implicit
+        closing = [] if name is None else [(name, self._fields[name].close_re)]
+        opening = [] if self._open else [(name, field.open_re) for name, field in self._fields.items()]
+        marks = [(name, pattern.pattern) for name, pattern in [*opening, *closing] if pattern is not None]
+        self._names = [name for name, _ in marks]
+        return watch(*(pattern for _, pattern in marks))
+
+    def _read(self, text: str, last: bool = False) -> None:
+        text, at = self._pending + text, 0
+        while True:
+            begin, mark = self._watched.find(text, at, last)
+            self._pass(text[at:begin])
+            if mark is None:
+                self._pending = text[begin:]
+                return
+            space = self._spaces()
+            if not mark.spaced:
+                self._take(space)
+            self._turn(mark, space * mark.spaced + text[begin : mark.end])
+            at = mark.end
+
+    def _pass(self, text: str) -> None:
+        """Take text that is no mark, but for whitespace at its end that may belong to one."""
+        shown = text.rstrip() if self._watched.spaced else text
+        if shown:
+            self._take(self._spaces() + shown)
+        self._space.append(text[len(shown) :])
+
+    def _spaces(self) -> str:
+        space, self._space = "".join(self._space), []
+        return space
+
+    def _turn(self, mark: Found, text: str) -> None:
+        """Close the open field, or open one."""
+        name = self._names[mark.pattern]
+        begins = self._open is None and name != self._implicit
+        self._leave("" if begins else text)
+        if begins:
+            self._open = name
+            if name == "tool_calls":
+                self._enter_calls(text, mark.groups)
+        self._watched = self._watch()
+
+    def _take(self, text: str) -> None:
+        """Take text of the open field."""
+        field = self._open or self._implicit
+        if field in REASONING:
+            self._reasoning.append(self._thoughts.add(text))
+        elif field == "content":
+            self._show(text)
+        elif field == "tool_calls":
+            self._body.append(text)
+            for part, end in self._text.add(text):
+                self._tell(part, self._length + end)
+            self._length += len(text)
+
+    def _show(self, content: str) -> None:
+        content = content.lstrip() if self._after_thoughts else content
+        self._after_thoughts &= not content
+        self._content.append(content)
+
+    def _leave(self, mark: str) -> None:
+        """The open field ends with this mark."""
+        field, self._open = self._open, None
+        if field in REASONING:
+            self._after_thoughts = True
+        elif field == "tool_calls":
+            self._leave_calls(mark)
+
+    def _enter_calls(self, mark: str, groups: dict[str, str]) -> None:
+        self._mark = mark
+        self._groups = groups
+        self._body: list[str] = []
+        self._length = len(mark)  # of mark and body
+        self._text = CallText(self._head, groups)
+        self._sent = 0  # how much of mark and body was told of
         self._held: list[CallPart] = []  # to be told where the region is well formed
 
-    def _enter(self) -> None:
-        """A region of calls opens."""
-        assert self._calls is not None
-        mark = self._calls.open_re.search(self._raw)
-        self._text = CallText(self._head, mark.groupdict())
-        self._read_of_raw = mark.end()
-
-    def _leave(self, calls: Sequence[tuple[str, str]]) -> None:
-        """A region of these calls, each a name and its arguments, closes; those that were not told of follow."""
-        assert self._calls is not None
+    def _leave_calls(self, mark: str) -> None:
+        """A region of calls ends; those that were not told of are now."""
+        body = "".join(self._body)
+        try:
+            calls = self._values.read(body, self._groups)
+        except MALFORMED:
+            # What was told stands: text behind arguments is content, the end of arguments that never end is lost.
+            lost = self._sent and self._text.inside
+            self._show("" if lost else f"{self._mark}{body}{mark}"[self._sent :])
+            self._before += self._text.begun if self._sent else 0
+            return
         for number, (name, arguments) in list(enumerate(calls))[self._text.begun :]:
-            self._tell([CallPart(number, id=new_id(), name=name), CallPart(number, arguments)])
+            self._tell(CallPart(number, id=new_id(), name=name), self._length)
+            self._tell(CallPart(number, arguments), self._length)
         self._parts += self._held
         self._before += len(calls)
-        mark = self._calls.close_re.match(self._raw, self._read_of_raw) if self._calls.close_re else None
-        self._raw = self._raw[mark.end() if mark else self._read_of_raw :]  # a mark may have been seen by what follows
-        self._enter_nothing()
 
-    def _tell(self, parts: Iterable[CallPart]) -> None:
-        """Tell parts of the open region's calls, at once or where it closes."""
-        told = [part._replace(number=self._before + part.number) for part in parts]
-        if not self._parallel:
-            told = [part for part in told if part.number == 0]
-        if not self._streamed:
-            self._held += told
-        elif told:
-            self._parts += told
-            self._sent = self._read_of_raw
-
-    def _joined(self, written: Sequence[Written]) -> Written:
-        parts, self._parts = tuple(_merged(self._parts)), []
-        self.called |= bool(parts)
-        return Written("".join(part.content for part in written), parts, "".join(part.reasoning for part in written))
+    def _tell(self, part: CallPart, end: int) -> None:
+        """Tell a part of the open region's calls, which ends there in mark and body; at once, or where it closes."""
+        part = part._replace(number=self._before + part.number)
+        if part.number and not self._parallel:
+            return
+        if self._streamed:
+            self._parts.append(part)
+            self._sent = end
+        else:
+            self._held.append(part)
 
 
 class Trimmed:
     """A text that comes in pieces, without the whitespace around it."""
 
     def __init__(self) -> None:
-        self._space = ""
+        self._space: list[str] = []
         self._begun = False
 
     def add(self, text: str) -> str:
         """Take more of it and give what is known to be inside."""
-        text = self._space + (text if self._begun else text.lstrip())
+        text = text if self._begun else text.lstrip()
         shown = text.rstrip()
-        self._space = text[len(shown) :]
-        self._begun |= bool(shown)
-        return shown
+        if not shown:
+            self._space.append(text)
+            return ""
+        before, self._space = "".join(self._space), [text[len(shown) :]]
+        self._begun = True
+        return before + shown
 
 
 def _merged(parts: Iterable[CallPart]) -> Iterator[CallPart]:
     """The same with each call's arguments that come in a row in one part."""
     for (number, id, name), run in itertools.groupby(parts, key=lambda part: (part.number, part.id, part.name)):
         yield CallPart(number, "".join(part.arguments for part in run), id, name)
-
-
-def _tool_calls(value: Any) -> list[tuple[str, str]]:
-    """One call, or several where the model writes them as a list: each a name and its arguments' text."""
-    return [_tool_call(call) for call in (value if isinstance(value, list) else [value])]
-
-
-def _tool_call(value: dict[str, Any]) -> tuple[str, str]:
-    function = value["function"]
-    if not (isinstance(function, dict) and isinstance(function.get("name"), str)):
-        raise ValueError("a tool call names its function")
-    arguments = function.get("arguments", {})
-    return function["name"], arguments if isinstance(arguments, str) else json.dumps(arguments)

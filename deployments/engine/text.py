@@ -7,6 +7,8 @@ from collections.abc import Mapping, Sequence
 from tokenizers.decoders import DecodeStream
 from transformers import PreTrainedTokenizerFast
 
+MOST_WAITING = 32  # tokens in a row without text, each of which makes the tokenizer decode all of them again
+
 
 class TextStream:
     """The text of one request as it grows."""
@@ -23,18 +25,23 @@ class TextStream:
         """
         self._tokenizer = tokenizer
         self._stream = DecodeStream(skip_special_tokens=True)
+        self._waiting: list[int] = []  # what the stream holds back: bytes of an unfinished character, special tokens
+        self._last: int | None = None  # the last token that was text
         self._stop = tuple(stop)
         self._markers = markers or {}
-        self._marked = 0  # characters up to the last marker
+        self._read = 0  # tokens
+        self._after = 0  # tokens up to the last marker, or to the last text that was not waited for any longer
+        self._marked = 0  # characters up to there
         self._emitted = 0
-        self._decoded = ""
+        self._pieces: list[str] = []
+        self._pending = ""  # what is decoded and not emitted
         self._settled = 0  # characters that no stop string may end in any more
         self.stopped = False
 
     @property
     def length(self) -> int:
         """Characters so far, those held back and those behind a stop string included."""
-        return len(self._decoded)
+        return self._emitted + len(self._pending)
 
     def add(self, token: int, may_stop: bool = True) -> str:
         """Take one token and give the text that can be shown now.
@@ -47,14 +54,42 @@ class TextStream:
             may_stop: Without, a stop string that this token completes is text like any other; one that it
                 begins may still end the text later.
         """
+        self._read += 1
         if token in self._markers:
-            self._decoded += self._markers[token]
-            self._marked = len(self._decoded)
+            self._append(self._markers[token])
+            self._mark()
+        elif (text := self._stream.step(self._tokenizer.backend_tokenizer, token)) is not None:
+            self._append(text)
+            self._last = token
+            self._waiting.clear()
         else:
-            self._decoded += self._stream.step(self._tokenizer.backend_tokenizer, token) or ""
+            self._wait(token)
         if not may_stop:
-            self._settled = len(self._decoded)
+            self._settled = self.length
         return self._emit(hold=True)
+
+    def _wait(self, token: int) -> None:
+        """Hold a token back; where there are too many, what they are is their text."""
+        self._waiting.append(token)
+        if len(self._waiting) < MOST_WAITING:
+            return
+        self._append(self._decode(self._waiting))
+        self._waiting.clear()
+        self._mark()
+        # Many decoders drop the space that begins a text.
+        before = [] if self._last is None or "\ufffd" in self._decode([self._last]) else [self._last]
+        self._stream = DecodeStream(ids=before, skip_special_tokens=True)
+
+    def _append(self, text: str) -> None:
+        self._pieces.append(text)
+        self._pending += text
+
+    def _mark(self) -> None:
+        self._marked, self._after = self.length, self._read
+
+    def _decode(self, tokens: Sequence[int]) -> str:
+        decoded = self._tokenizer.decode(list(tokens), skip_special_tokens=True, clean_up_tokenization_spaces=False)
+        return str(decoded)
 
     def close(self, tokens: Sequence[int]) -> str:
         """Give what was held back, an unfinished character as U+FFFD, when generation has ended.
@@ -64,16 +99,13 @@ class TextStream:
         """
         if self.stopped:
             return ""
-        last = max((i for i, token in enumerate(tokens) if token in self._markers), default=-1)
-        rest = list(tokens[last + 1 :])
-        text = self._tokenizer.decode(rest, skip_special_tokens=True, clean_up_tokenization_spaces=False)
-        whole = self._decoded[: self._marked] + str(text)
-        if whole.startswith(self._decoded):
-            self._decoded = whole
+        text, rest = "".join(self._pieces)[self._marked :], self._decode(tokens[self._after :])
+        if rest.startswith(text):
+            self._pending += rest[len(text) :]
         return self._emit(hold=False)
 
     def _emit(self, hold: bool) -> str:
-        pending = self._decoded[self._emitted :]
+        pending = self._pending
         settled = self._settled - self._emitted
         # Where each stop string that ends behind what is settled ends first, and where it begins.
         found = [
@@ -87,6 +119,7 @@ class TextStream:
         else:
             end = len(pending) - (self._held(pending) if hold else 0)
         self._emitted += end
+        self._pending = pending[end:]
         return pending[:end]
 
     def _held(self, pending: str) -> int:

@@ -374,7 +374,7 @@ def test_arguments_that_have_no_types_get_those_of_the_tools_schema():
                 "close": "</function>",
                 "repeats": True,
                 "content": "xml-inline",
-                "content_args": {"tag_pattern": r"<(?P<key>\w+)>(?P<value>.*?)</(?P=key)>"},
+                "content_args": {"tag_pattern": r"<(?P<key>\w+)>(?P<value>.*?)</\w+>"},
                 "transform": {"type": "function", "function": {"name": "{name}", "arguments": "{content}"}},
             },
             "content": {},

@@ -1,0 +1,218 @@
+"""Reading an answer takes work in proportion to its length, whatever a model writes."""
+
+from __future__ import annotations
+
+import functools
+import json
+import logging
+
+import pytest
+import re2
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from transformers.cli.serving.utils import _RESPONSE_TEMPLATE_FALLBACKS
+from transformers.utils.chat_parsing.response_templates import load_response_template
+
+from deployments import formats
+from deployments.call_values import parsed
+from deployments.chat import ChatFormat
+from deployments.engine.text import TextStream
+from deployments.errors import RequestError
+from deployments.marks import LONGEST, Watch, begun_answer
+from deployments.messages import whole_calls
+from deployments.reader import AnswerReader, Trimmed
+
+TOOLS = [{"type": "function", "function": {"name": "f", "parameters": {"properties": {"x": {"type": "integer"}}}}}]
+OURS = {"hermes": formats.HERMES, "list": formats.MISTRAL, "named": formats.MISTRAL_NAMED, "llama": formats.LLAMA}
+THINKING = {"open": "<think>", "close": "</think>"}
+TEMPLATES = {
+    name: {"start_anchor": formats.ANCHORS, "fields": {"thinking": THINKING, "tool_calls": form, "content": {}}}
+    for name, form in OURS.items()
+} | dict(zip(["qwen", "tagged", "gemma"], _RESPONSE_TEMPLATE_FALLBACKS.values(), strict=True))
+CALLS = {
+    "hermes": '<tool_call>{"name": "f", "arguments": {"x": 1}}</tool_call>',
+    "list": '[TOOL_CALLS][{"name": "f", "arguments": {"x": 1}}]',
+    "named": '[TOOL_CALLS]f[ARGS]{"x": 1}',
+    "llama": '{"name": "f", "parameters": {"x": 1}}; ',
+    "qwen": '<tool_call>{"name": "f", "arguments": {"x": 1}}</tool_call>',
+    "tagged": "<tool_call><function=f><parameter=x> 1 </parameter></function></tool_call>",
+    "gemma": '<|tool_call>call:f{x:1,y:<|"|>a: {"b"<|"|>}<tool_call|>',
+}
+# What is repeated, of marks that could begin again and again.
+FLOODS = [" ", " \n\t", "<", "[", "{", '{"name" ', "<tool_call>", "<tool_call> <function=f", "</", "[TOOL_CALLS]", ";"]
+FLOODS += ["<|tool_call>call:", '<tool_call>{"name": "', "[TOOL_CALLS][{", "<parameter=x>", '<|"|>', "<think> "]
+
+
+@functools.cache
+def template(name):
+    known = formats._linear(load_response_template(TEMPLATES[name]))
+    assert set(known.fields) == set(TEMPLATES[name]["fields"])
+    return known
+
+
+def read(name, pieces, streamed=True):
+    """(content, [(name, arguments)], thoughts) of an answer that comes in pieces."""
+    reader = AnswerReader(template(name), "", TOOLS, streamed=streamed)
+    written = [*map(reader.add, pieces), reader.close()]
+    calls = whole_calls(part for one in written for part in one.tool_calls)
+    content, thoughts = ("".join(parts) for parts in zip(*((p.content, p.reasoning) for p in written), strict=True))
+    return content, [(call.name, call.arguments) for call in calls], thoughts
+
+
+@pytest.fixture
+def searched(monkeypatch):
+    """Counts the characters that RE2 was given."""
+    given, match = [0], re2._Regexp._match
+
+    def counted(self, anchor, text, *more):
+        for found in match(self, anchor, text, *more):
+            given[0] += len(text)
+            yield found
+        given[0] += len(text)
+
+    monkeypatch.setattr(re2._Regexp, "_match", counted)
+    return given
+
+
+@pytest.mark.parametrize("name", TEMPLATES)
+@pytest.mark.parametrize("flood", FLOODS)
+def test_twice_the_text_takes_twice_the_searching(name, flood, searched):
+    work = []
+    for length in (1024, 2048):
+        searched[0] = 0
+        read(name, (flood * length)[:length])
+        work.append(searched[0])
+    assert work[1] <= 2.2 * work[0] + 8 * LONGEST
+    assert work[1] <= 2048 * 4 * LONGEST
+
+
+def test_a_flood_of_whitespace_before_a_call_is_searched_once_and_belongs_to_the_call(searched):
+    content, calls, _ = read("hermes", " " * 16_000 + CALLS["hermes"])
+    assert (content, calls) == ("", [("f", '{"x": 1}')])
+    assert searched[0] < 64 * 16_000
+
+
+def test_a_mark_longer_than_any_is_content():
+    text = "[TOOL_CALLS]" + "f" * LONGEST + '[ARGS]{"x": 1}'
+    assert read("named", text) == read("named", [text]) == (text, [], "")
+
+
+def test_no_search_sees_more_than_two_windows(monkeypatch):
+    find, lengths = Watch.find, []
+
+    def watched(self, text, at, last):
+        lengths.append(len(text))
+        return find(self, text, at, last)
+
+    monkeypatch.setattr(Watch, "find", watched)
+    for flood in FLOODS:
+        read("tagged", [flood * 1000, "x"])
+    assert max(lengths) <= 2 * LONGEST
+
+
+@pytest.mark.parametrize("name", TEMPLATES)
+@settings(max_examples=30, deadline=None, derandomize=True)
+@given(data=st.data())
+def test_an_answer_in_any_pieces_reads_as_the_whole(name, data):
+    parts = st.sampled_from([CALLS[name], *FLOODS, " " * LONGEST, "x" * LONGEST, "é", "</tool_call>", "}", "</think>"])
+    text = "".join(data.draw(st.lists(parts, max_size=7)))
+    cuts = sorted(data.draw(st.lists(st.integers(0, len(text)), max_size=5)))
+    pieces = [text[start:end] for start, end in zip([0, *cuts], [*cuts, len(text)], strict=True)]
+    streamed = data.draw(st.booleans())
+    assert read(name, [text], streamed) == read(name, pieces, streamed) == read(name, text, streamed)
+
+
+@pytest.mark.parametrize("name", TEMPLATES)
+def test_a_call_of_every_known_template_is_read(name):
+    content, calls, _ = read(name, CALLS[name].rstrip("; "))
+    assert content == ""
+    assert [(called, json.loads(arguments)["x"]) for called, arguments in calls] == [("f", 1)]
+
+
+# ---- what RE2 cannot express
+
+
+@pytest.mark.parametrize(
+    ("field", "change"),
+    [
+        ("tool_calls", {"open_pattern": r"(?P<mark><+)call(?P=mark)"}),
+        ("tool_calls", {"open_pattern": r"(?<=\n)<call>"}),
+        ("tool_calls", {"open_pattern": r"\b<call>"}),
+        ("tool_calls", {"open_pattern": r"\s*"}),
+        ("tool_calls", {"open_pattern": "(?i)<call>"}),
+        ("tool_calls", {"open_pattern": "(?=<call>)", "close_pattern": "(?=<call>)"}),
+        ("tool_calls", {"open": "<call>", "content": "kv-lines"}),
+        ("tool_calls", {"open": "<a>", "content": "xml-inline", "content_args": {"tag_pattern": r"<(?P<key>a)\1>"}}),
+        ("thinking", {"open_pattern": "(?<!x)<think>", "close": "</think>"}),
+    ],
+)
+def test_a_field_that_cannot_be_read_in_linear_time_is_left_out_and_the_log_says_why(field, change, caplog):
+    call = {"transform": {"type": "function", "function": "{content}"}} if field == "tool_calls" else {}
+    known = load_response_template({"start_anchor": "assistant:", "fields": {field: change | call, "content": {}}})
+    with caplog.at_level(logging.WARNING, "ray.serve"):
+        assert set(formats._linear(known).fields) == {"content"}
+    assert f"the field {field} of the model's response template is left out: " in caplog.text
+
+
+def test_a_model_whose_calls_cannot_be_read_in_linear_time_refuses_tools(tiny, monkeypatch):
+    model = tiny("llama")
+    form = formats.HERMES | {"open_pattern": r"(?<!\\)<tool_call>"}
+    own = {"start_anchor": "assistant:", "fields": {"tool_calls": form, "content": {}}}
+    monkeypatch.setattr(model.tokenizer, "response_template", own, raising=False)
+    with pytest.raises(RequestError) as refused:
+        ChatFormat(model.tokenizer, model.hf).reader("", TOOLS)
+    assert refused.value.field == "tools"
+
+
+def test_a_template_whose_anchor_cannot_be_found_in_linear_time_is_left_out():
+    known = load_response_template({"start_anchor_pattern": r"(?<=\n)assistant:", "fields": {"content": {}}})
+    assert formats._linear(known) is None
+
+
+# ---- beside the marks
+
+
+def test_the_beginning_of_an_answer_is_found_in_one_search(searched):
+    prompt = "<|im_start|>assistant\n" * 500
+    assert begun_answer(template("qwen"), prompt + "<think>") == "<think>"
+    assert searched[0] <= 2 * (len(prompt) + 100)
+    assert begun_answer(template("qwen"), "no anchor") == ""
+
+
+@pytest.mark.parametrize("text", ['<|"|>' * 4001, "<parameter=x>" + " " * 8000, "<parameter=x>" * 2000])
+def test_arguments_that_never_end_are_searched_once(text, searched):
+    contents = [
+        ("json", {"unquoted_keys": True, "string_delims": [['<|"|>', '<|"|>'], ["<<", ">>"]], "allow_non_json": True}),
+        ("xml-inline", TEMPLATES["tagged"]["fields"]["tool_calls"]["content_args"]),
+    ]
+    for content, args in contents:
+        parsed(text, content, args)
+    assert searched[0] <= 4 * len(text)
+
+
+def test_a_call_has_a_bounded_number_of_arguments():
+    call = CALLS["tagged"].replace("<parameter=x> 1 </parameter>", "<parameter=x> 1 </parameter>" * 257)
+    assert read("tagged", [call]) == (call, [], "")
+
+
+def test_whitespace_between_thoughts_is_joined_once():
+    trimmed = Trimmed()
+    assert [trimmed.add(text) for text in ["  ", "a", *" " * 1000, "b ", " "]][-3:] == ["", " " * 1000 + "b", ""]
+
+
+@pytest.mark.parametrize("kind", ["half a character", "special"])
+def test_tokens_that_are_no_text_are_not_decoded_again_and_again(byte_tokenizer, kind, monkeypatch):
+    """The tokenizer's stream decodes all that it holds back with each token: it must not hold back much."""
+    token = 0xE2 if kind == "half a character" else byte_tokenizer.eos_token_id
+    text, told = TextStream(byte_tokenizer), []
+    for number in range(500):
+        told.append(text.add(token))
+        assert len(text._waiting) < 32, number
+    told.append(text.close([token] * 500))
+    assert "".join(told) == byte_tokenizer.decode([token] * 500, skip_special_tokens=True)
+
+
+def test_text_behind_tokens_that_are_no_text_comes_whole(byte_tokenizer):
+    tokens = [*b"a", *[byte_tokenizer.eos_token_id] * 40, *b" b"]
+    text = TextStream(byte_tokenizer)
+    assert "".join(map(text.add, tokens)) + text.close(tokens) == "a b"
