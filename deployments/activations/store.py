@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Any
 
 import ray
 
+from deployments.activations.downloads import IDLE_S, Choice, Found
 from deployments.activations.facts import StoredPoint, StoredRun, StoreError, store_name
 from deployments.activations.failures import explain
 from deployments.activations.filters import EVERYTHING, Filter
@@ -19,12 +20,14 @@ from deployments.activations.interventions import TokenChoice
 from deployments.activations.keeps_files import KeepsFiles
 from deployments.activations.retention import Retention
 from deployments.activations.taking import NAMESPACE, TakesRuns, mark, node_writers
+from deployments.errors import RequestError
 
 if TYPE_CHECKING:
     from deployments.activations.entries import Entry, StoredFile
     from deployments.activations.objects import AnyRoot
     from deployments.activations.writer import Writer
 
+MOST_WAITING = 64  # requests for pages that are not answered yet
 _HOLD_S = 30.0  # for which a node's writer is waited for
 
 logger = logging.getLogger(__name__)
@@ -83,7 +86,8 @@ class ActivationStore(TakesRuns, KeepsFiles):
         self._rows_pool = ThreadPoolExecutor(2, thread_name_prefix="stored-rows")  # what they read is in memory at once
         self._readings = Readings(self._catalogue, resolved)
         self._pins = Pins(resolved)
-        self._data_pool = ThreadPoolExecutor(2, thread_name_prefix="downloads")
+        self._data_pool = ThreadPoolExecutor(2, thread_name_prefix="downloads")  # as many pages are in memory at once
+        self._waiting = 0
         self._keep_files(files)
         self._room = Room(resolved, lambda session_id, size: self._writing().check_quotas(session_id, size))
         self._room_pool = ThreadPoolExecutor(1, thread_name_prefix="room")  # one tries the disk at a time
@@ -162,37 +166,36 @@ class ActivationStore(TakesRuns, KeepsFiles):
         except OSError as error:
             raise explain(self._root, error) from error
 
-    async def begin_data(
-        self, session_id: str, runs: Sequence[str] | None, points: Sequence[str] | None, format: str
-    ) -> tuple[str, int] | None:
-        """Begin to hand over a session's data, as `Readings.begin`; None if there is no such session.
-
-        Returns:
-            The key that `more_data` and `end_data` take, and the number of bytes to come.
+    async def find_data(self, choice: Choice) -> Found | None:
+        """What a download would be, as `Readings.find`; None if there is no such session.
 
         Raises:
-            RequestError: There is no such run or point, too much for one file, or no room for more at once.
+            RequestError: There is no such run or point, too much for one file, or too many wait for pages.
             StoreError: The disk refuses.
         """
-        return await self._reading(self._readings.begin, session_id, runs, points, format)  # type: ignore[no-any-return]
+        return await self._reading(self._readings.find, choice)  # type: ignore[no-any-return]
 
-    async def more_data(self, key: str) -> bytes:
-        """The next bytes, at most `readings.PIECE`; nothing at the end.
+    async def data_page(self, choice: Choice, tag: str, first: int, end: int) -> bytes:
+        """A range of a download, as `Readings.page`.
 
         Raises:
-            StoreError: The session was deleted meanwhile, nobody asked for long, or the disk refuses.
+            RequestError: 412, the session holds something else by now; or too many wait for pages.
+            StoreError: The disk refuses, or a file is not what it was.
         """
-        return await self._reading(self._readings.more, key)  # type: ignore[no-any-return]
-
-    async def end_data(self, key: str) -> None:
-        """Give up what is left to hand over; may come at any time."""
-        self._readings.end(key)
+        return await self._reading(self._readings.page, choice, tag, first, end)  # type: ignore[no-any-return]
 
     async def _reading(self, read: Callable[..., Any], *args: Any) -> Any:
+        if self._waiting >= MOST_WAITING:
+            raise RequestError(f"{MOST_WAITING} pages are waited for already; try again", None, "server_busy", 429)
+        loop = asyncio.get_running_loop()
+        self._waiting += 1
         try:
-            return await asyncio.get_running_loop().run_in_executor(self._data_pool, read, *args)
+            return await loop.run_in_executor(self._data_pool, read, *args)
         except OSError as error:
             raise explain(self._root, error) from error
+        finally:
+            self._waiting -= 1
+            loop.call_later(IDLE_S, self._readings.sweep)
 
     async def delete(self, session_id: str) -> bool:
         """Delete a session: true when its files are gone, false if there was none.
