@@ -15,6 +15,7 @@ from fastapi.responses import JSONResponse, PlainTextResponse, Response, Streami
 import serve_app.described as described
 import serve_app.remote as remote
 from deployments import __version__
+from deployments.activations.downloads import Choice
 from deployments.activations.facts import check_session_id
 from deployments.activations.filters import Filter, tag_pairs
 from deployments.errors import RequestError
@@ -28,6 +29,7 @@ from serve_app.errors import HEADERS, install
 from serve_app.guard import BEARER, AdminOnly, Guard, Sender
 from serve_app.keys import Keys
 from serve_app.middleware import TENSORS, Gate
+from serve_app.ranges import Ranged, page
 from serve_app.schemas import ChatRequest, CompletionRequest, Generation, ProfileBody
 from serve_app.token_schemas import DetokenizeRequest, TokenizeRequest
 from serve_app.wire_models import LoadRequest, UnloadRequest
@@ -193,30 +195,30 @@ async def runs(
 async def session(
     session_id: SessionId,
     backend: Actors,
-    limit: Annotated[int | None, Query(ge=1, le=1000, description="Of its runs; by default all.")] = None,
+    limit: Annotated[int, Query(ge=1, le=1000, description="Of its runs.")] = 100,
     after: Annotated[str | None, Query(description="The run behind which they begin.")] = None,
 ) -> dict[str, Any]:
     """One session: its runs, the oldest first, their points and shapes, and its files."""
     return await backend.session(session_id, limit, after)
 
 
+@activations.head("/session/{session_id}/data", include_in_schema=False)
 @activations.get("/session/{session_id}/data", response_class=Response, responses=described.DATA | errors(404, 429))
 async def session_data(
     session_id: SessionId,
     backend: Actors,
+    asked: Ranged,
     run: Annotated[
         list[str] | None, Query(description="Ids of runs, repeated or apart by commas; all by default.")
     ] = None,
     points: Annotated[list[str] | None, Query(description="Names of points, likewise; all by default.")] = None,
     format: DataFormat = "arrow",
 ) -> Response:
-    """Download stored runs: an Arrow IPC stream, or a file of named tensors."""
-    data = await backend.data(session_id, _apart(run, "run"), _apart(points, "points"), format)
+    """Download stored runs page by page: an Arrow IPC stream, or a file of named tensors."""
+    data = await backend.data(Choice(session_id, _apart(run, "run"), _apart(points, "points"), format))
     name = f"{session_id}.{'arrows' if format == 'arrow' else format}"
-    # Who gets less than the length says knows that it was cut off, whatever the format.
-    headers = {"Content-Length": str(data.length), "Content-Disposition": f'attachment; filename="{name}"'}
     kind = described.ARROW if format == "arrow" else BYTES
-    return StreamingResponse(_closed(data.pieces), media_type=kind, headers=headers)
+    return await page(asked, data, kind, {"Content-Disposition": f'attachment; filename="{name}"'})
 
 
 @activations.delete(
@@ -260,10 +262,11 @@ async def tensor_files(
     return _page(await backend.tensor_files(limit + 1, after), limit)
 
 
+@tensors.head("/{tensor_id}", include_in_schema=False)
 @tensors.get("/{tensor_id}", response_class=Response, responses=described.TENSOR_FILE | errors(404))
-async def tensor_file(tensor_id: str, backend: Actors) -> Response:
-    """A tensor file, as it was sent."""
-    return Response(await backend.tensor_file(tensor_id), media_type=BYTES)
+async def tensor_file(tensor_id: str, backend: Actors, asked: Ranged) -> Response:
+    """A tensor file page by page, as it was sent."""
+    return await page(asked, await backend.tensor_file(tensor_id), BYTES)
 
 
 @tensors.delete("/{tensor_id}", dependencies=[AdminOnly], responses=described.TENSORS_DELETED | errors(403, 404))
@@ -320,21 +323,14 @@ def _checked(session_id: str, field: str) -> str:
         raise RequestError(str(error), field) from error
 
 
-def _apart(values: list[str] | None, field: str) -> list[str] | None:
+def _apart(values: list[str] | None, field: str) -> tuple[str, ...] | None:
     """What a repeated field or commas set apart; None where the field is left out."""
     if values is None:
         return None
-    parts = [part for value in values for part in value.split(",")]
+    parts = tuple(part for value in values for part in value.split(","))
     if not all(parts):
         raise RequestError("a name is empty: leave the field out for all", field)
     return parts
-
-
-async def _closed(pieces: AsyncGenerator[bytes]) -> AsyncIterator[bytes]:
-    """Pass on a download; end its reading when the client's does."""
-    async with contextlib.aclosing(pieces):
-        async for piece in pieces:
-            yield piece
 
 
 def _page(found: list[dict[str, Any]], limit: int) -> dict[str, Any]:
@@ -416,7 +412,7 @@ def build_api(backend: Backend, options: Options, keys: Keys) -> FastAPI:
             allow_origins=options.cors_origins,
             allow_methods=["*"],
             allow_headers=["*"],
-            expose_headers=["X-Request-Id", "Retry-After", PROFILE],
+            expose_headers=["X-Request-Id", "Retry-After", "Accept-Ranges", "Content-Range", "ETag", PROFILE],
         )
     install(api)
     api.include_router(open_to_all)

@@ -49,13 +49,19 @@ class KeepsFiles:
         """
         return await asyncio.get_running_loop().run_in_executor(self._files_pool, self._tensors.put, data, most)
 
-    async def tensor_file(self, tensor_id: str) -> bytes | None:
-        """A tensor file as it was sent; None if there is none. `tensors.pick` finds a tensor in it.
+    async def tensor_file(self, tensor_id: str, first: int = 0, end: int | None = None) -> bytes | None:
+        """A tensor file as it was sent, or its bytes from `first` to `end`; None if there is none.
+
+        `tensors.pick` finds a tensor in a whole one.
 
         Raises:
             StoreError: The disk refuses.
         """
-        return await asyncio.to_thread(self._tensors.read, tensor_id)
+        return await asyncio.to_thread(self._tensors.read, tensor_id, first, end)
+
+    async def tensor_file_bytes(self, tensor_id: str) -> int | None:
+        """How many bytes a tensor file has; None if there is none."""
+        return self._tensors.size(tensor_id)
 
     async def delete_tensors(self, tensor_id: str) -> bool:
         """Delete a tensor file: true when it is gone, false if there was none.

@@ -100,8 +100,13 @@ class TensorFiles:
             self._files[tensor_id] = file
         return _summary(tensor_id, file)
 
-    def read(self, tensor_id: str) -> bytes | None:
-        """A file as it was sent; None if there is none.
+    def size(self, tensor_id: str) -> int | None:
+        """A file's bytes; None if there is none."""
+        with self._lock:
+            return self._files[tensor_id].bytes if tensor_id in self._files else None
+
+    def read(self, tensor_id: str, first: int = 0, end: int | None = None) -> bytes | None:
+        """A file as it was sent, or its bytes from `first` to `end`; None if there is none.
 
         Raises:
             StoreError: The disk refuses.
@@ -110,7 +115,9 @@ class TensorFiles:
             if tensor_id not in self._files:
                 return None
         try:
-            return self._path(tensor_id).read_bytes()
+            with self._path(tensor_id).open("rb") as file:
+                file.seek(first)
+                return file.read(-1 if end is None else end - first)
         except FileNotFoundError:
             return None
         except OSError as error:

@@ -46,9 +46,7 @@ def put(writer: Writer, made) -> None:
 
 def taken(found: Readings, choice: Choice, page: int = 1 << 20) -> bytes:
     tag, length = found.find(choice)
-    return b"".join(
-        found.page(choice, tag, first, min(first + page, length)) for first in range(0, length, page)
-    )
+    return b"".join(found.page(choice, tag, first, min(first + page, length)) for first in range(0, length, page))
 
 
 @pytest.fixture(scope="module")
@@ -72,8 +70,8 @@ def mixed(make, tmp_path_factory):
 def test_pages_of_any_sizes_in_any_order_join_to_the_whole_file(mixed, format, data):
     root, found = mixed
     files = shards(root, "session")
-    encode = lambda: as_arrow(files, Wanted()) if format == "arrow" else ENCODERS[format](tensors(select(files, Wanted()), True))  # noqa: E731, E501
-    whole = b"".join(encode().read())
+    named = () if format == "arrow" else tensors(select(files, Wanted()), prefixed=True)
+    whole = b"".join((ENCODERS[format](named) if named else as_arrow(files, Wanted())).read())
     choice = Choice("session", None, None, format)
     if data.draw(st.booleans(), "planned anew"):
         found = Readings(found._catalogue, root)
@@ -96,7 +94,9 @@ def test_a_page_reads_no_other_run(mixed, monkeypatch):
     choice = Choice("session")
     tag, length = found.find(choice)
     read = []
-    monkeypatch.setattr("deployments.activations.encodings.select", lambda files, wanted: read.append(wanted) or select(files, wanted))
+    monkeypatch.setattr(
+        "deployments.activations.encodings.select", lambda files, wanted: read.append(wanted) or select(files, wanted)
+    )
     found.page(choice, tag, 3000, 3001)
     assert [len(wanted.runs) for wanted in read] == [1]
 
@@ -174,7 +174,12 @@ def test_a_file_that_shrinks_is_an_error(store, tmp_path):
 
 def test_choices_that_differ_have_tags_that_do(store):
     _, found = store
-    choices = [Choice("session", runs, points, format) for runs in (None, ("r0",), ("r1",)) for points in (None, ("layers.0.output",)) for format in FORMATS]  # noqa: E501
+    choices = [
+        Choice("session", runs, points, format)
+        for runs in (None, ("r0",), ("r1",))
+        for points in (None, ("layers.0.output",))
+        for format in FORMATS
+    ]
     assert len({found.find(choice).tag for choice in choices}) == len(choices)
 
 
