@@ -28,6 +28,7 @@ from serve_app.described import Described, errors
 from serve_app.errors import HEADERS, install
 from serve_app.guard import BEARER, AdminOnly, Guard, Sender
 from serve_app.keys import Keys
+from serve_app.listing import fitting
 from serve_app.middleware import TENSORS, Gate
 from serve_app.ranges import Ranged, page
 from serve_app.schemas import ChatRequest, CompletionRequest, Generation, ProfileBody
@@ -335,7 +336,8 @@ def _apart(values: list[str] | None, field: str) -> tuple[str, ...] | None:
 
 def _page(found: list[dict[str, Any]], limit: int) -> dict[str, Any]:
     """A list of at most so many, of which one more was looked for."""
-    return {"object": "list", "data": found[:limit], "has_more": len(found) > limit}
+    some, has_more = fitting(found, limit)
+    return {"object": "list", "data": some, "has_more": has_more}
 
 
 async def _job(body: Generation, request: Request, backend: Backend, **own: Any) -> Job:

@@ -19,6 +19,7 @@ from serve_app.asking import answered, stored
 from serve_app.code_jobs import CodeJobs
 from serve_app.errors import ApiError
 from serve_app.exposition import merge
+from serve_app.listing import fitting
 from serve_app.loading import Loader
 from serve_app.models import Models
 from serve_app.profiles import Profiles
@@ -80,8 +81,8 @@ class Backend:
         found: dict[str, Any] | None = await stored(self._store.session.remote(session_id, limit + 1, after))
         if found is None:
             raise _no_session(session_id)
-        runs = found["runs"]
-        return found | {"runs": runs[:limit], "has_more": len(runs) > limit}
+        runs, has_more = fitting(found["runs"], limit)
+        return found | {"runs": runs, "has_more": has_more}
 
     async def delete_session(self, session_id: str) -> None:
         """Delete a session; its files are gone when it returns.

@@ -17,6 +17,7 @@ from deployments.activations.downloads import changed
 from serve_app.errors import ApiError
 
 PAGE_BYTES = 8 << 20
+_PIECE_BYTES = 1 << 20
 _ONE_RANGE = re.compile(r"bytes=[ \t]*(\d{0,18})-(\d{0,18})[ \t]*", re.ASCII | re.IGNORECASE)
 
 
@@ -94,7 +95,8 @@ def _body(data: bytes, status: int, headers: dict[str, str], media_type: str) ->
     """An answer that ends when the client has read it: till then no other request of its connection is begun."""
 
     async def pieces() -> AsyncIterator[bytes]:
-        yield data  # a message of its own; the empty one behind it waits for the client
+        for first in range(0, len(data), _PIECE_BYTES):  # the proxy copies one of them at a time, and not the whole
+            yield data[first : first + _PIECE_BYTES]
 
     return StreamingResponse(pieces(), status, headers | {"Content-Length": str(len(data))}, media_type)
 

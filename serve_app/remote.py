@@ -15,7 +15,7 @@ from typing import Annotated, Any
 from urllib.parse import urlsplit
 
 from fastapi import APIRouter, Depends, File, Form, UploadFile, WebSocket
-from fastapi.responses import Response
+from fastapi.responses import Response, StreamingResponse
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
 from starlette.requests import HTTPConnection
 from starlette.websockets import WebSocketDisconnect
@@ -95,7 +95,10 @@ async def response(job_id: str, connection: HTTPConnection, jobs: Jobs) -> dict[
 @router.get("/response/{job_id}/result", response_class=Response, responses=described.RESULT | errors(404))
 async def result(job_id: str, token: str, jobs: Jobs) -> Response:
     """A finished job's saved values, for `torch.load`, compressed where the job was; the token is its key."""
-    return Response(await jobs.result(job_id, token), media_type=BYTES)
+    length, pieces = await jobs.result(job_id, token)
+    # nnsight's clients ask for no ranges. A client that closes the connection behind the result is known to have it.
+    headers = {"Content-Length": str(length), "Connection": "close"}
+    return StreamingResponse(pieces, media_type=BYTES, headers=headers)
 
 
 @router.get("/status", responses=described.STATUS)

@@ -41,19 +41,17 @@ def large(served):
 
 
 @pytest.fixture(scope="module")
-def processes(served):
-    """Serve's proxy, the ingress and the store."""
+def processes(served, large):
+    """Serve's proxy, the ingress and the store, and how much memory each has before."""
     store = connect(str(served.home / "activations"))
     found = {"store": psutil.Process(ray.get(store.__ray_call__.remote(lambda _: os.getpid())))}
     for process in psutil.process_iter():
         with contextlib.suppress(psutil.Error):
-            title = process.cmdline()[0] if process.cmdline() else ""
-            print(title, process.pid) if "ray::" in title else None
-            if title.startswith("ray::ProxyActor"):
-                found["proxy"] = process
-            if "Ingress" in title:
-                found["ingress"] = process
-    return found
+            for name, title in {"proxy": "ray::ProxyActor", "ingress": "ray::ServeReplica:default:Ingress"}.items():
+                if "".join(process.cmdline()).startswith(title):
+                    found[name] = process
+    httpx.get(f"{served.root}/health", timeout=60)
+    return {process: memory(process) for process in found.values()}
 
 
 @contextlib.contextmanager
@@ -84,7 +82,6 @@ def memory(process: psutil.Process) -> int:
 
 @pytest.mark.parametrize("times", [1, 8])
 def test_forty_stalled_readers_cost_little_and_others_are_served(served, large, processes, times):
-    before = {name: memory(process) for name, process in processes.items()}
     with stalled(served.root, ASK.format(path=large) * times):
         for page in range(20):
             first = page * PAGE_BYTES
@@ -92,6 +89,6 @@ def test_forty_stalled_readers_cost_little_and_others_are_served(served, large, 
             answer = httpx.get(f"{served.root}{large}", headers=asked, timeout=60)
             assert (answer.status_code, len(answer.content)) == (206, PAGE_BYTES)
             assert httpx.get(f"{served.root}/health", timeout=60).status_code == 200
-            after = {name: memory(process) - before[name] for name, process in processes.items()}
-            print({name: f"{size / 2**20:.0f} MiB" for name, size in after.items()})
-            assert all(size < MOST_BYTES for size in after.values()), after
+            grown = {process.name(): memory(process) - before for process, before in processes.items()}
+            assert all(size < MOST_BYTES for size in grown.values()), grown
+            print({name: f"{size / 2**20:.0f} MiB" for name, size in grown.items()})
