@@ -18,6 +18,8 @@ import torch
 from deployments.activations.facts import RunFacts, ShardFacts
 from deployments.activations.schema import to_batch
 from deployments.activations.store import connect
+from deployments.client_code.board import connect as board
+from deployments.client_code.job import Update
 from serve_app.ranges import PAGE_BYTES
 
 READERS = 40
@@ -92,3 +94,31 @@ def test_forty_stalled_readers_cost_little_and_others_are_served(served, large, 
             grown = {process.name(): memory(process) - before for process, before in processes.items()}
             assert all(size < MOST_BYTES for size in grown.values()), grown
             print({name: f"{size / 2**20:.0f} MiB" for name, size in grown.items()})
+
+
+@pytest.fixture(scope="module")
+def result(beside):
+    """`result(size)`: the address of a finished job's result of so many bytes."""
+    with beside("stalled", "allow_client_code=true") as root:
+
+        def put(size: int) -> str:
+            jobs = board()
+            job = ray.get(jobs.open.remote(None))
+            ray.get(jobs.tell.remote([Update(job, "COMPLETED")], [bytes(size)]))
+            _, token = ray.get(jobs.latest.remote(job))
+            return f"{root}/response/{job}/result?token={token}"
+
+        yield put
+
+
+def test_forty_stalled_readers_of_nnsights_results_cost_little_and_give_their_places_back(served, processes, result):
+    large, small = result(32 << 20), result(1 << 20)
+    asked = f"GET {large.removeprefix(served.root)} HTTP/1.1\r\nHost: 127.0.0.1\r\n\r\n"
+    with stalled(served.root, asked):
+        for _ in range(30):
+            assert len(httpx.get(small, timeout=60).content) == 1 << 20
+            grown = {process.name(): memory(process) - before for process, before in processes.items()}
+            assert all(size < MOST_BYTES for size in grown.values()), grown
+        print({name: f"{size / 2**20:.0f} MiB" for name, size in grown.items()})
+    for _ in range(20):  # whoever has read a result, or has gone, holds up nobody
+        assert len(httpx.get(large, timeout=60).content) == 32 << 20
