@@ -12,12 +12,13 @@ from urllib.request import getproxies, proxy_bypass
 import aiohttp
 import httpx
 
+from deployments.activations.paging import NoPageError, Paging
 from deployments.options import fits_header
 from evals.answers import Kind, asked_wait_s, error_of, kind_of, knows_no_max_tokens, message_of
 from evals.config import EvalError
 from evals.outage import Clock, Outage
 
-TOLD = ("Content-Type", "Retry-After")  # headers that anything hangs on
+TOLD = ("Content-Type", "Retry-After", "Content-Range", "ETag")  # headers that anything hangs on
 LONGEST_WAIT = 30.0  # seconds between two attempts, unless the server names a time
 DOUBLINGS = 8  # of the waits between attempts, more than any needs to be its longest
 MOMENT = 0.01  # seconds after the end of an outage at which it is surely over
@@ -125,16 +126,23 @@ class ChatClient:
         return {self._limit if name == "max_tokens" else name: value for name, value in body.items()}
 
     async def download(self, path: str, params: dict[str, Any]) -> bytes:
-        """The body that a route below `/v1` answers, held in memory; tried again as `chat` is.
+        """What a route below `/v1` sends in pages, held in memory; each page is tried again as `chat` is.
 
         Args:
             path: below `/v1`, without a slash before it.
             params: of the query.
 
         Raises:
-            RequestFailed: as of `chat`.
+            RequestFailed: as of `chat`; or it is not sent in pages, or changed between two.
         """
-        return (await self._send("GET", path, params=params)).content
+        body, paging = bytearray(), Paging()
+        while not paging.is_whole:
+            page = await self._send("GET", path, params=params, headers=paging.headers)
+            try:
+                body += paging.take(page.headers, page.content)
+            except NoPageError as error:
+                raise RequestFailed(str(error)) from error
+        return bytes(body)
 
     async def _send(self, method: str, path: str, **given: Any) -> httpx.Response:
         failures = misses = renewals = 0  # what counts as retries, what does not, and outages that it made longer

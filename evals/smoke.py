@@ -15,6 +15,7 @@ from zipfile import BadZipFile
 import httpx
 import numpy as np
 
+from deployments.activations.paging import Paging
 from evals.activations_meta import points_of, shape_of, why_not_stored
 from evals.client import headers
 from evals.config import Config, EvalError
@@ -104,9 +105,14 @@ def _listed(client: httpx.Client, where: str, run: dict[str, Any]) -> str:
 
 def _read_back(client: httpx.Client, where: str, run: dict[str, Any]) -> str:
     """Every point has the shape that the answer named, and values that are numbers."""
-    answer = _ok(client.get(f"{where}/data", params={"run": run["run_id"], "format": "npz"}))
+    asked = {"run": run["run_id"], "format": "npz"}
+    file, paging = io.BytesIO(), Paging()
+    while not paging.is_whole:
+        page = _ok(client.get(f"{where}/data", params=asked, headers=paging.headers))
+        file.write(paging.take(page.headers, page.content))
     total = 0
-    with np.load(io.BytesIO(answer.content)) as arrays:
+    file.seek(0)
+    with np.load(file) as arrays:
         for name, point in points_of(run).items():
             values, said = arrays[name], shape_of(point)
             # An axis that grows is as wide as the last token sees: all of them.
@@ -115,7 +121,7 @@ def _read_back(client: httpx.Client, where: str, run: dict[str, Any]) -> str:
             if not np.isfinite(values).all():
                 raise EvalError(f"{name} holds values that are no finite numbers")
             total += values.size
-    return f"{total:,} values, {len(answer.content):,} bytes"
+    return f"{total:,} values, {paging.length:,} bytes"
 
 
 def _deleted(client: httpx.Client, where: str) -> str:

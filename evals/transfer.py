@@ -13,7 +13,7 @@ import httpx
 from tqdm import tqdm
 
 from deployments.activations.facts import check_session_id
-from deployments.activations.pulling import PullError, pull
+from deployments.activations.pulling import ChangedError, PullError, pull
 from evals.answers import Kind, asked_wait_s, kind_of
 from evals.client import LONGEST_LOOK, api_key, headers, is_absent
 from evals.config import EvalError
@@ -26,6 +26,7 @@ PIECE = ".piece"  # what is on its way
 PIECE_BYTES = 256 << 20  # of stored runs, about: the most that an interruption loses
 PIECE_RUNS = 250  # whose ids an address has room for
 PAGE = 1000  # runs that the server lists at once
+ANEW = 3  # times that a piece is begun again because the server's files changed
 
 _T = TypeVar("_T")
 
@@ -125,7 +126,7 @@ def transfer(
         with tqdm(total=len(missing), desc="activations", unit="run", disable=_hidden(progress)) as bar:
             for first in range(0, len(missing), many):
                 some = missing[first : first + many]
-                patiently(partial(_fetch, base_url, session_id, some, unfinished, folder))
+                _fetch(base_url, session_id, some, unfinished, folder, patiently)
                 bar.update(len(some))
         there = transferred_runs(directory, session_id)
         if lacking := [run_id for run_id in listed if run_id not in there]:
@@ -191,9 +192,19 @@ def _page(http: httpx.Client, url: str, params: dict[str, Any]) -> dict[str, Any
     return page
 
 
-def _fetch(base_url: str, session_id: str, some: Sequence[str], unfinished: Path, folder: Path) -> None:
-    """Pulls some runs; their files join the others once they are whole."""
-    pulled = pull(base_url, session_id, unfinished, runs=some, api_key=api_key(), progress=False)
+def _fetch(
+    base_url: str, session_id: str, some: Sequence[str], unfinished: Path, folder: Path, patiently: Patience
+) -> None:
+    """Pulls some runs, anew where they moved meanwhile; their files join the others once they are whole."""
+    for left in reversed(range(ANEW + 1)):
+        try:
+            pulled = pull(
+                base_url, session_id, unfinished, runs=some, api_key=api_key(), progress=False, patiently=patiently
+            )
+            break
+        except ChangedError:
+            if not left:
+                raise
     for file in sorted(pulled.iterdir()):
         file.rename(folder / next(_free(folder)))
     pulled.rmdir()

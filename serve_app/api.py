@@ -17,6 +17,7 @@ import serve_app.documentation as documentation
 import serve_app.remote as remote
 from deployments import __version__
 from deployments.activations.accounts import Account
+from deployments.activations.downloads import Choice
 from deployments.activations.facts import check_session_id
 from deployments.activations.filters import Filter, tag_pairs
 from deployments.errors import RequestError
@@ -30,7 +31,9 @@ from serve_app.described import Described, errors
 from serve_app.errors import HEADERS, install
 from serve_app.guard import BEARER, AdminOnly, Guard
 from serve_app.keys import Keys
+from serve_app.listing import fitting
 from serve_app.middleware import BYTES, TENSORS, BodyLimits, RequestIds
+from serve_app.ranges import Ranged, page
 from serve_app.schemas import ChatRequest, CompletionRequest, Generation, ProfileBody
 from serve_app.token_schemas import DetokenizeRequest, TokenizeRequest
 from serve_app.wire_models import LoadRequest, UnloadRequest
@@ -217,18 +220,20 @@ async def session(
     session_id: SessionId,
     backend: Actors,
     who: Who,
-    limit: Annotated[int | None, Query(ge=1, le=1000, description="Of its runs; by default all.")] = None,
+    limit: Annotated[int, Query(ge=1, le=1000, description="Of its runs.")] = 100,
     after: Annotated[Id | None, Query(description="The run behind which they begin.")] = None,
 ) -> dict[str, Any]:
     """One session: its runs, the oldest first, their points and shapes, and its files."""
     return await backend.session(who, session_id, limit, after)
 
 
+@activations.head("/session/{session_id}/data", include_in_schema=False)
 @activations.get("/session/{session_id}/data", response_class=Response, responses=described.DATA | errors(404, 429))
 async def session_data(
     session_id: SessionId,
     backend: Actors,
     who: Who,
+    asked: Ranged,
     run: Annotated[
         list[Names] | None,
         Query(description="Ids of runs, repeated or apart by commas; all by default.", max_length=MOST_NAMES),
@@ -238,13 +243,11 @@ async def session_data(
     ] = None,
     format: DataFormat = "arrow",
 ) -> Response:
-    """Download stored runs: an Arrow IPC stream, or a file of named tensors."""
-    data = await backend.data(who, session_id, _apart(run, "run"), _apart(points, "points"), format)
+    """Download stored runs page by page: an Arrow IPC stream, or a file of named tensors."""
+    data = await backend.data(who, Choice(session_id, _apart(run, "run"), _apart(points, "points"), format))
     name = f"{session_id}.{'arrows' if format == 'arrow' else format}"
-    # Who gets less than the length says knows that it was cut off, whatever the format.
-    headers = {"Content-Length": str(data.length), "Content-Disposition": f'attachment; filename="{name}"'}
     kind = described.ARROW if format == "arrow" else BYTES
-    return StreamingResponse(_closed(data.pieces), media_type=kind, headers=headers)
+    return await page(asked, data, kind, {"Content-Disposition": f'attachment; filename="{name}"'})
 
 
 @activations.delete("/session/{session_id}", responses=described.DELETED | described.IS_PINNED | errors(404))
@@ -296,10 +299,11 @@ async def tensor_files(
     return _page(await backend.tensor_files(who, limit + 1, after), limit)
 
 
+@tensors.head("/{tensor_id}", include_in_schema=False)
 @tensors.get("/{tensor_id}", response_class=Response, responses=described.TENSOR_FILE | errors(404))
-async def tensor_file(tensor_id: PathId, backend: Actors, who: Who) -> Response:
-    """A tensor file, as it was sent."""
-    return Response(await backend.tensor_file(who, tensor_id), media_type=BYTES)
+async def tensor_file(tensor_id: PathId, backend: Actors, who: Who, asked: Ranged) -> Response:
+    """A tensor file page by page, as it was sent."""
+    return await page(asked, await backend.tensor_file(who, tensor_id), BYTES)
 
 
 @tensors.delete("/{tensor_id}", responses=described.TENSORS_DELETED | errors(404))
@@ -359,11 +363,11 @@ def _checked(session_id: str, field: str) -> str:
         raise RequestError(str(error), field) from error
 
 
-def _apart(values: list[str] | None, field: str) -> list[str] | None:
+def _apart(values: list[str] | None, field: str) -> tuple[str, ...] | None:
     """What a repeated field or commas set apart; None where the field is left out."""
     if values is None:
         return None
-    parts = [part for value in values for part in value.split(",")]
+    parts = tuple(part for value in values for part in value.split(","))
     if not all(parts):
         raise RequestError("a name is empty: leave the field out for all", field)
     if len(parts) > MOST_NAMES:
@@ -371,16 +375,10 @@ def _apart(values: list[str] | None, field: str) -> list[str] | None:
     return parts
 
 
-async def _closed(pieces: AsyncGenerator[bytes]) -> AsyncIterator[bytes]:
-    """Pass on a download; end its reading when the client's does."""
-    async with contextlib.aclosing(pieces):
-        async for piece in pieces:
-            yield piece
-
-
 def _page(found: list[dict[str, Any]], limit: int) -> dict[str, Any]:
     """A list of at most so many, of which one more was looked for."""
-    return {"object": "list", "data": found[:limit], "has_more": len(found) > limit}
+    some, has_more = fitting(found, limit)
+    return {"object": "list", "data": some, "has_more": has_more}
 
 
 async def _job(body: Generation, request: Request, backend: Backend, who: Account, **own: Any) -> Job:
@@ -465,7 +463,7 @@ def build_api(backend: Backend, options: Options, keys: Keys) -> FastAPI:
             allow_origins=options.cors_origins,
             allow_methods=["*"],
             allow_headers=["*"],
-            expose_headers=["X-Request-Id", "Retry-After", PROFILE],
+            expose_headers=["X-Request-Id", "Retry-After", "Accept-Ranges", "Content-Range", "ETag", PROFILE],
         )
     install(api)
     api.include_router(open_to_all)

@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import asyncio
 import uuid
-from collections.abc import AsyncGenerator, Sequence
 from dataclasses import replace
-from typing import Any, NamedTuple
+from typing import Any
 
 import ray
 
 from deployments.activations.accounts import Account
+from deployments.activations.downloads import Choice, Found
 from deployments.activations.facts import StoreError
 from deployments.activations.filters import Filter
 from deployments.activations.profiles import Profile
@@ -22,23 +22,13 @@ from serve_app.asking import answered, stored
 from serve_app.code_jobs import CodeJobs
 from serve_app.errors import UNAVAILABLE, ApiError
 from serve_app.exposition import Exposition
+from serve_app.listing import fitting
 from serve_app.loading import Loader
 from serve_app.models import Models
 from serve_app.profiles import Profiles
+from serve_app.ranges import Download
 
-PLAN_S = 300.0  # the longest that a download waits until the store has looked through the session's files
-
-
-class Data(NamedTuple):
-    """A download.
-
-    Attributes:
-        length: Its bytes.
-        pieces: Them, in order; closing it ends the reading.
-    """
-
-    length: int
-    pieces: AsyncGenerator[bytes]
+PLAN_S = 300.0  # the longest that a page waits until the store has looked through the session's files
 
 
 class Backend:
@@ -88,20 +78,19 @@ class Backend:
         return await stored(self._store.runs.remote(filter, limit, after, account))  # type: ignore[no-any-return]
 
     async def session(
-        self, account: Account, session_id: str, limit: int | None = None, after: str | None = None
+        self, account: Account, session_id: str, limit: int = 100, after: str | None = None
     ) -> dict[str, Any]:
-        """One session with its runs, of which there may be more than `limit`, and files.
+        """One session with `limit` of its runs and whether there are more, and files.
 
         Raises:
             RequestError: It has no run `after`.
             ApiError: 404; 503.
         """
-        most = None if limit is None else limit + 1
-        found: dict[str, Any] | None = await stored(self._store.session.remote(session_id, most, after, account))
+        found: dict[str, Any] | None = await stored(self._store.session.remote(session_id, limit + 1, after, account))
         if found is None:
             raise _no_session(session_id)
-        runs = found["runs"]
-        return found | {"runs": runs[:limit], "has_more": limit is not None and len(runs) > limit}
+        runs, has_more = fitting(found["runs"], limit)
+        return found | {"runs": runs, "has_more": has_more}
 
     async def delete_session(self, account: Account, session_id: str) -> None:
         """Delete a session; its files are gone when it returns.
@@ -148,43 +137,23 @@ class Backend:
         except (ApiError, StoreError, *UNAVAILABLE) as error:
             return replace(job, unstorable=str(getattr(error, "cause", None) or error))
 
-    async def data(
-        self,
-        account: Account,
-        session_id: str,
-        runs: Sequence[str] | None,
-        points: Sequence[str] | None,
-        format: str,
-    ) -> Data:
-        """What a session holds, as a file of the format.
-
-        Args:
-            account: Who asks.
-            session_id: The session.
-            runs: These runs alone.
-            points: These points alone.
-            format: `arrow`, `safetensors`, `npz` or `pt`.
+    async def data(self, account: Account, choice: Choice) -> Download:
+        """Stored runs as a file.
 
         Raises:
-            RequestError: There is no such run or point, too much for one file, or no room for more at once.
+            RequestError: There is no such run or point, too much for one file, or too many wait for pages.
             ApiError: 404; 503.
         """
-        asked = self._store.begin_data.remote(session_id, runs, points, format, account)
-        begun: tuple[str, int] | None = await answered(asked, "the activation store", PLAN_S)
-        if begun is None:
-            raise _no_session(session_id)
-        key, length = begun
-        return Data(length, self._pieces(key))
+        asked = self._store.find_data.remote(choice, account)
+        found: Found | None = await answered(asked, "the activation store", PLAN_S)
+        if found is None:
+            raise _no_session(choice.session_id)
 
-    async def _pieces(self, key: str) -> AsyncGenerator[bytes]:
-        """A download's bytes; the next piece is read while one is sent, and no more."""
-        try:
-            ahead = self._store.more_data.remote(key)
-            while piece := await stored(ahead):
-                ahead = self._store.more_data.remote(key)
-                yield piece
-        finally:
-            self._store.end_data.remote(key)
+        async def read(first: int, end: int) -> bytes:
+            asked = self._store.data_page.remote(choice, found.tag, first, end, account)
+            return await answered(asked, "the activation store", PLAN_S)  # type: ignore[no-any-return]
+
+        return Download(found.tag, found.length, read)
 
     async def put_tensors(self, account: Account, data: bytes) -> dict[str, Any]:
         """Keep a safetensors file; it is on disk when this returns.
@@ -205,16 +174,23 @@ class Backend:
         """
         return await stored(self._store.tensor_files.remote(limit, after, account))  # type: ignore[no-any-return]
 
-    async def tensor_file(self, account: Account, tensor_id: str) -> bytes:
+    async def tensor_file(self, account: Account, tensor_id: str) -> Download:
         """A tensor file as it was sent.
 
         Raises:
             ApiError: 404; 503.
         """
-        found: bytes | None = await stored(self._store.tensor_file.remote(tensor_id, account))
-        if found is None:
+        length: int | None = await stored(self._store.tensor_file_bytes.remote(tensor_id, account))
+        if length is None:
             raise _no_tensors(tensor_id)
-        return found
+
+        async def read(first: int, end: int) -> bytes:
+            found: bytes | None = await stored(self._store.tensor_file.remote(tensor_id, account, first, end))
+            if found is None:
+                raise _no_tensors(tensor_id)
+            return found
+
+        return Download(tensor_id, length, read)
 
     async def delete_tensors(self, account: Account, tensor_id: str) -> None:
         """Delete a tensor file; it is gone when this returns.

@@ -3,17 +3,20 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Awaitable
+from collections.abc import AsyncGenerator, Awaitable
 from typing import Any
 
 from deployments.activations.accounts import Account
 from deployments.client_code.job import CodeJob, ModelKey, Update
 from deployments.options import Options
 from serve_app.asking import answered
+from serve_app.budget import Budget
 from serve_app.errors import ApiError, render
 from serve_app.models import Models, ServedModel
+from serve_app.ranges import PAGE_BYTES
 
 STAY_S = 10.0  # between signs of a listener's life
+RESULTS_BYTES = 256 << 20  # of larger results that are sent at once; of one that is still larger, one
 BOARD_S = 60.0  # the longest that the board's answer is waited for; a listener's is empty well before
 
 
@@ -31,6 +34,7 @@ class CodeJobs:
         self._models = models
         self._board = board
         self._public_url = options.public_url
+        self._sent_at_once = Budget(RESULTS_BYTES)
         self._sent: set[asyncio.Task[None]] = set()  # asyncio itself holds tasks by weak references
 
     async def send(
@@ -103,16 +107,33 @@ class CodeJobs:
         base = (self._public_url or base_url).rstrip("/")
         return update.told | {"data": f"{base}/response/{job_id}/result?token={token}"}
 
-    async def result(self, job_id: str, token: str) -> bytes:
-        """A finished job's result.
+    async def result(self, job_id: str, token: str) -> tuple[int, AsyncGenerator[bytes]]:
+        """The length of a finished job's result, and its bytes, which wait while others that are large are sent.
 
         Raises:
             ApiError: 404; 503.
         """
-        found: list[bytes] = await _told(self._board.result.remote(job_id, token))
-        if not found:
+        length, begins = await self._piece(job_id, token, 0)
+        return length, self._pieces(job_id, token, length, begins)
+
+    async def _pieces(self, job_id: str, token: str, length: int, piece: bytes) -> AsyncGenerator[bytes]:
+        is_large = length > PAGE_BYTES
+        async with self._sent_at_once.hold(length if is_large else 0):
+            yield piece
+            place = len(piece)
+            while place < length:
+                _, piece = await self._piece(job_id, token, place)
+                yield piece
+                place += len(piece)
+            if is_large:  # Serve's proxy has what the client has not read; when the client goes, this is cancelled
+                await asyncio.Event().wait()
+
+    async def _piece(self, job_id: str, token: str, first: int) -> tuple[int, bytes]:
+        found: tuple[int, bytes] | None
+        found = await _told(self._board.result.remote(job_id, token, first, first + PAGE_BYTES))
+        if found is None:
             raise ApiError(404, "there is no such result (any more)", "job_id", "result_not_found")
-        return found[0]
+        return found
 
 
 async def _told(asked: Awaitable[Any]) -> Any:

@@ -185,15 +185,36 @@ _FILES = [{"uri": _FILE, "bytes": 8832, "sealed": True}]
 SESSION = answers(_SESSION | {"runs": [_RUN], "files": _FILES, "has_more": False})
 SESSIONS = answers({"object": "list", "data": [_SESSION], "has_more": False})
 ARROW = "application/vnd.apache.arrow.stream"
-DATA: Responses = {
-    200: {
-        "description": "The runs; `Content-Length` says how many bytes they are.",
-        "content": {
-            ARROW: {"example": "Arrow IPC streams, of `format=arrow`"},
-            "application/octet-stream": {"example": "a file of the format"},
-        },
+
+
+def _pages(content: dict[str, Any]) -> Responses:
+    """A download that is sent in pages."""
+    own = {"ETag": {"schema": {"type": "string"}, "example": '"5f2b0a71c3d94e6688f1a2b3c4d5e6f7"'}}
+    span = {"Content-Range": {"schema": {"type": "string"}, "example": "bytes 0-8388607/271340544"}}
+    texts = (
+        "it changed since its first page: begin again without If-Match",
+        "it has 271340544 bytes, and an answer has 8388608 at most: ask for pages",
+        "there are 271340544 bytes, and the range begins behind them",
+    )
+    return {
+        200: {"description": "All of it, where that is at most 8 MiB.", "content": content, "headers": own},
+        206: {"description": "A page: the range, or its first 8 MiB.", "content": content, "headers": own | span},
+        **_failure(
+            "The `ETag` is not that of `If-Match` any more.", ApiError(412, texts[0], "If-Match", "download_changed")
+        ),
+        **_failure(
+            "It is larger than 8 MiB, and no `Range` is asked for.", ApiError(413, texts[1], "Range", "range_required")
+        ),
+        **_failure("The range begins behind the end.", ApiError(416, texts[2], "Range", "range_not_satisfiable")),
     }
-}
+
+
+DATA = _pages(
+    {
+        ARROW: {"example": "Arrow IPC streams, of `format=arrow`"},
+        "application/octet-stream": {"example": "a file of the format"},
+    }
+)
 PINNED = answers({"id": "first-steps", "object": "session", "pinned": True})
 UNPINNED = answers({"id": "first-steps", "object": "session", "pinned": False})
 SHARED = answers({"id": "first-steps", "object": "session", "shared": True})
@@ -222,12 +243,7 @@ _TENSORS: dict[str, Any] = {"id": "tensor-5f2b0a71c3d94e6688f1a2b3c4d5e6f7", "by
 _TENSORS |= {"tensors": {"formal": {"shape": [192], "dtype": "float32"}}, "owner": "ann"}  # with API keys
 TENSORS = answers(_TENSORS)
 TENSOR_FILES = answers({"object": "list", "data": [_TENSORS], "has_more": False})
-TENSOR_FILE: Responses = {
-    200: {
-        "description": "The file, as it was sent.",
-        "content": {"application/octet-stream": {"example": "a safetensors file"}},
-    }
-}
+TENSOR_FILE = _pages({"application/octet-stream": {"example": "a safetensors file"}})
 TENSORS_DELETED = answers({"id": _TENSORS["id"], "object": "tensors", "deleted": True})
 
 _PROFILE: dict[str, Any] = {"name": "formal", "object": "intervention_profile", "created": 1763700000.0}

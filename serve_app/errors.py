@@ -41,7 +41,9 @@ TYPES = {
     405: "invalid_request_error",
     409: "invalid_request_error",
     410: "not_found_error",
+    412: "invalid_request_error",
     413: "invalid_request_error",
+    416: "invalid_request_error",
     429: "rate_limit_error",
 }
 
@@ -53,12 +55,20 @@ UNAVAILABLE = (RayError, RayServeException, grpc.aio.AioRpcError)
 class ApiError(Exception):
     """A failure with its HTTP status."""
 
-    def __init__(self, status: int, message: str, param: str | None = None, code: str | None = None) -> None:
+    def __init__(
+        self,
+        status: int,
+        message: str,
+        param: str | None = None,
+        code: str | None = None,
+        headers: dict[str, str] | None = None,
+    ) -> None:
         super().__init__(message)
         self.status = status
         self.message = message
         self.param = param
         self.code = code
+        self.headers = headers or HEADERS.get(status)
 
     @classmethod
     def of(cls, refusal: Refusal) -> ApiError:
@@ -77,7 +87,7 @@ class ApiError(Exception):
         body = self.body
         if NNSIGHT in dict(scope["headers"]):
             body["detail"] = self.message  # the field that nnsight's client shows
-        return JSONResponse(body, self.status, HEADERS.get(self.status))
+        return JSONResponse(body, self.status, self.headers)
 
 
 def render(error: Exception, request_id: str) -> ApiError:

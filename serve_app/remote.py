@@ -14,7 +14,7 @@ from functools import cache
 from typing import Annotated, Any
 
 from fastapi import APIRouter, Depends, File, Form, Path, Query, UploadFile, WebSocket
-from fastapi.responses import Response
+from fastapi.responses import Response, StreamingResponse
 from pydantic import ConfigDict, Field
 from starlette.requests import HTTPConnection
 from starlette.websockets import WebSocketDisconnect
@@ -93,7 +93,10 @@ async def response(job_id: JobId, connection: HTTPConnection, jobs: Jobs, who: W
 @router.get("/response/{job_id}/result", response_class=Response, responses=described.RESULT | errors(404))
 async def result(job_id: JobId, token: Annotated[str, Query(max_length=256)], jobs: Jobs) -> Response:
     """A finished job's saved values, for `torch.load`, compressed where the job was; the token is its key."""
-    return Response(await jobs.result(job_id, token), media_type=BYTES)
+    length, pieces = await jobs.result(job_id, token)
+    # nnsight's clients ask for no ranges. A client that closes the connection behind the result is known to have it.
+    headers = {"Content-Length": str(length), "Connection": "close"}
+    return StreamingResponse(pieces, media_type=BYTES, headers=headers)
 
 
 @router.get("/status", responses=described.STATUS)

@@ -1,11 +1,14 @@
-"""Zip archives of stored entries, whose length is known before anything of them is read: npz and pt files are such."""
+"""Zip archives of stored entries, of which any range can be made alone: npz and pt files are such."""
 
 from __future__ import annotations
 
 import struct
 import zlib
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Sequence
+from functools import cache, partial
 from typing import NamedTuple
+
+from deployments.activations.parts import Part, Parts
 
 _LOCAL = struct.Struct("<IHHHHHIIIHH")
 _ZIP64 = struct.Struct("<HHQQ")
@@ -28,42 +31,48 @@ class File(NamedTuple):
 
     Attributes:
         name: Its name.
-        size: Its bytes.
-        parts: Begins to read them.
+        data: Its bytes.
     """
 
     name: str
-    size: int
-    parts: Callable[[], Iterable[bytes | memoryview]]
+    data: Parts
+
+    @property
+    def size(self) -> int:
+        """How many bytes it has."""
+        return self.data.length
 
 
-def length(files: Sequence[File]) -> int:
-    """The bytes of their archive."""
-    end = 0
+def archive(files: Sequence[File]) -> Parts:
+    """The archive of files.
+
+    A checksum stands behind each file, and again at the end: it is computed when it is first asked for, and then known.
+    """
+    place, parts, listed = 0, list[Part](), list[Part]()
     for file in files:
-        end += len(_head(file, end)) + file.size + _DESCRIPTOR.size
-    central = sum(_CENTRAL.size + len(file.name.encode()) + _CENTRAL_ZIP64.size for file in files)
-    return end + central + _END64.size + _LOCATOR.size + _END.size
-
-
-def archive(files: Sequence[File]) -> Iterator[bytes | memoryview]:
-    """The archive of files, piece by piece."""
-    place, central = 0, list[bytes]()
-    for file in files:
-        head, checksum = _head(file, place), 0
-        yield head
-        for part in file.parts():
-            checksum = zlib.crc32(part, checksum)
-            yield part
-        yield _DESCRIPTOR.pack(0x08074B50, checksum, file.size, file.size)
-        central.append(_listed(file, checksum, place))
+        head, checksum = _head(file, place), cache(partial(_checksum, file.data))
+        parts += [Part.known(head), Part(file.size, file.data.read)]
+        parts.append(Part.made(_DESCRIPTOR.size, partial(_descriptor, file, checksum)))
+        size = _CENTRAL.size + len(file.name.encode()) + _CENTRAL_ZIP64.size
+        listed.append(Part.made(size, partial(_listed, file, checksum, place)))
         place += len(head) + file.size + _DESCRIPTOR.size
-    directory = b"".join(central)
-    count, size = len(files), len(directory)
-    yield directory
-    yield _END64.pack(0x06064B50, _END64.size - 12, _VERSION, _VERSION, 0, 0, count, count, size, place)
-    yield _LOCATOR.pack(0x07064B50, 0, place + size, 1)
-    yield _END.pack(0x06054B50, 0, 0, _UNKNOWN16, _UNKNOWN16, _UNKNOWN32, _UNKNOWN32, 0)
+    count, size = len(files), sum(part.size for part in listed)
+    end = _END64.pack(0x06064B50, _END64.size - 12, _VERSION, _VERSION, 0, 0, count, count, size, place)
+    end += _LOCATOR.pack(0x07064B50, 0, place + size, 1)
+    end += _END.pack(0x06054B50, 0, 0, _UNKNOWN16, _UNKNOWN16, _UNKNOWN32, _UNKNOWN32, 0)
+    return Parts([*parts, *listed, Part.known(end)])
+
+
+def _checksum(data: Parts) -> int:
+    checksum = 0
+    for piece in data.read():
+        checksum = zlib.crc32(piece, checksum)
+    return checksum
+
+
+def _descriptor(file: File, checksum: Callable[[], int]) -> bytes:
+    """What stands behind a file's data."""
+    return _DESCRIPTOR.pack(0x08074B50, checksum(), file.size, file.size)
 
 
 def _head(file: File, place: int) -> bytes:
@@ -76,9 +85,9 @@ def _head(file: File, place: int) -> bytes:
     return _LOCAL.pack(*fixed) + name + zip64 + _PADDING.pack(0x4246, padding) + b"Z" * padding
 
 
-def _listed(file: File, checksum: int, place: int) -> bytes:
+def _listed(file: File, checksum: Callable[[], int], place: int) -> bytes:
     """A file's entry in the directory at the archive's end."""
     name = file.name.encode()
-    known = (0x02014B50, _VERSION, _VERSION, _FLAGS, 0, 0, _DATE, checksum, _UNKNOWN32, _UNKNOWN32)
+    known = (0x02014B50, _VERSION, _VERSION, _FLAGS, 0, 0, _DATE, checksum(), _UNKNOWN32, _UNKNOWN32)
     fixed = (*known, len(name), _CENTRAL_ZIP64.size, 0, 0, 0, 0, _UNKNOWN32)
     return _CENTRAL.pack(*fixed) + name + _CENTRAL_ZIP64.pack(1, _CENTRAL_ZIP64.size - 4, file.size, file.size, place)

@@ -197,6 +197,16 @@ class Catalogue:
         order = "ORDER BY runs.created, runs.run_id"
         return entries_of(self._all(f"{ENTRIES} WHERE runs.session = ?{named} {order}", *values))
 
+    def places(self, session_id: str, runs: Collection[str] | None = None) -> list[tuple[str, str, int, int]]:
+        """Of the runs of `entries`, in its order: id, URI of the file, offset there and bytes."""
+        named = "" if runs is None else " AND runs.run_id IN (SELECT value FROM json_each(?))"
+        values = [session_id] if runs is None else [session_id, json.dumps([*runs])]
+        return self._all(
+            f"""SELECT runs.run_id, files.uri, runs.offset, runs.bytes FROM runs JOIN files ON files.id = runs.file
+            WHERE runs.session = ?{named} ORDER BY runs.created, runs.run_id""",
+            *values,
+        )
+
     def sessions(self, limit: int = 100, after: str | None = None, filter: Filter = EVERYTHING) -> list[dict[str, Any]]:
         """Up to `limit` sessions that hold a run of the filter, in the order of their ids, beginning behind `after`.
 

@@ -1,4 +1,4 @@
-"""Stored runs in other forms, each as its length and its bytes piece by piece: no more than a batch is in memory.
+"""Stored runs in other forms, as parts that are read when they are asked for.
 
 `arrow` is IPC streams, one for all runs that fit one table. The others are one file of named tensors.
 """
@@ -19,13 +19,14 @@ import numpy as np
 import pyarrow as pa
 import torch
 
-from deployments.activations.archives import File, archive, length
+from deployments.activations.archives import File, archive
 from deployments.activations.checksums import written
-from deployments.activations.facts import COLUMNS, dtype_name
+from deployments.activations.facts import COLUMNS, StoreError, dtype_name
 from deployments.activations.named_tensors import Member, Tensors
 from deployments.activations.objects import AnyFile
+from deployments.activations.parts import Buffer, Part, Parts
 from deployments.activations.schema import batch_metadata
-from deployments.activations.selecting import Wanted, by_schema, select
+from deployments.activations.selecting import Chosen, Wanted, by_schema, select
 
 _SAFETENSORS = {
     torch.float16: "F16",
@@ -45,19 +46,7 @@ _STORAGES = {
 }
 
 
-class Encoded(NamedTuple):
-    """What a file or an answer holds.
-
-    Attributes:
-        length: Its bytes.
-        pieces: Them, in order, as they are read.
-    """
-
-    length: int
-    pieces: Iterator[bytes | memoryview]
-
-
-def as_safetensors(found: Tensors) -> Encoded:
+def as_safetensors(found: Tensors) -> Parts:
     """A safetensors file; the facts are its metadata."""
     # The widest values first, as safetensors' own writer has them, so that each tensor is aligned.
     members = sorted(found.members, key=lambda member: -member.dtype.itemsize)
@@ -68,58 +57,56 @@ def as_safetensors(found: Tensors) -> Encoded:
     text = json.dumps(header).encode()
     text += b" " * (-len(text) % 8)
     head = len(text).to_bytes(8, "little") + text
-
-    def pieces() -> Iterator[bytes | memoryview]:
-        yield head
-        for member in members:
-            yield from member.pieces()
-
-    return Encoded(len(head) + ends[-1], pieces())
+    return Parts([Part.known(head), *(part for member in members for part in member.parts())])
 
 
-def as_npz(found: Tensors) -> Encoded:
+def as_npz(found: Tensors) -> Parts:
     """A file for `numpy.load`; numpy has no bfloat16, which comes as float32. The facts say each point's own dtype."""
     files = list[File]()
     for member in (member.widened() for member in found.members):
-        head = _npy_head(member)
-        size = len(head) + member.nbytes
-        files.append(File(f"{member.name}.npy", size, partial(_behind, head, member)))
+        files.append(File(f"{member.name}.npy", Parts([Part.known(_npy_head(member)), *member.parts()])))
     for name, text in found.facts.items():
         buffer = io.BytesIO()
         np.save(buffer, np.array(text))
         files.append(_file(f"{name}.npy", buffer.getvalue()))
-    return Encoded(length(files), archive(files))
+    return archive(files)
 
 
-def as_pt(found: Tensors) -> Encoded:
+def as_pt(found: Tensors) -> Parts:
     """A file for `torch.load`: a dict of the tensors, each `[1, rows, ...features]`, and of the facts."""
     return _pt({member.name: _Tensor(str(i), member) for i, member in enumerate(found.members)} | found.facts)
 
 
-def as_lone_pt(member: Member) -> Encoded:
+def as_lone_pt(member: Member) -> Parts:
     """A file for `torch.load`: one tensor, `[1, rows, ...features]`."""
     return _pt(_Tensor("0", member))
 
 
-def as_arrow(files: Sequence[AnyFile], wanted: Wanted) -> Encoded:
+def as_arrow(files: Sequence[AnyFile], wanted: Wanted) -> Parts:
     """IPC streams one behind the other, each of all wanted runs that fit one table, as the files have them.
 
-    Each batch's metadata says which run it is of, and a run's last one what the run is.
+    Each batch's metadata says which run it is of, and a run's last one what the run is. Runs are looked up in their
+    files again when they are read: of a session of any size, only the lengths of their batches are kept.
     """
-    groups = [group for _, group in by_schema(files)]
-    measure = _Sink(keeps=False)
-    for _ in _streams(groups, wanted, measure):
-        pass
-    sink = _Sink(keeps=True)
+    parts = list[Part]()
+    for _, group in by_schema(files):
+        sink, writer = _Sink(), None
+        for run in select(group, wanted):
+            sizes = list[int]()
+            for number in range(len(run.batches)):
+                rows, metadata = _batch(run, number)
+                writer = writer or pa.ipc.new_stream(sink, rows.schema)
+                writer.write_batch(rows, custom_metadata=metadata)
+                sizes.append(sink.taken().length)
+            alone = wanted._replace(runs={run.facts.run_id}, offsets={run.file: run.offset})
+            parts.append(Part(sum(sizes), partial(_messages, run.file, alone, tuple(sizes))))
+        if writer:
+            writer.close()
+            parts.append(Part.known(b"".join(sink.taken().read())))
+    return Parts(parts)
 
-    def pieces() -> Iterator[bytes | memoryview]:
-        for _ in _streams(groups, wanted, sink):
-            yield from sink.taken()
 
-    return Encoded(measure.length, pieces())
-
-
-ENCODERS: Mapping[str, Callable[[Tensors], Encoded]] = {
+ENCODERS: Mapping[str, Callable[[Tensors], Parts]] = {
     "safetensors": as_safetensors,
     "npz": as_npz,
     "pt": as_pt,
@@ -128,24 +115,19 @@ ENCODERS: Mapping[str, Callable[[Tensors], Encoded]] = {
 
 
 class _Sink:
-    """What Arrow writes to: measures what it is given, and keeps it until it is taken."""
+    """What Arrow writes to: keeps views of what it is given until they are taken."""
 
     closed = False
 
-    def __init__(self, keeps: bool) -> None:
-        self.length = 0
-        self._keeps = keeps
-        self._kept = list[memoryview]()
+    def __init__(self) -> None:
+        self._kept = list[Part]()
 
     def write(self, data: Any) -> None:
-        view = memoryview(data).cast("B")
-        self.length += len(view)
-        if self._keeps:
-            self._kept.append(view)
+        self._kept.append(Part.known(memoryview(data).cast("B")))
 
-    def taken(self) -> list[memoryview]:
+    def taken(self) -> Parts:
         kept, self._kept = self._kept, []
-        return kept
+        return Parts(kept)
 
     def flush(self) -> None:
         """Nothing is held back."""
@@ -154,22 +136,37 @@ class _Sink:
         """There is nothing to close."""
 
 
-def _streams(groups: Sequence[Sequence[AnyFile]], wanted: Wanted, sink: _Sink) -> Iterator[None]:
-    """Write the streams; stops after each batch."""
-    for files in groups:
-        writer = None
-        for run in select(files, wanted):
-            names = [name for name in run.batches[0].schema.names if name in COLUMNS or name in run.types]
-            facts = batch_metadata(run.facts.run_id, 0, len(run.batches), run.facts)
-            for batch, sums, metadata in zip(run.batches, run.sums, facts, strict=True):
-                rows = batch.select(names)
-                writer = writer or pa.ipc.new_stream(sink, rows.schema)
-                kept = {name: sums[name] for name in names if name in sums}
-                writer.write_batch(rows, custom_metadata=metadata | written(kept))
-                yield
-        if writer:
+def _batch(run: Chosen, number: int) -> tuple[pa.RecordBatch, dict[str, str]]:
+    """A batch of a run with the points that are asked for, and its metadata."""
+    batch, sums = run.batches[number], run.sums[number]
+    names = [name for name in batch.schema.names if name in COLUMNS or name in run.types]
+    is_last = number + 1 == len(run.batches)
+    (metadata,) = batch_metadata(run.facts.run_id, number, 1, run.facts if is_last else None)
+    return batch.select(names), metadata | written({name: sums[name] for name in names if name in sums})
+
+
+def _messages(file: AnyFile, wanted: Wanted, sizes: Sequence[int], first: int, end: int) -> Iterator[Buffer]:
+    """Bytes of a run's batches as they stand in a stream, each of which has a size there.
+
+    Raises:
+        StoreError: The run is not what it was when the sizes were taken.
+    """
+    run = next(select([file], wanted), None)
+    if run is None or len(run.batches) != len(sizes):
+        raise StoreError(f"{file} changed while it was read")
+    begins = 0
+    for number, size in enumerate(sizes):
+        if begins < end and first < begins + size:
+            sink = _Sink()
+            rows, metadata = _batch(run, number)
+            writer = pa.ipc.new_stream(sink, rows.schema)
+            writer.write_batch(rows, custom_metadata=metadata)
+            alone = sink.taken()
             writer.close()
-            yield
+            # The schema, and the dictionary of phases, stand before a batch only where the stream has not had them.
+            before = alone.length - size
+            yield from alone.read(before + max(first - begins, 0), before + min(end - begins, size))
+        begins += size
 
 
 class _Tensor(NamedTuple):
@@ -205,18 +202,18 @@ class _Pickler(pickle.Pickler):
         return "storage", _STORAGES[member.dtype], key, "cpu", member.values
 
 
-def _pt(value: Any) -> Encoded:
+def _pt(value: Any) -> Parts:
     buffer = io.BytesIO()
     pickler = _Pickler(buffer)
     pickler.dump(value)
     files = [_file("archive/data.pkl", buffer.getvalue()), _file("archive/byteorder", sys.byteorder.encode())]
-    files += [File(f"archive/data/{key}", member.nbytes, member.pieces) for key, member in pickler.tensors]
+    files += [File(f"archive/data/{key}", Parts(member.parts())) for key, member in pickler.tensors]
     files.append(_file("archive/version", b"3\n"))
-    return Encoded(length(files), archive(files))
+    return archive(files)
 
 
 def _file(name: str, data: bytes) -> File:
-    return File(name, len(data), lambda: [data])
+    return File(name, Parts([Part.known(data)]))
 
 
 def _npy_head(member: Member) -> bytes:
@@ -225,8 +222,3 @@ def _npy_head(member: Member) -> bytes:
     head = {"descr": kind, "fortran_order": False, "shape": member.shape}
     np.lib.format.write_array_header_1_0(buffer, head)
     return buffer.getvalue()
-
-
-def _behind(head: bytes, member: Member) -> Iterator[bytes | memoryview]:
-    yield head
-    yield from member.pieces()

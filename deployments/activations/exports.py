@@ -15,11 +15,12 @@ from typing import IO, Any, Literal, get_args
 import pyarrow as pa
 import pyarrow.parquet as pq
 
-from deployments.activations.encodings import Encoded, as_lone_pt, as_npz, as_safetensors
+from deployments.activations.encodings import as_lone_pt, as_npz, as_safetensors
 from deployments.activations.facts import COLUMNS, PointType
 from deployments.activations.hf_datasets import check_installed, write_dataset
 from deployments.activations.named_tensors import points_of, tensors
 from deployments.activations.objects import AnyFile
+from deployments.activations.parts import Parts
 from deployments.activations.schema import point_types, shard_facts
 from deployments.activations.selecting import Chosen, Wanted, by_schema, checked, select, shards
 
@@ -81,7 +82,7 @@ def export(
     for found in select(files, wanted):
         for name, encoded in split(found):
             with target.new(name) as file:
-                for piece in encoded().pieces:
+                for piece in encoded().read():
                     file.write(piece)
     return target.written
 
@@ -140,7 +141,7 @@ class _Target:
         self.written.append(path)
 
 
-_Encoder = Callable[[], Encoded]
+_Encoder = Callable[[], Parts]
 
 
 def _split(format: Format) -> Callable[[Chosen], list[tuple[str, _Encoder]]]:

@@ -57,13 +57,21 @@ class KeepsFiles:
         """
         return await self._changed(self._tensors.put, data, most, account, most_of_one)  # type: ignore[no-any-return]
 
-    async def tensor_file(self, tensor_id: str, account: Account = OPERATOR) -> bytes | None:
-        """A tensor file as it was sent; None if the account may read none. `tensors.pick` finds a tensor in it.
+    async def tensor_file(
+        self, tensor_id: str, account: Account = OPERATOR, first: int = 0, end: int | None = None
+    ) -> bytes | None:
+        """A tensor file as it was sent, or its bytes from `first` to `end`; None if the account may read none.
+
+        `tensors.pick` finds a tensor in a whole one.
 
         Raises:
             StoreError: The disk refuses.
         """
-        return await asyncio.to_thread(self._tensors.read, tensor_id, account)
+        return await asyncio.to_thread(self._tensors.read, tensor_id, account, first, end)
+
+    async def tensor_file_bytes(self, tensor_id: str, account: Account = OPERATOR) -> int | None:
+        """How many bytes a tensor file has; None if the account may read none."""
+        return self._tensors.size(tensor_id, account)
 
     async def delete_tensors(self, tensor_id: str, account: Account = OPERATOR) -> bool:
         """Delete a tensor file: true when it is gone, false if there was none that the account may change.

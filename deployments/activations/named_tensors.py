@@ -3,16 +3,18 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import asdict
 from functools import partial
 from typing import NamedTuple
 
 import numpy as np
+import pyarrow as pa
 import torch
 from torch.utils.dlpack import from_dlpack
 
 from deployments.activations.facts import PointType
+from deployments.activations.parts import Part
 from deployments.activations.schema import dtype_of, to_patterns, to_tensor
 from deployments.activations.selecting import Chosen
 from deployments.errors import RequestError
@@ -20,6 +22,14 @@ from deployments.errors import RequestError
 MOST_TENSORS = 20_000  # of one file, whose names stand in one header
 FACTS = "run.facts"  # no point's name: those with a dot end in `input`, `output` or `weights`
 _PADDED_ROWS = 16  # of an attention pattern that are in memory at once
+_VALUES = 1 << 18  # that are converted at once
+
+
+class Rows(NamedTuple):
+    """Some rows of a tensor, and what reads them."""
+
+    number: int
+    read: Callable[[], torch.Tensor]
 
 
 class Member(NamedTuple):
@@ -27,15 +37,15 @@ class Member(NamedTuple):
 
     Attributes:
         name: What it is called.
-        dtype: Of its values.
+        dtype: That its values are given in.
         shape: `[rows, ...features]`.
-        parts: Begins to read it, some rows at a time.
+        rows: All of them, in order.
     """
 
     name: str
     dtype: torch.dtype
     shape: tuple[int, ...]
-    parts: Callable[[], Iterator[torch.Tensor]]
+    rows: Sequence[Rows]
 
     @property
     def values(self) -> int:
@@ -47,15 +57,14 @@ class Member(NamedTuple):
         """How many bytes they are."""
         return self.values * self.dtype.itemsize
 
-    def pieces(self) -> Iterator[memoryview]:
+    def parts(self) -> list[Part]:
         """Its bytes."""
-        return (part.contiguous().reshape(-1).view(torch.uint8).numpy().data for part in self.parts())
+        row_bytes = self.nbytes // self.shape[0]
+        return [Part(rows.number * row_bytes, partial(_bytes, rows, self.dtype)) for rows in self.rows]
 
     def widened(self) -> Member:
         """The same values in a dtype that numpy has: bfloat16 as float32, which holds each of them exactly."""
-        if self.dtype != torch.bfloat16:
-            return self
-        return self._replace(dtype=torch.float32, parts=lambda: (part.float() for part in self.parts()))
+        return self._replace(dtype=torch.float32) if self.dtype == torch.bfloat16 else self
 
 
 class Tensors(NamedTuple):
@@ -78,10 +87,10 @@ def points_of(run: Chosen, prefix: str = "") -> list[Member]:
         if None in kind.shape:
             widest = run.batches[-1]["position"][-1].as_py() + 1
             shape = (*shape[:-1], widest)
-            members.append(Member(prefix + name, dtype, shape, partial(_patterns, run, name, kind, widest)))
-            members.append(Member(f"{prefix}{name}.lengths", torch.int32, (run.rows,), partial(_lengths, run)))
+            members.append(Member(prefix + name, dtype, shape, list(_patterns(run, name, kind, widest))))
+            members.append(Member(f"{prefix}{name}.lengths", torch.int32, (run.rows,), _each(run, _lengths)))
         else:
-            members.append(Member(prefix + name, dtype, shape, partial(_rows, run, name, kind)))
+            members.append(Member(prefix + name, dtype, shape, _each(run, _values, name, kind.dtype)))
     return members
 
 
@@ -100,7 +109,7 @@ def tensors(runs: Iterable[Chosen], prefixed: bool) -> Tensors:
         prefix = f"{run.facts.run_id}/" if prefixed else ""
         members += points_of(run, prefix)
         members += [
-            Member(f"{prefix}{name}", torch.int32, (run.rows,), partial(_column, run, name))
+            Member(f"{prefix}{name}", torch.int32, (run.rows,), _each(run, _column, name))
             for name in ("position", "token_id")
         ]
         dtypes = {name: kind.dtype for name, kind in run.types.items()}
@@ -111,21 +120,41 @@ def tensors(runs: Iterable[Chosen], prefixed: bool) -> Tensors:
     return Tensors(members, facts)
 
 
-def _rows(run: Chosen, name: str, kind: PointType) -> Iterator[torch.Tensor]:
-    return (to_tensor(batch[name], kind.dtype) for batch in run.batches)
+def _each(run: Chosen, read: Callable[..., torch.Tensor], *args: str) -> list[Rows]:
+    """A run's rows, batch by batch."""
+    return [Rows(batch.num_rows, partial(read, batch, *args)) for batch in run.batches]
 
 
-def _column(run: Chosen, name: str) -> Iterator[torch.Tensor]:
-    return (from_dlpack(batch[name]) for batch in run.batches)
+def _values(batch: pa.RecordBatch, name: str, dtype: str) -> torch.Tensor:
+    return to_tensor(batch[name], dtype)
 
 
-def _lengths(run: Chosen) -> Iterator[torch.Tensor]:
-    return (positions + 1 for positions in _column(run, "position"))
+def _column(batch: pa.RecordBatch, name: str) -> torch.Tensor:
+    return from_dlpack(batch[name])
 
 
-def _patterns(run: Chosen, name: str, kind: PointType, widest: int) -> Iterator[torch.Tensor]:
+def _lengths(batch: pa.RecordBatch) -> torch.Tensor:
+    return _column(batch, "position") + 1
+
+
+def _patterns(run: Chosen, name: str, kind: PointType, widest: int) -> Iterator[Rows]:
     for batch in run.batches:
-        rows = to_patterns(batch[name], kind, batch["position"][0].as_py())
-        for first in range(0, len(rows), _PADDED_ROWS):
-            some = rows[first : first + _PADDED_ROWS].padded()
-            yield torch.nn.functional.pad(some, (0, widest - some.shape[-1]))
+        for first in range(0, batch.num_rows, _PADDED_ROWS):
+            count = min(_PADDED_ROWS, batch.num_rows - first)
+            yield Rows(count, partial(_padded, batch, name, kind, widest, first))
+
+
+def _padded(batch: pa.RecordBatch, name: str, kind: PointType, widest: int, first: int) -> torch.Tensor:
+    rows = to_patterns(batch[name], kind, batch["position"][0].as_py())
+    some = rows[first : first + _PADDED_ROWS].padded()
+    return torch.nn.functional.pad(some, (0, widest - some.shape[-1]))
+
+
+def _bytes(rows: Rows, dtype: torch.dtype, first: int, end: int) -> Iterator[memoryview]:
+    """Bytes of rows as values of a dtype; only values that they are of are converted."""
+    begins, ends = first // dtype.itemsize, -(-end // dtype.itemsize)
+    skipped, left = first - begins * dtype.itemsize, end - first
+    for some in torch.split(rows.read().contiguous().reshape(-1)[begins:ends], _VALUES):
+        piece = some.to(dtype).view(torch.uint8).numpy().data[skipped:][:left]
+        yield piece
+        skipped, left = 0, left - len(piece)

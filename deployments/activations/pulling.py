@@ -1,15 +1,14 @@
-"""A server's session to a directory of this machine, where `load` and exports read it. Needs no torch."""
+"""A server's session to a directory of this machine, page by page, where `load` and exports read it. Needs no torch."""
 
 from __future__ import annotations
 
-import contextlib
 import io
 import json
 import shutil
 import tempfile
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 import httpx
 import pyarrow as pa
@@ -18,10 +17,13 @@ from tqdm import tqdm
 from deployments.activations import checksums
 from deployments.activations.facts import check_session_id
 from deployments.activations.holding import PULLED, held
+from deployments.activations.paging import NoPageError, Paging
 from deployments.options import fits_header
 
 _TIMEOUT = httpx.Timeout(30, read=330)  # a server may look through a large session first
 _BUFFER = 1 << 20
+
+_T = TypeVar("_T")
 
 
 class PullError(Exception):
@@ -37,6 +39,18 @@ class PullError(Exception):
         self.answer = answer
 
 
+class ChangedError(PullError):
+    """What was fetched changed before all of it was: nothing of it is kept, and another pull begins anew."""
+
+    def __init__(self) -> None:
+        """The text says what to do."""
+        super().__init__("the session changed while it was pulled, nothing of it is kept: pull it again, or name runs")
+
+
+def _once(work: Callable[[], _T]) -> _T:
+    return work()
+
+
 def pull(
     url: str,
     session: str,
@@ -46,6 +60,7 @@ def pull(
     points: Sequence[str] = (),
     api_key: str | None = None,
     progress: bool | None = None,
+    patiently: Callable[[Callable[[], bytes]], bytes] = _once,
 ) -> Path:
     """Fetch a session into a directory of its name, as sealed Arrow files; whole or not at all.
 
@@ -57,13 +72,15 @@ def pull(
         points: These points alone.
         api_key: The key, where the server asks for one.
         progress: Whether to draw a bar; by default on a terminal.
+        patiently: Calls what fetches one page, again after a PullError that may pass; by default once.
 
     Returns:
         The session's directory.
 
     Raises:
         FileExistsError: It is there already.
-        PullError: The server refuses, cannot be reached, or the answer is cut off.
+        PullError: The server refuses, cannot be reached, or an answer is cut off. A ChangedError where the session
+            changed meanwhile.
         ValueError: The session's name, the address or the key can be none.
     """
     folder = to / check_session_id(session)
@@ -79,8 +96,8 @@ def pull(
         address = f"{url.rstrip('/').removesuffix('/v1')}/v1/activations/session/{session}/data"
         params = {"run": list(runs), "points": list(points), "format": "arrow"}
         headers = {"Authorization": f"Bearer {api_key}"} if api_key else {}
-        with held(unfinished), _answer(address, params, headers) as answer:
-            _keep(answer, unfinished, session, progress)
+        with held(unfinished), httpx.Client(params=params, headers=headers, timeout=_TIMEOUT) as http:
+            _keep(_Pages(http, address, patiently), unfinished, session, progress)
         unfinished.chmod(0o777 & ~_umask(to))
         unfinished.rename(folder)
     finally:
@@ -88,19 +105,43 @@ def pull(
     return folder
 
 
-@contextlib.contextmanager
-def _answer(address: str, params: dict[str, Any], headers: dict[str, str]) -> Iterator[httpx.Response]:
-    begun: httpx.Response | None = None
-    try:
-        with httpx.stream("GET", address, params=params, headers=headers, timeout=_TIMEOUT) as begun:
-            if begun.status_code != 200:
-                begun.read()
-                raise PullError(_said(begun), begun)
-            yield begun
-    except httpx.RemoteProtocolError as error:
-        raise PullError(f"the answer was cut off, nothing of it is kept: {error}", begun) from error
-    except (httpx.HTTPError, httpx.InvalidURL) as error:
-        raise PullError(f"{address}: {str(error) or type(error).__name__}", begun) from error
+class _Pages:
+    """A download, page by page."""
+
+    def __init__(self, http: httpx.Client, address: str, patiently: Callable[[Callable[[], bytes]], bytes]) -> None:
+        self.address = address
+        self.paging = Paging()
+        self._http = http
+        self._patiently = patiently
+
+    def __iter__(self) -> Iterator[bytes]:
+        while not self.paging.is_whole:
+            yield self._patiently(self._page)
+
+    def _page(self) -> bytes:
+        begun: httpx.Response | None = None
+        try:
+            with self._http.stream("GET", self.address, headers=self.paging.headers) as begun:
+                if begun.status_code != 206:
+                    begun.read()
+                    raise ChangedError if begun.status_code == 412 else PullError(_said(begun), begun)
+                return self.paging.take(begun.headers, _limited(begun, self.paging.size(begun.headers)))
+        except NoPageError as error:
+            raise PullError(f"{self.address}: {error}") from error
+        except httpx.RemoteProtocolError as error:
+            raise PullError(f"the answer was cut off, nothing of it is kept: {error}", begun) from error
+        except (httpx.HTTPError, httpx.InvalidURL) as error:
+            raise PullError(f"{self.address}: {str(error) or type(error).__name__}", begun) from error
+
+
+def _limited(answer: httpx.Response, size: int) -> bytes:
+    """An answer's body as it was sent; of one that is longer than it says, not much more."""
+    body = bytearray()
+    for piece in answer.iter_raw():
+        body += piece
+        if len(body) > size:
+            break
+    return bytes(body)
 
 
 def _said(answer: httpx.Response) -> str:
@@ -110,11 +151,9 @@ def _said(answer: httpx.Response) -> str:
         return f"{answer.url} answered {answer.status_code}, and not as a server of activations"
 
 
-def _keep(answer: httpx.Response, folder: Path, session: str, progress: bool | None) -> None:
-    """Write the streams of an answer, each as a file."""
-    length = answer.headers.get("content-length")
+def _keep(pages: _Pages, folder: Path, session: str, progress: bool | None) -> None:
+    """Write the streams of a download, each as a file."""
     bar = tqdm(
-        total=int(length) if length else None,
         unit="iB",
         unit_scale=True,
         unit_divisor=1024,
@@ -122,7 +161,7 @@ def _keep(answer: httpx.Response, folder: Path, session: str, progress: bool | N
         disable=None if progress is None else not progress,
     )
     with bar:
-        body: io.BufferedReader[Any] = io.BufferedReader(_Body(answer.iter_bytes(), bar), _BUFFER)
+        body: io.BufferedReader[Any] = io.BufferedReader(_Body(pages, bar), _BUFFER)
         number = 0
         while body.peek(1):
             number += 1
@@ -131,7 +170,7 @@ def _keep(answer: httpx.Response, folder: Path, session: str, progress: bool | N
             except (pa.ArrowException, ValueError, OSError) as error:
                 if isinstance(error, OSError) and error.errno:  # the disk's, not Arrow's
                     raise
-                raise PullError(f"{answer.url} sent what is no Arrow stream: {error}") from error
+                raise PullError(f"{pages.address} sent what is no Arrow stream: {error}") from error
 
 
 def _seal(body: io.BufferedReader[Any], path: Path) -> None:
@@ -151,10 +190,11 @@ def _umask(folder: Path) -> int:
 
 
 class _Body(io.RawIOBase):
-    """An answer's bytes as a file that is read once."""
+    """A download's bytes as a file that is read once."""
 
-    def __init__(self, pieces: Iterator[bytes], bar: Any) -> None:
-        self._pieces = pieces
+    def __init__(self, pages: _Pages, bar: Any) -> None:
+        self._pages = pages
+        self._left = iter(pages)
         self._bar = bar
         self._held = memoryview(b"")
 
@@ -163,11 +203,12 @@ class _Body(io.RawIOBase):
 
     def readinto(self, buffer: Any) -> int:
         while not self._held:
-            piece = next(self._pieces, None)
-            if piece is None:
+            page = next(self._left, None)
+            if page is None:
                 return 0
-            self._bar.update(len(piece))
-            self._held = memoryview(piece)
+            self._bar.total = self._pages.paging.length
+            self._bar.update(len(page))
+            self._held = memoryview(page)
         count = min(len(buffer), len(self._held))
         buffer[:count] = self._held[:count]
         self._held = self._held[count:]

@@ -1,145 +1,131 @@
-"""Downloads that the store is at: each is handed over piece by piece, at the pace of who takes them."""
+"""Downloads of stored runs, page by page: any range of what a session holds, as a file of some format."""
 
 from __future__ import annotations
 
+import json
 import threading
 import time
-import uuid
-from collections.abc import Iterator, Sequence
-from typing import NamedTuple
+from collections.abc import Sequence
+from dataclasses import dataclass, field
 
+import pyarrow as pa
+from xxhash import xxh3_128_hexdigest
+
+from deployments import __version__
 from deployments.activations.catalogue import Catalogue
-from deployments.activations.encodings import ENCODERS, Encoded, as_arrow
+from deployments.activations.downloads import IDLE_S, Choice, Found, changed
+from deployments.activations.encodings import ENCODERS, as_arrow
+from deployments.activations.entries import Entry
 from deployments.activations.facts import StoreError
 from deployments.activations.named_tensors import tensors
 from deployments.activations.objects import AnyRoot
+from deployments.activations.parts import Parts
 from deployments.activations.reader import within
 from deployments.activations.selecting import Wanted, select
-from deployments.errors import RequestError
 
-PIECE = 1 << 20  # bytes that are handed over at once
-MOST = 32  # downloads at a time
-IDLE_S = 600.0  # after which one that nobody takes from is given up
+MOST_PLANS = 32
+MOST_PARTS = 200_000  # of all plans together, each some hundred bytes; one plan alone may have more
 
 
-class Begun(NamedTuple):
-    """A download: by what to ask for its pieces, and how many bytes they are."""
-
-    key: str
-    length: int
-
-
-class _Reading:
-    def __init__(self, session_id: str, run_id: str, encoded: Encoded) -> None:
-        self.session_id = session_id
-        self.run_id = run_id
-        self.pieces = _of_a_size(encoded.pieces)
-        self.left = encoded.length
-        self.lock = threading.Lock()
-        self.touched = time.monotonic()
+@dataclass
+class _Plan:
+    tag: str
+    parts: Parts
+    touched: float = field(default_factory=time.monotonic)
 
 
 class Readings:
-    """Downloads of a store's runs. Safe to use from several threads."""
+    """Pages of a store's runs. Safe to use from several threads.
+
+    How a download is made up is planned once and kept for a while; a plan counts for as long as the catalogue says the
+    same of its runs. No page needs one: the next is planned again, with the same bytes.
+    """
 
     def __init__(self, catalogue: Catalogue, root: AnyRoot) -> None:
         self._catalogue = catalogue
         self._root = root
         self._lock = threading.Lock()
-        self._open: dict[str, _Reading] = {}
+        self._plans: dict[Choice, _Plan] = {}  # those that were used last at the end
 
-    def begin(
-        self, session_id: str, runs: Sequence[str] | None, points: Sequence[str] | None, format: str
-    ) -> Begun | None:
-        """Plan a download of what a session holds now; None if there is no such session.
-
-        Args:
-            session_id: The session.
-            runs: These runs alone. The tensors of several have names that begin with their run's.
-            points: These points alone.
-            format: `arrow`, or one of `ENCODERS`.
+    def find(self, choice: Choice) -> Found | None:
+        """What a download of what a session holds now would be; None if there is no such session.
 
         Raises:
-            RequestError: No such run or point, too many tensors for one file, or too many downloads at once.
+            RequestError: There is no such run or point, or there are too many tensors for one file.
             OSError: The disk refuses.
         """
-        self._make_room()
-        found = self._catalogue.entries(session_id, runs)
-        if not found and not self._catalogue.knows(session_id):
-            return None
-        asked = [entry.facts.run_id for entry in found]
+        plan = self._plan(choice)
+        return None if plan is None else Found(plan.tag, plan.parts.length)
+
+    def page(self, choice: Choice, tag: str, first: int, end: int) -> bytes:
+        """The bytes from `first` to `end`, which lie within the length, of the download that has the tag.
+
+        Raises:
+            RequestError: 412, the session holds something else by now.
+            StoreError: A file is not what it was.
+            OSError: The disk refuses.
+        """
+        plan = self._plan(choice)
+        if plan is None or plan.tag != tag:
+            raise changed()
+        page = bytearray()
+        for piece in plan.parts.read(first, end):
+            page += piece
+        if len(page) != end - first:
+            raise StoreError(f"Session {choice.session_id} gives {len(page)} of {end - first} bytes: its files changed")
+        return bytes(page)
+
+    def sweep(self) -> None:
+        """Drop plans that no page was asked of for long, and the least used ones of too many."""
+        with self._lock:
+            now = time.monotonic()
+            self._plans = {choice: plan for choice, plan in self._plans.items() if now - plan.touched < IDLE_S}
+            parts = sum(len(plan.parts) for plan in self._plans.values())
+            for choice in list(self._plans)[:-1]:
+                if len(self._plans) <= MOST_PLANS and parts <= MOST_PARTS:
+                    break
+                parts -= len(self._plans.pop(choice).parts)
+
+    def _plan(self, choice: Choice) -> _Plan | None:
+        tag = _tag(choice, self._catalogue.places(choice.session_id, choice.runs))
+        with self._lock:
+            plan = self._plans.get(choice)
+        if plan is None or plan.tag != tag:
+            entries = self._catalogue.entries(choice.session_id, choice.runs)
+            if not entries and not self._catalogue.knows(choice.session_id):
+                return None
+            plan = _Plan(_tag(choice, [_place(entry) for entry in entries]), self._parts(choice, entries))
+        plan.touched = time.monotonic()
+        with self._lock:
+            self._plans.pop(choice, None)
+            self._plans[choice] = plan
+        self.sweep()
+        return plan
+
+    def _parts(self, choice: Choice, entries: Sequence[Entry]) -> Parts:
+        session_id, runs, points, format = choice
+        asked = [entry.facts.run_id for entry in entries]
         known = asked if runs is None or set(runs) <= set(asked) else self._known(session_id)
         wanted = Wanted(session_id, set(asked), None if points is None else set(points))
-        wanted._replace(runs=runs).check(known, {name for entry in found for name in entry.points})
-        files = sorted({entry.uri for entry in found})
+        wanted._replace(runs=runs).check(known, {name for entry in entries for name in entry.points})
+        files = sorted({entry.uri for entry in entries})
         paths = [within(self._root, uri) for uri in files]
         if runs is not None:
-            first = [min(entry.offset for entry in found if entry.uri == uri) for uri in files]
+            first = [min(entry.offset for entry in entries if entry.uri == uri) for uri in files]
             wanted = wanted._replace(offsets=dict(zip(paths, first, strict=True)))
         if format == "arrow":
-            encoded = as_arrow(paths, wanted)
-        else:
-            encoded = ENCODERS[format](tensors(select(paths, wanted), prefixed=runs is None or len(runs) != 1))
-        key = uuid.uuid4().hex
-        with self._lock:
-            self._open[key] = _Reading(session_id, asked[0], encoded)
-        return Begun(key, encoded.length)
-
-    def more(self, key: str) -> bytes:
-        """The next piece; nothing at the end.
-
-        Raises:
-            StoreError: The download was given up, the session deleted, or a file is not what it was.
-            OSError: The disk refuses.
-        """
-        with self._lock:
-            reading = self._open.get(key)
-        if reading is None:
-            raise StoreError("Nothing was read for too long: begin the download again.")
-        with reading.lock:
-            reading.touched = time.monotonic()
-            if not self._catalogue.holds(reading.session_id, reading.run_id):
-                raise StoreError(f"Session {reading.session_id} was deleted while it was read.")
-            piece = next(reading.pieces, b"")
-            reading.left -= len(piece)
-            if not piece and reading.left:
-                raise StoreError(
-                    f"Session {reading.session_id} ends {reading.left} bytes too early: its files changed."
-                )
-            return piece
-
-    def end(self, key: str) -> None:
-        """Forget a download; one that is not known is no error."""
-        with self._lock:
-            self._open.pop(key, None)
-
-    def left(self) -> int:
-        """Bytes that all downloads together have still to hand over."""
-        with self._lock:
-            return sum(reading.left for reading in self._open.values())
+            return as_arrow(paths, wanted)
+        return ENCODERS[format](tensors(select(paths, wanted), prefixed=runs is None or len(runs) != 1))
 
     def _known(self, session_id: str) -> list[str]:
         return [entry.facts.run_id for entry in self._catalogue.entries(session_id)]
 
-    def _make_room(self) -> None:
-        with self._lock:
-            now = time.monotonic()
-            self._open = {key: one for key, one in self._open.items() if now - one.touched < IDLE_S}
-            if len(self._open) >= MOST:
-                message = f"{MOST} downloads are going on; try again when one is done"
-                raise RequestError(message, None, "server_busy", 429)
+
+def _place(entry: Entry) -> tuple[str, str, int, int]:
+    return entry.facts.run_id, entry.uri, entry.offset, entry.bytes
 
 
-def _of_a_size(pieces: Iterator[bytes | memoryview]) -> Iterator[bytes]:
-    """The same bytes in pieces of a size, but for the last."""
-    held = bytearray()
-    for piece in pieces:
-        view = memoryview(piece).cast("B")
-        while len(held) + len(view) >= PIECE:
-            cut = PIECE - len(held)
-            yield bytes(held) + bytes(view[:cut]) if held else bytes(view[:cut])
-            held.clear()
-            view = view[cut:]
-        held += view
-    if held:
-        yield bytes(held)
+def _tag(choice: Choice, places: Sequence[tuple[str, str, int, int]]) -> str:
+    """The same for the same bytes: runs lie unchanged where they are, and versions may write them otherwise."""
+    said = json.dumps([__version__, pa.__version__, choice, places])
+    return xxh3_128_hexdigest(said.encode())

@@ -13,9 +13,11 @@ from functools import partial
 from typing import TYPE_CHECKING, Any
 
 from deployments.activations.accounts import OPERATOR, Account
+from deployments.activations.downloads import IDLE_S, Choice, Found, changed
 from deployments.activations.failures import explain
 from deployments.activations.filters import EVERYTHING, Filter
 from deployments.activations.interventions import TokenChoice
+from deployments.errors import RequestError
 
 if TYPE_CHECKING:  # Serve's controller and the ingress import this module too, and need no Arrow
     from deployments.activations.catalogue import Catalogue
@@ -23,6 +25,9 @@ if TYPE_CHECKING:  # Serve's controller and the ingress import this module too, 
     from deployments.activations.owners import Owners, Record
     from deployments.activations.pins import Pins
     from deployments.activations.readings import Readings
+
+
+MOST_WAITING = 64  # requests for pages that are not answered yet
 
 
 class ReadsRuns:
@@ -35,6 +40,7 @@ class ReadsRuns:
     _root: AnyRoot
     _rows_pool: ThreadPoolExecutor
     _data_pool: ThreadPoolExecutor
+    _waiting: int  # requests for pages that are not answered yet
 
     async def sessions(
         self,
@@ -130,40 +136,38 @@ class ReadsRuns:
 
         return await self._found(self._rows_pool, found)  # type: ignore[no-any-return]
 
-    async def begin_data(
-        self,
-        session_id: str,
-        runs: Sequence[str] | None,
-        points: Sequence[str] | None,
-        format: str,
-        account: Account = OPERATOR,
-    ) -> tuple[str, int] | None:
-        """Begin to hand over a session's data, as `Readings.begin`; None if there is no such session.
-
-        Returns:
-            The key that `more_data` and `end_data` take, and the number of bytes to come.
+    async def find_data(self, choice: Choice, account: Account = OPERATOR) -> Found | None:
+        """What a download would be, as `Readings.find`; None if there is no such session.
 
         Raises:
-            RequestError: There is no such run or point, too much for one file, or no room for more at once.
+            RequestError: There is no such run or point, too much for one file, or too many wait for pages.
             StoreError: The disk refuses.
         """
+        find = partial(self._readings.find, choice)
+        return await self._paged(self._of_session, choice.session_id, account, find)  # type: ignore[no-any-return]
 
-        def begun() -> tuple[str, int] | None:
-            return self._readings.begin(session_id, runs, points, format)
-
-        return await self._found(self._data_pool, self._of_session, session_id, account, begun)  # type: ignore[no-any-return]
-
-    async def more_data(self, key: str) -> bytes:
-        """The next bytes, at most `readings.PIECE`; nothing at the end.
+    async def data_page(self, choice: Choice, tag: str, first: int, end: int, account: Account = OPERATOR) -> bytes:
+        """A range of a download, as `Readings.page`.
 
         Raises:
-            StoreError: The session was deleted meanwhile, nobody asked for long, or the disk refuses.
+            RequestError: 412, the session holds something else by now; or too many wait for pages.
+            StoreError: The disk refuses, or a file is not what it was.
         """
-        return await self._found(self._data_pool, self._readings.more, key)  # type: ignore[no-any-return]
+        read = partial(self._readings.page, choice, tag, first, end)
+        page: bytes | None = await self._paged(self._of_session, choice.session_id, account, read)
+        if page is None:
+            raise changed()
+        return page
 
-    async def end_data(self, key: str) -> None:
-        """Give up what is left to hand over; may come at any time."""
-        self._readings.end(key)
+    async def _paged(self, ask: Callable[..., Any], *args: Any) -> Any:
+        if self._waiting >= MOST_WAITING:
+            raise RequestError(f"{MOST_WAITING} pages are waited for already; try again", None, "server_busy", 429)
+        self._waiting += 1
+        try:
+            return await self._found(self._data_pool, ask, *args)
+        finally:
+            self._waiting -= 1
+            asyncio.get_running_loop().call_later(IDLE_S, self._readings.sweep)
 
     async def _found(self, pool: ThreadPoolExecutor | None, ask: Callable[..., Any], *args: Any) -> Any:
         try:

@@ -22,13 +22,15 @@ MOST_NAMED = 10  # runs or points that a refusal lists
 class Chosen(NamedTuple):
     """A whole run and those of its points that are asked for.
 
-    The batches are views of its file, `sums` their checksums.
+    The batches are views of its file, `sums` their checksums. `offset` is where in `file` it begins.
     """
 
     facts: RunFacts
     batches: list[pa.RecordBatch]
     sums: list[dict[str, str]]
     types: Mapping[str, PointType]
+    file: AnyFile
+    offset: int
 
     @property
     def rows(self) -> int:
@@ -76,7 +78,7 @@ def select(files: Iterable[AnyFile], wanted: Wanted) -> Iterator[Chosen]:
             if wanted.runs is None or run.facts.run_id in wanted.runs:
                 types = types if types is not None else _types(run.batches[0].schema, wanted)
                 if types:
-                    yield Chosen(run.facts, run.batches, run.sums, types)
+                    yield Chosen(run.facts, run.batches, run.sums, types, file, run.offset)
                 left.discard(run.facts.run_id)
                 if offsets and not left:
                     return

@@ -85,7 +85,8 @@ class ActivationStore(TakesRuns, ReadsRuns, KeepsFiles):
         self._rows_pool = ThreadPoolExecutor(2, thread_name_prefix="stored-rows")  # what they read is in memory at once
         self._readings = Readings(self._catalogue, resolved)
         self._pins = Pins(resolved)
-        self._data_pool = ThreadPoolExecutor(2, thread_name_prefix="downloads")
+        self._data_pool = ThreadPoolExecutor(2, thread_name_prefix="downloads")  # as many pages are in memory at once
+        self._waiting = 0
         self._keep_files(files)
         self._room = Room(resolved, lambda session_id, size: self._writing().check_quotas(session_id, size))
         self._room_pool = ThreadPoolExecutor(1, thread_name_prefix="room")  # one tries the disk at a time

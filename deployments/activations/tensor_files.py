@@ -109,8 +109,14 @@ class TensorFiles:
             self._files[tensor_id] = file
         return _summary(tensor_id, file, account)
 
-    def read(self, tensor_id: str, account: Account = OPERATOR) -> bytes | None:
-        """A file as it was sent; None if there is none that the account may read.
+    def size(self, tensor_id: str, account: Account = OPERATOR) -> int | None:
+        """A file's bytes; None if there is none that the account may read."""
+        with self._lock:
+            file = self._files.get(tensor_id)
+        return file.bytes if file is not None and account.may_read(file.owner) else None
+
+    def read(self, tensor_id: str, account: Account = OPERATOR, first: int = 0, end: int | None = None) -> bytes | None:
+        """A file as it was sent, or its bytes from `first` to `end`; None if there is none that the account may read.
 
         Raises:
             StoreError: The disk refuses.
@@ -120,7 +126,9 @@ class TensorFiles:
         if file is None or not account.may_read(file.owner):
             return None
         try:
-            return self._path(tensor_id, file).read_bytes()
+            with self._path(tensor_id, file).open("rb") as opened:
+                opened.seek(first)
+                return opened.read(-1 if end is None else end - first)
         except FileNotFoundError:
             return None
         except OSError as error:

@@ -160,10 +160,12 @@ class Board:
             return None
         return job.latest, job.token if job.result else None
 
-    async def result(self, job_id: str, token: str) -> list[bytes]:
-        """A finished job's result, in a list so that Ray hands it on as it is; an empty one where there is none."""
+    async def result(self, job_id: str, token: str, first: int, end: int) -> tuple[int, bytes] | None:
+        """The length of a finished job's result, and its bytes from `first` to `end`; None where there is none."""
         job = self._jobs.get(job_id)
-        return job.result if job and secrets.compare_digest(job.token.encode(), token.encode()) else []
+        if job is None or not job.result or not secrets.compare_digest(job.token.encode(), token.encode()):
+            return None
+        return len(job.result[0]), job.result[0][first:end]
 
     def _note(self, job: _Job, update: Update, result: list[bytes]) -> None:
         if job.ended:

@@ -13,12 +13,14 @@ from fastapi import FastAPI, Request
 from fastapi.responses import JSONResponse, Response, StreamingResponse
 
 from deployments.activations.catalogue import Catalogue
+from deployments.activations.downloads import Choice
 from deployments.activations.facts import RunFacts, ShardFacts
 from deployments.activations.patterns import Patterns
 from deployments.activations.readings import Readings
 from deployments.activations.schema import to_batch
 from deployments.activations.writer import Writer
-from deployments.errors import RequestError
+from serve_app.errors import install
+from serve_app.ranges import Download, Ranged, page
 
 SESSION = "evaluated"
 Points = dict[str, torch.Tensor] | dict[str, torch.Tensor | Patterns]
@@ -36,6 +38,8 @@ class Store:
         self.refuse_pages = 0  # so do so many for the list of runs
         self.status = 503
         self.cut = 0  # so many of the next ones get half of an answer
+        self.cuts = set[int]()  # so do those of these numbers, from 1
+        self.moves = set[int]()  # before those of these numbers the session changes
         self.lists: Callable[[dict[str, Any]], Any] = lambda page: page  # what a page of runs is made of
         self.requests: list[dict[str, Any]] = []
         self.chats: Callable[[], Points] = lambda: points(1, 4)  # what a chat records
@@ -44,6 +48,7 @@ class Store:
         self._writer = Writer(directory, self._catalogue)
         self._readings = Readings(self._catalogue, directory)
         app = FastAPI()
+        install(app)
         app.get("/v1/activations/session/{session}")(self._session)
         app.get("/v1/activations/session/{session}/data")(self._data)
         app.delete("/v1/activations/session/{session}")(self._delete)
@@ -115,24 +120,32 @@ class Store:
         choices = [{"index": 0, "message": message, "finish_reason": "stop"}]
         return JSONResponse({"choices": choices, "usage": usage, "activations_meta": self.says(meta)})
 
-    def _data(self, session: str, request: Request) -> Response:
+    async def _data(self, session: str, request: Request, ranged: Ranged) -> Response:
         asked = request.query_params
         self.requests.append(dict(asked) | {"run": asked.getlist("run"), "points": asked.getlist("points")})
+        self.requests[-1]["range"] = request.headers.get("range")
         if self.refuse:
             self.refuse -= 1
             return _error(self.status, "the store does not answer")
-        try:
-            runs, points = asked.getlist("run") or None, asked.getlist("points") or None
-            begun = self._readings.begin(session, runs, points, asked.get("format", "arrow"))
-        except RequestError as error:
-            return _error(404, str(error))
-        if begun is None:
+        runs, points = tuple(asked.getlist("run")) or None, tuple(asked.getlist("points")) or None
+        choice = Choice(session, runs, points, asked.get("format", "arrow"))
+        found = self._readings.find(choice)
+        if found is None:
             return _error(404, f"there is no session {session!r}")
-        pieces = iter(lambda: self._readings.more(begun.key), b"")
-        if self.cut:
-            self.cut -= 1
-            pieces = iter([next(pieces)[: begun.length // 2]])
-        return StreamingResponse(pieces, headers={"Content-Length": str(begun.length)})
+        tag = found.tag
+        if len(self.requests) in self.moves:
+            found = found._replace(tag=f"moved-{len(self.requests)}")
+        cut, self.cut = self.cut or len(self.requests) in self.cuts, max(self.cut - 1, 0)
+
+        async def read(first: int, end: int) -> bytes:
+            return self._readings.page(choice, tag, first, end)
+
+        answer = await page(ranged, Download(*found, read), "application/vnd.apache.arrow.stream")
+        if cut:
+            size = int(answer.headers["content-length"])
+            half = await read(0, size // 2)
+            return StreamingResponse(iter([half]), answer.status_code, answer.headers)
+        return answer
 
 
 def points(run: int, rows: int, *, layers: tuple[int, ...] = (0, 2, 4), width: int = 8) -> dict[str, torch.Tensor]:

@@ -10,7 +10,8 @@ import torch
 from fake_openai import FakeServer
 from stored import Store, points
 
-from deployments.activations.encodings import ENCODERS, Encoded
+from deployments.activations.encodings import ENCODERS
+from deployments.activations.parts import Part, Parts
 from deployments.activations.patterns import Patterns
 from evals.gsm8k import main
 
@@ -112,6 +113,6 @@ def test_what_is_not_stored_ends_it_with_the_servers_reason(
 def test_an_answer_that_is_no_file_ends_it_with_the_reason(
     store: Store, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    monkeypatch.setitem(ENCODERS, "npz", lambda found: Encoded(22, iter([b"PK\x05\x06" + b"\xff" * 18])))
+    monkeypatch.setitem(ENCODERS, "npz", lambda found: Parts([Part.known(b"PK\x05\x06" + b"\xff" * 18)]))
     assert smoke(store, tmp_path) == 2
     assert "smoke: read back: BadZipFile" in capsys.readouterr().err

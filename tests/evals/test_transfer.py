@@ -1,6 +1,7 @@
 """A session is pulled piece by piece: what came stays, another call goes on, a failure has its reason."""
 
 import json
+import shutil
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -10,7 +11,7 @@ import torch
 from made import make_results
 from stored import SESSION, Store, points
 
-from deployments.activations import load, runs
+from deployments.activations import load, paging, runs
 from deployments.activations.pulling import pull
 from evals import transfer as transferring
 from evals.config import Config, EvalError
@@ -106,6 +107,38 @@ def test_a_download_that_breaks_off_each_time_comes_to_an_end(
     with pytest.raises(EvalError, match="the answer was cut off"):
         transfer(tmp_path, store.base_url, SESSION, retries=2, max_outage=60.0)
     assert len(store.requests) == 3
+
+
+def test_a_download_that_breaks_off_goes_on_with_the_page_that_it_broke_off_in(
+    store: Store, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("time.sleep", lambda seconds: None)
+    monkeypatch.setattr(paging, "PAGE_BYTES", 2000)
+    store.cuts = {2, 4}
+    assert transfer(tmp_path, store.base_url, SESSION, retries=1, max_outage=60.0)["runs"] == 5
+    ranges = [request["range"] for request in store.requests]
+    assert ranges[:4] == ["bytes=0-1999", "bytes=2000-3999", "bytes=2000-3999", "bytes=4000-5999"]
+    assert ranges.count("bytes=0-1999") == 3  # one for each piece
+    for run in range(5):
+        there = load(tmp_path / "activations" / SESSION, f"r{run}")
+        assert all(torch.equal(there[name], values) for name, values in points(run, 4 + run).items())
+
+
+def test_a_piece_that_changes_between_two_pages_is_pulled_anew(
+    store: Store, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(paging, "PAGE_BYTES", 2000)
+    store.moves = {2}
+    assert transfer(tmp_path, store.base_url, SESSION)["runs"] == 5
+    assert [request["range"] for request in store.requests][:3] == ["bytes=0-1999", "bytes=2000-3999", "bytes=0-1999"]
+    for run in range(5):
+        there = load(tmp_path / "activations" / SESSION, f"r{run}")
+        assert all(torch.equal(there[name], values) for name, values in points(run, 4 + run).items())
+    (tmp_path / "activations" / "transferred.json").unlink()
+    shutil.rmtree(tmp_path / "activations" / SESSION)
+    store.moves = set(range(1000))
+    with pytest.raises(EvalError, match="changed while it was pulled"):
+        transfer(tmp_path, store.base_url, SESSION)
 
 
 @pytest.mark.parametrize("status", [400, 404, 500])

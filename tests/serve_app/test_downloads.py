@@ -19,9 +19,10 @@ from deployments.activations.facts import RunFacts, ShardFacts
 from deployments.activations.patterns import Patterns
 from deployments.activations.schema import point_types, to_batch, to_tensor
 from deployments.activations.store import connect
+from serve_app.ranges import PAGE_BYTES
 
 POINT, WEIGHTS, OTHER = "layers.1.output", "layers.1.attention.weights", "norm.output"
-MUCH = 24  # runs of 8 MiB
+MUCH = 3  # runs of 8 MiB
 
 
 @pytest.fixture(scope="module")
@@ -60,8 +61,9 @@ def runs(put):
 
 @pytest.fixture(scope="module")
 def download(served):
-    def get(session: str, **params) -> httpx.Response:
-        return httpx.get(f"{served.base_url}/activations/session/{session}/data", params=params, timeout=60)
+    def get(session: str, *, method: str = "GET", headers=None, **params) -> httpx.Response:
+        url = f"{served.base_url}/activations/session/{session}/data"
+        return httpx.request(method, url, params=params, headers=headers, timeout=60)
 
     return get
 
@@ -168,31 +170,56 @@ def test_what_is_not_there_is_refused_by_its_field(download, runs, session, para
 
 
 @pytest.fixture
-def large(put):
+def large(served, put):
     for i in range(MUCH):
         put("large", f"r{i}", {POINT: torch.full((1024, 2048), float(i))})
-    return "large"
+    yield "large"
+    httpx.delete(f"{served.base_url}/activations/session/large", timeout=60)
 
 
-def test_a_deletion_ends_a_download_short_of_the_length_that_it_said(served, large):
-    url = f"{served.base_url}/activations/session/{large}"
-    got = []
-    with httpx.stream("GET", f"{url}/data", timeout=60) as answer:
-        pieces = answer.iter_raw()
-        got.append(next(pieces))
-        assert httpx.delete(url, timeout=60).status_code == 200
-        with pytest.raises(httpx.RemoteProtocolError, match="without sending complete message body"):
-            got.extend(pieces)
-        assert sum(map(len, got)) < int(answer.headers["content-length"])
-    assert httpx.get(f"{url}/data", timeout=60).status_code == 404
+@pytest.mark.parametrize("format", ["arrow", *READ])
+def test_a_large_session_comes_in_pages_of_one_file(served, download, large, format):
+    head = download(large, method="HEAD", format=format)
+    length, tag = int(head.headers["content-length"]), head.headers["etag"]
+    refused = download(large, format=format)
+    assert (refused.status_code, refused.json()["error"]["code"]) == (413, "range_required")
+    assert str(length) in refused.json()["error"]["message"]
+    assert refused.headers["etag"] == tag
+    body = bytearray()
+    while len(body) < length:
+        page = download(large, format=format, headers={"Range": f"bytes={len(body)}-", "If-Match": tag})
+        assert page.status_code == 206
+        assert len(page.content) == min(PAGE_BYTES, length - len(body))
+        body += page.content
+    if format == "arrow":
+        table = pa.ipc.open_stream(bytes(body)).read_all()
+        assert table["run_id"].unique().to_pylist() == [f"r{i}" for i in range(MUCH)]
+    else:
+        assert all(torch.all(READ[format](bytes(body))[f"r{i}/{POINT}"] == float(i)) for i in range(MUCH))
 
 
-def test_a_download_that_its_client_leaves_is_forgotten(served, store, large, eventually):
-    url = f"{served.base_url}/activations/session/{large}"
-    with httpx.stream("GET", f"{url}/data", timeout=60) as answer:
-        next(answer.iter_raw())
-    eventually(lambda: ray.get(store.__ray_call__.remote(lambda self: self._readings.left())), lambda left: not left)
-    assert httpx.delete(url, timeout=60).status_code == 200
+def test_a_page_of_a_session_that_grew_or_went_is_refused_but_of_named_runs(served, download, large, put):
+    grown, named = (
+        download(large, headers={"Range": "bytes=0-9"}),
+        download(large, run="r1", headers={"Range": "bytes=0-9"}),
+    )
+    put(large, "late", {POINT: torch.ones(1, 2048)})
+    again = download(large, headers={"Range": "bytes=10-19", "If-Match": grown.headers["etag"]})
+    assert (again.status_code, again.json()["error"]["code"]) == (412, "download_changed")
+    asked = {"Range": "bytes=10-19", "If-Match": named.headers["etag"]}
+    assert download(large, run="r1", headers=asked).status_code == 206
+    assert httpx.delete(f"{served.base_url}/activations/session/{large}", timeout=60).status_code == 200
+    assert download(large, run="r1", headers=asked).status_code == 404
+
+
+def test_a_session_lists_a_hundred_runs_unless_more_are_asked_for(served, put):
+    for i in range(102):
+        put("many", f"many-{i:03}", {POINT: torch.ones(1, 4)})
+    url = f"{served.base_url}/activations/session/many"
+    first = httpx.get(url, timeout=60).json()
+    assert (len(first["runs"]), first["has_more"]) == (100, True)
+    rest = httpx.get(url, params={"after": first["runs"][-1]["run_id"]}, timeout=60).json()
+    assert ([run["run_id"] for run in rest["runs"]], rest["has_more"]) == (["many-100", "many-101"], False)
 
 
 def test_a_session_is_pulled_to_a_directory_that_load_reads(served, runs, tmp_path, capsys):

@@ -108,7 +108,7 @@ def test_a_checksum_is_what_the_page_of_the_format_says(shard):
 
 
 def test_points_that_leave_over_http_keep_their_checksums(shard):
-    body = b"".join(as_arrow([shard], Wanted(points={B})).pieces)
+    body = b"".join(as_arrow([shard], Wanted(points={B})).read())
     for (batch, metadata), message in zip(
         pa.ipc.open_stream(body).iter_batches_with_custom_metadata(), messages(shard), strict=True
     ):
@@ -128,7 +128,7 @@ def test_a_file_of_the_format_before_is_read_and_has_nothing_to_compare(shard, t
     assert verify(old).ok
     assert [run.run_id for run in runs(old)] == ["r0", "r1"]
     assert torch.equal(load(old, "r1", verify=True)[A], load(shard, "r1")[A])
-    assert pa.ipc.open_stream(b"".join(as_arrow([old], Wanted()).pieces)).read_all().num_rows == 8
+    assert pa.ipc.open_stream(b"".join(as_arrow([old], Wanted()).read())).read_all().num_rows == 8
 
 
 def test_the_reader_on_the_page_of_the_format_reads_every_run(shard):

@@ -232,18 +232,24 @@ def server(store):
     class Handler(http.server.BaseHTTPRequestHandler):
         def do_GET(self):
             self.server.seen = (self.path, self.headers["Authorization"])
-            encoded = as_arrow(shards(store), Wanted())
-            body = self.server.body or b"".join(encoded.pieces)
-            self.send_response(200)
-            self.send_header("Content-Length", str(len(body)))
+            body = self.server.body or b"".join(as_arrow(shards(store), Wanted()).read())
+            first = int(re.fullmatch(r"bytes=(\d+)-\d+", self.headers["Range"])[1])
+            page = body[first : first + self.server.page]
+            tags = [self.headers["If-Match"]] if first else []
+            self.send_response(206 if set(tags) <= {self.server.tag} else 412)
+            self.send_header("ETag", self.server.tag)
+            self.send_header("Content-Range", f"bytes {first}-{first + len(page) - 1}/{len(body)}")
+            self.send_header("Content-Length", str(len(page)))
             self.end_headers()
-            self.wfile.write(body[: len(body) - self.server.cut])
+            self.wfile.write(page[: len(page) - self.server.cut])
+            self.server.tag = next(self.server.tags, self.server.tag)
 
         def log_message(self, *args):
             pass
 
     with http.server.ThreadingHTTPServer(("127.0.0.1", 0), Handler) as serving:
-        serving.cut, serving.body = 0, b""
+        serving.cut, serving.body, serving.page = 0, b"", 1000
+        serving.tag, serving.tags = '"v1"', iter([])
         threading.Thread(target=serving.serve_forever, daemon=True).start()
         yield serving
         serving.shutdown()
@@ -273,12 +279,20 @@ def test_a_pulled_session_is_the_servers_bit_for_bit(say, store, server, made, t
     assert "is there already" in complaint
 
 
-@pytest.mark.parametrize("cut", [1, 8, 500, 3000])
+@pytest.mark.parametrize("cut", [1, 8, 500, 1000])
 def test_of_an_answer_that_is_cut_off_nothing_is_kept(say, server, tmp_path, cut):
     server.cut = cut
     status, _, complaint = say("pull", f"http://127.0.0.1:{server.server_port}", "session", dir=tmp_path / "laptop")
     assert status == 1
     assert "cut off" in complaint
+    assert list((tmp_path / "laptop").iterdir()) == []
+
+
+def test_a_session_that_changes_between_two_pages_is_not_pulled(say, server, tmp_path):
+    server.tags = iter(['"v1"', '"v1"', '"v2"'])
+    status, _, complaint = say("pull", f"http://127.0.0.1:{server.server_port}", "session", dir=tmp_path / "laptop")
+    assert status == 1
+    assert "changed while it was pulled, nothing of it is kept: pull it again" in complaint
     assert list((tmp_path / "laptop").iterdir()) == []
 
 
@@ -292,7 +306,7 @@ def test_an_answer_that_is_no_arrow_stream_is_said_to_be_none(say, server, tmp_p
 
 
 def test_streams_of_several_tables_are_read_one_behind_the_other(store):
-    file = io.BytesIO(b"".join(as_arrow(shards(store), Wanted()).pieces))
+    file = io.BytesIO(b"".join(as_arrow(shards(store), Wanted()).read()))
     tables = [pa.ipc.open_stream(file).read_all() for _ in range(2)]
     assert [table["run_id"].unique().to_pylist() for table in tables] == [["r1", "r2"], ["r3"]]
     assert not file.read()

@@ -22,6 +22,7 @@ from deployments.activations import load, runs
 from deployments.activations.__main__ import main
 from deployments.activations.catalogue import Catalogue
 from deployments.activations.compacting import Compactor
+from deployments.activations.downloads import Choice
 from deployments.activations.exports import export
 from deployments.activations.facts import StoreError, store_name
 from deployments.activations.marks import counted
@@ -434,12 +435,9 @@ def test_a_store_in_object_storage_serves_what_it_holds_and_knows_it_when_it_sta
     assert "secret" not in str(listed)
 
     async def download():
-        key, length = await store.begin_data("session", None, [POINT], "safetensors")
-        body = b""
-        while piece := await store.more_data(key):
-            body += piece
-        assert len(body) == length
-        return body
+        choice = Choice("session", None, (POINT,), "safetensors")
+        tag, length = await store.find_data(choice)
+        return b"".join([await store.data_page(choice, tag, i, min(i + 50, length)) for i in range(0, length, 50)])
 
     found = tensors(asyncio.run(download()))
     assert all(torch.equal(found[f"{one.facts.run_id}/{POINT}"], one.points[POINT]) for one in made)

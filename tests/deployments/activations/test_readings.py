@@ -1,21 +1,31 @@
-"""A download is handed over in pieces, ends with its last byte or an error, and holds nothing when it is done."""
+"""Any range of a download can be asked for, and all of them are of the same file, or refused."""
 
 from __future__ import annotations
 
 import io
+import zipfile
 
 import numpy
 import pyarrow as pa
 import pytest
 import torch
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
 
-from deployments.activations import readings
+from deployments.activations import downloads, readings
 from deployments.activations.catalogue import Catalogue
+from deployments.activations.downloads import Choice
+from deployments.activations.encodings import ENCODERS, as_arrow
 from deployments.activations.facts import StoreError
+from deployments.activations.named_tensors import tensors
+from deployments.activations.patterns import Patterns
 from deployments.activations.reader import messages
 from deployments.activations.readings import Readings
+from deployments.activations.selecting import Wanted, select, shards
 from deployments.activations.writer import Writer
 from deployments.errors import RequestError
+
+FORMATS = ["arrow", *ENCODERS]
 
 
 @pytest.fixture
@@ -30,102 +40,163 @@ def store(make, tmp_path):
     writer.close()
 
 
-def taken(found: Readings, key: str) -> bytes:
-    body = io.BytesIO()
-    while piece := found.more(key):
-        assert len(piece) <= readings.PIECE
-        body.write(piece)
-    return body.getvalue()
+def put(writer: Writer, made) -> None:
+    writer.submit(made.facts, made.batches).result()
 
 
-@pytest.mark.parametrize("piece", [1, 7, 1000, 1 << 20])
-@pytest.mark.parametrize("format", ["arrow", "safetensors", "npz", "pt"])
-def test_pieces_of_any_size_join_to_the_length_that_was_said(store, monkeypatch, piece, format):
-    _, found = store
-    whole = taken(found, found.begin("session", None, None, format).key)
-    monkeypatch.setattr(readings, "PIECE", piece)
-    begun = found.begin("session", None, None, format)
-    assert taken(found, begun.key) == whole
-    assert len(whole) == begun.length
+def taken(found: Readings, choice: Choice, page: int = 1 << 20) -> bytes:
+    tag, length = found.find(choice)
+    return b"".join(found.page(choice, tag, first, min(first + page, length)) for first in range(0, length, page))
+
+
+@pytest.fixture(scope="module")
+def mixed(make, tmp_path_factory):
+    """`(directory, readings)` of a session of runs of two tables, of several batches, with patterns and bfloat16."""
+    root = tmp_path_factory.mktemp("mixed")
+    catalogue = Catalogue()
+    writer = Writer(root, catalogue)
+    for run in ("r0", "r1"):
+        patterns = Patterns(torch.randn(3 * 19 * 20 // 2).bfloat16(), 3, range(19))
+        put(writer, make(run, {"layers.0.attention.weights": patterns, "norm.output": torch.randn(19, 5).bfloat16()}))
+    for run in ("r2", "r3"):
+        put(writer, make(run, {"layers.0.output": torch.randn(40, 16), "norm.output": torch.randn(40, 3)}, parts=3))
+    yield root, Readings(catalogue, root)
+    writer.close()
+
+
+@pytest.mark.parametrize("format", FORMATS)
+@settings(deadline=None, max_examples=60, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@given(data=st.data())
+def test_pages_of_any_sizes_in_any_order_join_to_the_whole_file(mixed, format, data):
+    root, found = mixed
+    files = shards(root, "session")
+    named = () if format == "arrow" else tensors(select(files, Wanted()), prefixed=True)
+    whole = b"".join((ENCODERS[format](named) if named else as_arrow(files, Wanted())).read())
+    choice = Choice("session", None, None, format)
+    if data.draw(st.booleans(), "planned anew"):
+        found = Readings(found._catalogue, root)
+    tag, length = found.find(choice)
+    assert length == len(whole)
+    cuts = sorted({0, length, *data.draw(st.lists(st.integers(0, length), max_size=12), "cuts")})
+    spans = data.draw(st.permutations(list(zip(cuts, cuts[1:], strict=False))), "order")
+    pages = {first: found.page(choice, tag, first, end) for first, end in spans}
+    assert b"".join(pages[first] for first in sorted(pages)) == whole
+
+
+@pytest.mark.parametrize("format", ["npz", "pt"])
+def test_an_archive_of_pages_has_true_checksums(mixed, format):
+    _, found = mixed
+    assert zipfile.ZipFile(io.BytesIO(taken(found, Choice("session", None, None, format), 1000))).testzip() is None
+
+
+def test_a_page_reads_no_other_run(mixed, monkeypatch):
+    _, found = mixed
+    choice = Choice("session")
+    tag, length = found.find(choice)
+    read = []
+    monkeypatch.setattr(
+        "deployments.activations.encodings.select", lambda files, wanted: read.append(wanted) or select(files, wanted)
+    )
+    found.page(choice, tag, 3000, 3001)
+    assert [len(wanted.runs) for wanted in read] == [1]
 
 
 @pytest.mark.parametrize("names", [["r0"], ["r2"], ["r2", "r0"], ["r1", "r1"], ["r9", "r1"], ["r0", "r1", "r2", "r9"]])
 def test_named_runs_are_those_of_the_whole_session(store, make, names):
     writer, found = store
-    other = make("r9", {"layers.1.output": torch.randn(3, 4)})  # in a file of its own
-    writer.submit(other.facts, other.batches).result()
-    archive = numpy.load(io.BytesIO(taken(found, found.begin("session", names, None, "npz").key)))
-    whole = numpy.load(io.BytesIO(taken(found, found.begin("session", None, None, "npz").key)))
+    put(writer, make("r9", {"layers.1.output": torch.randn(3, 4)}))  # in a file of its own
+    archive = numpy.load(io.BytesIO(taken(found, Choice("session", tuple(names), None, "npz"))))
+    whole = numpy.load(io.BytesIO(taken(found, Choice("session", None, None, "npz"))))
     one = len(names) == 1
     wanted = {name.removeprefix(f"{names[0]}/") if one else name for name in whole if name.split("/")[0] in names}
     assert set(archive) == wanted
     for name in wanted:
         assert numpy.array_equal(archive[name], whole[f"{names[0]}/{name}" if one else name])
-    rows = pa.ipc.open_stream(taken(found, found.begin("session", names[:1], None, "arrow").key)).read_all()
+    rows = pa.ipc.open_stream(taken(found, Choice("session", (names[0],)))).read_all()
     assert rows["run_id"].unique().to_pylist() == names[:1]
 
 
 def test_a_named_run_is_read_at_its_place(store, tmp_path):
     _, found = store
-    wanted = taken(found, found.begin("session", ["r2"], None, "npz").key)
+    wanted = taken(found, Choice("session", ("r2",), None, "npz"))
     (file,) = (tmp_path / "session").iterdir()
     first = next(iter(messages(file))).end
     with file.open("r+b") as bytes_before:
         bytes_before.seek(first)
         bytes_before.write(bytes(64))  # the head of a batch of r0: nothing behind it would be found by looking through
-    assert taken(found, found.begin("session", ["r2"], None, "npz").key) == wanted
+    assert taken(Readings(found._catalogue, tmp_path), Choice("session", ("r2",), None, "npz")) == wanted
 
 
 def test_a_run_that_is_none_is_refused_with_some_that_are(store):
     _, found = store
     with pytest.raises(RequestError, match="there is no run 'r8'; there is r0, r1, r2"):
-        found.begin("session", ["r1", "r8"], None, "npz")
+        found.find(Choice("session", ("r1", "r8"), None, "npz"))
     with pytest.raises(RequestError, match="no such run recorded 'layers.7.output'; there is layers.0.output"):
-        found.begin("session", ["r1"], ["layers.7.output"], "npz")
-    assert found.begin("no-session", ["r1"], None, "npz") is None
+        found.find(Choice("session", ("r1",), ("layers.7.output",), "npz"))
+    assert found.find(Choice("no-session", ("r1",), None, "npz")) is None
 
 
-def test_a_run_that_comes_while_a_download_goes_on_is_not_in_it(store, make):
+@pytest.mark.parametrize("format", FORMATS)
+def test_a_run_that_comes_between_two_pages_refuses_the_second_but_of_named_runs(store, make, format):
     writer, found = store
-    begun = found.begin("session", None, None, "arrow")
-    made = make("late", {"layers.0.output": torch.randn(4, 16).bfloat16()})
-    writer.submit(made.facts, made.batches).result()
-    table = pa.ipc.open_stream(taken(found, begun.key)).read_all()
-    assert table["run_id"].unique().to_pylist() == ["r0", "r1", "r2"]
+    everything, named = Choice("session", None, None, format), Choice("session", ("r0", "r2"), None, format)
+    (tag, _), (of_named, length) = found.find(everything), found.find(named)
+    first = found.page(named, of_named, 0, 100)
+    put(writer, make("late", {"layers.0.output": torch.randn(4, 16).bfloat16()}))
+    with pytest.raises(RequestError, match="begin again") as refused:
+        found.page(everything, tag, 100, 200)
+    assert (refused.value.status, refused.value.code) == (412, "download_changed")
+    assert first + found.page(named, of_named, 100, length) == taken(found, named)
 
 
-def test_a_deletion_ends_a_download_also_where_the_session_comes_again(store, make, monkeypatch):
+@pytest.mark.parametrize("again", [False, True])
+def test_a_deletion_refuses_the_next_page_also_where_the_session_comes_again(store, make, again):
     writer, found = store
-    monkeypatch.setattr(readings, "PIECE", 100)
-    begun = found.begin("session", None, None, "npz")
-    assert found.more(begun.key)
+    choice = Choice("session", ("r0",), None, "npz")
+    tag, _ = found.find(choice)
     assert writer.delete("session").result()
-    made = make("new")
-    writer.submit(made.facts, made.batches).result()
-    with pytest.raises(StoreError, match="deleted while it was read"):
-        found.more(begun.key)
-    assert found.begin("gone", None, None, "arrow") is None
+    if again:
+        put(writer, make("r0", {"layers.0.output": torch.randn(40, 16).bfloat16()}, parts=2))
+    with pytest.raises(RequestError, match="begin again"):
+        found.page(choice, tag, 0, 100)
+    assert (found.find(choice) is None) is not again
 
 
-def test_a_file_that_shrinks_ends_a_download_with_an_error(store, tmp_path):
+def test_a_file_that_shrinks_is_an_error(store, tmp_path):
     _, found = store
-    begun = found.begin("session", None, None, "arrow")
+    choice = Choice("session")
+    tag, length = found.find(choice)
     (path,) = (tmp_path / "session").glob("*.arrow")
     path.write_bytes(path.read_bytes()[:3000])
-    with pytest.raises(StoreError, match="too early"):
-        taken(found, begun.key)
+    with pytest.raises(StoreError, match="changed"):
+        found.page(choice, tag, length - 100, length)
 
 
-def test_downloads_are_so_many_at_once_and_idle_ones_are_given_up(store, monkeypatch):
+def test_choices_that_differ_have_tags_that_do(store):
     _, found = store
-    begun = [found.begin("session", None, None, "arrow") for _ in range(readings.MOST)]
-    with pytest.raises(RequestError) as refused:
-        found.begin("session", None, None, "arrow")
-    assert (refused.value.status, refused.value.code) == (429, "server_busy")
-    found.end(begun[0].key)
-    again = found.begin("session", None, None, "arrow")
+    choices = [
+        Choice("session", runs, points, format)
+        for runs in (None, ("r0",), ("r1",))
+        for points in (None, ("layers.0.output",))
+        for format in FORMATS
+    ]
+    assert len({found.find(choice).tag for choice in choices}) == len(choices)
+
+
+def test_plans_are_dropped_when_idle_and_when_there_are_too_many_and_nobody_notices(store, monkeypatch):
+    _, found = store
+    choice = Choice("session", ("r1",), None, "safetensors")
+    tag, length = found.find(choice)
+    monkeypatch.setattr(readings, "MOST_PLANS", 2)
+    for run in ("r0", "r2"):
+        found.find(Choice("session", (run,)))
+    assert choice not in found._plans
+    assert len(found._plans) == 2
+    assert len(found.page(choice, tag, 0, length)) == length
+    monkeypatch.setattr(readings, "MOST_PARTS", 1)
+    found.find(choice)
+    assert list(found._plans) == [choice]  # the one in use
     monkeypatch.setattr(readings, "IDLE_S", 0)
-    found.begin("session", None, None, "arrow")
-    with pytest.raises(StoreError, match="begin the download again"):
-        found.more(again.key)
-    found.end(again.key)
+    found.sweep()
+    assert not found._plans
+    assert downloads.IDLE_S

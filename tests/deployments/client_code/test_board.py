@@ -57,16 +57,18 @@ def test_nothing_follows_the_end_of_a_job_and_what_it_printed_is_not_where_it_is
 
 
 def test_a_result_is_given_for_its_token_alone():
-    async def given() -> list[list[bytes]]:
+    async def given() -> list[object]:
         known = Board()
         job, other = await known.open(None), await known.open(None)
         for name in (job, other):
             await known.tell([Update(name, "COMPLETED")], [name.encode()])
         _, token = await known.latest(job)
-        assert await known.result(job, token) == [job.encode()]
-        return [await known.result(other, token), await known.result(job, ""), await known.result("none", token)]
+        assert await known.result(job, token, 0, 100) == (len(job), job.encode())
+        assert await known.result(job, token, 3, 5) == (len(job), job[3:5].encode())
+        asked = ((other, token), (job, ""), ("none", token))
+        return [await known.result(name, key, 0, 100) for name, key in asked]
 
-    assert asyncio.run(given()) == [[], [], []]
+    assert asyncio.run(given()) == [None, None, None]
 
 
 def test_nobody_waits_for_a_job_whose_listener_left_or_that_ended():

@@ -1,0 +1,38 @@
+"""What is downloaded of a store, as whoever asks names it. Needs no Arrow."""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+from deployments.errors import RequestError
+
+IDLE_S = 60.0  # after which the plan of a download is dropped that no page is asked of: it keeps deleted files on disk
+
+
+class Choice(NamedTuple):
+    """Stored runs as a file.
+
+    Attributes:
+        session_id: Of this session.
+        runs: These runs alone. The tensors of several have names that begin with their run's.
+        points: These points alone.
+        format: `arrow`, `safetensors`, `npz` or `pt`.
+    """
+
+    session_id: str
+    runs: tuple[str, ...] | None = None
+    points: tuple[str, ...] | None = None
+    format: str = "arrow"
+
+
+class Found(NamedTuple):
+    """A download: a tag that changes when its bytes would, and how many they are."""
+
+    tag: str
+    length: int
+
+
+def changed() -> RequestError:
+    """What refuses a page of something else than the pages before it: 412."""
+    message = "it changed since its first page: begin again without If-Match; named runs change only when they move"
+    return RequestError(message, "If-Match", "download_changed", 412)

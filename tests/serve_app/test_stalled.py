@@ -1,0 +1,124 @@
+"""Clients that ask for downloads and do not read them cost little, and hold nobody up."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import select
+import socket
+from collections.abc import Iterator
+from urllib.parse import urlsplit
+
+import httpx
+import psutil
+import pytest
+import ray
+import torch
+
+from deployments.activations.facts import RunFacts, ShardFacts
+from deployments.activations.schema import to_batch
+from deployments.activations.store import connect
+from deployments.client_code.board import connect as board
+from deployments.client_code.job import Update
+from serve_app.ranges import PAGE_BYTES
+
+READERS = 40
+MOST_BYTES = 400 << 20
+ASK = "GET {path} HTTP/1.1\r\nHost: 127.0.0.1\r\nRange: bytes=0-\r\n\r\n"
+SESSION, POINT = "stalled", "layers.1.output"
+
+
+@pytest.fixture(scope="module")
+def large(served):
+    """The path of a download of 320 MiB."""
+    store = connect(str(served.home / "activations"))
+    shard = ShardFacts(SESSION, "m", None, "Qwen3ForCausalLM", {}, {POINT: POINT})
+    for run in (f"r{i}" for i in range(40)):
+        given = {"run_id": run, "sample_id": None, "positions": range(1024), "token_ids": range(1024)}
+        batch = to_batch(shard, **given, prompt_tokens=1, points={POINT: torch.ones(1024, 2048)})
+        facts = RunFacts(run, SESSION, "m", created=1.0, prompt_tokens=1, tokens=1024)
+        ray.get(store.write.remote(facts, [ray.put(batch)]))
+    yield f"/v1/activations/session/{SESSION}/data"
+    httpx.delete(f"{served.base_url}/activations/session/{SESSION}", timeout=60)
+
+
+@pytest.fixture(scope="module")
+def processes(served, large):
+    """Serve's proxy, the ingress and the store, and how much memory each has before."""
+    store = connect(str(served.home / "activations"))
+    found = {"store": psutil.Process(ray.get(store.__ray_call__.remote(lambda _: os.getpid())))}
+    for process in psutil.process_iter():
+        with contextlib.suppress(psutil.Error):
+            for name, title in {"proxy": "ray::ProxyActor", "ingress": "ray::ServeReplica:default:Ingress"}.items():
+                if "".join(process.cmdline()).startswith(title):
+                    found[name] = process
+    httpx.get(f"{served.root}/health", timeout=60)
+    return {process: memory(process) for process in found.values()}
+
+
+@contextlib.contextmanager
+def stalled(root: str, asked: str) -> Iterator[list[socket.socket]]:
+    """Clients each of whom has the beginning of an answer to read, and reads nothing."""
+    at = urlsplit(root)
+    with contextlib.ExitStack() as stack:
+        clients = []
+        for _ in range(READERS):
+            client = stack.enter_context(socket.socket())
+            client.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 4096)
+            client.connect((at.hostname, at.port))
+            client.sendall(asked.encode())
+            clients.append(client)
+        waiting = set(clients)
+        while waiting:
+            ready, _, _ = select.select(list(waiting), [], [], 120)
+            assert ready, "not all were answered"
+            waiting -= set(ready)
+        yield clients
+
+
+def memory(process: psutil.Process) -> int:
+    """Bytes of its own; what it shares with others is Ray's object store."""
+    found = process.memory_info()
+    return found.rss - found.shared
+
+
+@pytest.mark.parametrize("times", [1, 8])
+def test_forty_stalled_readers_cost_little_and_others_are_served(served, large, processes, times):
+    with stalled(served.root, ASK.format(path=large) * times):
+        for page in range(20):
+            first = page * PAGE_BYTES
+            asked = {"Range": f"bytes={first}-"}
+            answer = httpx.get(f"{served.root}{large}", headers=asked, timeout=60)
+            assert (answer.status_code, len(answer.content)) == (206, PAGE_BYTES)
+            assert httpx.get(f"{served.root}/health", timeout=60).status_code == 200
+            grown = {process.name(): memory(process) - before for process, before in processes.items()}
+            assert all(size < MOST_BYTES for size in grown.values()), grown
+            print({name: f"{size / 2**20:.0f} MiB" for name, size in grown.items()})
+
+
+@pytest.fixture(scope="module")
+def result(beside):
+    """`result(size)`: the address of a finished job's result of so many bytes."""
+    with beside("stalled", "allow_client_code=true") as root:
+
+        def put(size: int) -> str:
+            jobs = board()
+            job = ray.get(jobs.open.remote(None))
+            ray.get(jobs.tell.remote([Update(job, "COMPLETED")], [bytes(size)]))
+            _, token = ray.get(jobs.latest.remote(job))
+            return f"{root}/response/{job}/result?token={token}"
+
+        yield put
+
+
+def test_forty_stalled_readers_of_nnsights_results_cost_little_and_give_their_places_back(served, processes, result):
+    large, small = result(32 << 20), result(1 << 20)
+    asked = f"GET {large.removeprefix(served.root)} HTTP/1.1\r\nHost: 127.0.0.1\r\n\r\n"
+    with stalled(served.root, asked):
+        for _ in range(30):
+            assert len(httpx.get(small, timeout=60).content) == 1 << 20
+            grown = {process.name(): memory(process) - before for process, before in processes.items()}
+            assert all(size < MOST_BYTES for size in grown.values()), grown
+        print({name: f"{size / 2**20:.0f} MiB" for name, size in grown.items()})
+    for _ in range(20):  # whoever has read a result, or has gone, holds up nobody
+        assert len(httpx.get(large, timeout=60).content) == 32 << 20
