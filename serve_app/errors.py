@@ -45,6 +45,7 @@ TYPES = {
     413: "invalid_request_error",
     416: "invalid_request_error",
     429: "rate_limit_error",
+    431: "invalid_request_error",
 }
 
 # What calls of actors raise where the actor is absent or dies: of Ray, of Serve, and, since messages between the

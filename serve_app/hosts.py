@@ -20,6 +20,8 @@ from serve_app.errors import ApiError
 CLIENTS = ("x-forwarded-for", "x-real-ip")  # headers in which proxies name who asked
 OTHER_MARKS = ("via", "x-forwarded-proto", "x-forwarded-port", "x-forwarded-server")  # and others that only they send
 
+MOST_HOSTS = 64  # that one header lists
+
 
 class Hosts:
     """The names and origins that are allowed."""
@@ -33,12 +35,14 @@ class Hosts:
         """
         self._any_name = has_keys or "*" in options.allowed_hosts
         self._any_address = options.open
-        self._names = set(options.allowed_hosts)
+        named = set(options.allowed_hosts)
         self._origins = {origin.lower() for origin in options.cors_origins}
         if options.public_url:
             url = urlsplit(options.public_url)
-            self._names.add(url.hostname or "")
+            named.add(url.hostname or "")
             self._origins.add(f"{url.scheme}://{url.netloc}".lower())
+        # Loopback names are allowed anyway, and say nothing of proxies.
+        self._names = {name for name in named if not is_loopback(name)}
 
     def refusal(self, headers: Headers) -> ApiError | None:
         """Why a request with these headers is refused; None where it is not."""
@@ -59,41 +63,42 @@ class Hosts:
     def _of_names(self, headers: Headers) -> ApiError | None:
         host = _hostname(headers.get("host", ""))
         if not self._is_allowed(host):
-            return _refused("Host", host)
+            message = f"this server has no API keys and answers its own machine alone, and Host names {host[:200]!r}"
+            return _refused(f"{message}: its operator sets keys with api_keys_file, or allows the name")
         told = [*_of_header(headers, "x-forwarded-host"), *_forwarded(headers, "host")]
         clients = [name for header in CLIENTS for name in _of_header(headers, header)] + [*_forwarded(headers, "for")]
-        for name in told:
-            if not self._is_allowed(name):
-                return _refused("a forwarding header", name)
+        others = [name for name in told if not self._is_allowed(name)]
         is_proxied = told or clients or any(mark in headers for mark in ("forwarded", *OTHER_MARKS))
         # Who passes a name on may have got it from the client: it does not vouch for the client's address.
-        if not is_proxied or not self._names.isdisjoint((host, *told)):
+        if is_proxied and self._names.isdisjoint((host, *told)):
+            others += [name for name in clients or ["somebody"] if not is_loopback(name)]
+        if not others:
             return None
-        stranger = next((name for name in clients or [""] if not is_loopback(name)), None)
-        return None if stranger is None else _refused("a forwarding header", stranger)
+        return _refused(
+            f"this server has no API keys and answers its own machine alone, and a proxy passed this on for "
+            f"{others[0][:200]!r}: its operator sets keys with api_keys_file, or allows the name that clients call the "
+            "proxy by, which the proxy sends as Host or X-Forwarded-Host,"
+        )
 
     def _is_allowed(self, name: str) -> bool:
         return is_loopback(name) or name in self._names or (self._any_address and _is_address(name))
 
 
-def _refused(header: str, name: str) -> ApiError:
-    message = (
-        f"this server has no API keys, so it answers only requests to this machine's own names, and {header} says "
-        f"{name[:200]!r}: its operator sets keys with api_keys_file, or allows the name with allowed_hosts"
-    )
-    return ApiError(403, message, "Host", "host_not_allowed")
+def _refused(message: str) -> ApiError:
+    return ApiError(403, f"{message} with allowed_hosts", "Host", "host_not_allowed")
 
 
 def _of_header(headers: Headers, name: str) -> Iterator[str]:
-    """The hosts that a header lists, apart by commas, without ports."""
+    """The hosts that a header lists, apart by commas, without ports; an empty one where it lists too many."""
     for value in headers.getlist(name):
-        yield from map(_hostname, value.split(","))
+        yield from map(_hostname, value.split(",") if value.count(",") < MOST_HOSTS else [""])
 
 
 def _forwarded(headers: Headers, parameter: str) -> Iterator[str]:
-    """The hosts that a parameter of `Forwarded` (RFC 7239) lists, without ports."""
+    """The hosts that a parameter of `Forwarded` (RFC 7239) lists, without ports; an empty one where it has too many."""
     for value in headers.getlist("forwarded"):
-        for pair in value.replace(",", ";").split(";"):
+        pairs = value.replace(",", ";")
+        for pair in pairs.split(";") if pairs.count(";") < MOST_HOSTS else [f"{parameter}="]:
             name, _, host = pair.partition("=")
             if name.strip().lower() == parameter:
                 yield _hostname(host.strip().strip('"'))

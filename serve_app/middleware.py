@@ -13,6 +13,7 @@ NO_SNIFF = (b"x-content-type-options", b"nosniff")
 TENSORS = "/v1/tensors"  # whose bodies are files, with a limit of their own
 JOBS = "/request"  # nnsight's route, whose bodies are forms
 BYTES = "application/octet-stream"
+MOST_HEADERS = 64 << 10  # bytes of all headers of a request
 REQUEST_ID = re.compile(rb"[A-Za-z0-9._:/+=@-]{1,128}")
 
 
@@ -23,15 +24,18 @@ def path_of(scope: Scope) -> str:
 
 
 class RequestIds:
-    """Notes each request's id. Plain ASGI, so that streams and disconnects pass through untouched."""
+    """Notes each request's id, and bounds its headers. Plain ASGI, so that streams and disconnects pass through untouched."""
 
     def __init__(self, app: ASGIApp) -> None:
         self._app = app
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        """Answer 400 where the id that a request brings is none."""
+        """Answer 431 where the headers are too large, and 400 where the id that a request brings is none."""
         if scope["type"] != "http":
             return await self._app(scope, receive, send)
+        if sum(len(name) + len(value) for name, value in scope["headers"]) > MOST_HEADERS:
+            error = ApiError(431, f"the headers are larger than {MOST_HEADERS} bytes", None, "headers_too_large")
+            return await error.response(scope)(scope, receive, send)
         # Serve's proxy gives an id to each request that came without, and puts it on the answer and into its logs.
         request_id = dict(scope["headers"]).get(b"x-request-id") or uuid.uuid4().hex.encode()
         if not REQUEST_ID.fullmatch(request_id):
@@ -58,10 +62,11 @@ class BodyLimits:
         declared = headers.get(b"content-length", b"0")
         length = int(declared) if re.fullmatch(rb"[0-9]{1,18}", declared) else 0
         if length or b"transfer-encoding" in headers:
-            given = headers.get(b"content-type", b"").partition(b";")[0].strip().lower().decode("latin-1")
+            given = headers.get(b"content-type", b"")[:256].partition(b";")[0].strip().lower().decode("latin-1")
+            kind, _, form = given.partition("/")
             expected = _content_type(scope)
-            # Other types a page of another origin may send without asking first.
-            if expected not in (given, re.sub(r"/[^+]*\+", "/", given)):
+            # Other types a page of another origin may send without asking first. `application/x+json` is JSON, too.
+            if expected not in (given, f"{kind}/{form.rpartition('+')[2]}"):
                 message = f"send the body as {expected}, not as {given[:100] or 'nothing'}"
                 error = ApiError(400, message, "Content-Type", "invalid_value")
                 return await error.response(scope)(scope, receive, send)

@@ -87,8 +87,10 @@ def test_an_open_server_answers_by_any_address_but_by_no_name_that_a_website_cou
         {"x-forwarded-proto": "https"},
         {"x-forwarded-host": "localhost", "x-forwarded-for": "203.0.113.5"},  # the client chose the first
         {"x-forwarded-host": "localhost, lab.example"},
+        {"x-forwarded-for": "127.0.0.1," * 100},
+        {"forwarded": "for=127.0.0.1;" * 100},
     ],
-    ids=str,
+    ids=lambda forwarded: str(forwarded)[:80],
 )
 def test_without_keys_what_a_proxy_passes_on_for_others_is_refused(forwarded):
     assert asked(HOME | forwarded) == HOST
@@ -110,6 +112,11 @@ def test_without_keys_a_proxy_may_pass_on_what_this_machine_asks_and_what_the_op
     assert asked(HOME | forwarded, **options) == PASSED
 
 
+@pytest.mark.parametrize("options", [{"allowed_hosts": "localhost"}, {"public_url": "http://127.0.0.1:8000"}], ids=str)
+def test_to_allow_this_machines_own_names_allows_no_proxy(options):
+    assert asked({"host": "localhost:8000", "x-forwarded-for": "203.0.113.5"}, **options) == HOST
+
+
 @pytest.mark.parametrize("keys", [NO_KEYS, KEYS], ids=["open", "keyed"])
 @pytest.mark.parametrize("origin", ["http://evil.example", "null", "https://127.0.0.1:9000", "http://[", ""])
 def test_no_page_of_another_origin_is_answered(keys, origin):
@@ -129,6 +136,39 @@ def test_what_a_page_may_send_unasked_is_refused_before_it_is_read(given):
     for length in ({"content-length": "10"}, {"transfer-encoding": "chunked"}):
         for path in ("/v1/chat/completions", "/v1/tensors", "/models/unload"):
             assert asked(sent | length, path=path) == (400, "invalid_value")
+
+
+@pytest.mark.parametrize("given", ["application/json; charset=utf-8", "Application/JSON", "application/problem+json"])
+def test_json_by_other_names_is_json(given):
+    assert asked(HOME | {"content-type": given, "content-length": "10"}) == PASSED
+
+
+@pytest.mark.parametrize("path", ["/health", "/docs", f"/response/{'0' * 32}/result"])
+def test_a_content_type_without_end_is_refused_and_read_to_no_more_than_its_beginning(path):
+    class Counted(bytes):  # what is looked at of it
+        def __getitem__(self, key: Any) -> bytes:
+            assert key.stop <= 256
+            return super().__getitem__(key)
+
+    passed: list[Scope] = []
+
+    async def keep(scope: Scope, receive: Receive, send: Send) -> None:
+        passed.append(scope)
+
+    said: list[Any] = []
+
+    async def send(message: Any) -> None:
+        said.append(message)
+
+    headers = [(b"content-type", Counted(b"/" * (1 << 20))), (b"content-length", b"2")]
+    scope = {"type": "http", "method": "POST", "path": path, "root_path": "", "headers": headers}
+    asyncio.run(BodyLimits(keep, 1000, 2000)(scope, lambda: None, send))
+    assert (said[0]["status"], passed) == (400, [])
+
+
+def test_headers_without_end_are_refused_before_anything_is_made_of_them(served):
+    answer = httpx.get(f"{served.root}/health", headers={"X-Forwarded-For": "127.0.0.1," * 10_000}, timeout=60)
+    assert answer.status_code in (400, 431)  # the proxy may have a limit of its own
 
 
 def test_a_body_that_says_it_is_too_large_is_refused_before_it_is_read():
