@@ -244,7 +244,7 @@ async def session_data(
     format: DataFormat = "arrow",
 ) -> Response:
     """Download stored runs page by page: an Arrow IPC stream, or a file of named tensors."""
-    data = await backend.data(who, Choice(session_id, _apart(run, "run"), _apart(points, "points"), format))
+    data = await backend.data(who, Choice(session_id, _apart(run, "run"), _apart(points, "points"), format), asked.tag)
     name = f"{session_id}.{'arrows' if format == 'arrow' else format}"
     kind = described.ARROW if format == "arrow" else BYTES
     return await page(asked, data, kind, {"Content-Disposition": f'attachment; filename="{name}"'})

@@ -137,14 +137,19 @@ class Backend:
         except (ApiError, StoreError, *UNAVAILABLE) as error:
             return replace(job, unstorable=str(getattr(error, "cause", None) or error))
 
-    async def data(self, account: Account, choice: Choice) -> Download:
+    async def data(self, account: Account, choice: Choice, tag: str | None = None) -> Download:
         """Stored runs as a file.
+
+        Args:
+            account: Who asks.
+            choice: Which.
+            tag: Of the download that is gone on with: runs that were stored since it began are left out.
 
         Raises:
             RequestError: There is no such run or point, too much for one file, or too many wait for pages.
             ApiError: 404; 503.
         """
-        asked = self._store.find_data.remote(choice, account)
+        asked = self._store.find_data.remote(choice, tag, account)
         found: Found | None = await answered(asked, "the activation store", PLAN_S)
         if found is None:
             raise _no_session(choice.session_id)

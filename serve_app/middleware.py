@@ -24,7 +24,7 @@ def path_of(scope: Scope) -> str:
 
 
 class RequestIds:
-    """Notes each request's id, and bounds its headers. Plain ASGI, so that streams and disconnects pass through untouched."""
+    """Notes each request's id and bounds its headers. Plain ASGI: streams and disconnects pass through untouched."""
 
     def __init__(self, app: ASGIApp) -> None:
         self._app = app

@@ -44,6 +44,12 @@ class Asked(NamedTuple):
     if_none_match: str | None
     if_range: str | None
 
+    @property
+    def tag(self) -> str | None:
+        """The one tag of a download that was begun; None where the headers name none, or several."""
+        match = re.fullmatch(r'"([!#-~]{1,200})"', self.if_match or self.if_range or "")
+        return match[1] if match else None
+
 
 async def _asked(
     request: Request,

@@ -8,6 +8,7 @@ import math
 import sqlite3
 import time
 import weakref
+from collections import Counter
 from collections.abc import Callable, Collection, Iterable, Sequence
 from threading import Lock
 from typing import Any, TypeVar
@@ -57,6 +58,7 @@ class Catalogue:
     def __init__(self) -> None:
         """One that is empty, in memory."""
         self.looks = 0
+        self._changes = Counter[str]()  # by session
         self._lock = Lock()
         self._files: AnyRoot | None = None
         self._again = math.inf  # when to look at the files once more, in the monotonic clock's seconds
@@ -103,7 +105,12 @@ class Catalogue:
     def add(self, session_id: str, entries: Iterable[Entry], file: StoredFile) -> int:
         """Add runs of one file, and the file as it is now; how many bytes more it has than was known."""
         added = list(entries)
-        return self._guarded(lambda database: put(database, session_id, added, file))
+
+        def put_in(database: sqlite3.Connection) -> int:
+            self._changes[session_id] += 1
+            return put(database, session_id, added, file)
+
+        return self._guarded(put_in)
 
     def look(self) -> None:
         """Look at the files again: others may have changed them."""
@@ -157,6 +164,7 @@ class Catalogue:
         """Forget a session; false if it was not known."""
 
         def dropped(database: sqlite3.Connection) -> bool:
+            self._changes[session_id] += 1
             with transaction(database):
                 database.execute("DELETE FROM files WHERE session = ?", (session_id,))
                 return database.execute("DELETE FROM runs WHERE session = ?", (session_id,)).rowcount > 0
@@ -166,6 +174,11 @@ class Catalogue:
     def holds(self, session_id: str, run_id: str) -> bool:
         """Whether the session has a run of this id."""
         return bool(self._all("SELECT 1 FROM runs WHERE run_id = ? AND session = ?", run_id, session_id))
+
+    def version(self, session_id: str) -> tuple[int, int]:
+        """As long as it is the same, so is what is known of a session's runs."""
+        with self._lock:  # not in the middle of a change
+            return self.looks, self._changes[session_id]
 
     def knows(self, session_id: str) -> bool:
         """Whether the session has a run."""
@@ -197,14 +210,22 @@ class Catalogue:
         order = "ORDER BY runs.created, runs.run_id"
         return entries_of(self._all(f"{ENTRIES} WHERE runs.session = ?{named} {order}", *values))
 
-    def places(self, session_id: str, runs: Collection[str] | None = None) -> list[tuple[str, str, int, int]]:
-        """Of the runs of `entries`, in its order: id, URI of the file, offset there and bytes."""
+    def places(
+        self, session_id: str, runs: Collection[str] | None = None, most: int | None = None
+    ) -> list[tuple[str, str, int, int]]:
+        """Of the runs of `entries`, or of the `most` that were added first: id, URI of the file, offset and bytes.
+
+        In the order of their ids.
+        """
         named = "" if runs is None else " AND runs.run_id IN (SELECT value FROM json_each(?))"
         values = [session_id] if runs is None else [session_id, json.dumps([*runs])]
-        return self._all(
-            f"""SELECT runs.run_id, files.uri, runs.offset, runs.bytes FROM runs JOIN files ON files.id = runs.file
-            WHERE runs.session = ?{named} ORDER BY runs.created, runs.run_id""",
-            *values,
+        return sorted(
+            self._all(
+                f"""SELECT runs.run_id, files.uri, runs.offset, runs.bytes FROM runs JOIN files ON files.id = runs.file
+                WHERE runs.session = ?{named} ORDER BY runs.rowid LIMIT ?""",
+                *values,
+                -1 if most is None else most,
+            )
         )
 
     def sessions(self, limit: int = 100, after: str | None = None, filter: Filter = EVERYTHING) -> list[dict[str, Any]]:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 import threading
 import time
 from collections.abc import Sequence
@@ -31,6 +32,7 @@ MOST_PARTS = 200_000  # of all plans together, each some hundred bytes; one plan
 class _Plan:
     tag: str
     parts: Parts
+    version: tuple[int, int]  # the catalogue's, of which the plan is
     touched: float = field(default_factory=time.monotonic)
 
 
@@ -45,16 +47,21 @@ class Readings:
         self._catalogue = catalogue
         self._root = root
         self._lock = threading.Lock()
-        self._plans: dict[Choice, _Plan] = {}  # those that were used last at the end
+        self._plans: dict[tuple[Choice, int], _Plan] = {}  # by what they hold; those that were used last at the end
 
-    def find(self, choice: Choice) -> Found | None:
-        """What a download of what a session holds now would be; None if there is no such session.
+    def find(self, choice: Choice, tag: str | None = None) -> Found | None:
+        """What a download would be; None if there is no such session.
+
+        Args:
+            choice: What of the session.
+            tag: Of a download that was begun: runs that were added since are left out. By default all is what the
+                session holds now.
 
         Raises:
             RequestError: There is no such run or point, or there are too many tensors for one file.
             OSError: The disk refuses.
         """
-        plan = self._plan(choice)
+        plan = self._plan(choice, _runs_of(tag))
         return None if plan is None else Found(plan.tag, plan.parts.length)
 
     def page(self, choice: Choice, tag: str, first: int, end: int) -> bytes:
@@ -65,7 +72,7 @@ class Readings:
             StoreError: A file is not what it was.
             OSError: The disk refuses.
         """
-        plan = self._plan(choice)
+        plan = self._plan(choice, _runs_of(tag))
         if plan is None or plan.tag != tag:
             raise changed()
         page = bytearray()
@@ -86,21 +93,38 @@ class Readings:
                     break
                 parts -= len(self._plans.pop(choice).parts)
 
-    def _plan(self, choice: Choice) -> _Plan | None:
-        tag = _tag(choice, self._catalogue.places(choice.session_id, choice.runs))
+    def _plan(self, choice: Choice, most: int | None) -> _Plan | None:
+        """How a download is made up of the `most` runs that were added first; by default of all."""
+        version = self._catalogue.version(choice.session_id)
         with self._lock:
-            plan = self._plans.get(choice)
-        if plan is None or plan.tag != tag:
-            entries = self._catalogue.entries(choice.session_id, choice.runs)
-            if not entries and not self._catalogue.knows(choice.session_id):
-                return None
-            plan = _Plan(_tag(choice, [_place(entry) for entry in entries]), self._parts(choice, entries))
-        plan.touched = time.monotonic()
+            plan = self._plans.get((choice, most)) if most is not None else None
+        if plan is None or plan.version != version:
+            plan = self._planned(choice, most, version)
+        if plan is None:
+            return None
+        plan.touched, plan.version = time.monotonic(), version
         with self._lock:
-            self._plans.pop(choice, None)
-            self._plans[choice] = plan
+            key = choice, _runs_of(plan.tag) or 0
+            self._plans.pop(key, None)
+            self._plans[key] = plan
         self.sweep()
         return plan
+
+    def _planned(self, choice: Choice, most: int | None, version: tuple[int, int]) -> _Plan | None:
+        """The plan that is there, where it still holds, or a new one."""
+        places = self._catalogue.places(choice.session_id, choice.runs, most)
+        tag = _tag(choice, places)
+        with self._lock:
+            plan = self._plans.get((choice, len(places)))
+        if plan is not None and plan.tag == tag:
+            return plan
+        held = {place[0] for place in places}
+        entries = [
+            entry for entry in self._catalogue.entries(choice.session_id, choice.runs) if entry.facts.run_id in held
+        ]
+        if not entries and not self._catalogue.knows(choice.session_id):
+            return None
+        return _Plan(_tag(choice, sorted(map(_place, entries))), self._parts(choice, entries), version)
 
     def _parts(self, choice: Choice, entries: Sequence[Entry]) -> Parts:
         session_id, runs, points, format = choice
@@ -126,6 +150,15 @@ def _place(entry: Entry) -> tuple[str, str, int, int]:
 
 
 def _tag(choice: Choice, places: Sequence[tuple[str, str, int, int]]) -> str:
-    """The same for the same bytes: runs lie unchanged where they are, and versions may write them otherwise."""
+    """The same for the same bytes: runs lie unchanged where they are, and versions may write them otherwise.
+
+    It ends with the number of runs, so that the next page leaves out those that come later.
+    """
     said = json.dumps([__version__, pa.__version__, choice, places])
-    return xxh3_128_hexdigest(said.encode())
+    return f"{xxh3_128_hexdigest(said.encode())}-{len(places)}"
+
+
+def _runs_of(tag: str | None) -> int | None:
+    """How many runs a tag is of; None where it does not say."""
+    _, _, runs = (tag or "").rpartition("-")
+    return int(runs) if re.fullmatch("[0-9]{1,9}", runs) else None

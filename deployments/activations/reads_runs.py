@@ -7,6 +7,7 @@ it is looked at: so its record is compared before and behind.
 from __future__ import annotations
 
 import asyncio
+from collections import Counter
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from functools import partial
@@ -28,6 +29,7 @@ if TYPE_CHECKING:  # Serve's controller and the ingress import this module too, 
 
 
 MOST_WAITING = 64  # requests for pages that are not answered yet
+MOST_OF_ONE = 16  # the same of one owner
 
 
 class ReadsRuns:
@@ -40,7 +42,7 @@ class ReadsRuns:
     _root: AnyRoot
     _rows_pool: ThreadPoolExecutor
     _data_pool: ThreadPoolExecutor
-    _waiting: int  # requests for pages that are not answered yet
+    _waiting: Counter[str | None]  # requests for pages that are not answered yet, by owner
 
     async def sessions(
         self,
@@ -136,15 +138,15 @@ class ReadsRuns:
 
         return await self._found(self._rows_pool, found)  # type: ignore[no-any-return]
 
-    async def find_data(self, choice: Choice, account: Account = OPERATOR) -> Found | None:
+    async def find_data(self, choice: Choice, tag: str | None = None, account: Account = OPERATOR) -> Found | None:
         """What a download would be, as `Readings.find`; None if there is no such session.
 
         Raises:
             RequestError: There is no such run or point, too much for one file, or too many wait for pages.
             StoreError: The disk refuses.
         """
-        find = partial(self._readings.find, choice)
-        return await self._paged(self._of_session, choice.session_id, account, find)  # type: ignore[no-any-return]
+        find = partial(self._readings.find, choice, tag)
+        return await self._paged(account, self._of_session, choice.session_id, account, find)  # type: ignore[no-any-return]
 
     async def data_page(self, choice: Choice, tag: str, first: int, end: int, account: Account = OPERATOR) -> bytes:
         """A range of a download, as `Readings.page`.
@@ -154,19 +156,21 @@ class ReadsRuns:
             StoreError: The disk refuses, or a file is not what it was.
         """
         read = partial(self._readings.page, choice, tag, first, end)
-        page: bytes | None = await self._paged(self._of_session, choice.session_id, account, read)
+        page: bytes | None = await self._paged(account, self._of_session, choice.session_id, account, read)
         if page is None:
             raise changed()
         return page
 
-    async def _paged(self, ask: Callable[..., Any], *args: Any) -> Any:
-        if self._waiting >= MOST_WAITING:
-            raise RequestError(f"{MOST_WAITING} pages are waited for already; try again", None, "server_busy", 429)
-        self._waiting += 1
+    async def _paged(self, account: Account, ask: Callable[..., Any], *args: Any) -> Any:
+        most = MOST_WAITING if account.owner is None else MOST_OF_ONE
+        if self._waiting[account.owner] >= most or self._waiting.total() >= MOST_WAITING:
+            raise RequestError("too many pages are waited for already; try again", None, "server_busy", 429)
+        self._waiting[account.owner] += 1
         try:
             return await self._found(self._data_pool, ask, *args)
         finally:
-            self._waiting -= 1
+            self._waiting[account.owner] -= 1
+            self._waiting += Counter()  # without those that wait for none
             asyncio.get_running_loop().call_later(IDLE_S, self._readings.sweep)
 
     async def _found(self, pool: ThreadPoolExecutor | None, ask: Callable[..., Any], *args: Any) -> Any:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import logging
 import uuid
+from collections import Counter
 from collections.abc import Awaitable, Iterable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
@@ -86,7 +87,7 @@ class ActivationStore(TakesRuns, ReadsRuns, KeepsFiles):
         self._readings = Readings(self._catalogue, resolved)
         self._pins = Pins(resolved)
         self._data_pool = ThreadPoolExecutor(2, thread_name_prefix="downloads")  # as many pages are in memory at once
-        self._waiting = 0
+        self._waiting = Counter[str | None]()
         self._keep_files(files)
         self._room = Room(resolved, lambda session_id, size: self._writing().check_quotas(session_id, size))
         self._room_pool = ThreadPoolExecutor(1, thread_name_prefix="room")  # one tries the disk at a time

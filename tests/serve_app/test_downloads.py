@@ -198,18 +198,17 @@ def test_a_large_session_comes_in_pages_of_one_file(served, download, large, for
         assert all(torch.all(READ[format](bytes(body))[f"r{i}/{POINT}"] == float(i)) for i in range(MUCH))
 
 
-def test_a_page_of_a_session_that_grew_or_went_is_refused_but_of_named_runs(served, download, large, put):
-    grown, named = (
-        download(large, headers={"Range": "bytes=0-9"}),
-        download(large, run="r1", headers={"Range": "bytes=0-9"}),
-    )
+def test_a_download_goes_on_while_its_session_grows_and_ends_where_it_goes(served, download, large, put):
+    begun = download(large, headers={"Range": "bytes=0-9"})
     put(large, "late", {POINT: torch.ones(1, 2048)})
-    again = download(large, headers={"Range": "bytes=10-19", "If-Match": grown.headers["etag"]})
-    assert (again.status_code, again.json()["error"]["code"]) == (412, "download_changed")
-    asked = {"Range": "bytes=10-19", "If-Match": named.headers["etag"]}
-    assert download(large, run="r1", headers=asked).status_code == 206
+    asked = {"Range": "bytes=10-19", "If-Match": begun.headers["etag"]}
+    again = download(large, headers=asked)
+    assert (again.status_code, again.headers["etag"]) == (206, begun.headers["etag"])
+    assert again.headers["content-range"].rpartition("/")[2] == begun.headers["content-range"].rpartition("/")[2]
+    other = download(large, headers=asked | {"If-Match": '"none-3"'})
+    assert (other.status_code, other.json()["error"]["code"]) == (412, "download_changed")
     assert httpx.delete(f"{served.base_url}/activations/session/{large}", timeout=60).status_code == 200
-    assert download(large, run="r1", headers=asked).status_code == 404
+    assert download(large, headers=asked).status_code == 404
 
 
 def test_a_session_lists_a_hundred_runs_unless_more_are_asked_for(served, put):

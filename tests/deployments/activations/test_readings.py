@@ -137,16 +137,31 @@ def test_a_run_that_is_none_is_refused_with_some_that_are(store):
 
 
 @pytest.mark.parametrize("format", FORMATS)
-def test_a_run_that_comes_between_two_pages_refuses_the_second_but_of_named_runs(store, make, format):
+def test_a_run_that_comes_between_two_pages_is_left_out_and_in_the_next_download(store, make, format):
     writer, found = store
     everything, named = Choice("session", None, None, format), Choice("session", ("r0", "r2"), None, format)
-    (tag, _), (of_named, length) = found.find(everything), found.find(named)
-    first = found.page(named, of_named, 0, 100)
+    whole, of_named = taken(found, everything), taken(found, named)
+    (tag, length), (tag_of_named, _) = found.find(everything), found.find(named)
     put(writer, make("late", {"layers.0.output": torch.randn(4, 16).bfloat16()}))
-    with pytest.raises(RequestError, match="begin again") as refused:
-        found.page(everything, tag, 100, 200)
-    assert (refused.value.status, refused.value.code) == (412, "download_changed")
-    assert first + found.page(named, of_named, 100, length) == taken(found, named)
+    for reading in (found, Readings(found._catalogue, found._root)):  # another knows nothing of the first pages
+        assert reading.find(everything, tag) == (tag, length)
+        assert reading.page(everything, tag, 0, length) == whole
+        assert reading.page(named, tag_of_named, 0, len(of_named)) == of_named
+    assert found.find(everything) != (tag, length)
+    assert len(taken(found, everything)) > length
+
+
+def test_pages_of_a_session_that_stays_ask_the_catalogue_once(store, monkeypatch):
+    _, found = store
+    choice = Choice("session")
+    tag, length = found.find(choice)
+    asked: list[str] = []
+    monkeypatch.setattr(found._catalogue, "places", lambda *args: asked.append("places"))
+    monkeypatch.setattr(found._catalogue, "entries", lambda *args: asked.append("entries"))
+    for first in range(0, length, 1000):
+        assert found.find(choice, tag) == (tag, length)
+        assert found.page(choice, tag, first, min(first + 1000, length))
+    assert asked == []
 
 
 @pytest.mark.parametrize("again", [False, True])
@@ -195,7 +210,7 @@ def test_plans_are_dropped_when_idle_and_when_there_are_too_many_and_nobody_noti
     assert len(found.page(choice, tag, 0, length)) == length
     monkeypatch.setattr(readings, "MOST_PARTS", 1)
     found.find(choice)
-    assert list(found._plans) == [choice]  # the one in use
+    assert list(found._plans) == [(choice, 1)]  # the one in use
     monkeypatch.setattr(readings, "IDLE_S", 0)
     found.sweep()
     assert not found._plans
