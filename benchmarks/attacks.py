@@ -234,7 +234,7 @@ def main(arguments: list[str] | None = None) -> int:
     """Measure, show, keep."""
     terminate_as_interrupt()
     parser = settings.parser(__doc__, "benchmark-attacks")
-    parser.add_argument("--seconds", type=float, default=8.0, help="of each turn")
+    parser.add_argument("--seconds", type=float, default=20.0, help="of each turn")
     parser.add_argument("--only", action="append", help="a part of an attack's name; again for more than one")
     parser.set_defaults(rounds=3)
     options = parser.parse_args(arguments)

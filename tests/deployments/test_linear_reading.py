@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import asyncio
 import functools
 import json
 import logging
+from types import SimpleNamespace
 
 import pytest
 import re2
@@ -16,10 +18,12 @@ from transformers.utils.chat_parsing.response_templates import load_response_tem
 from deployments import formats
 from deployments.call_values import parsed
 from deployments.chat import ChatFormat
-from deployments.engine.text import TextStream
+from deployments.delivery import SLICE, Choice, Delivery
+from deployments.engine.request import Delta, Finished, Request
+from deployments.engine.text import MOST_WAITING, TextStream
 from deployments.errors import RequestError
 from deployments.marks import LONGEST, Watch, begun_answer
-from deployments.messages import whole_calls
+from deployments.messages import Job, whole_calls
 from deployments.reader import AnswerReader, Trimmed
 
 TOOLS = [{"type": "function", "function": {"name": "f", "parameters": {"properties": {"x": {"type": "integer"}}}}}]
@@ -200,19 +204,49 @@ def test_whitespace_between_thoughts_is_joined_once():
     assert [trimmed.add(text) for text in ["  ", "a", *" " * 1000, "b ", " "]][-3:] == ["", " " * 1000 + "b", ""]
 
 
+@pytest.fixture
+def ended(byte_tokenizer):
+    """A tokenizer of bytes, and the id of its special token."""
+    backend = byte_tokenizer.backend_tokenizer
+    copy = type(byte_tokenizer)(tokenizer_object=backend.from_str(backend.to_str()), eos_token="<end>")
+    return copy, copy.eos_token_id
+
+
 @pytest.mark.parametrize("kind", ["half a character", "special"])
-def test_tokens_that_are_no_text_are_not_decoded_again_and_again(byte_tokenizer, kind, monkeypatch):
+def test_tokens_that_are_no_text_are_not_decoded_again_and_again(ended, kind):
     """The tokenizer's stream decodes all that it holds back with each token: it must not hold back much."""
-    token = 0xE2 if kind == "half a character" else byte_tokenizer.eos_token_id
-    text, told = TextStream(byte_tokenizer), []
+    tokenizer, end = ended
+    token = tokenizer("\u4eac")["input_ids"][0] if kind == "half a character" else end
+    text, told = TextStream(tokenizer), []
     for number in range(500):
         told.append(text.add(token))
-        assert len(text._waiting) < 32, number
+        assert len(text._waiting) < MOST_WAITING, number
     told.append(text.close([token] * 500))
-    assert "".join(told) == byte_tokenizer.decode([token] * 500, skip_special_tokens=True)
+    assert "".join(told) == tokenizer.decode([token] * 500, skip_special_tokens=True)
 
 
-def test_text_behind_tokens_that_are_no_text_comes_whole(byte_tokenizer):
-    tokens = [*b"a", *[byte_tokenizer.eos_token_id] * 40, *b" b"]
-    text = TextStream(byte_tokenizer)
-    assert "".join(map(text.add, tokens)) + text.close(tokens) == "a b"
+def test_text_behind_tokens_that_are_no_text_comes_whole(ended):
+    tokenizer, end = ended
+    tokens = [*tokenizer("a")["input_ids"], *[end] * 40, *tokenizer(" \u4eac")["input_ids"]]
+    text = TextStream(tokenizer)
+    assert "".join(map(text.add, tokens)) + text.close(tokens) == "a \u4eac"
+
+
+def test_others_events_go_on_while_a_whole_answer_is_read():
+    async def run():
+        request = Request("flood", [1], max_tokens=1)
+        choice = Choice(0, request, AnswerReader(template("llama"), "", TOOLS))
+        engine = SimpleNamespace(submit=lambda request: None)
+        delivery = Delivery(engine, spelling=None)
+        ticket = delivery.open(Job("job"), {"flood": choice})
+        rest = Delta("flood", (1,), " " * 40 * SLICE)
+        delivery.deliver([Finished("flood", "length", [1], [1], rest=rest)])
+        turns = 0
+        while ticket.messages.empty():
+            await asyncio.sleep(0)
+            turns += 1
+        return turns, await ticket.messages.get()
+
+    turns, piece = asyncio.run(run())
+    assert turns >= 40
+    assert piece.text == " " * 40 * SLICE
