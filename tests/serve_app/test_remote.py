@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import itertools
 import json
 import os
@@ -13,7 +14,6 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 import httpx
-import psutil
 import pytest
 import torch
 import websocket
@@ -365,19 +365,29 @@ def test_printing_without_end_is_cut(run):
 def test_a_client_that_goes_takes_its_job_with_it(open_server, tmp_path, eventually):
     name = f"job{os.getpid()}"
     program = tmp_path / "client.py"
-    program.write_text(block("import ctypes", f"ctypes.CDLL(None).prctl(15, b'{name}')", "while True: pass", "0"))
+    named = "import ctypes", f"ctypes.CDLL(None).prctl(15, b'{name}')"
+    program.write_text(block(*named, "print('begins')", "while True: pass", "0"))
     env = os.environ | {"NDIF_HOST": open_server, "HF_HUB_OFFLINE": "1"}
     going = subprocess.Popen(
-        [sys.executable, str(program)], env=env, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL
+        [sys.executable, "-u", str(program)], env=env, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True
     )
-    eventually(lambda: is_running(name))
+    said = []
+    while "begins" not in "".join(said):
+        assert (line := going.stdout.readline()), said
+        said.append(line)
+    assert is_running(name)
     going.kill()
-    going.wait()
+    going.communicate()
     eventually(lambda: not is_running(name), limit_s=15)
 
 
 def is_running(name: str) -> bool:
-    return any(process.info["name"] == name for process in psutil.process_iter(["name"]))
+    """Whether any thread has a name."""
+    for path in Path("/proc").glob("[0-9]*/task/*/comm"):
+        with contextlib.suppress(OSError):  # it has ended
+            if path.read_text().strip() == name:
+                return True
+    return False
 
 
 # ---- who may ask, and for what
