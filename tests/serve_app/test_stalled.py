@@ -45,15 +45,15 @@ def large(served):
 @pytest.fixture(scope="module")
 def processes(served, large):
     """Serve's proxy, the ingress and the store, and how much memory each has before."""
-    store = connect(str(served.home / "activations"))
-    found = {"store": psutil.Process(ray.get(store.__ray_call__.remote(lambda _: os.getpid())))}
-    for process in psutil.process_iter():
-        with contextlib.suppress(psutil.Error):
-            for name, title in {"proxy": "ray::ProxyActor", "ingress": "ray::ServeReplica:default:Ingress"}.items():
-                if "".join(process.cmdline()).startswith(title):
-                    found[name] = process
+    actors = {"store": connect(str(served.home / "activations"))}
+    for actor in ray.util.list_named_actors(all_namespaces=True):
+        for name, part in {"proxy": "SERVE_PROXY_ACTOR", "ingress": "default#Ingress#"}.items():
+            if part in actor["name"]:
+                actors[name] = ray.get_actor(actor["name"], namespace="serve")
+    assert len(actors) == 3
     httpx.get(f"{served.root}/health", timeout=60)
-    return {process: memory(process) for process in found.values()}
+    pids = ray.get([actor.__ray_call__.remote(lambda _: os.getpid()) for actor in actors.values()])
+    return {psutil.Process(pid): memory(psutil.Process(pid)) for pid in pids}
 
 
 @contextlib.contextmanager
