@@ -93,7 +93,6 @@ def test_forty_stalled_readers_cost_little_and_others_are_served(served, large, 
             assert httpx.get(f"{served.root}/health", timeout=60).status_code == 200
             grown = {process.name(): memory(process) - before for process, before in processes.items()}
             assert all(size < MOST_BYTES for size in grown.values()), grown
-            print({name: f"{size / 2**20:.0f} MiB" for name, size in grown.items()})
 
 
 @pytest.fixture(scope="module")
@@ -119,6 +118,5 @@ def test_forty_stalled_readers_of_nnsights_results_cost_little_and_give_their_pl
             assert len(httpx.get(small, timeout=60).content) == 1 << 20
             grown = {process.name(): memory(process) - before for process, before in processes.items()}
             assert all(size < MOST_BYTES for size in grown.values()), grown
-        print({name: f"{size / 2**20:.0f} MiB" for name, size in grown.items()})
     for _ in range(20):  # whoever has read a result, or has gone, holds up nobody
         assert len(httpx.get(large, timeout=60).content) == 32 << 20
