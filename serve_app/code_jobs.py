@@ -16,7 +16,7 @@ from serve_app.models import Models, ServedModel
 from serve_app.ranges import PAGE_BYTES
 
 STAY_S = 10.0  # between signs of a listener's life
-RESULTS_BYTES = 256 << 20  # of larger results that are sent at once; of one that is still larger, one
+RESULTS_BYTES = 128 << 20  # of larger results that are sent at once; of one that is still larger, one
 BOARD_S = 60.0  # the longest that the board's answer is waited for; a listener's is empty well before
 
 

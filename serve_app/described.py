@@ -190,20 +190,20 @@ ARROW = "application/vnd.apache.arrow.stream"
 def _pages(content: dict[str, Any]) -> Responses:
     """A download that is sent in pages."""
     own = {"ETag": {"schema": {"type": "string"}, "example": '"5f2b0a71c3d94e6688f1a2b3c4d5e6f7"'}}
-    span = {"Content-Range": {"schema": {"type": "string"}, "example": "bytes 0-8388607/271340544"}}
+    span = {"Content-Range": {"schema": {"type": "string"}, "example": "bytes 0-4194303/271340544"}}
     texts = (
         "it changed since its first page: begin again without If-Match",
-        "it has 271340544 bytes, and an answer has 8388608 at most: ask for pages",
+        "it has 271340544 bytes, and an answer has 4194304 at most: ask for pages",
         "there are 271340544 bytes, and the range begins behind them",
     )
     return {
-        200: {"description": "All of it, where that is at most 8 MiB.", "content": content, "headers": own},
-        206: {"description": "A page: the range, or its first 8 MiB.", "content": content, "headers": own | span},
+        200: {"description": "All of it, where that is at most 4 MiB.", "content": content, "headers": own},
+        206: {"description": "A page: the range, or its first 4 MiB.", "content": content, "headers": own | span},
         **_failure(
             "The `ETag` is not that of `If-Match` any more.", ApiError(412, texts[0], "If-Match", "download_changed")
         ),
         **_failure(
-            "It is larger than 8 MiB, and no `Range` is asked for.", ApiError(413, texts[1], "Range", "range_required")
+            "It is larger than 4 MiB, and no `Range` is asked for.", ApiError(413, texts[1], "Range", "range_required")
         ),
         **_failure("The range begins behind the end.", ApiError(416, texts[2], "Range", "range_not_satisfiable")),
     }

@@ -16,7 +16,7 @@ from fastapi.responses import Response, StreamingResponse
 from deployments.activations.downloads import changed
 from serve_app.errors import ApiError
 
-PAGE_BYTES = 8 << 20
+PAGE_BYTES = 4 << 20  # of which the proxy holds about 1.4 times as much
 _PIECE_BYTES = 1 << 20
 _ONE_RANGE = re.compile(r"bytes=[ \t]*(\d{0,18})-(\d{0,18})[ \t]*", re.ASCII | re.IGNORECASE)
 

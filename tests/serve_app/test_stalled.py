@@ -45,15 +45,15 @@ def large(served):
 @pytest.fixture(scope="module")
 def processes(served, large):
     """Serve's proxy, the ingress and the store, and how much memory each has before."""
-    store = connect(str(served.home / "activations"))
-    found = {"store": psutil.Process(ray.get(store.__ray_call__.remote(lambda _: os.getpid())))}
-    for process in psutil.process_iter():
-        with contextlib.suppress(psutil.Error):
-            for name, title in {"proxy": "ray::ProxyActor", "ingress": "ray::ServeReplica:default:Ingress"}.items():
-                if "".join(process.cmdline()).startswith(title):
-                    found[name] = process
+    actors = {"store": connect(str(served.home / "activations"))}
+    for actor in ray.util.list_named_actors(all_namespaces=True):
+        for name, part in {"proxy": "SERVE_PROXY_ACTOR", "ingress": "default#Ingress#"}.items():
+            if part in actor["name"]:
+                actors[name] = ray.get_actor(actor["name"], namespace="serve")
+    assert len(actors) == 3
     httpx.get(f"{served.root}/health", timeout=60)
-    return {process: memory(process) for process in found.values()}
+    pids = ray.get([actor.__ray_call__.remote(lambda _: os.getpid()) for actor in actors.values()])
+    return {psutil.Process(pid): memory(psutil.Process(pid)) for pid in pids}
 
 
 @contextlib.contextmanager
@@ -93,7 +93,6 @@ def test_forty_stalled_readers_cost_little_and_others_are_served(served, large, 
             assert httpx.get(f"{served.root}/health", timeout=60).status_code == 200
             grown = {process.name(): memory(process) - before for process, before in processes.items()}
             assert all(size < MOST_BYTES for size in grown.values()), grown
-            print({name: f"{size / 2**20:.0f} MiB" for name, size in grown.items()})
 
 
 @pytest.fixture(scope="module")
@@ -119,6 +118,5 @@ def test_forty_stalled_readers_of_nnsights_results_cost_little_and_give_their_pl
             assert len(httpx.get(small, timeout=60).content) == 1 << 20
             grown = {process.name(): memory(process) - before for process, before in processes.items()}
             assert all(size < MOST_BYTES for size in grown.values()), grown
-        print({name: f"{size / 2**20:.0f} MiB" for name, size in grown.items()})
     for _ in range(20):  # whoever has read a result, or has gone, holds up nobody
         assert len(httpx.get(large, timeout=60).content) == 32 << 20
