@@ -12,6 +12,7 @@ from safetensors.torch import save
 
 from deployments.activations import owners as owners_module
 from deployments.activations.accounts import OPERATOR, Account
+from deployments.activations.downloads import Choice
 from deployments.activations.facts import StoreError
 from deployments.activations.filters import EVERYTHING
 from deployments.activations.owners import FOLDER, Owners
@@ -125,7 +126,10 @@ def test_what_is_anothers_is_as_if_it_did_not_exist(stored):
     assert refused(stored.runs, EVERYTHING, 9, "a-run", BOB) == refused(stored.runs, EVERYTHING, 9, "none", BOB)
     assert stored.runs(EVERYTHING._replace(session="a"), account=BOB) == []
     assert stored.session("a", account=BOB) is None
-    assert stored.begin_data("a", None, None, "arrow", BOB) is None
+    assert stored.find_data(Choice("a"), None, BOB) is None
+    tag, _ = stored.find_data(Choice("a"), None, ALICE)
+    assert stored.data_page(Choice("a"), tag, 0, 8, ALICE)
+    assert refused(stored.data_page, Choice("a"), tag, 0, 8, BOB)[0] == 412  # as where the session is gone
     assert stored.rows("a-run", [[POINT]], "all", 1 << 30, BOB) is None
     assert not stored.delete("a", BOB)
     assert not stored.pin("a", True, BOB)
@@ -144,7 +148,8 @@ def test_a_shared_session_is_for_everybody_to_read_and_its_owners_to_change(stor
     stored.restart(rebuilt=True)
     assert stored.session("open", account=BOB)["shared"]
     assert stored.listed(BOB) == ["open"]
-    assert stored.begin_data("open", None, None, "npz", BOB)
+    tag, length = stored.find_data(Choice("open", None, None, "npz"), None, BOB)
+    assert len(stored.data_page(Choice("open", None, None, "npz"), tag, 0, length, BOB)) == length
     assert stored.rows("open-run", [[POINT]], "all", 1 << 30, BOB)
     assert refused(stored.claim, "open", BOB)[0] == 403
     assert not any([stored.delete("open", BOB), stored.pin("open", True, BOB), stored.share("open", False, BOB)])
