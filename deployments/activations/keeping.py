@@ -56,6 +56,8 @@ class Keeper:
         self._catalogue = catalogue
         self._pool = pool
         self._owners = owners
+        self._at_most: dict[str | None, int] = {}  # a bound on the bytes of an owner, whose sum takes long
+        self._looks = catalogue.looks
 
     def check(self, session_id: str, size: int, busy: Set[str], most: int = 0) -> list[Held]:
         """Find out whether a session may get more bytes.
@@ -260,13 +262,22 @@ class Keeper:
         record = self._owners.of(session_id) if self._owners and limit is not None else None
         if record is None or not record.limited:
             return
-        assert self._owners is not None
         assert limit is not None
-        own, sizes = self._owners.limited(record.owner), self._pool.sizes()
-        used = sum(sizes[one] for one in own) + sum(self._claims.used(one) for one in own & self._claims.sessions())
+        if self._looks != self._catalogue.looks:  # others may have written
+            self._looks = self._catalogue.looks
+            self._at_most.clear()
+        used = self._at_most.get(record.owner, limit)
+        if used + size > limit:
+            used = self._used_by(record.owner)
         if used + size > limit:
             what = "delete sessions that are not needed, or raise max_owner_bytes"
             raise StoreError(_full(f"quota of {record.owner}", used, limit, size, what))
+        self._at_most[record.owner] = used + size
+
+    def _used_by(self, owner: str | None) -> int:
+        assert self._owners is not None
+        own, sizes = self._owners.limited(owner), self._pool.sizes()
+        return sum(sizes[one] for one in own) + sum(self._claims.used(one) for one in own & self._claims.sessions())
 
     def _may_change(self, session_id: str, account: Account) -> bool:
         record = self._owners.of(session_id) if self._owners else None

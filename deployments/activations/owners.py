@@ -67,6 +67,8 @@ class Owners:
         self._folder = beside(root)
         self._lock = RLock()
         self._records: dict[str, Record] = {}
+        self._marks: dict[str, tuple[int, int]] = {}  # which file each record was read from, and when that changed
+        self._looked: int | None = None  # the folder's time of modification when it was looked through
         self._sessions: defaultdict[str | None, set[str]] = defaultdict(set)  # by owner
         self.look()
 
@@ -76,10 +78,14 @@ class Owners:
         Raises:
             OSError: The disk refuses.
         """
+        changed = self._mark("")
+        if changed is not None and changed[1] == self._looked:
+            return
         names = {item.name for item in found(self._folder, FOLDER) if names_a_session(item.name)}
         with self._lock:
             for name in names ^ self._records.keys():
                 self._keep(name, self._read(name))  # it may have changed since the names were read
+            self._looked = changed[1] if changed else None
 
     def of(self, session_id: str) -> Record | None:
         """Whose a session is; None where it has no owner.
@@ -87,9 +93,14 @@ class Owners:
         Raises:
             OSError: The disk refuses.
         """
+        if not names_a_session(session_id):
+            return None
         with self._lock:
-            if session_id not in self._records and names_a_session(session_id):
+            mark = self._mark(session_id)
+            if mark != self._marks.get(session_id) or (mark and session_id not in self._records):
                 self._keep(session_id, self._read(session_id))
+                if mark is not None:
+                    self._marks[session_id] = mark
             return self._records.get(session_id)
 
     def all(self) -> dict[str, Record]:
@@ -200,11 +211,20 @@ class Owners:
         self._keep(session_id, record)
 
     def _keep(self, session_id: str, record: Record | None) -> None:
+        self._marks.pop(session_id, None)  # it is read again once more
         if before := self._records.pop(session_id, None):
             self._sessions[before.owner].discard(session_id)
         if record is not None:
             self._records[session_id] = record
             self._sessions[record.owner].add(session_id)
+
+    def _mark(self, name: str) -> tuple[int, int] | None:
+        """By what a file of the folder, or the folder itself, is told from another that takes its place."""
+        try:
+            found = os.stat(self._folder / FOLDER / name, follow_symlinks=False)
+        except FileNotFoundError:
+            return None
+        return found.st_ino, found.st_mtime_ns
 
     def _read(self, session_id: str) -> Record | None:
         path = Path(self._folder, FOLDER, session_id)

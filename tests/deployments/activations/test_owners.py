@@ -347,3 +347,19 @@ def test_one_owners_profiles_leave_room_for_anothers(tmp_path):
         for name in ("a", "b"):
             files.put(profile(name), account, 2)
     files.put(profile("c"), ADMIN, 2)
+
+
+def test_of_two_servers_on_one_directory_each_sees_what_the_other_claims_shares_and_deletes(tmp_path):
+    one, other = Owners(tmp_path), Owners(tmp_path)
+    one.claim("s", ALICE, set, None)
+    assert other.of("s").owner == "alice"
+    one.share("s", True)
+    assert other.of("s").shared
+    one.forget("s")
+    one.claim("s", BOB, set, None)
+    assert other.of("s").owner == "bob"
+    other.look()
+    assert other.limited("bob") == {"s"}
+    assert other.limited("alice") == set()
+    one.forget("s")
+    assert other.of("s") is None

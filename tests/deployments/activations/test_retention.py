@@ -13,6 +13,7 @@ from hypothesis import strategies as st
 
 from deployments.activations import load, runs
 from deployments.activations.catalogue import Catalogue
+from deployments.activations.downloads import Choice
 from deployments.activations.facts import StoreError, names_a_session
 from deployments.activations.pins import Pins, save_limits, saved_limits
 from deployments.activations.readings import Readings
@@ -326,15 +327,15 @@ def test_who_reads_keeps_what_is_mapped_and_hears_of_the_rest(keep, big, make, t
     first = next(iterator)
     catalogue = writer._catalogue
     readings = Readings(catalogue, tmp_path)
-    begun = readings.begin("session", None, None, "arrow")
+    tag, _ = readings.find(Choice("session"))
     assert writer.retain(Retention(max_session_age_s=1)).result() == ["session"]
     assert not (tmp_path / "session").exists()
     assert torch.equal(mapped, whole.points[POINT])
     assert len(first.points[POINT]) == 16
     with contextlib.suppress(FileNotFoundError):  # what it has open it reads to the end
         assert all(len(batch.points[POINT]) == 16 for batch in iterator)
-    with pytest.raises(StoreError, match="was deleted while it was read"):
-        readings.more(begun.key)
+    with pytest.raises(RequestError, match="it changed since its first page"):
+        readings.page(Choice("session"), tag, 0, 8)
     with pytest.raises(FileNotFoundError):
         load(tmp_path / "session", "whole")
 
