@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+from collections import defaultdict
 from collections.abc import AsyncGenerator, Awaitable
 from typing import Any
 
@@ -15,8 +16,9 @@ from serve_app.errors import ApiError, render
 from serve_app.models import Models, ServedModel
 from serve_app.ranges import PAGE_BYTES
 
+LONGEST_S, SLOWEST_BYTES = 60.0, 1 << 20  # a client that reads fewer bytes a second holds up its owner's others no more
 STAY_S = 10.0  # between signs of a listener's life
-RESULTS_BYTES = 128 << 20  # of larger results that are sent at once; of one that is still larger, one
+RESULTS_BYTES = 128 << 20  # of an owner's larger results that are sent at once; of one that is still larger, one
 BOARD_S = 60.0  # the longest that the board's answer is waited for; a listener's is empty well before
 
 
@@ -34,7 +36,7 @@ class CodeJobs:
         self._models = models
         self._board = board
         self._public_url = options.public_url
-        self._sent_at_once = Budget(RESULTS_BYTES)
+        self._sent_at_once = defaultdict[str | None, Budget](lambda: Budget(RESULTS_BYTES))  # by owner
         self._sent: set[asyncio.Task[None]] = set()  # asyncio itself holds tasks by weak references
 
     async def send(
@@ -113,24 +115,21 @@ class CodeJobs:
         Raises:
             ApiError: 404; 503.
         """
-        length, begins = await self._piece(job_id, token, 0)
-        return length, self._pieces(job_id, token, length, begins)
+        owner, length, _ = await self._piece(job_id, token, 0, 0)
+        return length, self._pieces(job_id, token, owner, length)
 
-    async def _pieces(self, job_id: str, token: str, length: int, piece: bytes) -> AsyncGenerator[bytes]:
+    async def _pieces(self, job_id: str, token: str, owner: str | None, length: int) -> AsyncGenerator[bytes]:
         is_large = length > PAGE_BYTES
-        async with self._sent_at_once.hold(length if is_large else 0):
-            yield piece
-            place = len(piece)
-            while place < length:
-                _, piece = await self._piece(job_id, token, place)
+        async with self._sent_at_once[owner].hold(length if is_large else 0):
+            for first in range(0, length, PAGE_BYTES):
+                _, _, piece = await self._piece(job_id, token, first, first + PAGE_BYTES)
                 yield piece
-                place += len(piece)
             if is_large:  # Serve's proxy has what the client has not read; when the client goes, this is cancelled
-                await asyncio.Event().wait()
+                await asyncio.sleep(LONGEST_S + length / SLOWEST_BYTES)
 
-    async def _piece(self, job_id: str, token: str, first: int) -> tuple[int, bytes]:
-        found: tuple[int, bytes] | None
-        found = await _told(self._board.result.remote(job_id, token, first, first + PAGE_BYTES))
+    async def _piece(self, job_id: str, token: str, first: int, end: int) -> tuple[str | None, int, bytes]:
+        found: tuple[str | None, int, bytes] | None
+        found = await _told(self._board.result.remote(job_id, token, first, end))
         if found is None:
             raise ApiError(404, "there is no such result (any more)", "job_id", "result_not_found")
         return found

@@ -160,12 +160,12 @@ class Board:
             return None
         return job.latest, job.token if job.result else None
 
-    async def result(self, job_id: str, token: str, first: int, end: int) -> tuple[int, bytes] | None:
-        """The length of a finished job's result, and its bytes from `first` to `end`; None where there is none."""
+    async def result(self, job_id: str, token: str, first: int, end: int) -> tuple[str | None, int, bytes] | None:
+        """A finished job's owner, the length of its result, and its bytes from `first` to `end`; None where none is."""
         job = self._jobs.get(job_id)
         if job is None or not job.result or not secrets.compare_digest(job.token.encode(), token.encode()):
             return None
-        return len(job.result[0]), job.result[0][first:end]
+        return job.owner, len(job.result[0]), job.result[0][first:end]
 
     def _note(self, job: _Job, update: Update, result: list[bytes]) -> None:
         if job.ended:

@@ -63,8 +63,8 @@ def test_a_result_is_given_for_its_token_alone():
         for name in (job, other):
             await known.tell([Update(name, "COMPLETED")], [name.encode()])
         _, token = await known.latest(job)
-        assert await known.result(job, token, 0, 100) == (len(job), job.encode())
-        assert await known.result(job, token, 3, 5) == (len(job), job[3:5].encode())
+        assert await known.result(job, token, 0, 100) == (None, len(job), job.encode())
+        assert await known.result(job, token, 3, 5) == (None, len(job), job[3:5].encode())
         asked = ((other, token), (job, ""), ("none", token))
         return [await known.result(name, key, 0, 100) for name, key in asked]
 
