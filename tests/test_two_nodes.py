@@ -35,6 +35,13 @@ class Network:
         """Make a namespace and a home for each."""
         self._prefix = f"vt{os.getpid()}"
         self.folder = folder
+        try:
+            self._make()
+        except BaseException:
+            self.close()
+            raise
+
+    def _make(self) -> None:
         self._ip("netns", "add", f"{self._prefix}net")
         self._ip("-n", f"{self._prefix}net", "link", "add", "bridge", "type", "bridge")
         self._ip("-n", f"{self._prefix}net", "link", "set", "bridge", "up")
@@ -47,7 +54,7 @@ class Network:
             self._ip("-n", f"{self._prefix}{name}", "addr", "add", f"{address}/24", "dev", "eth0")
             for device in ("eth0", "lo"):
                 self._ip(*inside, "set", device, "up")
-            (folder / name / "ray").mkdir(parents=True)
+            (self.folder / name / "ray").mkdir(parents=True)
 
     def close(self) -> None:
         """Take the namespaces away."""
@@ -143,7 +150,8 @@ def nodes(network: Network, token: str, eventually: Callable[..., Any]) -> Itera
         eventually(lambda: "Ray runtime started" in log.read_text(), limit_s=120)
         with network.running("worker", start("worker", "worker")):
             eventually(lambda: deploy(network).returncode == 0, limit_s=120)
-            health = ["curl", "-s", f"http://{MACHINES['head']}:8000/health"]
+            look = "import sys, urllib.request; print(urllib.request.urlopen(sys.argv[1], timeout=30).read().decode())"
+            health = [sys.executable, "-c", look, f"http://{MACHINES['head']}:8000/health"]
             both = '"RUNNING":2'
             eventually(lambda: network.asked("outside", *health).stdout, lambda said: both in said, limit_s=180)
             yield network
