@@ -73,6 +73,9 @@ def test_no_request_gets_a_5xx_or_what_is_not_documented(served, operation, mode
     def holds(case):
         if isinstance(case.body, dict):
             case.body = answerable(operation, case.body)
+        for name, value in list(case.headers.items()):
+            if not (value.isascii() and value.isprintable()):  # such a one ends at the proxy, whose answer is its own
+                del case.headers[name]
         case.validate_response(case.call(base_url=served.root, timeout=60), checks=CHECKS)
 
     try:
