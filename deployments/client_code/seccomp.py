@@ -126,8 +126,6 @@ REFUSED: dict[str, tuple[int, int | None]] = {
     "adjtimex": (159, 171),
     "clock_adjtime": (305, 266),
 }
-# What is refused by an argument, whose bits under a mask have a value.
-BY_ARGUMENT = {"clone": (56, 220), "mmap": (9, 222), "prctl": (157, 167), "fcntl": (72, 25), "ioctl": (16, 29)}
 CLONE_THREAD = 0x10000
 SHARED_ANONYMOUS, GROWS_DOWN = 0x21, 0x100  # memory that a limit on data does not count
 F_SETOWN, F_SETSIG, F_SETOWN_EX = 8, 10, 15  # a signal to another process when a file is ready
@@ -135,12 +133,13 @@ FIOSETOWN, SIOCSPGRP = 0x8901, 0x8902  # the same, of a socket
 # Attributes of a file that is open to be read: flags, project, version, and fs-verity, which makes it read-only.
 FS_IOC = 0x40086602, 0x401C5820, 0x40087602, 0x40806685
 WHOLE = 0xFFFFFFFF
-CASES: dict[str, tuple[int, list[tuple[int, int]]]] = {  # the argument's place, then masks and values
-    "clone": (0, [(CLONE_THREAD, 0)]),
-    "mmap": (3, [(SHARED_ANONYMOUS, SHARED_ANONYMOUS), (GROWS_DOWN, GROWS_DOWN)]),
-    "prctl": (0, [(WHOLE, PR_SET_PDEATHSIG)]),  # it ends with the host
-    "fcntl": (1, [(WHOLE, command) for command in (F_SETOWN, F_SETSIG, F_SETOWN_EX)]),
-    "ioctl": (1, [(WHOLE, command) for command in (FIOSETOWN, SIOCSPGRP, *FS_IOC)]),
+# What is refused by an argument: numbers, the argument's place, masks and the values of its bits under them.
+BY_ARGUMENT: dict[str, tuple[tuple[int, int], int, list[tuple[int, int]]]] = {
+    "clone": ((56, 220), 0, [(CLONE_THREAD, 0)]),
+    "mmap": ((9, 222), 3, [(SHARED_ANONYMOUS, SHARED_ANONYMOUS), (GROWS_DOWN, GROWS_DOWN)]),
+    "prctl": ((157, 167), 0, [(WHOLE, PR_SET_PDEATHSIG)]),  # it ends with the host
+    "fcntl": ((72, 25), 1, [(WHOLE, command) for command in (F_SETOWN, F_SETSIG, F_SETOWN_EX)]),
+    "ioctl": ((16, 29), 1, [(WHOLE, command) for command in (FIOSETOWN, SIOCSPGRP, *FS_IOC)]),
 }
 CLONE3 = 435, 435  # its arguments cannot be seen
 # Calls whose first argument is a process: it may be their own, or 0, which means their own or its group.
@@ -234,8 +233,8 @@ def _program(pid: int) -> bytearray:
         if number is not None:
             program.refuse(number)
     program.refuse(CLONE3[ARM], ERRNO | errno.ENOSYS)  # the C library takes `clone` then
-    for name, (argument, cases) in CASES.items():
-        program.refuse_where(BY_ARGUMENT[name][ARM], argument, cases)
+    for both, argument, cases in BY_ARGUMENT.values():
+        program.refuse_where(both[ARM], argument, cases)
     for numbers in OWN.values():
         program.refuse_others(numbers[ARM], pid)
     program.add(RETURN, ALLOW)
