@@ -94,10 +94,10 @@ ATTACKS = {
     "memory grows downwards, beyond the limit": "mmap.mmap(-1, 2 << 30, flags=0x122)",
     "the stack is made larger, beyond the limit": "larger_stack()",
     "a pipe signals the replica": "fcntl.fcntl(os.pipe()[0], 8, REPLICA)",
-    "a pipe signals the replica as its owner": "fcntl.fcntl(os.pipe()[0], 15, struct.pack('ii', 1, REPLICA))",
+    "the replica becomes the owner of a pipe": "fcntl.fcntl(os.pipe()[0], 15, struct.pack('ii', 1, REPLICA))",
     "a pipe kills": "fcntl.fcntl(os.pipe()[0], 10, signal.SIGKILL)",
     "a socket signals the replica": "fcntl.ioctl(open_socket(), 0x8901, struct.pack('i', REPLICA))",
-    "a socket signals the replica by another name": "fcntl.ioctl(open_socket(), 0x8902, struct.pack('i', REPLICA))",
+    "the replica becomes the owner of a socket": "fcntl.ioctl(open_socket(), 0x8902, struct.pack('i', REPLICA))",
     "the mode of the server's code is changed": "os.chmod(MAIN, found().st_mode & 0o7777)",
     "the mode of an open file is changed": "os.fchmod(os.open(MAIN, os.O_RDONLY), found().st_mode & 0o7777)",
     "the owner of the server's code is changed": "os.chown(MAIN, -1, -1)",
@@ -321,9 +321,13 @@ importlib.import_module('transformers.models.gpt_neox.modeling_gpt_neox')
 product = torch.ones(512, 512) @ torch.ones(512, 512)
 print(sum(ThreadPoolExecutor(4).map(lambda i: float(product[i, i]), range(4))))
 print(len(os.urandom(8)), open(os.devnull, 'w').write('nothing'))
+grown = bytearray()
+for _ in range(64):
+    grown.extend(bytes(1 << 20))
+print(len(grown) >> 20)
 """
     said = jobs.printed(code).splitlines()
-    assert said[1:3] == ["2048.0", "8 7"]
+    assert said[1:4] == ["2048.0", "8 7", "64"]
 
 
 def test_a_job_holds_no_module_of_ray_and_no_rights_of_root(jobs):
@@ -337,8 +341,11 @@ print([int(status[name], 16) for name in ('CapInh', 'CapPrm', 'CapEff', 'CapAmb'
 
 def test_temporary_files_are_the_jobs_own_and_bounded(jobs, names):
     code = """
-import tempfile
+import tempfile, torch
 try:
+    with tempfile.TemporaryDirectory() as directory:
+        torch.save(torch.ones(3), f'{directory}/ones')
+        print('saved', len(torch.load(f'{directory}/ones')))
     with tempfile.NamedTemporaryFile() as file:
         print('small', file.write(b'x'), file.name)
         for _ in range(2):
@@ -349,6 +356,7 @@ except OSError as error:
     before = set(Path("/tmp").iterdir())
     said = jobs.printed(code)
     assert "large" in said
+    assert ("saved 3" in said) == jobs.sandbox.namespaces
     assert ("small" in said) == ("small" in jobs.printed(code))  # nothing is left of the first
     assert {path.name for path in set(Path("/tmp").iterdir()) - before}.isdisjoint({"0", "1"})
 
