@@ -19,7 +19,7 @@ from typing import Any
 import psutil
 import pytest
 
-from deployments.client_code import landlock, processes, runner, seccomp
+from deployments.client_code import landlock, namespaces, processes, runner, seccomp
 from deployments.client_code.execution import JobModel
 from deployments.client_code.job import CodeJob, Limits, ModelKey
 from deployments.client_code.kernel import ARM
@@ -272,6 +272,35 @@ except RuntimeError:
     assert "stopped True" in jobs.printed(code)
 
 
+def test_a_user_namespace_counts_its_own_threads():
+    if not namespaces.count_threads():
+        pytest.skip("this kernel counts all of the user's threads")
+    code = """
+import os, resource, threading
+from deployments.client_code import kernel, namespaces
+if os.geteuid() == 0:
+    namespaces.become_other()  # root's threads have no limit
+    kernel.call('prctl', kernel.PR_SET_DUMPABLE, 1, 0, 0, 0)
+try:
+    kernel.call('unshare', namespaces.NEWUSER)
+except OSError:
+    raise SystemExit('no namespace')
+kernel.drop_capabilities()
+resource.setrlimit(resource.RLIMIT_NPROC, (20, 20))
+ends = threading.Event()
+try:
+    for begun in range(100):
+        threading.Thread(target=ends.wait, daemon=True).start()
+except RuntimeError:
+    print('threads', begun + 1, flush=True)
+os._exit(0)
+"""
+    done = subprocess.run([sys.executable, "-c", code], cwd=ROOT, check=False, capture_output=True, text=True)
+    if "no namespace" in done.stderr:
+        pytest.skip("this system makes no user namespaces without root's rights")
+    assert done.stdout == "threads 20\n", done.stderr
+
+
 @pytest.mark.parametrize("machine", [0, 1], ids=["x86-64", "ARM"])
 def test_the_calls_have_the_numbers_that_the_kernels_headers_give(machine):
     if not HEADERS[machine].exists():
@@ -431,16 +460,18 @@ print(open('/proc/self/status').readline().startswith('Name'))
 
 
 @pytest.mark.skipif(os.geteuid() != 0, reason="only root's jobs run as another user")
-def test_a_sandbox_is_not_taken_where_its_user_cannot_reach_a_library(tmp_path):
+@pytest.mark.parametrize("own_files", [False, True])
+def test_a_sandbox_is_not_taken_where_its_user_cannot_reach_a_library(tmp_path, own_files):
     library = tmp_path / "closed" / "site-packages"
     library.mkdir(parents=True)
     library.chmod(0o700)
-    code = f"import sys; sys.path.append({str(library)!r}); from deployments.client_code import sandbox; "
-    code += "print(sandbox._failure(sandbox.Sandbox(on=True, other_user=True, namespaces={})))"
-    for namespaces in (False, True):
-        run = [sys.executable, "-c", code.format(namespaces)]
-        failure = subprocess.run(run, cwd=ROOT, check=True, capture_output=True, text=True).stdout
-        assert "Permission denied" in failure
+    sandbox = f"Sandbox(on=True, other_user=True, namespaces={own_files})"
+    code = f"import sys; sys.path.append({str(library)!r})\n"
+    code += f"from deployments.client_code.sandbox import Sandbox, _failure; print(_failure({sandbox}))"
+    run = [sys.executable, "-c", code]
+    failure = subprocess.run(run, cwd=ROOT, check=True, capture_output=True, text=True).stdout
+    assert "Permission denied" in failure
+    assert str(library) in failure or not own_files
 
 
 def test_root_isolates_jobs_wherever_it_can_make_namespaces(best):
