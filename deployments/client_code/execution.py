@@ -27,7 +27,7 @@ from nnsight.tracing.util import clean_traceback, filter_traceback
 
 from deployments.client_code.job import Limits
 from deployments.client_code.kernel import PR_SET_PDEATHSIG, call
-from deployments.client_code.namespaces import TMP_BYTES
+from deployments.client_code.namespaces import TMP_BYTES, count_threads
 from deployments.client_code.sandbox import Sandbox
 from deployments.client_code.wire import Kind, receive, send
 from deployments.engine.shared_weights import SharedWeights
@@ -217,7 +217,9 @@ def _limit(limits: Limits, sandbox: Sandbox) -> None:
     if sandbox.on:
         resource.setrlimit(resource.RLIMIT_NOFILE, (MOST_FILES, MOST_FILES))
         resource.setrlimit(resource.RLIMIT_FSIZE, (TMP_BYTES, TMP_BYTES))
-    if sandbox.other_user:  # the server's own threads count for its user
+        most_stack, _ = resource.getrlimit(resource.RLIMIT_STACK)
+        resource.setrlimit(resource.RLIMIT_STACK, (most_stack, most_stack))
+    if sandbox.other_user or (sandbox.user_namespace and count_threads()):  # else the server's own threads count, too
         resource.setrlimit(resource.RLIMIT_NPROC, (MOST_THREADS, MOST_THREADS))
 
 

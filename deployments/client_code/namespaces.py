@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import re
 import struct
 from collections.abc import Iterable
 from pathlib import Path
@@ -57,6 +58,12 @@ def enter(own_user: bool, own_pids: bool, paths: Iterable[str]) -> None:
     _show(paths)
 
 
+def count_threads() -> bool:
+    """Whether a limit on a user's threads counts those in a user namespace by themselves: from Linux 5.14 on."""
+    version = re.match(r"(\d+)\.(\d+)", os.uname().release)
+    return version is not None and (int(version[1]), int(version[2])) >= (5, 14)
+
+
 def become_other() -> None:
     """Become a user who owns nothing; it needs root's rights.
 
@@ -80,6 +87,7 @@ def _become_first() -> None:
 def _show(paths: Iterable[str]) -> None:
     """Make a file system of these paths alone the root."""
     sources = [(path, os.path.realpath(path)) for path in paths if os.path.exists(path)]
+    os.umask(0o022)  # the server's own may close what is made here to the job's user
     call("mount", None, b"/", None, MS_REC | MS_PRIVATE, None)
     call("mount", b"tmpfs", TMP.encode(), b"tmpfs", MS_NOSUID | MS_NODEV, b"mode=755,size=1m")
     os.chdir(TMP)

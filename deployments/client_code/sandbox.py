@@ -6,6 +6,7 @@ import glob
 import json
 import os
 import signal
+import stat
 import sys
 import sysconfig
 from collections.abc import Iterator
@@ -24,7 +25,7 @@ from deployments.client_code.kernel import (
 PACKAGES = ("deployments", "nnsight", "torch", "transformers")  # which an editable installation has elsewhere
 LIBRARIES = ("/usr", "/lib", "/lib32", "/lib64", "/etc/ld.so.cache", "/etc/localtime")
 SYSTEM = ("/proc/self", "/proc/cpuinfo", "/proc/meminfo", "/sys/devices/system/cpu")
-DEVICES = ("/dev/null", "/dev/zero", "/dev/random", "/dev/urandom")
+DEVICES = ("/dev/null", "/dev/random", "/dev/urandom")
 
 
 @dataclass(frozen=True)
@@ -124,14 +125,15 @@ def best(gpu: bool) -> Sandbox:
 
 
 def _failure(sandbox: Sandbox) -> str:
-    """Why a process cannot work in a sandbox; empty where it can."""
+    """Why a process cannot work in a sandbox, or cannot reach what it is to read; empty where it can."""
+    paths = [*_readable(), *filter(os.path.exists, DEVICES)]
     mine, its = os.pipe()
     child = os.fork()
     if child == 0:
         try:
             sandbox.enter()
-            for path in filter(os.path.isdir, _readable()):
-                os.listdir(path)  # another user may not come by
+            for path in paths:
+                _reach(path)
             sandbox.seal()
             with open(os.__file__, "rb") as file:
                 file.read(1)
@@ -145,6 +147,18 @@ def _failure(sandbox: Sandbox) -> str:
         told = said.read().decode(errors="replace")
     os.waitpid(child, 0)
     return "" if told == "+" else told or "a process in it was killed"
+
+
+def _reach(path: str) -> None:
+    """Open a file or list a directory, as another user may not.
+
+    Raises:
+        OSError: It cannot be done.
+    """
+    fd = os.open(path, os.O_RDONLY)
+    if stat.S_ISDIR(os.fstat(fd).st_mode):
+        os.listdir(fd)
+    os.close(fd)
 
 
 def _readable() -> Iterator[str]:

@@ -33,6 +33,8 @@ REFUSED: dict[str, tuple[int, int | None]] = {
     "mq_open": (240, 180),
     "memfd_create": (319, 279),  # memory that its limit does not count
     "memfd_secret": (447, 447),
+    "mremap": (25, 216),  # it makes the stack larger, which a limit on data does not count
+    "map_shadow_stack": (453, 453),  # nor this
     # other processes
     "ptrace": (101, 117),
     "process_vm_readv": (310, 270),
@@ -48,6 +50,31 @@ REFUSED: dict[str, tuple[int, int | None]] = {
     "sched_setscheduler": (144, 119),
     "sched_setattr": (314, 274),
     "ioprio_set": (251, 30),
+    "migrate_pages": (256, 238),
+    "move_pages": (279, 239),
+    # what Landlock leaves open: attributes of files that the job's user owns, and emptying them before Linux 6.2
+    "chmod": (90, None),
+    "fchmod": (91, 52),
+    "fchmodat": (268, 53),
+    "fchmodat2": (452, 452),
+    "chown": (92, None),
+    "fchown": (93, 55),
+    "lchown": (94, None),
+    "fchownat": (260, 54),
+    "setxattr": (188, 5),
+    "lsetxattr": (189, 6),
+    "fsetxattr": (190, 7),
+    "setxattrat": (463, 463),
+    "removexattr": (197, 14),
+    "lremovexattr": (198, 15),
+    "fremovexattr": (199, 16),
+    "removexattrat": (466, 466),
+    "file_setattr": (469, 469),
+    "utime": (132, None),
+    "utimes": (235, None),
+    "utimensat": (280, 88),
+    "futimesat": (261, None),
+    "truncate": (76, 45),
     # namespaces and mounts
     "unshare": (272, 97),
     "setns": (308, 268),
@@ -62,6 +89,7 @@ REFUSED: dict[str, tuple[int, int | None]] = {
     "fsmount": (432, 432),
     "fspick": (433, 433),
     "mount_setattr": (442, 442),
+    "open_tree_attr": (467, 467),
     "name_to_handle_at": (303, 264),
     "open_by_handle_at": (304, 265),
     # parts of the kernel that no job needs and that have let programs break out
@@ -80,15 +108,43 @@ REFUSED: dict[str, tuple[int, int | None]] = {
     "init_module": (175, 105),
     "finit_module": (313, 273),
     "delete_module": (176, 106),
+    "modify_ldt": (154, None),
+    "syslog": (103, 116),
+    "inotify_init": (253, None),
+    "inotify_init1": (294, 26),
+    "fanotify_init": (300, 262),
+    "vmsplice": (278, 75),
+    "io_setup": (206, 0),
+    "swapon": (167, 224),
+    "swapoff": (168, 225),
+    "quotactl": (179, 60),
+    "quotactl_fd": (443, 443),
+    "acct": (163, 89),
+    "reboot": (169, 142),
+    "settimeofday": (164, 170),
+    "clock_settime": (227, 112),
+    "adjtimex": (159, 171),
+    "clock_adjtime": (305, 266),
 }
-CLONE, CLONE3 = (220, 435) if ARM else (56, 435)
 CLONE_THREAD = 0x10000
-MMAP = 222 if ARM else 9
-SHARED_ANONYMOUS = 0x21  # memory that a limit on private memory does not count
-PRCTL = 167 if ARM else 157
+SHARED_ANONYMOUS, GROWS_DOWN = 0x21, 0x100  # memory that a limit on data does not count
+F_SETOWN, F_SETSIG, F_SETOWN_EX = 8, 10, 15  # a signal to another process when a file is ready
+FIOSETOWN, SIOCSPGRP = 0x8901, 0x8902  # the same, of a socket
+# Attributes of a file that is open to be read: flags, project, version, and fs-verity, which makes it read-only.
+FS_IOC = 0x40086602, 0x401C5820, 0x40087602, 0x40806685
+WHOLE = 0xFFFFFFFF
+# What is refused by an argument: numbers, the argument's place, masks and the values of its bits under them.
+BY_ARGUMENT: dict[str, tuple[tuple[int, int], int, list[tuple[int, int]]]] = {
+    "clone": ((56, 220), 0, [(CLONE_THREAD, 0)]),
+    "mmap": ((9, 222), 3, [(SHARED_ANONYMOUS, SHARED_ANONYMOUS), (GROWS_DOWN, GROWS_DOWN)]),
+    "prctl": ((157, 167), 0, [(WHOLE, PR_SET_PDEATHSIG)]),  # it ends with the host
+    "fcntl": ((72, 25), 1, [(WHOLE, command) for command in (F_SETOWN, F_SETSIG, F_SETOWN_EX)]),
+    "ioctl": ((16, 29), 1, [(WHOLE, command) for command in (FIOSETOWN, SIOCSPGRP, *FS_IOC)]),
+}
+CLONE3 = 435, 435  # its arguments cannot be seen
 # Calls whose first argument is a process: it may be their own, or 0, which means their own or its group.
 OWN = {"kill": (62, 129), "tgkill": (234, 131), "rt_sigqueueinfo": (129, 138), "rt_tgsigqueueinfo": (297, 240)}
-OWN |= {"prlimit64": (302, 261)}
+OWN |= {"prlimit64": (302, 261), "sched_setaffinity": (203, 122)}
 
 ARCHITECTURE = 0xC00000B7 if ARM else 0xC000003E  # as the kernel tells a filter
 X32 = 0x40000000  # x86-64's calls with short pointers have numbers from here on
@@ -119,13 +175,14 @@ class _Program:
         self.add(EQUAL, number, 0, 1)
         self.add(RETURN, how)
 
-    def refuse_where(self, number: int, argument: int, mask: int, value: int) -> None:
-        """Refuse a call where the bits of an argument that the mask names have a value."""
-        self.add(EQUAL, number, 0, 5)
-        self.add(LOAD, ARGS + 8 * argument)
-        self.add(AND, mask)
-        self.add(EQUAL, value, 0, 1)
-        self.add(RETURN, REFUSE)
+    def refuse_where(self, number: int, argument: int, cases: list[tuple[int, int]]) -> None:
+        """Refuse a call where the bits of an argument under one of the masks have its value."""
+        self.add(EQUAL, number, 0, 4 * len(cases) + 1)
+        for mask, value in cases:
+            self.add(LOAD, ARGS + 8 * argument)
+            self.add(AND, mask)
+            self.add(EQUAL, value, 0, 1)
+            self.add(RETURN, REFUSE)
         self.add(RETURN, ALLOW)
 
     def refuse_others(self, number: int, pid: int) -> None:
@@ -175,10 +232,9 @@ def _program(pid: int) -> bytearray:
         number = numbers[ARM]
         if number is not None:
             program.refuse(number)
-    program.refuse(CLONE3, ERRNO | errno.ENOSYS)  # its arguments cannot be seen; the C library takes `clone` then
-    program.refuse_where(CLONE, 0, CLONE_THREAD, 0)
-    program.refuse_where(MMAP, 3, SHARED_ANONYMOUS, SHARED_ANONYMOUS)
-    program.refuse_where(PRCTL, 0, 0xFFFFFFFF, PR_SET_PDEATHSIG)  # it ends with the host
+    program.refuse(CLONE3[ARM], ERRNO | errno.ENOSYS)  # the C library takes `clone` then
+    for both, argument, cases in BY_ARGUMENT.values():
+        program.refuse_where(both[ARM], argument, cases)
     for numbers in OWN.values():
         program.refuse_others(numbers[ARM], pid)
     program.add(RETURN, ALLOW)

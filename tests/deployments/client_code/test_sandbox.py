@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import errno
 import json
 import os
 import pickle
+import re
+import shutil
 import socket
 import subprocess
 import sys
@@ -16,9 +19,10 @@ from typing import Any
 import psutil
 import pytest
 
-from deployments.client_code import landlock, processes, runner, seccomp
+from deployments.client_code import landlock, namespaces, processes, runner, seccomp
 from deployments.client_code.execution import JobModel
 from deployments.client_code.job import CodeJob, Limits, ModelKey
+from deployments.client_code.kernel import ARM
 from deployments.client_code.processes import JobProcesses
 from deployments.client_code.sandbox import Sandbox
 from deployments.client_code.wire import Kind, receive
@@ -37,8 +41,18 @@ SANDBOXES = {
     "without namespaces": ALL,
 }
 PRELUDE = """
-import ctypes, importlib, mmap, os, signal, socket, subprocess, sys, threading
+import ctypes, fcntl, importlib, mmap, os, signal, socket, struct, subprocess, sys, threading
 libc = ctypes.CDLL(None, use_errno=True)
+MAIN = f'{CODE}/runner.py'  # which jobs may read
+def found():
+    return os.stat(MAIN)
+def open_socket():
+    return next(int(fd) for fd in os.listdir('/proc/self/fd') if os.readlink(f'/proc/self/fd/{fd}')[:6] == 'socket')
+def larger_stack():
+    libc.mremap.restype, pages = ctypes.c_void_p, [line for line in open('/proc/self/maps') if '[stack]' in line]
+    page = ctypes.c_void_p(int(pages[0].split('-')[1].split()[0], 16) - 4096)
+    if (libc.mremap(page, ctypes.c_size_t(4096), ctypes.c_size_t(4096), 5, None) or 0) == 2 ** 64 - 1:  # a copy
+        raise OSError(ctypes.get_errno(), 'mremap')
 def call(function, *args):
     if getattr(libc, function)(*args) < 0:
         raise OSError(ctypes.get_errno(), function)
@@ -76,6 +90,22 @@ ATTACKS = {
     "memory of System V is made": "call('shmget', 0, 4096, 0o1600)",
     "a ring of the kernel is set up": "call('syscall', 425, 1, ctypes.create_string_buffer(120))",
     "a handle to the replica is taken": "os.pidfd_open(REPLICA)",
+    "memory is shared by a device, beyond the limit": "mmap.mmap(os.open('/dev/zero', os.O_RDWR), 2 << 30)",
+    "memory grows downwards, beyond the limit": "mmap.mmap(-1, 2 << 30, flags=0x122)",
+    "the stack is made larger, beyond the limit": "larger_stack()",
+    "a pipe signals the replica": "fcntl.fcntl(os.pipe()[0], 8, REPLICA)",
+    "the replica becomes the owner of a pipe": "fcntl.fcntl(os.pipe()[0], 15, struct.pack('ii', 1, REPLICA))",
+    "a pipe kills": "fcntl.fcntl(os.pipe()[0], 10, signal.SIGKILL)",
+    "a socket signals the replica": "fcntl.ioctl(open_socket(), 0x8901, struct.pack('i', REPLICA))",
+    "the replica becomes the owner of a socket": "fcntl.ioctl(open_socket(), 0x8902, struct.pack('i', REPLICA))",
+    "the mode of the server's code is changed": "os.chmod(MAIN, found().st_mode & 0o7777)",
+    "the mode of an open file is changed": "os.fchmod(os.open(MAIN, os.O_RDONLY), found().st_mode & 0o7777)",
+    "the owner of the server's code is changed": "os.chown(MAIN, -1, -1)",
+    "the times of the server's code are changed": "os.utime(MAIN, ns=(found().st_atime_ns, found().st_mtime_ns))",
+    "an attribute is added to the server's code": "os.setxattr(MAIN, 'user.planted', b'x')",
+    "the server's code is emptied": "os.truncate(MAIN, 0)",
+    "flags of the server's code are changed": "fcntl.ioctl(os.open(MAIN, os.O_RDONLY), 0x40086602, bytes(8))",
+    "the replica is moved to other cores": "os.sched_setaffinity(REPLICA, os.sched_getaffinity(0))",
 }
 # Not tried without a sandbox: what they would change, or since the system itself refuses them to some users.
 HARMFUL = {
@@ -83,13 +113,19 @@ HARMFUL = {
     "a process is cloned",
     "a ring of the kernel is set up",
     "a user namespace is made",
+    "an attribute is added to the server's code",
     "another session is begun",
+    "flags of the server's code are changed",
     "the environment of the first process is read",
     "the memory of the replica is opened",
     "the memory of the replica is written by a call",
     "the replica is traced",
+    "the server's code is emptied",
     "this process becomes a shell",
 }
+# What the kernel says of what a sandbox keeps away; anything else is a mistake in the attack.
+REFUSALS = {errno.EPERM, errno.EACCES, errno.ENOENT, errno.ESRCH, errno.EROFS}
+HEADERS = (Path("/usr/include/x86_64-linux-gnu/asm/unistd_64.h"), Path("/usr/include/asm-generic/unistd.h"))
 
 
 @dataclass(frozen=True)
@@ -107,6 +143,7 @@ class Jobs:
 
     def __init__(self, model: JobModel, names: dict[str, Any]) -> None:
         self.processes = JobProcesses(model)
+        self.sandbox = model.sandbox
         self._names = names
 
     def printed(self, code: str) -> str:
@@ -129,7 +166,9 @@ class Jobs:
 
     def attempt(self, attacks: list[str]) -> dict[str, str]:
         """What became of each attack, in one job: that it was done, or why not."""
-        tried = "try:\n    {body}\nexcept BaseException as error:\n    print({name!r}, 'failed with', repr(error))\n"
+        tried = "try:\n    {body}\n"
+        tried += "except OSError as error:\n    print({name!r}, 'failed with', error.errno, repr(error))\n"
+        tried += "except BaseException as error:\n    print({name!r}, 'went wrong with', repr(error))\n"
         tried += "else:\n    print({name!r}, 'was done')"
         printed = self.printed("\n".join(tried.format(name=name, body=ATTACKS[name]) for name in attacks))
         return {name: line for name in attacks for line in printed.splitlines() if line.startswith(f"{name} ")}
@@ -201,7 +240,82 @@ def attempted(jobs):
 
 @pytest.mark.parametrize("attack", ATTACKS)
 def test_it_fails_in_a_sandbox_that(attempted, attack):
-    assert attempted[attack].startswith(f"{attack} failed with"), attempted[attack]
+    failure = re.match(rf"{re.escape(attack)} failed with (\d+) ", attempted[attack])
+    assert failure, attempted[attack]
+    assert int(failure[1]) in REFUSALS, attempted[attack]
+
+
+def test_every_refused_call_fails_by_the_filter(jobs):
+    numbers = {name: both[ARM] for name, both in seccomp.REFUSED.items() if both[ARM] is not None}
+    code = f"""
+for name, number in {numbers!r}.items():
+    ctypes.set_errno(0)
+    if libc.syscall(number, -1, -1, -1, -1, -1, -1) != -1 or ctypes.get_errno() != 1:
+        print('not refused:', name, ctypes.get_errno())
+print('all were tried')
+"""
+    assert jobs.printed(code).splitlines()[1] == "all were tried"
+
+
+def test_a_job_has_so_many_threads_and_no_more(jobs, model):
+    if not jobs.sandbox.other_user:
+        pytest.skip("the kernel does not count the threads of root's jobs")
+    code = """
+ends, begun = threading.Event(), 0
+threading.stack_size(1 << 16)
+try:
+    for begun in range(2000):
+        threading.Thread(target=ends.wait, daemon=True).start()
+except RuntimeError:
+    print('stopped', 500 < begun < 1024)
+"""
+    assert "stopped True" in jobs.printed(code)
+
+
+def test_a_user_namespace_counts_its_own_threads():
+    if not namespaces.count_threads():
+        pytest.skip("this kernel counts all of the user's threads")
+    code = """
+import os, resource, threading
+from deployments.client_code import kernel, namespaces
+if os.geteuid() == 0:
+    namespaces.become_other()  # root's threads have no limit
+    kernel.call('prctl', kernel.PR_SET_DUMPABLE, 1, 0, 0, 0)
+try:
+    kernel.call('unshare', namespaces.NEWUSER)
+except OSError:
+    raise SystemExit('no namespace')
+kernel.drop_capabilities()
+resource.setrlimit(resource.RLIMIT_NPROC, (20, 20))
+ends = threading.Event()
+try:
+    for begun in range(100):
+        threading.Thread(target=ends.wait, daemon=True).start()
+except RuntimeError:
+    print('threads', begun + 1, flush=True)
+os._exit(0)
+"""
+    done = subprocess.run([sys.executable, "-c", code], cwd=ROOT, check=False, capture_output=True, text=True)
+    if "no namespace" in done.stderr:
+        pytest.skip("this system makes no user namespaces without root's rights")
+    assert done.stdout == "threads 20\n", done.stderr
+
+
+@pytest.mark.parametrize("machine", [0, 1], ids=["x86-64", "ARM"])
+def test_the_calls_have_the_numbers_that_the_kernels_headers_give(machine):
+    if not HEADERS[machine].exists():
+        pytest.skip(f"{HEADERS[machine]} is not installed")
+    text = HEADERS[machine].read_text()
+    header = {name: int(number) for name, number in re.findall(r"#define __NR(?:3264)?_(\w+)\s+(\d+)", text)}
+    ours = seccomp.REFUSED | seccomp.OWN | {name: both for name, (both, *_) in seccomp.BY_ARGUMENT.items()}
+    ours |= {"clone3": seccomp.CLONE3}
+    numbers = {name: both[machine] for name, both in ours.items()}
+    assert len({*numbers.values()} - {None}) == sum(number is not None for number in numbers.values())
+    # A header may be older than a call, whose number then is beyond all of the header's.
+    newer = {name for name, number in numbers.items() if name not in header and (number or 0) > header["mount_setattr"]}
+    assert {name: header.get(name) for name in numbers if name not in newer} == {
+        name: number for name, number in numbers.items() if name not in newer
+    }
 
 
 @pytest.fixture(scope="module")
@@ -236,9 +350,13 @@ importlib.import_module('transformers.models.gpt_neox.modeling_gpt_neox')
 product = torch.ones(512, 512) @ torch.ones(512, 512)
 print(sum(ThreadPoolExecutor(4).map(lambda i: float(product[i, i]), range(4))))
 print(len(os.urandom(8)), open(os.devnull, 'w').write('nothing'))
+grown = bytearray()
+for _ in range(64):
+    grown.extend(bytes(1 << 20))
+print(len(grown) >> 20)
 """
     said = jobs.printed(code).splitlines()
-    assert said[1:3] == ["2048.0", "8 7"]
+    assert said[1:4] == ["2048.0", "8 7", "64"]
 
 
 def test_a_job_holds_no_module_of_ray_and_no_rights_of_root(jobs):
@@ -252,8 +370,11 @@ print([int(status[name], 16) for name in ('CapInh', 'CapPrm', 'CapEff', 'CapAmb'
 
 def test_temporary_files_are_the_jobs_own_and_bounded(jobs, names):
     code = """
-import tempfile
+import tempfile, torch
 try:
+    with tempfile.TemporaryDirectory() as directory:
+        torch.save(torch.ones(3), f'{directory}/ones')
+        print('saved', len(torch.load(f'{directory}/ones')))
     with tempfile.NamedTemporaryFile() as file:
         print('small', file.write(b'x'), file.name)
         for _ in range(2):
@@ -264,6 +385,7 @@ except OSError as error:
     before = set(Path("/tmp").iterdir())
     said = jobs.printed(code)
     assert "large" in said
+    assert ("saved 3" in said) == jobs.sandbox.namespaces
     assert ("small" in said) == ("small" in jobs.printed(code))  # nothing is left of the first
     assert {path.name for path in set(Path("/tmp").iterdir()) - before}.isdisjoint({"0", "1"})
 
@@ -309,8 +431,60 @@ def test_this_machine_may_run_code_where_it_cannot_be_isolated():
     assert runner._sandbox(Options(), False, "127.0.0.1").seccomp
 
 
-def test_the_best_sandbox_of_this_system_is_found_and_told_of(caplog):
-    found = processes.sandbox(gpu=False)
+@pytest.fixture
+def closed_umask():
+    """Files that are made are for their user alone."""
+    before = os.umask(0o077)
+    yield
+    os.umask(before)
+
+
+@pytest.fixture(scope="module")
+def best():
+    return processes.sandbox(gpu=False)
+
+
+@pytest.mark.usefixtures("closed_umask")
+def test_a_closed_umask_takes_nothing_from_a_job(model, names, best):
+    assert processes.sandbox(gpu=False) == best
+    jobs = made(model, best, names)
+    code = """
+importlib.import_module('colorsys')
+print(len(os.listdir('/usr')) > 0, open(os.devnull, 'w').write('nothing'), len(os.urandom(8)))
+print(open('/proc/self/status').readline().startswith('Name'))
+"""
+    try:
+        assert jobs.printed(code).splitlines()[1:3] == ["True 7 8", "True"]
+    finally:
+        jobs.processes.close()
+
+
+@pytest.mark.skipif(os.geteuid() != 0, reason="only root's jobs run as another user")
+@pytest.mark.parametrize("own_files", [False, True])
+def test_a_sandbox_is_not_taken_where_its_user_cannot_reach_a_library(tmp_path, own_files):
+    library = tmp_path / "closed" / "site-packages"
+    library.mkdir(parents=True)
+    library.chmod(0o700)
+    sandbox = f"Sandbox(on=True, other_user=True, namespaces={own_files})"
+    code = f"import sys; sys.path.append({str(library)!r})\n"
+    code += f"from deployments.client_code.sandbox import Sandbox, _failure; print(_failure({sandbox}))"
+    run = [sys.executable, "-c", code]
+    failure = subprocess.run(run, cwd=ROOT, check=True, capture_output=True, text=True).stdout
+    assert "Permission denied" in failure
+    assert str(library) in failure or not own_files
+
+
+def test_root_isolates_jobs_wherever_it_can_make_namespaces(best):
+    if sys.platform != "linux" or os.geteuid() != 0:
+        pytest.skip("only root on Linux can be sure of namespaces")
+    unshare = ["unshare", "--mount", "--net", "--pid", "--fork", "true"]
+    if not shutil.which("unshare") or subprocess.run(unshare, check=False, capture_output=True).returncode:
+        pytest.skip("this system lets root make no namespaces")
+    assert best.isolates, str(best)
+
+
+def test_the_best_sandbox_of_this_system_is_found_and_told_of(best):
+    found = best
     assert found.on
     assert "no_new_privs" in str(found)
     assert "missing" in str(found)
