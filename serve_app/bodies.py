@@ -24,7 +24,7 @@ from serve_app.body_process import SIZE, SIZES
 from serve_app.errors import ApiError
 from serve_app.parsing import parsed
 
-MOST_AT_ONCE = 128 << 10  # bytes that the event loop parses itself: whatever they hold, it takes some milliseconds
+MOST_AT_ONCE = 16 << 10  # bytes that the event loop parses itself: whatever they hold, it takes a few milliseconds
 PROCESSES = 2
 MOST_WAITING = 32  # large bodies that wait for a process, or are in one
 LIMIT_S = 30.0  # that one may take
