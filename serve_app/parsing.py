@@ -14,7 +14,7 @@ from pydantic import BaseModel, ValidationError
 from deployments.errors import RequestError
 
 M = TypeVar("M", bound=BaseModel)
-MOST_NESTED = 1 << 14  # lists and objects of a body: each becomes objects of Python, in the server as well
+MOST_NESTED = 10_000  # lists and objects of a body: each becomes objects of Python, in the server as well
 MOST_PATH = 1024  # characters: keys are the client's
 NO_TEXT = "the text holds half of a surrogate pair"
 

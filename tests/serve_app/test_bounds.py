@@ -177,7 +177,7 @@ def test_a_large_body_is_parsed_in_another_process(own, monkeypatch, raw):
 
 def test_token_ids_come_from_the_other_process_as_an_array(own):
     ids = list(range(1 << 20))
-    found = asyncio.run(own.read(CompletionRequest, json.dumps(ASKED | {"prompt": ids}).encode()))
+    found = asyncio.run(own.read(CompletionRequest, json.dumps(ASKED | {"prompt": ids}).encode(), None))
     [prompt] = found.prompts
     assert isinstance(prompt, array)
     assert prompt.tolist() == ids
