@@ -41,9 +41,9 @@ def _check_nested(values: Any) -> None:
     """Raise a `RequestError` with the first field at which there are too many lists and objects."""
     count = 0
     for field, value in values.items() if isinstance(values, dict) else [(None, values)]:
-        left = [[value]]
+        left: list[Any] = [[value]]
         while left:
-            one: Any = left.pop()
+            one = left.pop()
             inner = [
                 inner for inner in (one.values() if isinstance(one, dict) else one) if isinstance(inner, dict | list)
             ]
