@@ -89,12 +89,12 @@ def loads() -> dict[str, tuple[Load, Load]]:
     def writes(token: int, **more: Any) -> Load:
         return Load(CHAT, chat(tools=[tool], logit_bias={str(token): 100}, max_tokens=1000, **more))
 
-    def nested(depth: int) -> Any:
-        return {"a": [nested(depth - 1) for _ in range(4)], "b": FILLER} if depth else FILLER
-
     half, large, data = MIB // 2, 15 * MIB, f"/v1/activations/session/{SESSION}/data"
     deep = b'{"model": "measured", "messages": ' + b"[" * half + b"]" * half + b"}"
-    branches = chat(tools=[{**tool, "function": {"name": "f", "parameters": {"x": [nested(8)] * 5}}}])
+    numbers = {**tool, "function": {"name": "f", "parameters": {"x": [1] * 6000}}}
+    call = {"id": "c", "type": "function", "function": {"name": "f", "arguments": "{}"}}
+    calls = chat(messages=[{"role": "user", "content": "Go"}, {"role": "assistant", "tool_calls": [call] * 200}])
+    noted = chat(messages=[{"role": "user", "content": "Go", "annotations": [1] * 1024}] * 5)
     tags = "&".join(f"tag=t{number}=x" for number in range(1000))
     kwargs = {f"k{number}": "x" * 400 for number in range(32)}
     return {
@@ -102,7 +102,9 @@ def loads() -> dict[str, tuple[Load, Load]]:
         "spaces with tools, streamed": (writes(letter, stream=True), writes(space, stream=True)),
         "half a MiB of wrong messages": (said(half), Load(CHAT, chat(messages=[1] * (half // 3)))),
         "15 MiB of wrong messages": (said(large), Load(CHAT, chat(messages=[1] * (large // 3)))),
-        "15 MiB of right JSON, nested": (said(len(branches)), Load(CHAT, branches)),
+        "right: 55 tools": (said(MIB), Load(CHAT, chat(tools=[numbers] * 55))),
+        "right: tool calls": (said(len(calls)), Load(CHAT, calls)),
+        "right: annotations": (said(len(noted)), Load(CHAT, noted)),
         "deep JSON": (said(MIB), Load(CHAT, deep)),
         "many unknown keys": (said(MIB), Load(CHAT, chat(**{f"key{number}": 1 for number in range(MIB // 14)}))),
         "an oversized body": (said(large), Load(CHAT, b" " * MIB, pieces=64)),
@@ -225,6 +227,9 @@ def run(server: Server, pairs: dict[str, tuple[Load, Load]], options: Any, findi
         found[name] |= {f"ratio_{part}": attack[part] / ordinary[part] for part in ("p50", "p95")}
         print(f"{name}: {found[name]['ratio_p50']:.2f} at p50; answered {attack['statuses']}", flush=True)
         findings.add("attacks", name, found[name])
+        for side, summary in (("ordinary", ordinary), ("right", attack))[: 1 + name.startswith("right")]:
+            if set(summary["statuses"]) != {200}:
+                findings.failed.append(f"{name}: the {side} load was answered {summary['statuses']}, not 200 alone")
         if found[name]["ratio_p50"] > MOST:
             findings.failed.append(f"{name}: {found[name]['ratio_p50']:.2f} times as long at p50, over {MOST}")
     print(table(found))

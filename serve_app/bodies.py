@@ -8,9 +8,11 @@ import os
 import pickle
 import subprocess
 import sys
+from collections import Counter
 from collections.abc import Callable, Coroutine
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
+from weakref import WeakValueDictionary
 
 from fastapi import HTTPException, Request, Response
 from fastapi.exceptions import RequestValidationError
@@ -24,40 +26,53 @@ from serve_app.body_process import SIZE, SIZES
 from serve_app.errors import ApiError
 from serve_app.parsing import parsed
 
-MOST_AT_ONCE = 128 << 10  # bytes that the event loop parses itself: whatever they hold, it takes some milliseconds
+MOST_AT_ONCE = 16 << 10  # bytes that the event loop parses itself: whatever they hold, it takes a few milliseconds
 PROCESSES = 2
-MOST_WAITING = 32  # large bodies that wait for a process, or are in one
-LIMIT_S = 30.0  # that one may take
+MOST_WAITING = 8  # large bodies of an owner that wait for their turn, besides the one in work
+LIMIT_S = 10.0  # that one may take
 MOST_MEMORY = 2 << 30  # bytes of such a process
 
 
 class Bodies:
-    """The processes that parse large bodies; each starts when it is needed first."""
+    """The processes that parse large bodies; each starts when it is needed first.
+
+    They read one body of an owner at a time, so that nobody waits for many of another's.
+    """
 
     def __init__(self) -> None:
-        self._waiting = 0
+        self._waiting: Counter[str | None] = Counter()  # bodies by owner, with the one in work
+        self._turns: WeakValueDictionary[str | None, asyncio.Lock] = WeakValueDictionary()  # by owner
         self._idle: list[_Process] = []
         self._places = asyncio.Semaphore(PROCESSES)
         self._threads = ThreadPoolExecutor(PROCESSES, "bodies")  # they wait for the processes
 
-    async def read(self, kind: type[BaseModel], raw: bytes) -> BaseModel:
+    async def read(self, kind: type[BaseModel], raw: bytes, owner: str | None) -> BaseModel:
         """A body as an object of this kind.
+
+        Args:
+            kind: What it is to be.
+            raw: Its JSON.
+            owner: Who sends it; None on a server without keys.
 
         Raises:
             RequestError: It is none.
-            ApiError: 413, where it takes too much memory; 429, where too many wait; 503, where its process takes too
+            ApiError: 413, where it takes too much memory; 429, where too many of this owner's wait; 503, where its
+                process takes too
                 long or is gone.
         """
         if len(raw) <= MOST_AT_ONCE:
             return parsed(kind, raw)
-        if self._waiting >= MOST_WAITING:
-            raise ApiError(429, f"{MOST_WAITING} large bodies are being read; try again", code="server_busy")
-        self._waiting += 1
+        if self._waiting[owner] > MOST_WAITING:
+            message = f"{MOST_WAITING} large bodies of yours wait to be read; send the next when one is answered"
+            raise ApiError(429, message, code="server_busy")
+        turn = self._turns.setdefault(owner, asyncio.Lock())
+        self._waiting[owner] += 1
         try:
-            async with self._places:
+            async with turn, self._places:
                 found = await self._elsewhere(kind, raw)
         finally:
-            self._waiting -= 1
+            self._waiting[owner] -= 1
+            self._waiting += Counter()  # keeps those above 0
         if isinstance(found, RequestError):
             raise found
         return found
@@ -181,7 +196,7 @@ class JsonRoute(APIRoute):
                 raise HTTPException(400, "the body was not sent to its end") from gone
             body: BaseModel | Exception
             try:
-                body = await request.app.state.bodies.read(kind, raw)
+                body = await request.app.state.bodies.read(kind, raw, request.state.caller.owner)
             except (RequestError, ApiError) as error:
                 body = error
             try:

@@ -4,11 +4,12 @@ from __future__ import annotations
 
 from typing import Annotated, Any, Literal
 
-from pydantic import Field, model_validator
+from pydantic import AfterValidator, Field, model_validator
 
-from serve_app.wire import FreeObject, LongText, Name, Wire, free
+from serve_app.wire import JSON, FreeObject, LongText, Name, Wire, free
 
 MOST_TEMPLATE_KWARGS = 16 << 10  # characters
+MOST_PARAMETERS = 1 << 20  # characters of all tools' parameters, written as JSON
 TemplateKwargs = Annotated[dict[Name, Any], Field(max_length=32), free(MOST_TEMPLATE_KWARGS)]
 
 
@@ -28,7 +29,13 @@ class Tool(Wire):
     function: Function
 
 
-Tools = Annotated[list[Tool], Field(max_length=512, fail_fast=True)]
+def _bounded(tools: list[Tool]) -> list[Tool]:
+    if sum(len(JSON.encode(tool.function.parameters)) for tool in tools) > MOST_PARAMETERS:
+        raise ValueError(f"their parameters may have {MOST_PARAMETERS} characters together, as JSON")
+    return tools
+
+
+Tools = Annotated[list[Tool], Field(max_length=512, fail_fast=True), AfterValidator(_bounded)]
 
 
 class NamedFunction(Wire):

@@ -9,7 +9,7 @@ from typing import Any, Literal
 
 from pydantic import BaseModel, Field, ValidationInfo, field_validator
 
-from serve_app.wire import FreeObject, Name
+from serve_app.wire import Name, UnreadObject
 
 # What would change the answer, if it meant anything here.
 REASONS = {
@@ -25,9 +25,9 @@ class Ignored(BaseModel):
     """Fields of chats that are taken and change nothing, and fields that may only be null."""
 
     modalities: list[Literal["text"]] | None = Field(default=None, min_length=1, max_length=1)
-    prediction: FreeObject | None = None
+    prediction: UnreadObject | None = None
     prompt_cache_key: Name | None = None
-    prompt_cache_options: FreeObject | None = None
+    prompt_cache_options: UnreadObject | None = None
     prompt_cache_retention: Name | None = None
     reasoning_effort: Name | None = None
     safety_identifier: Name | None = None

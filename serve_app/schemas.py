@@ -17,7 +17,7 @@ from deployments.activations.spec import Capture
 from deployments.engine.request import MOST_LOGPROBS, Sampling
 from serve_app.forms import NamedTool, ResponseFormat, TemplateKwargs, Tools
 from serve_app.ignored import Ignored
-from serve_app.wire import MOST_TOKENS, FreeValue, LongText, Name, TokenId, Wire, packed
+from serve_app.wire import MOST_TOKENS, LongText, Name, TokenId, Unread, Wire, free, packed, unread
 
 Stop = Annotated[str, Field(min_length=1, max_length=1024)]
 TokenIds = Annotated[
@@ -32,6 +32,8 @@ MOST_MESSAGES = 4096  # of a chat
 MOST_PARTS = 1024  # of a message
 MOST_CALLS = 256  # of a message
 MOST_FILES = 16384  # that an answer named: one for each captured point
+Annotations = Annotated[list[Any], Field(max_length=MOST_PARTS, fail_fast=True), free(), AfterValidator(unread)]
+FileNames = Annotated[dict[Name, Name], Field(max_length=MOST_FILES, fail_fast=True), AfterValidator(unread)]
 DEFAULT_MAX_TOKENS = 16  # of a completion, as OpenAI's
 
 
@@ -47,7 +49,7 @@ class FunctionCall(Wire):
 
     name: Name
     arguments: LongText
-    parsed_arguments: FreeValue = Field(default=None, exclude=True)  # `.parse()` of the openai package adds it
+    parsed_arguments: Unread = Field(default=None, exclude=True)  # `.parse()` of the openai package adds it
 
 
 class ToolCall(Wire):
@@ -73,14 +75,14 @@ class ChatMessage(Wire):
     tool_call_id: Name | None = None
     reasoning_content: LongText | None = None
     type: Literal["text"] | None = None  # lm_eval up to 0.4.9 says so of every message
-    parsed: FreeValue = None  # `.parse()` of the openai package adds it
+    parsed: Unread = None  # `.parse()` of the openai package adds it
     refusal: LongText | None = None
-    annotations: list[FreeValue] | None = Field(default=None, max_length=MOST_PARTS, fail_fast=True)
+    annotations: Annotations | None = None
     audio: None = None
     function_call: None = None
     run_id: Name | None = None
     session_id: Name | None = None
-    activation_files: dict[Name, Name] | None = Field(default=None, max_length=MOST_FILES, fail_fast=True)
+    activation_files: FileNames | None = None
 
     @property
     def spoken(self) -> dict[str, Any]:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 from array import array
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from typing import Annotated, Any
 
 from pydantic import AfterValidator, Field, GetJsonSchemaHandler
@@ -16,6 +16,7 @@ from deployments.activations.strict import Strict
 MOST_TOKENS = 1 << 20  # of a prompt: the longest context of any model
 MOST_TEXT = 16 * MOST_TOKENS  # characters
 MOST_JSON = 1 << 18  # characters of a free value, written as JSON
+JSON = json.JSONEncoder(ensure_ascii=False, allow_nan=False)  # one for all: `json.dumps` with options makes one a call
 
 Name = Annotated[str, Field(max_length=1024)]
 LongText = Annotated[str, Field(max_length=MOST_TEXT)]
@@ -48,35 +49,40 @@ class free:
 
     def _checked(self, value: Any) -> Any:
         try:
-            text = json.dumps(value, ensure_ascii=False, allow_nan=False)
+            text = JSON.encode(value)
         except ValueError as error:
             raise ValueError("holds a number that is not finite") from error
         if len(text) > self.most:
             raise ValueError(f"it may have {self.most} characters as JSON")
         if not _encodes(text):
             raise PydanticCustomError(
-                "string_unicode", "the text holds half of a surrogate pair", {"inner": _unpaired(value)}
+                "string_unicode", "the text holds half of a surrogate pair", {"inner": next(_unpaired(value))}
             )
         return value
 
 
-FreeValue = Annotated[Any, free()]
+def unread(_: Any) -> None:
+    """What becomes of a value that no answer depends on, so that it costs nothing once it is checked."""
+
+
 FreeObject = Annotated[dict[Name, Any], Field(max_length=1024, fail_fast=True), free()]
+Unread = Annotated[Any, free(), AfterValidator(unread)]
+UnreadObject = Annotated[FreeObject, AfterValidator(unread)]
 
 
-def _unpaired(value: Any) -> str:
-    """The path to the text in a value that UTF-8 cannot write: by halves, since an attack has very many values."""
-    path = ""
-    while not isinstance(value, str):
-        items = list(value.items() if isinstance(value, dict) else enumerate(value))
-        while len(items) > 1:
-            half = items[: len(items) // 2]
-            items = items[len(half) :] if _encodes(json.dumps(half, ensure_ascii=False)) else half
-        [(name, value)] = items
-        path += f"[{name}]" if isinstance(name, int) else f".{name}"
-        if not _encodes(path):
-            return path.encode(errors="backslashreplace").decode()
-    return path
+def _unpaired(value: Any) -> Iterator[str]:
+    """The path to each text in a value that UTF-8 cannot write."""
+    if isinstance(value, str) and not _encodes(value):
+        yield ""
+    elif isinstance(value, dict):
+        for name, inner in value.items():
+            if _encodes(name):
+                yield from (f".{name}{path}" for path in _unpaired(inner))
+            else:
+                yield "." + name.encode(errors="backslashreplace").decode()
+    elif isinstance(value, list):
+        for number, inner in enumerate(value):
+            yield from (f"[{number}]{path}" for path in _unpaired(inner))
 
 
 def _encodes(text: str) -> bool:

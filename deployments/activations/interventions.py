@@ -5,15 +5,16 @@ from __future__ import annotations
 from collections.abc import Iterable
 from typing import Annotated, Any, Literal
 
-from pydantic import ConfigDict, Discriminator, Field, Tag, model_validator
+from pydantic import AfterValidator, BaseModel, ConfigDict, Discriminator, Field, Tag, model_validator
 
 from deployments.activations.spec import Features, Last
 from deployments.activations.strict import Strict
 
+MOST_NUMBERS = 1 << 20  # of a request's vectors, positions, features and heads together
 Number = Annotated[float, Field(allow_inf_nan=False, ge=-3.4e38, le=3.4e38)]
 # Numbers, or a tensor that was sent before: `id`, or `id/name` of a file with several.
 Vector = (
-    Annotated[list[Number], Field(min_length=1, max_length=1 << 20, fail_fast=True)]
+    Annotated[list[Number], Field(min_length=1, max_length=MOST_NUMBERS, fail_fast=True)]
     | Annotated[str, Field(max_length=512)]
 )
 
@@ -129,7 +130,22 @@ Intervention = Annotated[
     ),
 ]
 
-Interventions = Annotated[list[Intervention], Field(min_length=1, max_length=256, fail_fast=True)]
+
+def _numbers(value: Any) -> int:
+    if isinstance(value, BaseModel):
+        return sum(map(_numbers, vars(value).values()))
+    return len(value) if isinstance(value, list) else 0
+
+
+def _bounded(interventions: list[Intervention]) -> list[Intervention]:
+    if sum(map(_numbers, interventions)) > MOST_NUMBERS:
+        raise ValueError(f"they may have {MOST_NUMBERS} numbers together; send vectors as tensor files")
+    return interventions
+
+
+Interventions = Annotated[
+    list[Intervention], Field(min_length=1, max_length=256, fail_fast=True), AfterValidator(_bounded)
+]
 
 
 def as_sent(interventions: Iterable[Intervention]) -> list[dict[str, Any]]:

@@ -7,6 +7,7 @@ import json
 import os
 import signal
 import sqlite3
+import threading
 from array import array
 from collections.abc import Iterator
 from contextlib import closing
@@ -19,16 +20,19 @@ import pytest
 from pydantic import ValidationError
 
 from deployments.activations.database import NAME
+from deployments.errors import RequestError
 from deployments.options import Options
-from serve_app import bodies
+from serve_app import bodies, wire
 from serve_app.api import build_api
 from serve_app.bodies import Bodies
+from serve_app.errors import ApiError
 from serve_app.keys import Keys
+from serve_app.parsing import parsed
 from serve_app.schemas import ChatRequest, CompletionRequest
 from serve_app.token_schemas import DetokenizeRequest
 from serve_app.wire_models import LoadRequest
 
-APP = build_api(SimpleNamespace(data=None), Options(), Keys())  # type: ignore[arg-type]
+APP = build_api(SimpleNamespace(data=None, reads_unowned=False), Options(), Keys())  # type: ignore[arg-type]
 DESCRIPTION = APP.openapi()
 CHAT, COMPLETIONS, LOAD, DETOKENIZE = "/v1/chat/completions", "/v1/completions", "/models/load", "/detokenize"
 KINDS = {CHAT: ChatRequest, COMPLETIONS: CompletionRequest, LOAD: LoadRequest, DETOKENIZE: DetokenizeRequest}
@@ -38,15 +42,15 @@ MANY = 100_000
 NAMES = {f"k{i}": 1 for i in range(MANY)}
 ADD = {"op": "add", "point": "embed.output", "vector": ["x"]}
 TOOL = {"type": "function", "function": {"name": "f"}}
-FREE: dict[str, Any] = {"a": [[]] * MANY}
+FREE: dict[str, Any] = {"a": [1] * MANY}
 ATTACKS = {
     "messages": (CHAT, SAID | {"messages": [1] * MANY}, "messages[0]"),
-    "empty messages": (CHAT, SAID | {"messages": [{}] * MANY}, "messages[0].role"),
+    "empty messages": (CHAT, SAID | {"messages": [{}] * MANY}, "messages"),
     "fitting messages": (CHAT, SAID | {"messages": SAID["messages"] * 5000}, "messages"),
     "parts": (CHAT, SAID | {"messages": [{"role": "user", "content": [1] * MANY}]}, "messages[0].content[0]"),
     "annotations": (
         CHAT,
-        SAID | {"messages": [SAID["messages"][0] | {"annotations": [[]] * MANY}]},
+        SAID | {"messages": [SAID["messages"][0] | {"annotations": [1] * MANY}]},
         "messages[0].annotations",
     ),
     "unknown fields": (CHAT, SAID | NAMES, "k0"),
@@ -56,16 +60,16 @@ ATTACKS = {
     "logit_bias": (COMPLETIONS, ASKED | {"logit_bias": NAMES}, "logit_bias"),
     "logit_bias values": (COMPLETIONS, ASKED | {"logit_bias": dict.fromkeys(map(str, range(MANY)), "x")}, "logit_bias"),
     "stop": (COMPLETIONS, ASKED | {"stop": [1] * MANY}, "stop[0]"),
-    "prompts": (COMPLETIONS, ASKED | {"prompt": [[]] * MANY}, "prompt[0]"),
+    "prompts": (COMPLETIONS, ASKED | {"prompt": [[]] * MANY}, "prompt"),
     "texts": (COMPLETIONS, ASKED | {"prompt": ["x"] * MANY}, "prompt[0]"),
     "token ids": (COMPLETIONS, ASKED | {"prompt": [[1] * MANY + ["x"]]}, f"prompt[0][{MANY}]"),
     "large token ids": (COMPLETIONS, ASKED | {"prompt": [10**40] * MANY}, "prompt[0]"),
     "points": (CHAT, SAID | {"capture": {"points": [1] * MANY}}, "capture.points[0]"),
     "tags": (CHAT, SAID | {"capture": {"tags": NAMES}}, "capture.tags"),
-    "interventions": (CHAT, SAID | {"interventions": [{}] * MANY}, "interventions[0]"),
-    "vectors": (CHAT, SAID | {"interventions": [ADD] * MANY}, "interventions[0].vector[0]"),
+    "interventions": (CHAT, SAID | {"interventions": [{}] * MANY}, "interventions"),
+    "vectors": (CHAT, SAID | {"interventions": [ADD] * 4000}, "interventions[0].vector[0]"),
     "layers": (CHAT, SAID | {"logit_lens": {"layers": ["x"] * MANY}}, "logit_lens.layers[0]"),
-    "tools": (CHAT, SAID | {"tools": [{}] * MANY}, "tools[0].type"),
+    "tools": (CHAT, SAID | {"tools": [{}] * MANY}, "tools"),
     "fitting tools": (CHAT, SAID | {"tools": [TOOL] * 5000}, "tools"),
     "parameters": (
         CHAT,
@@ -82,6 +86,16 @@ ATTACKS = {
     "user": (CHAT, SAID | {"user": "x" * MANY}, "user"),
     "device_map": (LOAD, {"model_id": "a/b", "device_map": dict.fromkeys(NAMES, "x")}, "device_map"),
     "tokens": (DETOKENIZE, {"tokens": [-1] * MANY}, "tokens[0]"),
+    "numbers of interventions": (
+        CHAT,
+        SAID | {"interventions": [{"op": "add", "point": "embed.output", "vector": [1] * (1 << 19)}] * 3},
+        "interventions",
+    ),
+    "parameters of tools": (
+        CHAT,
+        SAID | {"tools": [{"type": "function", "function": {"name": "f", "parameters": {"a": "x" * 250_000}}}] * 5},
+        "tools",
+    ),
     "a list": (CHAT, [{}] * MANY, None),
 }
 ODD = {
@@ -96,6 +110,7 @@ ODD = {
     "a field twice in a free value": (b'{"model": "m", "prompt": "x", "metadata": {"a": "1", "a": "2"}}', None),
     "a million brackets": (b"[" * 1_000_000, None),
     "nothing": (b"", None),
+    "UTF-16": (json.dumps(ASKED).encode("utf-16"), None),
     "no UTF-8": (b'{"model": "\xff"}', None),
 }  # fmt: skip
 
@@ -177,7 +192,7 @@ def test_a_large_body_is_parsed_in_another_process(own, monkeypatch, raw):
 
 def test_token_ids_come_from_the_other_process_as_an_array(own):
     ids = list(range(1 << 20))
-    found = asyncio.run(own.read(CompletionRequest, json.dumps(ASKED | {"prompt": ids}).encode()))
+    found = asyncio.run(own.read(CompletionRequest, json.dumps(ASKED | {"prompt": ids}).encode(), None))
     [prompt] = found.prompts
     assert isinstance(prompt, array)
     assert prompt.tolist() == ids
@@ -210,10 +225,97 @@ def test_a_body_that_takes_too_much_memory_is_too_large_and_the_next_is_read(own
 
 
 def test_large_bodies_wait_for_a_process_and_too_many_are_refused(own, monkeypatch):
-    monkeypatch.setattr(bodies, "MOST_WAITING", 3)
+    monkeypatch.setattr(bodies, "MOST_WAITING", 2)
     statuses = [answer.status_code for answer in post(CHAT, *[LARGE] * 5, b"{}")]
     assert sorted(statuses) == [400, 400, 400, 400, 429, 429]
     assert len(own._idle) <= bodies.PROCESSES
+
+
+class Held:
+    """A process that reads a body once it may; says whose it began."""
+
+    def __init__(self, began: list[bytes], may: threading.Event) -> None:
+        self.began, self.may = began, may
+
+    def parsed(self, _: Any, raw: bytes) -> CompletionRequest:
+        self.began.append(raw[-1:])
+        assert self.may.wait(60)
+        return CompletionRequest(model="m", prompt="x")
+
+    def end(self) -> None: ...
+
+    def close(self) -> None: ...
+
+
+def test_an_owner_has_one_body_in_work_and_others_pass_those_that_wait(own, monkeypatch):
+    began: list[bytes] = []
+    may = threading.Event()
+    monkeypatch.setattr(bodies, "_Process", lambda: Held(began, may))
+    large = b" " * (bodies.MOST_AT_ONCE + 1)
+
+    async def asked() -> list[Any]:
+        read = [own.read(CompletionRequest, large + b"a", "a") for _ in range(bodies.MOST_WAITING + 2)]
+        tasks = [asyncio.create_task(one) for one in (*read, own.read(CompletionRequest, large + b"b", "b"))]
+        while len(began) < 2:
+            await asyncio.sleep(0)
+        may.set()
+        return await asyncio.gather(*tasks, return_exceptions=True)
+
+    *many, other = asyncio.run(asked())
+    assert sorted(began[:2]) == [b"a", b"b"]
+    assert isinstance(other, CompletionRequest)
+    refused = [found for found in many if isinstance(found, ApiError)]
+    assert [error.status for error in refused] == [429]
+    assert len(own._waiting) == len(own._turns) == 0
+
+
+CALL = {"id": "c", "function": {"name": "f", "arguments": ""}}
+NESTED = {
+    "tool calls": SAID | {"messages": [{"role": "assistant", "tool_calls": [CALL] * 200}] * 30},
+    "parts": SAID | {"messages": [{"role": "user", "content": [{"type": "text", "text": "x"}] * 1000}] * 11},
+    "annotations": SAID | {"messages": [SAID["messages"][0] | {"annotations": [{}] * 1000}] * 11},
+}
+
+
+@pytest.mark.parametrize("body", NESTED.values(), ids=NESTED)
+def test_lists_and_objects_of_a_whole_body_are_bounded_before_any_becomes_a_model(monkeypatch, body):
+    ChatRequest.model_validate(body)
+    monkeypatch.setattr(ChatRequest, "model_validate", None)
+    with pytest.raises(RequestError, match="10000 lists and objects") as caught:
+        parsed(ChatRequest, json.dumps(body).encode())
+    assert caught.value.field == "messages"
+
+
+def test_brackets_in_a_text_are_no_lists():
+    assert parsed(CompletionRequest, json.dumps(ASKED | {"prompt": "[{" * MANY}).encode()).prompt == "[{" * MANY
+
+
+def test_a_free_list_is_measured_once_and_what_is_unread_is_dropped(monkeypatch):
+    measured: list[Any] = []
+    counting = SimpleNamespace(encode=lambda value: measured.append(value) or json.dumps(value))
+    monkeypatch.setattr(wire, "JSON", counting)
+    message = SAID["messages"][0] | {"annotations": [1] * 1000, "activation_files": {"p": "f"}}
+    found = parsed(ChatRequest, json.dumps(SAID | {"messages": [message], "prediction": {"a": [1]}}).encode())
+    assert sorted(map(type, measured), key=str) == [dict, list]
+    assert (found.messages[0].annotations, found.messages[0].activation_files, found.prediction) == (None, None, None)
+
+
+def test_half_of_a_surrogate_pair_is_named_by_its_path_without_measuring_again(monkeypatch):
+    measured: list[Any] = []
+    encode = wire.JSON.encode
+    monkeypatch.setattr(wire, "JSON", SimpleNamespace(encode=lambda value: measured.append(1) or encode(value)))
+    with pytest.raises(RequestError) as caught:
+        parsed(ChatRequest, json.dumps(SAID | {"prediction": {"a": [[1, {"b": "\ud800"}], 1]}}).encode())
+    assert caught.value.field == "prediction.a[0][1].b"
+    assert measured == [1]
+
+
+def test_a_byte_order_mark_is_taken_and_other_encodings_are_told_to_be_utf_8():
+    text = json.dumps(ASKED)
+    assert parsed(CompletionRequest, text.encode("utf-8-sig")).prompt == "x"
+    for encoding in ("utf-16", "utf-16-le", "utf-32-be"):
+        with pytest.raises(RequestError, match="send UTF-8"):
+            parsed(CompletionRequest, text.encode(encoding))
 
 
 def unbounded(schema: Any, path: str) -> Iterator[str]:
@@ -233,7 +335,8 @@ def unbounded(schema: Any, path: str) -> Iterator[str]:
     if kind == "array":
         if "maxItems" not in schema:
             yield f"{path}: list"
-        yield from unbounded(schema["items"], f"{path}[]")
+        if "x-max-characters" not in schema:
+            yield from unbounded(schema["items"], f"{path}[]")
     if kind == "object":
         for name, inner in schema.get("properties", {}).items():
             yield from unbounded(inner, f"{path}.{name}")
