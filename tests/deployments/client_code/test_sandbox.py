@@ -43,7 +43,6 @@ SANDBOXES = {
 PRELUDE = """
 import ctypes, fcntl, importlib, mmap, os, signal, socket, struct, subprocess, sys, threading
 libc = ctypes.CDLL(None, use_errno=True)
-MAIN = f'{CODE}/runner.py'  # which jobs may read
 def found():
     return os.stat(MAIN)
 def open_socket():
@@ -203,6 +202,7 @@ def names(model, tmp_path_factory):
             "SOCKET": str(home / "socket"),
             "ABSTRACT": abstract,
             "CODE": str(Path(runner.__file__).parent),
+            "MAIN": str(runner.__file__),  # which jobs may read
         }
 
 
