@@ -227,9 +227,9 @@ def run(server: Server, pairs: dict[str, tuple[Load, Load]], options: Any, findi
         found[name] |= {f"ratio_{part}": attack[part] / ordinary[part] for part in ("p50", "p95")}
         print(f"{name}: {found[name]['ratio_p50']:.2f} at p50; answered {attack['statuses']}", flush=True)
         findings.add("attacks", name, found[name])
-        for side, summary in (("ordinary", ordinary), ("right", attack))[: 1 + name.startswith("right")]:
+        for kind, summary in (("ordinary", ordinary), ("right", attack))[: 1 + name.startswith("right")]:
             if set(summary["statuses"]) != {200}:
-                findings.failed.append(f"{name}: the {side} load was answered {summary['statuses']}, not 200 alone")
+                findings.failed.append(f"{name}: the {kind} load was answered {summary['statuses']}, not 200 alone")
         if found[name]["ratio_p50"] > MOST:
             findings.failed.append(f"{name}: {found[name]['ratio_p50']:.2f} times as long at p50, over {MOST}")
     print(table(found))

@@ -54,11 +54,20 @@ class Asked(NamedTuple):
 async def _asked(
     request: Request,
     range: Annotated[
-        str | None, Header(description=f"`bytes=a-b`, one range; of a longer one come the first {PAGE_BYTES} bytes.")
+        str | None,
+        Header(
+            max_length=1024, description=f"`bytes=a-b`, one range; of a longer one come the first {PAGE_BYTES} bytes."
+        ),
     ] = None,
-    if_match: Annotated[str | None, Header(description="The first page's `ETag`; 412 where it changed.")] = None,
-    if_none_match: Annotated[str | None, Header(description="304 where the `ETag` is still this.")] = None,
-    if_range: Annotated[str | None, Header(description="Ignore `Range` where the `ETag` is another.")] = None,
+    if_match: Annotated[
+        str | None, Header(max_length=1024, description="The first page's `ETag`; 412 where it changed.")
+    ] = None,
+    if_none_match: Annotated[
+        str | None, Header(max_length=1024, description="304 where the `ETag` is still this.")
+    ] = None,
+    if_range: Annotated[
+        str | None, Header(max_length=1024, description="Ignore `Range` where the `ETag` is another.")
+    ] = None,
 ) -> Asked:
     return Asked(request.method == "HEAD", range, if_match, if_none_match, if_range)
 
