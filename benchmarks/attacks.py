@@ -42,7 +42,7 @@ LIMIT_S = 120.0  # after which the client gives up; it counts as this long
 KEY = "attacks-benchmark-key"
 CHAT, SESSION = "/v1/chat/completions", "measured-by-attacks"
 MIB = 2**20
-PAGE = 8 * MIB  # where a server gives no more at once
+PAGE = 4 * MIB  # where a server gives no more at once
 FILLER = "The cat sat on the mat. "
 
 
@@ -227,9 +227,8 @@ def run(server: Server, pairs: dict[str, tuple[Load, Load]], options: Any, findi
         found[name] |= {f"ratio_{part}": attack[part] / ordinary[part] for part in ("p50", "p95")}
         print(f"{name}: {found[name]['ratio_p50']:.2f} at p50; answered {attack['statuses']}", flush=True)
         findings.add("attacks", name, found[name])
-        for kind, summary in (("ordinary", ordinary), ("right", attack))[: 1 + name.startswith("right")]:
-            if set(summary["statuses"]) != {200}:
-                findings.failed.append(f"{name}: the {kind} load was answered {summary['statuses']}, not 200 alone")
+        if name.startswith("right") and set(attack["statuses"]) != {200}:
+            findings.failed.append(f"{name}: it was answered {attack['statuses']}, not 200 alone")
         if found[name]["ratio_p50"] > MOST:
             findings.failed.append(f"{name}: {found[name]['ratio_p50']:.2f} times as long at p50, over {MOST}")
     print(table(found))
