@@ -80,7 +80,7 @@ BAD = [
     ("detokenize", {}, 400, "tokens"),
     ("detokenize", {"tokens": [3, -1]}, 400, "tokens[1]"),
     ("detokenize", {"tokens": [99999999]}, 400, "tokens"),
-    ("detokenize", {"tokens": [10**30]}, 400, "tokens"),
+    ("detokenize", {"tokens": [10**30]}, 400, "tokens[0]"),
     ("detokenize", {"tokens": [1] * ((1 << 20) + 1)}, 400, "tokens"),
     ("detokenize", {"tokens": "Tom"}, 400, "tokens"),
 ]
