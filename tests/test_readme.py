@@ -93,7 +93,7 @@ def loads_what_it_printed(python: Path | str, printed: str, env: dict[str, str])
 def test_the_demo_prints_what_came_of_it_and_how_to_load_it(tmp_path):
     env = plain_environment(tmp_path) | {"PYTHONPATH": str(ROOT)}
     done = subprocess.run(
-        [sys.executable, "-m", "serve_app.demo"], env=env, capture_output=True, text=True, timeout=300
+        [sys.executable, "-m", "serve_app.demo"], env=env, capture_output=True, text=True, timeout=500
     )
     assert done.returncode == 0, done.stdout + done.stderr
     for mode in ("no-tools", "with-tools"):

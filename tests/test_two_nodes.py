@@ -147,13 +147,13 @@ def deploy(network: Network, **own: Any) -> subprocess.CompletedProcess[str]:
 def nodes(network: Network, token: str, eventually: Callable[..., Any]) -> Iterator[Network]:
     """Both nodes, with a replica of the shipped model on each."""
     with network.running("head", start("head", "head")) as log:
-        eventually(lambda: "Ray runtime started" in log.read_text(), limit_s=120)
+        eventually(lambda: "Ray runtime started" in log.read_text(), limit_s=240)
         with network.running("worker", start("worker", "worker")):
-            eventually(lambda: deploy(network).returncode == 0, limit_s=120)
+            eventually(lambda: deploy(network).returncode == 0, limit_s=240)
             look = "import sys, urllib.request; print(urllib.request.urlopen(sys.argv[1], timeout=30).read().decode())"
             health = [sys.executable, "-c", look, f"http://{MACHINES['head']}:8000/health"]
             both = '"RUNNING":2'
-            eventually(lambda: network.asked("outside", *health).stdout, lambda said: both in said, limit_s=180)
+            eventually(lambda: network.asked("outside", *health).stdout, lambda said: both in said, limit_s=300)
             yield network
 
 
@@ -187,6 +187,6 @@ def test_the_same_cluster_does_not_serve_without_keys(nodes, eventually):
     def status() -> str:
         return nodes.asked("head", "env", "RAY_AUTH_MODE=token", "serve", "status").stdout
 
-    said = eventually(status, lambda said: "DEPLOY_FAILED" in said, limit_s=120)
+    said = eventually(status, lambda said: "DEPLOY_FAILED" in said, limit_s=240)
     assert "without API keys" in said
     assert "set open=true" in " ".join(said.split())
