@@ -57,8 +57,7 @@ class Bodies:
         Raises:
             RequestError: It is none.
             ApiError: 413, where it takes too much memory; 429, where too many of this owner's wait; 503, where its
-                process takes too
-                long or is gone.
+                process takes too long or is gone.
         """
         if len(raw) <= MOST_AT_ONCE:
             return parsed(kind, raw)

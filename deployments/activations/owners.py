@@ -97,10 +97,11 @@ class Owners:
             return None
         with self._lock:
             mark = self._mark(session_id)
-            if mark != self._marks.get(session_id) or (mark and session_id not in self._records):
+            if mark is None:
+                self._keep(session_id, None)
+            elif mark != self._marks.get(session_id):
                 self._keep(session_id, self._read(session_id))
-                if mark is not None:
-                    self._marks[session_id] = mark
+                self._marks[session_id] = mark
             return self._records.get(session_id)
 
     def all(self) -> dict[str, Record]:

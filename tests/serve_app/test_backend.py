@@ -17,6 +17,9 @@ import pytest
 import ray
 from ray import serve
 
+from deployments.activations.accounts import OPERATOR
+from deployments.activations.downloads import Choice
+from deployments.activations.filters import Filter
 from deployments.activations.store import connect
 from deployments.messages import Job
 from deployments.options import NO_MODEL, Options
@@ -113,9 +116,10 @@ def test_a_store_that_does_not_answer_means_503(served, tmp_path, monkeypatch):
 
     async def ask() -> list[tuple[int, str | None]]:
         asked = Backend(options, "none", store)
-        sessions = (asked.sessions(1, None), asked.session("any"), asked.delete_session("any"))
-        sessions += (asked.data("any", None, None, "arrow"),)
-        tensors = (asked.tensor_files(1, None), asked.tensor_file("any"), asked.delete_tensors("any"))
+        sessions = (asked.sessions(OPERATOR, 1, None, Filter()), asked.session(OPERATOR, "any"))
+        sessions += (asked.delete_session(OPERATOR, "any"), asked.data(OPERATOR, Choice("any")))
+        tensors = (asked.tensor_files(OPERATOR, 1, None), asked.tensor_file(OPERATOR, "any"))
+        tensors += (asked.delete_tensors(OPERATOR, "any"),)
         answers = await asyncio.gather(*sessions, *tensors, return_exceptions=True)
         return [(answer.status, answer.code) for answer in answers if isinstance(answer, ApiError)]
 

@@ -213,8 +213,8 @@ def test_a_download_goes_on_while_its_session_grows_and_ends_where_it_goes(serve
 
 def test_a_session_lists_a_hundred_runs_unless_more_are_asked_for(served, put):
     for i in range(102):
-        put("many", f"many-{i:03}", {POINT: torch.ones(1, 4)})
-    url = f"{served.base_url}/activations/session/many"
+        put("hundred", f"many-{i:03}", {POINT: torch.ones(1, 4)})
+    url = f"{served.base_url}/activations/session/hundred"
     first = httpx.get(url, timeout=60).json()
     assert (len(first["runs"]), first["has_more"]) == (100, True)
     rest = httpx.get(url, params={"after": first["runs"][-1]["run_id"]}, timeout=60).json()

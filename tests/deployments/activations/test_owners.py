@@ -363,3 +363,6 @@ def test_of_two_servers_on_one_directory_each_sees_what_the_other_claims_shares_
     assert other.limited("alice") == set()
     one.forget("s")
     assert other.of("s") is None
+    one.claim("t", ALICE, set, None)
+    other.forget("t")
+    assert one.of("t") is None
