@@ -29,8 +29,8 @@ def load_engine(options: Options) -> Engine:
     """
     from huggingface_hub.errors import GatedRepoError, RevisionNotFoundError
 
+    from deployments.engine.mask_search import UnsupportedModelError
     from deployments.engine.memory import is_out_of_memory
-    from deployments.engine.probe import UnsupportedModelError
 
     try:
         return _engine(options)

@@ -128,7 +128,7 @@ class Engine:
             raise RequestError(message, "max_tokens", "kv_memory_exceeded")
         check_sampling(request, self.model.vocabulary)
         if request.lens:
-            check_lens(request.lens, self.model.readout)
+            check_lens(request.lens, self.model.unembedding)
 
     def room(self, prompt: int) -> int:
         """The most new tokens that a prompt of so many tokens leaves room for in context and KV memory."""

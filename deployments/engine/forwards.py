@@ -84,7 +84,7 @@ class Forwards:
         beside = [(one.row, one.span) for one in asked]
         logits = model.prefill(ids, lengths, self._cache, places, visit, every, start, beside)
         scored = read(asked, logits[len(rows) :])
-        lens = lenses.read(model.readout)
+        lens = lenses.read(model.unembedding)
         for (_, recording), tokens in zip(recordings, fresh, strict=True):
             recording.require(came)
             recording.keep(max(0, tokens.stop - tokens.start))
@@ -140,7 +140,7 @@ class Forwards:
             row.written = max(row.written, row.fed + 1)
         places = [*reading, *plan.places, *lenses.places]
         logits = self._model.decode(ids, positions, longest, self._cache, places, visit)
-        lens = lenses.read(self._model.readout)  # before anything counts: it may find no memory
+        lens = lenses.read(self._model.unembedding)  # before anything counts: it may find no memory
         if reading:
             recorder.end()
         for row in rows:

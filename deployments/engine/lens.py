@@ -8,15 +8,15 @@ from typing import NamedTuple
 import torch
 
 from deployments.activations.points import Place
-from deployments.engine.readout import Readout
 from deployments.engine.request import MOST_LOGPROBS, Lens, Likeliest
 from deployments.engine.sampling import ranked
+from deployments.engine.unembedding import Unembedding
 from deployments.errors import RequestError
 
 LOGITS_BYTES = 64 << 20  # of the logits, as float32, that are made at a time
 
 
-def check_lens(lens: Lens, readout: Readout) -> None:
+def check_lens(lens: Lens, readout: Unembedding) -> None:
     """Refuse what a model cannot say of its layers.
 
     Raises:
@@ -85,7 +85,7 @@ class Lenses:
             self._index[turns, device] = pairs[:, 0], pairs[:, 1]
         return self._index[turns, device]
 
-    def read(self, readout: Readout) -> dict[int, tuple[Likeliest, ...]]:
+    def read(self, readout: Unembedding) -> dict[int, tuple[Likeliest, ...]]:
         """By row, the likeliest tokens of each layer; none of one that the forward left out or that is not finite."""
         if not self.asking:
             return {}
@@ -96,7 +96,7 @@ class Lenses:
         return {one.row: tuple(found[i] for i in rows) for one, rows in zip(self.asking, self._rows, strict=True)}
 
 
-def _likeliest(rows: torch.Tensor, most: Sequence[int], readout: Readout) -> list[Likeliest]:
+def _likeliest(rows: torch.Tensor, most: Sequence[int], readout: Unembedding) -> list[Likeliest]:
     """The likeliest tokens of each row [rows, hidden], so many of them, a few rows at a time."""
     count = max(1, LOGITS_BYTES // (4 * readout.vocabulary))
     found: list[Likeliest] = []

@@ -14,12 +14,12 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from deployments.activations.points import Place, Points
 from deployments.engine.cache import SlotCache
+from deployments.engine.mask_search import UnsupportedModelError, find_masks
 from deployments.engine.masks import Masks
-from deployments.engine.probe import UnsupportedModelError, find_masks
-from deployments.engine.readout import Readout
 from deployments.engine.revision import revision_of
 from deployments.engine.shared_weights import SharedWeights
 from deployments.engine.taps import Taps, Visit
+from deployments.engine.unembedding import Unembedding
 
 if unmount is not None:
     # nnsight gives every object in the process a `.save`, which other libraries' classes trip over.
@@ -77,7 +77,7 @@ class Model:
         hf.get_output_embeddings().register_forward_pre_hook(self._narrow)
         self.masks: Masks
         find_masks(self)
-        self.readout = Readout(hf, self.points)
+        self.unembedding = Unembedding(hf, self.points)
 
     @property
     def device(self) -> torch.device:

@@ -137,7 +137,7 @@ def test_scales_and_caps_of_logits_are_the_models_own(name, byte_tokenizer, prom
     with torch.random.fork_rng():
         torch.manual_seed(0)
         model = Model(AutoModelForCausalLM.from_config(config).eval(), byte_tokenizer, name)
-    assert model.readout.refusal is None
+    assert model.unembedding.refusal is None
     engine, request = Engine(model), asking(model, "a", prompt(9), logprobs=20)
     engine.submit(request)
     events = drain(engine)
@@ -226,7 +226,7 @@ def test_memory_that_a_lens_does_not_find_costs_a_second_try(tiny, prompt, drain
     drawn = {"logprobs": 20, "sampling": Sampling(1.0, seed=1)}
     requests = [asking(model, str(i), prompt(5, i), **drawn) for i in range(4)]
     want = [tuple(done.tokens) for done in Engine(model).generate(requests)]
-    logits, calls = model.readout.logits, []
+    logits, calls = model.unembedding.logits, []
 
     def failing(rows):
         calls.append(len(rows))
@@ -234,7 +234,7 @@ def test_memory_that_a_lens_does_not_find_costs_a_second_try(tiny, prompt, drain
             raise torch.OutOfMemoryError("there is none")
         return logits(rows)
 
-    monkeypatch.setattr(model.readout, "logits", failing)
+    monkeypatch.setattr(model.unembedding, "logits", failing)
     engine = Engine(model)
     for request in requests:
         engine.submit(request)

@@ -5,8 +5,8 @@ import torch
 
 from deployments.demo_model import WEIGHTS
 from deployments.engine.engine import Engine
+from deployments.engine.mask_search import UnsupportedModelError
 from deployments.engine.model import Model, load
-from deployments.engine.probe import UnsupportedModelError
 from deployments.engine.request import Request
 
 

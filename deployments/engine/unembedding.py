@@ -9,13 +9,13 @@ from torch import nn
 
 from deployments.activations.points import Points
 from deployments.activations.watching import first_tensor, with_first
-from deployments.engine.probe import TOLERANCE, relative_error
+from deployments.engine.mask_search import TOLERANCE, relative_error
 from deployments.errors import RequestError
 
 IDS = [[5, 3, 8, 1, 13], [2, 9, 4, 7, 6]]  # of the texts with which it is tried
 
 
-class Readout:
+class Unembedding:
     """Gives rows of the residual stream to whatever a model has behind its last layer.
 
     That is the Hugging Face module's own forward, in which one module stands for all layers and gives these rows. So
