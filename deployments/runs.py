@@ -180,6 +180,7 @@ class Runs:
             request_id=job.request_id or job.id,
             messages_hash=hashlib.sha256(spoken.encode()).hexdigest(),
             interventions=as_sent(job.interventions),
+            text=run.text(event) if job.capture.text else None,
         )
 
 
@@ -285,6 +286,12 @@ class OpenRun:
             pairs = zip(captured.positions, captured.token_ids, strict=True)
             self._offsets.add(token for position, token in pairs if position >= known)
         return [ends[position] for position in captured.positions]
+
+    def text(self, event: Finished) -> str:
+        """Prompt and generated text, special tokens included."""
+        tokens, known = (*event.prompt, *event.tokens), len(self._offsets.ends) - 1
+        self._offsets.add(tokens[known:])
+        return self._offsets.close()
 
     def drop(self) -> None:
         """Forget the run: its client has gone, or it failed."""

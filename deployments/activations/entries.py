@@ -36,7 +36,7 @@ class StoredFile(NamedTuple):
 
 
 class Entry(NamedTuple):
-    """One stored run; `points` is shared by all runs of its file, and its interventions are left to the file.
+    """One stored run; `points` is shared by all runs of its file, and its interventions and text are left to the file.
 
     `offset` is where in its file it begins: 0 for the first run, else the byte of its first batch, of an object its
     number.
@@ -93,11 +93,11 @@ class Known(Protocol):
         """Look at the files again: others may have changed them."""
 
 
-_KEPT = [item.name for item in fields(RunFacts) if item.name != "interventions"]
+_KEPT = [item.name for item in fields(RunFacts) if item.name not in ("interventions", "text")]
 
 
 def row_of(session_id: str, entry: Entry) -> tuple[Any, ...]:
-    """A run as the table holds it, without the file; interventions may be a thousand times as long as all else."""
+    """A run as the table holds it, without what may be a thousand times as long as all else."""
     facts = entry.facts
     return (
         session_id,

@@ -70,6 +70,8 @@ class RunFacts:
         request_id: The request that made the run.
         messages_hash: Hash of the request's messages.
         interventions: What the request changed on the way, as it was sent.
+        text: Prompt and generated text, special tokens included, where the request asked to keep it: what the rows'
+            `text_offset` counts characters of.
     """
 
     run_id: str
@@ -85,6 +87,7 @@ class RunFacts:
     request_id: str | None = None
     messages_hash: str | None = None
     interventions: list[dict[str, Any]] = field(default_factory=list)
+    text: str | None = None
 
 
 class PointType(NamedTuple):

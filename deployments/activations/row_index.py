@@ -45,7 +45,7 @@ class RowIndex:
 
     Attributes:
         paths: The files.
-        runs: Whose rows these are; their interventions, which may be large, are left to the files.
+        runs: Whose rows these are; their interventions and texts, which may be large, are left to the files.
         columns: `position`, `token_id`, and each point by its name.
         file: Each block's file, an index of `paths`, `[blocks]`.
         run: Each block's run, an index of `runs`, `[blocks]`.
@@ -176,7 +176,7 @@ class _Looked:
         self._check(types, found[0].facts)
         number, numbers = len(self._paths), range(len(self._runs), len(self._runs) + len(found))
         self._paths.append(path)
-        self._runs += [replace(run.facts, interventions=[]) for run in found]
+        self._runs += [replace(run.facts, interventions=[], text=None) for run in found]
         row, left = 0, deque(zip(numbers, found, strict=True))
         for message in messages(path):
             while left and left[0][1].end <= row:

@@ -59,6 +59,7 @@ class Capture(Strict):
     required: bool = False
     tags: dict[Tag, Tag] = Field(default_factory=dict, max_length=64, fail_fast=True)
     sample_id: str | None = Field(default=None, max_length=256)
+    text: bool = False
     mode: Literal["generate", "trace"] = "generate"
 
     @property

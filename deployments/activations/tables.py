@@ -32,6 +32,7 @@ _RUNS = pa.schema(
         "interventions": pa.string(),
         "request_id": pa.string(),
         "messages_hash": pa.string(),
+        "text": pa.string(),
     }
 )
 

@@ -190,7 +190,7 @@ class _Told:
         self._own: OrderedDict[tuple[str, str], None] = OrderedDict()  # the oldest first
 
     def add(self, session_id: str, entries: Iterable[Entry], file: StoredFile) -> int:
-        told = [entry._replace(facts=replace(entry.facts, interventions=[])) for entry in entries]
+        told = [entry._replace(facts=replace(entry.facts, interventions=[], text=None)) for entry in entries]
         self._untold.append((session_id, told, file))
         # It may be starting again, and have looked at this file before the runs were in it.
         note = self._store.note.options(max_task_retries=-1)

@@ -122,6 +122,7 @@ def test_runs_are_a_table_with_what_they_are(store, made):
         "interventions": json.dumps([{"op": "add"}]),
         "request_id": None,
         "messages_hash": None,
+        "text": None,
     }
 
 
