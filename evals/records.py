@@ -4,6 +4,7 @@ from typing import Any
 
 from deployments.demo_model.calculator import ERROR
 from evals.activations_meta import points_of, runs_of
+from evals.scoring import RULES
 from evals.trajectory import Sample
 
 Record = dict[str, Any]
@@ -52,7 +53,7 @@ def agent_state(sample: Sample) -> Record:
         "tool_calls": tool_calls(sample),
         "prompt_tokens": sample.prompt_tokens,
         "completion_tokens": sample.completion_tokens,
-        "answer": {"strict": sample.strict, "flexible": sample.flexible},
+        "answer": {rule: sample.answer(rule) for rule in RULES},
         "gold": sample.gold,
         "finish_reason": sample.finish_reason,
         "turn_limit": sample.turn_limit,
