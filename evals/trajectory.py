@@ -214,7 +214,7 @@ def request_body(messages: list[dict[str, Any]], mode: Mode, capture: dict[str, 
         where = {"points": config.points, "layers": config.layers, "sites": config.sites}
         body["session_id"] = config.session_id
         body["store_activations"] = True
-        body["capture"] = {name: value for name, value in where.items() if value} | capture
+        body["capture"] = {name: value for name, value in where.items() if value} | capture | {"text": True}
         if config.tokens != "all":
             kind, _, count = config.tokens.partition(":")
             body["capture"]["tokens"] = {kind: int(count)} if count else kind
