@@ -107,13 +107,13 @@ async def _score(
     free = asyncio.Semaphore(PARALLEL)
 
     async def one(prompt: Prompt, features: Sequence[int]) -> tuple[float, int]:
-        edits = [{"op": "zero", "point": point, "features": {"index": list(features)}} for point in points]
-        body = {"model": model, "prompt": prompt, "max_tokens": 0, "echo": True, "logprobs": 0}
+        body: Record = {"model": model, "prompt": prompt, "max_tokens": 0, "echo": True, "logprobs": 0}
+        body["intervention_profile"] = "none"
+        if features:
+            part = {"index": list(features)}
+            body["interventions"] = [{"op": "zero", "point": point, "features": part} for point in points]
         async with free:
-            answer = await client.complete(
-                body | {"interventions": edits if features else [], "intervention_profile": "none"}
-            )
-        return _nats(answer)
+            return _nats(await client.complete(body))
 
     tasks = [asyncio.ensure_future(one(prompt, features)) for features in zeroed for prompt in prompts]
     try:

@@ -1,3 +1,4 @@
+import sys
 from collections.abc import Callable, Mapping
 from contextlib import closing
 from pathlib import Path
@@ -10,7 +11,7 @@ from deployments.activations.facts import RunFacts, ShardFacts
 from deployments.activations.schema import to_batch
 from deployments.activations.writer import Writer
 
-Record = Callable[..., None]
+sys.path.append(str(Path(__file__).parent))  # importlib mode adds no folder; `scoring_server` stands beside this file
 
 
 def _record(store: Path, runs: Mapping[str, Mapping[str, torch.Tensor]], *, model: str = "model", **facts: str) -> None:
@@ -34,5 +35,5 @@ def _record(store: Path, runs: Mapping[str, Mapping[str, torch.Tensor]], *, mode
 
 
 @pytest.fixture(scope="session")
-def record() -> Record:
+def record() -> Callable[..., None]:
     return _record
