@@ -10,6 +10,7 @@ from evals.results import write_json, write_whole
 
 Record = dict[str, Any]
 FAINTEST = 0.15  # opacity of the smallest value of a map
+MOST_ROWS = 100  # of a table of the page
 MOST_NAMED = 12  # features that the screen names
 
 
@@ -25,6 +26,7 @@ def write(directory: Path, found: Record) -> None:
     massive = found["massive"]
     context = {
         "found": found,
+        "most_rows": MOST_ROWS,
         "cells": _cells(found),
         "massive_cells": None if massive["why_not"] else _cells(massive),
         "zeroed": _zeroed(found["ablation"]) if found["ablation"] else None,
@@ -35,11 +37,11 @@ def write(directory: Path, found: Record) -> None:
 def summary(found: Record) -> str:
     """What was found, as lines of plain text."""
     named = [str(one["feature"]) for one in found["features"]]
-    lines = [f"{len(named)} of {found['width']} features are outliers{_listed(named)}"]
-    lines[0] += f"; {found['tokens']:,} tokens of {found['runs']:,} runs, {len(found['layers'])} layers recorded"
+    seen = f"{found['tokens']:,} tokens of {found['runs']:,} runs, {len(found['layers'])} layers recorded"
+    lines = [seen, f"outlier features: {len(named)} of {found['width']}{_listed(named)}"]
     massive = found["massive"]
     named = [str(one["feature"]) for one in massive["features"]]
-    lines.append(massive["why_not"] or f"{len(named)} features have massive activations{_listed(named)}")
+    lines.append(massive["why_not"] or f"features with massive activations: {len(named)}{_listed(named)}")
     if of := found["ablation"]:
         base, zeroed, random = (of[name]["perplexity"] for name in ("base", "outliers", "random"))
         lines.append(
@@ -53,7 +55,7 @@ def summary(found: Record) -> str:
 
 def _listed(names: list[str]) -> str:
     more = ", ..." if len(names) > MOST_NAMED else ""
-    return f": {', '.join(names[:MOST_NAMED])}{more}" if names else ""
+    return f" ({', '.join(names[:MOST_NAMED])}{more})" if names else ""
 
 
 def _cells(of: Record) -> list[tuple[int, int, float, float]]:
