@@ -2,11 +2,12 @@
 
 Sun, Chen, Kolter and Liu (2024), "Massive Activations in Large Language Models", section 2. A hidden state is what a
 layer gives for a whole sequence, `[tokens, features]`: here a run's recorded rows at a point. Its median is that of
-its magnitudes, the lower one of two, rounded down to the 8 significant bits of bfloat16: so it is counted in a
-histogram, whatever the length of the run.
+its magnitudes, the lower one of two, rounded down to the 8 significant bits of bfloat16: so those of a long run are
+counted in a histogram.
 """
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
+from itertools import chain, islice
 from typing import NamedTuple
 
 import numpy as np
@@ -93,13 +94,30 @@ def _runs(batch: Batch, edges: np.ndarray) -> np.ndarray:
 
 def _medians(batches: Batches, points: np.ndarray, first: int, end: int) -> np.ndarray:
     """The median magnitude of rows `first` to `end` at each of some points, float64 `[points]`."""
-    bins = np.zeros((len(points), BINS), dtype=np.int64)
-    for batch in batches():
-        begin, until = np.searchsorted(batch.rows, [first, end])
-        for i, point in enumerate(points):
-            bits = batch.values[point][begin:until].float().view(torch.int32) >> 16 & BINS - 1
-            bins[i] += np.bincount(bits.flatten().numpy(), minlength=BINS)
-    middle = (bins.sum(axis=1) - 1) // 2
-    found = (bins.cumsum(axis=1) > middle[:, None]).argmax(axis=1).astype(np.int32)
-    medians: np.ndarray = (found << 16).view(np.float32).astype(np.float64)
+    pieces = (_magnitudes(batch, points, first, end) for batch in batches())
+    few = list(islice(pieces, 2))
+    if len(few) == 1 and few[0].shape[1] < BINS:  # else a histogram is faster, or all there is room for
+        middle = (few[0].shape[1] - 1) // 2
+        found = np.partition(few[0], middle, axis=1)[:, middle]
+    else:
+        found = _middle_bins(chain(few, pieces), len(points))
+    medians: np.ndarray = (found.astype(np.int32) << 16).view(np.float32).astype(np.float64)
     return medians
+
+
+def _magnitudes(batch: Batch, points: np.ndarray, first: int, end: int) -> np.ndarray:
+    """The bits of magnitudes of rows `first` to `end` in bfloat16, rounded down, int16 `[points, values]`."""
+    begin, until = np.searchsorted(batch.rows, [first, end])
+    values = (batch.values[point][begin:until].flatten().float() for point in points)
+    return np.stack([(of.view(torch.int32) >> 16 & BINS - 1).short().numpy() for of in values])
+
+
+def _middle_bins(pieces: Iterable[np.ndarray], points: int) -> np.ndarray:
+    """The median of all pieces `[points, values]`, the lower of two, `[points]`."""
+    bins = np.zeros((points, BINS), dtype=np.int64)
+    for piece in pieces:
+        for point in range(points):
+            bins[point] += np.bincount(piece[point], minlength=BINS)
+    middle = (bins.sum(axis=1) - 1) // 2
+    found: np.ndarray = (bins.cumsum(axis=1) > middle[:, None]).argmax(axis=1)
+    return found
