@@ -130,6 +130,19 @@ class ChatClient:
             answer = await self._send("POST", "chat/completions", json=self._limited(body))
         return _completion(answer)
 
+    async def complete(self, body: dict[str, Any]) -> dict[str, Any]:
+        """The answer of `/completions`; it is tried again as `chat` is.
+
+        Raises:
+            RequestFailed: as of `chat`.
+        """
+        response = await self._send("POST", "completions", json=body)
+        try:
+            answer: dict[str, Any] = response.json()
+        except ValueError as error:
+            raise RequestFailed(f"not a completion: {response.text[:200]!r}") from error
+        return answer
+
     def _limited(self, body: dict[str, Any]) -> dict[str, Any]:
         return {self._limit if name == "max_tokens" else name: value for name, value in body.items()}
 
