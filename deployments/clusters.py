@@ -1,4 +1,4 @@
-"""The Ray cluster that a program joins or starts."""
+"""The Ray cluster that a program joins or starts, and Ray Data as a program's quiet part."""
 
 from __future__ import annotations
 
@@ -30,3 +30,21 @@ def join() -> bool:
                 raise
     ray.init("local", include_dashboard=False, **settings)
     return True
+
+
+def quiet_ray_data() -> None:
+    """Keep Ray Data's logs and progress bars from the terminal, and its actor for statistics from starting."""
+    os.environ.setdefault("RAY_DATA_USAGE_DISABLED", "1")
+    from ray.data import DataContext
+
+    context = DataContext.get_current()
+    context.enable_progress_bars = False
+    context.print_on_execution_start = False
+    for handler in logging.getLogger("ray.data").handlers:
+        if isinstance(handler, logging.StreamHandler):  # the other writes Ray's log file
+            handler.setLevel(logging.CRITICAL)
+
+
+def this_node() -> dict[str, str]:
+    """The label selector of this program's node, for tasks that read its files."""
+    return {"ray.io/node-id": ray.get_runtime_context().get_node_id()}

@@ -12,6 +12,7 @@ import ray
 from huggingface_hub import hf_hub_download
 from huggingface_hub.errors import HfHubHTTPError
 
+from deployments.clusters import this_node
 from deployments.demo_model import PROBLEMS
 from evals.config import HUB_DATASET, Config, EvalError
 from evals.scoring import gold_number, strict_match
@@ -152,11 +153,6 @@ def to_problem(row: dict[str, Any]) -> Problem:
 def question_id(question: str) -> str:
     """A problem's id, made of its question alone."""
     return hashlib.sha256(question.encode()).hexdigest()[:12]
-
-
-def this_node() -> dict[str, str]:
-    """Selects the driver's node: the one that has the file, and from which the base URL was meant."""
-    return {"ray.io/node-id": ray.get_runtime_context().get_node_id()}
 
 
 def _text(row: dict[str, Any], name: str) -> str:

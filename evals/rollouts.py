@@ -8,7 +8,6 @@ finished since: how many requests are in flight never depends on how fast result
 
 import asyncio
 import logging
-import os
 import queue
 import threading
 import time
@@ -20,10 +19,10 @@ import pyarrow as pa
 import ray
 from ray.data import DataContext
 
+from deployments.clusters import join, quiet_ray_data, this_node
 from evals.client import ChatClient
 from evals.config import Config, EvalError, Mode
 from evals.inline import sampled_values
-from evals.problems import this_node
 from evals.prompts import Prompts
 from evals.trajectory import Problem, Sample, failed, run_problem, sample_key
 
@@ -39,20 +38,14 @@ def connect() -> None:
     Raises:
         EvalError: the cluster does not answer.
     """
-    # Else each run starts an actor for it, which takes a second of the cores that the model may need.
-    os.environ.setdefault("RAY_DATA_USAGE_DISABLED", "1")
     if not ray.is_initialized():
         try:
-            ray.init(namespace="vitrine", log_to_driver=False, logging_level=logging.ERROR)
+            join()
         except ConnectionError as error:
             raise EvalError(f"{error}; does it want RAY_AUTH_MODE=token?") from error
-    context = DataContext.get_current()
-    context.enable_progress_bars = False
-    context.print_on_execution_start = False
-    context.op_resource_reservation_enabled = False  # one task needs no budgets, computed twenty times a second
-    for handler in logging.getLogger("ray.data").handlers:
-        if isinstance(handler, logging.StreamHandler):  # the other writes Ray's log file
-            handler.setLevel(logging.CRITICAL)
+    quiet_ray_data()
+    # One task needs no budgets, computed twenty times a second.
+    DataContext.get_current().op_resource_reservation_enabled = False
 
 
 def run_all(

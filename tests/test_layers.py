@@ -16,6 +16,7 @@ STAIRS = [
     "benchmarks",
     "evals",
     "serve_app",
+    "deployments.collect",
     "deployments.replica",
     "deployments.loading",
     "deployments.delivery",
@@ -47,12 +48,19 @@ STAIRS = [
     "deployments.gguf_tokenizers",
     "deployments.made_once",
     "deployments.demo_model",
+    "deployments.clusters",
     "deployments.exposure",
     "deployments.options",
     "deployments.errors",
 ]
 # The evaluator reaches the server over HTTP, and stored files by their reader: of all that is below, it may use these.
-EVALS_MAY = {"evals", "deployments.activations", "deployments.demo_model", "deployments.options"}
+EVALS_MAY = {
+    "evals",
+    "deployments.activations",
+    "deployments.clusters",
+    "deployments.demo_model",
+    "deployments.options",
+}
 
 
 def modules() -> dict[str, Path]:

@@ -26,6 +26,7 @@ if TYPE_CHECKING:
     from deployments.activations.objects import AnyRoot
     from deployments.activations.writer import Writer
 
+_ACTOR = "activation store of "  # what a store's name begins with
 _HOLD_S = 30.0  # for which a node's writer is waited for
 
 logger = logging.getLogger(__name__)
@@ -229,7 +230,7 @@ def connect(root: str) -> Any:
     return (
         ray.remote(ActivationStore)
         .options(
-            name=f"activation store of {store_name(root)}",
+            name=_ACTOR + store_name(root),
             namespace=NAMESPACE,
             get_if_exists=True,
             lifetime="detached",
@@ -240,3 +241,10 @@ def connect(root: str) -> Any:
         )
         .remote(root, life=uuid.uuid4().hex)
     )
+
+
+def running() -> list[str]:
+    """The directories, or URIs without their keys, that the cluster's stores keep."""
+    actors = ray.util.list_named_actors(all_namespaces=True)
+    names = [actor["name"] for actor in actors if actor["namespace"] == NAMESPACE]
+    return [name.removeprefix(_ACTOR) for name in names if name.startswith(_ACTOR)]

@@ -13,7 +13,7 @@ from deployments.collect.examples import DataError, Fields
 from deployments.collect.outcome import Outcome
 from deployments.collect.settings import Settings
 from deployments.errors import LoadError
-from deployments.options import Options
+from deployments.options import GGUF, Options, home
 
 Data = str | os.PathLike[str] | Sequence[Mapping[str, Any]]
 
@@ -105,13 +105,14 @@ def collect(
 
         asked = remote.outcomes(rows, fields, settings(model or remote.first_model(base_url)), base_url)
         return _summed(asked, session, on_error, progress)
-    settings(str(model))  # before Ray starts
+    assert model is not None
+    if model.endswith(GGUF):
+        model = os.fspath(Path(model).expanduser().absolute())  # an engine may have another directory
+    settings(model)  # before Ray starts
     with _cluster():
         from deployments.collect import local
 
-        served, count = _placed(
-            {"model": model, **({"activations_dir": os.fspath(store)} if store else {})} | dict(options or {}), actors
-        )
+        served, count = _placed({"model": model, "activations_dir": _store(store), **(options or {})}, actors)
         made = local.outcomes(rows, fields, settings(served.served_name), served, count)
         return _summed(made, session, on_error, progress)
 
@@ -121,6 +122,7 @@ def _summed(outcomes: Iterator[Outcome], session: str, on_error: str, progress: 
 
     Raises:
         CollectError: An example could not be stored, and is not to be left out.
+        DataError: None can be stored.
     """
     whole, began, ended = Outcome(), math.inf, 0.0
     failed = 0
@@ -132,6 +134,8 @@ def _summed(outcomes: Iterator[Outcome], session: str, on_error: str, progress: 
             failed += len(outcome.failures)
             began, ended = min(began, outcome.began or began), max(ended, outcome.ended)
             progress(outcome)
+            if outcome.refusal:
+                raise DataError(outcome.refusal)
             if outcome.failures and on_error == "stop":
                 raise CollectError(f"{outcome.failures[0]}; --on-error skip leaves such examples out")
     seconds = max(0.0, ended - began)
@@ -147,19 +151,15 @@ def _cluster() -> Iterator[None]:
         LoadError: The model could not be loaded.
         CollectError: Ray failed.
     """
-    os.environ.setdefault("RAY_DATA_USAGE_DISABLED", "1")  # else an actor starts for it
     import ray
-    from ray.data import DataContext
 
-    from deployments.clusters import join
+    from deployments.clusters import join, quiet_ray_data
 
     was_there = ray.is_initialized()
     try:
         if not was_there:
             join()
-        context = DataContext.get_current()
-        context.enable_progress_bars = False
-        context.print_on_execution_start = False
+        quiet_ray_data()
         yield
     except ConnectionError as error:
         raise CollectError(f"{error}; does the cluster want RAY_AUTH_MODE=token?") from error
@@ -168,6 +168,25 @@ def _cluster() -> Iterator[None]:
     finally:
         if not was_there:
             ray.shutdown()
+
+
+def _store(given: str | os.PathLike[str] | None) -> str:
+    """Where the runs go: to the store that was given; else to the one that runs in this cluster, else the default.
+
+    Raises:
+        DataError: Several run, or one whose keys are not known here.
+    """
+    from deployments.activations.store import running
+
+    default = str(home() / "activations")
+    if given:
+        return os.fspath(given)
+    found = running()
+    if not found or default in found:
+        return default
+    if len(found) > 1 or "://" in found[0]:
+        raise DataError(f"--store: choose the store to write to; running here: {', '.join(found)}")
+    return found[0]
 
 
 def _placed(given: dict[str, Any], actors: int | None) -> tuple[Options, int]:

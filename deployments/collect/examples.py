@@ -22,12 +22,15 @@ class DataError(ValueError):
     """Data that cannot be collected; the message names the file, and the line where it is one line's fault."""
 
 
+Numbered = tuple[int, Mapping[str, Any] | DataError]  # a row, or why it is none, and its number or line, from 1
+
+
 class Example(NamedTuple):
     """One prompt.
 
     Attributes:
         place: Where it is, for people: `data.jsonl, line 7`.
-        id: Its own id, or its number, from 1.
+        id: Its own id, or its number or line, from 1.
         prompt: A text, or the messages of a chat.
         tags: What is stored with its run; `label` and `group` among them.
     """
@@ -70,7 +73,7 @@ def read(data: Path | Iterable[Mapping[str, Any]], fields: Fields) -> Iterator[E
         DataError: The file cannot be read, or has another format.
     """
     name = data.name if isinstance(data, Path) else "data"
-    for number, row in enumerate(_rows(data), 1):
+    for number, row in _rows(data):
         place = f"{name}, {_UNITS.get(data.suffix if isinstance(data, Path) else '', 'row')} {number}"
         try:
             yield _example(row, number, place, fields)
@@ -95,9 +98,9 @@ def count(data: Path | Sequence[Any]) -> int:
         raise DataError(f"{data}: {error}") from error
 
 
-def _rows(data: Path | Iterable[Mapping[str, Any]]) -> Iterator[Mapping[str, Any] | DataError]:
+def _rows(data: Path | Iterable[Mapping[str, Any]]) -> Iterator[Numbered]:
     if not isinstance(data, Path):
-        yield from data
+        yield from enumerate(data, 1)
         return
     read_file = _READERS.get(data.suffix)
     if read_file is None:
@@ -108,32 +111,33 @@ def _rows(data: Path | Iterable[Mapping[str, Any]]) -> Iterator[Mapping[str, Any
         raise DataError(f"{data}: {error}") from error
 
 
-def _json_lines(path: Path) -> Iterator[Mapping[str, Any] | DataError]:
+def _json_lines(path: Path) -> Iterator[Numbered]:
     with path.open("rb") as lines:
-        for line in lines:
-            if line.strip():
-                try:
-                    row = json.loads(line)
-                except ValueError as error:  # of JSON and of UTF-8
-                    yield DataError(f"it is not JSON: {error}")
-                    continue
-                yield row if isinstance(row, dict) else DataError("it is not a JSON object")
+        yield from ((number, _json_object(line)) for number, line in enumerate(lines, 1) if line.strip())
 
 
-def _csv_rows(path: Path) -> Iterator[Mapping[str, Any] | DataError]:
+def _json_object(line: bytes) -> Mapping[str, Any] | DataError:
+    try:
+        row = json.loads(line)
+    except ValueError as error:  # of JSON and of UTF-8
+        return DataError(f"it is not JSON: {error}")
+    return row if isinstance(row, dict) else DataError("it is not a JSON object")
+
+
+def _csv_rows(path: Path) -> Iterator[Numbered]:
     with path.open(encoding="utf-8-sig", newline="") as lines:
-        for row in csv.DictReader(lines, restkey="", strict=True):
+        for number, row in enumerate(csv.DictReader(lines, restkey="", strict=True), 1):
             extra = row.pop("", None)
             if extra is not None or None in row.values():
-                yield DataError(f"it has {'more' if extra is not None else 'fewer'} fields than the header")
+                yield number, DataError(f"it has {'more' if extra is not None else 'fewer'} fields than the header")
             else:
-                yield {name: value for name, value in row.items() if value != ""}
+                yield number, {name: value for name, value in row.items() if value != ""}
 
 
-def _parquet_rows(path: Path) -> Iterator[Mapping[str, Any] | DataError]:
+def _parquet_rows(path: Path) -> Iterator[Numbered]:
     with pq.ParquetFile(path) as file:
-        for batch in file.iter_batches(ROWS):
-            yield from batch.to_pylist()
+        rows = (row for batch in file.iter_batches(ROWS) for row in batch.to_pylist())
+        yield from enumerate(rows, 1)
 
 
 _READERS = {".jsonl": _json_lines, ".parquet": _parquet_rows, ".csv": _csv_rows}

@@ -7,17 +7,20 @@ import json
 import threading
 import time
 import uuid
+import warnings
 from collections.abc import Coroutine, Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
 import pyarrow as pa
-import ray
+import ray.data
+from ray.data import ActorPoolStrategy
 from ray.data.block import BlockMetadata
 from ray.data.datasource import Datasource, ReadTask
-from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
+from ray.util.annotations import RayDeprecationWarning
 
 from deployments.activations.store import connect
+from deployments.clusters import this_node
 from deployments.collect.examples import Broken, Example, Fields, read
 from deployments.collect.outcome import Outcome
 from deployments.collect.settings import Settings
@@ -40,18 +43,21 @@ def outcomes(
         options: How each engine is loaded.
         actors: How many engines there are.
     """
-    node = NodeAffinitySchedulingStrategy(ray.get_runtime_context().get_node_id(), soft=False)
-    reading = {"num_cpus": 0, "scheduling_strategy": node}
-    blocks = ray.data.read_datasource(_Blocks(data, fields, settings.block), ray_remote_args=reading)
-    collected = blocks.map_batches(
-        EngineActor,
-        fn_constructor_args=(settings, options),
-        batch_size=None,
-        batch_format="pyarrow",
-        concurrency=actors,
-        num_cpus=options.num_cpus,
-        num_gpus=options.num_gpus,
-    )
+    blocks = ray.data.read_datasource(_Blocks(data, fields, settings.block), num_cpus=0, label_selector=this_node())
+    with warnings.catch_warnings():
+        # Restarts have no parameter of their own yet. Without this, a block that kills its engine kills them for ever.
+        warnings.simplefilter("ignore", RayDeprecationWarning)
+        collected = blocks.map_batches(
+            EngineActor,
+            fn_constructor_args=(settings, options),
+            batch_size=None,
+            batch_format="pyarrow",
+            compute=ActorPoolStrategy(size=actors),
+            num_cpus=options.num_cpus,
+            num_gpus=options.num_gpus,
+            max_restarts=0,
+            max_task_retries=0,
+        )
     for batch in collected.iter_batches(prefetch_batches=0, batch_size=None, batch_format="pyarrow"):
         for text in batch["outcome"].to_pylist():
             yield Outcome(**json.loads(text))
@@ -132,9 +138,10 @@ class EngineActor:
         texts = [item for item in left if isinstance(item[1].prompt, str)]
         together = [texts[first : first + AT_ONCE] for first in range(0, len(texts), AT_ONCE)]
         together += [[item] for item in left if not isinstance(item[1].prompt, str)]
-        outcome.began = time.time()
-        await asyncio.gather(*(self._run(dict(items), outcome) for items in together))
-        outcome.ended = time.time()
+        if together:
+            outcome.began = time.time()
+            await asyncio.gather(*(self._run(dict(items), outcome) for items in together))
+            outcome.ended = time.time()
 
     async def _run(self, named: dict[str, Example], outcome: Outcome) -> None:
         """Store some examples' runs; those of a request that is refused one by one, to find whose fault it is."""
@@ -144,8 +151,10 @@ class EngineActor:
         if refused and len(examples) > 1:
             for run_id, example in named.items():
                 await self._run({run_id: example}, outcome)
+                if outcome.refusal:
+                    return
         elif refused:
-            outcome.failures.append(f"{examples[0].place}: {refused.message}")
+            outcome.refuse(examples[0].place, refused.message, refused.field)
         else:
             for end in (message for message in messages if isinstance(message, End)):
                 assert end.run is not None

@@ -14,6 +14,7 @@ class Outcome:
         tokens: Tokens of these runs, generated ones included.
         already_stored: Examples whose runs an earlier command had stored, or that came twice.
         failures: The others: where each is, and why.
+        refusal: Why no example can be stored: the arguments' fault.
         began: When the first was sent to the model, in Unix seconds.
         ended: When the last was durable.
     """
@@ -22,6 +23,7 @@ class Outcome:
     tokens: int = 0
     already_stored: int = 0
     failures: list[str] = field(default_factory=list)
+    refusal: str | None = None
     began: float = 0.0
     ended: float = 0.0
 
@@ -29,3 +31,16 @@ class Outcome:
         """Count one stored run."""
         self.runs += 1
         self.tokens += tokens
+
+    def refuse(self, place: str, message: str, field: str | None) -> None:
+        """Count one example that was refused.
+
+        Args:
+            place: Where it is.
+            message: Why.
+            field: The request's field that is at fault.
+        """
+        if (field or "").startswith("capture.points"):
+            self.refusal = f"--points: {message}"
+        else:
+            self.failures.append(f"{place}: {message}")

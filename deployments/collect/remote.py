@@ -123,10 +123,10 @@ class Collector:
         """Have examples run, and say what became of them."""
         outcome = Outcome(failures=[str(item) for item in items if isinstance(item, Broken)])
         outcome.already_stored = sum(item is None for item in items)
-        outcome.began = time.time()
         if examples := [item for item in items if isinstance(item, Example)]:
+            outcome.began = time.time()
             self._run(examples, outcome)
-        outcome.ended = time.time()
+            outcome.ended = time.time()
         return outcome
 
     def _run(self, examples: list[Example], outcome: Outcome, attempt: int = 1) -> None:
@@ -148,12 +148,14 @@ class Collector:
                 else:
                     outcome.failures.append(f"{examples[run['index']].place}: {run.get('reason')}")
         elif answer.status_code in (401, 403, 404):
-            raise DataError(f"{answer.url}: {_message(answer)}")
+            raise DataError(f"{answer.url}: {_error(answer)[0]}")
         elif len(examples) > 1:
             for example in examples:
-                self._run([example], outcome)
+                if not outcome.refusal:
+                    self._run([example], outcome)
         else:
-            outcome.failures.append(f"{examples[0].place}: {_message(answer)}")
+            message, field = _error(answer)
+            outcome.refuse(examples[0].place, message, field)
 
     def _has(self, example: Example) -> bool:
         query = {"tag": f"{TAG}={self._settings.run_id(example)}", "limit": 1}
@@ -221,13 +223,15 @@ class Server:
 
 def _json(answer: httpx.Response) -> dict[str, Any]:
     if answer.status_code != 200:
-        raise DataError(f"{answer.url}: {_message(answer)}")
+        raise DataError(f"{answer.url}: {_error(answer)[0]}")
     found: dict[str, Any] = answer.json()
     return found
 
 
-def _message(answer: httpx.Response) -> str:
+def _error(answer: httpx.Response) -> tuple[str, str | None]:
+    """What a server answers in place of a result, and the field that it names."""
     try:
-        return f"HTTP {answer.status_code}: {answer.json()['error']['message']}"
-    except (ValueError, LookupError, TypeError):
-        return f"HTTP {answer.status_code}"
+        error = answer.json()["error"]
+        return f"HTTP {answer.status_code}: {error['message']}", error.get("param")
+    except (ValueError, LookupError, TypeError, AttributeError):
+        return f"HTTP {answer.status_code}", None

@@ -1,0 +1,161 @@
+"""A file's prompts become stored runs, once each: through engines here, or through a server."""
+
+from __future__ import annotations
+
+import json
+import signal
+import subprocess
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from transformers import AutoModelForCausalLM, AutoTokenizer
+
+from deployments.activations import load, runs
+from deployments.activations.facts import RunFacts
+from deployments.collect import Collected, CollectError, collect
+from deployments.collect.examples import DataError
+from deployments.demo_model import WEIGHTS
+from deployments.errors import LoadError
+from deployments.options import DEMO
+from tests.conftest import ROOT, Cluster, Served
+
+POINTS = ["layers.*.output"]
+TOO_LONG = "apples " * 5000
+
+
+def lines(path: Path, rows: list[Any]) -> Path:
+    path.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    return path
+
+
+def problems(count: int) -> list[dict[str, Any]]:
+    return [
+        {"prompt": f"Tom has {n} apples" + " and pears" * (n % 7), "label": n % 2 == 0, "group": f"g{n % 5}", "n": n}
+        for n in range(count)
+    ]
+
+
+@pytest.fixture(scope="module")
+def store(served: Served) -> Path:
+    """Of the server that runs in the cluster: every test stores to it."""
+    return served.home / "activations"
+
+
+def by_id(session: Path) -> dict[str, RunFacts]:
+    found = list(runs(session))
+    assert len({run.sample_id for run in found}) == len(found), "a run is stored once"
+    return {str(run.sample_id): run for run in found}
+
+
+@pytest.fixture(params=["model", "base_url"])
+def way(request: pytest.FixtureRequest, served: Served) -> dict[str, str]:
+    """Where the prompts run: in an engine beside the server, or at the server."""
+    return {"model": DEMO} if request.param == "model" else {"base_url": served.base_url}
+
+
+def test_what_is_stored_of_each_example(way: dict[str, str], store: Path, tmp_path: Path) -> None:
+    rows = [*problems(40), {"messages": [{"role": "user", "content": "How many?"}], "id": "chat"}]
+    session = f"collected-{next(iter(way))}"
+    seen = []
+    found = collect(lines(tmp_path / "d.jsonl", rows), session=session, points=POINTS, progress=seen.append, **way)
+
+    stored = by_id(store / session)
+    assert found == Collected(session, 41, 0, found.tokens, found.seconds, found.tokens_per_second, 0)
+    assert found.tokens == sum(run.tokens for run in stored.values())
+    assert found.seconds > 0
+    assert found.tokens_per_second == pytest.approx(found.tokens / found.seconds)
+    assert sum(outcome.runs for outcome in seen) == 41
+    assert set(stored) == {*map(str, range(1, 41)), "chat"}
+    run = stored["7"]
+    assert {name: run.tags[name] for name in ("label", "group", "n")} == {"label": "true", "group": "g1", "n": "6"}
+    assert run.text is not None
+    assert run.text.endswith("Tom has 6 apples" + " and pears" * 6)
+
+    model = AutoModelForCausalLM.from_pretrained(WEIGHTS, dtype=torch.float32)
+    tokens = AutoTokenizer.from_pretrained(WEIGHTS)(rows[6]["prompt"], return_tensors="pt")
+    with torch.inference_mode():
+        states = model(**tokens, output_hidden_states=True).hidden_states
+    rows_of = load(store / session, run.run_id)
+    assert rows_of["layers.0.output"].shape == (1, model.config.hidden_size), "the prompt's last token alone"
+    torch.testing.assert_close(rows_of["layers.0.output"].float(), states[1][0, -1:], atol=1e-4, rtol=1e-4)
+
+    again = collect(lines(tmp_path / "d.jsonl", rows), session=session, points=POINTS, **way)
+    assert (again.runs, again.already_stored, again.tokens_per_second) == (0, 41, 0.0)
+    assert by_id(store / session).keys() == stored.keys()
+
+
+def test_what_cannot_be_stored_is_named_and_left_out_or_final(way: dict[str, str], store: Path, tmp_path: Path) -> None:
+    rows: list[Any] = problems(6)
+    rows[1], rows[3] = 5, {"prompt": TOO_LONG, "id": "long"}
+    data = lines(tmp_path / "d.jsonl", rows)
+    session = f"broken-{next(iter(way))}"
+    failures: list[str] = []
+    found = collect(
+        data, session=session, points=POINTS, on_error="skip", progress=lambda o: failures.extend(o.failures), **way
+    )
+    assert (found.runs, found.failed) == (4, 2)
+    assert sorted(text.split(":")[0] for text in failures) == ["d.jsonl, line 2", "d.jsonl, line 4"]
+    assert "tokens" in next(text for text in failures if "line 4" in text)
+    assert by_id(store / session).keys() == {"1", "3", "5", "6"}
+
+
+def test_points_that_the_model_has_not_are_refused_at_once(way: dict[str, str]) -> None:
+    with pytest.raises(DataError, match=r"--points: .*layers\.0\.none"):
+        collect(problems(2), session="refused", points=["layers.0.none"], on_error="skip", **way)
+
+
+def test_the_first_example_that_cannot_be_stored_ends_the_command(served: Served) -> None:
+    rows = [{"prompt": TOO_LONG}, *problems(2)]
+    with pytest.raises(CollectError, match="data, row 1: .*; --on-error skip leaves such examples out"):
+        collect(rows, session="ended", points=POINTS, base_url=served.base_url)
+
+
+def test_generated_tokens_are_recorded_where_they_are_asked_for(served: Served, store: Path) -> None:
+    given: dict[str, Any] = {"tokens": "all", "max_tokens": 4, "base_url": served.base_url}
+    collect(problems(3), session="generated", points=["norm.output"], **given)
+    for run in by_id(store / "generated").values():
+        assert run.tokens > run.prompt_tokens
+        assert load(store / "generated", run.run_id)["norm.output"].shape[0] == run.tokens
+
+
+def test_a_killed_command_goes_on_and_stores_no_run_twice(
+    store: Path, cluster: Cluster, tmp_path: Path, eventually: Callable[..., Any]
+) -> None:
+    data = lines(tmp_path / "d.jsonl", problems(1400))
+    command = [sys.executable, "-m", "deployments.collect", str(data), "--model", DEMO, "--session", "killed"]
+    command += ["--points", *POINTS]
+    run = subprocess.Popen(command, cwd=ROOT, env=cluster.env, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL)
+    try:
+        eventually(lambda: (store / "killed").is_dir() and any(True for _ in runs(store / "killed")), limit_s=120)
+    finally:
+        run.send_signal(signal.SIGKILL)
+        run.communicate()
+    done = subprocess.run(command, cwd=ROOT, env=cluster.env, capture_output=True, text=True, check=True)
+    told = json.loads(done.stdout.splitlines()[-1])
+    assert told["session"] == "killed"
+    assert told["failed"] == 0
+    assert told["already_stored"] > 0
+    assert told["runs"] + told["already_stored"] == 1400
+    assert len(by_id(store / "killed")) == 1400
+
+
+@pytest.mark.parametrize(
+    ("given", "error", "message"),
+    [
+        ({"model": DEMO, "tokens": "first"}, DataError, "tokens"),
+        ({"model": DEMO, "session": "../x"}, DataError, "session"),
+        ({"model": "smollm2", "options": {"models_dir": "/nowhere"}}, LoadError, "make smollm2"),
+        ({"base_url": "http://127.0.0.1:9", "model": DEMO}, DataError, "cannot be reached"),
+        ({}, DataError, "--model"),
+    ],
+)
+def test_wrong_arguments_are_refused_by_name(
+    given: dict[str, Any], error: type[Exception], message: str, cluster: Cluster, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("deployments.collect.remote.ATTEMPTS", 1)
+    with pytest.raises(error, match=message):
+        collect(problems(2), **{"session": "refused", "points": POINTS, "on_error": "skip"} | given)
