@@ -6,7 +6,7 @@ BIN := $(VENV)/bin
 PIP := -m pip --quiet --disable-pip-version-check install --no-deps
 LOCKED := $(PIP) --require-hashes
 
-.PHONY: help demo serve smollm2 test test-actors test-server test-all lint format lock bench bench-engine bench-serving bench-memory bench-catalogue bench-reading bench-writing bench-evaluating bench-attacks clean
+.PHONY: help demo serve smollm2 test test-actors test-server test-all lint format lock bench bench-engine bench-serving bench-memory bench-catalogue bench-reading bench-writing bench-evaluating bench-collecting bench-attacks clean
 
 help:  ## say what there is
 	@sed -n 's/^\([a-z0-9-]*\):.*##  *\(.*\)/make \1\t\2/p' Makefile | expand -t 20
@@ -50,7 +50,7 @@ lock: $(VENV)/bin/python  ## write the files in locks/ anew, after a dependency 
 	$(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt uv packaging
 	$(BIN)/python locks/lock.py
 
-bench: bench-engine bench-serving bench-memory bench-catalogue bench-reading bench-writing bench-evaluating bench-attacks  ## all benchmarks, one after another
+bench: bench-engine bench-serving bench-memory bench-catalogue bench-reading bench-writing bench-evaluating bench-collecting bench-attacks  ## all benchmarks, one after another
 
 bench-engine: $(VENV)/.ready-dev  ## the engine beside transformers and nnsight
 	HF_HUB_OFFLINE=1 $(BIN)/python -m benchmarks.engine
@@ -72,6 +72,9 @@ bench-writing: $(VENV)/.ready-dev  ## the activation store's writer beside the r
 
 bench-evaluating: $(VENV)/.ready-dev  ## the evaluator beside the load generator
 	HF_HUB_OFFLINE=1 $(BIN)/python -m benchmarks.evaluating
+
+bench-collecting: $(VENV)/.ready-dev  ## collecting activations beside a script with transformers
+	HF_HUB_OFFLINE=1 $(BIN)/python -m benchmarks.collecting
 
 bench-attacks: $(VENV)/.ready-dev  ## another client's latency beside attacks
 	HF_HUB_OFFLINE=1 $(BIN)/python -m benchmarks.attacks

@@ -1,0 +1,157 @@
+"""Collecting activations beside a script that does the same with transformers: `python -m benchmarks.collecting`.
+
+Both run `--prompts` through the model and record the output of every layer, of each prompt's last token and of all of
+its tokens. The script is the one that a careful user writes: batches of prompts sorted by length,
+`output_hidden_states=True`, the wanted rows saved with safetensors and made durable. Both are timed from the first
+prompt, model loaded, to the last durable row. Rates are of prompt tokens.
+
+Ends with 1 where the rows differ.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import subprocess
+import sys
+import tempfile
+import time
+import uuid
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors.torch import load_file, save_file
+
+from benchmarks import prompts
+from benchmarks.children import ROOT, terminate_as_interrupt
+from benchmarks.findings import Findings
+from benchmarks.measuring import Ratio, Run, Way
+from deployments.activations import load, runs
+from deployments.model_names import source
+from deployments.options import DEMO, SMOLLM2, home
+
+SCRIPT, COLLECT = "script with transformers", "deployments.collect"
+BATCH = 32
+CLOSE = 0.05  # of a row's length: bfloat16 rounds differently in batches of other shapes
+
+
+class Script:
+    """transformers, batches sorted by length, safetensors."""
+
+    def __init__(self, model: str, texts: list[str], tokens: str, directory: Path) -> None:
+        from transformers import AutoModelForCausalLM, AutoTokenizer
+
+        place = source(model)
+        self._tokenizer = AutoTokenizer.from_pretrained(place)
+        self._tokenizer.pad_token = self._tokenizer.pad_token or self._tokenizer.eos_token
+        self._model = AutoModelForCausalLM.from_pretrained(place, dtype="auto")  # which also calls eval()
+        self._texts, self._tokens, self._directory = texts, tokens, directory
+
+    @torch.inference_mode()
+    def run(self) -> Run:
+        """Record all prompts once."""
+        began, count = time.perf_counter(), 0
+        ids = self._tokenizer(self._texts)["input_ids"]
+        order = sorted(range(len(ids)), key=lambda index: len(ids[index]))
+        for first in range(0, len(order), BATCH):
+            batch = order[first : first + BATCH]
+            lengths = [len(ids[index]) for index in batch]
+            padded = self._tokenizer.pad(
+                {"input_ids": [ids[index] for index in batch]}, padding_side="right", return_tensors="pt"
+            )
+            # Without the head, whose logits nobody wants; with the layers' own outputs, not the last one normalized.
+            states = self._model.model(**padded, output_hidden_states=True).hidden_states[1:-1]
+            stacked = torch.stack(states, 1)  # [batch, layers, tokens, hidden]
+            rows = {
+                str(index): (
+                    stacked[row, :, length - 1 : length] if self._tokens == "last" else stacked[row, :, :length]
+                )
+                for row, (index, length) in enumerate(zip(batch, lengths, strict=True))
+            }
+            path = self._directory / f"{first}.safetensors"
+            save_file({name: value.contiguous() for name, value in rows.items()}, path)
+            with path.open("rb") as written:
+                os.fsync(written.fileno())
+            count += sum(lengths)
+        return Run([], count, time.perf_counter() - began)
+
+    def rows(self) -> dict[str, torch.Tensor]:
+        """What the last run saved: prompt -> [layers, tokens, hidden]."""
+        return {name: rows for path in self._directory.iterdir() for name, rows in load_file(path).items()}
+
+
+class Collect:
+    """`python -m deployments.collect`."""
+
+    def __init__(self, model: str, texts: list[str], tokens: str, directory: Path) -> None:
+        self._data, self._store = directory / "data.jsonl", directory / "store"
+        self._data.write_text(
+            "".join(json.dumps({"id": index, "prompt": text}) + "\n" for index, text in enumerate(texts))
+        )
+        self._session = ""
+        self._command = [sys.executable, "-m", "deployments.collect", str(self._data), f"--model={model}"]
+        self._command += ["--points=layers.*.output", f"--tokens={tokens}", f"--store={self._store}"]
+
+    def run(self) -> Run:
+        """Record all prompts once, in a session of their own."""
+        self._session = uuid.uuid4().hex
+        command = [*self._command, f"--session={self._session}"]
+        environment = {**os.environ, "RAY_ADDRESS": "local"}
+        done = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True, check=False)
+        if done.returncode:
+            raise RuntimeError(f"deployments.collect ended with {done.returncode}:\n{done.stdout}{done.stderr}")
+        found = json.loads(done.stdout.splitlines()[-1])
+        return Run([], found["tokens"], found["seconds"])
+
+    def difference(self, wanted: dict[str, torch.Tensor]) -> float:
+        """The largest distance of a stored row from the script's, over that row's length."""
+        largest = 0.0
+        session = self._store / self._session
+        for run in runs(session):
+            stored, rows = load(session, run.run_id), wanted[str(run.sample_id)].float()
+            for layer, other in enumerate(rows):
+                distances = (stored[f"layers.{layer}.output"].float() - other).norm(dim=-1)  # [tokens]
+                largest = max(largest, float((distances / other.norm(dim=-1)).max()))
+        return largest
+
+
+def main(arguments: list[str] | None = None) -> int:
+    """Measure, show, keep."""
+    terminate_as_interrupt()
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--model", default=SMOLLM2 if (home() / "models" / SMOLLM2).is_dir() else DEMO)
+    parser.add_argument("--prompts", type=int, default=256, help="of GSM8K's questions if found, else those shipped")
+    parser.add_argument("--rounds", type=int, default=5)
+    parser.add_argument("--tokens", choices=("last", "all"), nargs="+", default=("last", "all"))
+    parser.add_argument("--threads", type=int, default=os.cpu_count() or 1, help="of torch")
+    results = Path("results") / "benchmark-collecting"
+    parser.add_argument("--results", type=Path, default=results, help="without a suffix")
+    options = parser.parse_args(arguments)
+    torch.set_num_threads(options.threads)
+    findings, texts = Findings(options), prompts.texts(prompts.source(), options.prompts)
+    for tokens in options.tokens:
+        with tempfile.TemporaryDirectory(prefix="vt-collecting-") as place:
+            compare(findings, options, texts, tokens, Path(place))
+    return findings.close()
+
+
+def compare(findings: Findings, options: Any, texts: list[str], tokens: str, place: Path) -> None:
+    """Measure both ways of one choice of tokens."""
+    (place / "script").mkdir()
+    (place / "collect").mkdir()
+    script = Script(options.model, texts, tokens, place / "script")
+    collect = Collect(options.model, texts, tokens, place / "collect")
+    title = f"{options.model}, {len(texts)} prompts"
+    ways = [Way(SCRIPT, script.run), Way(COLLECT, collect.run)]
+    findings.compare(title, f"rows of {tokens} tokens", ways, [Ratio(COLLECT, SCRIPT)], SCRIPT, options.rounds)
+    difference = collect.difference(script.rows())
+    findings.add(title, f"largest difference, {tokens}", difference)
+    print(f"largest distance from the script's rows: {difference:.2g} of a row's length", flush=True)
+    if not difference < CLOSE:
+        findings.failed.append(f"{title}: the rows differ by {difference:.2g}")
+
+
+if __name__ == "__main__":
+    sys.exit(main())
