@@ -1,7 +1,7 @@
 """Collecting activations beside a script that does the same with transformers: `python -m benchmarks.collecting`.
 
-Both run `--prompts` through the model and record the output of every layer, of each prompt's last token and of all of
-its tokens. The script is the one that a careful user writes: batches of prompts sorted by length,
+Both run `--prompts` through the model and record the output of every layer (the script not of the last one, which
+transformers gives normalized), of each prompt's last token and of all of its tokens. The script is the one that a careful user writes: batches of prompts sorted by length,
 `output_hidden_states=True`, the wanted rows saved with safetensors and made durable. Both are timed from the first
 prompt, model loaded, to the last durable row. Rates are of prompt tokens.
 
@@ -46,7 +46,8 @@ class Script:
         place = source(model)
         self._tokenizer = AutoTokenizer.from_pretrained(place)
         self._tokenizer.pad_token = self._tokenizer.pad_token or self._tokenizer.eos_token
-        self._model = AutoModelForCausalLM.from_pretrained(place, dtype="auto")  # which also calls eval()
+        device = "cuda" if torch.cuda.is_available() else "cpu"
+        self._model = AutoModelForCausalLM.from_pretrained(place, dtype="auto").to(device)  # in eval mode
         self._texts, self._tokens, self._directory = texts, tokens, directory
 
     @torch.inference_mode()
@@ -60,7 +61,7 @@ class Script:
             lengths = [len(ids[index]) for index in batch]
             padded = self._tokenizer.pad(
                 {"input_ids": [ids[index] for index in batch]}, padding_side="right", return_tensors="pt"
-            )
+            ).to(self._model.device)
             # Without the head, whose logits nobody wants; with the layers' own outputs, not the last one normalized.
             states = self._model.model(**padded, output_hidden_states=True).hidden_states[1:-1]
             stacked = torch.stack(states, 1)  # [batch, layers, tokens, hidden]
@@ -125,11 +126,10 @@ def main(arguments: list[str] | None = None) -> int:
     parser.add_argument("--prompts", type=int, default=256, help="of GSM8K's questions if found, else those shipped")
     parser.add_argument("--rounds", type=int, default=5)
     parser.add_argument("--tokens", choices=("last", "all"), nargs="+", default=("last", "all"))
-    parser.add_argument("--threads", type=int, default=os.cpu_count() or 1, help="of torch")
     results = Path("results") / "benchmark-collecting"
     parser.add_argument("--results", type=Path, default=results, help="without a suffix")
     options = parser.parse_args(arguments)
-    torch.set_num_threads(options.threads)
+    options.threads = torch.get_num_threads()
     findings, texts = Findings(options), prompts.texts(prompts.source(), options.prompts)
     for tokens in options.tokens:
         with tempfile.TemporaryDirectory(prefix="vt-collecting-") as place:

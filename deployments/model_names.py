@@ -34,9 +34,9 @@ def source(model: str, models_dir: str | None = None) -> str:
         # A client's name may be that of a directory here by chance; an operator cannot know where a replica runs.
         message = f"{model!r} is a directory where the replica runs: name it by its absolute path"
         raise LoadError(message, "model_id", "model_not_found", 404)
-    if given.suffix == GGUF and not given.is_dir():
-        return _converted(given, model)
-    return model
+    if given.is_dir():
+        return str(given)
+    return _converted(given, model) if given.suffix == GGUF else model
 
 
 def _converted(file: Path, named: str) -> str:

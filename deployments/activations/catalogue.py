@@ -175,10 +175,13 @@ class Catalogue:
         """Whether the session has a run of this id."""
         return bool(self._all("SELECT 1 FROM runs WHERE run_id = ? AND session = ?", run_id, session_id))
 
-    def holding(self, session_id: str, run_ids: Sequence[str]) -> set[str]:
-        """Those of the runs of these ids that the session has."""
-        named = "SELECT run_id FROM runs WHERE session = ? AND run_id IN (SELECT value FROM json_each(?))"
-        return {run_id for (run_id,) in self._all(named, session_id, _listed(run_ids))}
+    def holding(self, session_id: str, names: Sequence[str]) -> set[str]:
+        """Those names of which the session has a run whose id is the name, a `-` and something more."""
+        named = (
+            "SELECT value FROM json_each(?) WHERE EXISTS "
+            "(SELECT 1 FROM runs WHERE run_id BETWEEN value || '-' AND value || '.' AND session = ?)"  # `.` follows `-`
+        )
+        return {name for (name,) in self._all(named, _listed(names), session_id)}
 
     def version(self, session_id: str) -> tuple[int, int]:
         """As long as it is the same, so is what is known of a session's runs."""

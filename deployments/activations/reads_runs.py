@@ -86,13 +86,13 @@ class ReadsRuns:
 
         return await self._found(None, found)  # type: ignore[no-any-return]
 
-    async def holding(self, session_id: str, run_ids: Sequence[str]) -> set[str]:
-        """Which of these runs the session has.
+    async def holding(self, session_id: str, names: Sequence[str]) -> set[str]:
+        """Those names of which the session has a run whose id is the name, a `-` and something more.
 
         Raises:
             StoreError: The disk refuses.
         """
-        return await self._found(None, self._catalogue.holding, session_id, run_ids)  # type: ignore[no-any-return]
+        return await self._found(None, self._catalogue.holding, session_id, names)  # type: ignore[no-any-return]
 
     async def session(
         self, session_id: str, limit: int | None = None, after: str | None = None, account: Account = OPERATOR

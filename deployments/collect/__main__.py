@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import argparse
 import json
+import math
 import sys
 from pathlib import Path
 
-from pydantic import ValidationError
 from tqdm import tqdm
 
 from deployments.activations.facts import StoreError
@@ -15,8 +15,6 @@ from deployments.collect.collecting import CollectError, collect
 from deployments.collect.examples import DataError, count
 from deployments.collect.outcome import Outcome
 from deployments.errors import RequestError
-
-MOST_NAMED = 20  # examples that could not be stored; more are counted
 
 
 def main(arguments: list[str] | None = None) -> int:
@@ -42,10 +40,10 @@ def main(arguments: list[str] | None = None) -> int:
                 on_error=given.on_error,
                 store=given.store,
                 actors=given.actors,
-                options=dict(option.split("=", 1) for option in given.set),
+                options=dict(given.set),
                 progress=bar.add,
             )
-    except (DataError, CollectError, RequestError, StoreError, ValidationError) as error:
+    except (DataError, CollectError, RequestError, StoreError) as error:
         message = error.message if isinstance(error, RequestError) else error
         print(f"deployments.collect: {message}", file=sys.stderr)
         return 2
@@ -62,27 +60,22 @@ class Bar:
     def __init__(self, total: int) -> None:
         self._bar = tqdm(total=total, unit=" examples", file=sys.stderr, dynamic_ncols=True)
         self._tokens = 0
-        self._named = 0
-        self._began: float | None = None
+        self._began, self._ended = math.inf, 0.0
 
     def __enter__(self) -> Bar:
         return self
 
     def __exit__(self, *_: object) -> None:
-        if self._named > MOST_NAMED:
-            self._bar.write(f"... and {self._named - MOST_NAMED} more", file=sys.stderr)
         self._bar.close()
 
     def add(self, outcome: Outcome) -> None:
         """Show what became of one more block."""
-        self._tokens += outcome.tokens
-        self._began = min(self._began or outcome.began, outcome.began)
         for failure in outcome.failures:
-            self._named += 1
-            if self._named <= MOST_NAMED:
-                self._bar.write(f"deployments.collect: {failure}", file=sys.stderr)
+            self._bar.write(f"deployments.collect: {failure}", file=sys.stderr)
         if outcome.tokens:
-            self._bar.set_postfix_str(f"{self._tokens / max(1e-9, outcome.ended - self._began):,.0f} tokens/s", False)
+            self._tokens += outcome.tokens
+            self._began, self._ended = min(self._began, outcome.began), max(self._ended, outcome.ended)
+            self._bar.set_postfix_str(f"{self._tokens / max(1e-9, self._ended - self._began):,.0f} tokens/s", False)
         self._bar.update(outcome.runs + outcome.already_stored + len(outcome.failures))
 
 
@@ -101,9 +94,29 @@ def _parser() -> argparse.ArgumentParser:
     add("--max-tokens", type=int, default=0, metavar="N", help="tokens to generate after each prompt, greedily")
     add("--on-error", choices=("stop", "skip"), default="stop", help="what an example that cannot be stored does")
     add("--store", metavar="DIR", help="the store's directory or URI (by default the server's own default)")
-    add("--actors", type=int, metavar="N", help="engines to load (by default one for each GPU, else for each node)")
-    add("--set", action="append", default=[], metavar="NAME=VALUE", help="an option of the model, as of the server")
+    add("--actors", type=_count, metavar="N", help="engines to load (by default one for each GPU, else for each node)")
+    add(
+        "--set",
+        action="append",
+        default=[],
+        type=_setting,
+        metavar="NAME=VALUE",
+        help="an option of the model, as of the server",
+    )
     return parser
+
+
+def _count(text: str) -> int:
+    if not text.isdecimal() or not int(text):
+        raise argparse.ArgumentTypeError("it is a whole number from 1 on")
+    return int(text)
+
+
+def _setting(text: str) -> tuple[str, str]:
+    name, equals, value = text.partition("=")
+    if not equals:
+        raise argparse.ArgumentTypeError("it is NAME=VALUE")
+    return name, value
 
 
 if __name__ == "__main__":

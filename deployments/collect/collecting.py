@@ -9,11 +9,16 @@ from contextlib import closing, contextmanager
 from pathlib import Path
 from typing import Any, Literal, NamedTuple
 
-from deployments.collect.examples import DataError, Fields
+from pydantic import ValidationError
+
+from deployments.activations.facts import check_session_id
+from deployments.collect.examples import DataError, Fields, check
 from deployments.collect.outcome import Outcome
 from deployments.collect.settings import Settings
 from deployments.errors import LoadError
-from deployments.options import GGUF, Options, home
+from deployments.options import GGUF, SETTINGS, Options, home
+
+NEVER_S = 1e9  # an engine that serves nobody else may take its time
 
 Data = str | os.PathLike[str] | Sequence[Mapping[str, Any]]
 
@@ -92,12 +97,25 @@ def collect(
     """
     if base_url is None and model is None:
         raise DataError("--model names the model to load, --base-url a server to ask: give one of them")
+    if base_url is not None and (
+        ignored := [name for name, value in (("store", store), ("actors", actors), ("set", options)) if value]
+    ):
+        raise DataError(f"--{ignored[0]} is of engines that are loaded here: leave it out beside --base-url")
     rows = Path(data).expanduser().absolute() if isinstance(data, (str, os.PathLike)) else data
+    if isinstance(rows, Path):
+        check(rows)
     fields = Fields(label, group, tags)
 
-    def settings(model: str) -> Settings:
-        found = Settings(model=model, session=session, points=tuple(points), tokens=tokens, max_tokens=max_tokens)
-        found.check()
+    def settings(model: str, loaded: str = "") -> Settings:
+        with _named_options():
+            found = Settings(
+                model=model, loaded=loaded, session=session, points=tuple(points), tokens=tokens, max_tokens=max_tokens
+            )
+            found.capture([])  # which checks points and tokens
+        try:
+            check_session_id(session)
+        except ValueError as error:
+            raise DataError(f"--session: {error}") from error
         return found
 
     if base_url is not None:
@@ -108,13 +126,34 @@ def collect(
     assert model is not None
     if model.endswith(GGUF):
         model = os.fspath(Path(model).expanduser().absolute())  # an engine may have another directory
-    settings(model)  # before Ray starts
+    with _named_options():  # before Ray starts
+        loading = Options.model_validate({"model": model, "request_timeout_s": NEVER_S, **(options or {})})
+    chosen = settings(loading.served_name, loading.model_dump_json(include=SETTINGS | {"model"}))
     with _cluster():
         from deployments.collect import local
 
-        served, count = _placed({"model": model, "activations_dir": _store(store), **(options or {})}, actors)
-        made = local.outcomes(rows, fields, settings(served.served_name), served, count)
+        with _named_options():
+            placed = _placed(loading, {"activations_dir": _store(store)}, actors)
+        made = local.outcomes(rows, fields, chosen, *placed)
         return _summed(made, session, on_error, progress)
+
+
+@contextmanager
+def _named_options() -> Iterator[None]:
+    """What pydantic refuses, by the option that gave it.
+
+    Raises:
+        DataError: For its first mistake.
+    """
+    try:
+        yield
+    except ValidationError as error:
+        mistake = error.errors()[0]
+        name = str(mistake["loc"][0])
+        option = {"activations_dir": "store"}.get(name, name.replace("_", "-"))
+        if error.title == Options.__name__ and option == name:
+            option = f"set {name}"
+        raise DataError(f"--{option}: {mistake['msg']}") from error
 
 
 def _summed(outcomes: Iterator[Outcome], session: str, on_error: str, progress: Callable[[Outcome], None]) -> Collected:
@@ -135,7 +174,7 @@ def _summed(outcomes: Iterator[Outcome], session: str, on_error: str, progress: 
             began, ended = min(began, outcome.began or began), max(ended, outcome.ended)
             progress(outcome)
             if outcome.refusal:
-                raise DataError(outcome.refusal)
+                raise (DataError if outcome.refusal.startswith("--") else CollectError)(outcome.refusal)
             if outcome.failures and on_error == "stop":
                 raise CollectError(f"{outcome.failures[0]}; --on-error skip leaves such examples out")
     seconds = max(0.0, ended - began)
@@ -178,23 +217,32 @@ def _store(given: str | os.PathLike[str] | None) -> str:
     """
     from deployments.activations.store import running
 
-    default = str(home() / "activations")
     if given:
-        return os.fspath(given)
+        text = os.fspath(given)
+        return text if "://" in text else str(Path(text).expanduser().absolute())
     found = running()
-    if not found or default in found:
-        return default
-    if len(found) > 1 or "://" in found[0]:
+    if len(found) > 1 or any("://" in name for name in found):
         raise DataError(f"--store: choose the store to write to; running here: {', '.join(found)}")
-    return found[0]
+    return found[0] if found else str(home() / "activations")
 
 
-def _placed(given: dict[str, Any], actors: int | None) -> tuple[Options, int]:
-    """The options of each engine, and how many engines there are: one for each GPU, else one for each node."""
+def _placed(loading: Options, given: dict[str, Any], actors: int | None) -> tuple[Options, int]:
+    """The options of each engine, and how many engines there are: one for each GPU, else one for each node.
+
+    Raises:
+        CollectError: There is no room for them.
+    """
     import ray
 
     nodes = [node["Resources"] for node in ray.nodes() if node["Alive"]]  # type: ignore[no-untyped-call]
     gpus = sum(int(resources.get("GPU", 0)) for resources in nodes)
     count = actors or gpus or len(nodes)
     shared = math.ceil(count / len(nodes))  # engines of a node, which share its cores
-    return Options.model_validate({"num_gpus": 1 if gpus else 0, "num_replicas": shared} | given), count
+    kept = loading.model_dump(exclude_unset=True)
+    options = Options.model_validate({"num_gpus": 1 if gpus else 0, "num_replicas": shared} | kept | given)
+    free = ray.available_resources()  # type: ignore[no-untyped-call]
+    for name, each in (("CPU", options.num_cpus), ("GPU", options.num_gpus)):
+        if count * each > free.get(name, 0):
+            wanted = f"{count} engines want {count * each:g} {name}, and {free.get(name, 0):g} are free"
+            raise CollectError(f"{wanted}: load fewer by --actors, or ask the server that has them by --base-url")
+    return options, count

@@ -14,7 +14,9 @@ import pyarrow.parquet as pq
 
 PROMPTS = ("prompt", "text", "messages")  # an example has one of them
 MOST_CHARACTERS = 256  # of a tag, and of an id
-MOST_TAGS = 64
+MOST_TAGS = 63  # a run has at most 64, and one is `NAME_TAG`
+NAME_TAG = "collected"  # of a run that a server stored: what names its example
+MOST_FIELD = 1 << 24  # characters of a field of a csv file
 ROWS = 256  # that are read from a Parquet file at once
 
 
@@ -81,6 +83,18 @@ def read(data: Path | Iterable[Mapping[str, Any]], fields: Fields) -> Iterator[E
             yield Broken(place, str(error))
 
 
+def check(data: Path) -> None:
+    """Check that a file is there and has one of the formats.
+
+    Raises:
+        DataError: It is not, or has another.
+    """
+    if data.suffix not in _READERS:
+        raise DataError(f"{data}: a file of data ends in one of {', '.join(_READERS)}")
+    if not data.is_file():
+        raise DataError(f"{data}: there is no such file")
+
+
 def count(data: Path | Sequence[Any]) -> int:
     """How many rows there are, broken ones included; of a csv file at the most, since a row may have several lines.
 
@@ -89,6 +103,7 @@ def count(data: Path | Sequence[Any]) -> int:
     """
     if not isinstance(data, Path):
         return len(data)
+    check(data)
     try:
         if data.suffix == ".parquet":
             return int(pq.read_metadata(data).num_rows)
@@ -102,12 +117,10 @@ def _rows(data: Path | Iterable[Mapping[str, Any]]) -> Iterator[Numbered]:
     if not isinstance(data, Path):
         yield from enumerate(data, 1)
         return
-    read_file = _READERS.get(data.suffix)
-    if read_file is None:
-        raise DataError(f"{data}: a file of data ends in one of {', '.join(_READERS)}")
+    check(data)
     try:
-        yield from read_file(data)
-    except (OSError, pa.ArrowException, csv.Error, UnicodeDecodeError) as error:
+        yield from _READERS[data.suffix](data)
+    except (OSError, pa.ArrowException, csv.Error) as error:
         raise DataError(f"{data}: {error}") from error
 
 
@@ -119,13 +132,14 @@ def _json_lines(path: Path) -> Iterator[Numbered]:
 def _json_object(line: bytes) -> Mapping[str, Any] | DataError:
     try:
         row = json.loads(line)
-    except ValueError as error:  # of JSON and of UTF-8
+    except (ValueError, RecursionError) as error:  # of JSON and of UTF-8; nested too deeply
         return DataError(f"it is not JSON: {error}")
     return row if isinstance(row, dict) else DataError("it is not a JSON object")
 
 
 def _csv_rows(path: Path) -> Iterator[Numbered]:
-    with path.open(encoding="utf-8-sig", newline="") as lines:
+    csv.field_size_limit(MOST_FIELD)
+    with path.open(encoding="utf-8-sig", errors="surrogateescape", newline="") as lines:
         for number, row in enumerate(csv.DictReader(lines, restkey="", strict=True), 1):
             extra = row.pop("", None)
             if extra is not None or None in row.values():
@@ -158,8 +172,12 @@ def _example(row: Mapping[str, Any] | DataError, number: int, place: str, fields
     prompt = _messages(row["messages"]) if given[0] == "messages" else row[given[0]]
     if not isinstance(prompt, (str, list)) or not prompt:
         raise DataError(f"{given[0]}: {str(prompt)[:50]!r} is not a text with at least one character")
+    try:
+        json.dumps(dict(row), ensure_ascii=False, default=str).encode()
+    except UnicodeEncodeError as error:
+        raise DataError("it has characters that UTF-8 cannot hold") from error
     own = row.get("id")
-    if not isinstance(own, (str, int, None.__class__)) or len(str(own)) > MOST_CHARACTERS:
+    if not isinstance(own, (str, int, None.__class__)) or isinstance(own, bool) or len(str(own)) > MOST_CHARACTERS:
         raise DataError(f"id: it is not a string or a whole number of up to {MOST_CHARACTERS} characters")
     return Example(place, str(number if own is None else own), prompt, _tags(row, fields))
 
@@ -175,6 +193,10 @@ def _tags(row: Mapping[str, Any], fields: Fields) -> dict[str, str]:
     source = {name: given for name, given in meant.items() if row.get(given) is not None}
     source |= {name: name for name in others if name not in meant and row[name] is not None}
     tags = {name: _text(row[given]) for name, given in source.items()}
+    if NAME_TAG in tags:
+        raise DataError(
+            f"field {NAME_TAG!r}: a tag of this name is the command's own: rename it, or leave it out by --tags"
+        )
     if len(tags) > MOST_TAGS:
         raise DataError(f"{len(tags)} fields would become tags, a run has at most {MOST_TAGS}: choose some with --tags")
     for name, value in tags.items():

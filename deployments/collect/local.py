@@ -9,6 +9,7 @@ import time
 import uuid
 import warnings
 from collections.abc import Coroutine, Iterable, Iterator, Mapping
+from itertools import islice
 from pathlib import Path
 from typing import Any
 
@@ -29,6 +30,7 @@ from deployments.messages import End, Job, Refusal
 from deployments.options import Options
 
 AT_ONCE = 32  # examples of a request
+RECENT = 1 << 17  # examples, more than the engines have at once
 
 
 def outcomes(
@@ -43,7 +45,8 @@ def outcomes(
         options: How each engine is loaded.
         actors: How many engines there are.
     """
-    blocks = ray.data.read_datasource(_Blocks(data, fields, settings.block), num_cpus=0, label_selector=this_node())
+    blocks = ray.data.read_datasource(_Blocks(data, fields, settings), num_cpus=0, label_selector=this_node())
+    blocks.context.target_max_block_size = 1  # byte: a block goes to an engine as soon as it is read
     with warnings.catch_warnings():
         # Restarts have no parameter of their own yet. Without this, a block that kills its engine kills them for ever.
         warnings.simplefilter("ignore", RayDeprecationWarning)
@@ -66,11 +69,11 @@ def outcomes(
 class _Blocks(Datasource):
     """Blocks of examples of one file, read by one task as they are needed."""
 
-    def __init__(self, data: Path | Iterable[Mapping[str, Any]], fields: Fields, size: int) -> None:
+    def __init__(self, data: Path | Iterable[Mapping[str, Any]], fields: Fields, settings: Settings) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
         self._data = data
         self._fields = fields
-        self._size = size
+        self._settings = settings
 
     def estimate_inmemory_data_size(self) -> None:
         return None
@@ -82,20 +85,21 @@ class _Blocks(Datasource):
         return [ReadTask(self._read, unknown)]
 
     def _read(self) -> Iterator[pa.Table]:
-        block: list[Example | Broken] = []
+        items = self._once()
+        while block := list(islice(items, self._settings.block)):
+            # As one row, which Ray Data cannot split.
+            yield pa.table({"items": [json.dumps([item and [*item] for item in block])]})
+
+    def _once(self) -> Iterator[Example | Broken | None]:
+        """The items; None for an example that came shortly before, and may be with another engine now."""
+        recent: dict[str, None] = {}
         for item in read(self._data, self._fields):
-            block.append(item)
-            if len(block) == self._size:
-                yield _table(block)
-                block = []
-        if block:
-            yield _table(block)
-
-
-def _table(block: list[Example | Broken]) -> pa.Table:
-    """A block as one row, which Ray Data neither splits nor joins with others."""
-    items = [[*item] for item in block]
-    return pa.table({"items": [json.dumps(items)]})
+            name = self._settings.name(item) if isinstance(item, Example) else ""
+            yield None if name in recent else item
+            if name:
+                recent[name] = None
+            if len(recent) > RECENT:
+                recent.pop(next(iter(recent)))
 
 
 class EngineActor:
@@ -119,8 +123,10 @@ class EngineActor:
         """Store the runs of each block's examples; durable when it answers."""
         results = []
         for text in blocks["items"].to_pylist():
-            items = json.loads(text)
-            outcome = Outcome(failures=[str(Broken(*item)) for item in items if len(item) == len(Broken._fields)])
+            given = json.loads(text)
+            items = [item for item in given if item]
+            outcome = Outcome(already_stored=len(given) - len(items))
+            outcome.failures += [str(Broken(*item)) for item in items if len(item) == len(Broken._fields)]
             examples = [Example(*item) for item in items if len(item) == len(Example._fields)]
             self._wait(self._collect(examples, outcome))
             results.append(json.dumps(outcome.__dict__))
@@ -130,9 +136,9 @@ class EngineActor:
         asyncio.run_coroutine_threadsafe(coroutine, self._loop).result()
 
     async def _collect(self, examples: list[Example], outcome: Outcome) -> None:
-        named = {self._settings.run_id(example): example for example in examples}
+        named = {self._settings.name(example): example for example in examples}
         stored = await self._store.holding.remote(self._settings.session, list(named))
-        outcome.already_stored = len(examples) - len(named) + len(stored)
+        outcome.already_stored += len(examples) - len(named) + len(stored)
         # Prompts of like lengths share a forward.
         left = sorted((item for item in named.items() if item[0] not in stored), key=lambda item: len(item[1].prompt))
         texts = [item for item in left if isinstance(item[1].prompt, str)]
@@ -144,34 +150,35 @@ class EngineActor:
             outcome.ended = time.time()
 
     async def _run(self, named: dict[str, Example], outcome: Outcome) -> None:
-        """Store some examples' runs; those of a request that is refused one by one, to find whose fault it is."""
+        """Store some examples' runs; what a refused request left undone one by one, to find whose fault it is."""
         examples = list(named.values())
         messages = await self._replica.complete(self._job(list(named), examples))
+        ends = {message.index: message for message in messages if isinstance(message, End)}
+        for index, end in ends.items():
+            assert end.run is not None
+            if end.run.status == "stored":
+                outcome.add(end.run.tokens)
+            else:
+                outcome.failures.append(f"{examples[index].place}: {end.run.reason}")
         refused = next((message for message in messages if isinstance(message, Refusal)), None)
-        if refused and len(examples) > 1:
-            for run_id, example in named.items():
-                await self._run({run_id: example}, outcome)
-                if outcome.refusal:
-                    return
+        left = [item for index, item in enumerate(named.items()) if index not in ends]
+        if refused and len(examples) == 1:
+            outcome.refuse(examples[0].place, refused.message, refused.field, refused.status)
         elif refused:
-            outcome.refuse(examples[0].place, refused.message, refused.field)
-        else:
-            for end in (message for message in messages if isinstance(message, End)):
-                assert end.run is not None
-                if end.run.status == "stored":
-                    outcome.add(end.run.tokens)
-                else:
-                    outcome.failures.append(f"{examples[end.index].place}: {end.run.reason}")
+            for name, example in left:
+                if not outcome.refusal:
+                    await self._run({name: example}, outcome)
 
-    def _job(self, run_ids: list[str], examples: list[Example]) -> Job:
-        prompt, settings = examples[0].prompt, self._settings
+    def _job(self, names: list[str], examples: list[Example]) -> Job:
+        prompt, settings, id = examples[0].prompt, self._settings, uuid.uuid4().hex
         return Job(
-            id=uuid.uuid4().hex,
+            id=id,
             messages=None if isinstance(prompt, str) else prompt,
             prompts=[example.prompt for example in examples if isinstance(example.prompt, str)],
             max_tokens=settings.max_tokens,
             sampling=GREEDY,
             capture=settings.capture(examples),
             session_id=settings.session,
-            run_ids=tuple(run_ids),
+            # An attempt's own: what a killed one left unfinished is given up by the store in its time.
+            run_ids=tuple(f"{name}-{id[:8]}" for name in names),
         )

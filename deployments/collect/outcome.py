@@ -14,7 +14,7 @@ class Outcome:
         tokens: Tokens of these runs, generated ones included.
         already_stored: Examples whose runs an earlier command had stored, or that came twice.
         failures: The others: where each is, and why.
-        refusal: Why no example can be stored: the arguments' fault.
+        refusal: Why no example can be stored: the fault of the arguments, the engine or the server.
         began: When the first was sent to the model, in Unix seconds.
         ended: When the last was durable.
     """
@@ -32,15 +32,18 @@ class Outcome:
         self.runs += 1
         self.tokens += tokens
 
-    def refuse(self, place: str, message: str, field: str | None) -> None:
+    def refuse(self, place: str, message: str, field: str | None, status: int) -> None:
         """Count one example that was refused.
 
         Args:
             place: Where it is.
             message: Why.
             field: The request's field that is at fault.
+            status: As of HTTP.
         """
         if (field or "").startswith("capture.points"):
             self.refusal = f"--points: {message}"
+        elif status not in (400, 413, 422):  # no fault of the example's
+            self.refusal = f"{place}: {message}"
         else:
             self.failures.append(f"{place}: {message}")

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import contextlib
 import os
+import re
+import threading
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from concurrent.futures import FIRST_COMPLETED, Future, ThreadPoolExecutor, wait
@@ -13,18 +15,17 @@ from typing import Any
 
 import httpx
 
-from deployments.collect.examples import Broken, DataError, Example, Fields, read
+from deployments.collect.examples import NAME_TAG, Broken, DataError, Example, Fields, read
 from deployments.collect.outcome import Outcome
 from deployments.collect.settings import Settings
 
 AT_ONCE = 32  # prompts of a request
-IN_FLIGHT = 4  # requests
+IN_FLIGHT = 128  # prompts
 PAGE = 1000  # runs that a server lists at once
-TIMEOUT_S = 600.0  # of a request
+TIMEOUT_S = 3600.0  # of a request: the server's own limit comes first
 ATTEMPTS = 6
 PAUSE_S = 30.0  # at most, between two attempts
-TAG = "collected"  # of a run: what tells that it is this example's, recorded like this
-AGAIN = (429, 502, 503, 504)  # statuses after which the same request may succeed
+NAME = re.compile("run-[0-9a-f]{24}")  # as `Settings.name` makes it
 
 
 def outcomes(
@@ -41,18 +42,22 @@ def outcomes(
     Raises:
         DataError: The server cannot be reached, or refuses every request.
     """
-    with _client(base_url) as http, ThreadPoolExecutor(IN_FLIGHT) as pool:
-        server = Collector(Server(http), settings)
-        requests = _requests(read(data, fields), settings, server.stored())
-        running: set[Future[Outcome]] = set()
+    with _client(base_url) as http:
+        server = Server(http)
+        collector = Collector(server, settings)
+        requests = _requests(read(data, fields), settings, collector.stored())
+        pool = ThreadPoolExecutor(IN_FLIGHT)
+        running: dict[Future[Outcome], int] = {}
         try:
             for request in requests:
-                running.add(pool.submit(server.collect, request))
-                if len(running) == IN_FLIGHT:
-                    done, running = wait(running, return_when=FIRST_COMPLETED)
-                    yield from (future.result() for future in done)
+                running[pool.submit(collector.collect, request)] = len(request)
+                while sum(running.values()) >= IN_FLIGHT:
+                    for future in wait(running, return_when=FIRST_COMPLETED).done:
+                        del running[future]
+                        yield future.result()
             yield from (future.result() for future in running)
         finally:
+            server.stop()
             pool.shutdown(wait=False, cancel_futures=True)
 
 
@@ -78,24 +83,35 @@ def _client(base_url: str) -> httpx.Client:
 def _requests(
     items: Iterator[Example | Broken], settings: Settings, stored: set[int]
 ) -> Iterator[list[Example | Broken | None]]:
-    """The examples of each request; None for one that is stored already. A chat goes alone."""
+    """The examples of each request; None for one that is stored already, or came before. A chat goes alone.
+
+    Args:
+        items: What was read.
+        settings: What is recorded.
+        stored: Examples that are stored, as `_number` has them; those that come are added.
+    """
     texts: list[Example | Broken | None] = []
     while block := list(islice(items, settings.block)):
         texts = []
         for item in block:
-            known = isinstance(item, Example) and _number(settings.run_id(item)) in stored
-            if isinstance(item, Example) and not known and not isinstance(item.prompt, str):
+            number = _number(settings.name(item)) if isinstance(item, Example) else None
+            if number in stored:
+                texts.append(None)
+                continue
+            if number is not None:
+                stored.add(number)
+            if isinstance(item, Example) and not isinstance(item.prompt, str):
                 yield [item]
             else:
-                texts.append(None if known else item)
+                texts.append(item)
         # Prompts of like lengths share a forward.
         texts.sort(key=lambda item: len(item.prompt) if isinstance(item, Example) else 0)
         yield from (texts[first : first + AT_ONCE] for first in range(0, len(texts), AT_ONCE))
 
 
-def _number(run_id: str) -> int:
-    """64 bits of a run's name: of a million, no two are alike but by a chance of one in 36 million."""
-    return int(run_id.removeprefix("run-")[:16], 16)
+def _number(name: str) -> int:
+    """64 bits of an example's name: of a million, no two are alike but by a chance of one in 36 million."""
+    return int(name.removeprefix("run-")[:16], 16)
 
 
 class Collector:
@@ -114,7 +130,8 @@ class Collector:
             if answer.status_code == 404:
                 return found
             page = _json(answer)
-            found.update(_number(run["tags"][TAG]) for run in page["runs"] if TAG in run["tags"])
+            names = (run["tags"].get(NAME_TAG, "") for run in page["runs"])
+            found.update(_number(name) for name in names if NAME.fullmatch(name))
             if not page["has_more"]:
                 return found
             after = page["runs"][-1]["run_id"]
@@ -134,37 +151,37 @@ class Collector:
         route = "/v1/completions" if isinstance(examples[0].prompt, str) else "/v1/chat/completions"
         try:
             answer = self._server.post(route, self._body(examples))
+            lost = f"{answer.url}: {_error(answer)[0]}" if answer.status_code >= 500 else None
         except httpx.TransportError as error:
-            self._server.wait(attempt, error)
-            left = [example for example in examples if not self._has(example)]  # an answer was lost, perhaps no run
+            lost = str(error) or type(error).__name__
+        if lost:
+            self._server.wait(attempt, lost)
+            left = [example for example in examples if not self._has(example)]  # the runs may be there all the same
             outcome.already_stored += len(examples) - len(left)
             if left:
                 self._run(left, outcome, attempt + 1)
-            return
-        if answer.status_code == 200:
+        elif answer.status_code == 200:
             for run in _json(answer)["activations_meta"]["runs"]:
                 if run["status"] == "stored":
                     outcome.add(run["tokens"])
                 else:
                     outcome.failures.append(f"{examples[run['index']].place}: {run.get('reason')}")
-        elif answer.status_code in (401, 403, 404):
-            raise DataError(f"{answer.url}: {_error(answer)[0]}")
         elif len(examples) > 1:
             for example in examples:
                 if not outcome.refusal:
                     self._run([example], outcome)
         else:
             message, field = _error(answer)
-            outcome.refuse(examples[0].place, message, field)
+            outcome.refuse(examples[0].place, message, field, answer.status_code)
 
     def _has(self, example: Example) -> bool:
-        query = {"tag": f"{TAG}={self._settings.run_id(example)}", "limit": 1}
+        query = {"tag": f"{NAME_TAG}={self._settings.name(example)}", "limit": 1}
         return bool(_json(self._server.get("/v1/activations/runs", query))["data"])
 
     def _body(self, examples: list[Example]) -> dict[str, Any]:
         settings = self._settings
         capture = settings.capture(examples).model_dump(mode="json", by_alias=True, exclude_unset=True)
-        capture["tags"] = [example.tags | {TAG: settings.run_id(example)} for example in examples]
+        capture["tags"] = [example.tags | {NAME_TAG: settings.name(example)} for example in examples]
         prompts = [example.prompt for example in examples]
         asked = {"prompt": prompts} if isinstance(prompts[0], str) else {"messages": prompts[0]}
         fields = {"model": settings.model, "max_tokens": settings.max_tokens, "temperature": 0}
@@ -176,48 +193,58 @@ class Server:
 
     def __init__(self, http: httpx.Client) -> None:
         self._http = http
+        self._stopped = threading.Event()
+
+    def stop(self) -> None:
+        """Wait for nothing any more."""
+        self._stopped.set()
 
     def get(self, path: str, query: dict[str, Any]) -> httpx.Response:
-        """An answer to what may be asked twice.
+        """An answer, after a few attempts.
 
         Raises:
             DataError: The server cannot be reached.
         """
         for attempt in range(1, ATTEMPTS + 1):
             try:
-                return self._answer(lambda: self._http.get(path, params=query))
+                answer = self._answer(lambda: self._http.get(path, params=query))
+                if answer.status_code < 500:
+                    return answer
+                lost = _error(answer)[0]
+            except httpx.UnsupportedProtocol as error:
+                raise DataError(f"--base-url {self._http.base_url}: {error}") from error
             except httpx.TransportError as error:
-                self.wait(attempt, error)
+                lost = str(error) or type(error).__name__
+            self.wait(attempt, lost)
         raise AssertionError("the last attempt returns or raises")
 
     def post(self, path: str, body: dict[str, Any]) -> httpx.Response:
-        """An answer to what must not be asked twice.
+        """An answer to what must not be asked twice, since some of it may have been done.
 
         Raises:
             httpx.TransportError: It was lost.
         """
         return self._answer(lambda: self._http.post(path, json=body))
 
-    def wait(self, attempt: int, error: httpx.TransportError) -> None:
+    def wait(self, attempt: int, why: str) -> None:
         """Wait before the next attempt.
 
         Raises:
             DataError: That was the last.
         """
-        if attempt == ATTEMPTS:
-            raise DataError(f"--base-url {self._http.base_url}: the server cannot be reached: {error}") from error
-        time.sleep(min(PAUSE_S, 2.0**attempt))
+        if attempt >= ATTEMPTS or self._stopped.wait(min(PAUSE_S, 2.0**attempt)):
+            raise DataError(f"--base-url {self._http.base_url}: the server does not answer: {why}")
 
     def _answer(self, send: Callable[[], httpx.Response]) -> httpx.Response:
-        """An answer; where the server asks to wait, after a few attempts."""
+        """An answer; after a few attempts where the server has too much to do, and has begun nothing."""
         for attempt in range(1, ATTEMPTS):
             answer = send()
-            if answer.status_code not in AGAIN:
+            if answer.status_code != 429:
                 return answer
             pause = 2.0**attempt
             with contextlib.suppress(ValueError):  # a date
                 pause = float(answer.headers.get("retry-after", pause))
-            time.sleep(min(PAUSE_S, pause))
+            self._stopped.wait(min(PAUSE_S, pause))
         return send()
 
 

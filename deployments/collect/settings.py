@@ -8,9 +8,8 @@ from typing import Any
 
 from pydantic import BaseModel, ConfigDict, Field
 
-from deployments.activations.facts import check_session_id
 from deployments.activations.spec import Capture, Last
-from deployments.collect.examples import DataError, Example
+from deployments.collect.examples import Example
 
 
 class Settings(BaseModel):
@@ -18,6 +17,7 @@ class Settings(BaseModel):
 
     Attributes:
         model: The model's id.
+        loaded: How the model is loaded: options that change what it computes.
         session: The session that the runs join.
         points: Names of points, with wildcards.
         tokens: Which tokens' rows, as `capture.tokens`.
@@ -28,23 +28,12 @@ class Settings(BaseModel):
     model_config = ConfigDict(extra="forbid", frozen=True)
 
     model: str
+    loaded: str = ""
     session: str
     points: tuple[str, ...]
     tokens: str = "last"
     max_tokens: int = Field(default=0, ge=0)
     block: int = Field(default=512, ge=1)
-
-    def check(self) -> None:
-        """Check what can be checked without a model.
-
-        Raises:
-            DataError: A value means nothing; names the option.
-        """
-        try:
-            check_session_id(self.session)
-            self.capture([])
-        except ValueError as error:
-            raise DataError(str(error)) from error
 
     def capture(self, examples: list[Example]) -> Capture:
         """What a request with these examples records."""
@@ -57,11 +46,11 @@ class Settings(BaseModel):
             sample_id=[example.id for example in examples],
         )
 
-    def run_id(self, example: Example) -> str:
-        """The name of an example's run: the same whenever the same is recorded of it, so that it is stored once."""
+    def name(self, example: Example) -> str:
+        """The example's name: the same whenever the same is recorded of it, so that it is stored once."""
         recorded = self.model_dump(mode="json", exclude={"block"})
         text = json.dumps([recorded, example.id, example.prompt, example.tags], sort_keys=True)
-        return f"run-{hashlib.sha256(text.encode()).hexdigest()[:32]}"
+        return f"run-{hashlib.sha256(text.encode()).hexdigest()[:24]}"
 
 
 def _tokens(text: str) -> Any:

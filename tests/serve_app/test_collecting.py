@@ -58,18 +58,23 @@ def way(request: pytest.FixtureRequest, served: Served) -> dict[str, str]:
 
 
 def test_what_is_stored_of_each_example(way: dict[str, str], store: Path, tmp_path: Path) -> None:
-    rows = [*problems(40), {"messages": [{"role": "user", "content": "How many?"}], "id": "chat"}]
+    rows = [
+        *problems(39),
+        {**problems(1)[0], "id": "1"},
+        {"messages": [{"role": "user", "content": "How many?"}], "id": "chat"},
+    ]
     session = f"collected-{next(iter(way))}"
     seen = []
     found = collect(lines(tmp_path / "d.jsonl", rows), session=session, points=POINTS, progress=seen.append, **way)
 
     stored = by_id(store / session)
-    assert found == Collected(session, 41, 0, found.tokens, found.seconds, found.tokens_per_second, 0)
+    # The fortieth is the first again.
+    assert found == Collected(session, 40, 0, found.tokens, found.seconds, found.tokens_per_second, 1)
     assert found.tokens == sum(run.tokens for run in stored.values())
     assert found.seconds > 0
     assert found.tokens_per_second == pytest.approx(found.tokens / found.seconds)
-    assert sum(outcome.runs for outcome in seen) == 41
-    assert set(stored) == {*map(str, range(1, 41)), "chat"}
+    assert sum(outcome.runs for outcome in seen) == 40
+    assert set(stored) == {*map(str, range(1, 40)), "chat"}
     run = stored["7"]
     assert {name: run.tags[name] for name in ("label", "group", "n")} == {"label": "true", "group": "g1", "n": "6"}
     assert run.text is not None
@@ -146,11 +151,18 @@ def test_a_killed_command_goes_on_and_stores_no_run_twice(
 @pytest.mark.parametrize(
     ("given", "error", "message"),
     [
-        ({"model": DEMO, "tokens": "first"}, DataError, "tokens"),
-        ({"model": DEMO, "session": "../x"}, DataError, "session"),
+        ({"model": DEMO, "tokens": "first"}, DataError, "--tokens"),
+        ({"model": DEMO, "session": "../x"}, DataError, "--session"),
         ({"model": "smollm2", "options": {"models_dir": "/nowhere"}}, LoadError, "make smollm2"),
-        ({"base_url": "http://127.0.0.1:9", "model": DEMO}, DataError, "cannot be reached"),
+        ({"base_url": "http://127.0.0.1:9", "model": DEMO}, DataError, "does not answer"),
         ({}, DataError, "--model"),
+        ({"model": DEMO, "max_tokens": -1}, DataError, "--max-tokens"),
+        ({"model": DEMO, "points": [""]}, DataError, "--points"),
+        ({"model": DEMO, "options": {"frob": "1"}}, DataError, "--set frob"),
+        ({"model": DEMO, "data": "missing.jsonl"}, DataError, "missing.jsonl: there is no such file"),
+        ({"base_url": "127.0.0.1:9", "model": DEMO}, DataError, "--base-url"),
+        ({"base_url": "http://127.0.0.1:9", "model": DEMO, "store": "/x"}, DataError, "--store"),
+        ({"model": DEMO, "actors": 100}, CollectError, "100 engines want"),
     ],
 )
 def test_wrong_arguments_are_refused_by_name(
@@ -158,4 +170,4 @@ def test_wrong_arguments_are_refused_by_name(
 ) -> None:
     monkeypatch.setattr("deployments.collect.remote.ATTEMPTS", 1)
     with pytest.raises(error, match=message):
-        collect(problems(2), **{"session": "refused", "points": POINTS, "on_error": "skip"} | given)
+        collect(**{"data": problems(2), "session": "refused", "points": POINTS, "on_error": "skip"} | given)
