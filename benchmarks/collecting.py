@@ -1,9 +1,10 @@
 """Collecting activations beside a script that does the same with transformers: `python -m benchmarks.collecting`.
 
 Both run `--prompts` through the model and record the output of every layer (the script not of the last one, which
-transformers gives normalized), of each prompt's last token and of all of its tokens. The script is the one that a careful user writes: batches of prompts sorted by length,
-`output_hidden_states=True`, the wanted rows saved with safetensors and made durable. Both are timed from the first
-prompt, model loaded, to the last durable row. Rates are of prompt tokens.
+transformers gives normalized), of each prompt's last token and of all of its tokens. The script is the one that a
+careful user writes: batches of prompts sorted by length, `output_hidden_states=True`, the wanted rows saved with
+safetensors and made durable. Both are timed from the first prompt, model loaded, to the last durable row. Rates are of
+prompt tokens.
 
 Ends with 1 where the rows differ.
 """
@@ -46,8 +47,8 @@ class Script:
         place = source(model)
         self._tokenizer = AutoTokenizer.from_pretrained(place)
         self._tokenizer.pad_token = self._tokenizer.pad_token or self._tokenizer.eos_token
-        device = "cuda" if torch.cuda.is_available() else "cpu"
-        self._model = AutoModelForCausalLM.from_pretrained(place, dtype="auto").to(device)  # in eval mode
+        device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
+        self._model = AutoModelForCausalLM.from_pretrained(place, dtype="auto", device_map=device)  # in eval mode
         self._texts, self._tokens, self._directory = texts, tokens, directory
 
     @torch.inference_mode()
