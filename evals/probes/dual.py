@@ -87,7 +87,8 @@ def _newton(
     factor = torch.linalg.cholesky(matrix)
     # (products + penalty / curvature)^-1 of the working response, and of 1 for the intercept: [k, m, 2]
     right = torch.stack([curvature * (scores + bias).T + (y - chance).T, curvature], dim=2)
-    inner = torch.cholesky_solve(root.unsqueeze(2) * (products @ right), factor)
+    image = (products @ right.transpose(0, 1).reshape(len(y), -1)).view(len(y), -1, 2).transpose(0, 1)
+    inner = torch.cholesky_solve(root.unsqueeze(2) * image, factor)
     solved = (right - root.unsqueeze(2) * inner) / penalty.view(-1, 1, 1)
     total = solved.sum(1)  # [k, 2]; the coefficients of an optimum add up to 0
     new_bias = total[:, 0] / total[:, 1].clamp(min=torch.finfo(y.dtype).tiny)

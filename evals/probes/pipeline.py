@@ -26,7 +26,7 @@ from evals.probes.headline import Headline, auroc_of, choose, null_of, selectivi
 from evals.probes.metrics import Interval, auroc, band, by_folds, interval, resampled
 from evals.probes.options import Options
 
-_SMALL = 1 << 22  # numbers of a point's rows up to which points are probed side by side, each by one thread
+_SMALL = 1 << 23  # bytes of a point's rows up to which points are probed side by side, each by one thread
 
 
 class Result(NamedTuple):
@@ -88,11 +88,12 @@ def sweep(**options: Any) -> Result:
     penalties = 1 / np.array(sorted(set(given.c)))
     ranges = data.examples.ranges
     job = Job(data.examples.index, ranges, data.positive, folds, shuffled, tuple(given.methods), penalties)
-    outcomes = _probe(job, data.examples.points, given.ray)
     tasks = _control_task(given, data)
-    headline = choose(job, outcomes, tasks)
-    texts = {name: baselines.text(job, data.examples.runs, name) for name in ranges}
-    lengths = {name: baselines.length(job, data.examples.runs, name) for name in ranges}
+    with _threads(job):
+        outcomes = _probe(job, data.examples.points, given.ray)
+        headline = choose(job, outcomes, tasks)
+        texts = {name: baselines.text(job, data.examples.runs, name) for name in ranges}
+        lengths = {name: baselines.length(job, data.examples.runs, name) for name in ranges}
     document = _document(given, data, job, outcomes, headline, texts, lengths)
     document["headline"]["selectivity"] = None if tasks is None else selectivity(job, headline, tasks)
     if tasks is None:
@@ -141,21 +142,26 @@ def _probe(job: Job, points: Sequence[str], ray: str | None) -> list[Outcome]:
 
 
 def _probe_here(job: Job, points: Sequence[str]) -> Iterator[list[Outcome]]:
-    """Small points side by side, since their matrices are too small for several threads; large ones one at a time."""
-    cores = len(os.sched_getaffinity(0))
-    hidden = max(job.index.columns[point].shape[0] for point in points)
-    if cores == 1 or len(job.positive) * hidden > _SMALL:
+    """Small points side by side, large ones one at a time."""
+    if not _small(job):
         for point in points:
             yield probe_point(job, point)
         return
-    with _one_thread_each(), ThreadPoolExecutor(cores, initializer=torch.set_num_threads, initargs=(1,)) as pool:
+    with ThreadPoolExecutor(len(os.sched_getaffinity(0)), initializer=torch.set_num_threads, initargs=(1,)) as pool:
         yield from pool.map(lambda point: probe_point(job, point), points)
 
 
+def _small(job: Job) -> bool:
+    """Whether a point's matrices are too small for several threads."""
+    return len(job.positive) * max(column.width for column in job.index.columns.values()) < _SMALL
+
+
 @contextmanager
-def _one_thread_each() -> Iterator[None]:
+def _threads(job: Job) -> Iterator[None]:
+    """One thread of torch for small points, which several make slower."""
     threads = torch.get_num_threads()
     try:
+        torch.set_num_threads(1 if _small(job) else threads)
         yield
     finally:
         torch.set_num_threads(threads)
