@@ -6,16 +6,20 @@ BIN := $(VENV)/bin
 PIP := -m pip --quiet --disable-pip-version-check install --no-deps
 LOCKED := $(PIP) --require-hashes
 
-.PHONY: help demo serve test test-actors test-server test-all lint format lock bench bench-engine bench-serving bench-memory bench-catalogue bench-reading bench-writing bench-evaluating bench-attacks clean
+.PHONY: help demo serve smollm2 test test-actors test-server test-all lint format lock bench bench-engine bench-serving bench-memory bench-catalogue bench-reading bench-writing bench-evaluating bench-attacks clean
 
 help:  ## say what there is
-	@sed -n 's/^\([a-z-]*\):.*##  *\(.*\)/make \1\t\2/p' Makefile | expand -t 20
+	@sed -n 's/^\([a-z0-9-]*\):.*##  *\(.*\)/make \1\t\2/p' Makefile | expand -t 20
 
 demo: $(VENV)/.ready  ## serve the shipped model, evaluate 20 problems with activations, shut down
 	HF_HUB_OFFLINE=1 $(BIN)/python -m serve_app.demo
 
 serve: $(VENV)/.ready  ## serve the shipped model on port 8000
 	$(BIN)/serve run serve_app:app
+
+smollm2: $(VENV)/.ready  ## fetch a small real model, SmolLM2-135M-Instruct, for `serve run ... model=smollm2`
+	@$(BIN)/python $(LOCKED) -r locks/gguf.txt || { echo "pip cannot install gguf: is the package index out of reach?" >&2; exit 1; }
+	@$(BIN)/python -m deployments.smollm2
 
 # Half of their time tests wait for servers to start and end: two parts side by side, neither of which knows the other.
 OF_ACTORS := tests/deployments tests/benchmarks tests/evals

@@ -1,9 +1,9 @@
 """Another client's short completion beside attacks: `python -m benchmarks.attacks`.
 
 One client asks for eight tokens again and again, over a connection of its own, while another process sends without a
-pause either an attack or an ordinary request of the same route and about the same size, in turn. Reported is the
-client's latency beside the attack over that beside the ordinary request. The server has API keys and serves the model
-that ships, told that it writes calls as Llama 3 does.
+pause either an attack or an ordinary request of the same route and about the same size, in turn; of a long prompt that
+is served, a plain one of as many tokens. Reported is the client's latency beside the attack over that beside the
+ordinary request. The server has API keys and serves the model that ships, told that it writes calls as Llama 3 does.
 
 Ends with 1 where a ratio at p50 is over 1.5.
 """
@@ -86,6 +86,10 @@ def loads() -> dict[str, tuple[Load, Load]]:
         text = (FILLER * (size // len(FILLER) + 1))[:size]
         return Load(CHAT, chat(messages=[{"role": "user", "content": text}]))
 
+    def reads(tokens: int) -> Load:
+        each = len(tokenizer(FILLER, add_special_tokens=False)["input_ids"])
+        return said(tokens // each * len(FILLER))
+
     def writes(token: int, **more: Any) -> Load:
         return Load(CHAT, chat(tools=[tool], logit_bias={str(token): 100}, max_tokens=1000, **more))
 
@@ -103,7 +107,7 @@ def loads() -> dict[str, tuple[Load, Load]]:
         "half a MiB of wrong messages": (said(half), Load(CHAT, chat(messages=[1] * (half // 3)))),
         "15 MiB of wrong messages": (said(large), Load(CHAT, chat(messages=[1] * (large // 3)))),
         "right: 55 tools": (said(MIB), Load(CHAT, chat(tools=[numbers] * 55))),
-        "right: tool calls": (said(len(calls)), Load(CHAT, calls)),
+        "right: tool calls": (reads(4000), Load(CHAT, calls)),
         "right: annotations": (said(len(noted)), Load(CHAT, noted)),
         "deep JSON": (said(MIB), Load(CHAT, deep)),
         "many unknown keys": (said(MIB), Load(CHAT, chat(**{f"key{number}": 1 for number in range(MIB // 14)}))),

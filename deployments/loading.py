@@ -5,14 +5,13 @@ from __future__ import annotations
 import importlib.metadata
 import os
 import platform
-from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from deployments import __version__
 from deployments.activations.facts import dtype_name, public_uri
-from deployments.demo_model import WEIGHTS
 from deployments.errors import LoadError, RequestError
-from deployments.options import DEMO, Options
+from deployments.model_names import source
+from deployments.options import Options
 
 if TYPE_CHECKING:  # the replica's module is imported without torch, too
     from deployments.engine.engine import Engine
@@ -64,7 +63,7 @@ def _engine(options: Options) -> Engine:
     # Ray sets OMP_NUM_THREADS to the actor's CPUs, a fraction here, hence one thread.
     torch.set_num_threads(_threads(options))
     model = load(
-        source(options),
+        source(options.model, options.models_dir),
         revision=options.revision,
         dtype=options.dtype,
         device=options.device,
@@ -87,20 +86,6 @@ def _engine(options: Options) -> Engine:
 
 def _threads(options: Options) -> int:
     return options.threads or max(1, (os.cpu_count() or 1) // options.num_replicas)
-
-
-def source(options: Options) -> str:
-    """The directory or repository that a model's name means."""
-    if options.model == DEMO:
-        return str(WEIGHTS)
-    if options.models_dir and (found := Path(options.models_dir, options.model)).is_dir():
-        return str(found)
-    given = Path(options.model).expanduser()
-    if given.is_dir() and not given.is_absolute():
-        # A client's name may be that of a directory here by chance; an operator cannot know where a replica runs.
-        message = f"{options.model!r} is a directory where the replica runs: name it by its absolute path"
-        raise LoadError(message, "model_id", "model_not_found", 404)
-    return options.model
 
 
 def description(options: Options, model: Model) -> dict[str, Any]:

@@ -49,6 +49,7 @@ class Job:
         profile_captures: Whether what to record is the profile's, too.
         default_capture: What to record in place of `capture` where the model has no savepoints: the profile's.
         session_id: The session its runs join.
+        run_ids: Names of its runs, one for each choice; empty where they are named after the job.
         fence: What the store gave when it admitted the job to the session; None without keys.
         unstorable: Why its runs cannot be stored, where that is known before.
         request_id: What the client and the HTTP log call the request; not unique.
@@ -83,6 +84,7 @@ class Job:
     profile_captures: bool = False
     default_capture: Capture | None = None
     session_id: str = ""
+    run_ids: tuple[str, ...] = ()
     fence: str | None = None
     unstorable: str | None = None
     request_id: str = ""

@@ -12,6 +12,8 @@ from pydantic import BaseModel, ConfigDict, Field, field_validator
 
 DEMO = "vitrine-demo"
 NO_MODEL = "none"
+SMOLLM2 = "smollm2"
+GGUF = ".gguf"
 Dtype = Literal["auto", "float32", "bfloat16", "float16"]
 Attention = Literal["auto", "eager", "sdpa"]
 
@@ -19,6 +21,11 @@ Attention = Literal["auto", "eager", "sdpa"]
 def home() -> Path:
     """Where activations and results go unless told otherwise: `$VITRINE_HOME`, else `~/.vitrine`."""
     return Path(os.environ.get("VITRINE_HOME") or "~/.vitrine").expanduser().absolute()
+
+
+def default_models_dir() -> Path:
+    """Where models lie that are named without their path, unless told otherwise: `$VITRINE_HOME/models`."""
+    return home() / "models"
 
 
 def check_uri(uri: str) -> str:
@@ -59,9 +66,9 @@ class Options(BaseModel):
     """One model, its replicas, and the activation store.
 
     Attributes:
-        model: A repository id, a directory, `vitrine-demo`, the model that ships with the project, or `none` to start
-            without a model.
-        model_id: The name it is served by; `model` unless given.
+        model: A repository id, a name below `models_dir`, the absolute path of a directory or of a GGUF file,
+            `vitrine-demo`, the model that ships with the project, or `none` to start without a model.
+        model_id: The name it is served by; unless given it is `model`, of a path the last name, without `.gguf`.
         revision: The repository's branch, tag or commit.
         dtype: The weights' dtype; `auto` is the checkpoint's own.
         attention: How transformers computes attention. With `eager` its patterns can be captured, `sdpa` is faster;
@@ -120,8 +127,9 @@ class Options(BaseModel):
             key.
         activations_dir: Where activations and clients' tensors are stored: a directory, or a URI of object storage
             (`s3://bucket/prefix`), beside which clients' tensors stay in `$VITRINE_HOME` of the head node.
-        models_dir: Where models lie that may be loaded by name while the server runs: `models_dir/some/model` is
-            loaded as `some/model`, before the hub is asked. By default only the hub is.
+        models_dir: Where models lie that are loaded by name, at the start and while the server runs:
+            `models_dir/some/model` is loaded as `some/model`, before the hub is asked. By default
+            `$VITRINE_HOME/models`, which `make smollm2` writes to.
         allow_remote_code: Whether a model may be loaded with `trust_remote_code` while the server runs.
         load_timeout_s: Seconds after which a model that still loads is given up.
         allow_client_code: Whether clients may run nnsight code of their own over the served weights; with API keys,
@@ -183,7 +191,7 @@ class Options(BaseModel):
     max_owner_profiles: int = Field(default=256, ge=1, le=1024)
     unowned: Literal["admin", "shared"] = "admin"
     activations_dir: str = Field(default_factory=lambda: str(home() / "activations"))
-    models_dir: str | None = None
+    models_dir: str = Field(default_factory=lambda: str(default_models_dir()))
     allow_remote_code: bool = False
     load_timeout_s: float = Field(default=600, gt=0)
     allow_client_code: bool = False
@@ -218,16 +226,14 @@ class Options(BaseModel):
 
     @field_validator("models_dir")
     @classmethod
-    def _is_no_uri(cls, value: str | None) -> str | None:
-        if value and "://" in value:
+    def _is_no_uri(cls, value: str) -> str:
+        if "://" in value:
             raise ValueError("must be a directory")
         return value
 
     @field_validator("activations_dir", "models_dir")
     @classmethod
-    def _is_absolute(cls, value: str | None) -> str | None:
-        if value is None:
-            return value
+    def _is_absolute(cls, value: str) -> str:
         if value.startswith("file:"):
             raise ValueError("must be a path, such as /data/activations: URIs are those of object storage")
         if "://" in value:
@@ -250,8 +256,10 @@ class Options(BaseModel):
 
     @property
     def served_name(self) -> str:
-        """The id that clients name the model by."""
-        return self.model_id or self.model
+        """The id that clients name the model by: of a path its last name."""
+        if self.model_id or not self.model.startswith(("/", "~")):
+            return self.model_id or self.model
+        return Path(self.model).name.removesuffix(GGUF) or self.model
 
     def of_another(self, model: str, settings: dict[str, Any]) -> Options:
         """The options of a model that is loaded beside this one: the same resources, and settings of its own.

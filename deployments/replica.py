@@ -295,6 +295,8 @@ class ModelReplica:
     def _choices(self, job: Job, brought: Brought, streamed: bool) -> dict[str, Choice]:
         """Everything that is to be done before the engine: off the event loop, since it takes time."""
         prompts = self._prompts.of(job)
+        if job.capture:
+            job.capture.check_prompts(len(prompts))
         points = self._model.points.resolve(job.capture) if job.capture else ()
         lens = self._lensing.of(job.logit_lens)
         editing = self._editing(job.interventions, brought)
@@ -312,7 +314,7 @@ class ModelReplica:
             if index % job.n == 0:
                 self._engine.check(request)
                 echo = self._prompts.echo(prompt) if job.echo else None
-            run = self._runs.open(job, request) if job.capture else None
+            run = self._runs.open(job, request, index) if job.capture else None
             said = tuple(prompt.ids) if job.token_ids else ()
             choice = Choice(index, request, reader, run, echo, echo.text if echo else "", prompt_ids=said)
             choices[request.id] = choice

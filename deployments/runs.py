@@ -30,6 +30,7 @@ from deployments.options import Options
 from deployments.spelling import Spelling, TextOffsets
 
 logger = logging.getLogger("ray.serve")
+PACKAGES = ("vitrine", "torch", "transformers", "nnsight", "pyarrow")
 ROOM_S = 30.0  # the longest that a request waits to hear whether its activations can be stored
 
 
@@ -51,6 +52,8 @@ class Runs:
         self._spelling = spelling
         self._store = store
         self._pool = pool
+        # Looking one up takes two milliseconds.
+        self._versions = {name: importlib.metadata.version(name) for name in PACKAGES}
 
     def check(self, requests: Sequence[Request]) -> None:
         """Refuse what could record more than the operator's limits.
@@ -104,9 +107,9 @@ class Runs:
             message = f"the activations cannot be stored now: {reason}"
             raise RequestError(message, "capture.required", "store_unavailable", 503) from error
 
-    def open(self, job: Job, request: Request) -> OpenRun:
-        """The run of one choice, which takes its rows as they come."""
-        return OpenRun(self, job, request, TextOffsets(self._spelling))
+    def open(self, job: Job, request: Request, index: int) -> OpenRun:
+        """The run of the job's choice of this index, which takes its rows as they come."""
+        return OpenRun(self, job, request, index, TextOffsets(self._spelling))
 
     async def append(self, run: OpenRun, captured: Captured, part: int) -> None:
         """Send rows of a run that is not finished; they need no memory here when this returns.
@@ -144,16 +147,13 @@ class Runs:
             model=self._options.served_name,
             revision=self._options.revision,
             architecture=type(self._model.hf).__name__,
-            versions={
-                name: importlib.metadata.version(name)
-                for name in ("vitrine", "torch", "transformers", "nnsight", "pyarrow")
-            },
+            versions=self._versions,
             modules={point.name: point.module for point in request.points},
         )
         batch = to_batch(
             shard,
             run_id=run.id,
-            sample_id=job.capture.sample_id,
+            sample_id=run.sample_id,
             positions=captured.positions,
             token_ids=captured.token_ids,
             text_offsets=run.text_offsets(captured, generated),
@@ -173,8 +173,8 @@ class Runs:
             created=time.time(),
             prompt_tokens=len(event.prompt),
             tokens=len(event.prompt) + len(event.tokens),
-            sample_id=job.capture.sample_id,
-            tags=dict(job.capture.tags),
+            sample_id=run.sample_id,
+            tags=run.tags,
             sampling={**asdict(request.sampling), "max_tokens": request.max_tokens},
             finish_reason=event.reason,
             request_id=job.request_id or job.id,
@@ -191,14 +191,17 @@ class OpenRun:
         id: The run's name.
         job: The job it is of.
         request: The engine's request it records.
+        sample_id: The user's name for the sample.
+        tags: The user's strings by name.
         most: The most bytes that it may record.
     """
 
-    def __init__(self, runs: Runs, job: Job, request: Request, offsets: TextOffsets) -> None:
-        self.id = f"run-{request.id}"
+    def __init__(self, runs: Runs, job: Job, request: Request, index: int, offsets: TextOffsets) -> None:
+        self.id = job.run_ids[index] if job.run_ids else f"run-{request.id}"
         self.job = job
         self.request = request
         assert request.capture is not None
+        self.sample_id, self.tags = request.capture.labels_of(index // job.n)
         rows = _rows(request.capture, len(request.prompt), request.max_tokens)
         self.most = RowSizes.bytes(request.capture, request.points).of(rows)
         self._runs = runs

@@ -8,12 +8,11 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
-from urllib.parse import unquote, urlsplit
 
 import pyarrow.parquet as pq
 
 from evals.results import write_json
-from evals.transfer import FOLDER
+from evals.transfer import files_of
 
 if TYPE_CHECKING:
     import torch
@@ -105,7 +104,7 @@ def write_stats(directory: Path, *, most_runs: int = MOST_RUNS, seed: int = 0) -
         return None
     found: dict[str, Any] = {"points": {}, "of_runs": 0, "runs": 0, "sampled": False, "seed": seed}
     try:
-        source = _source(directory, first)
+        source = files_of(directory, first.session_id, first.uris[0])
         found |= _statistics(directory, source, most_runs, seed) | {"source": str(source), "why_not": None}
     except (OSError, ValueError) as error:
         found |= {"source": None, "why_not": str(error)}
@@ -122,22 +121,6 @@ def _recorded(directory: Path) -> Iterator[_Recorded]:
                 if uris := row["activation_uris"]:
                     for run_id in row["run_ids"] or []:
                         yield _Recorded(run_id, row["session_id"], bool(row["correct"]), uris)
-
-
-def _source(directory: Path, run: _Recorded) -> Path:
-    """The session's directory: the transferred one, or the store's.
-
-    Raises:
-        ValueError: neither can be read from here.
-    """
-    if any((transferred := directory / FOLDER / run.session_id).glob("*.arrow")):
-        return transferred
-    url = urlsplit(run.uris[0])
-    folder = Path(unquote(url.path)).parent
-    if url.scheme != "file" or url.netloc not in ("", "localhost") or not folder.is_dir():
-        where = run.uris[0].rpartition("/")[0]
-        raise ValueError(f"{where} cannot be read from here: --transfer-activations brings the files")
-    return folder
 
 
 def _statistics(directory: Path, source: Path, most: int, seed: int) -> dict[str, Any]:

@@ -41,6 +41,10 @@ class RequestFailed(Exception):
         self.error = error or {}
 
 
+class AnswerLate(RequestFailed):
+    """An answer that did not come within the time that the client or the server allows one."""
+
+
 class _Failure(NamedTuple):
     """One attempt without a success.
 
@@ -50,6 +54,7 @@ class _Failure(NamedTuple):
         wait_s: Seconds that the server asks to wait.
         error: OpenAI's error object, where there is one.
         was_there: Whether the server seems to have taken the request, and lost it later.
+        late: Whether the time limit of one request, the client's or the server's, was over.
     """
 
     kind: Kind
@@ -57,6 +62,7 @@ class _Failure(NamedTuple):
     wait_s: float = 0.0
     error: dict[str, Any] | None = None
     was_there: bool = False
+    late: bool = False
 
 
 class ChatClient:
@@ -94,7 +100,7 @@ class ChatClient:
         # aiohttp: with many requests at once httpx takes many times the processor time, and the model has the same one.
         self._http = aiohttp.ClientSession(
             headers=headers(),
-            timeout=aiohttp.ClientTimeout(total=timeout, sock_connect=min(CONNECT_S, timeout / 2)),
+            timeout=aiohttp.ClientTimeout(total=timeout, connect=min(CONNECT_S, timeout / 2)),
             connector=aiohttp.TCPConnector(limit=parallel),
             trust_env=_has_proxy(base_url),
         )
@@ -102,7 +108,8 @@ class ChatClient:
     async def chat(self, body: dict[str, Any]) -> dict[str, Any]:
         """The answer of `/chat/completions`.
 
-        A busy server (408, 429, 504 of its own time limit) and timeouts are tried again, `retries` times. A server
+        An answer that does not come within `timeout`, or within the server's own limit (504 with OpenAI's error), is
+        not asked for again: it would take as long. A busy server (408, 429) is asked again, `retries` times. A server
         that is away (a broken or refused connection; 502, 503 and a gateway's 504; a proxy's plain 404 and 500) is
         waited for, `max_outage` seconds. One outage costs no retry, but each further one that others' answers set
         apart from it does: else a request that breaks its connection each time would go on for ever.
@@ -110,6 +117,7 @@ class ChatClient:
         Where the server knows no `max_tokens`, it is asked for `max_completion_tokens` from then on.
 
         Raises:
+            AnswerLate: the answer took too long.
             RequestFailed: the server refused, was still busy at the last retry, or was away for too long.
         """
         sent = self._limited(body)
@@ -122,11 +130,24 @@ class ChatClient:
             answer = await self._send("POST", "chat/completions", json=self._limited(body))
         return _completion(answer)
 
+    async def complete(self, body: dict[str, Any]) -> dict[str, Any]:
+        """The answer of `/completions`; it is tried again as `chat` is.
+
+        Raises:
+            RequestFailed: as of `chat`.
+        """
+        response = await self._send("POST", "completions", json=body)
+        try:
+            answer: dict[str, Any] = response.json()
+        except ValueError as error:
+            raise RequestFailed(f"not a completion: {response.text[:200]!r}") from error
+        return answer
+
     def _limited(self, body: dict[str, Any]) -> dict[str, Any]:
         return {self._limit if name == "max_tokens" else name: value for name, value in body.items()}
 
     async def download(self, path: str, params: dict[str, Any]) -> bytes:
-        """What a route below `/v1` sends in pages, held in memory; each page is tried again as `chat` is.
+        """What a route below `/v1` sends in pages, held in memory; each page is tried again, also where it is late.
 
         Args:
             path: below `/v1`, without a slash before it.
@@ -153,6 +174,8 @@ class ChatClient:
                 return got
             if got.kind == "refused":
                 raise RequestFailed(got.reason, got.error)
+            if got.late and method == "POST":  # what is generated again takes as long again
+                raise AnswerLate(got.reason, got.error)
             counts = got.kind == "busy"
             if got.kind == "away":
                 number = self._outage.missed()
@@ -185,7 +208,7 @@ class ChatClient:
         except UNREACHABLE as error:
             return _Failure("away", f"{type(error).__name__}: {error}")
         except TimeoutError:
-            return _Failure("busy", f"no answer within {self._timeout:g} s")
+            return _Failure("busy", f"no answer within {self._timeout:g} s", late=True)
         except aiohttp.ClientError as error:
             worked = self._clock() - began > LONGEST_LOOK  # on it, or looked for who does
             was_there = worked and not isinstance(error, aiohttp.ClientHttpProxyError)
@@ -197,7 +220,8 @@ class ChatClient:
         if meaning is None:
             return response
         reason = f"HTTP {response.status_code}: {message_of(response)}"
-        return _Failure(meaning, reason, asked_wait_s(response), error_of(response))
+        late = meaning == "busy" and response.status_code == 504
+        return _Failure(meaning, reason, asked_wait_s(response), error_of(response), late=late)
 
     async def _answer(self, method: str, path: str, **given: Any) -> httpx.Response:
         async with self._http.request(method, f"{self._base_url}/{path}", **given) as answer:

@@ -10,7 +10,8 @@ from evals.charts import SHARES, around_zero
 from evals.comparison import Compared, Run, compare, differing, load_runs
 from evals.config import EvalError
 from evals.report_page import template
-from evals.screen import COLUMNS, aligned, columns, number
+from evals.scoring import RULES
+from evals.screen import COUNTED, aligned, columns, heads, number
 
 WIDEST = 48  # characters of a setting on the screen
 
@@ -67,6 +68,8 @@ def write_page(path: Path, runs: Sequence[Run], found: Sequence[Compared]) -> No
     context = {
         "runs": runs,
         "found": found,
+        "rules": RULES,
+        "kinds": COUNTED,
         "settings": differing(runs),
         "rewards": list(rewards),
         "shares": SHARES,
@@ -84,9 +87,9 @@ def _about(run: Run) -> list[str]:
 
 def _conditions(of: Compared) -> str:
     rewards = list(dict.fromkeys(name for _, condition in of.rows for name in condition["rewards"]))
-    rows = [["", *COLUMNS, "tokens/s", *rewards, "reward"]]
+    rows = [["", *heads(of.rule), "tokens/s", *rewards, "reward"]]
     for name, c in of.rows:
-        row = [name, *columns(c)]
+        row = [name, *columns(c, of.rule)]
         row += [number(of.speeds[name], ".0f"), *(number(c["rewards"].get(reward), ".3f") for reward in rewards)]
         rows.append([*row, number(c["reward"], ".3f")])
     return aligned(rows)

@@ -12,6 +12,7 @@ import pyarrow.parquet as pq
 from evals.config import EvalError
 from evals.report_page import finished
 from evals.results import read_json
+from evals.scoring import Rule
 from evals.stats import paired_difference
 
 BATCH = 8192  # rows
@@ -42,12 +43,14 @@ class Compared(NamedTuple):
 
     Attributes:
         title: the condition.
+        rule: the first run's, by which all of them are compared.
         rows: name of the run, and its part of summary.json.
         speeds: tokens per second of the mode, by the run's name.
         paired: the first run's name, another's, and its accuracy less that of the first by problem.
     """
 
     title: str
+    rule: Rule
     rows: list[tuple[str, Record]]
     speeds: dict[str, float | None]
     paired: list[tuple[str, str, Record]]
@@ -109,27 +112,30 @@ def differing(runs: Sequence[Run]) -> list[tuple[str, list[str]]]:
 def _compared(title: str, of: list[tuple[Run, str]]) -> Compared:
     conditions = [(run, run.summary["conditions"][key]) for run, key in of]
     (first, its), *others = conditions
-    a = _correct(first.directory, its["mode"], its["variant"])
+    rule = first.summary["rule"]
+    a = _correct(first.directory, its["mode"], its["variant"], rule)
     paired = []
     for run, condition in others:
-        b = _correct(run.directory, condition["mode"], condition["variant"])
+        b = _correct(run.directory, condition["mode"], condition["variant"], rule)
         paired.append((first.name, run.name, paired_difference(a, b)))
     return Compared(
         title,
+        rule,
         [(run.name, condition) for run, condition in conditions],
         {run.name: run.summary["modes"][condition["mode"]]["tokens_per_second"] for run, condition in conditions},
         paired,
     )
 
 
-def _correct(directory: Path, mode: str, variant: str) -> dict[str, bool]:
-    """By problem whether the answer is right; failed samples are not in it."""
+def _correct(directory: Path, mode: str, variant: str, rule: Rule) -> dict[str, bool]:
+    """By problem whether the answer is right by a rule; failed samples are not in it."""
     found: dict[str, bool] = {}
+    column = f"correct_{rule}"
     with pq.ParquetFile(directory / "samples.parquet") as file:
-        for batch in file.iter_batches(batch_size=BATCH, columns=["id", "mode", "variant", "correct"]):
+        for batch in file.iter_batches(batch_size=BATCH, columns=["id", "mode", "variant", "correct", column]):
             for row in batch.to_pylist():
                 if row["mode"] == mode and row["variant"] == variant and row["correct"] is not None:
-                    found[row["id"]] = row["correct"]
+                    found[row["id"]] = row[column]
     return found
 
 

@@ -6,6 +6,7 @@ from urllib.parse import urlsplit
 
 from pydantic import ConfigDict, Field, field_validator, model_validator
 
+from evals.scoring import Rule
 from evals.serving_config import ServingConfig, Switch
 
 Mode = Literal["no-tools", "with-tools"]
@@ -48,6 +49,7 @@ class Config(ServingConfig):
     timeout: Annotated[Number, Field(gt=0.0)] = 300.0  # seconds, one attempt of one request
     retries: Natural = 8
     max_outage: Annotated[Number, Field(ge=0.0)] = 600.0  # seconds that a server that is away is waited for
+    rule: Rule = "normalized"
     rewards: dict[str, Number] = {"correctness": 1.0}  # weights
     collect_activations: Switch = False
     points: tuple[str, ...] = ()

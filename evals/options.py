@@ -13,6 +13,7 @@ from pydantic import ValidationError
 
 from deployments.options import home
 from evals.config import HUB_DATASET, Config
+from evals.scoring import RULES
 from evals.serving_config import OF_ONE_CALL, STAGES, add_serving_options, in_order
 
 Given = dict[str, Any]
@@ -171,9 +172,10 @@ def _parser() -> argparse.ArgumentParser:
     option("--max-tokens", "most new tokens of one answer", int)
     option("--max-turns", "most answers per problem with tools", int)
     option("--temperature", "0 is greedy", float)
-    option("--timeout", "seconds for one attempt of one request", float)
-    option("--retries", "further attempts of a request on 429 and timeouts", int)
+    option("--timeout", "seconds for one answer; a later one is wrong", float)
+    option("--retries", "further attempts of a request on 429", int)
     option("--max-outage", "seconds for which a server that does not answer is waited for", float)
+    option("--rule", "the scoring rule that decides what is correct", choices=RULES)
     option("--rewards", "weights, as correctness=1,format=0.2,package.module:function=0.1 (default: correctness=1)")
     switch("--collect-activations", "record activations; without points or layers, the server's choice of them")
     option("--points", "activation points to record, comma separated")

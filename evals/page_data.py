@@ -12,6 +12,7 @@ from typing import Any, NamedTuple
 import pyarrow.parquet as pq
 
 from evals.results import TRAJECTORIES
+from evals.scoring import RULES
 from evals.trajectory import sample_key
 
 ROWS = 2000  # samples of a block of the table
@@ -19,7 +20,7 @@ STEPS_BYTES = 128 << 10  # of trajectories, uncompressed, that are opened togeth
 LONGEST = 1 << 20  # bytes of a trajectory that is still in the page
 QUESTION = 120  # characters of it that the table has
 RATIO = 2  # how much smaller trajectories are in the page than in their files, at least
-COLUMNS = ["id", "mode", "variant", "outcome", "gold", "strict", "flexible", "reward", "turns", "tool_calls"]
+COLUMNS = ["id", "mode", "variant", "outcome", "gold", *RULES, "reward", "turns", "tool_calls"]
 COLUMNS += ["prompt_tokens", "completion_tokens", "latency_s", "question"]
 DETAILS = ("question", "error", "finish_reason", "session_id", "run_ids")
 

@@ -14,7 +14,7 @@ from huggingface_hub.errors import HfHubHTTPError
 
 from deployments.demo_model import PROBLEMS
 from evals.config import HUB_DATASET, Config, EvalError
-from evals.scoring import strict_match
+from evals.scoring import gold_number, strict_match
 from evals.trajectory import Problem
 
 SCHEMA = pa.schema([(name, pa.string()) for name in Problem._fields])
@@ -141,9 +141,11 @@ def to_problem(row: dict[str, Any]) -> Problem:
         EvalError: it has no question, or no answer that ends in `#### <number>`.
     """
     question, answer = (_text(row, name) for name in ("question", "answer"))
-    gold = strict_match(answer)
-    if gold is None:
-        raise EvalError(f"not GSM8K's format: an answer without #### and a number: {answer[-80:]!r}")
+    gold = strict_match(answer) or ""
+    try:
+        gold_number(gold)
+    except ValueError:
+        raise EvalError(f"not GSM8K's format: an answer without #### and a number: {answer[-80:]!r}") from None
     return Problem(question_id(question), question, gold)
 
 

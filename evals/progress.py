@@ -52,7 +52,7 @@ class Progress:
         self._tokens += sample.completion_tokens
         while self._recent[0][0] < now - WINDOW:
             self._tokens -= self._recent.popleft()[1]
-        if sample.error:
+        if sample.outcome == "failed":
             tqdm.write(f"{sample.key} failed: {sample.error}", file=sys.stderr)
         self._bar.set_postfix(self._shown(now), refresh=False)
         self._bar.update()

@@ -20,9 +20,10 @@ if TYPE_CHECKING:
 
 PACKAGES = ("ray", "pyarrow", "httpx", "pydantic", "torch", "transformers", "nnsight", "numpy")
 # How a run reaches the server, which files it reads and where it writes: the answers do not hang on these. What the
-# files hold is compared for itself; answers that are there are rewarded anew.
+# files hold is compared for itself; answers that are there are scored and rewarded anew. With a longer timeout those
+# that were late are asked again; a shorter one is another run.
 FREE = {"base_url", "parallel", "timeout", "retries", "max_outage", "wait_healthy", "results_dir"}
-FREE |= {"dataset", "variants_file", "few_shot_file", "transfer_activations", "serve", "rewards"} | OF_ONE_CALL
+FREE |= {"dataset", "variants_file", "few_shot_file", "transfer_activations", "serve", "rule", "rewards"} | OF_ONE_CALL
 ROOT = Path(__file__).parents[1]
 GIT_S = 10.0  # that git may take: the checkout may lie on a slow disk
 Facts = dict[str, Any]
@@ -68,6 +69,8 @@ def facts(config: Config, prompts: Prompts, path: Path, chosen: "Chosen") -> Fac
 def differences(earlier: Facts, now: Facts) -> list[str]:
     """Names of what changes answers or scores and is not the same in both."""
     found = changed(earlier["config"], now["config"])
+    if now["config"]["timeout"] < earlier["config"]["timeout"]:
+        found.append("timeout")
     if _texts(earlier["prompts"]) != _texts(now["prompts"]):
         found.append("prompts")
     for name, tell in TOLD.items():

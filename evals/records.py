@@ -4,6 +4,7 @@ from typing import Any
 
 from deployments.demo_model.calculator import ERROR
 from evals.activations_meta import points_of, runs_of
+from evals.scoring import RULES
 from evals.trajectory import Sample
 
 Record = dict[str, Any]
@@ -16,7 +17,7 @@ def dataset_row(sample: Sample) -> Record:
     kept = sample.model_dump(exclude={"turns", "messages", "activations"})
     return kept | {
         "turns": len(sample.turns),
-        "tool_calls": sum(len(message.get("tool_calls") or []) for message in _said(sample)),
+        "tool_calls": sum(len(message.get("tool_calls") or []) for message in since_prompt(sample)),
         "usage": {"prompt_tokens": sample.prompt_tokens, "completion_tokens": sample.completion_tokens},
         "session_id": metas[0].get("session_id") if metas else None,
         "run_ids": [run["run_id"] for run in sample.runs],
@@ -27,7 +28,7 @@ def dataset_row(sample: Sample) -> Record:
 def trajectory(sample: Sample) -> list[Record]:
     """One record a message, in order; the model's have what their requests cost and recorded."""
     turns = iter(sample.turns)
-    asked = len(sample.messages) - len(_said(sample))
+    asked = len(sample.messages) - len(since_prompt(sample))
     steps: list[Record] = []
     for number, message in enumerate(sample.messages):
         step = {"step": number} | message
@@ -52,7 +53,7 @@ def agent_state(sample: Sample) -> Record:
         "tool_calls": tool_calls(sample),
         "prompt_tokens": sample.prompt_tokens,
         "completion_tokens": sample.completion_tokens,
-        "answer": {"strict": sample.strict, "flexible": sample.flexible},
+        "answer": {rule: sample.answer(rule) for rule in RULES},
         "gold": sample.gold,
         "finish_reason": sample.finish_reason,
         "turn_limit": sample.turn_limit,
@@ -65,7 +66,7 @@ def agent_state(sample: Sample) -> Record:
 
 def tool_calls(sample: Sample) -> list[Record]:
     """Each call with its result, in order; a call of an answer that was cut has None."""
-    said = _said(sample)
+    said = since_prompt(sample)
     made: list[Record] = []
     for index, message in enumerate(said):
         for offset, call in enumerate(message.get("tool_calls") or [], start=index + 1):
@@ -86,7 +87,7 @@ def is_error(message: Record) -> bool:
     return str(message["content"]).startswith(ERROR)
 
 
-def _said(sample: Sample) -> list[Record]:
+def since_prompt(sample: Sample) -> list[Record]:
     """The messages since the prompt: the model's turns and the tools' results."""
     turns, number = len(sample.turns), len(sample.messages)
     while turns:  # from the end: worked examples in the prompt are the assistant's too

@@ -22,7 +22,8 @@ from evals.charts import SHARES, Scale, around_zero, histogram, lines, stacked
 from evals.config import EvalError
 from evals.page_data import blocks
 from evals.results import read_json
-from evals.tally import OUTCOMES
+from evals.scoring import RULES
+from evals.tally import OUTCOMES, PAIRS, pair_name
 
 NAME = "report.html"
 EMBED_BYTES = 24 << 20  # of compressed trajectories
@@ -82,6 +83,9 @@ def report_context(directory: Path) -> Record:
     script = (PAGES / "samples.js").read_text(encoding="utf-8")
     return {
         "s": summary,
+        "rules": RULES,
+        "others": [rule for rule in RULES if rule != summary["rule"]],
+        "pairs": [(a, b, pair_name(a, b)) for a, b in PAIRS],
         "config": config,
         "modes": {mode: [c for c in conditions.values() if c["mode"] == mode] for mode in summary["modes"]},
         "variants": list(dict.fromkeys(c["variant"] for c in conditions.values())),
@@ -105,12 +109,15 @@ def finished(directory: Path) -> Record:
     """The summary of a results directory.
 
     Raises:
-        EvalError: the directory holds no finished run.
+        EvalError: the directory holds no finished run, or one of an earlier version.
     """
     path = directory / "summary.json"
     if not path.is_file():
         raise EvalError(f"{directory} holds no finished run: there is no {path.name}")
-    return read_json(path)
+    summary = read_json(path)
+    if "rule" not in summary:
+        raise EvalError(f"{directory} was scored by an earlier version: evals.gsm8k --resume scores its answers anew")
+    return summary
 
 
 def _differences(paired: list[Record], conditions: Record) -> list[tuple[str, str, str, str, list[tuple[str, Record]]]]:

@@ -16,7 +16,7 @@ from evals.activations_meta import is_lost
 from evals.config import EvalError
 from evals.provenance import Facts, differences, resumed
 from evals.records import agent_state, dataset_row, trajectory
-from evals.trajectory import UNREWARDED, Sample
+from evals.trajectory import UNSCORED, Sample
 
 TRANSFERRED = "activations/transferred.json"  # once all is there
 SAMPLES, TRAJECTORIES, STATES = "samples", "trajectories", "agent_states"
@@ -52,13 +52,15 @@ class Results:
         return cls(directory)
 
     @classmethod
-    def resume(cls, directory: Path, facts: Facts, reward: Callable[[Sample], Sample] = lambda sample: sample) -> Self:
+    def resume(cls, directory: Path, facts: Facts, score: Callable[[Sample], Sample] = lambda sample: sample) -> Self:
         """An earlier run's directory; what failed, also in being stored, is asked again.
+
+        So is what was late, where the time limit is longer now.
 
         Args:
             directory: the run's.
             facts: of the run as it is to go on.
-            reward: rewards an answered sample as the run goes on.
+            score: scores and rewards an answered sample as the run goes on.
 
         Raises:
             EvalError: the run asked otherwise; the text names what differs.
@@ -66,16 +68,19 @@ class Results:
         earlier = read_json(directory / "config.json")
         if differing := differences(earlier, facts):
             raise EvalError(f"--resume: {directory} is a run with other {', '.join(differing)}")
+        missing = {"failed"}
+        if facts["config"]["timeout"] > earlier["config"]["timeout"]:
+            missing.add("timed_out")
         again = set()
         for sample in read_samples(directory):
-            if sample.outcome == "failed" or any(is_lost(turn.activations) for turn in sample.turns):
+            if sample.outcome in missing or any(is_lost(turn.activations) for turn in sample.turns):
                 again.add(sample.key)
-            if reward(sample) != sample:  # interrupted here, it has no reward, and none that is of others' kind
-                _write(directory, sample.model_copy(update=UNREWARDED))
+            if score(sample) != sample:  # interrupted here, it has no score, and none that is of others' kind
+                _write(directory, sample.model_copy(update=UNSCORED))
         write_json(directory / "config.json", resumed(earlier, facts))
         for sample in read_samples(directory):
             if sample.reward is None and sample.outcome != "failed":
-                _write(directory, reward(sample))
+                _write(directory, score(sample))
         write_dataset(directory, again)  # a killed run may have left half a line
         return cls(directory, again)
 

@@ -1,6 +1,6 @@
 """Rewards: small named functions over a sample, each from 0 to 1, added up by weights.
 
-    correctness   1 for the right number by the strict rule
+    correctness   1 for the right number by the run's rule
     format        1 if the answer ends in its only `####` line, with a number
     efficiency    2^(-tokens / 256) for a right answer of so many new tokens, 0 for any other; refused where the
                   server counts none
@@ -32,7 +32,7 @@ class Reward(NamedTuple):
 
 
 def correctness(sample: Sample) -> float:
-    """1 for the right number by the strict rule, else 0."""
+    """1 for the right number by the run's rule, else 0."""
     return float(bool(sample.correct))
 
 

@@ -1,66 +1,163 @@
-"""GSM8K's scoring rules as pure functions.
+r"""GSM8K's scoring rules as pure functions: where a text's answer stands, and whether it is the right number.
 
-- strict: the answer after `####`, as openai/grade-school-math `dataset.py` extracts it.
+- strict: the number after the first `#### `, as openai/grade-school-math `dataset.py` extracts it.
 - flexible: the last number of the text, as lm-evaluation-harness `gsm8k` v3 `flexible-extract` does.
+- normalized: the last number that stands behind `####` or in `\boxed{}`, however it is written.
 
-Both compare as lm-evaluation-harness does: as text, without commas, dollar signs and a trailing dot. So `$1,234.` is
-1234, and `18.00` is not 18.
+strict and flexible compare as lm-evaluation-harness does: as text, without commas, dollar signs and a trailing dot. So
+`$1,234.` is 1234, and `18.00` is not 18. normalized compares as numbers.
 """
 
 import re
 from collections.abc import Callable
-from typing import Literal
+from decimal import Decimal
+from typing import Literal, NamedTuple, get_args
 
-Rule = Literal["strict", "flexible"]
+Rule = Literal["strict", "flexible", "normalized"]
 
 STRICT = re.compile(r"#### (\-?[0-9\.\,]+)")
 FLEXIBLE = re.compile(r"(-?[$0-9.,]{2,})|(-?[0-9]+)")
 DIGIT = re.compile(r"[0-9]")
+GOLD = re.compile(r"-?(?:[0-9]+(?:\.[0-9]*)?|\.[0-9]+)")
+# What may stand between #### and the number, and between its sign and its digits. Possessive (`*+`), so that no text
+# takes longer than its length.
+CURRENCY = r"(?:\\?[$€£¥₹])"
+BEFORE = rf"(?:[\s*_`~:=(\[{{]|{CURRENCY}|\\[(\[]|\\(?:text|math)\w*+|(?:the|final|answer|is)\b)*+"
+NUMBER = r"[0-9]++(?:(?:,(?:\\!)?|\{,\}|\\,)[0-9]++)*+(?:\.[0-9]++)?+|\.[0-9]++"
+# No fraction, range, time, equation or longer number: none of these is the number that they begin with.
+ALONE = r"(?![.,]?[0-9])(?![ \t]*[-+*/^=×÷:−–][ \t]*[$0-9])"
+NORMALIZED = re.compile(
+    rf"(?:####|\\boxed\s*+\{{){BEFORE}(?P<number>(?P<sign>[-−])?{CURRENCY}?+(?P<digits>{NUMBER})){ALONE}",
+    re.IGNORECASE,
+)
+SEPARATOR = re.compile(r"[^0-9.]")
 
 
-def strict_match(text: str) -> str | None:
+class Answer(NamedTuple):
+    """A number that a rule finds in a text.
+
+    Attributes:
+        text: What is compared.
+        start: Its first character in the text.
+        end: Behind its last character.
+    """
+
+    text: str
+    start: int
+    end: int
+
+
+def find_strict(text: str) -> Answer | None:
     """The first number after `#### `, without its commas; None where there is none."""
     match = STRICT.search(text)
-    if match is None or not DIGIT.search(match.group(1)):
+    if match is None or not DIGIT.search(match[1]):
         return None
-    return match.group(1).replace(",", "")
+    return Answer(match[1].replace(",", ""), *match.span(1))
 
 
-def flexible_match(text: str) -> str | None:
+def find_flexible(text: str) -> Answer | None:
     """The last number of the text, as it stands there (`$1,234.`); None where there is none.
 
     By lm-evaluation-harness's rule: two or more dots, commas or dollar signs alone are one too, and score wrong.
     """
-    matches = FLEXIBLE.findall(text)
-    if not matches:
+    last = None
+    for match in FLEXIBLE.finditer(text):
+        last = match
+    return Answer(last[0], *last.span()) if last else None
+
+
+def find_normalized(text: str) -> Answer | None:
+    r"""The last number that stands behind `####` or in `\boxed{}`, in plain digits (`-1234.5`); None without one.
+
+    Before the number there may be spaces and line ends, the signs `* _ ` ~ : = ( [ {` and those of currencies, LaTeX's
+    `\(`, `\[`, `\$`, `\text..` and `\math..`, and the words "the final answer is". The number may have commas between
+    its digits, also as LaTeX writes them, and a decimal part. Units may follow. What an operator or a colon joins to
+    another number (`1/2`, `3 * 4`, `18-20`, `18:30`) is no answer.
+    """
+    last = None
+    for match in NORMALIZED.finditer(text):
+        last = match
+    if last is None:
         return None
-    money, plain = matches[-1]
-    return str(money or plain).strip()
+    return Answer(("-" if last["sign"] else "") + SEPARATOR.sub("", last["digits"]), *last.span("number"))
 
 
-MATCHERS: dict[Rule, Callable[[str], str | None]] = {"strict": strict_match, "flexible": flexible_match}
+def _same_text(found: str, gold: str) -> bool:
+    return _compared(found) == gold
 
 
-def is_correct(completion: str, gold: str, rule: Rule = "strict") -> bool:
-    """Whether the completion's answer by `rule` is that of `gold`.
+def _same_number(found: str, gold: str) -> bool:
+    return Decimal(found) == Decimal(gold)
+
+
+class Scoring(NamedTuple):
+    """A rule: how it finds an answer, and how it compares what it found with the gold number."""
+
+    find: Callable[[str], Answer | None]
+    same: Callable[[str, str], bool]
+
+
+SCORING: dict[Rule, Scoring] = {
+    "strict": Scoring(find_strict, _same_text),
+    "flexible": Scoring(find_flexible, _same_text),
+    "normalized": Scoring(find_normalized, _same_number),
+}
+RULES: tuple[Rule, ...] = get_args(Rule)
+
+
+class Score(NamedTuple):
+    """A text by one rule: the answer that it finds, if any, and whether that is the gold number."""
+
+    answer: Answer | None
+    correct: bool
+
+
+def score(completion: str, gold: str, rule: Rule) -> Score:
+    """A completion by a rule.
 
     Args:
         completion: the model's text.
         gold: GSM8K's `answer` field, or the bare number.
-        rule: `strict` or `flexible`.
+        rule: one of `RULES`.
 
     Raises:
         ValueError: `gold` holds no number, or there is no such rule.
     """
-    if rule not in MATCHERS:
-        raise ValueError(f"no scoring rule {rule!r}; there are {', '.join(MATCHERS)}")
+    if rule not in SCORING:
+        raise ValueError(f"no scoring rule {rule!r}; there are {', '.join(RULES)}")
+    expected = gold_number(gold)
+    find, same = SCORING[rule]
+    answer = find(completion)
+    return Score(answer, answer is not None and same(answer.text, expected))
+
+
+def gold_number(gold: str) -> str:
+    """The number of GSM8K's `answer` field, or of a bare number, in plain digits.
+
+    Raises:
+        ValueError: it holds none.
+    """
     expected = _compared(strict_match(gold) or gold)
-    if not re.fullmatch(r"-?[0-9.]*[0-9][0-9.]*", expected):
+    if not GOLD.fullmatch(expected):
         raise ValueError(f"the gold answer has no number: {gold!r}")
-    found = MATCHERS[rule](completion)
-    return found is not None and _compared(found) == expected
+    return expected
+
+
+def is_correct(completion: str, gold: str, rule: Rule = "strict") -> bool:
+    """Whether the completion's answer by a rule is the gold number; arguments and errors are those of `score`."""
+    return score(completion, gold, rule).correct
+
+
+def strict_match(text: str) -> str | None:
+    """The answer by the strict rule, without its commas; None where there is none."""
+    return found.text if (found := find_strict(text)) else None
+
+
+def flexible_match(text: str) -> str | None:
+    """The answer by the flexible rule, as it stands in the text; None where there is none."""
+    return found.text if (found := find_flexible(text)) else None
 
 
 def _compared(number: str) -> str:
-    """What is left for the comparison."""
+    """What is left for the comparison as text."""
     return number.strip().replace(",", "").replace("$", "").removesuffix(".")

@@ -6,9 +6,11 @@ from typing import Any
 
 from evals.config import CONTROL
 from evals.options import in_ray_job
+from evals.scoring import RULES, Rule
+from evals.tally import pair_name
 
 REASONS = 3  # told on the screen
-COLUMNS = ("strict ±SE", "95% interval", "flexible ±SE", "invalid", "truncated", "failed", "tokens", "p50 s", "p95 s")
+COUNTED = ("invalid", "truncated", "timed_out", "failed")  # outcomes
 
 
 def render(summary: dict[str, Any], directory: Path) -> str:
@@ -17,6 +19,8 @@ def render(summary: dict[str, Any], directory: Path) -> str:
     repeated = f"; {summary['repeated']} rows repeat a question" if summary["repeated"] else ""
     lines = ["", f"{model} on {dataset}, {problems} problems{repeated}", ""]
     lines += [_table(summary)]
+    others = f"by the other rules, and on how many answers each agrees with {summary['rule']}"
+    lines += ["", others, "", _rules(summary)]
     if pairs := [_difference(pair) for pair in summary["paired"] if pair["difference"] is not None]:
         lines += ["", "accuracy less that of the same problems otherwise, in points", "", aligned(pairs)]
     if summary["not_paired"]:
@@ -35,22 +39,40 @@ def where(directory: Path) -> str:
 
 
 def _table(summary: dict[str, Any]) -> str:
-    rows = [["", *COLUMNS, "tokens/s"]]
+    rows = [["", *heads(summary["rule"]), "tokens/s"]]
     modes = dict(summary["modes"])
     for condition in summary["conditions"].values():
-        row = [_name(condition["mode"], condition["variant"]), *columns(condition)]
+        row = [_name(condition["mode"], condition["variant"]), *columns(condition, summary["rule"])]
         mode = modes.pop(condition["mode"], None)  # its speed is of all its variants: said once
         rows.append([*row, number(mode["tokens_per_second"], ".0f") if mode else ""])
     return aligned(rows)
 
 
-def columns(condition: dict[str, Any]) -> list[str]:
-    """A condition of a summary as the texts of `COLUMNS`."""
-    strict, latency, outcomes = condition["strict"], condition["latency_s"], condition["outcomes"]
-    row = [score(strict), interval(strict["ci95"]), score(condition["flexible"])]
-    row += [str(outcomes[kind]) for kind in ("invalid", "truncated", "failed")]
+def heads(rule: Rule) -> list[str]:
+    """The heads of `columns`."""
+    return [f"{rule} ±SE", "95% interval", *(kind.replace("_", " ") for kind in COUNTED), "tokens", "p50 s", "p95 s"]
+
+
+def columns(condition: dict[str, Any], rule: Rule) -> list[str]:
+    """A condition of a summary by a rule, as texts."""
+    latency, outcomes = condition["latency_s"], condition["outcomes"]
+    row = [score(condition[rule]), interval(condition[rule]["ci95"]), *(str(outcomes[kind]) for kind in COUNTED)]
     row += [number(condition["completion_tokens_per_sample"]["mean"], ".0f")]
     return row + [number(latency[quantile], ".2f") for quantile in ("p50", "p95")]
+
+
+def _rules(summary: dict[str, Any]) -> str:
+    """Accuracy by the rules that do not decide, and on how many answers each agrees with the one that does."""
+    rule = summary["rule"]
+    others = [other for other in RULES if other != rule]
+    rows = [["", *(head for other in others for head in (f"{other} ±SE", "95% interval", "agree"))]]
+    for c in summary["conditions"].values():
+        row = [_name(c["mode"], c["variant"])]
+        for other in others:
+            agree = f"{c['agreement'][pair_name(rule, other)]} of {c[other]['of']}"
+            row += [score(c[other]), interval(c[other]["ci95"]), agree]
+        rows.append(row)
+    return aligned(rows)
 
 
 def _difference(pair: dict[str, Any]) -> list[str]:
@@ -105,9 +127,9 @@ def percent(value: float | None) -> str:
     return "-" if value is None else f"{100 * value:.1f}%"
 
 
-def score(rule: dict[str, Any]) -> str:
+def score(by_rule: dict[str, Any]) -> str:
     """A rule's accuracy with its standard error, as `71.5% ±3.2`."""
-    return percent(rule["accuracy"]) + (f" ±{100 * rule['stderr']:.1f}" if rule["stderr"] is not None else "")
+    return percent(by_rule["accuracy"]) + (f" ±{100 * by_rule['stderr']:.1f}" if by_rule["stderr"] is not None else "")
 
 
 def number(value: float | None, form: str) -> str:

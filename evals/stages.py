@@ -32,6 +32,7 @@ from evals.serving import serving, tail_of
 from evals.serving_config import Stage
 from evals.smoke import smoke
 from evals.summary import conclude, summarize
+from evals.trajectory import Sample, scored
 
 
 class Work(NamedTuple):
@@ -42,6 +43,10 @@ class Work(NamedTuple):
     prompts: Prompts
     reward: Rewarding
     told: Facts
+
+    def score(self, sample: Sample) -> Sample:
+        """A sample scored and rewarded as this run does; as it is where it failed."""
+        return sample if sample.outcome == "failed" else self.reward(scored(sample, self.config.rule))
 
 
 def run_stages(config: Config) -> int:
@@ -135,7 +140,15 @@ def prepare(config: Config) -> Work:
     few_shot = load_few_shot(config, set(chosen.problems["id"].to_pylist()))
     prompts = Prompts(load_variants(config.variants, config.variants_file), few_shot)
     told = facts(config, prompts, path, chosen)
+    _check_room(config, told)
     return Work(config, chosen.problems, prompts, reward, told)
+
+
+def _check_room(config: Config, told: Facts) -> None:
+    """Refuse a limit of new tokens that no question fits beside: each answer would count as truncated."""
+    context = told["model"].get("max_model_len")
+    if isinstance(context, int) and config.max_tokens >= context:
+        raise EvalError(f"--max-tokens {config.max_tokens}: the model's context is {context} tokens with the question")
 
 
 def _results(work: Work) -> Results:
@@ -143,9 +156,9 @@ def _results(work: Work) -> Results:
     config = work.config
     goes_on = config.resume or "configure" not in config.stages
     if goes_on:
-        results = Results.resume(config.results_dir, work.told, work.reward)
+        results = Results.resume(config.results_dir, work.told, work.score)
         if results.again and "generate" in config.stages:
-            _say(f"samples asked again, since they failed or were not stored: {len(results.again)}")
+            _say(f"samples asked again, since they failed, were late or were not stored: {len(results.again)}")
     else:
         results = Results.create(config.results_dir, work.told)
     if in_ray_job():
@@ -161,7 +174,7 @@ def check_same(config: Config) -> None:
     """
     earlier = Config.model_validate(read_json(config.results_dir / "config.json")["config"])
     options = (earlier.model_dump(mode="json"), config.model_dump(mode="json", exclude={"resume"}))
-    if differing := changed(*options, FREE - {"rewards", "transfer_activations"}):
+    if differing := changed(*options, FREE - {"rule", "rewards", "transfer_activations"}):
         raise EvalError(
             f"{config.results_dir} is a run with other {', '.join(differing)}; a report takes them from there, and "
             "--resume goes on with others where it can"

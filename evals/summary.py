@@ -70,14 +70,18 @@ def summarize(directory: Path, incomplete: str | None) -> dict[str, Any]:
         incomplete: why the run ended early, if it did.
 
     Raises:
-        EvalError: the directory holds no run.
+        EvalError: the directory holds no run, or one of an earlier version.
     """
     facts = read_json(directory / "config.json")
     config = Config.model_validate(facts["config"])
-    conditions: Conditions = {(mode, variant): ConditionTally() for mode in config.modes for variant in config.variants}
+    conditions: Conditions = {
+        (mode, variant): ConditionTally(config.rule) for mode in config.modes for variant in config.variants
+    }
     modes = {mode: ModeTally() for mode in config.modes}
     activations = ActivationTally(config.session_id, config.tokens) if config.collect_activations else None
     for sample in read_samples(directory):
+        if sample.correct is not None and sample.correct_normalized is None:
+            raise EvalError(f"{directory} was scored by an earlier version: --resume scores its answers anew")
         conditions[sample.mode, sample.variant].add(sample)
         modes[sample.mode].add(sample)
         if activations:
@@ -89,6 +93,7 @@ def summarize(directory: Path, incomplete: str | None) -> dict[str, Any]:
     return {
         "model": config.model,
         "dataset": config.dataset,
+        "rule": config.rule,
         "repeated": facts["dataset"].get("repeated", 0),
         "counts": counts,
         "incomplete": "; ".join(reasons) or None,

@@ -9,6 +9,7 @@ import pyarrow.parquet as pq
 
 from evals.records import dataset_row
 from evals.results import read_samples
+from evals.scoring import RULES
 from evals.trajectory import Sample
 
 BATCH = 1000  # rows
@@ -20,10 +21,9 @@ COLUMNS = {
     "question": pa.string(),
     "gold": pa.string(),
     "completion": pa.string(),
-    "strict": pa.string(),
-    "flexible": pa.string(),
+    **{rule: pa.string() for rule in RULES},
     "correct": pa.bool_(),
-    "correct_flexible": pa.bool_(),
+    **{f"correct_{rule}": pa.bool_() for rule in RULES},
     "outcome": pa.string(),
     "finish_reason": pa.string(),
     "turn_limit": pa.bool_(),

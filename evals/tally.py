@@ -2,13 +2,16 @@
 
 from array import array
 from collections import Counter, defaultdict
+from itertools import combinations
 from typing import Any
 
 from evals.activations_meta import item_bytes, points_of, runs_of, shape_of, tokens_of, values_of, why_not_stored
+from evals.scoring import RULES, Rule
 from evals.stats import covered, proportion, quantiles
-from evals.trajectory import Outcome, Sample
+from evals.trajectory import TIMEOUT, Outcome, Sample
 
-OUTCOMES: tuple[Outcome, ...] = ("correct", "wrong", "invalid", "truncated", "turn_limit", "failed")
+OUTCOMES: tuple[Outcome, ...] = ("correct", "wrong", "invalid", "truncated", "timed_out", "turn_limit", "failed")
+PAIRS = tuple(combinations(RULES, 2))
 MOST_REASONS = 20  # that are told one by one
 OTHER = "other reasons"
 
@@ -16,10 +19,18 @@ OTHER = "other reasons"
 class ConditionTally:
     """Samples of one mode and variant."""
 
-    def __init__(self) -> None:
-        self.correct: dict[str, bool] = {}  # by problem, by the strict rule; failed ones are not in it
+    def __init__(self, rule: Rule) -> None:
+        """Counts nothing yet.
+
+        Args:
+            rule: the run's, which decides what is correct.
+        """
+        self.correct: dict[str, bool] = {}  # by problem; failed ones are not in it
         self.outcomes: Counter[str] = Counter()
+        self.unrewarded = 0  # samples that count and have no reward, because a function failed
+        self._rule: Rule = rule
         self._counts: Counter[str] = Counter()
+        self._agreement: Counter[str] = Counter()
         self._latencies = array("d")  # seconds
         self._tokens = array("l")
         self._rewards: defaultdict[str, float] = defaultdict(float)
@@ -30,36 +41,35 @@ class ConditionTally:
         self.outcomes[sample.outcome] += 1
         self._counts["prompt"] += sample.prompt_tokens
         self._counts["completion"] += sample.completion_tokens
+        self.unrewarded += sample.outcome != "failed" and sample.reward is None
         if sample.correct is None:
             return
         self._latencies.append(sample.latency_s)
         if sample.completion_tokens:  # else the server counts none: they are not known
             self._tokens.append(sample.completion_tokens)
         self.correct[sample.id] = sample.correct
-        self._counts["flexible"] += bool(sample.correct_flexible)
-        self._counts["invalid"] += sample.strict is None
+        self._counts.update(rule for rule in RULES if sample.correct_by(rule))
+        self._agreement.update(pair_name(a, b) for a, b in PAIRS if sample.correct_by(a) == sample.correct_by(b))
+        self._counts["invalid"] += sample.answer(self._rule) is None
         self._counts["truncated"] += sample.finish_reason == "length"
+        self._counts["timed_out"] += sample.finish_reason == TIMEOUT
         self._counts["turn_limit"] += sample.turn_limit
         self._counts["rewarded"] += sample.reward is not None
         self._reward += sample.reward or 0.0
         for name, value in sample.rewards.items():
             self._rewards[name] += value
 
-    @property
-    def unrewarded(self) -> int:
-        """How many answered samples have no reward, because a function failed."""
-        return len(self.correct) - self._counts["rewarded"]
-
     def summary(self) -> dict[str, Any]:
-        """The condition's part of summary.json; all but counts and sums is of the answered samples."""
+        """The condition's part of summary.json; all but counts and sums is of the samples that did not fail."""
         answered, rewarded, tokens = len(self.correct), self._counts["rewarded"], sum(self._tokens)
         return {
-            "strict": proportion(self.outcomes["correct"], answered),
-            "flexible": proportion(self._counts["flexible"], answered),
+            **{rule: proportion(self._counts[rule], answered) for rule in RULES},
+            "agreement": {pair_name(a, b): self._agreement[pair_name(a, b)] for a, b in PAIRS},
             "samples": self.outcomes.total(),
             "failed": self.outcomes["failed"],
             "invalid": self._counts["invalid"],
             "truncated": self._counts["truncated"],
+            "timed_out": self._counts["timed_out"],
             "turn_limit": self._counts["turn_limit"],
             "outcomes": {kind: self.outcomes[kind] for kind in OUTCOMES},
             "invalid_rate": self._counts["invalid"] / answered if answered else None,
@@ -74,6 +84,11 @@ class ConditionTally:
             "rewards": {name: total / rewarded for name, total in self._rewards.items()},
             "reward": self._reward / rewarded if rewarded else None,
         }
+
+
+def pair_name(a: Rule, b: Rule) -> str:
+    """What a pair of rules is called in summary.json, whichever is named first."""
+    return ", ".join(sorted((a, b), key=RULES.index))
 
 
 class ModeTally:

@@ -10,14 +10,15 @@ from pydantic import BaseModel
 
 from deployments.demo_model.calculator import TOOL, answer_call
 from evals.activations_meta import runs_of
-from evals.client import RequestFailed
+from evals.client import AnswerLate, RequestFailed
 from evals.config import Config, Mode
 from evals.prompts import Prompts
-from evals.scoring import flexible_match, is_correct, strict_match
+from evals.scoring import RULES, Rule, Score, score
 
 CONTEXT_EXCEEDED = "context_length_exceeded"  # OpenAI's word
 Chat = Callable[[dict[str, Any]], Awaitable[dict[str, Any]]]
-Outcome = Literal["correct", "wrong", "invalid", "truncated", "turn_limit", "failed"]
+TIMEOUT = "timeout"  # of `finish_reason`
+Outcome = Literal["correct", "wrong", "invalid", "truncated", "timed_out", "turn_limit", "failed"]
 
 
 class Problem(NamedTuple):
@@ -39,6 +40,7 @@ class Turn(BaseModel):
 
 
 UNREWARDED: dict[str, Any] = {"rewards": {}, "reward": None}
+UNSCORED: dict[str, Any] = UNREWARDED | {"correct": None}
 
 
 class Sample(BaseModel):
@@ -51,13 +53,17 @@ class Sample(BaseModel):
     gold: str
     outcome: Outcome = "failed"
     completion: str | None = None
-    strict: str | None = None
+    strict: str | None = None  # the answer that each rule finds
     flexible: str | None = None
-    correct: bool | None = None  # by the strict rule; None where the sample failed
+    normalized: str | None = None
+    correct: bool | None = None  # by the run's rule; None where the sample failed, or is being scored anew
+    correct_strict: bool | None = None
     correct_flexible: bool | None = None
-    finish_reason: str | None = None  # of the last turn; length, too, where the next one did not fit the context
+    correct_normalized: bool | None = None
+    # Of the last turn; `length`, too, where the next one did not fit the context, and `timeout` where it came too late.
+    finish_reason: str | None = None
     turn_limit: bool = False  # still calling tools at the last turn allowed
-    error: str | None = None
+    error: str | None = None  # why the next turn has no answer
     started: float  # seconds since the epoch
     ended: float
     latency_s: float
@@ -71,6 +77,15 @@ class Sample(BaseModel):
     def key(self) -> str:
         """What the files of this sample are named by."""
         return sample_key(self.id, self.mode, self.variant)
+
+    def answer(self, rule: Rule) -> str | None:
+        """The answer that a rule finds."""
+        found: str | None = getattr(self, rule)
+        return found
+
+    def correct_by(self, rule: Rule) -> bool:
+        """Whether that is the gold number."""
+        return bool(getattr(self, f"correct_{rule}"))
 
     @property
     def prompt_tokens(self) -> int:
@@ -96,12 +111,16 @@ def sample_key(problem: str, mode: str, variant: str) -> str:
 async def run_problem(
     chat: Chat, problem: Problem, mode: Mode, variant: str, config: Config, prompts: Prompts
 ) -> Sample:
-    """Talks until an answer calls no tool, is cut, or is the last allowed; a failure is in the sample."""
+    """Talks until an answer calls no tool, is cut, comes too late, or is the last allowed; a failure is in the sample.
+
+    A conversation that outgrows the context or an answer that is late is the model's: the sample counts. Any other
+    request without an answer is the server's, and the sample has failed.
+    """
     started, clock = time.time(), time.perf_counter()
     messages = prompts.messages(problem.question, variant)
     turns: list[Turn] = []
     error: str | None = None
-    outgrown = False
+    cut: str | None = None  # a finish reason, where the conversation grew too long for the context or the time limit
     calls: list[dict[str, Any]] = []
     tags = {"mode": mode, "variant": variant, "eval": "gsm8k"}
     try:
@@ -117,16 +136,18 @@ async def run_problem(
             if not calls or turn.finish_reason == "length":
                 break
             messages += [_tool_message(call) for call in calls]
+    except AnswerLate as late:
+        cut, error = TIMEOUT, str(late)
     except RequestFailed as failure:
-        outgrown = bool(turns) and failure.error.get("code") == CONTEXT_EXCEEDED
-        error = None if outgrown else str(failure)
+        cut = "length" if failure.error.get("code") == CONTEXT_EXCEEDED else None
+        error = str(failure)
     sample = Sample(
         id=problem.id,
         mode=mode,
         variant=variant,
         question=problem.question,
         gold=problem.gold,
-        finish_reason="length" if outgrown else turns[-1].finish_reason if turns else None,
+        finish_reason=cut or (turns[-1].finish_reason if turns else None),
         turn_limit=mode == "with-tools" and len(turns) == config.max_turns and bool(calls),
         error=error,
         started=started,
@@ -135,7 +156,7 @@ async def run_problem(
         turns=turns,
         messages=messages,
     )
-    return sample if error else scored(sample)
+    return sample if error and not cut else scored(sample, config.rule)
 
 
 def failed(problem: Problem, mode: Mode, variant: str, error: str) -> Sample:
@@ -156,20 +177,20 @@ def failed(problem: Problem, mode: Mode, variant: str, error: str) -> Sample:
     )
 
 
-def scored(sample: Sample) -> Sample:
-    """The sample with the scores of its last assistant message."""
-    text = next((m["content"] for m in reversed(sample.messages) if m["role"] == "assistant"), None) or ""
-    strict, correct = strict_match(text), is_correct(text, sample.gold, "strict")
-    return sample.model_copy(
-        update={
-            "outcome": _outcome(sample, strict, correct),
-            "completion": text,
-            "strict": strict,
-            "flexible": flexible_match(text),
-            "correct": correct,
-            "correct_flexible": is_correct(text, sample.gold, "flexible"),
-        }
-    )
+def scored(sample: Sample, rule: Rule) -> Sample:
+    """The sample with the scores of its last answer.
+
+    Args:
+        sample: one that did not fail, with its messages.
+        rule: decides `correct` and the outcome.
+    """
+    said = (m["content"] for m in reversed(sample.messages) if m["role"] == "assistant")
+    text = (next(said, None) if sample.turns else None) or ""  # without a turn, worked examples are all that is said
+    by = {name: score(text, sample.gold, name) for name in RULES}
+    found: dict[str, Any] = {"completion": text, "correct": by[rule].correct}
+    for name, its in by.items():
+        found |= {name: its.answer.text if its.answer else None, f"correct_{name}": its.correct}
+    return sample.model_copy(update=found | {"outcome": _outcome(sample, by[rule])})
 
 
 def request_body(messages: list[dict[str, Any]], mode: Mode, capture: dict[str, Any], config: Config) -> dict[str, Any]:
@@ -193,7 +214,7 @@ def request_body(messages: list[dict[str, Any]], mode: Mode, capture: dict[str, 
         where = {"points": config.points, "layers": config.layers, "sites": config.sites}
         body["session_id"] = config.session_id
         body["store_activations"] = True
-        body["capture"] = {name: value for name, value in where.items() if value} | capture
+        body["capture"] = {name: value for name, value in where.items() if value} | capture | {"text": True}
         if config.tokens != "all":
             kind, _, count = config.tokens.partition(":")
             body["capture"]["tokens"] = {kind: int(count)} if count else kind
@@ -205,15 +226,17 @@ def request_seed(seed: int | None, key: str, turn: int) -> int:
     return int.from_bytes(hashlib.sha256(f"{seed}:{key}:{turn}".encode()).digest()[:4], "big") >> 1
 
 
-def _outcome(sample: Sample, strict: str | None, correct: bool) -> Outcome:
-    """The one kind of a sample that did not fail: a cut or endless answer is not called wrong."""
-    if correct:
+def _outcome(sample: Sample, by_rule: Score) -> Outcome:
+    """The one kind of a sample that did not fail: a cut, late or endless answer is not called wrong."""
+    if by_rule.correct:
         return "correct"
     if sample.finish_reason == "length":
         return "truncated"
+    if sample.finish_reason == TIMEOUT:
+        return "timed_out"
     if sample.turn_limit:
         return "turn_limit"
-    return "invalid" if strict is None else "wrong"
+    return "invalid" if by_rule.answer is None else "wrong"
 
 
 async def _take_turn(chat: Chat, body: dict[str, Any]) -> tuple[Turn, dict[str, Any]]:

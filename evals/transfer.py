@@ -8,6 +8,7 @@ from collections.abc import Callable, Iterator, Sequence
 from functools import partial
 from pathlib import Path
 from typing import Any, TypeVar
+from urllib.parse import unquote, urlsplit
 
 import httpx
 from tqdm import tqdm
@@ -153,6 +154,26 @@ def transferred_runs(directory: Path, session_id: str) -> set[str]:
 
     folder = directory / FOLDER / session_id
     return {run.run_id for run in runs(folder)} if folder.is_dir() else set()
+
+
+def files_of(directory: Path, session_id: str, uri: str) -> Path:
+    """The directory of a session's files: in the results if it was transferred, else the store's own.
+
+    Args:
+        directory: the results directory.
+        session_id: the session.
+        uri: of one of its files in the store.
+
+    Raises:
+        ValueError: neither can be read from here.
+    """
+    if any((transferred := directory / FOLDER / session_id).glob("*.arrow")):
+        return transferred
+    url = urlsplit(uri)
+    folder = Path(unquote(url.path)).parent
+    if url.scheme != "file" or url.netloc not in ("", "localhost") or not folder.is_dir():
+        raise ValueError(f"{uri.rpartition('/')[0]} cannot be read from here: --transfer-activations brings the files")
+    return folder
 
 
 def _listed(base_url: str, session_id: str, patiently: Patience) -> tuple[list[str], int]:

@@ -2,6 +2,7 @@
 
 server.txt: what the server needs besides torch; dev.txt: what tests and tools need. Every file of a version is there by
 its hash, for Linux and macOS: `pip install --no-deps --require-hashes -r locks/server.txt -r locks/torch.txt`.
+gguf.txt: the extra gguf, besides what the server needs.
 torch.txt: the package index's torch and, for Linux, its CUDA libraries, which constraints.txt does not name.
 torch-cpu.txt: a build for CPUs alone, which needs none of them and is not on the index: written by hand. Between two
 builds of one version pip takes the one whose hash the index says, hence files of their own.
@@ -31,6 +32,7 @@ def main() -> None:
     build = "\n".join(project["build-system"]["requires"])
     server = compiled("pyproject.toml", "-", given=build)
     both = compiled("pyproject.toml", "-", "--extra=dev", given=build)
+    gguf = compiled("pyproject.toml", "-", "--extra=gguf", given=build)
     constrained = re.findall(r"^\w\S*(?===)", (ROOT / "constraints.txt").read_text(), re.MULTILINE)
     known = {canonicalize_name(name) for name in constrained}
     unknown = {pin for pin in both if pin.partition("==")[0] not in known}
@@ -39,6 +41,7 @@ def main() -> None:
     write("server.txt", {pin: lines for pin, lines in server.items() if pin not in unknown | torch})
     write("torch.txt", {pin: lines for pin, lines in server.items() if pin in torch})
     write("dev.txt", {pin: lines for pin, lines in both.items() if pin not in server and pin not in unknown})
+    write("gguf.txt", {pin: lines for pin, lines in gguf.items() if pin not in server})
     write("clients.txt", compiled("tests/serve_clients/requirements.txt", "--no-deps", constrained=False))
 
 

@@ -24,6 +24,7 @@ from pydantic import BaseModel, ConfigDict
 from ray import serve
 from ray.serve.context import _get_global_client  # the one way to learn whether Serve runs, and where it listens
 
+from deployments.clusters import join
 from deployments.options import Options
 from serve_app import build_app
 
@@ -79,7 +80,7 @@ def hosted(plan: Plan) -> Iterator[None]:
         ConnectionError: `RAY_ADDRESS` names no cluster that answers.
     """
     logging.getLogger("ray.serve").setLevel(logging.ERROR)
-    is_own = _join()
+    is_own = join()
     signal.signal(signal.SIGTERM, signal.default_int_handler)  # Ray put one of its own there
     try:
         before = _get_global_client(raise_if_no_controller_running=False)
@@ -99,21 +100,6 @@ def hosted(plan: Plan) -> Iterator[None]:
                 _remove(before is None)
     finally:
         ray.shutdown()
-
-
-def _join() -> bool:
-    """Join a cluster, or start one; whether it was started here, and so ends with this process."""
-    settings: dict[str, Any] = {"namespace": "vitrine", "log_to_driver": False, "logging_level": logging.ERROR}
-    given = os.environ.get("RAY_ADDRESS")
-    if given != "local":
-        try:
-            ray.init("auto", **settings)
-            return False
-        except ConnectionError:
-            if given:
-                raise
-    ray.init("local", include_dashboard=False, **settings)
-    return True
 
 
 def _check_room(http: Any, plan: Plan) -> None:

@@ -225,7 +225,7 @@ class Models:
         self._known: dict[str, ServedModel] = {}
         self._limit_s = options.request_timeout_s
         self._default = None
-        self._models_dir = options.models_dir and os.path.normpath(options.models_dir)
+        self._models_dir = os.path.normpath(options.models_dir)
         # What the model that the server starts with goes by beside its id.
         directories = [options.model, os.path.expanduser(options.model), str(WEIGHTS) if options.model == DEMO else ""]
         self._directories = {os.path.normpath(path): options.served_name for path in directories if path}
@@ -285,7 +285,7 @@ class Models:
         wanted = os.path.normpath(repo_id)
         if wanted in self._directories:
             return await self.find(self._directories[wanted])
-        if self._models_dir and Path(wanted).is_relative_to(self._models_dir):
+        if Path(wanted).is_relative_to(self._models_dir):
             return await self.find(str(Path(wanted).relative_to(self._models_dir)))
         # nnsight asks the hub how it spells an id, in capitals and small letters.
         same = [known for known in self._known if known.lower() == repo_id.lower()]

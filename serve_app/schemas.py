@@ -13,7 +13,7 @@ from deployments.activations.facts import check_session_id
 from deployments.activations.interventions import Interventions
 from deployments.activations.logit_lens import LogitLens
 from deployments.activations.profiles import Profile, ProfileName
-from deployments.activations.spec import Capture
+from deployments.activations.spec import MOST_PROMPTS, Capture
 from deployments.engine.request import MOST_LOGPROBS, Sampling
 from serve_app.forms import NamedTool, ResponseFormat, TemplateKwargs, Tools
 from serve_app.ignored import Ignored
@@ -279,8 +279,8 @@ class CompletionRequest(Generation):
     prompt: (
         LongText
         | TokenIds  # an array, once it is read
-        | Annotated[list[LongText], Field(min_length=1, max_length=256, fail_fast=True)]
-        | Annotated[list[TokenIds], Field(min_length=1, max_length=256, fail_fast=True)]
+        | Annotated[list[LongText], Field(min_length=1, max_length=MOST_PROMPTS, fail_fast=True)]
+        | Annotated[list[TokenIds], Field(min_length=1, max_length=MOST_PROMPTS, fail_fast=True)]
     )
     max_tokens: int | None = Field(default=DEFAULT_MAX_TOKENS, ge=0)
     logprobs: int | None = Field(default=None, ge=0, le=5)

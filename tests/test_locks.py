@@ -36,6 +36,7 @@ def test_the_locks_have_the_versions_of_the_constraints():
     assert server | dev | {"torch": torch["torch"]} == constraints
     assert not server.keys() & dev.keys()
     assert not libraries & constraints.keys()
+    assert locked("gguf").items() <= dev.items()
     assert locked("torch-cpu") == {"torch": f"{constraints['torch']}+cpu"}
     assert locked("clients") == pinned(ROOT / "tests" / "serve_clients" / "requirements.txt")
 
@@ -45,8 +46,9 @@ def test_the_locks_have_the_versions_of_the_constraints():
     [
         (["server", "torch"], PROJECT["project"]["dependencies"] + PROJECT["build-system"]["requires"]),
         (["server", "dev"], PROJECT["project"]["optional-dependencies"]["dev"]),
+        (["server", "gguf"], PROJECT["project"]["optional-dependencies"]["gguf"]),
     ],
-    ids=["server", "dev"],
+    ids=["server", "dev", "gguf"],
 )
 def test_every_dependency_is_locked_at_a_version_that_it_allows(locks, wanted):
     versions = {name: version for lock in locks for name, version in locked(lock).items()}

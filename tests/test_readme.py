@@ -19,6 +19,7 @@ ELSEWHERE = {
     "make demo": "test_make_demo_works_in_a_fresh_clone",
     "source .venv/bin/activate": "the fixtures put the environment on PATH",
     "serve run serve_app:app": "the fixture `served` is this command",
+    "make smollm2": "test_smollm2.py runs it, where the package index is in reach",
     "serve run serve_app:build_app": "needs the hub; test_serve_run.py gives options to a model at hand",
     "pip install boto3": "for the cloud alone",
     "ray up": "needs a cloud; test_cluster_files.py checks the file",

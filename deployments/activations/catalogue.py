@@ -175,6 +175,11 @@ class Catalogue:
         """Whether the session has a run of this id."""
         return bool(self._all("SELECT 1 FROM runs WHERE run_id = ? AND session = ?", run_id, session_id))
 
+    def holding(self, session_id: str, run_ids: Sequence[str]) -> set[str]:
+        """Those of the runs of these ids that the session has."""
+        named = "SELECT run_id FROM runs WHERE session = ? AND run_id IN (SELECT value FROM json_each(?))"
+        return {run_id for (run_id,) in self._all(named, session_id, _listed(run_ids))}
+
     def version(self, session_id: str) -> tuple[int, int]:
         """As long as it is the same, so is what is known of a session's runs."""
         with self._lock:  # not in the middle of a change

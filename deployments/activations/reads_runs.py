@@ -86,6 +86,14 @@ class ReadsRuns:
 
         return await self._found(None, found)  # type: ignore[no-any-return]
 
+    async def holding(self, session_id: str, run_ids: Sequence[str]) -> set[str]:
+        """Which of these runs the session has.
+
+        Raises:
+            StoreError: The disk refuses.
+        """
+        return await self._found(None, self._catalogue.holding, session_id, run_ids)  # type: ignore[no-any-return]
+
     async def session(
         self, session_id: str, limit: int | None = None, after: str | None = None, account: Account = OPERATOR
     ) -> dict[str, Any] | None:

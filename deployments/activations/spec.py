@@ -9,10 +9,15 @@ from typing import Annotated, Literal
 from pydantic import ConfigDict, Field, model_validator
 
 from deployments.activations.strict import Strict
+from deployments.errors import RequestError
 
 LAYERNORM_SITES = ("input_layernorm.output", "post_attention_layernorm.output")
 
+MOST_PROMPTS = 256  # of a request
+
 Tag = Annotated[str, Field(max_length=256)]
+Tags = Annotated[dict[Tag, Tag], Field(max_length=64, fail_fast=True)]
+SampleId = Annotated[str, Field(max_length=256)]
 
 
 class Last(Strict):
@@ -57,8 +62,8 @@ class Capture(Strict):
     features: Features | None = None
     destination: Literal["reference", "inline"] = Field(default="reference", alias="return")
     required: bool = False
-    tags: dict[Tag, Tag] = Field(default_factory=dict, max_length=64, fail_fast=True)
-    sample_id: str | None = Field(default=None, max_length=256)
+    tags: Tags | Annotated[list[Tags], Field(max_length=MOST_PROMPTS, fail_fast=True)] = Field(default_factory=dict)
+    sample_id: SampleId | Annotated[list[SampleId], Field(max_length=MOST_PROMPTS, fail_fast=True)] | None = None
     text: bool = False
     mode: Literal["generate", "trace"] = "generate"
 
@@ -68,6 +73,22 @@ class Capture(Strict):
         if isinstance(self.tokens, Last):
             return self.tokens.last
         return 1 if self.tokens == "last" else None
+
+    def check_prompts(self, count: int) -> None:
+        """Check that lists of tags and sample ids have one entry for each prompt.
+
+        Raises:
+            RequestError: One of them is longer or shorter; names the field.
+        """
+        for name, value in (("tags", self.tags), ("sample_id", self.sample_id)):
+            if isinstance(value, list) and len(value) != count:
+                message = f"a list has one entry for each prompt: {len(value)} entries, {count} prompts"
+                raise RequestError(message, f"capture.{name}")
+
+    def labels_of(self, prompt: int) -> tuple[str | None, dict[str, str]]:
+        """The sample id and the tags of the request's prompt of this number."""
+        sample_id = self.sample_id[prompt] if isinstance(self.sample_id, list) else self.sample_id
+        return sample_id, self.tags[prompt] if isinstance(self.tags, list) else self.tags
 
     def values_of(self, shape: Sequence[int]) -> int:
         """How many numbers are kept of a row of this shape."""

@@ -2,8 +2,9 @@
 // Text of the model reaches the page by textContent alone.
 (async () => {
   const PAGE = 50;
+  const RULES = ["strict", "flexible", "normalized"];
   const HEADS = [
-    ["id", "sample"], ["mode", "mode"], ["variant", "variant"], ["outcome", "outcome"], ["strict", "answer"],
+    ["id", "sample"], ["mode", "mode"], ["variant", "variant"], ["outcome", "outcome"], [document.body.dataset.rule, "answer"],
     ["gold", "gold"], ["reward", "reward", 3], ["completion_tokens", "tokens", 0], ["latency_s", "seconds", 2],
     ["turns", "turns", 0], ["tool_calls", "calls", 0], ["question", "question"],
   ];
@@ -39,7 +40,7 @@
   const select = () => {
     const text = at("find").value.trim().toLowerCase();
     const equal = ["mode", "variant", "outcome"].map((name) => [samples[name], at(name).value]).filter(([, v]) => v);
-    const searched = ["id", "question", "gold", "strict", "flexible"].map((name) => samples[name]);
+    const searched = ["id", "question", "gold", ...RULES].map((name) => samples[name]);
     order = [];
     for (let i = 0; i < samples.id.length; i++) {
       if (!equal.every(([column, value]) => column[i] === value)) continue;
@@ -136,8 +137,7 @@
     };
     say("outcome", samples.outcome[i].replace("_", " "));
     say("gold", samples.gold[i]);
-    say("strict", samples.strict[i]);
-    say("flexible", samples.flexible[i]);
+    for (const rule of RULES) say(rule, samples[rule][i]);
     say("finish", found.finish_reason);
     say("tokens, prompt and new", `${samples.prompt_tokens[i]} + ${samples.completion_tokens[i]}`);
     say("seconds", samples.latency_s[i]);

@@ -33,14 +33,6 @@ def test_a_text_without_a_load_error_quotes_none():
     assert LoadError.quoted("The actor died unexpectedly before finishing this task.") is None
 
 
-def test_a_directory_is_named_by_its_absolute_path_alone(tmp_path, monkeypatch):
-    (tmp_path / "some" / "model").mkdir(parents=True)
-    monkeypatch.chdir(tmp_path)
-    with pytest.raises(LoadError, match="absolute") as refused:
-        load_engine(Options(model="some/model"))
-    assert (refused.value.status, refused.value.code) == (404, "model_not_found")
-
-
 def test_a_model_is_described_by_all_it_is_served_with_and_no_secret():
     given = {"threads": 2, "api_keys_file": "/keys", "activations_dir": "s3://id:s3cret@bucket/p?region=x"}
     options = Options(**given, public_url="https://host/v", model_id="mine", max_seq_len=100)

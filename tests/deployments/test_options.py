@@ -32,6 +32,22 @@ def test_options_come_as_text_from_the_command_line():
     assert (options.num_replicas, options.num_gpus, options.served_name) == (2, 0.5, "some/model")
 
 
+@pytest.mark.parametrize(
+    ("given", "name"),
+    [
+        ({"model": "/home/me/models/smollm2"}, "smollm2"),
+        ({"model": "/home/me/models/smollm2/"}, "smollm2"),
+        ({"model": "~/models/smollm2"}, "smollm2"),
+        ({"model": "/models/SmolLM2.Q4_1.gguf"}, "SmolLM2.Q4_1"),
+        ({"model": "/home/me/models/smollm2", "model_id": "/mine"}, "/mine"),
+        ({"model": "org/smollm2"}, "org/smollm2"),
+        ({"model": "/"}, "/"),
+    ],
+)
+def test_a_model_is_served_by_the_last_name_of_its_path(given, name):
+    assert Options.model_validate(given).served_name == name
+
+
 def test_serve_run_checks_the_options_because_the_builder_names_their_type():
     (parameter,) = inspect.signature(serve_app.build_app).parameters.values()
     assert parameter.annotation is Options

@@ -11,6 +11,7 @@ The label in brackets in a question says how it answers:
     [refused]    400                       [down]      503 until `up`     [loop]   calls tools for ever
     [zero]       divides by zero by the calculator, then right
     [full]       the calculator's result does not fit the context; nor does the question of [wide]
+    [late]       504, the server's own time limit is over
     [unstored]   right, but its activations are not stored until `up`
     [silent]     right, and nothing said of activations
     [pending]    right, and its activations are neither stored nor failed
@@ -117,6 +118,8 @@ class FakeServer:
         told = any(message["role"] == "tool" for message in body["messages"])
         if label == "wide" or (label == "full" and told):
             return _error(400, "no more than 64 tokens", code="context_length_exceeded")
+        if label == "late":
+            return _error(504, "not done after the server's limit of 600 s", code="timeout")
         if label == "broken":
             return _error(500, "a fault of request 7")
         if label == "restart" and first:

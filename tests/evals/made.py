@@ -68,7 +68,7 @@ def make_results(
                     luck = random.Random(f"{number}").random() * 0.8 + draw.random() * 0.2  # hard ones are hard in all
                     harder = 0.1 * list(variants).index(variant) / len(variants) - 0.15 * (mode == "with-tools")
                     sample = _sample(number, mode, variant, draw, luck < skill - harder, text, clock, activations)
-                    results.add(reward(sample))
+                    results.add(reward(sample if sample.error else scored(sample, config.rule)))
                     clock += 0.05
     conclude(directory, None)
     return directory
@@ -119,7 +119,7 @@ def _sample(
     else:
         messages.append({"role": "assistant", "content": answers[kind]})
         turn("length" if kind == "cut" else "stop", 512 if kind == "cut" else int(draw.lognormvariate(4.5, 0.5)))
-    sample = Sample(
+    return Sample(
         id=problem.id,
         mode=mode,
         variant=variant,
@@ -133,4 +133,3 @@ def _sample(
         turns=turns,
         messages=messages,
     )
-    return sample if error else scored(sample)

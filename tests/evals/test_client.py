@@ -5,9 +5,10 @@ from typing import Any
 
 import pytest
 from fake_openai import FakeServer
+from fastapi.responses import JSONResponse
 
 from evals import client
-from evals.client import ChatClient, RequestFailed, first_model, wait_healthy
+from evals.client import AnswerLate, ChatClient, RequestFailed, first_model, wait_healthy
 
 Ask = Callable[[str], Awaitable[dict[str, Any]]]
 
@@ -80,11 +81,19 @@ def test_what_would_fail_again_is_not_tried_again(server: FakeServer, label: str
     assert len(server.requests) == 1
 
 
-def test_an_answer_that_takes_too_long_is_asked_for_again_as_often_as_retries_say(server: FakeServer) -> None:
-    with pytest.raises(RequestFailed, match="no answer within 0.2 s.*attempt 2 of 2"):
-        ask(server.base_url, "[wait]", retries=1, timeout=0.2)
-    assert len(server.requests) == 2
+def test_an_answer_that_takes_too_long_is_not_generated_again(server: FakeServer) -> None:
+    with pytest.raises(AnswerLate, match="no answer within 0.2 s"):
+        ask(server.base_url, "[wait]", retries=8, timeout=0.2)
     server.release()
+    with pytest.raises(AnswerLate, match="HTTP 504: not done after the server's limit of 600 s"):
+        ask(server.base_url, "[late]", retries=8)
+    assert len(server.requests) == 2
+
+
+def test_a_download_that_takes_too_long_is_tried_again(server: FakeServer) -> None:
+    server.closed = JSONResponse({"error": {"message": "too slow"}}, status_code=504)
+    with pytest.raises(RequestFailed, match=r"too slow \(attempt 3 of 3\)"):
+        asyncio.run(with_client(server.base_url, lambda client: client.download("models", {}), sleep=Time().sleep))
 
 
 @pytest.mark.parametrize(

@@ -141,15 +141,25 @@ def test_long_settings_are_compared_whole_and_told_where_they_differ(tmp_path: P
     assert text not in page
 
 
+def test_runs_of_different_rules_are_compared_by_the_first_ones(tmp_path: Path, say: Say) -> None:
+    a = make_results(tmp_path / "a", 40, modes=("no-tools",), rule="flexible")
+    b = make_results(tmp_path / "b", 40, modes=("no-tools",), rule="strict")
+    _, printed, _ = say(a, b)
+    assert "b less a  +0.0 points" in printed
+    assert "flexible ±SE" in printed
+    assert "strict ±SE" not in printed
+    assert re.search(r"config\.rule\n +a +flexible\n +b +strict\n", printed)
+
+
 def test_the_page_counts_outcomes_as_the_screen_does(tmp_path: Path, say: Say) -> None:
     runs = [make_results(tmp_path / name, 60, seed=seed, modes=("no-tools",)) for seed, name in enumerate("ab")]
     _, printed, _ = say(*runs, "--html", tmp_path / "page.html")
     page = (tmp_path / "page.html").read_text()
     for run in runs:
         condition = json.loads((run / "summary.json").read_text())["conditions"]["no-tools.control"]
-        counts = [str(condition["outcomes"][kind]) for kind in ("invalid", "truncated", "failed")]
+        counts = [str(condition["outcomes"][kind]) for kind in ("invalid", "truncated", "timed_out", "failed")]
         assert condition["invalid"] > condition["outcomes"]["invalid"]  # cut answers have no number, too
-        assert re.search(rf"^{run.name} .*% ±[0-9.]+ +{' +'.join(counts)} ", printed, re.MULTILINE)
+        assert re.search(rf"^{run.name} .* to [0-9.]+ +{' +'.join(counts)} ", printed, re.MULTILINE)
         assert "".join(f'<td class="n">{count}</td>' for count in counts) in page
 
 

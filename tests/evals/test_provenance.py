@@ -74,7 +74,10 @@ def test_the_key_and_the_environment_stay_out(
         # What says nothing of the answers, or is not known of one of both:
         (lambda now: now["model"].update(created=5), []),
         (lambda now: now["server"].update(options={"dtype": "float32", "threads": 2}), []),
-        (lambda now: now["config"].update(max_outage=1.0, retries=0, parallel=1, base_url="http://b/v1"), []),
+        (
+            lambda now: now["config"].update(max_outage=1.0, retries=0, rule="strict", base_url="http://b/v1"),
+            [],
+        ),
         (lambda now: now["config"].update(dataset="/moved/x.jsonl", few_shot_file="/moved/f.jsonl"), []),
         (lambda now: now["prompts"]["few_shot"].update(source="/moved/train.jsonl"), []),
     ],
@@ -90,6 +93,12 @@ def test_what_changes_answers_or_scores_is_named_and_nothing_else(
     assert differences(earlier, now) == named
     if named != ["max_tokens"]:  # which has to be there
         assert differences(now, earlier) == named
+
+
+def test_a_shorter_time_limit_is_another_run_and_a_longer_one_is_not(server: FakeServer, tmp_path: Path) -> None:
+    short, long = (told(server, tmp_path, "--timeout", seconds) for seconds in ("100", "200"))
+    assert differences(short, long) == []
+    assert differences(long, short) == ["timeout"]
 
 
 @pytest.mark.parametrize("part", ["revision", "structure"])

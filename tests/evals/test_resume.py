@@ -178,7 +178,7 @@ def test_answers_that_failed_to_be_stored_are_asked_again_and_stay_until_there_a
     server.up = True
     server.refused = "[unstored]"
     assert main(["--resume", "--results-dir", str(results)]) == 1
-    assert "asked again, since they failed or were not stored: 1" in capsys.readouterr().err
+    assert "asked again, since they failed, were late or were not stored: 1" in capsys.readouterr().err
     assert summary(results)["counts"] | {"samples": 3, "failed": 0} == summary(results)["counts"]
     server.refused = None
     server.requests.clear()
@@ -259,6 +259,42 @@ def test_answers_are_rewarded_otherwise_without_asking_again(
     assert not server.requests
     rows = pq.read_table(results / "samples.parquet").select(["reward_correctness", "reward_format", "reward"])
     assert sorted(map(tuple, (row.values() for row in rows.to_pylist()))) == [(0.0, 1.0, 2.0), (1.0, 1.0, 3.0)]
+
+
+def test_answers_are_scored_by_another_rule_without_asking_again(
+    server: FakeServer,
+    cluster: Any,
+    write_problems: Write,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    results = tmp_path / "results"
+    argv = ["--base-url", server.base_url, "--dataset", str(write_problems("", "[wrong]", "[invalid]", "[invalid]"))]
+    assert main([*argv, "--results-dir", str(results), "--mode", "no-tools"]) == 0
+    server.requests.clear()
+    again = ["--resume", "--results-dir", str(results), "--rule", "flexible"]
+    calls: list[str] = []
+
+    def stopped(sample: Any) -> float:
+        calls.append(sample.key)
+        if len(calls) == 5:  # all four were looked at
+            raise KeyboardInterrupt
+        return float(sample.correct)
+
+    monkeypatch.setitem(SHIPPED, "correctness", stopped)
+    assert main(again) == 130
+    monkeypatch.undo()
+    assert main(["--results-dir", str(results), "--stages", "report"]) == 1
+    assert "2 answers have no reward" in capsys.readouterr().err
+    (condition,) = summary(results)["conditions"].values()
+    assert condition["flexible"]["of"] == 2  # none is by the rule as it was
+    assert main(again) == 0
+    assert not server.requests
+    (condition,) = summary(results)["conditions"].values()
+    assert (condition["outcomes"]["correct"], condition["rewards"]["correctness"]) == (3, 0.75)
+    rows = pq.read_table(results / "samples.parquet").to_pylist()
+    assert [row["correct"] for row in rows] == [row["correct_flexible"] for row in rows]
 
 
 def test_what_was_transferred_stays_so_until_there_is_more(

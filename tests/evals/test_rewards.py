@@ -4,6 +4,7 @@ from hypothesis import strategies as st
 
 from evals.config import EvalError
 from evals.rewards import SHIPPED, Rewarding, load_rewards
+from evals.scoring import Rule
 from evals.trajectory import Problem, Sample, Turn, scored
 
 
@@ -11,7 +12,7 @@ def rewarded(sample: Sample, **weights: float) -> Sample:
     return Rewarding(load_rewards(weights), pytest.fail)(sample)
 
 
-def sample(text: str, tokens: int = 10, calls: tuple[str, ...] = ()) -> Sample:
+def sample(text: str, tokens: int = 10, calls: tuple[str, ...] = (), rule: Rule = "strict") -> Sample:
     """A sample whose last answer is `text`, after a turn of calls with these results."""
     turn = Turn(finish_reason="stop", prompt_tokens=1, completion_tokens=tokens, latency_s=0.1, activations=None)
     problem = Problem("abc", "q", "5")
@@ -34,7 +35,8 @@ def sample(text: str, tokens: int = 10, calls: tuple[str, ...] = ()) -> Sample:
             latency_s=1.0,
             turns=turns,
             messages=messages,
-        )
+        ),
+        rule,
     )
 
 
@@ -56,6 +58,9 @@ def broken(sample: Sample) -> float:
     [
         ("correctness", sample("#### 5"), 1.0),
         ("correctness", sample("#### 6"), 0.0),
+        ("correctness", sample("#### **5**"), 0.0),
+        ("correctness", sample("#### **5**", rule="normalized"), 1.0),
+        ("efficiency", sample("It is 5", tokens=256, rule="flexible"), 0.5),
         ("format", sample("so\n#### 6\n"), 1.0),
         ("format", sample("#### 5 ducks"), 0.0),
         ("format", sample("#### 4\n#### 5"), 0.0),

@@ -57,6 +57,9 @@ def test_both_modes_are_scored_paired_and_written(server: FakeServer, write_prob
     assert code == 0
     plain = summary["conditions"]["no-tools.control"]
     assert (plain["strict"]["correct"], plain["flexible"]["correct"], plain["strict"]["of"]) == (3, 4, 6)
+    assert (plain["normalized"]["correct"], summary["rule"]) == (3, "normalized")
+    agreement = {"strict, flexible": 5, "strict, normalized": 6, "flexible, normalized": 5}
+    assert plain["agreement"] == agreement
     assert (plain["invalid"], plain["truncated"], plain["failed"]) == (2, 1, 0)
     assert (plain["prompt_tokens"], plain["completion_tokens"]) == (66, 30)
     assert plain["outcomes"] | {"correct": 3, "wrong": 1, "invalid": 1, "truncated": 1} == plain["outcomes"]
@@ -127,19 +130,50 @@ def test_a_repeated_question_is_asked_once_and_that_is_told(
     assert f"6 rows of {path} repeat a question: each question is asked once" in capsys.readouterr().err
 
 
-def test_failed_samples_are_no_wrong_answers_and_end_in_status_1(
+def test_every_problem_counts_but_those_that_the_server_did_not_answer(
     server: FakeServer, write_problems: Write, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    code, summary, results = evaluate(
-        server, write_problems("", "[refused]", "[down]", ""), "--mode", "no-tools", "--max-outage", "0"
-    )
+    counted = {"": "correct", "[wrong]": "wrong", "[invalid]": "invalid", "[cut]": "truncated", "[wide]": "truncated"}
+    counted |= {"[full]": "truncated", "[long]": "truncated", "[late]": "timed_out", "[loop]": "turn_limit"}
+    left_out = {
+        "[down]": "HTTP 503: no room; no usable answer",
+        "[torn]": "ClientPayloadError",
+        "[broken]": "HTTP 500: a fault of request 7",
+        "[refused]": "HTTP 400: prompt is not to my liking",
+    }
+    options = ["--mode", "with-tools", "--max-outage", "0", "--max-turns", "3"]
+    code, summary, results = evaluate(server, write_problems(*counted, *left_out), *options)
     assert code == 1
-    mode = summary["conditions"]["no-tools.control"]
-    assert (mode["failed"], mode["strict"]["of"], mode["strict"]["accuracy"]) == (2, 2, 1.0)
-    failed = {row["error"]: row["correct"] for row in lines(results) if row["error"]}
-    assert sorted(failed)[0].startswith("HTTP 400: prompt is not to my liking")
-    assert set(failed.values()) == {None}
-    assert "2 of 4 samples failed" in capsys.readouterr().err
+    assert "4 of 13 samples failed" in capsys.readouterr().err
+    rows = {row["question"].partition("]")[0] + "]": row for row in lines(results)}
+    assert {label: rows.get(label, rows[" What is 0 + 1000?]"])["outcome"] for label in counted} == counted
+    for label, reason in left_out.items():
+        assert (rows[label]["outcome"], rows[label]["correct"]) == ("failed", None)
+        assert rows[label]["error"].startswith(reason)
+    (condition,) = summary["conditions"].values()
+    assert (condition["failed"], condition["timed_out"], condition["turn_limit"]) == (4, 1, 1)
+    for rule in ("strict", "flexible", "normalized"):
+        assert condition[rule]["of"] == 9
+    assert (condition["normalized"]["correct"], condition["rewards"]["correctness"]) == (1, 1 / 9)
+
+
+def test_an_answer_that_is_late_is_asked_for_once_and_wrong_until_it_is_given_longer(
+    server: FakeServer, write_problems: Write, capsys: pytest.CaptureFixture[str]
+) -> None:
+    problems = write_problems("[wait]", "[wait]")
+    code, summary, results = evaluate(server, problems, "--mode", "no-tools", "--timeout", "0.5", "--retries", "8")
+    (condition,) = summary["conditions"].values()
+    assert (code, len(server.requests)) == (0, 2)
+    assert (condition["timed_out"], condition["normalized"]["of"], condition["normalized"]["accuracy"]) == (2, 2, 0.0)
+    server.release()
+    again = ["--resume", "--results-dir", str(results)]
+    assert main([*again, "--timeout", "0.25"]) == 2
+    assert "a run with other timeout" in capsys.readouterr().err
+    assert main(again) == 0
+    assert len(server.requests) == 2
+    assert main([*again, "--timeout", "30"]) == 0
+    outcomes = json.loads((results / "summary.json").read_text())["conditions"]["no-tools.control"]["outcomes"]
+    assert (outcomes["correct"], outcomes["timed_out"], len(server.requests)) == (2, 0, 4)
 
 
 def test_tokens_that_a_server_does_not_count_are_not_known_and_earn_nothing(

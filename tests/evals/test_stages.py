@@ -69,7 +69,12 @@ def test_answers_without_a_report_say_all_the_same_what_failed(
 
 @pytest.mark.parametrize(
     ("options", "named"),
-    [(["--rewards", "format=1"], "rewards"), (["--max-tokens", "7"], "max_tokens"), (["--layers", "all"], "layers")],
+    [
+        (["--rewards", "format=1"], "rewards"),
+        (["--rule", "strict"], "rule"),
+        (["--max-tokens", "7"], "max_tokens"),
+        (["--layers", "all"], "layers"),
+    ],
 )
 def test_a_report_alone_takes_no_other_options_than_the_run(
     server: FakeServer, write_problems: Write, capsys: pytest.CaptureFixture[str], options: list[str], named: str
@@ -100,6 +105,16 @@ def test_a_stage_that_fails_is_named_with_its_reason(
     assert "evals.gsm8k: configure: no answer from http://127.0.0.1:9/v1" in capsys.readouterr().err
     assert main([*results, "--base-url", server.base_url, "--dataset", "none.jsonl"]) == 2
     assert f"evals.gsm8k: configure: --dataset {Path('none.jsonl').absolute()}: no file" in capsys.readouterr().err
+
+
+def test_new_tokens_that_leave_no_room_for_a_question_are_refused_before_any_is_asked(
+    server: FakeServer, write_problems: Write, capsys: pytest.CaptureFixture[str]
+) -> None:
+    server.told = {"max_model_len": 512}
+    asked = ["--base-url", server.base_url, "--dataset", str(write_problems(""))]
+    assert main([*asked, "--results-dir", str(write_problems("").parent / "results")]) == 2
+    assert "--max-tokens 512: the model's context is 512 tokens with the question" in capsys.readouterr().err
+    assert not server.requests
 
 
 def test_options_that_change_what_was_configured_are_refused_by_generate(

@@ -8,19 +8,20 @@ from deployments.demo_model.dialogues import INSTRUCTION
 from evals.client import ChatClient
 from evals.config import Config, Mode
 from evals.options import parse_args
-from evals.prompts import Prompts
+from evals.prompts import Example, FewShot, Prompts
 from evals.records import agent_state, trajectory
 from evals.trajectory import Problem, Sample, run_problem
 
 
-def play(server: FakeServer, label: str, mode: Mode, *options: str) -> Sample:
+def play(server: FakeServer, label: str, mode: Mode, *options: str, few_shot: FewShot | None = None) -> Sample:
     config = parse_args(["--base-url", server.base_url, "--model", "fake/model", "--retries", "0", *options])
 
     async def talk(config: Config) -> Sample:
         client = ChatClient(config.base_url, timeout=30, retries=0, parallel=1)
         try:
             problem = Problem("abc", f"{label} What is 2 + 3?", "5")
-            return await run_problem(client.chat, problem, mode, "control", config, Prompts({"control": ""}, None))
+            prompts = Prompts({"control": ""}, few_shot)
+            return await run_problem(client.chat, problem, mode, "control", config, prompts)
         finally:
             await client.close()
 
@@ -92,12 +93,39 @@ def test_the_tool_loop_ends_at_the_turn_limit(server: FakeServer) -> None:
     assert (len(sample.turns), sample.turn_limit, sample.correct, sample.error) == (3, True, False, None)
 
 
-def test_a_conversation_that_outgrows_the_context_is_truncated_and_a_question_that_does_has_failed(
-    server: FakeServer,
+@pytest.mark.parametrize(
+    ("label", "outcome", "finish", "turns"),
+    [
+        ("[full]", "truncated", "length", 1),
+        ("[wide]", "truncated", "length", 0),
+        ("[long]", "truncated", "length", 0),
+        ("[late]", "timed_out", "timeout", 0),
+    ],
+)
+def test_a_conversation_that_grows_too_long_is_a_wrong_answer_on_any_turn(
+    server: FakeServer, label: str, outcome: str, finish: str, turns: int
 ) -> None:
-    sample = play(server, "[full]", "with-tools")
-    assert (sample.outcome, sample.finish_reason, sample.error, len(sample.turns)) == ("truncated", "length", None, 1)
-    assert play(server, "[wide]", "with-tools").outcome == "failed"
+    sample = play(server, label, "with-tools")
+    assert (sample.outcome, sample.finish_reason, len(sample.turns)) == (outcome, finish, turns)
+    assert (sample.correct, sample.correct_flexible) == (False, False)
+    assert str(sample.error).startswith("HTTP 4" if outcome == "truncated" else "HTTP 504")
+    assert len(trajectory(sample)) == len(sample.messages)
+
+
+def test_worked_examples_are_no_answer_of_the_model(server: FakeServer) -> None:
+    shown = FewShot("here", "first", (Example("e", "What is 2 + 3?", "#### 5"),))
+    sample = play(server, "[wide]", "no-tools", few_shot=shown)
+    assert (sample.outcome, sample.completion) == ("truncated", "")
+
+
+@pytest.mark.parametrize(
+    ("rule", "outcome"), [("strict", "invalid"), ("flexible", "correct"), ("normalized", "invalid")]
+)
+def test_the_rule_decides_what_is_correct(server: FakeServer, rule: str, outcome: str) -> None:
+    sample = play(server, "[invalid]", "no-tools", "--rule", rule)
+    assert (sample.outcome, sample.correct) == (outcome, outcome == "correct")
+    assert (sample.correct_strict, sample.correct_flexible, sample.correct_normalized) == (False, True, False)
+    assert (sample.strict, sample.flexible, sample.normalized) == (None, "5", None)
 
 
 def test_what_is_wrong_with_a_call_goes_back_to_the_model(server: FakeServer) -> None:
@@ -129,8 +157,8 @@ def test_capture_names_the_sample_the_turn_and_the_points(server: FakeServer) ->
 
     tags = {"mode": "with-tools", "variant": "control", "eval": "gsm8k", "turn": "0"}
     assert captured("with-tools") == [
-        {"sample_id": "abc", "tags": tags},
-        {"sample_id": "abc", "tags": tags | {"turn": "1"}},
+        {"sample_id": "abc", "tags": tags, "text": True},
+        {"sample_id": "abc", "tags": tags | {"turn": "1"}, "text": True},
     ]
     (points,) = captured("no-tools", "--points", "embed.output,norm.output")
     assert points["points"] == ["embed.output", "norm.output"]

@@ -52,7 +52,7 @@ def test_lm_evals_gsm8k_scores_as_evals_gsm8k_does(by_chat, evaluated):
     ours = evaluated["no-tools"]
     assert texts(by_chat) == {question: sample["completion"] for question, sample in ours.items()}
     strict, flexible = scores(by_chat, "strict-match"), scores(by_chat, "flexible-extract")
-    assert strict == {question: sample["correct"] for question, sample in ours.items()}
+    assert strict == {question: sample["correct_strict"] for question, sample in ours.items()}
     assert flexible == {question: sample["correct_flexible"] for question, sample in ours.items()}
     assert len(set(strict.values())) == 2  # some right, some wrong: the comparison says something
 

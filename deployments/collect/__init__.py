@@ -1,0 +1,8 @@
+"""Activations of many prompts: read from a file, run through a model, stored as a session.
+
+`collect(...)` is `python -m deployments.collect`; `docs/collecting.md` has both.
+"""
+
+from deployments.collect.collecting import Collected, CollectError, collect
+
+__all__ = ["CollectError", "Collected", "collect"]

@@ -1,0 +1,181 @@
+"""From data to a stored session."""
+
+from __future__ import annotations
+
+import math
+import os
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import closing, contextmanager
+from pathlib import Path
+from typing import Any, Literal, NamedTuple
+
+from deployments.collect.examples import DataError, Fields
+from deployments.collect.outcome import Outcome
+from deployments.collect.settings import Settings
+from deployments.errors import LoadError
+from deployments.options import Options
+
+Data = str | os.PathLike[str] | Sequence[Mapping[str, Any]]
+
+
+class CollectError(Exception):
+    """A collection that ended early; the message says why. What was stored until then stays stored."""
+
+
+class Collected(NamedTuple):
+    """What a collection came to.
+
+    Attributes:
+        session: The session that holds the runs.
+        runs: Runs that it stored.
+        failed: Examples that it could not store.
+        tokens: Tokens of the runs that it stored, generated ones included.
+        seconds: From the first prompt to the last durable row.
+        tokens_per_second: Of these.
+        already_stored: Examples whose runs were there.
+    """
+
+    session: str
+    runs: int
+    failed: int
+    tokens: int
+    seconds: float
+    tokens_per_second: float
+    already_stored: int
+
+
+def collect(
+    data: Data,
+    *,
+    session: str,
+    points: Sequence[str],
+    model: str | None = None,
+    base_url: str | None = None,
+    tokens: str = "last",
+    max_tokens: int = 0,
+    label: str | None = None,
+    group: str | None = None,
+    tags: Sequence[str] | None = None,
+    on_error: Literal["stop", "skip"] = "stop",
+    store: str | os.PathLike[str] | None = None,
+    actors: int | None = None,
+    options: Mapping[str, Any] | None = None,
+    progress: Callable[[Outcome], None] = lambda outcome: None,
+) -> Collected:
+    """Run prompts through a model and store their activations, each example once.
+
+    Called again with the same arguments, it goes on where an earlier call ended.
+
+    Args:
+        data: A file of examples, or the examples: `prompt`, `text` or `messages`, and `id`, `label`, `group` where
+            there are; further fields become tags.
+        session: The session to store them in.
+        points: Points to record, with wildcards: `layers.*.output`.
+        model: The model to load, as the server's option of that name; with `base_url`, the id of one that it serves.
+        base_url: The server to ask, in place of loading a model here.
+        tokens: Which tokens' rows: `last` (of the prompt, where nothing is generated), `last:3`, `all`, `prompt` or
+            `generated`.
+        max_tokens: Tokens to generate after each prompt, greedily.
+        label: The field that becomes the tag `label`.
+        group: The field that becomes the tag `group`.
+        tags: The other fields that become tags; all by default.
+        on_error: Whether an example that cannot be stored ends the collection, or is left out.
+        store: The store's directory or URI; by default the server's own default.
+        actors: How many engines to load; by default one for each GPU, or one for each node without any.
+        options: Further options of the model, as the server takes them.
+        progress: Called with what became of each block of examples.
+
+    Raises:
+        DataError: The data cannot be read, an argument means nothing, or the server refuses.
+        CollectError: An example could not be stored, and `on_error` is `stop`; or Ray failed.
+        LoadError: The model cannot be loaded.
+    """
+    if base_url is None and model is None:
+        raise DataError("--model names the model to load, --base-url a server to ask: give one of them")
+    rows = Path(data).expanduser().absolute() if isinstance(data, (str, os.PathLike)) else data
+    fields = Fields(label, group, tags)
+
+    def settings(model: str) -> Settings:
+        found = Settings(model=model, session=session, points=tuple(points), tokens=tokens, max_tokens=max_tokens)
+        found.check()
+        return found
+
+    if base_url is not None:
+        from deployments.collect import remote
+
+        asked = remote.outcomes(rows, fields, settings(model or remote.first_model(base_url)), base_url)
+        return _summed(asked, session, on_error, progress)
+    settings(str(model))  # before Ray starts
+    with _cluster():
+        from deployments.collect import local
+
+        served, count = _placed(
+            {"model": model, **({"activations_dir": os.fspath(store)} if store else {})} | dict(options or {}), actors
+        )
+        made = local.outcomes(rows, fields, settings(served.served_name), served, count)
+        return _summed(made, session, on_error, progress)
+
+
+def _summed(outcomes: Iterator[Outcome], session: str, on_error: str, progress: Callable[[Outcome], None]) -> Collected:
+    """All blocks together.
+
+    Raises:
+        CollectError: An example could not be stored, and is not to be left out.
+    """
+    whole, began, ended = Outcome(), math.inf, 0.0
+    failed = 0
+    with closing(outcomes):  # type: ignore[type-var]
+        for outcome in outcomes:
+            whole.runs += outcome.runs
+            whole.tokens += outcome.tokens
+            whole.already_stored += outcome.already_stored
+            failed += len(outcome.failures)
+            began, ended = min(began, outcome.began or began), max(ended, outcome.ended)
+            progress(outcome)
+            if outcome.failures and on_error == "stop":
+                raise CollectError(f"{outcome.failures[0]}; --on-error skip leaves such examples out")
+    seconds = max(0.0, ended - began)
+    rate = whole.tokens / seconds if seconds else 0.0
+    return Collected(session, whole.runs, failed, whole.tokens, seconds, rate, whole.already_stored)
+
+
+@contextmanager
+def _cluster() -> Iterator[None]:
+    """This machine's Ray cluster, or one for as long as the block runs.
+
+    Raises:
+        LoadError: The model could not be loaded.
+        CollectError: Ray failed.
+    """
+    os.environ.setdefault("RAY_DATA_USAGE_DISABLED", "1")  # else an actor starts for it
+    import ray
+    from ray.data import DataContext
+
+    from deployments.clusters import join
+
+    was_there = ray.is_initialized()
+    try:
+        if not was_there:
+            join()
+        context = DataContext.get_current()
+        context.enable_progress_bars = False
+        context.print_on_execution_start = False
+        yield
+    except ConnectionError as error:
+        raise CollectError(f"{error}; does the cluster want RAY_AUTH_MODE=token?") from error
+    except ray.exceptions.RayError as error:
+        raise LoadError.quoted(str(error)) or CollectError(str(error).strip().splitlines()[-1]) from error
+    finally:
+        if not was_there:
+            ray.shutdown()
+
+
+def _placed(given: dict[str, Any], actors: int | None) -> tuple[Options, int]:
+    """The options of each engine, and how many engines there are: one for each GPU, else one for each node."""
+    import ray
+
+    nodes = [node["Resources"] for node in ray.nodes() if node["Alive"]]  # type: ignore[no-untyped-call]
+    gpus = sum(int(resources.get("GPU", 0)) for resources in nodes)
+    count = actors or gpus or len(nodes)
+    shared = math.ceil(count / len(nodes))  # engines of a node, which share its cores
+    return Options.model_validate({"num_gpus": 1 if gpus else 0, "num_replicas": shared} | given), count

@@ -1,0 +1,199 @@
+"""Examples to collect activations of: read from jsonl, parquet or csv, one at a time, each checked by itself."""
+
+from __future__ import annotations
+
+import csv
+import json
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import pyarrow as pa
+import pyarrow.parquet as pq
+
+PROMPTS = ("prompt", "text", "messages")  # an example has one of them
+MOST_CHARACTERS = 256  # of a tag, and of an id
+MOST_TAGS = 64
+ROWS = 256  # that are read from a Parquet file at once
+
+
+class DataError(ValueError):
+    """Data that cannot be collected; the message names the file, and the line where it is one line's fault."""
+
+
+class Example(NamedTuple):
+    """One prompt.
+
+    Attributes:
+        place: Where it is, for people: `data.jsonl, line 7`.
+        id: Its own id, or its number, from 1.
+        prompt: A text, or the messages of a chat.
+        tags: What is stored with its run; `label` and `group` among them.
+    """
+
+    place: str
+    id: str
+    prompt: str | list[dict[str, Any]]
+    tags: dict[str, str]
+
+
+class Broken(NamedTuple):
+    """A line that is no example, and why."""
+
+    place: str
+    reason: str
+
+    def __str__(self) -> str:
+        return f"{self.place}: {self.reason}"
+
+
+@dataclass(frozen=True)
+class Fields:
+    """Which fields of a row mean what.
+
+    Attributes:
+        label: The field that becomes the tag `label`; None for the field of that name, if there is one.
+        group: The same of `group`.
+        tags: The other fields that become tags; None for all.
+    """
+
+    label: str | None = None
+    group: str | None = None
+    tags: Sequence[str] | None = field(default=None)
+
+
+def read(data: Path | Iterable[Mapping[str, Any]], fields: Fields) -> Iterator[Example | Broken]:
+    """The examples of a file, or of rows that are in memory, in their order.
+
+    Raises:
+        DataError: The file cannot be read, or has another format.
+    """
+    name = data.name if isinstance(data, Path) else "data"
+    for number, row in enumerate(_rows(data), 1):
+        place = f"{name}, {_UNITS.get(data.suffix if isinstance(data, Path) else '', 'row')} {number}"
+        try:
+            yield _example(row, number, place, fields)
+        except DataError as error:
+            yield Broken(place, str(error))
+
+
+def count(data: Path | Sequence[Any]) -> int:
+    """How many rows there are, broken ones included; of a csv file at the most, since a row may have several lines.
+
+    Raises:
+        DataError: The file cannot be read.
+    """
+    if not isinstance(data, Path):
+        return len(data)
+    try:
+        if data.suffix == ".parquet":
+            return int(pq.read_metadata(data).num_rows)
+        with data.open("rb") as lines:
+            return sum(1 for line in lines if line.strip()) - (data.suffix == ".csv")
+    except (OSError, pa.ArrowException) as error:
+        raise DataError(f"{data}: {error}") from error
+
+
+def _rows(data: Path | Iterable[Mapping[str, Any]]) -> Iterator[Mapping[str, Any] | DataError]:
+    if not isinstance(data, Path):
+        yield from data
+        return
+    read_file = _READERS.get(data.suffix)
+    if read_file is None:
+        raise DataError(f"{data}: a file of data ends in one of {', '.join(_READERS)}")
+    try:
+        yield from read_file(data)
+    except (OSError, pa.ArrowException, csv.Error, UnicodeDecodeError) as error:
+        raise DataError(f"{data}: {error}") from error
+
+
+def _json_lines(path: Path) -> Iterator[Mapping[str, Any] | DataError]:
+    with path.open("rb") as lines:
+        for line in lines:
+            if line.strip():
+                try:
+                    row = json.loads(line)
+                except ValueError as error:  # of JSON and of UTF-8
+                    yield DataError(f"it is not JSON: {error}")
+                    continue
+                yield row if isinstance(row, dict) else DataError("it is not a JSON object")
+
+
+def _csv_rows(path: Path) -> Iterator[Mapping[str, Any] | DataError]:
+    with path.open(encoding="utf-8-sig", newline="") as lines:
+        for row in csv.DictReader(lines, restkey="", strict=True):
+            extra = row.pop("", None)
+            if extra is not None or None in row.values():
+                yield DataError(f"it has {'more' if extra is not None else 'fewer'} fields than the header")
+            else:
+                yield {name: value for name, value in row.items() if value != ""}
+
+
+def _parquet_rows(path: Path) -> Iterator[Mapping[str, Any] | DataError]:
+    with pq.ParquetFile(path) as file:
+        for batch in file.iter_batches(ROWS):
+            yield from batch.to_pylist()
+
+
+_READERS = {".jsonl": _json_lines, ".parquet": _parquet_rows, ".csv": _csv_rows}
+_UNITS = {".jsonl": "line"}
+
+
+def _example(row: Mapping[str, Any] | DataError, number: int, place: str, fields: Fields) -> Example:
+    """A row as an example.
+
+    Raises:
+        DataError: It is none; says why.
+    """
+    if isinstance(row, DataError):
+        raise row
+    given = [name for name in PROMPTS if row.get(name) is not None]
+    if len(given) != 1:
+        raise DataError(f"it needs one of the fields {', '.join(PROMPTS)}, and has {', '.join(given) or 'none'}")
+    prompt = _messages(row["messages"]) if given[0] == "messages" else row[given[0]]
+    if not isinstance(prompt, (str, list)) or not prompt:
+        raise DataError(f"{given[0]}: {str(prompt)[:50]!r} is not a text with at least one character")
+    own = row.get("id")
+    if not isinstance(own, (str, int, None.__class__)) or len(str(own)) > MOST_CHARACTERS:
+        raise DataError(f"id: it is not a string or a whole number of up to {MOST_CHARACTERS} characters")
+    return Example(place, str(number if own is None else own), prompt, _tags(row, fields))
+
+
+def _tags(row: Mapping[str, Any], fields: Fields) -> dict[str, str]:
+    meant = {"label": fields.label or "label", "group": fields.group or "group"}
+    for name, given in (("label", fields.label), ("group", fields.group)):
+        if given and row.get(given) is None:
+            raise DataError(f"it has no field {given!r}, which --{name} names")
+    others = [name for name in row if name not in (*PROMPTS, "id", *meant.values())]
+    if fields.tags is not None:
+        others = [name for name in others if name in fields.tags]
+    source = {name: given for name, given in meant.items() if row.get(given) is not None}
+    source |= {name: name for name in others if name not in meant and row[name] is not None}
+    tags = {name: _text(row[given]) for name, given in source.items()}
+    if len(tags) > MOST_TAGS:
+        raise DataError(f"{len(tags)} fields would become tags, a run has at most {MOST_TAGS}: choose some with --tags")
+    for name, value in tags.items():
+        if max(len(name), len(value)) > MOST_CHARACTERS:
+            message = f"field {source[name]!r}: {len(value)} characters, a tag has at most {MOST_CHARACTERS}"
+            raise DataError(f"{message}: choose others with --tags")
+    return tags
+
+
+def _text(value: Any) -> str:
+    return value if isinstance(value, str) else json.dumps(value, ensure_ascii=False, default=str)
+
+
+def _messages(value: Any) -> list[dict[str, Any]]:
+    """A chat's messages; a csv file has them as JSON."""
+    try:
+        messages = json.loads(value) if isinstance(value, str) else value
+    except ValueError:
+        messages = None
+    if not isinstance(messages, list) or not all(_is_message(message) for message in messages):
+        raise DataError("messages: it is not a list of objects with the texts `role` and `content`")
+    return [{name: part for name, part in message.items() if part is not None} for message in messages]
+
+
+def _is_message(message: Any) -> bool:
+    return isinstance(message, dict) and all(isinstance(message.get(name), str) for name in ("role", "content"))

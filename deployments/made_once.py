@@ -1,0 +1,37 @@
+"""Directories that take long to make, and are whole or not there."""
+
+from __future__ import annotations
+
+import fcntl
+import shutil
+import stat
+from collections.abc import Callable
+from pathlib import Path
+
+
+def made_once(directory: Path, make: Callable[[Path], None]) -> Path:
+    """A directory that is made where it is missing, by one process however many want it, and none is left half-made.
+
+    Args:
+        directory: Where it will be.
+        make: Fills the empty directory that it gets, beside the other, whose name it takes when it is full.
+
+    Raises:
+        OSError: The disk refuses.
+    """
+    if directory.is_dir():
+        return directory
+    folder = directory.parent
+    folder.mkdir(parents=True, exist_ok=True, mode=0o700)
+    unfinished = folder / f".{directory.name}.part"
+    with (folder / f".{directory.name}.lock").open("w") as lock:
+        fcntl.flock(lock, fcntl.LOCK_EX)  # until the file is closed, however this process ends
+        if not directory.is_dir():
+            shutil.rmtree(unfinished, ignore_errors=True)  # of one that was killed
+            unfinished.mkdir(mode=stat.S_IMODE(folder.stat().st_mode))
+            try:
+                make(unfinished)
+                unfinished.rename(directory)
+            finally:
+                shutil.rmtree(unfinished, ignore_errors=True)
+    return directory

@@ -1,0 +1,50 @@
+"""What a model's name means: a directory that transformers loads, or a repository of the hub."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from deployments.demo_model import WEIGHTS
+from deployments.errors import LoadError
+from deployments.options import DEMO, GGUF, SMOLLM2, default_models_dir
+
+
+def source(model: str, models_dir: str | None = None) -> str:
+    """The directory or repository that a model's name means, on the machine that loads it.
+
+    In this order: `vitrine-demo`, the model that ships; the absolute path of a directory, or of a GGUF file, which is
+    converted to a directory where it was not before; a directory in `models_dir`; a repository of the hub.
+
+    Args:
+        model: The name, as the option `model` takes it.
+        models_dir: Where models lie that are named without their path; by default `$VITRINE_HOME/models`.
+
+    Raises:
+        LoadError: It means nothing here, or the GGUF file cannot be converted.
+    """
+    if model == DEMO:
+        return str(WEIGHTS)
+    if (found := Path(models_dir or default_models_dir(), model)).is_dir():
+        return str(found)
+    if model == SMOLLM2:
+        message = f"there is no {found}: run `make smollm2`, which makes {default_models_dir() / SMOLLM2}"
+        raise LoadError(message, "model_id", "model_not_found", 404)
+    given = Path(model).expanduser()
+    if given.is_dir() and not given.is_absolute():
+        # A client's name may be that of a directory here by chance; an operator cannot know where a replica runs.
+        message = f"{model!r} is a directory where the replica runs: name it by its absolute path"
+        raise LoadError(message, "model_id", "model_not_found", 404)
+    if given.suffix == GGUF and not given.is_dir():
+        return _converted(given, model)
+    return model
+
+
+def _converted(file: Path, named: str) -> str:
+    if not file.is_absolute():  # as for a directory
+        message = f"a GGUF file is named by its absolute path, which {named!r} is not"
+        raise LoadError(message, "model_id", "model_not_found", 404)
+    if not file.is_file():
+        raise LoadError(f"there is no file {file}", "model_id", "model_not_found", 404)
+    from deployments.gguf_files import kept  # imports torch
+
+    return str(kept(file, default_models_dir()))

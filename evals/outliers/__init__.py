@@ -1,0 +1,1 @@
+"""Outlier features and massive activations of stored runs: `python -m evals.outliers`."""
