@@ -6,8 +6,6 @@ import sys
 from collections.abc import Sequence
 from typing import Any
 
-EXTRA = "pip install -c constraints.txt -e '.[probes]'"
-
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Fit probes and write what they found.
@@ -19,14 +17,13 @@ def main(argv: Sequence[str] | None = None) -> int:
         0; 2 where the options or the stored runs do not allow it, with the reason on stderr.
     """
     try:
-        import sklearn  # noqa: F401 - only to name the extra that brings it
-    except ImportError:
-        print(f"evals.probes: scikit-learn is not installed: {EXTRA}", file=sys.stderr)
+        from evals.probes import sweep
+    except ImportError as error:
+        print(f"evals.probes: {error}", file=sys.stderr)
         return 2
     from deployments.activations.permissions import restrict
     from evals.config import EvalError
     from evals.probes.options import parse
-    from evals.probes.pipeline import sweep
 
     try:
         options = parse(argv)

@@ -52,7 +52,7 @@ def _ridge(products: torch.Tensor, y: torch.Tensor, penalty: torch.Tensor) -> tu
     target = 2 * y - 1
     bias = target.mean(0)  # the rows' mean is 0
     coefficients = torch.empty_like(target)
-    for value in penalty.unique():
+    for value in set(penalty.tolist()):
         chosen = penalty == value
         factor = torch.linalg.cholesky(products + value * torch.eye(len(y), dtype=y.dtype))
         coefficients[:, chosen] = torch.cholesky_solve((target - bias)[:, chosen], factor)

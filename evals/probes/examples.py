@@ -105,7 +105,8 @@ class Examples:
 
     Attributes:
         session: The session.
-        model: The model's id, and its revision where one was asked for.
+        model: The model's id.
+        revision: Its revision, where one was asked for.
         points: Names of points, by site and layer.
         runs: The examples, `[n]`.
         ranges: By choice of tokens, each example's rows of `index`, `[n, 2]`.
@@ -115,6 +116,7 @@ class Examples:
 
     session: str
     model: str
+    revision: str | None
     points: list[str]
     runs: list[Example]
     ranges: dict[str, np.ndarray]
@@ -150,37 +152,46 @@ def find(
         files = shards(store, session)
     except (FileNotFoundError, ValueError) as error:
         raise EvalError(f"--session {session}: {error}") from error
-    model, names = _points(files, session, points)
+    (model, revision), names = _points(files, session, points)
     runs, lacking, first = list[Example](), Counter[str](), dict[str, str]()
     for chosen in select(files, Wanted(session)):
-        example = _example(chosen, source(chosen.facts), names, tokens, grouped)
+        if (row := source(chosen.facts)) is None:
+            continue
+        example = _example(chosen, row, names, tokens, grouped)
         if isinstance(example, str):
             lacking[example] += 1
             first.setdefault(example, chosen.facts.run_id)
         else:
             runs.append(example)
     total = len(runs) + sum(lacking.values())
+    if not runs and not lacking:
+        raise EvalError(f"--session {session}: none of its runs has a label")
     if lacking and not (skip_missing and runs):
         reasons = ", ".join(f"{count} {reason} (as {first[reason]})" for reason, count in lacking.most_common())
         advice = "" if skip_missing else "; --skip-missing leaves such runs out"
         raise EvalError(f"--session {session}: of {total} runs {reasons}{advice}")
     index = index_rows(store, names, session=session, runs=[run.run_id for run in runs])
     ranges = _ranges(index, runs, tokens)
-    return Examples(session, model, names, runs, ranges, index, dict(lacking))
+    return Examples(session, model, revision, names, runs, ranges, index, dict(lacking))
 
 
-def _points(files: Sequence[AnyFile], session: str, patterns: Sequence[str]) -> tuple[str, list[str]]:
-    """The one model of files, and the names of the points that are meant."""
+def _points(
+    files: Sequence[AnyFile], session: str, patterns: Sequence[str]
+) -> tuple[tuple[str, str | None], list[str]]:
+    """The one model of files and its revision, and the names of the points that are meant."""
     schemas = by_schema(files)
-    models, kinds = Counter[str](), dict[str, Counter[PointType]]()
+    models, kinds = Counter[tuple[str, str | None]](), dict[str, Counter[PointType]]()
     for schema, of in schemas:
         facts = shard_facts(schema)
         count = sum(1 for _ in select(of, Wanted(session))) if len(schemas) > 1 else 1
-        models[facts.model + (f" ({facts.revision})" if facts.revision else "")] += count
+        models[facts.model, facts.revision] += count
         for name, kind in point_types(schema).items():
             kinds.setdefault(name, Counter())[kind] += count
     if len(models) > 1:
-        listed = ", ".join(f"{count} of {model}" for model, count in models.most_common())
+        listed = ", ".join(
+            f"{count} of {model}" + (f" ({revision})" if revision else "")
+            for (model, revision), count in models.most_common()
+        )
         raise EvalError(f"--session {session}: runs of several models, {listed}: probe one at a time")
     names = list(dict.fromkeys(name for pattern in patterns for name in _matching(pattern, kinds)))
     for name in names:
@@ -189,7 +200,7 @@ def _points(files: Sequence[AnyFile], session: str, patterns: Sequence[str]) -> 
             raise EvalError(f"--session {session}: {name} has several dtypes or shapes, {listed}")
         if len(shape := next(iter(kinds[name])).shape) > 1:
             raise EvalError(f"--points {name}: its rows have the shape {shape}, and probes need vectors")
-    return next(iter(models), ""), sorted(names, key=by_site)
+    return next(iter(models), ("", None)), sorted(names, key=by_site)
 
 
 def _matching(pattern: str, names: Collection[str]) -> list[str]:

@@ -8,8 +8,8 @@ F (F + 1) / 2 fits in place of F squared.
 from __future__ import annotations
 
 from collections import defaultdict
+from dataclasses import dataclass
 from itertools import combinations
-from typing import NamedTuple
 
 import numpy as np
 import torch
@@ -18,7 +18,8 @@ from sklearn.model_selection import StratifiedGroupKFold, StratifiedKFold
 from evals.config import EvalError
 
 
-class Folds(NamedTuple):
+@dataclass(frozen=True, eq=False)
+class Folds:
     """Folds and the fits that they need.
 
     Attributes:
@@ -64,6 +65,10 @@ def split(positive: np.ndarray, groups: np.ndarray, count: int, seed: int, group
     if any(min(pair) == 0 for pair in counts):
         listed = ", ".join(f"{yes} + {no}" for yes, no in counts)
         raise EvalError(f"--folds {count}: a fold has one class (positive + negative: {listed}); use fewer folds")
+    within = [len(np.unique(groups[of == fold])) for fold in range(count)]
+    if min(within) < 2:
+        listed = ", ".join(map(str, within))
+        raise EvalError(f"--folds {count}: a fold has fewer than 2 groups (groups by fold: {listed}); use fewer folds")
     return from_folds(of, count)
 
 
@@ -101,16 +106,6 @@ def permuted(positive: np.ndarray, groups: np.ndarray, count: int, seed: int) ->
             for rows, label in zip(some, labels, strict=True):
                 labeling[rows] = label
     return found
-
-
-def by_type(types: np.ndarray, positive: np.ndarray, count: int, seed: int) -> np.ndarray:
-    """Labelings of a control task, bool `[count, n]`: each type has a random label, as often positive as the labels.
-
-    Hewitt and Liang, Designing and Interpreting Probes with Control Tasks (2019).
-    """
-    random = np.random.default_rng(seed)
-    names, of = np.unique(types, return_inverse=True)
-    return (random.random((count, len(names))) < positive.mean())[:, of]
 
 
 def _members(groups: np.ndarray) -> list[np.ndarray]:

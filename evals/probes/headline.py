@@ -8,7 +8,7 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from evals.probes.fitting import Calibration, Job, Outcome, Probe, Rows, calibrated, labelings, penalties_of
-from evals.probes.metrics import by_folds, figures, finite, rare
+from evals.probes.metrics import figures, finite, rare
 from evals.probes.solver import Method
 
 FIGURES = ("auroc", "balanced_accuracy", "brier", "calibration_error", "recall_at_1_fpr")
@@ -49,7 +49,6 @@ class Headline(NamedTuple):
         final: The settings of the probe of all examples.
         probe: That probe.
         calibration: Its calibration.
-        own: Its probability of each example, all of which it was trained on, `[n]`.
     """
 
     choices: list[Choice]
@@ -61,7 +60,6 @@ class Headline(NamedTuple):
     final: Choice
     probe: Probe
     calibration: Calibration
-    own: np.ndarray
 
 
 def choose(job: Job, outcomes: Sequence[Outcome], control: np.ndarray | None) -> Headline:
@@ -94,7 +92,7 @@ def summary(job: Job, headline: Headline, groups: int) -> dict[str, Any]:
     null = [
         _figures(job, Scores(*(part[i] for part in headline.null)), labels) for i, labels in enumerate(job.permuted)
     ]
-    control = {name: _quantiles([one[name] for one in null]) for name in FIGURES}
+    control = {name: quantiles([one[name] for one in null]) for name in FIGURES}
     reasons = {} if null else {"control": "no permutations"}
     if reason := rare(job.positive, groups):
         found["recall_at_1_fpr"] = control["recall_at_1_fpr"] = None
@@ -105,23 +103,6 @@ def summary(job: Job, headline: Headline, groups: int) -> dict[str, Any]:
     facts["control_auroc"] = control["auroc"]["median"] if control["auroc"] else None
     facts |= {"control": control, "chosen": [{"fold": i} | one.facts() for i, one in enumerate(headline.choices)]}
     return facts | {"reasons": reasons}
-
-
-def selectivity(job: Job, headline: Headline, labels: np.ndarray) -> dict[str, Any]:
-    """Accuracy less that of the same probes at a control task.
-
-    Hewitt and Liang, Designing and Interpreting Probes with Control Tasks (2019).
-
-    Args:
-        job: The job.
-        headline: With scores of the control task.
-        labels: The control task's labelings, bool `[p, n]`.
-    """
-    assert headline.control is not None
-    own = float(np.mean((headline.held_out.probabilities > 0.5) == job.positive))
-    others = np.mean((headline.control.probabilities > 0.5) == labels, axis=1)
-    control = float(np.median(others))
-    return {"accuracy": own, "control_accuracy": control, "selectivity": own - control}
 
 
 def _choice(job: Job, outcome: Outcome, column: int) -> Choice:
@@ -142,7 +123,7 @@ def _fitted(
     n, count = len(job.positive), job.folds.count
     null, tasks = _no_scores(len(job.permuted), n), _no_scores(0 if control is None else len(control), n)
     probes: list[Probe | None] = [None] * count
-    probe, own = None, np.zeros(n)
+    probe = None
     for choice in dict.fromkeys([*choices, final]):
         rows = Rows(job.index, choice.point, choice.tokens, job.ranges[choice.tokens])
         folds = np.flatnonzero([one == choice for one in choices])
@@ -158,11 +139,10 @@ def _fitted(
         if choice == final:
             everything = job.folds.mask[0] | True
             probe = rows.probe(choice.method, everything, job.positive, choice.penalty)
-            own = calibrated(rows.scores(probe), calibration)[1]
     assert probe is not None
     fitted = [one for one in probes if one is not None]
     control_scores = None if control is None else tasks
-    return Headline(choices, held_out, calibrations, fitted, null, control_scores, final, probe, calibration, own)
+    return Headline(choices, held_out, calibrations, fitted, null, control_scores, final, probe, calibration)
 
 
 def _no_scores(count: int, n: int) -> Scores:
@@ -174,20 +154,10 @@ def _figures(job: Job, scores: Scores, positive: np.ndarray) -> dict[str, float 
     return {name: finite(value) for name, value in found.items()}
 
 
-def _quantiles(values: Sequence[float | None]) -> dict[str, float] | None:
-    """Quantiles of a null: 5%, 50% and 95%."""
-    there = [value for value in values if value is not None]
+def quantiles(values: Sequence[float | None]) -> dict[str, float] | None:
+    """Quantiles of a null, 5%, 50% and 95%, without what is not finite; None of nothing."""
+    there = [value for value in values if value is not None and np.isfinite(value)]
     if not there:
         return None
     low, median, high = np.quantile(there, [0.05, 0.5, 0.95])
     return {"low": float(low), "median": float(median), "high": float(high)}
-
-
-def null_of(outcome: Outcome) -> dict[str, float] | None:
-    """Quantiles of an outcome's null."""
-    return _quantiles([finite(value) for value in outcome.null])
-
-
-def auroc_of(outcome: Outcome, job: Job) -> float:
-    """An outcome's AUROC, C chosen in the inner folds."""
-    return float(by_folds(outcome.selected.held_out, job.positive, job.folds.of))

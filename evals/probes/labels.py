@@ -15,6 +15,8 @@ import pyarrow.parquet as pq
 
 from deployments.activations.facts import RunFacts
 from evals.config import EvalError
+from evals.labels import labelled
+from evals.transfer import files_of
 
 _TRUE = ("true", "1", "yes")
 _NAMED = 8  # label values that a refusal lists
@@ -28,7 +30,8 @@ class Row(NamedTuple):
     spans: Mapping[str, tuple[int, int]]
 
 
-Source = Callable[[RunFacts], Row]
+NOTHING = Row(None, None, {})
+Source = Callable[[RunFacts], Row | None]  # None: the run is none of the examples
 
 
 def from_tags(label: str, group: str | None) -> Source:
@@ -41,30 +44,36 @@ def from_tags(label: str, group: str | None) -> Source:
     return lambda run: Row(run.tags.get(label), run.tags.get(group) if group else None, {})
 
 
-def from_results(directory: Path, label: str, group: str, spans: Collection[str]) -> tuple[str, Source]:
+def from_results(
+    directory: Path, label: str, group: str | None, spans: Collection[str]
+) -> tuple[str, Path | None, Source]:
     """Labels of an evaluation's runs by `evals.labels`.
 
     Args:
         directory: The evaluation's results.
         label: A column, as `correct`.
-        group: A column, as `problem`.
+        group: A column, as `problem`; None without groups.
         spans: Names of spans.
 
     Returns:
-        The session of the runs, and their rows.
+        The session of the runs, its store where the results name one, and the rows. Other runs of the session, as of
+        failed samples and earlier turns, are no examples.
 
     Raises:
         EvalError: There is no such column, or not one session.
     """
-    from evals.labels import labelled
-
     table = labelled(directory)
     sessions = table["session_id"].unique().to_pylist()
     if len(sessions) != 1:
         names = ", ".join(map(str, sessions[:_NAMED])) or "none"
         raise EvalError(f"--results {directory}: the runs are of {len(sessions)} sessions ({names}); one is needed")
     rows = _columns(table, "--results", label, group, spans)
-    return sessions[0], _joined(rows, "run_id", label, group, spans)
+    uri = next((uri for uri in table["uri"].to_pylist() if uri), None)
+    try:
+        store = None if uri is None else files_of(directory, sessions[0], uri).parent
+    except ValueError as error:
+        raise EvalError(f"--results {directory}: {error}") from error
+    return sessions[0], store, _joined(rows, "run_id", label, group, spans, missing=None)
 
 
 def from_file(path: Path, label: str, group: str | None, spans: Collection[str]) -> Source:
@@ -141,8 +150,10 @@ def _object(line: str) -> dict[str, Any]:
     return row
 
 
-def _columns(table: pa.Table, option: str, label: str, group: str, spans: Collection[str]) -> Iterable[dict[str, Any]]:
-    wanted = list(dict.fromkeys(["run_id", label, group, *(f"span.{name}" for name in spans)]))
+def _columns(
+    table: pa.Table, option: str, label: str, group: str | None, spans: Collection[str]
+) -> Iterable[dict[str, Any]]:
+    wanted = list(dict.fromkeys(["run_id", label, *([group] if group else []), *(f"span.{name}" for name in spans)]))
     if missing := [name for name in wanted if name not in table.column_names]:
         raise EvalError(f"{option}: no column {missing[0]!r}; there is {', '.join(table.column_names)}")
     rows: list[dict[str, Any]] = table.select(wanted).to_pylist()
@@ -156,6 +167,7 @@ def _joined(
     group: str | None,
     spans: Collection[str],
     tag: str | None = None,
+    missing: Row | None = NOTHING,
 ) -> Source:
     found = dict[str, Row]()
     repeated = 0
@@ -167,10 +179,9 @@ def _joined(
             found[name] = Row(text(row[label]), text(row[group]) if group else None, at)
     if repeated:
         raise EvalError(f"--labels: {repeated} rows repeat the {key} of another row")
-    nothing = Row(None, None, {})
 
-    def of(run: RunFacts) -> Row:
-        row = found.get(run.run_id if key == "run_id" else run.sample_id or "", nothing)
-        return row if group or not tag else row._replace(group=run.tags.get(tag))
+    def of(run: RunFacts) -> Row | None:
+        row = found.get(run.run_id if key == "run_id" else run.sample_id or "", missing)
+        return row if row is None or group or not tag else row._replace(group=run.tags.get(tag))
 
     return of

@@ -11,7 +11,7 @@ from typing import Any, NamedTuple
 import numpy as np
 from scipy.special import expit
 from scipy.stats import rankdata
-from sklearn.metrics import accuracy_score, balanced_accuracy_score, brier_score_loss
+from sklearn.metrics import balanced_accuracy_score, brier_score_loss
 
 GROUPS = 20  # below, no interval
 _RARE = (500, 100)  # negatives and groups below which recall at 1% false positives has no meaning
@@ -26,6 +26,10 @@ class Interval(NamedTuple):
     low: float | None
     high: float | None
     reason: str | None = None
+
+    def reasons(self, name: str) -> dict[str, str]:
+        """The reason by the names of the bounds of a figure; nothing where there is an interval."""
+        return dict.fromkeys((f"{name}_low", f"{name}_high"), self.reason) if self.reason else {}
 
 
 def auroc(scores: np.ndarray, positive: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
@@ -119,8 +123,8 @@ class _Ranked(NamedTuple):
         return above, positives.sum(axis=1) * negatives[:, -1]
 
 
-def interval(estimate: float, samples: np.ndarray, groups: int) -> Interval:
-    """The 95% percentile interval of an AUROC.
+def interval(estimate: float, samples: np.ndarray, groups: int, exact: bool = True) -> Interval:
+    """The 95% percentile interval of an AUROC, or of a difference of two.
 
     Where every pair is in order, samples have no spread: the interval then ends where that would happen in one of 40
     tries, if so large a share of groups had a pair out of order (Clopper and Pearson, 1934).
@@ -129,10 +133,11 @@ def interval(estimate: float, samples: np.ndarray, groups: int) -> Interval:
         estimate: The AUROC.
         samples: Of its bootstrap, `[samples]`.
         groups: How many groups there are.
+        exact: Whether 0 and 1 are the ends of an AUROC, whose samples have no spread.
     """
     if groups < GROUPS:
         return Interval(None, None, f"{groups} groups; an interval needs {GROUPS}")
-    if estimate in (0.0, 1.0):
+    if exact and estimate in (0.0, 1.0):
         return _exact(estimate, groups, 0.025)
     low, high = np.nanquantile(samples, [0.025, 0.975])
     return Interval(float(low), float(high))
@@ -211,12 +216,10 @@ def figures(
     likelier = probabilities > 0.5
     return {
         "auroc": float(by_folds(logits, positive, folds)),
-        "accuracy": float(accuracy_score(positive, likelier)),
         "balanced_accuracy": float(balanced_accuracy_score(positive, likelier)),
         "brier": float(brier_score_loss(positive, probabilities)),
         "calibration_error": sum(one.weight * abs(one.mean - one.rate) for one in bins(probabilities, positive)),
         "recall_at_1_fpr": float(above[positive].mean()),
-        "false_positive_rate": float(above[~positive].mean()),
     }
 
 

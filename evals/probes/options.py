@@ -8,6 +8,7 @@ import re
 from collections.abc import Sequence
 from dataclasses import dataclass, fields
 from pathlib import Path
+from typing import Any
 
 from evals.config import EvalError
 from evals.probes.examples import Tokens
@@ -130,7 +131,7 @@ def parse(argv: Sequence[str] | None = None) -> Options:
         allow_abbrev=False,
         argument_default=argparse.SUPPRESS,
     )
-    default = {item.name: item.default for item in fields(Options)}
+    default: dict[str, Any] = {item.name: item.default for item in fields(Options)}
 
     def several(name: str, text: str, kind: type = str) -> None:
         shown = ",".join(f"{value:g}" if kind is float else str(value) for value in default[name])

@@ -21,23 +21,19 @@ _ROWS = pa.schema(
         "tokens": pa.string(),
         "method": pa.string(),
         **dict.fromkeys(("auroc", "auroc_low", "auroc_high"), pa.float64()),
-        **dict.fromkeys(("control_auroc", "control_low", "control_high", "text_auroc"), pa.float64()),
+        **dict.fromkeys(("control_auroc", "text_auroc"), pa.float64()),
         "n": pa.int64(),
         "groups": pa.int64(),
-        "reasons": pa.string(),  # JSON
     }
 )
 
 
-def scores(
-    examples: Examples, groups: np.ndarray, positive: np.ndarray, folds: np.ndarray, headline: Headline
-) -> pa.Table:
-    """A row for each example: its probability by the probe of its fold, which was not trained on it, and by the file's.
+def scores(examples: Examples, positive: np.ndarray, folds: np.ndarray, headline: Headline) -> pa.Table:
+    """A row for each example, with its probability by the probe of its fold, which was not trained on it.
 
     Args:
         examples: The examples.
-        groups: Each one's group, `[n]`.
-        positive: Its class, bool `[n]`.
+        positive: Each one's class, bool `[n]`.
         folds: Its fold, `[n]`.
         headline: The probes.
     """
@@ -51,7 +47,6 @@ def scores(
             "fold": folds,
             "logit": headline.held_out.logits,
             "probability": headline.held_out.probabilities,
-            "probability_of_file": headline.own,
         }
     )
 
@@ -107,14 +102,11 @@ def write(
         probe: The probe's tensors.
         about: Its metadata.
     """
-    rows = [row | {"reasons": json.dumps(row["reasons"])} for row in document["rows"]]
-    parts = {
-        "probes.json": lambda path: path.write_text(json.dumps(document, indent=2, allow_nan=False) + "\n"),
-        "probes.parquet": lambda path: pq.write_table(pa.Table.from_pylist(rows, _ROWS), path),
-        "scores.parquet": lambda path: pq.write_table(examples, path),
-        f"{about['name']}.safetensors": lambda path: save_file(probe, path, about),
-    }
-    for name, put in parts.items():
-        part = out / f"{name}.part"
-        put(part)
+    names = "probes.json", "probes.parquet", "scores.parquet", f"{about['name']}.safetensors"
+    parts = [out / f"{name}.part" for name in names]
+    parts[0].write_text(json.dumps(document, indent=2, allow_nan=False) + "\n", encoding="utf-8")
+    pq.write_table(pa.Table.from_pylist(document["rows"], _ROWS), parts[1])
+    pq.write_table(examples, parts[2])
+    save_file(probe, parts[3], about)
+    for part, name in zip(parts, names, strict=True):
         part.replace(out / name)

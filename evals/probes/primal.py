@@ -24,7 +24,8 @@ class _Problems:
         self.mask = mask.T.to(rows.dtype)  # [n, fits]
         self.mean, self.std = mean.T.to(rows.dtype), std.T.to(rows.dtype)  # [hidden, fits]
         gram = torch.zeros(rows.shape[1], rows.shape[1], dtype=torch.float64)
-        for part in self.fast.split(_CHUNK):
+        for first in range(0, len(rows), _CHUNK):
+            part = self.fast[first : first + _CHUNK]
             gram += part.T @ part
         values, vectors = torch.linalg.eigh(gram / len(rows))
         self._values, self._vectors = values.clamp(min=0).float().unsqueeze(1), vectors.float()
@@ -38,11 +39,13 @@ class _Problems:
     def back(self, values: torch.Tensor, fits: torch.Tensor, fast: bool = False) -> torch.Tensor:
         """The transpose: of `[n, p]`, `[hidden, p]`."""
         raw = (self.fast if fast else self.rows).T @ values
-        return (raw - self.mean[:, fits].to(raw.dtype) * values.sum(0)) / self.std[:, fits].to(raw.dtype)
+        found: torch.Tensor = (raw - self.mean[:, fits].to(raw.dtype) * values.sum(0)) / self.std[:, fits].to(raw.dtype)
+        return found
 
     def precondition(self, values: torch.Tensor, curvature: torch.Tensor, penalty: torch.Tensor) -> torch.Tensor:
         """About the inverse of the system's matrix, whose rows weigh `curvature` `[p]` in sum, times `[hidden, p]`."""
-        return self._vectors @ ((self._vectors.T @ values) / (self._values * curvature + penalty))
+        found: torch.Tensor = self._vectors @ ((self._vectors.T @ values) / (self._values * curvature + penalty))
+        return found
 
 
 def solve(

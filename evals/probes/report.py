@@ -8,7 +8,6 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 import numpy as np
-import pyarrow as pa
 from scipy.special import expit
 
 from deployments.activations import load
@@ -33,9 +32,7 @@ class Token(NamedTuple):
     probability: float | None
 
 
-def write(
-    out: Path, document: dict[str, Any], examples: Examples, job: Job, headline: Headline, scores: pa.Table
-) -> None:
+def write(out: Path, document: dict[str, Any], examples: Examples, job: Job, headline: Headline) -> None:
     """Write the page, whole or not at all.
 
     Args:
@@ -44,24 +41,25 @@ def write(
         examples: The examples.
         job: Their classes and folds.
         headline: The probes.
-        scores: As `scores.parquet` has them.
     """
     part = out / f"{NAME}.part"
     context = {
         "d": document,
         "h": document["headline"],
         "shares": SHARES,
-        "panels": panels(document["rows"], document["lengths"]),
+        "panels": panels(document["rows"], document["nulls"], document["lengths"]),
         "histogram": histogram(headline.held_out.probabilities, job.positive),
         "roc": roc(headline.held_out.logits, job.positive, job.folds.of),
         "calibration": bins(headline.held_out.probabilities, job.positive),
-        "kinds": shown(examples, job, headline, scores),
+        "kinds": shown(examples, job, headline),
     }
     part.write_text(template("probes.html.jinja").render(context), encoding="utf-8")
     part.replace(out / NAME)
 
 
-def panels(rows: Sequence[dict[str, Any]], lengths: dict[str, float | None]) -> list[dict[str, Any]]:
+def panels(
+    rows: Sequence[dict[str, Any]], nulls: Sequence[dict[str, Any]], lengths: dict[str, float | None]
+) -> list[dict[str, Any]]:
     """A chart for each site and choice of tokens: AUROC by layer, from 0 to 100 on both axes."""
     found = []
     places = dict.fromkeys((by_site(row["point"])[0], row["tokens"]) for row in rows)
@@ -70,8 +68,9 @@ def panels(rows: Sequence[dict[str, Any]], lengths: dict[str, float | None]) -> 
     )
     low = min(0.4, np.floor(10 * lowest) / 10)
     y = Scale(low, 1.0, tuple(np.arange(round(10 * low), 11, 2 if low < 0.3 else 1) / 10))
+    with_null = [row | (null["control"] or {"low": None, "high": None}) for row, null in zip(rows, nulls, strict=True)]
     for site, tokens in places:
-        some = [row for row in rows if (by_site(row["point"])[0], row["tokens"]) == (site, tokens)]
+        some = [row for row in with_null if (by_site(row["point"])[0], row["tokens"]) == (site, tokens)]
         points = list(dict.fromkeys(row["point"] for row in some))
         x = Scale(-0.5, len(points) - 0.5, ())
         step = 1 + len(points) // 16
@@ -83,7 +82,7 @@ def panels(rows: Sequence[dict[str, Any]], lengths: dict[str, float | None]) -> 
                     method: _line([row for row in some if row["method"] == method], points, x, y)
                     for method in dict.fromkeys(row["method"] for row in some)
                 },
-                "null": _area(some, points, x, y, "control_low", "control_high"),
+                "null": _area(some, points, x, y, "low", "high"),
                 "text": _height(y, some[0]["text_auroc"]),
                 "length": _height(y, lengths[tokens]),
                 "labels": [(x.at(i), _layer(point)) for i, point in enumerate(points) if i % step == 0],
@@ -126,17 +125,16 @@ def roc(logits: np.ndarray, positive: np.ndarray, folds: np.ndarray) -> dict[str
     return {"folds": [_points(*_thinned(*curve)) for curve in curves], "mean": _points(grid, mean)}
 
 
-def shown(examples: Examples, job: Job, headline: Headline, scores: pa.Table) -> list[tuple[str, list[dict[str, Any]]]]:
+def shown(examples: Examples, job: Job, headline: Headline) -> list[tuple[str, list[dict[str, Any]]]]:
     """The most, the least and the wrongly certain examples, token by token."""
     chance = headline.held_out.probabilities
     certainty, right = np.abs(chance - 0.5), (chance > 0.5) == job.positive
     order = np.argsort(-certainty, kind="stable")
     kinds = {
-        "Most certain, and right": [i for i in order if right[i]],
-        "Most certain, and wrong": [i for i in order if not right[i]],
+        "Most certain, and right": order[right[order]],
+        "Most certain, and wrong": order[~right[order]],
         "Least certain": order[::-1],
     }
-    own = scores["probability_of_file"].to_numpy()
     return [
         (
             kind,
@@ -144,7 +142,6 @@ def shown(examples: Examples, job: Job, headline: Headline, scores: pa.Table) ->
                 {
                     "run": examples.runs[i],
                     "probability": float(chance[i]),
-                    "own": float(own[i]),
                     "tokens": _tokens(examples.runs[i], job, headline, int(i)),
                 }
                 for i in some[:_SHOWN]

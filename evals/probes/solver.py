@@ -16,6 +16,7 @@ from evals.probes import dual, primal
 Method = Literal["difference", "logistic", "ridge"]
 METHODS: tuple[Method, ...] = get_args(Method)
 _ELEMENTS = 1 << 25  # of the largest array of a solver
+_CHUNK = 8192  # rows
 
 
 class Fits(NamedTuple):
@@ -74,9 +75,10 @@ def moments(rows: torch.Tensor, mask: torch.Tensor) -> tuple[torch.Tensor, torch
     """Mean and standard deviation of each fit's training rows, float64 `[fits, hidden]`; 1 for a constant feature."""
     total = torch.zeros(len(mask), rows.shape[1], dtype=torch.float64)
     squares = total.clone()
-    for part, weight in zip(rows.split(8192), mask.double().split(8192, dim=1), strict=True):
-        total += weight @ part.double()
-        squares += weight @ part.double().square()
+    for first in range(0, len(rows), _CHUNK):
+        part, weight = rows[first : first + _CHUNK].double(), mask[:, first : first + _CHUNK].double()
+        total += weight @ part
+        squares += weight @ part.square()
     mean = total / mask.sum(1, keepdim=True)
     variance = squares / mask.sum(1, keepdim=True) - mean.square()
     constant = variance <= 1e-12 * (1 + mean.square())
