@@ -146,7 +146,7 @@ def _against_text(
     area = float(by_folds(text, job.positive, job.folds.of))
     difference = own["auroc"] - area
     between = interval(difference, samples[0] - samples[1], groups, exact=False)
-    found = {"text_auroc": area} | _bounded(own, "text_auroc", interval(area, samples[1], groups))
+    found: Record = {"text_auroc": area} | _bounded(own, "text_auroc", interval(area, samples[1], groups))
     found |= {"text_difference": difference} | _bounded(own, "text_difference", between)
     found["beats_text"] = None if between.low is None else between.low > 0
     if between.reason:

@@ -57,9 +57,9 @@ def split(positive: np.ndarray, groups: np.ndarray, count: int, seed: int, group
     few = min(positive.sum(), (~positive).sum())
     if few < count:
         raise EvalError(f"--label: {few} examples of the smaller class for {count} folds: a fold would have one class")
-    kind = StratifiedGroupKFold if grouped else StratifiedKFold
+    kind, by = (StratifiedGroupKFold, groups) if grouped else (StratifiedKFold, None)
     of = np.empty(len(positive), dtype=np.int64)
-    for fold, (_, held_out) in enumerate(kind(count, shuffle=True, random_state=seed).split(of, positive, groups)):
+    for fold, (_, held_out) in enumerate(kind(count, shuffle=True, random_state=seed).split(of, positive, by)):
         of[held_out] = fold
     counts = [(int(positive[of == fold].sum()), int((~positive)[of == fold].sum())) for fold in range(count)]
     if any(min(pair) == 0 for pair in counts):

@@ -83,6 +83,7 @@ def panels(
                     for method in dict.fromkeys(row["method"] for row in some)
                 },
                 "null": _area(some, points, x, y, "low", "high"),
+                "chance": _height(y, 0.5),
                 "text": _height(y, some[0]["text_auroc"]),
                 "length": _height(y, lengths[tokens]),
                 "labels": [(x.at(i), _layer(point)) for i, point in enumerate(points) if i % step == 0],

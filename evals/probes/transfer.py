@@ -42,7 +42,8 @@ def transferred(given: Options, data: Data, headline: Headline, session: str) ->
         scores[None], positive, np.zeros(len(positive), dtype=int), test.groups, given.resamples, given.seed
     )
     between = interval(area, samples[0], test.group_count)
-    null = auroc(scores, permuted(positive, test.groups, given.permutations, given.seed))[0]
+    labelings = permuted(positive, test.groups, given.permutations, given.seed)
+    null = auroc(np.broadcast_to(scores, labelings.shape), labelings)[0]
     return {
         "session": session,
         "auroc": area,

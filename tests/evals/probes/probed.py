@@ -33,6 +33,7 @@ class Made:
 
 def store(directory: Path, session: str, runs: Sequence[Made]) -> Path:
     """Write a session as the server does."""
+    directory.mkdir(exist_ok=True)
     writer = Writer(directory, Catalogue())
     try:
         for made in runs:
