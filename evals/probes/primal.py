@@ -162,7 +162,8 @@ def _direction(
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Solve (rows' curvature rows + penalty) x = slope to two digits, with the intercept: `[hidden, p]`, `[p]`."""
     dtype, curvature, penalty = slope.dtype, curvature.float(), penalty.float()
-    scale = slope.abs().amax(0).clamp(min=torch.finfo(dtype).tiny)  # slopes near an optimum may be tiny in float32
+    # near an optimum slopes may be too small for float32
+    scale = torch.maximum(slope.abs().amax(0), slope_bias.abs()).clamp(min=torch.finfo(dtype).tiny)
     left, left_bias = (slope / scale).float(), (slope_bias / scale).float()
     total = curvature.sum(0).clamp(min=torch.finfo(torch.float32).tiny)
     found, found_bias = torch.zeros_like(left), torch.zeros_like(left_bias)

@@ -39,20 +39,17 @@ def reference(method: Method, rows: np.ndarray, training: np.ndarray, labels: np
         return np.asarray(model.fit(of[training], y).decision_function(of))
 
 
-@settings(max_examples=25, deadline=None)
+@settings(max_examples=60, deadline=None)
 @given(
     method=st.sampled_from(["difference", "logistic", "ridge"]),
     n=st.integers(12, 90),
     hidden=st.integers(2, 60),
-    c=st.lists(st.sampled_from([1e-4, 1e-2, 1.0, 10.0]), min_size=1, max_size=3),
     seed=st.integers(0, 1000),
 )
-def test_held_out_logits_are_those_of_scikit_learn(
-    method: Method, n: int, hidden: int, c: list[float], seed: int
-) -> None:
+def test_held_out_logits_are_those_of_scikit_learn(method: Method, n: int, hidden: int, seed: int) -> None:
     rows = made(n, hidden, seed).astype(np.float64)
     random = np.random.default_rng(seed)
-    mask = np.stack([random.permutation(n) < share * n for share in (0.6, 0.8)])
+    c, mask = [1e-5, 1e-2, 1.0, 10.0], random.permutation(n) % 5 != np.arange(5)[:, None]
     labels = np.zeros(n, dtype=bool)
     labels[random.permutation(n)[: n // 2]] = True
     assume(all(0 < labels[training].sum() < training.sum() for training in mask))
