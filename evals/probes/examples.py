@@ -5,7 +5,7 @@ from __future__ import annotations
 import re
 from collections import Counter
 from collections.abc import Collection, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import NamedTuple
 
@@ -172,7 +172,8 @@ def find(
         raise EvalError(f"--session {session}: of {total} runs {reasons}{advice}")
     index = index_rows(store, names, session=session, runs=[run.run_id for run in runs])
     ranges = _ranges(index, runs, tokens)
-    return Examples(session, model, revision, names, runs, ranges, index, dict(lacking))
+    light = replace(index, runs=[])  # it travels to other processes, and the examples have what is needed of them
+    return Examples(session, model, revision, names, runs, ranges, light, dict(lacking))
 
 
 def _points(

@@ -15,7 +15,7 @@ from evals.probes import dual, primal
 
 Method = Literal["difference", "logistic", "ridge"]
 METHODS: tuple[Method, ...] = get_args(Method)
-_ELEMENTS = 1 << 25  # of the largest array of a solver
+_ELEMENTS = 1 << 24  # of the largest array of a solver, which has about ten of them
 _CHUNK = 8192  # rows
 
 

@@ -53,6 +53,7 @@ def transferred(given: Options, data: Data, headline: Headline, session: str) ->
         "balanced_accuracy": float(balanced_accuracy_score(positive, probability(scores, headline.calibration) > 0.5)),
         "n": len(positive),
         "groups": test.group_count,
+        "shared_groups": len({run.group for run in test.examples.runs} & {run.group for run in data.examples.runs}),
         "left_out": test.examples.left_out,
         "reasons": between.reasons("auroc"),
     }

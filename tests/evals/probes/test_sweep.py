@@ -99,7 +99,9 @@ def test_the_probe_file_is_a_readout_that_tells_the_classes_apart(found: Result,
     rows = torch.cat([made.rows["layers.1.output"] for made in test])
     scores = ((rows - probe["mean"]) / probe["std"]) @ probe["weight"].T + probe["bias"]
     area = roc_auc_score([made.tags["label"] == "true" for made in test], scores[:, 0])
-    assert found.document["transfer"][0]["auroc"] == pytest.approx(area)
+    transfer = found.document["transfer"][0]
+    assert transfer["auroc"] == pytest.approx(area)
+    assert (transfer["groups"], transfer["shared_groups"]) == (25, 25)
     assert area > 0.75
     chances = (probe["slope"] * scores + probe["offset"]).sigmoid()
     assert 0.3 < chances.mean() < 0.7
