@@ -1,0 +1,65 @@
+"""`python -m evals.probes --session NAME --label TAG --group TAG --out DIR`: linear probes on stored activations."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Sequence
+from typing import Any
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Fit probes and write what they found.
+
+    Args:
+        argv: The options; without it the process's own.
+
+    Returns:
+        0; 2 where the options or the stored runs do not allow it, with the reason on stderr.
+    """
+    try:
+        from evals.probes import sweep
+    except ImportError as error:
+        print(f"evals.probes: {error}", file=sys.stderr)
+        return 2
+    from deployments.activations.permissions import restrict
+    from evals.config import EvalError
+    from evals.probes.options import parse
+
+    try:
+        options = parse(argv)
+        assert options.out is not None
+        restrict(options.out)
+        result = sweep(**vars(options))
+    except (EvalError, OSError) as error:
+        print(f"evals.probes: {error}", file=sys.stderr)
+        return 2
+    print(render(result.document))
+    print(options.out / "report.html")
+    return 0
+
+
+def render(document: dict[str, Any]) -> str:
+    """The headline as some lines of text."""
+    own = document["headline"]
+    bounds = "no interval: " + own["reasons"].get("auroc_low", "")
+    if own["auroc_low"] is not None:
+        bounds = f"95% interval {own['auroc_low']:.3f} to {own['auroc_high']:.3f}"
+    others = [
+        f"{name} {own[key]:.3f}"
+        for name, key in {"permuted labels": "control_auroc", "text": "text_auroc", "length": "length_auroc"}.items()
+        if own[key] is not None
+    ]
+    lines = [
+        f"AUROC {own['auroc']:.3f}, {bounds}; {own['n']} examples in {own['groups']} groups; " + ", ".join(others),
+        f"probe at {own['point']}, tokens {own['tokens']}, {own['method']}; chosen in the folds: {_chosen(own)}",
+    ]
+    lines += [f"on {one['session']}: AUROC {one['auroc']:.3f}" for one in document["transfer"]]
+    return "\n".join([*lines, *own["faults"]])
+
+
+def _chosen(own: dict[str, Any]) -> str:
+    return ", ".join(one["point"] for one in own["chosen"])
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,187 @@
+"""Labels, groups and token spans of runs: from their tags, an evaluation's results, or a file written later."""
+
+from __future__ import annotations
+
+import csv
+import json
+from collections import Counter
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import numpy as np
+import pyarrow as pa
+import pyarrow.parquet as pq
+
+from deployments.activations.facts import RunFacts
+from evals.config import EvalError
+from evals.labels import labelled
+from evals.transfer import files_of
+
+_TRUE = ("true", "1", "yes")
+_NAMED = 8  # label values that a refusal lists
+
+
+class Row(NamedTuple):
+    """A run's label and group, None where it has none, and its spans by name: `[first, end)` token positions."""
+
+    label: str | None
+    group: str | None
+    spans: Mapping[str, tuple[int, int]]
+
+
+NOTHING = Row(None, None, {})
+Source = Callable[[RunFacts], Row | None]  # None: the run is none of the examples
+
+
+def from_tags(label: str, group: str | None) -> Source:
+    """Labels and groups that were stored with the runs.
+
+    Args:
+        label: A tag's name.
+        group: A tag's name; None without groups.
+    """
+    return lambda run: Row(run.tags.get(label), run.tags.get(group) if group else None, {})
+
+
+def from_results(
+    directory: Path, label: str, group: str | None, spans: Collection[str]
+) -> tuple[str, Path | None, Source]:
+    """Labels of an evaluation's runs by `evals.labels`.
+
+    Args:
+        directory: The evaluation's results.
+        label: A column, as `correct`.
+        group: A column, as `problem`; None without groups.
+        spans: Names of spans.
+
+    Returns:
+        The session of the runs, its store where the results name one, and the rows. Other runs of the session, as of
+        failed samples and earlier turns, are no examples.
+
+    Raises:
+        EvalError: There is no such column, or not one session.
+    """
+    table = labelled(directory)
+    sessions = table["session_id"].unique().to_pylist()
+    if len(sessions) != 1:
+        names = ", ".join(map(str, sessions[:_NAMED])) or "none"
+        raise EvalError(f"--results {directory}: the runs are of {len(sessions)} sessions ({names}); one is needed")
+    rows = _columns(table, "--results", label, group, spans)
+    uri = next((uri for uri in table["uri"].to_pylist() if uri), None)
+    try:
+        store = None if uri is None else files_of(directory, sessions[0], uri).parent
+    except ValueError as error:
+        raise EvalError(f"--results {directory}: {error}") from error
+    return sessions[0], store, _joined(rows, "run_id", label, group, spans, missing=None)
+
+
+def from_file(path: Path, label: str, group: str | None, spans: Collection[str]) -> Source:
+    """Labels of a csv, Parquet or jsonl file with a column `run_id`, or `id` for the runs' sample ids.
+
+    Args:
+        path: The file.
+        label: A column.
+        group: A column; where there is none of that name, a tag of the runs.
+        spans: Names of spans; each is a column `span.<name>`.
+
+    Raises:
+        EvalError: The file cannot be read, lacks a column, or names a run twice.
+    """
+    try:
+        rows = _read(path)
+    except (OSError, ValueError, pa.ArrowException) as error:
+        raise EvalError(f"--labels {path}: {error}") from error
+    names = set(rows[0]) if rows else set()
+    key = "run_id" if "run_id" in names else "id"
+    wanted = [key, label, *(f"span.{name}" for name in spans)]
+    if missing := [name for name in wanted if name not in names]:
+        there = ", ".join(sorted(names)) or "none"
+        raise EvalError(f"--labels {path}: no column {missing[0]!r}; there is {there}")
+    return _joined(rows, key, label, group if group in names else None, spans, tag=group)
+
+
+def text(value: Any) -> str | None:
+    """A label's value as a string: true for a bool, numbers as JSON writes them; None where there is none."""
+    if value is None or value == "":
+        return None
+    return value if isinstance(value, str) else json.dumps(value)
+
+
+def classes(values: Sequence[str], positive: str | None) -> tuple[str, np.ndarray]:
+    """Which label is the positive class, and which examples have it, bool `[n]`.
+
+    Args:
+        values: The labels.
+        positive: The value that `--positive` names; all others are then the negative class.
+
+    Raises:
+        EvalError: There is one class, or more than two and none was chosen, or the one that was chosen is missing.
+    """
+    counts = Counter(values)
+    listed = ", ".join(f"{value!r} ({count})" for value, count in counts.most_common(_NAMED))
+    listed += ", ..." if len(counts) > _NAMED else ""
+    if len(counts) < 2:
+        raise EvalError(f"--label: {len(values)} examples of one class, {listed}; two are needed")
+    if positive is None and len(counts) > 2:
+        raise EvalError(f"--label: {len(counts)} labels, {listed}: choose one against the rest with --positive")
+    if positive is not None and positive not in counts:
+        raise EvalError(f"--positive {positive!r}: no example has it; there is {listed}")
+    chosen = positive or next((value for value in sorted(counts) if value.lower() in _TRUE), max(counts))
+    return chosen, np.array([value == chosen for value in values])
+
+
+def _read(path: Path) -> list[dict[str, Any]]:
+    if path.suffix == ".parquet":
+        rows: list[dict[str, Any]] = pq.read_table(path).to_pylist()
+        return rows
+    with path.open(encoding="utf-8", newline="") as file:
+        if path.suffix == ".csv":
+            return list(csv.DictReader(file))
+        if path.suffix in (".jsonl", ".json"):
+            return [_object(line) for line in file if line.strip()]
+    raise ValueError("not a .csv, .parquet or .jsonl file")
+
+
+def _object(line: str) -> dict[str, Any]:
+    row = json.loads(line)
+    if not isinstance(row, dict):
+        raise ValueError(f"a line is not a JSON object: {line[:60]!r}")
+    return row
+
+
+def _columns(
+    table: pa.Table, option: str, label: str, group: str | None, spans: Collection[str]
+) -> Iterable[dict[str, Any]]:
+    wanted = list(dict.fromkeys(["run_id", label, *([group] if group else []), *(f"span.{name}" for name in spans)]))
+    if missing := [name for name in wanted if name not in table.column_names]:
+        raise EvalError(f"{option}: no column {missing[0]!r}; there is {', '.join(table.column_names)}")
+    rows: list[dict[str, Any]] = table.select(wanted).to_pylist()
+    return rows
+
+
+def _joined(
+    rows: Iterable[Mapping[str, Any]],
+    key: str,
+    label: str,
+    group: str | None,
+    spans: Collection[str],
+    tag: str | None = None,
+    missing: Row | None = NOTHING,
+) -> Source:
+    found = dict[str, Row]()
+    repeated = 0
+    for row in rows:
+        at = {name: tuple(span) for name in spans if (span := row.get(f"span.{name}"))}
+        name = text(row[key])
+        repeated += name in found
+        if name is not None:
+            found[name] = Row(text(row[label]), text(row[group]) if group else None, at)
+    if repeated:
+        raise EvalError(f"--labels: {repeated} rows repeat the {key} of another row")
+
+    def of(run: RunFacts) -> Row | None:
+        row = found.get(run.run_id if key == "run_id" else run.sample_id or "", missing)
+        return row if row is None or group or not tag else row._replace(group=run.tags.get(tag))
+
+    return of

@@ -1,0 +1,59 @@
+"""The probe of all examples, tried on another session's."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+from sklearn.metrics import balanced_accuracy_score
+
+from evals.config import EvalError
+from evals.probes.data import Data, load_test
+from evals.probes.fitting import Rows, probability
+from evals.probes.folds import permuted
+from evals.probes.headline import Headline, quantiles
+from evals.probes.metrics import auroc, interval, resampled
+from evals.probes.options import Options
+
+
+def transferred(given: Options, data: Data, headline: Headline, session: str) -> dict[str, Any]:
+    """Figures of one test session, for JSON.
+
+    The null is that of the session's labels permuted, scored by the same probe.
+
+    Args:
+        given: The options.
+        data: The examples that the probe was fitted to.
+        headline: With that probe.
+        session: The test session.
+
+    Raises:
+        EvalError: The session does not allow it, or is of another model.
+        OSError: The disk refuses.
+    """
+    final = headline.final
+    test = load_test(given, session, final.point, final.tokens, data.label)
+    if (model := test.examples.model) != data.examples.model:
+        raise EvalError(f"--test-session {session}: its runs are of {model}, the probe is of {data.examples.model}")
+    rows = Rows(test.examples.index, final.point, final.tokens, test.examples.ranges[final.tokens])
+    scores, positive = rows.scores(headline.probe), test.positive
+    area = float(auroc(scores, positive)[0])
+    samples = resampled(
+        scores[None], positive, np.zeros(len(positive), dtype=int), test.groups, given.resamples, given.seed
+    )
+    between = interval(area, samples[0], test.group_count)
+    labelings = permuted(positive, test.groups, given.permutations, given.seed)
+    null = auroc(np.broadcast_to(scores, labelings.shape), labelings)[0]
+    return {
+        "session": session,
+        "auroc": area,
+        "auroc_low": between.low,
+        "auroc_high": between.high,
+        "control": quantiles(null.tolist()),
+        "balanced_accuracy": float(balanced_accuracy_score(positive, probability(scores, headline.calibration) > 0.5)),
+        "n": len(positive),
+        "groups": test.group_count,
+        "shared_groups": len({run.group for run in test.examples.runs} & {run.group for run in data.examples.runs}),
+        "left_out": test.examples.left_out,
+        "reasons": between.reasons("auroc"),
+    }

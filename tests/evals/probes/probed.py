@@ -1,0 +1,100 @@
+"""Sessions of made runs in a store's own files."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+
+import numpy as np
+import torch
+
+from deployments.activations.catalogue import Catalogue
+from deployments.activations.facts import RunFacts, ShardFacts
+from deployments.activations.schema import to_batch
+from deployments.activations.writer import Writer
+
+MODEL = "fake/model"
+
+
+@dataclass
+class Made:
+    """A run of some tokens; `rows` is by point `[stored tokens, hidden]`, of the last tokens."""
+
+    run_id: str
+    rows: dict[str, torch.Tensor]
+    tags: dict[str, str] = field(default_factory=dict)
+    words: Sequence[str] = ("one", " two", " three")
+    prompt_tokens: int = 3
+    sample_id: str | None = None
+    model: str = MODEL
+    text: bool = True
+
+
+def store(directory: Path, session: str, runs: Sequence[Made]) -> Path:
+    """Write a session as the server does."""
+    directory.mkdir(exist_ok=True)
+    writer = Writer(directory, Catalogue())
+    try:
+        for made in runs:
+            stored = len(next(iter(made.rows.values())))
+            begins = np.cumsum([0, *(len(word) for word in made.words)])[:-1]
+            shard = ShardFacts(session, made.model, None, "LlamaForCausalLM", {"torch": "2"}, {n: n for n in made.rows})
+            batch = to_batch(
+                shard,
+                run_id=made.run_id,
+                sample_id=made.sample_id,
+                positions=list(range(len(made.words) - stored, len(made.words))),
+                token_ids=[hash(word) % 1000 for word in made.words[-stored:]],
+                prompt_tokens=made.prompt_tokens,
+                points=made.rows,
+                text_offsets=begins[-stored:].tolist(),
+            )
+            facts = RunFacts(
+                made.run_id,
+                session,
+                made.model,
+                created=1.0,
+                prompt_tokens=made.prompt_tokens,
+                tokens=len(made.words),
+                sample_id=made.sample_id,
+                tags=made.tags,
+                text="".join(made.words) if made.text else None,
+            )
+            future = writer.submit(facts, [batch])
+        future.result()
+    finally:
+        writer.close()
+    return directory
+
+
+def statements(
+    groups: int = 40,
+    each: int = 4,
+    hidden: int = 24,
+    layers: int = 3,
+    planted: int | None = 1,
+    strength: float = 1.5,
+    seed: int = 0,
+    tokens: int = 1,
+) -> list[Made]:
+    """Groups of true and false statements; at the layer `planted` a direction of length `strength` tells them apart.
+
+    Every word is equally often true and false, and each group moves all features of its runs.
+    """
+    random = torch.Generator().manual_seed(seed)
+    runs = []
+    for group in range(groups):
+        shift = torch.randn(hidden, generator=random)
+        for i in range(each):
+            label = i % 2 == 0
+            rows = {}
+            for layer in range(layers):
+                values = torch.randn(tokens, hidden, generator=random) + shift
+                if layer == planted:
+                    values[:, 0] = torch.randn(tokens, generator=random) + strength * (label - 0.5)
+                rows[f"layers.{layer}.output"] = values
+            tags = {"label": "true" if label else "false", "group": f"g{group}"}
+            words = ("A", " statement", f" about{i // 2}")
+            runs.append(Made(f"run-{group}-{i}", rows, tags, words, sample_id=f"s{group}-{i}"))
+    return runs

@@ -1,0 +1,204 @@
+"""The command: its files and page, labels from results and files, and mistakes as one line and status 2."""
+
+import json
+import re
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+from made import make_results
+from probed import Made, statements, store
+from recorded import POINT, record, says
+
+import evals.probes
+from evals.config import EvalError
+from evals.labels import labelled
+from evals.probes import sweep
+from evals.probes.__main__ import main
+
+HOSTILE = "<script>alert(1)</script>"
+Change = Callable[[list[Made]], object]
+
+
+@pytest.fixture(scope="module")
+def directory(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    made = statements(groups=20, tokens=3)
+    for one in made:
+        one.words = ("It", " is", f" {HOSTILE}")
+    return store(tmp_path_factory.mktemp("command") / "store", "here", made)
+
+
+def options(directory: Path, out: Path, **changed: str | None) -> list[str]:
+    given = {"session": "here", "group": "group", "store": str(directory), "out": str(out), "methods": "ridge"}
+    given |= {"resamples": "100", "permutations": "3"}
+    for name, value in changed.items():
+        given[name.replace("_", "-")] = value  # type: ignore[assignment]
+    return [part for name, value in given.items() if value is not None for part in (f"--{name}", value)]
+
+
+def test_the_command_says_the_headline_and_writes_a_page_that_needs_nothing_else(
+    directory: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert main(options(directory, tmp_path / "out")) == 0
+    own = json.loads((tmp_path / "out" / "probes.json").read_text())["headline"]
+    shown = capsys.readouterr().out.splitlines()
+    assert shown[0].startswith(f"AUROC {own['auroc']:.3f}, 95% interval {own['auroc_low']:.3f} to ")
+    assert shown[-1] == str(tmp_path / "out" / "report.html")
+    page = (tmp_path / "out" / "report.html").read_text()
+    assert "<script" not in page
+    assert page.count("&lt;script&gt;alert(1)") == 12  # four examples of each kind
+    assert not re.search(r"""(?:src|href)=["'](?!#)|url\(|@import""", page)
+    for section in ("Headline", "Sweep", "ROC", "Calibration", "Most certain, and right", "Least certain"):
+        assert section in page
+    colours = re.findall(r'<span title="(\d\.\d+)" style="background: color-mix\(in srgb, var\(--(\w+)\)', page)
+    assert len(colours) == 36  # each token whose row is stored
+    assert all((float(chance) > 0.5) == (colour == "correct") for chance, colour in colours if chance != "0.500")
+
+
+def test_a_page_of_runs_with_one_row_shows_the_text_before_it(directory: Path, tmp_path: Path) -> None:
+    made = statements(groups=20)
+    for one in made:
+        one.words = ("All of this", " comes", " before the row")
+    store(directory, "one-row", made)
+    sweep(session="one-row", group="group", store=directory, out=tmp_path, methods=["difference"], resamples=100)
+    page = (tmp_path / "report.html").read_text()
+    assert page.count('<p class="tokens">All of this comes<span') == 12
+
+
+BAD: dict[str, tuple[Change, dict[str, str | None], str]] = {
+    "one class": (
+        lambda runs: [one.tags.update(label="true") for one in runs],
+        {},
+        "--label: 80 examples of one class, 'true' (80); two are needed",
+    ),
+    "three classes": (
+        lambda runs: [one.tags.update(label=str(i % 3)) for i, one in enumerate(runs)],
+        {},
+        "--label: 3 labels, '0' (27), '1' (27), '2' (26): choose one against the rest with --positive",
+    ),
+    "no such class": (
+        lambda runs: None,
+        {"positive": "maybe"},
+        "--positive 'maybe': no example has it; there is 'true'",
+    ),
+    "labels are missing": (
+        lambda runs: [one.tags.pop("label") for one in runs[:7]],
+        {},
+        "of 80 runs 7 have no label (as run-0-0); --skip-missing leaves such runs out",
+    ),
+    "groups are missing": (lambda runs: [one.tags.pop("group") for one in runs[:3]], {}, "of 80 runs 3 have no group"),
+    "not finite": (
+        lambda runs: [one.rows["layers.2.output"].fill_(float("nan")) for one in runs[:5]],
+        {},
+        "--points layers.2.output: 5 of 80 examples have values that are not finite",
+    ),
+    "several models": (
+        lambda runs: [setattr(one, "model", "other") for one in runs[:20]],
+        {},
+        "runs of several models, 60 of fake/model, 20 of other: probe one at a time",
+    ),
+    "several dtypes": (
+        lambda runs: [one.rows.update({"layers.0.output": one.rows["layers.0.output"].half()}) for one in runs[:20]],
+        {},
+        "layers.0.output has several dtypes or shapes, 60 of float32 (24,), 20 of float16 (24,)",
+    ),
+    "no such point": (lambda runs: None, {"points": "mlp"}, "--points 'mlp': not stored; there is layers.0.output, "),
+    "no such rows": (
+        lambda runs: [setattr(one, "prompt_tokens", 1) for one in runs],
+        {},
+        "80 have no stored rows for --tokens last",
+    ),
+    "no group": (lambda runs: None, {"group": None}, "--group: name the tag"),
+    "no such tokens": (lambda runs: None, {"tokens": "first"}, "--tokens 'first': none of last, final, mean, max"),
+    "no such session": (lambda runs: None, {"session": "nowhere"}, "--session nowhere: "),
+    "no such method": (lambda runs: None, {"methods": "lda"}, "--methods 'lda': none of difference, logistic, ridge"),
+}
+
+
+@pytest.mark.parametrize("case", BAD)
+def test_bad_input_is_refused_in_one_line_with_counts(
+    case: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    change, changed, message = BAD[case]
+    made = statements(groups=20)
+    change(made)
+    assert main(options(store(tmp_path / "store", "here", made), tmp_path / "out", **changed)) == 2
+    said = capsys.readouterr().err.splitlines()
+    assert said[-1].startswith("evals.probes: ")
+    assert message in said[-1]
+    assert not (tmp_path / "out").exists()
+
+
+def test_runs_that_lack_something_are_left_out_on_request(tmp_path: Path) -> None:
+    made = statements(groups=20)
+    for one in made[:7]:
+        del one.tags["label"]
+    store(tmp_path, "here", made)
+    found = sweep(session="here", group="group", store=tmp_path, skip_missing=True, methods=["ridge"], resamples=100)
+    assert found.headline["n"] == 73
+    assert found.document["left_out"] == {"have no label": 7}
+
+
+@pytest.mark.parametrize(("key", "kind"), [("run_id", "csv"), ("id", "jsonl")])
+def test_labels_that_come_later_join_by_run_or_sample(directory: Path, tmp_path: Path, key: str, kind: str) -> None:
+    rows = [
+        {key: one.run_id if key == "run_id" else one.sample_id, "mine": i % 4 < 2}
+        for i, one in enumerate(statements(groups=20))
+    ]
+    file = tmp_path / f"labels.{kind}"
+    lines = [",".join(rows[0])] + [f"{row[key]},{str(row['mine']).lower()}" for row in rows]
+    file.write_text("\n".join(lines if kind == "csv" else map(json.dumps, rows)))
+    found = sweep(
+        session="here", labels=file, label="mine", group="group", store=directory, methods=["ridge"], resamples=100
+    )
+    assert found.document["positive"] == "true"
+    assert dict(zip(found.scores["run_id"].to_pylist(), found.scores["positive"].to_pylist(), strict=True)) == {
+        f"run-{i // 4}-{i % 4}": i % 4 < 2 for i in range(80)
+    }
+
+
+def test_results_of_an_evaluation_are_labelled_by_their_problems(tmp_path: Path) -> None:
+    results = make_results(tmp_path / "results", 30, activations=says(tmp_path / "store", "evaluated"))
+    record(tmp_path / "store", results)
+    fast: dict[str, Any] = {"results": results, "points": [POINT], "methods": ["ridge"], "resamples": 100}
+    found = sweep(label="correct", tokens=["mean"], **fast)
+    table = {row["run_id"]: row for row in labelled(results).to_pylist()}
+    assert found.document["group"] == "problem"
+    assert set(found.scores["run_id"].to_pylist()) == set(table)  # earlier turns and failed samples are no examples
+    for row in found.scores.to_pylist():
+        assert (row["group"], row["positive"]) == (table[row["run_id"]]["problem"], table[row["run_id"]]["correct"])
+    spans = sweep(label="correct", tokens=["span:answer"], skip_missing=True, **fast)
+    assert spans.headline["n"] == sum(row["span.answer"] is not None for row in table.values())
+    with pytest.raises(EvalError, match="no column 'right'"):
+        sweep(label="right", **fast)
+
+
+def test_another_models_session_is_no_test_of_transfer(directory: Path) -> None:
+    made = statements(groups=20)
+    for one in made:
+        one.model = "another"
+    store(directory, "another", made)
+    with pytest.raises(EvalError, match="--test-session another: its runs are of another, the probe is of fake/model"):
+        sweep(
+            session="here",
+            group="group",
+            store=directory,
+            test_sessions=["another"],
+            methods=["difference"],
+            permutations=0,
+            points=["layers.1.output"],
+        )
+
+
+def test_without_scikit_learn_the_command_says_what_to_install(
+    directory: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setitem(sys.modules, "sklearn", None)
+    assert main(options(directory, tmp_path)) == 2
+    assert capsys.readouterr().err == (
+        "evals.probes: scikit-learn is not installed: pip install -c constraints.txt -e '.[probes]'\n"
+    )
+    with pytest.raises(ImportError, match=re.escape("'.[probes]'")):
+        _: Any = evals.probes.sweep

@@ -1,0 +1,217 @@
+"""A sweep finds what is in the activations, says what is not, and writes it."""
+
+import json
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pyarrow.parquet as pq
+import pytest
+import torch
+from probed import MODEL, Made, statements, store
+from safetensors import safe_open
+from sklearn.linear_model import LogisticRegression
+from sklearn.metrics import roc_auc_score
+from sklearn.pipeline import make_pipeline
+from sklearn.preprocessing import StandardScaler
+
+from evals.probes import Result, sweep
+
+ROW = ["point", "tokens", "method", "auroc", "auroc_low", "auroc_high", "control_auroc", "text_auroc", "n", "groups"]
+FAST: dict[str, Any] = {"group": "group", "permutations": 4, "resamples": 200}
+
+
+@pytest.fixture(scope="module")
+def directory(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return tmp_path_factory.mktemp("probes") / "store"
+
+
+@pytest.fixture(scope="module")
+def found(directory: Path, tmp_path_factory: pytest.TempPathFactory) -> Result:
+    store(directory, "planted", statements())
+    store(directory, "again", statements(groups=25, seed=7))
+    out = tmp_path_factory.mktemp("out")
+    return sweep(session="planted", store=directory, out=out, test_sessions=["again"], name="truth", **FAST)
+
+
+def run(directory: Path, session: str, runs: list[Made], **options: Any) -> Result:
+    store(directory, session, runs)
+    return sweep(session=session, store=directory, **(FAST | options))
+
+
+def test_the_planted_layer_is_chosen_in_every_fold(found: Result) -> None:
+    own = found.headline
+    assert {one["point"] for one in own["chosen"]} == {own["point"]} == {"layers.1.output"}
+    assert own["auroc_low"] < own["auroc"] < own["auroc_high"]
+    assert own["auroc_low"] < 0.855 < own["auroc_high"] + 0.05  # of the direction itself: strength 1.5
+    assert own["beats_text"] is True
+    assert own["text_auroc"] == own["length_auroc"] == 0.5  # every word is as often true as false
+    assert own["control"]["auroc"]["low"] < 0.5 < own["control"]["auroc"]["high"] < own["auroc_low"]
+    assert own["faults"] == []
+    assert (own["n"], own["positives"], own["groups"], own["folds"]) == (160, 80, 40, 5)
+
+
+def test_rows_have_the_documented_fields_and_their_band_holds_one_half_elsewhere(found: Result) -> None:
+    assert all(list(row) == ROW for row in found.rows)
+    assert len(found.rows) == 3 * 3
+    for row, null in zip(found.rows, found.document["nulls"], strict=True):
+        assert row["auroc_low"] < row["auroc"] < row["auroc_high"]
+        assert (row["auroc_low"] > 0.5) == (row["point"] == "layers.1.output")
+        assert null["control"]["median"] == row["control_auroc"]
+
+
+def test_files_hold_what_the_function_gives(found: Result) -> None:
+    out = found.out
+    assert out is not None
+    written = json.loads((out / "probes.json").read_text())
+    assert written == json.loads(json.dumps(found.document))
+    assert pq.read_table(out / "probes.parquet").to_pylist() == written["rows"]
+    assert pq.read_table(out / "scores.parquet").equals(found.scores)
+    assert sorted(path.name for path in out.iterdir()) == [
+        "probes.json",
+        "probes.parquet",
+        "report.html",
+        "scores.parquet",
+        "truth.safetensors",
+    ]
+
+
+def test_the_probe_file_is_a_readout_that_tells_the_classes_apart(found: Result, directory: Path) -> None:
+    assert found.out is not None
+    with safe_open(found.out / "truth.safetensors", "pt") as file:
+        about, probe = file.metadata(), {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118
+    description = about.pop("description")
+    assert about == {
+        "name": "truth",
+        "model": MODEL,
+        "point": "layers.1.output",
+        "kind": "linear",
+        "activation": "sigmoid",
+        "labels": '["true"]',
+        "tokens": "last",
+        "method": found.headline["method"],
+    }
+    assert "160 examples in 40 groups" in description
+    shapes = {"weight": (1, 24), "bias": (1,), "mean": (24,), "std": (24,), "slope": (1,), "offset": (1,)}
+    assert {name: tuple(tensor.shape) for name, tensor in probe.items()} == shapes
+    assert {tensor.dtype for tensor in probe.values()} == {torch.float32}
+    test = statements(groups=25, seed=7)
+    rows = torch.cat([made.rows["layers.1.output"] for made in test])
+    scores = ((rows - probe["mean"]) / probe["std"]) @ probe["weight"].T + probe["bias"]
+    area = roc_auc_score([made.tags["label"] == "true" for made in test], scores[:, 0])
+    transfer = found.document["transfer"][0]
+    assert transfer["auroc"] == pytest.approx(area)
+    assert (transfer["groups"], transfer["shared_groups"]) == (25, 25)
+    assert area > 0.75
+    chances = (probe["slope"] * scores + probe["offset"]).sigmoid()
+    assert 0.3 < chances.mean() < 0.7
+
+
+def test_held_out_probabilities_come_from_training_folds_alone(directory: Path) -> None:
+    """The same by scikit-learn, one step after the other: nested folds, standardization and Platt scaling inside."""
+    made = statements(groups=30, hidden=12, layers=1, planted=0, seed=3)
+    c = [0.01, 1.0]
+    found = run(directory, "naive", made, methods=["logistic"], c=c, permutations=0)
+    rows = torch.cat([one.rows["layers.0.output"] for one in made]).double().numpy()
+    order = [
+        int(np.flatnonzero([one.run_id == name for one in made])[0]) for name in found.scores["run_id"].to_pylist()
+    ]
+    rows, positive, of = rows[order], found.scores["positive"].to_numpy(), found.scores["fold"].to_numpy()
+
+    def scores(without: set[int], fold: int, value: float) -> np.ndarray:
+        training = ~np.isin(of, list(without))
+        model = make_pipeline(StandardScaler(), LogisticRegression(C=value, tol=1e-10, max_iter=10_000))
+        return np.asarray(model.fit(rows[training], positive[training]).decision_function(rows[of == fold]))
+
+    for outer in range(5):
+        inner = [fold for fold in range(5) if fold != outer]
+        labels = np.concatenate([positive[of == fold] for fold in inner])
+        held = {value: [scores({outer, fold}, fold, value) for fold in inner] for value in c}
+        pairs = [positive[of == fold].sum() * (~positive[of == fold]).sum() for fold in inner]
+        areas = {
+            value: np.average(
+                [roc_auc_score(positive[of == f], s) for f, s in zip(inner, held[value], strict=True)], weights=pairs
+            )
+            for value in c
+        }
+        best = max(c, key=lambda value: areas[value])
+        assert found.headline["chosen"][outer]["c"] == best
+        platt = LogisticRegression(C=1e6).fit(np.concatenate(held[best])[:, None], labels)
+        own = scores({outer}, outer, best)
+        np.testing.assert_allclose(found.scores["logit"].to_numpy()[of == outer], own, atol=1e-3)
+        chances = platt.predict_proba(own[:, None])[:, 1]
+        np.testing.assert_allclose(found.scores["probability"].to_numpy()[of == outer], chances, atol=0.03)
+
+
+def test_noise_has_an_interval_around_one_half(directory: Path) -> None:
+    own = run(directory, "noise", statements(planted=None, seed=5)).headline
+    assert own["auroc_low"] < 0.5 < own["auroc_high"]
+    assert own["beats_text"] is False
+
+
+def test_what_the_text_tells_is_not_credited_to_the_probe(directory: Path) -> None:
+    made = statements(groups=30, strength=3.0)
+    for one in made:
+        one.words = ("It", " is", " so" if one.tags["label"] == "true" else " not")
+    own = run(directory, "text", made, methods=["ridge"]).headline
+    assert own["auroc"] > 0.9
+    assert own["text_auroc"] == 1.0
+    assert own["beats_text"] is False
+
+
+def test_a_word_that_is_true_in_one_group_and_false_in_the_others_is_a_fault_of_the_design(directory: Path) -> None:
+    random, made = torch.Generator().manual_seed(0), []
+    words = torch.randn(30, 24, generator=random)
+    for group in range(30):
+        for label, word in (("true", group), ("false", (group + 7) % 30)):
+            tags = {"label": label, "group": str(group)}
+            rows = {"layers.0.output": words[word : word + 1] + 0.1 * torch.randn(1, 24, generator=random)}
+            made.append(Made(f"design-{group}-{label}", rows, tags, ("Here", " is", f" w{word}")))
+    own = run(directory, "design", made).headline
+    assert own["auroc_high"] < 0.5
+    assert own["faults"][0].startswith("Fault of the design: the interval of the headline's AUROC ends at 0.")
+
+
+def test_few_groups_have_no_interval_and_the_reason(directory: Path) -> None:
+    found = run(directory, "few", statements(groups=12), permutations=0)
+    own = found.headline
+    assert [own[name] for name in ("auroc_low", "auroc_high", "beats_text")] == [None, None, None]
+    assert own["reasons"]["auroc_low"] == own["reasons"]["beats_text"] == "12 groups; an interval needs 20"
+    assert found.document["reasons"] == {
+        "auroc_low": "12 groups; an interval needs 20",
+        "auroc_high": "12 groups; an interval needs 20",
+        "control_auroc": "no permutations",
+    }
+    assert own["reasons"]["recall_at_1_fpr"].startswith("24 negatives in 12 groups")
+
+
+def test_choices_of_tokens_read_the_rows_that_they_name(directory: Path) -> None:
+    """The label is in the second of four tokens alone, once large and positive: mean and maximum see it, too."""
+    random, made = torch.Generator().manual_seed(0), []
+    for i in range(120):
+        rows = torch.randn(4, 8, generator=random)
+        rows[1, 0] += 4.0 if i % 2 else 0.0
+        tags = {"label": "true" if i % 2 else "false", "group": str(i // 4)}
+        made.append(Made(f"t{i}", {"norm.output": rows}, tags, ("a", " b", " c", " d"), prompt_tokens=2))
+    tokens = ["last", "final", "mean", "max", "span:2:4", "span:1:2"]
+    found = run(directory, "tokens", made, tokens=tokens, points=["norm.output"], methods=["logistic"], permutations=0)
+    areas = {row["tokens"]: row["auroc"] for row in found.rows}
+    assert list(areas) == tokens
+    assert areas["last"] == areas["span:1:2"] > 0.95
+    assert min(areas["mean"], areas["max"]) > 0.8
+    assert max(areas["final"], areas["span:2:4"]) < 0.65
+    assert found.headline["tokens"] in ("last", "span:1:2")
+
+
+def test_ungrouped_examples_have_selectivity_where_last_tokens_differ(directory: Path) -> None:
+    made = statements(groups=40, strength=3.0)
+    for i, one in enumerate(made):
+        one.words = ("It", " is", f" {i % 25}")
+    found = run(directory, "ungrouped", made, group=None, ungrouped=True, methods=["logistic"])
+    own = found.headline
+    assert own["groups"] == own["n"] == 160
+    assert own["control_accuracy"] < 0.75
+    assert own["selectivity"] > 0.1
+    same = sweep(session="planted", store=directory, ungrouped=True, permutations=2, methods=["difference"])
+    assert same.headline["selectivity"] is None
+    assert "end in 2 types of tokens" in same.headline["reasons"]["selectivity"]
