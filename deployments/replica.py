@@ -115,15 +115,13 @@ class ModelReplica:
         if job.default_capture and not self._options.savepoints:
             job = replace(job, capture=job.default_capture, profile_captures=True)
         with self._requests.measure(job, streamed) as meter, self._holdings.lending(job.id):
-            limit = self._options.request_timeout_s
-            late = Refusal(f"not done after the server's limit of {limit:g} s", None, "timeout", 504)
-            deadline = asyncio.get_running_loop().time() + limit
-            ticket = await self._admitted(job, streamed, deadline, late)
+            deadline = asyncio.get_running_loop().time() + self._options.request_timeout_s
+            ticket = await self._admitted(job, streamed, deadline)
             if isinstance(ticket, Refusal):
                 meter.last([ticket])
                 yield [ticket]
                 return
-            timer = asyncio.get_running_loop().call_at(deadline, ticket.messages.put_nowait, late)
+            timer = asyncio.get_running_loop().call_at(deadline, self._end_late, ticket)
             try:
                 while ticket.open:
                     gathered = await _gather(ticket.messages)
@@ -140,14 +138,22 @@ class ModelReplica:
                 timer.cancel()
                 self._delivery.drop(ticket)
 
-    async def _admitted(self, job: Job, streamed: bool, deadline: float, late: Refusal) -> Ticket | Refusal:
+    async def _admitted(self, job: Job, streamed: bool, deadline: float) -> Ticket | Refusal:
         try:
             async with asyncio.timeout_at(deadline):
                 return await self._admit(job, streamed)
         except RequestError as refused:
             return job.refusal(refused)
         except TimeoutError:
-            return late
+            return self._late(begun=False)
+
+    def _end_late(self, ticket: Ticket) -> None:
+        """Tell a job that its time is over."""
+        ticket.messages.put_nowait(self._late(begun=any(map(self._engine.has_begun, ticket.choices))))
+
+    def _late(self, begun: bool) -> Refusal:
+        done, code = ("done", "timeout") if begun else ("begun", "not_started")
+        return Refusal(f"not {done} after the server's limit of {self._options.request_timeout_s:g} s", None, code, 504)
 
     async def run_code(self, job: CodeJob) -> None:
         """Run a client's own code; the board of jobs is told what becomes of it.

@@ -8,6 +8,7 @@ from typing import Any, Literal
 import httpx
 
 LONGEST_WAIT = 600.0  # seconds that a server may ask to wait
+NO_REPLICA, NOT_STARTED = "unavailable", "not_started"  # codes of a 504 of Vitrine's for which no model worked
 Kind = Literal["refused", "busy", "away"]
 
 
@@ -18,11 +19,17 @@ def kind_of(response: httpx.Response) -> Kind:
         `refused`: it would fail again; `busy`: the server is there, and may answer later; `away`: it is not there.
     """
     status, error = response.status_code, error_of(response)
-    if status in {408, 429} or (status == 504 and error):
+    if status in {408, 429} or (status == 504 and error and error.get("code") != NO_REPLICA):
         return "busy"
     # While an application goes down or is not up yet, Serve's proxy answers in plain text.
     plain = not response.headers.get("Content-Type", "").startswith("application/json")
     return "away" if status in {502, 503, 504} or (plain and status in {404, 500}) else "refused"
+
+
+def is_late(response: httpx.Response) -> bool:
+    """Whether the model worked on an answer until the server's own time limit was over."""
+    error = error_of(response)
+    return response.status_code == 504 and error is not None and error.get("code") not in {NO_REPLICA, NOT_STARTED}
 
 
 def error_of(response: httpx.Response) -> dict[str, Any] | None:

@@ -14,7 +14,7 @@ import httpx
 
 from deployments.activations.paging import NoPageError, Paging
 from deployments.options import fits_header
-from evals.answers import Kind, asked_wait_s, error_of, kind_of, knows_no_max_tokens, message_of
+from evals.answers import Kind, asked_wait_s, error_of, is_late, kind_of, knows_no_max_tokens, message_of
 from evals.config import EvalError
 from evals.outage import Clock, Outage
 
@@ -109,9 +109,10 @@ class ChatClient:
         """The answer of `/chat/completions`.
 
         An answer that does not come within `timeout`, or within the server's own limit (504 with OpenAI's error), is
-        not asked for again: it would take as long. A busy server (408, 429) is asked again, `retries` times. A server
-        that is away (a broken or refused connection; 502, 503 and a gateway's 504; a proxy's plain 404 and 500) is
-        waited for, `max_outage` seconds. One outage costs no retry, but each further one that others' answers set
+        not asked for again: it would take as long. A busy server (408, 429; 504 for a request that it never began) is
+        asked again, `retries` times. A server that is away (a broken or refused connection; 502, 503, a gateway's 504
+        and one without a replica; a proxy's plain 404 and 500; no answer within `timeout`, and none to `/models` then)
+        is waited for, `max_outage` seconds. One outage costs no retry, but each further one that others' answers set
         apart from it does: else a request that breaks its connection each time would go on for ever.
 
         Where the server knows no `max_tokens`, it is asked for `max_completion_tokens` from then on.
@@ -208,7 +209,10 @@ class ChatClient:
         except UNREACHABLE as error:
             return _Failure("away", f"{type(error).__name__}: {error}")
         except TimeoutError:
-            return _Failure("busy", f"no answer within {self._timeout:g} s", late=True)
+            reason = f"no answer within {self._timeout:g} s"
+            if method == "GET" or await self._is_there():
+                return _Failure("busy", reason, late=True)
+            return _Failure("away", f"{reason}, and none to /models")
         except aiohttp.ClientError as error:
             worked = self._clock() - began > LONGEST_LOOK  # on it, or looked for who does
             was_there = worked and not isinstance(error, aiohttp.ClientHttpProxyError)
@@ -220,8 +224,15 @@ class ChatClient:
         if meaning is None:
             return response
         reason = f"HTTP {response.status_code}: {message_of(response)}"
-        late = meaning == "busy" and response.status_code == 504
-        return _Failure(meaning, reason, asked_wait_s(response), error_of(response), late=late)
+        return _Failure(meaning, reason, asked_wait_s(response), error_of(response), late=is_late(response))
+
+    async def _is_there(self) -> bool:
+        """Whether the server answers what takes no time: one that hangs is no model that takes long."""
+        try:
+            response = await self._answer("GET", "models", timeout=aiohttp.ClientTimeout(total=CONNECT_S))
+        except (aiohttp.ClientError, TimeoutError):
+            return False
+        return kind_of(response) != "away" or not is_absent(response)
 
     async def _answer(self, method: str, path: str, **given: Any) -> httpx.Response:
         async with self._http.request(method, f"{self._base_url}/{path}", **given) as answer:

@@ -13,6 +13,7 @@ from evals.report_page import template
 from evals.scoring import RULES
 from evals.screen import COUNTED, aligned, columns, heads, number
 
+OF_EACH = "outcomes and rewards are by each run's own rule: --resume --rule scores a run anew by another"
 WIDEST = 48  # characters of a setting on the screen
 
 
@@ -53,6 +54,8 @@ def render(runs: Sequence[Run], found: Sequence[Compared]) -> str:
         lines += ["", f"{of.title}", "", _conditions(of)]
         if pairs := [_difference(*pair) for pair in of.paired]:
             lines += ["", aligned(pairs)]
+    if len({run.summary["rule"] for run in runs}) > 1:
+        lines += ["", OF_EACH]
     if settings := differing(runs):
         lines += ["", "what differs in their configs", ""]
         lines += [line for name, values in settings for line in _setting(runs, name, values)]
@@ -71,6 +74,7 @@ def write_page(path: Path, runs: Sequence[Run], found: Sequence[Compared]) -> No
         "rules": RULES,
         "kinds": COUNTED,
         "settings": differing(runs),
+        "of_each": OF_EACH if len({run.summary["rule"] for run in runs}) > 1 else None,
         "rewards": list(rewards),
         "shares": SHARES,
         "scale": around_zero(bounds),

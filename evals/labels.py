@@ -20,7 +20,7 @@ import pyarrow.parquet as pq
 from deployments.activations.permissions import restrict
 from evals.activations_meta import points_of, runs_of, tokens_of, why_not_stored
 from evals.config import Config, EvalError
-from evals.results import read_json, read_samples
+from evals.results import read_json, read_samples, scored_earlier
 from evals.scoring import RULES, Rule
 from evals.spans import spans_of
 from evals.trajectory import Sample
@@ -60,7 +60,8 @@ def labelled(results_dir: str | Path, *, turns: Turns = "last") -> pa.Table:
         null.
 
     Raises:
-        EvalError: the directory holds no run, or one that recorded nothing.
+        EvalError: the directory holds no run, one that recorded nothing, or one whose answers are not scored by this
+            version, or not all of them yet.
     """
     directory = Path(results_dir)
     config = Config.model_validate(read_json(directory / "config.json")["config"])
@@ -106,9 +107,13 @@ def _labelled(directory: Path, turns: Turns, told: dict[str, int]) -> Iterator[_
     """The runs that count, without what is read from stored files; counts in `told` those that do not."""
     for sample in read_samples(directory):
         told["samples"] += 1
-        if sample.correct is None:
+        if sample.outcome == "failed":
             told["failed"] += 1
             continue
+        if sample.correct is None:
+            raise EvalError(f"{directory} is being scored anew: wait, or where that was cut off, evals.gsm8k --resume")
+        if sample.correct_normalized is None:
+            raise scored_earlier(directory)
         last = len(sample.turns) - 1
         stored = [number for number, turn in enumerate(sample.turns) if why_not_stored(turn.activations) is None]
         told["without_run"] += last not in stored

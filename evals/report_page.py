@@ -21,7 +21,7 @@ from evals import activation_stats
 from evals.charts import SHARES, Scale, around_zero, histogram, lines, stacked
 from evals.config import EvalError
 from evals.page_data import blocks
-from evals.results import read_json
+from evals.results import read_json, scored_earlier
 from evals.scoring import RULES
 from evals.tally import OUTCOMES, PAIRS, pair_name
 
@@ -116,7 +116,7 @@ def finished(directory: Path) -> Record:
         raise EvalError(f"{directory} holds no finished run: there is no {path.name}")
     summary = read_json(path)
     if "rule" not in summary:
-        raise EvalError(f"{directory} was scored by an earlier version: evals.gsm8k --resume scores its answers anew")
+        raise scored_earlier(directory)
     return summary
 
 

@@ -12,11 +12,13 @@ from pathlib import Path
 from types import TracebackType
 from typing import Any, Self
 
+from pydantic import ValidationError
+
 from evals.activations_meta import is_lost
 from evals.config import EvalError
 from evals.provenance import Facts, differences, resumed
 from evals.records import agent_state, dataset_row, trajectory
-from evals.trajectory import UNSCORED, Sample
+from evals.trajectory import UNSCORED, Problem, Sample, failed
 
 TRANSFERRED = "activations/transferred.json"  # once all is there
 SAMPLES, TRAJECTORIES, STATES = "samples", "trajectories", "agent_states"
@@ -68,12 +70,11 @@ class Results:
         earlier = read_json(directory / "config.json")
         if differing := differences(earlier, facts):
             raise EvalError(f"--resume: {directory} is a run with other {', '.join(differing)}")
-        missing = {"failed"}
         if facts["config"]["timeout"] > earlier["config"]["timeout"]:
-            missing.add("timed_out")
+            _forget_late(directory)  # before config.json has the longer one: this call may be killed
         again = set()
         for sample in read_samples(directory):
-            if sample.outcome in missing or any(is_lost(turn.activations) for turn in sample.turns):
+            if sample.outcome == "failed" or any(is_lost(turn.activations) for turn in sample.turns):
                 again.add(sample.key)
             if score(sample) != sample:  # interrupted here, it has no score, and none that is of others' kind
                 _write(directory, sample.model_copy(update=UNSCORED))
@@ -120,10 +121,22 @@ def check_new(directory: Path) -> None:
 
 
 def read_samples(directory: Path, mode: str = "*") -> Iterator[Sample]:
-    """The samples of a run, or of one mode, in the order of their names, one at a time."""
+    """The samples of a run, or of one mode, in the order of their names, one at a time.
+
+    Raises:
+        EvalError: A file is broken.
+    """
     names = [entry.name for entry in os.scandir(directory / SAMPLES) if fnmatch(entry.name, f"*.{mode}.*.json")]
     for name in sorted(names):
         yield _read(directory / SAMPLES / name)
+
+
+def _forget_late(directory: Path) -> None:
+    """Makes late samples failed ones, which are asked again."""
+    for sample in read_samples(directory):
+        if sample.outcome == "timed_out":
+            problem = Problem(sample.id, sample.question, sample.gold)
+            _write(directory, failed(problem, sample.mode, sample.variant, str(sample.error)))
 
 
 def write_dataset(directory: Path, without: Set[str] = frozenset()) -> None:
@@ -168,8 +181,19 @@ def write_whole(path: Path, text: str) -> None:
     part.replace(path)
 
 
+def scored_earlier(directory: Path) -> EvalError:
+    """Why the scores of a directory are not used: they are not by today's rules."""
+    return EvalError(
+        f"{directory} was scored by an earlier version: where config.json has the same version of Vitrine, evals.gsm8k "
+        "--resume scores its answers anew; otherwise run the evaluation again"
+    )
+
+
 def _read(path: Path) -> Sample:
-    return Sample.model_validate_json(path.read_bytes())
+    try:
+        return Sample.model_validate_json(path.read_bytes())
+    except (OSError, ValidationError) as error:
+        raise EvalError(f"{path} cannot be read: {str(error).splitlines()[-1]}") from error
 
 
 def _write(directory: Path, sample: Sample) -> None:

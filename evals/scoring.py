@@ -25,9 +25,11 @@ CURRENCY = r"(?:\\?[$€£¥₹])"
 BEFORE = rf"(?:[\s*_`~:=(\[{{]|{CURRENCY}|\\[(\[]|\\(?:text|math)\w*+|(?:the|final|answer|is)\b)*+"
 NUMBER = r"[0-9]++(?:(?:,(?:\\!)?|\{,\}|\\,)[0-9]++)*+(?:\.[0-9]++)?+|\.[0-9]++"
 # No fraction, range, time, equation or longer number: none of these is the number that they begin with.
-ALONE = r"(?![.,]?[0-9])(?![ \t]*[-+*/^=×÷:−–][ \t]*[$0-9])"
+OPERATOR = r"(?:[-+*/^=×÷·:−–x]|\\(?:times|cdot|div)\b)"
+ALONE = rf"(?![.,]?[0-9])(?![ \t]*{OPERATOR}[ \t]*[$0-9])(?![ \u00a0\u2009\u202f][0-9]{{3}}\b)"
+ITEM = r"(?<=\n)[0-9]+\.[ \t]+\S"  # of a list below ####
 NORMALIZED = re.compile(
-    rf"(?:####|\\boxed\s*+\{{){BEFORE}(?P<number>(?P<sign>[-−])?{CURRENCY}?+(?P<digits>{NUMBER})){ALONE}",
+    rf"(?:####|\\boxed\s*+\{{){BEFORE}(?!{ITEM})(?P<number>(?P<sign>[-−])?{CURRENCY}?+(?P<digits>{NUMBER})){ALONE}",
     re.IGNORECASE,
 )
 SEPARATOR = re.compile(r"[^0-9.]")
@@ -72,7 +74,8 @@ def find_normalized(text: str) -> Answer | None:
     Before the number there may be spaces and line ends, the signs `* _ ` ~ : = ( [ {` and those of currencies, LaTeX's
     `\(`, `\[`, `\$`, `\text..` and `\math..`, and the words "the final answer is". The number may have commas between
     its digits, also as LaTeX writes them, and a decimal part. Units may follow. What an operator or a colon joins to
-    another number (`1/2`, `3 * 4`, `18-20`, `18:30`) is no answer.
+    another number (`1/2`, `3 * 4`, `5 x 3`, `18-20`, `18:30`), digits set apart by spaces (`10 000`), and a list below
+    `####` are no answers.
     """
     last = None
     for match in NORMALIZED.finditer(text):

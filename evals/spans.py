@@ -63,11 +63,12 @@ def characters(text: str, prompt: str, said: Sequence[Message], scored: tuple[st
     return Characters(_answer(text, scored, begins), _joined(calls), _joined(results))
 
 
-def token_span(part: Span, positions: np.ndarray, offsets: np.ndarray, end: int) -> Span | None:
+def token_span(part: Span, text: str, positions: np.ndarray, offsets: np.ndarray, end: int) -> Span | None:
     """A part of a text as positions of its tokens; None where not all of these were recorded.
 
     Args:
         part: in characters.
+        text: that it is of.
         positions: of the recorded tokens, one behind the other, `[rows]`.
         offsets: characters before each of them, `[rows]`.
         end: up to which character the last of them is known to reach.
@@ -75,6 +76,9 @@ def token_span(part: Span, positions: np.ndarray, offsets: np.ndarray, end: int)
     if part[0] < offsets[0] or part[1] > end:
         return None
     first = int(np.searchsorted(offsets, part[0], side="right")) - 1
+    if offsets[first] == part[0]:  # tokens of one character, of a byte or more each, have the same offset
+        further = len(text[part[0] : part[0] + 1].encode(errors="surrogatepass")) - 1
+        first = max(int(np.searchsorted(offsets, part[0], side="left")), first - further)
     behind = int(np.searchsorted(offsets, part[1], side="left"))
     return (int(positions[0]) + first, int(positions[0]) + behind)
 
@@ -103,7 +107,7 @@ def spans_of(run: "WholeRun", sample: Sample, turn: int, rule: Rule) -> dict[str
     found = characters(text, prompt, said[: ends[turn]], scored)
     is_last = positions[-1] + 1 == run.facts.tokens
     end = len(text) if is_last else int(offsets[-1])  # else where the last recorded token ends is not known
-    return {name: part and token_span(part, positions, offsets, end) for name, part in found._asdict().items()}
+    return {name: part and token_span(part, text, positions, offsets, end) for name, part in found._asdict().items()}
 
 
 def _answer(text: str, scored: tuple[str, Span] | None, begins: int) -> Span | None:

@@ -9,7 +9,7 @@ from evals.activation_stats import write_stats
 from evals.activations_meta import runs_of, why_not_stored
 from evals.config import CONTROL, Config, EvalError, Mode
 from evals.report_page import write_report
-from evals.results import read_json, read_samples, write_dataset, write_json, write_views
+from evals.results import read_json, read_samples, scored_earlier, write_dataset, write_json, write_views
 from evals.stats import covered, paired_difference
 from evals.table import write_table
 from evals.tally import ActivationTally, ConditionTally, ModeTally
@@ -81,7 +81,7 @@ def summarize(directory: Path, incomplete: str | None) -> dict[str, Any]:
     activations = ActivationTally(config.session_id, config.tokens) if config.collect_activations else None
     for sample in read_samples(directory):
         if sample.correct is not None and sample.correct_normalized is None:
-            raise EvalError(f"{directory} was scored by an earlier version: --resume scores its answers anew")
+            raise scored_earlier(directory)
         conditions[sample.mode, sample.variant].add(sample)
         modes[sample.mode].add(sample)
         if activations:

@@ -44,7 +44,8 @@ class ConditionTally:
         self.unrewarded += sample.outcome != "failed" and sample.reward is None
         if sample.correct is None:
             return
-        self._latencies.append(sample.latency_s)
+        if sample.turns:
+            self._latencies.append(sample.latency_s)
         if sample.completion_tokens:  # else the server counts none: they are not known
             self._tokens.append(sample.completion_tokens)
         self.correct[sample.id] = sample.correct
@@ -60,7 +61,10 @@ class ConditionTally:
             self._rewards[name] += value
 
     def summary(self) -> dict[str, Any]:
-        """The condition's part of summary.json; all but counts and sums is of the samples that did not fail."""
+        """The condition's part of summary.json; all but counts and sums is of the samples that did not fail.
+
+        Of those, tokens and latency are of the ones with an answer, if to the first turn alone.
+        """
         answered, rewarded, tokens = len(self.correct), self._counts["rewarded"], sum(self._tokens)
         return {
             **{rule: proportion(self._counts[rule], answered) for rule in RULES},

@@ -114,7 +114,8 @@ async def run_problem(
     """Talks until an answer calls no tool, is cut, comes too late, or is the last allowed; a failure is in the sample.
 
     A conversation that outgrows the context or an answer that is late is the model's: the sample counts. Any other
-    request without an answer is the server's, and the sample has failed.
+    request without an answer is the server's, or that of `max_tokens` for which a question leaves no room, and the
+    sample has failed.
     """
     started, clock = time.time(), time.perf_counter()
     messages = prompts.messages(problem.question, variant)
@@ -139,8 +140,10 @@ async def run_problem(
     except AnswerLate as late:
         cut, error = TIMEOUT, str(late)
     except RequestFailed as failure:
-        cut = "length" if failure.error.get("code") == CONTEXT_EXCEEDED else None
         error = str(failure)
+        if failure.error.get("code") == CONTEXT_EXCEEDED:
+            is_setting = not turns and failure.error.get("param") == "max_tokens"  # the question alone fits
+            cut, error = (None, f"{error}: lower --max-tokens") if is_setting else ("length", error)
     sample = Sample(
         id=problem.id,
         mode=mode,

@@ -208,7 +208,7 @@ class ServedModel:
                 yield
         except TimeoutError as error:
             message = f"no replica of {self.id!r} answered within {limit_s:g} s"
-            raise ApiError(504, message, code="timeout") from error
+            raise ApiError(504, message, code="unavailable") from error
 
 
 class Models:

@@ -85,6 +85,7 @@ class Engine:
         self.model = model
         self.statistics = Statistics()
         self.step_began: float | None = None  # monotonic seconds; None between steps
+        self._queued = set[str]()  # requests that no forward has taken yet
         self._memory = KvMemory(model, max_running, kv_bytes, kv_fraction)
         self._cache = self._memory.cache
         recorder = Recorder(model.device)
@@ -136,7 +137,12 @@ class Engine:
 
     def submit(self, request: Request) -> None:
         """Queue a request that `check` let pass; its events come from `step`."""
+        self._queued.add(request.id)
         self._inbox.put(request)
+
+    def has_begun(self, request_id: str) -> bool:
+        """Whether a request that was submitted has left the queue."""
+        return request_id not in self._queued
 
     def cancel(self, request_id: str) -> None:
         """End a request where it stands; its last event says "cancelled". Unknown ids do nothing."""
@@ -216,6 +222,7 @@ class Engine:
         self._idle = not prefill and not decoding
         tokens = self.statistics.tokens
         if prefill:
+            self._queued.difference_update(row.request.id for row in prefill.rows)
             self._outflow.divide({*self._schedule.recording(self._batch), *prefill.rows})
             self._forward(lambda: self._forwards.prefill(prefill), prefill.rows, events)
         elif decoding:
@@ -441,6 +448,7 @@ class Engine:
         error: str | None = None,
         code: str = "engine_error",
     ) -> None:
+        self._queued.discard(row.request.id)
         if row in self._batch:
             self._batch.remove(row)
         else:

@@ -2,13 +2,14 @@
 
 import asyncio
 import json
+import math
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 
-from evals.client import ChatClient, RequestFailed
+from evals.client import ChatClient, RequestFailed, ask_json
 from evals.config import EvalError
 from evals.outliers.texts import Prompt
 
@@ -70,6 +71,22 @@ def ablate(
         **_compared(nats, tokens),
         "drawn": drawn,
     }
+
+
+def check_widths(base_url: str, model: str, points: Sequence[str], width: int) -> None:
+    """Return if the model's points have as many features as were recorded: else a feature's number is another's there.
+
+    Raises:
+        EvalError: They have others, as of a session that recorded some features alone.
+        RequestFailed: There is no server.
+    """
+    structure = ask_json(f"{base_url}/model/structure", {"model": model}) or {}
+    for point in structure.get("points", ()):
+        if point["name"] in points and (features := math.prod(point["shape"])) != width:
+            raise EvalError(
+                f"--ablate: {width} features of {point['name']} were recorded, and the model has {features}: their "
+                "numbers are not the model's; record the points whole"
+            )
 
 
 def read_prompts(file: Path, most: int) -> list[Prompt]:

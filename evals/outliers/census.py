@@ -10,10 +10,10 @@ import numpy as np
 
 from evals.config import EvalError
 from evals.outliers import features, massive
-from evals.outliers.ablation import ablate, read_prompts
+from evals.outliers.ablation import ablate, check_widths, read_prompts
 from evals.outliers.counts import Counts
 from evals.outliers.report import write
-from evals.outliers.stored import INPUTS, RESIDUAL, Stored
+from evals.outliers.stored import INPUTS, RESIDUAL, Stored, some
 from evals.outliers.texts import add_tokens, stored_prompts
 
 Record = dict[str, Any]
@@ -70,7 +70,7 @@ def census(
         RequestFailed: The server refused, or did not answer.
     """
     stored = Stored(source, session, INPUTS if points is None else points)
-    counts = _counted(features.count(stored, rule.magnitude))
+    counts = _counted(features.count(stored, rule.magnitude), "--points")
     outliers = features.outliers(counts, rule)
     found: Record = {
         "session": session,
@@ -99,19 +99,20 @@ def _ablated(
     prompts = _prompts(source, session, ablation)
     features = outliers.tolist()
     points, width, model = stored.points, stored.width, stored.model
+    check_widths(ablation.base_url, model, points, width)
     return {"ablation": ablate(ablation.base_url, model, prompts, points, features, width, seeds=ablation.seeds)}
 
 
 def _massive(
     source: str | os.PathLike[str], session: str, points: re.Pattern[str] | Sequence[str], rule: massive.Rule
 ) -> Record:
+    option = "--massive-points"
     try:
-        stored = Stored(source, session, points)
+        counts = _counted(massive.count(Stored(source, session, points, option), rule), option)
     except EvalError as error:
         if not isinstance(points, re.Pattern):
             raise
         return {"why_not": str(error), "thresholds": rule._asdict(), "features": []}
-    counts = _counted(massive.count(stored, rule))
 
     def median(point: int, feature: int) -> Record:
         return {"median": float(counts.beside[point, feature])}
@@ -126,9 +127,11 @@ def _massive(
     }
 
 
-def _counted(counts: Counts) -> Counts:
+def _counted(counts: Counts, option: str) -> Counts:
     if not counts.rows:
-        raise EvalError(f"none of {counts.not_finite} rows is finite at all of {len(counts.stored.points)} points")
+        points = counts.stored.points
+        many = f"{counts.not_finite} rows is finite at all {len(points)} of {some(points)}"
+        raise EvalError(f"{option}: none of {many}: choose others")
     return counts
 
 

@@ -40,6 +40,7 @@ def count(stored: Stored, magnitude: float) -> Counts:
 
 
 def outliers(counts: Counts, rule: Rule) -> np.ndarray:
-    """The features that the rule names, ascending, int64."""
+    """The features that the rule names, ascending, int64; whatever its shares, each has a value that counts."""
     layers = (counts.largest_by_layer() > 0).sum(axis=0) / len(counts.layers)
-    return np.flatnonzero((layers >= rule.layers) & (counts.positions / counts.rows >= rule.positions))
+    is_often = (counts.positions > 0) & (counts.positions / counts.rows >= rule.positions)
+    return np.flatnonzero((layers >= rule.layers) & is_often)

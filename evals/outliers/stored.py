@@ -55,13 +55,20 @@ class Stored:
         most: Rows of a batch.
     """
 
-    def __init__(self, source: str | os.PathLike[str], session: str, points: re.Pattern[str] | Sequence[str]) -> None:
+    def __init__(
+        self,
+        source: str | os.PathLike[str],
+        session: str,
+        points: re.Pattern[str] | Sequence[str],
+        option: str = "--points",
+    ) -> None:
         """Look through the session's files; no value is read.
 
         Args:
             source: The store's directory.
             session: Which session.
             points: Names, in which `*` is any layer, or what names of points or modules match.
+            option: What a refusal of points names.
 
         Raises:
             EvalError: Nothing fits, runs are of several models, or points belong to no layer or differ in width.
@@ -78,19 +85,20 @@ class Stored:
             for name, kind in point_types(schema).items()
             if None not in kind.shape
         }
-        chosen = _chosen(modules, points, session)
-        self.points = sorted(filter(chosen.__contains__, modules), key=lambda name: _layer(name, modules[name]))
-        self.layer = np.array([_layer(name, modules[name]) for name in self.points])
+        chosen = _chosen(modules, points, session, option)
+        layers = {name: _layer(name, modules[name], option) for name in modules if name in chosen}
+        self.points = sorted(layers, key=layers.__getitem__)
+        self.layer = np.array([layers[name] for name in self.points])
         lacking = [files for schema, files in groups if not chosen <= point_types(schema).keys()]
         if len(lacking) == len(groups):
-            raise EvalError(f"--points: no run recorded all {len(chosen)} of {_some(self.points)}: choose some")
+            raise EvalError(f"{option}: no run recorded all {len(chosen)} of {some(self.points)}: choose some")
         self.left_out = sum(1 for files in lacking for file in files for _ in whole_runs(file))
         self.model = models[0]
         self.index = index_rows(source, self.points, session=session)
         widths = {name: math.prod(self.index.columns[name].shape) for name in self.points}
         if len(set(widths.values())) > 1:
             listed = ", ".join(f"{name} {width}" for name, width in list(widths.items())[:MOST_NAMED])
-            raise EvalError(f"--points: a census is of points of one width, and these have {listed}")
+            raise EvalError(f"{option}: a census is of points of one width, and these have {listed}")
         self.width = widths[self.points[0]]
         self.most = max(1, BATCH_BYTES // self.index.row_bytes)
         self._reader = RowReader(self.index)
@@ -125,30 +133,31 @@ def largest(values: torch.Tensor, axis: int) -> np.ndarray:
     return found
 
 
-def _chosen(modules: Mapping[str, str], points: re.Pattern[str] | Sequence[str], session: str) -> set[str]:
+def _chosen(modules: Mapping[str, str], points: re.Pattern[str] | Sequence[str], session: str, option: str) -> set[str]:
     """The points that are meant, of those by whose names `modules` has their modules' paths."""
-    there = f"there is {_some(modules)}"
+    there = f"there is {some(modules)}"
     if isinstance(points, re.Pattern):
         found = {name for name, module in modules.items() if points.fullmatch(name) or points.fullmatch(module)}
         if not found:
-            raise EvalError(f"--session {session}: it recorded no such points; {there}: choose some by --points")
+            raise EvalError(f"--session {session}: it recorded no such points; {there}: choose some by {option}")
         return found
     found = set[str]()
     for pattern in points:
         fits = re.compile(re.escape(pattern).replace(r"\*", r"[^.]+"))
         if not (named := {name for name in modules if fits.fullmatch(name)}):
-            raise EvalError(f"--points: no run of session {session} recorded {pattern}; {there}")
+            raise EvalError(f"{option}: no run of session {session} recorded {pattern}; {there}")
         found |= named
     return found
 
 
-def _layer(name: str, module: str) -> int:
+def _layer(name: str, module: str, option: str) -> int:
     found = LAYER.search(name) or LAYER.search(module)
     if not found:
-        raise EvalError(f"--points: {name} belongs to no layer")
+        raise EvalError(f"{option}: {name} belongs to no layer")
     return int(found[1])
 
 
-def _some(names: Mapping[str, str] | Sequence[str]) -> str:
+def some(names: Mapping[str, str] | Sequence[str]) -> str:
+    """The first of some names, for a message."""
     some = ", ".join(list(names)[:MOST_NAMED])
     return f"{some}, ..." if len(names) > MOST_NAMED else some or "none"

@@ -72,4 +72,6 @@ def _runs(source: str | os.PathLike[str], session: str, runs: Collection[str] | 
 
 
 def _column(run: Chosen, name: str) -> list[Any]:
-    return [value for batch in run.batches for value in batch[name].to_pylist()]
+    """The values of all rows; None where the file has no such column, as those of format 2."""
+    batches = ((batch, name in batch.schema.names) for batch in run.batches)
+    return [value for batch, there in batches for value in (batch[name].to_pylist() if there else [None] * len(batch))]

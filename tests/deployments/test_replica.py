@@ -176,6 +176,28 @@ def test_a_job_past_its_time_gets_504_and_frees_its_slot():
     replica.__del__()
 
 
+def test_a_job_that_no_forward_took_in_its_time_says_so():
+    replica = Replica(Options(dtype="float32", threads=1, request_timeout_s=0.5), store=object())
+    entered, go_on = threading.Event(), threading.Event()
+
+    def held(*_):
+        entered.set()
+        go_on.wait(60)
+
+    hook = replica._model.hf.register_forward_pre_hook(held)
+
+    async def both():
+        begun = asyncio.ensure_future(replica.complete(job(max_tokens=4000, ignore_eos=True)))
+        await asyncio.to_thread(entered.wait, 60)
+        ended = [(await one)[-1] for one in (begun, replica.complete(job(id="second")))]
+        hook.remove()
+        go_on.set()
+        return [(refusal.status, refusal.code) for refusal in ended]
+
+    assert asyncio.run(both()) == [(504, "timeout"), (504, "not_started")]
+    replica.__del__()
+
+
 def test_more_requests_than_places_get_429_and_one_that_is_too_large_for_them_400():
     full = Replica(Options(dtype="float32", threads=1, max_running=1, max_queued=1), store=object())
 

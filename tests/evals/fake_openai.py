@@ -11,7 +11,7 @@ The label in brackets in a question says how it answers:
     [refused]    400                       [down]      503 until `up`     [loop]   calls tools for ever
     [zero]       divides by zero by the calculator, then right
     [full]       the calculator's result does not fit the context; nor does the question of [wide]
-    [late]       504, the server's own time limit is over
+    [late]       504, the server's own time limit is over        [queued]   so at first, and it was never begun
     [unstored]   right, but its activations are not stored until `up`
     [silent]     right, and nothing said of activations
     [pending]    right, and its activations are neither stored nor failed
@@ -117,9 +117,12 @@ class FakeServer:
             return _error(400, "prompt is not to my liking")
         told = any(message["role"] == "tool" for message in body["messages"])
         if label == "wide" or (label == "full" and told):
-            return _error(400, "no more than 64 tokens", code="context_length_exceeded")
+            param = "max_tokens" if told else "messages"
+            return _error(400, "no more than 64 tokens", param=param, code="context_length_exceeded")
         if label == "late":
             return _error(504, "not done after the server's limit of 600 s", code="timeout")
+        if label == "queued" and first:
+            return _error(504, "not begun after the server's limit of 600 s", code="not_started")
         if label == "broken":
             return _error(500, "a fault of request 7")
         if label == "restart" and first:

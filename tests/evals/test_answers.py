@@ -3,6 +3,7 @@ import pytest
 
 from evals.answers import Kind, kind_of, message_of
 
+NO_REPLICA = {"error": {"message": "no replica of 'm' answered within 605 s", "param": None, "code": "unavailable"}}
 OPENAI = {"error": {"message": "not done after the server's limit of 600 s", "param": None, "code": "timeout"}}
 
 
@@ -17,6 +18,7 @@ OPENAI = {"error": {"message": "not done after the server's limit of 600 s", "pa
         (429, OPENAI, "busy"),
         (429, "slow down", "busy"),
         (504, OPENAI, "busy"),  # the application's own limit of a request's time
+        (504, NO_REPLICA, "away"),
         (504, "<html>Gateway Time-out</html>", "away"),
         (502, "<html>Bad Gateway</html>", "away"),
         (503, OPENAI, "away"),

@@ -56,7 +56,7 @@ def ask(base_url: str, text: str, **options: Any) -> dict[str, Any]:
     return answer
 
 
-@pytest.mark.parametrize("label", ["[busy]", "[flaky]", "[restart]", "[starting]"])
+@pytest.mark.parametrize("label", ["[busy]", "[queued]", "[flaky]", "[restart]", "[starting]"])
 def test_a_busy_or_broken_server_is_asked_again(server: FakeServer, label: str) -> None:
     assert content(ask(server.base_url, label)).endswith("#### 3")
     assert len(server.requests) == 2
@@ -88,6 +88,14 @@ def test_an_answer_that_takes_too_long_is_not_generated_again(server: FakeServer
     with pytest.raises(AnswerLate, match="HTTP 504: not done after the server's limit of 600 s"):
         ask(server.base_url, "[late]", retries=8)
     assert len(server.requests) == 2
+
+
+def test_a_server_that_hangs_is_away_and_its_answer_not_late(server: FakeServer) -> None:
+    server.closed = JSONResponse({"error": {"message": "no controller"}}, status_code=503)
+    with pytest.raises(RequestFailed, match="no answer within 0.2 s, and none to /models; no usable answer") as failed:
+        ask(server.base_url, "[wait]", timeout=0.2, max_outage=0.0)
+    assert not isinstance(failed.value, AnswerLate)
+    server.release()
 
 
 def test_a_download_that_takes_too_long_is_tried_again(server: FakeServer) -> None:

@@ -144,8 +144,10 @@ def test_long_settings_are_compared_whole_and_told_where_they_differ(tmp_path: P
 def test_runs_of_different_rules_are_compared_by_the_first_ones(tmp_path: Path, say: Say) -> None:
     a = make_results(tmp_path / "a", 40, modes=("no-tools",), rule="flexible")
     b = make_results(tmp_path / "b", 40, modes=("no-tools",), rule="strict")
-    _, printed, _ = say(a, b)
+    _, printed, _ = say(a, b, "--html", tmp_path / "page.html")
     assert "b less a  +0.0 points" in printed
+    assert "outcomes and rewards are by each run's own rule" in printed
+    assert "rewards are by each run&#39;s own rule" in (tmp_path / "page.html").read_text()
     assert "flexible ±SE" in printed
     assert "strict ±SE" not in printed
     assert re.search(r"config\.rule\n +a +flexible\n +b +strict\n", printed)

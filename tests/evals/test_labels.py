@@ -155,6 +155,25 @@ def test_transferred_files_are_read_where_the_store_is_elsewhere(made: Path, tmp
     assert there.drop_columns("uri") == here.drop_columns("uri")
 
 
+@pytest.mark.parametrize(
+    ("change", "told"),
+    [
+        ({"correct_normalized": None}, "was scored by an earlier version: .* otherwise run the evaluation again"),
+        ({"correct": None, "rewards": {}, "reward": None}, "is being scored anew"),
+        (None, r"samples/\S+\.json cannot be read"),
+    ],
+)
+def test_samples_without_a_score_of_this_version_give_no_labels(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], change: dict[str, Any] | None, told: str
+) -> None:
+    options = {"modes": ("no-tools",), "skill": 1.0, "activations": says(tmp_path / "store", SESSION)}
+    results = make_results(tmp_path / "results", 2, **options)
+    path = next((results / "samples").iterdir())
+    path.write_text(json.dumps(json.loads(path.read_text()) | change) if change else "")
+    assert main([str(results)]) == 2
+    assert re.search(told, capsys.readouterr().err)
+
+
 def write_csv(path: Path, rows: list[dict[str, Any]]) -> None:
     lines = [
         ",".join(rows[0]),

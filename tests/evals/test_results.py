@@ -9,8 +9,10 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 from fake_openai import FakeServer
+from made import make_results
 
 from evals.gsm8k import main
+from evals.results import Results
 from evals.summary import conclude, summarize
 
 Write = Callable[..., Path]
@@ -119,6 +121,37 @@ def test_config_json_holds_what_repeats_the_run(results: Path) -> None:
     assert told["dataset"]["problems"] == 6
     assert {"ray", "python", "vitrine"} <= told["versions"].keys()
     assert told["host"]
+
+
+def late(directory: Path) -> Path:
+    """Makes the first question of a made run one whose answer did not come in time."""
+    path = min((directory / "samples").iterdir())
+    outcome = {"outcome": "timed_out", "correct": False, "finish_reason": "timeout", "latency_s": 300.0, "turns": []}
+    path.write_text(json.dumps(read(path) | outcome))
+    return path
+
+
+def test_late_samples_are_asked_again_with_a_longer_limit_also_after_a_call_that_was_killed(tmp_path: Path) -> None:
+    directory = make_results(tmp_path / "run", 4, modes=("no-tools",), skill=1.0)
+    path, facts = late(directory), read(directory / "config.json")
+    with Results.resume(directory, facts) as results:
+        assert results.has(path.stem)
+    facts["config"]["timeout"] *= 2
+    for _ in range(2):  # the first call ends here
+        with Results.resume(directory, facts) as results:
+            assert not results.has(path.stem)
+    assert (read(path)["outcome"], read(path)["correct_strict"]) == ("failed", None)
+
+
+def test_a_sample_without_an_answer_has_no_part_in_latency(tmp_path: Path) -> None:
+    directory = make_results(tmp_path / "run", 4, modes=("no-tools",), skill=1.0)
+    path = late(directory)
+    (condition,) = summarize(directory, None)["conditions"].values()
+    assert (condition["timed_out"], condition["normalized"]["of"]) == (1, 4)
+    path.unlink()
+    (others,) = summarize(directory, None)["conditions"].values()
+    assert condition["latency_s"] == others["latency_s"]
+    assert condition["completion_tokens_per_sample"] == others["completion_tokens_per_sample"]
 
 
 def test_a_run_without_a_sample_yet_has_all_its_files(

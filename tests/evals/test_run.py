@@ -134,27 +134,28 @@ def test_every_problem_counts_but_those_that_the_server_did_not_answer(
     server: FakeServer, write_problems: Write, capsys: pytest.CaptureFixture[str]
 ) -> None:
     counted = {"": "correct", "[wrong]": "wrong", "[invalid]": "invalid", "[cut]": "truncated", "[wide]": "truncated"}
-    counted |= {"[full]": "truncated", "[long]": "truncated", "[late]": "timed_out", "[loop]": "turn_limit"}
+    counted |= {"[full]": "truncated", "[late]": "timed_out", "[loop]": "turn_limit"}
     left_out = {
         "[down]": "HTTP 503: no room; no usable answer",
         "[torn]": "ClientPayloadError",
         "[broken]": "HTTP 500: a fault of request 7",
         "[refused]": "HTTP 400: prompt is not to my liking",
+        "[long]": "HTTP 400: max_tokens: too many: lower --max-tokens",
     }
     options = ["--mode", "with-tools", "--max-outage", "0", "--max-turns", "3"]
     code, summary, results = evaluate(server, write_problems(*counted, *left_out), *options)
     assert code == 1
-    assert "4 of 13 samples failed" in capsys.readouterr().err
+    assert "5 of 13 samples failed" in capsys.readouterr().err
     rows = {row["question"].partition("]")[0] + "]": row for row in lines(results)}
     assert {label: rows.get(label, rows[" What is 0 + 1000?]"])["outcome"] for label in counted} == counted
     for label, reason in left_out.items():
         assert (rows[label]["outcome"], rows[label]["correct"]) == ("failed", None)
         assert rows[label]["error"].startswith(reason)
     (condition,) = summary["conditions"].values()
-    assert (condition["failed"], condition["timed_out"], condition["turn_limit"]) == (4, 1, 1)
+    assert (condition["failed"], condition["timed_out"], condition["turn_limit"]) == (5, 1, 1)
     for rule in ("strict", "flexible", "normalized"):
-        assert condition[rule]["of"] == 9
-    assert (condition["normalized"]["correct"], condition["rewards"]["correctness"]) == (1, 1 / 9)
+        assert condition[rule]["of"] == 8
+    assert (condition["normalized"]["correct"], condition["rewards"]["correctness"]) == (1, 1 / 8)
 
 
 def test_an_answer_that_is_late_is_asked_for_once_and_wrong_until_it_is_given_longer(

@@ -77,9 +77,9 @@ def test_a_request_that_no_replica_takes_ends_at_the_servers_limit(served):
             await model.complete(Job("whole"))
         with pytest.raises(ApiError) as streamed:
             await anext(model.stream(Job("streamed")))
-        return {failed.value.status for failed in (whole, streamed)}
+        return {(failed.value.status, failed.value.code) for failed in (whole, streamed)}
 
-    assert asyncio.run(ask()) == {504}
+    assert asyncio.run(ask()) == {(504, "unavailable")}
 
 
 def test_what_a_model_is_is_waited_for_no_longer_than_for_a_list(served, monkeypatch):

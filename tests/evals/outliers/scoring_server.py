@@ -9,6 +9,7 @@ import uvicorn
 from fastapi import FastAPI, Request
 from fastapi.responses import JSONResponse
 
+from deployments.activations.structure import structure
 from deployments.editing import Editing
 from deployments.engine import request as engine
 from deployments.engine.engine import Engine
@@ -26,6 +27,7 @@ class ScoringServer:
         self._model, self._engine = model, Engine(model)
         app = FastAPI()
         app.post("/v1/completions")(self._complete)
+        app.get("/v1/model/structure")(lambda: structure(model.hf, model.points, model.context))
         self._uvicorn = uvicorn.Server(uvicorn.Config(app, port=0, log_level="error", ws="none"))
         self._thread = threading.Thread(target=self._uvicorn.run)
 

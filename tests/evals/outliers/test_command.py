@@ -7,10 +7,12 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import pyarrow as pa
 import pytest
 import torch
 from scoring_server import ScoringServer
 
+from deployments.activations.schema import to_batch
 from deployments.demo_model import WEIGHTS
 from deployments.engine.model import load
 from evals.outliers.__main__ import main
@@ -76,6 +78,8 @@ def test_thresholds_and_points_are_options(store: Path, tmp_path: Path) -> None:
     assert not run(store, tmp_path / "a", "--positions", "0.81")["features"]
     assert not run(store, tmp_path / "b", "--layers", "0.9")["features"]
     assert not run(store, tmp_path / "c", "--magnitude", "12.5")["features"]
+    found = run(store, tmp_path / "e", "--layers", "0", "--positions", "0")
+    assert [one["feature"] for one in found["features"]] == [9]
     found = run(store, tmp_path / "d", "--points", "layers.1.*.output,layers.2.output", "--massive-magnitude", "4000")
     assert found["points"] == ["layers.1.input_layernorm.output", "layers.2.output"]
     assert [one["feature"] for one in found["features"]] == [9, 4]
@@ -137,6 +141,43 @@ def test_a_session_without_the_residual_stream_has_its_features_and_the_reason(
     assert found["massive"]["features"] == []
 
 
+def test_a_residual_stream_without_a_finite_row_leaves_the_features(
+    tmp_path: Path, record: Callable[..., None], capsys: Any
+) -> None:
+    points = {"layers.0.mlp.input": values(1, 3, {2: 7.0}), "layers.0.output": torch.full((3, WIDTH), float("nan"))}
+    record(tmp_path, {"run-0": points})
+    found = run(tmp_path, tmp_path / "out")
+    assert [one["feature"] for one in found["features"]] == [2]
+    assert found["massive"]["why_not"].startswith("--massive-points: none of 3 rows is finite at all 1 of layers.0.out")
+    options = ["--session", "s", "--store", str(tmp_path), "--out", str(tmp_path / "out")]
+    assert main([*options, "--massive-points", "layers.0.output"]) == 2
+    assert "--massive-points: none of 3 rows" in capsys.readouterr().err
+
+
+def test_a_session_of_chosen_features_is_not_ablated(tmp_path: Path, record: Callable[..., None], capsys: Any) -> None:
+    point = "layers.0.input_layernorm.output"
+    record(tmp_path, {"run-0": {point: values(1, 3, {2: 7.0})[:, :8]}}, model="vitrine-demo")
+    options = ["--session", "s", "--store", str(tmp_path), "--out", str(tmp_path / "out")]
+    with ScoringServer(load(str(WEIGHTS), dtype="float32", device="cpu")) as server:
+        assert main([*options, "--ablate", "--base-url", server.base_url]) == 2
+        assert not server.bodies
+    assert f"--ablate: 8 features of {point} were recorded, and the model has 192" in capsys.readouterr().err
+
+
+def test_a_file_of_format_2_has_no_texts(
+    tmp_path: Path, record: Callable[..., None], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def without_offsets(*args: Any, **options: Any) -> pa.RecordBatch:
+        batch = to_batch(*args, **options)
+        names = [name for name in batch.schema.names if name != "text_offset"]
+        return batch.select(names)
+
+    monkeypatch.setitem(record.__globals__, "to_batch", without_offsets)
+    record(tmp_path, {"run-0": {"layers.0.mlp.input": values(1, 3, {2: 7.0})}})
+    (one,) = run(tmp_path, tmp_path / "out")["features"]
+    assert (one["feature"], one["where"]["token"]) == (2, None)
+
+
 @pytest.mark.parametrize(
     ("options", "message"),
     [
@@ -146,7 +187,7 @@ def test_a_session_without_the_residual_stream_has_its_features_and_the_reason(
         ),
         (["--session", "other"], "no session 'other'"),
         (["--store", "/nowhere"], "there is nothing at /nowhere"),
-        (["--massive-points", "layers.9.output"], "recorded layers.9.output"),
+        (["--massive-points", "layers.9.output"], "--massive-points: no run of session s recorded layers.9.output"),
     ],
 )
 def test_a_mistake_is_one_line(store: Path, tmp_path: Path, capsys: Any, options: list[str], message: str) -> None:
