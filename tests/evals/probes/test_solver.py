@@ -39,10 +39,10 @@ def reference(method: Method, rows: np.ndarray, training: np.ndarray, labels: np
         return np.asarray(model.fit(of[training], y).decision_function(of))
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=35, deadline=None)
 @given(
     method=st.sampled_from(["difference", "logistic", "ridge"]),
-    n=st.integers(12, 90),
+    n=st.integers(12, 70),
     hidden=st.integers(2, 60),
     seed=st.integers(0, 1000),
 )
