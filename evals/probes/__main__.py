@@ -41,20 +41,24 @@ def main(argv: Sequence[str] | None = None) -> int:
 def render(document: dict[str, Any]) -> str:
     """The headline as some lines of text."""
     own = document["headline"]
-    bounds = "no interval: " + own["reasons"].get("auroc_low", "")
-    if own["auroc_low"] is not None:
-        bounds = f"95% interval {own['auroc_low']:.3f} to {own['auroc_high']:.3f}"
     others = [
         f"{name} {own[key]:.3f}"
         for name, key in {"permuted labels": "control_auroc", "text": "text_auroc", "length": "length_auroc"}.items()
         if own[key] is not None
     ]
     lines = [
-        f"AUROC {own['auroc']:.3f}, {bounds}; {own['n']} examples in {own['groups']} groups; " + ", ".join(others),
+        f"AUROC {own['auroc']:.3f}, {_bounds(own)}; {own['n']} examples in {own['groups']} groups; "
+        + ", ".join(others),
         f"probe at {own['point']}, tokens {own['tokens']}, {own['method']}; chosen in the folds: {_chosen(own)}",
     ]
-    lines += [f"on {one['session']}: AUROC {one['auroc']:.3f}" for one in document["transfer"]]
+    lines += [f"on {one['session']}: AUROC {one['auroc']:.3f}, {_bounds(one)}" for one in document["transfer"]]
     return "\n".join([*lines, *own["faults"]])
+
+
+def _bounds(figures: dict[str, Any]) -> str:
+    if figures["auroc_low"] is None:
+        return "no interval: " + str(figures["reasons"].get("auroc_low", ""))
+    return f"95% interval {figures['auroc_low']:.3f} to {figures['auroc_high']:.3f}"
 
 
 def _chosen(own: dict[str, Any]) -> str:

@@ -1,0 +1,36 @@
+"""Make examples/tutorial.ipynb of docs/tutorial.md: `python examples/make_notebook.py`."""
+
+from __future__ import annotations
+
+import json
+import re
+from pathlib import Path
+from typing import Any
+
+HERE = Path(__file__).parent
+PAGE = HERE.parent / "docs" / "tutorial.md"
+NOTEBOOK = HERE / "tutorial.ipynb"
+FIRST = "%cd -q .."  # the page's commands begin in the project's directory
+
+
+def notebook(page: str) -> dict[str, Any]:
+    """A page's text as markdown cells, its commands and Python as code cells; `serve run` in the background."""
+    cells = [_cell("code", FIRST)]
+    for text, language, code in re.findall(r"(.*?)(?:^```(sh|python)\n(.*?)^```\n|\Z)", page, re.DOTALL | re.MULTILINE):
+        if text.strip():
+            cells.append(_cell("markdown", re.sub(r"\]\((?!http|#)", "](../docs/", text).strip()))
+        if code:
+            magic = "%%sh --bg\n" if code.startswith("serve run") else "%%sh\n" if language == "sh" else ""
+            cells.append(_cell("code", magic + code.strip()))
+    kernel = {"kernelspec": {"name": "python3", "display_name": "Python 3", "language": "python"}}
+    numbered = [{"id": f"cell-{number}", **cell} for number, cell in enumerate(cells)]
+    return {"nbformat": 4, "nbformat_minor": 5, "metadata": kernel, "cells": numbered}
+
+
+def _cell(kind: str, source: str) -> dict[str, Any]:
+    outputs = {"execution_count": None, "outputs": []} if kind == "code" else {}
+    return {"cell_type": kind, "metadata": {}, "source": source.splitlines(keepends=True), **outputs}
+
+
+if __name__ == "__main__":
+    NOTEBOOK.write_text(json.dumps(notebook(PAGE.read_text()), indent=1, ensure_ascii=False) + "\n")
