@@ -28,7 +28,8 @@ def made_once(directory: Path, make: Callable[[Path], None]) -> Path:
         fcntl.flock(lock, fcntl.LOCK_EX)  # until the file is closed, however this process ends
         if not directory.is_dir():
             shutil.rmtree(unfinished, ignore_errors=True)  # of one that was killed
-            unfinished.mkdir(mode=stat.S_IMODE(folder.stat().st_mode))
+            unfinished.mkdir()
+            unfinished.chmod(stat.S_IMODE(folder.stat().st_mode))  # whatever the umask
             try:
                 make(unfinished)
                 unfinished.rename(directory)
