@@ -6,10 +6,11 @@ import json
 import signal
 import subprocess
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
+import httpx
 import pytest
 import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer
@@ -40,9 +41,13 @@ def problems(count: int) -> list[dict[str, Any]]:
 
 
 @pytest.fixture(scope="module")
-def store(served: Served) -> Path:
-    """Of the server that runs in the cluster: every test stores to it."""
-    return served.home / "activations"
+def store(served: Served) -> Iterator[Path]:
+    """Of the server that runs in the cluster: every test stores to it, and its sessions are deleted afterwards."""
+    directory = served.home / "activations"
+    before = {path.name for path in directory.glob("[!.]*")}
+    yield directory
+    for session in {path.name for path in directory.glob("[!.]*")} - before:
+        httpx.delete(f"{served.base_url}/activations/session/{session}").raise_for_status()
 
 
 def by_id(session: Path) -> dict[str, RunFacts]:
