@@ -11,7 +11,7 @@ from evals.config import EvalError
 from evals.probes.folds import permuted, split
 
 
-@settings(max_examples=25)
+@settings(max_examples=25, deadline=None)
 @given(sizes=st.lists(st.integers(1, 6), min_size=30, max_size=60), seed=st.integers(0, 99))
 def test_no_group_is_in_two_folds_and_each_fit_leaves_out_its_folds(sizes: list[int], seed: int) -> None:
     groups = np.repeat(np.arange(len(sizes)), sizes)
