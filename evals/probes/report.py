@@ -166,11 +166,18 @@ def _tokens(run: Example, job: Job, headline: Headline, number: int) -> list[Tok
             Token(f"[{position}]", float(chance))
             for position, chance in zip(stored.positions[first:end].tolist(), chances, strict=True)
         ]
-    begins = stored.text_offsets[first:end].tolist()
-    ends = [*begins[1:], place.characters]
+    positions = stored.positions[first:end].tolist()
+    begins = [*stored.text_offsets[first:end].tolist(), place.characters]
     before = run.text[: begins[0]]
     found = [Token(("…" if len(before) > _BEFORE else "") + before[-_BEFORE:], None)] if before else []
-    return found + [Token(run.text[a:b], float(chance)) for a, b, chance in zip(begins, ends, chances, strict=True)]
+    following = [*positions[1:], -1 if place.cut else positions[-1] + 1]
+    for i, (position, chance) in enumerate(zip(positions, chances.tolist(), strict=True)):
+        here = run.text[begins[i] : begins[i + 1]]
+        if following[i] == position + 1:
+            found.append(Token(here, chance))
+        else:  # where the token ends was not stored
+            found += [Token(f"[{position}]", chance), Token(here, None)]
+    return found
 
 
 def _line(rows: Sequence[dict[str, Any]], points: Sequence[str], x: Scale, y: Scale) -> dict[str, Any]:

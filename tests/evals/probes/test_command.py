@@ -67,6 +67,17 @@ def test_a_page_of_runs_with_one_row_shows_the_text_before_it(directory: Path, t
     assert page.count('<p class="tokens">All of this comes<span') == 12
 
 
+def test_a_page_colours_no_text_after_the_token_whose_row_is_stored(tmp_path: Path) -> None:
+    made = statements(groups=20)
+    for one in made:
+        one.words, one.first = ("All", " of", " this", " came", " later"), 2
+    store(tmp_path, "cut", made)
+    sweep(session="cut", group="group", store=tmp_path, out=tmp_path, methods=["difference"], resamples=100)
+    page = (tmp_path / "report.html").read_text()
+    assert len(re.findall(r'<p class="tokens">All of<span[^>]*>\[2\]</span></p>', page)) == 12
+    assert " came" not in page
+
+
 BAD: dict[str, tuple[Change, dict[str, str | None], str]] = {
     "one class": (
         lambda runs: [one.tags.update(label="true") for one in runs],
