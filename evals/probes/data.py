@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import NamedTuple
 
 import numpy as np
 
 from deployments.options import home
+from evals.config import EvalError
 from evals.probes import labels
 from evals.probes.examples import Examples, find
 from evals.probes.options import Options
@@ -40,26 +42,29 @@ def load(given: Options) -> Data:
         EvalError: The stored runs or their labels do not allow it.
         OSError: The disk refuses.
     """
-    return _load(given, given.session or "", given.positive)
+    return _load(given, given.session or "", given.positive, given.points)
 
 
-def load_test(given: Options, session: str, point: str, tokens: str, positive: str) -> Data:
-    """The examples of a test session at one point and choice of tokens; as for `load`.
+def load_test(given: Options, session: str, data: Data) -> Data:
+    """The examples of a test session at all points and choices of tokens; as for `load`.
 
     Args:
         given: The options.
         session: The session.
-        point: The point.
-        tokens: The choice of tokens.
-        positive: The label of the positive class.
+        data: The examples that the probe is fitted to.
+
+    Raises:
+        EvalError: As for `load`, or the session is of another model.
+        OSError: The disk refuses.
     """
-    return _load(given, session, positive, [point], tokens)
+    test = _load(given, session, data.label, data.examples.points)
+    if (model := test.examples.model) != data.examples.model:
+        raise EvalError(f"--test-session {session}: its runs are of {model}, the probe is of {data.examples.model}")
+    return test
 
 
-def _load(
-    given: Options, session: str, positive: str | None, points: list[str] | None = None, tokens: str | None = None
-) -> Data:
-    choices = [choice for choice in given.choices if tokens in (None, choice.name)]
+def _load(given: Options, session: str, positive: str | None, points: Sequence[str]) -> Data:
+    choices = given.choices
     spans = [choice.label for choice in choices if choice.kind == "span"]
     group, store = given.group_column, given.store
     if given.results is not None:
@@ -70,7 +75,7 @@ def _load(
     else:
         source = labels.from_tags(given.label, group)
     store = store or home() / "activations"
-    found = find(store, session, source, points or given.points, choices, group is not None, given.skip_missing)
+    found = find(store, session, source, points, choices, group is not None, given.skip_missing)
     label, classes = labels.classes([run.label for run in found.runs], positive)
     _, groups = np.unique([run.group for run in found.runs], return_inverse=True)
     return Data(found, label, classes, groups)

@@ -16,7 +16,7 @@ import torch
 from tqdm import tqdm
 
 from evals.probes import baselines, outputs, report
-from evals.probes.data import load
+from evals.probes.data import load, load_test
 from evals.probes.document import document
 from evals.probes.fitting import Job, Outcome, probe_point
 from evals.probes.folds import permuted, split
@@ -69,6 +69,7 @@ def sweep(**options: Any) -> Result:
     started = time.monotonic()
     given = Options(**options)
     data = load(given)
+    tests = [load_test(given, session, data) for session in given.test_sessions]  # mistakes show before the work
     folds = split(data.positive, data.groups, given.folds, given.seed, given.group_column is not None)
     shuffled = permuted(data.positive, data.groups, given.permutations, given.seed)
     penalties, ranges = 1 / np.array(sorted(set(given.c))), data.examples.ranges
@@ -81,7 +82,7 @@ def sweep(**options: Any) -> Result:
         lengths = {name: baselines.length(job, data.examples.runs, name) for name in ranges}
     found = document(given, data, job, outcomes, headline, texts, lengths)
     found["headline"] |= selectivity(job, headline, task, found["headline"]["reasons"])
-    found["transfer"] = [transferred(given, data, headline, session) for session in given.test_sessions]
+    found["transfer"] = [transferred(given, data, headline, test) for test in tests]
     found["seconds"] = round(time.monotonic() - started, 3)
     scores = outputs.scores(data.examples, data.positive, folds.of, headline)
     tensors = outputs.tensors(headline)

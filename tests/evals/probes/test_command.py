@@ -186,7 +186,10 @@ def test_results_of_an_evaluation_are_labelled_by_their_problems(tmp_path: Path)
         sweep(label="right", **fast)
 
 
-def test_another_models_session_is_no_test_of_transfer(directory: Path) -> None:
+def test_another_models_session_is_no_test_of_transfer_and_known_before_any_fit(
+    directory: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("evals.probes.pipeline._probe", None)
     made = statements(groups=20)
     for one in made:
         one.model = "another"
