@@ -86,13 +86,13 @@ def from_file(path: Path, label: str, group: str | None, spans: Collection[str])
         spans: Names of spans; each is a column `span.<name>`.
 
     Raises:
-        EvalError: The file cannot be read, lacks a column, or names a run twice.
+        EvalError: The file cannot be read, lacks a column, names a run twice, or has a span that is none.
     """
     try:
         rows = _read(path)
     except (OSError, ValueError, pa.ArrowException) as error:
         raise EvalError(f"--labels {path}: {error}") from error
-    names = set(rows[0]) if rows else set()
+    names = {name for row in rows for name in row if name is not None}
     key = "run_id" if "run_id" in names else "id"
     wanted = [key, label, *(f"span.{name}" for name in spans)]
     if missing := [name for name in wanted if name not in names]:
@@ -172,11 +172,11 @@ def _joined(
     found = dict[str, Row]()
     repeated = 0
     for row in rows:
-        at = {name: tuple(span) for name in spans if (span := row.get(f"span.{name}"))}
-        name = text(row[key])
+        at = {name: _span(f"span.{name}", span) for name in spans if (span := row.get(f"span.{name}"))}
+        name = text(row.get(key))
         repeated += name in found
         if name is not None:
-            found[name] = Row(text(row[label]), text(row[group]) if group else None, at)
+            found[name] = Row(text(row.get(label)), text(row.get(group)) if group else None, at)
     if repeated:
         raise EvalError(f"--labels: {repeated} rows repeat the {key} of another row")
 
@@ -185,3 +185,14 @@ def _joined(
         return row if row is None or group or not tag else row._replace(group=run.tags.get(tag))
 
     return of
+
+
+def _span(column: str, value: Any) -> tuple[int, int]:
+    """A span's two positions, from a list of them or its JSON."""
+    try:
+        first, end = json.loads(value) if isinstance(value, str) else value
+        if type(first) is type(end) is int:
+            return first, end
+    except (TypeError, ValueError):
+        pass
+    raise EvalError(f"--labels: {column} is {value!r}, not two positions as [3, 5]")

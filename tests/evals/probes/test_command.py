@@ -13,10 +13,12 @@ from probed import Made, statements, store
 from recorded import POINT, record, says
 
 import evals.probes
+from deployments.activations.facts import RunFacts
 from evals.config import EvalError
 from evals.labels import labelled
 from evals.probes import sweep
 from evals.probes.__main__ import main
+from evals.probes.labels import Row, from_file
 
 HOSTILE = "<script>alert(1)</script>"
 Change = Callable[[list[Made]], object]
@@ -168,6 +170,38 @@ def test_labels_that_come_later_join_by_run_or_sample(directory: Path, tmp_path:
     assert dict(zip(found.scores["run_id"].to_pylist(), found.scores["positive"].to_pylist(), strict=True)) == {
         f"run-{i // 4}-{i % 4}": i % 4 < 2 for i in range(80)
     }
+
+
+LABELS: dict[str, tuple[str, str, dict[str, str | None], str]] = {
+    "a row without a label": ("jsonl", '{"id": "s0-1"}\n{"id": "s0-0", "label": true}', {}, "have no label (as run-"),
+    "no column": ("jsonl", '{"id": "s0-1"}\n{"mine": true}', {}, "no column 'label'; there is id, mine"),
+    "a cell too many": ("csv", "id,mine\ns0-1,true,oh", {}, "no column 'label'; there is id, mine"),
+    "no span": (
+        "csv",
+        'id,label,span.a\ns0-1,true,"[3, x]"',
+        {"tokens": "span:a"},
+        "--labels: span.a is '[3, x]', not two positions as [3, 5]",
+    ),
+}
+
+
+@pytest.mark.parametrize("case", LABELS)
+def test_bad_labels_files_are_refused_in_one_line(
+    case: str, directory: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    kind, content, changed, message = LABELS[case]
+    file = tmp_path / f"labels.{kind}"
+    file.write_text(content)
+    assert main(options(directory, tmp_path / "out", labels=str(file), **changed)) == 2
+    assert message in capsys.readouterr().err.splitlines()[-1]
+
+
+def test_spans_of_a_csv_file_are_read_as_positions(tmp_path: Path) -> None:
+    file = tmp_path / "labels.csv"
+    file.write_text('run_id,label,span.a\nr,true,"[3, 5]"\nq,true,')
+    source = from_file(file, "label", None, ["a"])
+    facts = RunFacts("r", "here", "fake/model", created=1.0, prompt_tokens=3, tokens=6)
+    assert source(facts) == Row("true", None, {"a": (3, 5)})
 
 
 def test_results_of_an_evaluation_are_labelled_by_their_problems(tmp_path: Path) -> None:
