@@ -22,12 +22,14 @@ class Data(NamedTuple):
         label: The label of the positive class.
         positive: Each example's class, bool `[n]`.
         groups: Each example's group by number, `[n]`.
+        unused: Names of rows of labels that have no stored run in the session.
     """
 
     examples: Examples
     label: str
     positive: np.ndarray
     groups: np.ndarray
+    unused: set[str]
 
     @property
     def group_count(self) -> int:
@@ -35,28 +37,27 @@ class Data(NamedTuple):
         return len(np.unique(self.groups))
 
 
-def load(given: Options) -> Data:
-    """The examples that are probed.
+def load(given: Options) -> tuple[Data, list[Data]]:
+    """The examples that are probed, and those of each test session at the same points.
 
     Raises:
         EvalError: The stored runs or their labels do not allow it.
         OSError: The disk refuses.
     """
-    return _load(given, given.session or "", given.positive, given.points)
+    data = _load(given, given.session or "", given.positive, given.points)
+    tests = [_load_test(given, session, data) for session in given.test_sessions]
+    if unused := data.unused.intersection(*(test.unused for test in tests)):
+        if not given.skip_missing:
+            option = "--labels" if given.results is None else "--results"
+            raise EvalError(
+                f"{option}: {len(unused)} rows of labels have no stored run (as {min(unused)}); "
+                "--skip-missing leaves such rows out"
+            )
+        data.examples.left_out["are rows of labels without a stored run"] = len(unused)
+    return data, tests
 
 
-def load_test(given: Options, session: str, data: Data) -> Data:
-    """The examples of a test session at all points and choices of tokens; as for `load`.
-
-    Args:
-        given: The options.
-        session: The session.
-        data: The examples that the probe is fitted to.
-
-    Raises:
-        EvalError: As for `load`, or the session is of another model.
-        OSError: The disk refuses.
-    """
+def _load_test(given: Options, session: str, data: Data) -> Data:
     test = _load(given, session, data.label, data.examples.points)
     if (model := test.examples.model) != data.examples.model:
         raise EvalError(f"--test-session {session}: its runs are of {model}, the probe is of {data.examples.model}")
@@ -78,4 +79,4 @@ def _load(given: Options, session: str, positive: str | None, points: Sequence[s
     found = find(store, session, source, points, choices, group is not None, given.skip_missing)
     label, classes = labels.classes([run.label for run in found.runs], positive)
     _, groups = np.unique([run.group for run in found.runs], return_inverse=True)
-    return Data(found, label, classes, groups)
+    return Data(found, label, classes, groups, source.unused)

@@ -165,7 +165,7 @@ def find(
     (model, revision), names = _points(files, session, points)
     runs, lacking, first = list[Example](), Counter[str](), dict[str, str]()
     for chosen in select(files, Wanted(session)):
-        if (row := source(chosen.facts)) is None:
+        if (row := source.of(chosen.facts)) is None:
             continue
         example = _example(chosen, row, names, tokens, grouped)
         if isinstance(example, str):

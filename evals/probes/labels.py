@@ -6,6 +6,7 @@ import csv
 import json
 from collections import Counter
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -31,7 +32,19 @@ class Row(NamedTuple):
 
 
 NOTHING = Row(None, None, {})
-Source = Callable[[RunFacts], Row | None]  # None: the run is none of the examples
+
+
+@dataclass(frozen=True)
+class Source:
+    """Labels, groups and spans by run.
+
+    Attributes:
+        of: A run's; None where it is none of the examples.
+        unused: Names of the rows for which no run was asked yet.
+    """
+
+    of: Callable[[RunFacts], Row | None]
+    unused: set[str] = field(default_factory=set)
 
 
 def from_tags(label: str, group: str | None) -> Source:
@@ -41,7 +54,7 @@ def from_tags(label: str, group: str | None) -> Source:
         label: A tag's name.
         group: A tag's name; None without groups.
     """
-    return lambda run: Row(run.tags.get(label), run.tags.get(group) if group else None, {})
+    return Source(lambda run: Row(run.tags.get(label), run.tags.get(group) if group else None, {}))
 
 
 def from_results(
@@ -169,22 +182,25 @@ def _joined(
     tag: str | None = None,
     missing: Row | None = NOTHING,
 ) -> Source:
-    found = dict[str, Row]()
+    found, unused = dict[str, Row](), set[str]()
     repeated = 0
-    for row in rows:
+    for number, row in enumerate(rows, 1):
         at = {name: _span(f"span.{name}", span) for name in spans if (span := row.get(f"span.{name}"))}
         name = text(row.get(key))
         repeated += name in found
+        unused.add(f"row {number}, without {key}" if name is None else name)
         if name is not None:
             found[name] = Row(text(row.get(label)), text(row.get(group)) if group else None, at)
     if repeated:
         raise EvalError(f"--labels: {repeated} rows repeat the {key} of another row")
 
     def of(run: RunFacts) -> Row | None:
-        row = found.get(run.run_id if key == "run_id" else run.sample_id or "", missing)
+        name = run.run_id if key == "run_id" else run.sample_id or ""
+        unused.discard(name)
+        row = found.get(name, missing)
         return row if row is None or group or not tag else row._replace(group=run.tags.get(tag))
 
-    return of
+    return Source(of, unused)
 
 
 def _span(column: str, value: Any) -> tuple[int, int]:

@@ -16,7 +16,7 @@ import torch
 from tqdm import tqdm
 
 from evals.probes import baselines, outputs, report
-from evals.probes.data import load, load_test
+from evals.probes.data import load
 from evals.probes.document import document
 from evals.probes.fitting import Job, Outcome, probe_point
 from evals.probes.folds import permuted, split
@@ -68,8 +68,7 @@ def sweep(**options: Any) -> Result:
     """
     started = time.monotonic()
     given = Options(**options)
-    data = load(given)
-    tests = [load_test(given, session, data) for session in given.test_sessions]  # mistakes show before the work
+    data, tests = load(given)
     folds = split(data.positive, data.groups, given.folds, given.seed, given.group_column is not None)
     shuffled = permuted(data.positive, data.groups, given.permutations, given.seed)
     penalties, ranges = 1 / np.array(sorted(set(given.c))), data.examples.ranges

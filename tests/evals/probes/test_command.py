@@ -176,6 +176,12 @@ LABELS: dict[str, tuple[str, str, dict[str, str | None], str]] = {
     "a row without a label": ("jsonl", '{"id": "s0-1"}\n{"id": "s0-0", "label": true}', {}, "have no label (as run-"),
     "no column": ("jsonl", '{"id": "s0-1"}\n{"mine": true}', {}, "no column 'label'; there is id, mine"),
     "a cell too many": ("csv", "id,mine\ns0-1,true,oh", {}, "no column 'label'; there is id, mine"),
+    "rows without a run": (
+        "csv",
+        "\n".join(["id,label", *(f"s{i // 4}-{i % 4},{i % 2}" for i in range(84)), ",1"]),
+        {},
+        "--labels: 5 rows of labels have no stored run (as row 85, without id); --skip-missing leaves such rows out",
+    ),
     "no span": (
         "csv",
         'id,label,span.a\ns0-1,true,"[3, x]"',
@@ -196,12 +202,29 @@ def test_bad_labels_files_are_refused_in_one_line(
     assert message in capsys.readouterr().err.splitlines()[-1]
 
 
+def test_rows_of_labels_without_a_run_are_counted_and_those_of_a_test_session_have_one(tmp_path: Path) -> None:
+    made = statements(groups=20)
+    store(tmp_path, "here", made)
+    others = statements(groups=20, seed=1)
+    for one in others:
+        one.run_id += "-other"
+    store(tmp_path, "there", others)
+    file = tmp_path / "labels.csv"
+    rows = [f"{one.run_id},{one.tags['label']}" for one in (*made, *others)]
+    given: dict[str, Any] = {"session": "here", "labels": file, "group": "group", "store": tmp_path}
+    given |= {"methods": ["difference"], "resamples": 100, "permutations": 0, "points": ["layers.1.output"]}
+    file.write_text("\n".join(["run_id,label", *rows]))
+    assert sweep(**given, test_sessions=["there"]).document["left_out"] == {}
+    found = sweep(**given, skip_missing=True)
+    assert found.document["left_out"] == {"are rows of labels without a stored run": 80}
+
+
 def test_spans_of_a_csv_file_are_read_as_positions(tmp_path: Path) -> None:
     file = tmp_path / "labels.csv"
     file.write_text('run_id,label,span.a\nr,true,"[3, 5]"\nq,true,')
     source = from_file(file, "label", None, ["a"])
     facts = RunFacts("r", "here", "fake/model", created=1.0, prompt_tokens=3, tokens=6)
-    assert source(facts) == Row("true", None, {"a": (3, 5)})
+    assert source.of(facts) == Row("true", None, {"a": (3, 5)})
 
 
 def test_results_of_an_evaluation_are_labelled_by_their_problems(tmp_path: Path) -> None:
