@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Sequence
 from typing import NamedTuple
 
@@ -61,6 +62,13 @@ def _load_test(given: Options, session: str, data: Data) -> Data:
     test = _load(given, session, data.label, data.examples.points)
     if (model := test.examples.model) != data.examples.model:
         raise EvalError(f"--test-session {session}: its runs are of {model}, the probe is of {data.examples.model}")
+    known = {run.label for run in data.examples.runs}
+    if given.positive is None and (other := Counter(run.label for run in test.examples.runs if run.label not in known)):
+        listed = ", ".join(f"{value!r} ({count})" for value, count in other.most_common(labels.NAMED))
+        raise EvalError(
+            f"--test-session {session}: labels that {data.examples.session} does not have, {listed}: "
+            "choose one label against the rest with --positive"
+        )
     return test
 
 

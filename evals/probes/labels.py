@@ -20,7 +20,7 @@ from evals.labels import labelled
 from evals.transfer import files_of
 
 _TRUE = ("true", "1", "yes")
-_NAMED = 8  # label values that a refusal lists
+NAMED = 8  # label values that a refusal lists
 
 
 class Row(NamedTuple):
@@ -78,7 +78,7 @@ def from_results(
     table = labelled(directory)
     sessions = table["session_id"].unique().to_pylist()
     if len(sessions) != 1:
-        names = ", ".join(map(str, sessions[:_NAMED])) or "none"
+        names = ", ".join(map(str, sessions[:NAMED])) or "none"
         raise EvalError(f"--results {directory}: the runs are of {len(sessions)} sessions ({names}); one is needed")
     rows = _columns(table, "--results", label, group, spans)
     uri = next((uri for uri in table["uri"].to_pylist() if uri), None)
@@ -105,7 +105,7 @@ def from_file(path: Path, label: str, group: str | None, spans: Collection[str])
         rows = _read(path)
     except (OSError, ValueError, pa.ArrowException) as error:
         raise EvalError(f"--labels {path}: {error}") from error
-    names = {name for row in rows for name in row if name is not None}
+    names = {name for row in rows for name in row if name}  # None for cells too many
     key = "run_id" if "run_id" in names else "id"
     wanted = [key, label, *(f"span.{name}" for name in spans)]
     if missing := [name for name in wanted if name not in names]:
@@ -132,8 +132,8 @@ def classes(values: Sequence[str], positive: str | None) -> tuple[str, np.ndarra
         EvalError: There is one class, or more than two and none was chosen, or the one that was chosen is missing.
     """
     counts = Counter(values)
-    listed = ", ".join(f"{value!r} ({count})" for value, count in counts.most_common(_NAMED))
-    listed += ", ..." if len(counts) > _NAMED else ""
+    listed = ", ".join(f"{value!r} ({count})" for value, count in counts.most_common(NAMED))
+    listed += ", ..." if len(counts) > NAMED else ""
     if len(counts) < 2:
         raise EvalError(f"--label: {len(values)} examples of one class, {listed}; two are needed")
     if positive is None and len(counts) > 2:

@@ -243,24 +243,27 @@ def test_results_of_an_evaluation_are_labelled_by_their_problems(tmp_path: Path)
         sweep(label="right", **fast)
 
 
-def test_another_models_session_is_no_test_of_transfer_and_known_before_any_fit(
-    directory: Path, monkeypatch: pytest.MonkeyPatch
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        (lambda one: setattr(one, "model", "another"), "its runs are of another, the probe is of fake/model"),
+        (
+            lambda one: one.tags.update(label="unknown") if one.run_id.endswith("3") else None,
+            "labels that here does not have, 'unknown' (20): choose one label against the rest with --positive",
+        ),
+    ],
+)
+def test_another_models_session_or_other_labels_are_no_test_of_transfer_and_known_before_any_fit(
+    change: Callable[[Made], object], message: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr("evals.probes.pipeline._probe", None)
-    made = statements(groups=20)
-    for one in made:
-        one.model = "another"
-    store(directory, "another", made)
-    with pytest.raises(EvalError, match="--test-session another: its runs are of another, the probe is of fake/model"):
-        sweep(
-            session="here",
-            group="group",
-            store=directory,
-            test_sessions=["another"],
-            methods=["difference"],
-            permutations=0,
-            points=["layers.1.output"],
-        )
+    other = statements(groups=20)
+    for one in other:
+        change(one)
+    store(tmp_path, "here", statements(groups=20))
+    store(tmp_path, "another", other)
+    with pytest.raises(EvalError, match=re.escape(f"--test-session another: {message}")):
+        sweep(session="here", group="group", store=tmp_path, test_sessions=["another"])
 
 
 def test_without_scikit_learn_the_command_says_what_to_install(
