@@ -42,6 +42,8 @@ def text(job: Job, runs: Sequence[Example], tokens: str) -> Baseline:
     if missing := sum(run.text is None for run in runs):
         return Baseline(None, None, f"{missing} of {len(runs)} runs were stored without their text")
     texts = np.array([_read(run, run.at[tokens]) for run in runs], dtype=object)
+    if any(not any(map(str.strip, texts[training])) for training in job.folds.mask.numpy()):
+        return Baseline(None, None, "the text before the tokens is empty or white space")
     logits = np.empty((len(job.folds.mask), len(runs), len(_C)), dtype=np.float32)
     for fit, training in enumerate(job.folds.mask.numpy()):
         vectorizer = make_union(
