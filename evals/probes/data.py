@@ -60,8 +60,8 @@ def load(given: Options) -> tuple[Data, list[Data]]:
 
 def _load_test(given: Options, session: str, data: Data) -> Data:
     test = _load(given, session, data.label, data.examples.points)
-    if (model := test.examples.model) != data.examples.model:
-        raise EvalError(f"--test-session {session}: its runs are of {model}, the probe is of {data.examples.model}")
+    if (model := _model(test)) != (own := _model(data)):
+        raise EvalError(f"--test-session {session}: its runs are of {model}, the probe is of {own}")
     known = {run.label for run in data.examples.runs}
     if given.positive is None and (other := Counter(run.label for run in test.examples.runs if run.label not in known)):
         listed = ", ".join(f"{value!r} ({count})" for value, count in other.most_common(labels.NAMED))
@@ -70,6 +70,10 @@ def _load_test(given: Options, session: str, data: Data) -> Data:
             "choose one label against the rest with --positive"
         )
     return test
+
+
+def _model(data: Data) -> str:
+    return data.examples.model + (f" ({data.examples.revision})" if data.examples.revision else "")
 
 
 def _load(given: Options, session: str, positive: str | None, points: Sequence[str]) -> Data:

@@ -30,6 +30,7 @@ class Made:
     model: str = MODEL
     text: bool = True
     first: int | None = None
+    revision: str | None = None
 
 
 def store(directory: Path, session: str, runs: Sequence[Made]) -> Path:
@@ -42,7 +43,8 @@ def store(directory: Path, session: str, runs: Sequence[Made]) -> Path:
             first = len(made.words) - stored if made.first is None else made.first
             rows = slice(first, first + stored)
             begins = np.cumsum([0, *(len(word) for word in made.words)])[:-1]
-            shard = ShardFacts(session, made.model, None, "LlamaForCausalLM", {"torch": "2"}, {n: n for n in made.rows})
+            points = {name: name for name in made.rows}
+            shard = ShardFacts(session, made.model, made.revision, "LlamaForCausalLM", {"torch": "2"}, points)
             batch = to_batch(
                 shard,
                 run_id=made.run_id,
