@@ -13,7 +13,7 @@ from sklearn.feature_extraction.text import TfidfVectorizer
 from sklearn.linear_model import LogisticRegression
 from sklearn.pipeline import make_union
 
-from evals.probes.examples import Example
+from evals.probes.examples import Example, Place
 from evals.probes.features import standardized
 from evals.probes.fitting import Job, select
 from evals.probes.metrics import by_folds
@@ -41,7 +41,9 @@ def text(job: Job, runs: Sequence[Example], tokens: str) -> Baseline:
     """
     if missing := sum(run.text is None for run in runs):
         return Baseline(None, None, f"{missing} of {len(runs)} runs were stored without their text")
-    texts = np.array([(run.text or "")[: run.at[tokens].characters] for run in runs], dtype=object)
+    texts = np.array([_read(run, run.at[tokens]) for run in runs], dtype=object)
+    if any(not any(map(str.strip, texts[training])) for training in job.folds.mask.numpy()):
+        return Baseline(None, None, "the text before the tokens is empty or white space")
     logits = np.empty((len(job.folds.mask), len(runs), len(_C)), dtype=np.float32)
     for fit, training in enumerate(job.folds.mask.numpy()):
         vectorizer = make_union(
@@ -57,6 +59,11 @@ def text(job: Job, runs: Sequence[Example], tokens: str) -> Baseline:
                 model.fit(rows, job.positive[training])
             logits[fit, ~training, column] = model.decision_function(held_out)
     return _selected(job, logits)
+
+
+def _read(run: Example, place: Place) -> str:
+    """The text up to the last token that a probe reads; in place of that token its id, where its text is not known."""
+    return (run.text or "")[: place.characters] + (f" {place.token_id}" if place.cut else "")
 
 
 def length(job: Job, runs: Sequence[Example], tokens: str) -> Baseline:

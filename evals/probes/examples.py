@@ -90,13 +90,23 @@ class Example(NamedTuple):
 
 
 class Place(NamedTuple):
-    """A run's stored rows `[first, end)`, the characters and tokens up to the end of the last, and its token id."""
+    """A run's stored rows `[first, end)`, and the text and tokens up to the last of them.
+
+    Attributes:
+        first: The first row.
+        end: The row after the last.
+        characters: Characters of the run's text up to the end of the last row's token.
+        tokens: Tokens up to and with that one.
+        token_id: That token.
+        cut: Whether `characters` are without that token's, since where it ends was not stored.
+    """
 
     first: int
     end: int
     characters: int
     tokens: int
     token_id: int
+    cut: bool
 
 
 @dataclass(frozen=True, eq=False)
@@ -155,7 +165,7 @@ def find(
     (model, revision), names = _points(files, session, points)
     runs, lacking, first = list[Example](), Counter[str](), dict[str, str]()
     for chosen in select(files, Wanted(session)):
-        if (row := source(chosen.facts)) is None:
+        if (row := source.of(chosen.facts)) is None:
             continue
         example = _example(chosen, row, names, tokens, grouped)
         if isinstance(example, str):
@@ -235,8 +245,8 @@ def _example(chosen: Chosen, row: Row, points: Sequence[str], tokens: Sequence[T
         if rows is None:
             return f"have no stored rows for --tokens {choice.name}"
         last = rows[1] - 1
-        characters = _characters(facts, positions, offsets, rows[1])
-        places[choice.name] = Place(*rows, characters, int(positions[last]) + 1, int(ids[last]))
+        characters, cut = _characters(facts, positions, offsets, rows[1])
+        places[choice.name] = Place(*rows, characters, int(positions[last]) + 1, int(ids[last]), cut)
     return Example(
         facts.run_id,
         facts.sample_id,
@@ -265,12 +275,18 @@ def _column(chosen: Chosen, name: str) -> np.ndarray:
     return parts[0] if len(parts) == 1 else np.concatenate(parts)
 
 
-def _characters(facts: RunFacts, positions: np.ndarray, offsets: np.ndarray | None, end: int) -> int:
-    """Characters of the text up to the end of the token of row `end - 1`: all, where the next token is not stored."""
-    text = len(facts.text or "")
-    if offsets is None or end == len(positions) or positions[end] != positions[end - 1] + 1:
-        return text
-    return text if np.isnan(offsets[end]) else int(offsets[end])
+def _characters(facts: RunFacts, positions: np.ndarray, offsets: np.ndarray | None, end: int) -> tuple[int, bool]:
+    """Characters of the text up to the end of the token of row `end - 1`, and whether they are without that token's.
+
+    A token ends where the next begins. Where the next one's row is not stored, the text ends before the token, since
+    all that follows is unknown to a probe of this row.
+    """
+    text, last = len(facts.text or ""), end - 1
+    if offsets is None or positions[last] + 1 == facts.tokens:
+        return text, False
+    cut = end == len(positions) or positions[end] != positions[last] + 1
+    offset = offsets[last if cut else end]
+    return (text, False) if np.isnan(offset) else (int(offset), cut)
 
 
 def _ranges(index: RowIndex, runs: Sequence[Example], tokens: Sequence[Tokens]) -> dict[str, np.ndarray]:

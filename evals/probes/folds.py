@@ -90,21 +90,20 @@ def from_folds(of: np.ndarray, count: int) -> Folds:
 def permuted(positive: np.ndarray, groups: np.ndarray, count: int, seed: int) -> np.ndarray:
     """Labelings that a probe can learn nothing from, bool `[count, n]`, each with the structure of the labels.
 
-    Within a group of both classes its labels are permuted. Groups of one class exchange theirs: with groups of the same
-    size where such groups have both classes, else with all others.
+    Groups of the same size exchange their labels whole, and then each group's labels are permuted inside it. Sizes of
+    which all groups have the same one class exchange with each other. A group of both classes that has no other of its
+    size keeps its share of positives.
     """
     random = np.random.default_rng(seed)
     members = _members(groups)
-    mixed = [rows for rows in members if 0 < positive[rows].sum() < len(rows)]
-    exchanging = _exchanging([rows for rows in members if positive[rows].all() or not positive[rows].any()], positive)
+    exchanging = _exchanging(members, positive)
     found = np.repeat(positive[None], count, axis=0)
     for labeling in found:
-        for rows in mixed:
-            labeling[rows] = random.permutation(positive[rows])
         for some in exchanging:
-            labels = random.permutation([positive[rows[0]] for rows in some])
-            for rows, label in zip(some, labels, strict=True):
-                labeling[rows] = label
+            for rows, source in zip(some, random.permutation(len(some)), strict=True):
+                labeling[rows] = np.resize(positive[some[source]], len(rows))  # of one class where sizes differ
+        for rows in members:
+            labeling[rows] = random.permutation(labeling[rows])
     return found
 
 
@@ -114,10 +113,15 @@ def _members(groups: np.ndarray) -> list[np.ndarray]:
 
 
 def _exchanging(groups: list[np.ndarray], positive: np.ndarray) -> list[list[np.ndarray]]:
-    """Groups of one class in sets within which they exchange labels."""
+    """Groups in sets within which they exchange labels."""
     by_size = defaultdict[int, list[np.ndarray]](list)
     for rows in groups:
         by_size[len(rows)].append(rows)
-    free = [some for some in by_size.values() if len({bool(positive[rows[0]]) for rows in some}) == 2]
-    rest = [rows for some in by_size.values() if not any(some is other for other in free) for rows in some]
-    return [*free, rest] if rest else free
+    found, rest = list[list[np.ndarray]](), list[np.ndarray]()
+    for some in by_size.values():
+        labels = positive[np.concatenate(some)]
+        if labels.any() and not labels.all():
+            found.append(some)
+        else:
+            rest += some
+    return [*found, rest] if rest else found

@@ -6,6 +6,7 @@ import csv
 import json
 from collections import Counter
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -19,7 +20,7 @@ from evals.labels import labelled
 from evals.transfer import files_of
 
 _TRUE = ("true", "1", "yes")
-_NAMED = 8  # label values that a refusal lists
+NAMED = 8  # label values that a refusal lists
 
 
 class Row(NamedTuple):
@@ -31,7 +32,19 @@ class Row(NamedTuple):
 
 
 NOTHING = Row(None, None, {})
-Source = Callable[[RunFacts], Row | None]  # None: the run is none of the examples
+
+
+@dataclass(frozen=True)
+class Source:
+    """Labels, groups and spans by run.
+
+    Attributes:
+        of: A run's; None where it is none of the examples.
+        unused: Names of the rows for which no run was asked yet.
+    """
+
+    of: Callable[[RunFacts], Row | None]
+    unused: set[str] = field(default_factory=set)
 
 
 def from_tags(label: str, group: str | None) -> Source:
@@ -41,7 +54,7 @@ def from_tags(label: str, group: str | None) -> Source:
         label: A tag's name.
         group: A tag's name; None without groups.
     """
-    return lambda run: Row(run.tags.get(label), run.tags.get(group) if group else None, {})
+    return Source(lambda run: Row(run.tags.get(label), run.tags.get(group) if group else None, {}))
 
 
 def from_results(
@@ -65,7 +78,7 @@ def from_results(
     table = labelled(directory)
     sessions = table["session_id"].unique().to_pylist()
     if len(sessions) != 1:
-        names = ", ".join(map(str, sessions[:_NAMED])) or "none"
+        names = ", ".join(map(str, sessions[:NAMED])) or "none"
         raise EvalError(f"--results {directory}: the runs are of {len(sessions)} sessions ({names}); one is needed")
     rows = _columns(table, "--results", label, group, spans)
     uri = next((uri for uri in table["uri"].to_pylist() if uri), None)
@@ -86,13 +99,13 @@ def from_file(path: Path, label: str, group: str | None, spans: Collection[str])
         spans: Names of spans; each is a column `span.<name>`.
 
     Raises:
-        EvalError: The file cannot be read, lacks a column, or names a run twice.
+        EvalError: The file cannot be read, lacks a column, names a run twice, or has a span that is none.
     """
     try:
         rows = _read(path)
     except (OSError, ValueError, pa.ArrowException) as error:
         raise EvalError(f"--labels {path}: {error}") from error
-    names = set(rows[0]) if rows else set()
+    names = {name for row in rows for name in row if name}  # None for cells too many
     key = "run_id" if "run_id" in names else "id"
     wanted = [key, label, *(f"span.{name}" for name in spans)]
     if missing := [name for name in wanted if name not in names]:
@@ -119,8 +132,8 @@ def classes(values: Sequence[str], positive: str | None) -> tuple[str, np.ndarra
         EvalError: There is one class, or more than two and none was chosen, or the one that was chosen is missing.
     """
     counts = Counter(values)
-    listed = ", ".join(f"{value!r} ({count})" for value, count in counts.most_common(_NAMED))
-    listed += ", ..." if len(counts) > _NAMED else ""
+    listed = ", ".join(f"{value!r} ({count})" for value, count in counts.most_common(NAMED))
+    listed += ", ..." if len(counts) > NAMED else ""
     if len(counts) < 2:
         raise EvalError(f"--label: {len(values)} examples of one class, {listed}; two are needed")
     if positive is None and len(counts) > 2:
@@ -169,19 +182,33 @@ def _joined(
     tag: str | None = None,
     missing: Row | None = NOTHING,
 ) -> Source:
-    found = dict[str, Row]()
+    found, unused = dict[str, Row](), set[str]()
     repeated = 0
-    for row in rows:
-        at = {name: tuple(span) for name in spans if (span := row.get(f"span.{name}"))}
-        name = text(row[key])
+    for number, row in enumerate(rows, 1):
+        at = {name: _span(f"span.{name}", span) for name in spans if (span := row.get(f"span.{name}"))}
+        name = text(row.get(key))
         repeated += name in found
+        unused.add(f"row {number}, without {key}" if name is None else name)
         if name is not None:
-            found[name] = Row(text(row[label]), text(row[group]) if group else None, at)
+            found[name] = Row(text(row.get(label)), text(row.get(group)) if group else None, at)
     if repeated:
         raise EvalError(f"--labels: {repeated} rows repeat the {key} of another row")
 
     def of(run: RunFacts) -> Row | None:
-        row = found.get(run.run_id if key == "run_id" else run.sample_id or "", missing)
+        name = run.run_id if key == "run_id" else run.sample_id or ""
+        unused.discard(name)
+        row = found.get(name, missing)
         return row if row is None or group or not tag else row._replace(group=run.tags.get(tag))
 
-    return of
+    return Source(of, unused)
+
+
+def _span(column: str, value: Any) -> tuple[int, int]:
+    """A span's two positions, from a list of them or its JSON."""
+    try:
+        first, end = json.loads(value) if isinstance(value, str) else value
+        if type(first) is type(end) is int:
+            return first, end
+    except (TypeError, ValueError):
+        pass
+    raise EvalError(f"--labels: {column} is {value!r}, not two positions as [3, 5]")

@@ -158,9 +158,9 @@ def band(estimates: np.ndarray, samples: np.ndarray, groups: int) -> list[Interv
     deviations = np.abs(samples[varies] - estimates[varies, None]) / spread[varies, None]
     widest = float(np.nanquantile(np.nanmax(deviations, axis=0), 0.95)) if varies.any() else 0.0
     return [
-        Interval(max(0.0, float(at - widest * by)), min(1.0, float(at + widest * by)))
-        if by > 0
-        else _exact(float(at), groups, 0.025 / len(estimates))
+        _exact(float(at), groups, 0.025 / len(estimates))
+        if by == 0 and at in (0.0, 1.0)
+        else Interval(max(0.0, float(at - widest * by)), min(1.0, float(at + widest * by)))
         for at, by in zip(estimates, spread, strict=True)
     ]
 

@@ -68,7 +68,7 @@ def sweep(**options: Any) -> Result:
     """
     started = time.monotonic()
     given = Options(**options)
-    data = load(given)
+    data, tests = load(given)
     folds = split(data.positive, data.groups, given.folds, given.seed, given.group_column is not None)
     shuffled = permuted(data.positive, data.groups, given.permutations, given.seed)
     penalties, ranges = 1 / np.array(sorted(set(given.c))), data.examples.ranges
@@ -81,7 +81,7 @@ def sweep(**options: Any) -> Result:
         lengths = {name: baselines.length(job, data.examples.runs, name) for name in ranges}
     found = document(given, data, job, outcomes, headline, texts, lengths)
     found["headline"] |= selectivity(job, headline, task, found["headline"]["reasons"])
-    found["transfer"] = [transferred(given, data, headline, session) for session in given.test_sessions]
+    found["transfer"] = [transferred(given, data, headline, test) for test in tests]
     found["seconds"] = round(time.monotonic() - started, 3)
     scores = outputs.scores(data.examples, data.positive, folds.of, headline)
     tensors = outputs.tensors(headline)

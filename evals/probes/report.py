@@ -63,12 +63,11 @@ def panels(
     """A chart for each site and choice of tokens: AUROC by layer, from 0 to 100 on both axes."""
     found = []
     places = dict.fromkeys((by_site(row["point"])[0], row["tokens"]) for row in rows)
-    lowest = min(
-        value for row in rows for value in (row["auroc"], row["auroc_low"], row["text_auroc"]) if value is not None
-    )
+    with_null = [row | (null["control"] or {"low": None, "high": None}) for row, null in zip(rows, nulls, strict=True)]
+    drawn = [row[name] for row in with_null for name in ("auroc", "auroc_low", "low", "text_auroc")]
+    lowest = min(value for value in (*drawn, *lengths.values()) if value is not None)
     low = min(0.4, np.floor(10 * lowest) / 10)
     y = Scale(low, 1.0, tuple(np.arange(round(10 * low), 11, 2 if low < 0.3 else 1) / 10))
-    with_null = [row | (null["control"] or {"low": None, "high": None}) for row, null in zip(rows, nulls, strict=True)]
     for site, tokens in places:
         some = [row for row in with_null if (by_site(row["point"])[0], row["tokens"]) == (site, tokens)]
         points = list(dict.fromkeys(row["point"] for row in some))
@@ -166,11 +165,18 @@ def _tokens(run: Example, job: Job, headline: Headline, number: int) -> list[Tok
             Token(f"[{position}]", float(chance))
             for position, chance in zip(stored.positions[first:end].tolist(), chances, strict=True)
         ]
-    begins = stored.text_offsets[first:end].tolist()
-    ends = [*begins[1:], place.characters]
+    positions = stored.positions[first:end].tolist()
+    begins = [*stored.text_offsets[first:end].tolist(), place.characters]
     before = run.text[: begins[0]]
     found = [Token(("…" if len(before) > _BEFORE else "") + before[-_BEFORE:], None)] if before else []
-    return found + [Token(run.text[a:b], float(chance)) for a, b, chance in zip(begins, ends, chances, strict=True)]
+    following = [*positions[1:], -1 if place.cut else positions[-1] + 1]
+    for i, (position, chance) in enumerate(zip(positions, chances.tolist(), strict=True)):
+        here = run.text[begins[i] : begins[i + 1]]
+        if following[i] == position + 1:
+            found.append(Token(here, chance))
+        else:  # where the token ends was not stored
+            found += [Token(f"[{position}]", chance), Token(here, None)]
+    return found
 
 
 def _line(rows: Sequence[dict[str, Any]], points: Sequence[str], x: Scale, y: Scale) -> dict[str, Any]:

@@ -7,8 +7,7 @@ from typing import Any
 import numpy as np
 from sklearn.metrics import balanced_accuracy_score
 
-from evals.config import EvalError
-from evals.probes.data import Data, load_test
+from evals.probes.data import Data
 from evals.probes.fitting import Rows, probability
 from evals.probes.folds import permuted
 from evals.probes.headline import Headline, quantiles
@@ -16,7 +15,7 @@ from evals.probes.metrics import auroc, interval, resampled
 from evals.probes.options import Options
 
 
-def transferred(given: Options, data: Data, headline: Headline, session: str) -> dict[str, Any]:
+def transferred(given: Options, data: Data, headline: Headline, test: Data) -> dict[str, Any]:
     """Figures of one test session, for JSON.
 
     The null is that of the session's labels permuted, scored by the same probe.
@@ -25,16 +24,13 @@ def transferred(given: Options, data: Data, headline: Headline, session: str) ->
         given: The options.
         data: The examples that the probe was fitted to.
         headline: With that probe.
-        session: The test session.
+        test: The test session's examples.
 
     Raises:
-        EvalError: The session does not allow it, or is of another model.
+        EvalError: Rows are not finite.
         OSError: The disk refuses.
     """
     final = headline.final
-    test = load_test(given, session, final.point, final.tokens, data.label)
-    if (model := test.examples.model) != data.examples.model:
-        raise EvalError(f"--test-session {session}: its runs are of {model}, the probe is of {data.examples.model}")
     rows = Rows(test.examples.index, final.point, final.tokens, test.examples.ranges[final.tokens])
     scores, positive = rows.scores(headline.probe), test.positive
     area = float(auroc(scores, positive)[0])
@@ -45,7 +41,7 @@ def transferred(given: Options, data: Data, headline: Headline, session: str) ->
     labelings = permuted(positive, test.groups, given.permutations, given.seed)
     null = auroc(np.broadcast_to(scores, labelings.shape), labelings)[0]
     return {
-        "session": session,
+        "session": test.examples.session,
         "auroc": area,
         "auroc_low": between.low,
         "auroc_high": between.high,

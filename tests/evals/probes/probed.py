@@ -19,7 +19,7 @@ MODEL = "fake/model"
 
 @dataclass
 class Made:
-    """A run of some tokens; `rows` is by point `[stored tokens, hidden]`, of the last tokens."""
+    """A run of some tokens; `rows` is by point `[stored tokens, hidden]`, from token `first` on, else of the last."""
 
     run_id: str
     rows: dict[str, torch.Tensor]
@@ -29,6 +29,8 @@ class Made:
     sample_id: str | None = None
     model: str = MODEL
     text: bool = True
+    first: int | None = None
+    revision: str | None = None
 
 
 def store(directory: Path, session: str, runs: Sequence[Made]) -> Path:
@@ -38,17 +40,20 @@ def store(directory: Path, session: str, runs: Sequence[Made]) -> Path:
     try:
         for made in runs:
             stored = len(next(iter(made.rows.values())))
+            first = len(made.words) - stored if made.first is None else made.first
+            rows = slice(first, first + stored)
             begins = np.cumsum([0, *(len(word) for word in made.words)])[:-1]
-            shard = ShardFacts(session, made.model, None, "LlamaForCausalLM", {"torch": "2"}, {n: n for n in made.rows})
+            points = {name: name for name in made.rows}
+            shard = ShardFacts(session, made.model, made.revision, "LlamaForCausalLM", {"torch": "2"}, points)
             batch = to_batch(
                 shard,
                 run_id=made.run_id,
                 sample_id=made.sample_id,
-                positions=list(range(len(made.words) - stored, len(made.words))),
-                token_ids=[hash(word) % 1000 for word in made.words[-stored:]],
+                positions=list(range(len(made.words))[rows]),
+                token_ids=[hash(word) % 1000 for word in made.words[rows]],
                 prompt_tokens=made.prompt_tokens,
                 points=made.rows,
-                text_offsets=begins[-stored:].tolist(),
+                text_offsets=begins[rows].tolist(),
             )
             facts = RunFacts(
                 made.run_id,

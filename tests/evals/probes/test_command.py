@@ -13,10 +13,12 @@ from probed import Made, statements, store
 from recorded import POINT, record, says
 
 import evals.probes
+from deployments.activations.facts import RunFacts
 from evals.config import EvalError
 from evals.labels import labelled
 from evals.probes import sweep
 from evals.probes.__main__ import main
+from evals.probes.labels import Row, from_file
 
 HOSTILE = "<script>alert(1)</script>"
 Change = Callable[[list[Made]], object]
@@ -65,6 +67,17 @@ def test_a_page_of_runs_with_one_row_shows_the_text_before_it(directory: Path, t
     sweep(session="one-row", group="group", store=directory, out=tmp_path, methods=["difference"], resamples=100)
     page = (tmp_path / "report.html").read_text()
     assert page.count('<p class="tokens">All of this comes<span') == 12
+
+
+def test_a_page_colours_no_text_after_the_token_whose_row_is_stored(tmp_path: Path) -> None:
+    made = statements(groups=20)
+    for one in made:
+        one.words, one.first = ("All", " of", " this", " came", " later"), 2
+    store(tmp_path, "cut", made)
+    sweep(session="cut", group="group", store=tmp_path, out=tmp_path, methods=["difference"], resamples=100)
+    page = (tmp_path / "report.html").read_text()
+    assert len(re.findall(r'<p class="tokens">All of<span[^>]*>\[2\]</span></p>', page)) == 12
+    assert " came" not in page
 
 
 BAD: dict[str, tuple[Change, dict[str, str | None], str]] = {
@@ -159,6 +172,61 @@ def test_labels_that_come_later_join_by_run_or_sample(directory: Path, tmp_path:
     }
 
 
+LABELS: dict[str, tuple[str, str, dict[str, str | None], str]] = {
+    "a row without a label": ("jsonl", '{"id": "s0-1"}\n{"id": "s0-0", "label": true}', {}, "have no label (as run-"),
+    "no column": ("jsonl", '{"id": "s0-1"}\n{"mine": true}', {}, "no column 'label'; there is id, mine"),
+    "a cell too many": ("csv", "id,mine\ns0-1,true,oh", {}, "no column 'label'; there is id, mine"),
+    "rows without a run": (
+        "csv",
+        "\n".join(["id,label", *(f"s{i // 4}-{i % 4},{i % 2}" for i in range(84)), ",1"]),
+        {},
+        "--labels: 5 rows of labels have no stored run (as row 85, without id); --skip-missing leaves such rows out",
+    ),
+    "no span": (
+        "csv",
+        'id,label,span.a\ns0-1,true,"[3, x]"',
+        {"tokens": "span:a"},
+        "--labels: span.a is '[3, x]', not two positions as [3, 5]",
+    ),
+}
+
+
+@pytest.mark.parametrize("case", LABELS)
+def test_bad_labels_files_are_refused_in_one_line(
+    case: str, directory: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    kind, content, changed, message = LABELS[case]
+    file = tmp_path / f"labels.{kind}"
+    file.write_text(content)
+    assert main(options(directory, tmp_path / "out", labels=str(file), **changed)) == 2
+    assert message in capsys.readouterr().err.splitlines()[-1]
+
+
+def test_rows_of_labels_without_a_run_are_counted_and_those_of_a_test_session_have_one(tmp_path: Path) -> None:
+    made = statements(groups=20)
+    store(tmp_path, "here", made)
+    others = statements(groups=20, seed=1)
+    for one in others:
+        one.run_id += "-other"
+    store(tmp_path, "there", others)
+    file = tmp_path / "labels.csv"
+    rows = [f"{one.run_id},{one.tags['label']}" for one in (*made, *others)]
+    given: dict[str, Any] = {"session": "here", "labels": file, "group": "group", "store": tmp_path}
+    given |= {"methods": ["difference"], "resamples": 100, "permutations": 0, "points": ["layers.1.output"]}
+    file.write_text("\n".join(["run_id,label", *rows]))
+    assert sweep(**given, test_sessions=["there"]).document["left_out"] == {}
+    found = sweep(**given, skip_missing=True)
+    assert found.document["left_out"] == {"are rows of labels without a stored run": 80}
+
+
+def test_spans_of_a_csv_file_are_read_as_positions(tmp_path: Path) -> None:
+    file = tmp_path / "labels.csv"
+    file.write_text('run_id,label,span.a\nr,true,"[3, 5]"\nq,true,')
+    source = from_file(file, "label", None, ["a"])
+    facts = RunFacts("r", "here", "fake/model", created=1.0, prompt_tokens=3, tokens=6)
+    assert source.of(facts) == Row("true", None, {"a": (3, 5)})
+
+
 def test_results_of_an_evaluation_are_labelled_by_their_problems(tmp_path: Path) -> None:
     results = make_results(tmp_path / "results", 30, activations=says(tmp_path / "store", "evaluated"))
     record(tmp_path / "store", results)
@@ -175,21 +243,28 @@ def test_results_of_an_evaluation_are_labelled_by_their_problems(tmp_path: Path)
         sweep(label="right", **fast)
 
 
-def test_another_models_session_is_no_test_of_transfer(directory: Path) -> None:
-    made = statements(groups=20)
-    for one in made:
-        one.model = "another"
-    store(directory, "another", made)
-    with pytest.raises(EvalError, match="--test-session another: its runs are of another, the probe is of fake/model"):
-        sweep(
-            session="here",
-            group="group",
-            store=directory,
-            test_sessions=["another"],
-            methods=["difference"],
-            permutations=0,
-            points=["layers.1.output"],
-        )
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        (lambda one: setattr(one, "model", "another"), "its runs are of another, the probe is of fake/model"),
+        (lambda one: setattr(one, "revision", "v2"), "its runs are of fake/model (v2), the probe is of fake/model"),
+        (
+            lambda one: one.tags.update(label="unknown") if one.run_id.endswith("3") else None,
+            "labels that here does not have, 'unknown' (20): choose one label against the rest with --positive",
+        ),
+    ],
+)
+def test_another_models_session_or_other_labels_are_no_test_of_transfer_and_known_before_any_fit(
+    change: Callable[[Made], object], message: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("evals.probes.pipeline._probe", None)
+    other = statements(groups=20)
+    for one in other:
+        change(one)
+    store(tmp_path, "here", statements(groups=20))
+    store(tmp_path, "another", other)
+    with pytest.raises(EvalError, match=re.escape(f"--test-session another: {message}")):
+        sweep(session="here", group="group", store=tmp_path, test_sessions=["another"])
 
 
 def test_without_scikit_learn_the_command_says_what_to_install(

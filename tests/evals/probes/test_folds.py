@@ -9,9 +9,10 @@ from hypothesis import strategies as st
 
 from evals.config import EvalError
 from evals.probes.folds import permuted, split
+from evals.probes.metrics import auroc
 
 
-@settings(max_examples=25)
+@settings(max_examples=25, deadline=None)
 @given(sizes=st.lists(st.integers(1, 6), min_size=30, max_size=60), seed=st.integers(0, 99))
 def test_no_group_is_in_two_folds_and_each_fit_leaves_out_its_folds(sizes: list[int], seed: int) -> None:
     groups = np.repeat(np.arange(len(sizes)), sizes)
@@ -47,23 +48,31 @@ def test_folds_that_cannot_be_are_refused_with_counts(
         split(np.array(positive, dtype=bool), groups, count, 0)
 
 
+@settings(deadline=None)
 @given(
     counts=st.lists(st.tuples(st.integers(0, 3), st.integers(0, 3)).filter(any), min_size=2, max_size=30),
     seed=st.integers(0, 99),
 )
-def test_permuted_labels_keep_the_structure_of_each_group(counts: list[tuple[int, int]], seed: int) -> None:
+def test_permuted_labels_keep_the_shares_of_positives_among_groups(counts: list[tuple[int, int]], seed: int) -> None:
     positive = np.concatenate([np.repeat([True, False], pair) for pair in counts])
     groups = np.repeat(np.arange(len(counts)), [sum(pair) for pair in counts])
+
+    def shares(labels: np.ndarray) -> tuple[list[tuple[int, int]], int]:
+        """Positives and sizes of the groups of both classes, and how many groups have positives alone."""
+        own = [labels[groups == group] for group in range(len(counts))]
+        return sorted((int(one.sum()), len(one)) for one in own if 0 < one.sum() < len(one)), sum(map(np.all, own))
+
     for labels in permuted(positive, groups, 3, seed):
-        whole = 0
-        for group, (yes, no) in enumerate(counts):
-            own = labels[groups == group]
-            if yes and no:
-                assert own.sum() == yes
-            else:
-                assert own.all() or not own.any()
-                whole += int(own.any())
-        assert whole == sum(not no for _, no in counts)
+        assert shares(labels) == shares(positive)
+
+
+def test_a_difference_in_base_rate_between_groups_is_no_part_of_the_null() -> None:
+    groups = np.repeat(np.arange(40), 4)
+    often = groups % 2 == 0
+    positive = np.where(often, np.arange(160) % 4 > 0, np.arange(160) % 4 == 0)  # three of four, and one of four
+    areas = auroc(np.broadcast_to(often.astype(float), (20, 160)), permuted(positive, groups, 20, 0))[0]
+    assert auroc(often.astype(float), positive)[0] == 0.75
+    assert abs(areas.mean() - 0.5) < 0.05
 
 
 def test_labels_are_permuted_inside_balanced_groups_and_between_groups_of_one_class() -> None:

@@ -10,6 +10,7 @@ from sklearn.metrics import roc_auc_score
 from evals.probes.metrics import auroc, band, bins, by_folds, interval, platt, rare, resampled
 
 
+@settings(deadline=None)
 @given(scores=st.lists(st.sampled_from([-1.0, 0.0, 0.5, 2.0, 3.0]), min_size=4, max_size=40), split=st.integers(1, 3))
 def test_auroc_is_that_of_scikit_learn_with_ties(scores: list[float], split: int) -> None:
     positive = np.arange(len(scores)) % 4 < split
@@ -26,7 +27,7 @@ def test_auroc_is_averaged_over_folds_by_their_pairs_and_never_pooled() -> None:
     assert by_folds(scores, positive, folds) == pytest.approx((1 * first + 6 * second) / 7)
 
 
-@settings(max_examples=30)
+@settings(max_examples=30, deadline=None)
 @given(seed=st.integers(0, 1000))
 def test_a_sample_of_groups_has_the_auroc_of_its_examples(seed: int) -> None:
     random = np.random.default_rng(seed)
@@ -67,6 +68,16 @@ def test_a_perfect_auroc_is_not_certain() -> None:
     low, high, _ = interval(1.0, np.ones(100), 40)
     assert low is not None
     assert 0.85 < low < 1 == high
+
+
+def test_scores_that_are_all_equal_have_a_band_at_one_half() -> None:
+    samples = np.stack([np.full(100, 0.5), np.ones(100), np.random.default_rng(0).normal(0.7, 0.1, 100)])
+    tied, perfect, other = band(np.array([0.5, 1.0, 0.7]), samples, 40)
+    assert (tied.low, tied.high) == (0.5, 0.5)
+    assert perfect.low is not None
+    assert 0.8 < perfect.low < 1 == perfect.high
+    assert other.low is not None
+    assert other.low < 0.7
 
 
 def test_platt_is_a_logistic_regression_on_the_score() -> None:

@@ -159,6 +159,26 @@ def test_what_the_text_tells_is_not_credited_to_the_probe(directory: Path) -> No
     assert own["beats_text"] is False
 
 
+@pytest.mark.parametrize(("place", "area"), [(2, 1.0), (3, 0.5)])
+def test_the_text_baseline_reads_what_the_probe_can_and_no_more(directory: Path, place: int, area: float) -> None:
+    """The last token of the prompt alone is stored, and a word of the label's is that token or the one after it."""
+    made = statements(groups=20)
+    for one in made:
+        words = ["It", " is", " ", "."]
+        words[place] = " so" if one.tags["label"] == "true" else " not"
+        one.words, one.first = words, 2
+    assert run(directory, f"read-{place}", made, methods=["difference"]).headline["text_auroc"] == area
+
+
+def test_white_space_alone_has_no_text_baseline_and_the_reason(directory: Path) -> None:
+    made = statements(groups=20)
+    for one in made:
+        one.words = (" ", "\n", " ")
+    own = run(directory, "white", made, methods=["difference"]).headline
+    assert own["text_auroc"] is own["beats_text"] is None
+    assert own["reasons"]["text_auroc"] == "the text before the tokens is empty or white space"
+
+
 def test_a_word_that_is_true_in_one_group_and_false_in_the_others_is_a_fault_of_the_design(directory: Path) -> None:
     random, made = torch.Generator().manual_seed(0), []
     words = torch.randn(30, 24, generator=random)
