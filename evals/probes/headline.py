@@ -127,7 +127,7 @@ def _fitted(
         rows = Rows(job.index, choice.point, choice.tokens, job.ranges[choice.tokens])
         folds = np.flatnonzero([one == choice for one in choices])
         for fold in folds:
-            probes[fold] = rows.probe(choice.method, job.folds.mask[fold], job.positive, choice.penalty)
+            probes[int(fold)] = rows.probe(choice.method, job.folds.mask[fold], job.positive, choice.penalty)
         for scores, labels in ((null, job.permuted), (tasks, control)):
             if labels is not None and len(folds) and len(labels):
                 of = np.isin(job.folds.of, folds)
