@@ -122,13 +122,12 @@ def _fitted(
     """Read each point that was chosen once more: for the null, the folds' probes, and the final one."""
     n, count = len(job.positive), job.folds.count
     null, tasks = _no_scores(len(job.permuted), n), _no_scores(0 if control is None else len(control), n)
-    probes: list[Probe | None] = [None] * count
-    probe = None
+    probes, probe = dict[int, Probe](), None
     for choice in dict.fromkeys([*choices, final]):
         rows = Rows(job.index, choice.point, choice.tokens, job.ranges[choice.tokens])
         folds = np.flatnonzero([one == choice for one in choices])
         for fold in folds:
-            probes[fold] = rows.probe(choice.method, job.folds.mask[fold], job.positive, choice.penalty)
+            probes[int(fold)] = rows.probe(choice.method, job.folds.mask[fold], job.positive, choice.penalty)
         for scores, labels in ((null, job.permuted), (tasks, control)):
             if labels is not None and len(folds) and len(labels):
                 of = np.isin(job.folds.of, folds)
@@ -140,7 +139,7 @@ def _fitted(
             everything = job.folds.mask[0] | True
             probe = rows.probe(choice.method, everything, job.positive, choice.penalty)
     assert probe is not None
-    fitted = [one for one in probes if one is not None]
+    fitted = [probes[fold] for fold in range(count)]
     control_scores = None if control is None else tasks
     return Headline(choices, held_out, calibrations, fitted, null, control_scores, final, probe, calibration)
 

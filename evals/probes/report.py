@@ -63,12 +63,11 @@ def panels(
     """A chart for each site and choice of tokens: AUROC by layer, from 0 to 100 on both axes."""
     found = []
     places = dict.fromkeys((by_site(row["point"])[0], row["tokens"]) for row in rows)
-    lowest = min(
-        value for row in rows for value in (row["auroc"], row["auroc_low"], row["text_auroc"]) if value is not None
-    )
+    with_null = [row | (null["control"] or {"low": None, "high": None}) for row, null in zip(rows, nulls, strict=True)]
+    drawn = [row[name] for row in with_null for name in ("auroc", "auroc_low", "low", "text_auroc")]
+    lowest = min(value for value in (*drawn, *lengths.values()) if value is not None)
     low = min(0.4, np.floor(10 * lowest) / 10)
     y = Scale(low, 1.0, tuple(np.arange(round(10 * low), 11, 2 if low < 0.3 else 1) / 10))
-    with_null = [row | (null["control"] or {"low": None, "high": None}) for row, null in zip(rows, nulls, strict=True)]
     for site, tokens in places:
         some = [row for row in with_null if (by_site(row["point"])[0], row["tokens"]) == (site, tokens)]
         points = list(dict.fromkeys(row["point"] for row in some))
