@@ -20,7 +20,7 @@ def notebook(page: str) -> dict[str, Any]:
         if text.strip():
             cells.append(_cell("markdown", re.sub(r"\]\((?!http|#)", "](../docs/", text).strip()))
         if code:
-            magic = "%%sh --bg\n" if code.startswith("serve run") else "%%sh\n" if language == "sh" else ""
+            magic = "%%bash --bg\n" if code.startswith("serve run") else "%%bash\n" if language == "sh" else ""
             cells.append(_cell("code", magic + code.strip()))
     kernel = {"kernelspec": {"name": "python3", "display_name": "Python 3", "language": "python"}}
     numbered = [{"id": f"cell-{number}", **cell} for number, cell in enumerate(cells)]

@@ -23,8 +23,8 @@ CELLS = [
 ]
 ELSEWHERE = {
     "%cd -q ..": "the test's directory",
-    "%%sh\nmake smollm2": "the fixture `smollm2`",
-    "%%sh --bg\nserve run": "the server of the other tests, which loads the model",
+    "%%bash\nmake smollm2": "the fixture `smollm2`",
+    "%%bash --bg\nserve run": "the server of the other tests, which loads the model",
 }
 
 
@@ -76,9 +76,9 @@ def _here(cell: str, served: Served) -> str:
 
 
 def _run(cell: str, environment: dict[str, str], names: dict[str, Any]) -> None:
-    if not cell.startswith("%%sh\n"):
+    if not cell.startswith("%%bash\n"):
         exec(cell, names)  # noqa: S102 - the page's own
         return
-    command = cell.removeprefix("%%sh\n")
+    command = cell.removeprefix("%%bash\n")
     done = subprocess.run(["bash", "-euc", command], env=environment, capture_output=True, text=True, timeout=300)
     assert done.returncode == 0, f"{command}\n{done.stdout}{done.stderr}"
