@@ -6,7 +6,7 @@ BIN := $(VENV)/bin
 PIP := -m pip --quiet --disable-pip-version-check install --no-deps
 LOCKED := $(PIP) --require-hashes
 
-.PHONY: help demo serve smollm2 test test-actors test-server test-all lint format lock bench bench-engine bench-serving bench-memory bench-catalogue bench-reading bench-writing bench-evaluating bench-collecting bench-attacks clean
+.PHONY: help demo serve smollm2 test test-actors test-server test-all lint format lock bench bench-engine bench-serving bench-memory bench-catalogue bench-reading bench-writing bench-evaluating bench-collecting bench-experiments bench-attacks clean
 
 help:  ## say what there is
 	@sed -n 's/^\([a-z0-9-]*\):.*##  *\(.*\)/make \1\t\2/p' Makefile | expand -t 20
@@ -50,7 +50,7 @@ lock: $(VENV)/bin/python  ## write the files in locks/ anew, after a dependency 
 	$(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt uv packaging
 	$(BIN)/python locks/lock.py
 
-bench: bench-engine bench-serving bench-memory bench-catalogue bench-reading bench-writing bench-evaluating bench-collecting bench-attacks  ## all benchmarks, one after another
+bench: bench-engine bench-serving bench-memory bench-catalogue bench-reading bench-writing bench-evaluating bench-collecting bench-experiments bench-attacks  ## all benchmarks, one after another
 
 bench-engine: $(VENV)/.ready-dev  ## the engine beside transformers and nnsight
 	HF_HUB_OFFLINE=1 $(BIN)/python -m benchmarks.engine
@@ -76,6 +76,9 @@ bench-evaluating: $(VENV)/.ready-dev  ## the evaluator beside the load generator
 bench-collecting: $(VENV)/.ready-dev  ## collecting activations beside a script with transformers
 	HF_HUB_OFFLINE=1 $(BIN)/python -m benchmarks.collecting
 
+bench-experiments: $(VENV)/.ready-dev  ## patch grids and sweeps by the client beside the same forwards in the engine
+	HF_HUB_OFFLINE=1 $(BIN)/python -m benchmarks.experiments
+
 bench-attacks: $(VENV)/.ready-dev  ## another client's latency beside attacks
 	HF_HUB_OFFLINE=1 $(BIN)/python -m benchmarks.attacks
 
@@ -87,7 +90,7 @@ $(VENV)/bin/python:
 $(VENV)/.ready: pyproject.toml locks/server.txt locks/torch.txt locks/torch-cpu.txt | $(VENV)/bin/python
 	$(BIN)/python $(LOCKED) -r locks/server.txt
 	$(BIN)/python $(LOCKED) -r locks/torch-cpu.txt || $(BIN)/python $(LOCKED) -r locks/torch.txt
-	$(BIN)/python $(PIP) --no-index --no-build-isolation -e .
+	$(BIN)/python $(PIP) --no-index --no-build-isolation -e '.[serve]'
 	touch $@
 
 $(VENV)/.ready-dev: $(VENV)/.ready locks/dev.txt

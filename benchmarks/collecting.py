@@ -6,7 +6,8 @@ careful user writes: batches of prompts sorted by length, `output_hidden_states=
 safetensors and made durable. Both are timed from the first prompt, model loaded, to the last durable row. Rates are of
 prompt tokens.
 
-Ends with 1 where the rows differ.
+Before that, both record all tokens of some prompts in float32, and the rows are compared: in bfloat16 they differ with
+the batch's make-up. Ends with 1 where they differ by more than a thousandth of a row's length.
 """
 
 from __future__ import annotations
@@ -19,6 +20,8 @@ import sys
 import tempfile
 import time
 import uuid
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -35,20 +38,21 @@ from deployments.options import DEMO, SMOLLM2, home
 
 SCRIPT, COLLECT = "script with transformers", "deployments.collect"
 BATCH = 32
-CLOSE = 0.05  # of a row's length: bfloat16 rounds differently in batches of other shapes
+COMPARED = 32  # prompts
+CLOSE = 1e-3  # of a row's length, in float32
 
 
 class Script:
     """transformers, batches sorted by length, safetensors."""
 
-    def __init__(self, model: str, texts: list[str], tokens: str, directory: Path) -> None:
+    def __init__(self, model: str, texts: list[str], tokens: str, directory: Path, dtype: str = "auto") -> None:
         from transformers import AutoModelForCausalLM, AutoTokenizer
 
         place = source(model)
         self._tokenizer = AutoTokenizer.from_pretrained(place)
         self._tokenizer.pad_token = self._tokenizer.pad_token or self._tokenizer.eos_token
         device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
-        self._model = AutoModelForCausalLM.from_pretrained(place, dtype="auto", device_map=device)  # in eval mode
+        self._model = AutoModelForCausalLM.from_pretrained(place, dtype=dtype, device_map=device)  # in eval mode
         self._texts, self._tokens, self._directory = texts, tokens, directory
 
     @torch.inference_mode()
@@ -87,14 +91,19 @@ class Script:
 class Collect:
     """`python -m deployments.collect`."""
 
-    def __init__(self, model: str, texts: list[str], tokens: str, directory: Path) -> None:
+    def __init__(self, model: str, texts: list[str], tokens: str, directory: Path, dtype: str = "auto") -> None:
         self._data, self._store = directory / "data.jsonl", directory / "store"
         self._data.write_text(
             "".join(json.dumps({"id": index, "prompt": text}) + "\n" for index, text in enumerate(texts))
         )
         self._session = ""
         self._command = [sys.executable, "-m", "deployments.collect", str(self._data), f"--model={model}"]
-        self._command += ["--points=layers.*.output", f"--tokens={tokens}", f"--store={self._store}"]
+        self._command += [
+            "--points=layers.*.output",
+            f"--tokens={tokens}",
+            f"--store={self._store}",
+            f"--set=dtype={dtype}",
+        ]
 
     def run(self) -> Run:
         """Record all prompts once, in a session of their own."""
@@ -132,26 +141,41 @@ def main(arguments: list[str] | None = None) -> int:
     options = parser.parse_args(arguments)
     options.threads = torch.get_num_threads()
     findings, texts = Findings(options), prompts.texts(prompts.source(), options.prompts)
+    compare(findings, options.model, texts[:COMPARED])
     for tokens in options.tokens:
-        with tempfile.TemporaryDirectory(prefix="vt-collecting-") as place:
-            compare(findings, options, texts, tokens, Path(place))
+        measure(findings, options, texts, tokens)
     return findings.close()
 
 
-def compare(findings: Findings, options: Any, texts: list[str], tokens: str, place: Path) -> None:
-    """Measure both ways of one choice of tokens."""
-    (place / "script").mkdir()
-    (place / "collect").mkdir()
-    script = Script(options.model, texts, tokens, place / "script")
-    collect = Collect(options.model, texts, tokens, place / "collect")
-    title = f"{options.model}, {len(texts)} prompts"
-    ways = [Way(SCRIPT, script.run), Way(COLLECT, collect.run)]
-    findings.compare(title, f"rows of {tokens} tokens", ways, [Ratio(COLLECT, SCRIPT)], SCRIPT, options.rounds)
-    difference = collect.difference(script.rows())
-    findings.add(title, f"largest difference, {tokens}", difference)
+@contextmanager
+def both(model: str, texts: list[str], tokens: str, dtype: str) -> Iterator[tuple[Script, Collect]]:
+    """Both ways, with directories for as long as the block runs."""
+    with tempfile.TemporaryDirectory(prefix="vt-collecting-") as place:
+        folders = Path(place, "script"), Path(place, "collect")
+        for folder in folders:
+            folder.mkdir()
+        yield Script(model, texts, tokens, folders[0], dtype), Collect(model, texts, tokens, folders[1], dtype)
+
+
+def compare(findings: Findings, model: str, texts: list[str]) -> None:
+    """Compare what both record of some prompts."""
+    with both(model, texts, "all", "float32") as (script, collect):
+        script.run()
+        collect.run()
+        difference = collect.difference(script.rows())
+    title = f"{model}, {len(texts)} prompts in float32"
+    findings.add(title, "largest difference", difference)
     print(f"largest distance from the script's rows: {difference:.2g} of a row's length", flush=True)
     if not difference < CLOSE:
         findings.failed.append(f"{title}: the rows differ by {difference:.2g}")
+
+
+def measure(findings: Findings, options: Any, texts: list[str], tokens: str) -> None:
+    """Measure both ways of one choice of tokens."""
+    title = f"{options.model}, {len(texts)} prompts"
+    with both(options.model, texts, tokens, "auto") as (script, collect):
+        ways = [Way(SCRIPT, script.run), Way(COLLECT, collect.run)]
+        findings.compare(title, f"rows of {tokens} tokens", ways, [Ratio(COLLECT, SCRIPT)], SCRIPT, options.rounds)
 
 
 if __name__ == "__main__":

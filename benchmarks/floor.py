@@ -17,7 +17,6 @@ from torch.profiler import ProfilerActivity, profile
 from benchmarks import ours
 from benchmarks.measuring import synchronize
 from benchmarks.peers import Work
-from deployments.activations.spec import Capture
 from deployments.engine import engine as engine_module
 from deployments.engine.engine import Engine
 from deployments.engine.masks import Masks
@@ -25,6 +24,7 @@ from deployments.engine.model import Model
 from deployments.engine.recorder import Recorder
 from deployments.engine.request import GREEDY, Finished, Request, Rows, Sampling
 from deployments.engine.text import TextStream
+from deployments.points.spec import Capture
 
 
 @dataclass(frozen=True)

@@ -17,12 +17,12 @@ import torch
 from benchmarks.measuring import Run, Tokens, Way, synchronize, timed
 from benchmarks.peers import Work
 from benchmarks.storing import Store
-from deployments.activations.spec import LAYERNORM_SITES, Capture
 from deployments.engine.cache import SlotCache, Window
 from deployments.engine.edits import Edit
 from deployments.engine.engine import Engine
 from deployments.engine.model import Model
 from deployments.engine.request import Delta, Finished, Request
+from deployments.points.spec import LAYERNORM_SITES, Capture
 
 LAYERS = Capture(points=["layers.*.output"])
 LAYERS_AND_NORMS = Capture(points=["layers.*.output", *(f"layers.*.{site}" for site in LAYERNORM_SITES)])

@@ -9,7 +9,10 @@ import psutil
 
 from benchmarks.servers import Server
 
-KNOWN = ("ModelReplica", "Ingress", "ProxyActor", "HAProxy", "ServeController", "ActivationStore", "haproxy")
+KNOWN = (
+    *("ModelReplica", "Ingress", "ProxyActor", "HAProxy", "ServeController", "haproxy"),
+    *("ActivationStore", "ActivationReader"),
+)
 
 
 def seconds(server: Server) -> Counter[str]:

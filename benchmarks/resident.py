@@ -16,12 +16,12 @@ import torch
 
 from benchmarks import models, ours, storing
 from benchmarks.peers import Work
-from deployments.activations.spec import LAYERNORM_SITES, Capture
 from deployments.engine.cache import SlotLayer
 from deployments.engine.engine import Engine
 from deployments.engine.model import Model
 from deployments.engine.request import Delta, Finished, Request
 from deployments.options import Options
+from deployments.points.spec import LAYERNORM_SITES, Capture
 
 NORMS = Capture(points=[f"layers.*.{site}" for site in LAYERNORM_SITES])
 EVERY_S = 0.05

@@ -12,8 +12,9 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from benchmarks.children import ROOT, answers, child, free_port, until
+from benchmarks.children import ROOT, answers, child, until
 from serve_app import RAY_ENVIRONMENT
+from vitrine.serving import free_port
 
 BIN = Path(sys.executable).parent
 NEEDED = {"uvicorn": "uvicorn", "fastapi": "fastapi", "openai": "openai", "rich": "rich"}  # transformers[serving]

@@ -5,14 +5,15 @@ from __future__ import annotations
 import asyncio
 import functools
 import logging
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
 from deployments.engine.request import TOO_COMPLEX, Delta, Event, Finished, PromptLogprobs, Request, Rows
-from deployments.messages import CallPart, End, Job, Message, Piece, Refusal, TokenLens, TokenLogprob
+from deployments.messages import CallPart, ChangedNorm, End, Job, Message, Piece, Refusal, TokenLens, TokenLogprob
 
 if TYPE_CHECKING:  # Serve's controller and proxies import this module, and need no torch
+    from deployments.engine.edits import Edit
     from deployments.engine.engine import Engine
     from deployments.prompts import Echo
     from deployments.reader import AnswerReader, Written
@@ -198,8 +199,8 @@ class Delivery:
         if job.logprobs is not None:
             before = len(choice.echo.text) if choice.echo else 0
             choice.scored.extend(self._spelling.scored(delta.tokens, delta.logprobs, before))
-        if lens := choice.request.lens:
-            choice.lens.extend(self._spelling.seen(delta.tokens, lens.layers, delta.lens))
+        if (lens := choice.request.lens) and lens.generated:
+            choice.lens.extend(self._spelling.seen(delta.tokens, lens, delta.lens))
         if job.token_ids:
             choice.token_ids.extend(delta.tokens)
         choice.logprob += sum(one.logprob for one in delta.logprobs)
@@ -238,7 +239,17 @@ class Delivery:
         reason = "tool_calls" if calls else event.reason
         tokens = len(event.tokens)
         likeliness = choice.logprob / max(1, tokens)
-        return End(choice.index, reason, len(event.prompt), tokens, run, **choice.take_tokens(), likeliness=likeliness)
+        more = {"norms": tuple(_norms(choice.request.edits)), "prompt_lens": self._prompt_lens(choice, event)}
+        said = choice.take_tokens() | more
+        return End(choice.index, reason, len(event.prompt), tokens, run, **said, likeliness=likeliness)
+
+    def _prompt_lens(self, choice: Choice, event: Finished) -> tuple[TokenLens, ...]:
+        if choice.request.lens is None:
+            return ()
+        positions = [position for position, _ in event.prompt_lens]
+        tokens = [event.prompt[position] for position in positions]
+        seen = self._spelling.seen(tokens, choice.request.lens, [layers for _, layers in event.prompt_lens])
+        return tuple(one._replace(position=position) for position, one in zip(positions, seen, strict=True))
 
     def _ended(self, ticket: Ticket, task: asyncio.Task[None]) -> None:
         ticket.tasks.discard(task)
@@ -249,6 +260,12 @@ class Delivery:
         logger.error("request %s (%s) failed", ticket.job.id, ticket.job.request_id, exc_info=error)
         message = f"the server failed on request {ticket.job.request_id or ticket.job.id}; its log says why"
         ticket.messages.put_nowait(Refusal(message, None, "internal_error", 500))
+
+
+def _norms(edits: Sequence[Edit]) -> Iterator[ChangedNorm]:
+    for edit in edits:
+        if edit.norms and (median := edit.norms.median) is not None:
+            yield ChangedNorm(edit.norms.field, edit.point.name, median)
 
 
 def _log(job: Job, choice: Choice, event: Finished) -> None:

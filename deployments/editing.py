@@ -4,26 +4,19 @@ from __future__ import annotations
 
 import functools
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import replace
 from typing import NamedTuple
 
 import torch
 
-from deployments.activations.interventions import (
-    Add,
-    Clamp,
-    Intervention,
-    Positions,
-    ProjectOut,
-    Replace,
-    Scale,
-)
-from deployments.activations.points import Point, Points
-from deployments.activations.spec import Features, Last
-from deployments.engine.edits import Edit, Tokens
+from deployments.engine.edits import Edit, Kind, Norms, Tokens
 from deployments.errors import RequestError
 from deployments.holdings import Brought
+from deployments.points.interventions import Add, Clamp, Intervention, ProjectOut, Replace, Scale
+from deployments.points.resolving import Point, Points
+from deployments.points.spec import Features
+from deployments.points.token_choices import Ends, Positions, TokenChoice, placed, resolve_ahead
 
 
 class _Prepared(NamedTuple):
@@ -33,50 +26,53 @@ class _Prepared(NamedTuple):
 
 
 class Editing:
-    """One request's interventions, looked up in one model; for each of its prompts they become edits."""
+    """One request's interventions, looked up in one model; for each of its sequences some of them become edits."""
 
     def __init__(
-        self, points: Points, device: torch.device, interventions: Sequence[Intervention], brought: Brought
+        self, points: Points, device: torch.device, changes: Mapping[str, Intervention], brought: Brought
     ) -> None:
         """Look up all points and lay out all vectors.
 
         Args:
             points: The model's.
             device: The model's.
-            interventions: As they were sent.
+            changes: Interventions as they were sent, by their fields.
             brought: What they name.
 
         Raises:
             RequestError: A point, head or feature that is not there, or a vector or rows of the wrong shape; names
                 the field.
         """
-        self._prepared = []
-        for i, spec in enumerate(interventions):
-            field = f"interventions[{i}]"
+        self._prepared = dict[str, _Prepared]()
+        for field, spec in changes.items():
             named = points.named(spec.point, f"{field}.point")
-            if i in brought.rows:
-                edits = _patches(spec, brought.rows[i], named, field, device)
+            if field in brought.rows:
+                edits = _patches(spec, brought.rows[field], named, field, device)
             else:
                 vector = _vector(spec, brought.tensors, field)
                 edits = [_edit(spec, vector, point, field, device) for point in named]
-            self._prepared.append(_Prepared(spec, field, edits))
+            self._prepared[field] = _Prepared(spec, field, edits)
 
-    def of(self, prompt: int, most: int) -> tuple[Edit, ...]:
+    def of(self, fields: Iterable[str], prompt: int, most: int, ends: Ends) -> tuple[Edit, ...]:
         """The edits of a sequence.
 
         Args:
+            fields: Of the interventions that it has, in their order.
             prompt: Tokens of its prompt.
             most: Tokens of its prompt and the most that are generated.
+            ends: As `token_choices.placed` has it.
 
         Raises:
             RequestError: Tokens that it cannot have, or other than there are rows for; names the field.
         """
         found = []
-        for spec, field, edits in self._prepared:
-            tokens = _tokens(spec, prompt, most, f"{field}.tokens")
+        for spec, field, edits in map(self._prepared.__getitem__, fields):
+            choice = placed(spec.tokens, ends, f"{field}.tokens")
+            tokens = _tokens(choice, prompt, most, f"{field}.tokens")
             for edit in edits:
-                vector = _paired(edit.vector, spec, tokens, most, field) if edit.per_token else edit.vector
-                found.append(replace(edit, tokens=tokens, vector=vector))
+                vector = _paired(edit.vector, choice, tokens, most, field) if edit.per_token else edit.vector
+                norms = Norms(field) if edit.kind == "add_norm" else None
+                found.append(replace(edit, tokens=tokens, vector=vector, norms=norms))
         return tuple(found)
 
 
@@ -88,16 +84,22 @@ def _vector(spec: Intervention, tensors: Mapping[str, torch.Tensor], field: str)
     vector = (spec.scale if isinstance(spec, Add) else 1.0) * sent.flatten().float()
     if not vector.isfinite().all():
         raise RequestError("scale makes the vector infinite", f"{field}.scale")
-    if isinstance(spec, ProjectOut) and not vector.any():
-        raise RequestError("a vector of zeros has no direction to project out", f"{field}.vector")
-    return vector
+    has_direction = isinstance(spec, ProjectOut) or _is_relative(spec)
+    if has_direction and not sent.any():
+        raise RequestError("a vector of zeros has no direction", f"{field}.vector")
+    return vector / sent.flatten().float().norm() if _is_relative(spec) else vector
+
+
+def _is_relative(spec: Intervention) -> bool:
+    return isinstance(spec, Add) and spec.unit == "residual_norm"
 
 
 def _edit(spec: Intervention, vector: torch.Tensor, point: Point, field: str, device: torch.device) -> Edit:
     heads, features = _part(spec, point, field)
     edit = functools.partial(Edit, point, features=features, heads=heads)
     if isinstance(spec, (Add, ProjectOut, Replace)):
-        return edit(spec.op, vector=_fitted(vector, heads, features, point, field).to(device))
+        kind: Kind = "add_norm" if _is_relative(spec) else spec.op
+        return edit(kind, vector=_fitted(vector, heads, features, point, field).to(device))
     if isinstance(spec, Clamp):
         low, high = -math.inf if spec.min is None else spec.min, math.inf if spec.max is None else spec.max
         return edit("clamp", low=low, high=high)
@@ -133,17 +135,17 @@ def _patch(spec: Intervention, rows: torch.Tensor, point: Point, field: str, dev
     return Edit(point, "replace", features=features, heads=heads, vector=part.to(device))
 
 
-def _paired(rows: torch.Tensor | None, spec: Intervention, tokens: Tokens, most: int, field: str) -> torch.Tensor:
+def _paired(rows: torch.Tensor | None, choice: TokenChoice, tokens: Tokens, most: int, field: str) -> torch.Tensor:
     """The rows [tokens, ...] that go to the tokens, these in ascending order."""
     assert rows is not None
-    listed = spec.tokens.positions if isinstance(spec.tokens, Positions) else tokens.within(0, most)
+    listed = choice.positions if isinstance(choice, Positions) else tokens.within(0, most)
     if len(set(listed)) < len(listed):
         raise RequestError("a token is listed twice, and each gets one row", f"{field}.tokens")
     if len(listed) != len(rows):
         counted = ", as many as prompt and max_tokens make at most" if tokens.stop is None and not tokens.few else ""
         message = f"{len(rows)} rows of the stored run for {len(listed)} tokens{counted}: both must be as many"
         raise RequestError(message, f"{field}.from.tokens")
-    if tokens.few is None or list(tokens.few) == list(listed):
+    if sorted(listed) == list(listed):
         return rows
     return rows[sorted(range(len(listed)), key=listed.__getitem__)]
 
@@ -192,20 +194,8 @@ def _fitted(
     raise RequestError(f"{len(vector)} numbers: {width} are changed at {point.name}{each}", f"{field}.vector")
 
 
-def _tokens(spec: Intervention, prompt: int, most: int, field: str) -> Tokens:
-    tokens = spec.tokens
-    if isinstance(tokens, Positions):
-        few = tuple(sorted(set(tokens.positions)))
-        if few[-1] >= most:
-            raise RequestError(f"there are tokens 0 to {most - 1}, prompt and answer together", field)
-        return Tokens(few=few)
-    if isinstance(tokens, Last):
-        if tokens.last > prompt:
-            raise RequestError(f"the prompt has {prompt} tokens", field)
-        return Tokens(prompt - tokens.last, prompt)
-    return {
-        "all": Tokens(),
-        "prompt": Tokens(0, prompt),
-        "generated": Tokens(prompt),
-        "last": Tokens(prompt - 1, prompt),
-    }[tokens]
+def _tokens(choice: TokenChoice, prompt: int, most: int, field: str) -> Tokens:
+    tokens = resolve_ahead(choice, prompt, most, field)
+    if isinstance(choice, Positions) and max(choice.positions) >= most:
+        raise RequestError(f"there are tokens 0 to {most - 1}, prompt and answer together", field)
+    return tokens

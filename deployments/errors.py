@@ -2,7 +2,23 @@
 
 from __future__ import annotations
 
+import difflib
 import json
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
+
+LONGEST_NAME = 64  # characters of a name that others are compared with: comparing takes time with its square
+
+
+def nearest(name: str, known: Iterable[str]) -> str:
+    """`: did you mean 'tokens'?`, to end a message on an unknown name; empty where no known one is near.
+
+    Args:
+        name: The unknown one; above `LONGEST_NAME` characters it is compared with none.
+        known: A few dozen short names.
+    """
+    found = difflib.get_close_matches(name, known, n=1) if len(name) <= LONGEST_NAME else []
+    return f": did you mean {found[0]!r}?" if found else ""
 
 
 class RequestError(ValueError):
@@ -47,3 +63,18 @@ class LoadError(RequestError):
             return None
         args, _ = json.JSONDecoder().raw_decode(rest)
         return cls(*args)
+
+
+@contextmanager
+def naming(number: int, count: int) -> Iterator[None]:
+    """Name a prompt in refusals, where a job has several: `prompt[3]: ...`.
+
+    Raises:
+        RequestError: As within.
+    """
+    try:
+        yield
+    except RequestError as error:
+        if count == 1:
+            raise
+        raise RequestError(f"prompt[{number}]: {error.message}", error.field, error.code, error.status) from error

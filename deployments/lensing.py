@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
-from deployments.activations.logit_lens import LogitLens
-from deployments.activations.points import Points
 from deployments.engine.request import Lens, Request
 from deployments.errors import RequestError
+from deployments.points.logit_lens import LogitLens
+from deployments.points.resolving import Points
+from deployments.points.token_choices import Ends, Positions, Tokens, placed, resolve_ahead
 
 WEIGHT = 10  # numbers that an entry counts for: each is an object with text
 
@@ -15,16 +16,25 @@ WEIGHT = 10  # numbers that an entry counts for: each is an object with text
 class Lensing:
     """One model's way from a lens asked for to its layers."""
 
-    def __init__(self, points: Points, limit: int) -> None:
-        """Take a model's points, and how many numbers one answer may hold."""
+    def __init__(self, points: Points, tokenize: Callable[[str], list[int]], vocabulary: int, limit: int) -> None:
+        """Take a model's points.
+
+        Args:
+            points: The model's.
+            tokenize: Makes tokens of a text, without special ones around it.
+            vocabulary: How many tokens the model has.
+            limit: How many numbers one answer may hold.
+        """
         self._points = points
+        self._tokenize = tokenize
+        self._vocabulary = vocabulary
         self._limit = limit
 
     def of(self, spec: LogitLens | None) -> Lens | None:
         """Look up the layers, each once and in the model's order.
 
         Raises:
-            RequestError: One is not there, or its output cannot be read; names the field.
+            RequestError: One is not there, or its output cannot be read, or a target is no token; names the field.
         """
         if spec is None:
             return None
@@ -33,7 +43,41 @@ class Lensing:
             field = "logit_lens.layers" if spec.layers == "all" else f"logit_lens.layers[{i}]"
             (found[layer % count],) = self._points.named(f"layers.{layer}.output", field)
         layers = sorted(found)
-        return Lens(tuple(layers), tuple(found[layer] for layer in layers), spec.top_k)
+        targets = tuple(self._target(one, f"logit_lens.targets[{i}]") for i, one in enumerate(spec.targets))
+        return Lens(tuple(layers), tuple(found[layer] for layer in layers), spec.top_k, targets)
+
+    def placed(self, lens: Lens, spec: LogitLens, prompt: int, new: int, ends: Ends) -> Lens:
+        """The lens of one prompt.
+
+        Args:
+            lens: As `of` gave it.
+            spec: What was asked for.
+            prompt: Tokens of the prompt.
+            new: The most that are generated.
+            ends: As `token_choices.placed` has it.
+
+        Raises:
+            RequestError: The prompt has no such tokens; names the field.
+        """
+        field = "logit_lens.tokens"
+        choice = placed(spec.tokens or ("generated" if new else "prompt_last"), ends, field)
+        tokens = resolve_ahead(choice, prompt, prompt + new, field)
+        if isinstance(choice, Positions) and max(choice.positions) >= prompt:
+            raise RequestError(f"the prompt has tokens 0 to {prompt - 1}; generated ones are of generated", field)
+        among = tokens.of(prompt)
+        chosen = Tokens(among[0], among[-1] + 1, tokens.few) if among else Tokens(0, 0)
+        return lens._replace(prompt=chosen, generated=choice in ("all", "generated"))
+
+    def _target(self, target: str | int, field: str) -> int:
+        if isinstance(target, int):
+            if target >= self._vocabulary:
+                raise RequestError(f"token ids go from 0 to {self._vocabulary - 1}", field)
+            return target
+        ids = self._tokenize(target)
+        if len(ids) != 1:
+            message = f"{target!r} is {len(ids)} tokens ({', '.join(map(str, ids[:8]))}): a target is one token"
+            raise RequestError(message, field, "not_one_token")
+        return ids[0]
 
     def check(self, requests: Sequence[Request]) -> None:
         """Refuse more than an answer may hold.
@@ -47,11 +91,16 @@ class Lensing:
         lens = requests[0].lens
         if lens is None:
             return
-        tokens = sum(request.max_tokens for request in requests)
-        count = len(lens.layers) * lens.top_k * tokens
+        tokens = sum(
+            one.max_tokens * one.lens.generated + len(one.lens.prompt.within(0, len(one.prompt)))
+            for one in requests
+            if one.lens
+        )
+        each = lens.top_k + len(lens.targets)
+        count = len(lens.layers) * each * tokens
         if count * WEIGHT > self._limit:
             message = (
-                f"{lens.top_k} tokens of {len(lens.layers)} layers for each of up to {tokens} generated ones are "
+                f"{each} tokens of {len(lens.layers)} layers at each of up to {tokens} tokens are "
                 f"{count} in one answer, the limit is {self._limit // WEIGHT}: ask for fewer, or set max_tokens"
             )
             raise RequestError(message, "logit_lens", "logit_lens_too_large")

@@ -8,10 +8,11 @@ import platform
 from typing import TYPE_CHECKING, Any
 
 from deployments import __version__
-from deployments.activations.facts import dtype_name, public_uri
+from deployments.activations.facts import public_uri
 from deployments.errors import LoadError, RequestError
 from deployments.model_names import source
 from deployments.options import Options
+from deployments.points.names import dtype_name
 
 if TYPE_CHECKING:  # the replica's module is imported without torch, too
     from deployments.engine.engine import Engine
@@ -104,12 +105,15 @@ def description(options: Options, model: Model) -> dict[str, Any]:
         "device": str(model.device),
         "max_seq_len": model.context,
         "threads": _threads(options),
-        "activations_dir": public_uri(options.activations_dir),
+        "archive": options.archive and public_uri(options.archive),
     }
     return {
         "max_model_len": model.context,
+        # Forwards of another shape add in another order: in 16 bits that is about the distance of two likely tokens.
+        "tokens_depend_on_batch": model.dtype.itemsize < 4,
         "savepoints": [savepoint.model_dump() for savepoint in options.savepoints],
         "revision": model.revision,
+        "source": model.hf.name_or_path,
         "options": options.model_dump(mode="json", exclude={"api_keys_file"}) | came_out,
         "versions": {"python": platform.python_version(), "vitrine": __version__}
         | {name: importlib.metadata.version(name) for name in PACKAGES},

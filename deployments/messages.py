@@ -3,17 +3,18 @@
 from __future__ import annotations
 
 import re
+import time
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 from itertools import groupby
 from typing import Any, NamedTuple
 
 from deployments.activations.accounts import OPERATOR, Account
-from deployments.activations.interventions import Intervention
-from deployments.activations.logit_lens import LogitLens
-from deployments.activations.spec import Capture
 from deployments.engine.request import Sampling
 from deployments.errors import RequestError
+from deployments.points.interventions import Intervention
+from deployments.points.logit_lens import LogitLens
+from deployments.points.spec import Capture
 
 
 @dataclass(frozen=True)
@@ -42,6 +43,7 @@ class Job:
         token_ids: Say the token ids of prompt and answer.
         capture: What to record; None for nothing.
         interventions: What to change on the way; the first ones are the profile's.
+        variants: What to change besides in each choice, `n` of them; empty where all are alike.
         logit_lens: What to say of the layers with each token; None for nothing.
         profile: The profile that it uses; None for none.
         profiled: How many of its interventions are the profile's.
@@ -53,6 +55,7 @@ class Job:
         fence: What the store gave when it admitted the job to the session; None without keys.
         unstorable: Why its runs cannot be stored, where that is known before.
         request_id: What the client and the HTTP log call the request; not unique.
+        created: When it came, in Unix seconds.
         fields: What the request calls a field that a refusal may name, where it is not that name.
     """
 
@@ -77,6 +80,7 @@ class Job:
     token_ids: bool = False
     capture: Capture | None = None
     interventions: tuple[Intervention, ...] = ()
+    variants: tuple[tuple[Intervention, ...], ...] = ()
     logit_lens: LogitLens | None = None
     profile: str | None = None
     profiled: int = 0
@@ -88,6 +92,7 @@ class Job:
     fence: str | None = None
     unstorable: str | None = None
     request_id: str = ""
+    created: float = field(default_factory=time.time)
     fields: dict[str, str] = field(default_factory=dict)
 
     @property
@@ -95,9 +100,24 @@ class Job:
         """Whether it may store what it records."""
         return any(capture and capture.destination != "inline" for capture in (self.capture, self.default_capture))
 
-    def reader(self, number: int) -> Account:
-        """Who may read what one of its interventions names."""
-        return self.profile_account if number < self.profiled else self.account
+    def changes(self, number: int) -> dict[str, Intervention]:
+        """What is changed in one of a prompt's choices, by the request's fields."""
+        return _fields("interventions", self.interventions) | (
+            _fields(f"variants[{number}]", self.variants[number]) if self.variants else {}
+        )
+
+    @property
+    def all_changes(self) -> dict[str, Intervention]:
+        """What is changed in any of its choices, by the request's fields."""
+        found = _fields("interventions", self.interventions)
+        for number, variant in enumerate(self.variants):
+            found |= _fields(f"variants[{number}]", variant)
+        return found
+
+    def reader(self, field: str) -> Account:
+        """Who may read what the intervention of this field names."""
+        listed = re.fullmatch(r"interventions\[(\d+)\]", field)
+        return self.profile_account if listed and int(listed[1]) < self.profiled else self.account
 
     def refusal(self, error: RequestError) -> Refusal:
         """Why it cannot be served, by the fields of its request."""
@@ -109,6 +129,10 @@ class Job:
         elif listed:
             name = f"interventions[{number}]{(name or '')[listed.end() :]}"
         return Refusal(message, name, error.code, error.status)
+
+
+def _fields(name: str, specs: Sequence[Intervention]) -> dict[str, Intervention]:
+    return {f"{name}[{i}]": spec for i, spec in enumerate(specs)}
 
 
 class Spelled(NamedTuple):
@@ -154,24 +178,28 @@ class LayerTop(NamedTuple):
     Attributes:
         layer: Which, from 0.
         top: (token id, token, logprob) of the likeliest tokens, likeliest first. Plain tuples: there are many.
+        targets: (token id, token, logprob, rank) of the tokens that were asked for.
     """
 
     layer: int
     top: tuple[tuple[int, Spelled, float], ...]
+    targets: tuple[tuple[int, Spelled, float, int], ...] = ()
 
 
 class TokenLens(NamedTuple):
-    """One token of an answer, and what layers would have put in its place.
+    """A token and the top tokens of some layers: of an answer at the position that predicts it, of a prompt at its own.
 
     Attributes:
         token: Its id.
         spelled: The token itself.
         layers: Those asked for, in their order.
+        position: Of a prompt's token.
     """
 
     token: int
     spelled: Spelled
     layers: tuple[LayerTop, ...]
+    position: int | None = None
 
 
 class CallPart(NamedTuple):
@@ -236,11 +264,26 @@ class RunReport:
     reason: str | None = None
 
 
+class ChangedNorm(NamedTuple):
+    """The mean norm of the rows that an intervention in its units has changed.
+
+    Attributes:
+        param: The intervention's field.
+        point: Where.
+        norm: Before the change.
+    """
+
+    param: str
+    point: str
+    norm: float
+
+
 @dataclass(frozen=True)
 class End:
     """The last message of one choice; `logprobs`, `token_ids` and `lens` are of tokens read since the last piece.
 
-    `likeliness` is the mean of its tokens' logprobs, where the job asks for it.
+    Where the job asks for them, `prompt_lens` is what layers make of the prompt, and `likeliness` the mean of its
+    tokens' logprobs.
     """
 
     index: int
@@ -252,6 +295,8 @@ class End:
     token_ids: tuple[int, ...] = ()
     prompt_ids: tuple[int, ...] = ()
     lens: tuple[TokenLens, ...] | None = None
+    prompt_lens: tuple[TokenLens, ...] = ()
+    norms: tuple[ChangedNorm, ...] = ()
     likeliness: float = 0.0
 
 

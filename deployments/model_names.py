@@ -22,10 +22,20 @@ def source(model: str, models_dir: str | None = None) -> str:
     Raises:
         LoadError: It means nothing here, or the GGUF file cannot be converted.
     """
+    place = located(model, models_dir)
+    return _converted(place) if isinstance(place, Path) and place.suffix == GGUF else str(place)
+
+
+def located(model: str, models_dir: str | None = None) -> Path | str:
+    """The directory, GGUF file or repository that a name means; nothing is converted. Arguments as for `source`.
+
+    Raises:
+        LoadError: It means nothing here.
+    """
     if model == DEMO:
-        return str(WEIGHTS)
+        return WEIGHTS
     if (found := Path(models_dir or default_models_dir(), model)).is_dir():
-        return str(found)
+        return found
     if model == SMOLLM2:
         message = f"there is no {found}: run `make smollm2`, which makes {default_models_dir() / SMOLLM2}"
         raise LoadError(message, "model_id", "model_not_found", 404)
@@ -35,16 +45,18 @@ def source(model: str, models_dir: str | None = None) -> str:
         message = f"{model!r} is a directory where the replica runs: name it by its absolute path"
         raise LoadError(message, "model_id", "model_not_found", 404)
     if given.is_dir():
-        return str(given)
-    return _converted(given, model) if given.suffix == GGUF else model
-
-
-def _converted(file: Path, named: str) -> str:
-    if not file.is_absolute():  # as for a directory
-        message = f"a GGUF file is named by its absolute path, which {named!r} is not"
+        return given
+    if given.suffix != GGUF:
+        return model
+    if not given.is_absolute():  # as for a directory
+        message = f"a GGUF file is named by its absolute path, which {model!r} is not"
         raise LoadError(message, "model_id", "model_not_found", 404)
-    if not file.is_file():
-        raise LoadError(f"there is no file {file}", "model_id", "model_not_found", 404)
+    if not given.is_file():
+        raise LoadError(f"there is no file {given}", "model_id", "model_not_found", 404)
+    return given
+
+
+def _converted(file: Path) -> str:
     from deployments.gguf_files import kept  # imports torch
 
     return str(kept(file, default_models_dir()))

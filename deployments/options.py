@@ -2,17 +2,23 @@
 
 from __future__ import annotations
 
+import deployments.installed  # noqa: F401 - before the packages that it asks for
+
+# isort: split
 import os
 import re
 from pathlib import Path
 from typing import Any, Literal
 from urllib.parse import urlsplit
 
-from pydantic import BaseModel, ConfigDict, Field, field_validator
+from pydantic import BaseModel, ConfigDict, Field, ValidationError, field_validator, model_validator
+
+from deployments.errors import nearest
 
 DEMO = "vitrine-demo"
 NO_MODEL = "none"
 SMOLLM2 = "smollm2"
+STORE_VARIABLE = "VITRINE_ACTIVATIONS"
 GGUF = ".gguf"
 Dtype = Literal["auto", "float32", "bfloat16", "float16"]
 Attention = Literal["auto", "eager", "sdpa"]
@@ -21,6 +27,14 @@ Attention = Literal["auto", "eager", "sdpa"]
 def home() -> Path:
     """Where activations and results go unless told otherwise: `$VITRINE_HOME`, else `~/.vitrine`."""
     return Path(os.environ.get("VITRINE_HOME") or "~/.vitrine").expanduser().absolute()
+
+
+def default_store() -> str:
+    """Where readers look for stored runs unless told otherwise: `$VITRINE_ACTIVATIONS`, else the server's default.
+
+    It may be a directory, a URI of object storage, or a server's `http` address.
+    """
+    return os.environ.get(STORE_VARIABLE) or str(home() / "activations")
 
 
 def default_models_dir() -> Path:
@@ -68,11 +82,13 @@ class Options(BaseModel):
     Attributes:
         model: A repository id, a name below `models_dir`, the absolute path of a directory or of a GGUF file,
             `vitrine-demo`, the model that ships with the project, or `none` to start without a model.
-        model_id: The name it is served by; unless given it is `model`, of a path the last name, without `.gguf`.
+        model_id: The name that requests give as `model`, and that `/v1/models` and stored runs show. Unless given it is
+            `model` itself; of a path its last name, without `.gguf`.
         revision: The repository's branch, tag or commit.
-        dtype: The weights' dtype; `auto` is the checkpoint's own.
-        attention: How transformers computes attention. With `eager` its patterns can be captured, `sdpa` is faster;
-            `auto` is what transformers takes for the model.
+        dtype: The weights' dtype; `auto` is the checkpoint's own. In 16 bits a request's tokens may depend on the
+            requests beside it: take `float32` for experiments, where the model is small enough.
+        attention: How transformers computes attention. `sdpa` is faster; with `eager` its patterns can be captured of
+            architectures, too, for which they cannot be recomputed. `auto` is what transformers takes for the model.
         device: `cuda`, `cpu` or a torch device; a GPU where a replica has one, else the CPU.
         device_map: How to spread the model over a replica's GPUs, as transformers takes it.
         trust_remote_code: Run the repository's own code.
@@ -125,8 +141,13 @@ class Options(BaseModel):
         max_owner_profiles: The same for the number of profiles, 1,024 at most.
         unowned: Who may read what has no owner, since it was recorded without API keys: `admin`s, or, `shared`, every
             key.
-        activations_dir: Where activations and clients' tensors are stored: a directory, or a URI of object storage
-            (`s3://bucket/prefix`), beside which clients' tensors stay in `$VITRINE_HOME` of the head node.
+        activations_dir: The directory where activations and clients' tensors are stored.
+        archive: The URI of a bucket that stored activations are uploaded to as well (`s3://bucket/prefix?region=...`);
+            by default none.
+        archive_cache_bytes: The most bytes of activations that stay in `activations_dir` though they are in the bucket;
+            the oldest are removed from there first.
+        answer_when: When a request that records is answered: once its activations are `stored` in `activations_dir`, or
+            once they are `archived` in the bucket, too.
         models_dir: Where models lie that are loaded by name, at the start and while the server runs:
             `models_dir/some/model` is loaded as `some/model`, before the hub is asked. By default
             `$VITRINE_HOME/models`, which `make smollm2` writes to.
@@ -191,6 +212,9 @@ class Options(BaseModel):
     max_owner_profiles: int = Field(default=256, ge=1, le=1024)
     unowned: Literal["admin", "shared"] = "admin"
     activations_dir: str = Field(default_factory=lambda: str(home() / "activations"))
+    archive: str | None = Field(default=None, min_length=1)
+    archive_cache_bytes: int = Field(default=64 << 30, ge=0)
+    answer_when: Literal["stored", "archived"] = "stored"
     models_dir: str = Field(default_factory=lambda: str(default_models_dir()))
     allow_remote_code: bool = False
     load_timeout_s: float = Field(default=600, gt=0)
@@ -231,13 +255,23 @@ class Options(BaseModel):
             raise ValueError("must be a directory")
         return value
 
+    @field_validator("archive")
+    @classmethod
+    def _is_a_bucket(cls, value: str | None) -> str | None:
+        if value is None:
+            return None
+        if "://" not in value or value.startswith("file:"):
+            raise ValueError("must be the URI of a bucket, such as s3://bucket/prefix?region=us-east-1")
+        return check_uri(value)
+
     @field_validator("activations_dir", "models_dir")
     @classmethod
     def _is_absolute(cls, value: str) -> str:
-        if value.startswith("file:"):
-            raise ValueError("must be a path, such as /data/activations: URIs are those of object storage")
-        if "://" in value:
-            return check_uri(value)
+        if "://" in value or value.startswith("file:"):
+            raise ValueError(
+                "must be a directory, such as /data/activations; for a bucket set archive to its URI beside it: "
+                "activations_dir=/data/activations archive=s3://bucket/prefix"
+            )
         path = Path(value).expanduser()
         if not path.is_absolute():
             raise ValueError("must be an absolute path: the actors that use it have other working directories")
@@ -253,6 +287,12 @@ class Options(BaseModel):
                 "it: leave out what stands before '@' and behind '?' or '#'; in a path write '@' as %40"
             )
         return value
+
+    @model_validator(mode="after")
+    def _can_wait(self) -> Options:
+        if self.answer_when == "archived" and self.archive is None:
+            raise ValueError("answer_when=archived needs a bucket: set archive=s3://bucket/prefix")
+        return self
 
     @property
     def served_name(self) -> str:
@@ -283,3 +323,20 @@ SETTINGS = {
     "savepoints",
 }
 """The options that say how one model is loaded."""
+
+
+def mistakes(error: ValidationError) -> list[tuple[str, str]]:
+    """All that is wrong with options, each as the option's path and what to do, without the value: it may hold a key.
+
+    Args:
+        error: What `Options` raised.
+    """
+    found = []
+    for one in error.errors(include_url=False, include_input=False):
+        name = ".".join(map(str, one["loc"])) or "options"
+        message = one["msg"].removeprefix("Value error, ").replace("Input should be", "must be").split(", unable to")[0]
+        if one["type"] == "extra_forbidden":
+            known = Options.model_fields if len(one["loc"]) == 1 else Savepoint.model_fields
+            message = f"there is no such option{nearest(str(one['loc'][-1]), known)}"
+        found.append((name, message))
+    return found

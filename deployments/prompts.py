@@ -7,7 +7,7 @@ from typing import Any, NamedTuple
 
 from deployments.chat import ChatFormat
 from deployments.engine.model import Model
-from deployments.errors import RequestError
+from deployments.errors import RequestError, naming
 from deployments.messages import Job, Text
 from deployments.spelling import Spelling, TextOffsets
 
@@ -55,7 +55,11 @@ class Prompts:
             text = self._chat.render(job.messages, job.tools, job.template_kwargs)
             self._check_length(text, "prompt")
             return [Prompt(self._chat.tokenize(text), text)]
-        return [self._of_completion(prompt) for prompt in job.prompts]
+        found = []
+        for number, prompt in enumerate(job.prompts):
+            with naming(number, len(job.prompts)):
+                found.append(self._of_completion(prompt))
+        return found
 
     def _of_completion(self, prompt: str | Sequence[int]) -> Prompt:
         if not isinstance(prompt, str):
@@ -72,6 +76,12 @@ class Prompts:
         # What the tokenizer puts before a text (an opening token, a space) is not part of it.
         before = len(joined) - len(text) if joined.endswith(text) else 0
         return Echo(text, [min(max(0, end - before), len(text)) for end in offsets.ends[:-1]])
+
+    def offsets(self, prompt: Prompt) -> tuple[str, Sequence[int]]:
+        """A prompt's text, special tokens included, and the characters before each token and behind the last."""
+        offsets = TextOffsets(self._spelling)
+        offsets.add(prompt.ids)
+        return offsets.close(), offsets.ends
 
     # ---- texts that no request runs
 
@@ -90,8 +100,13 @@ class Prompts:
             written, field = text.prompt, "prompt"
         self._check_length(written, field)
         ids = self._ids(written, text.add_special_tokens)
-        strings = self._tokenizer.convert_ids_to_tokens(ids) if text.strings else None
-        return {"count": len(ids), "max_model_len": self._model.context, "tokens": ids, "token_strs": strings}
+        return {
+            "count": len(ids),
+            "max_model_len": self._model.context,
+            "tokens": ids,
+            "token_strs": self._tokenizer.convert_ids_to_tokens(ids) if text.strings else None,
+            "token_texts": [self._spelling.of(token).text for token in ids] if text.strings else None,
+        }
 
     def detokenize(self, tokens: Sequence[int]) -> dict[str, Any]:
         """The text of tokens, as `/detokenize` answers.
@@ -102,6 +117,10 @@ class Prompts:
         if tokens and not (min(tokens) >= 0 and max(tokens) < self._model.vocabulary):
             raise RequestError(f"token ids go from 0 to {self._model.vocabulary - 1}", "tokens")
         return {"prompt": self._decoded(list(tokens))}
+
+    def plain_ids(self, text: str) -> list[int]:
+        """A text's tokens, without special ones around it."""
+        return self._ids(text, add_special_tokens=False)
 
     # ---- both
 

@@ -16,12 +16,13 @@ from typing import TYPE_CHECKING, Any
 from ray import serve
 from ray.serve.context import _get_global_client  # the one way to learn where the proxies listen
 
+from deployments.activations.reads_runs import connect_reader
 from deployments.activations.store import connect
 from deployments.activations.taking import connect_writer
 from deployments.client_code.job import CodeJob
 from deployments.delivery import Choice, Delivery, Ticket
 from deployments.engine.request import Request
-from deployments.errors import RequestError
+from deployments.errors import RequestError, naming
 from deployments.exposure import check_ray
 from deployments.loading import description, load_engine
 from deployments.messages import End, Job, Message, Refusal, Text
@@ -33,6 +34,7 @@ if TYPE_CHECKING:  # Serve's controller and proxies import this module too, and 
     from deployments.client_code.runner import CodeRunner
     from deployments.engine.engine import Engine
     from deployments.holdings import Brought
+    from deployments.points.spec import Capture
     from deployments.reader import AnswerReader
 
 logger = logging.getLogger("ray.serve")
@@ -58,12 +60,12 @@ class ModelReplica:
             LoadError: The model cannot be loaded, or Ray's ports are open to everybody.
         """
         check_ray(options)
-        from deployments.activations.structure import structure
         from deployments.chat import ChatFormat
         from deployments.editing import Editing
         from deployments.guidance import Guidance
         from deployments.holdings import Holdings
         from deployments.lensing import Lensing
+        from deployments.points.structure import structure
         from deployments.prompts import Prompts
         from deployments.runs import Runs
         from deployments.spelling import Spelling
@@ -77,17 +79,20 @@ class ModelReplica:
         self._pool = ThreadPoolExecutor(max_workers=4, thread_name_prefix="replica")
         self._texts_pool = ThreadPoolExecutor(max_workers=2, thread_name_prefix="texts")  # keeps no generation waiting
         self._texts = 0  # in it
-        writer = store  # a test's own does all
+        writer = reader = store  # a test's own does all
         if store is None:
-            store = connect(options.activations_dir)
+            store = connect(options.activations_dir, options.archive, options.archive_cache_bytes)
+            reader = connect_reader(options.activations_dir, options.archive)
             writer = connect_writer(options.activations_dir, store)
         spelling = Spelling(self._model.tokenizer)
         self._runs = Runs(options, self._model, spelling, writer, self._pool)
         self._chat = ChatFormat(self._model.tokenizer, self._model.hf)
         self._prompts = Prompts(self._model, self._chat, spelling)
         self._guidance = Guidance(self._chat, self._model)
-        self._lensing = Lensing(self._model.points, options.max_inline_values)
-        self._holdings = Holdings(self._model.points, store, options.max_intervention_bytes)
+        self._lensing = Lensing(
+            self._model.points, self._prompts.plain_ids, self._model.vocabulary, options.max_inline_values
+        )
+        self._holdings = Holdings(self._model.points, store, reader, options.max_intervention_bytes)
         self._editing = functools.partial(Editing, self._model.points, self._model.device)
         self._delivery = Delivery(self._engine, spelling)
         self._structure = structure(self._model.hf, self._model.points, self._model.context)
@@ -190,7 +195,7 @@ class ModelReplica:
             with self._holdings.lending(job.id):
                 brought = await self._holdings.bring(job)
                 loop = asyncio.get_running_loop()
-                await loop.run_in_executor(self._pool, self._editing, job.interventions, brought)
+                await loop.run_in_executor(self._pool, self._editing, job.all_changes, brought)
             if job.capture:
                 self._model.points.resolve(job.capture)
         except RequestError as refused:
@@ -227,14 +232,15 @@ class ModelReplica:
             raise RuntimeError(f"the engine has been in one step for {since:.0f} s")
 
     def __del__(self) -> None:
-        # Serve calls this when the replica's requests are done.
-        if hasattr(self, "_thread"):
-            if self._client_code is not None:
-                self._client_code.close()
+        # Serve calls this when the replica's requests are done, and Python where the model could not be loaded.
+        if (client_code := getattr(self, "_client_code", None)) is not None:
+            client_code.close()
+        if hasattr(self, "_engine"):
             self._engine.stop()
             self._thread.join(timeout=10)
-            self._pool.shutdown(wait=False)
-            self._texts_pool.shutdown(wait=False)
+        for name in ("_pool", "_texts_pool"):
+            if (pool := getattr(self, name, None)) is not None:
+                pool.shutdown(wait=False)
 
     def _runner(self) -> CodeRunner:
         from deployments.client_code.runner import runner
@@ -305,25 +311,32 @@ class ModelReplica:
             job.capture.check_prompts(len(prompts))
         points = self._model.points.resolve(job.capture) if job.capture else ()
         lens = self._lensing.of(job.logit_lens)
-        editing = self._editing(job.interventions, brought)
+        editing = self._editing(job.all_changes, brought)
         grammars = [self._guidance.grammar(job, prompt.text or "") for prompt in prompts]
         choices: dict[str, Choice] = {}
         for index in range(len(prompts) * job.n):
             at = index // job.n
-            prompt = prompts[at]
-            reader = self._reader(job, prompt.text or "", streamed)
-            request = self._request(job, index, prompt.ids, points, streamed)
-            if index % job.n == 0:
-                edits = editing.of(len(prompt.ids), len(prompt.ids) + request.max_tokens)
-            markers = self._chat.markers(job.tools) if reader else {}
-            request = replace(request, grammar=grammars[at], markers=markers, edits=edits, lens=lens)
-            if index % job.n == 0:
-                self._engine.check(request)
-                echo = self._prompts.echo(prompt) if job.echo else None
-            run = self._runs.open(job, request, index) if job.capture else None
-            said = tuple(prompt.ids) if job.token_ids else ()
-            choice = Choice(index, request, reader, run, echo, echo.text if echo else "", prompt_ids=said)
-            choices[request.id] = choice
+            with naming(at, len(prompts)):
+                prompt = prompts[at]
+                reader = self._reader(job, prompt.text or "", streamed)
+                if index % job.n == 0:
+                    ends = functools.cache(functools.partial(self._prompts.offsets, prompt))
+                    capture = job.capture and job.capture.placed(ends)
+                request = self._request(job, index, prompt.ids, capture, points, streamed)
+                changes, most = job.changes(index % job.n), len(prompt.ids) + request.max_tokens
+                edits = editing.of(changes, len(prompt.ids), most, ends)
+                markers = self._chat.markers(job.tools) if reader else {}
+                seen = lens
+                if lens and job.logit_lens:
+                    seen = self._lensing.placed(lens, job.logit_lens, len(prompt.ids), request.max_tokens, ends)
+                request = replace(request, grammar=grammars[at], markers=markers, edits=edits, lens=seen)
+                if index % job.n == 0:
+                    self._engine.check(request)
+                    echo = self._prompts.echo(prompt) if job.echo else None
+                run = self._runs.open(job, request, index) if job.capture else None
+                said = tuple(prompt.ids) if job.token_ids else ()
+                choice = Choice(index, request, reader, run, echo, echo.text if echo else "", prompt_ids=said)
+                choices[request.id] = choice
         requests = [choice.request for choice in choices.values()]
         self._runs.check(requests)
         self._lensing.check(requests)
@@ -333,14 +346,16 @@ class ModelReplica:
         """What takes a chat's answer apart."""
         return None if job.messages is None else self._chat.reader(text, job.tools, job.parallel_calls, streamed)
 
-    def _request(self, job: Job, index: int, prompt: list[int], points: Any, streamed: bool) -> Request:
+    def _request(
+        self, job: Job, index: int, prompt: list[int], capture: Capture | None, points: Any, streamed: bool
+    ) -> Request:
         max_tokens = job.max_tokens
         if max_tokens is None:
             max_tokens = self._engine.room(len(prompt))
-        if job.capture and job.capture.mode == "trace":
+        if capture and capture.mode == "trace":
             max_tokens = 0
         sampling = job.sampling
-        if sampling.seed is not None and index % job.n:
+        if sampling.seed is not None and index % job.n and not job.variants:
             sampling = replace(sampling, seed=sampling.seed + index % job.n)
         return Request(
             id=f"{job.id}-{index}",
@@ -352,7 +367,7 @@ class ModelReplica:
             ignore_eos=job.ignore_eos,
             logprobs=0 if job.ranked and job.logprobs is None else job.logprobs,
             prompt_logprobs=job.logprobs if job.echo else None,
-            capture=job.capture,
+            capture=capture,
             points=points,
             streamed=streamed,
         )

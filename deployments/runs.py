@@ -7,7 +7,6 @@ import hashlib
 import importlib.metadata
 import json
 import logging
-import time
 from collections.abc import Callable, Sequence
 from concurrent.futures import Executor
 from dataclasses import asdict, replace
@@ -16,10 +15,8 @@ from typing import Any
 import ray
 from ray.exceptions import RayError
 
-from deployments.activations.facts import RunFacts, ShardFacts, StoredRun, StoreError, dtype_name
-from deployments.activations.interventions import as_sent
+from deployments.activations.facts import RunFacts, ShardFacts, StoredRun, StoreError
 from deployments.activations.schema import to_batch
-from deployments.activations.spec import Capture
 from deployments.engine.model import Model
 from deployments.engine.recording import joined
 from deployments.engine.request import Captured, Finished, Request
@@ -27,10 +24,15 @@ from deployments.engine.row_sizes import RowSizes
 from deployments.errors import RequestError
 from deployments.messages import Job, RunReport
 from deployments.options import Options
+from deployments.points.interventions import as_sent
+from deployments.points.names import dtype_name
+from deployments.points.spec import Capture
+from deployments.points.token_choices import Tokens, resolve
 from deployments.spelling import Spelling, TextOffsets
 
 logger = logging.getLogger("ray.serve")
 PACKAGES = ("vitrine", "torch", "transformers", "nnsight", "pyarrow")
+RENEW_S = 120.0  # after which the store is told that a run goes on: far less than it waits for one
 ROOM_S = 30.0  # the longest that a request waits to hear whether its activations can be stored
 
 
@@ -67,16 +69,21 @@ class Runs:
         capture, points = requests[0].capture, requests[0].points
         if capture is None:
             return
-        rows = _all_rows(capture, requests)
+        rows = [_rows(request) for request in requests]
+        if any(isinstance(positions, tuple) for positions in rows) and (
+            grown := next((point.name for point in points if point.place.grows), None)
+        ):
+            message = f"{grown}: attention patterns are recorded of tokens that follow each other: choose such"
+            raise RequestError(message, "capture.tokens")
         sizes, numbers = RowSizes.bytes(capture, points), RowSizes.numbers(capture, points)
         size, limit = sum(map(sizes.of, rows)), self._options.max_capture_bytes
         if size > limit:
             message = f"up to {size} bytes would be recorded, the limit is {limit}: capture less, or set max_tokens"
             raise RequestError(message, "capture", "capture_too_large")
-        longest = max(len(request.prompt) + request.max_tokens for request in requests)
-        held, limit = sizes.until_end(capture, longest), self._options.capture_memory_bytes // 2
+        held = max(sizes.until_end(_tokens(request), len(request.prompt) + request.max_tokens) for request in requests)
+        limit = self._options.capture_memory_bytes // 2
         if held > limit:
-            message = f"the last rows take {held} bytes, {limit} can be held until the end: ask for fewer, or all"
+            message = f"its rows take {held} bytes, {limit} can be held until the end: ask for fewer, or all"
             raise RequestError(message, "capture.tokens", "capture_too_large")
         count, limit = sum(map(numbers.of, rows)), self._options.max_inline_values
         if capture.destination == "inline" and count > limit:
@@ -96,7 +103,7 @@ class Runs:
         capture, points = requests[0].capture, requests[0].points
         if capture is None or not capture.required or capture.destination == "inline":
             return
-        size = sum(map(RowSizes.bytes(capture, points).of, _all_rows(capture, requests)))
+        size = sum(map(RowSizes.bytes(capture, points).of, map(_rows, requests)))
         try:
             if job.unstorable:
                 raise StoreError(job.unstorable)
@@ -128,8 +135,14 @@ class Runs:
         """
         assert event.captured is not None
         batches = [await self._put(run, event.captured, event.tokens)] if event.captured.positions else []
-        stored: StoredRun = await self._store.write.remote(self._facts(run, event), batches, parts, run.job.fence)
+        archived = self._options.answer_when == "archived"
+        facts = self._facts(run, event)
+        stored: StoredRun = await self._store.write.remote(facts, batches, parts, run.job.fence, archived)
         return stored
+
+    def renew(self, run: OpenRun) -> None:
+        """Tell the store that a run goes on."""
+        self._store.renew.remote(run.job.session_id, run.id)
 
     def abandon(self, run: OpenRun) -> None:
         """Have the store forget a run that will not be finished."""
@@ -149,6 +162,7 @@ class Runs:
             architecture=type(self._model.hf).__name__,
             versions=self._versions,
             modules={point.name: point.module for point in request.points},
+            layers=self._model.points.layer_count,
         )
         batch = to_batch(
             shard,
@@ -170,7 +184,7 @@ class Runs:
             run_id=run.id,
             session_id=job.session_id,
             model=self._options.served_name,
-            created=time.time(),
+            created=run.created,
             prompt_tokens=len(event.prompt),
             tokens=len(event.prompt) + len(event.tokens),
             sample_id=run.sample_id,
@@ -179,8 +193,8 @@ class Runs:
             finish_reason=event.reason,
             request_id=job.request_id or job.id,
             messages_hash=hashlib.sha256(spoken.encode()).hexdigest(),
-            interventions=as_sent(job.interventions),
-            text=run.text(event) if job.capture.text else None,
+            interventions=as_sent(job.changes(run.number).values()),
+            text=run.text(event) if job.capture.store_text else None,
         )
 
 
@@ -190,24 +204,29 @@ class OpenRun:
     Attributes:
         id: The run's name.
         job: The job it is of.
+        number: Which of its prompt's choices it is.
         request: The engine's request it records.
         sample_id: The user's name for the sample.
         tags: The user's strings by name.
+        created: When the job came, in Unix seconds, plus its index in microseconds: lists of runs are in the order of
+            requests and of their choices, whichever is done first.
         most: The most bytes that it may record.
     """
 
     def __init__(self, runs: Runs, job: Job, request: Request, index: int, offsets: TextOffsets) -> None:
         self.id = job.run_ids[index] if job.run_ids else f"run-{request.id}"
         self.job = job
+        self.number = index % job.n
         self.request = request
+        self.created = job.created + index * 1e-6
         assert request.capture is not None
         self.sample_id, self.tags = request.capture.labels_of(index // job.n)
-        rows = _rows(request.capture, len(request.prompt), request.max_tokens)
-        self.most = RowSizes.bytes(request.capture, request.points).of(rows)
+        self.most = RowSizes.bytes(request.capture, request.points).of(_rows(request))
         self._runs = runs
         self._offsets = offsets
         self._pieces: list[Captured] = []  # of an inline answer
         self._sending: asyncio.Task[None] | None = None
+        self._renewing: asyncio.TimerHandle | None = None
         self._parts = 0
         self._failed = job.unstorable if request.capture.destination != "inline" else None
 
@@ -223,7 +242,19 @@ class OpenRun:
             self._pieces.append(captured)
             done()
             return
+        if self._renewing is None:
+            self._renewing = asyncio.get_running_loop().call_later(RENEW_S, self._renew)
         self._sending = asyncio.ensure_future(self._send(self._sending, captured, done))
+
+    def _renew(self) -> None:
+        """However long the next rows take, the store keeps those that it has as long as the request goes on."""
+        self._renewing = asyncio.get_running_loop().call_later(RENEW_S, self._renew)
+        if self._failed is None:
+            self._runs.renew(self)
+
+    def _end_renewing(self) -> None:
+        if self._renewing is not None:
+            self._renewing.cancel()
 
     async def _send(self, before: asyncio.Task[None] | None, captured: Captured, done: Callable[[], None]) -> None:
         try:
@@ -247,7 +278,10 @@ class OpenRun:
         assert self.job.capture is not None
         if self._sending is not None:
             await self._sending
-        report = await self._settle(event)
+        try:
+            report = await self._settle(event)
+        finally:
+            self._end_renewing()
         if report.status == "failed":
             self.drop()
         return report
@@ -298,20 +332,27 @@ class OpenRun:
 
     def drop(self) -> None:
         """Forget the run: its client has gone, or it failed."""
+        self._end_renewing()
         if self._sending is not None:
             self._failed = self._failed or "the request was given up"
             self._runs.abandon(self)
 
 
-def _all_rows(capture: Capture, requests: Sequence[Request]) -> list[range]:
-    return [_rows(capture, len(request.prompt), request.max_tokens) for request in requests]
+def _tokens(request: Request) -> Tokens:
+    assert request.capture is not None
+    return resolve(request.capture.tokens, len(request.prompt), "capture.tokens")
 
 
-def _rows(capture: Capture, prompt: int, new: int) -> range:
-    """Positions of the tokens that one choice may record, at the most."""
-    first = prompt if capture.tokens == "generated" else 0
-    stop = prompt if capture.tokens == "prompt" else prompt + new
-    return range(max(first, stop - capture.tail) if capture.tail else first, stop)
+def _rows(request: Request) -> Sequence[int]:
+    """Positions of the tokens that one choice may record, at the most.
+
+    Raises:
+        RequestError: It cannot have such a token; names the field.
+    """
+    tokens, most = _tokens(request), len(request.prompt) + request.max_tokens
+    if tokens.apart and tokens.stop is not None and tokens.stop > most:
+        raise RequestError(f"there are tokens 0 to {most - 1}, prompt and answer together", "capture.tokens")
+    return tokens.of(most)
 
 
 def _inline(capture: Capture, captured: Captured) -> dict[str, dict[str, Any]]:

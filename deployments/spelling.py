@@ -11,7 +11,7 @@ from typing import Any
 from transformers import PreTrainedTokenizerFast
 from transformers.convert_slow_tokenizer import bytes_to_unicode
 
-from deployments.engine.request import Likeliest, Logprob
+from deployments.engine.request import LayerLens, Lens, Logprob
 from deployments.messages import LayerTop, Scored, Spelled, TokenLens, TokenLogprob
 
 BYTES = {character: byte for byte, character in bytes_to_unicode().items()}  # type: ignore[no-untyped-call]
@@ -40,20 +40,17 @@ class Spelling:
             for token, logprob in zip(tokens, logprobs, strict=True)
         ]
 
-    def seen(
-        self, tokens: Sequence[int], layers: Sequence[int], lens: Sequence[Sequence[Likeliest]]
-    ) -> list[TokenLens]:
-        """Tokens and, for each, the likeliest of these layers."""
+    def seen(self, tokens: Sequence[int], asked: Lens, lens: Sequence[Sequence[LayerLens]]) -> list[TokenLens]:
+        """Tokens and, for each, what comes of the layers that were asked for."""
+        targets = [(id, self.of(id)) for id in asked.targets]
+
+        def layer(number: int, one: LayerLens) -> LayerTop:
+            top = tuple((id, self.of(id), logprob) for id, logprob in one.top)
+            return LayerTop(number, top, tuple((*of, *value) for of, value in zip(targets, one.targets, strict=False)))
+
         return [
-            TokenLens(
-                token,
-                self.of(token),
-                tuple(
-                    LayerTop(layer, tuple((id, self.of(id), logprob) for id, logprob in top))
-                    for layer, top in zip(layers, tops, strict=True)
-                ),
-            )
-            for token, tops in zip(tokens, lens, strict=True)
+            TokenLens(token, self.of(token), tuple(map(layer, asked.layers, layers)))
+            for token, layers in zip(tokens, lens, strict=True)
         ]
 
     def of_prompt(

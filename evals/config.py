@@ -4,8 +4,9 @@ from pathlib import Path
 from typing import Annotated, Any, Literal, Self
 from urllib.parse import urlsplit
 
-from pydantic import ConfigDict, Field, field_validator, model_validator
+from pydantic import AfterValidator, ConfigDict, Field, field_validator, model_validator
 
+from deployments.points.token_choices import parse
 from evals.scoring import Rule
 from evals.serving_config import ServingConfig, Switch
 
@@ -24,6 +25,11 @@ Number = Annotated[float, Field(strict=True, allow_inf_nan=False)]
 
 class EvalError(Exception):
     """What stops a run; the text is for the user."""
+
+
+def _names_tokens(value: str) -> str:
+    parse(value)
+    return value
 
 
 class Config(ServingConfig):
@@ -55,7 +61,7 @@ class Config(ServingConfig):
     points: tuple[str, ...] = ()
     layers: tuple[Whole, ...] | Literal["all"] = ()
     sites: tuple[str, ...] = ()
-    tokens: str = Field("all", pattern=r"^(all|prompt|generated|last|last:[1-9][0-9]*)$")
+    tokens: Annotated[str, AfterValidator(_names_tokens)] = "all"
     transfer_activations: Switch = False
     inline_activations: Natural = 0  # values a point
     session_id: Annotated[str, Field(pattern=r"^[A-Za-z0-9_-][A-Za-z0-9._-]{0,127}$")]

@@ -12,6 +12,7 @@ import yaml
 from pydantic import ValidationError
 
 from deployments.options import home
+from deployments.points.token_choices import WORDS
 from evals.config import HUB_DATASET, Config
 from evals.scoring import RULES
 from evals.serving_config import OF_ONE_CALL, STAGES, add_serving_options, in_order
@@ -181,7 +182,7 @@ def _parser() -> argparse.ArgumentParser:
     option("--points", "activation points to record, comma separated")
     option("--layers", "layers to record, comma separated, or all; with --sites")
     option("--sites", "sites of those layers, comma separated: input_layernorm.output,...")
-    option("--tokens", "tokens to record: all, prompt, generated, last, or last:K")
+    option("--tokens", f"tokens to record: {WORDS}")
     switch("--transfer-activations", "copy what was recorded into the results directory")
     option("--inline-activations", "values of each recorded point to put in each sample's record", int)
     option("--session-id", "groups the recorded runs; without it gsm8k-<time>")

@@ -6,7 +6,7 @@ from typing import Annotated, Any, Literal, Self, get_args
 from pydantic import BaseModel, ConfigDict, Field, ValidationError, field_validator, model_validator
 
 from deployments.activations.facts import has_key
-from deployments.options import NO_MODEL, Options
+from deployments.options import NO_MODEL, Options, mistakes
 
 Stage = Literal["deploy", "configure", "generate", "report"]
 STAGES: tuple[Stage, ...] = get_args(Stage)
@@ -71,14 +71,13 @@ class ServingConfig(BaseModel):
         try:
             served = self.served
         except ValidationError as error:
-            first = error.errors()[0]
-            named = ".".join(map(str, first["loc"])) or "options"
-            raise ValueError(f"--server-option {named}: {first['msg'].removeprefix('Value error, ')}") from None
+            wrong = "; ".join(f"{name}: {message}" for name, message in mistakes(error))
+            raise ValueError(f"--server-option {wrong}") from None
         except RuntimeError as error:  # `~name` of nobody
             raise ValueError(f"--server-option: {error}") from None
-        if has_key(served.activations_dir):
+        if served.archive and has_key(served.archive):
             raise ValueError(
-                "--server-option activations_dir: results would show the key in the URI; give it by the environment, "
+                "--server-option archive: results would show the key in the URI; give it by the environment, "
                 "S3's by AWS_ACCESS_KEY_ID and AWS_SECRET_ACCESS_KEY"
             )
 

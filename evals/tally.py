@@ -130,7 +130,7 @@ class ActivationTally:
             tokens: which were recorded, as the option says it.
         """
         self._session_id = session_id
-        self._of_prompts = tokens == "prompt"
+        self._of_prompts = tokens.startswith("prompt")
         self._counts: Counter[str] = Counter()
         self._statuses: Counter[str] = Counter()
         self._why: Counter[str] = Counter()
@@ -160,7 +160,7 @@ class ActivationTally:
                 self._example = self._example or {"uri": uri, "run_id": run["run_id"], "point": name}
             try:
                 shape = shape_of(at)
-                seen = shape[0] if self._of_prompts else tokens
+                seen = run.get("prompt_tokens", shape[0]) if self._of_prompts else tokens
                 self._counts["bytes"] += values_of(shape, seen or 0) * item_bytes(at)
             except ValueError as error:
                 self._unsized = self._unsized or f"{name} of {run['run_id']}: {error}"

@@ -9,6 +9,7 @@ from typing import Any, Literal, NamedTuple
 from pydantic import BaseModel
 
 from deployments.demo_model.calculator import TOOL, answer_call
+from deployments.points.token_choices import as_json
 from evals.activations_meta import runs_of
 from evals.client import AnswerLate, RequestFailed
 from evals.config import Config, Mode
@@ -217,10 +218,9 @@ def request_body(messages: list[dict[str, Any]], mode: Mode, capture: dict[str, 
         where = {"points": config.points, "layers": config.layers, "sites": config.sites}
         body["session_id"] = config.session_id
         body["store_activations"] = True
-        body["capture"] = {name: value for name, value in where.items() if value} | capture | {"text": True}
+        body["capture"] = {name: value for name, value in where.items() if value} | capture | {"store_text": True}
         if config.tokens != "all":
-            kind, _, count = config.tokens.partition(":")
-            body["capture"]["tokens"] = {kind: int(count)} if count else kind
+            body["capture"]["tokens"] = as_json(config.tokens)
     return body
 
 

@@ -1,4 +1,4 @@
-"""Make examples/tutorial.ipynb of docs/tutorial.md: `python examples/make_notebook.py`."""
+"""Make the notebooks of docs' pages: `python examples/make_notebook.py` writes examples/tutorial.ipynb and others."""
 
 from __future__ import annotations
 
@@ -8,8 +8,7 @@ from pathlib import Path
 from typing import Any
 
 HERE = Path(__file__).parent
-PAGE = HERE.parent / "docs" / "tutorial.md"
-NOTEBOOK = HERE / "tutorial.ipynb"
+PAGES = {HERE / f"{name}.ipynb": HERE.parent / "docs" / f"{name}.md" for name in ("tutorial", "experiments")}
 FIRST = "%cd -q .."  # the page's commands begin in the project's directory
 
 
@@ -33,4 +32,5 @@ def _cell(kind: str, source: str) -> dict[str, Any]:
 
 
 if __name__ == "__main__":
-    NOTEBOOK.write_text(json.dumps(notebook(PAGE.read_text()), indent=1, ensure_ascii=False) + "\n")
+    for path, page in PAGES.items():
+        path.write_text(json.dumps(notebook(page.read_text()), indent=1, ensure_ascii=False) + "\n")

@@ -1,7 +1,7 @@
 """Write the lock files anew: `make lock`, after a dependency or its version in constraints.txt has changed.
 
-server.txt: what the server needs besides torch; dev.txt: what tests and tools need. Every file of a version is there by
-its hash, for Linux and macOS: `pip install --no-deps --require-hashes -r locks/server.txt -r locks/torch.txt`.
+server.txt: what the extra serve needs besides torch; dev.txt: what tests and tools need. Every file of a version is
+there by its hash, for Linux and macOS: `pip install --no-deps --require-hashes -r locks/server.txt -r locks/torch.txt`.
 gguf.txt: the extra gguf, besides what the server needs.
 torch.txt: the package index's torch and, for Linux, its CUDA libraries, which constraints.txt does not name.
 torch-cpu.txt: a build for CPUs alone, which needs none of them and is not on the index: written by hand. Between two
@@ -30,9 +30,9 @@ def main() -> None:
     """Write all of them."""
     project = tomllib.loads((ROOT / "pyproject.toml").read_text())
     build = "\n".join(project["build-system"]["requires"])
-    server = compiled("pyproject.toml", "-", given=build)
+    server = compiled("pyproject.toml", "-", "--extra=serve", given=build)
     both = compiled("pyproject.toml", "-", "--extra=dev", given=build)
-    gguf = compiled("pyproject.toml", "-", "--extra=gguf", given=build)
+    gguf = compiled("pyproject.toml", "-", "--extra=serve", "--extra=gguf", given=build)
     constrained = re.findall(r"^\w\S*(?===)", (ROOT / "constraints.txt").read_text(), re.MULTILINE)
     known = {canonicalize_name(name) for name in constrained}
     unknown = {pin for pin in both if pin.partition("==")[0] not in known}

@@ -1,10 +1,19 @@
 """The HTTP face: `serve run serve_app:app`, or `serve run serve_app:build_app name=value ...`."""
 
 import os
+from pathlib import Path
+from typing import Any
 
+from deployments.options import DEMO, NO_MODEL, Options, mistakes  # first: it says which extra to install without Ray
+
+# isort: split
+import click  # which `serve` is made with
+from pydantic import ValidationError
+from ray._private.utils import read_ray_address  # the one way to learn whether `serve run` will start Ray
 from ray.serve import Application
 
-from deployments.options import NO_MODEL, Options
+from deployments.errors import LoadError
+from deployments.model_names import located
 from serve_app.applications import ENVIRONMENT, GRPC, replicas
 from serve_app.ingress import Ingress
 from serve_app.keys import Keys
@@ -17,16 +26,53 @@ for _name, _value in RAY_ENVIRONMENT.items():
     os.environ.setdefault(_name, _value)
 
 
-def build_app(options: Options) -> Application:
+class UserMistake(click.ClickException):
+    """What `serve run` prints as one line, in place of a traceback."""
+
+    exit_code = 2
+
+
+def build_app(options: Options | dict[str, Any]) -> Application:
     """Compose the ingress and one model's replicas; both find the activation store by its directory.
 
     Args:
-        options: The operator's; from `serve run` they come as `name=value`, and an unknown one is refused.
+        options: The operator's; as `serve run` and `serve deploy` give them, by name, they are checked here.
 
     Raises:
-        ValueError: The API keys are not written as they should be.
+        ValueError: All that is wrong with the options; or the API keys are not written as they should be.
         OSError: The file with the API keys cannot be read.
+        UserMistake: Either, in place of it, where this is `serve run`; or there is no such model on this machine, which
+            will be the only one.
     """
+    try:
+        checked = options if isinstance(options, Options) else _checked(options)
+        if _will_start_ray() and checked.model != NO_MODEL:
+            place = located(checked.model, checked.models_dir)
+            if isinstance(place, str) and "/" not in place:
+                there = ", ".join([DEMO, *sorted(path.name for path in Path(checked.models_dir).glob("*/"))])
+                click.echo(f"model {place} is none of {there}, and is looked for at the hub", err=True)
+        return _composed(checked)
+    except (ValueError, OSError, LoadError) as error:
+        if click.get_current_context(silent=True):
+            raise UserMistake(error.message if isinstance(error, LoadError) else str(error)) from None
+        raise
+
+
+def _will_start_ray() -> bool:
+    """Whether this is `serve run`, on a machine where no Ray runs yet."""
+    context = click.get_current_context(silent=True)
+    return context is not None and not context.params.get("address") and read_ray_address() is None
+
+
+def _checked(given: dict[str, Any]) -> Options:
+    try:
+        return Options.model_validate(given)
+    except ValidationError as error:
+        wrong = "; ".join(f"{name}: {message}" for name, message in mistakes(error))
+        raise ValueError(f"{wrong} (docs/options.md has all options)") from None
+
+
+def _composed(options: Options) -> Application:
     ingress = Ingress.options(  # type: ignore[attr-defined]
         ray_actor_options={"num_cpus": 0, **ENVIRONMENT},
         graceful_shutdown_timeout_s=options.request_timeout_s + 30,  # the replicas' streams go through it

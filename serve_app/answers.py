@@ -155,7 +155,9 @@ class Answer:
 
     def _seen(self, told: Choice | Piece | End) -> dict[str, Any]:
         """What a choice says of its tokens beyond OpenAI's: their ids and what layers make of them, where asked for."""
-        return self._token_ids(told) | ({} if told.lens is None else {"logit_lens": of_lens(told.lens)})
+        end = told.end if isinstance(told, Choice) else told
+        prompt = end.prompt_lens if isinstance(end, End) else ()
+        return self._token_ids(told) | ({} if told.lens is None else {"logit_lens": of_lens(told.lens, prompt)})
 
     def _token_ids(self, told: Choice | Piece | End) -> dict[str, Any]:
         """What a choice says of its token ids, where they are asked for; a completion's says its prompt's, too."""
@@ -169,7 +171,7 @@ class Answer:
         where = _where(choice.end.run)
         scores = self._logprobs(choice.logprobs)
         common = {"index": index, "finish_reason": choice.end.finish_reason, "logprobs": scores}
-        common |= self._seen(choice)
+        common |= self._seen(choice) | _norms(choice.end)
         if self._kind == "completion":
             return common | {"text": choice.text} | where
         message: dict[str, Any] = {"role": "assistant", "content": choice.text, "refusal": None}
@@ -214,7 +216,8 @@ class Answer:
                 said = None
         elif isinstance(message, End):
             where = _where(message.run)
-            yield self._event([self._chunk(message.index, where, message.finish_reason, message)])
+            chunk = self._chunk(message.index, where, message.finish_reason, message) | _norms(message)
+            yield self._event([chunk])
 
     def _deltas(self, piece: Piece) -> Iterator[dict[str, Any]]:
         """What a piece adds: text first, then each part of a call by itself, since clients go by their order."""
@@ -243,6 +246,11 @@ class Answer:
     def _event(self, choices: list[dict[str, Any]], **more: Any) -> str:
         kind = "chat.completion.chunk" if self._kind == "chat" else "text_completion"
         return f"data: {json.dumps(self._head | {'object': kind, 'choices': choices} | more)}\n\n"
+
+
+def _norms(end: End) -> dict[str, Any]:
+    """What a choice says of the norms that interventions took as their unit."""
+    return {"norms": [one._asdict() for one in end.norms]} if end.norms else {}
 
 
 def _call(call: CallPart) -> dict[str, Any]:

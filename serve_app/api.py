@@ -26,7 +26,7 @@ from deployments.options import Options
 from serve_app.answers import Answer, Kind
 from serve_app.backend import Backend
 from serve_app.bodies import Bodies, JsonRoute
-from serve_app.dependencies import Actors, Who
+from serve_app.dependencies import Actors, Who, known_query
 from serve_app.described import Described, errors
 from serve_app.errors import HEADERS, install
 from serve_app.guard import BEARER, AdminOnly, Guard
@@ -40,7 +40,7 @@ from serve_app.wire_models import LoadRequest, UnloadRequest
 
 FINITE: dict[str, Any] = {"allow_inf_nan": False}
 MOST_TAGS = 32  # of a filter: SQLite's expressions may be 1,000 deep
-MOST_NAMES = 1000  # of runs, or of points, of one download
+MOST_NAMES = 1000  # of runs, or of points, of one request
 Id = Annotated[str, Query(max_length=256)]
 Names = Annotated[str, Query(max_length=1 << 16)]  # apart by commas
 PathId = Annotated[str, Path(max_length=256)]
@@ -61,9 +61,14 @@ async def _filter(
         list[Annotated[str, Query(max_length=513)]] | None,
         Query(description="`name=value`; where repeated, all must hold.", max_length=MOST_TAGS),
     ] = None,
+    run: Annotated[
+        list[Names] | None,
+        Query(description="These runs alone: ids, repeated or apart by commas.", max_length=MOST_NAMES),
+    ] = None,
 ) -> Filter:
+    runs = _apart(run, "run")
     try:
-        return Filter(None, model, since, until, sample_id, tag_pairs(tag or ()))
+        return Filter(None, model, since, until, sample_id, tag_pairs(tag or ()), runs=runs)
     except ValueError as error:
         raise RequestError(str(error), "tag") from error
 
@@ -88,7 +93,7 @@ tensors = APIRouter(prefix=TENSORS, tags=["Tensors"], responses=errors(503))
 profiles = APIRouter(prefix="/v1/interventions", tags=["Profiles"], responses=errors(503), route_class=JsonRoute)
 server = APIRouter(tags=["Server"], responses=errors(503))
 open_to_all = APIRouter(tags=["Server"])
-GENERATION = errors(403, 404, 429, 504)
+GENERATION = described.IS_GONE | errors(403, 404, 429, 504)
 
 
 @openai.post("/v1/chat/completions", responses=described.CHAT | GENERATION)
@@ -228,7 +233,11 @@ async def session(
 
 
 @activations.head("/session/{session_id}/data", include_in_schema=False)
-@activations.get("/session/{session_id}/data", response_class=Response, responses=described.DATA | errors(404, 429))
+@activations.get(
+    "/session/{session_id}/data",
+    response_class=Response,
+    responses=described.DATA | described.IS_GONE | errors(404, 429),
+)
 async def session_data(
     session_id: SessionId,
     backend: Actors,
@@ -371,7 +380,7 @@ def _apart(values: list[str] | None, field: str) -> tuple[str, ...] | None:
     if not all(parts):
         raise RequestError("a name is empty: leave the field out for all", field)
     if len(parts) > MOST_NAMES:
-        raise RequestError(f"{len(parts)} names are more than the {MOST_NAMES} that one download may name", field)
+        raise RequestError(f"{len(parts)} names are more than the {MOST_NAMES} that one request may name", field)
     return parts
 
 
@@ -395,6 +404,7 @@ async def _job(body: Generation, request: Request, backend: Backend, who: Accoun
         schema=body.enforced_schema,
         capture=body.capturing,
         interventions=tuple(body.interventions or ()),
+        variants=tuple(map(tuple, body.variants or ())),
         logit_lens=body.logit_lens,
         session_id=body.session_id or "-".join(filter(None, [f"auto-{datetime.now(UTC):%Y-%m-%d}", who.owner])),
         **own,
@@ -466,12 +476,14 @@ def build_api(backend: Backend, options: Options, keys: Keys) -> FastAPI:
             expose_headers=["X-Request-Id", "Retry-After", "Accept-Ranges", "Content-Range", "ETag", PROFILE],
         )
     install(api)
+    # These take any query: load balancers and browsers add what is theirs, and a socket has no body to answer with.
     api.include_router(open_to_all)
     api.include_router(documentation.router)
     api.include_router(remote.sockets)  # the guard looks at its key, too
     for router in (openai, tokens, explored, models, activations, tensors, profiles, remote.router, server):
         if keys:
-            api.include_router(router, dependencies=[Security(BEARER)], responses=errors(401))
+            dependencies = [Security(BEARER), Depends(known_query)]
+            api.include_router(router, dependencies=dependencies, responses=errors(401))
         else:
-            api.include_router(router)
+            api.include_router(router, dependencies=[Depends(known_query)])
     return api

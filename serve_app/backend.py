@@ -13,11 +13,12 @@ from deployments.activations.accounts import Account
 from deployments.activations.downloads import Choice, Found
 from deployments.activations.facts import StoreError
 from deployments.activations.filters import Filter
-from deployments.activations.profiles import Profile
+from deployments.activations.reads_runs import survived
 from deployments.client_code.board import connect as board
 from deployments.errors import RequestError
 from deployments.messages import Job
 from deployments.options import Options
+from deployments.points.profiles import Profile
 from serve_app.asking import answered, stored
 from serve_app.code_jobs import CodeJobs
 from serve_app.errors import UNAVAILABLE, ApiError
@@ -43,13 +44,14 @@ class Backend:
         metrics: Prometheus text of all nodes.
     """
 
-    def __init__(self, options: Options, app: str, store: Any) -> None:
+    def __init__(self, options: Options, app: str, store: Any, reader: Any) -> None:
         """Find the models.
 
         Args:
             options: The operator's.
             app: The ingress's Serve application.
             store: The activation store's handle.
+            reader: Its reader's.
         """
         self.models = Models(options, app)
         self.loader = Loader(options, self.models)
@@ -58,6 +60,7 @@ class Backend:
         self.reads_unowned = options.unowned == "shared"
         self.metrics = Exposition(_exporters)
         self._store = store
+        self._reader = reader
         self._max_tensor_bytes = options.max_tensor_store_bytes, options.max_owner_tensor_bytes
 
     async def sessions(self, account: Account, limit: int, after: str | None, filter: Filter) -> list[dict[str, Any]]:
@@ -66,7 +69,7 @@ class Backend:
         Raises:
             ApiError: 503.
         """
-        return await stored(self._store.sessions.remote(limit, after, filter, account))  # type: ignore[no-any-return]
+        return await stored(self._reader.sessions.remote(limit, after, filter, account))  # type: ignore[no-any-return]
 
     async def runs(self, account: Account, filter: Filter, limit: int, after: str | None) -> list[dict[str, Any]]:
         """Stored runs of the filter, the oldest first.
@@ -75,7 +78,7 @@ class Backend:
             RequestError: There is no run `after`.
             ApiError: 503.
         """
-        return await stored(self._store.runs.remote(filter, limit, after, account))  # type: ignore[no-any-return]
+        return await stored(self._reader.runs.remote(filter, limit, after, account))  # type: ignore[no-any-return]
 
     async def session(
         self, account: Account, session_id: str, limit: int = 100, after: str | None = None
@@ -86,7 +89,7 @@ class Backend:
             RequestError: It has no run `after`.
             ApiError: 404; 503.
         """
-        found: dict[str, Any] | None = await stored(self._store.session.remote(session_id, limit + 1, after, account))
+        found: dict[str, Any] | None = await stored(self._reader.session.remote(session_id, limit + 1, after, account))
         if found is None:
             raise _no_session(session_id)
         runs, has_more = fitting(found["runs"], limit)
@@ -146,16 +149,19 @@ class Backend:
             tag: Of the download that is gone on with: runs that were stored since it began are left out.
 
         Raises:
-            RequestError: There is no such run or point, too much for one file, or too many wait for pages.
+            RequestError: There is no such run or point, too much for one file, or too many wait for pages; 410, a file
+                of them is gone.
+            StoreError: A file of them is damaged.
             ApiError: 404; 503.
         """
-        asked = self._store.find_data.remote(choice, tag, account)
+        what = f"session {choice.session_id}"
+        asked = survived(self._reader.find_data.remote(choice, tag, account), what)
         found: Found | None = await answered(asked, "the activation store", PLAN_S)
         if found is None:
             raise _no_session(choice.session_id)
 
         async def read(first: int, end: int) -> bytes:
-            asked = self._store.data_page.remote(choice, found.tag, first, end, account)
+            asked = survived(self._reader.data_page.remote(choice, found.tag, first, end, account), what)
             return await answered(asked, "the activation store", PLAN_S)  # type: ignore[no-any-return]
 
         return Download(found.tag, found.length, read)

@@ -141,7 +141,7 @@ CHAT_EXAMPLES: dict[str, Any] = {
         },
     },
     "logit lens": {
-        "summary": "says with each token what two layers would have put in its place",
+        "summary": "two layers' top tokens at the position that predicts each token",
         "value": {
             "model": "vitrine-demo",
             **_SPOKEN,
@@ -156,12 +156,14 @@ COMPLETION_EXAMPLES: dict[str, Any] = {
 }
 
 _MODEL: dict[str, Any] = {"id": "vitrine-demo", "object": "model", "owned_by": "vitrine", "created": 1763700000}
-_MODEL |= {"max_model_len": 4096, "savepoints": [], "revision": "1ce1f1b1bc4fcb7a4a8c9e3dd4f3f9b1c7a2a5d0"}
+_MODEL |= {"max_model_len": 4096, "tokens_depend_on_batch": False, "savepoints": []}
+_MODEL |= {"revision": "1ce1f1b1bc4fcb7a4a8c9e3dd4f3f9b1c7a2a5d0"}
 _MODEL |= {"options": {"dtype": "float32", "max_running": 64}, "versions": {"vitrine": "0.1.0", "torch": "2.13.0"}}
+_MODEL |= {"source": "/home/you/vitrine/deployments/demo_model/weights"}
 MODEL = answers(_MODEL)
 MODELS = answers({"object": "list", "data": [_MODEL]})
 
-TOKENS = answers({"count": 3, "max_model_len": 4096, "tokens": [318, 402, 17], "token_strs": None})
+TOKENS = answers({"count": 3, "max_model_len": 4096, "tokens": [318, 402, 17], "token_strs": None, "token_texts": None})
 TEXT = answers({"prompt": "Ann has 3"})
 LOADED = answers({"ok": True, "model": "Qwen/Qwen3-0.6B", "savepoints": []})
 UNLOADED = answers({"ok": True, "model": "Qwen/Qwen3-0.6B"})
@@ -222,6 +224,10 @@ UNSHARED = answers({"id": "first-steps", "object": "session", "shared": False})
 IS_PINNED = _failure(
     "The session is pinned.",
     ApiError(409, "session 'first-steps' is pinned: unpin it before you delete it", "session_id", "session_pinned"),
+)
+IS_GONE = _failure(
+    "The file of stored runs was taken away, though nobody deleted them.",
+    ApiError(410, "the file ...-000001.arrow of stored runs is gone, and what was in it", None, "file_gone"),
 )
 DELETED = answers({"id": "first-steps", "object": "session", "deleted": True})
 

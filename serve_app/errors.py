@@ -23,6 +23,7 @@ from ray.exceptions import RayError, RayTaskError
 from ray.serve.exceptions import RayServeException
 from starlette.exceptions import HTTPException
 from starlette.types import Scope
+from starlette.websockets import WebSocket
 
 from deployments.activations.facts import StoreError
 from deployments.errors import RequestError
@@ -89,6 +90,16 @@ class ApiError(Exception):
         if NNSIGHT in dict(scope["headers"]):
             body["detail"] = self.message  # the field that nnsight's client shows
         return JSONResponse(body, self.status, self.headers)
+
+    async def close(self, socket: WebSocket) -> None:
+        """Refuse a socket by a message in it.
+
+        Without one nnsight's client shows a bare `Handshake status 403 Forbidden`. It reads the name of its listener,
+        posts its block, and shows why that is refused, too.
+        """
+        await socket.accept()
+        await socket.send_json({"session_id": "", **self.body})
+        await socket.close(1008)  # a policy violation
 
 
 def render(error: Exception, request_id: str) -> ApiError:

@@ -10,6 +10,7 @@ from fastapi.security import HTTPBearer
 from starlette.datastructures import Headers
 from starlette.requests import HTTPConnection
 from starlette.types import ASGIApp, Receive, Scope, Send
+from starlette.websockets import WebSocket
 
 import serve_app.documentation as documentation
 from deployments.options import Options
@@ -20,6 +21,9 @@ from serve_app.middleware import path_of
 
 HEALTH = "/health"  # load balancers ask for it by any name and without a key
 OPEN = frozenset({HEALTH, "/openapi.json"}) | documentation.PATHS  # for browsers; they hold nobody's data
+NO_KEY = (
+    "no valid API key: send one of this server's as `Authorization: Bearer <key>`, nnsight's client as NDIF_API_KEY"
+)
 NNSIGHT = b"ndif-api-key"  # the header in which nnsight's clients send theirs
 # nnsight's clients fetch results without a key; the address holds a token that only the job's client was told.
 RESULT = re.compile(r"/response/[0-9a-f]{32}/result")
@@ -41,13 +45,14 @@ class Guard:
         error = None if path_of(scope) == HEALTH else self._hosts.refusal(Headers(scope=scope))
         caller = self._caller(scope)
         if caller is None:
-            message = "no valid API key: send one of this server's as `Authorization: Bearer <key>`"
-            error = error or ApiError(401, message, None, "invalid_api_key")
+            error = error or ApiError(401, NO_KEY, None, "invalid_api_key")
         if error is None:
             scope.setdefault("state", {})["caller"] = caller
             return await self._app(scope, receive, send)
         if scope["type"] == "websocket":
-            return await send({"type": "websocket.close", "code": 1008})  # a policy violation
+            if error.status == 401:
+                return await error.close(WebSocket(scope, receive, send))
+            return await send({"type": "websocket.close", "code": 1008})  # to pages of others no socket opens
         return await error.response(scope)(scope, receive, send)
 
     def _caller(self, scope: Scope) -> Caller | None:

@@ -13,8 +13,9 @@ from ray.serve.context import _get_global_client  # the one way to learn where t
 from ray.serve.handle import DeploymentHandle
 
 from deployments.activations.permissions import make_private
+from deployments.activations.reads_runs import connect_reader
 from deployments.activations.retention import Retention
-from deployments.activations.store import connect
+from deployments.activations.store import check_code, connect
 from deployments.exposure import check_http, check_ray
 from deployments.options import Options
 from serve_app.api import build_api
@@ -49,7 +50,8 @@ class Ingress:
         check_http(options, bool(keys), controller.http_config.host)
         self._options = options
         self._keys = keys
-        self._store = connect(options.activations_dir)
+        self._store = connect(options.activations_dir, options.archive, options.archive_cache_bytes)
+        self._reader = connect_reader(options.activations_dir, options.archive)
 
     async def __serve_build_asgi_app__(self) -> FastAPI:
         """Serve calls this in the replica; it fails where the activation store cannot use its directory."""
@@ -57,8 +59,11 @@ class Ingress:
         limits = Retention(*(getattr(self._options, field.name) for field in fields(Retention)))
         if not self._keys:  # nothing has an owner
             limits = replace(limits, max_owner_bytes=None, max_owner_sessions=None)
-        await self._store.retain.remote(limits)
-        backend = Backend(self._options, serve.get_replica_context().app_name, self._store)
+        await check_code(self._options.activations_dir, self._store)
+        await self._store.check_archive.remote(self._options.archive or "")
+        application = serve.get_replica_context().app_name
+        await self._store.retain.remote(limits, application=application)
+        backend = Backend(self._options, application, self._store, self._reader)
         # Each body of many lists has Python's collector look through all that is there: what stays is left out of that.
         gc.freeze()
         return build_api(backend, self._options, self._keys)

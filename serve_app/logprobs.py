@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
-from deployments.messages import Scored, Spelled, TokenLens, TokenLogprob
+from deployments.messages import LayerTop, Scored, Spelled, TokenLens, TokenLogprob
 
 LEAST = -9999.0  # what OpenAI says of a token that is all but impossible; JSON has no -inf
 
@@ -34,22 +34,23 @@ def of_completion(tokens: Sequence[TokenLogprob]) -> dict[str, Any] | None:
     }
 
 
-def of_lens(tokens: Sequence[TokenLens]) -> dict[str, Any]:
+def of_lens(tokens: Sequence[TokenLens], prompt: Sequence[TokenLens] = ()) -> dict[str, Any]:
     """`choices[].logit_lens` of both."""
-    content = [
-        _token(one.token, one.spelled)
-        | {
-            "layers": [
-                {
-                    "layer": layer,
-                    "top": [_token(id, spelled) | {"logprob": max(value, LEAST)} for id, spelled, value in top],
-                }
-                for layer, top in one.layers
-            ]
-        }
-        for one in tokens
+    found = {"content": list(map(_lens, tokens))}
+    return found | {"prompt": list(map(_lens, prompt))} if prompt else found
+
+
+def _lens(one: TokenLens) -> dict[str, Any]:
+    place = {} if one.position is None else {"position": one.position}
+    return place | _token(one.token, one.spelled) | {"layers": list(map(_layer, one.layers))}
+
+
+def _layer(one: LayerTop) -> dict[str, Any]:
+    top = [_token(id, spelled) | {"logprob": max(value, LEAST)} for id, spelled, value in one.top]
+    targets = [
+        _token(id, spelled) | {"logprob": max(value, LEAST), "rank": rank} for id, spelled, value, rank in one.targets
     ]
-    return {"content": content}
+    return {"layer": one.layer, "top": top} | ({"targets": targets} if targets else {})
 
 
 def _token(id: int, spelled: Spelled) -> dict[str, Any]:

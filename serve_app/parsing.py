@@ -5,13 +5,13 @@ from __future__ import annotations
 import codecs
 import json
 import re
-from collections.abc import Iterable, Mapping
-from typing import Any, TypeVar
+from collections.abc import Iterable, Iterator, Mapping
+from typing import Any, TypeVar, get_args
 
 import jiter
 from pydantic import BaseModel, ValidationError
 
-from deployments.errors import RequestError
+from deployments.errors import RequestError, nearest
 
 M = TypeVar("M", bound=BaseModel)
 MOST_NESTED = 10_000  # lists and objects of a body: each becomes objects of Python, in the server as well
@@ -32,7 +32,7 @@ def parsed(kind: type[M], raw: bytes) -> M:
             _check_nested(values)
         return kind.model_validate(values)
     except ValidationError as error:
-        raise invalid(error.errors(include_url=False, include_input=False)) from None
+        raise invalid(error.errors(include_url=False, include_input=False), kind) from None
     except RecursionError:
         raise RequestError("the body is nested too deeply", None, "invalid_json") from None
 
@@ -77,21 +77,68 @@ def _values(raw: bytes) -> Any:
         raise RequestError(f"the body is no valid JSON: {str(error)[:200]}", None, "invalid_json") from None
 
 
-def invalid(errors: Iterable[Mapping[str, Any]]) -> RequestError:
+def invalid(errors: Iterable[Mapping[str, Any]], kind: type[BaseModel] | None = None) -> RequestError:
     """What does not fit, by the path of its field: one of pydantic's errors.
 
-    A value that fits no branch of a union brings an error for each; the deepest tells most.
+    A value that fits no branch of a union brings an error for each; the deepest tells most. A field that was misspelt
+    tells more than that it is missing.
+
+    Args:
+        errors: All of pydantic's.
+        kind: The body's; of an unknown field the nearest name that it has is told.
     """
     first, *others = errors
     same = [first, *(one for one in others if one["loc"][:1] == first["loc"][:1])]
-    worst = max(same, key=lambda one: len(one["loc"]))
+    deepest = max(len(one["loc"]) for one in same)
+    misspelt = [one for one in same if len(one["loc"]) == deepest and _nearest(one, kind)]
+    worst = misspelt[0] if misspelt else max(same, key=lambda one: len(one["loc"]))
     context = worst.get("ctx", {})
     if worst["type"] == "extra_forbidden":
         path = ".".join(filter(None, [_path(worst["loc"][:-1]), str(worst["loc"][-1])]))[:MOST_PATH]
-        return RequestError(f"unknown field {path!r}", path, "unknown_field")
+        return RequestError(f"unknown field {path!r}{_nearest(worst, kind)}", path, "unknown_field")
     path = context.get("field") or f"{_path(worst['loc'])}{context.get('inner', '')}"[:MOST_PATH]
     message = NO_TEXT if worst["type"] == "string_unicode" else worst["msg"].removeprefix("Value error, ")
     return RequestError(f"{path}: {message}" if path else message, path or None)
+
+
+def _nearest(error: Mapping[str, Any], kind: type[BaseModel] | None) -> str:
+    """The end of the message on an unknown field; empty where no field of its object has a name like it."""
+    if kind is None or error["type"] != "extra_forbidden":
+        return ""
+    *location, name = error["loc"]
+    return nearest(str(name), _fields(kind, location))
+
+
+def _fields(kind: type[BaseModel], location: Iterable[int | str]) -> set[str]:
+    """The names of the fields that objects at a place of a body may have: of any branch, where there are several."""
+    kinds = [kind]
+    for part in location:
+        inner = [model for one in kinds for name, model in _models(one) if name == part]
+        # A branch of a union is named after its class, or `op:` and the operation.
+        branch = [one for one in kinds if part in (one.__name__, *_tags(one))]
+        kinds = inner or branch or kinds
+    return {name for one in kinds for name in _names(one)}
+
+
+def _names(kind: type[BaseModel]) -> dict[str, Any]:
+    """The types of a model's fields, by the names that a body calls them."""
+    return {field.alias or name: field.annotation for name, field in kind.model_fields.items()}
+
+
+def _tags(kind: type[BaseModel]) -> list[str]:
+    """What a branch is called that says by its field `op` which it is."""
+    return [f"op:{value}" for value in get_args(_names(kind).get("op"))]
+
+
+def _models(kind: type[BaseModel]) -> Iterator[tuple[str, type[BaseModel]]]:
+    """The names of a model's fields that hold objects, and of which models these are."""
+    for name, annotation in _names(kind).items():
+        left = [annotation]
+        while left:
+            one = left.pop()
+            if isinstance(one, type) and issubclass(one, BaseModel):
+                yield name, one
+            left += get_args(one)
 
 
 def _path(location: tuple[int | str, ...]) -> str:

@@ -10,10 +10,10 @@ from dataclasses import replace
 from typing import Any
 
 from deployments.activations.accounts import OPERATOR, Account
-from deployments.activations.profiles import NONE, Profile
-from deployments.activations.spec import Capture
 from deployments.errors import RequestError
 from deployments.messages import Job
+from deployments.points.profiles import NONE, Profile
+from deployments.points.spec import Capture
 from serve_app.asking import stored
 from serve_app.errors import UNAVAILABLE, ApiError
 

@@ -47,9 +47,17 @@ class Envelope(Wire):
     env: Annotated[dict[Name, Any], Field(max_length=16), free()] = Field(default_factory=dict)
 
 
+def _off() -> ApiError:
+    return ApiError(403, OFF, None, "client_code_off")
+
+
+def _not_code() -> ApiError:
+    return ApiError(403, NOT_CODE, None, "insufficient_permissions")
+
+
 async def _jobs(backend: Actors) -> CodeJobs:
     if backend.jobs is None:
-        raise ApiError(403, OFF, None, "client_code_off")
+        raise _off()
     return backend.jobs
 
 
@@ -60,7 +68,7 @@ async def _is_nnsight(connection: HTTPConnection) -> None:
 
 async def _runs_code(sender: Sender) -> None:
     if not sender.may_run_code:
-        raise ApiError(403, NOT_CODE, None, "insufficient_permissions")
+        raise _not_code()
 
 
 JobId = Annotated[str, Path(max_length=64)]
@@ -122,9 +130,9 @@ async def whoami(connection: HTTPConnection, jobs: Jobs) -> dict[str, Any]:
 async def subscribe(socket: WebSocket, backend: Actors, who: Who) -> None:
     """Tell a listener its name, then all that becomes of its jobs; when it goes, they are stopped."""
     if backend.jobs is None:
-        return await socket.close(1008, OFF)
+        return await _off().close(socket)
     if not socket.state.caller.may_run_code:
-        return await socket.close(1008, NOT_CODE)
+        return await _not_code().close(socket)
     jobs = backend.jobs
     listener = await jobs.listen(who.owner)
     tasks: list[asyncio.Task[None]] = []

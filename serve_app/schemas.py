@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+import secrets
 from collections.abc import Sequence
 from typing import Annotated, Any, Literal
 
@@ -10,11 +11,11 @@ from pydantic import AfterValidator, Field, ValidationInfo, field_validator, mod
 from pydantic_core import PydanticCustomError
 
 from deployments.activations.facts import check_session_id
-from deployments.activations.interventions import Interventions
-from deployments.activations.logit_lens import LogitLens
-from deployments.activations.profiles import Profile, ProfileName
-from deployments.activations.spec import MOST_PROMPTS, Capture
 from deployments.engine.request import MOST_LOGPROBS, Sampling
+from deployments.points.interventions import Interventions, Variants
+from deployments.points.logit_lens import LogitLens
+from deployments.points.profiles import Profile, ProfileName
+from deployments.points.spec import MOST_PROMPTS, Capture
 from serve_app.forms import NamedTool, ResponseFormat, TemplateKwargs, Tools
 from serve_app.ignored import Ignored
 from serve_app.wire import MOST_TOKENS, LongText, Name, TokenId, Unread, Wire, free, packed, unread
@@ -137,6 +138,7 @@ class Generation(Wire):
     store_activations: bool | None = None
     capture: Capture | None = None
     interventions: Interventions | None = None
+    variants: Variants | None = None
     logit_lens: LogitLens | None = None
     intervention_profile: ProfileName | None = None
     session_id: Annotated[str, Field(max_length=128)] | None = None
@@ -167,10 +169,18 @@ class Generation(Wire):
             raise ValueError("store_activations is false, but capture asks for activations")
         return self
 
+    @field_validator("variants")
+    @classmethod
+    def _has_one_answer_each(cls, value: Variants | None, info: ValidationInfo) -> Variants | None:
+        for name, other in (("n", info.data.get("n") not in (None, 1)), ("stream", info.data.get("stream"))):
+            if value is not None and other:
+                raise ValueError(f"each variant is one choice of a whole answer: leave {name} out")
+        return value
+
     @property
     def choices(self) -> int:
         """How many choices each prompt gets."""
-        return self.n or 1
+        return len(self.variants) if self.variants else self.n or 1
 
     @property
     def sequences(self) -> int:
@@ -184,7 +194,7 @@ class Generation(Wire):
             temperature=1.0 if self.temperature is None else self.temperature,
             top_p=1.0 if self.top_p is None else self.top_p,
             top_k=max(self.top_k or 0, 0),  # -1 is vLLM's word for none
-            seed=self.seed,
+            seed=secrets.randbits(63) if self.variants and self.seed is None else self.seed,  # variants share one
             min_p=self.min_p or 0.0,
             repetition_penalty=self.repetition_penalty or 1.0,
             presence_penalty=self.presence_penalty or 0.0,
@@ -316,6 +326,13 @@ class CompletionRequest(Generation):
     def sequences(self) -> int:
         """How many are run for each prompt; the likeliest become its choices."""
         return self.best_of or self.choices
+
+    @model_validator(mode="after")
+    def _variants_have_one_prompt(self) -> CompletionRequest:
+        if self.variants and (len(self.prompts) > 1 or self.best_of):
+            told = {"field": "variants"}
+            raise PydanticCustomError("value_error", "send one prompt with variants, and leave out best_of", told)
+        return self
 
     @property
     def prompts(self) -> list[str | Sequence[int]]:

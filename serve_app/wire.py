@@ -11,7 +11,7 @@ from pydantic import AfterValidator, Field, GetJsonSchemaHandler
 from pydantic.json_schema import JsonSchemaValue
 from pydantic_core import CoreSchema, PydanticCustomError
 
-from deployments.activations.strict import Strict
+from deployments.points.strict import Strict
 
 MOST_TOKENS = 1 << 20  # of a prompt: the longest context of any model
 MOST_TEXT = 16 * MOST_TOKENS  # characters

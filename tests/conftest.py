@@ -5,7 +5,6 @@ from __future__ import annotations
 import os
 import secrets
 import signal
-import socket
 import subprocess
 import sys
 import tempfile
@@ -23,6 +22,7 @@ import pytest
 
 from deployments.options import default_models_dir
 from deployments.smollm2 import FetchError, bring
+from vitrine.serving import free_port
 
 ROOT = Path(__file__).parent.parent
 BIN = Path(sys.executable).parent
@@ -31,12 +31,6 @@ MODELS = default_models_dir()  # this machine's: `cluster` has another
 
 # Before Ray is imported, which reads it once. An earlier Ray on this machine may have left another token.
 os.environ |= {"RAY_AUTH_MODE": "token", "RAY_AUTH_TOKEN": secrets.token_hex(32)}
-
-
-def free_port() -> int:
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return int(probe.getsockname()[1])
 
 
 @dataclass(frozen=True)

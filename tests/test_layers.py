@@ -14,6 +14,7 @@ ROOT = Path(__file__).parent.parent
 # From high to low. A module belongs to the longest prefix that fits.
 STAIRS = [
     "benchmarks",
+    "vitrine",
     "evals",
     "serve_app",
     "deployments.collect",
@@ -43,6 +44,7 @@ STAIRS = [
     "deployments.engine",
     "deployments.smollm2",
     "deployments.activations",
+    "deployments.points",
     "deployments.model_names",
     "deployments.gguf_files",
     "deployments.gguf_tokenizers",
@@ -50,14 +52,18 @@ STAIRS = [
     "deployments.demo_model",
     "deployments.clusters",
     "deployments.exposure",
+    "deployments.options_table",
     "deployments.options",
     "deployments.errors",
+    "deployments.installed",
+    "vitrine.points",  # names of points, which client and server share
 ]
 # The evaluator reaches the server over HTTP, and stored files by their reader: of all that is below, it may use these.
 EVALS_MAY = {
     "evals",
     "deployments.activations",
     "deployments.clusters",
+    "deployments.points",
     "deployments.demo_model",
     "deployments.options",
 }
@@ -65,7 +71,7 @@ EVALS_MAY = {
 
 def modules() -> dict[str, Path]:
     found = {}
-    for top in ("serve_app", "deployments", "evals", "benchmarks"):
+    for top in ("vitrine", "serve_app", "deployments", "evals", "benchmarks"):
         for path in (ROOT / top).rglob("*.py"):
             parts = path.relative_to(ROOT).with_suffix("").parts
             found[".".join(parts[:-1] if parts[-1] == "__init__" else parts)] = path
@@ -114,6 +120,19 @@ def test_the_evaluator_knows_the_server_by_http_only():
     for name in MODULES:
         if step(name) == "evals":
             assert {step(imported) for imported in imports(name) if step(imported)} <= EVALS_MAY, name
+
+
+def test_the_client_and_the_server_know_each_other_by_http_only():
+    for name in MODULES:
+        others = {step(imported) for imported in imports(name)} - {step(name), "vitrine.points"}
+        assert "vitrine" not in others or step(name) == "benchmarks", name
+        assert step(name) != "vitrine" or not others, name
+
+
+@pytest.mark.parametrize("absent", ["torch", "ray", "pandas", "matplotlib", "pyarrow.dataset"])
+def test_the_client_is_light(absent):
+    code = f"import sys, vitrine; vitrine.connect; sys.exit({absent!r} in sys.modules)"
+    subprocess.run([sys.executable, "-c", code], cwd=ROOT, check=True)
 
 
 @pytest.mark.parametrize("name", [name for name in sorted(MODULES) if step(name) == "deployments.engine"])

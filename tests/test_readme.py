@@ -58,7 +58,7 @@ def test_a_shell_command_of_the_readme_works(served, command):
 
 
 @pytest.mark.parametrize(
-    "code", [block for language, block in BLOCKS if language == "python"], ids=["openai", "engine"]
+    "code", [block for language, block in BLOCKS if language == "python"], ids=["openai", "client", "engine"]
 )
 def test_a_python_example_of_the_readme_works(served, code):
     done = subprocess.run(

@@ -1,4 +1,4 @@
-"""Capture points, and the files that captured activations are kept in.
+"""The files that captured activations are kept in, and who writes and reads them.
 
 `load("file:///.../session/shard.arrow", run_id="...")["layers.8.output"]` is a torch tensor
 `[tokens, hidden]`; of attention patterns, a sequence of tensors. Nothing here imports Ray:

@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any
 from deployments.activations.facts import check_session_id
 from deployments.activations.filters import EVERYTHING, Filter, tag_pairs
 from deployments.activations.printing import size, table, time
-from deployments.options import home
+from deployments.options import STORE_VARIABLE, default_store, home
 
 if TYPE_CHECKING:
     from deployments.activations.objects import AnyRoot
@@ -30,14 +30,14 @@ class UserError(Exception):
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Run a command; 0 where it did what was asked, 1 where it could not, 2 where it was not understood."""
-    from deployments.activations.objects import beside
     from deployments.activations.permissions import restrict
     from deployments.activations.pulling import PullError
 
     args = _parser().parse_args(argv)
     try:
         args.dir = _at(args.dir)
-        restrict(args.to.expanduser() if "to" in args else beside(args.dir))
+        if "to" in args or isinstance(args.dir, Path):
+            restrict(args.to.expanduser() if "to" in args else args.dir)
         return int(args.run(args))
     except (UserError, PullError, ValueError, OSError) as error:
         print(f"{args.prog}: {error}", file=sys.stderr)
@@ -65,7 +65,7 @@ def _ls(args: argparse.Namespace) -> int:
 
 
 def _show(args: argparse.Namespace) -> int:
-    found = _session(args.dir, args.session, _filter(args))
+    found = _session(args.dir, args.session, _filter(args), or_run=True)
     total = f"{found['runs_count']} runs, {found['tokens']} tokens, {size(found['bytes'])}"
     print(f"{found['id']}: {total}, {time(found['created'])} to {time(found['updated'])}\n")
     kinds = {(name, _shape(point), point["dtype"]) for run in found["runs"] for name, point in run["points"].items()}
@@ -223,14 +223,22 @@ def _catalogue(root: AnyRoot) -> Any:
 
 
 def _pins(root: AnyRoot) -> Any:
+    from deployments.activations.manifest import catalogue_of
     from deployments.activations.pins import Pins
 
-    return Pins(_root(root))
+    found = _root(root)
+    if isinstance(found, Path):
+        return Pins(found)
+    pinned = "SELECT session FROM records WHERE kind = 'pin' AND value IS NOT NULL"
+    return {session for (session,) in catalogue_of(found).execute(pinned)}
 
 
-def _session(folder: AnyRoot, session: str, filter: Filter = EVERYTHING) -> dict[str, Any]:
+def _session(folder: AnyRoot, session: str, filter: Filter = EVERYTHING, or_run: bool = False) -> dict[str, Any]:
     check_session_id(session)
-    found: dict[str, Any] | None = _catalogue(folder).session(session, filter=filter)
+    catalogue = _catalogue(folder)
+    found: dict[str, Any] | None = catalogue.session(session, filter=filter)
+    if found is None and or_run and (entry := catalogue.find(session)):
+        found = catalogue.session(entry.facts.session_id, filter=filter._replace(runs=(session,)))
     if found is None:
         that_fits = "" if filter == EVERYTHING else " with a run that fits"
         raise UserError(f"there is no session {session!r}{that_fits} in {folder}")
@@ -275,9 +283,9 @@ def _parser() -> argparse.ArgumentParser:
 
     def command(name: str, run: Any, help: str) -> argparse.ArgumentParser:
         added = commands.add_parser(name, help=help, description=help, allow_abbrev=False)
+        where = "the store's directory, or its archive's URI, s3://bucket/prefix?region=...; by default"
         folder = home() / "activations"
-        where = "the store's directory, or its URI, s3://bucket/prefix?region=...; by default"
-        added.add_argument("--dir", default=str(folder), help=f"{where} {folder}")
+        added.add_argument("--dir", default=default_store(), help=f"{where} ${STORE_VARIABLE}, else {folder}")
         added.set_defaults(run=run, command=name)
         return added
 
@@ -296,7 +304,7 @@ def _parser() -> argparse.ArgumentParser:
     added.add_argument("--runs", action="store_true", help="list the runs instead, the oldest first")
     filtered(added)
     added = command("show", _show, "a session's points, runs and files")
-    added.add_argument("session")
+    added.add_argument("session", help="or the id of a run, to show it alone")
     filtered(added)
     added = command("export", _export, "write runs as files of another format")
     added.add_argument("to", type=Path, help="the directory for the files")

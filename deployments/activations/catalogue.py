@@ -8,20 +8,28 @@ import math
 import sqlite3
 import time
 import weakref
-from collections import Counter
 from collections.abc import Callable, Collection, Iterable, Sequence
+from pathlib import Path
 from threading import Lock
 from typing import Any, TypeVar
 
 from deployments.activations.database import Kept, in_memory, transaction
-from deployments.activations.entries import ENTRIES, Entry, StoredFile, entries_of, tag_line
+from deployments.activations.entries import ENTRIES, OFFSET, Entry, StoredFile, entries_of, tag_line
 from deployments.activations.facts import StoreError
-from deployments.activations.filling import forget, put, refresh
+from deployments.activations.filling import put, refresh
 from deployments.activations.filters import EVERYTHING, Filter
-from deployments.activations.objects import AnyRoot, beside
+from deployments.activations.manifest import Manifest, catalogue_of, catch_up, fill_new
+from deployments.activations.objects import Place
 from deployments.errors import RequestError
 
 _T = TypeVar("_T")
+
+
+class _Nothing:
+    """Stands for no answer."""
+
+
+_NOTHING = _Nothing()
 
 
 logger = logging.getLogger(__name__)
@@ -43,59 +51,104 @@ _FAULTS = {
 }
 _SUMS = """SELECT session, count(*), sum(tokens), sum(bytes), json_group_array(DISTINCT model),
     min(created), max(created) FROM runs INDEXED BY runs_by_session"""
+_ALL_SUMS = """SELECT session, sum(runs), sum(tokens), sum(bytes), json_group_array(model),
+    (SELECT min(created) FROM runs WHERE runs.session = sums.session),
+    (SELECT max(created) FROM runs WHERE runs.session = sums.session) FROM sums"""
 
 
 class Catalogue:
     """Sessions, runs and files. Safe to use from several threads.
 
-    Where the database fails, the catalogue goes on in memory, and the log says why. A statement that SQLite refuses
-    is a `StoreError`, and changes nothing.
+    Where the disk has no room for the database, or lets nothing be written to it, the catalogue answers with what it
+    knew before, and looks at the files again later: they are the truth. Where the database itself fails, the catalogue
+    goes on in memory. The log says why. A statement that SQLite refuses is a `StoreError`, and changes nothing.
 
     Attributes:
-        looks: How often it changed by more than `add` and `drop`: files were looked at, or runs are in others.
+        looks: How often files were looked at: what is known may be otherwise since.
+        archives: Whether its files go to a bucket, too, so that it says of each whether it is there.
+        keeper: What `database.keeper_of` gives while it keeps a directory's database; empty while it is in memory.
     """
 
     def __init__(self) -> None:
         """One that is empty, in memory."""
         self.looks = 0
-        self._changes = Counter[str]()  # by session
+        self.keeper = ""
         self._lock = Lock()
-        self._files: AnyRoot | None = None
+        self._files: Path | None = None
+        self.archives = False
+        self._manifest: Manifest | None = None
         self._again = math.inf  # when to look at the files once more, in the monotonic clock's seconds
-        self._root: AnyRoot | None = None  # whose database it keeps, if it keeps one
+        self._root: Path | None = None  # whose database it keeps, if it keeps one
         self._release: Callable[[], object] = lambda: None
         database = in_memory()
         self._hold(database, database.close)
 
     @classmethod
-    def rebuild(cls, root: AnyRoot) -> Catalogue:
-        """What the files under `root` say; only those are read that its database does not know as they are.
+    def rebuild(cls, root: Path, manifest: Manifest | None = None) -> Catalogue:
+        """What the files under `root` say, and a bucket's manifest; only what its database does not know is read.
 
         Links are not followed, other names are passed over. A directory's database is one catalogue's at a time:
         others are in memory.
+
+        Args:
+            root: The store's directory.
+            manifest: Of the bucket that it archives to. Where it cannot be read the catalogue says what it knew, until
+                `catch_up`.
         """
         catalogue = cls()
+        catalogue._manifest, catalogue.archives = manifest, manifest is not None
         try:
-            beside(root).mkdir(parents=True, exist_ok=True)
-            kept = Kept(beside(root))
+            root.mkdir(parents=True, exist_ok=True)
+            kept = Kept(root, catalogue._fill if manifest else None)
         except (OSError, sqlite3.Error) as error:
             logger.warning("the catalogue of %s is held in memory: %s", root, error)
-            catalogue = cls.copied(root)
+            database = in_memory(root)
+            catalogue._hold(database, database.close)
             catalogue._files = root
-            return catalogue
-        catalogue._hold(kept.connection, kept.close)
-        catalogue._root = catalogue._files = root
+        else:
+            catalogue._hold(kept.connection, kept.close)
+            catalogue._root = catalogue._files = root
         catalogue._guarded(catalogue._look)
+        if catalogue._root is not None:  # else it could not be kept even now
+            kept.say()
+            catalogue.keeper = kept.keeper
         return catalogue
 
+    @property
+    def is_kept(self) -> bool:
+        """Whether it keeps a directory's database, and with it the lock that one process has."""
+        return self._root is not None
+
     @classmethod
-    def copied(cls, root: AnyRoot) -> Catalogue:
-        """The same in memory, beside whoever keeps the directory's database: nothing is written."""
+    def copied(cls, root: Path | Place) -> Catalogue:
+        """The same of a directory or a bucket in memory, beside whoever keeps its database: nothing is written."""
         catalogue = cls()
-        database = in_memory(beside(root))
+        if isinstance(root, Place):
+            catalogue._hold(catalogue_of(root), lambda: None)
+            return catalogue
+        database = in_memory(root)
         catalogue._hold(database, database.close)
         refresh(database, root)
         return catalogue
+
+    def catch_up(self) -> bool:
+        """Learn what the bucket's manifest says; whether there was anything.
+
+        Raises:
+            OSError: The bucket refuses.
+        """
+        manifest, files = self._manifest, self._files
+        if manifest is None or files is None:
+            return False
+        names = manifest.names()
+
+        def caught_up(database: sqlite3.Connection) -> bool:
+            news = catch_up(database, manifest, names, files)
+            if news:
+                self._look(database)
+            return news
+
+        return self._guarded(caught_up)
 
     def close(self) -> None:
         """Let another catalogue keep the database."""
@@ -106,70 +159,50 @@ class Catalogue:
         """Add runs of one file, and the file as it is now; how many bytes more it has than was known."""
         added = list(entries)
 
-        def put_in(database: sqlite3.Connection) -> int:
-            self._changes[session_id] += 1
-            return put(database, session_id, added, file)
+        return self._guarded(lambda database: put(database, session_id, added, file), otherwise=0)
 
-        return self._guarded(put_in)
+    def add_all(self, added: Sequence[tuple[str, Sequence[Entry], StoredFile]]) -> None:
+        """The same of several files, each with its session: all or nothing."""
+
+        def put_in(database: sqlite3.Connection) -> None:
+            with transaction(database):
+                for session_id, entries, file in added:
+                    put(database, session_id, entries, file)
+
+        self._guarded(put_in, otherwise=None)
 
     def look(self) -> None:
         """Look at the files again: others may have changed them."""
         if self._files is not None:
             self._guarded(self._look)
 
-    def small(self, most: int, many: int) -> list[tuple[str, dict[str, int]]]:
-        """Of each session URIs and bytes of objects of at most so many bytes, where it has so many of one kind."""
-        found = self._all(
-            """SELECT session, json_group_object(uri, bytes) FROM files
-            WHERE bytes <= ? AND kind != '' GROUP BY session, kind HAVING count(*) >= ?""",
-            most,
-            many,
-        )
-        return [(session_id, dict(sorted(json.loads(sizes).items()))) for session_id, sizes in found]
+    def change(self, session_ids: Collection[str], work: Callable[[sqlite3.Connection], _T]) -> _T:
+        """Change the database otherwise: what is known of these sessions' runs may be another then."""
 
-    def runs_in(self, session_id: str, uris: Sequence[str]) -> dict[str, dict[str, int]]:
-        """By file of a session its runs, and how many rows each has."""
-        known: dict[str, dict[str, int]] = {uri: {} for uri in uris}
-        found = self._all(
-            """SELECT files.uri, runs.run_id, runs.rows FROM runs JOIN files ON files.id = runs.file
-            WHERE runs.session = ? AND files.uri IN (SELECT value FROM json_each(?))""",
-            session_id,
-            json.dumps(list(uris)),
-        )
-        for uri, run_id, rows in found:
-            known[uri][run_id] = rows
-        return known
+        def changed(database: sqlite3.Connection) -> _T:
+            found = work(database)
+            if session_ids:
+                again = "UPDATE sums SET mark = random() WHERE session IN (SELECT value FROM json_each(?))"
+                database.execute(again, (_listed(session_ids),))
+            return found
 
-    def has(self, uris: Sequence[str]) -> bool:
-        """Whether all these files are known."""
-        return self._guarded(lambda database: _known(database, uris)) == len(uris)
+        return self._guarded(changed)
 
-    def move(self, session_id: str, entries: Sequence[Entry], file: StoredFile, before: Sequence[str]) -> bool:
-        """Say of runs that they are in a file, and no more in those that they were in before.
-
-        False where none of these is known: then it was said already, or the session was deleted.
-        """
-
-        def moved(database: sqlite3.Connection) -> bool:
-            if not _known(database, before):
-                return False
-            forget(database, before)
-            put(database, session_id, entries, file)
-            self.looks += 1
-            return True
-
-        return self._guarded(moved)
+    @property
+    def kept(self) -> Path | None:
+        """The directory whose database this is; None of one that is in memory."""
+        return self._root
 
     def drop(self, session_id: str) -> bool:
         """Forget a session; false if it was not known."""
 
         def dropped(database: sqlite3.Connection) -> bool:
-            self._changes[session_id] += 1
             with transaction(database):
                 database.execute("DELETE FROM files WHERE session = ?", (session_id,))
+                database.execute("DELETE FROM sums WHERE session = ?", (session_id,))  # at once, and not run by run
                 return database.execute("DELETE FROM runs WHERE session = ?", (session_id,)).rowcount > 0
 
-        return self._guarded(dropped)
+        return self._guarded(dropped, otherwise=True)
 
     def holds(self, session_id: str, run_id: str) -> bool:
         """Whether the session has a run of this id."""
@@ -183,10 +216,15 @@ class Catalogue:
         )
         return {name for (name,) in self._all(named, _listed(names), session_id)}
 
-    def version(self, session_id: str) -> tuple[int, int]:
+    def version(self, session_id: str) -> tuple[int, ...]:
         """As long as it is the same, so is what is known of a session's runs."""
-        with self._lock:  # not in the middle of a change
-            return self.looks, self._changes[session_id]
+        return tuple(mark for (mark,) in self._all("SELECT mark FROM sums WHERE session = ?", session_id))
+
+    def query(self, statement: str, values: Sequence[Any]) -> tuple[str, list[Any]]:
+        """The rows that a statement selects, and who keeps the database that they are from; for `SharedCatalogue`."""
+        rows = self._all(statement, *values)
+        with self._lock:  # where files are to be looked at again, somebody has to ask for it here
+            return self.keeper if self._again == math.inf else "", rows
 
     def knows(self, session_id: str) -> bool:
         """Whether the session has a run."""
@@ -201,10 +239,13 @@ class Catalogue:
         """The bytes of a session's files by their URIs."""
         return dict(self._all("SELECT uri, bytes FROM files WHERE session = ?", session_id))
 
-    def last_runs(self) -> list[tuple[str, float]]:
-        """Of each session that has a run when the last was made, in Unix seconds."""
+    def last_runs(self, session_id: str | None = None) -> list[tuple[str, float]]:
+        """Of one session, or each, that has a run when the last was made, in Unix seconds."""
         last = "SELECT max(created) FROM runs WHERE session = known.session"
-        found = self._all(f"SELECT session, ({last}) FROM (SELECT DISTINCT session FROM files) AS known")
+        if session_id is None:
+            found = self._all(f"SELECT session, ({last}) FROM (SELECT DISTINCT session FROM files) AS known")
+        else:
+            found = self._all(f"SELECT session, ({last}) FROM (SELECT ? AS session) AS known", session_id)
         return [(session_id, created) for session_id, created in found if created is not None]
 
     def find(self, run_id: str) -> Entry | None:
@@ -229,7 +270,7 @@ class Catalogue:
         values = [session_id] if runs is None else [session_id, json.dumps([*runs])]
         return sorted(
             self._all(
-                f"""SELECT runs.run_id, files.uri, runs.offset, runs.bytes FROM runs JOIN files ON files.id = runs.file
+                f"""SELECT runs.run_id, files.uri, {OFFSET}, runs.bytes FROM runs JOIN files ON files.id = runs.file
                 WHERE runs.session = ?{named} ORDER BY runs.rowid LIMIT ?""",
                 *values,
                 -1 if most is None else most,
@@ -243,7 +284,9 @@ class Catalogue:
         """
         where, values = _where(filter)
         where, values = (f"{where} AND session > ?", [*values, after]) if after is not None else (where, values)
-        found = self._all(f"{_SUMS} WHERE {where} GROUP BY session ORDER BY session LIMIT ?", *values, limit)
+        is_of_all = filter._replace(session=None, among=None, without=()) == EVERYTHING
+        of = _ALL_SUMS if is_of_all else _SUMS
+        found = self._all(f"{of} WHERE {where} GROUP BY session ORDER BY session LIMIT ?", *values, limit)
         sums = [
             {
                 "id": session_id,
@@ -256,10 +299,14 @@ class Catalogue:
             }
             for session_id, runs, tokens, size, models, created, updated in found
         ]
-        if sums and filter._replace(session=None, among=None, without=()) == EVERYTHING:
+        if sums and is_of_all:
             between = "SELECT session, sum(bytes) FROM files WHERE session BETWEEN ? AND ? AND rows IS NOT 0"
             sizes = dict(self._all(f"{between} GROUP BY session", sums[0]["id"], sums[-1]["id"]))
             sums = [one | {"bytes": sizes.get(one["id"], one["bytes"])} for one in sums]
+        if sums and self.archives:
+            between = "SELECT session, min(archived) FROM files WHERE session BETWEEN ? AND ? AND rows IS NOT 0"
+            archived = dict(self._all(f"{between} GROUP BY session", sums[0]["id"], sums[-1]["id"]))
+            sums = [one | {"archived": bool(archived.get(one["id"]))} for one in sums]
         return sums
 
     def runs(
@@ -281,7 +328,7 @@ class Catalogue:
         order = "ORDER BY runs.created, runs.run_id, runs.session"
         which = f"SELECT runs.rowid FROM runs WHERE {where} {order} LIMIT ?"
         found = self._all(f"{ENTRIES} WHERE runs.rowid IN ({which}) {order}", *values, -1 if limit is None else limit)
-        return [_run(entry) for entry in entries_of(found)]
+        return [_run(entry, self.archives) for entry in entries_of(found)]
 
     def session(
         self, session_id: str, limit: int | None = None, after: str | None = None, filter: Filter = EVERYTHING
@@ -303,11 +350,15 @@ class Catalogue:
     def _all(self, statement: str, *values: Any) -> list[Any]:
         return self._guarded(lambda database: database.execute(statement, values).fetchall())
 
-    def _guarded(self, work: Callable[[sqlite3.Connection], _T]) -> _T:
+    def _guarded(self, work: Callable[[sqlite3.Connection], _T], otherwise: _T | _Nothing = _NOTHING) -> _T:
         """Do something; where the database fails, do it in memory from then on.
 
+        Args:
+            work: What to do.
+            otherwise: What to answer where the disk lets nothing be written: the files say it later.
+
         Raises:
-            StoreError: SQLite refuses the statement.
+            StoreError: SQLite refuses the statement, or the disk a write that has no other answer.
         """
         with self._lock:
             try:
@@ -315,29 +366,51 @@ class Catalogue:
                     self._look_again(self._database)
                 return work(self._database)
             except sqlite3.Error as error:
-                if not _is_at_fault(self._database, error):
+                if not is_at_fault(self._database, error):
                     raise StoreError(f"The catalogue cannot look for that: {error}.") from error
                 root = self._root
                 if root is None:
                     raise
+                if _is_refused(error):
+                    logger.error("the catalogue of %s is not up to date until it can be written: %s", root, error)
+                    self._again = time.monotonic() + _AGAIN_S
+                    if isinstance(otherwise, _Nothing):
+                        raise StoreError(f"The catalogue cannot be written ({error}): make room, or let it.") from error
+                    return otherwise
                 logger.exception("the catalogue of %s is held in memory from now on: %s", root, error)
-            database = in_memory(beside(root))
+            database = in_memory(root)
             self._look_again(database)
             self._hold(database, database.close)
-            self._root = None
+            self._root, self.keeper = None, ""
             return work(database)
 
     def _look(self, database: sqlite3.Connection) -> None:
         """Read files that are not known as they are; what could not be read is tried again after a while."""
         assert self._files is not None
         self.looks += 1
-        self._again = math.inf if refresh(database, self._files) else time.monotonic() + _AGAIN_S
+        self._again = (
+            math.inf
+            if refresh(database, self._files, self._manifest.bases if self._manifest else None)
+            else time.monotonic() + _AGAIN_S
+        )
+
+    def _fill(self, path: Path) -> None:
+        """Put the bucket's newest snapshot where there is no database."""
+        assert self._manifest is not None
+        try:
+            fill_new(path, self._manifest)
+        except OSError:
+            logger.exception(
+                "the manifest of %s cannot be read: only files of the disk are listed", self._manifest.place
+            )
 
     def _look_again(self, database: sqlite3.Connection) -> None:
         """The same where somebody asks for something else: without the files the database answers as far as it can."""
         try:
             self._look(database)
-        except OSError:
+        except (OSError, sqlite3.Error) as error:
+            if isinstance(error, sqlite3.Error) and not _is_refused(error):
+                raise
             logger.exception("%s cannot be looked through: the catalogue is as it was, or empty", self._files)
             self._again = time.monotonic() + _AGAIN_S
 
@@ -348,7 +421,7 @@ class Catalogue:
         release.atexit = False  # a writer's thread may still need it
 
 
-def _is_at_fault(database: sqlite3.Connection, error: sqlite3.Error) -> bool:
+def is_at_fault(database: sqlite3.Connection, error: sqlite3.Error) -> bool:
     """Whether the database failed, and not the statement: then it fails at the plainest one, too."""
     if getattr(error, "sqlite_errorcode", 0) & 0xFF in _FAULTS:  # the rest of an extended code is detail
         return True
@@ -359,10 +432,9 @@ def _is_at_fault(database: sqlite3.Connection, error: sqlite3.Error) -> bool:
     return False
 
 
-def _known(database: sqlite3.Connection, uris: Sequence[str]) -> int:
-    """How many of these files are known."""
-    found = "SELECT count(*) FROM files WHERE uri IN (SELECT value FROM json_each(?))"
-    return int(database.execute(found, (_listed(uris),)).fetchone()[0])
+def _is_refused(error: sqlite3.Error) -> bool:
+    """Whether the disk refused to write to the database, which reads as before."""
+    return getattr(error, "sqlite_errorcode", 0) & 0xFF in (sqlite3.SQLITE_FULL, sqlite3.SQLITE_READONLY)
 
 
 def _listed(values: Collection[str]) -> str:
@@ -379,6 +451,7 @@ def _where(filter: Filter) -> tuple[str, list[Any]]:
         "sample_id = ?": filter.sample_id,
         "session IN (SELECT value FROM json_each(?))": None if filter.among is None else _listed(filter.among),
         "session NOT IN (SELECT value FROM json_each(?))": _listed(filter.without) if filter.without else None,
+        "run_id IN (SELECT value FROM json_each(?))": None if filter.runs is None else _listed(filter.runs),
     }
     conditions = {condition: value for condition, value in held.items() if value is not None}
     tags = [f"\n{tag_line(name, value)}\n" for name, value in filter.tags]
@@ -386,7 +459,7 @@ def _where(filter: Filter) -> tuple[str, list[Any]]:
     return where, [*conditions.values(), *tags]
 
 
-def _run(entry: Entry) -> dict[str, Any]:
+def _run(entry: Entry, archives: bool) -> dict[str, Any]:
     facts = entry.facts
     return {
         "run_id": facts.run_id,
@@ -399,6 +472,7 @@ def _run(entry: Entry) -> dict[str, Any]:
         "tags": facts.tags,
         "finish_reason": facts.finish_reason,
         "offset": entry.offset,
+        **({"archived": entry.archived} if archives else {}),
         "points": {
             name: {**point._asdict(), "shape": list(point.shape)} for name, point in entry.stored().points.items()
         },

@@ -1,17 +1,23 @@
-"""Checksums of stored rows: one for each column of a batch but the words, so that damage is known by its point.
+"""Checksums of what is stored, each XXH3 of 64 bits as 16 hex digits.
 
-Each is XXH3 (64 bits, as 16 hex digits) over the column's values as they lie in the file: row by row, little-endian,
-without offsets, padding or validity bits.
+One for each column of a batch but the words, so that damage is known by its point: over the column's values as they lie
+in the file, row by row, little-endian, without offsets, padding or validity bits. Others cover what these leave out:
+the layout of the columns, what the run is, and the schema with the rest of the batch's metadata.
 """
 
 from __future__ import annotations
 
+import json
 from collections.abc import Mapping, Sequence
 
+import numpy as np
 import pyarrow as pa
-from xxhash import xxh3_64_hexdigest
+from xxhash import xxh3_64, xxh3_64_hexdigest
 
 KEY = "xxh3"  # of a batch's metadata: the sums, apart by commas, in the order of the columns that have one
+LAYOUT = "xxh3_layout"  # the same: of its columns' lengths, nulls and words
+RUN = "xxh3_run"  # the same: of what the run is
+BATCH = "xxh3_batch"  # the same: of the schema, and of all else in the metadata
 _WORDS = ("run_id", "sample_id")  # the same in each row, and in the metadata
 
 
@@ -28,6 +34,47 @@ def checksums(batch: pa.RecordBatch) -> dict[str, str]:
 def written(sums: Mapping[str, str]) -> dict[str, str]:
     """Checksums as a batch's metadata says them; nothing where there are none."""
     return {KEY: ",".join(sums.values())} if sums else {}
+
+
+def described(batch: pa.RecordBatch) -> dict[str, str]:
+    """A batch's own checksums as its metadata says them."""
+    return written(checksums(batch)) | {LAYOUT: layout(batch)}
+
+
+def layout(batch: pa.RecordBatch) -> str:
+    """The checksum of what the columns' own leave out: lengths, nulls, and words."""
+    sum = xxh3_64()
+    for name, column in zip(batch.schema.names, batch.columns, strict=True):
+        said: list[object] = [name, len(column)]
+        if name in _WORDS:
+            said.append(column.unique().to_pylist())
+        elif isinstance(column, pa.DictionaryArray):
+            said.append(column.dictionary.to_pylist())
+        sum.update(json.dumps(said, default=repr).encode())  # a type that changed may be no word's
+        if column.null_count:
+            bits = np.unpackbits(np.frombuffer(column.buffers()[0], np.uint8), bitorder="little")
+            sum.update(bits[column.offset : column.offset + len(column)].tobytes())
+        if pa.types.is_large_list(column.type):
+            sum.update(column.value_lengths().cast(pa.int64()).to_numpy().tobytes())
+    return sum.hexdigest()
+
+
+def of_run(said: bytes) -> str:
+    """The checksum of what a run is, as JSON."""
+    return xxh3_64_hexdigest(said)
+
+
+def of_batch(schema: bytes | memoryview, metadata: Mapping[str, str]) -> str:
+    """The checksum of a batch's metadata, and of the file's schema, as its message lies there."""
+    sum = xxh3_64(schema)
+    sum.update(json.dumps([[key, value] for key, value in metadata.items() if key != BATCH]).encode())
+    return sum.hexdigest()
+
+
+def is_of_run(metadata: Mapping[bytes, bytes]) -> bool:
+    """Whether what a batch says of its run is what was written, as far as is known."""
+    said = metadata.get(RUN.encode())
+    return said is None or said == of_run(metadata.get(b"run", b"")).encode()
 
 
 def read(metadata: Mapping[bytes, bytes] | None, names: Sequence[str]) -> dict[str, str]:

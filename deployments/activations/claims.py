@@ -30,6 +30,11 @@ class Claims:
         self._claims[name] = _Claim(size, time.monotonic())
         self._claims.move_to_end(name)
 
+    def renew(self, name: RunName) -> None:
+        """A run goes on; one that has no claim is no error."""
+        if claim := self._living().get(name):
+            self.put(name, claim.bytes)
+
     def end(self, name: RunName) -> None:
         """A run is in a file that is known, or will not be finished; one that has no claim is no error."""
         self._claims.pop(name, None)

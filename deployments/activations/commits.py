@@ -2,16 +2,17 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor, wait
+from pathlib import Path
 from typing import NamedTuple
 
 from deployments.activations.entries import Entry, Known
 from deployments.activations.facts import StoredRun
 from deployments.activations.failures import explain
-from deployments.activations.objects import AnyRoot
 from deployments.activations.open_runs import OpenRuns
-from deployments.activations.pool import AnyShard
+from deployments.activations.shard import Shard, directory
 
 _SYNCS = 8  # files that are made durable at once: disks gather what they are asked for, and networks take their time
 
@@ -21,7 +22,7 @@ _Answer = tuple[Future[StoredRun], Entry]
 class _Sync(NamedTuple):
     """A file that is being made durable, and the runs that wait for it."""
 
-    shard: AnyShard
+    shard: Shard
     done: Future[None]
     runs: Sequence[_Answer]
 
@@ -38,12 +39,12 @@ class Commits:
         wake: Called, on any thread, each time a file is durable or cannot be made so: the group may be `ready`.
     """
 
-    def __init__(self, root: AnyRoot, catalogue: Known, runs: OpenRuns, wake: Callable[[], None]) -> None:
+    def __init__(self, root: Path, catalogue: Known, runs: OpenRuns, wake: Callable[[], None]) -> None:
         self._root = root
         self._catalogue = catalogue
         self._runs = runs
         self._wake = wake
-        self._written: dict[AnyShard, list[_Answer]] = {}
+        self._written: dict[Shard, list[_Answer]] = {}
         self._syncs: list[_Sync] = []
         self._threads = ThreadPoolExecutor(_SYNCS, thread_name_prefix="activation-sync")
 
@@ -58,15 +59,15 @@ class Commits:
         return self.under_way and all(sync.done.done() for sync in self._syncs)
 
     @property
-    def shards(self) -> set[AnyShard]:
+    def shards(self) -> set[Shard]:
         """The files that must stay open."""
         return {*self._written, *(sync.shard for sync in self._syncs)}
 
-    def touch(self, shard: AnyShard) -> None:
+    def touch(self, shard: Shard) -> None:
         """A run that is not finished has grown: its file is synced with the next group."""
         self._written.setdefault(shard, [])
 
-    def add(self, shard: AnyShard, entry: Entry, future: Future[StoredRun]) -> None:
+    def add(self, shard: Shard, entry: Entry, future: Future[StoredRun]) -> None:
         """A run is written: its future is answered once it is durable."""
         self._written.setdefault(shard, []).append((future, entry))
 
@@ -77,7 +78,9 @@ class Commits:
         written, self._written = self._written, {}
         for shard in written:
             shard.begin_sync()
-        self._syncs = [_Sync(shard, self._threads.submit(shard.sync), runs) for shard, runs in written.items()]
+        new = any(not shard.is_named for shard in written)
+        root = self._threads.submit(self._sync_root) if new else None  # once for all; before those that wait for it
+        self._syncs = [_Sync(shard, self._threads.submit(_sync, shard, root), runs) for shard, runs in written.items()]
         for sync in self._syncs:
             sync.done.add_done_callback(lambda _: self._wake())
 
@@ -85,6 +88,7 @@ class Commits:
         """Wait for the group that is under way, and answer its runs."""
         syncs, self._syncs = self._syncs, []
         wait([sync.done for sync in syncs])
+        durable = list[_Sync]()
         for sync in syncs:
             error = sync.done.exception()
             if isinstance(error, OSError):
@@ -93,7 +97,15 @@ class Commits:
                 raise error
             else:
                 sync.shard.end_sync()
-                self._commit(sync)
+                if sync.runs:
+                    durable.append(sync)
+        if durable:
+            shards = ((sync.shard, [entry for _, entry in sync.runs]) for sync in durable)
+            self._catalogue.add_all([(shard.session_id, entries, shard.facts()) for shard, entries in shards])
+        for sync in durable:
+            for future, entry in sync.runs:
+                future.set_result(entry.stored())
+        for sync in syncs:
             self._runs.forget(entry.facts for _, entry in sync.runs)
 
     def drain(self) -> None:
@@ -106,11 +118,9 @@ class Commits:
         """Wait for the disk, and end the threads; nobody is answered any more."""
         self._threads.shutdown()
 
-    def _commit(self, sync: _Sync) -> None:
-        if sync.runs:
-            self._catalogue.add(sync.shard.session_id, [entry for _, entry in sync.runs], sync.shard.facts())
-        for future, entry in sync.runs:
-            future.set_result(entry.stored())
+    def _sync_root(self) -> None:
+        with directory(self._root) as top:
+            os.fsync(top)
 
     def _fail(self, sync: _Sync, error: OSError) -> None:
         """Its file now ends with what was durable before: what was written since is gone as well."""
@@ -120,3 +130,10 @@ class Commits:
             future.set_exception(explain(self._root, error.with_traceback(None)))
         self._runs.forget(entry.facts for _, entry in since)
         self._runs.abandon_broken(sync.shard, str(explain(self._root, error)))
+
+
+def _sync(shard: Shard, root: Future[None] | None) -> None:
+    """Make a file durable, and, where it is new, its name."""
+    shard.sync()
+    if root and not shard.is_named:
+        root.result()

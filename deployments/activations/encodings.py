@@ -21,12 +21,13 @@ import torch
 
 from deployments.activations.archives import File, archive
 from deployments.activations.checksums import written
-from deployments.activations.facts import COLUMNS, StoreError, dtype_name
+from deployments.activations.facts import StoreError
 from deployments.activations.named_tensors import Member, Tensors
 from deployments.activations.objects import AnyFile
 from deployments.activations.parts import Buffer, Part, Parts
 from deployments.activations.schema import batch_metadata
 from deployments.activations.selecting import Chosen, Wanted, by_schema, select
+from deployments.points.names import COLUMNS, dtype_name
 
 _SAFETENSORS = {
     torch.float16: "F16",
@@ -82,16 +83,21 @@ def as_lone_pt(member: Member) -> Parts:
     return _pt(_Tensor("0", member))
 
 
-def as_arrow(files: Sequence[AnyFile], wanted: Wanted) -> Parts:
+def as_arrow(files: Sequence[AnyFile], wanted: Wanted, left: set[str] | None = None) -> Parts:
     """IPC streams one behind the other, each of all wanted runs that fit one table, as the files have them.
 
     Each batch's metadata says which run it is of, and a run's last one what the run is. Runs are looked up in their
     files again when they are read: of a session of any size, only the lengths of their batches are kept.
+
+    Args:
+        files: The files.
+        wanted: Which runs and points.
+        left: As for `select`.
     """
     parts = list[Part]()
     for _, group in by_schema(files):
         sink, writer = _Sink(), None
-        for run in select(group, wanted):
+        for run in select(group, wanted, left):
             sizes = list[int]()
             for number in range(len(run.batches)):
                 rows, metadata = _batch(run, number)

@@ -3,14 +3,16 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Collection, Iterable, Mapping
+import sqlite3
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import fields
 from typing import Any, NamedTuple, Protocol
 
 from deployments.activations.facts import PointType, RunFacts, StoredPoint, StoredRun
 
-ENTRIES = """SELECT runs.facts, files.uri, runs.first_row, runs.rows, runs.bytes, files.points, runs.offset
-    FROM runs JOIN files ON files.id = runs.file"""
+OFFSET = "iif(files.uri LIKE 'file:%', runs.offset, runs.batch)"  # where a run begins in its file, or its object
+ENTRIES = f"""SELECT runs.facts, files.uri, runs.first_row, runs.rows, runs.bytes, files.points, {OFFSET}, runs.batch,
+    files.archived FROM runs JOIN files ON files.id = runs.file"""
 
 
 class RunName(NamedTuple):
@@ -23,8 +25,7 @@ class RunName(NamedTuple):
 class StoredFile(NamedTuple):
     """One shard; `bytes` is its length, `rows` those of its whole runs.
 
-    `modified_ns` is when it last changed in Unix nanoseconds, None where it may have changed since. `kind` is the same
-    for objects whose runs fit one object; empty of files of a disk, and of what cannot be read.
+    `modified_ns` is when it last changed in Unix nanoseconds, None where it may have changed since.
     """
 
     uri: str
@@ -32,14 +33,13 @@ class StoredFile(NamedTuple):
     sealed: bool
     rows: int
     modified_ns: int | None
-    kind: str = ""
 
 
 class Entry(NamedTuple):
     """One stored run; `points` is shared by all runs of its file, and its interventions and text are left to the file.
 
-    `offset` is where in its file it begins: 0 for the first run, else the byte of its first batch, of an object its
-    number.
+    `offset` is where in its file it begins: 0 for the first run, else the byte of its first batch; where the file is in
+    a bucket alone, the batch's number, which `batch` is in any case. `archived` says whether the file is in the bucket.
     """
 
     facts: RunFacts
@@ -49,6 +49,8 @@ class Entry(NamedTuple):
     bytes: int
     points: Mapping[str, PointType]
     offset: int
+    batch: int
+    archived: bool = False
 
     def stored(self) -> StoredRun:
         """The run with each point's place spelled out."""
@@ -71,6 +73,9 @@ class Known(Protocol):
     def add(self, session_id: str, entries: Iterable[Entry], file: StoredFile) -> int:
         """Add runs of one file, and the file as it is now; how many bytes more it has than was known."""
 
+    def add_all(self, added: Sequence[tuple[str, Sequence[Entry], StoredFile]]) -> None:
+        """The same of several files, each with its session."""
+
     def holds(self, session_id: str, run_id: str) -> bool:
         """Whether the session has a run of this id, as far as is known here."""
 
@@ -86,13 +91,23 @@ class Known(Protocol):
     def files(self, session_id: str) -> dict[str, int]:
         """The bytes of a session's files by their URIs."""
 
-    def last_runs(self) -> list[tuple[str, float]]:
-        """Of each session that has a run when the last was made, in Unix seconds."""
+    def last_runs(self, session_id: str | None = None) -> list[tuple[str, float]]:
+        """Of one session, or each, that has a run when the last was made, in Unix seconds."""
 
     def look(self) -> None:
         """Look at the files again: others may have changed them."""
 
 
+# A run that another file holds already stays that file's.
+_ADD = """INSERT INTO runs (session, run_id, file, created, model, sample_id, tags, tokens, bytes, rows, first_row,
+    offset, batch, facts) VALUES (?, ?, ?, ?, ?, ?, ?, ?, ?, ?, ?, ?, ?, ?) ON CONFLICT DO NOTHING"""
+_SUM = """INSERT INTO sums VALUES (?, ?, ?, ?, ?, random()) ON CONFLICT (session, model) DO UPDATE SET
+    runs = runs + excluded.runs, tokens = tokens + excluded.tokens, bytes = bytes + excluded.bytes,
+    mark = excluded.mark"""
+SUM_AGAIN = """INSERT OR REPLACE INTO sums SELECT session, model, count(*), sum(tokens), sum(bytes), random()
+    FROM runs GROUP BY session, model"""
+_SUM_ONE_AGAIN = SUM_AGAIN.replace("GROUP", "WHERE session = ? GROUP")
+_FACTS = {item.name for item in fields(RunFacts)}
 _KEPT = [item.name for item in fields(RunFacts) if item.name not in ("interventions", "text")]
 
 
@@ -111,8 +126,35 @@ def row_of(session_id: str, entry: Entry) -> tuple[Any, ...]:
         entry.rows,
         entry.first_row,
         entry.offset,
+        entry.batch,
         json.dumps({name: getattr(facts, name) for name in _KEPT} | {"session_id": session_id}),
     )
+
+
+def add_runs(database: sqlite3.Connection, session_id: str, file: int, entries: Sequence[Entry]) -> int:
+    """Add runs of a file, by its number, to the catalogue's tables, and to the sums; how many were not known."""
+    if not entries:
+        return 0
+    rows = [row_of(session_id, entry) for entry in entries]
+    added = database.executemany(_ADD, [(*row[:2], file, *row[2:]) for row in rows]).rowcount
+    if added == len(rows):
+        database.executemany(_SUM, _sums(session_id, entries))
+    elif added:
+        database.execute(_SUM_ONE_AGAIN, (session_id,))
+    return added
+
+
+def _sums(session_id: str, entries: Sequence[Entry]) -> Iterator[tuple[str, str, int, int, int]]:
+    """Of runs of a session how many there are, their tokens and bytes, by model."""
+    for model in dict.fromkeys(entry.facts.model for entry in entries):
+        own = [entry for entry in entries if entry.facts.model == model]
+        tokens, size = sum(int(entry.facts.tokens) for entry in own), sum(entry.bytes for entry in own)
+        yield session_id, str(model), len(own), tokens, size
+
+
+def facts_of(said: Mapping[str, Any]) -> RunFacts:
+    """A run's facts, without what a later version says of it."""
+    return RunFacts(**{name: said[name] for name in _FACTS & said.keys()})
 
 
 def tag_line(name: str, value: str) -> str:
@@ -124,8 +166,9 @@ def entries_of(found: Iterable[tuple[Any, ...]]) -> list[Entry]:
     """Runs by what `ENTRIES` selects; those of one file share its points."""
     points: dict[str, dict[str, PointType]] = {}
     entries = []
-    for facts, uri, first_row, rows, size, said, offset in found:
+    for facts, uri, first_row, rows, size, said, offset, batch, archived in found:
         if uri not in points:
             points[uri] = {name: PointType(tuple(shape), dtype) for name, (shape, dtype) in json.loads(said).items()}
-        entries.append(Entry(RunFacts(**json.loads(facts)), uri, first_row, rows, size, points[uri], offset))
+        run = facts_of(json.loads(facts))
+        entries.append(Entry(run, uri, first_row, rows, size, points[uri], offset, batch, bool(archived)))
     return entries

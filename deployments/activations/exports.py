@@ -16,13 +16,15 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 
 from deployments.activations.encodings import as_lone_pt, as_npz, as_safetensors
-from deployments.activations.facts import COLUMNS, PointType
+from deployments.activations.facts import PointType
 from deployments.activations.hf_datasets import check_installed, write_dataset
+from deployments.activations.locating import chosen
 from deployments.activations.named_tensors import points_of, tensors
 from deployments.activations.objects import AnyFile
 from deployments.activations.parts import Parts
 from deployments.activations.schema import point_types, shard_facts
-from deployments.activations.selecting import Chosen, Wanted, by_schema, checked, select, shards
+from deployments.activations.selecting import Chosen, Wanted, by_schema, checked, select
+from deployments.points.names import COLUMNS
 
 Format = Literal["pt", "safetensors", "npz", "parquet", "hf"]
 _ROW_GROUP = 32 << 20  # bytes of rows that Parquet writes together
@@ -52,7 +54,7 @@ def export(
     `..._lengths.pt`); `parquet` and `hf` have them as lists of their own length.
 
     Args:
-        source: A store's or session's directory, or one file, as a path or `file://` URI.
+        source: A store's or session's directory, or one file, as a path or `file://` URI; or the id of a run.
         to: The directory for the files; made if it is missing.
         format: Of the files.
         session: This session's runs alone.
@@ -71,8 +73,7 @@ def export(
     """
     if format not in get_args(Format):
         raise ValueError(f"{format!r} is no format of an export: choose one of {', '.join(get_args(Format))}")
-    runs = [run] if isinstance(run, str) else run
-    files = shards(source, session)
+    files, runs = chosen(source, session, [run] if isinstance(run, str) else run)
     wanted = Wanted(session, None if runs is None else set(runs), None if points is None else set(points))
     target = _Target(Path(to).expanduser(), overwrite)
     if format in ("parquet", "hf"):

@@ -9,7 +9,6 @@ from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 from urllib.parse import SplitResult, parse_qsl, urlsplit
 
-COLUMNS = ("run_id", "sample_id", "position", "phase", "token_id", "text_offset")  # points are named otherwise
 # What may stand before a host as a plain name: an Azure container, a user of HDFS, Google's `anonymous`.
 _NAMED_BEFORE_HOST = frozenset({"abfs", "abfss", "hdfs", "viewfs", "gs", "gcs"})
 # Settings of Arrow's file systems that are no keys; what is not known may be one.
@@ -42,6 +41,7 @@ class ShardFacts:
         architecture: The model's class in transformers.
         versions: Library versions by name (torch, transformers, nnsight, vitrine).
         modules: Point name to the model's own module path with `.input` or `.output`.
+        layers: How many layers the model has; None in files of earlier versions.
     """
 
     session_id: str
@@ -50,6 +50,7 @@ class ShardFacts:
     architecture: str
     versions: dict[str, str]
     modules: dict[str, str]
+    layers: int | None = None
 
 
 @dataclass(frozen=True)
@@ -60,7 +61,8 @@ class RunFacts:
         run_id: Unique within the session.
         session_id: The session that the run belongs to.
         model: The model's id.
-        created: Unix seconds.
+        created: When the request came, in Unix seconds, plus the choice's index in microseconds: runs sort by it as
+            they were asked for. In older files, when the run was done.
         prompt_tokens: Tokens of the prompt.
         tokens: Tokens of prompt and generation together.
         sample_id: The user's name for the sample.
@@ -115,11 +117,6 @@ class StoredRun(NamedTuple):
     bytes: int
 
 
-def dtype_name(dtype: object) -> str:
-    """A torch dtype's name, `bfloat16`, as files and answers say it."""
-    return str(dtype).removeprefix("torch.")
-
-
 def page(names: Iterable[str], limit: int, after: str | None) -> list[str]:
     """Up to `limit` names in their order, beginning behind `after`."""
     return sorted(name for name in names if after is None or name > after)[:limit]
@@ -165,11 +162,6 @@ def store_id(uri: str) -> str:
         uri: The store's, with its settings.
     """
     return hashlib.sha256("?".join([public_uri(uri), *_server(uri)]).encode()).hexdigest()[:32]
-
-
-def store_name(uri: str) -> str:
-    """A store's directory or URI without keys and settings, and what tells it from the same URI at another server."""
-    return f"{public_uri(uri)} ({store_id(uri)[:8]})" if _server(uri) else public_uri(uri)
 
 
 def _server(uri: str) -> list[str]:

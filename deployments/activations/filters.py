@@ -18,6 +18,7 @@ class Filter(NamedTuple):
         tags: Names and values that the run's tags hold, each of them.
         among: The run's session is one of these; None where it may be any.
         without: It is none of these.
+        runs: The run is one of these; None where it may be any.
     """
 
     session: str | None = None
@@ -28,6 +29,7 @@ class Filter(NamedTuple):
     tags: tuple[tuple[str, str], ...] = ()
     among: tuple[str, ...] | None = None
     without: tuple[str, ...] = ()
+    runs: tuple[str, ...] | None = None
 
 
 EVERYTHING = Filter()

@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import logging
-import threading
 from collections.abc import Callable, Sequence, Set
+from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
+from typing import TYPE_CHECKING
+from urllib.parse import unquote, urlsplit
 
 from deployments.activations.accounts import OPERATOR, Account
 from deployments.activations.claims import Claims
@@ -13,13 +15,14 @@ from deployments.activations.deleting import begin_deletion, finish_deletion
 from deployments.activations.entries import Entry, Known, RunName, StoredFile
 from deployments.activations.facts import StoreError
 from deployments.activations.holding import is_held
-from deployments.activations.objects import AnyRoot
 from deployments.activations.owners import Owners, Record
 from deployments.activations.pins import Pins
 from deployments.activations.pool import Pool
-from deployments.activations.reader import within
 from deployments.activations.retention import Held, Retention, oldest
 from deployments.activations.scanning import scan_session
+
+if TYPE_CHECKING:
+    from deployments.activations.archive import Archive
 
 logger = logging.getLogger(__name__)
 
@@ -39,23 +42,30 @@ class Keeper:
         pool: What is written to.
         lease_s: Seconds for which room is kept for a run of another node that nothing is heard of.
         owners: Whose sessions are; None in a node's writer, which leaves that to the store's.
+        archive: Told of deletions before anything is deleted, where there is a bucket.
 
     Attributes:
         retention: The limits.
-        alone: Held while a session is taken away from those there are.
     """
 
     def __init__(
-        self, root: AnyRoot, catalogue: Known, pool: Pool, lease_s: float, owners: Owners | None = None
+        self,
+        root: Path,
+        catalogue: Known,
+        pool: Pool,
+        lease_s: float,
+        owners: Owners | None = None,
+        archive: Archive | None = None,
     ) -> None:
         self.retention = Retention()
-        self.alone = threading.Lock()
         self._pins = Pins(root)
         self._claims = Claims(lease_s)
         self._root = root
         self._catalogue = catalogue
         self._pool = pool
         self._owners = owners
+        self._removals = ThreadPoolExecutor(1, thread_name_prefix="activation-removal")
+        self._archive = archive
         self._at_most: dict[str | None, int] = {}  # a bound on the bytes of an owner, whose sum takes long
         self._looks = catalogue.looks
 
@@ -108,7 +118,7 @@ class Keeper:
                 looked = True
         for session in self.check(session_id, size, stay, most):
             logger.warning("session %s is deleted: the store's quota is reached, and it is the oldest", session.id)
-            self.delete(session.id)
+            self.delete(session.id).add_done_callback(_log)
 
     def claim(self, name: RunName, size: int, busy: Busy, most: int = 0, fence: str | None = None) -> None:
         """Make room for a run that another node's writer writes, and keep it until the run is noted.
@@ -129,6 +139,10 @@ class Keeper:
         self.make_room(name.session_id, size - before, busy, most - before)
         self._claims.put(name, size)
 
+    def renew_claim(self, name: RunName) -> None:
+        """A run of another node goes on."""
+        self._claims.renew(name)
+
     def end_claim(self, name: RunName) -> None:
         """A run of another node will not be finished."""
         self._claims.end(name)
@@ -139,15 +153,25 @@ class Keeper:
         Raises:
             OSError: The disk refuses to say whether they were.
         """
-        if within(self._root, file.uri).exists():
+        if Path(unquote(urlsplit(file.uri).path)).exists():
             self._pool.count(session_id, file, self._catalogue.add(session_id, entries, file))
         for entry in entries:
             self._claims.end(RunName(session_id, entry.facts.run_id))
 
-    def expire(self, now: float, busy: Busy) -> list[str]:
+    def old(self, now: float) -> list[str]:
+        """The sessions that may be too old, of which `expire` deletes those that are; any thread may ask.
+
+        Args:
+            now: Unix seconds.
+        """
+        age = self.retention.max_session_age_s
+        return [] if age is None else [name for name, last in self._catalogue.last_runs() if last < now - age]
+
+    def expire(self, old: Sequence[str], now: float, busy: Busy) -> list[str]:
         """Delete the sessions whose last run is too old, and say which they were; where the disk refuses, they stay.
 
         Args:
+            old: Those of which that may be so.
             now: Unix seconds.
             busy: Which sessions stay in any case.
 
@@ -155,19 +179,21 @@ class Keeper:
             OSError: It cannot be known which are pinned, or what has changed.
         """
         age = self.retention.max_session_age_s
-        if age is None:
+        if age is None or not old:
             return []
-        gone, changed = list[str](), False
-        for session in [one for one in self._deletable(busy()) if one.last < now - age]:
+        gone, changed, stay = list[str](), False, busy() | self._claims.sessions() | self._pins.names()
+        for session_id in (name for name in old if name not in stay):
             try:
-                if not self._is_as_known(session.id):
+                if not any(last < now - age for _, last in self._catalogue.last_runs(session_id)):
+                    continue
+                if not self._is_as_known(session_id):
                     changed = True
                     continue
-                logger.warning("session %s is deleted: its last run is more than %g s old", session.id, age)
-                self.delete(session.id)
-                gone.append(session.id)
+                logger.warning("session %s is deleted: its last run is more than %g s old", session_id, age)
+                self.delete(session_id).add_done_callback(_log)
+                gone.append(session_id)
             except OSError:
-                logger.exception("session %s cannot be deleted", session.id)
+                logger.exception("session %s cannot be deleted", session_id)
         if changed:
             self._catalogue.look()  # until next time
         return gone
@@ -210,23 +236,32 @@ class Keeper:
         self._owners.share(session_id, shared)
         return True
 
-    def delete(self, session_id: str) -> bool:
-        """Delete a session of which no run is open; false if there was none.
+    def delete(self, session_id: str) -> Future[bool]:
+        """Delete a session of which no run is open: it is none any more when this returns.
+
+        Its files are removed in the background: the future is false if there was none, and an OSError where the disk
+        refuses.
 
         Raises:
-            OSError: The disk refuses.
+            OSError: The disk refuses; the session is then as it was.
         """
         self._pool.close(session_id)
-        with self.alone:
-            deletion = begin_deletion(self._root, session_id)
-            known = self._catalogue.drop(session_id)
+        archived = self._archive.delete(session_id) if self._archive else False
+        deletion = begin_deletion(self._root, session_id)
+        known = self._catalogue.drop(session_id) or archived
         self._pool.forget(session_id)
         self._claims.end_session(session_id)
         if self._owners:  # behind the files: a crash between them leaves no session without its owner
             self._owners.forget(session_id)
         if deletion:
-            finish_deletion(deletion)
-        return known or deletion is not None
+            return self._removals.submit(_finish, deletion)
+        nothing = Future[bool]()
+        nothing.set_result(known)
+        return nothing
+
+    def close(self) -> None:
+        """Finish deletions that have begun."""
+        self._removals.shutdown()
 
     def pin(self, session_id: str, pinned: bool, account: Account = OPERATOR) -> bool:
         """Pin a session, or take its pin away; false if there is none that the account may change.
@@ -293,9 +328,20 @@ class Keeper:
             uri = file.as_uri()
             if uri not in own and known.get(uri) != size:
                 return False
-            if uri not in own and uri not in others and isinstance(file, Path) and is_held(file):
+            if uri not in own and uri not in others and is_held(file):
                 return False
         return True
+
+
+def _finish(deletion: Path) -> bool:
+    finish_deletion(deletion)
+    return True
+
+
+def _log(deletion: Future[bool]) -> None:
+    """Nobody waits for it: the next start goes on with what is left."""
+    if error := deletion.exception():
+        logger.error("a session that was deleted has files left", exc_info=error)
 
 
 def _full(quota: str, used: int, most: int, size: int, what: str) -> str:

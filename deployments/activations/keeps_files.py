@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from deployments.activations.accounts import OPERATOR, Account
-from deployments.activations.profiles import Profile
+from deployments.points.profiles import Profile
 
 if TYPE_CHECKING:  # Serve's controller and the ingress import this module too, and need no Arrow
     from deployments.activations.profile_files import ProfileFiles

@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import mmap
 import os
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import BinaryIO, NamedTuple
 
 import pyarrow as pa
 
-from deployments.activations.objects import AnyFile, FetchedBatch, ObjectFile
+from deployments.activations.objects import AnyFile, FetchedBatch, ObjectFile, Place
 from deployments.activations.schema import batch_facts
 
 # An Arrow IPC file is this, padded to 8 bytes, a stream, and a footer once it is sealed.
@@ -54,6 +54,35 @@ def _of_object(file: ObjectFile, offset: int) -> Iterator[Message]:
             yield Message(batch, metadata, number)
     except pa.ArrowInvalid as error:
         raise DamagedError(f"{file}: a batch cannot be read: {error}") from error
+
+
+def check_size(file: AnyFile, end: int) -> None:
+    """Refuse to read a file of a disk, or what is mapped of it, that was cut short since it was looked at.
+
+    Args:
+        file: The file; objects are there whole.
+        end: The least bytes that it must have.
+
+    Raises:
+        DamagedError: It has less.
+        FileNotFoundError: It is gone.
+    """
+    if isinstance(file, Path) and (size := file.stat().st_size) < end:
+        raise DamagedError(f"{file}: it is cut short: it has {size} bytes, and what is read ends at {end}")
+
+
+def check_batches(file: AnyFile | Place, batches: Iterable[pa.RecordBatch | FetchedBatch]) -> None:
+    """Refuse batches whose values lie outside of them: Arrow trusts what their file says, and would end the process.
+
+    Raises:
+        DamagedError: One is such; names the file.
+    """
+    try:
+        for batch in batches:
+            if isinstance(batch, pa.RecordBatch):  # others are checked when they are fetched
+                batch.validate(full=True)
+    except pa.ArrowInvalid as error:
+        raise DamagedError(f"{file}: {error}") from error
 
 
 def ends_cut(path: Path, offset: int) -> bool:

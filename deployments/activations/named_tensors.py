@@ -14,6 +14,7 @@ import torch
 from torch.utils.dlpack import from_dlpack
 
 from deployments.activations.facts import PointType
+from deployments.activations.messages import check_size
 from deployments.activations.parts import Part
 from deployments.activations.schema import dtype_of, to_patterns, to_tensor
 from deployments.activations.selecting import Chosen
@@ -122,7 +123,17 @@ def tensors(runs: Iterable[Chosen], prefixed: bool) -> Tensors:
 
 def _each(run: Chosen, read: Callable[..., torch.Tensor], *args: str) -> list[Rows]:
     """A run's rows, batch by batch."""
-    return [Rows(batch.num_rows, partial(read, batch, *args)) for batch in run.batches]
+    return [Rows(batch.num_rows, _whole(run, partial(read, batch, *args))) for batch in run.batches]
+
+
+def _whole(run: Chosen, read: Callable[[], torch.Tensor]) -> Callable[[], torch.Tensor]:
+    """The same, where the run's file has not been cut short: to touch what is mapped of it would end the process."""
+
+    def checked() -> torch.Tensor:
+        check_size(run.file, run.end)
+        return read()
+
+    return checked
 
 
 def _values(batch: pa.RecordBatch, name: str, dtype: str) -> torch.Tensor:
@@ -141,7 +152,7 @@ def _patterns(run: Chosen, name: str, kind: PointType, widest: int) -> Iterator[
     for batch in run.batches:
         for first in range(0, batch.num_rows, _PADDED_ROWS):
             count = min(_PADDED_ROWS, batch.num_rows - first)
-            yield Rows(count, partial(_padded, batch, name, kind, widest, first))
+            yield Rows(count, _whole(run, partial(_padded, batch, name, kind, widest, first)))
 
 
 def _padded(batch: pa.RecordBatch, name: str, kind: PointType, widest: int, first: int) -> torch.Tensor:

@@ -1,8 +1,10 @@
-"""Files in object storage: what a path is for a file of a disk, of which no more is fetched than is asked for."""
+"""Files in buckets: what a path is for a file of a disk, of which no more is fetched than is asked for."""
 
 from __future__ import annotations
 
 import contextlib
+import io
+import os
 import posixpath
 from collections.abc import Iterator, Mapping, Sequence
 from functools import cached_property
@@ -14,9 +16,11 @@ import pyarrow as pa
 import pyarrow.fs as pafs
 
 from deployments.activations.facts import public_uri, store_id
-from deployments.options import check_uri, home
+from deployments.options import check_uri
 
 ATTEMPTS = 5  # of each request to S3, with growing pauses
+_BLOCK = 32 << 10  # bytes; reads of more are requests of their own
+_BLOCKS = 64  # of one file that are kept
 _FLAGS = ("allow_bucket_creation", "allow_bucket_deletion")
 
 
@@ -45,6 +49,16 @@ class Place(NamedTuple):
     def file(self, name: str) -> ObjectFile:
         """A file below the directory, by its name relative to it."""
         return ObjectFile(*self.below(name))
+
+    @property
+    def above(self) -> Place:
+        """The directory that it is in."""
+        return Place(self.fs, posixpath.dirname(self.path), self.uri.rpartition("/")[0], self.id)
+
+    @property
+    def name(self) -> str:
+        """Its name within that."""
+        return posixpath.basename(self.path)
 
     def infos(self, deep: bool = False) -> list[Any]:
         """What `pyarrow.fs` says of the files in the directory; nothing where it is not there.
@@ -99,13 +113,8 @@ def _s3(uri: str) -> tuple[Any, str]:
     return fs, f"{url.hostname}{unquote(url.path)}"
 
 
-def beside(root: AnyRoot) -> Path:
-    """The directory of what a store has besides its runs: its own, or, of object storage, one of this machine."""
-    return root if isinstance(root, Path) else home() / "stores" / root.id
-
-
 class ObjectFile:
-    """One file: an Arrow file, whole, since a store of objects has no others under their names.
+    """One file in a bucket.
 
     Args:
         fs: Its file system.
@@ -120,6 +129,7 @@ class ObjectFile:
         self.uri = uri
         self._store = store
         self._readers: dict[tuple[int, ...], Any] = {}
+        self._opened: _Opened | None = None
 
     def __repr__(self) -> str:
         return self.uri
@@ -154,7 +164,7 @@ class ObjectFile:
     @property
     def folder(self) -> Place:
         """The directory that it is in."""
-        return Place(self.fs, posixpath.dirname(self.path), self.uri.rpartition("/")[0], self._store)
+        return Place(self.fs, self.path, self.uri, self._store).above
 
     @property
     def name(self) -> str:
@@ -180,10 +190,7 @@ class ObjectFile:
         Raises:
             FileNotFoundError: It is not there.
         """
-        info = self.fs.get_file_info(self.path)
-        if info.type != pafs.FileType.File:
-            raise FileNotFoundError(f"there is nothing at {self.uri}")
-        return int(info.size)
+        return self._open().size
 
     def reader(self, columns: Sequence[int] = ()) -> Any:
         """Arrow's reader of these columns, or of all; one for each choice of them.
@@ -195,23 +202,17 @@ class ObjectFile:
         key = tuple(columns)
         if key not in self._readers:
             options = pa.ipc.IpcReadOptions(included_fields=list(columns)) if columns else None
-            self._readers[key] = pa.ipc.open_file(self._opened(), options=options)
+            self._readers[key] = pa.ipc.open_file(_View(self._open()), options=options)
         return self._readers[key]
 
-    def held(self) -> HeldFile:
-        """The same with all of it in memory, fetched at once.
-
-        Raises:
-            OSError: It is not there, or the store refuses.
-        """
-        return HeldFile(self, pa.py_buffer(self.read()))
-
-    def _opened(self) -> Any:
-        return self.fs.open_input_file(self.path)
+    def _open(self) -> _Opened:
+        self._opened = self._opened or _Opened(self.fs.open_input_file(self.path))
+        return self._opened
 
     def close(self) -> None:
         """Let go of what readers of it hold in memory; whoever reads on opens it again."""
         self._readers.clear()
+        self._opened = None
 
     def batches(self, first: int = 0) -> Iterator[tuple[FetchedBatch, Mapping[bytes, bytes] | None]]:
         """Its batches from number `first` on, each with its own metadata; no tensor is fetched.
@@ -230,25 +231,55 @@ class ObjectFile:
         self.close()  # who lists a store's files may hold all of them
 
 
-class HeldFile(ObjectFile):
-    """A file all of which is in memory.
+class _Opened:
+    """A file of a bucket, opened once: what is small comes out of blocks, each of which is fetched once."""
 
-    Args:
-        file: What it is, or is to be, in the store.
-        data: Its bytes.
-    """
+    def __init__(self, file: Any) -> None:
+        self.size = int(file.size())
+        self._file = file
+        self._blocks: dict[int, bytes] = {}  # the one that was fetched first at the front
 
-    def __init__(self, file: ObjectFile, data: pa.Buffer) -> None:
-        super().__init__(file.fs, file.path, file.uri, file._store)
-        self.data = data
+    def read_at(self, at: int, count: int) -> bytes:
+        if count >= _BLOCK:
+            return bytes(self._file.read_at(count, at))
+        first, last = at // _BLOCK, max(at, at + count - 1) // _BLOCK
+        data = b"".join(map(self._block, range(first, last + 1)))
+        return data[at - first * _BLOCK :][:count]
 
-    @cached_property
-    def size(self) -> int:
-        """Bytes."""
-        return len(self.data)
+    def _block(self, number: int) -> bytes:
+        if number not in self._blocks:
+            while len(self._blocks) >= _BLOCKS:
+                self._blocks.pop(next(iter(self._blocks)), None)
+            begin = number * _BLOCK
+            self._blocks[number] = bytes(self._file.read_at(min(_BLOCK, max(0, self.size - begin)), begin))
+        return self._blocks[number]
 
-    def _opened(self) -> Any:
-        return pa.BufferReader(self.data)
+
+class _View(io.RawIOBase):
+    """What Arrow reads an opened file by."""
+
+    def __init__(self, opened: _Opened) -> None:
+        self._opened = opened
+        self._at = 0
+
+    def readable(self) -> bool:
+        return True
+
+    def seekable(self) -> bool:
+        return True
+
+    def tell(self) -> int:
+        return self._at
+
+    def seek(self, offset: int, whence: int = os.SEEK_SET) -> int:
+        self._at = offset + {os.SEEK_SET: 0, os.SEEK_CUR: self._at, os.SEEK_END: self._opened.size}[whence]
+        return self._at
+
+    def read(self, size: int = -1) -> bytes:
+        left = max(0, self._opened.size - self._at)
+        data = self._opened.read_at(self._at, left if size < 0 else min(size, left))
+        self._at += len(data)
+        return data
 
 
 class FetchedBatch:
@@ -266,16 +297,22 @@ class FetchedBatch:
         self._number = number
 
     def select(self, names: Sequence[str]) -> pa.RecordBatch:
-        """These columns, in this order."""
+        """These columns, in this order.
+
+        Raises:
+            pa.ArrowInvalid: Their values lie outside of the batch.
+        """
         places = sorted(self.schema.get_field_index(name) for name in names)
-        return self._file.reader(places).get_batch(self._number).select(list(names))
+        batch = self._file.reader(places).get_batch(self._number)
+        batch.validate(full=True)  # Arrow trusts what the file says, and would end the process
+        return batch.select(list(names))
 
     def __getitem__(self, name: str) -> pa.Array:
         return self.select([name])[name]
 
 
 AnyFile = Path | ObjectFile
-"""One file of a store, on a disk or in object storage."""
+"""A segment, on a disk or in a bucket."""
 
 AnyRoot = Path | Place
-"""Where a store lies."""
+"""Where segments lie: a store's directory, or a bucket."""

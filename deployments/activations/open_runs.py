@@ -6,6 +6,7 @@ import time
 from collections import OrderedDict
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
+from pathlib import Path
 from typing import NamedTuple
 
 import pyarrow as pa
@@ -14,8 +15,8 @@ from deployments.activations.entries import Entry, Known, RunName
 from deployments.activations.facts import RunFacts, StoreError
 from deployments.activations.failures import explain
 from deployments.activations.keeping import Keeper
-from deployments.activations.objects import AnyRoot
-from deployments.activations.pool import AnyShard, Pool
+from deployments.activations.pool import Pool
+from deployments.activations.shard import Shard
 
 
 class Chunk(NamedTuple):
@@ -36,7 +37,7 @@ class Chunk(NamedTuple):
 
 @dataclass
 class _OpenRun:
-    shard: AnyShard
+    shard: Shard
     chunks: int  # written so far
     touched: float  # when the last one came, in the monotonic clock's seconds
     bytes: int = 0  # of their batches
@@ -54,7 +55,7 @@ class OpenRuns:
             run cannot go on.
     """
 
-    def __init__(self, root: AnyRoot, catalogue: Known, pool: Pool, keeper: Keeper, lease_s: float) -> None:
+    def __init__(self, root: Path, catalogue: Known, pool: Pool, keeper: Keeper, lease_s: float) -> None:
         self._root = root
         self._catalogue = catalogue
         self._pool = pool
@@ -79,7 +80,7 @@ class OpenRuns:
         run = self._open.get(name)
         return run.bytes if run else 0
 
-    def write(self, chunk: Chunk) -> tuple[AnyShard, Entry | None]:
+    def write(self, chunk: Chunk) -> tuple[Shard, Entry | None]:
         """Write one chunk to its run's shard; with the last one the run becomes an entry, not durable yet.
 
         Raises:
@@ -92,7 +93,7 @@ class OpenRuns:
             self._keeper.make_room(chunk.name.session_id, size, self.busy, chunk.most - self.bytes_of(chunk.name))
             self._written.add(chunk.name.session_id)
             if chunk.part == 0:
-                shard = self._pool.take(chunk.name.session_id, chunk.batches[0].schema, whole=chunk.run is not None)
+                shard = self._pool.take(chunk.name.session_id, chunk.batches[0].schema)
                 self._open[chunk.name] = _OpenRun(shard, 0, 0.0)
             run = self._open[chunk.name]
             if chunk.run:
@@ -112,19 +113,32 @@ class OpenRuns:
             self._remember(chunk.name, str(reason))
         raise reason  # out here without a context, whose frames would keep the batches alive
 
-    def abandon(self, name: RunName, reason: str) -> None:
-        """Take away what there is of a run that is not finished, and refuse what comes of it later."""
+    def abandon(self, name: RunName, reason: str) -> Shard | None:
+        """Take away what there is of a run that is not finished, and refuse what comes of it later.
+
+        Returns:
+            The shard that it was on, if any.
+        """
         self._keeper.end_claim(name)
-        if name not in self._finished and not self._catalogue.holds(*name):
-            self._end(name)
-            self._remember(name, reason)
+        if name in self._finished or self._catalogue.holds(*name):
+            return None
+        run = self._open.get(name)
+        self._end(name)
+        self._remember(name, reason)
+        return run.shard if run else None
+
+    def renew(self, name: RunName) -> None:
+        """A run goes on, though nothing comes of it for now; one that is not open is no error."""
+        if run := self._open.get(name):
+            run.touched = time.monotonic()
+            self._open.move_to_end(name)
 
     def abandon_session(self, session_id: str, reason: str) -> None:
         """Abandon all open runs of one session."""
         for name in [name for name in self._open if name.session_id == session_id]:
             self.abandon(name, reason)
 
-    def abandon_broken(self, shard: AnyShard, reason: str) -> None:
+    def abandon_broken(self, shard: Shard, reason: str) -> None:
         """Abandon the run that was on a shard which lost it."""
         for name in [name for name, run in self._open.items() if run.shard is shard]:
             self.abandon(name, reason)
@@ -138,7 +152,7 @@ class OpenRuns:
         """Finished runs are in the catalogue, or lost: their ids need not be known here any more."""
         self._finished.difference_update(RunName(run.session_id, run.run_id) for run in runs)
 
-    def settle(self, shards: Iterable[AnyShard]) -> None:
+    def settle(self, shards: Iterable[Shard]) -> None:
         """Abandon what has waited too long, and forget what need not be known any more.
 
         Args:

@@ -1,7 +1,6 @@
 """Which session is whose: of each session that has an owner a file `<root>/.owners/<session_id>`.
 
-The files are the truth: no rebuild of the catalogue touches them, and of object storage they are kept on this machine,
-as pins are.
+The files are the truth: no rebuild of the catalogue touches them.
 """
 
 from __future__ import annotations
@@ -20,7 +19,6 @@ from typing import NamedTuple
 
 from deployments.activations.accounts import Account
 from deployments.activations.facts import StoreError, check_session_id, names_a_session
-from deployments.activations.objects import AnyRoot, beside
 from deployments.activations.small_files import found, remove, write
 from deployments.errors import RequestError
 
@@ -63,8 +61,8 @@ class Owners:
         root: The store's, absolute and no link.
     """
 
-    def __init__(self, root: AnyRoot) -> None:
-        self._folder = beside(root)
+    def __init__(self, root: Path) -> None:
+        self._folder = root
         self._lock = RLock()
         self._records: dict[str, Record] = {}
         self._marks: dict[str, tuple[int, int]] = {}  # which file each record was read from, and when that changed

@@ -8,7 +8,6 @@ from dataclasses import asdict
 from pathlib import Path
 
 from deployments.activations.facts import check_session_id, names_a_session
-from deployments.activations.objects import AnyRoot, beside
 from deployments.activations.retention import Retention
 from deployments.activations.small_files import found, remove, write
 from deployments.errors import RequestError
@@ -20,7 +19,7 @@ logger = logging.getLogger(__name__)
 
 
 class Pins:
-    """The pinned sessions below one root; of object storage they are kept on this machine, as its catalogue is.
+    """The pinned sessions below one root.
 
     Each answer is the disk's: another server on the same directory may pin, too.
 
@@ -28,7 +27,7 @@ class Pins:
         root: The store's, absolute and no link.
     """
 
-    def __init__(self, root: AnyRoot) -> None:
+    def __init__(self, root: Path) -> None:
         self._root = root
 
     def names(self) -> frozenset[str]:
@@ -37,7 +36,7 @@ class Pins:
         Raises:
             OSError: The disk refuses.
         """
-        return frozenset(item.name for item in found(beside(self._root), FOLDER) if names_a_session(item.name))
+        return frozenset(item.name for item in found(self._root, FOLDER) if names_a_session(item.name))
 
     def __contains__(self, session_id: str) -> bool:
         return session_id in self.names()
@@ -51,9 +50,9 @@ class Pins:
         """
         check_session_id(session_id)
         if pinned:
-            write(_made(self._root), FOLDER, session_id, b"")
+            write(self._root, FOLDER, session_id, b"")
         elif session_id in self:
-            remove(beside(self._root), FOLDER, session_id)
+            remove(self._root, FOLDER, session_id)
 
     def check(self, session_id: str) -> None:
         """Raise where a session may not be deleted.
@@ -67,10 +66,10 @@ class Pins:
             raise RequestError(message, "session_id", "session_pinned", 409)
 
 
-def saved_limits(root: AnyRoot, life: str) -> Retention:
+def saved_limits(root: Path, life: str) -> Retention:
     """What `save_limits` saved in this life; no limits where it saved none, or that cannot be read."""
     folder, name = _LIMITS
-    for item in found(beside(root), folder):
+    for item in found(root, folder):
         try:
             if item.name == name:
                 saved = json.loads(Path(item.path).read_bytes())
@@ -80,7 +79,7 @@ def saved_limits(root: AnyRoot, life: str) -> Retention:
     return Retention()
 
 
-def save_limits(root: AnyRoot, life: str, retention: Retention) -> None:
+def save_limits(root: Path, life: str, retention: Retention) -> None:
     """Save limits for a store that comes back by itself; a disk that refuses, full as it may be, is logged.
 
     Args:
@@ -91,12 +90,6 @@ def save_limits(root: AnyRoot, life: str, retention: Retention) -> None:
     try:
         if retention != saved_limits(root, life):
             said = json.dumps({"life": life, "limits": asdict(retention)})
-            write(_made(root), *_LIMITS, said.encode())
+            write(root, *_LIMITS, said.encode())
     except OSError:
         logger.exception("the limits of %s are not saved: they hold until the store comes back by itself", root)
-
-
-def _made(root: AnyRoot) -> Path:
-    folder = beside(root)
-    folder.mkdir(parents=True, exist_ok=True)
-    return folder

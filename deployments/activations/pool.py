@@ -6,7 +6,8 @@ import re
 import secrets
 import time
 from collections import Counter, OrderedDict
-from collections.abc import Collection, Set
+from collections.abc import Callable, Collection, Set
+from concurrent.futures import Future, ThreadPoolExecutor
 from itertools import count
 from pathlib import Path
 
@@ -14,14 +15,13 @@ import pyarrow as pa
 
 from deployments.activations.entries import Known, StoredFile
 from deployments.activations.mounts import Mount
-from deployments.activations.object_shard import ObjectShard
-from deployments.activations.objects import AnyRoot, Place
 from deployments.activations.shard import Shard
 
 FILE_NAME = re.compile(r"\d{8}T\d{6}-[0-9a-f]{8}-\d{6,}\.arrow")  # of every shard
 
 
-AnyShard = Shard | ObjectShard
+_SEALS = 4  # files that get their footers at once
+_MOST_SEALS = 256  # that wait for one: each is an open file
 
 
 class Pool:
@@ -31,22 +31,35 @@ class Pool:
     never share a file; nor is a file of an earlier writer ever appended to.
 
     Args:
-        root: An existing directory, absolute and no link; or one of object storage, where every file is new.
+        root: An existing directory, absolute and no link.
         catalogue: Told of each file that is closed.
         shard_bytes: A shard of at least this length is sealed.
         open_shards: How many shards stay open, those that are taken included; these are never sealed.
         idle_s: Seconds that a shard waits for another run before it is sealed.
+        wake: Called, on any thread, each time a shard is closed: `settle` tells of it.
     """
 
-    def __init__(self, root: AnyRoot, catalogue: Known, *, shard_bytes: int, open_shards: int, idle_s: float) -> None:
+    def __init__(
+        self,
+        root: Path,
+        catalogue: Known,
+        *,
+        shard_bytes: int,
+        open_shards: int,
+        idle_s: float,
+        wake: Callable[[], None] = lambda: None,
+    ) -> None:
         self._root = root
-        self._mount = Mount(root) if isinstance(root, Path) else None
+        self._mount = Mount(root)
         self._catalogue = catalogue
         self._shard_bytes = shard_bytes
         self._open_shards = open_shards
         self._idle_s = idle_s
-        self._taken: set[AnyShard] = set()
-        self._idle: OrderedDict[AnyShard, float] = OrderedDict()  # since when, the longest first
+        self._taken: set[Shard] = set()
+        self._idle: OrderedDict[Shard, float] = OrderedDict()  # since when, the longest first
+        self._wake = wake
+        self._seals = ThreadPoolExecutor(_SEALS, thread_name_prefix="activation-seal")
+        self._closing: dict[Shard, Future[None]] = {}  # the longest first
         self._others: dict[str, set[str]] = {}  # by session the URIs of files that other nodes' writers have open
         self._recount()
         prefix = f"{time.strftime('%Y%m%dT%H%M%S', time.gmtime())}-{secrets.token_hex(4)}"
@@ -57,13 +70,12 @@ class Pool:
         """When a shard will have been idle for too long, in the monotonic clock's seconds."""
         return next(iter(self._idle.values()), float("inf")) + self._idle_s
 
-    def take(self, session_id: str, schema: pa.Schema, whole: bool) -> AnyShard:
+    def take(self, session_id: str, schema: pa.Schema) -> Shard:
         """A shard for one run alone, until it is given back.
 
         Args:
             session_id: The run's session.
             schema: Of its batches.
-            whole: Whether all of the run is there. An object that others wait for must not wait for a long run.
 
         Raises:
             OSError: If a new one was needed and the disk refused.
@@ -71,11 +83,12 @@ class Pool:
         fitting = (
             shard
             for shard in reversed(self._idle)
-            if shard.schema.equals(schema, check_metadata=True)
+            if shard.session_id == session_id
+            and shard.schema.equals(schema, check_metadata=True)
             and not self._spent(shard)
-            and (isinstance(shard, ObjectShard) or shard.in_place)  # the store of another node may have deleted it
+            and shard.in_place  # the store of another node may have deleted it
         )
-        shard = next(fitting, None) if whole or isinstance(self._root, Path) else None
+        shard = next(fitting, None)
         if shard:
             del self._idle[shard]
         else:
@@ -83,17 +96,18 @@ class Pool:
         self._taken.add(shard)
         return shard
 
-    def give_back(self, shard: AnyShard) -> None:
+    def give_back(self, shard: Shard) -> None:
         """The run is finished, or taken away."""
         self._taken.remove(shard)
         self._idle[shard] = time.monotonic()
 
-    def settle(self, unsynced: Collection[AnyShard]) -> None:
-        """Close what is full, broken, idle for too long, or too many.
+    def settle(self, unsynced: Collection[Shard]) -> None:
+        """Close what is full, broken, idle for too long, or too many, in the background; tell of what is closed.
 
         Args:
             unsynced: Those that must stay open until they are durable.
         """
+        self._tell()
         now = time.monotonic()
         for shard, since in [item for item in self._idle.items() if item[0] not in unsynced]:
             many = len(self._idle) + len(self._taken) > self._open_shards
@@ -101,15 +115,22 @@ class Pool:
                 self._close(shard)
 
     def close(self, session_id: str | None = None) -> None:
-        """Close the idle shards of one session, or all."""
+        """Close the idle shards of one session, or all, which is the end; they are closed when this returns."""
         for shard in list(self._idle):
             if session_id in (None, shard.session_id):
                 self._close(shard)
+        self._tell(wait_for=[shard for shard in self._closing if session_id in (None, shard.session_id)])
+        if session_id is None:
+            self._seals.shutdown()
 
     @property
     def own(self) -> set[str]:
         """The URIs of the files that are open."""
-        return {shard.facts().uri for shard in (*self._taken, *self._idle)}
+        return {shard.facts().uri for shard in self._open}
+
+    @property
+    def _open(self) -> list[Shard]:
+        return [*self._taken, *self._idle, *self._closing]
 
     def others(self, session_id: str) -> Set[str]:
         """Those that other nodes' writers have open and told of."""
@@ -118,15 +139,14 @@ class Pool:
     def used(self, session_id: str | None = None) -> int:
         """Bytes of a session's files, or of all, those that are being written included."""
         self._follow()
-        shards = [*self._taken, *self._idle]
-        being_written = sum(shard.size for shard in shards if session_id in (None, shard.session_id))
+        being_written = sum(shard.size for shard in self._open if session_id in (None, shard.session_id))
         return being_written + (self._closed_bytes if session_id is None else self._closed[session_id])
 
     def sizes(self) -> Counter[str]:
         """The same of each session."""
         self._follow()
         sizes = Counter(self._closed)
-        for shard in (*self._taken, *self._idle):
+        for shard in self._open:
             sizes[shard.session_id] += shard.size
         return sizes
 
@@ -152,22 +172,31 @@ class Pool:
         self._closed = Counter(self._catalogue.sizes(but=self.own))  # bytes by session
         self._closed_bytes = self._closed.total()
 
-    def _new(self, session_id: str, schema: pa.Schema) -> AnyShard:
-        name = next(self._names)
-        if isinstance(self._root, Place):
-            return ObjectShard(self._root.below(session_id).file(name), session_id, schema)
-        if self._mount:
-            self._mount.check()
-        return Shard(self._root, session_id, name, schema)
+    def _new(self, session_id: str, schema: pa.Schema) -> Shard:
+        self._mount.check()
+        return Shard(self._root, session_id, next(self._names), schema)
 
-    def _spent(self, shard: AnyShard) -> bool:
+    def _spent(self, shard: Shard) -> bool:
         return shard.broken or shard.length >= self._shard_bytes
 
-    def _close(self, shard: AnyShard) -> None:
+    def _close(self, shard: Shard) -> None:
         del self._idle[shard]
-        shard.close()
-        if shard.rows:
-            self._closed[shard.session_id] += shard.length
-            self._closed_bytes += shard.length
-            if isinstance(shard, Shard):  # an object may have become part of another since it was there
-                self._catalogue.add(shard.session_id, [], shard.facts())
+        if not shard.rows:  # nothing waits for the disk
+            shard.close()
+            return
+        self._closing[shard] = self._seals.submit(shard.close)
+        self._closing[shard].add_done_callback(lambda _: self._wake())
+        if len(self._closing) > _MOST_SEALS:
+            self._tell(wait_for=[next(iter(self._closing))])
+
+    def _tell(self, wait_for: Collection[Shard] = ()) -> None:
+        """Tell the catalogue of the shards that are closed."""
+        told = [shard for shard, done in self._closing.items() if done.done() or shard in wait_for]
+        for shard in told:
+            self._closing.pop(shard).result()
+            if shard.rows:
+                self._closed[shard.session_id] += shard.length
+                self._closed_bytes += shard.length
+        added = [(shard.session_id, (), shard.facts()) for shard in told if shard.rows]
+        if added:
+            self._catalogue.add_all(added)

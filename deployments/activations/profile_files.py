@@ -18,9 +18,9 @@ from typing import Any, NamedTuple
 
 from deployments.activations.accounts import OPERATOR, Account
 from deployments.activations.failures import explain
-from deployments.activations.profiles import Profile
 from deployments.activations.small_files import found, remove, write
 from deployments.errors import RequestError
+from deployments.points.profiles import Profile, body_of
 
 FOLDER = ".profiles"  # no session id begins with '.'
 DEFAULTS = ".defaults.json"  # nor does a profile's name
@@ -64,7 +64,7 @@ class ProfileFiles:
                 if item.name == DEFAULTS:
                     defaults = json.loads(Path(item.path).read_bytes())
                 elif match := _FILE.fullmatch(item.name):
-                    profile = Profile.model_validate_json(Path(item.path).read_bytes())
+                    profile = Profile.model_validate(body_of(Path(item.path).read_bytes()))
                     if profile.name != match[2]:
                         raise ValueError(f"it is the profile {profile.name!r} under another name")
                     created = item.stat().st_mtime
@@ -246,7 +246,7 @@ class ProfileFiles:
     def _whole(self, file: str, data: bytes, account: Account) -> dict[str, Any]:
         with self._lock:
             summary = self._summary(file, account)
-        whole: dict[str, Any] = json.loads(data)
+        whole = body_of(data)
         return whole | summary
 
 

@@ -178,6 +178,8 @@ def _seal(body: io.BufferedReader[Any], path: Path) -> None:
     stream = pa.ipc.open_stream(body)
     with pa.OSFile(str(path), "wb") as file, pa.ipc.new_file(file, stream.schema) as writer:
         for item in stream.iter_batches_with_custom_metadata():
+            if not checksums.is_of_run(item.custom_metadata or {}):
+                raise PullError("what is said of a run is not what the server wrote: see its `verify`")
             sums = checksums.read(item.custom_metadata, stream.schema.names)
             if bad := checksums.damaged(item.batch, sums):
                 raise PullError(f"the values of {', '.join(bad)} are not those that the server wrote: see its `verify`")

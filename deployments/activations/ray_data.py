@@ -14,7 +14,7 @@ import torch
 from ray.data.block import BlockMetadata
 from ray.data.datasource import Datasource, ReadTask
 
-from deployments.activations.row_index import RowIndex, Tokens, index_rows
+from deployments.activations.row_index import Chosen, RowIndex, index_rows
 from deployments.activations.row_reader import RowBatch, RowReader
 from deployments.activations.schema import PHASES
 
@@ -27,7 +27,7 @@ def ray_dataset(
     *,
     session: str | None = None,
     runs: Collection[str] | None = None,
-    tokens: Tokens = "all",
+    tokens: Chosen = "all",
     bfloat16: Literal["float32", "bits"] = "float32",
     **read: Any,
 ) -> ray.data.Dataset:
@@ -36,7 +36,7 @@ def ray_dataset(
     Nothing is read before the dataset is used. The files must lie at the same path on every node that reads.
 
     Args:
-        source: A store's or session's directory, or one file, as a path or `file://` URI.
+        source: A store's or session's directory, or one file, as a path or `file://` URI; or the id of a run.
         points: The points each row is to have; runs that did not record them all are left out.
         session: This session's runs alone.
         runs: These runs alone.

@@ -15,14 +15,15 @@ import torch
 from torch.utils.dlpack import from_dlpack
 
 from deployments.activations import checksums
-from deployments.activations.facts import COLUMNS, PointType, RunFacts, ShardFacts
-from deployments.activations.marks import counted
+from deployments.activations.facts import PointType, RunFacts, ShardFacts
+from deployments.activations.manifest import find_run, segments_in
 from deployments.activations.messages import DamagedError as DamagedError
-from deployments.activations.messages import is_disks
+from deployments.activations.messages import check_batches, is_disks
 from deployments.activations.messages import messages as messages
-from deployments.activations.objects import AnyFile, AnyRoot, ObjectFile, Place, place_of
-from deployments.activations.patterns import Patterns
+from deployments.activations.objects import AnyFile, ObjectFile, Place, place_of
 from deployments.activations.schema import batch_facts, point_types, shard_facts, to_patterns, to_tensor
+from deployments.points.names import COLUMNS, recorded
+from deployments.points.patterns import Patterns
 
 
 @dataclass(frozen=True, eq=False, repr=False)
@@ -67,7 +68,9 @@ class WholeRun(NamedTuple):
     """A run all of whose batches are in a file: its first row there, its size, its batches with rows in order.
 
     The size of the first run takes in the file's schema. `offset` is the place in the file where what
-    is counted begins, a byte, or in an object the number of a batch. `sums` are the batches' checksums.
+    is counted begins, a byte, or in an object the number of a batch. `sums` are the batches' checksums. `batch` is the
+    number of the run's first batch, counted from where reading began. `intact` is whether `facts` are those that were
+    written, as far as is known.
     """
 
     facts: RunFacts
@@ -76,6 +79,8 @@ class WholeRun(NamedTuple):
     batches: list[pa.RecordBatch]
     sums: list[dict[str, str]]
     offset: int
+    batch: int = 0
+    intact: bool = True
 
     @property
     def rows(self) -> int:
@@ -90,38 +95,56 @@ def load(
     *,
     offset: int = 0,
     verify: bool = False,
+    root: str | os.PathLike[str] | None = None,
 ) -> Run:
     """Load one run.
 
     Args:
-        source: A `file://` URI or path of one file, or of a session's directory.
+        source: A `file://` URI or path of one file, or of a session's directory; or the id of a run.
         run_id: The run; may be left out where the source holds only one.
-        points: The points to load, in this order; all of them where left out.
+        points: The points to load, in this order, as `names.recorded` reads them: `layers.*.output`, `resid_post`,
+            `layers.-1.output`. All of them where left out.
         offset: Where in a file the run begins, as lists of runs say it: nothing before it is looked at.
         verify: Whether to read all of it and compare checksums.
+        root: Where to look for a run that is named by its id alone: the store's directory or URI, or the `http` address
+            of a server. By default the variable `VITRINE_ACTIVATIONS`, or where a server of this machine stores.
 
     Raises:
         ValueError: If no one run is meant, or it has no such point; the message lists what there is. A DamagedError
-            if values are not those that were written; the message says which points are.
+            if values lie outside of the file, or are not those that were written; the message says which points are.
         FileNotFoundError: If the source does not exist.
     """
-    path, offset = _holding(path_of(source), run_id, offset)
+    from deployments.activations.locating import is_run_id, locate
+
+    place: AnyFile | Place
+    if is_run_id(source) and run_id in (None, source):
+        run_id = str(source)
+        place, offset = locate(run_id, root)
+    else:
+        place = path_of(source)
+    path, offset = _holding(place, run_id, offset)
     matching = (run for run in _runs_in(path, offset) if run_id in (None, run.facts.run_id))
     found = next(matching, None)
     if found is None or (run_id is None and not offset and next(matching, None)):
         some = ", ".join(islice((run.facts.run_id for run in _runs_in(path)), 5))
         wanted = "one run" if run_id is None else f"run {run_id!r}"
         raise ValueError(f"{path} does not hold {wanted}; it holds {some or 'no whole run'}: name one as run_id")
+    check_batches(path, found.batches)
     schema = found.batches[0].schema
     types = point_types(schema)
-    if unknown := [name for name in points or () if name not in types]:
-        raise ValueError(f"Run {found.facts.run_id!r} has no {', '.join(unknown)}; it has {', '.join(types)}")
-    names = list(types if points is None else points)
+    shard = shard_facts(schema)
+    try:
+        names = list(types) if points is None else recorded(points, types, shard.layers)
+    except ValueError as error:
+        raise ValueError(f"Run {found.facts.run_id!r}: {error}") from error
+    if isinstance(path, (ObjectFile, Place)):  # one request for all of a batch that is read
+        columns = [name for name in schema.names if name in COLUMNS or name in names]
+        found = found._replace(batches=[batch.select(columns) for batch in found.batches])
     if verify:
         _check(found, names)
     return Run(
         facts=found.facts,
-        shard=shard_facts(schema),
+        shard=shard,
         positions=_join([from_dlpack(batch["position"]) for batch in found.batches]),
         token_ids=_join([from_dlpack(batch["token_id"]) for batch in found.batches]),
         text_offsets=_offsets(found.batches),
@@ -133,6 +156,8 @@ def load(
 def _check(run: WholeRun, points: Sequence[str]) -> None:
     wanted = {*COLUMNS, *points}
     bad = dict[str, None]()
+    if not run.intact:
+        raise DamagedError(f"run {run.facts.run_id}: what is said of it (its tags, for one) is not what was written")
     for batch, sums in zip(run.batches, run.sums, strict=True):
         rows = batch.select([name for name in batch.schema.names if name in wanted])
         try:
@@ -146,12 +171,13 @@ def _check(run: WholeRun, points: Sequence[str]) -> None:
 
 
 def runs(source: str | os.PathLike[str]) -> list[RunFacts]:
-    """The whole runs of a file or directory (as for `load`), in the order in which they were written.
+    """The whole runs of a file or directory (as for `load`), in the order of their requests and of their choices.
 
     Raises:
         FileNotFoundError: If the source does not exist.
     """
-    return [run.facts for run in _runs_in(path_of(source))]
+    found = (run.facts for run in _runs_in(path_of(source)))
+    return sorted(found, key=lambda facts: facts.created)
 
 
 def whole_run(source: str | os.PathLike[str] | AnyFile, run_id: str, offset: int = 0) -> WholeRun | None:
@@ -175,24 +201,25 @@ def whole_runs(path: AnyFile, offset: int = 0) -> Iterator[WholeRun]:
         OSError: The disk or the store refuses.
         DamagedError: A batch of an object cannot be read.
     """
-    rows = first_row = seen = 0
+    rows = first_row = seen = first_batch = 0
     start = offset
     run_id, batches, sums = "", list[pa.RecordBatch](), list[dict[str, str]]()
-    for message in messages(path, offset):
+    for number, message in enumerate(messages(path, offset)):
         try:
             facts = batch_facts(message.metadata)
             own = checksums.read(message.metadata, message.batch.schema.names)
         except ValueError:
             return  # none of ours: nothing behind it counts
         if facts.number == 0:
-            run_id, first_row, batches, sums, seen = facts.run_id, rows, [], [], 0
+            run_id, first_row, batches, sums, seen, first_batch = facts.run_id, rows, [], [], 0, number
         seen += 1
         rows += message.batch.num_rows
         if message.batch.num_rows:
             batches.append(message.batch)
             sums.append(own)
         if facts.run and facts.run_id == run_id and facts.number + 1 == facts.batches == seen:
-            yield WholeRun(facts.run, first_row, _size(path, message.end - start), batches, sums, start)
+            size, intact = _size(path, message.end - start), checksums.is_of_run(message.metadata or {})
+            yield WholeRun(facts.run, first_row, size, batches, sums, start, first_batch, intact)
             start = message.end
 
 
@@ -261,26 +288,33 @@ def path_of(source: str | os.PathLike[str] | ObjectFile | Place) -> AnyFile | Pl
     return Path(unquote(url.path))
 
 
-def within(root: AnyRoot, uri: str) -> AnyFile:
-    """A store's file, by the URI that it is named by to others, which says neither keys nor settings."""
-    if isinstance(root, Place):
-        return root.file(unquote(uri.removeprefix(f"{root.uri}/")))
+def within(bucket: Place | None, uri: str) -> AnyFile:
+    """A store's file, by the URI that it is named by to others, which says neither keys nor settings.
+
+    Args:
+        bucket: Where the store archives to.
+        uri: The file's, on the disk or in the bucket.
+    """
+    if bucket and uri.startswith(f"{bucket.uri}/"):
+        return bucket.file(unquote(uri.removeprefix(f"{bucket.uri}/")))
     return Path(unquote(urlsplit(uri).path))
 
 
 def files_in(path: AnyFile | Place) -> list[AnyFile]:
     """The Arrow files of a directory, by their names, or the one file that is meant; links in it are not followed."""
     if isinstance(path, Place):
-        return [*counted(path)]
+        return [*segments_in(path)]
     if isinstance(path, Path) and path.is_dir():
         return [*sorted(item for item in path.glob("*.arrow") if item.is_file() and not item.is_symlink())]
     return [path]
 
 
 def _holding(path: AnyFile | Place, run_id: str | None, offset: int) -> tuple[AnyFile | Place, int]:
-    """Where to look for a run: small objects go up in larger ones beside them."""
+    """Where to look for a run of a bucket: its manifest says. Before, small objects went up in others beside them."""
     if isinstance(path, ObjectFile) and run_id is not None and not path.exists():
-        return path.folder, 0
+        path, offset = path.folder, 0
+    if isinstance(path, Place) and run_id is not None and not offset:
+        return find_run(path, run_id) or (path, 0)
     return path, offset
 
 

@@ -6,23 +6,27 @@ import json
 import re
 import threading
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
+from typing import TYPE_CHECKING
 
 import pyarrow as pa
 from xxhash import xxh3_128_hexdigest
 
 from deployments import __version__
 from deployments.activations.catalogue import Catalogue
-from deployments.activations.downloads import IDLE_S, Choice, Found, changed
+from deployments.activations.downloads import IDLE_S, Choice, Found, changed, gone
 from deployments.activations.encodings import ENCODERS, as_arrow
 from deployments.activations.entries import Entry
 from deployments.activations.facts import StoreError
+from deployments.activations.messages import DamagedError
 from deployments.activations.named_tensors import tensors
-from deployments.activations.objects import AnyRoot
 from deployments.activations.parts import Parts
 from deployments.activations.reader import within
 from deployments.activations.selecting import Wanted, select
+
+if TYPE_CHECKING:
+    from deployments.activations.objects import Place
 
 MOST_PLANS = 32
 MOST_PARTS = 200_000  # of all plans together, each some hundred bytes; one plan alone may have more
@@ -32,7 +36,7 @@ MOST_PARTS = 200_000  # of all plans together, each some hundred bytes; one plan
 class _Plan:
     tag: str
     parts: Parts
-    version: tuple[int, int]  # the catalogue's, of which the plan is
+    version: tuple[int, ...]  # the catalogue's, of which the plan is
     touched: float = field(default_factory=time.monotonic)
 
 
@@ -43,9 +47,22 @@ class Readings:
     same of its runs. No page needs one: the next is planned again, with the same bytes.
     """
 
-    def __init__(self, catalogue: Catalogue, root: AnyRoot) -> None:
+    def __init__(
+        self,
+        catalogue: Catalogue,
+        bucket: Place | None = None,
+        restore: Callable[[Sequence[str]], bool] = lambda _: False,
+    ) -> None:
+        """Begin without plans.
+
+        Args:
+            catalogue: What there is.
+            bucket: Where archived segments are.
+            restore: Fetches segments of the bucket to the disk, by their URIs; whether it did.
+        """
         self._catalogue = catalogue
-        self._root = root
+        self._bucket = bucket
+        self._restore = restore
         self._lock = threading.Lock()
         self._plans: dict[tuple[Choice, int], _Plan] = {}  # by what they hold; those that were used last at the end
 
@@ -58,7 +75,9 @@ class Readings:
                 session holds now.
 
         Raises:
-            RequestError: There is no such run or point, or there are too many tensors for one file.
+            RequestError: There is no such run or point, or there are too many tensors for one file; 410, a file is
+                gone.
+            DamagedError: A file is damaged; names it.
             OSError: The disk refuses.
         """
         plan = self._plan(choice, _runs_of(tag))
@@ -68,16 +87,22 @@ class Readings:
         """The bytes from `first` to `end`, which lie within the length, of the download that has the tag.
 
         Raises:
-            RequestError: 412, the session holds something else by now.
+            RequestError: 412, the session holds something else by now; 410, a file is gone.
             StoreError: A file is not what it was.
+            DamagedError: The same; names the file.
             OSError: The disk refuses.
         """
         plan = self._plan(choice, _runs_of(tag))
         if plan is None or plan.tag != tag:
             raise changed()
         page = bytearray()
-        for piece in plan.parts.read(first, end):
-            page += piece
+        try:
+            for piece in plan.parts.read(first, end):
+                page += piece
+        except FileNotFoundError as error:
+            if self._catalogue.version(choice.session_id) != plan.version:
+                raise changed() from error
+            raise gone(error.filename or error) from error
         if len(page) != end - first:
             raise StoreError(f"Session {choice.session_id} gives {len(page)} of {end - first} bytes: its files changed")
         return bytes(page)
@@ -99,7 +124,14 @@ class Readings:
         with self._lock:
             plan = self._plans.get((choice, most)) if most is not None else None
         if plan is None or plan.version != version:
-            plan = self._planned(choice, most, version)
+            try:
+                plan = self._planned(choice, most, version)
+            except (FileNotFoundError, DamagedError) as error:
+                if self._catalogue.version(choice.session_id) != version:
+                    return self._plan(choice, most)  # some runs were deleted, or are elsewhere by now
+                if isinstance(error, DamagedError):
+                    raise
+                raise gone(error.filename or error) from error
         if plan is None:
             return None
         plan.touched, plan.version = time.monotonic(), version
@@ -110,9 +142,12 @@ class Readings:
         self.sweep()
         return plan
 
-    def _planned(self, choice: Choice, most: int | None, version: tuple[int, int]) -> _Plan | None:
+    def _planned(self, choice: Choice, most: int | None, version: tuple[int, ...]) -> _Plan | None:
         """The plan that is there, where it still holds, or a new one."""
         places = self._catalogue.places(choice.session_id, choice.runs, most)
+        away = sorted({uri for _, uri, _, _ in places if self._bucket and not uri.startswith("file:")})
+        if away and self._restore(away):
+            places = self._catalogue.places(choice.session_id, choice.runs, most)
         tag = _tag(choice, places)
         with self._lock:
             plan = self._plans.get((choice, len(places)))
@@ -133,13 +168,20 @@ class Readings:
         wanted = Wanted(session_id, set(asked), None if points is None else set(points))
         wanted._replace(runs=runs).check(known, {name for entry in entries for name in entry.points})
         files = sorted({entry.uri for entry in entries})
-        paths = [within(self._root, uri) for uri in files]
+        paths = [within(self._bucket, uri) for uri in files]
         if runs is not None:
             first = [min(entry.offset for entry in entries if entry.uri == uri) for uri in files]
             wanted = wanted._replace(offsets=dict(zip(paths, first, strict=True)))
+        left = set(asked)
         if format == "arrow":
-            return as_arrow(paths, wanted)
-        return ENCODERS[format](tensors(select(paths, wanted), prefixed=runs is None or len(runs) != 1))
+            parts = as_arrow(paths, wanted, left)
+        else:
+            parts = ENCODERS[format](tensors(select(paths, wanted, left), prefixed=runs is None or len(runs) != 1))
+        for entry in entries:
+            if entry.facts.run_id in left:
+                file = within(self._bucket, entry.uri)
+                raise DamagedError(f"{file}: the run {entry.facts.run_id} cannot be read there")
+        return parts
 
     def _known(self, session_id: str) -> list[str]:
         return [entry.facts.run_id for entry in self._catalogue.entries(session_id)]

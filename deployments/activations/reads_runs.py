@@ -1,4 +1,6 @@
-"""What the store tells of runs, and hands over of them: to each account what it may read.
+"""The reader of a store as an actor: it tells of runs and hands them over, to each account what it may read.
+
+It is a process of its own, so that no file that it reads, whoever made it, ends the one that writes. It writes nothing.
 
 What an account may not read is not there for it. A session may be deleted, and its name claimed by somebody else, while
 it is looked at: so its record is compared before and behind.
@@ -8,41 +10,67 @@ from __future__ import annotations
 
 import asyncio
 from collections import Counter
-from collections.abc import Callable, Sequence
+from collections.abc import Awaitable, Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from functools import partial
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+import ray
+
 from deployments.activations.accounts import OPERATOR, Account
-from deployments.activations.downloads import IDLE_S, Choice, Found, changed
+from deployments.activations.downloads import IDLE_S, Choice, Found, changed, gone
+from deployments.activations.facts import StoreError
 from deployments.activations.failures import explain
 from deployments.activations.filters import EVERYTHING, Filter
-from deployments.activations.interventions import TokenChoice
+from deployments.activations.store import connect
+from deployments.clusters import NAMESPACE
 from deployments.errors import RequestError
+from deployments.points.token_choices import TokenChoice
 
 if TYPE_CHECKING:  # Serve's controller and the ingress import this module too, and need no Arrow
-    from deployments.activations.catalogue import Catalogue
-    from deployments.activations.objects import AnyRoot
-    from deployments.activations.owners import Owners, Record
-    from deployments.activations.pins import Pins
-    from deployments.activations.readings import Readings
+    from deployments.activations.owners import Record
+    from deployments.activations.shared_catalogue import Ask
 
 
 MOST_WAITING = 64  # requests for pages that are not answered yet
 MOST_OF_ONE = 16  # the same of one owner
+_RESTORE_S = 600.0  # that a reader waits for segments that are fetched from the bucket
+_ASK_S = 20.0  # that a reader waits for the store's process, which it needs where the catalogue has no database
 
 
-class ReadsRuns:
-    """What the store answers of stored runs."""
+class ActivationReader:
+    """What is answered of stored runs.
 
-    _catalogue: Catalogue
-    _owners: Owners
-    _pins: Pins
-    _readings: Readings
-    _root: AnyRoot
-    _rows_pool: ThreadPoolExecutor
-    _data_pool: ThreadPoolExecutor
-    _waiting: Counter[str | None]  # requests for pages that are not answered yet, by owner
+    Args:
+        root: As the store's.
+        archive: The URI of the bucket that the store archives to.
+        ask: Asks the store's process what its catalogue says; by default the actor.
+        restore: Has the store's process fetch segments from the bucket; by default the actor.
+    """
+
+    def __init__(
+        self,
+        root: str,
+        archive: str | None = None,
+        ask: Ask | None = None,
+        restore: Callable[[Sequence[str]], bool] | None = None,
+    ) -> None:
+        from deployments.activations.objects import place_of
+        from deployments.activations.owners import Owners
+        from deployments.activations.pins import Pins
+        from deployments.activations.readings import Readings
+        from deployments.activations.shared_catalogue import SharedCatalogue
+
+        self._root = Path(root).resolve()
+        self._bucket = place_of(archive) if archive else None
+        self._catalogue = SharedCatalogue(self._root, ask or partial(_ask, root), archives=self._bucket is not None)
+        self._owners = Owners(self._root)
+        self._pins = Pins(self._root)
+        self._readings = Readings(self._catalogue, self._bucket, restore or partial(_restore, root))
+        self._rows_pool = ThreadPoolExecutor(2, thread_name_prefix="stored-rows")  # what they read is in memory at once
+        self._data_pool = ThreadPoolExecutor(2, thread_name_prefix="downloads")  # as many pages are in memory at once
+        self._waiting = Counter[str | None]()  # requests for pages that are not answered yet, by owner
 
     async def sessions(
         self,
@@ -130,19 +158,29 @@ class ReadsRuns:
             account: Who asks.
 
         Raises:
-            RequestError: The run has no such point or token, or there are more bytes; names the field of `from`.
-            StoreError: The disk refuses.
+            RequestError: The run has no such point or token, or there are more bytes; names the field of `from`. Its
+                file is gone: 410.
+            StoreError: The disk refuses, or its file is damaged; names the file.
         """
         from deployments.activations.reader import within
         from deployments.activations.stored_rows import read_rows
 
         def found() -> bytes | None:
             entry = self._catalogue.find(run_id)
-            if entry is None:
-                return None
-            file = within(self._root, entry.uri)
-            read = partial(read_rows, file, entry, points, tokens, most)
-            return self._of_session(entry.facts.session_id, account, read)  # type: ignore[no-any-return]
+            while entry is not None:
+                file = within(self._bucket, entry.uri)
+                read = partial(read_rows, file, entry, points, tokens, most)
+                try:
+                    rows = self._of_session(entry.facts.session_id, account, read)
+                except FileNotFoundError:
+                    before, entry = entry, self._catalogue.find(run_id)
+                    if entry is not None and entry.uri == before.uri:
+                        raise gone(file, "from.run_id") from None
+                    continue  # it was deleted meanwhile, or went from the disk to the bucket, and is read there
+                before, entry = entry, self._catalogue.find(run_id)
+                if rows is not None or entry is None or entry.uri == before.uri:
+                    return rows  # type: ignore[no-any-return]
+            return None
 
         return await self._found(self._rows_pool, found)  # type: ignore[no-any-return]
 
@@ -150,8 +188,9 @@ class ReadsRuns:
         """What a download would be, as `Readings.find`; None if there is no such session.
 
         Raises:
-            RequestError: There is no such run or point, too much for one file, or too many wait for pages.
-            StoreError: The disk refuses.
+            RequestError: There is no such run or point, too much for one file, or too many wait for pages; 410, a file
+                is gone.
+            StoreError: The disk refuses, or a file is damaged; names the file.
         """
         find = partial(self._readings.find, choice, tag)
         return await self._paged(account, self._of_session, choice.session_id, account, find)  # type: ignore[no-any-return]
@@ -160,8 +199,8 @@ class ReadsRuns:
         """A range of a download, as `Readings.page`.
 
         Raises:
-            RequestError: 412, the session holds something else by now; or too many wait for pages.
-            StoreError: The disk refuses, or a file is not what it was.
+            RequestError: 412, the session holds something else by now; 410, a file is gone; or too many wait for pages.
+            StoreError: The disk refuses, or a file is damaged; names the file.
         """
         read = partial(self._readings.page, choice, tag, first, end)
         page: bytes | None = await self._paged(account, self._of_session, choice.session_id, account, read)
@@ -182,10 +221,15 @@ class ReadsRuns:
             asyncio.get_running_loop().call_later(IDLE_S, self._readings.sweep)
 
     async def _found(self, pool: ThreadPoolExecutor | None, ask: Callable[..., Any], *args: Any) -> Any:
+        from deployments.activations.messages import DamagedError
+
         try:
             return await asyncio.get_running_loop().run_in_executor(pool, ask, *args)
         except OSError as error:
             raise explain(self._root, error) from error
+        except DamagedError as error:
+            what = "`python -m deployments.activations verify` says what of it can be read"
+            raise StoreError(f"a file of stored runs is damaged, {error}: {what}") from error
 
     def _of_session(self, session_id: str, account: Account, look: Callable[[], Any]) -> Any:
         """What a look at a session gives, where the account may read it; else None."""
@@ -216,3 +260,70 @@ class ReadsRuns:
 
 def _may_read(record: Record | None, account: Account) -> bool:
     return account.may_read(record.owner, record.shared) if record else account.may_read(None)
+
+
+def _ask(root: str, statement: str, values: Sequence[Any]) -> tuple[str, list[Any]]:
+    asked = connect(root).query.remote(statement, values)
+    answer: tuple[str, list[Any]] = _answered(asked, _ASK_S, "the activation store starts; try again")
+    return answer
+
+
+def _restore(root: str, uris: Sequence[str]) -> bool:
+    asked = connect(root).restore.remote(uris)
+    return bool(_answered(asked, _RESTORE_S, "archived runs are being fetched; try again"))
+
+
+def _answered(asked: Any, timeout_s: float, late: str) -> Any:
+    """What the store's process answers to a call; where it does not in time, 503 with the message `late`."""
+    try:
+        return asked.future().result(timeout=timeout_s)
+    except ray.exceptions.RayTaskError as error:
+        raise error.cause from error
+    except (ray.exceptions.RayError, TimeoutError) as error:
+        raise RequestError(late, None, "unavailable", 503) from error
+
+
+def connect_reader(root: str, archive: str | None = None) -> Any:
+    """A handle to the actor that reads what the store of `root` keeps; made by whoever asks first.
+
+    Like the store it is a named actor on the head node that ends with the cluster. It comes back by itself, and is
+    then asked once more for what it had not answered.
+
+    Args:
+        root: The store's directory.
+        archive: The URI of the bucket that it archives to.
+    """
+    return (
+        ray.remote(ActivationReader)
+        .options(
+            name=f"activation reader of {root}",
+            namespace=NAMESPACE,
+            get_if_exists=True,
+            lifetime="detached",
+            max_restarts=-1,
+            max_task_retries=1,
+            max_concurrency=10_000,
+            num_cpus=0,
+            resources={"node:__internal_head__": 0.001},
+        )
+        .remote(root, archive)
+    )
+
+
+async def survived(asked: Awaitable[Any], what: str) -> Any:
+    """What a reader answers that reads files, some of which may end its process.
+
+    Args:
+        asked: The call.
+        what: What it reads, in words.
+
+    Raises:
+        StoreError: The reader ended while it did.
+    """
+    try:
+        return await asked
+    except ray.exceptions.RayActorError as error:
+        raise StoreError(
+            f"the reader of stored runs ended twice while it read {what}: send the request again, and where it ends "
+            "again, look for a damaged file by `python -m deployments.activations verify`"
+        ) from error

@@ -9,16 +9,16 @@ import contextlib
 import logging
 import os
 import shutil
+from collections.abc import Mapping
 from pathlib import Path
+from types import MappingProxyType
 
 import pyarrow as pa
 
 from deployments.activations.checksums import damaged
-from deployments.activations.deleting import finish_deletion
 from deployments.activations.facts import names_a_session
 from deployments.activations.holding import DELETED, NEW, PULLED, take
 from deployments.activations.messages import ends_cut
-from deployments.activations.objects import AnyRoot, Place
 from deployments.activations.pool import FILE_NAME
 from deployments.activations.reader import WholeRun, is_sealed, whole_runs
 from deployments.activations.shard import directory, seal
@@ -44,26 +44,19 @@ def make_root(root: Path) -> None:
             os.fsync(above)
 
 
-def recover(root: AnyRoot) -> None:
+def recover(root: Path, sealed: Mapping[str, tuple[int, int]] = MappingProxyType({})) -> None:
     """Seal the files of writers that were killed, behind their last whole run, and remove what else they left.
 
     Names and rows of whole runs stay as they are. What the disk refuses is logged and left as it is.
 
     Args:
-        root: The store's directory, absolute and no link; links below it are not followed. In object storage there are
-            only deletions to finish.
+        root: The store's directory, absolute and no link; links below it are not followed.
+        sealed: Files that are known to be sealed, by URI: bytes, and when they changed in Unix nanoseconds. Those that
+            are still so are not opened.
 
     Raises:
         OSError: The root cannot be read.
     """
-    if isinstance(root, Place):
-        for info in root.infos():
-            if info.base_name.startswith(DELETED):
-                try:
-                    finish_deletion(root.file(info.base_name))
-                except (OSError, ValueError):
-                    logger.exception("%s is not finished", info.base_name)
-        return
     for item in list(os.scandir(root)):
         if item.name.startswith(NEW):
             remove_unfinished(item)
@@ -75,7 +68,7 @@ def recover(root: AnyRoot) -> None:
             _remove_pulled(item.path)
         elif names_a_session(item.name):
             try:
-                _recover_session(Path(item.path))
+                _recover_session(Path(item.path), sealed)
             except OSError:
                 logger.exception("session %s cannot be looked through", item.name)
 
@@ -87,13 +80,15 @@ def _remove_pulled(path: str) -> None:
             shutil.rmtree(path, ignore_errors=True)
 
 
-def _recover_session(path: Path) -> None:
+def _recover_session(path: Path, sealed: Mapping[str, tuple[int, int]]) -> None:
+    begins = f"{path.as_uri()}/"  # names of files need no quoting
     with directory(path) as folder:
         for item in sorted(os.scandir(path), key=lambda item: item.name):
-            file = path / item.name
             if FILE_NAME.fullmatch(item.name) and item.is_file(follow_symlinks=False):
+                file, state = path / item.name, item.stat(follow_symlinks=False)
                 try:
-                    if not is_sealed(file):
+                    is_known = sealed.get(begins + item.name) == (state.st_size, state.st_mtime_ns)
+                    if not is_known and not is_sealed(file):
                         _recover_file(file, folder)
                 except Exception:
                     logger.exception("%s could not be looked through or given a footer: it is left as it is", file)
@@ -127,6 +122,8 @@ def _recover_file(path: Path, folder: int) -> None:
 
 
 def _changed(run: WholeRun) -> bool:
+    if not run.intact:
+        return True
     try:
         return any(damaged(batch, sums) for batch, sums in zip(run.batches, run.sums, strict=True))
     except pa.ArrowInvalid:

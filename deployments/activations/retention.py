@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass, replace
 from typing import NamedTuple
 
 
@@ -27,6 +27,23 @@ class Retention:
     delete_oldest: bool = False
     max_owner_bytes: int | None = None
     max_owner_sessions: int | None = None
+
+    def said(self) -> str:
+        """The limits that there are, as the options are given."""
+        held = {name: value for name, value in asdict(self).items() if value not in (None, False)}
+        return ", ".join(f"{name}={value}" for name, value in held.items()) or "no limits"
+
+    @property
+    def of_all(self) -> Retention:
+        """Those that are not of owners: an application without keys knows of none."""
+        return replace(self, max_owner_bytes=None, max_owner_sessions=None)
+
+    def with_owners_of(self, limits: Iterable[Retention]) -> Retention:
+        """The same with the strictest limits of owners among several."""
+        several = list(limits)
+        sizes, counts = ([getattr(one, name) for one in several] for name in ("max_owner_bytes", "max_owner_sessions"))
+        least = [min((value for value in values if value is not None), default=None) for values in (sizes, counts)]
+        return replace(self, max_owner_bytes=least[0], max_owner_sessions=least[1])
 
     @property
     def has_quotas(self) -> bool:

@@ -13,7 +13,6 @@ from pathlib import Path
 from deployments.activations.failures import explain
 from deployments.activations.holding import NEW, create
 from deployments.activations.mounts import Mount
-from deployments.activations.objects import AnyRoot, Place
 from deployments.activations.retention import Held
 from deployments.activations.shard import directory
 
@@ -23,16 +22,16 @@ _EVERY_S = 1.0  # a disk is tried so often at most, however many ask
 class Room:
     """Tries one root. For one thread."""
 
-    def __init__(self, root: AnyRoot, quotas: Callable[[str, int], Future[list[Held]]]) -> None:
+    def __init__(self, root: Path, quotas: Callable[[str, int], Future[list[Held]]]) -> None:
         """Begin without having tried.
 
         Args:
-            root: The store's directory, absolute and no link, or one of object storage.
+            root: The store's directory, absolute and no link.
             quotas: `Writer.check_quotas`.
         """
         self._root = root
         self._quotas = quotas
-        self._mount = Mount(root) if isinstance(root, Path) else None
+        self._mount = Mount(root)
         self._tried = -_EVERY_S
         self._failed: OSError | None = None
 
@@ -57,8 +56,7 @@ class Room:
         if time.monotonic() - self._tried >= _EVERY_S:
             self._failed = None
             try:
-                if self._mount:
-                    self._mount.check()
+                self._mount.check()
                 self._write()
             except OSError as error:
                 self._failed = error
@@ -69,11 +67,6 @@ class Room:
     def _write(self) -> None:
         """Write a file, make it durable, and remove it."""
         name = f"{NEW}{secrets.token_hex(8)}"
-        if isinstance(self._root, Place):
-            tried = self._root.file(name)
-            tried.write(name.encode())
-            tried.remove()
-            return
         with directory(self._root) as top:
             file = create(name, top)
             try:
@@ -84,8 +77,6 @@ class Room:
                 os.close(file)
 
     def _check_space(self, size: int) -> None:
-        if isinstance(self._root, Place):
-            return  # there is no end to it
         disk = os.statvfs(self._root)
         free = disk.f_bavail * disk.f_frsize
         if size > free:

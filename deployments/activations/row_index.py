@@ -5,22 +5,25 @@ from __future__ import annotations
 import math
 import os
 from collections import deque
-from collections.abc import Collection, Iterator, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any, Literal, NamedTuple, get_args
+from typing import Any, NamedTuple
 
 import numpy as np
 import pyarrow as pa
 import torch
 
 from deployments.activations.facts import PointType, RunFacts
+from deployments.activations.locating import chosen
 from deployments.activations.messages import Message, messages
 from deployments.activations.reader import whole_runs
 from deployments.activations.schema import PHASES, dtype_of, point_types
-from deployments.activations.selecting import Wanted, shards
+from deployments.activations.selecting import Wanted
+from deployments.activations.stored_rows import positions_of
+from deployments.points.token_choices import TokenChoice, check
 
-Tokens = Literal["all", "prompt", "generated"]
+Chosen = TokenChoice | Mapping[str, Any]  # which tokens, as in a request
 IDS = ("position", "token_id")  # columns of one int32 a row
 _WITHIN = 32  # bits of a place that count rows within its block
 
@@ -104,16 +107,17 @@ def index_rows(
     *,
     session: str | None = None,
     runs: Collection[str] | None = None,
-    tokens: Tokens = "all",
+    tokens: Chosen = "all",
 ) -> RowIndex:
     """Look through files once; of a run's tensors nothing is read.
 
     Args:
-        source: A store's or session's directory, or one file, as a path or `file://` URI.
-        points: The points each row is to have; runs that did not record them all are left out.
+        source: A store's or session's directory, or one file, as a path or `file://` URI; or the id of a run.
+        points: The points each row is to have, as `names.recorded` reads them; a pattern means what the first run with
+            any such point recorded. Runs that did not record them all are left out.
         session: This session's runs alone.
         runs: These runs alone.
-        tokens: The prompts' rows, the generated ones, or all.
+        tokens: Whose rows, as `token_choices` defines them: `all`, `prompt_last`, `{"last": 3}`, `{"text": "France"}`.
 
     Raises:
         RequestError: There is no such run or point; a ValueError.
@@ -123,17 +127,15 @@ def index_rows(
     """
     if isinstance(points, str) or not points:
         raise ValueError("points: name at least one, as a list")
-    if tokens not in get_args(Tokens):
-        raise ValueError(f"tokens: {tokens!r} is none of {', '.join(get_args(Tokens))}")
+    choice = check(tokens)
     if isinstance(runs, str):
         raise ValueError("runs: name them as a list")
+    files, runs = chosen(source, session, runs)
     looked = _Looked(list(dict.fromkeys(points)), Wanted(session, None if runs is None else set(runs), set(points)))
-    for path in shards(source, session):
+    for path in files:
         if not isinstance(path, Path):
-            raise ValueError(
-                f"source: {path} is in object storage, and rows are read out of a map: copy it to a disk first"
-            )
-        looked.through(path, tokens)
+            raise ValueError(f"source: {path} is in a bucket, and rows are read out of a map: copy it to a disk first")
+        looked.through(path, choice)
     return looked.index()
 
 
@@ -141,6 +143,7 @@ class _Run(NamedTuple):
     first_row: int
     end: int
     facts: RunFacts
+    positions: Sequence[int]  # of its tokens, whose rows are meant
 
 
 class _Block(NamedTuple):
@@ -155,20 +158,30 @@ class _Looked:
     """What was found so far."""
 
     def __init__(self, points: list[str], wanted: Wanted) -> None:
-        self._points, self._wanted = points, wanted
+        self._points, self._wanted = points, wanted  # as they were named, until a file has them all
+        self._known = False
         self._columns: dict[str, Column] = {}
         self._there, self._recorded = set[str](), set[str]()
         self._lacking = ""  # what the first run without all of the points did not record
         self._paths, self._runs, self._blocks = list[Path](), list[RunFacts](), list[_Block]()
 
-    def through(self, path: Path, tokens: Tokens) -> None:
+    def through(self, path: Path, choice: TokenChoice) -> None:
         """Add a file's rows."""
-        schema, found = self._whole_runs(path)
+        schema, found = self._whole_runs(path, choice)
         if schema is None or not found:
             return
         types = point_types(schema)
         self._recorded |= set(types)
-        if lacking := [name for name in self._points if name not in types]:
+        lacking = [name for name in self._points if name not in types]
+        if not self._known:
+            chosen = {name: self._wanted._replace(points=[name]).of(schema) for name in self._points}
+            lacking = [name for name in self._points if not chosen[name]]
+            if not lacking:
+                self._points, self._known = (
+                    list(dict.fromkeys(name for meant in chosen.values() for name in meant)),
+                    True,
+                )
+        if lacking:
             self._lacking = self._lacking or f"runs: {found[0].facts.run_id!r} did not record {', '.join(lacking)}"
             if self._wanted.runs is not None and len(lacking) < len(self._points):
                 raise ValueError(self._lacking)
@@ -182,7 +195,7 @@ class _Looked:
             while left and left[0][1].end <= row:
                 left.popleft()
             if left and left[0][1].first_row <= row and message.batch.num_rows:
-                self._add(message, number, left[0][0], tokens)
+                self._add(message, number, left[0][0], left[0][1].positions)
             row += message.batch.num_rows
 
     def index(self) -> RowIndex:
@@ -204,7 +217,7 @@ class _Looked:
             offsets=np.array(offsets).T.copy(),
         )
 
-    def _whole_runs(self, path: Path) -> tuple[pa.Schema | None, list[_Run]]:
+    def _whole_runs(self, path: Path, choice: TokenChoice) -> tuple[pa.Schema | None, list[_Run]]:
         schema, found = None, list[_Run]()
         for run in whole_runs(path):
             if self._wanted.session not in (None, run.facts.session_id):
@@ -213,7 +226,7 @@ class _Looked:
             if self._wanted.runs is None or run.facts.run_id in self._wanted.runs:
                 schema = run.batches[0].schema
                 rows = sum(batch.num_rows for batch in run.batches)
-                found.append(_Run(run.first_row, run.first_row + rows, run.facts))
+                found.append(_Run(run.first_row, run.first_row + rows, run.facts, positions_of(run, choice, "tokens")))
         return schema, found
 
     def _check(self, types: dict[str, PointType], run: RunFacts) -> None:
@@ -227,16 +240,25 @@ class _Looked:
                 )
         self._columns = columns
 
-    def _add(self, message: Message, file: int, run: int, tokens: Tokens) -> None:
-        rows = message.batch.num_rows
-        indices = message.batch["phase"].indices.to_numpy()
-        prompt = int(np.count_nonzero(indices == PHASES.index("prompt")))  # these come first
-        offsets = np.array([_offset(message.batch[name], message.end) for name in self._columns])
+    def _add(self, message: Message, file: int, run: int, positions: Sequence[int]) -> None:
+        """Add those of a batch's rows that are of such tokens, in blocks of rows that lie one behind the other."""
+        batch = message.batch
+        generated = batch["phase"].indices.to_numpy() == PHASES.index("generated")
+        kinds = np.where(_within(batch["position"].to_numpy(), positions), generated, -1)
+        offsets = np.array([_offset(batch[name], message.end) for name in self._columns])
         widths = np.array([column.width for column in self._columns.values()])
-        if prompt and tokens != "generated":
-            self._blocks.append(_Block(file, run, False, prompt, offsets.tolist()))
-        if prompt < rows and tokens != "prompt":
-            self._blocks.append(_Block(file, run, True, rows - prompt, (offsets + prompt * widths).tolist()))
+        firsts = [0, *(np.flatnonzero(np.diff(kinds)) + 1).tolist()]
+        for first, end in zip(firsts, [*firsts[1:], len(kinds)], strict=True):
+            if kinds[first] >= 0:
+                begin = (offsets + first * widths).tolist()
+                self._blocks.append(_Block(file, run, bool(kinds[first]), end - first, begin))
+
+
+def _within(values: np.ndarray, positions: Sequence[int]) -> np.ndarray:
+    """Which values are among ascending positions, bool `[n]`."""
+    if isinstance(positions, range):
+        return (values >= positions.start) & (values < positions.stop)
+    return np.isin(values, positions)
 
 
 def _column(name: str, kind: PointType) -> Column:

@@ -5,27 +5,25 @@ from __future__ import annotations
 import contextlib
 import logging
 import os
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 from deployments.activations.facts import names_a_session
-from deployments.activations.marks import uncounted
-from deployments.activations.objects import AnyFile, AnyRoot, Place
 
 logger = logging.getLogger(__name__)
 
 
 class Seen(NamedTuple):
-    """A file of a session: its length in bytes, and when it last changed in Unix nanoseconds, 0 where none does."""
+    """A file of a session: its length in bytes, and when it last changed in Unix nanoseconds."""
 
     session_id: str
-    file: AnyFile
+    file: Path
     bytes: int
     modified_ns: int
 
 
-def scan(root: AnyRoot, missed: list[str] | None = None) -> Iterator[Seen]:
+def scan(root: Path, missed: list[str] | None = None) -> Iterator[Seen]:
     """The Arrow files of all sessions below `root`; links are not followed, other names are passed over.
 
     Args:
@@ -35,9 +33,6 @@ def scan(root: AnyRoot, missed: list[str] | None = None) -> Iterator[Seen]:
     Raises:
         OSError: The root cannot be read.
     """
-    if isinstance(root, Place):
-        yield from _objects(root, root.infos(deep=True))
-        return
     for folder in sorted(os.scandir(root), key=lambda item: item.name):
         if names_a_session(folder.name) and folder.is_dir(follow_symlinks=False):
             try:
@@ -48,15 +43,13 @@ def scan(root: AnyRoot, missed: list[str] | None = None) -> Iterator[Seen]:
                     missed.append(folder.name)
 
 
-def scan_session(root: AnyRoot, session_id: str) -> Iterator[Seen]:
+def scan_session(root: Path, session_id: str) -> Iterator[Seen]:
     """The same of one session; nothing where it has no directory.
 
     Raises:
         OSError: It cannot be read.
     """
-    if isinstance(root, Place):
-        yield from _objects(root, root.below(session_id).infos())
-    elif (root / session_id).is_dir():
+    if (root / session_id).is_dir():
         yield from _files(root / session_id)
 
 
@@ -66,12 +59,3 @@ def _files(folder: Path) -> Iterator[Seen]:
             with contextlib.suppress(FileNotFoundError):  # deleted since it was listed
                 state = item.stat(follow_symlinks=False)
                 yield Seen(folder.name, Path(item.path), state.st_size, state.st_mtime_ns)
-
-
-def _objects(root: Place, infos: Sequence[Any]) -> Iterator[Seen]:
-    """The same of object storage, where a file of a name never changes; without those that are to go."""
-    gone = uncounted(root, infos)
-    for info in sorted(infos, key=lambda info: info.path):
-        session_id, _, name = info.path.removeprefix(f"{root.path}/").partition("/")
-        if names_a_session(session_id) and name.endswith(".arrow") and "/" not in name and info.path not in gone:
-            yield Seen(session_id, root.below(session_id).file(name), info.size, 0)

@@ -6,7 +6,7 @@ of each token's `[heads, tokens seen]` in one row. The schema's metadata holds, 
 `vitrine`, what all runs of the file share. Each record batch's own metadata holds the `run_id` of its
 run and, under `batch`, which of the run's batches it is; the last one also holds, under `run`, what the
 run is, and under `batches` how many there are, so that a run without its end can be told from a whole one. Under
-`xxh3` are the checksums of its columns.
+`xxh3` are the checksums of its columns, under `xxh3_layout`, `xxh3_run` and `xxh3_batch` those of all else.
 """
 
 from __future__ import annotations
@@ -21,10 +21,11 @@ import numpy as np
 import pyarrow as pa
 import torch
 from torch.utils.dlpack import from_dlpack
-from xxhash import xxh3_64_hexdigest
 
-from deployments.activations.facts import COLUMNS, PointType, RunFacts, ShardFacts, dtype_name
-from deployments.activations.patterns import Patterns
+from deployments.activations import checksums
+from deployments.activations.facts import PointType, RunFacts, ShardFacts
+from deployments.points.names import COLUMNS, dtype_name
+from deployments.points.patterns import Patterns
 
 FORMAT = 3  # 2 had neither checksums nor `text_offset`
 PHASES = ("prompt", "generated")
@@ -168,7 +169,9 @@ def shard_facts(schema: pa.Schema) -> ShardFacts:
         ValueError: If the schema is not one that `to_batch` made.
     """
     facts = _metadata(schema)
-    return ShardFacts(**{item.name: facts[item.name] for item in fields(ShardFacts)})
+    return ShardFacts(
+        **({"layers": None} | {item.name: facts[item.name] for item in fields(ShardFacts) if item.name in facts})
+    )
 
 
 def owner(schema: pa.Schema) -> tuple[str, str]:
@@ -197,11 +200,6 @@ def point_types(schema: pa.Schema) -> dict[str, PointType]:
     names = (name for name in schema.names if name not in COLUMNS)
     shapes = {name: (heads[name], None) if name in heads else tuple(schema.field(name).type.shape) for name in names}
     return {name: PointType(shape, facts["dtypes"][name]) for name, shape in shapes.items()}
-
-
-def kind_of(schema: pa.Schema) -> str:
-    """What files have in common whose batches fit one file: 16 hex digits."""
-    return xxh3_64_hexdigest(schema.serialize())
 
 
 def _metadata(schema: pa.Schema) -> dict[str, Any]:
@@ -246,7 +244,8 @@ def batch_metadata(run_id: str, first: int, count: int, run: RunFacts | None = N
     """
     metadata = [{"run_id": run_id, "batch": str(number)} for number in range(first, first + count)]
     if run:
-        metadata[-1] |= {"run": json.dumps(asdict(run)), "batches": str(first + count)}
+        said = json.dumps(asdict(run))
+        metadata[-1] |= {"run": said, "batches": str(first + count), checksums.RUN: checksums.of_run(said.encode())}
     return metadata
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import re
 from collections.abc import Collection, Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import NamedTuple
@@ -10,11 +11,13 @@ from typing import NamedTuple
 import pyarrow as pa
 
 from deployments.activations.facts import PointType, RunFacts, check_session_id
-from deployments.activations.marks import counted
+from deployments.activations.manifest import segments_in
+from deployments.activations.messages import check_batches
 from deployments.activations.objects import AnyFile, ObjectFile, Place
 from deployments.activations.reader import files_in, messages, path_of, whole_runs
-from deployments.activations.schema import point_types
+from deployments.activations.schema import point_types, shard_facts
 from deployments.errors import RequestError
+from deployments.points.names import matching, nearest
 
 MOST_NAMED = 10  # runs or points that a refusal lists
 
@@ -22,7 +25,8 @@ MOST_NAMED = 10  # runs or points that a refusal lists
 class Chosen(NamedTuple):
     """A whole run and those of its points that are asked for.
 
-    The batches are views of its file, `sums` their checksums. `offset` is where in `file` it begins.
+    The batches are views of its file, `sums` their checksums. `offset` is where in `file` it begins, `end` where it
+    ends, in object storage 0.
     """
 
     facts: RunFacts
@@ -31,6 +35,7 @@ class Chosen(NamedTuple):
     types: Mapping[str, PointType]
     file: AnyFile
     offset: int
+    end: int
 
     @property
     def rows(self) -> int:
@@ -47,8 +52,24 @@ class Wanted(NamedTuple):
 
     session: str | None = None
     runs: Collection[str] | None = None
-    points: Collection[str] | None = None
+    points: Collection[str] | None = None  # names and patterns, as `names.recorded` has them
     offsets: Mapping[AnyFile, int] | None = None
+
+    def of(self, schema: pa.Schema) -> dict[str, PointType]:
+        """Those of a file's points that are asked for.
+
+        Raises:
+            RequestError: A layer is counted from the last, and the file does not say how many there are.
+        """
+        types = point_types(schema)
+        if self.points is None:
+            return types
+        layers = shard_facts(schema).layers
+        try:
+            chosen = {name for pattern in self.points for name in matching(pattern, types, layers)}
+        except ValueError as error:
+            raise RequestError(str(error), "points") from error
+        return {name: kind for name, kind in types.items() if name in chosen}
 
     def check(self, runs: Collection[str], points: Collection[str]) -> None:
         """Refuse what is not there.
@@ -62,23 +83,36 @@ class Wanted(NamedTuple):
         """
         if self.runs is not None and (unknown := [run for run in self.runs if run not in runs]):
             raise RequestError(f"there is no run {unknown[0]!r}; there is {_some(runs)}", "run", "run_not_found", 404)
-        if self.points is not None and (absent := [name for name in self.points if name not in points]):
-            message = f"no such run recorded {absent[0]!r}; there is {_some(points)}"
+        any_layer = (re.sub(r"\.-\d+\.", ".*.", name) for name in self.points or ())  # whichever it is in its file
+        absent = [name for name, at in zip(self.points or (), any_layer, strict=True) if not matching(at, points)]
+        if absent:
+            message = f"no such run recorded {absent[0]!r}; there is {nearest(absent[0], sorted(points))}"
             raise RequestError(message, "points", "point_not_recorded")
 
 
-def select(files: Iterable[AnyFile], wanted: Wanted) -> Iterator[Chosen]:
-    """The wanted runs of files in the order in which they lie there; one without a wanted point is left out."""
-    offsets, left = wanted.offsets or {}, set(wanted.runs or ())
+def select(files: Iterable[AnyFile], wanted: Wanted, left: set[str] | None = None) -> Iterator[Chosen]:
+    """The wanted runs of files in the order in which they lie there; one without a wanted point is left out.
+
+    Args:
+        files: The files.
+        wanted: Which runs, and which of their points.
+        left: Those of the wanted runs that were not found yet; by default none were.
+
+    Raises:
+        DamagedError: What a file says of a wanted run cannot be; names the file.
+    """
+    offsets, left = wanted.offsets or {}, set(wanted.runs or ()) if left is None else left
     for file in files:
         types: Mapping[str, PointType] | None = None  # all runs of a file have the same points
         for run in whole_runs(file, offsets.get(file, 0)):
             if wanted.session not in (None, run.facts.session_id):
                 continue
             if wanted.runs is None or run.facts.run_id in wanted.runs:
-                types = types if types is not None else _types(run.batches[0].schema, wanted)
+                types = types if types is not None else wanted.of(run.batches[0].schema)
                 if types:
-                    yield Chosen(run.facts, run.batches, run.sums, types, file, run.offset)
+                    check_batches(file, run.batches)
+                    end = run.offset + run.bytes if isinstance(file, Path) else 0
+                    yield Chosen(run.facts, run.batches, run.sums, types, file, run.offset, end)
                 left.discard(run.facts.run_id)
                 if offsets and not left:
                     return
@@ -96,9 +130,7 @@ def checked(files: Iterable[AnyFile], wanted: Wanted) -> Iterator[Chosen]:
         if wanted.runs is not None and found.facts.run_id not in wanted.runs:
             continue
         points.update(found.types)
-        if types := {
-            name: kind for name, kind in found.types.items() if wanted.points is None or name in wanted.points
-        }:
+        if types := wanted.of(found.batches[0].schema):
             yield found._replace(types=types)
     wanted.check(runs, points)
 
@@ -150,17 +182,10 @@ def shards(source: str | os.PathLike[str], session: str | None = None) -> list[A
 
 def _objects(place: Place, session: str | None) -> list[AnyFile]:
     """The files of a store of objects, or of a session in it."""
-    if own := counted(place):
-        return [*own]
-    found = counted(place, deep=True) if session is None else counted(place.below(check_session_id(session)))
+    found = segments_in(place if session is None else place.below(check_session_id(session)))
     if not found:
         raise FileNotFoundError(f"there is nothing at {place}" + (f" of session {session!r}" if session else ""))
     return [*found]
-
-
-def _types(schema: pa.Schema, wanted: Wanted) -> dict[str, PointType]:
-    types = point_types(schema)
-    return {name: kind for name, kind in types.items() if wanted.points is None or name in wanted.points}
 
 
 def _some(names: Collection[str]) -> str:

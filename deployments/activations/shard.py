@@ -7,17 +7,18 @@ import errno
 import os
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import pyarrow as pa
 
-from deployments.activations.checksums import checksums, written
+from deployments.activations.checksums import BATCH, described, of_batch
 from deployments.activations.entries import Entry, StoredFile
 from deployments.activations.facts import RunFacts
 from deployments.activations.holding import create
 from deployments.activations.messages import messages
 from deployments.activations.schema import batch_metadata, empty_batch, free_batch, point_types
 
+VERSION = "pyarrow"  # of a footer's metadata
 _PIECES = 512  # that are written by one call; systems take 1,024
 
 
@@ -41,8 +42,11 @@ class Shard:
         self._path = root / session_id / name
         self._points = point_types(schema)
         self._batches = self._new_rows = 0  # of the run that is not finished
+        self._whole = 0  # batches of whole runs
         self._sink = _Sink(_create(root, session_id, name))
-        self._writer = pa.ipc.new_file(self._sink, schema)  # writes nothing before the first batch
+        self._named = False  # whether its name is durable
+        self._said = schema.serialize().to_pybytes()  # as it lies in the file
+        self._writer = new_file(self._sink, schema)  # writes nothing before the first batch
         self._synced = self._syncing = _Place(0, 0, 0)
         self._modified_ns: int | None = None
         self._rewound = False
@@ -79,9 +83,10 @@ class Shard:
         batches = batches or [empty_batch(self.schema)]
         self._write(batches, batch_metadata(run.run_id, self._batches, len(batches), run), sums)
         size = self._sink.length - self.length
-        entry = Entry(run, self._path.as_uri(), self.rows, self._new_rows, size, self._points, self.length)
+        entry = Entry(run, self._path.as_uri(), self.rows, self._new_rows, size, self._points, self.length, self._whole)
         self.rows += self._new_rows
         self.length = self._sink.length
+        self._whole += self._batches
         self._batches = self._new_rows = 0
         return entry
 
@@ -105,19 +110,30 @@ class Shard:
         """What is written by now is what `sync` makes durable."""
         self._syncing = _Place(self.length, self.rows, self._sink.length)
 
+    @property
+    def is_named(self) -> bool:
+        """Whether the file's name is durable."""
+        return self._named
+
     def sync(self) -> None:
-        """Make it durable; on any thread, while more is written.
+        """Make it durable, and its name within the session's directory; on any thread, while more is written.
+
+        The directory's own name, which may be new as well, is the caller's to make durable.
 
         Raises:
             OSError: If that failed: `fall_back` then, since what a failed fsync left behind cannot be known.
         """
         os.fsync(self._sink.descriptor)
+        if not self._named:
+            with directory(self._path.parent) as folder:
+                os.fsync(folder)
         self._check_place()
         self._modified_ns = os.fstat(self._sink.descriptor).st_mtime_ns
 
     def end_sync(self) -> None:
         """It is durable."""
         self._synced = self._syncing
+        self._named = True
 
     def fall_back(self) -> None:
         """It cannot be made durable: take no more runs, and end with those that were before."""
@@ -153,10 +169,10 @@ class Shard:
     ) -> None:
         try:
             for number, (batch, facts) in enumerate(zip(batches, metadata, strict=True)):
-                own = sums[number] if sums else checksums(batch)
+                said = {**facts, **(sums[number] if sums else described(batch))}
                 first = not self._sink.length
                 rows = free_batch(batch) if first else batch
-                self._writer.write_batch(rows, custom_metadata=facts | written(own))
+                self._writer.write_batch(rows, custom_metadata=said | {BATCH: of_batch(self._said, said)})
                 self._sink.flush()
         except (OSError, pa.ArrowException):
             self.broken = True
@@ -238,6 +254,12 @@ class _Sink:
         """The shard closes its descriptor itself."""
 
 
+def new_file(sink: Any, schema: pa.Schema) -> Any:
+    """Arrow's writer of a file, whose footer says the version of Arrow: by the same, a file is written alike."""
+    version = pa.__version__
+    return pa.ipc.new_file(sink, schema, metadata={VERSION: version, BATCH: of_batch(b"", {VERSION: version})})
+
+
 def seal(descriptor: int, path: Path, schema: pa.Schema, length: int) -> int:
     """Write a footer that lists what a file holds; not durable yet.
 
@@ -255,7 +277,7 @@ def seal(descriptor: int, path: Path, schema: pa.Schema, length: int) -> int:
         ArrowInvalid: Its batches would be written otherwise than they are: another version of Arrow wrote them.
     """
     sink = _Sink(descriptor, written=length)
-    writer = pa.ipc.new_file(sink, schema)
+    writer = new_file(sink, schema)
     for batch, metadata, _ in messages(path):
         writer.write_batch(batch, custom_metadata=metadata)
     if sink.length != length:
@@ -266,19 +288,12 @@ def seal(descriptor: int, path: Path, schema: pa.Schema, length: int) -> int:
 
 
 def _create(root: Path, session_id: str, name: str) -> int:
-    """Create and hold a file that did not exist, following no link below the root, and make its name durable."""
+    """Create and hold a file that did not exist, following no link below the root; its name is not durable yet."""
     with directory(root) as top:
         with contextlib.suppress(FileExistsError):
             os.mkdir(session_id, dir_fd=top)
-        os.fsync(top)
         with directory(session_id, top) as folder:
-            file = create(name, folder)
-            try:
-                os.fsync(folder)
-            except OSError:
-                os.close(file)
-                raise
-            return file
+            return create(name, folder)
 
 
 @contextlib.contextmanager

@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import asyncio
+import functools
+import hashlib
 import logging
+import time
 import uuid
-from collections import Counter
-from collections.abc import Awaitable, Iterable, Sequence
+from collections.abc import Awaitable, Iterable, Sequence, Set
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -14,19 +16,21 @@ from typing import TYPE_CHECKING, Any
 import ray
 
 from deployments.activations.accounts import OPERATOR, Account
-from deployments.activations.facts import StoredPoint, StoredRun, StoreError, store_name
+from deployments.activations.facts import StoredPoint, StoredRun, StoreError
 from deployments.activations.failures import explain
 from deployments.activations.keeps_files import KeepsFiles
-from deployments.activations.reads_runs import ReadsRuns
 from deployments.activations.retention import Retention
-from deployments.activations.taking import NAMESPACE, TakesRuns, mark, node_writers
+from deployments.activations.taking import TakesRuns, actors, mark, node_writers
+from deployments.clusters import NAMESPACE
 
 if TYPE_CHECKING:
+    from deployments.activations.archive import Archive
     from deployments.activations.entries import Entry, StoredFile
-    from deployments.activations.objects import AnyRoot
     from deployments.activations.writer import Writer
 
 _ACTOR = "activation store of "  # what a store's name begins with
+_ENDING_S = 15.0  # for which a store waits for one that is ending
+_ARCHIVE_S = 60.0  # for which an answer waits for its run to be archived
 _HOLD_S = 30.0  # for which a node's writer is waited for
 
 logger = logging.getLogger(__name__)
@@ -34,16 +38,20 @@ logger = logging.getLogger(__name__)
 __all__ = ["ActivationStore", "StoreError", "StoredPoint", "StoredRun"]
 
 
-class ActivationStore(TakesRuns, ReadsRuns, KeepsFiles):
-    """Keeps runs in Arrow files below one directory, or in object storage.
+class ActivationStore(TakesRuns, KeepsFiles):
+    """Keeps runs in Arrow files below one directory, and archives them to a bucket; `ActivationReader` reads them.
 
     Args:
-        root: An absolute directory, made if it is missing; or a URI of object storage, whose small files and catalogue
-            lie on this machine.
+        root: An absolute directory, made if it is missing.
         shard_bytes: A file of at least this length is sealed, and the next run begins another.
         open_shards: How many files stay open for more runs.
         lease_s: Seconds without a chunk after which a run that is not finished is abandoned.
         life: The same again where the store comes back by itself, which then keeps to its last limits.
+        archive: The URI of the bucket that sealed segments are uploaded to; empty for none.
+        archive_cache_bytes: The most bytes of segments that stay on the disk though they are in the bucket.
+
+    Raises:
+        ValueError: The directory or the bucket cannot be used, or another server uses the bucket.
     """
 
     def __init__(
@@ -53,52 +61,63 @@ class ActivationStore(TakesRuns, ReadsRuns, KeepsFiles):
         open_shards: int = 64,
         lease_s: float = 900,
         life: str = "",
+        archive: str = "",
+        archive_cache_bytes: int = 64 << 30,
     ) -> None:
-        if root.startswith("file:"):
-            raise ValueError(f"The activation store's root {root!r} must be a path, not a URI of one")
-        if "://" not in root and not Path(root).is_absolute():
+        if "://" in root:
+            raise ValueError(f"The activation store's root {root!r} must be a path; a bucket is named by archive")
+        if not Path(root).is_absolute():
             # An actor's working directory may be a copy that Ray throws away.
             raise ValueError(f"The activation store's root {root!r} must be an absolute path")
         # Serve's controller and the ingress import this module too, and need no Arrow.
+        from deployments.activations.archive import check_bucket
         from deployments.activations.catalogue import Catalogue
-        from deployments.activations.objects import beside, place_of
+        from deployments.activations.database import sealed_files
         from deployments.activations.owners import Owners
         from deployments.activations.permissions import restrict
         from deployments.activations.pins import Pins, saved_limits
-        from deployments.activations.readings import Readings
         from deployments.activations.recovering import make_root, recover
         from deployments.activations.room import Room
 
-        resolved: AnyRoot = place_of(root) if "://" in root else Path(root)
-        restrict(files := beside(resolved))
-        if isinstance(resolved, Path):
-            make_root(resolved)
-            resolved = files = resolved.resolve()
-        files.mkdir(parents=True, exist_ok=True)
-        recover(resolved)
-        self._catalogue = Catalogue.rebuild(resolved)
+        restrict(Path(root))
+        make_root(Path(root))
+        resolved = Path(root).resolve()
+        _check_alone(resolved)
+        self._mark = mark(resolved)
+        self._archive: Archive | None = None
+        if archive:
+            self._archive = _archive(resolved, archive, self._mark, archive_cache_bytes)
+        else:
+            check_bucket(resolved, None)
+        recover(resolved, sealed_files(resolved))
+        self._catalogue = Catalogue.rebuild(resolved, self._archive.manifest if self._archive else None)
         self._limits = saved_limits(resolved, life)
         self._options: dict[str, Any] = {"shard_bytes": shard_bytes, "open_shards": open_shards, "lease_s": lease_s}
         self._root, self._asked, self._life = resolved, root, life
+        self._code = code_version()
+        self._limits_of = dict[str, Retention]()  # by application
+        self._holds = uuid.uuid4().hex
+        self._bucket = self._archive.place if self._archive else None
         self._owners = Owners(resolved)
+        if self._archive:
+            self._archive.begin(self._catalogue, self._owners)
         self._writer = self._begin_writer()
         self._deleting = asyncio.Lock()
-        self._mark = mark(resolved) if isinstance(resolved, Path) else None
-        self._rows_pool = ThreadPoolExecutor(2, thread_name_prefix="stored-rows")  # what they read is in memory at once
-        self._readings = Readings(self._catalogue, resolved)
         self._pins = Pins(resolved)
-        self._data_pool = ThreadPoolExecutor(2, thread_name_prefix="downloads")  # as many pages are in memory at once
-        self._waiting = Counter[str | None]()
-        self._keep_files(files)
+        self._keep_files(resolved)
         self._room = Room(resolved, lambda session_id, size: self._writing().check_quotas(session_id, size))
         self._room_pool = ThreadPoolExecutor(1, thread_name_prefix="room")  # one tries the disk at a time
 
     def _begin_writer(self) -> Writer:
         from deployments.activations.writer import Writer
 
-        writer = Writer(self._root, self._catalogue, owners=self._owners, **self._options)
+        writer = Writer(self._root, self._catalogue, owners=self._owners, archive=self._archive, **self._options)
         writer.retain(self._limits)
         return writer
+
+    async def code(self) -> str:
+        """What tells the code that the store runs from another version's: it may be older than who asks."""
+        return self._code
 
     async def check_room(self, session_id: str, size: int) -> None:
         """Find out whether a run can be stored now; nothing is kept free for it.
@@ -163,9 +182,69 @@ class ActivationStore(TakesRuns, ReadsRuns, KeepsFiles):
             for writer in writers:
                 writer.release.remote(session_id)
 
-    async def place(self) -> tuple[str, str | None]:
-        """The store's node, and what marks its directory for other nodes; None of object storage."""
-        return ray.get_runtime_context().get_node_id(), self._mark
+    async def query(self, statement: str, values: Sequence[Any]) -> tuple[str, list[Any]]:
+        """What the catalogue says, as `Catalogue.query`: for the reader, where it cannot read the database itself.
+
+        Raises:
+            StoreError: SQLite refuses the statement.
+        """
+        return await asyncio.to_thread(self._catalogue.query, statement, values)
+
+    async def restore(self, uris: Sequence[str]) -> bool:
+        """Fetch segments to the disk that are in the bucket alone, as `Archive.restore`: for the reader.
+
+        Raises:
+            StoreError: The bucket or the disk refuses.
+        """
+        try:
+            return self._archive is not None and await asyncio.to_thread(self._archive.restore, uris)
+        except OSError as error:
+            raise explain(self._root, error) from error
+
+    async def check_archive(self, archive: str) -> None:
+        """Refuse an application that archives to another bucket than the store.
+
+        Args:
+            archive: The bucket's URI; empty for none.
+
+        Raises:
+            StoreError: It does; says what to do.
+        """
+        from deployments.activations.objects import place_of
+
+        if (archive and place_of(archive).id) != (self._bucket.id if self._bucket else ""):
+            raise StoreError(
+                f"The activation store of {self._root} runs already and archives to {self._bucket or 'no bucket'}: "
+                "start with the same archive, or stop Ray and start again"
+            )
+
+    async def wait_archived(self, uri: str) -> None:
+        """Return once a segment is in the bucket.
+
+        Args:
+            uri: The segment's.
+
+        Raises:
+            StoreError: It is not within `_ARCHIVE_S`, or there is no bucket; says why.
+        """
+        if self._archive is None:
+            raise StoreError("There is no archive: set archive=s3://bucket/prefix, or answer_when=stored.")
+        try:
+            archived = await asyncio.to_thread(self._archive.wait, uri)
+            await asyncio.wait_for(asyncio.wrap_future(archived), _ARCHIVE_S)
+        except TimeoutError:
+            raise StoreError(
+                f"The run is stored, but not in the bucket {self._bucket} within {_ARCHIVE_S:g} s "
+                f"({self._archive.trouble}): it will be once the bucket takes it."
+            ) from None
+
+    async def place(self) -> tuple[str, str, str]:
+        """The store's node, what marks its directory for other nodes, and what tells its hold of the directory's lock.
+
+        The third tells a store that holds its directory's lock from itself when it was started again; empty where it
+        holds none.
+        """
+        return ray.get_runtime_context().get_node_id(), self._mark, self._holds if self._catalogue.is_kept else ""
 
     async def note(self, session_id: str, entries: Sequence[Entry], file: StoredFile) -> None:
         """List runs that another node's writer has made durable, unless they were deleted since."""
@@ -194,20 +273,81 @@ class ActivationStore(TakesRuns, ReadsRuns, KeepsFiles):
         """
         return await asyncio.wrap_future(self._writing().pin(session_id, pinned, account))
 
-    async def retain(self, retention: Retention, now: float | None = None) -> list[str]:
-        """Keep to these limits from now on, also when started again; as `Writer.retain`.
+    async def _agree(self, application: str, retention: Retention) -> Retention:
+        """The limits that hold for all applications that run: those of owners are the strictest.
 
         Raises:
-            StoreError: If the store is shutting down.
+            StoreError: Another application that runs has set other limits, which are not of owners.
+        """
+        others = {name: limits for name, limits in self._limits_of.items() if name != application}
+        for name in others.keys() - await asyncio.to_thread(_running, frozenset(others)):
+            del self._limits_of[name]
+        for name, limits in others.items():
+            if name in self._limits_of and limits.of_all != retention.of_all:
+                raise StoreError(
+                    f"The activation store at {self._asked} keeps to the limits of the application "
+                    f"{name!r}, {limits.of_all.said()}, and {application!r} has {retention.of_all.said()}: give "
+                    "both the same, or this one another activations_dir."
+                )
+        self._limits_of[application] = retention
+        return retention.with_owners_of(self._limits_of.values())
+
+    async def retain(self, retention: Retention, now: float | None = None, application: str | None = None) -> list[str]:
+        """Keep to these limits from now on, also when started again; as `Writer.retain`.
+
+        Limits delete everybody's sessions: so one application does not change another's, as long as that runs.
+
+        Args:
+            retention: The limits.
+            now: As `Writer.retain` takes it.
+            application: Whose limits they are; None where they hold whoever has set others.
+
+        Raises:
+            StoreError: If the store is shutting down, or another application that runs has set other limits.
         """
         from deployments.activations.pins import save_limits
 
+        if application is not None:
+            retention = await self._agree(application, retention)
         self._limits = retention  # also those of a writer that takes the place of this one
         gone = asyncio.wrap_future(self._writing().retain(retention, now))
         await asyncio.get_running_loop().run_in_executor(
             self._files_pool, save_limits, self._root, self._life, retention
         )
         return await gone
+
+
+def _running(applications: Set[str]) -> Set[str]:
+    """Those of some applications that Serve runs."""
+    if not applications:
+        return frozenset()
+    from ray import serve
+
+    return applications & serve.status().applications.keys()
+
+
+def _check_alone(root: Path) -> None:
+    """Raise StoreError where another server's store keeps a directory; one that is ending is waited for."""
+    from deployments.activations.database import can_hold
+
+    until = time.monotonic() + _ENDING_S
+    try:
+        while not can_hold(root):
+            if time.monotonic() > until:
+                raise StoreError(
+                    f"Another server keeps the activation store at {root}, and one server has a directory: stop it, or "
+                    "give this one another activations_dir."
+                )
+            time.sleep(0.1)
+    except OSError as error:  # the catalogue says what becomes of it
+        logger.warning("it cannot be known whether another server keeps %s: %s", root, error)
+
+
+def _archive(root: Path, uri: str, name: str, cache_bytes: int) -> Archive:
+    from deployments.activations.archive import Archive
+    from deployments.activations.objects import place_of
+
+    return Archive(root, place_of(uri), name, cache_bytes)
 
 
 async def _all(answers: Iterable[Awaitable[Any]]) -> list[Any]:
@@ -220,17 +360,22 @@ async def _awaited(answer: Awaitable[Any]) -> Any:
     return await answer
 
 
-def connect(root: str) -> Any:
+def connect(root: str, archive: str | None = None, archive_cache_bytes: int = 64 << 30) -> Any:
     """A handle to the actor that keeps `root`: one for all applications, made by whoever asks first.
 
     It is a named actor and no Serve deployment. Serve stops all deployments of an application at once, and
     this one has to outlive the requests that are being finished then. It needs no CPU, stays on the head node,
     whose disk the operator knows, and ends with the cluster. Its methods are awaited as `handle.name.remote()`.
+
+    Args:
+        root: The store's directory.
+        archive: The URI of the bucket that it archives to, if it is made by this call.
+        archive_cache_bytes: As for `ActivationStore`.
     """
     return (
         ray.remote(ActivationStore)
         .options(
-            name=_ACTOR + store_name(root),
+            name=_ACTOR + root,
             namespace=NAMESPACE,
             get_if_exists=True,
             lifetime="detached",
@@ -239,12 +384,38 @@ def connect(root: str) -> Any:
             num_cpus=0,
             resources={"node:__internal_head__": 0.001},
         )
-        .remote(root, life=uuid.uuid4().hex)
+        .remote(root, life=uuid.uuid4().hex, archive=archive or "", archive_cache_bytes=archive_cache_bytes)
     )
 
 
+@functools.cache
+def code_version() -> str:
+    """What tells the code of this package, as it was when it was first asked, from another version's."""
+    digest = hashlib.sha256()
+    for path in sorted(Path(__file__).parents[1].rglob("*.py")):
+        digest.update(path.read_bytes())
+    return digest.hexdigest()[:16]
+
+
+async def check_code(root: str, store: Any) -> None:
+    """Warn of a store that runs other code than this process: it outlives an application, and so an update of it.
+
+    It is not restarted here: that would fail other applications' runs that are under way.
+
+    Raises:
+        StoreError: Its code is older than any that says so, and this version's calls would fail.
+    """
+    advice = "restart Ray once no request records (stored runs stay)"
+    try:
+        code = await store.code.remote()
+    except (ray.exceptions.RayTaskError, AttributeError) as error:
+        if "code" not in str(error):
+            raise
+        raise StoreError(f"The activation store at {root} runs an earlier version's code: {advice}.") from error
+    if code != code_version():
+        logger.warning("the activation store at %s runs another version's code: %s", root, advice)
+
+
 def running() -> list[str]:
-    """The directories, or URIs without their keys, that the cluster's stores keep."""
-    actors = ray.util.list_named_actors(all_namespaces=True)
-    names = [actor["name"] for actor in actors if actor["namespace"] == NAMESPACE]
-    return [name.removeprefix(_ACTOR) for name in names if name.startswith(_ACTOR)]
+    """The directories that the cluster's stores keep."""
+    return [name.removeprefix(_ACTOR) for name in actors(_ACTOR)]

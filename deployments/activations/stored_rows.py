@@ -9,20 +9,17 @@ from safetensors.torch import save
 from torch.utils.dlpack import from_dlpack
 
 from deployments.activations.entries import Entry
-from deployments.activations.facts import RunFacts
-from deployments.activations.interventions import Positions, TokenChoice
+from deployments.activations.messages import DamagedError, check_batches, check_size
 from deployments.activations.objects import AnyFile
 from deployments.activations.reader import WholeRun, whole_run
 from deployments.activations.schema import point_types, shard_facts, to_tensor
-from deployments.activations.spec import Last
 from deployments.errors import RequestError
+from deployments.points.token_choices import Last, Positions, TokenChoice, placed, resolve
 
 MOST_NAMED = 20  # points of a run that a refusal lists
 
 
-def read_rows(
-    file: AnyFile, entry: Entry, points: Sequence[Sequence[str]], tokens: TokenChoice, most: int
-) -> bytes | None:
+def read_rows(file: AnyFile, entry: Entry, points: Sequence[Sequence[str]], tokens: TokenChoice, most: int) -> bytes:
     """Rows of a stored run, bit for bit.
 
     Args:
@@ -34,18 +31,19 @@ def read_rows(
         most: The most bytes.
 
     Returns:
-        A safetensors file, whose tensor `i` is [tokens, ...] of the i-th point; None where the run is gone.
+        A safetensors file, whose tensor `i` is [tokens, ...] of the i-th point.
 
     Raises:
         RequestError: The run has no such point or token, or there are more bytes; names the field of `from`.
+        FileNotFoundError: The file is gone.
+        DamagedError: It does not hold the run, or not all of it; names the file.
         OSError: The disk refuses.
     """
-    try:
-        run = whole_run(file, entry.facts.run_id, entry.offset)
-    except FileNotFoundError:
-        run = None  # deleted since it was looked up
+    check_size(file, entry.offset + entry.bytes)
+    run = whole_run(file, entry.facts.run_id, entry.offset)
     if run is None:
-        return None
+        raise DamagedError(f"{file}: the run {entry.facts.run_id} cannot be read there")
+    check_batches(file, run.batches)
     schema = run.batches[0].schema
     types = point_types(schema)
     names = [_recorded(point, list(types), shard_facts(schema).modules) for point in points]
@@ -75,7 +73,7 @@ def _index(run: WholeRun, tokens: TokenChoice) -> torch.Tensor:
     positions = torch.cat([from_dlpack(batch["position"]) for batch in run.batches])  # ascending
     if tokens == "all":
         return torch.arange(len(positions))
-    wanted = torch.tensor(_positions(run.facts, tokens), dtype=positions.dtype)
+    wanted = torch.tensor(_named(run, tokens), dtype=positions.dtype)
     index = torch.searchsorted(positions, wanted).clamp(max=len(positions) - 1)
     missing = wanted[positions[index] != wanted].tolist()
     if missing:
@@ -84,16 +82,40 @@ def _index(run: WholeRun, tokens: TokenChoice) -> torch.Tensor:
     return index
 
 
-def _positions(run: RunFacts, tokens: TokenChoice) -> Sequence[int]:
-    """Tokens of a run by their positions, in the words of an intervention."""
-    prompt = run.prompt_tokens
+def _named(run: WholeRun, tokens: TokenChoice) -> Sequence[int]:
+    """Tokens of a run by their positions, in the order in which an intervention names them."""
     if isinstance(tokens, Positions):
         return tokens.positions
-    if isinstance(tokens, Last):
-        if tokens.last > prompt:
-            raise RequestError(f"the run's prompt has {prompt} tokens", "from.tokens")
-        return range(prompt - tokens.last, prompt)
-    return {"prompt": range(prompt), "generated": range(prompt, run.tokens), "last": [prompt - 1]}[tokens]
+    is_of_all = tokens == "last" or isinstance(tokens, Last)
+    if is_of_all and run.facts.tokens > run.facts.prompt_tokens:
+        message = "the run generated tokens: say prompt_last for its prompt's last, generated_last for its answer's"
+        raise RequestError(message, "from.tokens", "ambiguous_tokens")
+    return positions_of(run, tokens, "from.tokens")
+
+
+def positions_of(run: WholeRun, tokens: TokenChoice, field: str) -> Sequence[int]:
+    """Tokens of a stored run by their positions, ascending.
+
+    Raises:
+        RequestError: The run has no such tokens; names the field.
+    """
+    choice = placed(tokens, lambda: _text(run, field), field)
+    return resolve(choice, run.facts.prompt_tokens, field).of(run.facts.tokens)
+
+
+def _text(run: WholeRun, field: str) -> tuple[str, Sequence[int]]:
+    """The text of a run's prompt, and the characters before each of its tokens and behind the last."""
+    prompt, text = run.facts.prompt_tokens, run.facts.text
+    ends: dict[int, int] = {}
+    for batch in run.batches if text is not None else ():
+        pairs = zip(batch["position"].to_pylist(), batch["text_offset"].to_pylist(), strict=True)
+        ends |= {position: offset for position, offset in pairs if position <= prompt and offset is not None}
+    if text is not None and run.facts.tokens == prompt:
+        ends[prompt] = len(text)
+    if text is None or len(ends) <= prompt:
+        message = "only a run that was stored with its text and all tokens of its prompt is searched: name positions"
+        raise RequestError(message, f"{field}.text")
+    return text[: ends[prompt]], [ends[position] for position in range(prompt + 1)]
 
 
 def _rows(run: WholeRun, name: str, dtype: str, index: torch.Tensor) -> torch.Tensor:

@@ -11,9 +11,11 @@ import pyarrow as pa
 import torch
 from torch.utils.dlpack import from_dlpack
 
-from deployments.activations.facts import COLUMNS, PointType
+from deployments.activations.facts import PointType
+from deployments.activations.locating import chosen
 from deployments.activations.schema import dtype_of
-from deployments.activations.selecting import Chosen, Wanted, checked, shards
+from deployments.activations.selecting import Chosen, Wanted, checked
+from deployments.points.names import COLUMNS
 
 _RUNS = pa.schema(
     {
@@ -50,9 +52,9 @@ def table(
     A point's field says its `dtype` and `shape` in its metadata.
 
     Args:
-        source: A store's or session's directory, or one file, as a path or `file://` URI.
-        columns: Columns of the files and points, in this order; all where left out. Runs that did not record the
-            points that are named are left out.
+        source: A store's or session's directory, or one file, as a path or `file://` URI; or the id of a run.
+        columns: Columns of the files and points, in this order, points as `names.recorded` reads them; all where left
+            out. Runs that did not record the points that are named are left out.
         session: This session's runs alone.
         runs: These runs alone.
         plain: Points as lists of float32 in place of tensors of float16 or of bfloat16's bits, which SQL and data
@@ -68,12 +70,12 @@ def table(
     if columns is not None and not columns:
         raise ValueError("columns: name at least one")
     points = None if columns is None else {name for name in columns if name not in COLUMNS}
+    files, runs = chosen(source, session, runs)
     wanted = Wanted(session, None if runs is None else set(runs), points or None)
     batches, schema, of = list[pa.RecordBatch](), None, ""
-    for run in checked(shards(source, session), wanted):
-        if points and len(run.types) < len(points):
+    for run in checked(files, wanted):
+        if (names := _columns(run, columns)) is None:
             continue
-        names = run.batches[0].schema.names if columns is None else columns
         fields = _fields(run, names, plain)
         if schema is None:
             schema, of = fields, run.facts.run_id
@@ -90,6 +92,19 @@ def table(
     return pa.Table.from_batches(batches, schema)
 
 
+def _columns(run: Chosen, columns: Sequence[str] | None) -> list[str] | None:
+    """The columns of a run's file that are meant; None where it lacks one."""
+    schema, found = run.batches[0].schema, dict[str, None]()
+    if columns is None:
+        return list(schema.names)
+    for name in columns:
+        meant = [name] if name in COLUMNS else [*Wanted(points=[name]).of(schema)]
+        if not meant:
+            return None
+        found |= dict.fromkeys(meant)
+    return list(found)
+
+
 def runs_table(
     source: str | os.PathLike[str], *, session: str | None = None, runs: Collection[str] | None = None
 ) -> pa.Table:
@@ -98,7 +113,7 @@ def runs_table(
     `created` is in UTC, `tags` a map; `sampling` and `interventions` are JSON.
 
     Args:
-        source: A store's or session's directory, or one file, as a path or `file://` URI.
+        source: A store's or session's directory, or one file, as a path or `file://` URI; or the id of a run.
         session: This session's runs alone.
         runs: These runs alone.
 
@@ -108,8 +123,9 @@ def runs_table(
     """
     if isinstance(runs, str):
         raise ValueError("runs: name them as a list")
+    files, runs = chosen(source, session, runs)
     wanted = Wanted(session, None if runs is None else set(runs))
-    rows = [_run(run) for run in checked(shards(source, session), wanted)]
+    rows = [_run(run) for run in checked(files, wanted)]
     return pa.Table.from_pylist(rows, _RUNS)
 
 

@@ -16,17 +16,21 @@ from typing import TYPE_CHECKING, Any
 import ray
 from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
-from deployments.activations.facts import RunFacts, StoredRun, StoreError, store_name
+from deployments.activations.facts import RunFacts, StoredRun, StoreError
+from deployments.activations.failures import explain
+from deployments.clusters import NAMESPACE
 
 if TYPE_CHECKING:  # Serve's controller and the ingress import this module too, and need no Arrow
     from deployments.activations.entries import Entry, StoredFile
     from deployments.activations.writer import Writer
 
-NAMESPACE = "vitrine"
 _MARK = ".store-id"  # no session id begins with '.'
 _TOLD_S = 20.0  # that a commit waits for the store to list its runs
 _PLACE_S = 60.0  # that a replica waits for a store that looks through its files
+_ASK_S = 10.0  # that a run waits for a store that starts
 _KNOWN = 100_000  # runs that a node's writer remembers as stored
+
+_Where = tuple[str, str, str]  # as `ActivationStore.place` says it
 
 logger = logging.getLogger(__name__)
 
@@ -74,7 +78,12 @@ class TakesRuns:
         await asyncio.wrap_future(self._writing().append(session_id, run_id, part, found, most, fence))
 
     async def write(
-        self, run: RunFacts, batches: list[ray.ObjectRef[Any]], part: int = 0, fence: str | None = None
+        self,
+        run: RunFacts,
+        batches: list[ray.ObjectRef[Any]],
+        part: int = 0,
+        fence: str | None = None,
+        archived: bool = False,
     ) -> StoredRun:
         """Store a run, or the end of one: contiguous rows of one file, in order. Durable when it answers.
 
@@ -83,12 +92,25 @@ class TakesRuns:
             batches: References as for `append`; may be empty only where there are parts before.
             part: How many parts were appended before.
             fence: As for `append`.
+            archived: Whether to answer only when it is in the bucket, too.
 
         Raises:
-            StoreError: As for `append`, or if the batches do not fit together.
+            StoreError: As for `append`, or if the batches do not fit together; or the run is stored, and not archived
+                in time.
         """
         found = await _fetch(run.run_id, batches)
-        return await asyncio.wrap_future(self._writing().submit(run, found, part, fence))
+        stored = await asyncio.wrap_future(self._writing().submit(run, found, part, fence))
+        if archived:
+            await self._until_archived(stored)
+        return stored
+
+    async def _until_archived(self, stored: StoredRun) -> None:
+        await asyncio.wrap_future(self._writing().seal(stored.session_id))
+        await self.wait_archived(next(iter(stored.points.values())).uri)
+
+    async def wait_archived(self, uri: str) -> None:
+        """Return once a segment is in the bucket, as `ActivationStore.wait_archived`."""
+        raise NotImplementedError
 
     async def abandon(self, session_id: str, run_id: str) -> None:
         """Remove what was appended of a run that will not be finished, and refuse what comes of it later.
@@ -99,6 +121,14 @@ class TakesRuns:
             StoreError: If the store is shutting down.
         """
         await asyncio.wrap_future(self._writing().abandon(session_id, run_id))
+
+    async def renew(self, session_id: str, run_id: str) -> None:
+        """Keep what was appended of a run that goes on, though nothing of it may come for a while.
+
+        Raises:
+            StoreError: If the store is shutting down.
+        """
+        await asyncio.wrap_future(self._writing().renew(session_id, run_id))
 
 
 class NodeWriter(TakesRuns):
@@ -111,14 +141,12 @@ class NodeWriter(TakesRuns):
             root: As the store's, which this node sees as well.
             store: The store's handle.
         """
-        from deployments.activations.objects import beside, place_of
         from deployments.activations.permissions import restrict
         from deployments.activations.writer import Writer
 
         self._store = store
         self._deletions = Counter[str]()  # by session, how many have begun
-        at = place_of(root) if "://" in root else Path(root).resolve()
-        restrict(beside(at))
+        restrict(at := Path(root).resolve())
         self._begin_writer = functools.partial(Writer, at, _Told(store))
         self._writer = self._begin_writer()
 
@@ -137,17 +165,34 @@ class NodeWriter(TakesRuns):
             await asyncio.wrap_future(self._writing().append(session_id, run_id, part, found, most))
 
     async def write(
-        self, run: RunFacts, batches: list[ray.ObjectRef[Any]], part: int = 0, fence: str | None = None
+        self,
+        run: RunFacts,
+        batches: list[ray.ObjectRef[Any]],
+        part: int = 0,
+        fence: str | None = None,
+        archived: bool = False,
     ) -> StoredRun:
         """As the store's, which makes room."""
         found = await _fetch(run.run_id, batches)
         async with self._room(run.session_id, run.run_id, found, fence=fence):
-            return await asyncio.wrap_future(self._writing().submit(run, found, part))
+            stored = await asyncio.wrap_future(self._writing().submit(run, found, part))
+        if archived:
+            await self._until_archived(stored)
+        return stored
+
+    async def wait_archived(self, uri: str) -> None:
+        """As the store's, which archives what all writers seal."""
+        await self._store.wait_archived.remote(uri)
 
     async def abandon(self, session_id: str, run_id: str) -> None:
         """As the store's, which keeps no room for the run any more."""
         await super().abandon(session_id, run_id)
         self._store.abandon.remote(session_id, run_id)
+
+    async def renew(self, session_id: str, run_id: str) -> None:
+        """As the store's, which keeps its room for the run."""
+        await super().renew(session_id, run_id)
+        self._store.renew.remote(session_id, run_id)
 
     async def check_room(self, session_id: str, size: int) -> None:
         """As the store's."""
@@ -208,6 +253,10 @@ class _Told:
             self._own.popitem(last=False)
         return 0
 
+    def add_all(self, added: Sequence[tuple[str, Sequence[Entry], StoredFile]]) -> None:
+        for session_id, entries, file in added:
+            self.add(session_id, entries, file)
+
     def holds(self, session_id: str, run_id: str) -> bool:
         return (session_id, run_id) in self._own
 
@@ -225,7 +274,7 @@ class _Told:
     def files(self, session_id: str) -> dict[str, int]:
         return {}
 
-    def last_runs(self) -> list[tuple[str, float]]:
+    def last_runs(self, session_id: str | None = None) -> list[tuple[str, float]]:
         return []
 
     def look(self) -> None:
@@ -252,20 +301,113 @@ def connect_writer(root: str, store: Any) -> Any:
     """Who takes this node's runs.
 
     On the store's own node that is the store, and where the node does not see its directory: then rows go there
-    over the network. Elsewhere it is a writer of the node, one for all its replicas.
+    over the network. Elsewhere it is a writer of the node, one for all its replicas. Where the store does not answer
+    yet, each run asks again, and fails with the reason until it does.
 
     Args:
         root: The store's.
         store: Its handle.
+
+    Raises:
+        StoreError: Locks on the directory hold on each node alone; the message says what to do.
     """
     node = ray.get_runtime_context().get_node_id()
     try:
-        home, marked = ray.get(store.place.remote(), timeout=_PLACE_S)
+        place = ray.get(store.place.remote(), timeout=_PLACE_S)
     except (ray.exceptions.RayError, ray.exceptions.GetTimeoutError):
-        logger.exception("the activation store does not say where it is: runs of this node go there over the network")
-        return store
-    if node == home or (marked is not None and not _sees(Path(root), marked)):
-        return store
+        logger.exception("the activation store does not say where it is: runs of this node fail until it does")
+        return LateWriter(root, store, node)
+    if _writes_itself(root, node, place):
+        _check_locks(Path(root), place, lambda: ray.get(store.place.remote(), timeout=_PLACE_S))
+        return _writer_of(root, store, node)
+    return store
+
+
+class LateWriter:
+    """Stands for who takes a node's runs while the store does not say where it is: each call asks again.
+
+    Its methods are those of `TakesRuns`, awaited as `writer.name.remote()`.
+    """
+
+    def __init__(self, root: str, store: Any, node: str) -> None:
+        self._root = root
+        self._store = store
+        self._node = node
+        self._found: Any = None
+
+    def __getattr__(self, name: str) -> Any:
+        if name.startswith("_"):
+            raise AttributeError(name)
+        return _LateMethod(self, name)
+
+    async def _call(self, name: str, *args: Any) -> Any:
+        if self._found is None:
+            self._found = await self._find()
+        return await getattr(self._found, name).remote(*args)
+
+    async def _find(self) -> Any:
+        try:
+            place = await asyncio.wait_for(_awaited(self._store.place.remote()), _ASK_S)
+            if not _writes_itself(self._root, self._node, place):
+                return self._store
+            again = await asyncio.wait_for(_awaited(self._store.place.remote()), _ASK_S)
+        except (ray.exceptions.RayError, TimeoutError) as error:
+            reason = str(error) or f"no answer in {_ASK_S:g} s"
+            raise StoreError(f"The activation store has not started ({reason}): send the request again.") from error
+        _check_locks(Path(self._root), place, lambda: again)
+        return _writer_of(self._root, self._store, self._node)
+
+
+class _LateMethod:
+    def __init__(self, writer: LateWriter, name: str) -> None:
+        self._writer = writer
+        self._name = name
+
+    def remote(self, *args: Any) -> asyncio.Future[Any]:
+        called = asyncio.ensure_future(self._writer._call(self._name, *args))
+        if self._name in ("abandon", "renew"):  # which nobody awaits
+            called.add_done_callback(lambda done: done.cancelled() or done.exception())
+        return called
+
+
+async def _awaited(answer: Awaitable[Any]) -> Any:
+    return await answer
+
+
+def _writes_itself(root: str, node: str, place: _Where) -> bool:
+    """Whether a node has a writer of its own: it is not the store's, and sees its directory."""
+    home, marked, _ = place
+    return node != home and _sees(Path(root), marked)
+
+
+def _check_locks(root: Path, place: _Where, again: Callable[[], _Where]) -> None:
+    """Refuse a directory whose locks hold on each node alone: a store that starts would cut off another node's files.
+
+    Args:
+        root: The store's.
+        place: What the store said before.
+        again: Asks it again: where it is the same one, it has held its lock all the while.
+
+    Raises:
+        StoreError: This node can take the lock that the store holds.
+    """
+    from deployments.activations.database import can_hold
+
+    if not place[2]:  # the store holds no lock
+        return
+    try:
+        taken = can_hold(root)
+    except OSError as error:
+        raise explain(root, error) from error
+    if taken and again() == place:
+        raise StoreError(
+            f"Locks on {root} hold on each node alone, and nodes that share it would cut off each other's files: mount "
+            "it with locks that hold on all nodes (NFS 4 without local_lock, Lustre with flock), or give the nodes "
+            "directories that they do not share."
+        )
+
+
+def _writer_of(root: str, store: Any, node: str) -> Any:
     return (
         ray.remote(NodeWriter)
         .options(
@@ -282,21 +424,25 @@ def connect_writer(root: str, store: Any) -> Any:
     )
 
 
+def actors(prefix: str) -> list[str]:
+    """The names of the cluster's actors that begin so."""
+    found = ray.util.list_named_actors(all_namespaces=True)
+    return [one["name"] for one in found if one["namespace"] == NAMESPACE and one["name"].startswith(prefix)]
+
+
 def node_writers(root: str) -> list[Any]:
     """The handles of all nodes' writers of a store."""
-    names = [item["name"] for item in ray.util.list_named_actors(all_namespaces=True) if item["namespace"] == NAMESPACE]
     found = []
-    for name in names:
-        if name.startswith(_named(root)):
-            try:
-                found.append(ray.get_actor(name, namespace=NAMESPACE))
-            except ValueError:
-                continue  # it has ended meanwhile, and its node with it
+    for name in actors(_named(root)):
+        try:
+            found.append(ray.get_actor(name, namespace=NAMESPACE))
+        except ValueError:
+            continue  # it has ended meanwhile, and its node with it
     return found
 
 
 def _named(root: str) -> str:
-    return f"activation writer of {store_name(root)} on"
+    return f"activation writer of {root} on"
 
 
 def _sees(root: Path, marked: str) -> bool:

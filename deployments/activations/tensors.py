@@ -8,8 +8,8 @@ import torch
 from safetensors import SafetensorError, deserialize, safe_open
 from safetensors.torch import load
 
-from deployments.activations.facts import dtype_name
 from deployments.errors import RequestError
+from deployments.points.names import dtype_name
 
 DTYPES = {"F16": torch.float16, "BF16": torch.bfloat16, "F32": torch.float32, "F64": torch.float64}
 MAX_TENSORS = 64

@@ -12,7 +12,7 @@ from torch import distributed
 from torch.utils.data import Dataset, IterableDataset, get_worker_info
 
 from deployments.activations.facts import RunFacts
-from deployments.activations.row_index import RowIndex, Tokens, index_rows, place
+from deployments.activations.row_index import Chosen, RowIndex, index_rows, place
 from deployments.activations.row_reader import RowBatch, RowReader
 
 _PIECE = 256 << 10  # bytes of rows that stay together on their way into a window
@@ -46,7 +46,7 @@ class ActivationRows(IterableDataset[RowBatch]):
     Memory holds a batch, and 8 bytes for each row of a window: the window itself stays in its files.
 
     Args:
-        source: A store's or session's directory, or one file, as a path or `file://` URI.
+        source: A store's or session's directory, or one file, as a path or `file://` URI; or the id of a run.
         points: The points each row is to have; runs that did not record them all are left out.
         batch_size: Rows of a batch; the last one of each worker may have fewer.
         session: This session's runs alone.
@@ -72,7 +72,7 @@ class ActivationRows(IterableDataset[RowBatch]):
         batch_size: int,
         session: str | None = None,
         runs: Collection[str] | None = None,
-        tokens: Tokens = "all",
+        tokens: Chosen = "all",
         shuffle: bool = True,
         seed: int = 0,
         window_bytes: int = 256 << 20,
@@ -154,7 +154,7 @@ class ActivationDataset(Dataset[RowBatch]):
     batch_size=None)`.
 
     Args:
-        source: A store's or session's directory, or one file, as a path or `file://` URI.
+        source: A store's or session's directory, or one file, as a path or `file://` URI; or the id of a run.
         points: The points each row is to have; runs that did not record them all are left out.
         session: This session's runs alone.
         runs: These runs alone.
@@ -172,7 +172,7 @@ class ActivationDataset(Dataset[RowBatch]):
         *,
         session: str | None = None,
         runs: Collection[str] | None = None,
-        tokens: Tokens = "all",
+        tokens: Chosen = "all",
     ) -> None:
         self._rows = _Rows(index_rows(source, points, session=session, runs=runs, tokens=tokens))
 

@@ -3,22 +3,26 @@
 from __future__ import annotations
 
 import contextlib
+import mmap
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Literal
+from typing import Any, Literal
 
 import pyarrow as pa
 import pyarrow.compute as pc
 
 from deployments.activations import checksums
+from deployments.activations.checksums import BATCH, KEY, LAYOUT, RUN
 from deployments.activations.messages import DamagedError, messages
 from deployments.activations.objects import AnyFile
 from deployments.activations.reader import footer, is_sealed, size_of, whole_runs
 from deployments.activations.schema import BatchFacts, batch_facts
+from deployments.activations.shard import VERSION
 
 State = Literal["whole", "open", "cut short", "damaged", "unreadable"]
 _CHUNK = 1 << 20
+_KEYS = {"run_id", "batch", "run", "batches", KEY, LAYOUT, RUN, BATCH}
 
 
 @dataclass
@@ -34,7 +38,8 @@ class Verified:
         runs: Whole runs, of which no value changed.
         rows: Their rows.
         unfinished: Rows of whole batches by the run that has no end.
-        damaged: By whole run, its columns whose values are not those that were written; its others can be read.
+        damaged: By whole run, what is not as it was written: columns by their names, whose others can be read; `facts`,
+            what the run is; `layout`, lengths and nulls; `metadata`, of a batch or the file's schema.
     """
 
     path: AnyFile
@@ -70,6 +75,89 @@ def changed(batch: pa.RecordBatch, facts: BatchFacts, sums: Mapping[str, str]) -
     return others + checksums.damaged(batch, sums)
 
 
+def _described_otherwise(batch: pa.RecordBatch, metadata: Mapping[bytes, bytes], schema: bytes | None) -> list[str]:
+    """What, beside columns' values, is not as it was written: `facts`, `layout` or `metadata`.
+
+    Args:
+        batch: A batch.
+        metadata: Its own.
+        schema: The message of the file's schema; None of objects, of which it is not known.
+    """
+    said = {key.decode(): value.decode() for key, value in metadata.items()}
+    bad = [] if checksums.is_of_run(metadata) else ["facts"]
+    if LAYOUT in said and said[LAYOUT] != checksums.layout(batch):
+        bad.append("layout")
+    if said.keys() & {BATCH, LAYOUT} and schema is not None:
+        changed = said.get(BATCH) != checksums.of_batch(schema, said)
+    else:  # earlier versions wrote none; a name that nobody writes was another one
+        changed = not said.keys() <= _KEYS
+    return [*bad, "metadata"] if changed and not bad else bad
+
+
+def _schema_of(path: Path) -> bytes:
+    """The message of a file's schema, as it lies there."""
+    with path.open("rb") as file:
+        file.seek(8)  # behind the magic, which is padded
+        head = file.read(8)
+        return head + file.read(int.from_bytes(head[4:], "little"))
+
+
+class _Compared:
+    """What Arrow writes to: nothing is kept, but the first byte that a file has otherwise.
+
+    Attributes:
+        length: Bytes so far.
+        other: The place of that byte; None where there is none.
+    """
+
+    closed = False
+
+    def __init__(self, data: memoryview) -> None:
+        self.length = 0
+        self.other: int | None = None
+        self._data = data
+
+    def write(self, data: Any) -> None:
+        view = memoryview(data).cast("B")
+        there = self._data[self.length : self.length + len(view)]
+        if self.other is None and view != there:
+            pairs = zip(view, there, strict=False)
+            same = next((at for at, (one, other) in enumerate(pairs) if one != other), len(there))
+            self.other = self.length + same
+        self.length += len(view)
+
+    def flush(self) -> None:
+        """Nothing is held back."""
+
+    def close(self) -> None:
+        """There is nothing to close."""
+
+
+def _written_otherwise(path: Path) -> int | None:
+    """The first byte of a sealed file that Arrow would write otherwise, None where there is none or cannot be said.
+
+    That is what no checksum covers: padding, how batches are framed, and the footer. Another version of Arrow than the
+    footer names, or none, may write another file of the same rows.
+    """
+    reader = footer(path)
+    said = {
+        key.decode(errors="replace"): value.decode(errors="replace") for key, value in (reader.metadata or {}).items()
+    }
+    if said and said.get(BATCH) != checksums.of_batch(b"", said):
+        return path.stat().st_size - 1
+    if said and said[VERSION] != pa.__version__:
+        return None
+    with path.open("rb") as file:
+        data = memoryview(mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ))
+    sink, writer = _Compared(data), None
+    for batch, metadata, _ in messages(path):
+        writer = writer or pa.ipc.new_file(sink, batch.schema, metadata=reader.metadata or None)
+        writer.write_batch(batch, custom_metadata=metadata)
+    if writer:
+        writer.close()
+    return sink.length if sink.other is None and sink.length != len(data) else sink.other
+
+
 def _all_are(column: pa.Array, word: str | None) -> bool:
     if word is None:
         return bool(column.null_count == len(column))
@@ -88,11 +176,12 @@ def read_all(path: Path) -> None:
 
 
 def _look_through(found: Verified) -> None:
-    rows_of = dict[str, int]()
-    batches, end = _look_at_batches(found, rows_of)
+    rows_of, begins = dict[str, int](), dict[int, str]()
+    batches, end, is_summed = _look_at_batches(found, rows_of)
     with contextlib.suppress(DamagedError):  # found before
         for whole in whole_runs(found.path):
             rows = rows_of.pop(whole.facts.run_id, 0)
+            begins[whole.offset] = whole.facts.run_id
             if whole.facts.run_id not in found.damaged:
                 found.runs += 1
                 found.rows += rows
@@ -110,6 +199,9 @@ def _look_through(found: Verified) -> None:
             found.state, found.reason = "damaged", f"batch {batches} of {listed} does not read, nor what is behind it"
         elif rows_of:
             found.state, found.reason = "cut short", "a run has no end"
+        elif is_summed and isinstance(found.path, Path) and (at := _written_otherwise(found.path)) is not None:
+            where = "the footer" if at >= end else begins[max(place for place in begins if place <= at)]
+            found.state, found.reason = "damaged", f"byte {at}, of {where}, is not as it was written; all runs read"
     elif not batches:
         found.state, found.reason = "damaged", "no batch of an activation file can be read"
     elif rows_of or end != size:
@@ -119,21 +211,28 @@ def _look_through(found: Verified) -> None:
         found.state = "open"
 
 
-def _look_at_batches(found: Verified, rows_of: dict[str, int]) -> tuple[int, int]:
-    """Count each run's rows up to where batches are damaged: how many batches they are, and the place behind them."""
-    batches = end = 0
+def _look_at_batches(found: Verified, rows_of: dict[str, int]) -> tuple[int, int, bool]:
+    """Count each run's rows up to where batches are damaged.
+
+    Returns:
+        How many batches they are, the place behind them, and whether all have the checksums of this version.
+    """
+    batches, end, is_summed = 0, 0, True
     try:
+        schema = _schema_of(found.path) if isinstance(found.path, Path) else None
         for batch, metadata, behind in messages(found.path):
             end = behind
             batch = batch.select(batch.schema.names)
             batch.validate(full=True)
             facts = batch_facts(metadata)
             bad = changed(batch, facts, checksums.read(metadata, batch.schema.names))
+            bad += _described_otherwise(batch, metadata or {}, schema)
+            is_summed = is_summed and BATCH.encode() in (metadata or {})
             if bad:
                 known = found.damaged.setdefault(facts.run_id, [])
                 known += [name for name in bad if name not in known]
             rows_of[facts.run_id] = rows_of.get(facts.run_id, 0) + batch.num_rows
             batches += 1
-    except ValueError as error:  # also Arrow's, and a DamagedError
+    except (ValueError, KeyError) as error:  # also Arrow's, and a DamagedError; of two columns of one name
         found.state, found.reason = "damaged", f"batch {batches}: {error}"
-    return batches, end
+    return batches, end, is_summed

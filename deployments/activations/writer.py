@@ -12,22 +12,20 @@ import threading
 import time
 from collections import deque
 from collections.abc import Callable, Sequence
-from concurrent.futures import Future
+from concurrent.futures import Future, ThreadPoolExecutor
+from pathlib import Path
 from queue import Empty, SimpleQueue
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import pyarrow as pa
 
 from deployments.activations.accounts import OPERATOR, Account
-from deployments.activations.catalogue import Catalogue
-from deployments.activations.checksums import checksums
+from deployments.activations.checksums import described
 from deployments.activations.commits import Commits
-from deployments.activations.compacting import Compactor
 from deployments.activations.entries import Entry, Known, RunName, StoredFile
 from deployments.activations.facts import RunFacts, StoredRun, StoreError
 from deployments.activations.failures import explain
 from deployments.activations.keeping import Keeper
-from deployments.activations.objects import AnyRoot, Place
 from deployments.activations.open_runs import Chunk, OpenRuns
 from deployments.activations.orders import Abandon, Append, Task, Write, check_batches, check_name
 from deployments.activations.owners import Owners
@@ -35,6 +33,9 @@ from deployments.activations.pool import Pool
 from deployments.activations.retention import Held, Retention
 from deployments.activations.schema import batch_metadata
 from deployments.errors import RequestError
+
+if TYPE_CHECKING:
+    from deployments.activations.archive import Archive
 
 logger = logging.getLogger(__name__)
 
@@ -46,7 +47,7 @@ _SYNC_BYTES = 64 << 20  # an open run's bytes are fsynced in pieces of this size
 
 
 class _Synced:
-    """Some file is durable, or cannot be made so."""
+    """Some file is durable, or cannot be made so, or is closed."""
 
 
 _Item = Append | Write | Abandon | Task | _Synced
@@ -59,18 +60,19 @@ class Writer:
     files by one fsync, the next is written. Then the futures of the group are answered.
 
     Args:
-        root: An existing directory, absolute and no link, or one of object storage.
+        root: An existing directory, absolute and no link.
         catalogue: Told of each run once it is on disk.
         shard_bytes: A shard of at least this length is sealed; one run is never split.
         open_shards: How many shards stay open; the one idle the longest is sealed first.
         idle_s: Seconds without a run after which a shard is sealed.
         lease_s: Seconds without a chunk after which a run that is not finished is abandoned.
         owners: Whose sessions are, where this is the store's writer.
+        archive: Where it deletes from as well.
     """
 
     def __init__(
         self,
-        root: AnyRoot,
+        root: Path,
         catalogue: Known,
         *,
         shard_bytes: int = 1 << 30,
@@ -78,27 +80,25 @@ class Writer:
         idle_s: float = 30,
         lease_s: float = 900,
         owners: Owners | None = None,
+        archive: Archive | None = None,
     ) -> None:
         self._root = root
         self._catalogue = catalogue
-        self._pool = Pool(root, catalogue, shard_bytes=shard_bytes, open_shards=open_shards, idle_s=idle_s)
-        self._keeper = Keeper(root, catalogue, self._pool, lease_s, owners)
+        self._queue: SimpleQueue[_Item | None] = SimpleQueue()
+        limits = {"shard_bytes": shard_bytes, "open_shards": open_shards}
+        self._pool = Pool(root, catalogue, **limits, idle_s=idle_s, wake=self._wake)
+        self._keeper = Keeper(root, catalogue, self._pool, lease_s, owners, archive)
         self._runs = OpenRuns(root, catalogue, self._pool, self._keeper, lease_s)
+        self._looks = ThreadPoolExecutor(1, thread_name_prefix="activation-expiry")
         self._look = math.inf  # when to look for sessions that are too old, in the monotonic clock's seconds
-        self._compactor: Compactor | None = None
-        if isinstance(root, Place) and isinstance(catalogue, Catalogue):  # a node's writer leaves it to the store's
-            self._compactor = Compactor(root, catalogue, self._keeper.alone)
         self._held: dict[str, float] = {}  # sessions that are being deleted, and until when at most
         self._asked: list[Future[Any]] = []  # and perhaps not answered
         self._closing = threading.Lock()
         self._closed = False
         self._failed = False
-        self._queue: SimpleQueue[_Item | None] = SimpleQueue()
-        self._commits = Commits(root, catalogue, self._runs, lambda: self._queue.put(_Synced()))
+        self._commits = Commits(root, catalogue, self._runs, self._wake)
         self._thread = threading.Thread(target=self._loop, name="activation-writer", daemon=True)
         self._thread.start()
-        if self._compactor:
-            self._compactor.start()
 
     @property
     def alive(self) -> bool:
@@ -172,6 +172,20 @@ class Writer:
         self._put(Abandon(RunName(session_id, run_id), future))
         return future
 
+    def renew(self, session_id: str, run_id: str) -> Future[None]:
+        """Queue: a run that is not finished goes on, though nothing of it may come for longer than the lease.
+
+        Raises:
+            StoreError: At once if the writer is closed.
+        """
+        name = RunName(session_id, run_id)
+
+        def renew() -> None:
+            self._runs.renew(name)
+            self._keeper.renew_claim(name)
+
+        return self._behind(renew, at_once=True)
+
     def delete(self, session_id: str, account: Account = OPERATOR) -> Future[bool]:
         """Queue a deletion: true when the session's files are gone, false if the account may change none of the name.
 
@@ -181,7 +195,7 @@ class Writer:
             RequestError: From the future if the session is pinned.
         """
         check_name(session_id)
-        return self._behind(lambda: self._delete(session_id, account))
+        return self._behind(lambda: self._delete(session_id, account), at_once=True)
 
     def bytes_of(self, session_id: str, run_id: str) -> int:
         """Bytes of the batches that are written of a run that is not finished."""
@@ -227,7 +241,7 @@ class Writer:
         Raises:
             StoreError: At once if the writer is closed.
         """
-        return self._behind(lambda: self._retain(retention, time.time() if now is None else now))
+        return self._behind(lambda: self._retain(retention, time.time() if now is None else now), at_once=True)
 
     def hold(self, session_id: str) -> Future[None]:
         """Queue: let go of a session's files, and refuse its runs until `release`, or for two minutes.
@@ -270,6 +284,14 @@ class Writer:
         """
         return self._behind(lambda: self._keeper.note(session_id, entries, file), at_once=True)
 
+    def seal(self, session_id: str) -> Future[None]:
+        """Queue: end the session's files that no run is being written to, so that they can be archived.
+
+        Raises:
+            StoreError: At once if the writer is closed.
+        """
+        return self._behind(lambda: self._pool.close(session_id))
+
     def check_quotas(self, session_id: str, size: int) -> Future[list[Held]]:
         """Find out whether a run of a session would be within the quotas, behind what is queued.
 
@@ -287,7 +309,7 @@ class Writer:
             future: Future[list[Held]] = Future()
             future.set_result([])
             return future
-        return self._behind(lambda: self._keeper.check(session_id, size, self._runs.busy()))
+        return self._behind(lambda: self._keeper.check(session_id, size, self._runs.busy()), at_once=True)
 
     def close(self) -> None:
         """Finish what is queued, abandon open runs, seal all files, end the thread. May be called twice."""
@@ -296,14 +318,17 @@ class Writer:
                 self._queue.put(None)
             self._closed = True
         self._thread.join()
+        self._looks.shutdown()
+        self._keeper.close()
         self._commits.close()
-        if self._compactor:
-            self._compactor.close()
 
     def _behind(self, work: Callable[[], Any], at_once: bool = False) -> Future[Any]:
         future: Future[Any] = Future()
         self._put(Task(work, future, at_once))
         return future
+
+    def _wake(self) -> None:
+        self._queue.put(_Synced())
 
     def _put(self, item: _Item) -> None:
         with self._closing:  # nothing is queued behind the end
@@ -328,8 +353,6 @@ class Writer:
         while not self._queue.empty():
             self._noted(self._queue.get())
         self._commits.close()
-        if self._compactor:
-            self._compactor.stop()
         with contextlib.suppress(Exception):  # what it was at may be what is broken
             self._runs.abandon_all()
             self._pool.close()
@@ -344,7 +367,8 @@ class Writer:
         """Serve all that waits; false once the end was among it. Keeps no batch alive once it is written."""
         items = self._waiting()
         last, until = None in items, time.monotonic() + _GATHER_S
-        ended = list[Abandon | Task]()
+        ended, abandoned = list[Task](), list[Future[None]]()
+        drains = False
         while items:
             item = items.popleft()
             if not items and time.monotonic() < until:  # what came while this was written shares its commit
@@ -358,23 +382,28 @@ class Writer:
             if isinstance(item, Task) and item.at_once:
                 self._do(item)
                 continue
-            if isinstance(item, Abandon):
-                self._runs.abandon(item.name, f"Run {item.name.run_id} was abandoned: send the request again.")
-            ended.append(item)
+            if isinstance(item, Task):
+                ended.append(item)
+                continue
+            reason = f"Run {item.name.run_id} was abandoned: send the request again."
+            shard = self._runs.abandon(item.name, reason)
+            abandoned.append(item.future)
+            # A file that no run is in goes once it is closed, which is when nothing of it is being synced.
+            drains = drains or bool(shard and not shard.rows and shard in self._commits.shards)
         if self._commits.ready:
             self._commits.end()
         self._commits.begin()
-        if ended or last:
+        if ended or drains or last:
             self._commits.drain()
         self._runs.settle(self._commits.shards)
         self._pool.settle(self._commits.shards)
-        for end in ended:
-            if isinstance(end, Task):
-                self._do(end)
-            else:
-                end.future.set_result(None)
+        for future in abandoned:
+            future.set_result(None)
+        for task in ended:
+            self._do(task)
         if time.monotonic() >= self._look:
-            self._expire()
+            self._look = time.monotonic() + _LOOK_S
+            self._expire(time.time()).add_done_callback(self._log)
         return not last
 
     def _waiting(self) -> deque[_Item | None]:
@@ -427,30 +456,58 @@ class Writer:
 
     def _do(self, task: Task) -> None:
         try:
-            task.future.set_result(task.work())
+            result = task.work()
         except OSError as error:
             task.future.set_exception(explain(self._root, error))
         except (StoreError, RequestError) as error:
             task.future.set_exception(error)
+        else:
+            if isinstance(result, Future):
+                result.add_done_callback(lambda done: self._pass_on(done, task.future))
+            else:
+                task.future.set_result(result)
 
-    def _delete(self, session_id: str, account: Account) -> bool:
+    def _pass_on(self, done: Future[Any], to: Future[Any]) -> None:
+        """Answer with what was done in the background, unless the writer has failed meanwhile."""
+        if to.done():
+            return
+        if (error := done.exception()) is None:
+            to.set_result(done.result())
+        else:
+            to.set_exception(explain(self._root, error) if isinstance(error, OSError) else error)
+
+    def _delete(self, session_id: str, account: Account) -> bool | Future[bool]:
         if not self._keeper.may_delete(session_id, account):
             return False
+        if any(shard.session_id == session_id for shard in self._commits.shards):
+            self._commits.drain()
         self._runs.abandon_session(session_id, f"Session {session_id} was deleted while the run went on.")
         return self._keeper.delete(session_id)
 
-    def _expire(self) -> None:
-        try:
-            self._retain(self._keeper.retention, time.time())
-        except OSError:
-            logger.exception("sessions of %s that are too old stay for now", self._root)
+    def _expire(self, now: float) -> Future[list[str]]:
+        """Look for sessions that are too old in the background, and delete them in the thread's turn."""
+        future = Future[list[str]]()
 
-    def _retain(self, retention: Retention, now: float) -> list[str]:
+        def look() -> None:
+            try:
+                old = self._keeper.old(now)
+                self._put(Task(lambda: self._keeper.expire(old, now, self._runs.busy), future, at_once=True))
+            except (OSError, StoreError) as error:
+                future.set_exception(error)
+
+        self._looks.submit(look)
+        return future
+
+    def _log(self, expired: Future[list[str]]) -> None:
+        if not self._closed and (error := expired.exception()):
+            logger.error("sessions of %s that are too old stay for now", self._root, exc_info=error)
+
+    def _retain(self, retention: Retention, now: float) -> Future[list[str]]:
         self._keeper.retention = retention
         self._look = math.inf if retention.max_session_age_s is None else time.monotonic() + _LOOK_S
-        return self._keeper.expire(now, self._runs.busy)
+        return self._expire(now)
 
 
 def _sums(batches: Sequence[pa.RecordBatch]) -> list[dict[str, str]]:
     """Checksums, made by the caller: beside what the writer's thread is at."""
-    return [checksums(batch) for batch in batches]
+    return [described(batch) for batch in batches]

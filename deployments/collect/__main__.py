@@ -15,6 +15,7 @@ from deployments.collect.collecting import CollectError, collect
 from deployments.collect.examples import DataError, count
 from deployments.collect.outcome import Outcome
 from deployments.errors import RequestError
+from deployments.points.token_choices import WORDS
 
 
 def main(arguments: list[str] | None = None) -> int:
@@ -29,7 +30,7 @@ def main(arguments: list[str] | None = None) -> int:
             collected = collect(
                 given.data,
                 session=given.session,
-                points=[name for names in given.points for name in names.split(",")],
+                points=[name for names in given.points for name in names.replace(",", " ").split()],
                 model=given.model,
                 base_url=given.base_url,
                 tokens=given.tokens,
@@ -50,7 +51,10 @@ def main(arguments: list[str] | None = None) -> int:
     except KeyboardInterrupt:
         print("deployments.collect: interrupted: the same command goes on", file=sys.stderr)
         return 130
-    print(json.dumps(collected._asdict()))
+    figures = {
+        name: round(value, 1) if isinstance(value, float) else value for name, value in collected._asdict().items()
+    }
+    print(json.dumps(figures))
     return 1 if collected.failed else 0
 
 
@@ -86,7 +90,7 @@ def _parser() -> argparse.ArgumentParser:
     add("--model", help="the model to load; with --base-url, one that the server serves (by default its first)")
     add("--base-url", help="ask this server in place of loading the model; OPENAI_API_KEY holds its key")
     add("--points", nargs="+", required=True, metavar="POINT", help="what to record, as 'layers.*.output'")
-    add("--tokens", default="last", help="whose rows: last (default), last:K, all, prompt or generated")
+    add("--tokens", default="last", help=f"whose rows: {WORDS}")
     add("--session", required=True, help="the session to store the runs in")
     add("--label", metavar="FIELD", help="the field that becomes the tag label (by default the field label)")
     add("--group", metavar="FIELD", help="the field that becomes the tag group (by default the field group)")

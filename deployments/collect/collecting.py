@@ -16,7 +16,8 @@ from deployments.collect.examples import DataError, Fields, check
 from deployments.collect.outcome import Outcome
 from deployments.collect.settings import Settings
 from deployments.errors import LoadError
-from deployments.options import GGUF, SETTINGS, Options, home
+from deployments.options import GGUF, SETTINGS, Options, home, mistakes
+from deployments.points.token_choices import TokensError
 
 NEVER_S = 1e9  # an engine that serves nobody else may take its time
 
@@ -111,7 +112,10 @@ def collect(
             found = Settings(
                 model=model, loaded=loaded, session=session, points=tuple(points), tokens=tokens, max_tokens=max_tokens
             )
-            found.capture([])  # which checks points and tokens
+            try:
+                found.capture([])  # which checks points and tokens
+            except TokensError as error:
+                raise DataError(f"--tokens: {error}") from error
         try:
             check_session_id(session)
         except ValueError as error:
@@ -143,17 +147,18 @@ def _named_options() -> Iterator[None]:
     """What pydantic refuses, by the option that gave it.
 
     Raises:
-        DataError: For its first mistake.
+        DataError: With all mistakes.
     """
     try:
         yield
     except ValidationError as error:
-        mistake = error.errors()[0]
-        name = str(mistake["loc"][0])
-        option = {"activations_dir": "store"}.get(name, name.replace("_", "-"))
-        if error.title == Options.__name__ and option == name:
-            option = f"set {name}"
-        raise DataError(f"--{option}: {mistake['msg']}") from error
+        if error.title == Options.__name__:
+            flags = {"activations_dir": "store", "model": "model"}
+            wrong = [(flags.get(name, f"set {name}"), message) for name, message in mistakes(error)]
+        else:
+            mistake = error.errors()[0]
+            wrong = [(str(mistake["loc"][0]).replace("_", "-"), mistake["msg"])]
+        raise DataError("; ".join(f"--{flag}: {message}" for flag, message in wrong)) from error
 
 
 def _summed(outcomes: Iterator[Outcome], session: str, on_error: str, progress: Callable[[Outcome], None]) -> Collected:

@@ -17,6 +17,7 @@ MOST_CHARACTERS = 256  # of a tag, and of an id
 MOST_TAGS = 63  # a run has at most 64, and one is `NAME_TAG`
 NAME_TAG = "collected"  # of a run that a server stored: what names its example
 MOST_FIELD = 1 << 24  # characters of a field of a csv file
+AT_ONCE = 32  # texts of a request
 ROWS = 256  # that are read from a Parquet file at once
 
 
@@ -81,6 +82,14 @@ def read(data: Path | Iterable[Mapping[str, Any]], fields: Fields) -> Iterator[E
             yield _example(row, number, place, fields)
         except DataError as error:
             yield Broken(place, str(error))
+
+
+def together(examples: Iterable[Example]) -> list[list[Example]]:
+    """The examples of each request: texts of like lengths, which share a forward; a chat goes alone."""
+    ordered = sorted(examples, key=lambda example: len(example.prompt))
+    texts = [example for example in ordered if isinstance(example.prompt, str)]
+    chats = [[example] for example in ordered if not isinstance(example.prompt, str)]
+    return [texts[first : first + AT_ONCE] for first in range(0, len(texts), AT_ONCE)] + chats
 
 
 def check(data: Path) -> None:

@@ -20,16 +20,15 @@ from ray.data.block import BlockMetadata
 from ray.data.datasource import Datasource, ReadTask
 from ray.util.annotations import RayDeprecationWarning
 
-from deployments.activations.store import connect
+from deployments.activations.reads_runs import connect_reader
 from deployments.clusters import this_node
-from deployments.collect.examples import Broken, Example, Fields, read
+from deployments.collect.examples import Broken, Example, Fields, read, together
 from deployments.collect.outcome import Outcome
 from deployments.collect.settings import Settings
 from deployments.engine.request import GREEDY
 from deployments.messages import End, Job, Refusal
 from deployments.options import Options
 
-AT_ONCE = 32  # examples of a request
 RECENT = 1 << 17  # examples, more than the engines have at once
 
 
@@ -114,7 +113,7 @@ class EngineActor:
         from deployments.replica import ModelReplica
 
         self._settings = settings
-        self._store = connect(options.activations_dir)
+        self._reader = connect_reader(options.activations_dir, options.archive)
         self._replica = ModelReplica.func_or_class(options)  # type: ignore[attr-defined]  # the class: there is no Serve
         self._loop = asyncio.new_event_loop()
         threading.Thread(target=self._loop.run_forever, name="collect", daemon=True).start()
@@ -137,39 +136,29 @@ class EngineActor:
 
     async def _collect(self, examples: list[Example], outcome: Outcome) -> None:
         named = {self._settings.name(example): example for example in examples}
-        stored = await self._store.holding.remote(self._settings.session, list(named))
+        stored = await self._reader.holding.remote(self._settings.session, list(named))
         outcome.already_stored += len(examples) - len(named) + len(stored)
-        # Prompts of like lengths share a forward.
-        left = sorted((item for item in named.items() if item[0] not in stored), key=lambda item: len(item[1].prompt))
-        texts = [item for item in left if isinstance(item[1].prompt, str)]
-        together = [texts[first : first + AT_ONCE] for first in range(0, len(texts), AT_ONCE)]
-        together += [[item] for item in left if not isinstance(item[1].prompt, str)]
-        if together:
+        if requests := together(example for name, example in named.items() if name not in stored):
             outcome.began = time.time()
-            await asyncio.gather(*(self._run(dict(items), outcome) for items in together))
+            await asyncio.gather(*(self._run(examples, outcome) for examples in requests))
             outcome.ended = time.time()
 
-    async def _run(self, named: dict[str, Example], outcome: Outcome) -> None:
+    async def _run(self, examples: list[Example], outcome: Outcome) -> None:
         """Store some examples' runs; what a refused request left undone one by one, to find whose fault it is."""
-        examples = list(named.values())
-        messages = await self._replica.complete(self._job(list(named), examples))
+        messages = await self._replica.complete(self._job(examples))
         ends = {message.index: message for message in messages if isinstance(message, End)}
         for index, end in ends.items():
             assert end.run is not None
-            if end.run.status == "stored":
-                outcome.add(end.run.tokens)
-            else:
-                outcome.failures.append(f"{examples[index].place}: {end.run.reason}")
+            outcome.add(examples[index].place, end.run.status, end.run.tokens, end.run.reason)
         refused = next((message for message in messages if isinstance(message, Refusal)), None)
-        left = [item for index, item in enumerate(named.items()) if index not in ends]
         if refused and len(examples) == 1:
             outcome.refuse(examples[0].place, refused.message, refused.field, refused.status)
         elif refused:
-            for name, example in left:
-                if not outcome.refusal:
-                    await self._run({name: example}, outcome)
+            for index, example in enumerate(examples):
+                if index not in ends and not outcome.refusal:
+                    await self._run([example], outcome)
 
-    def _job(self, names: list[str], examples: list[Example]) -> Job:
+    def _job(self, examples: list[Example]) -> Job:
         prompt, settings, id = examples[0].prompt, self._settings, uuid.uuid4().hex
         return Job(
             id=id,
@@ -180,5 +169,5 @@ class EngineActor:
             capture=settings.capture(examples),
             session_id=settings.session,
             # An attempt's own: what a killed one left unfinished is given up by the store in its time.
-            run_ids=tuple(f"{name}-{id[:8]}" for name in names),
+            run_ids=tuple(f"{settings.name(example)}-{id[:8]}" for example in examples),
         )

@@ -27,10 +27,20 @@ class Outcome:
     began: float = 0.0
     ended: float = 0.0
 
-    def add(self, tokens: int) -> None:
-        """Count one stored run."""
-        self.runs += 1
-        self.tokens += tokens
+    def add(self, place: str, status: str, tokens: int, reason: str | None) -> None:
+        """Count one run that ended.
+
+        Args:
+            place: Where its example is.
+            status: `stored`, or why not in a word.
+            tokens: How many it has.
+            reason: Why it is not stored.
+        """
+        if status == "stored":
+            self.runs += 1
+            self.tokens += tokens
+        else:
+            self.failures.append(f"{place}: {reason}")
 
     def refuse(self, place: str, message: str, field: str | None, status: int) -> None:
         """Count one example that was refused.
@@ -43,6 +53,8 @@ class Outcome:
         """
         if (field or "").startswith("capture.points"):
             self.refusal = f"--points: {message}"
+        elif field == "model":
+            self.refusal = f"--model: {message}"
         elif status not in (400, 413, 422):  # no fault of the example's
             self.refusal = f"{place}: {message}"
         else:

@@ -15,11 +15,10 @@ from typing import Any
 
 import httpx
 
-from deployments.collect.examples import NAME_TAG, Broken, DataError, Example, Fields, read
+from deployments.collect.examples import NAME_TAG, Broken, DataError, Example, Fields, read, together
 from deployments.collect.outcome import Outcome
 from deployments.collect.settings import Settings
 
-AT_ONCE = 32  # prompts of a request
 IN_FLIGHT = 128  # prompts
 PAGE = 1000  # runs that a server lists at once
 TIMEOUT_S = 3600.0  # of a request: the server's own limit comes first
@@ -83,30 +82,27 @@ def _client(base_url: str) -> httpx.Client:
 def _requests(
     items: Iterator[Example | Broken], settings: Settings, stored: set[int]
 ) -> Iterator[list[Example | Broken | None]]:
-    """The examples of each request; None for one that is stored already, or came before. A chat goes alone.
+    """The examples of each request; apart from them, what is broken, and None for what is stored or came before.
 
     Args:
         items: What was read.
         settings: What is recorded.
         stored: Examples that are stored, as `_number` has them; those that come are added.
     """
-    texts: list[Example | Broken | None] = []
     while block := list(islice(items, settings.block)):
-        texts = []
+        examples, others = list[Example](), list[Broken | None]()
         for item in block:
-            number = _number(settings.name(item)) if isinstance(item, Example) else None
-            if number in stored:
-                texts.append(None)
-                continue
-            if number is not None:
-                stored.add(number)
-            if isinstance(item, Example) and not isinstance(item.prompt, str):
-                yield [item]
+            if isinstance(item, Broken):
+                others.append(item)
+            elif (number := _number(settings.name(item))) in stored:
+                others.append(None)
             else:
-                texts.append(item)
-        # Prompts of like lengths share a forward.
-        texts.sort(key=lambda item: len(item.prompt) if isinstance(item, Example) else 0)
-        yield from (texts[first : first + AT_ONCE] for first in range(0, len(texts), AT_ONCE))
+                stored.add(number)
+                examples.append(item)
+        if others:
+            yield [*others]
+        for request in together(examples):
+            yield [*request]
 
 
 def _number(name: str) -> int:
@@ -162,10 +158,7 @@ class Collector:
                 self._run(left, outcome, attempt + 1)
         elif answer.status_code == 200:
             for run in _json(answer)["activations_meta"]["runs"]:
-                if run["status"] == "stored":
-                    outcome.add(run["tokens"])
-                else:
-                    outcome.failures.append(f"{examples[run['index']].place}: {run.get('reason')}")
+                outcome.add(examples[run["index"]].place, run["status"], run.get("tokens", 0), run.get("reason"))
         elif len(examples) > 1:
             for example in examples:
                 if not outcome.refusal:

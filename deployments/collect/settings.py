@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import hashlib
 import json
-from typing import Any
 
 from pydantic import BaseModel, ConfigDict, Field
 
-from deployments.activations.spec import Capture, Last
 from deployments.collect.examples import Example
+from deployments.points.spec import Capture
+from deployments.points.token_choices import parse
 
 
 class Settings(BaseModel):
@@ -39,9 +39,9 @@ class Settings(BaseModel):
         """What a request with these examples records."""
         return Capture(
             points=list(self.points),
-            tokens=_tokens(self.tokens),
+            tokens=parse(self.tokens),
             mode="generate" if self.max_tokens else "trace",
-            text=True,
+            store_text=True,
             tags=[example.tags for example in examples],
             sample_id=[example.id for example in examples],
         )
@@ -51,9 +51,3 @@ class Settings(BaseModel):
         recorded = self.model_dump(mode="json", exclude={"block"})
         text = json.dumps([recorded, example.id, example.prompt, example.tags], sort_keys=True)
         return f"run-{hashlib.sha256(text.encode()).hexdigest()[:24]}"
-
-
-def _tokens(text: str) -> Any:
-    """`last:3` as `capture.tokens` has it, and every other word as it is."""
-    kind, _, number = text.partition(":")
-    return Last(last=int(number)) if kind == "last" and number.isdecimal() else text

@@ -34,7 +34,7 @@ from deployments.engine.request import (
     Event,
     Finished,
     FinishReason,
-    Likeliest,
+    LayerLens,
     Logprob,
     PromptLogprobs,
     Request,
@@ -48,6 +48,7 @@ from deployments.engine.scoring import PromptScores
 from deployments.engine.statistics import Statistics
 from deployments.engine.text import TextStream
 from deployments.errors import RequestError
+from deployments.points.token_choices import resolve
 
 logger = logging.getLogger(__name__)
 
@@ -128,6 +129,8 @@ class Engine:
             message = f"{most} tokens need {needed} bytes of KV memory or more, the server's budget is {held}"
             raise RequestError(message, "max_tokens", "kv_memory_exceeded")
         check_sampling(request, self.model.vocabulary)
+        if request.capture:
+            resolve(request.capture.tokens, prompt, "capture.tokens")
         if request.lens:
             check_lens(request.lens, self.model.unembedding)
 
@@ -407,7 +410,7 @@ class Engine:
         row: Row,
         token: int,
         logprob: Logprob | None,
-        layers: tuple[Likeliest, ...] | None,
+        layers: tuple[LayerLens, ...] | None,
         events: list[Event],
     ) -> None:
         request = row.request
@@ -464,7 +467,8 @@ class Engine:
         row.memory.after = held_bytes(self.model.device)
         request = row.request
         rest = Delta.of(row.unsaid) if row.unsaid else None
-        end = Finished(request.id, reason, request.prompt, row.tokens, captured, error, code, row.memory, rest)
+        seen = tuple(row.prompt_lens)
+        end = Finished(request.id, reason, request.prompt, row.tokens, captured, error, code, row.memory, rest, seen)
         events.append(end)
 
     def _note(self) -> None:

@@ -7,11 +7,11 @@ from typing import NamedTuple
 
 import torch
 
-from deployments.activations.points import Place
-from deployments.engine.request import MOST_LOGPROBS, Lens, Likeliest
+from deployments.engine.request import MOST_LOGPROBS, LayerLens, Lens
 from deployments.engine.sampling import ranked
 from deployments.engine.unembedding import Unembedding
 from deployments.errors import RequestError
+from deployments.points.resolving import Place
 
 LOGITS_BYTES = 64 << 20  # of the logits, as float32, that are made at a time
 
@@ -25,8 +25,8 @@ def check_lens(lens: Lens, readout: Unembedding) -> None:
     if readout.refusal:
         message = f"this model has no logit lens: {readout.refusal}"
         raise RequestError(message, "logit_lens", "logit_lens_unsupported")
-    if not 1 <= lens.top_k <= MOST_LOGPROBS:
-        raise RequestError(f"from 1 to {MOST_LOGPROBS} tokens of each layer can be asked for", "logit_lens.top_k")
+    if not 0 <= lens.top_k <= MOST_LOGPROBS:
+        raise RequestError(f"from 0 to {MOST_LOGPROBS} tokens of each layer can be asked for", "logit_lens.top_k")
 
 
 class Asking(NamedTuple):
@@ -34,7 +34,7 @@ class Asking(NamedTuple):
 
     Attributes:
         row: Its place in the batch.
-        at: Which of the forward's tokens decides its next one.
+        at: Which of the forward's tokens.
         lens: What it asks for.
     """
 
@@ -85,24 +85,38 @@ class Lenses:
             self._index[turns, device] = pairs[:, 0], pairs[:, 1]
         return self._index[turns, device]
 
-    def read(self, readout: Unembedding) -> dict[int, tuple[Likeliest, ...]]:
-        """By row, the likeliest tokens of each layer; none of one that the forward left out or that is not finite."""
+    def read(self, readout: Unembedding) -> list[tuple[LayerLens, ...]]:
+        """For each who asks, what comes of each layer; nothing of one that the forward left out or is not finite."""
         if not self.asking:
-            return {}
+            return []
         for place in self._of.keys() - self._taken.keys():
             self._taken[place] = torch.full((len(self._of[place]), *place.shape), torch.nan, dtype=place.dtype)
         rows = torch.cat([self._taken[place].to(readout.device) for place in self._of])  # [turns, hidden]
-        found = _likeliest(rows, [self.asking[turn].lens.top_k for _, turn in self._turns()], readout)
-        return {one.row: tuple(found[i] for i in rows) for one, rows in zip(self.asking, self._rows, strict=True)}
+        found = _read(rows, [self.asking[turn].lens for _, turn in self._turns()], readout)
+        return [tuple(found[i] for i in rows) for rows in self._rows]
 
 
-def _likeliest(rows: torch.Tensor, most: Sequence[int], readout: Unembedding) -> list[Likeliest]:
-    """The likeliest tokens of each row [rows, hidden], so many of them, a few rows at a time."""
+def _read(rows: torch.Tensor, lenses: Sequence[Lens], readout: Unembedding) -> list[LayerLens]:
+    """What comes of each row [rows, hidden], a few rows at a time."""
     count = max(1, LOGITS_BYTES // (4 * readout.vocabulary))
-    found: list[Likeliest] = []
+    found: list[LayerLens] = []
     for first in range(0, len(rows), count):
+        some = lenses[first : first + count]
         logits = readout.logits(rows[first : first + count]).float()  # [count, vocabulary]
         finite = logits.amax(dim=-1).isfinite().tolist()
-        top = ranked(logits.log_softmax(dim=-1), most[first : first + count])
-        found += [tokens if sound else () for tokens, sound in zip(top, finite, strict=True)]
+        logprobs = logits.log_softmax(dim=-1)
+        top = ranked(logprobs, [lens.top_k for lens in some])
+        targets = _targets(logprobs, [lens.targets for lens in some])
+        each = zip(top, targets, finite, strict=True)
+        found += [LayerLens(likely, own) if sound else LayerLens() for likely, own, sound in each]
     return found
+
+
+def _targets(logprobs: torch.Tensor, targets: Sequence[tuple[int, ...]]) -> list[tuple[tuple[float, int], ...]]:
+    """The (logprob, rank) of each row's own tokens; of equals the first has the rank of all."""
+    found: dict[int, list[tuple[float, int]]] = {}
+    for token in {token for some in targets for token in some}:
+        values = logprobs[:, token, None]  # [rows, 1]
+        ranks = (logprobs > values).sum(-1) + 1
+        found[token] = list(zip(values.squeeze(1).tolist(), ranks.tolist(), strict=True))
+    return [tuple(found[token][row] for token in some) for row, some in enumerate(targets)]

@@ -5,6 +5,7 @@ from __future__ import annotations
 import functools
 from collections.abc import Sequence
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any
 
 import torch
@@ -12,14 +13,16 @@ from nnsight import LanguageModel
 from nnsight._c import unmount
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
-from deployments.activations.points import Place, Points
 from deployments.engine.cache import SlotCache
 from deployments.engine.mask_search import UnsupportedModelError, find_masks
 from deployments.engine.masks import Masks
 from deployments.engine.revision import revision_of
 from deployments.engine.shared_weights import SharedWeights
-from deployments.engine.taps import Taps, Visit
+from deployments.engine.taps import Readers, Taps, Visit
 from deployments.engine.unembedding import Unembedding
+from deployments.points.resolving import Place, Points
+
+NO_READERS: Readers = MappingProxyType({})
 
 if unmount is not None:
     # nnsight gives every object in the process a `.save`, which other libraries' classes trip over.
@@ -108,6 +111,7 @@ class Model:
         every_logit: bool = False,
         start: int = 0,
         beside: Sequence[tuple[int, range]] = (),
+        readers: Readers = NO_READERS,
     ) -> torch.Tensor:
         """Run prompts, padded on the right, which causal attention never reads; or one prompt's next piece.
 
@@ -116,10 +120,12 @@ class Model:
             lengths: [batch] tokens of each row.
             cache: Set to prefill from `start` on.
             places: What to visit.
-            visit: Called with each place and its value [batch, longest, ...]; may give what takes its place.
+            visit: Called with each place and its value [batch, longest, ...], of attention patterns [readers, longest,
+                heads, keys]; may give what takes its place.
             every_logit: Run the head over every token instead of those whose logits are wanted, for who reads its rows.
             start: The first token's position; behind 0 the batch is one row, which attends to its slot.
             beside: Rows and which of their tokens, from 0, have wanted logits, too.
+            readers: Of each place of attention patterns, whose are visited.
 
         Returns:
             [batch + beside, vocabulary] logits of each row's last token, then of those beside.
@@ -133,7 +139,7 @@ class Model:
         mask = self.masks.build(positions, stop) if start else None
         self._wanted = None if every_logit else (rows, at)
         try:
-            logits = self._forward(ids, positions, mask, cache, places, visit)
+            logits = self._forward(ids, positions, mask, cache, places, visit, readers)
         finally:
             self._wanted = None
         return logits[rows, at] if every_logit else logits[0]
@@ -146,6 +152,7 @@ class Model:
         cache: SlotCache,
         places: Sequence[Place] = (),
         visit: Visit | None = None,
+        readers: Readers = NO_READERS,
     ) -> torch.Tensor:
         """Run one token of each running row.
 
@@ -155,14 +162,16 @@ class Model:
             longest: The longest row after this token.
             cache: Set to decode.
             places: What to visit.
-            visit: Called with each place and its value [batch, 1, ...]; may give what takes its place.
+            visit: Called with each place and its value [batch, 1, ...], of attention patterns [readers, 1, heads,
+                keys]; may give what takes its place.
+            readers: Of each place of attention patterns, whose are visited.
 
         Returns:
             [batch, vocabulary] logits.
         """
         positions = positions[:, None]
         mask = self.masks.build(positions, longest)
-        return self._forward(ids[:, None], positions, mask, cache, places, visit)[:, -1]
+        return self._forward(ids[:, None], positions, mask, cache, places, visit, readers)[:, -1]
 
     def _forward(
         self,
@@ -172,6 +181,7 @@ class Model:
         cache: SlotCache,
         places: Sequence[Place],
         visit: Visit | None,
+        readers: Readers,
     ) -> torch.Tensor:
         """One forward of the Hugging Face module."""
         inputs = {"input_ids": ids, "position_ids": positions, "attention_mask": mask}
@@ -190,7 +200,7 @@ class Model:
             new = visit(place, value.view(batch, -1, *place.shape))
             return None if new is None else new.view(value.shape)
 
-        return self._taps.visit(places, shaped, call).logits  # type: ignore[no-any-return]
+        return self._taps.visit(places, shaped, call, readers).logits  # type: ignore[no-any-return]
 
     def _narrow(self, _: Any, args: tuple[torch.Tensor, ...]) -> tuple[torch.Tensor, ...] | None:
         """Narrow the head's input to the tokens whose logits are wanted: those of all of a prompt's are many."""
@@ -223,7 +233,7 @@ def load(
         device_map: Instead of `device`: how to spread it, as transformers takes it.
         trust_remote_code: Run the repository's own code.
         context: A context shorter than the model's own, in tokens.
-        attention: `eager`, which gives attention patterns, or `sdpa`; `auto` for what transformers takes.
+        attention: `eager` or `sdpa`, which is faster; `auto` for what transformers takes.
         share: Keep the weights in memory that other processes can map: `Model.shared`.
 
     Raises:

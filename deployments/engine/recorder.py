@@ -7,9 +7,9 @@ from collections.abc import Iterable, Sequence
 
 import torch
 
-from deployments.activations.points import Place
 from deployments.engine.recording import Recording
 from deployments.engine.row_sizes import SPARE
+from deployments.points.resolving import Place
 
 WINDOW_BYTES = 32 << 20  # of the ring in which decoded rows gather before they are cut to requests
 WINDOW_STEPS = SPARE  # of a request for its last rows, what a window brings is spare
@@ -43,6 +43,10 @@ class Recorder:
         """What the next decode reads."""
         return self._places
 
+    def readers(self, place: Place) -> list[int]:
+        """The slots that record what is there, in ascending order."""
+        return sorted(slot for slot, recording in self.recordings.items() if recording.reads(place))
+
     def begin(self, places: Sequence[Place], slots: int) -> None:
         """Make room for one more step of these places."""
         self._came.clear()
@@ -66,19 +70,22 @@ class Recorder:
             self._steps = steps
 
     def take(self, place: Place, value: torch.Tensor) -> None:
-        """Copy a decode's value [batch, 1, ...]; modules may write over theirs afterwards."""
+        """Copy a decode's value [batch, 1, ...], of attention patterns [readers, 1, heads, keys].
+
+        Modules may write over theirs afterwards.
+        """
         self._came.add(place)
         if place.grows:
-            slots = [slot for slot, recording in self.recordings.items() if recording.reads(place)]
+            slots = self.readers(place)
             try:
-                rows = value[slots].cpu()  # [recording, 1, heads, keys], at once: a row's way costs more than its bytes
+                rows = value.cpu()  # at once: a row's way costs more than its bytes
             except (RuntimeError, MemoryError) as error:
                 for slot in slots:
                     self.recordings[slot].give_up(str(error))
                 return
             for slot, row in zip(slots, rows, strict=True):
                 with self.recordings[slot].giving_up():
-                    self.recordings[slot].write(place, row)
+                    self.recordings[slot].write(place, row, self.recordings[slot].rows)
         else:
             self._ring[place][self._step, : len(value)] = value.view(len(value), *place.shape)
 
@@ -118,9 +125,11 @@ class Recorder:
         recording = self.recordings.get(slot)
         if recording is not None and recording.since < self._step:
             window = slice(recording.since, self._step)
+            steps = self._step - recording.since
+            first = recording.rows - steps
             recording.since = self._step
             with recording.giving_up():
                 for place in places_of([recording]):
                     if not place.grows:
-                        recording.write(place, self._ring[place][window, slot])
-                recording.keep(window.stop - window.start)
+                        recording.write(place, self._ring[place][window, slot], first)
+                recording.keep(first, steps)

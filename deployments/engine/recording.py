@@ -9,12 +9,13 @@ from typing import Any
 
 import torch
 
-from deployments.activations.patterns import Patterns
-from deployments.activations.points import Place, Point
-from deployments.activations.spec import Capture
 from deployments.engine.pattern_rows import PatternRows
 from deployments.engine.request import Captured
 from deployments.engine.row_sizes import DTYPES, SPARE, RowSizes
+from deployments.points.patterns import Patterns
+from deployments.points.resolving import Place, Point
+from deployments.points.spec import Capture
+from deployments.points.token_choices import resolve
 
 PIECE_BYTES = 16 << 20  # at most, after which rows go out
 
@@ -36,7 +37,7 @@ class Recording:
         bytes: Host memory that its rows take, until they are handed out.
         piece_bytes: How many make it hand them out; None where they stay with it until its end.
         grows: Whether there are attention patterns among its points.
-        reserve: The most bytes it holds until its end, where only the last rows are wanted; else 0.
+        reserve: The most bytes it holds until its end, where only the last rows are wanted, or a few; else 0.
     """
 
     def __init__(self, capture: Capture, points: Sequence[Point], prompt_tokens: int, max_tokens: int) -> None:
@@ -55,12 +56,13 @@ class Recording:
         self.piece_bytes: int | None = None
         self.grows = any(point.place.grows for point in points)
         self._sizes = RowSizes.bytes(capture, points)
-        self.reserve = self._sizes.until_end(capture, prompt_tokens + max_tokens)
+        self._tokens = resolve(capture.tokens, prompt_tokens, "capture.tokens")
+        self.reserve = self._sizes.until_end(self._tokens, prompt_tokens + max_tokens)
         self._failed: str | None = None
         self._capture = capture
         self._prompt = prompt_tokens
         self._stop = prompt_tokens + (max_tokens if self.wants_generated else 0)  # no token behind it is recorded
-        self._next = prompt_tokens if capture.tokens == "generated" else 0  # the first token not handed out
+        self._next = 0  # the first token that was not handed out, recorded or not
         self._buffers: dict[str, torch.Tensor] = {}  # point name -> [rows that fit, ...features]
         self._filled = 0  # rows in each of them
         self._patterns = {point.name: PatternRows() for point in points if point.place.grows}
@@ -71,39 +73,49 @@ class Recording:
     @property
     def wants_prompt(self) -> bool:
         """Whether rows of prompt tokens are kept."""
-        return self._capture.tokens != "generated"
+        return bool(self._tokens.within(0, self._prompt))
 
     @property
     def wants_generated(self) -> bool:
         """Whether rows of generated tokens are kept; then the last one is run through too."""
-        return self._capture.tokens != "prompt" and self._capture.mode == "generate"
+        tokens, generates = self._tokens, self._capture.mode == "generate"
+        return generates and (tokens.stop is None or tokens.stop > self._prompt)
 
     def reads(self, place: Place) -> bool:
         """Whether one of its points is there."""
         return place in self._at
 
-    def write(self, place: Place, value: torch.Tensor) -> None:
-        """Copy what is wanted of a place's rows [rows, ...] of consecutive tokens; it counts when `keep` says so."""
-        if self._failed or place not in self._at or not len(value):
+    def write(self, place: Place, value: torch.Tensor, first: int) -> None:
+        """Copy what is wanted of a place's rows; it counts when `keep` says so.
+
+        Args:
+            place: The place.
+            value: Of consecutive tokens, `[tokens, ...]`.
+            first: The first token's position.
+        """
+        if self._failed or place not in self._at or not (wanted := self._wanted(first, len(value))):
             return
-        behind = self.rows + len(value)  # their positions, where they are of this forward
-        value = value[-self._capture.tail :] if self._capture.tail else value
+        if isinstance(wanted, range):
+            value = value[wanted.start - first : wanted.stop - first]
+        else:
+            value = value[[position - first for position in wanted]]
         if place.grows:
             for point in self._at[place]:
-                self._patterns[point.name].write(behind - len(value), value.cpu())
+                self._patterns[point.name].write(wanted[0], self._heads_of(value.cpu()))
             return
         stop = self._filled + len(value)
         self._make_room(stop)
         for point in self._at[place]:
-            rows = value.reshape(len(value), *point.shape)[..., self._features]
-            self._buffers[point.name][self._filled : stop] = rows
+            rows = value.reshape(len(value), *point.shape)
+            rows = self._heads_of(rows) if len(point.shape) > 1 else rows
+            self._buffers[point.name][self._filled : stop] = rows[..., self._features]
 
-    def keep(self, rows: int) -> None:
+    def keep(self, first: int, rows: int) -> None:
         """Count rows that were written for every place, which follow those that counted before."""
-        if self._failed or not rows:
+        if self._failed or not (wanted := self._wanted(first, rows)):
             return
-        tail = self._capture.tail
-        self._filled += min(rows, tail) if tail else rows
+        tail = self._tokens.tail
+        self._filled += len(wanted)
         if tail and self._filled > tail + SPARE:
             last = {name: buffer[self._filled - tail : self._filled].clone() for name, buffer in self._buffers.items()}
             for name, rows_of in last.items():
@@ -130,9 +142,8 @@ class Recording:
         """
 
         def size(tokens: int) -> int:
-            first, stop = max(start, self.rows, self._next), min(start + tokens, self._stop)
-            first = max(first, stop - self._capture.tail) if self._capture.tail else first
-            return self._sizes.of(range(first, max(first, stop)))
+            first = max(start, self.rows, self._next)
+            return self._sizes.of(self._wanted(first, min(start + tokens, self._stop) - first))
 
         fitting = bisect_right(range(1, most + 1), room, key=size)
         return max(1, fitting, bisect_right(range(1, least + 1), PIECE_BYTES, key=size))
@@ -146,9 +157,16 @@ class Recording:
         Raises:
             CaptureError: A value has no finite float16, and that was asked for.
         """
-        if self._capture.tail or not self.bytes or self.piece_bytes is None or self.bytes < self.piece_bytes:
+        if (
+            self._tokens.tail
+            or self._tokens.apart
+            or not self.bytes
+            or self.piece_bytes is None
+            or self.bytes < self.piece_bytes
+        ):
             return None
-        return self._hand_out(self._next, self._next + self._filled, sequence)
+        stop = max(self._next, self._tokens.first) + self._filled
+        return self._hand_out(self._tokens.within(self._next, stop), stop, sequence)
 
     def finish(self, sequence: Sequence[int]) -> Captured:
         """The rows of a request that has come to its end, but for those that were handed out before.
@@ -163,8 +181,8 @@ class Recording:
         if self._failed:
             raise CaptureError(self._failed)
         stop = len(sequence) if self.wants_generated else self._prompt
-        first = max(0, stop - self._capture.tail) if self._capture.tail else min(self._next, stop)
-        return self._hand_out(first, stop, sequence)
+        positions = self._tokens.of(stop) if self._tokens.tail else self._tokens.within(self._next, stop)
+        return self._hand_out(positions, stop, sequence)
 
     def give_up(self, reason: str) -> None:
         """Keep no more rows; `finish` says why."""
@@ -179,21 +197,31 @@ class Recording:
         except (RuntimeError, MemoryError) as error:
             self.give_up(str(error))
 
-    def _hand_out(self, first: int, stop: int, sequence: Sequence[int]) -> Captured:
-        rows = stop - first
-        assert rows <= self._filled if self._capture.tail else rows == self._filled, f"{self._filled} rows of {rows}"
+    def _wanted(self, first: int, count: int) -> Sequence[int]:
+        """The positions of those of consecutive tokens that are recorded, or may turn out to be the last."""
+        found = self._tokens.within(first, first + count)
+        return found[-self._tokens.tail :] if self._tokens.tail else found
+
+    def _heads_of(self, rows: torch.Tensor) -> torch.Tensor:
+        return rows if self._capture.heads is None else rows[:, self._capture.heads]
+
+    def _hand_out(self, positions: Sequence[int], stop: int, sequence: Sequence[int]) -> Captured:
+        rows = len(positions)
+        assert rows <= self._filled if self._tokens.tail else rows == self._filled, f"{self._filled} rows of {rows}"
         buffers = self._buffers or self._empty(0)
         values: dict[str, torch.Tensor | Patterns] = {
             name: self._given(name, buffer[self._filled - rows : self._filled]) for name, buffer in buffers.items()
         }
-        positions = range(first, stop)
         for point in self.points:
             if point.place.grows:
                 given = self._given(point.name, self._patterns[point.name].last(rows, point.place.dtype))
-                values[point.name] = Patterns(given, point.shape[0], positions)
+                consecutive = range(positions[0], positions[-1] + 1) if positions else range(stop, stop)
+                assert len(consecutive) == rows, "patterns are recorded of consecutive tokens"
+                heads = len(self._capture.heads) if self._capture.heads else point.shape[0]
+                values[point.name] = Patterns(given, heads, consecutive)
         self._let_go()
         self._next = stop
-        return Captured(positions, sequence[first:stop], values)
+        return Captured(positions, [sequence[position] for position in positions], values)
 
     def _given(self, name: str, rows: torch.Tensor) -> torch.Tensor:
         """A buffer's rows in the dtype asked for; copied where they would keep a far larger buffer from being freed."""
@@ -218,7 +246,8 @@ class Recording:
         # A window of decoded rows may come when a piece is all but full.
         token_bytes = self._sizes.of(range(self.rows, self.rows + 1))
         usual = (self.reserve or (self.piece_bytes or PIECE_BYTES) * 3 // 2) // token_bytes
-        larger = self._empty(max(rows, min(usual, self._stop - self._next), 2 * room))
+        most = len(self._tokens.within(self._next, self._stop))
+        larger = self._empty(max(rows, min(usual, most), 2 * room))
         for name, buffer in self._buffers.items():
             larger[name][: self._filled] = buffer[: self._filled]
         self._buffers = larger
@@ -229,7 +258,9 @@ class Recording:
         for point in self.points:
             if point.place.grows:
                 continue
-            shape = torch.empty(*point.shape, device="meta")[..., self._features].shape
+            row = torch.empty(1, *point.shape, device="meta")
+            row = self._heads_of(row) if len(point.shape) > 1 else row
+            shape = row[0, ..., self._features].shape
             empty[point.name] = torch.empty(rows, *shape, dtype=point.place.dtype)
         return empty
 
@@ -247,7 +278,8 @@ def joined(parts: Sequence[Captured]) -> Captured:
         return parts[0]
     values = {name: _joined([part.values[name] for part in parts]) for name in parts[0].values}
     token_ids = [token for part in parts for token in part.token_ids]
-    return Captured(range(parts[0].positions.start, parts[-1].positions.stop), token_ids, values)
+    positions = [position for part in parts for position in part.positions]  # consecutive: others come in one part
+    return Captured(range(positions[0], positions[-1] + 1) if positions else range(0), token_ids, values)
 
 
 def _joined(values: list[Any]) -> Any:

@@ -6,16 +6,17 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Literal, NamedTuple
 
-from deployments.activations.logit_lens import MOST_LIKELIEST
-from deployments.activations.spec import Capture
+from deployments.points.logit_lens import MOST_LIKELIEST
+from deployments.points.spec import Capture
+from deployments.points.token_choices import Tokens
 
 if TYPE_CHECKING:  # the HTTP face imports this module, and needs no torch
     import torch
 
-    from deployments.activations.patterns import Patterns
-    from deployments.activations.points import Point
     from deployments.engine.edits import Edit
     from deployments.engine.guide import Grammar
+    from deployments.points.patterns import Patterns
+    from deployments.points.resolving import Point
 
 FinishReason = Literal["stop", "length", "cancelled", "error"]
 
@@ -59,17 +60,35 @@ GREEDY = Sampling(temperature=0.0)
 
 
 class Lens(NamedTuple):
-    """What to say of layers with each new token: which tokens come of their outputs by the final norm and head.
+    """What to say of layers: which tokens come of their outputs by the final norm and head.
 
     Attributes:
         layers: Which, from 0.
         points: Their outputs.
         top_k: How many likeliest tokens of each.
+        targets: Ids of tokens whose logprob and rank are told besides.
+        prompt: Behind which tokens of the prompt.
+        generated: Whether it is told of each new token, too.
     """
 
     layers: tuple[int, ...]
     points: tuple[Point, ...]
     top_k: int
+    targets: tuple[int, ...] = ()
+    prompt: Tokens = Tokens(0, 0)
+    generated: bool = True
+
+
+class LayerLens(NamedTuple):
+    """What comes of one layer's output.
+
+    Attributes:
+        top: The likeliest tokens; none where its values are not finite.
+        targets: (logprob, rank from 1) of each of the lens' targets, likewise.
+    """
+
+    top: Likeliest = ()
+    targets: tuple[tuple[float, int], ...] = ()
 
 
 @dataclass(frozen=True)
@@ -117,12 +136,12 @@ class Captured(NamedTuple):
     """What was recorded of a request.
 
     Attributes:
-        positions: [rows] index of each row's token in prompt + generated.
+        positions: [rows] index of each row's token in prompt + generated, ascending.
         token_ids: [rows] the token itself.
         values: Point name -> [rows, ...features], on the CPU; of attention patterns, rows that grow.
     """
 
-    positions: range
+    positions: Sequence[int]
     token_ids: Sequence[int]
     values: dict[str, torch.Tensor | Patterns]
 
@@ -176,15 +195,14 @@ class Delta(NamedTuple):
         tokens: New tokens.
         text: The text that is now whole.
         logprobs: One for each of `tokens`, where the request asks for them.
-        lens: For each of `tokens` and layer of the request's lens the likeliest tokens; none of a layer whose values
-            are not finite.
+        lens: For each of `tokens` and layer of the request's lens what comes of it.
     """
 
     id: str
     tokens: tuple[int, ...]
     text: str
     logprobs: tuple[Logprob, ...] = ()
-    lens: tuple[tuple[Likeliest, ...], ...] = ()
+    lens: tuple[tuple[LayerLens, ...], ...] = ()
 
     @classmethod
     def of(cls, parts: Sequence[Delta]) -> Delta:
@@ -224,6 +242,7 @@ class Finished:
         error: What went wrong, for `reason` "error"; or why there is nothing captured.
         code: A stable word for the error.
         rest: What no `Delta` said before.
+        prompt_lens: The lens' tokens of the prompt by their positions, ascending, and what comes of each layer there.
         memory: What was held while it ran.
     """
 
@@ -236,6 +255,7 @@ class Finished:
     code: str = "engine_error"
     memory: MemoryUse = field(default_factory=MemoryUse)
     rest: Delta | None = None
+    prompt_lens: tuple[tuple[int, tuple[LayerLens, ...]], ...] = ()
 
 
 Event = PromptLogprobs | Delta | Rows | Finished

@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 from deployments.engine.recording import Recording
-from deployments.engine.request import Delta, FinishReason, Lens, MemoryUse, Request
+from deployments.engine.request import Delta, FinishReason, LayerLens, Lens, MemoryUse, Request
 from deployments.engine.sampler import Sampler
 from deployments.engine.scoring import PromptScores
 from deployments.engine.text import TextStream
@@ -31,6 +32,7 @@ class Row:
         stalled: What it recorded waits to be written: it goes on when that is done.
         unsaid: What it has to say at its end, where it is not streamed.
         ending: Decided; one more forward gives the last token its activations.
+        prompt_lens: What its lens read of the prompt so far, by positions.
     """
 
     request: Request
@@ -46,6 +48,7 @@ class Row:
     stalled: bool = False
     unsaid: list[Delta] = field(default_factory=list)
     ending: FinishReason | None = None
+    prompt_lens: list[tuple[int, tuple[LayerLens, ...]]] = field(default_factory=list)
 
     @property
     def length(self) -> int:
@@ -73,7 +76,15 @@ class Row:
     @property
     def lens(self) -> Lens | None:
         """What to say of layers with the token that its next forward decides; None where it decides none."""
-        return self.request.lens if self.request.max_tokens and not self.ending else None
+        asked = self.request.lens
+        return asked if asked and asked.generated and self.request.max_tokens and not self.ending else None
+
+    def lensed(self, start: int, stop: int) -> Sequence[int]:
+        """The positions from `start` to before `stop` whose layers are asked for and were not read yet."""
+        if self.request.lens is None:
+            return ()
+        known = self.prompt_lens[-1][0] + 1 if self.prompt_lens else 0
+        return self.request.lens.prompt.within(max(start, known), min(stop, len(self.request.prompt)))
 
     @property
     def need(self) -> int:

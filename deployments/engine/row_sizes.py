@@ -2,14 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from typing import NamedTuple
 
 import torch
 
-from deployments.activations.patterns import keys
-from deployments.activations.points import Point
-from deployments.activations.spec import Capture
+from deployments.points.patterns import keys
+from deployments.points.resolving import Point
+from deployments.points.spec import Capture
+from deployments.points.token_choices import Tokens
 
 SPARE = 64  # rows beyond the last ones wanted that gather before they are dropped
 DTYPES = {"float32": torch.float32, "float16": torch.float16, "bfloat16": torch.bfloat16}
@@ -43,19 +44,22 @@ class RowSizes(NamedTuple):
         fixed = each_key = 0
         for point, size in sizes:
             if point.place.grows:
-                each_key += size * point.shape[0]
+                each_key += size * (len(capture.heads) if capture.heads else point.shape[0])
             else:
                 fixed += size * capture.values_of(point.shape)
         return cls(fixed, each_key)
 
-    def of(self, positions: range) -> int:
-        """The size of consecutive tokens' rows."""
-        return self.fixed * len(positions) + self.each_key * keys(positions)
+    def of(self, positions: Sequence[int]) -> int:
+        """The size of tokens' rows."""
+        seen = keys(positions) if isinstance(positions, range) else sum(positions) + len(positions)
+        return self.fixed * len(positions) + self.each_key * seen
 
-    def until_end(self, capture: Capture, tokens: int) -> int:
-        """The most held until the end of so many tokens: which rows are the last is known only then."""
-        if not capture.tail:
+    def until_end(self, wanted: Tokens, tokens: int) -> int:
+        """The most held until the end of so many tokens: of rows that are the last ones then, or a few in all."""
+        if wanted.apart:
+            return self.of(wanted.of(tokens))
+        if not wanted.tail:
             return 0
-        rows = min(2 * capture.tail + SPARE, tokens)
+        rows = min(2 * wanted.tail + SPARE, tokens)
         # Of patterns, none is held beyond the last ones and those that come.
-        return self.fixed * rows + self.each_key * keys(range(max(0, tokens - 2 * capture.tail), tokens))
+        return self.fixed * rows + self.each_key * keys(range(max(0, tokens - 2 * wanted.tail), tokens))

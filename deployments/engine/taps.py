@@ -2,15 +2,17 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import torch
 
-from deployments.activations.points import Place
-from deployments.activations.watching import attention_weights, first_tensor, with_first
+from deployments.points.recomputing import showing
+from deployments.points.resolving import Place
+from deployments.points.watching import attention_weights, first_tensor, with_first
 
 Visit = Callable[[Place, torch.Tensor], torch.Tensor | None]  # gives what is to take the value's place, or nothing
+Readers = Mapping[Place, Sequence[int]]  # place of attention patterns -> rows of the batch, in ascending order
 
 
 class Taps:
@@ -26,8 +28,9 @@ class Taps:
         self._places: frozenset[Place] = frozenset()
         self._handles: list[Any] = []
         self._visit: Visit | None = None
+        self._readers: Readers = {}
 
-    def visit(self, places: Sequence[Place], visit: Visit, forward: Callable[[], Any]) -> Any:
+    def visit(self, places: Sequence[Place], visit: Visit, forward: Callable[[], Any], readers: Readers) -> Any:
         """Run a forward and read and change it on the way.
 
         Args:
@@ -35,11 +38,13 @@ class Taps:
             visit: Called with each place that the forward comes to and its value when it is there; must copy what
                 it keeps, since modules may write over theirs afterwards, and leave the value itself as it is.
             forward: Runs the model.
+            readers: Of each place of attention patterns, whose are visited.
         """
         self._stand_at(frozenset(places))
-        self._visit = visit
+        self._visit, self._readers = visit, readers
         try:
-            return forward()
+            with showing({self._hf.get_submodule(place.module): rows for place, rows in readers.items()}):
+                return forward()
         finally:
             self._visit = None
 
@@ -52,11 +57,14 @@ class Taps:
             return
         for handle in self._handles:
             handle.remove()
-        self._handles = [self._hook(place) for place in places]
+        # Hooks of one module run in the order in which they were added.
+        self._handles = [handle for place in sorted(places, key=lambda one: one.order) for handle in self._hooks(place)]
         self._places = places
 
-    def _hook(self, place: Place) -> Any:
+    def _hooks(self, place: Place) -> list[Any]:
         module = self._hf.get_submodule(place.module)
+        if place.stream:
+            return self._stream_hooks(place, self._hf.get_submodule(place.stream), module)
 
         def before(_: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
             new = self._see(place, next(iter((*args, *kwargs.values())), None))
@@ -71,13 +79,34 @@ class Taps:
             return self._see(place, output)
 
         def weights(_: Any, args: tuple[Any, ...], output: Any) -> None:
-            self._see(place, attention_weights(output))
+            patterns, rows = attention_weights(output), self._readers.get(place, ())
+            if patterns is not None and len(patterns) > len(rows):  # eager attention gives those of all rows
+                patterns = patterns[rows]
+            self._see(place, patterns)
 
         if place.side == "weights":
-            return module.register_forward_hook(weights)
+            return [module.register_forward_hook(weights)]
         if place.side == "input":
-            return module.register_forward_pre_hook(before, with_kwargs=True)
-        return module.register_forward_hook(after)
+            return [module.register_forward_pre_hook(before, with_kwargs=True)]
+        return [module.register_forward_hook(after)]
+
+    def _stream_hooks(self, place: Place, layer: torch.nn.Module, branch: torch.nn.Module) -> list[Any]:
+        """Hooks for the sum of a layer's input and a branch's output; a change of it is made in the output."""
+        inputs: list[torch.Tensor] = []
+
+        def before(_: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+            first = first_tensor(next(iter((*args, *kwargs.values())), None))
+            inputs[:] = [] if first is None or self._visit is None else [first]
+
+        def after(_: Any, args: tuple[Any, ...], output: Any) -> Any:
+            value = first_tensor(output)
+            if value is None or not inputs or self._visit is None:
+                return None
+            stream = inputs.pop() + value
+            new = self._see(place, stream)
+            return None if new is None else with_first(output, value + (new - stream))  # other rows keep every bit
+
+        return [layer.register_forward_pre_hook(before, with_kwargs=True), branch.register_forward_hook(after)]
 
     def _see(self, place: Place, value: Any) -> Any:
         """What is to take the value's place, in its form; None for itself."""

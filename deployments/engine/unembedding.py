@@ -7,10 +7,10 @@ from typing import Any
 import torch
 from torch import nn
 
-from deployments.activations.points import Points
-from deployments.activations.watching import first_tensor, with_first
 from deployments.engine.mask_search import TOLERANCE, relative_error
 from deployments.errors import RequestError
+from deployments.points.resolving import Points
+from deployments.points.watching import first_tensor, with_first
 
 IDS = [[5, 3, 8, 1, 13], [2, 9, 4, 7, 6]]  # of the texts with which it is tried
 

@@ -14,6 +14,7 @@ from deployments.activations.row_index import index_rows
 from deployments.activations.row_reader import RowReader
 from deployments.activations.schema import point_types, shard_facts
 from deployments.activations.selecting import MOST_NAMED, by_schema, shards
+from deployments.points.names import recorded
 from evals.activation_stats import LAYER
 from evals.config import EvalError
 
@@ -85,7 +86,7 @@ class Stored:
             for name, kind in point_types(schema).items()
             if None not in kind.shape
         }
-        chosen = _chosen(modules, points, session, option)
+        chosen = _chosen(modules, points, session, option, facts[0].layers if facts else None)
         layers = {name: _layer(name, modules[name], option) for name in modules if name in chosen}
         self.points = sorted(layers, key=layers.__getitem__)
         self.layer = np.array([layers[name] for name in self.points])
@@ -133,20 +134,23 @@ def largest(values: torch.Tensor, axis: int) -> np.ndarray:
     return found
 
 
-def _chosen(modules: Mapping[str, str], points: re.Pattern[str] | Sequence[str], session: str, option: str) -> set[str]:
+def _chosen(
+    modules: Mapping[str, str], points: re.Pattern[str] | Sequence[str], session: str, option: str, layers: int | None
+) -> set[str]:
     """The points that are meant, of those by whose names `modules` has their modules' paths."""
     there = f"there is {some(modules)}"
     if isinstance(points, re.Pattern):
         found = {name for name, module in modules.items() if points.fullmatch(name) or points.fullmatch(module)}
         if not found:
-            raise EvalError(f"--session {session}: it recorded no such points; {there}: choose some by {option}")
+            usual = f"none of the points that {option} takes by itself (docs/outliers.md says how to record them)"
+            raise EvalError(f"--session {session}: it recorded {usual}; {there}: name some by {option}")
         return found
     found = set[str]()
     for pattern in points:
-        fits = re.compile(re.escape(pattern).replace(r"\*", r"[^.]+"))
-        if not (named := {name for name in modules if fits.fullmatch(name)}):
-            raise EvalError(f"{option}: no run of session {session} recorded {pattern}; {there}")
-        found |= named
+        try:
+            found |= set(recorded([pattern], modules, layers))
+        except ValueError as error:
+            raise EvalError(f"{option}, session {session}: {error}") from error
     return found
 
 

@@ -37,6 +37,11 @@ class Data(NamedTuple):
         """How many groups there are."""
         return len(np.unique(self.groups))
 
+    @property
+    def names(self) -> np.ndarray:
+        """The examples' run ids, `[n]`."""
+        return np.array([run.run_id for run in self.examples.runs])
+
 
 def load(given: Options) -> tuple[Data, list[Data]]:
     """The examples that are probed, and those of each test session at the same points.

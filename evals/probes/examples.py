@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import re
 from collections import Counter
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import NamedTuple
@@ -16,19 +16,20 @@ from deployments.activations.objects import AnyFile
 from deployments.activations.row_index import RowIndex, index_rows
 from deployments.activations.schema import point_types, shard_facts
 from deployments.activations.selecting import Chosen, Wanted, by_schema, select, shards
+from deployments.points.names import recorded
 from evals.config import EvalError
 from evals.probes.labels import Row, Source
 
-_NAMED = 10  # points that a refusal lists
 _SPAN = re.compile(r"span:(-?\d*):(-?\d*)")
 
 
 class Tokens(NamedTuple):
-    """A choice of tokens: `last` of the prompt, `final` of all, `mean` or `max` over all, or the mean of a span.
+    """A choice of tokens: the last of some, `mean` or `max` over all, or the mean of a span.
 
     Attributes:
         name: As it was written.
-        kind: `last`, `final`, `mean`, `max`, `span` (of a labels table, by `label`) or `positions` (`first`, `end`).
+        kind: `prompt_last`, `generated_last`, `last` and `final` (of all), `mean`, `max`, `span` (of a labels table, by
+            `label`) or `positions` (`first`, `end`).
     """
 
     name: str
@@ -44,21 +45,31 @@ class Tokens(NamedTuple):
         Raises:
             EvalError: It is none.
         """
-        if name in ("last", "final", "mean", "max"):
+        if name in ("prompt_last", "generated_last", "last", "final", "mean", "max"):
             return cls(name, name)
         if match := _SPAN.fullmatch(name):
             first, end = (int(part) if part.lstrip("-") else None for part in match.groups())
             return cls(name, "positions", first=first, end=end)
         if name.startswith("span:") and name != "span:":
             return cls(name, "span", name.removeprefix("span:"))
-        raise EvalError(f"--tokens {name!r}: none of last, final, mean, max, span:NAME, span:FIRST:END")
+        raise EvalError(
+            f"--tokens {name!r}: none of prompt_last, generated_last, last, mean, max, span:NAME, span:FIRST:END"
+        )
 
     def positions(self, run: RunFacts, spans: Mapping[str, tuple[int, int]]) -> tuple[int, int] | None:
-        """The tokens' positions in prompt + generated, `[first, end)`; None where the run has none of them."""
-        if self.kind == "last":
+        """The tokens' positions in prompt + generated, `[first, end)`; None where the run has none of them.
+
+        Raises:
+            EvalError: It is `last`, which once was the prompt's, and the run generated tokens.
+        """
+        if self.kind == "last" and run.tokens > run.prompt_tokens:
+            raise EvalError("--tokens last: the runs generated tokens: say prompt_last or generated_last")
+        if self.kind in ("last", "prompt_last"):
             return run.prompt_tokens - 1, run.prompt_tokens
-        if self.kind == "final":
+        if self.kind == "final" or (self.kind == "generated_last" and run.tokens > run.prompt_tokens):
             return run.tokens - 1, run.tokens
+        if self.kind == "generated_last":
+            return None
         if self.kind == "span":
             return spans.get(self.label)
         first, end, _ = slice(self.first, self.end).indices(run.tokens)
@@ -179,6 +190,9 @@ def find(
     if lacking and not (skip_missing and runs):
         reasons = ", ".join(f"{count} {reason} (as {first[reason]})" for reason, count in lacking.most_common())
         advice = "" if skip_missing else "; --skip-missing leaves such runs out"
+        if not runs:  # an advice to leave out all helps nobody
+            tags = sorted({name for chosen in select(files, Wanted(session)) for name in chosen.facts.tags})
+            advice = f"; the session's tags are {', '.join(tags) or 'none'}"
         raise EvalError(f"--session {session}: of {total} runs {reasons}{advice}")
     index = index_rows(store, names, session=session, runs=[run.run_id for run in runs])
     ranges = _ranges(index, runs, tokens)
@@ -204,7 +218,11 @@ def _points(
             for (model, revision), count in models.most_common()
         )
         raise EvalError(f"--session {session}: runs of several models, {listed}: probe one at a time")
-    names = list(dict.fromkeys(name for pattern in patterns for name in _matching(pattern, kinds)))
+    layers = max((shard_facts(schema).layers or 0 for schema, _ in schemas), default=0) or None
+    try:
+        names = recorded(patterns, sorted(kinds, key=by_site), layers)
+    except ValueError as error:
+        raise EvalError(f"--points {error}") from error
     for name in names:
         if len(kinds[name]) > 1:
             listed = ", ".join(f"{count} of {kind.dtype} {kind.shape}" for kind, count in kinds[name].most_common())
@@ -212,14 +230,6 @@ def _points(
         if len(shape := next(iter(kinds[name])).shape) > 1:
             raise EvalError(f"--points {name}: its rows have the shape {shape}, and probes need vectors")
     return next(iter(models), ("", None)), sorted(names, key=by_site)
-
-
-def _matching(pattern: str, names: Collection[str]) -> list[str]:
-    parts = re.compile("[^.]+".join(map(re.escape, pattern.split("*"))))
-    if not (found := [name for name in names if parts.fullmatch(name)]):
-        some = ", ".join(sorted(names, key=by_site)[:_NAMED]) + (", ..." if len(names) > _NAMED else "")
-        raise EvalError(f"--points {pattern!r}: not stored; there is {some or 'none'}")
-    return found
 
 
 def by_site(name: str) -> tuple[str, int, str]:

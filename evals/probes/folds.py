@@ -87,15 +87,22 @@ def from_folds(of: np.ndarray, count: int) -> Folds:
     return Folds(of, count, torch.from_numpy(mask), fit)
 
 
-def permuted(positive: np.ndarray, groups: np.ndarray, count: int, seed: int) -> np.ndarray:
+def permuted(positive: np.ndarray, groups: np.ndarray, names: np.ndarray, count: int, seed: int) -> np.ndarray:
     """Labelings that a probe can learn nothing from, bool `[count, n]`, each with the structure of the labels.
 
     Groups of the same size exchange their labels whole, and then each group's labels are permuted inside it. Sizes of
     which all groups have the same one class exchange with each other. A group of both classes that has no other of its
     size keeps its share of positives.
+
+    Args:
+        positive: Each example's class, `[n]`.
+        groups: Each example's group, `[n]`.
+        names: Each example's name, `[n]`: the order in which they are stored makes no difference.
+        count: Labelings.
+        seed: Of the permutations.
     """
     random = np.random.default_rng(seed)
-    members = _members(groups)
+    members = _members(groups, names)
     exchanging = _exchanging(members, positive)
     found = np.repeat(positive[None], count, axis=0)
     for labeling in found:
@@ -107,8 +114,8 @@ def permuted(positive: np.ndarray, groups: np.ndarray, count: int, seed: int) ->
     return found
 
 
-def _members(groups: np.ndarray) -> list[np.ndarray]:
-    order = np.argsort(groups, kind="stable")
+def _members(groups: np.ndarray, names: np.ndarray) -> list[np.ndarray]:
+    order = np.lexsort((names, groups))
     return np.split(order, np.flatnonzero(np.diff(groups[order])) + 1)
 
 

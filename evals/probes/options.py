@@ -53,7 +53,7 @@ class Options:
     ungrouped: bool = False
     positive: str | None = None
     points: Sequence[str] = ("layers.*.output",)
-    tokens: Sequence[str] = ("last",)
+    tokens: Sequence[str] = ("prompt_last",)
     methods: Sequence[Method] = METHODS
     c: Sequence[float] = (1e-5, 1e-4, 1e-3, 1e-2, 0.1, 1.0, 10.0)
     folds: int = 5

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import sys
 import time
 from collections.abc import Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
@@ -70,7 +71,7 @@ def sweep(**options: Any) -> Result:
     given = Options(**options)
     data, tests = load(given)
     folds = split(data.positive, data.groups, given.folds, given.seed, given.group_column is not None)
-    shuffled = permuted(data.positive, data.groups, given.permutations, given.seed)
+    shuffled = permuted(data.positive, data.groups, data.names, given.permutations, given.seed)
     penalties, ranges = 1 / np.array(sorted(set(given.c))), data.examples.ranges
     job = Job(data.examples.index, ranges, data.positive, folds, shuffled, tuple(given.methods), penalties)
     task = control_task(given, data)
@@ -100,7 +101,7 @@ def _probe(job: Job, points: Sequence[str], ray: str | None) -> list[Outcome]:
         found = probe_points(job, points, ray)
     else:
         found = _probe_here(job, points)
-    shown = tqdm(found, total=len(points), desc="points", unit="point", disable=None)
+    shown = tqdm(found, total=len(points), desc="points", unit="point", mininterval=0.1 if sys.stderr.isatty() else 10)
     return [outcome for outcomes in shown for outcome in outcomes]
 
 

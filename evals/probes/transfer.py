@@ -38,7 +38,7 @@ def transferred(given: Options, data: Data, headline: Headline, test: Data) -> d
         scores[None], positive, np.zeros(len(positive), dtype=int), test.groups, given.resamples, given.seed
     )
     between = interval(area, samples[0], test.group_count)
-    labelings = permuted(positive, test.groups, given.permutations, given.seed)
+    labelings = permuted(positive, test.groups, test.names, given.permutations, given.seed)
     null = auroc(np.broadcast_to(scores, labelings.shape), labelings)[0]
     return {
         "session": test.examples.session,

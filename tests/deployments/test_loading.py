@@ -34,18 +34,26 @@ def test_a_text_without_a_load_error_quotes_none():
 
 
 def test_a_model_is_described_by_all_it_is_served_with_and_no_secret():
-    given = {"threads": 2, "api_keys_file": "/keys", "activations_dir": "s3://id:s3cret@bucket/p?region=x"}
+    given = {"threads": 2, "api_keys_file": "/keys", "archive": "s3://id:s3cret@bucket/p?region=x"}
     options = Options(**given, public_url="https://host/v", model_id="mine", max_seq_len=100)
     model = load_engine(options).model
     told = description(options, model)
     assert Options.model_fields.keys() - told["options"].keys() == {"api_keys_file"}
-    assert told["options"]["activations_dir"] == "s3://bucket/p"
+    assert told["options"]["archive"] == "s3://bucket/p"
     came_out = {name: told["options"][name] for name in ("dtype", "attention", "device", "max_seq_len", "threads")}
     device = "cuda:0" if torch.cuda.is_available() else "cpu"
     assert came_out == {"dtype": "float32", "attention": "sdpa", "device": device, "max_seq_len": 100, "threads": 2}
     assert told["revision"] == model.revision == revision_of(str(WEIGHTS))
+    assert told["source"] == str(WEIGHTS)
     assert told["versions"]["torch"] == importlib.metadata.version("torch")
     assert "s3cret" not in json.dumps(told)
+    assert told["tokens_depend_on_batch"] is False
+
+
+@pytest.mark.parametrize(("dtype", "depend"), [("float32", False), ("bfloat16", True), ("float16", True)])
+def test_a_model_in_16_bits_says_that_its_tokens_depend_on_the_batch(dtype, depend):
+    options = Options(dtype=dtype, threads=1)
+    assert description(options, load_engine(options).model)["tokens_depend_on_batch"] is depend
 
 
 def test_a_name_below_the_models_directory_is_that_model(tmp_path):

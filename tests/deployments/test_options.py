@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-import inspect
-
 import pytest
+from click.testing import CliRunner
 from pydantic import ValidationError
+from ray.serve.scripts import cli
 
 import serve_app
 from deployments.options import Options
@@ -48,16 +48,58 @@ def test_a_model_is_served_by_the_last_name_of_its_path(given, name):
     assert Options.model_validate(given).served_name == name
 
 
-def test_serve_run_checks_the_options_because_the_builder_names_their_type():
-    (parameter,) = inspect.signature(serve_app.build_app).parameters.values()
-    assert parameter.annotation is Options
+WRONG = {"atention": "eager", "num_replicas": "many", "dtype": "f8", "archive": "s3://key:se/cret@bucket"}
+SAID = [
+    "atention: there is no such option: did you mean 'attention'?",
+    "num_replicas: must be a valid integer",
+    "dtype: must be 'auto', 'float32', 'bfloat16' or 'float16'",
+    "archive: a URI with '@' behind its host is refused",
+    "docs/options.md",
+]
+
+
+def test_serve_run_tells_all_bad_options_on_one_line():
+    done = CliRunner().invoke(
+        cli, ["run", "serve_app:build_app", *(f"{name}={value}" for name, value in WRONG.items())]
+    )
+    assert done.exit_code == 2
+    (line,) = [line for line in done.stderr.splitlines() if line.startswith("Error: ")]
+    assert all(said in line for said in SAID)
+    assert "pydantic" not in done.stderr
+    assert "Traceback" not in done.stderr
+    assert "cret" not in line
+
+
+def test_serve_run_tells_of_a_missing_file_of_keys_on_one_line(tmp_path):
+    done = CliRunner().invoke(cli, ["run", "serve_app:build_app", f"api_keys_file={tmp_path / 'none'}"])
+    assert done.exit_code == 2
+    assert f"No such file or directory: '{tmp_path / 'none'}'" in done.stderr
+    assert "Traceback" not in done.stderr
+
+
+@pytest.mark.parametrize(
+    ("model", "said"), [("smollm2", "run `make smollm2`"), ("/nowhere/a.gguf", "there is no file /nowhere/a.gguf")]
+)
+def test_serve_run_tells_of_a_model_that_is_not_there_on_one_line(model, said, tmp_path, monkeypatch):
+    monkeypatch.delenv("RAY_ADDRESS", raising=False)
+    monkeypatch.setenv("RAY_TMPDIR", str(tmp_path))  # where no Ray runs
+    done = CliRunner().invoke(cli, ["run", "serve_app:build_app", f"model={model}", f"models_dir={tmp_path}"])
+    assert done.exit_code == 2
+    assert said in done.stderr
+    assert "Traceback" not in done.stderr
+
+
+def test_elsewhere_bad_options_are_one_error():
+    with pytest.raises(ValueError, match="atention: there is no such option") as caught:
+        serve_app.build_app({"atention": "eager", "savepoints": [{"nme": "a", "selector": "norm"}]})
+    assert "savepoints.0.nme: there is no such option: did you mean 'name'?" in str(caught.value)
 
 
 @pytest.mark.parametrize("secret", ["se/cret", "se?cret", "se#cret", "/cret"])
 def test_a_key_that_is_not_escaped_is_refused_and_not_repeated(secret):
     with pytest.raises(ValidationError, match="%2F.*environment variables") as caught:
-        Options.model_validate({"activations_dir": f"s3://key:{secret}@bucket/p"})
-    assert "activations_dir" in str(caught.value)
+        Options.model_validate({"archive": f"s3://key:{secret}@bucket/p"})
+    assert "archive" in str(caught.value)
     assert "cret" not in str(caught.value)
 
 
@@ -67,14 +109,27 @@ def test_a_bad_option_is_refused_without_the_keys_in_it():
     assert "secret" not in str(caught.value)
 
 
-def test_a_uri_of_a_directory_is_refused_since_a_path_says_the_same():
-    with pytest.raises(ValidationError, match="must be a path, such as /data"):
-        Options.model_validate({"activations_dir": "file:///data"})
+@pytest.mark.parametrize("uri", ["file:///data", "s3://key:secret@bucket/p"])
+def test_activations_lie_in_a_directory_and_a_bucket_is_named_beside_it(uri):
+    with pytest.raises(ValidationError, match="activations_dir=/data/activations archive=s3://bucket") as caught:
+        Options.model_validate({"activations_dir": uri})
+    assert "secret" not in str(caught.value)
 
 
-def test_object_storage_with_escaped_keys_is_taken_as_it_is():
+@pytest.mark.parametrize("archive", ["/data", "file:///data"])
+def test_an_archive_that_is_no_bucket_is_refused(archive):
+    with pytest.raises(ValidationError, match="must be the URI of a bucket, such as s3://"):
+        Options.model_validate({"archive": archive})
+
+
+def test_answers_cannot_wait_for_a_bucket_that_is_not_named():
+    with pytest.raises(ValidationError, match="answer_when=archived needs a bucket: set archive="):
+        Options.model_validate({"answer_when": "archived"})
+
+
+def test_a_bucket_with_escaped_keys_is_taken_as_it_is():
     uri = "s3://key:se%2Fcret@bucket/p?region=us-east-1&endpoint_override=host:9000"
-    assert Options.model_validate({"activations_dir": uri}).activations_dir == uri
+    assert Options.model_validate({"archive": uri}).archive == uri
 
 
 @pytest.mark.parametrize(

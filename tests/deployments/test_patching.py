@@ -11,13 +11,14 @@ import ray
 import torch
 from pydantic import TypeAdapter
 
-from deployments.activations.interventions import Interventions
 from deployments.activations.reader import load
-from deployments.activations.spec import Capture
-from deployments.activations.store import ActivationStore
-from deployments.engine.request import GREEDY
+from deployments.activations.reads_runs import ActivationReader, connect_reader
+from deployments.activations.store import ActivationStore, connect
+from deployments.engine.request import GREEDY, Sampling
 from deployments.messages import End, Job, Refusal
 from deployments.options import Options
+from deployments.points.interventions import Interventions
+from deployments.points.spec import Capture
 from deployments.replica import ModelReplica
 
 pytestmark = pytest.mark.usefixtures("cluster")  # rows go through the object store
@@ -29,13 +30,14 @@ NEW = 4
 
 
 class Handle:
-    """The real store, called as an actor's handle is."""
+    """The real store and its reader, called as an actor's handle is."""
 
     def __init__(self, store: ActivationStore) -> None:
         self._store = store
+        self._reader = ActivationReader(store._asked, ask=store._catalogue.query)
 
     def __getattr__(self, name: str) -> Any:
-        method = getattr(self._store, name)
+        method = getattr(self._store if hasattr(self._store, name) else self._reader, name)
         return type("Method", (), {"remote": staticmethod(lambda *args: asyncio.ensure_future(method(*args)))})
 
 
@@ -63,11 +65,10 @@ class Patching:
         return Job(
             f"job{self._count}",
             prompts=fields.pop("prompts", [prompt]),
-            sampling=GREEDY,
             capture=capture,
             interventions=tuple(specs),
             session_id="s",
-            **{"max_tokens": NEW, "ignore_eos": True} | fields,
+            **{"max_tokens": NEW, "ignore_eos": True, "sampling": GREEDY} | fields,
         )
 
     def ask(self, *args: Any, **fields: Any) -> Any:
@@ -139,7 +140,9 @@ def assert_same(a, b, rows=slice(None)):
         assert torch.equal(a[name][rows], b[name][rows]), name
 
 
-@pytest.mark.parametrize("tokens", ["all", "prompt", "generated", "last", {"last": 3}, {"positions": [0, 8, 2]}])
+@pytest.mark.parametrize(
+    "tokens", ["all", "prompt", "generated", "prompt_last", {"prompt_last": 3}, {"positions": [0, 8, 2]}]
+)
 def test_a_run_put_into_itself_changes_no_bit(patching, tokens):
     clean = patching.run(CLEAN)
     assert clean["layers.3.output"].dtype == patching.dtype
@@ -173,19 +176,19 @@ def test_rows_go_to_tokens_in_the_order_in_which_both_are_listed(plain):
     assert torch.equal(got[[6, 2]], clean[point][[1, 3]])
     untouched = [0, 1, 3, 4, 5]
     assert torch.equal(got[untouched], corrupted[point][untouched])
-    twice = plain.run(CORRUPTED, replaced(clean, point, {"last": 2}, {"positions": [4, 4]}))[point]
+    twice = plain.run(CORRUPTED, replaced(clean, point, {"prompt_last": 2}, {"positions": [4, 4]}))[point]
     assert torch.equal(twice[[5, 6]], clean[point][[4, 4]])
 
 
 def test_a_part_of_a_row_takes_the_same_part_of_the_stored_one(plain):
     clean, corrupted = plain.run(CLEAN), plain.run(CORRUPTED)
     point = "layers.3.output"
-    one = replaced(clean, point, "last") | {"features": {"index": [7, 2]}}
+    one = replaced(clean, point, "prompt_last") | {"features": {"index": [7, 2]}}
     got, at = plain.run(CORRUPTED, one)[point], len(CLEAN) - 1
     want = corrupted[point][at].clone()
     want[[7, 2]] = clean[point][at][[7, 2]]
     assert torch.equal(got[at], want)
-    one = replaced(clean, HEADS, "last") | {"heads": [1]}
+    one = replaced(clean, HEADS, "prompt_last") | {"heads": [1]}
     want = corrupted[HEADS][at].clone()
     want[1] = clean[HEADS][at][1]
     assert torch.equal(plain.run(CORRUPTED, one)[HEADS][at], want)
@@ -194,12 +197,12 @@ def test_a_part_of_a_row_takes_the_same_part_of_the_stored_one(plain):
 def test_a_point_takes_another_points_rows_by_any_name_of_it(plain):
     clean = plain.run(CLEAN)
     for name in ("layers.1.output", "layers.-5.output", "model.layers[1].output"):
-        got = plain.run(CORRUPTED, replaced(clean, "layers.3.output", "last", point=name))
+        got = plain.run(CORRUPTED, replaced(clean, "layers.3.output", "prompt_last", point=name))
         assert torch.equal(got["layers.3.output"][len(CLEAN) - 1], clean["layers.1.output"][len(CLEAN) - 1])
     by_head = plain.run(CORRUPTED, capture={"points": [FLAT]})
-    got = plain.run(CLEAN, replaced(by_head, HEADS, "last", point=FLAT))
+    got = plain.run(CLEAN, replaced(by_head, HEADS, "prompt_last", point=FLAT))
     assert torch.equal(got[HEADS][6].flatten(), by_head[FLAT][6])
-    all_of_one = plain.run(CORRUPTED, replaced(clean, LAYERS, "last", point="layers.1.output"))
+    all_of_one = plain.run(CORRUPTED, replaced(clean, LAYERS, "prompt_last", point="layers.1.output"))
     assert torch.equal(all_of_one["layers.5.output"][6], clean["layers.1.output"][6])
 
 
@@ -215,7 +218,7 @@ def test_rows_recorded_in_float32_are_rounded_to_a_narrower_model_once(serving):
 
 def test_each_prompt_of_a_request_gets_the_rows(plain):
     clean = plain.run(CLEAN)
-    end = plain.ask([], replaced(clean, "layers.3.output", "last"), prompts=[CLEAN, CORRUPTED])
+    end = plain.ask([], replaced(clean, "layers.3.output", "prompt_last"), prompts=[CLEAN, CORRUPTED])
     assert isinstance(end, End)
     found = load(next(iter(end.run.points.values()))["uri"], run_id=end.run.run_id)
     assert torch.equal(found["layers.3.output"][6], clean["layers.3.output"][6])
@@ -235,9 +238,13 @@ def bad(run, narrow):
         ({"from": source(run, point="lm_head.output")}, "from.point", "invalid_value"),
         ({"tokens": "prompt", "from": whole}, "from.tokens", "invalid_value"),
         ({"tokens": "generated", "from": whole}, "from.tokens", "invalid_value"),
-        ({"tokens": "last", "from": source(run, tokens={"last": 2})}, "from.tokens", "invalid_value"),
-        ({"tokens": {"last": 2}, "from": source(run, tokens={"positions": [99, 1]})}, "from.tokens", "invalid_value"),
-        ({"tokens": {"positions": [1, 1]}, "from": source(run, tokens={"last": 2})}, "tokens", "invalid_value"),
+        ({"tokens": "prompt_last", "from": source(run, tokens={"prompt_last": 2})}, "from.tokens", "invalid_value"),
+        (
+            {"tokens": {"prompt_last": 2}, "from": source(run, tokens={"positions": [99, 1]})},
+            "from.tokens",
+            "invalid_value",
+        ),
+        ({"tokens": {"positions": [1, 1]}, "from": source(run, tokens={"prompt_last": 2})}, "tokens", "invalid_value"),
         ({"point": "layers.99.output", "from": whole}, "point", "invalid_value"),
         ({"point": "embed.input", "from": whole}, "from.point", "point_not_recorded"),
     ], {"op": "replace", "point": point}
@@ -291,7 +298,7 @@ def test_rows_beyond_the_operators_limit_are_refused_with_it_and_leave_room_when
 
 def test_rows_for_which_others_leave_no_room_now_get_429(tmp_path):
     patching = Patching(str(tmp_path), "float32", max_intervention_bytes=4 * 192)
-    one = replaced(patching.run(CLEAN), "layers.2.output", "last")
+    one = replaced(patching.run(CLEAN), "layers.2.output", "prompt_last")
 
     async def both():
         first = patching._replica.stream(patching.job(CORRUPTED, one, max_tokens=2000))
@@ -307,15 +314,73 @@ def test_rows_for_which_others_leave_no_room_now_get_429(tmp_path):
 
 
 def test_the_store_behind_an_actor_refuses_by_the_field_too(plain, tmp_path):
-    from deployments.activations.store import connect
-
-    patching = Patching.__new__(Patching)
-    patching.dtype, patching._count, store = torch.float32, 0, connect(str(tmp_path))
-    patching._replica = ModelReplica.func_or_class(Options(dtype="float32", threads=1), store=store)
+    patching, options = Patching.__new__(Patching), Options(dtype="float32", threads=1, activations_dir=str(tmp_path))
+    patching.dtype, patching._count = torch.float32, 0
+    patching._replica = ModelReplica.func_or_class(options)
     run = patching.run(CLEAN)
     assert_same(patching.run(CLEAN, replaced(run)), run)
     told = patching.refusal(replaced(run, "layers.3.mlp.output"))
     assert told[:2] == ("interventions[0].from.point", "point_not_recorded")
     assert told[2].startswith("the run did not record layers.3.mlp.output; it has embed.output, ")
     patching._replica.__del__()
-    ray.kill(store)
+    for connected in (connect, connect_reader):
+        ray.kill(connected(str(tmp_path)))
+
+
+def test_each_variant_is_a_choice_as_if_it_were_asked_alone(plain):
+    """Over one prompt, behind the request's own interventions, with one seed; the first without any is the baseline."""
+    clean = plain.run(CLEAN)
+    base = {"op": "scale", "point": "layers.0.output", "factor": 1.5, "tokens": "generated"}
+    patches = [replaced(clean, f"layers.{i}.output", {"prompt_last": 1 + i}, {"prompt_last": 1 + i}) for i in range(4)]
+    variants = [(), *((one,) for one in patches), (patches[0], patches[2])]
+    adapted = tuple(tuple(TypeAdapter(Interventions).validate_python(list(one))) for one in variants)
+    sampling = Sampling(temperature=1.0, seed=5)
+    together = plain.job(CORRUPTED, base, variants=adapted, n=len(adapted), sampling=sampling)
+    messages = asyncio.run(plain._replica.complete(together))
+    ends = sorted((one for one in messages if isinstance(one, End)), key=lambda end: end.index)
+    assert [end.index for end in ends] == [*range(len(variants))]
+    for end, variant in zip(ends, variants, strict=True):
+        stored = load(next(iter(end.run.points.values()))["uri"], run_id=end.run.run_id)
+        alone = plain.run(CORRUPTED, base, *variant, sampling=sampling)
+        assert stored.token_ids.tolist() == alone.token_ids.tolist()
+        assert len(stored.facts.interventions) == 1 + len(variant)
+        for name in alone:
+            torch.testing.assert_close(stored[name], alone[name], rtol=1e-4, atol=1e-4)
+
+
+def test_a_variants_mistake_is_named_by_its_place(plain):
+    clean = plain.run(CLEAN)
+    sound, wrong = replaced(clean), replaced(clean, "layers.99.output")
+    adapted = tuple(tuple(TypeAdapter(Interventions).validate_python([one])) for one in (sound, wrong))
+    assert plain.refusal(variants=adapted, n=2)[0] == "variants[1][0].point"
+    elsewhere = {**sound, "from": {**sound["from"], "point": "layers.3.mlp.output"}}
+    adapted = tuple(tuple(TypeAdapter(Interventions).validate_python([one])) for one in (sound, elsewhere))
+    assert plain.refusal(variants=adapted, n=2)[0] == "variants[1][0].from.point"
+
+
+@pytest.mark.parametrize("more", [{}, {"features": {"index": [3, 1, 8]}}, {"heads": [2, 0]}])
+def test_a_vector_in_units_of_the_norm_is_as_long_as_the_scale_says_and_the_norm_is_told(plain, more):
+    point = "layers.2.attention.heads" if "heads" in more else "layers.2.output"
+    base = plain.run(CLEAN, max_tokens=0, capture={"points": [point]})[point]  # [tokens, ...]
+    index = more.get("features", {}).get("index", slice(None))
+    part = (lambda rows: rows[:, [2, 0]]) if "heads" in more else (lambda rows: rows[..., index])
+    vector = torch.randn(part(base).shape[-1], generator=torch.Generator().manual_seed(0))
+    add = {"op": "add", "point": point, "vector": vector.tolist(), "scale": -0.5, "unit": "residual_norm"} | more
+    end = plain.ask(CLEAN, add | {"tokens": "prompt_last"}, max_tokens=0, capture={"points": [point]})
+    got = load(next(iter(end.run.points.values()))["uri"], run_id=end.run.run_id)[point]
+    norms = part(base)[-1:].norm(dim=-1, keepdim=True)
+    torch.testing.assert_close(part(got)[-1:], part(base)[-1:] - 0.5 * norms * vector / vector.norm())
+    assert torch.equal(got[:-1], base[:-1])
+    (told,) = end.norms
+    assert (told.param, told.point) == ("interventions[0]", point)
+    assert told.norm == pytest.approx(float(norms.mean()), rel=1e-5)
+
+
+def test_each_choice_has_the_norms_of_its_own_rows(plain):
+    add = {"op": "add", "point": "layers.2.output", "vector": [1.0] * 192, "unit": "residual_norm", "scale": 0.0}
+    asked = plain.job(CLEAN, add | {"tokens": "generated"}, n=2, sampling=Sampling(temperature=2.0, seed=1))
+    messages = asyncio.run(plain._replica.complete(asked))
+    for end in (message for message in messages if isinstance(message, End)):
+        stored = load(next(iter(end.run.points.values()))["uri"], run_id=end.run.run_id)
+        rows = stored["layers.2.output"][len(CLEAN) :]
+        assert end.norms[0].norm == pytest.approx(float(rows.norm(dim=-1).median()), rel=1e-4)

@@ -9,10 +9,10 @@ import threading
 
 import pytest
 
-from deployments.activations.spec import Capture
 from deployments.engine.request import GREEDY
 from deployments.messages import End, Job, Refusal, Text
 from deployments.options import Options, Savepoint
+from deployments.points.spec import Capture
 from deployments.replica import MOST_TEXTS, ModelReplica
 
 Replica = ModelReplica.func_or_class  # the class beneath the deployment
@@ -23,6 +23,23 @@ def replica():
     made = Replica(Options(dtype="float32", threads=1), store=object())
     yield made
     made.__del__()
+
+
+def held(replica):
+    """Hold the next forward: an event that it sets when it begins, and what lets it and all later ones go on."""
+    entered, released = threading.Event(), threading.Event()
+
+    def hold(*_):
+        entered.set()
+        released.wait(60)
+
+    hook = replica._model.hf.register_forward_pre_hook(hold)
+
+    def go_on():
+        hook.remove()
+        released.set()
+
+    return entered, go_on
 
 
 def job(**fields):
@@ -133,13 +150,7 @@ def test_a_default_profiles_capture_is_taken_where_the_model_has_no_savepoints(s
 
 def test_a_stuck_engine_fails_the_health_check():
     replica = Replica(Options(dtype="float32", threads=1, stuck_after_s=0.01), store=object())
-    entered, go_on = threading.Event(), threading.Event()
-
-    def stuck(*_):
-        entered.set()
-        go_on.wait(60)
-
-    hook = replica._model.hf.register_forward_pre_hook(stuck)
+    entered, go_on = held(replica)
 
     def unhealthy() -> bool:
         try:
@@ -154,8 +165,7 @@ def test_a_stuck_engine_fails_the_health_check():
         async with asyncio.timeout(30):
             while not unhealthy():
                 await asyncio.sleep(0)
-        hook.remove()
-        go_on.set()
+        go_on()
         return await waiting
 
     assert isinstance(asyncio.run(ask())[-1], End)
@@ -178,20 +188,13 @@ def test_a_job_past_its_time_gets_504_and_frees_its_slot():
 
 def test_a_job_that_no_forward_took_in_its_time_says_so():
     replica = Replica(Options(dtype="float32", threads=1, request_timeout_s=0.5), store=object())
-    entered, go_on = threading.Event(), threading.Event()
-
-    def held(*_):
-        entered.set()
-        go_on.wait(60)
-
-    hook = replica._model.hf.register_forward_pre_hook(held)
+    entered, go_on = held(replica)
 
     async def both():
         begun = asyncio.ensure_future(replica.complete(job(max_tokens=4000, ignore_eos=True)))
         await asyncio.to_thread(entered.wait, 60)
         ended = [(await one)[-1] for one in (begun, replica.complete(job(id="second")))]
-        hook.remove()
-        go_on.set()
+        go_on()
         return [(refusal.status, refusal.code) for refusal in ended]
 
     assert asyncio.run(both()) == [(504, "timeout"), (504, "not_started")]

@@ -17,11 +17,11 @@ from ray.exceptions import ActorUnavailableError
 from deployments.activations.catalogue import Catalogue
 from deployments.activations.facts import StoreError
 from deployments.activations.reader import load, runs
-from deployments.activations.spec import Capture
 from deployments.activations.writer import Writer
 from deployments.engine.request import GREEDY
 from deployments.messages import End, Job, Refusal
 from deployments.options import Options
+from deployments.points.spec import Capture
 from deployments.replica import ModelReplica
 
 pytestmark = pytest.mark.usefixtures("cluster")  # rows go through the object store
@@ -64,7 +64,9 @@ class SlowStore:
         self.appended += 1
         await asyncio.wrap_future(self.writer.append(session_id, run_id, part, ray.get(batches)))
 
-    async def _write(self, run, batches, part, fence):
+    async def _write(self, run, batches, part, fence, archived):
+        if archived:
+            raise StoreError("The run is stored, but not in the bucket")
         return await asyncio.wrap_future(self.writer.submit(run, ray.get(batches), part))
 
     def _abandon(self, session_id, run_id):
@@ -104,6 +106,17 @@ def test_an_answer_comes_without_its_activations_and_says_why(error, reason):
     assert messages[-1].completion_tokens > 0
     assert messages[-1].run.status == "failed"
     assert reason in messages[-1].run.reason
+
+
+@pytest.mark.parametrize(("waits_for", "status"), [("stored", "stored"), ("archived", "failed")])
+def test_a_server_may_answer_only_when_activations_are_archived(tmp_path, waits_for, status):
+    options = {"answer_when": waits_for, "archive": "s3://bucket/prefix"}
+    store = SlowStore(tmp_path)
+    with serving(store, **options) as replica:
+        messages = asyncio.run(replica.complete(a_job()))
+    store.writer.close()
+    assert messages[-1].run.status == status
+    assert ("not in the bucket" in (messages[-1].run.reason or "")) == (status == "failed")
 
 
 def test_a_request_that_requires_its_activations_fails_with_them():
@@ -164,6 +177,23 @@ def test_a_disk_that_is_slow_slows_the_request_that_records_and_no_other(tmp_pat
     stored = load(place["uri"], end.run.run_id)
     assert stored["norm.output"].shape == tuple(place["shape"]) == (end.prompt_tokens + 200, 192)
     assert stored.positions.tolist() == list(range(end.prompt_tokens + 200))
+
+
+def test_runs_are_listed_by_request_and_choice_not_by_their_ends(tmp_path):
+    early, late = a_job("b"), replace(a_job("a"), n=12)  # of twelve choices names sort otherwise than numbers
+
+    async def scene():
+        with serving(SlowStore(tmp_path)) as replica:
+            for job in (late, early):
+                await replica.complete(job)
+
+    asyncio.run(scene())
+    asked = ["run-b-0", *(f"run-a-{index}" for index in range(12))]
+    assert [facts.run_id for facts in runs(tmp_path / "s")] == asked
+    catalogue = Catalogue.copied(tmp_path)
+    assert [run["run_id"] for run in catalogue.runs()] == asked
+    pages = [catalogue.runs(limit=5, after=after) for after in (None, "run-a-3", "run-a-8")]
+    assert [run["run_id"] for page in pages for run in page] == asked
 
 
 def test_a_run_whose_client_goes_leaves_nothing_in_the_store_and_frees_its_memory(tmp_path):

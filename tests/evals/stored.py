@@ -15,10 +15,10 @@ from fastapi.responses import JSONResponse, Response, StreamingResponse
 from deployments.activations.catalogue import Catalogue
 from deployments.activations.downloads import Choice
 from deployments.activations.facts import RunFacts, ShardFacts
-from deployments.activations.patterns import Patterns
 from deployments.activations.readings import Readings
 from deployments.activations.schema import to_batch
 from deployments.activations.writer import Writer
+from deployments.points.patterns import Patterns
 from serve_app.errors import install
 from serve_app.ranges import Download, Ranged, page
 
@@ -46,7 +46,7 @@ class Store:
         self.says: Callable[[dict[str, Any]], Any] = lambda meta: meta  # what its answer makes of activations_meta
         self._catalogue = Catalogue()
         self._writer = Writer(directory, self._catalogue)
-        self._readings = Readings(self._catalogue, directory)
+        self._readings = Readings(self._catalogue)
         app = FastAPI()
         install(app)
         app.get("/v1/activations/session/{session}")(self._session)

@@ -11,7 +11,7 @@ import pytest
 import torch
 from stored import SESSION, Points, Store, points
 
-from deployments.activations.patterns import Patterns
+from deployments.points.patterns import Patterns
 from evals.activation_stats import sites, write_stats
 from evals.transfer import transfer
 

@@ -8,7 +8,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from deployments.activations.patterns import Patterns, keys
+from deployments.points.patterns import Patterns, keys
 from evals.activations_meta import ITEM_BYTES, item_bytes, shape_of, values_of, why_not_stored
 from evals.tally import ActivationTally
 from evals.trajectory import Sample, Turn

@@ -18,7 +18,7 @@ from hypothesis.extra import numpy as arrays
 from stored import Store, points
 
 from deployments.activations import load
-from deployments.activations.patterns import Patterns
+from deployments.points.patterns import Patterns
 from evals import inline
 from evals.client import ChatClient
 from evals.inline import sampled_values

@@ -96,7 +96,7 @@ def test_what_changes_answers_or_scores_is_named_and_nothing_else(
 
 
 def test_a_shorter_time_limit_is_another_run_and_a_longer_one_is_not(server: FakeServer, tmp_path: Path) -> None:
-    short, long = (told(server, tmp_path, "--timeout", seconds) for seconds in ("100", "200"))
+    short, long = (told(server, tmp_path, "--session-id", "s", "--timeout", seconds) for seconds in ("100", "200"))
     assert differences(short, long) == []
     assert differences(long, short) == ["timeout"]
 

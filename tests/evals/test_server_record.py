@@ -80,6 +80,6 @@ def test_what_cannot_be_read_is_no_record_either(record: Path) -> None:
 
 
 def test_what_is_wrong_is_told_without_the_key_that_may_stand_in_it(record: Path) -> None:
-    options = {"activations_dir": "s3://id:s3cret@bucket/p", "nope": "s3cret"}
+    options = {"archive": "s3://id:s3cret@bucket/p", "nope": "s3cret"}
     _, (said,) = read(record, json.dumps(content(options=options)).encode())
     assert "s3cret" not in said

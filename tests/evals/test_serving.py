@@ -3,7 +3,6 @@
 import json
 import os
 import signal
-import socket
 import subprocess
 import sys
 import threading
@@ -17,6 +16,7 @@ import pytest
 
 from deployments import __version__
 from evals.recognition import look
+from vitrine.serving import free_port
 
 Write = Callable[..., Path]
 ROOT = Path(__file__).parents[2]
@@ -42,12 +42,6 @@ class Place(NamedTuple):
     def process(self) -> psutil.Process:
         (record,) = (self.results / "home" / "servers").glob("*.json")
         return psutil.Process(json.loads(record.read_text())["pid"])
-
-
-def free_port() -> int:
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return int(probe.getsockname()[1])
 
 
 def place(directory: Path) -> Place:

@@ -12,7 +12,7 @@ from stored import Store, points
 
 from deployments.activations.encodings import ENCODERS
 from deployments.activations.parts import Part, Parts
-from deployments.activations.patterns import Patterns
+from deployments.points.patterns import Patterns
 from evals.gsm8k import main
 
 

@@ -157,8 +157,8 @@ def test_capture_names_the_sample_the_turn_and_the_points(server: FakeServer) ->
 
     tags = {"mode": "with-tools", "variant": "control", "eval": "gsm8k", "turn": "0"}
     assert captured("with-tools") == [
-        {"sample_id": "abc", "tags": tags, "text": True},
-        {"sample_id": "abc", "tags": tags | {"turn": "1"}, "text": True},
+        {"sample_id": "abc", "tags": tags, "store_text": True},
+        {"sample_id": "abc", "tags": tags | {"turn": "1"}, "store_text": True},
     ]
     (points,) = captured("no-tools", "--points", "embed.output,norm.output")
     assert points["points"] == ["embed.output", "norm.output"]

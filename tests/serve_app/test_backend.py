@@ -20,6 +20,7 @@ from ray import serve
 from deployments.activations.accounts import OPERATOR
 from deployments.activations.downloads import Choice
 from deployments.activations.filters import Filter
+from deployments.activations.reads_runs import connect_reader
 from deployments.activations.store import connect
 from deployments.messages import Job
 from deployments.options import NO_MODEL, Options
@@ -112,10 +113,10 @@ def test_while_serves_controller_does_not_answer_it_is_said_and_requests_are_ser
 def test_a_store_that_does_not_answer_means_503(served, tmp_path, monkeypatch):
     monkeypatch.setattr(asking, "STORE_S", 0.5)
     monkeypatch.setattr(backend, "PLAN_S", 0.5)
-    options, store = Options(model=NO_MODEL), connect(str(tmp_path))
+    options, store, reader = Options(model=NO_MODEL), connect(str(tmp_path)), connect_reader(str(tmp_path))
 
     async def ask() -> list[tuple[int, str | None]]:
-        asked = Backend(options, "none", store)
+        asked = Backend(options, "none", store, reader)
         sessions = (asked.sessions(OPERATOR, 1, None, Filter()), asked.session(OPERATOR, "any"))
         sessions += (asked.delete_session(OPERATOR, "any"), asked.data(OPERATOR, Choice("any")))
         tensors = (asked.tensor_files(OPERATOR, 1, None), asked.tensor_file(OPERATOR, "any"))
@@ -127,6 +128,7 @@ def test_a_store_that_does_not_answer_means_503(served, tmp_path, monkeypatch):
         assert asyncio.run(ask()) == [(503, "unavailable")] * 7
     assert asyncio.run(ask()) == [(404, "session_not_found")] * 3 + [(404, "tensor_not_found")] * 2
     ray.kill(store)
+    ray.kill(reader)
 
 
 def test_many_first_requests_at_once_are_all_served(served):

@@ -55,7 +55,7 @@ ATTACKS = {
     ),
     "unknown fields": (CHAT, SAID | NAMES, "k0"),
     "unknown fields of a message": (CHAT, SAID | {"messages": [SAID["messages"][0] | NAMES]}, "messages[0].k0"),
-    "unknown fields of a union": (CHAT, SAID | {"capture": {"tokens": NAMES}}, "capture.tokens.last"),
+    "unknown fields of a union": (CHAT, SAID | {"capture": {"tokens": NAMES}}, "capture.tokens"),
     "metadata": (CHAT, SAID | {"metadata": NAMES}, "metadata"),
     "logit_bias": (COMPLETIONS, ASKED | {"logit_bias": NAMES}, "logit_bias"),
     "logit_bias values": (COMPLETIONS, ASKED | {"logit_bias": dict.fromkeys(map(str, range(MANY)), "x")}, "logit_bias"),

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import io
 import json
+import os
 
 import httpx
 import numpy as np
@@ -16,9 +17,9 @@ import torch
 from deployments.activations import load
 from deployments.activations.__main__ import main
 from deployments.activations.facts import RunFacts, ShardFacts
-from deployments.activations.patterns import Patterns
 from deployments.activations.schema import point_types, to_batch, to_tensor
 from deployments.activations.store import connect
+from deployments.points.patterns import Patterns
 from serve_app.ranges import PAGE_BYTES
 
 POINT, WEIGHTS, OTHER = "layers.1.output", "layers.1.attention.weights", "norm.output"
@@ -231,3 +232,48 @@ def test_a_session_is_pulled_to_a_directory_that_load_reads(served, runs, tmp_pa
             assert same_bits(left, right)
     assert main(["pull", served.base_url, "never-was", "--dir", str(tmp_path)]) == 1
     assert capsys.readouterr().err == "deployments.activations: 404: there is no session 'never-was'\n"
+
+
+def test_each_way_in_which_a_stored_run_cannot_be_read_has_an_error_of_its_own(served, put, download):
+    for session in ("cut", "gone"):
+        put(session, f"run-{session}", {POINT: torch.randn(600, 32)})
+    [cut], [gone] = ([*(served.home / "activations" / session).glob("*.arrow")] for session in ("cut", "gone"))
+
+    def patched(run: str) -> httpx.Response:
+        spec = {"op": "replace", "point": POINT, "tokens": "prompt_last", "from": {"run_id": run, "tokens": "last"}}
+        body = {"model": "vitrine-demo", "prompt": "Ann", "max_tokens": 1, "interventions": [spec]}
+        return httpx.post(f"{served.base_url}/completions", json=body, timeout=60)
+
+    def said(answer: httpx.Response) -> tuple[int, str, str | None]:
+        error = answer.json()["error"]
+        return answer.status_code, error["code"], error["param"]
+
+    tag = download("gone", format="npz", headers={"Range": "bytes=0-9"}).headers["etag"]
+    os.truncate(cut, 4000)
+    gone.unlink()
+    assert said(download("none")) == (404, "session_not_found", "session_id")
+    assert said(download("gone", run="run-none")) == (404, "run_not_found", "run")
+    assert said(patched("run-none")) == (400, "run_not_found", "interventions[0].from.run_id")
+    asked = ((download("cut"), None), (download("cut", run="run-cut", format="npz"), None))
+    for answer, field in (*asked, (patched("run-cut"), "interventions[0].from.run_id")):
+        assert said(answer) == (500, "store_failed", field)
+        assert str(cut) in answer.json()["error"]["message"]
+    begun = download("gone", format="npz", headers={"Range": "bytes=0-99999", "If-Match": tag})
+    for answer in (download("gone"), begun):
+        assert said(answer) == (410, "file_gone", None)
+        assert str(gone) in answer.json()["error"]["message"]
+    assert said(patched("run-gone")) == (410, "file_gone", "interventions[0].from.run_id")
+    for session in ("cut", "gone"):
+        url = f"{served.base_url}/activations/session/{session}"
+        assert httpx.get(url, timeout=60).json()["runs"][0]["run_id"] == f"run-{session}"
+        assert httpx.delete(url, timeout=60).status_code == 200
+        assert said(httpx.get(url, timeout=60)) == (404, "session_not_found", "session_id")
+
+
+def test_a_run_is_loaded_from_a_server_by_its_id_alone(served, put, monkeypatch):
+    points = {POINT: torch.randn(5, 8).bfloat16()}
+    put("elsewhere", "run-elsewhere", points)
+    monkeypatch.setenv("VITRINE_ACTIVATIONS", served.root)
+    assert same_bits(load("run-elsewhere")[POINT], points[POINT])
+    with pytest.raises(FileNotFoundError, match="has no run 'run-none'"):
+        load("run-none")

@@ -96,6 +96,7 @@ EXAMPLES = {
     "store_activations": Example(True),
     "capture": Example({"points": ["norm.output"]}),
     "interventions": Example([{"op": "zero", "point": "layers.1.output"}]),
+    "variants": Example([[{"op": "zero", "point": "layers.1.output"}]]),
     "logit_lens": Example({"layers": [-1]}),
     "intervention_profile": Example("fields"),
     "session_id": Example("fields", {"store_activations": True}),

@@ -39,6 +39,10 @@ def test_a_steered_answer_is_another_and_those_beside_it_are_not(served):
     assert answers == [plain, steered] * 8
 
 
+def test_no_interventions_are_the_baseline(served):
+    assert text(served, interventions=[]) == text(served)
+
+
 def test_a_chat_is_steered_in_a_stream_too(client):
     def said(**more):
         stream = client.chat.completions.create(
@@ -138,7 +142,7 @@ BAD = [
     ({"op": "clamp", "point": POINT}, "interventions[0]"),
     ({"op": "clamp", "point": POINT, "min": 2, "max": 1}, "interventions[0]"),
     ({"op": "zero", "point": POINT, "tokens": {"positions": [5000]}}, "interventions[0].tokens"),
-    ({"op": "zero", "point": POINT, "tokens": {"last": 500}}, "interventions[0].tokens"),
+    ({"op": "zero", "point": POINT, "tokens": {"prompt_last": 500}}, "interventions[0].tokens"),
     ({"op": "zero", "point": POINT, "features": {"index": [WIDTH]}}, "interventions[0].features"),
     ({"op": "zero", "point": POINT, "heads": [0]}, "interventions[0].heads"),
     ({"op": "zero", "point": "layers.1.attention.heads", "heads": [99]}, "interventions[0].heads"),

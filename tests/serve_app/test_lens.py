@@ -158,10 +158,35 @@ def test_who_asks_for_none_gets_none(client, served):
     assert "logit_lens" not in complete(served).json()["choices"][0]
 
 
-def test_what_generates_nothing_has_an_empty_one(served):
+def test_what_generates_nothing_shows_what_comes_behind_the_prompt(served):
+    (first,) = complete(served, max_tokens=1, logit_lens=LENS).json()["choices"][0]["logit_lens"]["content"]
     for fields in ({"max_tokens": 0}, {"capture": {"points": ["norm.output"], "mode": "trace", "return": "inline"}}):
-        (choice,) = complete(served, logit_lens=LENS, **fields).json()["choices"]
-        assert choice["logit_lens"] == {"content": []}
+        lens = complete(served, logit_lens=LENS, **fields).json()["choices"][0]["logit_lens"]
+        assert lens["content"] == []
+        (behind,) = lens["prompt"]
+        for own, wanted in zip(behind["layers"], first["layers"], strict=True):
+            assert [one["token_id"] for one in own["top"]] == [one["token_id"] for one in wanted["top"]]
+
+
+def test_tokens_of_the_prompt_are_chosen_and_targets_have_their_rank(served):
+    asked = {"layers": [-1], "top_k": 2, "tokens": {"text": "3 boxes"}, "targets": [" pens", 7]}
+    for stream in (False, True):
+        answer = complete(served, logit_lens=asked, max_tokens=2, stream=stream)
+        if stream:
+            events = [json.loads(line[6:]) for line in answer.text.splitlines() if line.startswith("data: {")]
+            choices = [choice for event in events for choice in event["choices"]]
+            seen = [one for choice in choices for one in choice.get("logit_lens", {}).get("prompt", [])]
+        else:
+            seen = answer.json()["choices"][0]["logit_lens"]["prompt"]
+        assert "".join(one["token"] for one in seen) == "3 boxes"
+        assert [one["position"] for one in seen] == [*range(seen[0]["position"], seen[0]["position"] + len(seen))]
+        for one in seen:
+            (layer,) = one["layers"]
+            assert [target["token_id"] for target in layer["targets"]][1] == 7
+            for target in layer["targets"]:
+                ranks = {top["token_id"]: rank for rank, top in enumerate(layer["top"], 1)}
+                assert target["rank"] == ranks.get(target["token_id"], target["rank"])
+                assert (target["rank"] > 2) == (target["token_id"] not in ranks)
 
 
 def test_an_echoed_prompt_has_none(served):
@@ -179,7 +204,10 @@ BAD = [
     ({"layers": []}, "logit_lens.layers"),
     ({"layers": "some"}, "logit_lens.layers"),
     ({"layers": None}, "logit_lens.layers"),
-    ({"top_k": 0}, "logit_lens.top_k"),
+    ({"top_k": -1}, "logit_lens.top_k"),
+    ({"targets": ["several tokens"]}, "logit_lens.targets[0]"),
+    ({"tokens": "last"}, "logit_lens.tokens"),
+    ({"tokens": {"text": "nowhere"}}, "logit_lens.tokens.text"),
     ({"top_k": 21}, "logit_lens.top_k"),
     ({"top_k": "5"}, "logit_lens.top_k"),
     ({"topk": 5}, "logit_lens.topk"),

@@ -1,29 +1,23 @@
-"""Attention patterns over HTTP: there where the operator chose eager attention, refused with the reason elsewhere."""
+"""Attention patterns over HTTP, of a server as it starts."""
 
 from __future__ import annotations
 
 import httpx
 import pytest
 import torch
-from ray import serve
 from transformers import AutoModelForCausalLM
 
 from deployments.activations import load
 from deployments.demo_model import WEIGHTS
-from deployments.options import DEMO, Options
-from serve_app import build_app
+from deployments.options import DEMO
 
 LAYERS, HEADS = 6, 4
 POINT = "layers.2.attention.weights"
 
 
-@pytest.fixture(scope="module")
-def eager(served):
-    """The root of an application whose model runs with eager attention."""
-    options = {"model": DEMO, "dtype": "float32", "attention": "eager", "num_cpus": 0.1, "threads": 1}
-    serve.run(build_app(Options.model_validate(options)), name="eager", route_prefix="/eager")
-    yield f"{served.root}/eager"
-    serve.delete("eager")
+@pytest.fixture
+def root(served):
+    return served.root
 
 
 def ask(root, **fields):
@@ -55,8 +49,8 @@ def shown():
     return run
 
 
-def test_stored_patterns_are_those_of_transformers(eager, shown):
-    run = recorded(eager, capture={"points": ["layers.*.attention.weights"]}, session_id="patterns")
+def test_stored_patterns_are_those_of_transformers(root, shown):
+    run = recorded(root, capture={"points": ["layers.*.attention.weights"]}, session_id="patterns")
     stored = load(run["points"][POINT]["uri"], run_id=run["run_id"])
     tokens = run["tokens"]
     assert len(stored) == LAYERS
@@ -67,15 +61,15 @@ def test_stored_patterns_are_those_of_transformers(eager, shown):
         for k, row in enumerate(stored[name]):
             torch.testing.assert_close(row, want[:, k, : k + 1], rtol=0, atol=1e-5)
         torch.testing.assert_close(stored[name].padded(), want.transpose(0, 1), rtol=0, atol=1e-5)
-    listed = httpx.get(f"{eager}/v1/activations/session/patterns", timeout=60).json()["runs"]
+    listed = httpx.get(f"{root}/v1/activations/session/patterns", timeout=60).json()["runs"]
     (mine,) = [one for one in listed if one["run_id"] == run["run_id"]]
     assert mine["points"][POINT]["shape"] == [tokens, HEADS, None]
 
 
-def test_inline_patterns_are_lists_that_grow(eager):
+def test_inline_patterns_are_lists_that_grow(root):
     capture = {"points": [POINT], "tokens": {"last": 3}, "dtype": "bfloat16"}
-    stored = recorded(eager, capture=capture, session_id="inline-patterns")
-    inline = recorded(eager, capture=capture | {"return": "inline"})["points"][POINT]
+    stored = recorded(root, capture=capture, session_id="inline-patterns")
+    inline = recorded(root, capture=capture | {"return": "inline"})["points"][POINT]
     tokens = stored["tokens"]
     assert (inline["shape"], inline["dtype"]) == ([3, HEADS, None], "bfloat16")
     assert [[len(head) for head in row] for row in inline["data"]] == [[tokens - 2 + i] * HEADS for i in range(3)]
@@ -84,13 +78,13 @@ def test_inline_patterns_are_lists_that_grow(eager):
         torch.testing.assert_close(torch.tensor(row), read.float(), rtol=0, atol=1e-2)
 
 
-def test_a_trace_has_a_row_for_each_token_of_the_prompt(eager):
-    run = recorded(eager, capture={"points": [POINT], "mode": "trace"}, session_id="traced-patterns")
+def test_a_trace_has_a_row_for_each_token_of_the_prompt(root):
+    run = recorded(root, capture={"points": [POINT], "mode": "trace"}, session_id="traced-patterns")
     assert run["tokens"] == run["prompt_tokens"] == run["points"][POINT]["shape"][0]
 
 
-def test_the_structure_says_where_an_axis_grows(eager):
-    points = httpx.get(f"{eager}/v1/model/structure", timeout=60).json()["points"]
+def test_the_structure_says_where_an_axis_grows(root):
+    points = httpx.get(f"{root}/v1/model/structure", timeout=60).json()["points"]
     shapes = {point["name"]: point["shape"] for point in points if point["name"].endswith(".weights")}
     assert shapes == {f"layers.{i}.attention.weights": [HEADS, "tokens"] for i in range(LAYERS)}
 
@@ -101,27 +95,19 @@ def refused(answer):
     return error["param"], error["message"]
 
 
-def test_without_eager_attention_the_answer_says_how_patterns_are_to_be_had(served):
-    param, message = refused(ask(served.root, capture={"points": ["norm.output", POINT]}))
-    assert param == "capture.points[1]"
-    assert "attention=eager" in message
-
-
-@pytest.mark.parametrize("eagerly", [True, False])
-def test_an_intervention_on_patterns_is_refused_and_what_works_is_named(eagerly, eager, served):
-    root = eager if eagerly else served.root
+def test_an_intervention_on_patterns_is_refused_and_what_works_is_named(root):
     param, message = refused(ask(root, interventions=[{"op": "zero", "point": POINT}]))
     assert param == "interventions[0].point"
     assert "attention.heads" in message
 
 
-def test_what_patterns_cannot_have_or_be_is_refused_by_its_field(eager):
-    assert refused(ask(eager, capture={"points": [POINT], "features": {"first": 3}}))[0] == "capture.features"
+def test_what_patterns_cannot_have_or_be_is_refused_by_its_field(root):
+    assert refused(ask(root, capture={"points": [POINT], "features": {"first": 3}}))[0] == "capture.features"
     every = {"points": ["layers.*.attention.weights"], "return": "inline"}
-    param, message = refused(ask(eager, prompt=[5] * 150, capture=every))
+    param, message = refused(ask(root, prompt=[5] * 150, capture=every))
     tokens = 156
     assert param == "capture.return"
     assert str(LAYERS * HEADS * tokens * (tokens + 1) // 2) in message
-    param, message = refused(ask(eager, prompt=[5] * 3900, capture={"points": ["layers.*.attention.weights"]}, n=8))
+    param, message = refused(ask(root, prompt=[5] * 3900, capture={"points": ["layers.*.attention.weights"]}, n=8))
     assert param == "capture"
     assert str(8 * 4 * LAYERS * HEADS * 3906 * 3907 // 2) in message

@@ -3,13 +3,16 @@
 from __future__ import annotations
 
 import json
+from pathlib import Path
 
 import httpx
 import pytest
 from transformers import AutoTokenizer
 
+from deployments.activations import load
 from deployments.demo_model import WEIGHTS
 
+HTTP_PAGE = Path(__file__).parents[2] / "docs" / "http.md"
 MODEL = "vitrine-demo"
 PROMPT = "Tom has 3 boxes. Ünï 北京 <|im_end|>"
 MESSAGES = [{"role": "system", "content": "Be brief."}, {"role": "user", "content": [{"type": "text", "text": "2+2?"}]}]
@@ -32,7 +35,23 @@ def test_a_prompt_is_tokenized(post, tokenizer):
     assert answer["count"] == len(ids)
     assert answer["token_strs"] == tokenizer.convert_ids_to_tokens(ids)
     assert answer["max_model_len"] >= 2048
-    assert post("tokenize", prompt=PROMPT).json() == answer | {"token_strs": None}  # of the model that is served
+    assert post("tokenize", prompt=PROMPT).json() == answer | {
+        "token_strs": None,
+        "token_texts": None,
+    }  # of the model that is served
+
+
+def test_the_position_of_a_word_is_that_of_its_captured_row(post, served):
+    prompt = "Ann has 3 boxes of 12 pens."
+    strings = post("tokenize", prompt=prompt, return_token_strs=True).json()["token_strs"]
+    assert f'`"token_strs": {json.dumps(strings, ensure_ascii=False)}`' in HTTP_PAGE.read_text()
+    capture = {"points": ["norm.output"], "mode": "trace"}
+    body = {"model": MODEL, "prompt": prompt, "capture": capture}
+    stored = post("v1/completions", **body).json()["activations_meta"]["runs"][0]
+    run = load(stored["points"]["norm.output"]["uri"], stored["run_id"])
+    position = strings.index("Ġboxes")
+    assert position == 6
+    assert post("detokenize", tokens=[int(run.token_ids[position])]).json()["prompt"] == " boxes"
 
 
 @pytest.mark.parametrize("special", [True, False])

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Callable, Iterator
+from concurrent.futures import wait
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -11,13 +12,17 @@ import pyarrow as pa
 import pytest
 import torch
 
-from deployments.activations import objects, runs
+from deployments.activations import archive, objects, runs
+from deployments.activations.archive import Archive
 from deployments.activations.catalogue import Catalogue
 from deployments.activations.facts import RunFacts, ShardFacts, StoredRun
-from deployments.activations.marks import counted
 from deployments.activations.objects import Place
-from deployments.activations.recovering import recover
+from deployments.activations.owners import Owners
+from deployments.activations.reads_runs import ActivationReader
+from deployments.activations.recovering import make_root, recover
 from deployments.activations.schema import to_batch
+from deployments.activations.store import ActivationStore
+from deployments.activations.taking import mark
 from deployments.activations.writer import Writer
 
 sys.path.append(str(Path(__file__).parent))  # importlib mode adds no folder; helpers stand beside this file
@@ -58,6 +63,20 @@ def _make(
     return Made(RunFacts(run_id, session_id, "model", **given), batches, points)
 
 
+def _reader_of(store: ActivationStore) -> ActivationReader:
+    """The reader of a store that is in this process."""
+    archive = store._archive
+    reader = ActivationReader(store._asked, ask=store._catalogue.query, restore=archive and archive.restore)
+    reader._bucket = reader._readings._bucket = archive and archive.place  # whose URI, with its settings, is not kept
+    reader._catalogue.archives = archive is not None
+    return reader
+
+
+@pytest.fixture(scope="session")
+def reader_of() -> Callable[[ActivationStore], ActivationReader]:
+    return _reader_of
+
+
 @pytest.fixture(scope="session")
 def make() -> Callable[..., Made]:
     return _make
@@ -78,6 +97,18 @@ def open_writer(tmp_path: Path) -> Iterator[Callable[..., Writer]]:
         writer.close()
 
 
+def _settle(writer: Writer) -> None:
+    """Return behind a round of the writer, and once what it closes is closed and told."""
+    writer.abandon("nothing", "nothing").result()
+    wait([*writer._pool._closing.values()])
+    writer.abandon("nothing", "nothing").result()
+
+
+@pytest.fixture(scope="session")
+def settle() -> Callable[[Writer], None]:
+    return _settle
+
+
 class Sender(NamedTuple):
     """Sends runs of the session `session` in chunks of one batch, and waits for each answer."""
 
@@ -94,8 +125,8 @@ class Sender(NamedTuple):
         self.writer.abandon(made.facts.session_id, made.facts.run_id).result()
 
     def settled(self) -> None:
-        """Return behind a round of the writer."""
-        self.writer.abandon("nothing", "nothing").result()
+        """Return behind a round of the writer, and once what it closes is closed."""
+        _settle(self.writer)
 
     def files(self) -> list[Path]:
         return sorted(self.folder.iterdir())
@@ -116,6 +147,72 @@ def long() -> Made:
     return _make("long", {"layers.0.output": torch.randn(6, 4)}, parts=3)
 
 
+class Head(NamedTuple):
+    """What the store has of an archive, put together as it does when it starts."""
+
+    root: Path
+    archive: Archive
+    catalogue: Catalogue
+    owners: Owners
+    writer: Writer
+
+    def store(self, *made: Made) -> list[StoredRun]:
+        """Store runs, durable when this returns, and seal their segments."""
+        futures = [self.writer.submit(one.facts, one.batches) for one in made]
+        stored = [future.result() for future in futures]
+        for session_id in {one.facts.session_id for one in made}:
+            self.writer.seal(session_id).result()
+        return stored
+
+    def archived(self, *made: Made) -> list[StoredRun]:
+        """The same, and wait until they are in the bucket."""
+        stored = self.store(*made)
+        for uri in {point.uri for run in stored for point in run.points.values()}:
+            self.archive.wait(uri).result(60)
+        return stored
+
+    def close(self) -> None:
+        self.writer.close()
+        self.archive.close()
+        self.catalogue.close()
+
+    def run(self, run_id: str) -> dict[str, Any] | None:
+        """What listings say of a run."""
+        return next((run for run in self.catalogue.runs(limit=None) if run["run_id"] == run_id), None)
+
+
+def open_head(root: Path, archive: str, cache_bytes: int = 1 << 30, name: str | None = None) -> Head:
+    make_root(root)
+    bucket = Archive(root, objects.place_of(archive), name or mark(root), cache_bytes)
+    try:
+        recover(root)
+        catalogue, owners = Catalogue.rebuild(root, bucket.manifest), Owners(root)
+        bucket.begin(catalogue, owners)
+    except BaseException:
+        bucket._claim.close()
+        raise
+    return Head(root, bucket, catalogue, owners, Writer(root, catalogue, owners=owners, archive=bucket))
+
+
+@pytest.fixture
+def head(tmp_path: Path, bucket: Bucket, monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[..., Head]]:
+    """Opens heads that archive to the bucket, each by its name below `tmp_path`; closes them at the end."""
+    monkeypatch.setattr(archive, "LOOK_S", 0.02)
+    monkeypatch.setattr(archive, "PAUSES_S", (0.02, 0.1))
+    monkeypatch.setenv("VITRINE_HOME", str(tmp_path / "home"))
+    heads = list[Head]()
+
+    def opened(name: str = "head", **options: Any) -> Head:
+        heads.append(open_head(tmp_path / name, bucket.uri(""), **options))
+        return heads[-1]
+
+    yield opened
+    bucket.server.fails = bucket.server.cuts = lambda method, path: False
+    for one in heads:
+        if not one.archive._ending:
+            one.close()
+
+
 @pytest.fixture(scope="module")
 def server() -> Iterator[Proxy]:
     with object_server() as port:
@@ -130,18 +227,18 @@ class Bucket(NamedTuple):
     server: Proxy
 
     def objects(self, session: str = "session") -> list[str]:
-        return [file.name for file in counted(self.place.below(session))]
+        return self.names(session, ".arrow")
 
-    def marks(self) -> list[str]:
-        """What stands beside the sessions."""
-        return [info.base_name for info in self.place.infos()]
+    def names(self, folder: str, end: str = "") -> list[str]:
+        """The objects in a folder by their names."""
+        return sorted(info.base_name for info in self.place.below(folder).infos() if info.base_name.endswith(end))
 
 
 @pytest.fixture
 def bucket(server, request, monkeypatch) -> Iterator[Bucket]:
     """A directory in a new bucket."""
     monkeypatch.setenv("AWS_EC2_METADATA_DISABLED", "true")
-    monkeypatch.setattr(objects, "ATTEMPTS", 3)  # pauses grow
+    monkeypatch.setattr(objects, "ATTEMPTS", 2)  # pauses grow
     name = f"bucket-{abs(hash(request.node.name))}"
     settings = f"endpoint_override=127.0.0.1:{server.port}&scheme=http&region=us-east-1&allow_bucket_creation=true"
 
@@ -152,4 +249,4 @@ def bucket(server, request, monkeypatch) -> Iterator[Bucket]:
     place.fs.create_dir(name)
     server.requests.clear()
     yield Bucket(place, uri, server)
-    server.fails = lambda method, path: False
+    server.fails = server.cuts = lambda method, path: False

@@ -35,7 +35,7 @@ async def store(actor: Any, notes: int, session: str, run_id: str, parts: int) -
 async def main(address: str, root: str, prefix: str, path: str) -> None:
     ray.init(address, namespace="vitrine", log_to_driver=False)
     actor = connect(root)
-    await actor.sessions.remote()
+    await actor.place.remote()
     notes = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_APPEND)
     for turn in itertools.count():
         runs = [(session, f"{prefix}-{turn}-{parts}", parts) for session in SESSIONS for parts in (1, 3)]

@@ -14,13 +14,13 @@ import time
 import urllib.request
 from collections.abc import Callable, Iterator
 
+from vitrine.serving import free_port
+
 
 @contextlib.contextmanager
 def object_server() -> Iterator[int]:
     """Starts moto's server in a process of its own; gives its port."""
-    with socket.socket() as free:
-        free.bind(("127.0.0.1", 0))
-        port = free.getsockname()[1]
+    port = free_port()
     command = [sys.executable, "-m", "moto.server", "-H", "127.0.0.1", "-p", str(port)]
     env = os.environ | {"MOTO_S3_DEFAULT_MAX_KEYS": "7"}  # lists come in pages
     server = subprocess.Popen(command, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL, env=env)
@@ -44,12 +44,14 @@ class Proxy:
         port: Its own.
         requests: Method and path of each request, in order.
         fails: Decides by method and path whether a request is answered 503 instead.
+        cuts: The same of connections that break off in the middle of the answer.
         sent: Bytes of answers.
     """
 
     def __init__(self, port: int) -> None:
         self.requests: list[tuple[str, str]] = []
         self.fails: Callable[[str, str], bool] = lambda method, path: False
+        self.cuts: Callable[[str, str], bool] = lambda method, path: False
         self.sent = 0
         proxy = self
 
@@ -77,6 +79,12 @@ class Proxy:
                 length = answer.getheader("Content-Length") if self.command == "HEAD" else str(len(content))
                 self.send_header("Content-Length", length or "0")
                 self.end_headers()
+                if proxy.cuts(self.command, self.path):
+                    self.wfile.write(content[: len(content) // 2])
+                    self.close_connection = True
+                    self.connection.shutdown(socket.SHUT_RDWR)
+                    server.close()
+                    return
                 proxy.sent += len(content)
                 self.wfile.write(content)
                 server.close()

@@ -266,7 +266,7 @@ def test_a_database_that_is_damaged_while_it_is_open_is_left_for_memory(root, ma
     assert listed(opened(root)) == said_by_files(root)
 
 
-def test_where_the_disk_has_no_room_for_the_database_runs_are_stored_and_listed(root, make, caplog):
+def test_where_the_disk_has_no_room_for_the_database_runs_are_stored_and_listed_once_there_is(root, make, caplog):
     catalogue = opened(root)
     [pages] = catalogue._database.execute("PRAGMA page_count").fetchone()
     catalogue._database.execute(f"PRAGMA max_page_count = {pages}")
@@ -274,9 +274,13 @@ def test_where_the_disk_has_no_room_for_the_database_runs_are_stored_and_listed(
     made = [make(f"more{i}", session_id="a", tags={"long": "x" * 5000}) for i in range(5)]
     for one in made:
         writer.submit(one.facts, one.batches).result()
-    assert listed(catalogue) == said_by_files(root)
-    assert "held in memory from now on: database or disk is full" in caplog.text
+    assert "not up to date until it can be written: database or disk is full" in caplog.text
+    assert {("a", "a00"), ("b", "b11")} < set(listed(catalogue)) < set(said_by_files(root))
+    assert catalogue._database.execute("PRAGMA database_list").fetchone()[2]  # nothing is copied into memory
     writer.close()
+    catalogue._database.execute(f"PRAGMA max_page_count = {pages * 100}")
+    catalogue._again = 0.0  # half a minute has gone
+    assert listed(catalogue) == said_by_files(root)
     catalogue.close()
     assert listed(opened(root)) == said_by_files(root)
 
@@ -302,6 +306,8 @@ def test_a_run_that_two_files_of_a_session_hold_is_listed_once_and_while_one_of_
             gone.unlink()
         catalogue = opened(root)
         assert listed(catalogue) == sorted(set(every))
+        summed = {one["id"]: one["runs"] for one in catalogue.sessions()}
+        assert summed == Counter(session for session, _ in listed(catalogue))
         catalogue.close()
 
 
@@ -389,6 +395,7 @@ filters = st.builds(
     tags=st.lists(st.tuples(texts, texts), max_size=2).map(tuple),
     among=st.none() | st.lists(st.sampled_from("stuv"), max_size=3).map(tuple),
     without=st.lists(st.sampled_from("stuv"), max_size=2).map(tuple),
+    runs=st.none() | st.lists(st.sampled_from(["r0", "r1", "r2", "r99"]), max_size=3).map(tuple),
 )
 
 
@@ -403,6 +410,7 @@ def fits(facts, filter):
         and all(facts.tags.get(name) == value for name, value in filter.tags)
         and (filter.among is None or facts.session_id in filter.among)
         and facts.session_id not in filter.without
+        and (filter.runs is None or facts.run_id in filter.runs)
     )
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 import shutil
+from itertools import pairwise
 from pathlib import Path
 
 import pyarrow as pa
@@ -17,11 +18,11 @@ import deployments.activations
 from deployments.activations import load
 from deployments.activations.catalogue import Catalogue
 from deployments.activations.encodings import as_arrow
-from deployments.activations.patterns import Patterns
 from deployments.activations.reader import DamagedError, messages, runs
 from deployments.activations.selecting import Wanted
 from deployments.activations.verifying import verify
 from deployments.activations.writer import Writer
+from deployments.points.patterns import Patterns
 
 REPOSITORY = Path(deployments.activations.__file__).parents[2]
 A, B, WEIGHTS = "layers.0.output", "layers.1.output", "layers.1.attention.weights"
@@ -39,7 +40,7 @@ def sealed(make, tmp_path_factory):
             B: torch.randn(4, 2).bfloat16(),
             WEIGHTS: Patterns(torch.randn(20), 2, range(4)),
         }
-        made = make(run, points, parts=2, sample_id=f"sample of {run}")
+        made = make(run, points, parts=2, sample_id=f"sample of {run}", tags={"of": run})
         writer.submit(made.facts, made.batches).result()
     writer.close()
     [path] = root.glob("session/*.arrow")
@@ -80,6 +81,66 @@ def test_a_bit_that_flips_in_a_value_is_found_and_named_and_all_else_is_read(sea
     assert torch.equal(load(path, other, verify=True)[name], points[other, name])
 
 
+def flipped(path: Path, at: int, bit: int = 0) -> None:
+    data = bytearray(path.read_bytes())
+    data[at] ^= 1 << bit
+    path.write_bytes(data)
+
+
+def test_a_tag_that_changes_is_found_and_its_run_is_named(shard):
+    at = shard.read_bytes().rindex(b'"of": "r1"') + 8  # in the second run's
+    flipped(shard, at)
+    found = verify(shard)
+    assert (found.state, found.runs, found.damaged) == ("damaged", 1, {"r1": ["facts"]})
+    with pytest.raises(DamagedError, match="run r1: .*tags"):
+        load(shard, "r1", verify=True)
+    assert load(shard, "r0", verify=True).facts.tags == {"of": "r0"}
+
+
+def buffers(path: Path) -> dict[str, list[tuple[int, int]]]:
+    """Where each column's buffers lie: place and bytes, as they lie in the file."""
+    data, found = pa.memory_map(str(path)).read_buffer(), {}
+    for batch in pa.ipc.open_stream(data.slice(8)):
+        for name, column in zip(batch.schema.names, batch.columns, strict=True):
+            storage = column.storage if isinstance(column, pa.ExtensionArray) else column
+            places = [(buffer.address - data.address, buffer.size) for buffer in storage.buffers() if buffer]
+            found.setdefault(name, []).extend(places)
+    return found
+
+
+def regions(path: Path) -> dict[str, list[int]]:
+    """Bytes of each region of a file."""
+    data, ends = path.read_bytes(), [message.end for message in messages(path)]
+    held = sorted(place for places in buffers(path).values() for place in places)
+    padding = [at for (one, size), (other, _) in pairwise(held) for at in range(one + size, min(other, one + size + 8))]
+    tail = len(data) - 10 - int.from_bytes(data[-10:-6], "little")
+    found = {f"{name} {at}": [at, at + size - 1] for name, places in buffers(path).items() for at, size in places}
+    found = {name: places for name, places in found.items() if not name.startswith("text_offset")}
+    return found | {
+        "magic": [*range(6)],
+        "schema": [*range(16, 700, 13)],
+        "metadata": [*range(data.index(b'{"run_id"'), data.index(b'{"run_id"') + 60, 7)],
+        "framing": [ends[0], ends[0] + 4, ends[1] + 4],
+        "padding": padding[:4],
+        "end of the stream": [*range(ends[-1], ends[-1] + 8)],
+        "footer": [*range(tail + 40, len(data) - 10, 29)],
+        "end of the file": [*range(len(data) - 10, len(data))],
+    }
+
+
+def test_a_bit_that_flips_in_any_region_of_a_file_is_found(sealed, tmp_path):
+    content, path = sealed.read_bytes(), tmp_path / "x.arrow"
+    assert verify(sealed).ok
+    missed = []
+    for region, places in regions(sealed).items():
+        for at in places:
+            path.write_bytes(content)
+            flipped(path, at, bit=at % 7)
+            if verify(path).ok:
+                missed.append((region, at))
+    assert missed == []
+
+
 @pytest.mark.parametrize("word", [b"r1", b"sample of r1"])
 def test_a_row_that_names_another_run_or_sample_is_found(shard, word):
     data = bytearray(shard.read_bytes())
@@ -87,7 +148,7 @@ def test_a_row_that_names_another_run_or_sample_is_found(shard, word):
     at = data.rindex(column)
     data[at + len(word) - 1 : at + len(word)] = b"X"
     shard.write_bytes(data)
-    assert verify(shard).damaged == {"r1": ["run_id" if word == b"r1" else "sample_id"]}
+    assert verify(shard).damaged == {"r1": ["run_id" if word == b"r1" else "sample_id", "layout"]}
 
 
 def test_a_checksum_is_what_the_page_of_the_format_says(shard):

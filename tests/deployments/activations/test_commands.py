@@ -17,12 +17,12 @@ from deployments.activations.__main__ import FORMATS, main
 from deployments.activations.catalogue import Catalogue
 from deployments.activations.encodings import as_arrow
 from deployments.activations.exports import Format
-from deployments.activations.patterns import Patterns
 from deployments.activations.printing import size
 from deployments.activations.reader import is_sealed, messages, whole_runs
 from deployments.activations.selecting import Wanted, shards
 from deployments.activations.verifying import verify
 from deployments.activations.writer import Writer
+from deployments.points.patterns import Patterns
 
 POINT, WEIGHTS, OTHER = "layers.1.output", "layers.1.attention.weights", "norm.output"
 

@@ -22,11 +22,11 @@ from deployments.activations import named_tensors
 from deployments.activations.catalogue import Catalogue
 from deployments.activations.exports import export, pt_name
 from deployments.activations.named_tensors import FACTS, tensors
-from deployments.activations.patterns import Patterns, keys
 from deployments.activations.reader import whole_runs
 from deployments.activations.selecting import Wanted, select, shards
 from deployments.activations.writer import Writer
 from deployments.errors import RequestError
+from deployments.points.patterns import Patterns, keys
 
 NORM, HEADS, WEIGHTS = "layers.12.input_layernorm.output", "layers.1.attention.heads", "layers.1.attention.weights"
 DTYPES = [torch.bfloat16, torch.float16, torch.float32, torch.float64, torch.int32, torch.int64]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 import random
@@ -28,9 +29,9 @@ SELDOM = ("rename", "unlink", "rmdir", "truncate", "mkdir")
 KILLS = 10  # one behind the other, below one root
 
 
-@pytest.fixture(scope="module")
-def forked() -> Iterator[Callable[[dict[str, Any]], tuple[list[list[str]], int]]]:
-    """Runs a job in a child; gives what it said, by lines and words, and its exit code."""
+@contextlib.contextmanager
+def forking() -> Iterator[Callable[[dict[str, Any]], tuple[list[list[str]], int]]]:
+    """Gives what runs a job in a child, and gives what that said, by lines and words, and its exit code."""
     command = [sys.executable, str(PROGRAM)]
     env = os.environ | {"PYTHONPATH": str(PROGRAM.parents[3]), "OMP_NUM_THREADS": "1", "OPENBLAS_NUM_THREADS": "1"}
     with subprocess.Popen(command, env=env, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True) as process:
@@ -48,6 +49,12 @@ def forked() -> Iterator[Callable[[dict[str, Any]], tuple[list[list[str]], int]]
 
         yield run
         process.stdin.close()
+
+
+@pytest.fixture(scope="module")
+def forked() -> Iterator[Callable[[dict[str, Any]], tuple[list[list[str]], int]]]:
+    with forking() as run:
+        yield run
 
 
 class Known:

@@ -17,8 +17,9 @@ from pathlib import Path
 import psutil
 import pytest
 
-from tests.conftest import BIN, free_port
+from tests.conftest import BIN
 from tests.deployments.activations.test_killed import Known
+from vitrine.serving import free_port
 
 PROGRAM = Path(__file__).with_name("killed_client.py")
 KILLS = 20

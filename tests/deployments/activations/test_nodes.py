@@ -65,8 +65,8 @@ class Method:
 class Nodes:
     """A store, here, and a writer of another node, there. What it tells waits while `may_tell` is not set."""
 
-    def __init__(self, root):
-        self.root = root
+    def __init__(self, root, reader_of):
+        self.root, self._reader_of = root, reader_of
         self._loop = asyncio.new_event_loop()
         self._thread = threading.Thread(target=self._loop.run_forever, daemon=True)
         self._thread.start()
@@ -113,6 +113,9 @@ class Nodes:
         self.here._catalogue.close()
         self.here = ActivationStore(str(self.root))
 
+    def session(self, session_id):
+        return self.ask(self._reader_of(self.here).session(session_id))
+
     def sessions(self):
         return sorted(item.name for item in self.root.iterdir() if names_a_session(item.name))
 
@@ -135,8 +138,8 @@ async def _given(batch):
 
 
 @pytest.fixture
-def nodes(tmp_path, monkeypatch):
-    nodes = Nodes(tmp_path)
+def nodes(tmp_path, reader_of, monkeypatch):
+    nodes = Nodes(tmp_path, reader_of)
     handle = type("Handle", (), {})()
     for name in ("hold", "release"):
         call = getattr(nodes.there, name)
@@ -255,7 +258,7 @@ def test_a_store_that_starts_again_leaves_a_session_to_the_node_that_writes_to_i
     nodes.start_again()
     assert nodes.keep(max_session_age_s=60) == []
     nodes.store(long, 3)
-    assert [run["run_id"] for run in nodes.ask(nodes.here.session("session"))["runs"]] == ["long", "old"]
+    assert [run["run_id"] for run in nodes.session("session")["runs"]] == ["long", "old"]
 
 
 def test_a_store_that_starts_again_counts_a_file_that_a_node_has_open_once(nodes, big):
@@ -274,12 +277,12 @@ def test_a_pinned_session_that_is_not_deleted_keeps_the_runs_on_their_way(nodes,
     with pytest.raises(RequestError, match="unpin it"):
         nodes.ask(nodes.here.delete("session"))
     nodes.store(long, 1)
-    assert [run["run_id"] for run in nodes.ask(nodes.here.session("session"))["runs"]] == ["a", "long"]
+    assert [run["run_id"] for run in nodes.session("session")["runs"]] == ["a", "long"]
 
 
 def test_a_session_that_is_gone_is_not_listed_again_by_what_a_node_tells_late(nodes, big):
     nodes.store(big("a"))
     assert nodes.ask(nodes.here.delete("session"))
     nodes.ask(nodes.here.note(*nodes.told[0]))
-    assert nodes.ask(nodes.here.session("session")) is None
+    assert nodes.session("session") is None
     assert nodes.here._writer._pool.used() == 0

@@ -17,11 +17,11 @@ from deployments.activations.facts import StoreError
 from deployments.activations.filters import EVERYTHING
 from deployments.activations.owners import FOLDER, Owners
 from deployments.activations.profile_files import ProfileFiles
-from deployments.activations.profiles import Profile
 from deployments.activations.retention import Retention
 from deployments.activations.store import ActivationStore
 from deployments.activations.tensor_files import TensorFiles
 from deployments.errors import RequestError
+from deployments.points.profiles import Profile
 
 POINT = "layers.0.output"
 ALICE, BOB, ADMIN = Account("alice", is_admin=False), Account("bob", is_admin=False), Account("root")
@@ -34,14 +34,19 @@ async def _given(batch):
 
 
 class Stored:
-    """A store in this process, which is asked as over Ray."""
+    """A store and its reader in this process, which are asked as over Ray."""
 
-    def __init__(self, root, make):
-        self.root, self._make, self._times = root, make, count(1)
-        self.store = ActivationStore(str(root))
+    def __init__(self, root, make, reader_of):
+        self.root, self._make, self._times, self._reader_of = root, make, count(1), reader_of
+        self._begin()
+
+    def _begin(self):
+        self.store = ActivationStore(str(self.root))
+        self._reader = self._reader_of(self.store)
 
     def __getattr__(self, name):
-        return lambda *args, **kwargs: asyncio.run(getattr(self.store, name)(*args, **kwargs))
+        asked = self._reader if hasattr(self._reader, name) else self.store
+        return lambda *args, **kwargs: asyncio.run(getattr(asked, name)(*args, **kwargs))
 
     def made(self, run, session, parts=1):
         point = {POINT: torch.randn(64, 256)}
@@ -60,7 +65,7 @@ class Stored:
         self.close()
         for item in self.root.glob(".catalogue.sqlite3*") if rebuilt else ():
             item.unlink()
-        self.store = ActivationStore(str(self.root))
+        self._begin()
 
     def close(self):
         self.store._writer.close()
@@ -75,9 +80,9 @@ class Stored:
 
 
 @pytest.fixture
-def stored(tmp_path, make, monkeypatch):
+def stored(tmp_path, make, reader_of, monkeypatch):
     monkeypatch.setattr("deployments.activations.store.node_writers", lambda root: [])
-    stored = Stored(tmp_path / "root", make)
+    stored = Stored(tmp_path / "root", make, reader_of)
     yield stored
     stored.close()
 

@@ -16,10 +16,10 @@ from deployments.activations.accounts import OPERATOR, Account
 from deployments.activations.catalogue import Catalogue
 from deployments.activations.facts import StoreError
 from deployments.activations.profile_files import DEFAULTS, FOLDER, MAX_BYTES, ProfileFiles
-from deployments.activations.profiles import Profile
 from deployments.errors import RequestError
+from deployments.points.profiles import Profile
 
-ZERO = {"op": "zero", "point": "layers.1.output", "tokens": {"last": 2}, "features": {"first": 3}}
+ZERO = {"op": "zero", "point": "layers.1.output", "tokens": {"prompt_last": 2}, "features": {"first": 3}}
 PATCH = {"op": "replace", "point": "layers.*.output", "from": {"run_id": "r", "tokens": "prompt"}}
 USER = Account(None, is_admin=False)
 CAPTURE = {"points": ["norm.output"], "return": "inline", "dtype": "float32"}

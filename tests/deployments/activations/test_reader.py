@@ -15,10 +15,10 @@ import deployments.activations
 from deployments.activations import load, runs
 from deployments.activations.catalogue import Catalogue
 from deployments.activations.facts import RunFacts, ShardFacts
-from deployments.activations.patterns import Patterns, keys
 from deployments.activations.reader import is_sealed
 from deployments.activations.schema import to_batch
 from deployments.activations.writer import Writer
+from deployments.points.patterns import Patterns, keys
 
 REPOSITORY = Path(deployments.activations.__file__).parents[2]
 BITS = {torch.float32: torch.int32, torch.float16: torch.int16, torch.bfloat16: torch.int16}
@@ -177,7 +177,7 @@ def test_the_only_run_needs_no_name_and_points_are_chosen_in_order(make, open_wr
     made = make("r", points)
     open_writer().submit(made.facts, made.batches).result()
     assert list(load(tmp_path / "session", points=["c", "a"])) == ["c", "a"]
-    with pytest.raises(ValueError, match="no d; it has a, b, c"):
+    with pytest.raises(ValueError, match="d was not recorded; there is a, b, c"):
         load(tmp_path / "session", points=["d"])
 
 

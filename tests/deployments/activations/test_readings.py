@@ -18,12 +18,12 @@ from deployments.activations.downloads import Choice
 from deployments.activations.encodings import ENCODERS, as_arrow
 from deployments.activations.facts import StoreError
 from deployments.activations.named_tensors import tensors
-from deployments.activations.patterns import Patterns
 from deployments.activations.reader import messages
 from deployments.activations.readings import Readings
 from deployments.activations.selecting import Wanted, select, shards
 from deployments.activations.writer import Writer
 from deployments.errors import RequestError
+from deployments.points.patterns import Patterns
 
 FORMATS = ["arrow", *ENCODERS]
 
@@ -36,7 +36,7 @@ def store(make, tmp_path):
     for run in ("r0", "r1", "r2"):
         made = make(run, {"layers.0.output": torch.randn(40, 16).bfloat16()}, parts=2)
         writer.submit(made.facts, made.batches).result()
-    yield writer, Readings(catalogue, tmp_path)
+    yield writer, Readings(catalogue)
     writer.close()
 
 
@@ -60,7 +60,7 @@ def mixed(make, tmp_path_factory):
         put(writer, make(run, {"layers.0.attention.weights": patterns, "norm.output": torch.randn(19, 5).bfloat16()}))
     for run in ("r2", "r3"):
         put(writer, make(run, {"layers.0.output": torch.randn(40, 16), "norm.output": torch.randn(40, 3)}, parts=3))
-    yield root, Readings(catalogue, root)
+    yield root, Readings(catalogue)
     writer.close()
 
 
@@ -74,7 +74,7 @@ def test_pages_of_any_sizes_in_any_order_join_to_the_whole_file(mixed, format, d
     whole = b"".join((ENCODERS[format](named) if named else as_arrow(files, Wanted())).read())
     choice = Choice("session", None, None, format)
     if data.draw(st.booleans(), "planned anew"):
-        found = Readings(found._catalogue, root)
+        found = Readings(found._catalogue)
     tag, length = found.find(choice)
     assert length == len(whole)
     cuts = sorted({0, length, *data.draw(st.lists(st.integers(0, length), max_size=12), "cuts")})
@@ -124,7 +124,7 @@ def test_a_named_run_is_read_at_its_place(store, tmp_path):
     with file.open("r+b") as bytes_before:
         bytes_before.seek(first)
         bytes_before.write(bytes(64))  # the head of a batch of r0: nothing behind it would be found by looking through
-    assert taken(Readings(found._catalogue, tmp_path), Choice("session", ("r2",), None, "npz")) == wanted
+    assert taken(Readings(found._catalogue), Choice("session", ("r2",), None, "npz")) == wanted
 
 
 def test_a_run_that_is_none_is_refused_with_some_that_are(store):
@@ -143,7 +143,7 @@ def test_a_run_that_comes_between_two_pages_is_left_out_and_in_the_next_download
     whole, of_named = taken(found, everything), taken(found, named)
     (tag, length), (tag_of_named, _) = found.find(everything), found.find(named)
     put(writer, make("late", {"layers.0.output": torch.randn(4, 16).bfloat16()}))
-    for reading in (found, Readings(found._catalogue, found._root)):  # another knows nothing of the first pages
+    for reading in (found, Readings(found._catalogue)):  # another knows nothing of the first pages
         assert reading.find(everything, tag) == (tag, length)
         assert reading.page(everything, tag, 0, length) == whole
         assert reading.page(named, tag_of_named, 0, len(of_named)) == of_named

@@ -12,6 +12,7 @@ import torch
 
 from deployments.activations import load, runs
 from deployments.activations.catalogue import Catalogue
+from deployments.activations.database import sealed_files
 from deployments.activations.holding import create, held
 from deployments.activations.reader import is_sealed, whole_runs
 from deployments.activations.recovering import recover
@@ -174,3 +175,24 @@ def test_what_is_damaged_rather_than_cut_off_is_set_aside_before_the_file_is_sea
         assert [run["run_id"] for run in Catalogue.rebuild(folder).runs()] == kept
         recover(folder)
         assert len(list((folder / "session").iterdir())) == 1 + copy.exists()
+
+
+def test_files_that_the_catalogue_knows_as_sealed_are_not_opened_unless_they_changed(
+    make, open_writer, tmp_path, monkeypatch
+):
+    for number in range(3):
+        writer = open_writer()
+        writer.submit(*make(f"r{number}")[:2]).result()
+        writer.close()
+        writer._catalogue.close()
+    opened, real = [], is_sealed
+    monkeypatch.setattr(
+        "deployments.activations.recovering.is_sealed", lambda path: opened.append(path.name) or real(path)
+    )
+    recover(tmp_path, sealed_files(tmp_path))
+    assert opened == []
+    changed, *others = sorted((tmp_path / "session").iterdir())
+    os.truncate(changed, changed.stat().st_size - 10)
+    recover(tmp_path, sealed_files(tmp_path))
+    assert set(opened) == {changed.name}
+    assert all(real(path) for path in (changed, *others))

@@ -118,7 +118,7 @@ def test_a_long_run_is_refused_at_the_chunk_that_is_too_much_and_others_go_on(ke
     steps=st.lists(st.tuples(st.integers(0, 2), st.sampled_from(["run", "long", "abandon", "delete"])), max_size=25),
     quota=st.integers(0, 5),
 )
-def test_what_is_used_is_what_the_files_have(big, tmp_path_factory, steps, quota):
+def test_what_is_used_is_what_the_files_have(big, settle, tmp_path_factory, steps, quota):
     root = tmp_path_factory.mktemp("store")
     writer, opened = Writer(root, Catalogue.rebuild(root), shard_bytes=2 * RUN), {}
     writer.retain(Retention(max_store_bytes=max(1, quota * RUN), delete_oldest=quota % 2 == 1)).result()
@@ -136,7 +136,7 @@ def test_what_is_used_is_what_the_files_have(big, tmp_path_factory, steps, quota
                 writer.abandon(name, opened.pop(name)[0].facts.run_id).result()
             elif step == "delete":
                 writer.delete(name).result()
-        writer.abandon("none", "none").result()  # behind the round that closed what was full
+        settle(writer)  # what was full is closed
         files = {name: sum(file.stat().st_size for file in root.glob(f"{name}/*.arrow")) for name in ("s0", "s1", "s2")}
         used = {name: writer._pool.used(name) for name in files}
         assert used == files
@@ -326,7 +326,7 @@ def test_who_reads_keeps_what_is_mapped_and_hears_of_the_rest(keep, big, make, t
     iterator = iter(ActivationRows(tmp_path, [POINT], session="session", batch_size=16))
     first = next(iterator)
     catalogue = writer._catalogue
-    readings = Readings(catalogue, tmp_path)
+    readings = Readings(catalogue)
     tag, _ = readings.find(Choice("session"))
     assert writer.retain(Retention(max_session_age_s=1)).result() == ["session"]
     assert not (tmp_path / "session").exists()

@@ -11,6 +11,7 @@ from safetensors.torch import load as tensors
 from deployments.activations import load
 from deployments.activations.commits import Commits
 from deployments.activations.facts import StoreError
+from deployments.activations.reads_runs import connect_reader
 from deployments.activations.retention import Retention
 from deployments.activations.store import ActivationStore, connect
 
@@ -24,20 +25,25 @@ def store(tmp_path):
     store._writer.close()
 
 
-def test_batches_passed_by_reference_are_stored_listed_and_deleted(make, store):
+@pytest.fixture
+def reader(store, reader_of):
+    return reader_of(store)
+
+
+def test_batches_passed_by_reference_are_stored_listed_and_deleted(make, store, reader):
     points = {"layers.0.output": torch.randn(6, 8).bfloat16(), "heads": torch.randn(6, 2, 4)}
     made = [make(f"r{number}", points, parts=2) for number in range(4)]
 
     async def steps():
         writes = [store.write(item.facts, [ray.put(batch) for batch in item.batches]) for item in made]
         stored = await asyncio.gather(*writes)
-        return stored, await store.sessions(), await store.session("session"), await store.delete("session")
+        return stored, await reader.sessions(), await reader.session("session"), await store.delete("session")
 
     stored, sessions, session, deleted = asyncio.run(steps())
     assert [run.run_id for run in stored] == ["r0", "r1", "r2", "r3"]
     assert (sessions[0]["id"], sessions[0]["runs"], len(session["runs"])) == ("session", 4, 4)
     assert deleted
-    assert asyncio.run(store.session("session")) is None
+    assert asyncio.run(reader.session("session")) is None
 
 
 def test_what_was_put_reads_back(make, store):
@@ -46,7 +52,7 @@ def test_what_was_put_reads_back(make, store):
     assert torch.equal(load(stored.points["p"].uri)["p"], made.points["p"])
 
 
-def test_a_run_sent_in_parts_by_reference_reads_back_and_an_abandoned_one_does_not(make, store):
+def test_a_run_sent_in_parts_by_reference_reads_back_and_an_abandoned_one_does_not(make, store, reader):
     kept, dropped = (make(name, {"p": torch.randn(6, 8).bfloat16()}, parts=3) for name in ("kept", "dropped"))
 
     async def steps():
@@ -57,19 +63,19 @@ def test_a_run_sent_in_parts_by_reference_reads_back_and_an_abandoned_one_does_n
         stored = await store.write(kept.facts, [ray.put(kept.batches[2])], 2)
         with pytest.raises(StoreError, match="abandoned"):
             await store.write(dropped.facts, [], 2)
-        return stored, await store.session("session")
+        return stored, await reader.session("session")
 
     stored, session = asyncio.run(steps())
     assert [run["run_id"] for run in session["runs"]] == ["kept"]
     assert torch.equal(load(stored.points["p"].uri)["p"], kept.points["p"])
 
 
-def test_a_run_gives_rows_once_it_is_whole_and_no_more_when_it_is_deleted(make, store):
+def test_a_run_gives_rows_once_it_is_whole_and_no_more_when_it_is_deleted(make, store, reader):
     made = make("r", {"p": torch.randn(6, 8).bfloat16()}, parts=2)
 
     async def steps():
         def rows():
-            return store.rows("r", [["p"]], "prompt", 1000)
+            return reader.rows("r", [["p"]], "prompt", 1000)
 
         await store.append("session", "r", 0, [ray.put(made.batches[0])])
         unfinished = await rows()
@@ -95,7 +101,7 @@ def get_for_a_minute(reference):
         ray.get(reference)
 
 
-def test_a_batch_that_died_with_its_owner_fails_its_run_alone(make, store):
+def test_a_batch_that_died_with_its_owner_fails_its_run_alone(make, store, reader):
     made = make("lost", {"p": torch.zeros(1000, 500)})
     owner = Owner.remote()
     [reference] = ray.get(owner.put.remote(made.batches[0]))
@@ -106,27 +112,32 @@ def test_a_batch_that_died_with_its_owner_fails_its_run_alone(make, store):
         asyncio.run(store.write(made.facts, [reference]))
     after = make("after")
     assert asyncio.run(store.write(after.facts, [ray.put(after.batches[0])])).run_id == "after"
-    assert [run["run_id"] for run in asyncio.run(store.session("session"))["runs"]] == ["after"]
+    assert [run["run_id"] for run in asyncio.run(reader.session("session"))["runs"]] == ["after"]
 
 
-def test_a_store_started_again_knows_what_is_on_disk(make, store, tmp_path):
+def test_a_store_started_again_knows_what_is_on_disk(make, store, reader, reader_of, tmp_path):
     made = make("r")
     asyncio.run(store.write(made.facts, [ray.put(made.batches[0])]))
+    store._writer.close()
+    before = asyncio.run(reader.session("session"))
+    store._catalogue.close()
     again = ActivationStore(str(tmp_path / "made" / "here"))
-    assert asyncio.run(again.session("session")) == asyncio.run(store.session("session"))
+    assert asyncio.run(reader_of(again).session("session")) == before
     again._writer.close()
 
 
 def test_after_a_fault_of_the_writer_all_who_wait_are_told_and_the_next_run_is_stored(make, store, monkeypatch):
     made, after = make("r"), make("after")
     with monkeypatch.context() as patched:
-        patched.setattr(Commits, "_commit", lambda *args: 1 / 0)
+        patched.setattr(Commits, "end", lambda *args: 1 / 0)
         with pytest.raises(StoreError, match="log says why"):
             asyncio.run(store.write(made.facts, [ray.put(made.batches[0])]))
     assert asyncio.run(store.write(after.facts, [ray.put(after.batches[0])])).run_id == "after"
 
 
-def test_limits_and_pins_hold_also_for_the_writer_that_takes_the_place_of_one_that_failed(make, store, monkeypatch):
+def test_limits_and_pins_hold_also_for_the_writer_that_takes_the_place_of_one_that_failed(
+    make, store, reader, monkeypatch
+):
     made = make("r")
 
     async def steps():
@@ -139,17 +150,17 @@ def test_limits_and_pins_hold_also_for_the_writer_that_takes_the_place_of_one_th
         assert await store.pin("session", True)
         with pytest.raises(StoreError, match="quota of session"):
             await store.check_room("session", 11)
-        return await store.session("session")
+        return await reader.session("session")
 
     assert asyncio.run(steps())["pinned"]
 
 
 def test_all_who_ask_for_a_directory_share_one_actor_that_comes_back_when_killed(make, tmp_path):
     root = str(tmp_path / "shared")
-    first, second = connect(root), connect(root)
+    first, second, reader = connect(root), connect(root), connect_reader(root)
     made = make("r")
     ray.get(first.write.remote(made.facts, [ray.put(made.batches[0])]))
-    assert ray.get(second.session.remote("session"))["runs"][0]["run_id"] == "r"
+    assert ray.get(reader.session.remote("session"))["runs"][0]["run_id"] == "r"
     ray.get(second.retain.remote(Retention(max_store_bytes=1 << 20)))
     ray.kill(first, no_restart=False)
     after = make("after")
@@ -159,7 +170,7 @@ def test_all_who_ask_for_a_directory_share_one_actor_that_comes_back_when_killed
             if not stored:
                 ray.get(second.write.remote(after.facts, [ray.put(after.batches[0])]), timeout=60)
                 stored = True
-            listed = ray.get(second.session.remote("session"), timeout=60)
+            listed = ray.get(reader.session.remote("session"), timeout=60)
             break
         except ray.exceptions.ActorUnavailableError:
             continue
@@ -167,6 +178,7 @@ def test_all_who_ask_for_a_directory_share_one_actor_that_comes_back_when_killed
     with pytest.raises(StoreError, match="quota"):  # the limits are those that it had
         ray.get(second.check_room.remote("session", 1 << 20))
     ray.kill(second)
+    ray.kill(reader)
 
 
 def test_a_uri_of_a_directory_is_refused(tmp_path):

@@ -11,12 +11,11 @@ from hypothesis import strategies as st
 from safetensors.torch import load
 
 from deployments.activations.catalogue import Catalogue
-from deployments.activations.interventions import Positions
 from deployments.activations.reader import path_of
-from deployments.activations.spec import Last
 from deployments.activations.stored_rows import read_rows
 from deployments.activations.writer import Writer
 from deployments.errors import RequestError
+from deployments.points.token_choices import Last, Positions, PromptLast, TextPiece
 
 ROWS = 9  # of which the last is generated
 MUCH = 1 << 20
@@ -49,16 +48,18 @@ def positions_of(tokens):
             return list(range(ROWS - 1))
         case "generated":
             return [ROWS - 1]
-        case "last":
+        case "prompt_last":
             return [ROWS - 2]
-        case Last():
-            return list(range(ROWS - 1 - tokens.last, ROWS - 1))
+        case "generated_last":
+            return [ROWS - 1]
+        case PromptLast():
+            return list(range(ROWS - 1 - tokens.prompt_last, ROWS - 1))
     return tokens.positions
 
 
 choices = st.one_of(
-    st.sampled_from(["all", "prompt", "generated", "last"]),
-    st.builds(Last, last=st.integers(1, ROWS - 1)),
+    st.sampled_from(["all", "prompt", "generated", "prompt_last", "generated_last"]),
+    st.builds(PromptLast, prompt_last=st.integers(1, ROWS - 1)),
     st.builds(Positions, positions=st.lists(st.integers(0, ROWS - 1), min_size=1, max_size=12)),
 )
 
@@ -79,7 +80,9 @@ def test_a_point_is_found_by_any_of_its_names_the_first_one_first(stored):
     entry, points = stored("r1")
     first, second = points
     found = load(
-        read_rows(path_of(entry.uri), entry, [["unknown", second], [second, first], ["x", first, second]], "last", MUCH)
+        read_rows(
+            path_of(entry.uri), entry, [["unknown", second], [second, first], ["x", first, second]], "prompt_last", MUCH
+        )
     )
     for i, name in enumerate((second, second, first)):
         assert found[str(i)].shape == (1, *points[name].shape[1:])
@@ -90,7 +93,9 @@ def test_a_point_is_found_by_any_of_its_names_the_first_one_first(stored):
     [
         (["layers.5.output"], "all", MUCH, "from.point", "point_not_recorded"),
         (["layers.0.output"], Positions(positions=[ROWS]), MUCH, "from.tokens", "invalid_value"),
-        (["layers.0.output"], Last(last=ROWS), MUCH, "from.tokens", "invalid_value"),
+        (["layers.0.output"], PromptLast(prompt_last=ROWS), MUCH, "from.tokens", "invalid_value"),
+        (["layers.0.output"], Last(last=2), MUCH, "from.tokens", "ambiguous_tokens"),
+        (["layers.0.output"], TextPiece(text="a"), MUCH, "from.tokens.text", "invalid_value"),
         (["layers.0.output"], "all", ROWS * 8 - 1, "from", "rows_too_large"),
     ],
 )
@@ -112,5 +117,6 @@ def test_a_run_of_which_only_some_tokens_were_recorded_says_which(make, tmp_path
         read_rows(path_of(entry.uri), entry, [["p"]], "prompt", MUCH)
     writer.close()
     shutil.rmtree(tmp_path / "session")
-    assert read_rows(path_of(entry.uri), entry, [["p"]], "all", MUCH) is None
+    with pytest.raises(FileNotFoundError):
+        read_rows(path_of(entry.uri), entry, [["p"]], "all", MUCH)
     assert catalogue.find("other") is None

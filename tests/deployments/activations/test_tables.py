@@ -13,12 +13,12 @@ import pytest
 import torch
 
 from deployments.activations.catalogue import Catalogue
-from deployments.activations.facts import COLUMNS
-from deployments.activations.patterns import Patterns
 from deployments.activations.selecting import shards
 from deployments.activations.tables import runs_table, table
 from deployments.activations.writer import Writer
 from deployments.errors import RequestError
+from deployments.points.names import COLUMNS
+from deployments.points.patterns import Patterns
 
 POINT, HEADS, WEIGHTS = "layers.1.output", "layers.1.attention.heads", "layers.1.attention.weights"
 

@@ -19,12 +19,12 @@ from torch.utils.data import BatchSampler, DataLoader, RandomSampler
 
 from deployments.activations import training
 from deployments.activations.catalogue import Catalogue
-from deployments.activations.patterns import Patterns
 from deployments.activations.row_index import index_rows
 from deployments.activations.selecting import shards
 from deployments.activations.training import ActivationDataset, ActivationRows
 from deployments.activations.writer import Writer
 from deployments.errors import RequestError
+from deployments.points.patterns import Patterns
 
 POINT, HEADS, WEIGHTS = "layers.1.output", "layers.1.attention.heads", "layers.1.attention.weights"
 DTYPES = [torch.bfloat16, torch.float16, torch.float32, torch.float64, torch.int32, torch.int64]
@@ -57,10 +57,19 @@ def seen(batches, runs) -> Counter:
 def written(made, points, tokens="all") -> Counter:
     found = Counter()
     for one in made:
+        prompt, total = one.facts.prompt_tokens, one.facts.tokens
+        wanted = {
+            "all": range(total),
+            "prompt": range(prompt),
+            "generated": range(prompt, total),
+            "last": [total - 1],
+            "prompt_last": [prompt - 1],
+            "generated_last": [total - 1] if total > prompt else [],
+        }
         rows = len(next(iter(one.points.values())))
         for i in range(rows):
-            generated = i >= one.facts.prompt_tokens
-            if tokens in ("all", "generated" if generated else "prompt"):
+            generated = i >= prompt
+            if i in (tokens["positions"] if isinstance(tokens, dict) else wanted[tokens]):
                 values = tuple((name, one.points[name].dtype, bits(one.points[name][i])) for name in points)
                 found[one.facts.run_id, i, 100 + i, generated, values] += 1
     return found
@@ -89,7 +98,7 @@ def layouts(draw):
 @settings(max_examples=60, deadline=None)
 @given(
     layouts(),
-    st.sampled_from(["all", "prompt", "generated"]),
+    st.sampled_from(["all", "prompt", "generated", "last", "prompt_last", "generated_last", {"positions": [1, 4, 0]}]),
     st.integers(1, 12),
     st.integers(1, 600),
     st.integers(1, 100),
@@ -276,7 +285,7 @@ def test_runs_without_a_point_and_open_runs_are_left_out(make, open_writer, tmp_
         ({"runs": ["zzz"]}, RequestError, "no run 'zzz'; there is a, b, c"),
         ({"runs": "a"}, ValueError, "runs: name them as a list"),
         ({"session": "never"}, FileNotFoundError, "no session 'never'"),
-        ({"tokens": "last"}, ValueError, "tokens: 'last' is none of all, prompt, generated"),
+        ({"tokens": "first"}, ValueError, "tokens: 'first' is none of all, prompt, generated"),
         ({"batch_size": 0}, ValueError, "batch_size: 0"),
         ({"window_bytes": 0}, ValueError, "window_bytes: 0"),
         ({"rank": 1}, ValueError, "rank, world_size: give both"),

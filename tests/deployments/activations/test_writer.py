@@ -6,6 +6,7 @@ import shutil
 import signal
 import subprocess
 import sys
+import threading
 from concurrent.futures import Future
 from pathlib import Path
 
@@ -17,6 +18,7 @@ from deployments.activations import load, runs
 from deployments.activations.catalogue import Catalogue
 from deployments.activations.facts import StoreError
 from deployments.activations.reader import is_sealed
+from deployments.activations.retention import Retention
 
 POINT = "layers.0.output"
 REPOSITORY = Path(deployments.activations.__file__).parents[2]
@@ -49,10 +51,10 @@ def test_sessions_and_schemas_have_files_of_their_own(make, open_writer, tmp_pat
     assert (len(files(tmp_path)), len(files(tmp_path, "other"))) == (3, 1)
 
 
-def test_a_full_shard_is_sealed_and_the_next_run_begins_another(make, open_writer, tmp_path):
+def test_a_full_shard_is_sealed_and_the_next_run_begins_another(make, open_writer, settle, tmp_path):
     writer = open_writer(shard_bytes=4000)
     write(writer, *(make(f"r{number}") for number in range(10)))
-    writer.delete("nothing").result()  # behind the round that sealed
+    settle(writer)
     *full, _ = sealed = [is_sealed(path) for path in files(tmp_path)]
     assert len(sealed) > 2
     assert all(full)
@@ -60,11 +62,11 @@ def test_a_full_shard_is_sealed_and_the_next_run_begins_another(make, open_write
     assert len(runs(tmp_path / "session")) == 10
 
 
-def test_the_longest_idle_shard_is_sealed_when_too_many_are_open(make, open_writer, tmp_path):
+def test_the_longest_idle_shard_is_sealed_when_too_many_are_open(make, open_writer, settle, tmp_path):
     writer = open_writer(open_shards=2)
     for number, session in enumerate(["a", "b", "a", "c"]):
         write(writer, make(f"r{number}", session_id=session))
-    writer.delete("nothing").result()  # behind the round that sealed
+    settle(writer)
     assert [is_sealed(files(tmp_path, session)[0]) for session in "abc"] == [False, True, False]
 
 
@@ -242,3 +244,53 @@ def test_every_run_acknowledged_before_a_kill_reads_back_whole(tmp_path):
     assert listed.issuperset(acknowledged)
     for run in listed:
         assert torch.equal(load(tmp_path / "session", run)["p"], torch.full((3, 512), float(run[1:])))
+
+
+def test_names_of_new_files_are_durable_before_their_runs_are_answered_and_not_made_so_one_by_one(
+    make, open_writer, tmp_path, monkeypatch
+):
+    writer, synced, fsync, gate = open_writer(), [], os.fsync, threading.Event()
+
+    def seen(descriptor):
+        synced.append(os.readlink(f"/proc/self/fd/{descriptor}"))
+        gate.wait()
+        fsync(descriptor)
+
+    monkeypatch.setattr("deployments.activations.shard.os.fsync", seen)
+    first = writer.submit(*make("first", session_id="s0")[:2])  # its group is held up, so that the next ones are one
+    others = [writer.submit(*make(f"r{n}", session_id=f"s{n}")[:2]) for n in range(1, 20)]
+    writer.check_quotas("s", 0).result()
+    assert not any(future.done() for future in (first, *others))
+    gate.set()
+    for future in (first, *others):
+        future.result()
+    assert {str(tmp_path / f"s{number}") for number in range(20)} <= set(synced)
+    assert synced.count(str(tmp_path)) <= 3  # once for each group
+
+
+def test_runs_are_stored_while_the_files_of_a_deleted_session_are_being_removed(make, open_writer, monkeypatch):
+    writer, gate, real = open_writer(), threading.Event(), shutil.rmtree
+    write(writer, make("old", session_id="old"))
+    monkeypatch.setattr(
+        "deployments.activations.deleting.shutil.rmtree", lambda *args, **named: (gate.wait(), real(*args, **named))
+    )
+    deleted = writer.delete("old")
+    write(writer, make("r"), make("again", session_id="old"))
+    assert not deleted.done()
+    gate.set()
+    assert deleted.result() is True
+    assert sorted(run["run_id"] for run in writer._catalogue.runs()) == ["again", "r"]
+
+
+def test_an_abandoned_run_and_a_question_for_room_wait_for_no_commit(make, open_writer, monkeypatch):
+    writer, gate, fsync = open_writer(), threading.Event(), os.fsync
+    writer.retain(Retention(max_store_bytes=1 << 30)).result()
+    long = make("long", {POINT: torch.randn(4, 4)}, parts=2, session_id="other")
+    writer.append("other", "long", 0, [long.batches[0]]).result()
+    monkeypatch.setattr("deployments.activations.shard.os.fsync", lambda file: (gate.wait(), fsync(file)))
+    stored = writer.submit(*make("r")[:2])
+    writer.abandon("other", "long").result()
+    assert writer.check_quotas("other", 1 << 20).result() == []
+    assert not stored.done()
+    gate.set()
+    assert stored.result().run_id == "r"

@@ -17,6 +17,7 @@ from conftest import _make as make
 
 from deployments.activations import load
 from deployments.activations.facts import StoreError
+from deployments.activations.reads_runs import connect_reader
 from deployments.activations.store import connect
 from deployments.activations.taking import connect_writer, node_writers
 
@@ -57,7 +58,7 @@ class Elsewhere:
     """A store whose directory other nodes do not see."""
 
     def place(self):
-        return "another node", "another mark"
+        return "another node", "another mark", ""
 
 
 def pid_of_writer() -> int:
@@ -69,7 +70,7 @@ def pid_of_writer() -> int:
 def main(root: str) -> None:
     cluster = Cluster(initialize_head=True, head_node_args={"num_cpus": 1}, connect=True)
     other = cluster.add_node(num_cpus=1)
-    store = connect(root)
+    store, reader = connect(root), connect_reader(root)
     here, there = (
         Replica.options(scheduling_strategy=NodeAffinitySchedulingStrategy(node.node_id, soft=False)).remote(
             root, store
@@ -82,7 +83,7 @@ def main(root: str) -> None:
     assert files["h"] != files["t"] == files["u"]
     for name, (_, points) in runs.items():
         assert torch.equal(load(files[name], name, verify=True)["layers.0.output"], points["layers.0.output"])
-    listed = ray.get(store.session.remote("session"))
+    listed = ray.get(reader.session.remote("session"))
     assert {run["run_id"] for run in listed["runs"]} == {"h", "t", "u"}
     print("both nodes write, and the store lists it")
 
@@ -94,7 +95,7 @@ def main(root: str) -> None:
         assert "was deleted while the run went on" in ray.get(one.finish.remote(name))
     stored, points = ray.get(there.store_run.remote("again"))
     assert torch.equal(load(stored.points["layers.0.output"].uri)["layers.0.output"], points["layers.0.output"])
-    assert [run["run_id"] for run in ray.get(store.session.remote("session"))["runs"]] == ["again"]
+    assert [run["run_id"] for run in ray.get(reader.session.remote("session"))["runs"]] == ["again"]
     print("a deletion reaches the files of both")
 
     ray.get(there.begin.remote("cut"))
@@ -113,12 +114,12 @@ def main(root: str) -> None:
     ray.get(there.store_run.remote("told", "other"))
     while True:
         try:
-            found = ray.get(store.session.remote("other"))
+            found = ray.get(reader.session.remote("other"))
             break
         except ray.exceptions.ActorUnavailableError:
             continue
     assert {run["run_id"] for run in found["runs"]} == {"kept", "told"}
-    assert {run["run_id"] for run in ray.get(store.session.remote("session"))["runs"]} == {"again", "after"}
+    assert {run["run_id"] for run in ray.get(reader.session.remote("session"))["runs"]} == {"again", "after"}
     assert len(node_writers(root)) == 1
     print("a store that starts again knows what the others wrote and hears of what they write")
 

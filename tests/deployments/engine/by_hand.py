@@ -9,10 +9,10 @@ from typing import Any
 import nnsight
 import torch
 
-from deployments.activations.points import Place, Point
-from deployments.activations.spec import Capture
 from deployments.engine.edits import Edit
 from deployments.engine.model import Model
+from deployments.points.resolving import Place, Point
+from deployments.points.spec import Capture
 
 Values = dict[str, torch.Tensor]  # point name -> [tokens, ...]
 

@@ -15,9 +15,6 @@ import pytest
 import torch
 from torch.nn.utils.rnn import pad_sequence
 
-from deployments.activations.patterns import Patterns
-from deployments.activations.points import Point
-from deployments.activations.spec import Capture
 from deployments.engine.engine import Engine
 from deployments.engine.model import Model
 from deployments.engine.recording import joined
@@ -32,6 +29,11 @@ from deployments.engine.request import (
     Request,
     Rows,
 )
+from deployments.points.patterns import Patterns
+from deployments.points.recomputing import eagerly
+from deployments.points.resolving import Point
+from deployments.points.spec import Capture
+from deployments.points.token_choices import Last
 
 sys.path.append(str(Path(__file__).parent))  # importlib mode adds no folder; `by_hand` stands beside this file
 TIE = 1e-4
@@ -82,7 +84,27 @@ def _same_greedy(model: Model, prompt: Sequence[int], got: Sequence[int], want: 
 
 @torch.inference_mode()
 def _lone_values(model: Model, tokens: Sequence[int], points: Sequence[Point]) -> dict[str, Any]:
-    """What hooks that clone see at each point in one plain forward, [tokens, ...]; of patterns, row by row."""
+    """What hooks that clone see at each point in one plain forward, [tokens, ...]; of patterns, row by row.
+
+    Attention patterns are those of a forward with eager attention.
+    """
+    places = {(point.place.module, point.place.side) for point in points}
+    patterns = {place for place in places if place[1] == "weights"}
+    seen = _hooked(model, tokens, places - patterns)
+    if patterns:
+        with eagerly(model.hf):
+            seen |= _hooked(model, tokens, patterns)
+    values = {point.name: seen[point.place.module, point.place.side] for point in points}
+    return {
+        point.name: _patterns(values[point.name][0])
+        if point.place.side == "weights"
+        else values[point.name].reshape(len(tokens), *point.shape)
+        for point in points
+    }
+
+
+def _hooked(model: Model, tokens: Sequence[int], places: set[tuple[str, Any]]) -> dict[tuple[str, str], torch.Tensor]:
+    """What one plain forward shows at (module, side)."""
     seen: dict[tuple[str, str], torch.Tensor] = {}
 
     def keep(module: str, side: str, value: Any) -> None:
@@ -97,20 +119,14 @@ def _lone_values(model: Model, tokens: Sequence[int], points: Sequence[Point]) -
         return lambda _, args, output: keep(module, side, output)
 
     with ExitStack() as hooks:
-        for path, side in {(point.place.module, point.place.side) for point in points}:
+        for path, side in places:
             module = model.hf.get_submodule(path)
             if side == "input":
                 hooks.callback(module.register_forward_pre_hook(before(path), with_kwargs=True).remove)
             else:
                 hooks.callback(module.register_forward_hook(after(path, side)).remove)
         model.hf(input_ids=torch.tensor([list(tokens)]), use_cache=False)
-    values = {point.name: seen[point.place.module, point.place.side] for point in points}
-    return {
-        point.name: _patterns(values[point.name][0])
-        if point.place.side == "weights"
-        else values[point.name].reshape(len(tokens), *point.shape)
-        for point in points
-    }
+    return seen
 
 
 def _patterns(weights: torch.Tensor) -> Patterns:
@@ -191,7 +207,7 @@ class Lone:
         assert [token for delta in deltas for token in delta.tokens] == tokens
         said = [one for delta in deltas for one in delta.logprobs]
         assert len(said) == (0 if request.logprobs is None else len(tokens))
-        seen = [layers for delta in deltas for layers in delta.lens]
+        seen = [[layer.top for layer in layers] for delta in deltas for layers in delta.lens]
         assert len(seen) == (len(tokens) if request.lens else 0)
         self._check_prompt(request, before, cancelled)
         self._check_tokens(request, tokens, said)
@@ -274,10 +290,17 @@ class Lone:
 def _rows_asked(request: Request, total: int) -> range:
     """Positions that a capture is to have of `total` tokens."""
     assert request.capture is not None
-    if tail := request.capture.tail:
-        return range(max(0, total - tail), total)
-    prompt = len(request.prompt)
-    return {"all": range(total), "prompt": range(prompt), "generated": range(prompt, total)}[request.capture.tokens]
+    prompt, tokens = len(request.prompt), request.capture.tokens
+    if isinstance(tokens, Last):
+        return range(max(0, total - tokens.last), total)
+    return {
+        "all": range(total),
+        "prompt": range(prompt),
+        "generated": range(prompt, total),
+        "last": range(total - 1, total),
+        "prompt_last": range(prompt - 1, prompt),
+        "generated_last": range(max(prompt, total - 1), total),
+    }[tokens]
 
 
 @pytest.fixture(scope="session")

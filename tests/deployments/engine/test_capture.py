@@ -195,3 +195,24 @@ def test_requests_for_last_rows_wait_until_their_rows_have_room(tiny, prompt, ca
     assert done == {str(i): 65 + i for i in range(4)}
     assert 0 < held <= 160_000
     assert 1 < most < 4
+
+
+def test_tokens_by_their_positions_are_recorded_wherever_they_fall(tiny, prompt, capturing, lone_values):
+    """In a piece of the prompt, behind a preemption, among the generated ones, or not at all."""
+    model, few = tiny("qwen3"), [31, 2, 17, 30, 33, 80]
+    requests = [
+        capturing(model, str(i), prompt(length, i), 12, points=["layers.*.output"], tokens={"positions": few})
+        for i, length in enumerate((30, 20, 3))
+    ]
+    heads = capturing(model, "heads", prompt(30), 4, points=["layers.1.attention.heads"], tokens="prompt_last")
+    heads = replace(heads, capture=heads.capture.model_copy(update={"heads": [3, 1]}))
+    *done, one = Engine(model, max_running=2, prefill_tokens=8, capture_bytes=1 << 20).generate([*requests, heads])
+    for request, finished in zip(requests, done, strict=True):
+        sequence = [*request.prompt, *finished.tokens]
+        there = [position for position in sorted(few) if position < len(sequence)]
+        assert list(finished.captured.positions) == there
+        assert list(finished.captured.token_ids) == [sequence[position] for position in there]
+        for name, want in lone_values(model, sequence, request.points).items():
+            torch.testing.assert_close(finished.captured.values[name], want[there], rtol=1e-3, atol=1e-4)
+    want = lone_values(model, heads.prompt, heads.points)["layers.1.attention.heads"]
+    torch.testing.assert_close(one.captured.values["layers.1.attention.heads"], want[-1:, [3, 1]], rtol=1e-3, atol=1e-4)

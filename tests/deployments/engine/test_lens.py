@@ -38,7 +38,8 @@ def asking(model, id, prompt, new=NEW, **fields):
 def said(events, id):
     """(tokens, logprobs, lens) of one request, one for each token."""
     deltas = [event for event in events if isinstance(event, Delta) and event.id == id]
-    return tuple([one for delta in deltas for one in getattr(delta, name)] for name in ("tokens", "logprobs", "lens"))
+    tokens, logprobs = ([one for delta in deltas for one in getattr(delta, name)] for name in ("tokens", "logprobs"))
+    return tokens, logprobs, [[layer.top for layer in layers] for delta in deltas for layers in delta.lens]
 
 
 @torch.inference_mode()
@@ -295,9 +296,46 @@ def test_a_model_that_is_more_than_its_layers_says_is_refused_a_lens_and_nothing
     assert done.reason != "error"
 
 
-@pytest.mark.parametrize("top_k", [0, 21])
+@pytest.mark.parametrize("top_k", [-1, 21])
 def test_a_number_of_tokens_beyond_the_limit_is_refused(tiny, prompt, top_k):
     model = tiny("qwen3")
     with pytest.raises(RequestError) as refused:
         Engine(model).check(asking(model, "a", prompt(5), lens=lens_of(model, top_k=top_k)))
     assert refused.value.field == "logit_lens.top_k"
+
+
+def test_tokens_of_the_prompt_are_read_as_the_prompt_runs_with_targets_and_their_ranks(tiny, prompt, endings, drain):
+    """In pieces, beside others, and without a token that is generated; a target's rank counts those above it."""
+    model = tiny("qwen3")
+    lens = lens_of(model, top_k=0)._replace(targets=(7, 200), generated=False)
+    asked = [
+        asking(model, "all", prompt(20), 0, lens=lens._replace(prompt=Tokens(0, 20))),
+        asking(model, "few", prompt(20, 1), NEW, lens=lens._replace(prompt=Tokens(3, 18, (3, 17)))),
+    ]
+    engine = Engine(model, prefill_tokens=8)
+    for request in asked:
+        engine.submit(request)
+    done = endings(drain(engine))
+    for request in asked:
+        seen = done[request.id].prompt_lens
+        assert [position for position, _ in seen] == [*request.lens.prompt.of(20)]
+        want = by_hand(model, request.prompt)  # [layers, tokens, vocabulary]
+        for position, layers in seen:
+            for layer, row in zip(layers, want[:, position], strict=True):
+                assert layer.top == ()
+                for token, (logprob, rank) in zip(request.lens.targets, layer.targets, strict=True):
+                    assert logprob == pytest.approx(row[token].item(), abs=CLOSE)
+                    assert int((row > row[token] + CLOSE).sum()) < rank <= int((row > row[token] - CLOSE).sum()) + 1
+
+
+def test_a_prompt_that_is_run_again_is_read_once(build, byte_tokenizer, prompt, endings, drain):
+    model = Model(build("qwen3", num_hidden_layers=2, max_position_embeddings=1024), byte_tokenizer, "qwen3")
+    lens = lens_of(model)._replace(prompt=Tokens(0, 230))
+    requests = [asking(model, str(i), prompt(230, i), 300, lens=lens) for i in range(2)]
+    tight = Engine(model, kv_bytes=1024 * KvMemory(model, 1, kv_bytes=1).position_bytes)
+    for request in requests:
+        tight.submit(request)
+    done = endings(drain(tight))
+    assert tight.statistics.preempted > 0
+    for end in done.values():
+        assert [position for position, _ in end.prompt_lens] == [*range(230)]

@@ -14,11 +14,11 @@ import torch
 from by_hand import hooked
 from by_hand import point as point_of
 
-from deployments.activations.patterns import Patterns
 from deployments.engine.edits import Edit, Tokens
 from deployments.engine.engine import Engine
 from deployments.engine.model import Model
 from deployments.engine.request import Delta
+from deployments.points.patterns import Patterns
 
 RATIO, FLOOR = 1.5, 2**-10
 LENGTHS = (1, 13, 40, 6, 21)

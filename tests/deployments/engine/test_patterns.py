@@ -7,13 +7,14 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from deployments.activations.patterns import keys
-from deployments.activations.spec import Capture
 from deployments.engine.engine import Engine
 from deployments.engine.model import Model
 from deployments.engine.request import Finished, Request, Rows
 from deployments.engine.row_sizes import RowSizes
 from deployments.errors import RequestError
+from deployments.points.patterns import keys
+from deployments.points.spec import Capture
+from deployments.points.token_choices import Tokens, resolve
 
 EVERY = ["layers.*.attention.weights"]
 WEIGHTS = [f"layers.{i}.attention.weights" for i in range(3)]
@@ -58,7 +59,7 @@ def test_each_row_is_what_its_token_attends_to_in_a_forward_of_transformers(eage
 @settings(max_examples=25, deadline=None)
 @given(
     prompts=st.lists(st.tuples(st.integers(1, 60), st.integers(0, 20)), min_size=1, max_size=5),
-    tokens=st.sampled_from(["all", "prompt", "generated", "last", {"last": 7}]),
+    tokens=st.sampled_from(["all", "prompt", "generated", "last", {"last": 7}, "prompt_last", "generated_last"]),
     mode=st.sampled_from(["generate", "trace"]),
     prefill_tokens=st.sampled_from([5, 16, 64, 1024]),
     capture_bytes=st.sampled_from([None, 4000, 100_000]),
@@ -150,7 +151,7 @@ def test_of_the_last_rows_no_more_is_held_than_is_reserved_for_them(last, tiny, 
     tokens = 30 + len(finished.tokens)
     assert finished.captured.positions == range(tokens - last, tokens)
     assert finished.captured.bytes == 3 * 4 * 4 * keys(range(tokens - last, tokens))
-    assert held <= RowSizes.bytes(request.capture, request.points).until_end(request.capture, 90)
+    assert held <= RowSizes.bytes(request.capture, request.points).until_end(resolve(request.capture.tokens, 1, ""), 90)
     assert_shown(model, request, finished)
 
 
@@ -161,8 +162,8 @@ def test_bytes_and_numbers_of_rows_are_counted_by_the_tokens_they_see(tiny):
     assert RowSizes.numbers(capture, points).of(range(7, 10)) == 3 * 4 * (8 + 9 + 10) + 3 * 32
     assert RowSizes.bytes(capture, points).of(range(7, 10)) == 4 * (3 * 4 * (8 + 9 + 10) + 3 * 32)
     assert keys(range(0)) == keys(range(5, 5)) == 0
-    assert RowSizes.bytes(capture, points).until_end(capture, 5) == 4 * (3 * 4 * keys(range(5)) + 5 * 32)
-    assert RowSizes.bytes(capture, points).until_end(capture, 90) == 4 * (3 * 4 * keys(range(84, 90)) + 70 * 32)
+    assert RowSizes.bytes(capture, points).until_end(Tokens(tail=3), 5) == 4 * (3 * 4 * keys(range(5)) + 5 * 32)
+    assert RowSizes.bytes(capture, points).until_end(Tokens(tail=3), 90) == 4 * (3 * 4 * keys(range(84, 90)) + 70 * 32)
 
 
 def test_a_forward_that_gives_no_patterns_fails_the_captures_of_them_alone(
@@ -190,12 +191,13 @@ def refusal(model, **capture):
     return refused.value
 
 
-def test_without_eager_attention_the_refusal_says_how_the_operator_gets_patterns(tiny):
-    error = refusal(tiny("llama"), points=["norm.output", "layers.-1.attention.weights"])
+def test_outside_of_the_registry_the_refusal_says_how_the_operator_gets_patterns(tiny):
+    falcon = tiny("falcon_parallel")
+    error = refusal(falcon, points=["norm.output", "layers.-1.attention.weights"])
     assert (error.field, error.code) == ("capture.points[1]", "no_attention_patterns")
     assert "attention=eager" in error.message
     assert "sdpa" in error.message
-    assert refusal(tiny("llama"), layers=[1], sites=["attention.weights"]).code == "no_attention_patterns"
+    assert refusal(falcon, layers=[1], sites=["attention.weights"]).code == "no_attention_patterns"
 
 
 def test_a_layer_whose_attention_gives_none_is_refused_by_its_module(build, byte_tokenizer):

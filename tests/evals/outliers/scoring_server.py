@@ -9,12 +9,12 @@ import uvicorn
 from fastapi import FastAPI, Request
 from fastapi.responses import JSONResponse
 
-from deployments.activations.structure import structure
 from deployments.editing import Editing
 from deployments.engine import request as engine
 from deployments.engine.engine import Engine
 from deployments.engine.model import Model
 from deployments.holdings import Brought
+from deployments.points.structure import structure
 from serve_app.schemas import CompletionRequest
 
 
@@ -56,8 +56,9 @@ class ScoringServer:
         assert body.logprobs is not None
         (prompt,) = body.prompts
         ids = self._model.tokenizer(prompt)["input_ids"] if isinstance(prompt, str) else list(prompt)
-        edits = Editing(self._model.points, torch.device("cpu"), body.interventions or [], Brought({}, {}))
-        made = edits.of(len(ids), len(ids))
+        changes = {f"interventions[{i}]": spec for i, spec in enumerate(body.interventions or [])}
+        edits = Editing(self._model.points, torch.device("cpu"), changes, Brought({}, {}))
+        made = edits.of(changes, len(ids), len(ids), lambda: ("", []))
         self._engine.submit(engine.Request("0", ids, max_tokens=0, prompt_logprobs=0, edits=made))
         logprobs: list[Any] = [None]
         done = False

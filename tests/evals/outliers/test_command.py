@@ -183,11 +183,14 @@ def test_a_file_of_format_2_has_no_texts(
     [
         (
             ["--points", "layers.*.q_proj.input"],
-            "no run of session s recorded layers.*.q_proj.input; there is layers.0",
+            "--points, session s: layers.*.q_proj.input was not recorded; there is layers.",
         ),
         (["--session", "other"], "no session 'other'"),
         (["--store", "/nowhere"], "there is nothing at /nowhere"),
-        (["--massive-points", "layers.9.output"], "--massive-points: no run of session s recorded layers.9.output"),
+        (
+            ["--massive-points", "layers.9.output"],
+            "--massive-points, session s: layers.9.output was not recorded; there is layers.",
+        ),
     ],
 )
 def test_a_mistake_is_one_line(store: Path, tmp_path: Path, capsys: Any, options: list[str], message: str) -> None:

@@ -8,11 +8,11 @@ import pytest
 import torch
 import transformers
 
-from deployments.activations.spec import Capture
 from deployments.demo_model import WEIGHTS
 from deployments.engine.engine import Engine
 from deployments.engine.model import Model
 from deployments.engine.request import Request
+from deployments.points.spec import Capture
 from evals.outliers import features
 from evals.outliers.stored import INPUTS, Stored
 

@@ -117,14 +117,22 @@ BAD: dict[str, tuple[Change, dict[str, str | None], str]] = {
         {},
         "layers.0.output has several dtypes or shapes, 60 of float32 (24,), 20 of float16 (24,)",
     ),
-    "no such point": (lambda runs: None, {"points": "mlp"}, "--points 'mlp': not stored; there is layers.0.output, "),
+    "no such point": (
+        lambda runs: None,
+        {"points": "mlp"},
+        "--points mlp was not recorded; there is layers.0.output, ",
+    ),
     "no such rows": (
         lambda runs: [setattr(one, "prompt_tokens", 1) for one in runs],
         {},
-        "80 have no stored rows for --tokens last",
+        "80 have no stored rows for --tokens prompt_last",
     ),
     "no group": (lambda runs: None, {"group": None}, "--group: name the tag"),
-    "no such tokens": (lambda runs: None, {"tokens": "first"}, "--tokens 'first': none of last, final, mean, max"),
+    "no such tokens": (
+        lambda runs: None,
+        {"tokens": "first"},
+        "--tokens 'first': none of prompt_last, generated_last",
+    ),
     "no such session": (lambda runs: None, {"session": "nowhere"}, "--session nowhere: "),
     "no such method": (lambda runs: None, {"methods": "lda"}, "--methods 'lda': none of difference, logistic, ridge"),
 }

@@ -62,15 +62,28 @@ def test_permuted_labels_keep_the_shares_of_positives_among_groups(counts: list[
         own = [labels[groups == group] for group in range(len(counts))]
         return sorted((int(one.sum()), len(one)) for one in own if 0 < one.sum() < len(one)), sum(map(np.all, own))
 
-    for labels in permuted(positive, groups, 3, seed):
+    for labels in permuted(positive, groups, names(positive), 3, seed):
         assert shares(labels) == shares(positive)
+
+
+def names(rows: np.ndarray) -> np.ndarray:
+    return np.array([f"run-{row:03}" for row in range(len(rows))])
+
+
+def test_permuted_labels_do_not_depend_on_the_order_of_the_rows() -> None:
+    groups, positive = np.repeat(np.arange(12), 4), np.arange(48) % 3 == 0
+    order = np.random.default_rng(0).permutation(48)
+    shuffled = permuted(positive[order], groups[order], names(positive)[order], 3, 0)
+    assert (shuffled == permuted(positive, groups, names(positive), 3, 0)[:, order]).all()
 
 
 def test_a_difference_in_base_rate_between_groups_is_no_part_of_the_null() -> None:
     groups = np.repeat(np.arange(40), 4)
     often = groups % 2 == 0
     positive = np.where(often, np.arange(160) % 4 > 0, np.arange(160) % 4 == 0)  # three of four, and one of four
-    areas = auroc(np.broadcast_to(often.astype(float), (20, 160)), permuted(positive, groups, 20, 0))[0]
+    areas = auroc(np.broadcast_to(often.astype(float), (20, 160)), permuted(positive, groups, names(positive), 20, 0))[
+        0
+    ]
     assert auroc(often.astype(float), positive)[0] == 0.75
     assert abs(areas.mean() - 0.5) < 0.05
 
@@ -78,7 +91,7 @@ def test_a_difference_in_base_rate_between_groups_is_no_part_of_the_null() -> No
 def test_labels_are_permuted_inside_balanced_groups_and_between_groups_of_one_class() -> None:
     groups = np.repeat(np.arange(40), 4)
     for positive in (np.arange(160) % 2 == 0, groups % 2 == 0):
-        labelings = permuted(positive, groups, 20, 0)
+        labelings = permuted(positive, groups, names(positive), 20, 0)
         agreement = (labelings == positive).mean(axis=1)
         assert abs(agreement.mean() - 0.5) < 0.05
         assert len(np.unique(labelings, axis=0)) == 20

@@ -88,7 +88,7 @@ def test_the_probe_file_is_a_readout_that_tells_the_classes_apart(found: Result,
         "kind": "linear",
         "activation": "sigmoid",
         "labels": '["true"]',
-        "tokens": "last",
+        "tokens": "prompt_last",
         "method": found.headline["method"],
     }
     assert "160 examples in 40 groups" in description
@@ -213,14 +213,14 @@ def test_choices_of_tokens_read_the_rows_that_they_name(directory: Path) -> None
         rows[1, 0] += 4.0 if i % 2 else 0.0
         tags = {"label": "true" if i % 2 else "false", "group": str(i // 4)}
         made.append(Made(f"t{i}", {"norm.output": rows}, tags, ("a", " b", " c", " d"), prompt_tokens=2))
-    tokens = ["last", "final", "mean", "max", "span:2:4", "span:1:2"]
+    tokens = ["prompt_last", "generated_last", "mean", "max", "span:2:4", "span:1:2"]
     found = run(directory, "tokens", made, tokens=tokens, points=["norm.output"], methods=["logistic"], permutations=0)
     areas = {row["tokens"]: row["auroc"] for row in found.rows}
     assert list(areas) == tokens
-    assert areas["last"] == areas["span:1:2"] > 0.95
+    assert areas["prompt_last"] == areas["span:1:2"] > 0.95
     assert min(areas["mean"], areas["max"]) > 0.8
-    assert max(areas["final"], areas["span:2:4"]) < 0.65
-    assert found.headline["tokens"] in ("last", "span:1:2")
+    assert max(areas["generated_last"], areas["span:2:4"]) < 0.65
+    assert found.headline["tokens"] in ("prompt_last", "span:1:2")
 
 
 def test_ungrouped_examples_have_selectivity_where_last_tokens_differ(directory: Path) -> None:

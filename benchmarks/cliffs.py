@@ -1,0 +1,132 @@
+"""Where the activation store's writer might fall off: `python -m benchmarks.cliffs`.
+
+  one session    runs per second of 0.1 MB each, in one session
+  sessions       the same, with a session for each run
+  deleting       the same in one session, while sessions of many files are deleted
+  start          seconds until a store has looked through its files, all of which its catalogue knows
+
+Each answer waits until its run is durable.
+"""
+
+from __future__ import annotations
+
+import argparse
+import shutil
+import tempfile
+import time
+from collections import deque
+from collections.abc import Callable
+from concurrent.futures import Future
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from deployments.activations.catalogue import Catalogue
+from deployments.activations.database import sealed_files
+from deployments.activations.facts import RunFacts, ShardFacts
+from deployments.activations.recovering import recover
+from deployments.activations.schema import to_batch
+from deployments.activations.writer import Writer
+
+MOST = 512  # runs on their way
+
+
+def batch(session: str, values: torch.Tensor) -> Any:
+    """The rows of a run."""
+    rows = range(len(values))
+    shard = ShardFacts(session, "measured", None, "measured", {}, {"p": "p"})
+    return to_batch(
+        shard, run_id="r", sample_id=None, positions=rows, token_ids=rows, prompt_tokens=len(rows), points={"p": values}
+    )
+
+
+def send(writer: Writer, runs: int, session: Callable[[int], str], values: torch.Tensor, prefix: str = "r") -> float:
+    """Runs per second."""
+    names = {session(number) for number in range(runs)}
+    batches = {name: batch(name, values) for name in names}
+    began, sent = time.perf_counter(), deque[Future[Any]]()
+    for number in range(runs):
+        name = session(number)
+        facts = RunFacts(f"{prefix}-{number}", name, "measured", 0.0, len(values), len(values))
+        sent.append(writer.submit(facts, [batches[name]]))
+        if len(sent) == MOST:
+            sent.popleft().result()
+    for future in sent:
+        future.result()
+    return runs / (time.perf_counter() - began)
+
+
+def main() -> None:
+    """Measure and print."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--runs", type=int, default=20_000)
+    parser.add_argument("--sessions", type=int, default=2_000)
+    parser.add_argument("--files", type=int, default=10_000, help="that are deleted")
+    parser.add_argument("--known", type=int, default=1_000_000, help="runs at the start")
+    parser.add_argument("--known-files", type=int, default=1_000)
+    parser.add_argument("--directory", type=Path)
+    options = parser.parse_args()
+    torch.set_num_threads(1)
+    values = torch.randn(24, 1024)
+    with tempfile.TemporaryDirectory(dir=options.directory, prefix="cliffs-") as name:
+        root = Path(name)
+        catalogue = Catalogue.rebuild(root)
+        writer = Writer(root, catalogue)
+        send(writer, 500, lambda _: "warm", values)
+        alone = send(writer, options.runs, lambda _: "one", values)
+        print(f"one session: {alone:,.0f} runs/s", flush=True)
+        print(f"sessions: {send(writer, options.sessions, lambda n: f's{n}', values):,.0f} runs/s", flush=True)
+        for session in range(10):
+            (root / f"old{session}").mkdir()
+            for number in range(options.files // 10):
+                (root / f"old{session}" / f"20200101T000000-00000000-{number:06}.arrow").write_bytes(bytes(4096))
+        alone = send(writer, options.runs, lambda _: "two", values)
+        gone = [writer.delete(f"old{session}") for session in range(10)]
+        beside = send(writer, options.runs, lambda _: "three", values)
+        done = sum(future.done() for future in gone)
+        for future in gone:
+            future.result()
+        print(
+            f"deleting {options.files} files: {beside:,.0f} of {alone:,.0f} runs/s, {beside / alone:.2f} "
+            f"({done} of {len(gone)} sessions were gone at the end)",
+            flush=True,
+        )
+        writer.close()
+        catalogue.close()
+        shutil.rmtree(root)
+        root.mkdir()
+        if options.known:
+            known(root, options.known, options.known_files)
+
+
+def known(root: Path, runs: int, files: int) -> None:
+    """Make a store whose catalogue knows many runs, and start over it."""
+    catalogue = Catalogue.rebuild(root)
+    writer = Writer(root, catalogue, shard_bytes=1, open_shards=64)
+    small = torch.zeros(1, 2)
+    send(writer, files, lambda number: f"s{number % 100}", small)
+    writer.close()
+    database, each, new = catalogue._database, runs // files, "run_id || '+' || i"
+    columns = "session, {}, file, created, model, sample_id, tags, tokens, bytes, rows, first_row, offset, facts"
+    database.execute("BEGIN")
+    database.execute(
+        f"INSERT INTO runs ({columns.format('run_id')}) WITH RECURSIVE n(i) AS "
+        f"(SELECT 1 UNION ALL SELECT i + 1 FROM n WHERE i < {each} - 1) "
+        f"SELECT {columns.format(new)} FROM runs, n"
+    )
+    database.execute("COMMIT")
+    [count] = database.execute("SELECT count(*) FROM runs").fetchone()
+    catalogue.close()
+    began = time.perf_counter()
+    recover(root, sealed_files(root))
+    recovered = time.perf_counter() - began
+    catalogue = Catalogue.rebuild(root)
+    print(
+        f"start over {count:,} runs in {files:,} files: {time.perf_counter() - began:.2f} s, {recovered:.2f} s recover"
+    )
+    catalogue.close()
+
+
+if __name__ == "__main__":
+    main()

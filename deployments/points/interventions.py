@@ -1,0 +1,157 @@
+"""What a request asks to have changed on the way: the `interventions` field of the HTTP contract."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from typing import Annotated, Any, Literal
+
+from pydantic import AfterValidator, BaseModel, ConfigDict, Discriminator, Field, Tag, model_validator
+
+from deployments.points.spec import Features, Heads
+from deployments.points.strict import Strict
+from deployments.points.token_choices import TokenChoice
+
+MOST_NUMBERS = 1 << 20  # of a request's vectors, positions, features and heads together
+Number = Annotated[float, Field(allow_inf_nan=False, ge=-3.4e38, le=3.4e38)]
+# Numbers, or a tensor that was sent before: `id`, or `id/name` of a file with several.
+Vector = (
+    Annotated[list[Number], Field(min_length=1, max_length=MOST_NUMBERS, fail_fast=True)]
+    | Annotated[str, Field(max_length=512)]
+)
+
+
+class _Spec(Strict):
+    model_config = ConfigDict(frozen=True)
+
+
+class _Intervention(_Spec):
+    """What all operations say: where, and of which tokens, entries and heads."""
+
+    point: str = Field(min_length=1, max_length=256)
+    tokens: TokenChoice = "all"
+    features: Features | None = None
+    heads: Heads | None = None
+
+
+class Add(_Intervention):
+    """x + scale * vector; in units of the residual norm, x + scale * |x| * vector / |vector|."""
+
+    op: Literal["add"]
+    vector: Vector
+    scale: Number = 1.0
+    unit: Literal["absolute", "residual_norm"] = "absolute"
+
+
+class Scale(_Intervention):
+    """factor * x."""
+
+    op: Literal["scale"]
+    factor: Number
+
+
+class Zero(_Intervention):
+    """0."""
+
+    op: Literal["zero"]
+
+
+class ProjectOut(_Intervention):
+    """x without its part along the vector."""
+
+    op: Literal["project_out"]
+    vector: Vector
+
+
+class Clamp(_Intervention):
+    """x, each entry no less than min and no more than max."""
+
+    op: Literal["clamp"]
+    min: Number | None = None
+    max: Number | None = None
+
+    @model_validator(mode="after")
+    def _has_room(self) -> Clamp:
+        if self.min is None and self.max is None:
+            raise ValueError("give min, max or both")
+        if self.min is not None and self.max is not None and self.min > self.max:
+            raise ValueError(f"min {self.min:g} is above max {self.max:g}")
+        return self
+
+
+class StoredRows(_Spec):
+    """Rows of a stored run: of which tokens of it, at the operation's own point unless another is named."""
+
+    run_id: str = Field(min_length=1, max_length=256)
+    point: str | None = Field(default=None, min_length=1, max_length=256)
+    tokens: TokenChoice = "all"
+
+
+class Replace(_Intervention):
+    """The vector in place of x, or a row of a stored run in place of each."""
+
+    op: Literal["replace"]
+    vector: Vector | None = None
+    rows: StoredRows | None = Field(default=None, alias="from")
+
+    @model_validator(mode="after")
+    def _one_of_them(self) -> Replace:
+        if (self.vector is None) == (self.rows is None):
+            raise ValueError("give either vector or from")
+        return self
+
+
+# The tags name no field, so that an error's path holds fields alone.
+OPERATIONS = ("add", "scale", "zero", "project_out", "clamp", "replace")
+
+
+def _tag(value: Any) -> str | None:
+    op = value.get("op") if isinstance(value, dict) else getattr(value, "op", None)
+    return f"op:{op}" if op in OPERATIONS else None
+
+
+Intervention = Annotated[
+    Annotated[Add, Tag("op:add")]
+    | Annotated[Scale, Tag("op:scale")]
+    | Annotated[Zero, Tag("op:zero")]
+    | Annotated[ProjectOut, Tag("op:project_out")]
+    | Annotated[Clamp, Tag("op:clamp")]
+    | Annotated[Replace, Tag("op:replace")],
+    Discriminator(
+        _tag,
+        custom_error_type="unknown_operation",
+        custom_error_message=f"op has to be one of {', '.join(OPERATIONS)}",
+    ),
+]
+
+
+def _numbers(value: Any) -> int:
+    if isinstance(value, BaseModel):
+        return sum(map(_numbers, vars(value).values()))
+    return len(value) if isinstance(value, list) else 0
+
+
+def _bounded(interventions: list[Intervention]) -> list[Intervention]:
+    if sum(map(_numbers, interventions)) > MOST_NUMBERS:
+        raise ValueError(f"they may have {MOST_NUMBERS} numbers together; send vectors as tensor files")
+    return interventions
+
+
+def _bounded_together(variants: list[list[Intervention]]) -> list[list[Intervention]]:
+    if not variants:
+        raise ValueError("give at least one list of interventions: [] in it is the baseline, variants: [[]]")
+    _bounded([spec for variant in variants for spec in variant])
+    return variants
+
+
+# None at all is the baseline of an experiment.
+Interventions = Annotated[list[Intervention], Field(max_length=256, fail_fast=True), AfterValidator(_bounded)]
+Variants = Annotated[
+    list[Annotated[list[Intervention], Field(max_length=256, fail_fast=True)]],
+    Field(max_length=64, fail_fast=True, json_schema_extra={"minItems": 1}),
+    AfterValidator(_bounded_together),
+]
+
+
+def as_sent(interventions: Iterable[Intervention]) -> list[dict[str, Any]]:
+    """Interventions as JSON values, in the words of the request."""
+    return [spec.model_dump(mode="json", by_alias=True, exclude_unset=True) for spec in interventions]

@@ -1,0 +1,58 @@
+"""Names of points and dtypes as text: TransformerLens' names, wildcards, negative layers. Reads no model, no file."""
+
+from __future__ import annotations
+
+import difflib
+import re
+from collections.abc import Collection, Iterable
+
+from vitrine.points import TRANSFORMER_LENS, canonical, matching
+
+__all__ = ["COLUMNS", "canonical", "dtype_name", "hooks_like", "matching", "nearest", "recorded"]
+
+# The columns of stored rows beside the points: no point has such a name.
+COLUMNS = ("run_id", "sample_id", "position", "phase", "token_id", "text_offset")
+
+
+def recorded(patterns: Iterable[str], names: Collection[str], layers: int | None = None) -> list[str]:
+    """The recorded points that some names or patterns mean, each once, in the order of the patterns.
+
+    Args:
+        patterns: Names, of which `*` is any one part, and a layer below 0 counts from the model's last.
+        names: What was recorded.
+        layers: How many layers the model has; None where it is not known.
+
+    Raises:
+        ValueError: A pattern means none of them, with the nearest names; or a layer below 0, `layers` being unknown.
+    """
+    found: dict[str, None] = {}
+    for pattern in patterns:
+        if not (meant := matching(pattern, names, layers)):
+            raise ValueError(f"{pattern} was not recorded; there is {nearest(pattern, names)}")
+        found |= dict.fromkeys(meant)
+    return list(found)
+
+
+def hooks_like(name: str) -> list[str]:
+    """For a name in TransformerLens' form that is none of its names, the nearest one, of the same layer."""
+    found = re.fullmatch(r"((?:blocks|layers)\.(?:\*|-?\d+)\.(?:attn\.)?(?:hook_)?)(\w+)", name)
+    close = difflib.get_close_matches(found[2], TRANSFORMER_LENS, 3) if found else []
+    return [f"{found[1]}{one}" for one in close if found]
+
+
+def nearest(pattern: str, names: Collection[str], most: int = 10) -> str:
+    """Some of the names for a message, those most like the pattern first."""
+    close = difflib.get_close_matches(canonical(pattern), names, n=3, cutoff=0.6)
+    others = sorted((name for name in names if name not in close), key=_numbered)
+    listed = [*close, *others][:most]
+    return ", ".join(listed) + (", ..." if len(names) > most else "") if listed else "none"
+
+
+def _numbered(name: str) -> list[tuple[int, str]]:
+    """A key that sorts layers by their numbers."""
+    return [(int(part), "") if part.isdecimal() else (-1, part) for part in name.split(".")]
+
+
+def dtype_name(dtype: object) -> str:
+    """A torch dtype's name, `bfloat16`, as files and answers say it."""
+    return str(dtype).removeprefix("torch.")

@@ -1,0 +1,77 @@
+"""Profiles: capture and interventions under a name, for requests to use."""
+
+from __future__ import annotations
+
+import json
+from typing import Annotated, Any
+
+from pydantic import ConfigDict, Field, field_validator, model_validator
+from pydantic_core import PydanticCustomError
+
+from deployments.points.interventions import Interventions
+from deployments.points.spec import Capture
+from deployments.points.strict import Strict
+from deployments.points.token_choices import AMBIGUOUS, Last
+
+NONE = "none"  # what a request calls no profile at all
+ProfileName = Annotated[str, Field(pattern=r"^[A-Za-z0-9_-][A-Za-z0-9._-]{0,63}$")]
+
+
+class Profile(Strict):
+    """What a request that uses the profile records and changes on the way.
+
+    Attributes:
+        name: Its name.
+        model: The model that it is for; any where it is None.
+        capture: What is recorded, where the request does not say.
+        interventions: What is changed, before the request's own interventions.
+        default: Whether requests to the model that name no profile use it.
+        description: The user's words.
+    """
+
+    model_config = ConfigDict(frozen=True)
+
+    name: ProfileName
+    model: str | None = Field(default=None, min_length=1, max_length=256)
+    capture: Capture | None = None
+    interventions: Interventions | None = None
+    default: bool = False
+    description: str | None = Field(default=None, max_length=1024)
+
+    @field_validator("interventions")
+    @classmethod
+    def _names_tokens_of_any_request(cls, value: Interventions | None) -> Interventions | None:
+        for i, spec in enumerate(value or ()):
+            if spec.tokens in ("last", "generated_last") or isinstance(spec.tokens, Last):
+                raise PydanticCustomError("ambiguous_tokens", AMBIGUOUS, {"field": f"interventions[{i}].tokens"})
+        return value
+
+    @model_validator(mode="after")
+    def _can_be_used(self) -> Profile:
+        if self.name == NONE:
+            raise ValueError(f"{NONE!r} is what requests call no profile: choose another name")
+        if self.capture is None and not self.interventions:
+            raise ValueError(f"give capture, interventions or both: requests call a profile of nothing {NONE!r}")
+        if self.default and self.model is None:
+            raise ValueError("a default is one model's: name it as model")
+        return self
+
+
+def body_of(data: bytes) -> dict[str, Any]:
+    """A profile's file as a request's body.
+
+    In files of earlier versions, the `last` tokens of an intervention are the prompt's last.
+
+    Raises:
+        ValueError: It is no JSON object.
+    """
+    body = json.loads(data)
+    if not isinstance(body, dict):
+        raise ValueError("a profile is a JSON object")
+    for spec in body.get("interventions") or ():
+        for place in (spec, spec.get("from") or {}):
+            if place.get("tokens") == "last":
+                place["tokens"] = "prompt_last"
+            elif isinstance(place.get("tokens"), dict) and "last" in place["tokens"]:
+                place["tokens"] = {"prompt_last": place["tokens"]["last"]}
+    return body

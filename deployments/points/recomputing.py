@@ -1,0 +1,109 @@
+"""Attention patterns of models whose attention is torch's `scaled_dot_product_attention`, which returns none.
+
+transformers looks its attention functions up by name in a registry. The function registered here as `sdpa` calls
+transformers' own, and computes patterns from the same queries, keys and mask only for modules and rows that `showing`
+names. It keeps the name, since models make masks and choose code by it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from transformers.integrations.sdpa_attention import sdpa_attention_forward
+from transformers.modeling_utils import AttentionInterface
+
+CHUNK = 1 << 22  # numbers of a softmax's float32 input: 16 MiB
+ROWS = "pattern_rows"  # attribute of an attention module during a forward that shows its patterns
+
+
+def sdpa_with_patterns(
+    module: torch.nn.Module,
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    attention_mask: torch.Tensor | None,
+    **options: Any,
+) -> tuple[torch.Tensor, torch.Tensor | None]:
+    """Compute attention by transformers' `sdpa`, with the patterns of the rows that `showing` names.
+
+    Args:
+        module: The attention module.
+        query: [batch, heads, tokens, head_dim].
+        key: [batch, key heads, keys, head_dim].
+        value: [batch, key heads, keys, value_dim].
+        attention_mask: [batch or 1, heads or 1, tokens, keys], True where a key is read, or what is added to logits.
+        options: As transformers gives them.
+
+    Returns:
+        The attention's output, and the patterns [rows, heads, tokens, keys] or None.
+    """
+    output, weights = sdpa_attention_forward(module, query, key, value, attention_mask, **options)
+    rows = module.__dict__.get(ROWS)  # an attribute that is missing would cost a search of torch's
+    if rows is None:
+        return output, weights
+    causal = options.get("is_causal")
+    if causal is None:
+        causal = getattr(module, "is_causal", True)
+    if attention_mask is None and causal and query.shape[2] > 1:
+        attention_mask = query.new_ones(query.shape[2], key.shape[2], dtype=torch.bool).tril()[None, None]
+    if len(rows) < len(query):
+        query, key = query[rows], key[rows]
+        if attention_mask is not None and len(attention_mask) > 1:
+            attention_mask = attention_mask[rows]
+    return output, _patterns(query, key, attention_mask, options.get("scaling"))
+
+
+AttentionInterface.register("sdpa", sdpa_with_patterns)
+
+
+@contextmanager
+def showing(rows: Mapping[torch.nn.Module, Sequence[int]]) -> Iterator[None]:
+    """While open, attention modules give the patterns of these rows of the batch, where they can be recomputed.
+
+    Args:
+        rows: Attention module -> rows in ascending order.
+    """
+    for module, of_module in rows.items():
+        setattr(module, ROWS, of_module)
+    try:
+        yield
+    finally:
+        for module in rows:
+            delattr(module, ROWS)
+
+
+@contextmanager
+def eagerly(model: torch.nn.Module) -> Iterator[None]:
+    """While open, a model whose attention is `sdpa` computes it eagerly."""
+    configs = {id(config): config for module in model.modules() if (config := getattr(module, "config", None))}
+    changed = [config for config in configs.values() if getattr(config, "_attn_implementation", None) == "sdpa"]
+    try:
+        for config in changed:
+            config._attn_implementation = "eager"
+        yield
+    finally:
+        for config in changed:
+            config._attn_implementation = "sdpa"
+
+
+def _patterns(query: torch.Tensor, key: torch.Tensor, mask: torch.Tensor | None, scaling: float | None) -> torch.Tensor:
+    """[rows, heads, tokens, keys], computed as eager attention does, but some queries at a time to bound its copies."""
+    rows, heads, tokens, size = query.shape
+    key_heads, keys = key.shape[1:3]
+    scaling = size**-0.5 if scaling is None else scaling
+    patterns = query.new_empty(rows, heads, tokens, keys)
+    step = max(1, CHUNK // max(1, rows * heads * keys))
+    for first in range(0, tokens, step):
+        queries = query[:, :, first : first + step]
+        count = queries.shape[2]
+        by_key_head = queries.reshape(rows, key_heads, heads // key_heads * count, size)
+        logits = (by_key_head @ key.transpose(2, 3)).view(rows, heads, count, keys).mul_(scaling)
+        if mask is not None:
+            part = mask[:, :, first : first + step]
+            lowest = torch.finfo(logits.dtype).min
+            logits = logits.masked_fill_(~part, lowest) if part.dtype == torch.bool else logits.add_(part)
+        patterns[:, :, first : first + step] = logits.softmax(-1, dtype=torch.float32)
+    return patterns

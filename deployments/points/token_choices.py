@@ -1,0 +1,242 @@
+"""Which tokens are meant: the one definition, for captures, interventions, stored rows, data sets and commands.
+
+Positions count the tokens of prompt + generated, from 0.
+"""
+
+from __future__ import annotations
+
+import re
+from bisect import bisect_left
+from collections.abc import Callable, Sequence
+from typing import Annotated, Any, Literal, NamedTuple, get_args
+
+from pydantic import ConfigDict, Discriminator, Field, Tag, TypeAdapter, ValidationError
+
+from deployments.errors import RequestError
+from deployments.points.strict import Strict
+
+Name = Literal["all", "prompt", "generated", "last", "prompt_last", "generated_last"]
+NAMES = get_args(Name)
+FORMS = (
+    ", ".join(NAMES)
+    + ', {"last": k}, {"prompt_last": k}, {"positions": [...]} or {"text": "...", "which": "last", "first" or "all"}'
+)
+
+# Gives a prompt's text, special tokens included, and the characters before each token and behind the last.
+Ends = Callable[[], tuple[str, Sequence[int]]]
+AMBIGUOUS = (
+    "the last token is not known before the answer ends: choose prompt_last or "
+    '{"prompt_last": k} for the prompt\'s, generated for the whole answer'
+)
+
+
+class TokensError(ValueError):
+    """A text that names no tokens."""
+
+
+class _Choice(Strict):
+    model_config = ConfigDict(frozen=True)
+
+
+class Last(_Choice):
+    """The last `last` tokens of prompt + generated."""
+
+    last: int = Field(ge=1)
+
+
+class PromptLast(_Choice):
+    """The last `prompt_last` tokens of the prompt."""
+
+    prompt_last: int = Field(ge=1)
+
+
+class Positions(_Choice):
+    """Tokens by their positions."""
+
+    positions: list[Annotated[int, Field(ge=0)]] = Field(min_length=1, max_length=65536, fail_fast=True)
+
+
+class TextPiece(_Choice):
+    """The tokens of a piece of the prompt: those that have any of its characters."""
+
+    text: str = Field(min_length=1, max_length=4096)
+    which: Literal["last", "first", "all"] = "last"
+
+
+_KINDS: dict[str, type[_Choice]] = {"last": Last, "prompt_last": PromptLast, "positions": Positions, "text": TextPiece}
+
+
+def _tag(value: Any) -> str | None:
+    if isinstance(value, str):
+        return "tokens:name" if value in NAMES else None
+    names = value if isinstance(value, dict) else vars(value) if isinstance(value, _Choice) else ()
+    return next((f"tokens:{name}" for name in _KINDS if name in names), None)
+
+
+TokenChoice = Annotated[
+    Annotated[Name, Tag("tokens:name")]
+    | Annotated[Last, Tag("tokens:last")]
+    | Annotated[PromptLast, Tag("tokens:prompt_last")]
+    | Annotated[Positions, Tag("tokens:positions")]
+    | Annotated[TextPiece, Tag("tokens:text")],
+    Discriminator(_tag, custom_error_type="unknown_tokens", custom_error_message=f"tokens are {FORMS}"),
+]
+
+
+class Tokens(NamedTuple):
+    """Tokens by their positions: a range, or a few.
+
+    Attributes:
+        first: The first.
+        stop: Behind the last; None where there is no last.
+        few: Their positions, in ascending order, where they are no range; `first` and `stop` then enclose them.
+        tail: Of these the last so many alone, which are known at the end; None for all.
+    """
+
+    first: int = 0
+    stop: int | None = None
+    few: tuple[int, ...] | None = None
+    tail: int | None = None
+
+    @property
+    def apart(self) -> bool:
+        """Whether they are no beginning or end of the sequence or its answer, but a part by itself."""
+        return self.few is not None or (self.stop is not None and self.first > 0)
+
+    def within(self, start: int, stop: int) -> Sequence[int]:
+        """Those of them from `start` to before `stop`, whatever `tail` is."""
+        if self.few is not None:
+            return self.few[bisect_left(self.few, start) : bisect_left(self.few, stop)]
+        return range(max(start, self.first), min(stop, stop if self.stop is None else self.stop))
+
+    def of(self, total: int) -> Sequence[int]:
+        """All of them in a sequence of so many tokens."""
+        found = self.within(0, total)
+        return found[-self.tail :] if self.tail else found
+
+    def turn(self, position: int) -> int:
+        """How many of them come before one of them."""
+        return position - self.first if self.few is None else bisect_left(self.few, position)
+
+
+def resolve(choice: TokenChoice, prompt: int, field: str) -> Tokens:
+    """A choice in a sequence whose prompt has so many tokens; one by `text` is `placed` before.
+
+    Raises:
+        RequestError: The prompt is shorter; names the field.
+    """
+    if isinstance(choice, PromptLast):
+        if choice.prompt_last > prompt:
+            raise RequestError(f"the prompt has {prompt} tokens", field)
+        return Tokens(prompt - choice.prompt_last, prompt)
+    if isinstance(choice, Last):
+        return Tokens(tail=choice.last)
+    if isinstance(choice, Positions):
+        few = tuple(sorted(set(choice.positions)))
+        return Tokens(few[0], few[-1] + 1, None if len(few) == few[-1] + 1 - few[0] else few)
+    assert isinstance(choice, str), "a piece of text has positions once it is placed"
+    return {
+        "all": Tokens(),
+        "prompt": Tokens(0, prompt),
+        "generated": Tokens(prompt),
+        "last": Tokens(tail=1),
+        "prompt_last": Tokens(prompt - 1, prompt),
+        "generated_last": Tokens(prompt, tail=1),
+    }[choice]
+
+
+def resolve_ahead(choice: TokenChoice, prompt: int, most: int, field: str) -> Tokens:
+    """As `resolve`, before a sequence of at most so many tokens runs: none of its tokens may be known at the end alone.
+
+    Raises:
+        RequestError: They are the last ones, and tokens are generated; or the prompt is shorter. It names the field.
+    """
+    tokens = resolve(choice, prompt, field)
+    if choice in ("generated", "generated_last") and most == prompt:
+        raise RequestError("no token is generated: choose prompt_last, prompt or positions", field, "no_such_tokens")
+    if not tokens.tail:
+        return tokens
+    if most > prompt:
+        raise RequestError(AMBIGUOUS, field, "ambiguous_tokens")
+    return Tokens(prompt - min(tokens.tail, prompt - tokens.first), prompt)
+
+
+def placed(choice: TokenChoice, ends: Ends, field: str) -> TokenChoice:
+    """A choice by `text` as positions; others as they are.
+
+    Args:
+        choice: The choice.
+        ends: Of the prompt.
+        field: What a refusal names.
+
+    Raises:
+        RequestError: The prompt has no such text.
+    """
+    if not isinstance(choice, TextPiece):
+        return choice
+    text, offsets = ends()
+    begins = _found(text, choice)
+    if not begins:
+        raise RequestError(f"the prompt has no text {choice.text!r}", f"{field}.text", "text_not_found")
+    size, at, number = len(choice.text), list[int](), 0
+    # Tokens within one character have its place; of those the last has the character. Both lists ascend.
+    for i, (first, end) in enumerate(zip(offsets, offsets[1:], strict=False)):
+        while number < len(begins) and begins[number] + size <= first:
+            number += 1
+        if number < len(begins) and end > begins[number]:
+            at.append(i)
+    return Positions(positions=at)
+
+
+def _found(text: str, choice: TextPiece) -> list[int]:
+    """Where a piece begins in a text."""
+    if choice.which != "all":
+        at = text.rfind(choice.text) if choice.which == "last" else text.find(choice.text)
+        return [at] if at >= 0 else []
+    return [found.start() for found in re.finditer(re.escape(choice.text), text)]
+
+
+WORDS = f"{', '.join(NAMES)}, last:K, prompt_last:K, positions:K,K,... or text:WORDS"
+_ADAPTER: TypeAdapter[Any] = TypeAdapter(TokenChoice)
+
+
+def parse(text: str) -> Any:
+    """A choice as a command's option has it: `prompt_last`, `last:3`, `positions:0,5`, `text:France`.
+
+    Raises:
+        TokensError: It is none; the message lists what there is.
+    """
+    kind, colon, rest = text.partition(":")
+    value: Any = text
+    if colon and kind in ("last", "prompt_last") and rest.isdecimal():
+        value = {kind: int(rest)}
+    elif colon and kind == "positions":
+        parts = rest.split(",")
+        value = {kind: [int(part) if part.strip().isdecimal() else part for part in parts]}
+    elif colon and kind == "text":
+        value = {kind: rest}
+    try:
+        return _ADAPTER.validate_python(value)
+    except ValidationError as error:
+        raise TokensError(f"{text!r} names no tokens: choose {WORDS}") from error
+
+
+def check(value: Any) -> TokenChoice:
+    """A choice as a request has it, or one that was read.
+
+    Raises:
+        TokensError: It is none; the message lists what there is.
+    """
+    try:
+        return _ADAPTER.validate_python(value)  # type: ignore[no-any-return]
+    except ValidationError as error:
+        raise TokensError(f"tokens: {value!r} is none of {FORMS}") from error
+
+
+def as_json(text: str) -> Any:
+    """What `parse` makes of a text, as a request's body has it.
+
+    Raises:
+        TokensError: It names no tokens.
+    """
+    return _ADAPTER.dump_python(parse(text), mode="json")

@@ -1,0 +1,476 @@
+"""Sealed segments in a bucket, before a real server of S3's protocol."""
+
+from __future__ import annotations
+
+import asyncio
+import re
+import shutil
+import socket
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors.torch import load as tensors
+
+from deployments.activations import archive, bucket_claim, load, runs
+from deployments.activations.__main__ import main
+from deployments.activations.accounts import Account
+from deployments.activations.bucket_claim import InUseError
+from deployments.activations.downloads import Choice
+from deployments.activations.exports import export
+from deployments.activations.facts import StoreError
+from deployments.activations.filters import Filter
+from deployments.activations.manifest import Manifest
+from deployments.activations.pins import Pins
+from deployments.activations.retention import Retention
+from deployments.activations.selecting import shards
+from deployments.activations.store import ActivationStore
+from deployments.activations.verifying import verify
+from deployments.errors import RequestError
+
+POINT, OTHER = "layers.0.output", "layers.1.output"
+
+
+def until(condition) -> None:
+    end = time.monotonic() + 60
+    while not condition():
+        assert time.monotonic() < end, "it has not come in a minute"
+        time.sleep(0.01)
+
+
+def same(run, made) -> bool:
+    return run.facts == made.facts and all(torch.equal(run[name], values) for name, values in made.points.items())
+
+
+def reads(bucket) -> list[str]:
+    return [path for method, path in bucket.server.requests if method in ("GET", "HEAD") and ".arrow" in path]
+
+
+def test_a_sealed_segment_is_in_the_bucket_with_the_same_bytes_and_listings_say_so(bucket, head, make):
+    one = head()
+    bucket.server.fails = lambda method, path: ".arrow" in path  # the bucket is away
+    made = make("r", {POINT: torch.randn(5, 4), OTHER: torch.randn(5, 3).bfloat16()}, parts=2, tags={"k": "é"})
+    [stored] = one.store(made)
+    assert one.run("r")["archived"] is False
+    assert one.catalogue.session("session")["archived"] is False
+    bucket.server.fails = lambda method, path: False
+    one.archive.wait(stored.points[POINT].uri).result(60)
+    assert one.run("r")["archived"] is True
+    assert one.catalogue.sessions()[0]["archived"] is True
+    [name] = bucket.objects()
+    assert bucket.place.file(f"session/{name}").read() == (one.root / "session" / name).read_bytes()
+
+
+def test_a_new_head_knows_all_runs_from_the_manifest_alone_and_reads_them_from_the_bucket(bucket, head, make):
+    first = head()
+    made = [make(f"r{i}", {POINT: torch.randn(4, 3), OTHER: torch.randn(4, 2)}, parts=2) for i in range(6)]
+    first.archived(*made[:4])
+    first.archived(*made[4:], make("x", session_id="other"))
+    listed = first.catalogue.runs()
+    first.close()
+    bucket.server.requests.clear()
+    second = head("new head")
+    again = second.catalogue.runs()
+    assert reads(bucket) == []
+    assert [run["run_id"] for run in again] == [run["run_id"] for run in listed]
+    assert [run["tags"] for run in again] == [run["tags"] for run in listed]
+    for one in made:
+        run = second.run(one.facts.run_id)
+        uri = run["points"][POINT]["uri"]
+        assert uri.startswith("s3://")
+        at = bucket.uri("/".join(uri.rsplit("/", 2)[1:]))
+        assert same(load(at, one.facts.run_id, offset=run["offset"], verify=True), one)
+    with pytest.raises(StoreError, match="stored already"):
+        second.store(made[0])
+
+
+def test_requests_that_fail_and_connections_that_break_are_tried_again(bucket, head, make):
+    one, failed, cut = head(), set(), set()
+
+    def first_time(seen):
+        def decides(method, path):
+            request = method, re.sub("uploadId=[^&]*", "", path)
+            return "claims" not in path and (seen.add(request) or True) if request not in seen else False
+
+        return decides
+
+    bucket.server.fails, bucket.server.cuts = first_time(failed), first_time(cut)
+    made = [make("long", {POINT: torch.randn(30_000, 200)}, parts=2), make("short", session_id="other")]  # 24 MB
+    one.archived(*made)
+    assert any("partNumber" in path for _, path in failed)
+    bucket.server.fails = bucket.server.cuts = lambda method, path: False
+    for each in made:
+        assert same(load(bucket.uri(each.facts.session_id), each.facts.run_id, verify=True), each)
+
+
+def test_an_outage_keeps_no_run_from_being_stored_also_over_a_restart_and_all_come_afterwards(bucket, head, make):
+    one = head()
+    bucket.server.fails = lambda method, path: True
+    one.store(make("before"))
+    one.close()
+    again = head()  # known to be archived: it starts without the bucket
+    again.store(make("after"))
+    assert bucket.server.requests
+    bucket.server.fails = lambda method, path: False
+    until(lambda: all(run["archived"] for run in again.catalogue.runs()))
+    assert sorted(run.run_id for run in runs(bucket.uri("session"))) == ["after", "before"]
+
+
+def test_a_new_directory_does_not_start_without_its_bucket(bucket, head):
+    bucket.server.fails = lambda method, path: True
+    with pytest.raises(OSError, match="503|SERVICE_UNAVAILABLE|SlowDown|Unable|HTTP"):
+        head()
+
+
+def test_a_head_killed_between_upload_and_manifest_uploads_again_and_lists_the_run_once(bucket, head, make, tmp_path):
+    bucket.server.fails = lambda method, path: method == "PUT" and ".jsonl" in path and bool(bucket.objects())
+    script = Path(__file__).with_name("archiving_client.py")
+    command = [sys.executable, str(script), str(tmp_path / "head"), bucket.uri(""), "r"]
+    with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True) as client:
+        try:
+            assert client.stdout.readline() == "sealed\n"
+            until(lambda: ("PUT", ".jsonl") in {(method, path[-6:]) for method, path in bucket.server.requests[-20:]})
+            until(bucket.objects)
+        finally:
+            client.kill()
+    bucket.server.fails = lambda method, path: False
+    again = head()  # at once: the claim is its own
+    until(lambda: again.run("r")["archived"])
+    assert [run["run_id"] for run in again.catalogue.runs()] == ["r"]
+    assert len(bucket.objects()) == 1
+    assert load(bucket.uri("session"), "r", verify=True).facts.run_id == "r"
+
+
+def test_a_second_server_is_refused_with_the_firsts_host_until_that_has_ended(bucket, head, monkeypatch):
+    one = head()
+    with pytest.raises(InUseError, match=f"on {socket.gethostname()} .*stop it, or give this one another"):
+        head("second")
+    with pytest.raises(InUseError, match="another server archives .*/head"):
+        head()  # nor two on one directory
+    assert bucket.names(".claims") == [one.archive._claim._file.name]
+    one.close()
+    head("second")
+
+
+def test_a_claim_without_heartbeats_is_stale(bucket, head, monkeypatch):
+    monkeypatch.setattr(bucket_claim, "EVERY_S", 1000.0)
+    head()
+    monkeypatch.setattr(bucket_claim, "STALE_S", 0.0)
+    head("second")
+
+
+def test_a_server_that_lost_its_claim_in_a_pause_stops_archiving_and_says_so(bucket, head, make, monkeypatch, caplog):
+    monkeypatch.setattr(bucket_claim, "EVERY_S", 0.02)
+    one = head()
+    monkeypatch.setattr(bucket_claim, "_now", lambda: 1e12)  # it was stopped, and goes on later
+    bucket.place.below(".claims").file("another").write(b'{"host": "elsewhere", "pid": 1}')
+    until(lambda: "NOTHING IS ARCHIVED" in caplog.text)
+    assert "on elsewhere" in caplog.text
+    one.store(make("r"))
+    with pytest.raises(StoreError, match="elsewhere"):
+        one.writer.delete("session").result()
+    assert one.run("r")["archived"] is False
+    assert bucket.objects() == []
+
+
+def test_pins_and_owners_outlive_a_head(bucket, head, make):
+    alice = Account("alice", "use")
+    one = head()
+    one.owners.claim("hers", alice, set, None)
+    one.archived(make("r", session_id="hers"), make("p", session_id="pinned"), make("o", session_id="old"))
+    assert one.writer.pin("pinned", True).result()
+    until(lambda: len(one.archive._records()) == 2)
+    one.close()
+    new = head("new head")
+    assert new.owners.of("hers").owner == "alice"
+    assert Pins(new.root).names() == {"pinned"}
+    assert sorted(new.writer.retain(Retention(max_session_age_s=1.0)).result()) == ["hers", "old"]
+    assert [one["id"] for one in new.catalogue.sessions()] == ["pinned"]
+    with pytest.raises(RequestError, match="pinned"):
+        new.writer.delete("pinned").result()
+
+
+def test_what_is_beyond_the_cache_leaves_the_disk_once_it_is_archived_and_is_read_from_the_bucket(bucket, head, make):
+    one = head(cache_bytes=30_000)
+    made = [make(f"r{i}", {POINT: torch.randn(40, 50), OTHER: torch.randn(40, 2)}) for i in range(4)]
+    bucket.server.fails = lambda method, path: ".arrow" in path
+    for each in made:
+        one.store(each)
+    files = list((one.root / "session").iterdir())
+    assert len(files) == 4  # more than the cache: nothing goes before it is archived
+    bucket.server.fails = lambda method, path: False
+    until(lambda: len(list((one.root / "session").iterdir())) == 2)
+    uris = [one.run(each.facts.run_id)["points"][POINT]["uri"].partition(":")[0] for each in made]
+    assert sorted(uris) == ["file", "file", "s3", "s3"]
+    one.close()
+    again = head(cache_bytes=30_000)
+    assert [run["run_id"] for run in again.catalogue.runs()] == ["r0", "r1", "r2", "r3"]
+    for each in made:
+        assert same(load(bucket.uri("session"), each.facts.run_id, verify=True), each)
+
+
+@pytest.fixture
+def store(bucket, head, tmp_path):
+    """The actor's own class on a directory that is archived; closed at the end."""
+    made = list[ActivationStore]()
+
+    def opened(**options) -> ActivationStore:
+        made.append(ActivationStore(str(tmp_path / "head"), archive=bucket.uri(""), **options))
+        return made[-1]
+
+    yield opened
+    bucket.server.fails = lambda method, path: False
+    for one in made:
+        one._writer.close()
+        one._archive.close()
+        one._catalogue.close()
+
+
+async def there(batch):
+    return batch
+
+
+async def write(store, made, archived=True):
+    return await store.write(made.facts, [there(batch) for batch in made.batches], archived=archived)
+
+
+def test_an_answer_may_wait_until_its_run_is_archived_and_fails_with_the_reason(
+    bucket, store, reader_of, make, monkeypatch
+):
+    actor = store()
+    bucket.server.requests.clear()
+
+    async def steps():
+        await asyncio.gather(*(write(actor, make(f"r{i}")) for i in range(10)))
+        session = await reader_of(actor).session("session")
+        assert session["archived"] is True
+        assert len(bucket.objects()) < 10  # those that came at once share segments
+        monkeypatch.setattr("deployments.activations.store._ARCHIVE_S", 0.5)
+        bucket.server.fails = lambda method, path: ".arrow" in path
+        with pytest.raises(StoreError, match="stored, but not in the bucket s3://.*once the bucket takes it"):
+            await write(actor, make("late"))
+
+    asyncio.run(steps())
+    bucket.server.fails = lambda method, path: False
+    until(lambda: actor._catalogue.sessions()[0]["archived"])
+
+
+def test_an_application_with_another_archive_than_the_running_store_is_refused(bucket, store):
+    actor = store()
+    asyncio.run(actor.check_archive(bucket.uri("")))
+    for other in ("", bucket.uri("other")):
+        with pytest.raises(StoreError, match=f"archives to {bucket.place.uri}: start with the same archive"):
+            asyncio.run(actor.check_archive(other))
+
+
+def test_rows_and_downloads_of_what_is_in_the_bucket_alone_are_the_same(bucket, head, store, reader_of, make, tmp_path):
+    made = [make(f"r{i}", {POINT: torch.randn(40, 50)}, parts=2) for i in range(3)]
+    first = head()
+    first.archived(*made)
+    first.close()
+    shutil.rmtree(tmp_path / "head")
+    actor = reader_of(store())
+
+    async def download():
+        choice = Choice("session", None, (POINT,), "safetensors")
+        tag, length = await actor.find_data(choice)
+        step = length // 5
+        return b"".join([await actor.data_page(choice, tag, i, min(i + step, length)) for i in range(0, length, step)])
+
+    rows = tensors(asyncio.run(actor.rows("r1", [[POINT]], "all", 1 << 20)))
+    assert torch.equal(rows["0"], made[1].points[POINT])
+    found = tensors(asyncio.run(download()))
+    assert all(torch.equal(found[f"{one.facts.run_id}/{POINT}"], one.points[POINT]) for one in made)
+    bucket.server.requests.clear()
+    asyncio.run(download())
+    assert reads(bucket) == []  # it was fetched once, and is on the disk
+
+
+def test_a_deletion_is_finished_after_a_crash_and_nothing_of_it_is_listed_again(bucket, head, make, monkeypatch):
+    one = head()
+    one.archived(make("a"), make("b", session_id="other"))
+    one.store(make("late"))  # perhaps on its way to the bucket
+
+    def dies(*_):
+        raise KeyboardInterrupt
+
+    with monkeypatch.context() as patched:
+        patched.setattr("deployments.activations.keeping.begin_deletion", dies)
+        patched.setattr(archive.Archive, "_finish_deletions", lambda self: None)
+        assert one.archive.delete("session")  # the manifest says so, and then the process is killed
+        one.close()
+    assert bucket.objects()
+    again = head()
+    assert [run["run_id"] for run in again.catalogue.runs()] == ["b"]
+    assert not list((again.root / "session").glob("*.arrow"))
+    until(lambda: bucket.objects() == [])
+    again.archived(make("a"))  # the name is free
+    again.close()
+    shutil.rmtree(again.root)
+    assert [run["run_id"] for run in head().catalogue.runs()] == ["a", "b"]
+
+
+def test_files_that_are_copied_back_after_a_deletion_are_no_leftovers(bucket, head, make, tmp_path):
+    one = head()
+    made = make("a")
+    one.archived(made)
+    shutil.copytree(one.root / "session", tmp_path / "backup")
+    assert one.writer.delete("session").result()
+    until(lambda: bucket.objects() == [])
+    one.close()
+    shutil.copytree(tmp_path / "backup", one.root / "session")
+    again = head()
+    until(lambda: again.run("a") and again.run("a")["archived"])
+    again.close()
+    shutil.rmtree(again.root)
+    head()
+    assert same(load(bucket.uri("session"), "a", verify=True), made)
+
+
+def test_a_cached_file_that_was_cut_short_never_takes_the_place_of_the_whole_one(bucket, head, make):
+    one = head()
+    made = [make("a", {POINT: torch.randn(40, 50)}), make("b", {POINT: torch.randn(40, 50)})]
+    one.archived(*made)
+    [name] = bucket.objects()
+    one.close()
+    path = one.root / "session" / name
+    with path.open("r+b") as file:
+        file.truncate(path.stat().st_size * 3 // 4)  # behind the first run
+    again = head()
+    assert {run["run_id"]: run["archived"] for run in again.catalogue.runs()} == {"a": True, "b": True}
+    again.archived(make("c"))
+    assert all(same(load(bucket.uri("session"), each.facts.run_id, verify=True), each) for each in made)
+
+
+def test_a_deleted_session_leaves_the_bucket(bucket, head, make):
+    one = head()
+    one.archived(make("a"), make("b", session_id="other"))
+    assert one.writer.delete("session").result()
+    assert not one.writer.delete("session").result()
+    until(lambda: bucket.objects() == [])
+    assert one.catalogue.session("session") is None
+    assert len(bucket.objects("other")) == 1
+    bucket.server.fails = lambda method, path: True
+    with pytest.raises(StoreError):
+        one.writer.delete("other").result()
+    assert one.catalogue.session("other")  # it is as it was
+
+
+def test_a_snapshot_takes_the_place_of_many_parts_also_where_a_crash_leaves_both(bucket, head, make, monkeypatch):
+    monkeypatch.setattr(archive, "MANY_PARTS", 4)
+    monkeypatch.setattr(archive, "MOST_PARTS", 4)
+    one = head()
+    kept, remove = [], Manifest.remove
+
+    def left(self, names):
+        kept.extend(names)
+
+    monkeypatch.setattr(Manifest, "remove", left)
+    made = [make(f"r{i}", {POINT: torch.randn(3, 2)}) for i in range(5)]
+    for each in made:
+        one.archived(each)
+    one.writer.pin("session", True).result()
+    until(lambda: kept and one.archive._records())
+    monkeypatch.setattr(Manifest, "remove", remove)
+    one.close()
+    both = head("new head")
+    assert [run["run_id"] for run in both.catalogue.runs()] == [one.facts.run_id for one in made]
+    until(lambda: not set(kept) & set(bucket.names(".manifest")))
+    both.close()
+    assert any(name.startswith("snapshot-") for name in bucket.names(".manifest"))
+    snapshot = head("third head")
+    assert [run["run_id"] for run in snapshot.catalogue.runs()] == [one.facts.run_id for one in made]
+    assert Pins(snapshot.root).names() == {"session"}
+    assert [run.run_id for run in runs(bucket.uri("session"))] == [one.facts.run_id for one in made]
+    assert same(load(bucket.uri("session"), "r3", verify=True), made[3])
+
+
+def test_who_reads_by_the_buckets_uri_uses_the_manifest(bucket, head, make, tmp_path, capsys):
+    one = head()
+    points = {f"layers.{i}.output": torch.randn(200, 4) for i in range(30)} | {"big": torch.randn(200, 20_000)}
+    made = [make("r", points), *(make(f"s{i}") for i in range(4))]
+    one.archived(*made)
+    one.archived(make("o", session_id="other"))
+    assert load(bucket.uri("session"), "r").facts == made[0].facts  # the manifest is known now
+    bucket.server.requests.clear()
+    bucket.server.sent = 0
+    names = [name for name in points if name != "big"]
+    run = load(bucket.uri("session"), "r", names)
+    assert all(torch.equal(run[name], points[name]) for name in names)
+    assert bucket.server.sent < 1_000_000  # and not the 16 MB beside them
+    assert len([1 for method, path in bucket.server.requests if method == "HEAD" and ".arrow" in path]) <= 4  # opens
+    assert sorted(run.run_id for run in runs(bucket.uri("session"))) == sorted(one.facts.run_id for one in made)
+    assert all(verify(file).ok for file in shards(bucket.uri("")))
+    assert len(shards(bucket.uri(""), "other")) == 1
+    with pytest.raises(FileNotFoundError, match="never"):
+        shards(bucket.uri(""), "never")
+    [written] = export(bucket.uri(""), tmp_path / "to", "pt", run=["s1"])
+    assert torch.equal(torch.load(written)[0], made[2].points[POINT])
+    for command in (["ls"], ["ls", "--runs"], ["show", "session"], ["verify", "session"]):
+        assert main([command[0], "--dir", bucket.uri(""), *command[1:]]) == 0
+        assert "session" in capsys.readouterr().out
+
+
+OLD = Path(__file__).with_name("old_bucket")
+
+
+def put_old(bucket) -> None:
+    for path in OLD.rglob("*"):
+        if path.is_file():
+            bucket.place.file(str(path.relative_to(OLD))).write(path.read_bytes())
+
+
+def check_old(source) -> None:
+    for i in range(4):
+        run = load(source, f"r{i}", verify=True)
+        assert torch.equal(run[POINT], (torch.arange(12).reshape(3, 4) + 100 * i).float())
+    assert load(source, "r0").facts.tags == {"k": "é"}
+    assert load(source, "r3").facts.text == "kept"
+    assert [run.run_id for run in runs(source)] == ["r0", "r1", "r2", "r3"]
+
+
+def test_a_bucket_of_an_earlier_version_reads_bit_for_bit_and_gets_a_manifest(
+    bucket, head, store, reader_of, tmp_path, caplog
+):
+    put_old(bucket)
+    check_old(bucket.uri("session"))
+    assert len(shards(bucket.uri(""))) == 3  # joined objects and those of a deleted session count no more
+    one = head()
+    assert "is pinned, 2 sessions: which were is not known here" in caplog.text
+    assert [run["run_id"] for run in one.catalogue.runs()] == ["r0", "r1", "r2", "r3", "r4"]
+    assert all(run["archived"] for run in one.catalogue.runs())
+    assert one.writer.retain(Retention(max_session_age_s=1.0)).result() == []
+    until(lambda: bucket.objects("gone") == [])  # its deletion had begun
+    one.close()
+    check_old(bucket.uri("session"))
+    bucket.server.requests.clear()
+    actor = reader_of(store())
+    assert reads(bucket) == []
+    rows = tensors(asyncio.run(actor.rows("r1", [[POINT]], "all", 1 << 20)))
+    assert rows["0"][0, 0] == 100
+    choice = Choice("session", None, None, "safetensors")
+    tag, length = asyncio.run(actor.find_data(choice))
+    page = tensors(asyncio.run(actor.data_page(choice, tag, 0, length)))
+    assert page[f"r3/{POINT}"].tolist() == (torch.arange(12).reshape(3, 4) + 300).tolist()
+
+
+def test_of_an_earlier_versions_bucket_pins_and_files_come_along_from_this_machine(bucket, head, tmp_path):
+    put_old(bucket)
+    before = tmp_path / "home" / "stores" / bucket.place.id / ".pins"
+    before.mkdir(parents=True)
+    (before / "other").touch()
+    one = head()
+    assert Pins(one.root).names() == {"other"}
+    assert one.writer.retain(Retention(max_session_age_s=1.0)).result() == ["session"]
+    assert [run["run_id"] for run in one.catalogue.runs(Filter())] == ["r4"]
+
+
+def test_a_directory_stays_with_its_bucket(bucket, head, make, tmp_path):
+    one = head()
+    one.archived(make("r"))
+    one.close()
+    with pytest.raises(ValueError, match="is archived to s3://.*set archive=s3://"):
+        ActivationStore(str(tmp_path / "head"))

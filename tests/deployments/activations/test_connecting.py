@@ -1,0 +1,134 @@
+"""How a replica finds who takes its runs: a store that starts late, and directories whose locks hold on one node."""
+
+from __future__ import annotations
+
+import asyncio
+import fcntl
+
+import pytest
+import ray
+
+from deployments.activations import store as stores
+from deployments.activations import taking
+from deployments.activations.catalogue import Catalogue
+from deployments.activations.facts import StoreError
+from deployments.activations.retention import Retention
+from deployments.activations.store import ActivationStore
+from deployments.activations.taking import LateWriter
+from deployments.activations.writer import Writer
+
+
+class Method:
+    def __init__(self, answer):
+        self._answer = answer
+
+    def remote(self, *args):
+        async def answered():
+            return self._answer(*args)
+
+        return answered()
+
+
+class Store:
+    """A store that answers once it has started."""
+
+    def __init__(self):
+        self.started, self.kept = False, []
+        self.place = Method(self._place)
+        self.write = Method(self.kept.append)
+
+    def _place(self):
+        if not self.started:
+            raise ray.exceptions.RayError("it starts")
+        return "here", None, ""
+
+
+def test_runs_fail_with_the_reason_while_the_store_starts_and_are_stored_from_then_on():
+    store = Store()
+    writer = LateWriter("/store", store, "here")
+    with pytest.raises(StoreError, match="has not started .*it starts.*send the request again"):
+        asyncio.run(_write(writer, "lost"))
+    store.started = True
+    asyncio.run(_write(writer, "kept"))
+    assert store.kept == ["kept"]
+
+
+async def _write(writer, run):
+    await writer.write.remote(run)
+
+
+def test_a_directory_whose_locks_hold_on_one_node_alone_is_refused_and_others_are_not(tmp_path, monkeypatch):
+    catalogue = Catalogue.rebuild(tmp_path)
+    place = ("head", "mark", "this life")
+    taking._check_locks(tmp_path, place, lambda: place)  # the lock is seen to be held
+    monkeypatch.setattr(fcntl, "flock", lambda *_: None)  # as on a mount whose locks are local
+    with pytest.raises(StoreError, match="hold on each node alone.*mount it with locks"):
+        taking._check_locks(tmp_path, place, lambda: place)
+    taking._check_locks(tmp_path, place, lambda: ("head", "mark", "another life"))  # it may have been let go of
+    catalogue.close()
+
+
+def test_a_second_server_on_a_directory_is_refused_and_a_directory_that_was_let_go_of_is_not(tmp_path, monkeypatch):
+    monkeypatch.setattr(stores, "_ENDING_S", 0.0)
+    first = ActivationStore(str(tmp_path))
+    with pytest.raises(StoreError, match="Another server keeps the activation store at .*another activations_dir"):
+        ActivationStore(str(tmp_path))
+    first._writer.close()
+    first._catalogue.close()
+    second = ActivationStore(str(tmp_path))
+    second._writer.close()
+    second._catalogue.close()
+
+
+def test_an_application_does_not_change_the_limits_of_another_that_runs(tmp_path, monkeypatch):
+    running = {"one", "two"}
+    monkeypatch.setattr(stores, "_running", lambda applications: applications & running)
+    store = ActivationStore(str(tmp_path))
+
+    def retain(application, **limits):
+        asyncio.run(store.retain(Retention(**limits), application=application))
+
+    retain("one", max_session_age_s=60.0)
+    with pytest.raises(StoreError, match=r"'one', max_session_age_s=60.0, and 'two' has no limits: give both the same"):
+        retain("two")
+    assert store._writer._keeper.retention.max_session_age_s == 60
+    retain("two", max_session_age_s=60.0)
+    running.remove("two")
+    retain("one")  # its own may change
+    running.remove("one")
+    retain("two", max_session_age_s=30.0)
+    assert store._writer._keeper.retention.max_session_age_s == 30
+    store._writer.close()
+    store._catalogue.close()
+
+
+def test_a_run_of_a_request_that_goes_on_is_kept_longer_than_the_lease(tmp_path, make, long, monkeypatch):
+    now = [1000.0]
+    writer = Writer(tmp_path, Catalogue(), lease_s=900)
+    monkeypatch.setattr("deployments.activations.open_runs.time.monotonic", lambda: now[0])
+    for name in ("long", "silent"):
+        facts = long.facts if name == "long" else make(name).facts
+        writer.append("session", facts.run_id, 0, long.batches[:1]).result()
+    for _ in range(3):
+        now[0] += 600
+        writer.renew("session", "long").result()
+        writer.abandon("nothing", "nothing").result()  # behind a round
+    with pytest.raises(StoreError, match="nothing came of it for 900 s"):
+        writer.append("session", "silent", 1, long.batches[1:2]).result()
+    assert writer.submit(long.facts, long.batches[1:], 1).result().run_id == "long"
+    monkeypatch.undo()
+    writer.close()
+
+
+def test_a_store_that_runs_other_code_is_told_of_and_one_too_old_to_say_is_refused(caplog):
+    store = Store()
+    store.code = Method(lambda: "another")
+    asyncio.run(stores.check_code("/store", store))
+    assert "/store runs another version's code: restart Ray" in caplog.text
+    caplog.clear()
+    store.code = Method(stores.code_version)
+    asyncio.run(stores.check_code("/store", store))
+    assert caplog.text == ""
+    del store.code
+    with pytest.raises(StoreError, match="earlier version's code: restart Ray"):
+        asyncio.run(stores.check_code("/store", store))

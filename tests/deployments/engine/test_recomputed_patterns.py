@@ -1,0 +1,162 @@
+"""Beside sdpa, attention patterns of one request are eager attention's, and nobody else's values change by a bit."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from transformers.integrations.sdpa_attention import sdpa_attention_forward
+from transformers.models.llama import modeling_llama
+
+from deployments.engine import memory, row
+from deployments.engine.engine import Engine
+from deployments.engine.memory import KvMemory
+from deployments.engine.model import Model
+from deployments.engine.request import Request
+from deployments.errors import RequestError
+from deployments.points import recomputing
+from deployments.points.recomputing import sdpa_with_patterns, showing
+from deployments.points.resolving import Points
+from deployments.points.spec import Capture
+
+EVERY = ["layers.*.attention.weights"]
+WEIGHTS = [f"layers.{i}.attention.weights" for i in range(3)]
+LENGTHS = [(1, "all"), (17, "prompt"), (30, "all"), (6, "generated"), (9, "last"), (12, {"last": 5})]
+
+
+@torch.inference_mode()
+def assert_eager(twin, request, finished, tolerance=1e-5):
+    """All rows of all points are those of a lone forward of the twin, which is loaded with eager attention."""
+    ids = torch.tensor([[*request.prompt, *finished.tokens]])
+    want = dict(zip(WEIGHTS, twin.hf(input_ids=ids, output_attentions=True).attentions, strict=True))
+    assert finished.captured.values.keys() == {point.name for point in request.points}
+    for name, patterns in finished.captured.values.items():
+        for k, one in zip(finished.captured.positions, patterns, strict=True):
+            torch.testing.assert_close(one, want[name][0, :, k, : k + 1], rtol=0, atol=tolerance)
+
+
+def test_in_any_company_patterns_are_eager_attentions(architecture, tiny, prompt, capturing, monkeypatch):
+    model, twin = tiny(architecture), tiny(architecture, attn_implementation="eager")
+    if architecture.startswith("falcon"):  # whose attention is in no registry
+        assert not any(point.place.grows for point in model.points)
+        return
+    monkeypatch.setattr(memory, "FIRST_CAPACITY", 8)
+    monkeypatch.setattr(row, "RESERVE", 1)
+    requests = [capturing(model, str(n), prompt(n), 9, points=EVERY, tokens=tokens) for n, tokens in LENGTHS]
+    requests[2:2] = [Request("plain", prompt(20, 1), 12), capturing(model, "one", prompt(8), 30, points=WEIGHTS[1:2])]
+    position_bytes = KvMemory(model, 1, kv_bytes=1).position_bytes
+    engine = Engine(model, max_running=5, prefill_tokens=24, kv_bytes=80 * position_bytes)
+    done = engine.generate(requests)
+    assert engine.statistics.preempted > 0
+    for request, finished in zip(requests, done, strict=True):
+        assert finished.error is None
+        if request.capture:
+            assert_eager(twin, request, finished)
+
+
+@pytest.mark.parametrize("name", ["qwen3", "gpt2", "mistral", "gemma3"])
+def test_neighbours_keep_every_bit(name, tiny, prompt, capturing):
+    model = tiny(name)
+    others = ["layers.*.output", "layers.*.attention.heads", "lm_head.output"]
+
+    def neighbour(points):
+        requests = [
+            capturing(model, "a", prompt(40), 20, points=points),
+            capturing(model, "b", prompt(11), 20, points=others),
+            capturing(model, "c", prompt(13), 20, points=others),
+        ]
+        return Engine(model, prefill_tokens=32).generate(requests)
+
+    without, beside = neighbour(["layers.1.output"]), neighbour([*EVERY, "layers.1.output"])
+    for one, other in zip(without, beside, strict=True):
+        assert one.tokens == other.tokens
+        for point, values in one.captured.values.items():
+            assert torch.equal(values, other.captured.values[point])
+
+
+def test_of_rows_and_layers_that_nobody_records_nothing_is_computed(tiny, prompt, capturing, monkeypatch):
+    model, rows = tiny("qwen3"), []
+    compute = recomputing._patterns
+    monkeypatch.setattr(recomputing, "_patterns", lambda query, *rest: rows.append(len(query)) or compute(query, *rest))
+    requests = [Request(str(i), prompt(9, i), 6) for i in range(3)]
+    Engine(model).generate([*requests, capturing(model, "a", prompt(9), 6, points=WEIGHTS[1:2], tokens="generated")])
+    assert rows == [1] * 6  # a decode for each token
+    rows.clear()
+    Engine(model).generate(requests)
+    assert not rows
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+def test_patterns_have_the_models_dtype(dtype, build, byte_tokenizer, tiny, prompt, capturing):
+    model = Model(build("qwen3", dtype), byte_tokenizer, "qwen3")
+    request = capturing(model, "a", prompt(12), 3, points=EVERY)
+    (finished,) = Engine(model).generate([request])
+    for patterns in finished.captured.values.values():
+        assert patterns.dtype == dtype
+        for one in patterns:
+            torch.testing.assert_close(one.float().sum(-1), torch.ones(4), rtol=0, atol=0.02)
+
+
+@settings(max_examples=60, deadline=None)
+@given(
+    shape=st.tuples(*(st.integers(1, most) for most in (4, 3, 2, 7))),
+    extra=st.integers(0, 5),
+    mask=st.sampled_from(["none", "boolean", "added", "boolean of all rows"]),
+    scaling=st.sampled_from([None, 0.2]),
+    chunk=st.sampled_from([1, 40, 1 << 22]),
+    data=st.data(),
+)
+def test_patterns_times_values_are_the_output_which_stays_as_it_was(shape, extra, mask, scaling, chunk, data):
+    batch, key_heads, groups, tokens = shape
+    rows = data.draw(st.lists(st.integers(0, batch - 1), unique=True).map(sorted))
+    keys = tokens if mask == "none" else tokens + extra
+    numbers = torch.Generator().manual_seed(0)
+    query = torch.randn(batch, key_heads * groups, tokens, 8, generator=numbers)
+    key, value = torch.randn(2, batch, key_heads, keys, 8, generator=numbers)
+    reads = (torch.rand(1 if "all rows" in mask else batch, 1, tokens, keys, generator=numbers) < 0.5).index_fill(
+        3, torch.tensor([0]), True
+    )
+    masks = {"none": None, "added": torch.zeros(reads.shape).masked_fill(~reads, torch.finfo(torch.float32).min)}
+    module = torch.nn.Module()
+    module.num_key_value_groups = groups
+    arguments = module, query, key, value, masks.get(mask, reads)
+    want, _ = sdpa_attention_forward(*arguments, scaling=scaling)
+    with pytest.MonkeyPatch.context() as patch, showing({module: rows}):
+        patch.setattr(recomputing, "CHUNK", chunk)
+        output, patterns = sdpa_with_patterns(*arguments, scaling=scaling)
+    assert torch.equal(output, want)
+    assert sdpa_with_patterns(*arguments, scaling=scaling)[1] is None  # once nobody is shown them
+    assert patterns.shape == (len(rows), key_heads * groups, tokens, keys)
+    by_hand = patterns @ value[rows].repeat_interleave(groups, 1)  # [rows, heads, tokens, value_dim]
+    torch.testing.assert_close(by_hand.transpose(1, 2), want[rows])
+
+
+def test_where_eager_attention_does_more_patterns_are_refused_with_what_to_do(build, monkeypatch):
+    eager = modeling_llama.eager_attention_forward
+
+    def leaning(module, query, key, value, attention_mask, **options):
+        return eager(module, query, key, value, attention_mask + torch.arange(key.shape[2]), **options)
+
+    monkeypatch.setattr(modeling_llama, "eager_attention_forward", leaning)
+    points = Points.learn(build("llama"))
+    assert not any(point.place.grows for point in points)
+    with pytest.raises(RequestError) as refused:
+        points.resolve(Capture(points=WEIGHTS[:1]))
+    assert "attention=eager" in refused.value.message
+
+
+def test_a_forward_that_fails_leaves_nothing_behind(build, byte_tokenizer, prompt, capturing):
+    model = Model(build("llama"), byte_tokenizer, "llama")
+    request = capturing(model, "a", prompt(5), 3, points=EVERY)
+
+    def fail(*_):
+        raise RuntimeError("broken")
+
+    engine = Engine(model)
+    hook = model.hf.model.layers[2].mlp.register_forward_hook(fail)
+    (finished,) = engine.generate([request])
+    hook.remove()
+    assert "broken" in finished.error
+    assert not any(hasattr(module, recomputing.ROWS) for module in model.hf.modules())
+    assert engine.generate([request])[0].captured.positions == range(8)

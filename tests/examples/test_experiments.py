@@ -1,0 +1,51 @@
+"""The notebook of experiments runs from its first cell to its last, on the shipped model."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+
+from tests.examples.notebooks import MAKER, PAGES, cells, run
+
+ELSEWHERE = {
+    "%cd -q ..": "the test's directory",
+    "%%bash\nmake smollm2": "the shipped model is there",
+    "%%bash --bg\nserve run": "a server beside the other tests'",
+}
+# The shipped model has six layers, and knows pens better than capitals.
+SMALL = {
+    "/models/smollm2": "/models/vitrine-demo",
+    "The capital of France is Paris. The capital of Germany is": "Tom has 3 boxes of 12 pens. Ann has 4 boxes of 12",
+    "The capital of France is": "Tom has 3 boxes of 12",
+    "The capital of Germany is": "Tom has 4 boxes of 15",
+    '" Paris"': '" pens"',
+    '" Berlin"': '" boxes"',
+    "layers=[8, 10, 14]": "layers=[1, 2, 3]",
+    "layer=18": "layer=2",
+    "layers[28]": "layers[4]",
+}
+
+
+@pytest.mark.parametrize("notebook", PAGES, ids=lambda path: path.stem)
+def test_a_notebook_is_its_page(notebook: Path) -> None:
+    made = MAKER["notebook"](PAGES[notebook].read_text())
+    assert json.loads(notebook.read_text()) == made, "run examples/make_notebook.py"
+
+
+def test_the_experiments_are_short() -> None:
+    assert sum(len(cell.splitlines()) for cell in cells("experiments")) < 150
+
+
+def test_every_experiment_runs_and_the_lens_is_the_same_both_ways(served, beside, tmp_path) -> None:
+    code = [cell for cell in cells("experiments") if not cell.startswith(tuple(ELSEWHERE))]
+    assert len(code) == len(cells("experiments")) - len(ELSEWHERE)
+    with beside("experiments", "threads=1", "allow_client_code=true") as root:
+        here = {"http://127.0.0.1:8000": root, "-m evals.gsm8k": f"-m evals.gsm8k --base-url {root}/v1"}
+        printed = run(code, tmp_path, served.cluster.env, here | SMALL)
+    assert "(40, 6, 192)" in printed
+    ranks = next(line for line in printed.splitlines() if line.startswith("[") and line.endswith("]"))
+    by_nnsight = next(line for line in printed.splitlines() if line.isdigit())
+    assert ranks.strip("[]").split()[4] == by_nnsight
+    assert (tmp_path / "results" / "calm" / "report.html").exists()

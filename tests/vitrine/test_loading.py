@@ -1,0 +1,159 @@
+"""Stored runs, from the server and from its files."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import numpy as np
+import openai
+import pytest
+import torch
+
+import vitrine
+from deployments.activations import load as load_torch
+
+CAPTURE = {"points": ["layers.*.output", "layers.2.attention.heads"]}
+
+
+@pytest.fixture(scope="module")
+def answer(server):
+    """Two runs."""
+    fields = {"max_tokens": 3, "temperature": 0, "session_id": "loading", "ignore_eos": True}
+    return server.complete(["Ann has 3 boxes", "Tom"], capture=CAPTURE, **fields)
+
+
+@pytest.fixture(scope="module")
+def directory(answer) -> Path:
+    uri = answer["activations_meta"]["runs"][0]["points"]["layers.0.output"]["uri"]
+    return Path(uri.removeprefix("file://")).parent
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16", "float16"])
+def test_values_are_those_that_the_store_holds(server, dtype):
+    answer = server.complete("Ann has 3 boxes", max_tokens=2, capture=CAPTURE | {"dtype": dtype})
+    (stored,) = answer["activations_meta"]["runs"]
+    expected = load_torch(stored["points"]["layers.0.output"]["uri"], run_id=stored["run_id"])
+    for run in (vitrine.load(answer), vitrine.load(answer, server=server)):
+        assert list(run) == list(expected)
+        assert run.positions.tolist() == expected.positions.tolist()
+        assert run.token_ids.tolist() == expected.token_ids.tolist()
+        for point, rows in run.items():
+            torch.testing.assert_close(torch.from_numpy(rows), expected[point].float(), rtol=0, atol=0)
+
+
+def test_every_name_of_a_run_leads_to_it(server, answer, directory):
+    first = answer["activations_meta"]["runs"][0]
+    name, file = first["run_id"], first["points"]["layers.0.output"]["uri"]
+    expected = vitrine.load(first)["layers.3.output"]
+    found = [vitrine.load(source, run_id=name) for source in (answer, directory, str(directory), file)]
+    found += [vitrine.load(source, run_id=name, server=server) for source in (answer, first, name, "loading")]
+    for run in found:
+        np.testing.assert_array_equal(run["layers.3.output"], expected)
+
+
+def test_an_answer_of_openais_client_is_loaded(served, server):
+    with openai.OpenAI(base_url=served.base_url, api_key="unused") as client:
+        asked = {"model": "vitrine-demo", "prompt": "Ann", "max_tokens": 2}
+        answer = client.completions.create(**asked, extra_body={"capture": CAPTURE})
+    assert (
+        vitrine.load(answer, "layers.*.output").keys() == vitrine.load(answer, "layers.*.output", server=server).keys()
+    )
+
+
+def test_a_stack_has_the_order_that_was_asked_for(server, answer, directory):
+    ids = [run["run_id"] for run in answer["activations_meta"]["runs"]][::-1]
+    points = ["layers.4.output", "layers.*.output"]
+    for source in (server, directory):
+        stack = vitrine.load_stack(source, ids, points, tokens="prompt_last")
+        assert stack.shape == (2, 6, 192)
+        for row, name in zip(stack, ids, strict=True):
+            run = vitrine.load(name, server=server)
+            place = run.facts["prompt_tokens"] - 1
+            np.testing.assert_array_equal(row[0], run["layers.4.output"][place])
+            np.testing.assert_array_equal(row[1], run["layers.0.output"][place])
+
+
+@pytest.mark.parametrize(("tokens", "place"), [("last", -1), ("generated_last", -1), (1, 1)])
+def test_a_stack_is_of_the_token_that_is_named(answer, directory, tokens, place):
+    name = answer["activations_meta"]["runs"][0]["run_id"]
+    stack = vitrine.load_stack(directory, [name], "layers.-1.output", tokens=tokens)
+    np.testing.assert_array_equal(stack[0, 0], vitrine.load(directory, run_id=name)["layers.5.output"][place])
+
+
+@pytest.mark.parametrize(
+    ("tokens", "message"),
+    [
+        (None, "say which by tokens"),
+        (99, "99 is none of them"),
+        ("first", "not one row of each run"),
+        ({"text": "has"}, "not one row of each run"),
+    ],
+)
+def test_a_stack_needs_one_row_of_each_run(answer, directory, tokens, message):
+    ids = [run["run_id"] for run in answer["activations_meta"]["runs"]]
+    with pytest.raises(ValueError, match=message):
+        vitrine.load_stack(directory, ids, "layers.1.output", tokens=tokens)
+
+
+def test_what_is_not_there_is_named(server, answer, directory, tmp_path):
+    with pytest.raises(LookupError, match="no run or session nothing"):
+        vitrine.load("nothing", server=server)
+    with pytest.raises(LookupError, match="no run nothing"):
+        vitrine.load_stack(directory, ["nothing"])
+    with pytest.raises(LookupError, match=r"'layers.7.output' is none of the recorded points layers.0.output"):
+        vitrine.load_runs(answer, "layers.7.output")
+    with pytest.raises(vitrine.ServerError, match="no such run recorded 'layers.7.output'"):
+        vitrine.load_runs(answer, "layers.7.output", server=server)
+    with pytest.raises(FileNotFoundError, match="give server="):
+        vitrine.load("run-1-0")
+    with pytest.raises(FileNotFoundError, match="holds no Arrow file"):
+        vitrine.load(tmp_path)
+    with pytest.raises(ValueError, match="has 2 runs, and give one of them as run_id"):
+        vitrine.load(answer)
+    with pytest.raises(ValueError, match="recorded no activations"):
+        vitrine.load({"choices": []})
+
+
+@pytest.mark.parametrize(
+    ("pattern", "expected"),
+    [
+        ("layers.*.output", ["layers.2.output", "layers.10.output"]),
+        ("layers.-2.output", ["layers.10.output"]),
+        (["norm.output", "layers.-10.output"], ["norm.output", "layers.2.output"]),
+        ("resid_post", ["layers.2.output", "layers.10.output"]),
+        ("blocks.2.hook_mlp_out", ["layers.2.mlp.output"]),
+        (None, ["layers.10.output", "layers.2.output", "layers.2.mlp.output", "norm.output"]),
+    ],
+)
+def test_names_mean_recorded_points(pattern, expected):
+    run = object.__new__(vitrine.Run)
+    run._values = dict.fromkeys(["layers.10.output", "layers.2.output", "layers.2.mlp.output", "norm.output"])
+    run._layers = 12
+    assert run.matching(pattern) == expected
+
+
+def test_a_point_of_a_run_goes_by_any_of_its_names(directory):
+    run = vitrine.load_runs(directory)[0]
+    names = ("layers.1.output", "layers[1].output", "blocks.1.hook_resid_post", f"layers.{1 - run._layers}.output")
+    assert all((run[name] == run["layers.1.output"]).all() for name in names)
+    with pytest.raises(KeyError, match=r"'layers.\*.output' is not one point of run-"):
+        run["layers.*.output"]
+
+
+def test_a_directorys_runs_come_in_the_order_of_requests(server):
+    prompts = ["Ann has" + " 3 boxes" * (40 - number) for number in range(40)]  # short ones end first
+    answer = server.complete(prompts, max_tokens=1, session_id="in-order", capture={"points": ["norm.output"]})
+    stored = answer["activations_meta"]["runs"]
+    directory = stored[0]["points"]["norm.output"]["uri"].rpartition("/")[0]
+    expected = [run["run_id"] for run in stored]
+    assert [run.run_id for run in vitrine.load_runs(directory)] == expected
+    assert [run.run_id for run in server.load_runs("in-order")] == expected
+
+
+def test_what_stored_nothing_says_so(server):
+    inline = server.complete("Ann has", max_tokens=0, capture={"points": ["norm.output"], "return": "inline"})
+    with pytest.raises(ValueError, match="return: inline"):
+        vitrine.load(inline)
+    failed = {"activations_meta": {"status": "failed", "reason": "the disk is full", "runs": [{"run_id": "a"}]}}
+    with pytest.raises(ValueError, match="the disk is full"):
+        vitrine.load(failed)

@@ -1,0 +1,59 @@
+"""Blocking twins of asynchronous methods, for scripts and for notebooks, whose own event loop is running already."""
+
+from __future__ import annotations
+
+import asyncio
+import functools
+import threading
+from collections.abc import Callable, Coroutine
+from typing import Any, Concatenate, ParamSpec, Protocol, TypeVar
+
+_P = ParamSpec("_P")
+_R = TypeVar("_R")
+_making = threading.Lock()
+
+
+class Blocking(Protocol):
+    """An object with blocking methods."""
+
+    @property
+    def asynchronous(self) -> Any:
+        """The object with the asynchronous ones."""
+
+
+def blocking(
+    method: Callable[Concatenate[Any, _P], Coroutine[Any, Any, _R]],
+) -> Callable[Concatenate[Blocking, _P], _R]:
+    """The method that waits for a method of `asynchronous`, with its signature and docstring."""
+
+    @functools.wraps(method)
+    def call(self: Blocking, /, *args: _P.args, **kwargs: _P.kwargs) -> _R:
+        return wait(method(self.asynchronous, *args, **kwargs))
+
+    return call
+
+
+def wait(coroutine: Coroutine[Any, Any, _R]) -> _R:
+    """What a coroutine returns, run by the event loop of a background thread.
+
+    Raises:
+        RuntimeError: The loop itself calls: it would wait for itself.
+    """
+    with _making:
+        loop = _loop()
+    if asyncio._get_running_loop() is loop:
+        coroutine.close()
+        raise RuntimeError("a function that the client calls cannot wait for the server: await server.asynchronous's")
+    future = asyncio.run_coroutine_threadsafe(coroutine, loop)
+    try:
+        return future.result()
+    except BaseException:  # Ctrl-C, for one
+        future.cancel()
+        raise
+
+
+@functools.cache
+def _loop() -> asyncio.AbstractEventLoop:
+    loop = asyncio.new_event_loop()
+    threading.Thread(target=loop.run_forever, name="vitrine", daemon=True).start()
+    return loop

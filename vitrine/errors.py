@@ -1,0 +1,40 @@
+"""What a server refuses."""
+
+from __future__ import annotations
+
+import httpx
+
+
+class ServerError(Exception):
+    """A server's answer that is an error.
+
+    Attributes:
+        message: What is wrong and what to do, in the server's words.
+        status: The HTTP status.
+        param: The field that is wrong, such as `capture.points[0]`; None where it is no field.
+        code: The error's name, such as `unknown_point`; None where it has none.
+
+    Examples:
+        >>> try:
+        ...     server.generate("Ann has", temperature=7)
+        ... except vitrine.ServerError as error:
+        ...     print(error.status, error.param)
+        400 temperature
+    """
+
+    def __init__(self, message: str, status: int, param: str | None = None, code: str | None = None) -> None:
+        super().__init__(message if param is None or message.startswith(param) else f"{param}: {message}")
+        self.message = message
+        self.status = status
+        self.param = param
+        self.code = code
+
+    @classmethod
+    def of(cls, answer: httpx.Response) -> ServerError:
+        """The error that an answer holds."""
+        try:
+            error = answer.json()["error"]
+            return cls(error["message"], answer.status_code, error.get("param"), error.get("code"))
+        except (ValueError, KeyError, TypeError, AttributeError):
+            message = f"{answer.url} answered {answer.status_code}, and not as a Vitrine server: {answer.text[:200]}"
+            return cls(message, answer.status_code)

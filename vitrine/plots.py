@@ -1,0 +1,71 @@
+"""Pictures of grids, with matplotlib."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from io import BytesIO
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+
+
+def heat_map(
+    values: npt.NDArray[Any],
+    rows: Sequence[Any],
+    columns: Sequence[Any],
+    *,
+    title: str,
+    labels: tuple[str, str],
+    path: str | Path | None,
+    centred: bool = False,
+    texts: Sequence[Sequence[str]] | None = None,
+) -> Any:
+    """A heat map: a matplotlib figure, which a notebook shows where it is a cell's last value.
+
+    Args:
+        values: `[rows, columns]`.
+        rows: Names of the rows, the first at the bottom.
+        columns: Names of the columns.
+        title: Above the picture.
+        labels: Of the columns' axis and of the rows'.
+        path: A file to write, whose suffix is the format.
+        centred: Whether 0 is in the middle of the colours.
+        texts: A short text for each cell.
+
+    Raises:
+        ImportError: matplotlib is not installed.
+    """
+    from matplotlib.figure import Figure
+
+    class Picture(Figure):
+        # Notebooks show figures by themselves only once pyplot has chosen a backend, which is the program's choice.
+        def _repr_png_(self) -> bytes:
+            buffer = BytesIO()
+            self.savefig(buffer, format="png", bbox_inches="tight")
+            return buffer.getvalue()
+
+    size = (max(4.0, 1.5 + 0.45 * len(columns)), max(2.5, 1.2 + 0.22 * len(rows)))
+    figure = Picture(figsize=size, layout="constrained")
+    axes = figure.subplots()
+    most = float(np.nanmax(np.abs(values), initial=0)) or 1.0
+    limits = {"vmin": -most, "vmax": most, "cmap": "RdBu_r"} if centred else {"cmap": "viridis"}
+    image = axes.imshow(values, aspect="auto", origin="lower", **limits)
+    axes.set_xticks(range(len(columns)), [str(name) for name in columns], rotation=60, ha="right")
+    step = max(1, len(rows) // 16)
+    axes.set_yticks(range(0, len(rows), step), [str(name) for name in rows[::step]])
+    axes.set(title=title, xlabel=labels[0], ylabel=labels[1])
+    for row, line in enumerate(texts or ()):
+        for column, text in enumerate(line):
+            shade: Any = image.norm(values[row, column])
+            axes.text(column, row, text, ha="center", va="center", fontsize=6, color="w" if shade < 0.6 else "k")
+    figure.colorbar(image)
+    if path is not None:
+        figure.savefig(path, dpi=150, bbox_inches="tight")
+    return figure
+
+
+def shown(token: str) -> str:
+    """A token's text in a picture: spaces and line breaks are visible."""
+    return token.replace(" ", "·").replace("\n", "↵").replace("$", r"\$")

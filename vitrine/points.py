@@ -1,0 +1,63 @@
+"""Names of capture points as text, for client and server alike: docs/activations.md has them."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Collection
+
+# TransformerLens' name of a place in a layer -> the server's. As deployments/points/names.py has them.
+TRANSFORMER_LENS = {
+    "resid_pre": "input",
+    "resid_mid": "resid_mid",
+    "resid_post": "output",
+    "attn_out": "attention.output",
+    "mlp_out": "mlp.output",
+    "z": "attention.heads",
+    "pattern": "attention.weights",
+}
+_HOOK = re.compile(rf"(?:(?:blocks|layers)\.(\*|-?\d+)\.)?(?:attn\.)?(?:hook_)?({'|'.join(TRANSFORMER_LENS)})")
+
+
+def canonical(name: str) -> str:
+    """A point's name in the server's words; one that is none of TransformerLens' as it is.
+
+    `blocks.3.hook_resid_post` is `layers.3.output`; `resid_post`, without a layer, is that of every layer.
+    """
+    spelled = re.sub(r"\[(-?\d+|\*)\]", r".\1", name)
+    if match := _HOOK.fullmatch(spelled):
+        return f"layers.{match[1] or '*'}.{TRANSFORMER_LENS[match[2]]}"
+    return "embed.output" if spelled in ("hook_embed", "embed") else spelled
+
+
+def layer_of(point: str) -> int | None:
+    """The number of a point's layer; None for `embed.output` and the like."""
+    found = re.search(r"(?:^|\.)(\d+)(?:\.|$)", point)
+    return int(found[1]) if found else None
+
+
+def matching(pattern: str, names: Collection[str], layers: int | None = None) -> list[str]:
+    """Those of some names that one name or pattern means, in their order.
+
+    Args:
+        pattern: A name; `*` is any one part of it, and a layer below 0 counts from the model's last.
+        names: What there is.
+        layers: How many layers the model has; None where it is not known.
+
+    Raises:
+        ValueError: The pattern has a layer below 0, and `layers` is not known.
+    """
+    if pattern in names:
+        return [pattern]
+    name = canonical(pattern)
+    if match := re.fullmatch(r"(.*\blayers\.)(-\d+)(\..*)", name):
+        if layers is None:
+            raise ValueError(f"{pattern}: these files do not say how many layers the model has: name the layer from 0")
+        name = f"{match[1]}{int(match[2]) + layers}{match[3]}"
+    fits = re.compile("[^.]+".join(map(re.escape, name.split("*"))))
+    return [one for one in names if fits.fullmatch(one)]
+
+
+def listed(names: Collection[str], most: int = 4) -> str:
+    """Some names for a message: the first ones, and how many there are."""
+    some = ", ".join(list(names)[:most])
+    return f"{some}, ... ({len(names)} in all)" if len(names) > most else some

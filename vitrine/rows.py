@@ -1,0 +1,153 @@
+"""Stored runs as numpy arrays, of Arrow streams and files in the format of docs/format.md."""
+
+from __future__ import annotations
+
+import copy
+import json
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+import pyarrow as pa
+
+from vitrine.points import layer_of, listed, matching
+
+Rows = npt.NDArray[np.float32] | list[npt.NDArray[np.float32]]
+_MAGIC = 8  # bytes before the stream in a file
+
+
+class Run(Mapping[str, Rows]):
+    """One stored run: by point its rows as float32, `[tokens, hidden]`, and what is known of the run.
+
+    Heads are `[tokens, heads, head_dim]`; an attention pattern is a list with, for each token, `[heads, tokens seen]`.
+
+    Attributes:
+        facts: Run id, session, model, tags, sampling, text and so on: docs/format.md lists them.
+        positions: By row, the token's index in prompt + generated.
+        token_ids: By row, the token.
+        phases: By row, `prompt` or `generated`.
+
+    Examples:
+        >>> answer = server.complete("Ann has 3 boxes", max_tokens=2, capture={"points": ["layers.1.output"]})
+        >>> run = vitrine.load(answer, server=server)
+        >>> run["layers.1.output"].shape == (len(run.positions), 192)
+        True
+    """
+
+    def __init__(self, facts: dict[str, Any], table: pa.Table, shared: Mapping[str, Any]) -> None:
+        self.facts = facts
+        self.run_id: str = facts["run_id"]
+        self.positions: npt.NDArray[np.int32] = table["position"].to_numpy()
+        self.token_ids: npt.NDArray[np.int32] = table["token_id"].to_numpy()
+        self.phases: list[str] = table["phase"].to_pylist()
+        self._values = _columns(table, shared)
+        self._layers: int | None = shared.get("layers")  # of the model
+
+    def __getitem__(self, point: str) -> Rows:
+        try:
+            (name,) = self.matching(point)
+        except (LookupError, ValueError) as error:
+            raise KeyError(f"{point!r} is not one point of {self.run_id}, which has {listed(self)}") from error
+        return self._values[name]()
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self._values)
+
+    def __len__(self) -> int:
+        return len(self._values)
+
+    def matching(self, points: str | Iterable[str] | None) -> list[str]:
+        """Those of its points that names or patterns mean, in their order; None means all.
+
+        Raises:
+            LookupError: The run has no such point.
+            ValueError: A layer is below 0, and the run does not say how many layers its model has.
+
+        Examples:
+            >>> acts = server.collect(["Ann has"], "resid_post")
+            >>> server.load_runs(acts.run_ids)[0].matching("layers.-1.output")
+            ['layers.5.output']
+        """
+        if points is None:
+            return list(self)
+        found: dict[str, None] = {}
+        for pattern in [points] if isinstance(points, str) else points:
+            if not (meant := matching(pattern, self._values, self._layers)):
+                raise LookupError(f"{pattern!r} is none of the recorded points {listed(self)}")
+            found |= dict.fromkeys(sorted(meant, key=lambda name: layer_of(name) or 0))
+        return list(found)
+
+    def only(self, points: str | Iterable[str] | None) -> Run:
+        """The same run with those points alone, as `matching` has them.
+
+        Examples:
+            >>> acts = server.collect(["Ann has"], "resid_post")
+            >>> list(server.load_runs(acts.run_ids)[0].only("blocks.2.hook_resid_post"))
+            ['layers.2.output']
+        """
+        found = copy.copy(self)
+        found._values = {name: self._values[name] for name in self.matching(points)}
+        return found
+
+    def __repr__(self) -> str:
+        return f"Run({self.run_id!r}, {len(self.positions)} tokens, {len(self)} points)"
+
+
+def of_streams(body: bytes, wanted: Collection[str] | None = None) -> Iterator[Run]:
+    """The runs of Arrow streams that come one behind the other, as a server sends them; of these `wanted` alone."""
+    source = pa.BufferReader(body)
+    while source.tell() < len(body):
+        yield from _runs(source, wanted)
+
+
+def of_files(path: Path, wanted: Collection[str] | None = None) -> Iterator[Run]:
+    """The whole runs of an Arrow file, or of all files of a session's directory.
+
+    Raises:
+        FileNotFoundError: There is no such file, or no Arrow file in the directory.
+    """
+    files = sorted(path.glob("*.arrow")) if path.is_dir() else [path]
+    if not files:
+        raise FileNotFoundError(f"{path} holds no Arrow file")
+    for file in files:
+        source = pa.memory_map(str(file))
+        source.seek(_MAGIC)  # a stream, also in a file that has no footer yet
+        try:
+            yield from _runs(source, wanted)
+        except pa.ArrowInvalid:  # a crash cut it short behind its last whole run
+            continue
+
+
+def _runs(source: Any, wanted: Collection[str] | None) -> Iterator[Run]:
+    """The whole runs of one stream, each as soon as its last batch is read."""
+    stream = pa.ipc.open_stream(source)
+    shared = json.loads(stream.schema.metadata[b"vitrine"])
+    batches: list[pa.RecordBatch] = []
+    for batch, metadata in stream.iter_batches_with_custom_metadata():
+        batches = [batch] if metadata[b"batch"] == b"0" else [*batches, batch]
+        if b"run" in metadata and (wanted is None or metadata[b"run_id"].decode() in wanted):
+            table = pa.Table.from_batches(batches)
+            yield Run(json.loads(metadata[b"run"]), table, shared)
+
+
+def _columns(table: pa.Table, shared: Mapping[str, Any]) -> dict[str, Callable[[], Rows]]:
+    """By point, what reads its rows."""
+    dtypes, heads = shared["dtypes"], shared.get("heads", {})
+    points = [name for name in table.column_names if name in dtypes]  # in the order in which the model reaches them
+    return {point: partial(_column, table[point], dtypes[point], heads.get(point)) for point in points}
+
+
+def _column(column: pa.ChunkedArray, dtype: str, heads: int | None) -> Rows:
+    if heads is None:
+        return np.concatenate([_float32(chunk.to_numpy_ndarray(), dtype) for chunk in column.chunks])
+    rows = (_float32(row.values.to_numpy(), dtype) for chunk in column.chunks for row in chunk)
+    return [row.reshape(heads, -1) for row in rows]
+
+
+def _float32(values: npt.NDArray[Any], dtype: str) -> npt.NDArray[np.float32]:
+    if dtype == "bfloat16":  # stored as its bits, which are the upper half of a float32's
+        return (values.astype(np.uint32) << 16).view(np.float32)
+    return values.astype(np.float32)

@@ -1,0 +1,139 @@
+"""Connections to a server."""
+
+from __future__ import annotations
+
+import os
+from types import TracebackType
+
+from vitrine.attending import Attending
+from vitrine.blocking import blocking, wait
+from vitrine.lenses import Lensing
+from vitrine.sweeping import Sweeping
+
+URL = "http://127.0.0.1:8000"
+TIMEOUT_S = 660.0  # a little more than the server's own limit, so that its error is what comes
+
+
+class AsyncServer(Attending, Lensing, Sweeping):
+    """A server, asked with `await`: its methods are those of `Server`, whose examples hold for both.
+
+    Attributes:
+        url: The server's address, without `/v1`.
+        model: The id of the model that is asked.
+
+    Examples:
+        >>> import asyncio
+        >>> async def main():
+        ...     async with await vitrine.connect_async(server.url) as twin:
+        ...         return await twin.collect(["Ann has", "Tom has"], "layers.2.output")
+        >>> asyncio.run(main()).values.shape
+        (2, 1, 192)
+    """
+
+    async def __aenter__(self) -> AsyncServer:
+        return self
+
+    async def __aexit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        await self.close()
+
+
+class Server:
+    """A server whose methods wait for the answer, in scripts and in notebooks; `connect` and `serve` give one.
+
+    Attributes:
+        asynchronous: The same with asynchronous methods. They run in a thread of this package.
+
+    Examples:
+        >>> server.model
+        'vitrine-demo'
+    """
+
+    def __init__(self, asynchronous: AsyncServer) -> None:
+        self.asynchronous = asynchronous
+
+    complete = blocking(AsyncServer.complete)
+    generate = blocking(AsyncServer.generate)
+    collect = blocking(AsyncServer.collect)
+    load_runs = blocking(AsyncServer.load_runs)
+    tokens = blocking(AsyncServer.tokens)
+    lens = blocking(AsyncServer.lens)
+    patch_grid = blocking(AsyncServer.patch_grid)
+    sweep = blocking(AsyncServer.sweep)
+    attention = blocking(AsyncServer.attention)
+
+    @property
+    def url(self) -> str:
+        """The server's address, without `/v1`."""
+        return self.asynchronous.url
+
+    @property
+    def model(self) -> str:
+        """The id of the model that is asked."""
+        return self.asynchronous.model
+
+    def close(self) -> None:
+        """Close the connections; a server that `serve` started is stopped."""
+        wait(self.asynchronous.close())
+
+    def __enter__(self) -> Server:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.close()
+
+    def __repr__(self) -> str:
+        return f"Server({self.url!r}, model={self.model!r})"
+
+
+async def connect_async(
+    url: str = URL, *, api_key: str | None = None, model: str | None = None, timeout: float = TIMEOUT_S
+) -> AsyncServer:
+    """A server to ask with `await`. Arguments and errors are those of `connect`.
+
+    Examples:
+        >>> import asyncio
+        >>> async def main():
+        ...     async with await vitrine.connect_async(server.url) as twin:
+        ...         return twin.model
+        >>> asyncio.run(main())
+        'vitrine-demo'
+    """
+    server = AsyncServer(url, api_key or os.environ.get("OPENAI_API_KEY"), timeout)
+    try:
+        served = [one["id"] for one in (await server.get("/v1/models", attempts=1))["data"]]
+        if not served or model not in (None, *served):
+            there = ", ".join(served) or "no model yet"
+            raise ValueError(f"model: {url} serves {there}; {model or 'a model'} was asked for")
+    except BaseException:
+        await server.close()
+        raise
+    server.model = model or served[0]
+    return server
+
+
+def connect(
+    url: str = URL, *, api_key: str | None = None, model: str | None = None, timeout: float = TIMEOUT_S
+) -> Server:
+    """A running server.
+
+    Args:
+        url: Its address, with or without `/v1`.
+        api_key: The key, where the server asks for one; by default the variable `OPENAI_API_KEY`.
+        model: The id of the model to ask; by default the first that is served.
+        timeout: Seconds to wait for each answer.
+
+    Raises:
+        ConnectionError: Nothing answers there.
+        ServerError: It refuses the key.
+        ValueError: It does not serve the model, or the address is none.
+
+    Examples:
+        >>> with vitrine.connect(server.url) as again:
+        ...     print(again.model)
+        vitrine-demo
+    """
+    return Server(wait(connect_async(url, api_key=api_key, model=model, timeout=timeout)))

@@ -1,0 +1,26 @@
+"""Imports early what httpx imports at its first request, since that fails once nnsight has been imported.
+
+nnsight gives every object a method `save` (`nnsight.CONFIG.APP.PYMOUNT`), and anyio takes it for an attribute without a
+type of the classes that it defines. So it is taken away for as long as these are defined.
+"""
+
+from __future__ import annotations
+
+import sys
+from importlib import import_module
+
+
+def _define() -> None:
+    import_module("anyio.abc").SocketAttribute  # noqa: B018 - it is defined at its first use
+    import_module("anyio.streams.tls").TLSAttribute  # noqa: B018
+
+
+if hasattr(object, "save") and "nnsight" in sys.modules:
+    _nnsight = import_module("nnsight")
+    _nnsight._c.unmount("save")
+    try:
+        _define()
+    finally:
+        _nnsight._c.mount(_nnsight.save, "save")
+else:
+    _define()
