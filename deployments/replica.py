@@ -83,7 +83,7 @@ class ModelReplica:
         if store is None:
             store = connect(options.activations_dir, options.archive, options.archive_cache_bytes)
             reader = connect_reader(options.activations_dir, options.archive)
-            writer = connect_writer(options.activations_dir, store)
+            writer = connect_writer(options.activations_dir, store, options.archive)
         spelling = Spelling(self._model.tokenizer)
         self._runs = Runs(options, self._model, spelling, writer, self._pool)
         self._chat = ChatFormat(self._model.tokenizer, self._model.hf)

@@ -19,13 +19,14 @@ from collections import defaultdict
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor, wait
 from pathlib import Path
-from typing import Any
+from typing import Any, Protocol
 from urllib.parse import unquote, urlsplit
 
 from deployments.activations import pins
 from deployments.activations.bucket_claim import BucketClaim, InUseError
 from deployments.activations.catalogue import Catalogue
 from deployments.activations.database import NAME, locked, transaction
+from deployments.activations.entries import StoredFile
 from deployments.activations.filling import move
 from deployments.activations.holding import NEW
 from deployments.activations.manifest import (
@@ -43,6 +44,7 @@ from deployments.activations.manifest import (
     upload,
     write_snapshot,
 )
+from deployments.activations.nodes import node_of
 from deployments.activations.objects import Place
 from deployments.activations.owners import FOLDER as OWNERS
 from deployments.activations.owners import Owners
@@ -63,6 +65,27 @@ logger = logging.getLogger(__name__)
 
 class ArchiveError(OSError):
     """The bucket cannot be written now; the message says why."""
+
+
+class Elsewhere(Protocol):
+    """What other nodes do with segments on their own disks."""
+
+    def is_alive(self, node: str) -> bool:
+        """Whether a node, by its key, can be asked."""
+
+    def upload(self, uri: str, size: int) -> None:
+        """Upload a segment of this many bytes from its node.
+
+        Raises:
+            OSError: The node is away, or the bucket or its disk refuses.
+        """
+
+    def remove(self, uri: str) -> None:
+        """Remove a segment from its node's disk.
+
+        Raises:
+            OSError: The node is away, or its disk refuses.
+        """
 
 
 class Archive:
@@ -123,13 +146,18 @@ class Archive:
 
     # ---- what the store calls
 
-    def begin(self, catalogue: Catalogue, owners: Owners) -> None:
+    def begin(self, catalogue: Catalogue, owners: Owners, elsewhere: Elsewhere | None = None) -> None:
         """Archive what the catalogue says is sealed, from now on.
+
+        Args:
+            catalogue: The store's.
+            owners: Whose sessions are.
+            elsewhere: Uploads and removes segments that lie on other nodes.
 
         Raises:
             ValueError: The bucket's manifest is damaged.
         """
-        self._catalogue, self._owners = catalogue, owners
+        self._catalogue, self._owners, self._elsewhere = catalogue, owners, elsewhere
         self._pins = Pins(self._root)
         if self._claim.is_held:
             try:
@@ -151,6 +179,23 @@ class Archive:
     def wake(self) -> None:
         """Something was sealed."""
         self._wake.set()
+
+    def retry(self) -> None:
+        """Try at once what failed before: a node came back."""
+        self._pauses.clear()
+        self.wake()
+
+    def has(self, file: StoredFile) -> bool:
+        """Whether a node's segment is in the bucket already, as it was before the node joined; then it is listed there.
+
+        Args:
+            file: The segment, by its node's URI.
+        """
+        name = name_of(file.uri)
+        found = self._all("SELECT bytes FROM files WHERE uri = ? AND archived", self._bases.bucket + name)
+        if found and found[0][0] == file.bytes:
+            self._move(self._bases.bucket + name, file.uri)
+        return bool(found)
 
     def wait(self, uri: str) -> Future[None]:
         """A future that is done when a segment is in the bucket.
@@ -270,6 +315,10 @@ class Archive:
         return bool(files) and not self._ending
 
     def _upload(self, uri: str, size: int) -> None:
+        if node_of(uri):
+            assert self._elsewhere is not None
+            self._elsewhere.upload(uri, size)
+            return
         path = _path_of(uri)
         if self._all("SELECT 1 FROM files WHERE uri = ?", self._bases.bucket + name_of(uri)):
             raise OSError(
@@ -358,13 +407,27 @@ class Archive:
         if not self._cached:
             return
         self._cached = False
-        kept = self._all("SELECT uri, bytes FROM files WHERE archived AND uri LIKE 'file:%' ORDER BY modified_ns")
-        over = sum(size for _, size in kept) - self.cache_bytes
-        for uri, size in kept:
-            if over <= 0:
-                break
-            over -= size
-            self._move(uri, self._bases.bucket + name_of(uri))
+        by_node = defaultdict[str | None, list[tuple[str, int]]](list)
+        kept = "SELECT uri, bytes FROM files WHERE archived AND uri NOT LIKE ? || '%' ORDER BY modified_ns, id"
+        for uri, size in self._all(kept, self._bases.bucket):
+            by_node[node_of(uri)].append((uri, size))
+        for node, files in by_node.items():
+            over = sum(size for _, size in files) - self.cache_bytes
+            for uri, size in files:
+                if over <= 0:
+                    break
+                over -= size
+                self._remove(node, uri)
+
+    def _remove(self, node: str | None, uri: str) -> None:
+        """Remove a segment that is in the bucket from the disk on which it lies."""
+        if node and not (self._elsewhere and self._elsewhere.is_alive(node)):
+            return
+        self._move(uri, self._bases.bucket + name_of(uri))
+        if node:
+            assert self._elsewhere is not None
+            self._elsewhere.remove(uri)
+        else:
             _path_of(uri).unlink(missing_ok=True)
 
     def _restore(self, uri: str) -> None:
@@ -425,8 +488,8 @@ class Archive:
                 future.set_result(None)
 
     def _is_archived(self, uri: str) -> bool:
-        names = [self._bases.disk + name_of(uri), self._bases.bucket + name_of(uri)]
-        return bool(self._all("SELECT 1 FROM files WHERE uri IN (?, ?) AND archived", *names))
+        names = [uri, self._bases.disk + name_of(uri), self._bases.bucket + name_of(uri)]
+        return bool(self._all("SELECT 1 FROM files WHERE uri IN (?, ?, ?) AND archived", *names))
 
     def _object(self, segment: str) -> Any:
         return self.place.file(unquote(segment))

@@ -18,7 +18,7 @@ from deployments.activations.entries import ENTRIES, OFFSET, Entry, StoredFile, 
 from deployments.activations.facts import StoreError
 from deployments.activations.filling import put, refresh
 from deployments.activations.filters import EVERYTHING, Filter
-from deployments.activations.manifest import Manifest, catalogue_of, catch_up, fill_new
+from deployments.activations.manifest import Manifest, catalogue_of, catch_up, fill_new, name_of
 from deployments.activations.objects import Place
 from deployments.errors import RequestError
 
@@ -66,6 +66,7 @@ class Catalogue:
     Attributes:
         looks: How often files were looked at: what is known may be otherwise since.
         archives: Whether its files go to a bucket, too, so that it says of each whether it is there.
+        tell: Called with what is added, once it is.
         keeper: What `database.keeper_of` gives while it keeps a directory's database; empty while it is in memory.
     """
 
@@ -73,6 +74,7 @@ class Catalogue:
         """One that is empty, in memory."""
         self.looks = 0
         self.keeper = ""
+        self.tell: Callable[[Sequence[tuple[str, Sequence[Entry], StoredFile]]], None] = lambda added: None
         self._lock = Lock()
         self._files: Path | None = None
         self.archives = False
@@ -158,8 +160,9 @@ class Catalogue:
     def add(self, session_id: str, entries: Iterable[Entry], file: StoredFile) -> int:
         """Add runs of one file, and the file as it is now; how many bytes more it has than was known."""
         added = list(entries)
-
-        return self._guarded(lambda database: put(database, session_id, added, file), otherwise=0)
+        more = self._guarded(lambda database: put(database, session_id, added, file), otherwise=0)
+        self.tell([(session_id, added, file)])
+        return more
 
     def add_all(self, added: Sequence[tuple[str, Sequence[Entry], StoredFile]]) -> None:
         """The same of several files, each with its session: all or nothing."""
@@ -170,6 +173,7 @@ class Catalogue:
                     put(database, session_id, entries, file)
 
         self._guarded(put_in, otherwise=None)
+        self.tell(added)
 
     def look(self) -> None:
         """Look at the files again: others may have changed them."""
@@ -238,6 +242,22 @@ class Catalogue:
     def files(self, session_id: str) -> dict[str, int]:
         """The bytes of a session's files by their URIs."""
         return dict(self._all("SELECT uri, bytes FROM files WHERE session = ?", session_id))
+
+    def files_of(self, beginning: str) -> dict[str, int]:
+        """The bytes of all files whose URIs begin so, by `<session>/<segment>`."""
+        found = self._all("SELECT uri, bytes FROM files WHERE substr(uri, 1, ?) = ?", len(beginning), beginning)
+        return {name_of(uri): size for uri, size in found}
+
+    def all_files(self) -> list[tuple[str, StoredFile]]:
+        """All files that hold runs, each with its session."""
+        found = self._all("SELECT session, uri, bytes, sealed, rows, modified_ns FROM files WHERE rows IS NOT 0")
+        return [
+            (session, StoredFile(uri, size, bool(sealed), rows, at)) for session, uri, size, sealed, rows, at in found
+        ]
+
+    def of_file(self, uri: str) -> list[Entry]:
+        """The runs of one file, in the order in which they were added."""
+        return entries_of(self._all(f"{ENTRIES} WHERE files.uri = ? ORDER BY runs.rowid", uri))
 
     def last_runs(self, session_id: str | None = None) -> list[tuple[str, float]]:
         """Of one session, or each, that has a run when the last was made, in Unix seconds."""

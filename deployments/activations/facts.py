@@ -109,12 +109,16 @@ class StoredPoint(NamedTuple):
 
 
 class StoredRun(NamedTuple):
-    """A run that is on disk; `bytes` is what it takes in its file."""
+    """A run that is on disk; `bytes` is what it takes in its file.
+
+    `node` names the node on whose disk it is, where nodes keep directories of their own.
+    """
 
     run_id: str
     session_id: str
     points: dict[str, StoredPoint]
     bytes: int
+    node: str | None = None
 
 
 def page(names: Iterable[str], limit: int, after: str | None) -> list[str]:

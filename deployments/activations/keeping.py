@@ -3,18 +3,18 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Sequence, Set
+from collections.abc import Callable, Collection, Sequence, Set
 from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
 from typing import TYPE_CHECKING
 from urllib.parse import unquote, urlsplit
 
 from deployments.activations.accounts import OPERATOR, Account
-from deployments.activations.claims import Claims
 from deployments.activations.deleting import begin_deletion, finish_deletion
-from deployments.activations.entries import Entry, Known, RunName, StoredFile
+from deployments.activations.entries import Known
 from deployments.activations.facts import StoreError
 from deployments.activations.holding import is_held
+from deployments.activations.nodes import node_of
 from deployments.activations.owners import Owners, Record
 from deployments.activations.pins import Pins
 from deployments.activations.pool import Pool
@@ -23,6 +23,8 @@ from deployments.activations.scanning import scan_session
 
 if TYPE_CHECKING:
     from deployments.activations.archive import Archive
+    from deployments.activations.nodes import Nodes
+    from deployments.activations.telling import Note
 
 logger = logging.getLogger(__name__)
 
@@ -33,16 +35,16 @@ Busy = Callable[[], Set[str]]
 class Keeper:
     """Holds a store to its limits. For the writer's thread, but for `retention`, which all may read.
 
-    Sessions that a run of another node is on its way to are not deleted by themselves, as those are not that a run here
-    is; nor are those whose files are otherwise than is known: another server writes there.
+    Sessions that a run is being written to are not deleted by themselves; nor are those whose files are otherwise than
+    is known: another node writes there.
 
     Args:
         root: Where the files are.
         catalogue: What is known of them.
         pool: What is written to.
-        lease_s: Seconds for which room is kept for a run of another node that nothing is heard of.
         owners: Whose sessions are; None in a node's writer, which leaves that to the store's.
         archive: Told of deletions before anything is deleted, where there is a bucket.
+        nodes: Told of them, too, where other nodes may have runs on disks of their own.
 
     Attributes:
         retention: The limits.
@@ -53,19 +55,19 @@ class Keeper:
         root: Path,
         catalogue: Known,
         pool: Pool,
-        lease_s: float,
         owners: Owners | None = None,
         archive: Archive | None = None,
+        nodes: Nodes | None = None,
     ) -> None:
         self.retention = Retention()
         self._pins = Pins(root)
-        self._claims = Claims(lease_s)
         self._root = root
         self._catalogue = catalogue
         self._pool = pool
         self._owners = owners
         self._removals = ThreadPoolExecutor(1, thread_name_prefix="activation-removal")
         self._archive = archive
+        self._nodes = nodes
         self._at_most: dict[str | None, int] = {}  # a bound on the bytes of an owner, whose sum takes long
         self._looks = catalogue.looks
 
@@ -118,45 +120,36 @@ class Keeper:
                 looked = True
         for session in self.check(session_id, size, stay, most):
             logger.warning("session %s is deleted: the store's quota is reached, and it is the oldest", session.id)
-            self.delete(session.id).add_done_callback(_log)
+            self.delete(session.id, automatic=True).add_done_callback(_log)
 
-    def claim(self, name: RunName, size: int, busy: Busy, most: int = 0, fence: str | None = None) -> None:
-        """Make room for a run that another node's writer writes, and keep it until the run is noted.
+    def note(self, notes: Sequence[Note], asked: Collection[str], busy: Busy) -> dict[str, str]:
+        """List runs that other nodes' writers have made durable, unless they were deleted since.
 
         Args:
-            name: The run.
-            size: Its bytes so far, with those that are about to be written.
+            notes: The runs, by file.
+            asked: Sessions of which it is asked whether they may get more.
             busy: Which sessions stay in any case.
-            most: The most bytes that it may have in the end.
-            fence: As `Owners.check` takes it.
 
-        Raises:
-            StoreError: There is no room, or the session is another one by now.
-            OSError: The disk refuses a deletion.
-        """
-        self.check_fence(name.session_id, fence)
-        before = self._claims.of(name)
-        self.make_room(name.session_id, size - before, busy, most - before)
-        self._claims.put(name, size)
-
-    def renew_claim(self, name: RunName) -> None:
-        """A run of another node goes on."""
-        self._claims.renew(name)
-
-    def end_claim(self, name: RunName) -> None:
-        """A run of another node will not be finished."""
-        self._claims.end(name)
-
-    def note(self, session_id: str, entries: Sequence[Entry], file: StoredFile) -> None:
-        """List runs that another node's writer has made durable, unless they were deleted since.
+        Returns:
+            The sessions of these that may get no more runs, and why.
 
         Raises:
             OSError: The disk refuses to say whether they were.
         """
-        if Path(unquote(urlsplit(file.uri).path)).exists():
-            self._pool.count(session_id, file, self._catalogue.add(session_id, entries, file))
-        for entry in entries:
-            self._claims.end(RunName(session_id, entry.facts.run_id))
+        for session_id, entries, file in notes:
+            if node_of(file.uri):
+                is_new = not (self._archive and self._archive.has(file))
+            else:
+                is_new = Path(unquote(urlsplit(file.uri).path)).exists()  # else its session was deleted since
+            if is_new:
+                self._pool.count(session_id, file, self._catalogue.add(session_id, entries, file))
+        refused = dict[str, str]()
+        for session_id in {note.session_id for note in notes} | set(asked):
+            try:
+                self.make_room(session_id, 1, busy)
+            except StoreError as error:
+                refused[session_id] = str(error)
+        return refused
 
     def old(self, now: float) -> list[str]:
         """The sessions that may be too old, of which `expire` deletes those that are; any thread may ask.
@@ -181,7 +174,7 @@ class Keeper:
         age = self.retention.max_session_age_s
         if age is None or not old:
             return []
-        gone, changed, stay = list[str](), False, busy() | self._claims.sessions() | self._pins.names()
+        gone, changed, stay = list[str](), False, busy() | self._pins.names()
         for session_id in (name for name in old if name not in stay):
             try:
                 if not any(last < now - age for _, last in self._catalogue.last_runs(session_id)):
@@ -190,7 +183,7 @@ class Keeper:
                     changed = True
                     continue
                 logger.warning("session %s is deleted: its last run is more than %g s old", session_id, age)
-                self.delete(session_id).add_done_callback(_log)
+                self.delete(session_id, automatic=True).add_done_callback(_log)
                 gone.append(session_id)
             except OSError:
                 logger.exception("session %s cannot be deleted", session_id)
@@ -215,7 +208,7 @@ class Keeper:
         assert self._owners is not None
 
         def there() -> Set[str]:
-            return self._pool.sizes().keys() | self._claims.sessions() | busy()
+            return self._pool.sizes().keys() | busy()
 
         return self._owners.claim(session_id, account, there, self.retention.max_owner_sessions)
 
@@ -236,21 +229,28 @@ class Keeper:
         self._owners.share(session_id, shared)
         return True
 
-    def delete(self, session_id: str) -> Future[bool]:
+    def delete(self, session_id: str, automatic: bool = False) -> Future[bool]:
         """Delete a session of which no run is open: it is none any more when this returns.
 
         Its files are removed in the background: the future is false if there was none, and an OSError where the disk
         refuses.
 
+        Args:
+            session_id: The session.
+            automatic: Whether nobody asked for it: then it stays on a node that has a later run of it.
+
         Raises:
             OSError: The disk refuses; the session is then as it was.
         """
         self._pool.close(session_id)
+        if self._nodes and self._catalogue.knows(session_id):
+            record = self._owners.of(session_id) if self._owners else None
+            last = max((at for _, at in self._catalogue.last_runs(session_id)), default=0.0) if automatic else None
+            self._nodes.begin_deletion(session_id, record.fence if record else None, last)
         archived = self._archive.delete(session_id) if self._archive else False
         deletion = begin_deletion(self._root, session_id)
         known = self._catalogue.drop(session_id) or archived
         self._pool.forget(session_id)
-        self._claims.end_session(session_id)
         if self._owners:  # behind the files: a crash between them leaves no session without its owner
             self._owners.forget(session_id)
         if deletion:
@@ -277,7 +277,7 @@ class Keeper:
         return True
 
     def _deletable(self, busy: Set[str]) -> list[Held]:
-        sizes, stay = self._pool.sizes(), busy | self._claims.sessions() | self._pins.names()
+        sizes, stay = self._pool.sizes(), busy | self._pins.names()
         return [
             Held(session_id, sizes[session_id], last)
             for session_id, last in self._catalogue.last_runs()
@@ -312,14 +312,14 @@ class Keeper:
     def _used_by(self, owner: str | None) -> int:
         assert self._owners is not None
         own, sizes = self._owners.limited(owner), self._pool.sizes()
-        return sum(sizes[one] for one in own) + sum(self._claims.used(one) for one in own & self._claims.sessions())
+        return sum(sizes[one] for one in own)
 
     def _may_change(self, session_id: str, account: Account) -> bool:
         record = self._owners.of(session_id) if self._owners else None
         return account.may_change(record and record.owner)
 
     def _used(self, session_id: str | None = None) -> int:
-        return self._pool.used(session_id) + self._claims.used(session_id)
+        return self._pool.used(session_id)
 
     def _is_as_known(self, session_id: str) -> bool:
         """Whether the files of a session, of which no run is open here, are as is known, and held by nobody."""

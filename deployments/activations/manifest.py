@@ -268,12 +268,11 @@ def _add(database: sqlite3.Connection, line: Line, bases: Bases) -> None:
     name = line["segment"]
     if database.execute("SELECT 1 FROM deleted WHERE segment = ?", (name,)).fetchone():
         return
-    on_disk = database.execute(
-        "UPDATE files SET archived = 1 WHERE uri = ? AND bytes = ?", (bases.disk + name, line["bytes"])
-    ).rowcount
-    if on_disk:
-        return
     session_id = name.partition("/")[0]
+    of_disk = """UPDATE files SET archived = 1 WHERE session = ? AND bytes = ?
+        AND (uri = ? OR uri LIKE 'node://%' AND substr(uri, -length(?)) = ?)"""
+    if database.execute(of_disk, (session_id, line["bytes"], bases.disk + name, f"/{name}", f"/{name}")).rowcount:
+        return
     new = """INSERT OR IGNORE INTO files (session, uri, bytes, sealed, rows, modified_ns, points, archived)
         VALUES (?, ?, ?, 1, ?, 0, ?, 1)"""
     values = (session_id, bases.bucket + name, line["bytes"], line["rows"], json.dumps(line["points"]))

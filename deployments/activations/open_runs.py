@@ -119,7 +119,6 @@ class OpenRuns:
         Returns:
             The shard that it was on, if any.
         """
-        self._keeper.end_claim(name)
         if name in self._finished or self._catalogue.holds(*name):
             return None
         run = self._open.get(name)

@@ -115,13 +115,16 @@ class Pool:
                 self._close(shard)
 
     def close(self, session_id: str | None = None) -> None:
-        """Close the idle shards of one session, or all, which is the end; they are closed when this returns."""
+        """Close the idle shards of one session, or all; they are closed when this returns."""
         for shard in list(self._idle):
             if session_id in (None, shard.session_id):
                 self._close(shard)
         self._tell(wait_for=[shard for shard in self._closing if session_id in (None, shard.session_id)])
-        if session_id is None:
-            self._seals.shutdown()
+
+    def end(self) -> None:
+        """Close all shards for good."""
+        self.close()
+        self._seals.shutdown()
 
     @property
     def own(self) -> set[str]:

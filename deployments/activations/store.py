@@ -6,12 +6,11 @@ import asyncio
 import functools
 import hashlib
 import logging
-import time
 import uuid
 from collections.abc import Awaitable, Iterable, Sequence, Set
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import ray
 
@@ -19,23 +18,32 @@ from deployments.activations.accounts import OPERATOR, Account
 from deployments.activations.facts import StoredPoint, StoredRun, StoreError
 from deployments.activations.failures import explain
 from deployments.activations.keeps_files import KeepsFiles
+from deployments.activations.nodes import uri_of
+from deployments.activations.releasing import releases_nodes
 from deployments.activations.retention import Retention
-from deployments.activations.taking import TakesRuns, actors, mark, node_writers
+from deployments.activations.taking import Home, TakesRuns, actors, node_writers, writer_on
+from deployments.activations.telling import Reply
 from deployments.clusters import NAMESPACE
 
 if TYPE_CHECKING:
     from deployments.activations.archive import Archive
-    from deployments.activations.entries import Entry, StoredFile
+    from deployments.activations.nodes import Deletion, Node
+    from deployments.activations.telling import Note
     from deployments.activations.writer import Writer
 
 _ACTOR = "activation store of "  # what a store's name begins with
-_ENDING_S = 15.0  # for which a store waits for one that is ending
 _ARCHIVE_S = 60.0  # for which an answer waits for its run to be archived
 _HOLD_S = 30.0  # for which a node's writer is waited for
 
 logger = logging.getLogger(__name__)
 
 __all__ = ["ActivationStore", "StoreError", "StoredPoint", "StoredRun"]
+
+
+class Deleted(NamedTuple):
+    """A session that was deleted; `away` names the nodes that delete their part of it when they come back."""
+
+    away: tuple[str, ...] = ()
 
 
 class ActivationStore(TakesRuns, KeepsFiles):
@@ -72,24 +80,24 @@ class ActivationStore(TakesRuns, KeepsFiles):
         # Serve's controller and the ingress import this module too, and need no Arrow.
         from deployments.activations.archive import check_bucket
         from deployments.activations.catalogue import Catalogue
-        from deployments.activations.database import sealed_files
+        from deployments.activations.node_files import NodeSegments
+        from deployments.activations.nodes import Nodes
+        from deployments.activations.opening import open_directory
         from deployments.activations.owners import Owners
         from deployments.activations.permissions import restrict
         from deployments.activations.pins import Pins, saved_limits
-        from deployments.activations.recovering import make_root, recover
+        from deployments.activations.recovering import make_root
         from deployments.activations.room import Room
 
         restrict(Path(root))
         make_root(Path(root))
         resolved = Path(root).resolve()
-        _check_alone(resolved)
-        self._mark = mark(resolved)
+        self._mark = open_directory(resolved)
         self._archive: Archive | None = None
         if archive:
             self._archive = _archive(resolved, archive, self._mark, archive_cache_bytes)
         else:
             check_bucket(resolved, None)
-        recover(resolved, sealed_files(resolved))
         self._catalogue = Catalogue.rebuild(resolved, self._archive.manifest if self._archive else None)
         self._limits = saved_limits(resolved, life)
         self._options: dict[str, Any] = {"shard_bytes": shard_bytes, "open_shards": open_shards, "lease_s": lease_s}
@@ -99,8 +107,9 @@ class ActivationStore(TakesRuns, KeepsFiles):
         self._holds = uuid.uuid4().hex
         self._bucket = self._archive.place if self._archive else None
         self._owners = Owners(resolved)
+        self._nodes = Nodes(resolved)
         if self._archive:
-            self._archive.begin(self._catalogue, self._owners)
+            self._archive.begin(self._catalogue, self._owners, NodeSegments(root, self._nodes))
         self._writer = self._begin_writer()
         self._deleting = asyncio.Lock()
         self._pins = Pins(resolved)
@@ -111,7 +120,9 @@ class ActivationStore(TakesRuns, KeepsFiles):
     def _begin_writer(self) -> Writer:
         from deployments.activations.writer import Writer
 
-        writer = Writer(self._root, self._catalogue, owners=self._owners, archive=self._archive, **self._options)
+        writer = Writer(
+            self._root, self._catalogue, owners=self._owners, archive=self._archive, nodes=self._nodes, **self._options
+        )
         writer.retain(self._limits)
         return writer
 
@@ -154,8 +165,11 @@ class ActivationStore(TakesRuns, KeepsFiles):
         """
         return await asyncio.wrap_future(self._writing().share(session_id, shared, account))
 
-    async def delete(self, session_id: str, account: Account = OPERATOR) -> bool:
-        """Delete a session: true when its files are gone, false if there is none that the account may change.
+    async def delete(self, session_id: str, account: Account = OPERATOR) -> Deleted | None:
+        """Delete a session; None if there is none that the account may change.
+
+        Returns:
+            What became of it: it is listed no more, and its files are gone, but for those of nodes that are away.
 
         Raises:
             StoreError: If `session_id` can name none, or the disk refuses.
@@ -164,23 +178,46 @@ class ActivationStore(TakesRuns, KeepsFiles):
         async with self._deleting:  # else the first one's end would let runs in beside the second
             return await self._delete(session_id, account)
 
-    async def _delete(self, session_id: str, account: Account) -> bool:
+    async def _delete(self, session_id: str, account: Account) -> Deleted | None:
         try:
             record = await asyncio.to_thread(self._owners.of, session_id)
             if not account.may_change(record and record.owner):
-                return False
+                return None
             await asyncio.to_thread(self._pins.check, session_id)  # before anybody lets go of it
         except OSError as error:
             raise explain(self._root, error) from error
         writers = await asyncio.to_thread(node_writers, self._asked)
-        for writer, said in zip(writers, await _all(writer.hold.remote(session_id) for writer in writers), strict=True):
+        held = await _all(writer.hold.remote(session_id, record and record.fence) for writer in writers)
+        for writer, said in zip(writers, held, strict=True):
             if isinstance(said, Exception):  # what it may still write there it will find gone
                 logger.warning("%s does not let go of session %s: %s", writer, session_id, said)
         try:
-            return await asyncio.wrap_future(self._writing().delete(session_id, account))
+            found = await asyncio.wrap_future(self._writing().delete(session_id, account))
         finally:
             for writer in writers:
                 writer.release.remote(session_id)
+        away = await self._delete_elsewhere(session_id)
+        return Deleted(tuple(away)) if found or away else None
+
+    async def _delete_elsewhere(self, session_id: str) -> list[str]:
+        """Have nodes delete a session from their own directories; the names of those that do it when they come back."""
+        try:
+            nodes = await asyncio.to_thread(self._nodes.all)
+            waiting = await asyncio.to_thread(self._nodes.waiting, session_id)
+        except OSError as error:
+            raise explain(self._root, error) from error
+        asked = [(nodes[key], deletion) for key, deletions in waiting.items() for deletion in deletions]
+        done = await _all(self._deleted_on(node, deletion) for node, deletion in asked)
+        for (node, _), said in zip(asked, done, strict=True):
+            if isinstance(said, Exception):
+                logger.warning("node %s deletes session %s when it comes back: %s", node.name, session_id, said)
+        return sorted({node.name for (node, _), said in zip(asked, done, strict=True) if isinstance(said, Exception)})
+
+    async def _deleted_on(self, node: Node, deletion: Deletion) -> None:
+        if not await asyncio.to_thread(self._nodes.is_alive, node):
+            raise StoreError("it is away")
+        await writer_on(self._asked, node.ray_id).delete.remote(deletion)
+        await asyncio.to_thread(self._nodes.end_deletions, node.key, [deletion.id])
 
     async def query(self, statement: str, values: Sequence[Any]) -> tuple[str, list[Any]]:
         """What the catalogue says, as `Catalogue.query`: for the reader, where it cannot read the database itself.
@@ -238,32 +275,58 @@ class ActivationStore(TakesRuns, KeepsFiles):
                 f"({self._archive.trouble}): it will be once the bucket takes it."
             ) from None
 
-    async def place(self) -> tuple[str, str, str]:
-        """The store's node, what marks its directory for other nodes, and what tells its hold of the directory's lock.
+    async def place(self) -> Home:
+        """Where the store is, for the writers of other nodes."""
+        hold = self._holds if self._catalogue.is_kept else ""
+        return Home(ray.get_runtime_context().get_node_id(), self._mark, hold, await asyncio.to_thread(releases_nodes))
 
-        The third tells a store that holds its directory's lock from itself when it was started again; empty where it
-        holds none.
-        """
-        return ray.get_runtime_context().get_node_id(), self._mark, self._holds if self._catalogue.is_kept else ""
-
-    async def note(self, session_id: str, entries: Sequence[Entry], file: StoredFile) -> None:
-        """List runs that another node's writer has made durable, unless they were deleted since."""
-        await asyncio.wrap_future(self._writing().note(session_id, entries, file))
-
-    async def make_room(self, session_id: str, run_id: str, size: int, most: int = 0, fence: str | None = None) -> None:
-        """Make room for a run that another node's writer writes, as `Writer.claim`, until it is noted or abandoned.
+    async def join(self, node: Node) -> Reply:
+        """A node's writer has started, or could not reach the store for a while: it tells of its runs from now on.
 
         Args:
-            session_id: The session.
-            run_id: The run.
-            size: Its bytes so far, with those that are about to be written.
-            most: The most bytes that the whole run may have, 0 where that is not known.
-            fence: As for `append`.
+            node: The node; its key is empty where it writes into the store's own directory.
+
+        Returns:
+            What it is to delete before it tells of anything, and which of its files are known.
 
         Raises:
-            StoreError: There is no room, or the session is another one by now; the message says what to do.
+            StoreError: The disk refuses.
         """
-        await asyncio.wrap_future(self._writing().claim(session_id, run_id, size, most, fence))
+        if not node.key:  # it may have stored runs before of which it had no time to tell
+            await asyncio.to_thread(self._catalogue.look)
+            return Reply(self._holds, {}, [], {})
+        try:
+            await asyncio.to_thread(self._nodes.join, node)
+            known = await asyncio.to_thread(self._catalogue.files_of, uri_of(node.key, ""))
+            deletions = await asyncio.to_thread(self._nodes.deletions, node.key)
+        except OSError as error:
+            raise explain(self._root, error) from error
+        if self._archive:
+            self._archive.retry()
+        return Reply(self._holds, {}, deletions, known)
+
+    async def tell(self, key: str, notes: list[Note], deleted: list[int], asked: list[str]) -> Reply:
+        """List runs that a node's writer has made durable, unless they were deleted since.
+
+        Args:
+            key: The node's.
+            notes: The runs, by file.
+            deleted: The deletions that the node has done, by their ids; it did them before these runs.
+            asked: Sessions of which it is to say whether they may get more.
+
+        Raises:
+            StoreError: The disk refuses.
+        """
+        try:
+            if deleted:
+                await asyncio.to_thread(self._nodes.end_deletions, key, deleted)
+            waiting = await asyncio.to_thread(self._nodes.deletions, key) if key else []
+        except OSError as error:
+            raise explain(self._root, error) from error
+        gone = {deletion.session_id for deletion in waiting}
+        notes = [note for note in notes if note.session_id not in gone]
+        refused = await asyncio.wrap_future(self._writing().note(notes, asked))
+        return Reply(self._holds, refused, waiting)
 
     async def pin(self, session_id: str, pinned: bool, account: Account = OPERATOR) -> bool:
         """Pin a session, or take its pin away: true when durable, false if there is none that the account may change.
@@ -324,23 +387,6 @@ def _running(applications: Set[str]) -> Set[str]:
     from ray import serve
 
     return applications & serve.status().applications.keys()
-
-
-def _check_alone(root: Path) -> None:
-    """Raise StoreError where another server's store keeps a directory; one that is ending is waited for."""
-    from deployments.activations.database import can_hold
-
-    until = time.monotonic() + _ENDING_S
-    try:
-        while not can_hold(root):
-            if time.monotonic() > until:
-                raise StoreError(
-                    f"Another server keeps the activation store at {root}, and one server has a directory: stop it, or "
-                    "give this one another activations_dir."
-                )
-            time.sleep(0.1)
-    except OSError as error:  # the catalogue says what becomes of it
-        logger.warning("it cannot be known whether another server keeps %s: %s", root, error)
 
 
 def _archive(root: Path, uri: str, name: str, cache_bytes: int) -> Archive:

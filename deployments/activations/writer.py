@@ -11,7 +11,7 @@ import math
 import threading
 import time
 from collections import deque
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
 from queue import Empty, SimpleQueue
@@ -22,7 +22,7 @@ import pyarrow as pa
 from deployments.activations.accounts import OPERATOR, Account
 from deployments.activations.checksums import described
 from deployments.activations.commits import Commits
-from deployments.activations.entries import Entry, Known, RunName, StoredFile
+from deployments.activations.entries import Known, RunName
 from deployments.activations.facts import RunFacts, StoredRun, StoreError
 from deployments.activations.failures import explain
 from deployments.activations.keeping import Keeper
@@ -36,6 +36,8 @@ from deployments.errors import RequestError
 
 if TYPE_CHECKING:
     from deployments.activations.archive import Archive
+    from deployments.activations.nodes import Nodes
+    from deployments.activations.telling import Note
 
 logger = logging.getLogger(__name__)
 
@@ -68,6 +70,7 @@ class Writer:
         lease_s: Seconds without a chunk after which a run that is not finished is abandoned.
         owners: Whose sessions are, where this is the store's writer.
         archive: Where it deletes from as well.
+        nodes: Those that delete as well.
     """
 
     def __init__(
@@ -81,13 +84,14 @@ class Writer:
         lease_s: float = 900,
         owners: Owners | None = None,
         archive: Archive | None = None,
+        nodes: Nodes | None = None,
     ) -> None:
         self._root = root
         self._catalogue = catalogue
         self._queue: SimpleQueue[_Item | None] = SimpleQueue()
         limits = {"shard_bytes": shard_bytes, "open_shards": open_shards}
         self._pool = Pool(root, catalogue, **limits, idle_s=idle_s, wake=self._wake)
-        self._keeper = Keeper(root, catalogue, self._pool, lease_s, owners, archive)
+        self._keeper = Keeper(root, catalogue, self._pool, owners, archive, nodes)
         self._runs = OpenRuns(root, catalogue, self._pool, self._keeper, lease_s)
         self._looks = ThreadPoolExecutor(1, thread_name_prefix="activation-expiry")
         self._look = math.inf  # when to look for sessions that are too old, in the monotonic clock's seconds
@@ -179,12 +183,7 @@ class Writer:
             StoreError: At once if the writer is closed.
         """
         name = RunName(session_id, run_id)
-
-        def renew() -> None:
-            self._runs.renew(name)
-            self._keeper.renew_claim(name)
-
-        return self._behind(renew, at_once=True)
+        return self._behind(lambda: self._runs.renew(name), at_once=True)
 
     def delete(self, session_id: str, account: Account = OPERATOR) -> Future[bool]:
         """Queue a deletion: true when the session's files are gone, false if the account may change none of the name.
@@ -259,33 +258,16 @@ class Writer:
         """
         return self._behind(lambda: self._hold(session_id, 0.0))
 
-    def claim(self, session_id: str, run_id: str, size: int, most: int = 0, fence: str | None = None) -> Future[None]:
-        """Queue: make room for a run that another node's writer writes, and keep it until `note` or `abandon`.
-
-        Args:
-            session_id: The session.
-            run_id: The run.
-            size: Its bytes so far, with those that are about to be written.
-            most: As for `append`.
-            fence: As for `append`.
-
-        Raises:
-            StoreError: At once if the writer is closed; from the future if there is no room, or the session is another
-                one by now.
-        """
-        name = RunName(session_id, run_id)
-        return self._behind(lambda: self._keeper.claim(name, size, self._runs.busy, most, fence), at_once=True)
-
-    def note(self, session_id: str, entries: Sequence[Entry], file: StoredFile) -> Future[None]:
-        """Queue: another node's writer has made runs durable; they are listed and counted, unless they were deleted.
+    def note(self, notes: Sequence[Note], asked: Collection[str] = ()) -> Future[dict[str, str]]:
+        """Queue: other nodes' writers have made runs durable; they are listed and counted, as by `Keeper.note`.
 
         Raises:
             StoreError: At once if the writer is closed.
         """
-        return self._behind(lambda: self._keeper.note(session_id, entries, file), at_once=True)
+        return self._behind(lambda: self._keeper.note(notes, asked, self._runs.busy), at_once=True)
 
-    def seal(self, session_id: str) -> Future[None]:
-        """Queue: end the session's files that no run is being written to, so that they can be archived.
+    def seal(self, session_id: str | None) -> Future[None]:
+        """Queue: end a session's files, or all, that no run is being written to, so that they can be archived.
 
         Raises:
             StoreError: At once if the writer is closed.
@@ -341,7 +323,7 @@ class Writer:
             while self._round():
                 pass
             self._runs.abandon_all()
-            self._pool.close()
+            self._pool.end()
         except Exception:
             logger.exception("the writer of %s has ended", self._root)
             self._fail_all()
@@ -355,7 +337,7 @@ class Writer:
         self._commits.close()
         with contextlib.suppress(Exception):  # what it was at may be what is broken
             self._runs.abandon_all()
-            self._pool.close()
+            self._pool.end()
         self._failed = True  # who is told may ask another writer at once
         for future in self._asked:
             if not future.done():
