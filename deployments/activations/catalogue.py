@@ -251,9 +251,7 @@ class Catalogue:
     def all_files(self) -> list[tuple[str, StoredFile]]:
         """All files that hold runs, each with its session."""
         found = self._all("SELECT session, uri, bytes, sealed, rows, modified_ns FROM files WHERE rows IS NOT 0")
-        return [
-            (session, StoredFile(uri, size, bool(sealed), rows, at)) for session, uri, size, sealed, rows, at in found
-        ]
+        return [(row[0], StoredFile(row[1], row[2], bool(row[3]), *row[4:])) for row in found]
 
     def of_file(self, uri: str) -> list[Entry]:
         """The runs of one file, in the order in which they were added."""

@@ -188,8 +188,8 @@ class NodeWriter(TakesRuns):
         """Refuse a directory that goes with its node, where nodes can go."""
         if home.releases and not self._archive:
             raise StoreError(
-                f"Ray's autoscaler can release this node, and with it the runs in {self._root}: set archive to a bucket "
-                "(archive=s3://bucket/prefix), or activations_dir to a directory that all nodes share."
+                f"Ray's autoscaler can release this node, and with it the runs in {self._root}: set archive to a "
+                "bucket (archive=s3://bucket/prefix), or activations_dir to a directory that all nodes share."
             )
 
     async def _check_locks(self, home: Home) -> None:
@@ -239,7 +239,8 @@ class NodeWriter(TakesRuns):
         from deployments.activations.writer import Writer
 
         ray_id = ray.get_runtime_context().get_node_id()
-        self._node = Node(key, ray.util.get_node_ip_address(), str(self._root), ray_id)
+        address = ray.util.get_node_ip_address()  # type: ignore[no-untyped-call]
+        self._node = Node(key, address, str(self._root), ray_id)
         self._begin_writer = functools.partial(Writer, self._root, catalogue)
         self._writer = self._begin_writer()
         self._room = Room(self._root, lambda session_id, size: self._writing().check_quotas(session_id, size))
@@ -336,9 +337,8 @@ class _Shared:
         return 0
 
     def add_all(self, added: Sequence[Added]) -> None:
-        self._own.update(
-            ((session_id, entry.facts.run_id), None) for session_id, entries, _ in added for entry in entries
-        )
+        for session_id, entries, _ in added:
+            self._own.update(((session_id, entry.facts.run_id), None) for entry in entries)
         while len(self._own) > _KNOWN:
             self._own.popitem(last=False)
         self.tell(added)

@@ -142,7 +142,7 @@ class Nodes:
             return False
         until, alive = self._alive
         if time.monotonic() >= until:
-            alive = frozenset(found["NodeID"] for found in ray.nodes() if found["Alive"])
+            alive = frozenset(found["NodeID"] for found in ray.nodes() if found["Alive"])  # type: ignore[no-untyped-call]
             self._alive = time.monotonic() + _ALIVE_S, alive
         return node.ray_id in alive
 

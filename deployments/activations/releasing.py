@@ -6,6 +6,7 @@ import psutil
 import ray
 from ray.experimental.internal_kv import _internal_kv_get
 
+_MONITORS = ("autoscaler/_private/monitor.py", "autoscaler/v2/monitor.py")
 _STATUS = b"__autoscaling_status"  # ray._private.ray_constants.DEBUG_AUTOSCALING_STATUS
 
 
@@ -21,10 +22,7 @@ def releases_nodes() -> bool:
             command = process.cmdline()
         except psutil.Error:
             continue  # it has ended, or is another user's
-        if any(
-            word.endswith("autoscaler/_private/monitor.py") or word.endswith("autoscaler/v2/monitor.py")
-            for word in command
-        ):
+        if any(word.endswith(_MONITORS) for word in command):
             monitors.append(command)
     if monitors:
         return any(word.startswith("--autoscaling-config") for command in monitors for word in command)

@@ -168,7 +168,7 @@ def connect_writer(root: str, store: Any, archive: str | None = None) -> Any:
 
 def _head() -> str:
     """The id of the head node, on which the store runs."""
-    return next((node["NodeID"] for node in ray.nodes() if "node:__internal_head__" in node["Resources"]), "")
+    return next((node["NodeID"] for node in ray.nodes() if "node:__internal_head__" in node["Resources"]), "")  # type: ignore[no-untyped-call]
 
 
 def _writer_of(root: str, store: Any, node: str, archive: str | None) -> Any:
