@@ -35,6 +35,8 @@ def reference(method: Method, rows: np.ndarray, training: np.ndarray, labels: np
         return np.asarray(RidgeClassifier(alpha=1 / c).fit(of[training], y).decision_function(of))
     with warnings.catch_warnings():
         warnings.simplefilter("error", ConvergenceWarning)
+        # It goes on with lbfgs then, which warns of its own where it does not converge.
+        warnings.filterwarnings("ignore", "Line search of Newton solver", ConvergenceWarning)
         model = LogisticRegression(C=c, tol=1e-8, max_iter=100_000, solver="newton-cholesky")
         return np.asarray(model.fit(of[training], y).decision_function(of))
 
