@@ -27,7 +27,7 @@ import pyarrow as pa
 from deployments.activations import old_buckets
 from deployments.activations.database import LAYOUT, connected, lay_out, transaction
 from deployments.activations.entries import SUM_AGAIN, Entry, add_runs, facts_of
-from deployments.activations.objects import ObjectFile, Place
+from deployments.activations.places import ObjectFile, Place
 from deployments.options import home
 
 FOLDER = ".manifest"  # no session id begins with '.'
@@ -500,23 +500,23 @@ def segments_in(place: Place) -> list[ObjectFile]:
     return [root.file(unquote(name_of(uri))) for (uri,) in found]
 
 
-def find_run(place: Place, run_id: str) -> tuple[ObjectFile, int] | None:
-    """The file of a bucket, or of a session in it, that holds a run, and the number of the run's first batch.
+def find_runs(place: Place, runs: Collection[str]) -> list[tuple[str, ObjectFile, int]]:
+    """The files of a bucket, or of a session in it, that hold runs, each with its run and the byte where that begins.
 
-    None where the manifest, if there is one, does not say.
+    None where there is no manifest.
 
     Raises:
         OSError: The bucket refuses.
     """
     database, root, session_id = _at(place)
     if database is None:
-        return None
+        return []
     found = database.execute(
-        """SELECT files.uri, runs.batch FROM runs JOIN files ON files.id = runs.file
-        WHERE runs.run_id = ? AND ? IN ('', runs.session)""",
-        (run_id, session_id),
-    ).fetchall()
-    return (root.file(unquote(name_of(found[0][0]))), found[0][1]) if len(found) == 1 else None
+        """SELECT runs.run_id, files.uri, runs.offset FROM runs JOIN files ON files.id = runs.file
+        WHERE runs.run_id IN (SELECT value FROM json_each(?)) AND ? IN ('', runs.session)""",
+        (json.dumps([*runs]), session_id),
+    )
+    return [(run_id, root.file(unquote(name_of(uri))), offset) for run_id, uri, offset in found.fetchall()]
 
 
 def _at(place: Place) -> tuple[sqlite3.Connection | None, Place, str]:

@@ -210,7 +210,7 @@ class ActivationStore(TakesRuns, KeepsFiles):
         Raises:
             StoreError: It does; says what to do.
         """
-        from deployments.activations.objects import place_of
+        from deployments.activations.places import place_of
 
         if (archive and place_of(archive).id) != (self._bucket.id if self._bucket else ""):
             raise StoreError(
@@ -345,7 +345,7 @@ def _check_alone(root: Path) -> None:
 
 def _archive(root: Path, uri: str, name: str, cache_bytes: int) -> Archive:
     from deployments.activations.archive import Archive
-    from deployments.activations.objects import place_of
+    from deployments.activations.places import place_of
 
     return Archive(root, place_of(uri), name, cache_bytes)
 

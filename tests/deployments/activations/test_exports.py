@@ -22,7 +22,7 @@ from deployments.activations import named_tensors
 from deployments.activations.catalogue import Catalogue
 from deployments.activations.exports import export, pt_name
 from deployments.activations.named_tensors import FACTS, tensors
-from deployments.activations.reader import whole_runs
+from deployments.activations.segments import whole_runs
 from deployments.activations.selecting import Wanted, select, shards
 from deployments.activations.writer import Writer
 from deployments.errors import RequestError
