@@ -18,7 +18,7 @@ import pyarrow as pa
 
 from deployments.activations.facts import names_a_session
 from deployments.activations.holding import DELETED
-from deployments.activations.places import ObjectFile, Place
+from deployments.activations.places import File, Place
 
 _JOINED, _ARROW = ".joined", ".arrow"
 _AT_ONCE = 16  # objects that are read beside each other
@@ -26,7 +26,7 @@ _AT_ONCE = 16  # objects that are read beside each other
 logger = logging.getLogger(__name__)
 
 
-def counted(place: Place, deep: bool = False) -> list[ObjectFile]:
+def counted(place: Place, deep: bool = False) -> list[File]:
     """The Arrow files in a directory by their names, without those that marks take away.
 
     Args:
@@ -57,7 +57,7 @@ def lines(place: Place) -> Iterator[dict[str, Any]]:
         yield from filter(None, pool.map(_line, files))
 
 
-def _line(file: ObjectFile) -> dict[str, Any] | None:
+def _line(file: File) -> dict[str, Any] | None:
     from deployments.activations.segments import whole_runs  # whose Arrow and torch a bucket of this version needs not
 
     found = list[dict[str, Any]]()

@@ -1,7 +1,7 @@
-"""Where files of stored runs lie, and how they are read there: on a disk of this machine, or elsewhere by ranges.
+"""Where files of stored runs lie, and how they are read there: by ranges of bytes, or mapped from this machine's disk.
 
-`Directory` and `DiskFile` are of this machine. `Place` and `ObjectFile` are of a file system of pyarrow's: a bucket, or
-whatever answers for ranges of bytes.
+A `Place` is a directory, a `File` a file of any file system of pyarrow's: of a bucket, or of what answers for ranges.
+`Directory` and `DiskFile` are those of this machine.
 """
 
 from __future__ import annotations
@@ -10,12 +10,7 @@ import contextlib
 import mmap
 import os
 import posixpath
-import shutil
-import tempfile
-from abc import ABC, abstractmethod
-from collections.abc import Collection, Iterator, Sequence
-from contextlib import AbstractContextManager, contextmanager, nullcontext
-from functools import cached_property
+from collections.abc import Collection, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 from urllib.parse import parse_qsl, quote, unquote, urlsplit
@@ -31,50 +26,12 @@ from deployments.options import check_uri
 ATTEMPTS = 5  # of each request to S3, with growing pauses
 _BLOCK = 32 << 10  # bytes; reads of more are requests of their own
 _BLOCKS = 64  # of one file that are kept
-_COPIED_AT_ONCE = 16 << 20
+_DISK = pafs.LocalFileSystem()
 _FLAGS = ("allow_bucket_creation", "allow_bucket_deletion")
 
 
 class DamagedError(ValueError):
     """Stored values that are not those that were written; the message says which."""
-
-
-class Bytes(ABC):
-    """A file that is open for reading.
-
-    Attributes:
-        size: Its bytes when it was opened.
-    """
-
-    size: int
-
-    @abstractmethod
-    def read(self, at: int, count: int) -> bytes:
-        """A copy of bytes of it; fewer where it ends.
-
-        Raises:
-            OSError: They cannot be read.
-        """
-
-    @abstractmethod
-    def mapped(self, at: int, count: int) -> memoryview | None:
-        """The same bytes without a copy, which must be checked before they are touched; None where none are mapped."""
-
-    @abstractmethod
-    def check(self, end: int) -> None:
-        """Refuse to go on with a file that was cut short since it was opened.
-
-        Args:
-            end: The least bytes that it must have.
-
-        Raises:
-            DamagedError: It has less.
-            FileNotFoundError: It is gone.
-        """
-
-    @abstractmethod
-    def close(self) -> None:
-        """Let go of what is open or kept in memory; `mapped` bytes stay, and so do reads where there is no map."""
 
 
 class Located(NamedTuple):
@@ -85,10 +42,163 @@ class Located(NamedTuple):
     offset: int
 
 
-class Source(ABC):
-    """One file, or a directory of a store or a session, of which runs are read."""
+class File:
+    """One file of a file system of pyarrow's, of which ranges are read: an object of a bucket, for one.
 
-    @abstractmethod
+    Args:
+        fs: Its file system.
+        path: Its name there.
+        uri: What others name it by, without keys and settings.
+        store: The id of the store that it is in, as `Place` says it.
+
+    Attributes:
+        name: Its name within its directory.
+        local: Its path on this machine; None where it is elsewhere.
+        restores: Whether it is fetched to the disk as a whole, where there is room, before many parts of it are read.
+    """
+
+    local: Path | None = None
+    restores = True
+
+    def __init__(self, fs: Any, path: str, uri: str, store: str = "") -> None:
+        self.fs = fs
+        self.path = path
+        self.uri = uri
+        self.name = posixpath.basename(path)
+        self._store = store
+
+    def __repr__(self) -> str:
+        return self.uri
+
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, File) and self.uri == other.uri
+
+    def __hash__(self) -> int:
+        return hash(self.uri)
+
+    @property
+    def folder(self) -> Place:
+        """The directory that it is in."""
+        return Place(self.fs, self.path, self.uri, self._store).above
+
+    @property
+    def size(self) -> int:
+        """Bytes.
+
+        Raises:
+            FileNotFoundError: It is not there.
+        """
+        with self.input() as file:
+            return int(file.size())
+
+    def exists(self) -> bool:
+        """Whether it is there.
+
+        Raises:
+            OSError: The store refuses.
+        """
+        return bool(self.fs.get_file_info(self.path).type == pafs.FileType.File)
+
+    def input(self) -> Any:
+        """Arrow's random access file of it.
+
+        Raises:
+            OSError: It is not there, or the store refuses.
+        """
+        return self.fs.open_input_file(self.path)
+
+    def open(self) -> Bytes:
+        """The same, as whoever reads segments needs it."""
+        return Bytes(self.input())
+
+    def read(self) -> bytes:
+        """All of it.
+
+        Raises:
+            OSError: It is not there, or the store refuses.
+        """
+        with self.input() as file:
+            return bytes(file.read())
+
+    def write(self, data: bytes | pa.Buffer) -> None:
+        """Put it there, or another in its place; in a bucket it is durable when this returns.
+
+        Raises:
+            OSError: The store refuses.
+        """
+        with self.fs.open_output_stream(self.path) as file:
+            file.write(data)
+
+    def remove(self) -> None:
+        """Remove it; one that is not there is no error.
+
+        Raises:
+            OSError: The store refuses.
+        """
+        with contextlib.suppress(FileNotFoundError):
+            self.fs.delete_file(self.path)
+
+    def present(self) -> File | Place:
+        """It, or where it is gone its directory: earlier versions joined small objects to larger ones."""
+        return self if self.exists() else self.folder
+
+    def segments(self, session: str | None = None) -> list[File]:
+        """It alone."""
+        return [self]
+
+    def find(self, runs: Collection[str]) -> list[Located]:
+        """No file says where runs are but by being looked through."""
+        return []
+
+
+class Place:
+    """A directory of a file system of pyarrow's: a bucket, for one.
+
+    Args:
+        fs: The file system.
+        path: The directory's name there, without a slash at its end.
+        uri: The same as a URI, without keys and settings: what files below it are named by to others.
+        id: What tells the store that it is in, or is, from others, also of the same URI at another server.
+    """
+
+    def __init__(self, fs: Any, path: str, uri: str, id: str = "") -> None:
+        self.fs = fs
+        self.path = path
+        self.uri = uri
+        self.id = id
+
+    def __repr__(self) -> str:
+        return self.uri
+
+    def below(self, name: str) -> Place:
+        """A directory below this one."""
+        return Place(self.fs, posixpath.join(self.path, name), f"{self.uri}/{quote(name)}", self.id)
+
+    def file(self, name: str) -> File:
+        """A file below the directory, by its name relative to it."""
+        return File(self.fs, posixpath.join(self.path, name), f"{self.uri}/{quote(name)}", self.id)
+
+    @property
+    def above(self) -> Place:
+        """The directory that it is in."""
+        return Place(self.fs, posixpath.dirname(self.path), self.uri.rpartition("/")[0], self.id)
+
+    def infos(self, deep: bool = False) -> list[Any]:
+        """What `pyarrow.fs` says of the files in the directory; nothing where it is not there.
+
+        Args:
+            deep: Also of those in directories below it.
+
+        Raises:
+            OSError: The store refuses.
+        """
+        selector = pafs.FileSelector(self.path, allow_not_found=True, recursive=deep)
+        return [info for info in self.fs.get_file_info(selector) if info.type == pafs.FileType.File]
+
+    def present(self) -> File | Place:
+        """It."""
+        return self
+
     def segments(self, session: str | None = None) -> list[File]:
         """Its Arrow files by their names.
 
@@ -100,10 +210,12 @@ class Source(ABC):
             ValueError: `session` can name none.
             OSError: It cannot be listed.
         """
+        from deployments.activations.manifest import segments_in  # which stands on this module
 
-    def present(self) -> Source:
-        """Where its runs are now."""
-        return self
+        found = segments_in(self if session is None else self.below(check_session_id(session)))
+        if not found:
+            raise FileNotFoundError(f"there is nothing at {self}" + (f" of session {session!r}" if session else ""))
+        return found
 
     def find(self, runs: Collection[str]) -> list[Located]:
         """Those of the runs of which a catalogue or manifest says where they are; no file is looked at.
@@ -111,134 +223,97 @@ class Source(ABC):
         Raises:
             OSError: The manifest cannot be read.
         """
-        return []
+        from deployments.activations.manifest import find_runs
+
+        return [Located(*found) for found in find_runs(self, runs)]
 
 
-class File(Source):
-    """A file, by its URI.
-
-    Attributes:
-        uri: What others name it by, without keys and settings.
-        name: Its name within its directory.
-        restores: Whether it is fetched to the disk as a whole, where there is room, before many parts of it are read.
-    """
-
-    uri: str
-    name: str
-    restores = False
-
-    def __eq__(self, other: object) -> bool:
-        return isinstance(other, File) and self.uri == other.uri
-
-    def __hash__(self) -> int:
-        return hash(self.uri)
-
-    def segments(self, session: str | None = None) -> list[File]:
-        """Itself."""
-        return [self]
-
-    @property
-    @abstractmethod
-    def size(self) -> int:
-        """Bytes.
-
-        Raises:
-            FileNotFoundError: It is not there.
-        """
-
-    @abstractmethod
-    def exists(self) -> bool:
-        """Whether it is there."""
-
-    @abstractmethod
-    def open(self) -> Bytes:
-        """Open it for reading at any place.
-
-        Raises:
-            OSError: It is not there, or cannot be read.
-        """
-
-    @abstractmethod
-    def input(self) -> Any:
-        """The same as Arrow's own random access file."""
-
-    @abstractmethod
-    def on_disk(self) -> AbstractContextManager[DiskFile]:
-        """It, or a copy that goes at the end, on a disk of this machine."""
-
-    @property
-    @abstractmethod
-    def path_on_disk(self) -> Path:
-        """Its path on a disk of this machine.
-
-        Raises:
-            ValueError: It is elsewhere.
-        """
-
-
-class Files(Source):
-    """A directory of files.
+class Bytes:
+    """A file that is open for reading. What is small comes out of blocks, each of which is fetched once.
 
     Attributes:
-        uri: What files in it are named by to others, without keys and settings.
+        size: Its bytes when it was opened.
     """
 
-    uri: str
+    def __init__(self, file: Any) -> None:
+        """Arrow's random access file of it."""
+        self.size = int(file.size())
+        self._file = file
+        self._blocks: dict[int, bytes] = {}  # the one that was fetched first at the front
 
-    @abstractmethod
-    def file(self, name: str) -> File:
-        """A file below it, by its name relative to it."""
+    def read(self, at: int, count: int) -> bytes:
+        """A copy of bytes of it; fewer where it ends.
+
+        Raises:
+            OSError: They cannot be read.
+        """
+        count = max(0, min(count, self.size - at))
+        if count >= _BLOCK:
+            return bytes(self._file.read_at(count, at))
+        first, last = at // _BLOCK, max(at, at + count - 1) // _BLOCK
+        data = b"".join(map(self._block, range(first, last + 1)))
+        return data[at - first * _BLOCK :][:count]
+
+    def mapped(self, at: int, count: int) -> memoryview | None:
+        """The same without a copy, to be checked before it is touched; None where nothing is mapped."""
+        return None
+
+    def check(self, end: int) -> None:
+        """Refuse to touch what is mapped of a file that was cut short since it was opened.
+
+        Args:
+            end: The least bytes that it must have.
+
+        Raises:
+            DamagedError: It has less.
+            FileNotFoundError: It is gone.
+        """
+
+    def close(self) -> None:
+        """Let go of what is open or kept; what is mapped stays, and where nothing is, it is still read."""
+        # The first block, which has the schema, is of use to whoever reads a batch later.
+        self._blocks = {number: block for number, block in self._blocks.items() if not number}
+
+    def _block(self, number: int) -> bytes:
+        block = self._blocks.get(number)
+        if block is None:
+            while len(self._blocks) >= _BLOCKS:
+                self._blocks.pop(next(iter(self._blocks)), None)
+            begin = number * _BLOCK
+            block = bytes(self._file.read_at(max(0, min(_BLOCK, self.size - begin)), begin))
+            self._blocks[number] = block
+        return block
 
 
 # ---- this machine
 
 
 class DiskFile(File):
-    """A file of a disk of this machine.
+    """A file of a disk of this machine, which is mapped.
 
     Args:
         path: Its path.
     """
 
+    restores = False
+
     def __init__(self, path: Path) -> None:
-        self.path = path
-        self.name = path.name
-        self.uri = path.absolute().as_uri()
+        super().__init__(_DISK, str(path), path.absolute().as_uri())
+        self.local: Path = path
 
-    def __str__(self) -> str:
-        return str(self.path)
-
-    def __fspath__(self) -> str:
-        return str(self.path)
-
-    @property
-    def size(self) -> int:
-        """Bytes."""
-        return self.path.stat().st_size
-
-    def exists(self) -> bool:
-        """Whether it is there."""
-        return self.path.exists()
-
-    def open(self) -> Bytes:
-        """Open it for reading at any place."""
-        return _Mapped(self.path)
-
-    def input(self) -> Any:
-        """Arrow's own random access file of it."""
-        return pa.OSFile(str(self.path))
-
-    def on_disk(self) -> AbstractContextManager[DiskFile]:
-        """Itself."""
-        return nullcontext(self)
-
-    @property
-    def path_on_disk(self) -> Path:
-        """Its path, where it has one on this machine."""
+    def __repr__(self) -> str:
         return self.path
 
+    def open(self) -> Bytes:
+        """As of any file."""
+        return _Mapped(self.local)
 
-class Directory(Files):
+    def present(self) -> File:
+        """It."""
+        return self
+
+
+class Directory(Place):
     """A store's or session's directory on this machine.
 
     Args:
@@ -246,36 +321,33 @@ class Directory(Files):
     """
 
     def __init__(self, path: Path) -> None:
-        self.path = path
-        self.uri = path.absolute().as_uri()
+        super().__init__(_DISK, str(path), path.absolute().as_uri())
+        self.local = path
 
-    def __str__(self) -> str:
-        return str(self.path)
-
-    def file(self, name: str) -> DiskFile:
-        """A file below it."""
-        return DiskFile(self.path / name)
+    def __repr__(self) -> str:
+        return self.path
 
     def segments(self, session: str | None = None) -> list[File]:
-        """As of any source; links are not followed."""
-        if not self.path.is_dir():
+        """As of any place; links are not followed."""
+        if not self.local.is_dir():
             raise FileNotFoundError(f"there is nothing at {self}")
-        if own := [DiskFile(seen.file) for seen in files_of(self.path)]:
-            return [*own]
-        if session is None:
-            return [DiskFile(seen.file) for seen in scan(self.path)]
-        folder = self.path / check_session_id(session)
-        if not folder.is_dir() or folder.is_symlink():
-            raise FileNotFoundError(f"there is no session {session!r} in {self}")
-        return [DiskFile(seen.file) for seen in files_of(folder)]
+        found = list(files_of(self.local))
+        if not found and session is None:
+            found = list(scan(self.local))
+        elif not found:
+            folder = self.local / check_session_id(session or "")
+            if not folder.is_dir() or folder.is_symlink():
+                raise FileNotFoundError(f"there is no session {session!r} in {self}")
+            found = list(files_of(folder))
+        return [DiskFile(seen.file) for seen in found]
 
     def find(self, runs: Collection[str]) -> list[Located]:
-        """What the catalogue, or the manifest, says."""
+        """What the catalogue's database says, where there is one."""
         from deployments.activations.shared_catalogue import known  # which stands on this module
 
-        if not (self.path / NAME).is_file():
+        if not (self.local / NAME).is_file():
             return []
-        found = known(self.path.resolve(), runs)
+        found = known(self.local.resolve(), runs)
         return [Located(entry.facts.run_id, file_at(entry.uri), entry.offset) for entry in found]
 
 
@@ -307,204 +379,10 @@ class _Mapped(Bytes):
         self._file.close()
 
 
-# ---- file systems of pyarrow's
-
-
-class Place(Files):
-    """A directory of a file system of pyarrow's.
-
-    Args:
-        fs: The file system.
-        path: The directory's name there, without a slash at its end.
-        uri: The same as a URI, without keys and settings.
-        id: What tells the store that it is in, or is, from others, also of the same URI at another server.
-    """
-
-    def __init__(self, fs: Any, path: str, uri: str, id: str) -> None:
-        self.fs = fs
-        self.path = path
-        self.uri = uri
-        self.id = id
-
-    def __repr__(self) -> str:
-        return self.uri
-
-    def below(self, name: str) -> Place:
-        """A directory below this one."""
-        return Place(self.fs, posixpath.join(self.path, name), f"{self.uri}/{quote(name)}", self.id)
-
-    def file(self, name: str) -> ObjectFile:
-        """A file below it."""
-        at = self.below(name)
-        return ObjectFile(self.fs, at.path, at.uri, self.id)
-
-    @property
-    def above(self) -> Place:
-        """The directory that it is in."""
-        return Place(self.fs, posixpath.dirname(self.path), self.uri.rpartition("/")[0], self.id)
-
-    @property
-    def name(self) -> str:
-        """Its name within that."""
-        return posixpath.basename(self.path)
-
-    def infos(self, deep: bool = False) -> list[Any]:
-        """What `pyarrow.fs` says of the files in the directory; nothing where it is not there.
-
-        Args:
-            deep: Also of those in directories below it.
-
-        Raises:
-            OSError: The store refuses.
-        """
-        selector = pafs.FileSelector(self.path, allow_not_found=True, recursive=deep)
-        return [info for info in self.fs.get_file_info(selector) if info.type == pafs.FileType.File]
-
-    def segments(self, session: str | None = None) -> list[File]:
-        """Those that its manifest names."""
-        from deployments.activations.manifest import segments_in  # which stands on this module
-
-        found = segments_in(self if session is None else self.below(check_session_id(session)))
-        if not found:
-            raise FileNotFoundError(f"there is nothing at {self}" + (f" of session {session!r}" if session else ""))
-        return [*found]
-
-    def find(self, runs: Collection[str]) -> list[Located]:
-        """What the catalogue, or the manifest, says."""
-        from deployments.activations.manifest import find_runs
-
-        return [Located(*found) for found in find_runs(self, runs)]
-
-
-class ObjectFile(File):
-    """One file of a file system of pyarrow's, of which ranges are read.
-
-    Args:
-        fs: Its file system.
-        path: Its name there.
-        uri: What others name it by.
-        store: The id of the store that it is in, as `Place` says it.
-    """
-
-    restores = True
-
-    def __init__(self, fs: Any, path: str, uri: str, store: str) -> None:
-        self.fs = fs
-        self.path = path
-        self.uri = uri
-        self.name = posixpath.basename(path)
-        self._store = store
-
-    def __repr__(self) -> str:
-        return self.uri
-
-    @property
-    def folder(self) -> Place:
-        """The directory that it is in."""
-        return Place(self.fs, self.path, self.uri, self._store).above
-
-    def read(self) -> bytes:
-        """All of it.
-
-        Raises:
-            OSError: It is not there, or the store refuses.
-        """
-        with self.input() as file:
-            return bytes(file.read())
-
-    def write(self, data: bytes | pa.Buffer) -> None:
-        """Put it there, or another in its place; durable when this returns.
-
-        Raises:
-            OSError: The store refuses.
-        """
-        with self.fs.open_output_stream(self.path) as file:
-            file.write(data)
-
-    def remove(self) -> None:
-        """Remove it; one that is not there is no error.
-
-        Raises:
-            OSError: The store refuses.
-        """
-        with contextlib.suppress(FileNotFoundError):
-            self.fs.delete_file(self.path)
-
-    def present(self) -> Source:
-        """It, or where it is gone its directory: earlier versions joined small objects to larger ones."""
-        return self if self.exists() else self.folder
-
-    def exists(self) -> bool:
-        """Whether it is there."""
-        return bool(self.fs.get_file_info(self.path).type == pafs.FileType.File)
-
-    @cached_property
-    def size(self) -> int:  # type: ignore[override]
-        """Bytes, as they were at the first look."""
-        with self.input() as file:
-            return int(file.size())
-
-    def open(self) -> Bytes:
-        """Open it for reading at any place."""
-        return _Ranges(self.input())
-
-    def input(self) -> Any:
-        """Arrow's own random access file of it."""
-        return self.fs.open_input_file(self.path)
-
-    @contextmanager
-    def on_disk(self) -> Iterator[DiskFile]:
-        """A copy that goes at the end."""
-        with tempfile.TemporaryDirectory(prefix="vitrine-segment-") as folder:
-            copy = Path(folder, self.name)
-            with self.fs.open_input_stream(self.path) as data, copy.open("wb") as out:
-                shutil.copyfileobj(data, out, _COPIED_AT_ONCE)
-            yield DiskFile(copy)
-
-    @property
-    def path_on_disk(self) -> Path:
-        """Its path, where it has one on this machine."""
-        raise ValueError(f"source: {self} is in a bucket, and rows are read out of a map: copy it to a disk first")
-
-
-class _Ranges(Bytes):
-    """A file of which ranges are fetched: what is small comes out of blocks, each of which is fetched once."""
-
-    def __init__(self, file: Any) -> None:
-        self.size = int(file.size())
-        self._file = file
-        self._blocks: dict[int, bytes] = {}  # the one that was fetched first at the front
-
-    def read(self, at: int, count: int) -> bytes:
-        count = max(0, min(count, self.size - at))
-        if count >= _BLOCK:
-            return bytes(self._file.read_at(count, at))
-        first, last = at // _BLOCK, max(at, at + count - 1) // _BLOCK
-        data = b"".join(map(self._block, range(first, last + 1)))
-        return data[at - first * _BLOCK :][:count]
-
-    def mapped(self, at: int, count: int) -> None:
-        return None
-
-    def check(self, end: int) -> None:
-        """It stays as long as it is, or its next bytes cannot be read."""
-
-    def _block(self, number: int) -> bytes:
-        block = self._blocks.get(number)
-        if block is None:
-            while len(self._blocks) >= _BLOCKS:
-                self._blocks.pop(next(iter(self._blocks)), None)
-            begin = number * _BLOCK
-            block = bytes(self._file.read_at(max(0, min(_BLOCK, self.size - begin)), begin))
-            self._blocks[number] = block
-        return block
-
-    def close(self) -> None:
-        # The first block, which has the schema, is of use to whoever reads a batch later.
-        self._blocks = {number: block for number, block in self._blocks.items() if not number}
-
-
 # ---- what URIs and paths mean
+
+Source = File | Place
+"""One file, or a directory of a store or a session, of which runs are read."""
 
 
 def place_of(uri: str) -> Place:
@@ -547,7 +425,7 @@ def _s3(uri: str) -> tuple[Any, str]:
     return fs, f"{url.hostname}{unquote(url.path)}"
 
 
-def file_at(uri: str, places: Sequence[Files] = ()) -> File:
+def file_at(uri: str, places: Sequence[Place] = ()) -> File:
     """A store's file, by the URI that a catalogue names it by, which says neither keys nor settings.
 
     Args:
@@ -568,7 +446,7 @@ def source_of(source: str | os.PathLike[str] | Source) -> Source:
     Raises:
         ValueError: It is a `file://` URI of another machine, or no URI of a file system.
     """
-    if isinstance(source, Source):
+    if isinstance(source, (File, Place)):
         return source
     text = os.fspath(source)
     if "://" not in text:
@@ -576,7 +454,7 @@ def source_of(source: str | os.PathLike[str] | Source) -> Source:
     elif (url := urlsplit(text)).scheme != "file":
         place = place_of(text)
         is_file = place.path.endswith(".arrow")
-        return ObjectFile(place.fs, place.path, place.uri, place.id) if is_file else place
+        return File(place.fs, place.path, place.uri, place.id) if is_file else place
     elif url.netloc not in ("", "localhost"):
         raise ValueError(f"{text!r} is not a file:// URI of this machine")
     else:

@@ -156,7 +156,9 @@ class _Looked:
 
     def through(self, file: File, choice: TokenChoice) -> None:
         """Add a file's rows."""
-        path, takes = file.path_on_disk, None
+        path, takes = file.local, None
+        if path is None:
+            raise ValueError(f"source: {file} is in a bucket, and rows are read out of a map: copy it to a disk first")
         for run in whole_runs(file):
             if self._wanted.session not in (None, run.facts.session_id):
                 continue

@@ -4,7 +4,10 @@ from __future__ import annotations
 
 import contextlib
 import mmap
-from collections.abc import Mapping
+import shutil
+import tempfile
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Literal
@@ -14,7 +17,7 @@ import pyarrow.compute as pc
 
 from deployments.activations import checksums
 from deployments.activations.checksums import BATCH, KEY, LAYOUT, RUN
-from deployments.activations.places import DamagedError, DiskFile
+from deployments.activations.places import DamagedError, DiskFile, File
 from deployments.activations.schema import BatchFacts, batch_facts
 from deployments.activations.segments import AnyFile, as_file, footer, is_sealed, messages, whole_runs
 from deployments.activations.shard import VERSION
@@ -59,12 +62,25 @@ def verify(source: AnyFile) -> Verified:
     """Read every byte and every batch of a file, and compare checksums; one that is elsewhere is fetched for that."""
     found = Verified(source)
     try:
-        with as_file(source).on_disk() as file:
-            read_all(file.path)  # first, since a page that the disk cannot give would end who maps the file
+        with _on_disk(as_file(source)) as file:
+            read_all(file.local)  # first, since a page that the disk cannot give would end who maps the file
             _look_through(found, file)
     except OSError as error:
         found.state, found.reason = "unreadable", error.strerror or str(error)
     return found
+
+
+@contextmanager
+def _on_disk(file: File) -> Iterator[DiskFile]:
+    """A file, or a copy of one that is elsewhere."""
+    if file.local is not None:
+        yield DiskFile(file.local)
+        return
+    with tempfile.TemporaryDirectory(prefix="vitrine-segment-") as folder:
+        copy = Path(folder, file.name)
+        with file.fs.open_input_stream(file.path) as data, copy.open("wb") as out:
+            shutil.copyfileobj(data, out, _CHUNK)
+        yield DiskFile(copy)
 
 
 def changed(batch: pa.RecordBatch, facts: BatchFacts, sums: Mapping[str, str]) -> list[str]:
@@ -198,7 +214,7 @@ def _look_through(found: Verified, file: DiskFile) -> None:
             found.state, found.reason = "damaged", f"batch {batches} of {listed} does not read, nor what is behind it"
         elif rows_of:
             found.state, found.reason = "cut short", "a run has no end"
-        elif is_summed and (at := _written_otherwise(file.path)) is not None:
+        elif is_summed and (at := _written_otherwise(file.local)) is not None:
             where = "the footer" if at >= end else begins[max(place for place in begins if place <= at)]
             found.state, found.reason = "damaged", f"byte {at}, of {where}, is not as it was written; all runs read"
     elif not batches:
@@ -218,7 +234,7 @@ def _look_at_batches(found: Verified, file: DiskFile, rows_of: dict[str, int]) -
     """
     batches, end, is_summed = 0, 0, True
     try:
-        schema = _schema_of(file.path)
+        schema = _schema_of(file.local)
         for message, metadata, behind in messages(file):
             end = behind
             batch = message.select()
