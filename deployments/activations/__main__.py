@@ -17,7 +17,9 @@ from deployments.activations.printing import size, table, time
 from deployments.options import STORE_VARIABLE, default_store, home
 
 if TYPE_CHECKING:
-    from deployments.activations.places import AnyRoot
+    from deployments.activations.places import Place
+
+    AnyRoot = Path | Place
 
 FORMATS = ("pt", "safetensors", "npz", "parquet", "hf")
 RUNNING = "A running server deletes a session of its own over HTTP: DELETE /v1/activations/session/{}"

@@ -49,23 +49,21 @@ class File:
         fs: Its file system.
         path: Its name there.
         uri: What others name it by, without keys and settings.
-        store: The id of the store that it is in, as `Place` says it.
+        folder: The directory that it is in.
 
     Attributes:
         name: Its name within its directory.
         local: Its path on this machine; None where it is elsewhere.
-        restores: Whether it is fetched to the disk as a whole, where there is room, before many parts of it are read.
     """
 
     local: Path | None = None
-    restores = True
 
-    def __init__(self, fs: Any, path: str, uri: str, store: str = "") -> None:
+    def __init__(self, fs: Any, path: str, uri: str, folder: Place) -> None:
         self.fs = fs
         self.path = path
         self.uri = uri
         self.name = posixpath.basename(path)
-        self._store = store
+        self.folder = folder
 
     def __repr__(self) -> str:
         return self.uri
@@ -75,11 +73,6 @@ class File:
 
     def __hash__(self) -> int:
         return hash(self.uri)
-
-    @property
-    def folder(self) -> Place:
-        """The directory that it is in."""
-        return Place(self.fs, self.path, self.uri, self._store).above
 
     @property
     def size(self) -> int:
@@ -159,29 +152,38 @@ class Place:
         path: The directory's name there, without a slash at its end.
         uri: The same as a URI, without keys and settings: what files below it are named by to others.
         id: What tells the store that it is in, or is, from others, also of the same URI at another server.
+        restores: Whether files are fetched to the disk as a whole, where there is room, before much of them is read.
     """
 
-    def __init__(self, fs: Any, path: str, uri: str, id: str = "") -> None:
+    def __init__(self, fs: Any, path: str, uri: str, id: str = "", restores: bool = True) -> None:
         self.fs = fs
         self.path = path
         self.uri = uri
         self.id = id
+        self.restores = restores
 
     def __repr__(self) -> str:
         return self.uri
 
     def below(self, name: str) -> Place:
         """A directory below this one."""
-        return Place(self.fs, posixpath.join(self.path, name), f"{self.uri}/{quote(name)}", self.id)
+        return Place(self.fs, posixpath.join(self.path, name), f"{self.uri}/{quote(name)}", self.id, self.restores)
 
     def file(self, name: str) -> File:
         """A file below the directory, by its name relative to it."""
-        return File(self.fs, posixpath.join(self.path, name), f"{self.uri}/{quote(name)}", self.id)
+        at = self.below(name)
+        return File(self.fs, at.path, at.uri, at.above)
 
     @property
     def above(self) -> Place:
         """The directory that it is in."""
-        return Place(self.fs, posixpath.dirname(self.path), self.uri.rpartition("/")[0], self.id)
+        above = posixpath.dirname(self.path)
+        return Place(self.fs, above, self.uri.rpartition("/")[0], self.id, self.restores)
+
+    @property
+    def name(self) -> str:
+        """Its name within that."""
+        return posixpath.basename(self.path)
 
     def infos(self, deep: bool = False) -> list[Any]:
         """What `pyarrow.fs` says of the files in the directory; nothing where it is not there.
@@ -295,10 +297,8 @@ class DiskFile(File):
         path: Its path.
     """
 
-    restores = False
-
     def __init__(self, path: Path) -> None:
-        super().__init__(_DISK, str(path), path.absolute().as_uri())
+        super().__init__(_DISK, str(path), path.absolute().as_uri(), Directory(path.parent))
         self.local: Path = path
 
     def __repr__(self) -> str:
@@ -321,7 +321,7 @@ class Directory(Place):
     """
 
     def __init__(self, path: Path) -> None:
-        super().__init__(_DISK, str(path), path.absolute().as_uri())
+        super().__init__(_DISK, str(path), path.absolute().as_uri(), restores=False)
         self.local = path
 
     def __repr__(self) -> str:
@@ -454,7 +454,7 @@ def source_of(source: str | os.PathLike[str] | Source) -> Source:
     elif (url := urlsplit(text)).scheme != "file":
         place = place_of(text)
         is_file = place.path.endswith(".arrow")
-        return File(place.fs, place.path, place.uri, place.id) if is_file else place
+        return File(place.fs, place.path, place.uri, place.above) if is_file else place
     elif url.netloc not in ("", "localhost"):
         raise ValueError(f"{text!r} is not a file:// URI of this machine")
     else:

@@ -89,10 +89,8 @@ def load(
 
     if is_run_id(source) and run_id in (None, source):
         run_id = str(source)
-        _, place, offset = locate(run_id, root)
-    else:
-        place = source_of(source)
-    place, offset = _holding(place, run_id, offset)
+        _, source, offset = locate(run_id, root)
+    place, offset = _holding(source_of(source), run_id, offset)
     matching = (run for run in _runs_in(place, offset) if run_id in (None, run.facts.run_id))
     found = next(matching, None)
     if found is None or (run_id is None and not offset and next(matching, None)):

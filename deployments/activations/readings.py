@@ -20,7 +20,7 @@ from deployments.activations.encodings import ENCODERS, as_arrow
 from deployments.activations.entries import Entry
 from deployments.activations.facts import StoreError
 from deployments.activations.named_tensors import tensors
-from deployments.activations.places import DamagedError, File, Files, file_at
+from deployments.activations.places import DamagedError, File, Place, file_at
 from deployments.activations.selecting import Wanted, select
 
 MOST_PLANS = 32
@@ -45,7 +45,7 @@ class Readings:
     def __init__(
         self,
         catalogue: Catalogue,
-        places: Sequence[Files] = (),
+        places: Sequence[Place] = (),
         restore: Callable[[Sequence[str]], bool] = lambda _: False,
     ) -> None:
         """Begin without plans.
@@ -140,7 +140,7 @@ class Readings:
     def _planned(self, choice: Choice, most: int | None, version: tuple[int, ...]) -> _Plan | None:
         """The plan that is there, where it still holds, or a new one."""
         places = self._catalogue.places(choice.session_id, choice.runs, most)
-        away = sorted(uri for uri in {place[1] for place in places} if self._file(uri).restores)
+        away = sorted(uri for uri in {place[1] for place in places} if self._file(uri).folder.restores)
         if away and self._restore(away):
             places = self._catalogue.places(choice.session_id, choice.runs, most)
         tag = _tag(choice, places)

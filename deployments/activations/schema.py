@@ -198,10 +198,9 @@ def point_types(schema: pa.Schema) -> dict[str, PointType]:
     facts = _metadata(schema)
     names = [name for name in schema.names if name not in COLUMNS]
     try:
-        heads, dtypes = facts.get("heads", {}), {name: facts["dtypes"][name] for name in names}
-        shapes = {
-            name: (heads[name], None) if name in heads else tuple(schema.field(name).type.shape) for name in names
-        }
+        heads, dtypes = facts.get("heads", {}), facts["dtypes"]
+        shapes = [(heads[name], None) if name in heads else tuple(schema.field(name).type.shape) for name in names]
+        return {name: PointType(shape, dtypes[name]) for name, shape in zip(names, shapes, strict=True)}
     except (KeyError, TypeError, AttributeError) as error:
         raise ValueError("Not a Vitrine activation schema: its points are not described") from error
 

@@ -372,8 +372,9 @@ class _Stream:
         else:
             data = self._values(max(0, min(size, self._opened.size - self.position)))
         self.short = len(data) < size
-        self.closes = data == _END
-        self._is_head = size == len(_CONTINUES) and data != _CONTINUES
+        word = bytes(data) if size == len(_CONTINUES) else None
+        self.closes = word == _END
+        self._is_head = word not in (None, _CONTINUES)
         self.position += len(data)
         return data
 
