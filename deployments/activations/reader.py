@@ -17,6 +17,7 @@ from deployments.activations.facts import PointType, RunFacts, ShardFacts
 from deployments.activations.places import DamagedError, Source, source_of
 from deployments.activations.schema import shard_facts, to_patterns, to_tensor
 from deployments.activations.segments import WholeRun, whole_runs
+from deployments.activations.sources import is_run_id, locate
 from deployments.points.names import COLUMNS, recorded
 from deployments.points.patterns import Patterns
 
@@ -60,7 +61,7 @@ class Run(Mapping[str, Any]):
 
 
 def load(
-    source: str | os.PathLike[str],
+    source: str | os.PathLike[str] | Source,
     run_id: str | None = None,
     points: Sequence[str] | None = None,
     *,
@@ -85,13 +86,11 @@ def load(
             if values lie outside of the file, or are not those that were written; the message says which points are.
         FileNotFoundError: If the source does not exist.
     """
-    from deployments.activations.sources import is_run_id, locate
-
     if is_run_id(source) and run_id in (None, source):
         run_id = str(source)
         _, source, offset = locate(run_id, root)
     place, offset = _holding(source_of(source), run_id, offset)
-    matching = (run for run in _runs_in(place, offset) if run_id in (None, run.facts.run_id))
+    matching = _matching(place, run_id, offset)
     found = next(matching, None)
     if found is None or (run_id is None and not offset and next(matching, None)):
         some = ", ".join(islice((run.facts.run_id for run in _runs_in(place)), 5))
@@ -147,7 +146,7 @@ def whole_run(source: str | os.PathLike[str] | Source, run_id: str, offset: int 
         FileNotFoundError: If the source does not exist.
     """
     place, offset = _holding(source_of(source), run_id, offset)
-    return next((run for run in _runs_in(place, offset) if run.facts.run_id == run_id), None)
+    return next(_matching(place, run_id, offset), None)
 
 
 def _holding(place: Source, run_id: str | None, offset: int) -> tuple[Source, int]:
@@ -158,6 +157,12 @@ def _holding(place: Source, run_id: str | None, offset: int) -> tuple[Source, in
         place, offset = now, 0
     found = [] if offset else place.find([run_id])
     return (found[0].file, found[0].offset) if len(found) == 1 else (place, offset)
+
+
+def _matching(place: Source, run_id: str | None, offset: int) -> Iterator[WholeRun]:
+    yield from (run for run in _runs_in(place, offset) if run_id in (None, run.facts.run_id))
+    if offset and run_id is not None:  # earlier versions gave as an offset in a bucket the number of a batch
+        yield from _matching(place, run_id, 0)
 
 
 def _runs_in(place: Source, offset: int = 0) -> Iterator[WholeRun]:

@@ -28,6 +28,7 @@ _MAGIC = b"ARROW1\0\0"
 _CONTINUES = b"\xff\xff\xff\xff"  # begins each message
 _END = b"\0\0\0\0"  # the length of the message that is none
 _COPIED = 1 << 16  # values below this many bytes of a batch are copied at once
+_MOST_HEAD = 128 << 20  # bytes that describe a batch, with what its run is
 _GAP = 32 << 10  # bytes that are fetched along rather than by another request
 
 AnyFile = File | str | os.PathLike[str]
@@ -366,6 +367,8 @@ class _Stream:
         self._is_head = False  # whether what comes next describes a batch
 
     def read(self, size: int) -> bytearray | memoryview:
+        if self._is_head and size > _MOST_HEAD:
+            size = 0  # no batch is described by so much: what says it is damaged
         if self._is_head or size < _COPIED:
             data: bytearray | memoryview = self._copied(self.position, size)
             self.blank = False
