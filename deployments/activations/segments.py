@@ -141,7 +141,12 @@ class Batch:
             stream.filled = self._ranges(names, whole)
             return reader.read_next_batch()
 
-        return self._guarded(again)
+        try:
+            return self._guarded(again)
+        except OSError as error:
+            if stream.error:
+                raise stream.error from None
+            raise DamagedError(f"{self._file}: {error}") from error
 
     def _ranges(self, names: Iterable[str], whole: bool) -> list[tuple[int, int]]:
         """Which bytes of its values, from where to where, are those of columns."""
@@ -167,7 +172,7 @@ class Batch:
     def _guarded(self, work: Callable[[], _T]) -> _T:
         try:
             return work()
-        except (pa.ArrowException, StopIteration) as error:
+        except (pa.ArrowException, ValueError, StopIteration) as error:
             raise DamagedError(f"{self._file}: {error}") from error
 
 

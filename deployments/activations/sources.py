@@ -74,7 +74,7 @@ def chosen(
     if is_run_id(source):
         return [locate(str(source)).file], {str(source)}
     place = source_of(source)
-    if runs is not None and session is None:
+    if runs and session is None:
         found = place.find(runs)
         if {run.run_id for run in found} == set(runs):
             return sorted({run.file for run in found}, key=str), runs
