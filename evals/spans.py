@@ -15,7 +15,7 @@ from evals.scoring import Rule, score
 from evals.trajectory import Sample
 
 if TYPE_CHECKING:
-    from deployments.activations.reader import WholeRun  # which imports torch
+    from deployments.activations.segments import WholeRun  # which imports torch
 
 Span = tuple[int, int]  # the first, and the one behind the last
 Message = dict[str, Any]

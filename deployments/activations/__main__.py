@@ -17,7 +17,9 @@ from deployments.activations.printing import size, table, time
 from deployments.options import STORE_VARIABLE, default_store, home
 
 if TYPE_CHECKING:
-    from deployments.activations.objects import AnyRoot
+    from deployments.activations.places import Place
+
+    AnyRoot = Path | Place
 
 FORMATS = ("pt", "safetensors", "npz", "parquet", "hf")
 RUNNING = "A running server deletes a session of its own over HTTP: DELETE /v1/activations/session/{}"
@@ -108,7 +110,6 @@ def _export(args: argparse.Namespace) -> int:
 
 
 def _verify(args: argparse.Namespace) -> int:
-    from deployments.activations.reader import size_of
     from deployments.activations.selecting import shards
     from deployments.activations.verifying import verify
 
@@ -119,7 +120,7 @@ def _verify(args: argparse.Namespace) -> int:
         bad += not found.ok
         rest = "".join(f"; of {run}, {count} rows" for run, count in found.unfinished.items())
         name = str(path).removeprefix(f"{args.dir}/")
-        rows.append((name, size(size_of(path)), found.state, found.runs, found.rows, found.reason + rest))
+        rows.append((name, size(path.size), found.state, found.runs, found.rows, found.reason + rest))
     table(("file", "size", "state", "runs", "rows", ""), rows, right="size runs rows")
     if bad:
         print(f"\n{bad} of {len(rows)} files are not whole; their whole runs can be read", file=sys.stderr)
@@ -194,7 +195,7 @@ def _at(place: str) -> AnyRoot:
     """The store that `--dir` names."""
     if "://" not in place:
         return Path(place).expanduser()
-    from deployments.activations.objects import place_of
+    from deployments.activations.places import place_of
 
     return place_of(place)
 

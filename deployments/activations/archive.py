@@ -45,10 +45,10 @@ from deployments.activations.manifest import (
     write_snapshot,
 )
 from deployments.activations.nodes import node_of
-from deployments.activations.objects import Place
 from deployments.activations.owners import FOLDER as OWNERS
 from deployments.activations.owners import Owners
 from deployments.activations.pins import Pins
+from deployments.activations.places import Place
 from deployments.activations.scanning import scan_session
 from deployments.activations.small_files import write
 

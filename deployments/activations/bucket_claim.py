@@ -17,7 +17,7 @@ from collections.abc import Callable
 from datetime import datetime
 from typing import Any
 
-from deployments.activations.objects import Place
+from deployments.activations.places import Place
 
 FOLDER = ".claims"  # no session id begins with '.'
 EVERY_S = 10.0  # between two heartbeats

@@ -14,12 +14,12 @@ from threading import Lock
 from typing import Any, TypeVar
 
 from deployments.activations.database import Kept, in_memory, transaction
-from deployments.activations.entries import ENTRIES, OFFSET, Entry, StoredFile, entries_of, tag_line
+from deployments.activations.entries import ENTRIES, Entry, StoredFile, entries_of, tag_line
 from deployments.activations.facts import StoreError
 from deployments.activations.filling import put, refresh
 from deployments.activations.filters import EVERYTHING, Filter
 from deployments.activations.manifest import Manifest, catalogue_of, catch_up, fill_new, name_of
-from deployments.activations.objects import Place
+from deployments.activations.places import Place
 from deployments.errors import RequestError
 
 _T = TypeVar("_T")
@@ -288,7 +288,7 @@ class Catalogue:
         values = [session_id] if runs is None else [session_id, json.dumps([*runs])]
         return sorted(
             self._all(
-                f"""SELECT runs.run_id, files.uri, {OFFSET}, runs.bytes FROM runs JOIN files ON files.id = runs.file
+                f"""SELECT runs.run_id, files.uri, runs.offset, runs.bytes FROM runs JOIN files ON files.id = runs.file
                 WHERE runs.session = ?{named} ORDER BY runs.rowid LIMIT ?""",
                 *values,
                 -1 if most is None else most,

@@ -19,14 +19,14 @@ import numpy as np
 import pyarrow as pa
 import torch
 
-from deployments.activations.archives import File, archive
+from deployments.activations.bodies import Buffer, Part, Parts, archive
 from deployments.activations.checksums import written
 from deployments.activations.facts import StoreError
 from deployments.activations.named_tensors import Member, Tensors
-from deployments.activations.objects import AnyFile
-from deployments.activations.parts import Buffer, Part, Parts
+from deployments.activations.places import File
 from deployments.activations.schema import batch_metadata
-from deployments.activations.selecting import Chosen, Wanted, by_schema, select
+from deployments.activations.segments import Batch, WholeRun
+from deployments.activations.selecting import Wanted, by_schema, select
 from deployments.points.names import COLUMNS, dtype_name
 
 _SAFETENSORS = {
@@ -63,13 +63,13 @@ def as_safetensors(found: Tensors) -> Parts:
 
 def as_npz(found: Tensors) -> Parts:
     """A file for `numpy.load`; numpy has no bfloat16, which comes as float32. The facts say each point's own dtype."""
-    files = list[File]()
+    files = list[tuple[str, Parts]]()
     for member in (member.widened() for member in found.members):
-        files.append(File(f"{member.name}.npy", Parts([Part.known(_npy_head(member)), *member.parts()])))
+        files.append((f"{member.name}.npy", Parts([Part.known(_npy_head(member)), *member.parts()])))
     for name, text in found.facts.items():
         buffer = io.BytesIO()
         np.save(buffer, np.array(text))
-        files.append(_file(f"{name}.npy", buffer.getvalue()))
+        files.append((f"{name}.npy", _known(buffer.getvalue())))
     return archive(files)
 
 
@@ -83,7 +83,7 @@ def as_lone_pt(member: Member) -> Parts:
     return _pt(_Tensor("0", member))
 
 
-def as_arrow(files: Sequence[AnyFile], wanted: Wanted, left: set[str] | None = None) -> Parts:
+def as_arrow(files: Sequence[File], wanted: Wanted, left: set[str] | None = None) -> Parts:
     """IPC streams one behind the other, each of all wanted runs that fit one table, as the files have them.
 
     Each batch's metadata says which run it is of, and a run's last one what the run is. Runs are looked up in their
@@ -100,7 +100,7 @@ def as_arrow(files: Sequence[AnyFile], wanted: Wanted, left: set[str] | None = N
         for run in select(group, wanted, left):
             sizes = list[int]()
             for number in range(len(run.batches)):
-                rows, metadata = _batch(run, number)
+                rows, metadata = _outline(run, number)
                 writer = writer or pa.ipc.new_stream(sink, rows.schema)
                 writer.write_batch(rows, custom_metadata=metadata)
                 sizes.append(sink.taken().length)
@@ -121,15 +121,27 @@ ENCODERS: Mapping[str, Callable[[Tensors], Parts]] = {
 
 
 class _Sink:
-    """What Arrow writes to: keeps views of what it is given until they are taken."""
+    """What Arrow writes to: keeps what it is given, or where in a segment that is, until it is taken."""
 
     closed = False
 
-    def __init__(self) -> None:
+    def __init__(self, batch: Batch | None = None, places: Mapping[int, int] | None = None) -> None:
+        """Nothing is kept.
+
+        Args:
+            batch: Whose rows are written.
+            places: Where in its segment values of it are, by their addresses in memory.
+        """
         self._kept = list[Part]()
+        self._batch, self._places = batch, places or {}
 
     def write(self, data: Any) -> None:
-        self._kept.append(Part.known(memoryview(data).cast("B")))
+        view = memoryview(data).cast("B")
+        at = self._places.get(data.address) if isinstance(data, pa.Buffer) else None
+        if self._batch is None or at is None:
+            self._kept.append(Part.known(view))
+        else:
+            self._kept.append(Part(len(view), partial(_piece, self._batch, at)))
 
     def taken(self) -> Parts:
         kept, self._kept = self._kept, []
@@ -142,16 +154,20 @@ class _Sink:
         """There is nothing to close."""
 
 
-def _batch(run: Chosen, number: int) -> tuple[pa.RecordBatch, dict[str, str]]:
-    """A batch of a run with the points that are asked for, and its metadata."""
+def _piece(batch: Batch, at: int, first: int, end: int) -> Iterator[Buffer]:
+    yield batch.read(at + first, end - first)
+
+
+def _outline(run: WholeRun, number: int) -> tuple[pa.RecordBatch, dict[str, str]]:
+    """A batch of a run with the points that are asked for, without their values, and its metadata."""
     batch, sums = run.batches[number], run.sums[number]
     names = [name for name in batch.schema.names if name in COLUMNS or name in run.types]
     is_last = number + 1 == len(run.batches)
     (metadata,) = batch_metadata(run.facts.run_id, number, 1, run.facts if is_last else None)
-    return batch.select(names), metadata | written({name: sums[name] for name in names if name in sums})
+    return batch.outline(names), metadata | written({name: sums[name] for name in names if name in sums})
 
 
-def _messages(file: AnyFile, wanted: Wanted, sizes: Sequence[int], first: int, end: int) -> Iterator[Buffer]:
+def _messages(file: File, wanted: Wanted, sizes: Sequence[int], first: int, end: int) -> Iterator[Buffer]:
     """Bytes of a run's batches as they stand in a stream, each of which has a size there.
 
     Raises:
@@ -163,8 +179,8 @@ def _messages(file: AnyFile, wanted: Wanted, sizes: Sequence[int], first: int, e
     begins = 0
     for number, size in enumerate(sizes):
         if begins < end and first < begins + size:
-            sink = _Sink()
-            rows, metadata = _batch(run, number)
+            rows, metadata = _outline(run, number)
+            sink = _Sink(batch := run.batches[number], batch.places(rows))
             writer = pa.ipc.new_stream(sink, rows.schema)
             writer.write_batch(rows, custom_metadata=metadata)
             alone = sink.taken()
@@ -212,14 +228,13 @@ def _pt(value: Any) -> Parts:
     buffer = io.BytesIO()
     pickler = _Pickler(buffer)
     pickler.dump(value)
-    files = [_file("archive/data.pkl", buffer.getvalue()), _file("archive/byteorder", sys.byteorder.encode())]
-    files += [File(f"archive/data/{key}", Parts(member.parts())) for key, member in pickler.tensors]
-    files.append(_file("archive/version", b"3\n"))
-    return archive(files)
+    data = [(f"archive/data/{key}", Parts(member.parts())) for key, member in pickler.tensors]
+    head = {"data.pkl": buffer.getvalue(), "byteorder": sys.byteorder.encode(), "version": b"3\n"}
+    return archive([*((f"archive/{name}", _known(text)) for name, text in head.items()), *data])
 
 
-def _file(name: str, data: bytes) -> File:
-    return File(name, Parts([Part.known(data)]))
+def _known(data: bytes) -> Parts:
+    return Parts([Part.known(data)])
 
 
 def _npy_head(member: Member) -> bytes:

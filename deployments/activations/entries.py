@@ -10,8 +10,7 @@ from typing import Any, NamedTuple, Protocol
 
 from deployments.activations.facts import PointType, RunFacts, StoredPoint, StoredRun
 
-OFFSET = "iif(files.uri LIKE 'file:%', runs.offset, runs.batch)"  # where a run begins in its file, or its object
-ENTRIES = f"""SELECT runs.facts, files.uri, runs.first_row, runs.rows, runs.bytes, files.points, {OFFSET}, runs.batch,
+ENTRIES = """SELECT runs.facts, files.uri, runs.first_row, runs.rows, runs.bytes, files.points, runs.offset, runs.batch,
     files.archived FROM runs JOIN files ON files.id = runs.file"""
 
 
@@ -38,8 +37,8 @@ class StoredFile(NamedTuple):
 class Entry(NamedTuple):
     """One stored run; `points` is shared by all runs of its file, and its interventions and text are left to the file.
 
-    `offset` is where in its file it begins: 0 for the first run, else the byte of its first batch; where the file is in
-    a bucket alone, the batch's number, which `batch` is in any case. `archived` says whether the file is in the bucket.
+    `offset` is where in its file it begins: 0 for the first run, else the byte of its first batch, whose number is
+    `batch`. `archived` says whether the file is in the bucket.
     """
 
     facts: RunFacts

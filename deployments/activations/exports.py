@@ -15,15 +15,15 @@ from typing import IO, Any, Literal, get_args
 import pyarrow as pa
 import pyarrow.parquet as pq
 
+from deployments.activations.bodies import Parts
 from deployments.activations.encodings import as_lone_pt, as_npz, as_safetensors
-from deployments.activations.facts import PointType
 from deployments.activations.hf_datasets import check_installed, write_dataset
-from deployments.activations.locating import chosen
 from deployments.activations.named_tensors import points_of, tensors
-from deployments.activations.objects import AnyFile
-from deployments.activations.parts import Parts
+from deployments.activations.places import File
 from deployments.activations.schema import point_types, shard_facts
-from deployments.activations.selecting import Chosen, Wanted, by_schema, checked, select
+from deployments.activations.segments import WholeRun
+from deployments.activations.selecting import Wanted, by_schema, checked, select
+from deployments.activations.sources import chosen
 from deployments.points.names import COLUMNS
 
 Format = Literal["pt", "safetensors", "npz", "parquet", "hf"]
@@ -145,14 +145,14 @@ class _Target:
 _Encoder = Callable[[], Parts]
 
 
-def _split(format: Format) -> Callable[[Chosen], list[tuple[str, _Encoder]]]:
+def _split(format: Format) -> Callable[[WholeRun], list[tuple[str, _Encoder]]]:
     """How a run becomes files: (run) -> their names, and what makes what is in them."""
 
-    def by_point(run: Chosen) -> list[tuple[str, _Encoder]]:
+    def by_point(run: WholeRun) -> list[tuple[str, _Encoder]]:
         session, id = run.facts.session_id, run.facts.run_id
         return [(pt_name(session, id, member.name), partial(as_lone_pt, member)) for member in points_of(run)]
 
-    def by_run(run: Chosen) -> list[tuple[str, _Encoder]]:
+    def by_run(run: WholeRun) -> list[tuple[str, _Encoder]]:
         encode = as_safetensors if format == "safetensors" else as_npz
         name = _file_name(run.facts.session_id, run.facts.run_id, format)
         return [(name, lambda: encode(tensors([run], prefixed=False)))]
@@ -160,13 +160,13 @@ def _split(format: Format) -> Callable[[Chosen], list[tuple[str, _Encoder]]]:
     return by_point if format == "pt" else by_run
 
 
-def _tables(files: Sequence[AnyFile], wanted: Wanted, target: _Target, format: Literal["parquet", "hf"]) -> list[Path]:
+def _tables(files: Sequence[File], wanted: Wanted, target: _Target, format: Literal["parquet", "hf"]) -> list[Path]:
     """Runs whose rows fit one table, together."""
     if format == "hf":
         check_installed()
     for _ in checked(files, wanted):
         pass
-    groups = dict[str, list[AnyFile]]()
+    groups = dict[str, list[File]]()
     numbers = dict[str, int]()
     for schema, group in by_schema(files):
         session = shard_facts(schema).session_id
@@ -184,7 +184,7 @@ def _tables(files: Sequence[AnyFile], wanted: Wanted, target: _Target, format: L
     return target.written
 
 
-def _write_table(file: IO[bytes], runs: Iterator[Chosen]) -> None:
+def _write_table(file: IO[bytes], runs: Iterator[WholeRun]) -> None:
     """Runs whose rows fit one table, as Parquet."""
     held, size = list[pa.RecordBatch](), 0
     first = next(runs)
@@ -194,7 +194,8 @@ def _write_table(file: IO[bytes], runs: Iterator[Chosen]) -> None:
     with pq.ParquetWriter(file, schema, use_dictionary=words) as writer:
         for run in (one for some in ([first], runs) for one in some):
             for batch in run.batches:
-                columns = [_plain(batch[name]).cast(schema.field(name).type) for name in schema.names]
+                rows = batch.select(schema.names)
+                columns = [_plain(rows[name]).cast(schema.field(name).type) for name in schema.names]
                 held.append(pa.record_batch(columns, schema=schema))
                 size += held[-1].nbytes
                 if size >= _ROW_GROUP:
@@ -204,19 +205,17 @@ def _write_table(file: IO[bytes], runs: Iterator[Chosen]) -> None:
             writer.write_table(pa.Table.from_batches(held))
 
 
-def _table_schema(run: Chosen) -> pa.Schema:
+def _table_schema(run: WholeRun) -> pa.Schema:
     """The columns of a run's rows without Arrow's extension types, which few readers of Parquet know."""
     schema = run.batches[0].schema
     fields = [schema.field(name) for name in COLUMNS if name in schema.names]  # older files have fewer
     for name, kind in point_types(schema).items():
         if name in run.types:
-            column = _plain(run.batches[0][name])
-            fields.append(pa.field(name, column.type, metadata=_said(kind)))
+            type = schema.field(name).type
+            type = type.storage_type if isinstance(type, pa.BaseExtensionType) else type
+            said = {"dtype": kind.dtype, "shape": json.dumps(kind.shape)}
+            fields.append(pa.field(name, type, metadata=said))
     return pa.schema(fields, metadata=schema.metadata)
-
-
-def _said(kind: PointType) -> dict[str, str]:
-    return {"dtype": kind.dtype, "shape": json.dumps(kind.shape)}
 
 
 def _plain(column: Any) -> Any:

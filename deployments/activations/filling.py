@@ -14,10 +14,10 @@ from deployments.activations.database import transaction
 from deployments.activations.entries import Entry, StoredFile, add_runs
 from deployments.activations.facts import PointType
 from deployments.activations.manifest import Bases, name_of
-from deployments.activations.messages import DamagedError
-from deployments.activations.reader import is_sealed, whole_runs
+from deployments.activations.places import DamagedError
 from deployments.activations.scanning import Seen, scan
 from deployments.activations.schema import point_types
+from deployments.activations.segments import is_sealed, whole_runs
 
 # A file that changed less than this before it was looked at may change again without showing another time.
 _TICK_NS = 2_000_000_000

@@ -13,7 +13,7 @@ import torch
 
 from deployments.activations.facts import PointType
 from deployments.activations.schema import point_types
-from deployments.activations.selecting import Chosen
+from deployments.activations.segments import Batch, WholeRun
 from deployments.activations.tables import widened
 
 
@@ -29,7 +29,7 @@ def check_installed() -> None:
         raise ValueError("the format hf needs the package datasets: pip install datasets") from error
 
 
-def write_dataset(folder: Path, runs: Iterator[Chosen]) -> None:
+def write_dataset(folder: Path, runs: Iterator[WholeRun]) -> None:
     """Write runs whose rows fit one table, batch by batch.
 
     Args:
@@ -68,7 +68,7 @@ def _feature(field: pa.Field, kind: PointType | None) -> Any:
     return feature
 
 
-def _batch(batch: pa.RecordBatch, run: Chosen, schema: pa.Schema) -> pa.RecordBatch:
+def _batch(batch: Batch, run: WholeRun, schema: pa.Schema) -> pa.RecordBatch:
     columns = [_column(batch[name], run.types.get(name), schema.field(name).type) for name in schema.names]
     return pa.record_batch(columns, schema=schema)
 

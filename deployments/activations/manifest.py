@@ -27,7 +27,7 @@ import pyarrow as pa
 from deployments.activations import old_buckets
 from deployments.activations.database import LAYOUT, connected, lay_out, transaction
 from deployments.activations.entries import SUM_AGAIN, Entry, add_runs, facts_of
-from deployments.activations.objects import ObjectFile, Place
+from deployments.activations.places import File, Place
 from deployments.options import home
 
 FOLDER = ".manifest"  # no session id begins with '.'
@@ -177,7 +177,7 @@ def is_snapshot(name: str) -> bool:
     return name.startswith(_SNAPSHOT) and name.endswith(_SNAPSHOT_END)
 
 
-def put_whole(file: ObjectFile, data: bytes) -> None:
+def put_whole(file: File, data: bytes) -> None:
     """Write a small object, and see that all of it is there.
 
     Raises:
@@ -187,7 +187,7 @@ def put_whole(file: ObjectFile, data: bytes) -> None:
     _check_size(file, len(data))
 
 
-def upload(path: Path, file: ObjectFile) -> None:
+def upload(path: Path, file: File) -> None:
     """Copy a file into the bucket, in parts that are sent several times where that is needed.
 
     Raises:
@@ -202,20 +202,20 @@ def upload(path: Path, file: ObjectFile) -> None:
     _check_size(file, size)
 
 
-def _check_size(file: ObjectFile, size: int) -> None:
+def _check_size(file: File, size: int) -> None:
     found = file.fs.get_file_info(file.path).size
     if found != size:
         raise OSError(f"{file} has {found} bytes of the {size} that were written")
 
 
-def remove_all(files: Sequence[ObjectFile]) -> None:
+def remove_all(files: Sequence[File]) -> None:
     """Remove objects; those that are not there are no error.
 
     Raises:
         OSError: The bucket refuses.
     """
     with ThreadPoolExecutor(_AT_ONCE) as pool:
-        list(pool.map(ObjectFile.remove, files))
+        list(pool.map(File.remove, files))
 
 
 # ---- what lines mean
@@ -486,7 +486,7 @@ def catalogue_of(place: Place) -> sqlite3.Connection:
     return database
 
 
-def segments_in(place: Place) -> list[ObjectFile]:
+def segments_in(place: Place) -> list[File]:
     """The Arrow files of a bucket, or of a session in it, by their names.
 
     Raises:
@@ -499,23 +499,23 @@ def segments_in(place: Place) -> list[ObjectFile]:
     return [root.file(unquote(name_of(uri))) for (uri,) in found]
 
 
-def find_run(place: Place, run_id: str) -> tuple[ObjectFile, int] | None:
-    """The file of a bucket, or of a session in it, that holds a run, and the number of the run's first batch.
+def find_runs(place: Place, runs: Collection[str]) -> list[tuple[str, File, int]]:
+    """The files of a bucket, or of a session in it, that hold runs, each with its run and the byte where that begins.
 
-    None where the manifest, if there is one, does not say.
+    None where there is no manifest.
 
     Raises:
         OSError: The bucket refuses.
     """
     database, root, session_id = _at(place)
     if database is None:
-        return None
+        return []
     found = database.execute(
-        """SELECT files.uri, runs.batch FROM runs JOIN files ON files.id = runs.file
-        WHERE runs.run_id = ? AND ? IN ('', runs.session)""",
-        (run_id, session_id),
-    ).fetchall()
-    return (root.file(unquote(name_of(found[0][0]))), found[0][1]) if len(found) == 1 else None
+        """SELECT runs.run_id, files.uri, runs.offset FROM runs JOIN files ON files.id = runs.file
+        WHERE runs.run_id IN (SELECT value FROM json_each(?)) AND ? IN ('', runs.session)""",
+        (json.dumps([*runs]), session_id),
+    )
+    return [(run_id, root.file(unquote(name_of(uri))), offset) for run_id, uri, offset in found.fetchall()]
 
 
 def _at(place: Place) -> tuple[sqlite3.Connection | None, Place, str]:

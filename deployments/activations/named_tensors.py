@@ -1,24 +1,23 @@
-"""Runs as named tensors that are read part by part: what files of tensors are made of."""
+"""Runs as named tensors that are read row by row: what files of tensors are made of."""
 
 from __future__ import annotations
 
 import json
+import math
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import asdict
 from functools import partial
 from typing import NamedTuple
 
-import numpy as np
-import pyarrow as pa
 import torch
 from torch.utils.dlpack import from_dlpack
 
+from deployments.activations.bodies import Part
 from deployments.activations.facts import PointType
-from deployments.activations.messages import check_size
-from deployments.activations.parts import Part
-from deployments.activations.schema import dtype_of, to_patterns, to_tensor
-from deployments.activations.selecting import Chosen
+from deployments.activations.schema import dtype_of
+from deployments.activations.segments import Batch, WholeRun
 from deployments.errors import RequestError
+from deployments.points.patterns import Patterns
 
 MOST_TENSORS = 20_000  # of one file, whose names stand in one header
 FACTS = "run.facts"  # no point's name: those with a dot end in `input`, `output` or `weights`
@@ -27,10 +26,10 @@ _VALUES = 1 << 18  # that are converted at once
 
 
 class Rows(NamedTuple):
-    """Some rows of a tensor, and what reads them."""
+    """Some rows of a tensor, and what reads those from one to before another: `read(first, end)`."""
 
     number: int
-    read: Callable[[], torch.Tensor]
+    read: Callable[[int, int], torch.Tensor]
 
 
 class Member(NamedTuple):
@@ -51,7 +50,7 @@ class Member(NamedTuple):
     @property
     def values(self) -> int:
         """How many values it has."""
-        return int(np.prod(self.shape, dtype=np.int64))
+        return math.prod(self.shape)
 
     @property
     def nbytes(self) -> int:
@@ -60,8 +59,8 @@ class Member(NamedTuple):
 
     def parts(self) -> list[Part]:
         """Its bytes."""
-        row_bytes = self.nbytes // self.shape[0]
-        return [Part(rows.number * row_bytes, partial(_bytes, rows, self.dtype)) for rows in self.rows]
+        width = self.nbytes // self.shape[0]
+        return [Part(rows.number * width, partial(_bytes, rows, self.dtype, width)) for rows in self.rows]
 
     def widened(self) -> Member:
         """The same values in a dtype that numpy has: bfloat16 as float32, which holds each of them exactly."""
@@ -75,7 +74,7 @@ class Tensors(NamedTuple):
     facts: dict[str, str]
 
 
-def points_of(run: Chosen, prefix: str = "") -> list[Member]:
+def points_of(run: WholeRun, prefix: str = "") -> list[Member]:
     """A run's points as tensors `[rows, ...features]`, each by its name.
 
     An attention pattern is padded: `[rows, heads, widest]` with zeros behind what a token sees, and beside it, as
@@ -83,19 +82,19 @@ def points_of(run: Chosen, prefix: str = "") -> list[Member]:
     """
     members = list[Member]()
     for name, kind in run.types.items():
-        dtype = dtype_of(kind.dtype)
-        shape = (run.rows, *(size or 0 for size in kind.shape))
+        dtype, shape = dtype_of(kind.dtype), (run.rows, *(size or 0 for size in kind.shape))
         if None in kind.shape:
             widest = run.batches[-1]["position"][-1].as_py() + 1
-            shape = (*shape[:-1], widest)
-            members.append(Member(prefix + name, dtype, shape, list(_patterns(run, name, kind, widest))))
-            members.append(Member(f"{prefix}{name}.lengths", torch.int32, (run.rows,), _each(run, _lengths)))
+            padded = list(_patterns(run, name, kind, widest))
+            members.append(Member(prefix + name, dtype, (*shape[:-1], widest), padded))
+            members.append(_ids(run, f"{prefix}{name}.lengths", "position", 1))
         else:
-            members.append(Member(prefix + name, dtype, shape, _each(run, _values, name, kind.dtype)))
+            rows = [Rows(batch.num_rows, partial(rows_of, batch, name, kind)) for batch in run.batches]
+            members.append(Member(prefix + name, dtype, shape, rows))
     return members
 
 
-def tensors(runs: Iterable[Chosen], prefixed: bool) -> Tensors:
+def tensors(runs: Iterable[WholeRun], prefixed: bool) -> Tensors:
     """Runs as named tensors: their points, and each row's `position` and `token_id`.
 
     Args:
@@ -109,10 +108,7 @@ def tensors(runs: Iterable[Chosen], prefixed: bool) -> Tensors:
     for run in runs:
         prefix = f"{run.facts.run_id}/" if prefixed else ""
         members += points_of(run, prefix)
-        members += [
-            Member(f"{prefix}{name}", torch.int32, (run.rows,), _each(run, _column, name))
-            for name in ("position", "token_id")
-        ]
+        members += [_ids(run, prefix + name, name) for name in ("position", "token_id")]
         dtypes = {name: kind.dtype for name, kind in run.types.items()}
         facts[prefix + FACTS] = json.dumps(asdict(run.facts) | {"dtypes": dtypes})
         if len(members) > MOST_TENSORS:
@@ -121,51 +117,65 @@ def tensors(runs: Iterable[Chosen], prefixed: bool) -> Tensors:
     return Tensors(members, facts)
 
 
-def _each(run: Chosen, read: Callable[..., torch.Tensor], *args: str) -> list[Rows]:
-    """A run's rows, batch by batch."""
-    return [Rows(batch.num_rows, _whole(run, partial(read, batch, *args))) for batch in run.batches]
+def rows_of(batch: Batch, name: str, kind: PointType, first: int, end: int) -> torch.Tensor:
+    """Rows `first` to `end` of a point that is no attention pattern, `[rows, ...features]`; no other is read.
+
+    Raises:
+        DamagedError: Its values are not all there.
+        OSError: They cannot be read.
+    """
+    width = row_bytes(kind)
+    at = batch.place(batch.outline([name])[name], width) + first * width
+    shape = (end - first, *(size or 0 for size in kind.shape))
+    return _values(batch, at, (end - first) * width, dtype_of(kind.dtype)).view(shape)
 
 
-def _whole(run: Chosen, read: Callable[[], torch.Tensor]) -> Callable[[], torch.Tensor]:
-    """The same, where the run's file has not been cut short: to touch what is mapped of it would end the process."""
-
-    def checked() -> torch.Tensor:
-        check_size(run.file, run.end)
-        return read()
-
-    return checked
+def row_bytes(kind: PointType) -> int:
+    """Bytes of a row of a point that is no attention pattern."""
+    return math.prod(size or 0 for size in kind.shape) * dtype_of(kind.dtype).itemsize
 
 
-def _values(batch: pa.RecordBatch, name: str, dtype: str) -> torch.Tensor:
-    return to_tensor(batch[name], dtype)
+def _values(batch: Batch, at: int, count: int, dtype: torch.dtype) -> torch.Tensor:
+    data = batch.read(at, count)
+    return torch.frombuffer(data, dtype=dtype) if count else torch.empty(0, dtype=dtype)
 
 
-def _column(batch: pa.RecordBatch, name: str) -> torch.Tensor:
-    return from_dlpack(batch[name])
+def _ids(run: WholeRun, member: str, column: str, more: int = 0) -> Member:
+    """A column of int32, `[rows]`, and so much more."""
+
+    def read(batch: Batch, first: int, end: int) -> torch.Tensor:
+        return from_dlpack(batch[column])[first:end] + more
+
+    rows = [Rows(batch.num_rows, partial(read, batch)) for batch in run.batches]
+    return Member(member, torch.int32, (run.rows,), rows)
 
 
-def _lengths(batch: pa.RecordBatch) -> torch.Tensor:
-    return _column(batch, "position") + 1
-
-
-def _patterns(run: Chosen, name: str, kind: PointType, widest: int) -> Iterator[Rows]:
+def _patterns(run: WholeRun, name: str, kind: PointType, widest: int) -> Iterator[Rows]:
     for batch in run.batches:
-        for first in range(0, batch.num_rows, _PADDED_ROWS):
-            count = min(_PADDED_ROWS, batch.num_rows - first)
-            yield Rows(count, _whole(run, partial(_padded, batch, name, kind, widest, first)))
+        for start in range(0, batch.num_rows, _PADDED_ROWS):
+            yield Rows(min(_PADDED_ROWS, batch.num_rows - start), partial(_padded, batch, name, kind, widest, start))
 
 
-def _padded(batch: pa.RecordBatch, name: str, kind: PointType, widest: int, first: int) -> torch.Tensor:
-    rows = to_patterns(batch[name], kind, batch["position"][0].as_py())
-    some = rows[first : first + _PADDED_ROWS].padded()
+def _padded(batch: Batch, name: str, kind: PointType, widest: int, start: int, first: int, end: int) -> torch.Tensor:
+    """Rows of a pattern from `start + first` to `start + end`, `[rows, heads, widest]`."""
+    rows, dtype, (heads, _) = batch.outline([name, "position"]), dtype_of(kind.dtype), kind.shape
+    begins, ends = (rows[name].offsets[start + row].as_py() * dtype.itemsize for row in (first, end))
+    position = rows["position"][0].as_py() + start
+    values = _values(batch, batch.place(rows[name]) + begins, ends - begins, dtype)
+    some = Patterns(values, heads or 0, range(position + first, position + end)).padded()
     return torch.nn.functional.pad(some, (0, widest - some.shape[-1]))
 
 
-def _bytes(rows: Rows, dtype: torch.dtype, first: int, end: int) -> Iterator[memoryview]:
-    """Bytes of rows as values of a dtype; only values that they are of are converted."""
-    begins, ends = first // dtype.itemsize, -(-end // dtype.itemsize)
-    skipped, left = first - begins * dtype.itemsize, end - first
-    for some in torch.split(rows.read().contiguous().reshape(-1)[begins:ends], _VALUES):
+def _bytes(rows: Rows, dtype: torch.dtype, width: int, first: int, end: int) -> Iterator[memoryview]:
+    """Bytes of rows of a width as values of a dtype; only rows that they are of are read."""
+    low = first // width
+    skipped, left = first - low * width, end - first
+    for some in torch.split(rows.read(low, -(-end // width)).contiguous().reshape(-1), _VALUES):
+        if skipped >= some.numel() * dtype.itemsize:
+            skipped -= some.numel() * dtype.itemsize
+            continue
         piece = some.to(dtype).view(torch.uint8).numpy().data[skipped:][:left]
         yield piece
         skipped, left = 0, left - len(piece)
+        if not left:
+            return

@@ -285,7 +285,7 @@ class NodeWriter(TakesRuns):
 
     def _upload(self, name: str, size: int) -> None:
         from deployments.activations.manifest import upload
-        from deployments.activations.objects import place_of
+        from deployments.activations.places import place_of
 
         assert self._archive is not None
         path = self._root / name

@@ -18,7 +18,7 @@ import pyarrow as pa
 
 from deployments.activations.facts import names_a_session
 from deployments.activations.holding import DELETED
-from deployments.activations.objects import ObjectFile, Place
+from deployments.activations.places import File, Place
 
 _JOINED, _ARROW = ".joined", ".arrow"
 _AT_ONCE = 16  # objects that are read beside each other
@@ -26,7 +26,7 @@ _AT_ONCE = 16  # objects that are read beside each other
 logger = logging.getLogger(__name__)
 
 
-def counted(place: Place, deep: bool = False) -> list[ObjectFile]:
+def counted(place: Place, deep: bool = False) -> list[File]:
     """The Arrow files in a directory by their names, without those that marks take away.
 
     Args:
@@ -57,20 +57,18 @@ def lines(place: Place) -> Iterator[dict[str, Any]]:
         yield from filter(None, pool.map(_line, files))
 
 
-def _line(file: ObjectFile) -> dict[str, Any] | None:
-    from deployments.activations.reader import DamagedError, whole_runs  # which finds runs by way of this module
-    from deployments.activations.schema import point_types
+def _line(file: File) -> dict[str, Any] | None:
+    from deployments.activations.segments import whole_runs  # whose Arrow and torch a bucket of this version needs not
 
     found = list[dict[str, Any]]()
     points: dict[str, Any] = {}
     try:
         for run in whole_runs(file):
-            points = points or dict(point_types(run.batches[0].schema))
-            told = {"first_row": run.first_row, "rows": run.rows, "bytes": run.bytes, "offset": 0, "batch": run.offset}
+            points = points or dict(run.types)
+            told = {name: getattr(run, name) for name in ("first_row", "rows", "bytes", "offset", "batch")}
             found.append({"facts": vars(run.facts) | {"interventions": [], "text": None}, **told})
-    except (DamagedError, pa.ArrowException) as error:
+    except pa.ArrowException as error:
         logger.error("%s is damaged (%s): %d runs before the damage are listed", file, error, len(found))
-    file.close()
     if not found:
         logger.error("%s holds no whole run and is not listed", file)
         return None

@@ -6,22 +6,18 @@ import os
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import islice
-from pathlib import Path
-from typing import Any, NamedTuple
-from urllib.parse import unquote, urlsplit
+from typing import Any
 
 import pyarrow as pa
 import torch
 from torch.utils.dlpack import from_dlpack
 
-from deployments.activations import checksums
+from deployments.activations.checksums import damaged
 from deployments.activations.facts import PointType, RunFacts, ShardFacts
-from deployments.activations.manifest import find_run, segments_in
-from deployments.activations.messages import DamagedError as DamagedError
-from deployments.activations.messages import check_batches, is_disks
-from deployments.activations.messages import messages as messages
-from deployments.activations.objects import AnyFile, ObjectFile, Place, place_of
-from deployments.activations.schema import batch_facts, point_types, shard_facts, to_patterns, to_tensor
+from deployments.activations.places import DamagedError, Source, source_of
+from deployments.activations.schema import shard_facts, to_patterns, to_tensor
+from deployments.activations.segments import WholeRun, whole_runs
+from deployments.activations.sources import is_run_id, locate
 from deployments.points.names import COLUMNS, recorded
 from deployments.points.patterns import Patterns
 
@@ -64,32 +60,8 @@ class Run(Mapping[str, Any]):
         return f"Run({self.facts.run_id!r}, rows={len(self.positions)}, points={list(self.tensors)})"
 
 
-class WholeRun(NamedTuple):
-    """A run all of whose batches are in a file: its first row there, its size, its batches with rows in order.
-
-    The size of the first run takes in the file's schema. `offset` is the place in the file where what
-    is counted begins, a byte, or in an object the number of a batch. `sums` are the batches' checksums. `batch` is the
-    number of the run's first batch, counted from where reading began. `intact` is whether `facts` are those that were
-    written, as far as is known.
-    """
-
-    facts: RunFacts
-    first_row: int
-    bytes: int
-    batches: list[pa.RecordBatch]
-    sums: list[dict[str, str]]
-    offset: int
-    batch: int = 0
-    intact: bool = True
-
-    @property
-    def rows(self) -> int:
-        """Captured tokens."""
-        return sum(batch.num_rows for batch in self.batches)
-
-
 def load(
-    source: str | os.PathLike[str],
+    source: str | os.PathLike[str] | Source,
     run_id: str | None = None,
     points: Sequence[str] | None = None,
     *,
@@ -114,56 +86,43 @@ def load(
             if values lie outside of the file, or are not those that were written; the message says which points are.
         FileNotFoundError: If the source does not exist.
     """
-    from deployments.activations.locating import is_run_id, locate
-
-    place: AnyFile | Place
     if is_run_id(source) and run_id in (None, source):
         run_id = str(source)
-        place, offset = locate(run_id, root)
-    else:
-        place = path_of(source)
-    path, offset = _holding(place, run_id, offset)
-    matching = (run for run in _runs_in(path, offset) if run_id in (None, run.facts.run_id))
+        _, source, offset = locate(run_id, root)
+    place, offset = _holding(source_of(source), run_id, offset)
+    matching = _matching(place, run_id, offset)
     found = next(matching, None)
     if found is None or (run_id is None and not offset and next(matching, None)):
-        some = ", ".join(islice((run.facts.run_id for run in _runs_in(path)), 5))
+        some = ", ".join(islice((run.facts.run_id for run in _runs_in(place)), 5))
         wanted = "one run" if run_id is None else f"run {run_id!r}"
-        raise ValueError(f"{path} does not hold {wanted}; it holds {some or 'no whole run'}: name one as run_id")
-    check_batches(path, found.batches)
-    schema = found.batches[0].schema
-    types = point_types(schema)
+        raise ValueError(f"{place} does not hold {wanted}; it holds {some or 'no whole run'}: name one as run_id")
+    schema, types = found.batches[0].schema, found.types
     shard = shard_facts(schema)
     try:
         names = list(types) if points is None else recorded(points, types, shard.layers)
     except ValueError as error:
         raise ValueError(f"Run {found.facts.run_id!r}: {error}") from error
-    if isinstance(path, (ObjectFile, Place)):  # one request for all of a batch that is read
-        columns = [name for name in schema.names if name in COLUMNS or name in names]
-        found = found._replace(batches=[batch.select(columns) for batch in found.batches])
+    columns = [name for name in schema.names if name in COLUMNS or name in names]
+    batches = [batch.select(columns) for batch in found.batches]
     if verify:
-        _check(found, names)
+        _check(found, batches, names)
     return Run(
         facts=found.facts,
         shard=shard,
-        positions=_join([from_dlpack(batch["position"]) for batch in found.batches]),
-        token_ids=_join([from_dlpack(batch["token_id"]) for batch in found.batches]),
-        text_offsets=_offsets(found.batches),
-        phases=[phase for batch in found.batches for phase in batch["phase"].to_pylist()],
-        tensors={name: _values(name, types[name], found.batches) for name in names},
+        positions=_join([from_dlpack(batch["position"]) for batch in batches]),
+        token_ids=_join([from_dlpack(batch["token_id"]) for batch in batches]),
+        text_offsets=_offsets(batches),
+        phases=[phase for batch in batches for phase in batch["phase"].to_pylist()],
+        tensors={name: _values(name, types[name], batches) for name in names},
     )
 
 
-def _check(run: WholeRun, points: Sequence[str]) -> None:
-    wanted = {*COLUMNS, *points}
+def _check(run: WholeRun, batches: Sequence[pa.RecordBatch], points: Sequence[str]) -> None:
     bad = dict[str, None]()
     if not run.intact:
         raise DamagedError(f"run {run.facts.run_id}: what is said of it (its tags, for one) is not what was written")
-    for batch, sums in zip(run.batches, run.sums, strict=True):
-        rows = batch.select([name for name in batch.schema.names if name in wanted])
-        try:
-            bad |= dict.fromkeys(checksums.damaged(rows, {name: sums[name] for name in sums if name in wanted}))
-        except pa.ArrowInvalid as error:
-            raise DamagedError(f"run {run.facts.run_id}: {error}") from error
+    for batch, sums in zip(batches, run.sums, strict=True):
+        bad |= dict.fromkeys(damaged(batch, {name: sums[name] for name in batch.schema.names if name in sums}))
     if bad:
         good = [name for name in points if name not in bad]
         message = f"run {run.facts.run_id}: the values of {', '.join(bad)} are not those that were written"
@@ -176,152 +135,40 @@ def runs(source: str | os.PathLike[str]) -> list[RunFacts]:
     Raises:
         FileNotFoundError: If the source does not exist.
     """
-    found = (run.facts for run in _runs_in(path_of(source)))
+    found = (run.facts for run in _runs_in(source_of(source)))
     return sorted(found, key=lambda facts: facts.created)
 
 
-def whole_run(source: str | os.PathLike[str] | AnyFile, run_id: str, offset: int = 0) -> WholeRun | None:
+def whole_run(source: str | os.PathLike[str] | Source, run_id: str, offset: int = 0) -> WholeRun | None:
     """One whole run of a file or directory (as for `load`); no tensor is read. None if it is not there.
 
     Raises:
         FileNotFoundError: If the source does not exist.
     """
-    path, offset = _holding(path_of(source), run_id, offset)
-    return next((run for run in _runs_in(path, offset) if run.facts.run_id == run_id), None)
+    place, offset = _holding(source_of(source), run_id, offset)
+    return next(_matching(place, run_id, offset), None)
 
 
-def whole_runs(path: AnyFile, offset: int = 0) -> Iterator[WholeRun]:
-    """The whole runs of one file; no tensor is read. A run without its end, or short of batches, is left out.
-
-    Args:
-        path: The file.
-        offset: Where a run begins, as `WholeRun` says it; those before it are left out, and rows count from there.
-
-    Raises:
-        OSError: The disk or the store refuses.
-        DamagedError: A batch of an object cannot be read.
-    """
-    rows = first_row = seen = first_batch = 0
-    start = offset
-    run_id, batches, sums = "", list[pa.RecordBatch](), list[dict[str, str]]()
-    for number, message in enumerate(messages(path, offset)):
-        try:
-            facts = batch_facts(message.metadata)
-            own = checksums.read(message.metadata, message.batch.schema.names)
-        except ValueError:
-            return  # none of ours: nothing behind it counts
-        if facts.number == 0:
-            run_id, first_row, batches, sums, seen, first_batch = facts.run_id, rows, [], [], 0, number
-        seen += 1
-        rows += message.batch.num_rows
-        if message.batch.num_rows:
-            batches.append(message.batch)
-            sums.append(own)
-        if facts.run and facts.run_id == run_id and facts.number + 1 == facts.batches == seen:
-            size, intact = _size(path, message.end - start), checksums.is_of_run(message.metadata or {})
-            yield WholeRun(facts.run, first_row, size, batches, sums, start, first_batch, intact)
-            start = message.end
+def _holding(place: Source, run_id: str | None, offset: int) -> tuple[Source, int]:
+    """Where to look for a run, where a catalogue or a manifest says it."""
+    if run_id is None:
+        return place, offset
+    if (now := place.present()) is not place:
+        place, offset = now, 0
+    found = [] if offset else place.find([run_id])
+    return (found[0].file, found[0].offset) if len(found) == 1 else (place, offset)
 
 
-def _size(path: AnyFile, between: int) -> int:
-    """Bytes between two places of a file; of an object, as if its batches were all as large."""
-    if isinstance(path, Path):
-        return between
-    return path.size * between // int(path.reader().num_record_batches)
+def _matching(place: Source, run_id: str | None, offset: int) -> Iterator[WholeRun]:
+    yield from (run for run in _runs_in(place, offset) if run_id in (None, run.facts.run_id))
+    if offset and run_id is not None:  # earlier versions gave as an offset in a bucket the number of a batch
+        yield from _matching(place, run_id, 0)
 
 
-def is_sealed(path: AnyFile) -> bool:
-    """Whether the file has its footer.
-
-    Raises:
-        OSError: It cannot be read.
-    """
-    try:
-        footer(path)
-    except pa.ArrowException:
-        return False
-    except OSError as error:
-        if is_disks(error):
-            raise
-        return False
-    return True
-
-
-def footer(path: AnyFile) -> Any:
-    """Arrow's reader by a file's footer.
-
-    Raises:
-        pa.ArrowInvalid: It has none.
-        OSError: It cannot be read.
-    """
-    return path.reader() if isinstance(path, ObjectFile) else pa.ipc.open_file(pa.OSFile(str(path)))
-
-
-def size_of(path: AnyFile) -> int:
-    """A file's bytes.
-
-    Raises:
-        OSError: It cannot be read.
-    """
-    return path.size if isinstance(path, ObjectFile) else path.stat().st_size
-
-
-def path_of(source: str | os.PathLike[str] | ObjectFile | Place) -> AnyFile | Place:
-    """The file or directory that a path or URI means; what is in object storage already as it is.
-
-    A URI of object storage is a file's if it ends in `.arrow`.
-
-    Raises:
-        ValueError: It is a `file://` URI of another machine, or no URI of a file system.
-    """
-    if isinstance(source, (ObjectFile, Place)):
-        return source
-    text = os.fspath(source)
-    if "://" not in text:
-        return Path(text).expanduser()
-    url = urlsplit(text)
-    if url.scheme != "file":
-        place = place_of(text)
-        return ObjectFile(*place) if place.path.endswith(".arrow") else place
-    if url.netloc not in ("", "localhost"):
-        raise ValueError(f"{text!r} is not a file:// URI of this machine")
-    return Path(unquote(url.path))
-
-
-def within(bucket: Place | None, uri: str) -> AnyFile:
-    """A store's file, by the URI that it is named by to others, which says neither keys nor settings.
-
-    Args:
-        bucket: Where the store archives to.
-        uri: The file's, on the disk or in the bucket.
-    """
-    if bucket and uri.startswith(f"{bucket.uri}/"):
-        return bucket.file(unquote(uri.removeprefix(f"{bucket.uri}/")))
-    return Path(unquote(urlsplit(uri).path))
-
-
-def files_in(path: AnyFile | Place) -> list[AnyFile]:
-    """The Arrow files of a directory, by their names, or the one file that is meant; links in it are not followed."""
-    if isinstance(path, Place):
-        return [*segments_in(path)]
-    if isinstance(path, Path) and path.is_dir():
-        return [*sorted(item for item in path.glob("*.arrow") if item.is_file() and not item.is_symlink())]
-    return [path]
-
-
-def _holding(path: AnyFile | Place, run_id: str | None, offset: int) -> tuple[AnyFile | Place, int]:
-    """Where to look for a run of a bucket: its manifest says. Before, small objects went up in others beside them."""
-    if isinstance(path, ObjectFile) and run_id is not None and not path.exists():
-        path, offset = path.folder, 0
-    if isinstance(path, Place) and run_id is not None and not offset:
-        return find_run(path, run_id) or (path, 0)
-    return path, offset
-
-
-def _runs_in(path: AnyFile | Place, offset: int = 0) -> Iterator[WholeRun]:
-    files = files_in(path)
-    if offset and files != [path]:
-        raise ValueError(f"offset is a place in one file, and {path} is a directory")
+def _runs_in(place: Source, offset: int = 0) -> Iterator[WholeRun]:
+    files = place.segments()
+    if offset and files != [place]:
+        raise ValueError(f"offset is a place in one file, and {place} is a directory")
     for file in files:
         yield from whole_runs(file, offset)
 

@@ -8,25 +8,20 @@ import threading
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING
 
 import pyarrow as pa
 from xxhash import xxh3_128_hexdigest
 
 from deployments import __version__
+from deployments.activations.bodies import Parts
 from deployments.activations.catalogue import Catalogue
 from deployments.activations.downloads import IDLE_S, Choice, Found, changed, gone
 from deployments.activations.encodings import ENCODERS, as_arrow
 from deployments.activations.entries import Entry
 from deployments.activations.facts import StoreError
-from deployments.activations.messages import DamagedError
 from deployments.activations.named_tensors import tensors
-from deployments.activations.parts import Parts
-from deployments.activations.reader import within
+from deployments.activations.places import DamagedError, File, Place, file_at
 from deployments.activations.selecting import Wanted, select
-
-if TYPE_CHECKING:
-    from deployments.activations.objects import Place
 
 MOST_PLANS = 32
 MOST_PARTS = 200_000  # of all plans together, each some hundred bytes; one plan alone may have more
@@ -50,18 +45,18 @@ class Readings:
     def __init__(
         self,
         catalogue: Catalogue,
-        bucket: Place | None = None,
+        places: Sequence[Place] = (),
         restore: Callable[[Sequence[str]], bool] = lambda _: False,
     ) -> None:
         """Begin without plans.
 
         Args:
             catalogue: What there is.
-            bucket: Where archived segments are.
-            restore: Fetches segments of the bucket to the disk, by their URIs; whether it did.
+            places: Where else segments are than on a disk of this machine.
+            restore: Fetches segments that a place would rather have read from the disk, by their URIs; whether it did.
         """
         self._catalogue = catalogue
-        self._bucket = bucket
+        self._places = places
         self._restore = restore
         self._lock = threading.Lock()
         self._plans: dict[tuple[Choice, int], _Plan] = {}  # by what they hold; those that were used last at the end
@@ -145,7 +140,7 @@ class Readings:
     def _planned(self, choice: Choice, most: int | None, version: tuple[int, ...]) -> _Plan | None:
         """The plan that is there, where it still holds, or a new one."""
         places = self._catalogue.places(choice.session_id, choice.runs, most)
-        away = sorted({uri for _, uri, _, _ in places if self._bucket and not uri.startswith("file:")})
+        away = sorted(uri for uri in {place[1] for place in places} if self._file(uri).folder.restores)
         if away and self._restore(away):
             places = self._catalogue.places(choice.session_id, choice.runs, most)
         tag = _tag(choice, places)
@@ -168,7 +163,7 @@ class Readings:
         wanted = Wanted(session_id, set(asked), None if points is None else set(points))
         wanted._replace(runs=runs).check(known, {name for entry in entries for name in entry.points})
         files = sorted({entry.uri for entry in entries})
-        paths = [within(self._bucket, uri) for uri in files]
+        paths = [self._file(uri) for uri in files]
         if runs is not None:
             first = [min(entry.offset for entry in entries if entry.uri == uri) for uri in files]
             wanted = wanted._replace(offsets=dict(zip(paths, first, strict=True)))
@@ -179,9 +174,11 @@ class Readings:
             parts = ENCODERS[format](tensors(select(paths, wanted, left), prefixed=runs is None or len(runs) != 1))
         for entry in entries:
             if entry.facts.run_id in left:
-                file = within(self._bucket, entry.uri)
-                raise DamagedError(f"{file}: the run {entry.facts.run_id} cannot be read there")
+                raise DamagedError(f"{self._file(entry.uri)}: the run {entry.facts.run_id} cannot be read there")
         return parts
+
+    def _file(self, uri: str) -> File:
+        return file_at(uri, self._places)
 
     def _known(self, session_id: str) -> list[str]:
         return [entry.facts.run_id for entry in self._catalogue.entries(session_id)]

@@ -56,18 +56,18 @@ class ActivationReader:
         ask: Ask | None = None,
         restore: Callable[[Sequence[str]], bool] | None = None,
     ) -> None:
-        from deployments.activations.objects import place_of
         from deployments.activations.owners import Owners
         from deployments.activations.pins import Pins
+        from deployments.activations.places import place_of
         from deployments.activations.readings import Readings
         from deployments.activations.shared_catalogue import SharedCatalogue
 
         self._root = Path(root).resolve()
-        self._bucket = place_of(archive) if archive else None
-        self._catalogue = SharedCatalogue(self._root, ask or partial(_ask, root), archives=self._bucket is not None)
+        self._places = [place_of(archive)] if archive else []
+        self._catalogue = SharedCatalogue(self._root, ask or partial(_ask, root), archives=bool(archive))
         self._owners = Owners(self._root)
         self._pins = Pins(self._root)
-        self._readings = Readings(self._catalogue, self._bucket, restore or partial(_restore, root))
+        self._readings = Readings(self._catalogue, self._places, restore or partial(_restore, root))
         self._rows_pool = ThreadPoolExecutor(2, thread_name_prefix="stored-rows")  # what they read is in memory at once
         self._data_pool = ThreadPoolExecutor(2, thread_name_prefix="downloads")  # as many pages are in memory at once
         self._waiting = Counter[str | None]()  # requests for pages that are not answered yet, by owner
@@ -162,13 +162,13 @@ class ActivationReader:
                 file is gone: 410.
             StoreError: The disk refuses, or its file is damaged; names the file.
         """
-        from deployments.activations.reader import within
+        from deployments.activations.places import file_at
         from deployments.activations.stored_rows import read_rows
 
         def found() -> bytes | None:
             entry = self._catalogue.find(run_id)
             while entry is not None:
-                file = within(self._bucket, entry.uri)
+                file = file_at(entry.uri, self._places)
                 read = partial(read_rows, file, entry, points, tokens, most)
                 try:
                     rows = self._of_session(entry.facts.session_id, account, read)
@@ -221,7 +221,7 @@ class ActivationReader:
             asyncio.get_running_loop().call_later(IDLE_S, self._readings.sweep)
 
     async def _found(self, pool: ThreadPoolExecutor | None, ask: Callable[..., Any], *args: Any) -> Any:
-        from deployments.activations.messages import DamagedError
+        from deployments.activations.places import DamagedError
 
         try:
             return await asyncio.get_running_loop().run_in_executor(pool, ask, *args)

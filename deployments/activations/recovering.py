@@ -18,9 +18,9 @@ import pyarrow as pa
 from deployments.activations.checksums import damaged
 from deployments.activations.facts import names_a_session
 from deployments.activations.holding import DELETED, NEW, PULLED, take
-from deployments.activations.messages import ends_cut
+from deployments.activations.places import DamagedError
 from deployments.activations.pool import FILE_NAME
-from deployments.activations.reader import WholeRun, is_sealed, whole_runs
+from deployments.activations.segments import WholeRun, ends_cut, is_sealed, whole_runs
 from deployments.activations.shard import directory, seal
 from deployments.activations.small_files import remove_unfinished
 from deployments.activations.verifying import read_all
@@ -125,8 +125,8 @@ def _changed(run: WholeRun) -> bool:
     if not run.intact:
         return True
     try:
-        return any(damaged(batch, sums) for batch, sums in zip(run.batches, run.sums, strict=True))
-    except pa.ArrowInvalid:
+        return any(damaged(batch.select(), sums) for batch, sums in zip(run.batches, run.sums, strict=True))
+    except DamagedError:
         return True
 
 

@@ -4,22 +4,20 @@ from __future__ import annotations
 
 import math
 import os
-from collections import deque
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, NamedTuple
 
 import numpy as np
-import pyarrow as pa
 import torch
 
 from deployments.activations.facts import PointType, RunFacts
-from deployments.activations.locating import chosen
-from deployments.activations.messages import Message, messages
-from deployments.activations.reader import whole_runs
-from deployments.activations.schema import PHASES, dtype_of, point_types
+from deployments.activations.places import File
+from deployments.activations.schema import PHASES, dtype_of
+from deployments.activations.segments import Batch, WholeRun, whole_runs
 from deployments.activations.selecting import Wanted
+from deployments.activations.sources import chosen
 from deployments.activations.stored_rows import positions_of
 from deployments.points.token_choices import TokenChoice, check
 
@@ -132,18 +130,9 @@ def index_rows(
         raise ValueError("runs: name them as a list")
     files, runs = chosen(source, session, runs)
     looked = _Looked(list(dict.fromkeys(points)), Wanted(session, None if runs is None else set(runs), set(points)))
-    for path in files:
-        if not isinstance(path, Path):
-            raise ValueError(f"source: {path} is in a bucket, and rows are read out of a map: copy it to a disk first")
-        looked.through(path, choice)
+    for file in files:
+        looked.through(file, choice)
     return looked.index()
-
-
-class _Run(NamedTuple):
-    first_row: int
-    end: int
-    facts: RunFacts
-    positions: Sequence[int]  # of its tokens, whose rows are meant
 
 
 class _Block(NamedTuple):
@@ -165,38 +154,25 @@ class _Looked:
         self._lacking = ""  # what the first run without all of the points did not record
         self._paths, self._runs, self._blocks = list[Path](), list[RunFacts](), list[_Block]()
 
-    def through(self, path: Path, choice: TokenChoice) -> None:
+    def through(self, file: File, choice: TokenChoice) -> None:
         """Add a file's rows."""
-        schema, found = self._whole_runs(path, choice)
-        if schema is None or not found:
-            return
-        types = point_types(schema)
-        self._recorded |= set(types)
-        lacking = [name for name in self._points if name not in types]
-        if not self._known:
-            chosen = {name: self._wanted._replace(points=[name]).of(schema) for name in self._points}
-            lacking = [name for name in self._points if not chosen[name]]
-            if not lacking:
-                self._points, self._known = (
-                    list(dict.fromkeys(name for meant in chosen.values() for name in meant)),
-                    True,
-                )
-        if lacking:
-            self._lacking = self._lacking or f"runs: {found[0].facts.run_id!r} did not record {', '.join(lacking)}"
-            if self._wanted.runs is not None and len(lacking) < len(self._points):
-                raise ValueError(self._lacking)
-            return
-        self._check(types, found[0].facts)
-        number, numbers = len(self._paths), range(len(self._runs), len(self._runs) + len(found))
-        self._paths.append(path)
-        self._runs += [replace(run.facts, interventions=[], text=None) for run in found]
-        row, left = 0, deque(zip(numbers, found, strict=True))
-        for message in messages(path):
-            while left and left[0][1].end <= row:
-                left.popleft()
-            if left and left[0][1].first_row <= row and message.batch.num_rows:
-                self._add(message, number, left[0][0], left[0][1].positions)
-            row += message.batch.num_rows
+        path, takes = file.local, None
+        if path is None:
+            raise ValueError(f"source: {file} is in a bucket, and rows are read out of a map: copy it to a disk first")
+        for run in whole_runs(file):
+            if self._wanted.session not in (None, run.facts.session_id):
+                continue
+            self._there.add(run.facts.run_id)
+            if self._wanted.runs is not None and run.facts.run_id not in self._wanted.runs:
+                continue
+            if takes is None:  # all runs of a file have the same points
+                takes = self._takes(run)
+                self._paths += [path] if takes else []
+            if takes:
+                self._runs.append(replace(run.facts, interventions=[], text=None))
+                positions = positions_of(run, choice, "tokens")
+                for batch in run.batches:
+                    self._add(batch, positions)
 
     def index(self) -> RowIndex:
         """All of it."""
@@ -217,19 +193,26 @@ class _Looked:
             offsets=np.array(offsets).T.copy(),
         )
 
-    def _whole_runs(self, path: Path, choice: TokenChoice) -> tuple[pa.Schema | None, list[_Run]]:
-        schema, found = None, list[_Run]()
-        for run in whole_runs(path):
-            if self._wanted.session not in (None, run.facts.session_id):
-                continue
-            self._there.add(run.facts.run_id)
-            if self._wanted.runs is None or run.facts.run_id in self._wanted.runs:
-                schema = run.batches[0].schema
-                rows = sum(batch.num_rows for batch in run.batches)
-                found.append(_Run(run.first_row, run.first_row + rows, run.facts, positions_of(run, choice, "tokens")))
-        return schema, found
+    def _takes(self, run: WholeRun) -> bool:
+        """Whether a run, and so all of its file, has all of the points."""
+        self._recorded |= set(run.types)
+        lacking = [name for name in self._points if name not in run.types]
+        if not self._known:
+            schema = run.batches[0].schema
+            chosen = {name: self._wanted._replace(points=[name]).of(schema) for name in self._points}
+            lacking = [name for name in self._points if not chosen[name]]
+            if not lacking:
+                self._points = list(dict.fromkeys(name for meant in chosen.values() for name in meant))
+                self._known = True
+        if lacking:
+            self._lacking = self._lacking or f"runs: {run.facts.run_id!r} did not record {', '.join(lacking)}"
+            if self._wanted.runs is not None and len(lacking) < len(self._points):
+                raise ValueError(self._lacking)
+            return False
+        self._check(run.types, run.facts)
+        return True
 
-    def _check(self, types: dict[str, PointType], run: RunFacts) -> None:
+    def _check(self, types: Mapping[str, PointType], run: RunFacts) -> None:
         ids = {name: Column((), torch.int32) for name in IDS}
         columns = ids | {name: _column(name, types[name]) for name in self._points}
         for name, column in self._columns.items():
@@ -240,18 +223,20 @@ class _Looked:
                 )
         self._columns = columns
 
-    def _add(self, message: Message, file: int, run: int, positions: Sequence[int]) -> None:
+    def _add(self, batch: Batch, positions: Sequence[int]) -> None:
         """Add those of a batch's rows that are of such tokens, in blocks of rows that lie one behind the other."""
-        batch = message.batch
-        generated = batch["phase"].indices.to_numpy() == PHASES.index("generated")
-        kinds = np.where(_within(batch["position"].to_numpy(), positions), generated, -1)
-        offsets = np.array([_offset(batch[name], message.end) for name in self._columns])
+        rows = batch.select(["phase", *self._columns])
+        generated = rows["phase"].indices.to_numpy() == PHASES.index("generated")
+        kinds = np.where(_within(rows["position"].to_numpy(), positions), generated, -1)
         widths = np.array([column.width for column in self._columns.values()])
+        offsets = np.array([batch.place(rows[name], column.width) for name, column in self._columns.items()])
         firsts = [0, *(np.flatnonzero(np.diff(kinds)) + 1).tolist()]
         for first, end in zip(firsts, [*firsts[1:], len(kinds)], strict=True):
             if kinds[first] >= 0:
                 begin = (offsets + first * widths).tolist()
-                self._blocks.append(_Block(file, run, bool(kinds[first]), end - first, begin))
+                self._blocks.append(
+                    _Block(len(self._paths) - 1, len(self._runs) - 1, bool(kinds[first]), end - first, begin)
+                )
 
 
 def _within(values: np.ndarray, positions: Sequence[int]) -> np.ndarray:
@@ -266,15 +251,6 @@ def _column(name: str, kind: PointType) -> Column:
     if len(shape) < len(kind.shape):
         raise ValueError(f"points: {name} is an attention pattern, whose rows grow and fit no batch: use load")
     return Column(shape, dtype_of(kind.dtype))
-
-
-def _offset(column: Any, end: int) -> int:
-    """The byte of its file where a column's values begin, of a batch that ends there."""
-    values = (column.storage.flatten() if isinstance(column, pa.ExtensionArray) else column).buffers()[1]
-    body = values
-    while body.parent is not None:
-        body = body.parent  # the batch's body as it was read at once
-    return int(end - body.size + values.address - body.address)
 
 
 def place(block: np.ndarray, within: np.ndarray) -> np.ndarray:

@@ -36,7 +36,7 @@ def scan(root: Path, missed: list[str] | None = None) -> Iterator[Seen]:
     for folder in sorted(os.scandir(root), key=lambda item: item.name):
         if names_a_session(folder.name) and folder.is_dir(follow_symlinks=False):
             try:
-                yield from _files(Path(folder.path))
+                yield from files_of(Path(folder.path))
             except OSError:  # one unreadable session must not keep the others from being served
                 logger.exception("session %s cannot be read and is not listed", folder.name)
                 if missed is not None:
@@ -50,10 +50,15 @@ def scan_session(root: Path, session_id: str) -> Iterator[Seen]:
         OSError: It cannot be read.
     """
     if (root / session_id).is_dir():
-        yield from _files(root / session_id)
+        yield from files_of(root / session_id)
 
 
-def _files(folder: Path) -> Iterator[Seen]:
+def files_of(folder: Path) -> Iterator[Seen]:
+    """The Arrow files of one directory, by their names.
+
+    Raises:
+        OSError: It cannot be read.
+    """
     for item in sorted(os.scandir(folder), key=lambda item: item.name):
         if item.name.endswith(".arrow") and item.is_file(follow_symlinks=False):
             with contextlib.suppress(FileNotFoundError):  # deleted since it was listed

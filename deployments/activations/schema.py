@@ -196,10 +196,13 @@ def point_types(schema: pa.Schema) -> dict[str, PointType]:
         ValueError: If the schema is not one that `to_batch` made.
     """
     facts = _metadata(schema)
-    heads = facts.get("heads", {})
-    names = (name for name in schema.names if name not in COLUMNS)
-    shapes = {name: (heads[name], None) if name in heads else tuple(schema.field(name).type.shape) for name in names}
-    return {name: PointType(shape, facts["dtypes"][name]) for name, shape in shapes.items()}
+    names = [name for name in schema.names if name not in COLUMNS]
+    try:
+        heads, dtypes = facts.get("heads", {}), facts["dtypes"]
+        shapes = [(heads[name], None) if name in heads else tuple(schema.field(name).type.shape) for name in names]
+        return {name: PointType(shape, dtypes[name]) for name, shape in zip(names, shapes, strict=True)}
+    except (KeyError, TypeError, AttributeError) as error:
+        raise ValueError("Not a Vitrine activation schema: its points are not described") from error
 
 
 def _metadata(schema: pa.Schema) -> dict[str, Any]:

@@ -5,42 +5,18 @@ from __future__ import annotations
 import os
 import re
 from collections.abc import Collection, Iterable, Iterator, Mapping
-from pathlib import Path
 from typing import NamedTuple
 
 import pyarrow as pa
 
-from deployments.activations.facts import PointType, RunFacts, check_session_id
-from deployments.activations.manifest import segments_in
-from deployments.activations.messages import check_batches
-from deployments.activations.objects import AnyFile, ObjectFile, Place
-from deployments.activations.reader import files_in, messages, path_of, whole_runs
+from deployments.activations.facts import PointType
+from deployments.activations.places import File, source_of
 from deployments.activations.schema import point_types, shard_facts
+from deployments.activations.segments import WholeRun, messages, whole_runs
 from deployments.errors import RequestError
 from deployments.points.names import matching, nearest
 
 MOST_NAMED = 10  # runs or points that a refusal lists
-
-
-class Chosen(NamedTuple):
-    """A whole run and those of its points that are asked for.
-
-    The batches are views of its file, `sums` their checksums. `offset` is where in `file` it begins, `end` where it
-    ends, in object storage 0.
-    """
-
-    facts: RunFacts
-    batches: list[pa.RecordBatch]
-    sums: list[dict[str, str]]
-    types: Mapping[str, PointType]
-    file: AnyFile
-    offset: int
-    end: int
-
-    @property
-    def rows(self) -> int:
-        """Captured tokens."""
-        return sum(batch.num_rows for batch in self.batches)
 
 
 class Wanted(NamedTuple):
@@ -53,7 +29,7 @@ class Wanted(NamedTuple):
     session: str | None = None
     runs: Collection[str] | None = None
     points: Collection[str] | None = None  # names and patterns, as `names.recorded` has them
-    offsets: Mapping[AnyFile, int] | None = None
+    offsets: Mapping[File, int] | None = None
 
     def of(self, schema: pa.Schema) -> dict[str, PointType]:
         """Those of a file's points that are asked for.
@@ -90,7 +66,7 @@ class Wanted(NamedTuple):
             raise RequestError(message, "points", "point_not_recorded")
 
 
-def select(files: Iterable[AnyFile], wanted: Wanted, left: set[str] | None = None) -> Iterator[Chosen]:
+def select(files: Iterable[File], wanted: Wanted, left: set[str] | None = None) -> Iterator[WholeRun]:
     """The wanted runs of files in the order in which they lie there; one without a wanted point is left out.
 
     Args:
@@ -103,22 +79,22 @@ def select(files: Iterable[AnyFile], wanted: Wanted, left: set[str] | None = Non
     """
     offsets, left = wanted.offsets or {}, set(wanted.runs or ()) if left is None else left
     for file in files:
-        types: Mapping[str, PointType] | None = None  # all runs of a file have the same points
+        types: Mapping[str, PointType] | None = None
         for run in whole_runs(file, offsets.get(file, 0)):
             if wanted.session not in (None, run.facts.session_id):
                 continue
             if wanted.runs is None or run.facts.run_id in wanted.runs:
                 types = types if types is not None else wanted.of(run.batches[0].schema)
                 if types:
-                    check_batches(file, run.batches)
-                    end = run.offset + run.bytes if isinstance(file, Path) else 0
-                    yield Chosen(run.facts, run.batches, run.sums, types, file, run.offset, end)
+                    for batch in run.batches:
+                        batch.check()
+                    yield run._replace(types=types)
                 left.discard(run.facts.run_id)
                 if offsets and not left:
                     return
 
 
-def checked(files: Iterable[AnyFile], wanted: Wanted) -> Iterator[Chosen]:
+def checked(files: Iterable[File], wanted: Wanted) -> Iterator[WholeRun]:
     """As `select`, without reading tensors; at the end, what is not there is refused.
 
     Raises:
@@ -135,9 +111,9 @@ def checked(files: Iterable[AnyFile], wanted: Wanted) -> Iterator[Chosen]:
     wanted.check(runs, points)
 
 
-def by_schema(files: Iterable[AnyFile]) -> list[tuple[pa.Schema, list[AnyFile]]]:
+def by_schema(files: Iterable[File]) -> list[tuple[pa.Schema, list[File]]]:
     """Files whose rows fit one table, together: those of one session, model, set of points and dtypes."""
-    groups = list[tuple[pa.Schema, list[AnyFile]]]()
+    groups = list[tuple[pa.Schema, list[File]]]()
     for file in files:
         first = next(messages(file), None)
         if first is None:
@@ -151,7 +127,7 @@ def by_schema(files: Iterable[AnyFile]) -> list[tuple[pa.Schema, list[AnyFile]]]
     return groups
 
 
-def shards(source: str | os.PathLike[str], session: str | None = None) -> list[AnyFile]:
+def shards(source: str | os.PathLike[str], session: str | None = None) -> list[File]:
     """The files of a store, of a session's directory, or the one file that is named; links are not followed.
 
     Args:
@@ -162,30 +138,7 @@ def shards(source: str | os.PathLike[str], session: str | None = None) -> list[A
         FileNotFoundError: There is no such path, or no such session in the store.
         ValueError: `session` can name none.
     """
-    path = path_of(source)
-    if isinstance(path, ObjectFile) or (isinstance(path, Path) and path.is_file()):
-        return [path]
-    if isinstance(path, Place):
-        return _objects(path, session)
-    if not path.is_dir():
-        raise FileNotFoundError(f"there is nothing at {path}")
-    if own := files_in(path):
-        return own
-    if session is None:
-        folders = sorted(item.name for item in os.scandir(path) if item.is_dir(follow_symlinks=False))
-        return [file for name in folders if not name.startswith(".") for file in files_in(path / name)]
-    folder = path / check_session_id(session)
-    if not folder.is_dir() or folder.is_symlink():
-        raise FileNotFoundError(f"there is no session {session!r} in {path}")
-    return files_in(folder)
-
-
-def _objects(place: Place, session: str | None) -> list[AnyFile]:
-    """The files of a store of objects, or of a session in it."""
-    found = segments_in(place if session is None else place.below(check_session_id(session)))
-    if not found:
-        raise FileNotFoundError(f"there is nothing at {place}" + (f" of session {session!r}" if session else ""))
-    return [*found]
+    return source_of(source).segments(session)
 
 
 def _some(names: Collection[str]) -> str:

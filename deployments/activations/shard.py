@@ -15,8 +15,8 @@ from deployments.activations.checksums import BATCH, described, of_batch
 from deployments.activations.entries import Entry, StoredFile
 from deployments.activations.facts import RunFacts
 from deployments.activations.holding import create
-from deployments.activations.messages import messages
 from deployments.activations.schema import batch_metadata, empty_batch, free_batch, point_types
+from deployments.activations.segments import messages
 
 VERSION = "pyarrow"  # of a footer's metadata
 _PIECES = 512  # that are written by one call; systems take 1,024
@@ -279,7 +279,7 @@ def seal(descriptor: int, path: Path, schema: pa.Schema, length: int) -> int:
     sink = _Sink(descriptor, written=length)
     writer = new_file(sink, schema)
     for batch, metadata, _ in messages(path):
-        writer.write_batch(batch, custom_metadata=metadata)
+        writer.write_batch(batch.select(), custom_metadata=metadata)
     if sink.length != length:
         raise pa.ArrowInvalid(f"{path} does not read back as it was written")
     writer.close()

@@ -15,7 +15,6 @@ from deployments.activations.catalogue import Catalogue, is_at_fault
 from deployments.activations.database import keeper_of, read_only
 from deployments.activations.entries import ENTRIES, Entry, entries_of
 from deployments.activations.facts import StoreError
-from deployments.activations.objects import AnyRoot
 
 Ask = Callable[[str, Sequence[Any]], tuple[str, list[Any]]]
 """Asks the process that keeps the catalogue, as `Catalogue.query`."""
@@ -76,15 +75,3 @@ def known(root: Path, runs: Collection[str]) -> list[Entry]:
     except (OSError, sqlite3.Error) as error:
         logger.info("the catalogue of %s cannot be read (%s): its files are", root, error)
         return []
-
-
-def find(root: AnyRoot, run_id: str) -> Entry | None:
-    """A run of a store, or of a bucket, by its id; None where there is none.
-
-    Files are looked at only where the database has none.
-
-    Raises:
-        OSError: The directory cannot be read.
-    """
-    found = known(root, [run_id]) if isinstance(root, Path) else []
-    return found[0] if found else Catalogue.copied(root).find(run_id)

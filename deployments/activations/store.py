@@ -246,7 +246,7 @@ class ActivationStore(TakesRuns, KeepsFiles):
         Raises:
             StoreError: It does; says what to do.
         """
-        from deployments.activations.objects import place_of
+        from deployments.activations.places import place_of
 
         if (archive and place_of(archive).id) != (self._bucket.id if self._bucket else ""):
             raise StoreError(
@@ -390,7 +390,7 @@ def _running(applications: Set[str]) -> Set[str]:
 
 def _archive(root: Path, uri: str, name: str, cache_bytes: int) -> Archive:
     from deployments.activations.archive import Archive
-    from deployments.activations.objects import place_of
+    from deployments.activations.places import place_of
 
     return Archive(root, place_of(uri), name, cache_bytes)
 

@@ -9,17 +9,18 @@ from safetensors.torch import save
 from torch.utils.dlpack import from_dlpack
 
 from deployments.activations.entries import Entry
-from deployments.activations.messages import DamagedError, check_batches, check_size
-from deployments.activations.objects import AnyFile
-from deployments.activations.reader import WholeRun, whole_run
-from deployments.activations.schema import point_types, shard_facts, to_tensor
+from deployments.activations.named_tensors import row_bytes, rows_of
+from deployments.activations.places import DamagedError, File
+from deployments.activations.reader import whole_run
+from deployments.activations.schema import dtype_of, shard_facts
+from deployments.activations.segments import WholeRun
 from deployments.errors import RequestError
 from deployments.points.token_choices import Last, Positions, TokenChoice, placed, resolve
 
 MOST_NAMED = 20  # points of a run that a refusal lists
 
 
-def read_rows(file: AnyFile, entry: Entry, points: Sequence[Sequence[str]], tokens: TokenChoice, most: int) -> bytes:
+def read_rows(file: File, entry: Entry, points: Sequence[Sequence[str]], tokens: TokenChoice, most: int) -> bytes:
     """Rows of a stored run, bit for bit.
 
     Args:
@@ -39,21 +40,18 @@ def read_rows(file: AnyFile, entry: Entry, points: Sequence[Sequence[str]], toke
         DamagedError: It does not hold the run, or not all of it; names the file.
         OSError: The disk refuses.
     """
-    check_size(file, entry.offset + entry.bytes)
     run = whole_run(file, entry.facts.run_id, entry.offset)
     if run is None:
         raise DamagedError(f"{file}: the run {entry.facts.run_id} cannot be read there")
-    check_batches(file, run.batches)
-    schema = run.batches[0].schema
-    types = point_types(schema)
-    names = [_recorded(point, list(types), shard_facts(schema).modules) for point in points]
+    types, modules = run.types, shard_facts(run.batches[0].schema).modules
+    names = [_recorded(point, list(types), modules) for point in points]
     index = _index(run, tokens)
     if pattern := next((name for name in names if None in types[name].shape), None):
         raise RequestError(f"{pattern} is an attention pattern, whose rows fit no other place", "from.point")
-    size = sum(to_tensor(run.batches[0][name], types[name].dtype)[0].nbytes for name in names) * len(index)
+    size = sum(row_bytes(types[name]) for name in names) * len(index)
     if size > most:
         raise RequestError(f"{size} bytes of stored rows, and there is room for {most}", "from", "rows_too_large")
-    return save({str(i): _rows(run, name, types[name].dtype, index) for i, name in enumerate(names)})
+    return save({str(i): _rows(run, name, index) for i, name in enumerate(names)})
 
 
 def _recorded(names: Sequence[str], recorded: Sequence[str], modules: Mapping[str, str]) -> str:
@@ -118,12 +116,16 @@ def _text(run: WholeRun, field: str) -> tuple[str, Sequence[int]]:
     return text[: ends[prompt]], [ends[position] for position in range(prompt + 1)]
 
 
-def _rows(run: WholeRun, name: str, dtype: str, index: torch.Tensor) -> torch.Tensor:
-    """[tokens, ...] of a point; no more than those is copied out of the file."""
-    first = to_tensor(run.batches[0][name], dtype)
-    rows, start = first.new_empty(len(index), *first.shape[1:]), 0
+def _rows(run: WholeRun, name: str, index: torch.Tensor) -> torch.Tensor:
+    """[tokens, ...] of a point; of each batch no more is read than from the first of them to the last."""
+    kind = run.types[name]
+    shape = (len(index), *(size or 0 for size in kind.shape))
+    rows, start = torch.empty(shape, dtype=dtype_of(kind.dtype)), 0
     for batch in run.batches:
         here = (index >= start) & (index < start + batch.num_rows)
-        rows[here] = to_tensor(batch[name], dtype)[index[here] - start]
+        if here.any():
+            wanted = index[here] - start
+            low, high = int(wanted.min()), int(wanted.max()) + 1
+            rows[here] = rows_of(batch, name, kind, low, high)[wanted - low]
         start += batch.num_rows
     return rows

@@ -12,9 +12,10 @@ import torch
 from torch.utils.dlpack import from_dlpack
 
 from deployments.activations.facts import PointType
-from deployments.activations.locating import chosen
 from deployments.activations.schema import dtype_of
-from deployments.activations.selecting import Chosen, Wanted, checked
+from deployments.activations.segments import WholeRun
+from deployments.activations.selecting import Wanted, checked
+from deployments.activations.sources import chosen
 from deployments.points.names import COLUMNS
 
 _RUNS = pa.schema(
@@ -85,14 +86,15 @@ def table(
                 "columns that they share, or choose runs by session or runs"
             )
         for batch in run.batches:
-            arrays = [_plain(batch[name], run.types.get(name)) if plain else batch[name] for name in names]
+            rows = batch.select(names)
+            arrays = [_plain(rows[name], run.types.get(name)) if plain else rows[name] for name in names]
             batches.append(pa.record_batch(arrays, schema=schema))
     if schema is None:
         raise ValueError("columns: no whole run has all of them")
     return pa.Table.from_batches(batches, schema)
 
 
-def _columns(run: Chosen, columns: Sequence[str] | None) -> list[str] | None:
+def _columns(run: WholeRun, columns: Sequence[str] | None) -> list[str] | None:
     """The columns of a run's file that are meant; None where it lacks one."""
     schema, found = run.batches[0].schema, dict[str, None]()
     if columns is None:
@@ -150,7 +152,7 @@ def _plain(column: Any, kind: PointType | None) -> pa.Array:
     return column if kind is None else widened(column, kind, (torch.bfloat16, torch.float16))
 
 
-def _fields(run: Chosen, names: Sequence[str], plain: bool) -> pa.Schema:
+def _fields(run: WholeRun, names: Sequence[str], plain: bool) -> pa.Schema:
     schema = run.batches[0].schema
     return pa.schema([_field(schema.field(name), run.types.get(name), plain) for name in names])
 
@@ -167,7 +169,7 @@ def _field(field: pa.Field, kind: PointType | None, plain: bool) -> pa.Field:
     return pa.field(field.name, type, metadata={"dtype": kind.dtype, "shape": json.dumps(kind.shape)})
 
 
-def _run(run: Chosen) -> Mapping[str, Any]:
+def _run(run: WholeRun) -> Mapping[str, Any]:
     facts = run.facts
     given = {name: getattr(facts, name, None) for name in _RUNS.names}
     return given | {

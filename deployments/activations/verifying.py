@@ -4,7 +4,10 @@ from __future__ import annotations
 
 import contextlib
 import mmap
-from collections.abc import Mapping
+import shutil
+import tempfile
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Literal
@@ -14,10 +17,9 @@ import pyarrow.compute as pc
 
 from deployments.activations import checksums
 from deployments.activations.checksums import BATCH, KEY, LAYOUT, RUN
-from deployments.activations.messages import DamagedError, messages
-from deployments.activations.objects import AnyFile
-from deployments.activations.reader import footer, is_sealed, size_of, whole_runs
+from deployments.activations.places import DamagedError, DiskFile, File
 from deployments.activations.schema import BatchFacts, batch_facts
+from deployments.activations.segments import AnyFile, as_file, footer, is_sealed, messages, whole_runs
 from deployments.activations.shard import VERSION
 
 State = Literal["whole", "open", "cut short", "damaged", "unreadable"]
@@ -56,16 +58,29 @@ class Verified:
         return self.state in ("whole", "open")
 
 
-def verify(path: AnyFile) -> Verified:
-    """Read every byte and every batch of a file, and compare checksums."""
-    found = Verified(path)
+def verify(source: AnyFile) -> Verified:
+    """Read every byte and every batch of a file, and compare checksums; one that is elsewhere is fetched for that."""
+    found = Verified(source)
     try:
-        if isinstance(path, Path):
-            read_all(path)  # first, since a page that the disk cannot give would end who maps the file
-        _look_through(found)
+        with _on_disk(as_file(source)) as file:
+            read_all(file.local)  # first, since a page that the disk cannot give would end who maps the file
+            _look_through(found, file)
     except OSError as error:
         found.state, found.reason = "unreadable", error.strerror or str(error)
     return found
+
+
+@contextmanager
+def _on_disk(file: File) -> Iterator[DiskFile]:
+    """A file, or a copy of one that is elsewhere."""
+    if file.local is not None:
+        yield DiskFile(file.local)
+        return
+    with tempfile.TemporaryDirectory(prefix="vitrine-segment-") as folder:
+        copy = Path(folder, file.name)
+        with file.fs.open_input_stream(file.path) as data, copy.open("wb") as out:
+            shutil.copyfileobj(data, out, _CHUNK)
+        yield DiskFile(copy)
 
 
 def changed(batch: pa.RecordBatch, facts: BatchFacts, sums: Mapping[str, str]) -> list[str]:
@@ -75,19 +90,19 @@ def changed(batch: pa.RecordBatch, facts: BatchFacts, sums: Mapping[str, str]) -
     return others + checksums.damaged(batch, sums)
 
 
-def _described_otherwise(batch: pa.RecordBatch, metadata: Mapping[bytes, bytes], schema: bytes | None) -> list[str]:
+def _described_otherwise(batch: pa.RecordBatch, metadata: Mapping[bytes, bytes], schema: bytes) -> list[str]:
     """What, beside columns' values, is not as it was written: `facts`, `layout` or `metadata`.
 
     Args:
         batch: A batch.
         metadata: Its own.
-        schema: The message of the file's schema; None of objects, of which it is not known.
+        schema: The message of the file's schema.
     """
     said = {key.decode(): value.decode() for key, value in metadata.items()}
     bad = [] if checksums.is_of_run(metadata) else ["facts"]
     if LAYOUT in said and said[LAYOUT] != checksums.layout(batch):
         bad.append("layout")
-    if said.keys() & {BATCH, LAYOUT} and schema is not None:
+    if said.keys() & {BATCH, LAYOUT}:
         changed = said.get(BATCH) != checksums.of_batch(schema, said)
     else:  # earlier versions wrote none; a name that nobody writes was another one
         changed = not said.keys() <= _KEYS
@@ -152,7 +167,7 @@ def _written_otherwise(path: Path) -> int | None:
     sink, writer = _Compared(data), None
     for batch, metadata, _ in messages(path):
         writer = writer or pa.ipc.new_file(sink, batch.schema, metadata=reader.metadata or None)
-        writer.write_batch(batch, custom_metadata=metadata)
+        writer.write_batch(batch.select(), custom_metadata=metadata)
     if writer:
         writer.close()
     return sink.length if sink.other is None and sink.length != len(data) else sink.other
@@ -175,11 +190,11 @@ def read_all(path: Path) -> None:
             pass
 
 
-def _look_through(found: Verified) -> None:
+def _look_through(found: Verified, file: DiskFile) -> None:
     rows_of, begins = dict[str, int](), dict[int, str]()
-    batches, end, is_summed = _look_at_batches(found, rows_of)
+    batches, end, is_summed = _look_at_batches(found, file, rows_of)
     with contextlib.suppress(DamagedError):  # found before
-        for whole in whole_runs(found.path):
+        for whole in whole_runs(file):
             rows = rows_of.pop(whole.facts.run_id, 0)
             begins[whole.offset] = whole.facts.run_id
             if whole.facts.run_id not in found.damaged:
@@ -192,14 +207,14 @@ def _look_through(found: Verified) -> None:
         found.reason = "; ".join(f"of {run} changed {', '.join(names)}" for run, names in found.damaged.items())
     if found.state == "damaged":
         return
-    size = size_of(found.path)
-    if is_sealed(found.path):
-        listed = footer(found.path).num_record_batches
+    size = file.size
+    if is_sealed(file):
+        listed = footer(file).num_record_batches
         if batches < listed:
             found.state, found.reason = "damaged", f"batch {batches} of {listed} does not read, nor what is behind it"
         elif rows_of:
             found.state, found.reason = "cut short", "a run has no end"
-        elif is_summed and isinstance(found.path, Path) and (at := _written_otherwise(found.path)) is not None:
+        elif is_summed and (at := _written_otherwise(file.local)) is not None:
             where = "the footer" if at >= end else begins[max(place for place in begins if place <= at)]
             found.state, found.reason = "damaged", f"byte {at}, of {where}, is not as it was written; all runs read"
     elif not batches:
@@ -211,7 +226,7 @@ def _look_through(found: Verified) -> None:
         found.state = "open"
 
 
-def _look_at_batches(found: Verified, rows_of: dict[str, int]) -> tuple[int, int, bool]:
+def _look_at_batches(found: Verified, file: DiskFile, rows_of: dict[str, int]) -> tuple[int, int, bool]:
     """Count each run's rows up to where batches are damaged.
 
     Returns:
@@ -219,11 +234,10 @@ def _look_at_batches(found: Verified, rows_of: dict[str, int]) -> tuple[int, int
     """
     batches, end, is_summed = 0, 0, True
     try:
-        schema = _schema_of(found.path) if isinstance(found.path, Path) else None
-        for batch, metadata, behind in messages(found.path):
+        schema = _schema_of(file.local)
+        for message, metadata, behind in messages(file):
             end = behind
-            batch = batch.select(batch.schema.names)
-            batch.validate(full=True)
+            batch = message.select()
             facts = batch_facts(metadata)
             bad = changed(batch, facts, checksums.read(metadata, batch.schema.names))
             bad += _described_otherwise(batch, metadata or {}, schema)

@@ -9,10 +9,10 @@ from typing import NamedTuple
 import numpy as np
 import torch
 
-from deployments.activations.reader import whole_runs
 from deployments.activations.row_index import index_rows
 from deployments.activations.row_reader import RowReader
 from deployments.activations.schema import point_types, shard_facts
+from deployments.activations.segments import whole_runs
 from deployments.activations.selecting import MOST_NAMED, by_schema, shards
 from deployments.points.names import recorded
 from evals.activation_stats import LAYER

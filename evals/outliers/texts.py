@@ -7,7 +7,8 @@ from typing import Any
 import numpy as np
 
 from deployments.activations.facts import RunFacts
-from deployments.activations.selecting import Chosen, Wanted, select, shards
+from deployments.activations.segments import WholeRun
+from deployments.activations.selecting import Wanted, select, shards
 
 Record = dict[str, Any]
 Prompt = str | list[int]
@@ -61,17 +62,18 @@ def stored_prompts(source: str | os.PathLike[str], session: str, most: int, seed
     return [prompt for run in _runs(source, session, chosen) if (prompt := _prompt(run))], without
 
 
-def _prompt(run: Chosen) -> Prompt | None:
+def _prompt(run: WholeRun) -> Prompt | None:
     if run.rows == run.facts.tokens:
         return _column(run, "token_id")
     return run.facts.text
 
 
-def _runs(source: str | os.PathLike[str], session: str, runs: Collection[str] | None = None) -> Iterator[Chosen]:
+def _runs(source: str | os.PathLike[str], session: str, runs: Collection[str] | None = None) -> Iterator[WholeRun]:
     return select(shards(source, session), Wanted(session, runs))
 
 
-def _column(run: Chosen, name: str) -> list[Any]:
+def _column(run: WholeRun, name: str) -> list[Any]:
     """The values of all rows; None where the file has no such column, as those of format 2."""
-    batches = ((batch, name in batch.schema.names) for batch in run.batches)
-    return [value for batch, there in batches for value in (batch[name].to_pylist() if there else [None] * len(batch))]
+    if name not in run.batches[0].schema.names:
+        return [None] * run.rows
+    return [value for batch in run.batches for value in batch[name].to_pylist()]

@@ -12,10 +12,11 @@ from typing import NamedTuple
 import numpy as np
 
 from deployments.activations.facts import PointType, RunFacts
-from deployments.activations.objects import AnyFile
+from deployments.activations.places import File
 from deployments.activations.row_index import RowIndex, index_rows
 from deployments.activations.schema import point_types, shard_facts
-from deployments.activations.selecting import Chosen, Wanted, by_schema, select, shards
+from deployments.activations.segments import WholeRun
+from deployments.activations.selecting import Wanted, by_schema, select, shards
 from deployments.points.names import recorded
 from evals.config import EvalError
 from evals.probes.labels import Row, Source
@@ -96,7 +97,7 @@ class Example(NamedTuple):
     group: str
     text: str | None
     at: dict[str, Place]
-    file: AnyFile
+    file: File
     offset: int
 
 
@@ -200,9 +201,7 @@ def find(
     return Examples(session, model, revision, names, runs, ranges, light, dict(lacking))
 
 
-def _points(
-    files: Sequence[AnyFile], session: str, patterns: Sequence[str]
-) -> tuple[tuple[str, str | None], list[str]]:
+def _points(files: Sequence[File], session: str, patterns: Sequence[str]) -> tuple[tuple[str, str | None], list[str]]:
     """The one model of files and its revision, and the names of the points that are meant."""
     schemas = by_schema(files)
     models, kinds = Counter[tuple[str, str | None]](), dict[str, Counter[PointType]]()
@@ -238,7 +237,9 @@ def by_site(name: str) -> tuple[str, int, str]:
     return (name[: match.start()] + name[match.end() :], int(match[1]), name) if match else ("", -1, name)
 
 
-def _example(chosen: Chosen, row: Row, points: Sequence[str], tokens: Sequence[Tokens], grouped: bool) -> Example | str:
+def _example(
+    chosen: WholeRun, row: Row, points: Sequence[str], tokens: Sequence[Tokens], grouped: bool
+) -> Example | str:
     """A run as an example, or what it lacks."""
     facts = chosen.facts
     if row.label is None:
@@ -280,7 +281,7 @@ def _rows(choice: Tokens, facts: RunFacts, row: Row, positions: np.ndarray) -> t
     return (first, end) if end - first == wanted[1] - wanted[0] > 0 else None
 
 
-def _column(chosen: Chosen, name: str) -> np.ndarray:
+def _column(chosen: WholeRun, name: str) -> np.ndarray:
     parts = [batch[name].to_numpy(zero_copy_only=False) for batch in chosen.batches]
     return parts[0] if len(parts) == 1 else np.concatenate(parts)
 

@@ -157,7 +157,7 @@ def _tokens(run: Example, job: Job, headline: Headline, number: int) -> list[Tok
     choice, probe, calibration = headline.choices[fold], headline.probes[fold], headline.calibrations[fold]
     place = run.at[choice.tokens]
     first, end = max(0, place.end - _TOKENS), place.end
-    stored = load(run.file, run.run_id, [choice.point], offset=run.offset)  # type: ignore[arg-type]
+    stored = load(run.file, run.run_id, [choice.point], offset=run.offset)
     rows = stored[choice.point][first:end].float().numpy().astype(np.float64)
     chances = expit(calibration.slope * probe.scores(rows) + calibration.offset)
     if run.text is None or stored.text_offsets is None:

@@ -12,12 +12,12 @@ import pyarrow as pa
 import pytest
 import torch
 
-from deployments.activations import archive, objects, runs
+from deployments.activations import archive, places, runs
 from deployments.activations.archive import Archive
 from deployments.activations.catalogue import Catalogue
 from deployments.activations.facts import RunFacts, ShardFacts, StoredRun
-from deployments.activations.objects import Place
 from deployments.activations.owners import Owners
+from deployments.activations.places import Place
 from deployments.activations.reads_runs import ActivationReader
 from deployments.activations.recovering import make_root, recover
 from deployments.activations.schema import to_batch
@@ -67,7 +67,7 @@ def _reader_of(store: ActivationStore) -> ActivationReader:
     """The reader of a store that is in this process."""
     archive = store._archive
     reader = ActivationReader(store._asked, ask=store._catalogue.query, restore=archive and archive.restore)
-    reader._bucket = reader._readings._bucket = archive and archive.place  # whose URI, with its settings, is not kept
+    reader._places[:] = [archive.place] if archive else []  # whose URI, with its settings, is not kept
     reader._catalogue.archives = archive is not None
     return reader
 
@@ -183,7 +183,7 @@ class Head(NamedTuple):
 
 def open_head(root: Path, archive: str, cache_bytes: int = 1 << 30, name: str | None = None) -> Head:
     make_root(root)
-    bucket = Archive(root, objects.place_of(archive), name or mark(root), cache_bytes)
+    bucket = Archive(root, places.place_of(archive), name or mark(root), cache_bytes)
     try:
         recover(root)
         catalogue, owners = Catalogue.rebuild(root, bucket.manifest), Owners(root)
@@ -238,14 +238,14 @@ class Bucket(NamedTuple):
 def bucket(server, request, monkeypatch) -> Iterator[Bucket]:
     """A directory in a new bucket."""
     monkeypatch.setenv("AWS_EC2_METADATA_DISABLED", "true")
-    monkeypatch.setattr(objects, "ATTEMPTS", 2)  # pauses grow
+    monkeypatch.setattr(places, "ATTEMPTS", 2)  # pauses grow
     name = f"bucket-{abs(hash(request.node.name))}"
     settings = f"endpoint_override=127.0.0.1:{server.port}&scheme=http&region=us-east-1&allow_bucket_creation=true"
 
     def uri(path: str) -> str:
         return f"s3://key:secret@{name}/a%20store/{path}?{settings}"
 
-    place = objects.place_of(uri(""))
+    place = places.place_of(uri(""))
     place.fs.create_dir(name)
     server.requests.clear()
     yield Bucket(place, uri, server)

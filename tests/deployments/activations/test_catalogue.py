@@ -29,7 +29,7 @@ from deployments.activations.database import NAME
 from deployments.activations.entries import StoredFile
 from deployments.activations.facts import StoreError
 from deployments.activations.filters import EVERYTHING, Filter, tag_pairs
-from deployments.activations.reader import whole_runs
+from deployments.activations.segments import whole_runs
 from deployments.activations.writer import Writer
 from deployments.errors import RequestError
 

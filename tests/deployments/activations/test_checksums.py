@@ -18,7 +18,9 @@ import deployments.activations
 from deployments.activations import load
 from deployments.activations.catalogue import Catalogue
 from deployments.activations.encodings import as_arrow
-from deployments.activations.reader import DamagedError, messages, runs
+from deployments.activations.places import DamagedError
+from deployments.activations.reader import runs
+from deployments.activations.segments import messages
 from deployments.activations.selecting import Wanted
 from deployments.activations.verifying import verify
 from deployments.activations.writer import Writer

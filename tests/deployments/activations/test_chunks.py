@@ -11,7 +11,7 @@ import torch
 from deployments.activations import load
 from deployments.activations.catalogue import Catalogue
 from deployments.activations.facts import StoreError
-from deployments.activations.reader import is_sealed
+from deployments.activations.segments import is_sealed
 
 POINT = "layers.0.output"
 

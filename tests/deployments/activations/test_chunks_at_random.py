@@ -18,9 +18,9 @@ from hypothesis.stateful import RuleBasedStateMachine, invariant, rule
 from deployments.activations import load, runs
 from deployments.activations.catalogue import Catalogue
 from deployments.activations.facts import RunFacts, ShardFacts, StoreError
-from deployments.activations.reader import is_sealed
 from deployments.activations.recovering import recover
 from deployments.activations.schema import to_batch
+from deployments.activations.segments import is_sealed
 from deployments.activations.writer import Writer
 
 SESSIONS = ("a", "b")

@@ -18,7 +18,7 @@ from deployments.activations.catalogue import Catalogue
 from deployments.activations.encodings import as_arrow
 from deployments.activations.exports import Format
 from deployments.activations.printing import size
-from deployments.activations.reader import is_sealed, messages, whole_runs
+from deployments.activations.segments import is_sealed, messages, whole_runs
 from deployments.activations.selecting import Wanted, shards
 from deployments.activations.verifying import verify
 from deployments.activations.writer import Writer

@@ -22,7 +22,7 @@ from deployments.activations import named_tensors
 from deployments.activations.catalogue import Catalogue
 from deployments.activations.exports import export, pt_name
 from deployments.activations.named_tensors import FACTS, tensors
-from deployments.activations.reader import whole_runs
+from deployments.activations.segments import whole_runs
 from deployments.activations.selecting import Wanted, select, shards
 from deployments.activations.writer import Writer
 from deployments.errors import RequestError
@@ -233,7 +233,7 @@ def test_no_file_is_overwritten_unless_that_is_asked_for(store, tmp_path, format
 
 
 def test_of_a_file_that_is_cut_short_its_whole_runs_are_exported(store, tmp_path):
-    (path,) = shards(store, "session")
+    path = shards(store, "session")[0].local
     torn = tmp_path / "torn.arrow"
     torn.write_bytes(path.read_bytes()[: next(whole_runs(path)).bytes + 100])
     assert names(export(torn, tmp_path / "to", "npz")) == ["activations_session_r1.npz"]

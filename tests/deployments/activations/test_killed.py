@@ -19,8 +19,8 @@ import torch
 
 from deployments.activations import load
 from deployments.activations.catalogue import Catalogue
-from deployments.activations.reader import whole_runs
 from deployments.activations.recovering import recover
+from deployments.activations.segments import whole_runs
 from deployments.activations.verifying import verify
 from tests.deployments.activations.killed_writer import CALLS, made
 

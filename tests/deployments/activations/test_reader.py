@@ -15,8 +15,8 @@ import deployments.activations
 from deployments.activations import load, runs
 from deployments.activations.catalogue import Catalogue
 from deployments.activations.facts import RunFacts, ShardFacts
-from deployments.activations.reader import is_sealed
 from deployments.activations.schema import to_batch
+from deployments.activations.segments import is_sealed
 from deployments.activations.writer import Writer
 from deployments.points.patterns import Patterns, keys
 

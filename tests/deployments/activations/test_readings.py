@@ -18,8 +18,8 @@ from deployments.activations.downloads import Choice
 from deployments.activations.encodings import ENCODERS, as_arrow
 from deployments.activations.facts import StoreError
 from deployments.activations.named_tensors import tensors
-from deployments.activations.reader import messages
 from deployments.activations.readings import Readings
+from deployments.activations.segments import messages
 from deployments.activations.selecting import Wanted, select, shards
 from deployments.activations.writer import Writer
 from deployments.errors import RequestError

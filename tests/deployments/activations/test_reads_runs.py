@@ -15,11 +15,11 @@ import ray
 import torch
 from safetensors.torch import load as tensors
 
-from deployments.activations import load, locating
+from deployments.activations import load, places
 from deployments.activations.catalogue import Catalogue
 from deployments.activations.downloads import Choice
 from deployments.activations.facts import StoreError
-from deployments.activations.messages import DamagedError
+from deployments.activations.places import DamagedError
 from deployments.activations.reads_runs import ActivationReader, survived
 from deployments.activations.store import ActivationStore
 from deployments.activations.tables import runs_table, table
@@ -243,7 +243,7 @@ def test_a_run_is_read_by_its_id_alone_wherever_its_file_is(stored, monkeypatch)
     assert table("run-1", [POINT]).num_rows == ROWS
     assert runs_table("run-1")["run_id"].to_pylist() == ["run-1"]
     monkeypatch.setattr(Catalogue, "copied", None)  # the database says where: no file is looked for
-    monkeypatch.setattr(locating, "shards", None)
+    monkeypatch.setattr(places.Directory, "segments", None)
     assert runs_table(stored.root, runs=["run-1", "r0"])["run_id"].to_pylist() == ["run-1", "r0"]
 
 

@@ -14,8 +14,8 @@ from deployments.activations import load, runs
 from deployments.activations.catalogue import Catalogue
 from deployments.activations.database import sealed_files
 from deployments.activations.holding import create, held
-from deployments.activations.reader import is_sealed, whole_runs
 from deployments.activations.recovering import recover
+from deployments.activations.segments import is_sealed, whole_runs
 from deployments.activations.shard import directory
 from deployments.activations.verifying import verify
 from deployments.activations.writer import Writer

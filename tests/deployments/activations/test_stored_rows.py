@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 from safetensors.torch import load
 
 from deployments.activations.catalogue import Catalogue
-from deployments.activations.reader import path_of
+from deployments.activations.places import file_at
 from deployments.activations.stored_rows import read_rows
 from deployments.activations.writer import Writer
 from deployments.errors import RequestError
@@ -68,7 +68,7 @@ choices = st.one_of(
 @given(st.sampled_from(["r1", "r2", "r3"]), choices)
 def test_the_rows_of_the_tokens_asked_for_come_in_their_order_bit_for_bit(stored, run_id, tokens):
     entry, points = stored(run_id)
-    found = load(read_rows(path_of(entry.uri), entry, [[name] for name in points], tokens, MUCH))
+    found = load(read_rows(file_at(entry.uri), entry, [[name] for name in points], tokens, MUCH))
     for i, value in enumerate(points.values()):
         want = value[positions_of(tokens)]
         assert found[str(i)].dtype == want.dtype
@@ -81,7 +81,7 @@ def test_a_point_is_found_by_any_of_its_names_the_first_one_first(stored):
     first, second = points
     found = load(
         read_rows(
-            path_of(entry.uri), entry, [["unknown", second], [second, first], ["x", first, second]], "prompt_last", MUCH
+            file_at(entry.uri), entry, [["unknown", second], [second, first], ["x", first, second]], "prompt_last", MUCH
         )
     )
     for i, name in enumerate((second, second, first)):
@@ -102,7 +102,7 @@ def test_a_point_is_found_by_any_of_its_names_the_first_one_first(stored):
 def test_what_the_run_has_not_is_refused_by_its_field(stored, points, tokens, most, field, code):
     entry, _ = stored("r2")
     with pytest.raises(RequestError) as refused:
-        read_rows(path_of(entry.uri), entry, [points], tokens, most)
+        read_rows(file_at(entry.uri), entry, [points], tokens, most)
     assert (refused.value.field, refused.value.code) == (field, code)
 
 
@@ -112,11 +112,11 @@ def test_a_run_of_which_only_some_tokens_were_recorded_says_which(make, tmp_path
     writer = Writer(tmp_path, catalogue)
     writer.submit(made.facts, made.batches).result()
     entry = catalogue.find("r")
-    assert len(load(read_rows(path_of(entry.uri), entry, [["p"]], "all", MUCH))["0"]) == 3
+    assert len(load(read_rows(file_at(entry.uri), entry, [["p"]], "all", MUCH))["0"]) == 3
     with pytest.raises(RequestError, match="no row of its token 3; it recorded those of tokens 0 to 2"):
-        read_rows(path_of(entry.uri), entry, [["p"]], "prompt", MUCH)
+        read_rows(file_at(entry.uri), entry, [["p"]], "prompt", MUCH)
     writer.close()
     shutil.rmtree(tmp_path / "session")
     with pytest.raises(FileNotFoundError):
-        read_rows(path_of(entry.uri), entry, [["p"]], "all", MUCH)
+        read_rows(file_at(entry.uri), entry, [["p"]], "all", MUCH)
     assert catalogue.find("other") is None

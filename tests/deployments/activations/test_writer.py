@@ -17,8 +17,8 @@ import deployments.activations
 from deployments.activations import load, runs
 from deployments.activations.catalogue import Catalogue
 from deployments.activations.facts import StoreError
-from deployments.activations.reader import is_sealed
 from deployments.activations.retention import Retention
+from deployments.activations.segments import is_sealed
 
 POINT = "layers.0.output"
 REPOSITORY = Path(deployments.activations.__file__).parents[2]

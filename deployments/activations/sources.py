@@ -8,24 +8,13 @@ import tempfile
 from collections.abc import Collection
 from functools import cache
 from pathlib import Path
-from typing import NamedTuple
 
 import httpx
 
-from deployments.activations.database import NAME
-from deployments.activations.objects import AnyFile, AnyRoot, place_of
+from deployments.activations.places import Directory, DiskFile, File, Located, Source, place_of, source_of
 from deployments.activations.pulling import PullError, pull
-from deployments.activations.reader import path_of, within
-from deployments.activations.selecting import shards
-from deployments.activations.shared_catalogue import find, known
+from deployments.activations.segments import whole_runs
 from deployments.options import STORE_VARIABLE, default_store
-
-
-class Located(NamedTuple):
-    """A run's file, and where in it the run begins."""
-
-    file: AnyFile
-    offset: int
 
 
 def is_run_id(source: object) -> bool:
@@ -47,24 +36,29 @@ def locate(run_id: str, root: str | os.PathLike[str] | None = None) -> Located:
     """
     said = os.fspath(root) if root is not None else default_store()
     if said.startswith(("http://", "https://")):
-        return Located(_fetched(said, run_id), 0)
-    at: AnyRoot = place_of(said) if "://" in said else Path(said).expanduser().resolve()
-    if isinstance(at, Path) and not at.is_dir():
-        raise FileNotFoundError(f"there is no store at {at}: name one as root, or by {STORE_VARIABLE}")
-    entry = find(at, run_id)
-    if entry is None:
+        return Located(run_id, DiskFile(_fetched(said, run_id)), 0)
+    store = place_of(said) if "://" in said else Directory(Path(said).expanduser().resolve())
+    try:
+        found = next(iter(store.find([run_id])), None) or _looked_for(store, run_id)
+    except FileNotFoundError as error:
+        raise FileNotFoundError(f"there is no store at {store}: name one as root, or by {STORE_VARIABLE}") from error
+    if found is None:
         raise FileNotFoundError(
-            f"there is no run {run_id!r} in {at}: name another store as root, or by {STORE_VARIABLE}"
+            f"there is no run {run_id!r} in {store}: name another store as root, or by {STORE_VARIABLE}"
         )
-    file = within(None if isinstance(at, Path) else at, entry.uri)
-    if not file.exists():
-        raise FileNotFoundError(f"the run {run_id!r} was in {file}, which is gone")
-    return Located(file, entry.offset)
+    if not found.file.exists():
+        raise FileNotFoundError(f"the run {run_id!r} was in {found.file}, which is gone")
+    return found
+
+
+def _looked_for(store: Source, run_id: str) -> Located | None:
+    runs = (run for file in store.segments() for run in whole_runs(file))
+    return next((Located(run_id, run.file, run.offset) for run in runs if run.facts.run_id == run_id), None)
 
 
 def chosen(
     source: str | os.PathLike[str], session: str | None, runs: Collection[str] | None
-) -> tuple[list[AnyFile], Collection[str] | None]:
+) -> tuple[list[File], Collection[str] | None]:
     """The files in which to look for runs, and which runs are meant; None for all.
 
     Args:
@@ -79,12 +73,12 @@ def chosen(
     """
     if is_run_id(source):
         return [locate(str(source)).file], {str(source)}
-    path = path_of(source)
-    if runs is not None and session is None and isinstance(path, Path) and (path / NAME).is_file():
-        entries = known(path.resolve(), runs)
-        if {entry.facts.run_id for entry in entries} == set(runs):
-            return sorted({within(None, entry.uri) for entry in entries}, key=str), runs
-    return shards(source, session), runs
+    place = source_of(source)
+    if runs and session is None:
+        found = place.find(runs)
+        if {run.run_id for run in found} == set(runs):
+            return sorted({run.file for run in found}, key=str), runs
+    return place.segments(session), runs
 
 
 @cache
