@@ -65,8 +65,8 @@ class ActivationReader:
         self._root = Path(root).resolve()
         self._bucket = place_of(archive) if archive else None
         self._catalogue = SharedCatalogue(self._root, ask or partial(_ask, root), archives=self._bucket is not None)
-        self._owners = Owners(self._root)
-        self._pins = Pins(self._root)
+        self._owners = Owners(self._root, read_only=True)
+        self._pins = Pins(self._root, read_only=True)
         self._readings = Readings(self._catalogue, self._bucket, restore or partial(_restore, root))
         self._rows_pool = ThreadPoolExecutor(2, thread_name_prefix="stored-rows")  # what they read is in memory at once
         self._data_pool = ThreadPoolExecutor(2, thread_name_prefix="downloads")  # as many pages are in memory at once
@@ -246,7 +246,6 @@ class ActivationReader:
         """The same runs, but for those that the account may not read."""
         if account.is_admin:
             return filter
-        self._owners.look()
         among, without = self._owners.readable(account)
         return filter._replace(among=among, without=without)
 
