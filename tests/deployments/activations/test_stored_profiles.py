@@ -125,7 +125,9 @@ def test_size_and_number_are_bounded(files, monkeypatch):
         files.put(profile("c"), OPERATOR)
 
 
-@pytest.mark.parametrize("name", ["../secret", "..", ".defaults", "/etc/passwd", "a/b", "x\0y", "", "none", "p" * 65, "\ud800"])
+@pytest.mark.parametrize(
+    "name", ["../secret", "..", ".defaults", "/etc/passwd", "a/b", "x\0y", "", "none", "p" * 65, "\ud800"]
+)
 def test_what_can_be_no_name_is_no_profiles(files, name):
     files.put(profile(), OPERATOR)
     assert files.get(name) is None
