@@ -129,6 +129,7 @@ class Archive:
         """
         self._catalogue, self._owners = catalogue, owners
         self._pins = Pins(self._root)
+        self._copies_of = Owners(self._root, read_only=True)  # apart: the writer's wait for no copying
         if self._claim.is_held:
             try:
                 self._connect()
@@ -305,10 +306,10 @@ class Archive:
 
     def _copy_records(self) -> None:
         """Copy pins and owners to the manifest where they changed."""
-        version = self._owners.state.version()
+        version = self._copies_of.state.version()
         if version == self._copied:
             return
-        owners = {name: dict(one._asdict()) for name, one in self._owners.all().items()}
+        owners = {name: dict(one._asdict()) for name, one in self._copies_of.all().items()}
         now = {("pin", name): True for name in self._pins.names()} | {("owner", name): owners[name] for name in owners}
         known = self._records()
         lines = [record(kind, name, value) for (kind, name), value in now.items() if known.get((kind, name)) != value]
