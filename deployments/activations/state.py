@@ -73,7 +73,7 @@ class State:
     @contextmanager
     def change(self) -> Iterator[sqlite3.Connection]:
         """One transaction, durable at its end; within another one, part of that."""
-        with self._connection() as database, transaction(database):
+        with self._connection(to_write=True) as database, transaction(database):
             yield database
 
     def version(self) -> tuple[int, int]:
@@ -83,11 +83,11 @@ class State:
             return others, database.total_changes
 
     @contextmanager
-    def _connection(self) -> Iterator[sqlite3.Connection]:
+    def _connection(self, to_write: bool = False) -> Iterator[sqlite3.Connection]:
         with self._lock:
             database = None
             try:
-                yield (database := self._opened())
+                yield (database := self._opened(to_write))
             except sqlite3.Error as error:
                 code = getattr(error, "sqlite_errorcode", 0) & 0xFF  # the rest of an extended code is detail
                 said = _DAMAGED if code in (sqlite3.SQLITE_CORRUPT, sqlite3.SQLITE_NOTADB) else str(error)
@@ -99,14 +99,16 @@ class State:
                 if database is not None and database is not self._database:  # made of files, for once
                     database.close()
 
-    def _opened(self) -> sqlite3.Connection:
+    def _opened(self, to_write: bool) -> sqlite3.Connection:
         try:
             found = self._path.lstat()
         except FileNotFoundError:
+            if self._database is not None:
+                if to_write:  # the directory is away: it may be lost
+                    raise
+                return self._database
             if self._read_only:
                 return self._of_files()
-            if self._database is not None:  # the directory is away: what is written now would be lost
-                raise
         else:
             if stat.S_ISLNK(found.st_mode):
                 raise OSError(errno.ELOOP, "a link is not followed", str(self._path))

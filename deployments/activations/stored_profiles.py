@@ -51,6 +51,7 @@ class StoredProfiles:
 
     def __init__(self, root: Path) -> None:
         self._state = State(root)
+        self._state.rows("SELECT 1")  # it is opened now, and read then also while the directory is away
         self._version = time.time_ns()  # of the defaults
 
     def list(self, limit: int, after: str | None, account: Account = OPERATOR) -> list[dict[str, Any]]:
