@@ -74,6 +74,11 @@ class RowIndex:
         """Bytes of a row in all columns."""
         return sum(column.width for column in self.columns.values())
 
+    def places(self, rows: np.ndarray) -> np.ndarray:
+        """Of row numbers, int64 `[rows]`, the `place` of each."""
+        block = np.searchsorted(self.starts, rows, side="right") - 1
+        return place(block, rows - self.starts[block])
+
     def part(self, first: int, end: int) -> RowIndex:
         """An index of the rows `first` to `end` alone, which travels light; needs at least one row."""
         low, high = np.searchsorted(self.starts, [first, end - 1], side="right") - 1

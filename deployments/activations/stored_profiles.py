@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import time
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -106,7 +107,7 @@ class StoredProfiles:
             row = new._replace(owner=new.owner or "")
             database.execute("INSERT OR REPLACE INTO profiles VALUES (?, ?, ?, ?, ?, ?, ?)", (*row, body))
         self._tell(is_news)
-        return json.loads(body) | new.told(account)
+        return {**json.loads(body), **new.told(account)}
 
     def get(self, name: str, account: Account = OPERATOR, owner: str | None = None) -> dict[str, Any] | None:
         """A profile as it was sent, with when, and whether it is a default; None if the account may read none.
@@ -152,14 +153,14 @@ class StoredProfiles:
         found = [by_owner[one] for one in own if one in by_owner] + [one for one in of_name if one.is_default]
         return found[0] if found else None
 
-    def _kept(self, which: str, *values: Any) -> list[_Kept]:
+    def _kept(self, which: str, *values: Any) -> Sequence[_Kept]:
         return [_Kept(*row) for row in self._state.rows(f"SELECT {_KEPT} FROM profiles {which}", *values)]
 
     def _whole(self, kept: _Kept, account: Account) -> dict[str, Any] | None:
         """A profile with what it does; None where it is deleted by now."""
         key = kept.name, kept.owner or ""
         for (body,) in self._state.rows("SELECT body FROM profiles WHERE name = ? AND owner = ?", *key):
-            return json.loads(body) | kept.told(account)
+            return {**json.loads(body), **kept.told(account)}
         return None
 
     def _tell(self, is_news: bool) -> None:
