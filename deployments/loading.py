@@ -93,7 +93,7 @@ def description(options: Options, model: Model) -> dict[str, Any]:
     """A loaded model as `/v1/models` tells it: what it is and all that it is served with, so that it can be again.
 
     Of the options those that were left to the model or the machine are as they came out. The file of API keys is left
-    out, and keys and settings of URIs.
+    out, and settings of URIs.
 
     Args:
         options: The operator's.

@@ -9,7 +9,7 @@ import os
 import re
 from pathlib import Path
 from typing import Any, Literal
-from urllib.parse import urlsplit
+from urllib.parse import parse_qsl, urlsplit
 
 from pydantic import BaseModel, ConfigDict, Field, ValidationError, field_validator, model_validator
 
@@ -20,6 +20,19 @@ NO_MODEL = "none"
 SMOLLM2 = "smollm2"
 STORE_VARIABLE = "VITRINE_ACTIVATIONS"
 GGUF = ".gguf"
+# What may stand before a host as a plain name: an Azure container, a user of HDFS, Google's `anonymous`.
+_NAMED_BEFORE_HOST = frozenset({"abfs", "abfss", "hdfs", "viewfs", "gs", "gcs"})
+# Settings of Arrow's file systems that are no keys; what is not known may be one.
+_SETTINGS = frozenset(
+    {
+        *("region", "scheme", "endpoint_override", "force_virtual_addressing", "smart_defaults", "role_arn"),
+        *("session_name", "allow_bucket_creation", "allow_bucket_deletion"),
+        *("check_directory_existence_before_creation", "blob_storage_authority", "dfs_storage_authority"),
+        *("blob_storage_scheme", "dfs_storage_scheme", "enable_tls", "credential_kind", "tenant_id", "client_id"),
+        *("project_id", "retry_limit_seconds", "user", "replication", "buffer_size", "default_block_size"),
+    }
+)
+_SETTING = re.compile(r"[][\w.:/+-]*")  # no address with a password, and no settings within a setting
 Dtype = Literal["auto", "float32", "bfloat16", "float16"]
 Attention = Literal["auto", "eager", "sdpa"]
 
@@ -43,16 +56,25 @@ def default_models_dir() -> Path:
 
 
 def check_uri(uri: str) -> str:
-    """Return a URI of object storage if what stands before its host can be told from the rest.
+    """Return a URI of object storage that holds no key.
 
     Raises:
-        ValueError: It cannot; the message does not repeat the URI, which may hold a key.
+        ValueError: It may hold one; the message says where keys belong, and does not repeat the URI.
     """
     url = urlsplit(uri)
-    if "@" in f"{url.path}{url.query}{url.fragment}":
+    name, _, host = url.netloc.rpartition("@")
+    settings = parse_qsl(url.query, keep_blank_values=True)
+    if (
+        "@" in f"{name}{url.path}{url.query}"
+        or url.fragment
+        or (name and (url.scheme not in _NAMED_BEFORE_HOST or ":" in name))
+        or not re.fullmatch(r"([^:]*|\[.*\])(:\d+)?", host)  # `id:key` where no bucket follows
+        or not all(key in _SETTINGS and _SETTING.fullmatch(value) for key, value in settings)
+    ):
         raise ValueError(
-            "a URI with '@' behind its host is refused: in a key write '/' as %2F, '#' as %23 and '?' as %3F, or give "
-            "keys by AWS's environment variables; in a path write '@' as %40"
+            "a URI may hold no keys, and no settings but such as region, endpoint_override and scheme: give S3's keys "
+            "by AWS_ACCESS_KEY_ID and AWS_SECRET_ACCESS_KEY or the machine's role, those of other storage by the "
+            "environment, too; in a path write '@' as %40"
         )
     return uri
 

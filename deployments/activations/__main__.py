@@ -1,17 +1,16 @@
-"""`python -m deployments.activations`: look through, check, export, fetch, pin and delete stored activations."""
+"""`python -m deployments.activations`: look through, check, export and fetch stored activations."""
 
 from __future__ import annotations
 
 import argparse
 import os
 import sys
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from datetime import datetime
 from pathlib import Path
-from time import time as now
 from typing import TYPE_CHECKING, Any
 
-from deployments.activations.facts import check_session_id
+from deployments.activations.facts import StoreError, check_session_id
 from deployments.activations.filters import EVERYTHING, Filter, tag_pairs
 from deployments.activations.printing import size, table, time
 from deployments.options import STORE_VARIABLE, default_store, home
@@ -22,8 +21,6 @@ if TYPE_CHECKING:
     AnyRoot = Path | Place
 
 FORMATS = ("pt", "safetensors", "npz", "parquet", "hf")
-RUNNING = "A running server deletes a session of its own over HTTP: DELETE /v1/activations/session/{}"
-PIN = "/v1/activations/session/{}/pin"
 
 
 class UserError(Exception):
@@ -41,7 +38,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         if "to" in args or isinstance(args.dir, Path):
             restrict(args.to.expanduser() if "to" in args else args.dir)
         return int(args.run(args))
-    except (UserError, PullError, ValueError, OSError) as error:
+    except (UserError, PullError, StoreError, ValueError, OSError) as error:
         print(f"{args.prog}: {error}", file=sys.stderr)
     except KeyboardInterrupt:
         print(f"{args.prog}: stopped", file=sys.stderr)
@@ -127,59 +124,6 @@ def _verify(args: argparse.Namespace) -> int:
     return 1 if bad else 0
 
 
-def _rm(args: argparse.Namespace) -> int:
-    from deployments.activations.cleaning import alone, delete
-
-    found = _session(args.dir, args.session)
-    _pins(args.dir).check(args.session)
-    what = f"{args.session}: {found['runs_count']} runs, {size(found['bytes'])}"
-    if not args.yes:
-        raise UserError(f"{what} would be deleted: say so with --yes. {RUNNING.format(args.session)}")
-    with alone(root := _disk(args.dir), RUNNING.partition(": ")[2].format(args.session)):
-        delete(root, args.session)
-    print(f"deleted {what}")
-    return 0
-
-
-def _gc(args: argparse.Namespace) -> int:
-    from deployments.activations.cleaning import alone, bytes_of, delete, plan, seconds_of
-    from deployments.activations.recovering import recover
-
-    age = seconds_of(args.older_than, "--older-than") if args.older_than else None
-    most = bytes_of(args.max_bytes, "--max-bytes") if args.max_bytes else None
-    with alone(root := _disk(args.dir), "by its options max_session_age_s, max_store_bytes and delete_oldest"):
-        if args.yes:
-            recover(root)
-        sessions = _catalogue(root).sessions(sys.maxsize)
-        planned = plan(sessions, _pins(root), None if age is None else now() - age, most)
-        rows = [
-            (one.id, size(one.bytes), time(one.last), f"{why}, delete" if goes else f"{why}, but pinned: keep")
-            for one, goes, why in planned
-        ]
-        table(("session", "size", "last run", ""), rows, right="size")
-        going = [one for one, goes, _ in planned if goes]
-        left = sum(one["bytes"] for one in sessions) - (freed := sum(one.bytes for one in going))
-        for one in going if args.yes else ():
-            delete(root, one.id)
-    said = "deleted" if args.yes else "would be deleted with --yes"
-    print(f"\n{len(going)} sessions of {size(freed)} {said}, {size(left)} are left")
-    if most is not None and left > most:
-        raise UserError(f"--max-bytes {args.max_bytes} is less than the {size(left)} of pinned sessions: unpin some")
-    return 0
-
-
-def _pin(args: argparse.Namespace) -> int:
-    from deployments.activations.cleaning import alone
-
-    pinned = args.command == "pin"
-    route = f"{'PUT' if pinned else 'DELETE'} {PIN.format(args.session)}"
-    with alone(root := _disk(args.dir), route):
-        _session(root, args.session)
-        _pins(root).set(args.session, pinned)
-    print(f"{args.session} is {'pinned' if pinned else 'not pinned'}")
-    return 0
-
-
 def _pull(args: argparse.Namespace) -> int:
     from deployments.activations.pulling import pull
 
@@ -209,27 +153,19 @@ def _root(root: AnyRoot) -> AnyRoot:
     return root.resolve()
 
 
-def _disk(root: AnyRoot) -> Path:
-    """A directory, of which one can know whether a server runs on it."""
-    found = _root(root)
-    if not isinstance(found, Path):
-        raise UserError(f"{found} is in object storage, and a server may run on it anywhere: ask one over HTTP")
-    return found
-
-
 def _catalogue(root: AnyRoot) -> Any:
     from deployments.activations.catalogue import Catalogue
 
     return Catalogue.copied(_root(root))  # a server may run, whose database is its own
 
 
-def _pins(root: AnyRoot) -> Any:
+def _pins(root: AnyRoot) -> Collection[str]:
     from deployments.activations.manifest import catalogue_of
     from deployments.activations.pins import Pins
 
     found = _root(root)
     if isinstance(found, Path):
-        return Pins(found)
+        return Pins(found, read_only=True).names()
     pinned = "SELECT session FROM records WHERE kind = 'pin' AND value IS NOT NULL"
     return {session for (session,) in catalogue_of(found).execute(pinned)}
 
@@ -287,7 +223,7 @@ def _parser() -> argparse.ArgumentParser:
         where = "the store's directory, or its archive's URI, s3://bucket/prefix?region=...; by default"
         folder = home() / "activations"
         added.add_argument("--dir", default=default_store(), help=f"{where} ${STORE_VARIABLE}, else {folder}")
-        added.set_defaults(run=run, command=name)
+        added.set_defaults(run=run)
         return added
 
     def chosen(added: argparse.ArgumentParser) -> None:
@@ -315,15 +251,6 @@ def _parser() -> argparse.ArgumentParser:
     chosen(added)
     added = command("verify", _verify, "read everything, and say what is whole and what can still be read")
     added.add_argument("session", nargs="?")
-    added = command("rm", _rm, f"delete a session. {RUNNING.format('ID')}")
-    added.add_argument("session")
-    added.add_argument("--yes", action="store_true", help="do it")
-    added = command("gc", _gc, "delete old sessions that are not pinned, and what killed servers left")
-    added.add_argument("--older-than", help="sessions without a run for so long: 12h, 30d, 8w")
-    added.add_argument("--max-bytes", help="the oldest sessions, until no more are left: 500GiB, 2TB")
-    added.add_argument("--yes", action="store_true", help="do it")
-    for name, help in (("pin", "keep a session from being deleted"), ("unpin", "let a session be deleted again")):
-        command(name, _pin, help).add_argument("session")
     added = command("pull", _pull, "fetch a session from a server into the store's directory")
     added.add_argument("url", help="the server's address, http://host:8000")
     added.add_argument("session")

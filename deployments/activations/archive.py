@@ -22,7 +22,6 @@ from pathlib import Path
 from typing import Any, Protocol
 from urllib.parse import unquote, urlsplit
 
-from deployments.activations import pins
 from deployments.activations.bucket_claim import BucketClaim, InUseError
 from deployments.activations.catalogue import Catalogue
 from deployments.activations.database import NAME, locked, transaction
@@ -45,8 +44,7 @@ from deployments.activations.manifest import (
     write_snapshot,
 )
 from deployments.activations.nodes import node_of
-from deployments.activations.owners import FOLDER as OWNERS
-from deployments.activations.owners import Owners
+from deployments.activations.owners import Owners, Record
 from deployments.activations.pins import Pins
 from deployments.activations.places import Place
 from deployments.activations.scanning import scan_session
@@ -120,7 +118,7 @@ class Archive:
         self._waiting: defaultdict[str, list[Future[None]]] = defaultdict(list)  # by segment
         self._pauses: dict[str, tuple[float, float]] = {}  # by segment: until when, and how long the next one is
         self._wake, self._ending = threading.Event(), False
-        self._cached, self._copied = True, (0, 0)  # whether the cache may be too large; the times of what was copied
+        self._cached, self._copied = True, (0, 0)  # whether the cache may be too large; which state was copied
         self._pool = ThreadPoolExecutor(UPLOADS, thread_name_prefix="archive")
         self._lock = _held(root)
         try:
@@ -159,6 +157,7 @@ class Archive:
         """
         self._catalogue, self._owners, self._elsewhere = catalogue, owners, elsewhere
         self._pins = Pins(self._root)
+        self._copies_of = Owners(self._root, read_only=True)  # apart: the writer's wait for no copying
         if self._claim.is_held:
             try:
                 self._connect()
@@ -356,10 +355,10 @@ class Archive:
 
     def _copy_records(self) -> None:
         """Copy pins and owners to the manifest where they changed."""
-        times = _changed_ns(self._root / pins.FOLDER), _changed_ns(self._root / OWNERS)
-        if times == self._copied:
+        version = self._copies_of.state.version()
+        if version == self._copied:
             return
-        owners = {name: dict(one._asdict()) for name, one in self._owners.all().items()}
+        owners = {name: dict(one._asdict()) for name, one in self._copies_of.all().items()}
         now = {("pin", name): True for name in self._pins.names()} | {("owner", name): owners[name] for name in owners}
         known = self._records()
         lines = [record(kind, name, value) for (kind, name), value in now.items() if known.get((kind, name)) != value]
@@ -368,15 +367,13 @@ class Archive:
             with self._writing:
                 self._check()
                 self._write(lines, ())
-        self._copied = times
+        self._copied = version
 
     def _restore_records(self) -> None:
         """Write down the pins and owners that the manifest has and this disk has not: they outlive a head."""
-        for (kind, session_id), value in self._records().items():
-            folder = pins.FOLDER if kind == "pin" else OWNERS
-            if not (self._root / folder / session_id).exists():
-                write(self._root, folder, session_id, b"" if kind == "pin" else json.dumps(value).encode())
-        self._owners.look()
+        records = self._records()
+        self._pins.add(name for kind, name in records if kind == "pin")
+        self._owners.add({name: Record(**value) for (kind, name), value in records.items() if kind == "owner"})
 
     def _records(self) -> Mapping[tuple[str, str], Any]:
         found = self._all("SELECT kind, session, value FROM records WHERE value IS NOT NULL")
@@ -541,10 +538,3 @@ def _merged(database: sqlite3.Connection, snapshot: str, gone: Sequence[tuple[st
 
 def _path_of(uri: str) -> Path:
     return Path(unquote(urlsplit(uri).path))
-
-
-def _changed_ns(folder: Path) -> int:
-    try:
-        return folder.stat().st_mtime_ns
-    except FileNotFoundError:
-        return 0

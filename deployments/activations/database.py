@@ -155,24 +155,6 @@ def read_only(root: Path) -> sqlite3.Connection:
     return database
 
 
-@contextlib.contextmanager
-def held_alone(root: Path) -> Iterator[None]:
-    """Hold a directory as its store's process does; nothing is held where no store ever was.
-
-    Raises:
-        OSError: Another process holds it, or there are no such locks.
-    """
-    try:
-        lock = locked(root / _LOCK, make=False)
-    except FileNotFoundError:
-        yield
-        return
-    try:
-        yield
-    finally:
-        os.close(lock)
-
-
 def can_hold(root: Path) -> bool:
     """Whether this process could keep a directory's database now, which it does not do.
 
@@ -180,10 +162,12 @@ def can_hold(root: Path) -> bool:
         OSError: There are no such locks.
     """
     try:
-        with held_alone(root):
-            return True
+        os.close(locked(root / _LOCK, make=False))
+    except FileNotFoundError:
+        return True  # no store ever was there
     except BlockingIOError:
         return False
+    return True
 
 
 def in_memory(root: Path | None = None) -> sqlite3.Connection:

@@ -7,21 +7,8 @@ import re
 from collections.abc import Iterable
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
-from urllib.parse import SplitResult, parse_qsl, urlsplit
+from urllib.parse import parse_qsl, urlsplit
 
-# What may stand before a host as a plain name: an Azure container, a user of HDFS, Google's `anonymous`.
-_NAMED_BEFORE_HOST = frozenset({"abfs", "abfss", "hdfs", "viewfs", "gs", "gcs"})
-# Settings of Arrow's file systems that are no keys; what is not known may be one.
-_OPEN_SETTINGS = frozenset(
-    {
-        *("region", "scheme", "endpoint_override", "force_virtual_addressing", "smart_defaults", "background_writes"),
-        *("allow_bucket_creation", "allow_bucket_deletion", "check_directory_existence_before_creation"),
-        *("blob_storage_authority", "dfs_storage_authority", "blob_storage_scheme", "dfs_storage_scheme"),
-        *("enable_tls", "credential_kind", "tenant_id", "client_id", "project_id", "retry_limit_seconds"),
-        *("user", "replication", "buffer_size", "default_block_size"),
-    }
-)
-_OPEN_VALUE = re.compile(r"[][\w.:/+-]*")  # no address with a password, and no settings within a setting
 _SERVERS = ("endpoint_override", "blob_storage_authority", "dfs_storage_authority")  # settings that say which one
 _SESSION_ID = re.compile(r"[A-Za-z0-9_-][A-Za-z0-9._-]{0,127}")
 
@@ -132,35 +119,12 @@ def names_a_session(name: str) -> bool:
 
 
 def public_uri(uri: str) -> str:
-    """A URI without keys, settings and a slash at its end; a path as it is."""
-    if "://" not in uri:
-        return uri
-    url = urlsplit(uri)
-    return url._replace(netloc=_public_host(url), query="", fragment="").geturl().rstrip("/")
-
-
-def has_key(uri: str) -> bool:
-    """Whether a URI may hold what must not be shown: before or in place of its host, or in a setting."""
-    if "://" not in uri:
-        return False
-    url = urlsplit(uri)
-    settings = parse_qsl(url.query, keep_blank_values=True)
-    known = all(name in _OPEN_SETTINGS and _OPEN_VALUE.fullmatch(value) for name, value in settings)
-    return bool(url.fragment) or _public_host(url) != url.netloc or not known
-
-
-def _public_host(url: SplitResult) -> str:
-    """A URI's host and port, behind the name that says where they lead, but no key."""
-    before, _, host = url.netloc.rpartition("@")
-    port = host.partition(":")[2]
-    if port and not port.isdecimal() and not host.startswith("["):  # `id:key` without `@bucket`
-        host = ""
-    name = before.partition(":")[0] if url.scheme in _NAMED_BEFORE_HOST else ""
-    return f"{name}@{host}" if name else host
+    """A URI without settings and a slash at its end; a path as it is."""
+    return urlsplit(uri)._replace(query="").geturl().rstrip("/") if "://" in uri else uri
 
 
 def store_id(uri: str) -> str:
-    """What tells a store from others, as 32 hex digits: keys and settings that say nothing of where it lies count not.
+    """What tells a store from others, as 32 hex digits: settings that say nothing of where it lies count not.
 
     Args:
         uri: The store's, with its settings.

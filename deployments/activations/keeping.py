@@ -196,7 +196,7 @@ class Keeper:
 
         Raises:
             RequestError: It is pinned.
-            OSError: The disk refuses.
+            StoreError: The disk refuses.
         """
         if not self._may_change(session_id, account):
             return False
@@ -221,7 +221,7 @@ class Keeper:
         """Let everybody read a session, or no more; false if there is none that the account may change.
 
         Raises:
-            OSError: The disk refuses.
+            StoreError: The disk refuses.
         """
         assert self._owners is not None
         if not (self._catalogue.knows(session_id) and self._may_change(session_id, account)):
@@ -267,7 +267,7 @@ class Keeper:
         """Pin a session, or take its pin away; false if there is none that the account may change.
 
         Raises:
-            OSError: The disk refuses.
+            StoreError: The disk refuses.
         """
         if not self._catalogue.knows(session_id) and (pinned or session_id not in self._pins):
             return False

@@ -2,25 +2,41 @@
 
 from __future__ import annotations
 
+import errno
+import io
 import os
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
+from urllib.parse import unquote
 
+import pyarrow as pa
 import ray
 from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
 from deployments.activations.facts import names_a_session
-from deployments.activations.nodes import Node, Nodes, node_of
+from deployments.activations.nodes import SCHEME, Node, Nodes, node_of
+from deployments.activations.places import File, Place
 from deployments.activations.taking import writer_on
 from deployments.clusters import NAMESPACE
 
 _UPLOAD_S = 3600.0  # that one segment's upload may take
 _ANSWER_S = 30.0  # that anything else may
+_PIECE = 8 << 20  # bytes that are read by one call
+_MAGIC = b"ARROW1"  # ends a sealed segment
 
 
 class NodeAwayError(OSError):
-    """The node on whose disk a segment lies cannot be asked; names it."""
+    """The node on whose disk a segment lies cannot be asked; names it.
+
+    Attributes:
+        lost: Whether it never will.
+    """
+
+    def __init__(self, message: str, lost: bool = False) -> None:
+        """`message` names the node."""
+        super().__init__(message)
+        self.lost = lost
 
 
 class NodeSegments:
@@ -87,14 +103,14 @@ class SegmentReader:
             return None
 
     def read(self, name: str, first: int, size: int) -> bytes:
-        """Up to `size` bytes of a segment from byte `first`.
+        """Up to `size` bytes, and no more than `_PIECE`, of a segment from byte `first`.
 
         Raises:
             OSError: The disk refuses.
         """
         file = os.open(self._path(name), os.O_RDONLY | os.O_NOFOLLOW)
         try:
-            return os.pread(file, size, first)
+            return os.pread(file, min(size, _PIECE), first)
         finally:
             os.close(file)
 
@@ -129,50 +145,128 @@ def serve_segments(root: str, node: str) -> Any:
     )
 
 
-class RemoteSegment:
-    """Bytes of a segment on another node's disk, which are fetched when they are asked for.
+class NodePlace(Place):
+    """All nodes' own directories, as a place whose files are read by ranges.
 
     Args:
         root: The store's directory, as it was asked for.
-        node: The node.
-        name: `<session>/<segment>`.
+        nodes: The nodes.
+        bucket: Where segments are read from whose node is away, if they are archived.
     """
 
-    def __init__(self, root: str, node: Node, name: str) -> None:
+    def __init__(self, root: str, nodes: Nodes, bucket: Place | None) -> None:
+        super().__init__(None, "", SCHEME.removesuffix("/"), restores=False)
         self._root = root
-        self._node = node
-        self._name = name
+        self._nodes = nodes
+        self._bucket = bucket
+        self._segments = NodeSegments(root, nodes)
 
-    def size(self) -> int | None:
-        """Its bytes; None where it is gone.
-
-        Raises:
-            NodeAwayError: The node does not answer.
-            OSError: Its disk refuses.
-        """
-        found: int | None = self._asked("size", self._name)
-        return found
-
-    def read(self, first: int, size: int) -> bytes:
-        """Up to `size` bytes from byte `first`.
+    def file(self, name: str) -> File:
+        """A node's segment, `<key>/<session>/<segment>`, or its copy in the bucket.
 
         Raises:
-            NodeAwayError: The node does not answer.
-            OSError: Its disk refuses.
+            NodeAwayError: Its node does not answer, and it is in no bucket.
         """
-        data: bytes = self._asked("read", self._name, first, size)
-        return data
-
-    def _asked(self, method: str, *args: Any) -> Any:
+        uri = f"{self.uri}/{name}"
         try:
-            reader = ray.get_actor(_named(self._root, self._node.ray_id), namespace=NAMESPACE)
-            return getattr(reader, method).remote(*args).future().result(timeout=_ANSWER_S)
+            node = place_of_node(self._nodes, uri)
+        except NodeAwayError:
+            if self._bucket is not None and (copy := self._bucket.file(_name_of(uri))).exists():
+                return copy
+            raise
+        reader = ray.get_actor(_named(self._root, node.ray_id), namespace=NAMESPACE)
+        return NodeFile(self, uri, reader, lambda: self._segments.seal(uri))
+
+    def below(self, name: str) -> Place:
+        """It: no directory of a node is listed by this."""
+        return self
+
+
+class NodeFile(File):
+    """A segment on another node's disk, of which ranges are read there.
+
+    Args:
+        folder: The place that it is of.
+        uri: Its URI.
+        reader: The handle of the node's `SegmentReader`.
+        seal: Ends the segment, if it is written to: footers say where its batches are.
+    """
+
+    def __init__(self, folder: NodePlace, uri: str, reader: Any, seal: Callable[[], None]) -> None:
+        super().__init__(None, uri.removeprefix(SCHEME), uri, folder)
+        self._reader = reader
+        self._seal = seal
+
+    def exists(self) -> bool:
+        """Whether it is there."""
+        return self._ask("size") is not None
+
+    def input(self) -> Any:
+        """Arrow's random access file of it."""
+        raw = _Ranges(self._ask, self._ask("size"), self.uri)
+        if raw.tail(len(_MAGIC)) != _MAGIC:
+            self._seal()
+            raw = _Ranges(self._ask, self._ask("size"), self.uri)
+        return pa.PythonFile(raw, mode="r")
+
+    def _ask(self, method: str, *args: int) -> Any:
+        try:
+            asked = getattr(self._reader, method).remote(unquote(_name_of(self.uri)), *args)
+            return asked.future().result(timeout=_ANSWER_S)
         except ray.exceptions.RayTaskError as error:
             if isinstance(error.cause, OSError):
                 raise error.cause from error
             raise
-        except (ray.exceptions.RayError, ValueError, TimeoutError) as error:
-            raise NodeAwayError(f"node {self._node.name} does not answer: {error}") from error
+        except (ray.exceptions.RayError, TimeoutError) as error:
+            raise NodeAwayError(f"the node of {self.uri} does not answer: {error}") from error
+
+
+class _Ranges(io.RawIOBase):
+    """A file that is read by ranges, as Python's files are.
+
+    Args:
+        ask: Reads a range: `ask("read", first, size)`.
+        size: Its bytes; None where it is gone.
+        uri: What it is called.
+    """
+
+    def __init__(self, ask: Callable[..., Any], size: int | None, uri: str) -> None:
+        if size is None:
+            raise FileNotFoundError(errno.ENOENT, "somebody removed the file", uri)
+        self._ask = ask
+        self._size = size
+        self._at = 0
+
+    def tail(self, count: int) -> bytes:
+        """Its last bytes."""
+        data: bytes = self._ask("read", max(0, self._size - count), count)
+        return data
+
+    def readable(self) -> bool:
+        return True
+
+    def seekable(self) -> bool:
+        return True
+
+    def tell(self) -> int:
+        return self._at
+
+    def seek(self, offset: int, whence: int = io.SEEK_SET) -> int:
+        self._at = offset + {io.SEEK_SET: 0, io.SEEK_CUR: self._at, io.SEEK_END: self._size}[whence]
+        return self._at
+
+    def read(self, count: int | None = -1) -> bytes:
+        left = max(0, self._size - self._at)
+        wanted = left if count is None or count < 0 else min(count, left)
+        pieces = list[bytes]()
+        while wanted:
+            piece: bytes = self._ask("read", self._at, min(wanted, _PIECE))
+            if not piece:
+                break
+            pieces.append(piece)
+            self._at += len(piece)
+            wanted -= len(piece)
+        return b"".join(pieces)
 
 
 def place_of_node(nodes: Nodes, uri: str) -> Node:
@@ -183,10 +277,12 @@ def place_of_node(nodes: Nodes, uri: str) -> Node:
     """
     key = node_of(uri)
     node = nodes.all().get(key or "")
-    if node is None or not nodes.is_alive(node):
-        name = node.name if node else "that has left the cluster"
-        lost = "came back with an empty disk, and the run is lost" if node and node.lost else "is away; try again later"
-        raise NodeAwayError(f"the run lies on node {name}, which {lost}")
+    if node is None:
+        raise NodeAwayError("the run lies on a node that is not known any more", lost=True)
+    if node.lost:
+        raise NodeAwayError(f"node {node.name} came back with an empty disk, and the run is lost", lost=True)
+    if not nodes.is_alive(node):
+        raise NodeAwayError(f"the run lies on node {node.name}, which is away: try again when it is back")
     return node
 
 

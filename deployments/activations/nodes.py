@@ -2,29 +2,18 @@
 
 from __future__ import annotations
 
-import sqlite3
 import time
-from collections.abc import Callable, Collection
+from collections.abc import Collection
 from pathlib import Path
-from threading import Lock
-from typing import NamedTuple
+from typing import Any, NamedTuple
 from urllib.parse import quote, unquote
 
 import ray
 
-SCHEME = "node://"  # of segments that lie on another node's disk: node://<key>/<session>/<segment>
-_NAME = ".nodes.sqlite3"  # no session id begins with '.'
-_ALIVE_S = 1.0  # for which it is believed which nodes are alive
-# A node whose disk was lost comes back with another key, and `lost` is then said of the former one.
-_TABLES = """
-CREATE TABLE IF NOT EXISTS nodes (
-    key TEXT PRIMARY KEY, name TEXT NOT NULL, root TEXT NOT NULL, ray_id TEXT NOT NULL, lost INTEGER NOT NULL DEFAULT 0
-);
+from deployments.activations.state import State
 
-CREATE TABLE IF NOT EXISTS deletions (
-    id INTEGER PRIMARY KEY AUTOINCREMENT, node TEXT NOT NULL, session TEXT NOT NULL, fence TEXT, last REAL
-);
-"""
+SCHEME = "node://"  # of segments that lie on another node's disk: node://<key>/<session>/<segment>
+_ALIVE_S = 1.0  # for which it is believed which nodes are alive
 
 
 class Node(NamedTuple):
@@ -63,78 +52,52 @@ class Deletion(NamedTuple):
 
 
 class Nodes:
-    """What is known of nodes, durable when it answers. Safe to use from several threads.
+    """What is known of nodes, durable when it answers. All methods raise StoreError where the disk refuses.
 
     Args:
         root: The store's directory.
-        read_only: For a process beside the one that keeps it.
+        read_only: As for `State`.
     """
 
     def __init__(self, root: Path, read_only: bool = False) -> None:
-        self._path = root / _NAME
-        self._read_only = read_only
-        self._lock = Lock()
-        self._database: sqlite3.Connection | None = None
+        self._state = State(root, read_only)
         self._alive: tuple[float, frozenset[str]] = (0.0, frozenset())
 
     def all(self) -> dict[str, Node]:
-        """The nodes by their keys.
-
-        Raises:
-            OSError: The disk refuses.
-        """
-        found = self._ask("SELECT key, name, root, ray_id, lost FROM nodes")
+        """The nodes by their keys."""
+        found = self._state.rows("SELECT key, name, root, ray_id, lost FROM nodes")
         return {key: Node(key, name, root, ray_id, bool(lost)) for key, name, root, ray_id, lost in found}
 
     def join(self, node: Node) -> None:
-        """A node is there, perhaps again.
-
-        Raises:
-            OSError: The disk refuses.
-        """
+        """A node is there, perhaps again."""
         former = [one for one in self.all().values() if one.name == node.name and one.key != node.key]
         lost = [(one.key,) for one in former if not self.is_alive(one)]  # its address has another directory now
-        self._change(
-            *[("UPDATE nodes SET lost = 1 WHERE key = ?", key) for key in lost],
-            *[("DELETE FROM deletions WHERE node = ?", key) for key in lost],
-            ("INSERT OR REPLACE INTO nodes VALUES (?, ?, ?, ?, 0)", node[:4]),
-        )
+        with self._state.change() as database:
+            database.executemany("UPDATE nodes SET lost = 1 WHERE key = ?", lost)
+            database.executemany("DELETE FROM deletions WHERE node = ?", lost)
+            database.execute("INSERT OR REPLACE INTO nodes VALUES (?, ?, ?, ?, 0)", node[:4])
 
     def begin_deletion(self, session_id: str, fence: str | None, last: float | None) -> None:
-        """Have all nodes delete a session; those that are away do when they come back.
-
-        Raises:
-            OSError: The disk refuses.
-        """
+        """Have all nodes delete a session; those that are away do when they come back."""
         each = "INSERT INTO deletions (node, session, fence, last) SELECT key, ?, ?, ? FROM nodes WHERE NOT lost"
-        self._change((each, (session_id, fence, last)))
+        with self._state.change() as database:
+            database.execute(each, (session_id, fence, last))
 
     def deletions(self, key: str) -> list[Deletion]:
-        """What a node has yet to delete, in order.
-
-        Raises:
-            OSError: The disk refuses.
-        """
+        """What a node has yet to delete, in order."""
         found = "SELECT id, session, fence, last FROM deletions WHERE node = ? ORDER BY id"
-        return [Deletion(*row) for row in self._ask(found, key)]
+        return [Deletion(*row) for row in self._state.rows(found, key)]
 
-    def waiting(self, session_id: str) -> dict[str, list[Deletion]]:
-        """By node, the deletions of a session that are not done."""
+    def waiting(self, session_id: str) -> list[tuple[str, Deletion]]:
+        """The deletions of a session that are not done, each with its node's key."""
         found = "SELECT node, id, session, fence, last FROM deletions WHERE session = ? ORDER BY id"
-        waiting: dict[str, list[Deletion]] = {}
-        for node, *row in self._ask(found, session_id):
-            waiting.setdefault(node, []).append(Deletion(*row))
-        return waiting
+        return [(node, Deletion(*row)) for node, *row in self._state.rows(found, session_id)]
 
     def end_deletions(self, key: str, done: Collection[int]) -> None:
-        """A node has deleted sessions.
-
-        Raises:
-            OSError: The disk refuses.
-        """
-        if done:
-            gone = "DELETE FROM deletions WHERE node = ? AND id = ?"
-            self._change(*[(gone, (key, number)) for number in done])
+        """A node has deleted sessions."""
+        with self._state.change() as database:
+            gone = [(key, number) for number in done]
+            database.executemany("DELETE FROM deletions WHERE node = ? AND id = ?", gone)
 
     def is_alive(self, node: Node) -> bool:
         """Whether a node is in the cluster, as it was within the last second."""
@@ -142,50 +105,10 @@ class Nodes:
             return False
         until, alive = self._alive
         if time.monotonic() >= until:
-            alive = frozenset(found["NodeID"] for found in ray.nodes() if found["Alive"])  # type: ignore[no-untyped-call]
+            found = ray.nodes()  # type: ignore[no-untyped-call]
+            alive = frozenset(one["NodeID"] for one in found if one["Alive"])
             self._alive = time.monotonic() + _ALIVE_S, alive
         return node.ray_id in alive
-
-    def close(self) -> None:
-        """Close the database."""
-        with self._lock:
-            if self._database is not None:
-                self._database.close()
-            self._database = None
-
-    def _ask(self, statement: str, *values: object) -> list[tuple]:  # type: ignore[type-arg]
-        return self._done(lambda database: database.execute(statement, values).fetchall())
-
-    def _change(self, *statements: tuple[str, tuple[object, ...]]) -> None:
-        def change(database: sqlite3.Connection) -> list[tuple]:  # type: ignore[type-arg]
-            with database:  # all or nothing
-                for statement, values in statements:
-                    database.execute(statement, values)
-            return []
-
-        self._done(change)
-
-    def _done(self, work: Callable[[sqlite3.Connection], list[tuple]]) -> list[tuple]:  # type: ignore[type-arg]
-        with self._lock:
-            try:
-                if self._database is None:
-                    if self._read_only and not self._path.exists():
-                        return []  # no node has joined yet
-                    self._database = self._opened()
-                return work(self._database)
-            except sqlite3.Error as error:
-                raise OSError(f"{self._path}: {error}") from error
-
-    def _opened(self) -> sqlite3.Connection:
-        address = f"{self._path.as_uri()}{'?mode=ro' if self._read_only else ''}"
-        database = sqlite3.connect(address, uri=True, check_same_thread=False)
-        if not self._read_only:
-            database.execute("PRAGMA journal_mode = WAL")
-            database.execute("PRAGMA synchronous = FULL")
-            for statement in _TABLES.split("\n\n"):
-                database.execute(statement)
-            database.commit()
-        return database
 
 
 def uri_of(key: str, name: str) -> str:
@@ -203,19 +126,35 @@ def node_of(uri: str) -> str | None:
     return unquote(uri[len(SCHEME) :].partition("/")[0]) if uri.startswith(SCHEME) else None
 
 
-def described(run: dict, nodes: Nodes) -> dict:  # type: ignore[type-arg]
-    """A run as the catalogue lists it, with the files' place on their node, its name, and whether it can be read now.
+def described(run: dict[str, Any], nodes: Nodes) -> dict[str, Any]:
+    """A run as the catalogue lists it, with its place on its node, the node's name, and whether it can be read now.
 
     A run of the store's own disk, or of a bucket, stays as it is.
 
     Raises:
-        OSError: The disk refuses.
+        StoreError: The disk refuses.
     """
     uri = next((point["uri"] for point in run["points"].values()), "")
     if (key := node_of(uri)) is None:
         return run
-    node = nodes.all().get(key) or Node(key, "unknown", "", "", lost=True)
-    place = Path(node.root or "/").as_uri() + uri[len(uri_of(key, "")) - 1 :]
-    points = {name: {**point, "uri": place} for name, point in run["points"].items()}
+    node = _known(nodes, key)
+    points = {name: {**point, "uri": _place(node, uri)} for name, point in run["points"].items()}
     readable = nodes.is_alive(node) or bool(run.get("archived"))
-    return {**run, "points": points, "node": node.name, "available": readable} | ({"lost": True} if node.lost else {})
+    said = {**run, "points": points, "node": node.name, "available": readable}
+    return said | ({"lost": True} if node.lost and not readable else {})
+
+
+def described_file(file: dict[str, Any], nodes: Nodes) -> dict[str, Any]:
+    """The same of a file of a session."""
+    if (key := node_of(file["uri"])) is None:
+        return file
+    node = _known(nodes, key)
+    return {**file, "uri": _place(node, file["uri"]), "node": node.name}
+
+
+def _known(nodes: Nodes, key: str) -> Node:
+    return nodes.all().get(key) or Node(key, "unknown", "/", "", lost=True)
+
+
+def _place(node: Node, uri: str) -> str:
+    return f"{Path(node.root).as_uri()}/{uri.removeprefix(uri_of(node.key, ''))}"

@@ -1,42 +1,35 @@
-"""Which sessions are pinned: of each an empty file `<root>/.pins/<session_id>`, which no rebuild touches."""
+"""Which sessions are pinned, and the limits that a store keeps to when it comes back by itself."""
 
 from __future__ import annotations
 
 import json
 import logging
+from collections.abc import Iterable
 from dataclasses import asdict
 from pathlib import Path
 
-from deployments.activations.facts import check_session_id, names_a_session
+from deployments.activations.facts import StoreError, check_session_id
 from deployments.activations.retention import Retention
-from deployments.activations.small_files import found, remove, write
+from deployments.activations.state import State
 from deployments.errors import RequestError
-
-FOLDER = ".pins"  # no session id begins with '.'
-_LIMITS = (".retention", "limits.json")
 
 logger = logging.getLogger(__name__)
 
 
 class Pins:
-    """The pinned sessions below one root.
-
-    Each answer is the disk's: another server on the same directory may pin, too.
+    """The pinned sessions of a store. All methods raise StoreError where the disk refuses.
 
     Args:
-        root: The store's, absolute and no link.
+        root: The store's directory, absolute and no link.
+        read_only: As for `State`.
     """
 
-    def __init__(self, root: Path) -> None:
-        self._root = root
+    def __init__(self, root: Path, read_only: bool = False) -> None:
+        self._state = State(root, read_only)
 
     def names(self) -> frozenset[str]:
-        """Which there are; links are not followed, other names are passed over.
-
-        Raises:
-            OSError: The disk refuses.
-        """
-        return frozenset(item.name for item in found(self._root, FOLDER) if names_a_session(item.name))
+        """All of them."""
+        return frozenset(name for (name,) in self._state.rows("SELECT session FROM pins"))
 
     def __contains__(self, session_id: str) -> bool:
         return session_id in self.names()
@@ -46,20 +39,24 @@ class Pins:
 
         Raises:
             ValueError: The id can name no session.
-            OSError: The disk refuses.
         """
         check_session_id(session_id)
         if pinned:
-            write(self._root, FOLDER, session_id, b"")
-        elif session_id in self:
-            remove(self._root, FOLDER, session_id)
+            self.add([session_id])
+        else:
+            with self._state.change() as database:
+                database.execute("DELETE FROM pins WHERE session = ?", (session_id,))
+
+    def add(self, session_ids: Iterable[str]) -> None:
+        """Pin sessions; durable when it returns."""
+        with self._state.change() as database:
+            database.executemany("INSERT OR IGNORE INTO pins VALUES (?)", [(name,) for name in session_ids])
 
     def check(self, session_id: str) -> None:
         """Raise where a session may not be deleted.
 
         Raises:
             RequestError: It is pinned.
-            OSError: The disk refuses.
         """
         if session_id in self:
             message = f"session {session_id!r} is pinned: unpin it before you delete it"
@@ -67,15 +64,12 @@ class Pins:
 
 
 def saved_limits(root: Path, life: str) -> Retention:
-    """What `save_limits` saved in this life; no limits where it saved none, or that cannot be read."""
-    folder, name = _LIMITS
-    for item in found(root, folder):
-        try:
-            if item.name == name:
-                saved = json.loads(Path(item.path).read_bytes())
-                return Retention(**saved["limits"]) if saved["life"] == life else Retention()
-        except (OSError, ValueError, TypeError, KeyError):
-            logger.exception("%s cannot be read: nothing is limited until an application starts", item.path)
+    """What `save_limits` saved in this life; no limits where it saved none, or they cannot be read."""
+    try:
+        for (said,) in State(root).rows("SELECT said FROM limits WHERE life = ?", life):
+            return Retention(**json.loads(said))
+    except (ValueError, TypeError):
+        logger.exception("saved limits of %s cannot be read: nothing is limited until an application starts", root)
     return Retention()
 
 
@@ -88,8 +82,8 @@ def save_limits(root: Path, life: str, retention: Retention) -> None:
         retention: The limits.
     """
     try:
-        if retention != saved_limits(root, life):
-            said = json.dumps({"life": life, "limits": asdict(retention)})
-            write(root, *_LIMITS, said.encode())
-    except OSError:
+        with State(root).change() as database:
+            database.execute("DELETE FROM limits")
+            database.execute("INSERT INTO limits VALUES (?, ?)", (life, json.dumps(asdict(retention))))
+    except StoreError:
         logger.exception("the limits of %s are not saved: they hold until the store comes back by itself", root)

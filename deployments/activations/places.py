@@ -27,7 +27,6 @@ ATTEMPTS = 5  # of each request to S3, with growing pauses
 _BLOCK = 32 << 10  # bytes; reads of more are requests of their own
 _BLOCKS = 64  # of one file that are kept
 _DISK = pafs.LocalFileSystem()
-_FLAGS = ("allow_bucket_creation", "allow_bucket_deletion")
 
 
 class DamagedError(ValueError):
@@ -48,7 +47,7 @@ class File:
     Args:
         fs: Its file system.
         path: Its name there.
-        uri: What others name it by, without keys and settings.
+        uri: What others name it by, without settings.
         folder: The directory that it is in.
 
     Attributes:
@@ -150,7 +149,7 @@ class Place:
     Args:
         fs: The file system.
         path: The directory's name there, without a slash at its end.
-        uri: The same as a URI, without keys and settings: what files below it are named by to others.
+        uri: The same as a URI, without settings: what files below it are named by to others.
         id: What tells the store that it is in, or is, from others, also of the same URI at another server.
         restores: Whether files are fetched to the disk as a whole, where there is room, before much of them is read.
     """
@@ -389,10 +388,10 @@ def place_of(uri: str) -> Place:
     """The place that a URI means, with the settings that stand in it.
 
     `s3://bucket/prefix?region=...&endpoint_override=host:port&scheme=http`; keys come from where AWS's own tools
-    find them, or as `s3://key:secret@bucket`. All others are `pyarrow.fs`'s.
+    find them. All others are `pyarrow.fs`'s.
 
     Raises:
-        ValueError: It is no URI of a file system, or has an unknown setting; the message has no keys.
+        ValueError: It is no URI of a file system, or may hold a key.
     """
     public = public_uri(check_uri(uri))
     if urlsplit(uri).scheme == "s3":
@@ -403,20 +402,15 @@ def place_of(uri: str) -> Place:
     else:
         try:
             fs, path = pafs.FileSystem.from_uri(uri)
-        except pa.ArrowException:  # its text repeats the URI, keys and all
-            raise ValueError(
-                f"{public} is no place for a store: pyarrow.fs takes no such URI; S3's are s3://bucket/prefix"
-            ) from None
+        except pa.ArrowException as error:
+            raise ValueError(f"{public} is no place for a store: {error}; S3's are s3://bucket/prefix") from None
     return Place(fs, path.rstrip("/"), public, store_id(uri))
 
 
 def _s3(uri: str) -> tuple[Any, str]:
     url = urlsplit(uri)
-    settings: dict[str, Any] = dict(parse_qsl(url.query))
-    settings |= {name: settings[name] == "true" for name in _FLAGS if name in settings}
-    keys = {"access_key": unquote(url.username), "secret_key": unquote(url.password or "")} if url.username else {}
+    settings = {name: {"true": True, "false": False}.get(value, value) for name, value in parse_qsl(url.query)}
     fs = pafs.S3FileSystem(
-        **keys,
         **settings,
         background_writes=False,  # memory stays bounded, and who writes waits for the network
         allow_delayed_open=True,  # a small object is one request

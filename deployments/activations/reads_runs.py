@@ -23,6 +23,7 @@ from deployments.activations.downloads import IDLE_S, Choice, Found, changed, go
 from deployments.activations.facts import StoreError
 from deployments.activations.failures import explain
 from deployments.activations.filters import EVERYTHING, Filter
+from deployments.activations.nodes import described, described_file
 from deployments.activations.store import connect
 from deployments.clusters import NAMESPACE
 from deployments.errors import RequestError
@@ -56,6 +57,8 @@ class ActivationReader:
         ask: Ask | None = None,
         restore: Callable[[Sequence[str]], bool] | None = None,
     ) -> None:
+        from deployments.activations.node_files import NodePlace
+        from deployments.activations.nodes import Nodes
         from deployments.activations.owners import Owners
         from deployments.activations.pins import Pins
         from deployments.activations.places import place_of
@@ -63,10 +66,12 @@ class ActivationReader:
         from deployments.activations.shared_catalogue import SharedCatalogue
 
         self._root = Path(root).resolve()
-        self._places = [place_of(archive)] if archive else []
+        bucket = place_of(archive) if archive else None
+        self._nodes = Nodes(self._root, read_only=True)
+        self._places = [NodePlace(root, self._nodes, bucket), *([bucket] if bucket else [])]
         self._catalogue = SharedCatalogue(self._root, ask or partial(_ask, root), archives=bool(archive))
-        self._owners = Owners(self._root)
-        self._pins = Pins(self._root)
+        self._owners = Owners(self._root, read_only=True)
+        self._pins = Pins(self._root, read_only=True)
         self._readings = Readings(self._catalogue, self._places, restore or partial(_restore, root))
         self._rows_pool = ThreadPoolExecutor(2, thread_name_prefix="stored-rows")  # what they read is in memory at once
         self._data_pool = ThreadPoolExecutor(2, thread_name_prefix="downloads")  # as many pages are in memory at once
@@ -110,7 +115,7 @@ class ActivationReader:
 
         def found() -> list[dict[str, Any]]:
             runs = self._catalogue.runs(self._readable(filter, account), limit, after)
-            return [run for run in runs if self._may_read(run["session_id"], account)]
+            return [described(run, self._nodes) for run in runs if self._may_read(run["session_id"], account)]
 
         return await self._found(None, found)  # type: ignore[no-any-return]
 
@@ -135,7 +140,9 @@ class ActivationReader:
         """
 
         def found() -> dict[str, Any] | None:
-            told = self._catalogue.session(session_id, limit, after)
+            if told := self._catalogue.session(session_id, limit, after):
+                told["runs"] = [described(run, self._nodes) for run in told["runs"]]
+                told["files"] = [described_file(file, self._nodes) for file in told["files"]]
             return told and self._told(told, self._pins.names(), account)
 
         return await self._found(None, self._of_session, session_id, account, found)  # type: ignore[no-any-return]
@@ -221,10 +228,14 @@ class ActivationReader:
             asyncio.get_running_loop().call_later(IDLE_S, self._readings.sweep)
 
     async def _found(self, pool: ThreadPoolExecutor | None, ask: Callable[..., Any], *args: Any) -> Any:
+        from deployments.activations.node_files import NodeAwayError
         from deployments.activations.places import DamagedError
 
         try:
             return await asyncio.get_running_loop().run_in_executor(pool, ask, *args)
+        except NodeAwayError as error:
+            code, status = ("file_gone", 410) if error.lost else ("node_away", 503)
+            raise RequestError(str(error), None, code, status) from error
         except OSError as error:
             raise explain(self._root, error) from error
         except DamagedError as error:
@@ -246,7 +257,6 @@ class ActivationReader:
         """The same runs, but for those that the account may not read."""
         if account.is_admin:
             return filter
-        self._owners.look()
         among, without = self._owners.readable(account)
         return filter._replace(among=among, without=without)
 

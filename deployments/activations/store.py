@@ -200,12 +200,8 @@ class ActivationStore(TakesRuns, KeepsFiles):
 
     async def _delete_elsewhere(self, session_id: str) -> list[str]:
         """Have nodes delete a session from their own directories; the names of those that do it when they come back."""
-        try:
-            nodes = await asyncio.to_thread(self._nodes.all)
-            waiting = await asyncio.to_thread(self._nodes.waiting, session_id)
-        except OSError as error:
-            raise explain(self._root, error) from error
-        asked = [(nodes[key], deletion) for key, deletions in waiting.items() for deletion in deletions]
+        nodes = await asyncio.to_thread(self._nodes.all)
+        asked = [(nodes[key], deletion) for key, deletion in await asyncio.to_thread(self._nodes.waiting, session_id)]
         done = await _all(self._deleted_on(node, deletion) for node, deletion in asked)
         for (node, _), said in zip(asked, done, strict=True):
             if isinstance(said, Exception):
@@ -294,12 +290,9 @@ class ActivationStore(TakesRuns, KeepsFiles):
         if not node.key:  # it may have stored runs before of which it had no time to tell
             await asyncio.to_thread(self._catalogue.look)
             return Reply(self._holds, {}, [], {})
-        try:
-            await asyncio.to_thread(self._nodes.join, node)
-            known = await asyncio.to_thread(self._catalogue.files_of, uri_of(node.key, ""))
-            deletions = await asyncio.to_thread(self._nodes.deletions, node.key)
-        except OSError as error:
-            raise explain(self._root, error) from error
+        await asyncio.to_thread(self._nodes.join, node)
+        known = await asyncio.to_thread(self._catalogue.files_of, uri_of(node.key, ""))
+        deletions = await asyncio.to_thread(self._nodes.deletions, node.key)
         if self._archive:
             self._archive.retry()
         return Reply(self._holds, {}, deletions, known)
@@ -316,12 +309,9 @@ class ActivationStore(TakesRuns, KeepsFiles):
         Raises:
             StoreError: The disk refuses.
         """
-        try:
-            if deleted:
-                await asyncio.to_thread(self._nodes.end_deletions, key, deleted)
-            waiting = await asyncio.to_thread(self._nodes.deletions, key) if key else []
-        except OSError as error:
-            raise explain(self._root, error) from error
+        if deleted:
+            await asyncio.to_thread(self._nodes.end_deletions, key, deleted)
+        waiting = await asyncio.to_thread(self._nodes.deletions, key) if key else []
         gone = {deletion.session_id for deletion in waiting}
         notes = [note for note in notes if note.session_id not in gone]
         refused = await asyncio.wrap_future(self._writing().note(notes, asked))

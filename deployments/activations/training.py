@@ -9,30 +9,13 @@ from typing import Any
 import numpy as np
 import torch
 from torch import distributed
-from torch.utils.data import Dataset, IterableDataset, get_worker_info
+from torch.utils.data import IterableDataset, get_worker_info
 
 from deployments.activations.facts import RunFacts
-from deployments.activations.row_index import Chosen, RowIndex, index_rows, place
+from deployments.activations.row_index import Chosen, index_rows, place
 from deployments.activations.row_reader import RowBatch, RowReader
 
 _PIECE = 256 << 10  # bytes of rows that stay together on their way into a window
-
-
-class _Rows:
-    """An index and its reader, which every process opens for itself."""
-
-    def __init__(self, index: RowIndex) -> None:
-        self.index = index
-        self._reader: RowReader | None = None
-
-    @property
-    def reader(self) -> RowReader:
-        if self._reader is None:
-            self._reader = RowReader(self.index)
-        return self._reader
-
-    def __getstate__(self) -> dict[str, Any]:
-        return {"index": self.index, "_reader": None}
 
 
 class ActivationRows(IterableDataset[RowBatch]):
@@ -87,7 +70,8 @@ class ActivationRows(IterableDataset[RowBatch]):
             raise ValueError(f"seed: {seed} is less than 0")
         self._rank, self._world_size = _place(rank, world_size)
         index = index_rows(source, points, session=session, runs=runs, tokens=tokens)
-        self._rows = _Rows(index)
+        self._index = index
+        self._reader: RowReader | None = None
         self._batch_size, self._shuffle, self._seed, self._drop_last = batch_size, shuffle, seed, drop_last
         self._window = max(1, window_bytes // index.row_bytes)
         self._piece = max(1, _PIECE // index.row_bytes)
@@ -97,22 +81,26 @@ class ActivationRows(IterableDataset[RowBatch]):
     @property
     def runs(self) -> list[RunFacts]:
         """What the runs are that `RowBatch.run` counts."""
-        return self._rows.index.runs
+        return self._index.runs
 
     def shape(self, point: str) -> tuple[int, ...]:
         """The shape of a row's value at a point."""
-        return self._rows.index.columns[point].shape
+        return self._index.columns[point].shape
 
     @property
     def rows(self) -> int:
         """Rows of an epoch, of all ranks together."""
-        return len(self._rows.index)
+        return len(self._index)
 
     def set_epoch(self, epoch: int) -> None:
         """Choose the order of the next iteration; without it every epoch has the same."""
         self._epoch.fill_(epoch)
 
+    def __getstate__(self) -> dict[str, Any]:
+        return {**self.__dict__, "_reader": None}  # each process opens the files for itself
+
     def __iter__(self) -> Iterator[RowBatch]:
+        reader = self._reader = self._reader or RowReader(self._index)
         worker = get_worker_info()
         workers = worker.num_workers if worker else 1
         share, shares = self._rank * workers + (worker.id if worker else 0), self._world_size * workers
@@ -121,14 +109,14 @@ class ActivationRows(IterableDataset[RowBatch]):
             end = first + self.rows // shares // self._batch_size * self._batch_size
         if not self._shuffle:
             for row in range(first, end, self._batch_size):
-                yield self._rows.reader.between(row, min(end, row + self._batch_size))
+                yield reader.between(row, min(end, row + self._batch_size))
             return
         for places in self._shuffled(first, end, share):
-            yield self._rows.reader.take(places)
+            yield reader.take(places)
 
     def _shuffled(self, first: int, end: int, share: int) -> Iterator[np.ndarray]:
         """The places of rows `first` to `end` once the pieces are in random order, batch by batch."""
-        begin, count = _pieces(self._rows.index.starts, self._piece)
+        begin, count = _pieces(self._index.starts, self._piece)
         epoch = int(self._epoch)
         order = np.random.default_rng([self._seed, epoch]).permutation(len(begin))  # the same in every share
         begin, count = _cut(begin[order], count[order], first, end)
@@ -144,58 +132,6 @@ class ActivationRows(IterableDataset[RowBatch]):
             for row in range(0, full, self._batch_size):
                 yield held[row : min(full, row + self._batch_size)]
             held = held[full:]
-
-
-class ActivationDataset(Dataset[RowBatch]):
-    """Rows by their numbers, for samplers of one's own: item `i` is a row, item `[i, j, ...]` a batch.
-
-    A row's tensors are without the first axis; `DataLoader(dataset, batch_size=32, shuffle=True)` puts them together.
-    Batches are read at once, and so much faster, with `DataLoader(dataset, sampler=BatchSampler(...),
-    batch_size=None)`.
-
-    Args:
-        source: A store's or session's directory, or one file, as a path or `file://` URI; or the id of a run.
-        points: The points each row is to have; runs that did not record them all are left out.
-        session: This session's runs alone.
-        runs: These runs alone.
-        tokens: `"prompt"`, `"generated"` or `"all"`.
-
-    Raises:
-        ValueError: As `index_rows` says.
-        FileNotFoundError: There is no such source or session.
-    """
-
-    def __init__(
-        self,
-        source: str | os.PathLike[str],
-        points: Sequence[str],
-        *,
-        session: str | None = None,
-        runs: Collection[str] | None = None,
-        tokens: Chosen = "all",
-    ) -> None:
-        self._rows = _Rows(index_rows(source, points, session=session, runs=runs, tokens=tokens))
-
-    @property
-    def runs(self) -> list[RunFacts]:
-        """What the runs are that `RowBatch.run` counts."""
-        return self._rows.index.runs
-
-    def __len__(self) -> int:
-        return len(self._rows.index)
-
-    def __getitem__(self, index: int | Sequence[int]) -> RowBatch:
-        wanted = np.atleast_1d(np.asarray(index))
-        if wanted.ndim != 1 or not np.issubdtype(wanted.dtype, np.integer):
-            raise TypeError(f"a row is named by an integer, several by a list of them, not by {index!r}")
-        rows = np.where(wanted < 0, wanted + len(self), wanted).astype(np.int64)
-        if ((rows < 0) | (rows >= len(self))).any():
-            raise IndexError(f"there are {len(self)} rows: no row {index}")
-        batch = self._rows.reader.take(self._rows.index.places(rows))
-        if np.ndim(index):
-            return batch
-        points = {name: value[0] for name, value in batch.points.items()}
-        return RowBatch(points, batch.token_id[0], batch.position[0], batch.generated[0], batch.run[0])
 
 
 def _place(rank: int | None, world_size: int | None) -> tuple[int, int]:

@@ -238,12 +238,14 @@ class Bucket(NamedTuple):
 def bucket(server, request, monkeypatch) -> Iterator[Bucket]:
     """A directory in a new bucket."""
     monkeypatch.setenv("AWS_EC2_METADATA_DISABLED", "true")
+    monkeypatch.setenv("AWS_ACCESS_KEY_ID", "key")
+    monkeypatch.setenv("AWS_SECRET_ACCESS_KEY", "secret")
     monkeypatch.setattr(places, "ATTEMPTS", 2)  # pauses grow
     name = f"bucket-{abs(hash(request.node.name))}"
     settings = f"endpoint_override=127.0.0.1:{server.port}&scheme=http&region=us-east-1&allow_bucket_creation=true"
 
     def uri(path: str) -> str:
-        return f"s3://key:secret@{name}/a%20store/{path}?{settings}"
+        return f"s3://{name}/a%20store/{path}?{settings}"
 
     place = places.place_of(uri(""))
     place.fs.create_dir(name)

@@ -17,6 +17,7 @@ from deployments.activations.__main__ import FORMATS, main
 from deployments.activations.catalogue import Catalogue
 from deployments.activations.encodings import as_arrow
 from deployments.activations.exports import Format
+from deployments.activations.pins import Pins
 from deployments.activations.printing import size
 from deployments.activations.segments import is_sealed, messages, whole_runs
 from deployments.activations.selecting import Wanted, shards
@@ -68,6 +69,8 @@ def test_sessions_are_listed_with_what_they_take(say, store):
     assert status == 0
     assert heads.split() == ["session", "runs", "tokens", "size", "updated", "pinned", "models"]
     assert row.split()[:3] == ["session", "3", "10"]
+    Pins(store).set("session", True)
+    assert re.search(" pinned +model$", say("ls")[1])
     assert re.search(r"\d+\.\d KiB  2025-11-\d\d \d\d:\d\d:\d\d[+-]\d\d:\d\d  - +model$", row)
 
 
@@ -157,7 +160,6 @@ def test_an_export_says_what_it_wrote_and_refuses_to_overwrite(say, tmp_path):
         ("export", "to", "--format", "pt", "--session", "never"),
         ("export", "to", "--format", "pt", "--points", "nothing"),
         ("verify", "never"),
-        ("rm", "never", "--yes"),
         ("pull", "example.org", "session"),
         ("pull", "http://127.0.0.1:9", "other"),
         ("pull", "http://127.0.0.1:9", "session"),
@@ -170,20 +172,10 @@ def test_what_cannot_be_done_is_one_line_and_status_1(say, args):
 
 
 def test_a_store_that_is_not_there_is_named(say, tmp_path):
-    for command in (("ls",), ("show", "s"), ("verify",), ("rm", "s"), ("export", "x", "--format", "pt")):
+    for command in (("ls",), ("show", "s"), ("verify",), ("export", "x", "--format", "pt")):
         status, _, complaint = say(*command, dir=tmp_path / "none")
         assert status == 1
         assert str(tmp_path / "none") in complaint
-
-
-def test_a_session_is_deleted_only_where_that_is_confirmed(say, store):
-    status, _, complaint = say("rm", "session")
-    assert status == 1
-    assert "--yes" in complaint
-    assert "DELETE /v1/activations/session/session" in complaint
-    assert len(list((store / "session").iterdir())) == 2
-    assert say("rm", "session", "--yes")[0] == 0
-    assert list(store.iterdir()) == []
 
 
 def test_whole_files_are_said_to_be_whole(say):

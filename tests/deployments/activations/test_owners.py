@@ -15,10 +15,10 @@ from deployments.activations.accounts import OPERATOR, Account
 from deployments.activations.downloads import Choice
 from deployments.activations.facts import StoreError
 from deployments.activations.filters import EVERYTHING
-from deployments.activations.owners import FOLDER, Owners
-from deployments.activations.profile_files import ProfileFiles
+from deployments.activations.owners import Owners
 from deployments.activations.retention import Retention
 from deployments.activations.store import ActivationStore
+from deployments.activations.stored_profiles import StoredProfiles
 from deployments.activations.tensor_files import TensorFiles
 from deployments.errors import RequestError
 from deployments.points.profiles import Profile
@@ -165,7 +165,7 @@ def test_a_shared_session_is_for_everybody_to_read_and_its_owners_to_change(stor
 def test_what_was_recorded_without_keys_is_admins_unless_the_operator_shares_it(stored):
     stored.record("old", OPERATOR)
     stored.record("mine", ALICE)
-    assert not list(stored.root.glob(f"{FOLDER}/old"))
+    assert Owners(stored.root).of("old") is None
     assert [stored.listed(account) for account in (BOB, GUEST, ADMIN)] == [[], ["old"], ["mine", "old"]]
     assert stored.session("old", account=BOB) is None
     assert stored.session("old", account=GUEST)["owner"] is None
@@ -244,27 +244,7 @@ def test_a_full_store_evicts_the_sessions_of_the_runs_owner_alone(stored):
         stored.record("r1", ADMIN)
     stored.record("new", OPERATOR)
     assert stored.listed(OPERATOR) == ["a2", "b1", "new"]
-    assert [item.name for item in sorted((stored.root / FOLDER).iterdir())] == ["a2", "b1", "r1"]
-
-
-def test_a_record_that_cannot_be_read_is_admins(stored):
-    stored.record("s", ALICE)
-    (stored.root / FOLDER / "s").write_text("[")
-    stored.restart()
-    assert [stored.listed(account) for account in (ALICE, GUEST, ADMIN)] == [[], [], ["s"]]
-    assert refused(stored.claim, "s", ALICE)[0] == 403
-
-
-def test_another_server_on_the_directory_sees_who_claimed_a_session(tmp_path):
-    one, other = Owners(tmp_path), Owners(tmp_path)
-    one.claim("s", ALICE, set, None)
-    assert refused(other.claim, "s", BOB, set, None)[0] == 403
-    one.claim("t", ALICE, set, None)
-    other.look()
-    assert other.readable(ALICE) == (("s", "t"), ())
-    one.forget("s")
-    other.look()
-    assert other.claim("s", BOB, set, None)
+    assert sorted(Owners(stored.root).all()) == ["a2", "b1", "r1"]
 
 
 # ---- tensors and profiles
@@ -307,11 +287,11 @@ def profile(name="calm", **fields):
 
 
 def test_two_keys_may_both_have_a_profile_of_one_name(tmp_path):
-    files = ProfileFiles(tmp_path)
+    files = StoredProfiles(tmp_path)
     for account in (ALICE, BOB):
         files.put(profile(description=account.owner), account)
     files.put(profile("only"), BOB)
-    for found in (files, ProfileFiles(tmp_path)):
+    for found in (files, StoredProfiles(tmp_path)):
         assert [found.get("calm", account)["description"] for account in (ALICE, BOB)] == ["alice", "bob"]
         assert [one["name"] for one in found.list(10, None, ALICE)] == ["calm"]
         assert found.get("only", ALICE) is None
@@ -329,7 +309,7 @@ def test_two_keys_may_both_have_a_profile_of_one_name(tmp_path):
 
 
 def test_a_default_is_an_admins_and_everybody_reads_it_by_name_behind_their_own(tmp_path):
-    files = ProfileFiles(tmp_path)
+    files = StoredProfiles(tmp_path)
     files.put(profile(model="m", default=True, description="default"), ADMIN)
     assert files.get("calm", ALICE)["description"] == "default"
     assert not files.delete("calm", ALICE)
@@ -343,7 +323,7 @@ def test_a_default_is_an_admins_and_everybody_reads_it_by_name_behind_their_own(
 
 
 def test_one_owners_profiles_leave_room_for_anothers(tmp_path):
-    files = ProfileFiles(tmp_path)
+    files = StoredProfiles(tmp_path)
     for name in ("a", "b"):
         files.put(profile(name), ALICE, 2)
     files.put(profile("a", description="changed"), ALICE, 2)
@@ -352,22 +332,3 @@ def test_one_owners_profiles_leave_room_for_anothers(tmp_path):
         for name in ("a", "b"):
             files.put(profile(name), account, 2)
     files.put(profile("c"), ADMIN, 2)
-
-
-def test_of_two_servers_on_one_directory_each_sees_what_the_other_claims_shares_and_deletes(tmp_path):
-    one, other = Owners(tmp_path), Owners(tmp_path)
-    one.claim("s", ALICE, set, None)
-    assert other.of("s").owner == "alice"
-    one.share("s", True)
-    assert other.of("s").shared
-    one.forget("s")
-    one.claim("s", BOB, set, None)
-    assert other.of("s").owner == "bob"
-    other.look()
-    assert other.limited("bob") == {"s"}
-    assert other.limited("alice") == set()
-    one.forget("s")
-    assert other.of("s") is None
-    one.claim("t", ALICE, set, None)
-    other.forget("t")
-    assert one.of("t") is None

@@ -15,13 +15,13 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from torch.utils.data import BatchSampler, DataLoader, RandomSampler
+from torch.utils.data import DataLoader
 
 from deployments.activations import training
 from deployments.activations.catalogue import Catalogue
 from deployments.activations.row_index import index_rows
 from deployments.activations.selecting import shards
-from deployments.activations.training import ActivationDataset, ActivationRows
+from deployments.activations.training import ActivationRows
 from deployments.activations.writer import Writer
 from deployments.errors import RequestError
 from deployments.points.patterns import Patterns
@@ -207,29 +207,11 @@ def test_only_what_is_asked_for_comes(session):
     assert rows.rows == 2
 
 
-def test_a_dataset_takes_the_loaders_own_samplers(session):
-    dataset = ActivationDataset(session, [POINT])
-    assert len(dataset) == 1200
-    assert dataset[41].points[POINT].tolist() == [1.0] * 4
-    assert dataset[-1].position == 39
-    assert dataset[[5, 1199]].run.tolist() == [0, 29]
-    everything = sorted((run, position) for run in range(30) for position in range(40))
-    assert sorted(order(DataLoader(dataset, batch_size=32, shuffle=True))) == everything
-    sampler = BatchSampler(RandomSampler(dataset), 32, drop_last=False)
-    assert sorted(order(DataLoader(dataset, sampler=sampler, batch_size=None))) == everything
-    for wrong in (1200, -1201, [0, 1200]):
-        with pytest.raises(IndexError, match="there are 1200 rows"):
-            dataset[wrong]
-    for wrong in (torch.tensor([True, False]), [0.5], [[0, 1], [2, 3]], []):
-        with pytest.raises(TypeError, match="a row is named by an integer, several by a list of them"):
-            dataset[wrong]
-
-
-def test_threads_that_share_a_dataset_never_share_a_batchs_memory(session):
-    dataset, places = ActivationDataset(session, [POINT]), list[int]()
+def test_threads_that_share_a_reader_never_share_a_batchs_memory(session):
+    reader, places = training.RowReader(index_rows(session, [POINT])), list[int]()
 
     def take():
-        places.append(dataset[[3, 5]].points[POINT].data_ptr())
+        places.append(reader.between(3, 5).points[POINT].data_ptr())
 
     take()
     thread = threading.Thread(target=take)
