@@ -46,13 +46,15 @@ class NodeWriter(TakesRuns):
         root: The store's directory.
         store: The store's handle.
         archive: The URI of the bucket that the store archives to, if any.
+        ray_id: The node's id in Ray.
+        address: Its address in the cluster.
     """
 
-    def __init__(self, root: str, store: Any, archive: str | None) -> None:
+    def __init__(self, root: str, store: Any, archive: str | None, ray_id: str, address: str) -> None:
         from deployments.activations.permissions import restrict
 
         self._store = store
-        self._archive = archive
+        self._archive, self._ray_id, self._address = archive, ray_id, address
         self._asked, self._root = root, Path(root).resolve()
         self._fences = OrderedDict[str, None]()  # of deleted sessions, the oldest first
         self._opening = asyncio.Lock()
@@ -174,6 +176,14 @@ class NodeWriter(TakesRuns):
         await asyncio.to_thread(path.unlink, missing_ok=True)
         await asyncio.to_thread(self._catalogue.look)
 
+    def close(self) -> None:
+        """End; what was not told yet is when the writer starts again."""
+        if self._opened:
+            self._teller.close()
+            self._writer.close()
+            if self._catalogue is not None:
+                self._catalogue.close()
+
     # ---- opening
 
     async def _home(self) -> Home:
@@ -216,7 +226,6 @@ class NodeWriter(TakesRuns):
     def _open_own(self) -> None:
         """Open a directory of the node's own, as the store opens its."""
         from deployments.activations.catalogue import Catalogue
-        from deployments.activations.node_files import serve_segments
         from deployments.activations.opening import open_directory
         from deployments.activations.small_files import write
 
@@ -227,7 +236,13 @@ class NodeWriter(TakesRuns):
             raise explain(self._root, error) from error
         self._catalogue = Catalogue.rebuild(self._root)
         self._open(key, self._catalogue)
-        serve_segments(self._asked, self._node.ray_id)
+        self._serve()
+
+    def _serve(self) -> None:
+        """Have others read the node's segments."""
+        from deployments.activations.node_files import serve_segments
+
+        serve_segments(self._asked, self._ray_id)
 
     def _open_shared(self) -> None:
         self._open("", _Shared())
@@ -238,9 +253,7 @@ class NodeWriter(TakesRuns):
         from deployments.activations.telling import Teller
         from deployments.activations.writer import Writer
 
-        ray_id = ray.get_runtime_context().get_node_id()
-        address = ray.util.get_node_ip_address()  # type: ignore[no-untyped-call]
-        self._node = Node(key, address, str(self._root), ray_id)
+        self._node = Node(key, self._address, str(self._root), self._ray_id)
         self._begin_writer = functools.partial(Writer, self._root, catalogue)
         self._writer = self._begin_writer()
         self._room = Room(self._root, lambda session_id, size: self._writing().check_quotas(session_id, size))

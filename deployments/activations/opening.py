@@ -34,10 +34,10 @@ def open_directory(root: Path) -> str:
     make_root(root)
     _check_alone(root)
     recover(root, sealed_files(root))
-    return _mark(root)
+    return mark(root)
 
 
-def _mark(root: Path) -> str:
+def mark(root: Path) -> str:
     """What tells a store's directory from any other, also from another node; made if it is missing.
 
     A disk that refuses it leaves one that no other node finds: then other nodes keep directories of their own.

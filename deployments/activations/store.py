@@ -120,7 +120,7 @@ class ActivationStore(TakesRuns, KeepsFiles):
     def _begin_writer(self) -> Writer:
         from deployments.activations.writer import Writer
 
-        parts = {"owners": self._owners, "archive": self._archive, "nodes": self._nodes}
+        parts: dict[str, Any] = {"owners": self._owners, "archive": self._archive, "nodes": self._nodes}
         writer = Writer(self._root, self._catalogue, **parts, **self._options)
         writer.retain(self._limits)
         return writer

@@ -151,10 +151,12 @@ def connect_writer(root: str, store: Any, archive: str | None = None) -> Any:
     Raises:
         StoreError: The node cannot keep runs; the message says what to do.
     """
-    node = ray.get_runtime_context().get_node_id()
-    if node == _head():
+    own = ray.get_runtime_context().get_node_id()
+    nodes: list[dict[str, Any]] = ray.nodes()  # type: ignore[no-untyped-call]
+    node = next(node for node in nodes if node["NodeID"] == own)
+    if "node:__internal_head__" in node["Resources"]:  # where the store is
         return store
-    writer = _writer_of(root, store, node, archive)
+    writer = _writer_of(root, store, archive, own, node["NodeManagerAddress"])
     try:
         ray.get(writer.ready.remote(), timeout=_READY_S)
     except ray.exceptions.RayTaskError as error:
@@ -166,12 +168,7 @@ def connect_writer(root: str, store: Any, archive: str | None = None) -> Any:
     return writer
 
 
-def _head() -> str:
-    """The id of the head node, on which the store runs."""
-    return next((node["NodeID"] for node in ray.nodes() if "node:__internal_head__" in node["Resources"]), "")  # type: ignore[no-untyped-call]
-
-
-def _writer_of(root: str, store: Any, node: str, archive: str | None) -> Any:
+def _writer_of(root: str, store: Any, archive: str | None, node: str, address: str) -> Any:
     from deployments.activations.node_writer import NodeWriter
 
     return (
@@ -186,7 +183,7 @@ def _writer_of(root: str, store: Any, node: str, archive: str | None) -> Any:
             num_cpus=0,
             scheduling_strategy=NodeAffinitySchedulingStrategy(node, soft=False),
         )
-        .remote(root, store, archive)
+        .remote(root, store, archive, node, address)
     )
 
 

@@ -16,13 +16,13 @@ from deployments.activations import archive, places, runs
 from deployments.activations.archive import Archive
 from deployments.activations.catalogue import Catalogue
 from deployments.activations.facts import RunFacts, ShardFacts, StoredRun
+from deployments.activations.opening import mark
 from deployments.activations.owners import Owners
 from deployments.activations.places import Place
 from deployments.activations.reads_runs import ActivationReader
 from deployments.activations.recovering import make_root, recover
 from deployments.activations.schema import to_batch
 from deployments.activations.store import ActivationStore
-from deployments.activations.taking import mark
 from deployments.activations.writer import Writer
 
 sys.path.append(str(Path(__file__).parent))  # importlib mode adds no folder; helpers stand beside this file
@@ -67,7 +67,8 @@ def _reader_of(store: ActivationStore) -> ActivationReader:
     """The reader of a store that is in this process."""
     archive = store._archive
     reader = ActivationReader(store._asked, ask=store._catalogue.query, restore=archive and archive.restore)
-    reader._places[:] = [archive.place] if archive else []  # whose URI, with its settings, is not kept
+    reader._places[1:] = [archive.place] if archive else []  # whose URI, with its settings, is not kept
+    reader._places[0]._bucket = archive and archive.place
     reader._catalogue.archives = archive is not None
     return reader
 

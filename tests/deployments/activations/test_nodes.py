@@ -1,9 +1,10 @@
-"""Several writers, on several nodes, below one root."""
+"""Writers on several nodes: into the store's directory, or into directories of their own."""
 
 from __future__ import annotations
 
 import asyncio
 import os
+import pickle
 import subprocess
 import sys
 import threading
@@ -14,12 +15,13 @@ import torch
 
 from deployments.activations import load, runs
 from deployments.activations.accounts import Account
-from deployments.activations.claims import Claims
-from deployments.activations.entries import RunName
 from deployments.activations.facts import StoreError, names_a_session
+from deployments.activations.node_writer import NodeWriter
+from deployments.activations.nodes import node_of
+from deployments.activations.opening import mark
 from deployments.activations.retention import Retention
 from deployments.activations.store import ActivationStore
-from deployments.activations.taking import NodeWriter
+from deployments.activations.taking import Home
 from deployments.errors import RequestError
 
 ROOT = Path(__file__).parents[3]
@@ -35,7 +37,7 @@ def test_each_node_writes_files_of_its_own_and_the_store_knows_them_all(tmp_path
         [sys.executable, script, str(tmp_path)], env=env, capture_output=True, text=True, timeout=300, cwd=ROOT
     )
     assert done.returncode == 0, done.stdout + done.stderr
-    assert len([line for line in done.stdout.splitlines() if line.startswith(("both", "a "))]) == 5
+    assert len([line for line in done.stdout.splitlines() if line.startswith(("both", "a "))]) == 4
 
 
 # ---- a store and a node's writer in one process, which call each other as over Ray
@@ -58,73 +60,86 @@ class Method:
     def __init__(self, call):
         self.remote = call
 
-    def options(self, **_):
-        return self
+
+class Handle:
+    """An actor's handle. While `reached` is not set, nobody answers."""
+
+    def __init__(self, nodes, actor):
+        self._nodes, self._actor = nodes, actor
+        self.reached = threading.Event()
+        self.reached.set()
+
+    def __getattr__(self, name):
+        return Method(lambda *args: Call(self._nodes.begin(self._of(name, *args))))
+
+    async def _of(self, name, *args):
+        if not self.reached.is_set():
+            raise TimeoutError("nobody answers")
+        if name == "place":  # without Ray
+            return Home("head", mark(self._nodes.root), "")
+        return await getattr(self._actor(), name)(*args)
+
+
+class Writer(NodeWriter):
+    def _serve(self):
+        """Nobody reads the node's segments in these tests."""
 
 
 class Nodes:
-    """A store, here, and a writer of another node, there. What it tells waits while `may_tell` is not set."""
+    """A store, here, and the writer of another node, there, whose directory is its own or the store's."""
 
-    def __init__(self, root, reader_of):
-        self.root, self._reader_of = root, reader_of
+    def __init__(self, here, there, reader_of):
+        self.root, self.there_root, self._reader_of = here, there, reader_of
         self._loop = asyncio.new_event_loop()
         self._thread = threading.Thread(target=self._loop.run_forever, daemon=True)
         self._thread.start()
-        self.may_tell = threading.Event()
-        self.may_tell.set()
-        self.told = []
-        self.here = ActivationStore(str(root))
-        self.there = NodeWriter(str(root), self)
+        self.here = ActivationStore(str(here))
+        self.store = Handle(self, lambda: self.here)
+        self.writer = Handle(self, lambda: self.there)
+        self.there = self.open_there()
 
-    def __getattr__(self, name):
-        return Method(lambda *args: Call(self._begin(self._note(*args) if name == "note" else self._of(name, *args))))
+    def open_there(self):
+        async def opened():
+            return Writer(str(self.there_root), self.store, None, "ray-id", "10.0.0.2")
 
-    async def _of(self, name, *args):
-        return await getattr(self.here, name)(*args)
+        return self.ask(opened())
 
-    async def _note(self, *args):
-        await asyncio.to_thread(self.may_tell.wait)
-        self.told.append(args)
-        await self.here.note(*args)
-
-    def _begin(self, made):
+    def begin(self, made):
         return asyncio.run_coroutine_threadsafe(made, self._loop)
 
     def ask(self, made):
-        return self._begin(made).result(60)
+        return self.begin(made).result(60)
 
-    def append(self, made, part, most=0, where=None, fence=None):
+    def append(self, made, part, fence=None):
+        return self.ask(self.there.append(*made.facts_and_id, part, [Given(made.batches[part])], 0, fence))
+
+    def store_run(self, made, part=0, where=None, fence=None):
         where = where or self.there
-        return self.ask(where.append(*made.facts_and_id, part, [_given(made.batches[part])], most, fence))
-
-    def begin_store(self, made, part=0, where=None, fence=None):
-        where = where or self.there
-        return self._begin(where.write(made.facts, [_given(batch) for batch in made.batches[part:]], part, fence))
-
-    def store(self, made, part=0, where=None, fence=None):
-        return self.begin_store(made, part, where, fence).result(60)
+        return self.ask(where.write(made.facts, [Given(batch) for batch in made.batches[part:]], part, fence))
 
     def keep(self, now=None, **limits):
         return self.ask(self.here.retain(Retention(**limits), now))
 
-    def start_again(self):
+    def start_store_again(self):
         """The store was killed, and comes back by itself."""
         self.here._writer.close()
         self.here._catalogue.close()
         self.here = ActivationStore(str(self.root))
 
+    def start_node_again(self):
+        self.there.close()
+        self.there = self.open_there()
+
     def session(self, session_id):
         return self.ask(self._reader_of(self.here).session(session_id))
 
-    def sessions(self):
-        return sorted(item.name for item in self.root.iterdir() if names_a_session(item.name))
-
-    def on_disk(self):
-        return sum(file.stat().st_size for file in self.root.glob("*/*.arrow"))
+    def listed(self, session_id="session"):
+        found = self.session(session_id)
+        return [run["run_id"] for run in found["runs"]] if found else []
 
     def close(self):
-        self.may_tell.set()
-        self.there._writer.close()
+        self.store.reached.set()
+        self.there.close()
         self.here._writer.close()
         self.here._catalogue.close()
         self._loop.call_soon_threadsafe(self._loop.stop)
@@ -133,20 +148,34 @@ class Nodes:
         self._loop.close()
 
 
-async def _given(batch):
-    return batch
+class Given:
+    """A batch, as a reference of Ray's gives it."""
+
+    def __init__(self, batch):
+        self._batch = batch
+
+    def __await__(self):
+        return self._batch
+        yield
 
 
-@pytest.fixture
-def nodes(tmp_path, reader_of, monkeypatch):
-    nodes = Nodes(tmp_path, reader_of)
-    handle = type("Handle", (), {})()
-    for name in ("hold", "release"):
-        call = getattr(nodes.there, name)
-        setattr(handle, name, Method(lambda *args, call=call: Call(nodes._begin(call(*args)))))
-    monkeypatch.setattr("deployments.activations.store.node_writers", lambda root: [handle])
+@pytest.fixture(params=["own", "shared"])
+def nodes(request, tmp_path, reader_of, monkeypatch):
+    here = tmp_path / "here"
+    nodes = Nodes(here, here if request.param == "shared" else tmp_path / "there", reader_of)
+    monkeypatch.setattr("deployments.activations.store.node_writers", lambda root: [nodes.writer])
+    monkeypatch.setattr("deployments.activations.store.writer_on", lambda root, node: nodes.writer)
+    monkeypatch.setattr(
+        "deployments.activations.nodes.Nodes.is_alive", lambda self, node: nodes.writer.reached.is_set()
+    )
+    monkeypatch.setattr("deployments.activations.telling.PAUSE_S", (0.05, 0.05))
+    monkeypatch.setattr("deployments.activations.telling.BEAT_S", 0.05)
+    monkeypatch.setattr("deployments.activations.node_writer._JOIN_S", 1.0)
     yield nodes
     nodes.close()
+
+
+only_own = pytest.mark.parametrize("nodes", ["own"], indirect=True)
 
 
 class Big:
@@ -164,125 +193,162 @@ def big(make):
     return lambda run, session="session", created=1.0: Big(make, run, session, created)
 
 
-def test_runs_of_another_node_make_room_as_those_of_the_stores_own_do(nodes, big):
-    nodes.keep(max_store_bytes=3 * RUN + RUN // 2, delete_oldest=True)
-    for number in range(8):
-        nodes.store(big(f"r{number}", f"s{number}", float(number)))
-    assert nodes.sessions() == ["s5", "s6", "s7"]
-    assert nodes.here._writer._pool.used() == nodes.on_disk()
+def test_a_run_is_written_where_it_is_made_and_listed_by_the_store(nodes, big, eventually):
+    made = big("r")
+    stored = nodes.store_run(made)
+    eventually(nodes.listed, lambda found: found == ["r"])
+    assert torch.equal(load(stored.points[POINT].uri, "r")[POINT], made.points[POINT])
+    [run] = nodes.session("session")["runs"]
+    assert run["points"][POINT]["uri"] == stored.points[POINT].uri
+    if nodes.there_root == nodes.root:
+        assert (stored.node, run.get("node")) == (None, None)
+        return
+    assert not [item.name for item in nodes.root.iterdir() if names_a_session(item.name)]
+    assert stored.node == run["node"] == "10.0.0.2"
+    assert run["available"]
+    nodes.writer.reached.clear()
+    assert not nodes.session("session")["runs"][0]["available"]
 
 
-def test_a_long_run_of_another_node_is_refused_at_the_part_that_is_too_much_and_its_room_is_free_again(nodes, big):
-    nodes.keep(max_store_bytes=7 * RUN // 4)
-    first, second = big("first"), big("second", "other")
-    for part in range(3):
-        nodes.append(first, part)
-        nodes.append(second, part)
-    with pytest.raises(StoreError, match="store's quota"):
-        nodes.append(first, 3)
-    nodes.ask(nodes.there.abandon("session", "first"))
-    assert nodes.store(second, 3).run_id == "second"
-    nodes.ask(nodes.here.check_room("more", RUN // 2))
-    assert [run.run_id for run in runs(nodes.root / "other")] == ["second"]
+def test_runs_are_stored_while_the_store_is_away_and_listed_when_it_is_back(nodes, big, eventually):
+    nodes.store_run(big("a"))
+    eventually(nodes.listed, lambda found: found == ["a"])
+    nodes.store.reached.clear()
+    for name in "bcd":
+        nodes.store_run(big(name))
+    nodes.start_store_again()
+    nodes.store.reached.set()
+    eventually(lambda: sorted(nodes.listed()), lambda found: found == ["a", "b", "c", "d"])
+
+
+def test_a_writer_that_starts_again_tells_what_it_had_not_told(nodes, big, eventually):
+    nodes.store_run(big("a"))
+    eventually(nodes.listed, lambda found: found == ["a"])
+    nodes.store.reached.clear()
+    nodes.store_run(big("b"))
+    nodes.there.close()
+    nodes.store.reached.set()
+    nodes.there = nodes.open_there()
+    nodes.store_run(big("c"))
+    eventually(lambda: sorted(nodes.listed()), lambda found: found == ["a", "b", "c"])
+
+
+@only_own
+def test_a_node_with_its_own_directory_starts_and_stores_without_the_store(nodes, big, eventually):
+    nodes.store_run(big("a"))
+    nodes.store.reached.clear()
+    nodes.start_node_again()
+    nodes.store_run(big("b"))
+    nodes.store.reached.set()
+    eventually(lambda: sorted(nodes.listed()), lambda found: found == ["a", "b"])
 
 
 @pytest.mark.parametrize("parts", [0, 2])
-def test_a_late_run_of_another_node_does_not_become_part_of_a_session_that_another_key_claims(nodes, big, parts):
+def test_a_late_run_of_another_node_does_not_become_part_of_a_session_that_another_key_claims(
+    nodes, big, parts, eventually
+):
     alice, bob = Account("alice", is_admin=False), Account("bob", is_admin=False)
     late, other = big("late"), big("other")
     fence = nodes.ask(nodes.here.claim("session", alice))
     for part in range(parts):
         nodes.append(late, part, fence=fence)
-    nodes.store(big("first"), fence=fence)
-    assert nodes.ask(nodes.here.delete("session", alice))
-    nodes.store(other, fence=nodes.ask(nodes.here.claim("session", bob)))
+    nodes.store_run(big("first"), fence=fence)
+    eventually(nodes.listed, lambda found: found == ["first"])
+    assert nodes.ask(nodes.here.delete("session", alice)).away == ()
+    nodes.store_run(other, fence=nodes.ask(nodes.here.claim("session", bob)))
     with pytest.raises(StoreError, match="deleted"):
-        nodes.store(late, parts, fence=fence)
-    assert [run.run_id for run in runs(nodes.root / "session")] == ["other"]
+        nodes.store_run(late, parts, fence=fence)
+    assert [run.run_id for run in runs(nodes.there_root / "session")] == ["other"]
+    eventually(nodes.listed, lambda found: found == ["other"])
 
 
-def test_a_run_that_the_store_admitted_before_its_session_was_deleted_is_not_written_behind_that(
-    nodes, big, monkeypatch
-):
-    alice, bob = Account("alice", is_admin=False), Account("bob", is_admin=False)
-    fence = nodes.ask(nodes.here.claim("session", alice))
-    nodes.store(big("first"), fence=fence)
-    make_room = nodes.here.make_room
-
-    async def then_deleted(*args):
-        await make_room(*args)
-        monkeypatch.setattr(nodes.here, "make_room", make_room)
-        await nodes.here.delete("session", alice)
-        await nodes.here.claim("session", bob)
-
-    monkeypatch.setattr(nodes.here, "make_room", then_deleted)
-    with pytest.raises(StoreError, match="deleted"):
-        nodes.store(big("late"), fence=fence)
-    assert nodes.sessions() == []
+@only_own
+def test_a_node_that_was_away_deletes_before_it_lists(nodes, big, eventually):
+    nodes.store_run(big("a"))
+    nodes.store_run(big("kept", "other"))
+    eventually(lambda: nodes.listed() + nodes.listed("other"), lambda found: found == ["a", "kept"])
+    nodes.there.close()
+    nodes.writer.reached.clear()
+    assert nodes.ask(nodes.here.delete("session")).away == ("10.0.0.2",)
+    assert nodes.session("session") is None
+    assert (nodes.there_root / "session").exists()
+    nodes.writer.reached.set()
+    nodes.there = nodes.open_there()
+    nodes.store_run(big("again"))
+    eventually(nodes.listed, lambda found: found == ["again"])
+    assert [run.run_id for run in runs(nodes.there_root / "session")] == ["again"]
+    assert nodes.listed("other") == ["kept"]
 
 
-def test_room_is_kept_for_a_run_until_nothing_is_heard_of_it_for_the_lease():
-    name = RunName("session", "r")
-    for lease_s, used in ((900.0, 7), (0.0, 0)):
-        claims = Claims(lease_s)
-        claims.put(name, 3)
-        claims.put(name, 7)
-        assert (claims.used(), claims.used("session"), claims.used("other"), claims.of(name)) == (used, used, 0, used)
-        assert claims.sessions() == ({"session"} if used else set())
-        claims.end(name)
-        assert claims.used() == 0
+@only_own
+def test_a_session_that_is_too_old_stays_where_a_node_has_a_later_run_of_it(nodes, big, eventually):
+    nodes.store_run(big("old"))
+    eventually(nodes.listed, lambda found: found == ["old"])
+    nodes.store.reached.clear()
+    nodes.store_run(big("new", created=1e10))
+    assert nodes.keep(max_session_age_s=60) == ["session"]  # by what is known here
+    nodes.store.reached.set()
+    eventually(lambda: sorted(nodes.listed()), lambda found: found == ["new", "old"])
 
 
-def test_a_session_is_not_deleted_for_its_age_while_a_run_of_another_node_is_on_its_way(nodes, big):
-    old, long = big("old"), big("long")
-    nodes.store(old)
-    for part in range(3):
-        nodes.append(long, part)
-        assert nodes.keep(max_session_age_s=60) == []
-    nodes.may_tell.clear()
-    stored = nodes.begin_store(long, 3)
-    assert nodes.keep(max_session_age_s=60) == []
-    nodes.may_tell.set()
-    uri = stored.result(60).points[POINT].uri
-    assert torch.equal(load(uri, "long")[POINT], long.points[POINT])
-    assert nodes.keep(max_session_age_s=60) == ["session"]
-    again = big("again")
-    assert torch.equal(load(nodes.store(again).points[POINT].uri, "again")[POINT], again.points[POINT])
+def test_a_node_hears_that_a_quota_is_reached_and_that_there_is_room_again(nodes, big, eventually):
+    nodes.keep(max_store_bytes=2 * RUN)
+    nodes.store_run(big("a"))
+    nodes.store_run(big("b"))
+
+    def refused():
+        try:
+            nodes.ask(nodes.there.check_room("session", 1))
+        except StoreError as error:
+            return str(error)
+        return ""
+
+    assert "store's quota" in eventually(refused)
+    with pytest.raises(StoreError, match="store's quota"):
+        nodes.store_run(big("c"))
+    assert nodes.ask(nodes.here.delete("session"))
+    eventually(refused, lambda said: not said)
+    nodes.store_run(big("d"))
+    eventually(nodes.listed, lambda found: found == ["d"])
 
 
-def test_a_store_that_starts_again_leaves_a_session_to_the_node_that_writes_to_it(nodes, big):
-    nodes.store(big("old"))
-    long = big("long")
-    for part in range(3):
-        nodes.append(long, part)
-    nodes.start_again()
-    assert nodes.keep(max_session_age_s=60) == []
-    nodes.store(long, 3)
-    assert [run["run_id"] for run in nodes.session("session")["runs"]] == ["long", "old"]
+def test_the_oldest_sessions_of_a_node_make_room(nodes, big, eventually):
+    nodes.keep(max_store_bytes=3 * RUN + RUN // 2, delete_oldest=True)
+    for number in range(8):
+        nodes.store_run(big(f"r{number}", f"s{number}", float(number)))
+        eventually(lambda number=number: nodes.listed(f"s{number}"))
+    there = nodes.there_root
+    eventually(
+        lambda: sorted(item.name for item in there.iterdir() if names_a_session(item.name)),
+        lambda found: found == ["s5", "s6", "s7"],
+    )
+    assert nodes.here._writer._pool.used() == sum(file.stat().st_size for file in there.glob("*/*.arrow"))
 
 
-def test_a_store_that_starts_again_counts_a_file_that_a_node_has_open_once(nodes, big):
-    nodes.store(big("a"))
-    nodes.start_again()
-    nodes.keep(max_store_bytes=10 * RUN)
-    nodes.store(big("b"))
-    assert nodes.here._writer._pool.used() == nodes.on_disk()
-
-
-def test_a_pinned_session_that_is_not_deleted_keeps_the_runs_on_their_way(nodes, big):
-    nodes.store(big("a"))
+def test_a_pinned_session_that_is_not_deleted_keeps_the_runs_on_their_way(nodes, big, eventually):
+    nodes.store_run(big("a"))
+    eventually(nodes.listed)
     nodes.ask(nodes.here.pin("session", True))
     long = big("long")
     nodes.append(long, 0)
     with pytest.raises(RequestError, match="unpin it"):
         nodes.ask(nodes.here.delete("session"))
-    nodes.store(long, 1)
-    assert [run["run_id"] for run in nodes.session("session")["runs"]] == ["a", "long"]
+    nodes.store_run(long, 1)
+    eventually(lambda: sorted(nodes.listed()), lambda found: found == ["a", "long"])
 
 
-def test_a_session_that_is_gone_is_not_listed_again_by_what_a_node_tells_late(nodes, big):
-    nodes.store(big("a"))
-    assert nodes.ask(nodes.here.delete("session"))
-    nodes.ask(nodes.here.note(*nodes.told[0]))
-    assert nodes.session("session") is None
-    assert nodes.here._writer._pool.used() == 0
+@only_own
+def test_what_is_told_to_the_store_is_small(nodes, big, eventually, monkeypatch):
+    told = []
+    tell = nodes.here.tell
+
+    async def noted(key, notes, *more):
+        told.extend(notes)
+        return await tell(key, notes, *more)
+
+    monkeypatch.setattr(nodes.here, "tell", noted)
+    for number in range(120):
+        nodes.store_run(big(f"r{number}"))
+    eventually(lambda: len(nodes.ask(nodes._reader_of(nodes.here).session("session"))["runs"]), lambda n: n >= 100)
+    assert told
+    assert all(node_of(note.file.uri) and len(pickle.dumps(note)) < 100_000 for note in told)
