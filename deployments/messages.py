@@ -253,6 +253,7 @@ class RunReport:
         prompt_tokens: Tokens of the prompt.
         points: By name: where the rows lie, or, inline, the rows.
         reason: Why it failed.
+        node: The node on whose disk it lies, where nodes keep directories of their own.
     """
 
     run_id: str
@@ -262,6 +263,7 @@ class RunReport:
     prompt_tokens: int
     points: dict[str, dict[str, Any]] = field(default_factory=dict)
     reason: str | None = None
+    node: str | None = None
 
 
 class ChangedNorm(NamedTuple):

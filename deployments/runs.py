@@ -304,7 +304,8 @@ class OpenRun:
         except (StoreError, RayError, ValueError) as error:
             self._fail(error)
             return replace(report, reason=self._failed)
-        return replace(report, status="stored", points={name: p._asdict() for name, p in stored.points.items()})
+        points = {name: point._asdict() for name, point in stored.points.items()}
+        return replace(report, status="stored", points=points, node=stored.node)
 
     def text_offsets(self, captured: Captured, generated: Sequence[int]) -> list[int]:
         """Characters of prompt + generated text before each recorded token.

@@ -273,6 +273,4 @@ def _where(run: RunReport | None) -> dict[str, Any]:
 
 def _report(run: RunReport) -> dict[str, Any]:
     report = asdict(run)
-    if report["reason"] is None:
-        del report["reason"]
-    return report
+    return {name: value for name, value in report.items() if value is not None or name not in ("reason", "node")}

@@ -260,10 +260,16 @@ async def session_data(
 
 
 @activations.delete("/session/{session_id}", responses=described.DELETED | described.IS_PINNED | errors(404))
-async def delete_session(session_id: SessionId, backend: Actors, who: Who) -> dict[str, Any]:
-    """Delete a session that is not pinned; its files are gone when this answers."""
-    await backend.delete_session(who, session_id)
-    return {"id": session_id, "object": "session", "deleted": True}
+async def delete_session(session_id: SessionId, backend: Actors, who: Who, answer: Response) -> dict[str, Any]:
+    """Delete a session that is not pinned; its files are gone when this answers 200.
+
+    It is listed no more in any case. With 202, nodes that are away delete their part of it when they come back.
+    """
+    deleted = {"id": session_id, "object": "session", "deleted": True}
+    if away := await backend.delete_session(who, session_id):
+        answer.status_code = 202
+        return {**deleted, "deleted": False, "waits_for": away}
+    return deleted
 
 
 @activations.put("/session/{session_id}/pin", responses=described.PINNED | errors(404))

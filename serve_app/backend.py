@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import uuid
+from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -14,6 +15,7 @@ from deployments.activations.downloads import Choice, Found
 from deployments.activations.facts import StoreError
 from deployments.activations.filters import Filter
 from deployments.activations.reads_runs import survived
+from deployments.activations.store import Deleted
 from deployments.client_code.board import connect as board
 from deployments.errors import RequestError
 from deployments.messages import Job
@@ -95,15 +97,20 @@ class Backend:
         runs, has_more = fitting(found["runs"], limit)
         return found | {"runs": runs, "has_more": has_more}
 
-    async def delete_session(self, account: Account, session_id: str) -> None:
-        """Delete a session; its files are gone when it returns.
+    async def delete_session(self, account: Account, session_id: str) -> Sequence[str]:
+        """Delete a session; its files are gone when it returns, but for those of nodes that are away.
+
+        Returns:
+            The names of these nodes, which delete the session when they come back.
 
         Raises:
             RequestError: It is pinned.
             ApiError: 404; 503.
         """
-        if not await stored(self._store.delete.remote(session_id, account)):
+        deleted: Deleted | None = await stored(self._store.delete.remote(session_id, account))
+        if deleted is None:
             raise _no_session(session_id)
+        return deleted.away
 
     async def pin_session(self, account: Account, session_id: str, pinned: bool) -> None:
         """Pin a session, or take its pin away; durable when it returns.

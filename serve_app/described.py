@@ -230,6 +230,15 @@ IS_GONE = _failure(
     ApiError(410, "the file ...-000001.arrow of stored runs is gone, and what was in it", None, "file_gone"),
 )
 DELETED = answers({"id": "first-steps", "object": "session", "deleted": True})
+DELETED[202] = {
+    "description": "It is listed no more; nodes that are away delete their part of it when they come back.",
+    "content": {
+        "application/json": {
+            "schema": {"type": "object"},
+            "example": {"id": "first-steps", "object": "session", "deleted": False, "waits_for": ["10.0.0.7"]},
+        }
+    },
+}
 
 _PLACES: list[dict[str, Any]] = [
     {"name": "layers.0.attention.weights", "module": "model.layers.0.self_attn.weights", "shape": [4, "tokens"]},

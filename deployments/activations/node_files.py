@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import errno
 import io
 import os
@@ -22,6 +23,7 @@ from deployments.clusters import NAMESPACE
 
 _UPLOAD_S = 3600.0  # that one segment's upload may take
 _ANSWER_S = 30.0  # that anything else may
+_FLUSH_S = 5.0  # that a node may take to tell of its latest runs
 _PIECE = 8 << 20  # bytes that are read by one call
 _MAGIC = b"ARROW1"  # ends a sealed segment
 
@@ -67,6 +69,11 @@ class NodeSegments:
     def seal(self, uri: str) -> None:
         """End a segment that no run is being written to, and all others of its session on its node."""
         self._ask(uri, lambda writer: writer.seal.remote(_name_of(uri).partition("/")[0]), _ANSWER_S)
+
+    def flush(self, node: Node) -> None:
+        """Have a node tell of the runs that it has not told of yet, if it answers."""
+        with contextlib.suppress(ray.exceptions.RayError, ValueError, TimeoutError):
+            writer_on(self._root, node.ray_id).flush.remote().future().result(timeout=_FLUSH_S)
 
     def _ask(self, uri: str, call: Callable[[Any], Any], seconds: float) -> None:
         node = place_of_node(self._nodes, uri)

@@ -153,6 +153,11 @@ class NodeWriter(TakesRuns):
         await self.ready()
         await asyncio.wrap_future(self._writing().seal(session_id))
 
+    async def flush(self) -> None:
+        """Return once the store was told of all runs that are stored by now, or cannot be told."""
+        if self._opened:
+            await asyncio.to_thread(self._teller.flush)
+
     async def upload(self, name: str, size: int) -> None:
         """Upload a sealed segment to the bucket.
 

@@ -57,7 +57,7 @@ class ActivationReader:
         ask: Ask | None = None,
         restore: Callable[[Sequence[str]], bool] | None = None,
     ) -> None:
-        from deployments.activations.node_files import NodePlace
+        from deployments.activations.node_files import NodePlace, NodeSegments
         from deployments.activations.nodes import Nodes
         from deployments.activations.owners import Owners
         from deployments.activations.pins import Pins
@@ -68,6 +68,7 @@ class ActivationReader:
         self._root = Path(root).resolve()
         bucket = place_of(archive) if archive else None
         self._nodes = Nodes(self._root, read_only=True)
+        self._segments = NodeSegments(root, self._nodes)
         self._places = [NodePlace(root, self._nodes, bucket), *([bucket] if bucket else [])]
         self._catalogue = SharedCatalogue(self._root, ask or partial(_ask, root), archives=bool(archive))
         self._owners = Owners(self._root, read_only=True)
@@ -173,7 +174,7 @@ class ActivationReader:
         from deployments.activations.stored_rows import read_rows
 
         def found() -> bytes | None:
-            entry = self._catalogue.find(run_id)
+            entry = self._catalogue.find(run_id) or (self._nodes_told() and self._catalogue.find(run_id)) or None
             while entry is not None:
                 file = file_at(entry.uri, self._places)
                 read = partial(read_rows, file, entry, points, tokens, most)
@@ -199,7 +200,15 @@ class ActivationReader:
                 is gone.
             StoreError: The disk refuses, or a file is damaged; names the file.
         """
-        find = partial(self._readings.find, choice, tag)
+
+        def find() -> Found | None:
+            try:
+                return self._readings.find(choice, tag)
+            except RequestError:
+                if choice.runs and self._nodes_told():
+                    return self._readings.find(choice, tag)
+                raise
+
         return await self._paged(account, self._of_session, choice.session_id, account, find)  # type: ignore[no-any-return]
 
     async def data_page(self, choice: Choice, tag: str, first: int, end: int, account: Account = OPERATOR) -> bytes:
@@ -214,6 +223,13 @@ class ActivationReader:
         if page is None:
             raise changed()
         return page
+
+    def _nodes_told(self) -> bool:
+        """Have other nodes tell what they have not told yet: a run is found as soon as it was answered."""
+        alive = [node for node in self._nodes.all().values() if self._nodes.is_alive(node)]
+        for node in alive:
+            self._segments.flush(node)
+        return bool(alive)
 
     async def _paged(self, account: Account, ask: Callable[..., Any], *args: Any) -> Any:
         most = MOST_WAITING if account.owner is None else MOST_OF_ONE

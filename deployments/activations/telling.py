@@ -89,6 +89,16 @@ class Teller:
         self._notes.extend(part for note in notes for part in _parts(note))
         self._news.set()
 
+    def flush(self) -> None:
+        """Tell of what there is by now, at once."""
+        try:
+            while self._life is not None:
+                self._send()
+                if not self._notes:
+                    break
+        except (ray.exceptions.RayError, TimeoutError) as error:
+            logger.info("the activation store does not answer: %s", error)
+
     def delete(self, deletion: Deletion) -> bool:
         """Delete a session, of which nothing is told any more then; whether it was deleted."""
         with self._telling:
@@ -139,17 +149,21 @@ class Teller:
         while not self._ended.is_set():
             if self._life is None:
                 self._join()
-            with self._telling:
-                notes = self._next()
-                reply = self._asked(self._store.tell, self._node.key, notes, self._done, list(self.refused))
-                for _ in notes:
-                    self._notes.popleft()
-                self._done = []
+            reply = self._send()
             if reply.life != self._life:
                 self._life = None
             self._take(reply)
             if self._life is not None and not self._notes and not self._done:
                 return
+
+    def _send(self) -> Reply:
+        with self._telling:
+            notes = self._next()
+            reply = self._asked(self._store.tell, self._node.key, notes, self._done, list(self.refused))
+            for _ in notes:
+                self._notes.popleft()
+            self._done = []
+        return reply
 
     def _join(self) -> None:
         """Delete what the store asks for, and only then tell of all that it does not know."""

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import signal
 import sys
+import time
 from pathlib import Path
 
 import ray
@@ -59,6 +61,19 @@ def pid_of_writer() -> int:
     return int(found[0].split()[0])
 
 
+def wait_for(reader, session: str, expected: set[str]) -> None:
+    """Return once the session's runs are these."""
+    found: set[str] = set()
+    for _ in range(600):
+        with contextlib.suppress(ray.exceptions.ActorUnavailableError):
+            listed = ray.get(reader.session.remote(session))
+            found = {run["run_id"] for run in listed["runs"]} if listed else set()
+        if found == expected:
+            return
+        time.sleep(0.1)
+    raise AssertionError(f"{found} is not {expected}")
+
+
 def main(root: str) -> None:
     cluster = Cluster(initialize_head=True, head_node_args={"num_cpus": 1}, connect=True)
     other = cluster.add_node(num_cpus=1)
@@ -75,8 +90,7 @@ def main(root: str) -> None:
     assert files["h"] != files["t"] == files["u"]
     for name, (_, points) in runs.items():
         assert torch.equal(load(files[name], name, verify=True)["layers.0.output"], points["layers.0.output"])
-    listed = ray.get(reader.session.remote("session"))
-    assert {run["run_id"] for run in listed["runs"]} == {"h", "t", "u"}
+    wait_for(reader, "session", {"h", "t", "u"})
     print("both nodes write, and the store lists it")
 
     ray.get([one.begin.remote(name) for name, one in (("long here", here), ("long there", there))])
@@ -87,7 +101,7 @@ def main(root: str) -> None:
         assert "was deleted while the run went on" in ray.get(one.finish.remote(name))
     stored, points = ray.get(there.store_run.remote("again"))
     assert torch.equal(load(stored.points["layers.0.output"].uri)["layers.0.output"], points["layers.0.output"])
-    assert [run["run_id"] for run in ray.get(reader.session.remote("session"))["runs"]] == ["again"]
+    wait_for(reader, "session", {"again"})
     print("a deletion reaches the files of both")
 
     ray.get(there.begin.remote("cut"))
@@ -104,14 +118,8 @@ def main(root: str) -> None:
 
     ray.kill(store, no_restart=False)
     ray.get(there.store_run.remote("told", "other"))
-    while True:
-        try:
-            found = ray.get(reader.session.remote("other"))
-            break
-        except ray.exceptions.ActorUnavailableError:
-            continue
-    assert {run["run_id"] for run in found["runs"]} == {"kept", "told"}
-    assert {run["run_id"] for run in ray.get(reader.session.remote("session"))["runs"]} == {"again", "after"}
+    wait_for(reader, "other", {"kept", "told"})
+    wait_for(reader, "session", {"again", "after"})
     assert len(node_writers(root)) == 1
     print("a store that starts again knows what the others wrote and hears of what they write")
 
