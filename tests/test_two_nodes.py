@@ -10,6 +10,7 @@ import json
 import os
 import secrets
 import shlex
+import shutil
 import subprocess
 import sys
 from collections.abc import Callable, Iterator
@@ -30,6 +31,8 @@ HOME = "/home/ray"  # of the nodes, in both files
 
 class Network:
     """Machines that see each other and nothing else."""
+
+    worker: Worker
 
     def __init__(self, folder: Path) -> None:
         """Make a namespace and a home for each."""
@@ -55,6 +58,8 @@ class Network:
             for device in ("eth0", "lo"):
                 self._ip(*inside, "set", device, "up")
             (self.folder / name / "ray").mkdir(parents=True)
+            (self.folder / name / "store").mkdir()
+        (self.folder / "store").mkdir()
 
     def close(self) -> None:
         """Take the namespaces away."""
@@ -70,6 +75,7 @@ class Network:
     def command(self, machine: str, command: str) -> list[str]:
         """A shell command on a machine, with processes, shared memory and Ray's files of its own."""
         own = f"mount -t tmpfs tmpfs /dev/shm; mkdir -p /tmp/ray; mount --bind {self.folder / machine}/ray /tmp/ray"
+        own += f"; mount --bind {self.folder / machine}/store {self.folder}/store"  # a disk of its own
         isolated = ["unshare", "--mount", "--pid", "--fork", "--kill-child", "--mount-proc", "sh", "-ec"]
         return ["ip", "netns", "exec", f"{self._prefix}{machine}", *isolated, f"{own}; {command}"]
 
@@ -137,10 +143,26 @@ def deploy(network: Network, **own: Any) -> subprocess.CompletedProcess[str]:
     """`serve deploy serve_config.yaml` on the head, for machines without GPUs, with these options besides."""
     config = json.loads(json.dumps(SERVE).replace(HOME, str(network.folder / "head")))
     args = config["applications"][0]["args"]
-    args |= {"model": "vitrine-demo", "dtype": "auto", "num_gpus": 0, "num_cpus": 1, "threads": 1} | own
+    args |= {"model": "vitrine-demo", "dtype": "auto", "num_gpus": 0, "num_cpus": 1, "threads": 1}
+    args |= {"activations_dir": str(network.folder / "store"), "archive": None} | own
     path = network.folder / "serve_config.yaml"
     path.write_text(yaml.safe_dump(config))
     return network.asked("head", "env", "RAY_AUTH_MODE=token", "serve", "deploy", path)
+
+
+class Worker:
+    """The second node, which can be away for a while."""
+
+    def __init__(self, network: Network) -> None:
+        self._network = network
+        self._running = contextlib.ExitStack()
+        self.start()
+
+    def start(self) -> None:
+        self._running.enter_context(self._network.running("worker", start("worker", "worker")))
+
+    def stop(self) -> None:
+        self._running.close()
 
 
 @pytest.fixture(scope="module")
@@ -148,13 +170,16 @@ def nodes(network: Network, token: str, eventually: Callable[..., Any]) -> Itera
     """Both nodes, with a replica of the shipped model on each."""
     with network.running("head", start("head", "head")) as log:
         eventually(lambda: "Ray runtime started" in log.read_text(), limit_s=240)
-        with network.running("worker", start("worker", "worker")):
+        network.worker = Worker(network)
+        try:
             eventually(lambda: deploy(network).returncode == 0, limit_s=240)
             look = "import sys, urllib.request; print(urllib.request.urlopen(sys.argv[1], timeout=30).read().decode())"
             health = [sys.executable, "-c", look, f"http://{MACHINES['head']}:8000/health"]
             both = '"RUNNING":2'
             eventually(lambda: network.asked("outside", *health).stdout, lambda said: both in said, limit_s=300)
             yield network
+        finally:
+            network.worker.stop()
 
 
 @pytest.fixture(scope="module")
@@ -179,6 +204,83 @@ def test_a_pickled_call_from_outside_runs_nothing_on_either_node(attack):
 
 def test_without_a_key_only_health_is_answered(attack):
     assert attack["http"] == [200, 401, 401, 401]
+
+
+def asked(nodes: Network, what: str, *args: str) -> Any:
+    """What a client beside the cluster gets; see two_nodes_client.py."""
+    script = Path(__file__).with_name("two_nodes_client.py")
+    done = nodes.asked("outside", sys.executable, script, f"http://{MACHINES['head']}:8000", KEY, what, *args)
+    assert done.returncode == 0, done.stderr
+    return json.loads(done.stdout)
+
+
+def sent(nodes: Network, machine: str) -> int:
+    """The bytes that a machine has sent to others."""
+    lines = nodes.asked(machine, "cat", "/proc/net/dev").stdout.splitlines()
+    return next(int(line.split()[9]) for line in lines if line.strip().startswith("eth0:"))
+
+
+def stored_on(nodes: Network, machine: str) -> set[str]:
+    """The names of the sessions on a machine's disk."""
+    return {item.name for item in (nodes.folder / machine / "store").iterdir() if not item.name.startswith(".")}
+
+
+def test_runs_stay_on_the_node_where_they_are_made_and_are_read_from_there(nodes, eventually):
+    before = sent(nodes, "worker")
+    made = asked(nodes, "record")
+    crossed = sent(nodes, "worker") - before
+    assert {run["node"] for run in made} == {None, MACHINES["worker"]}
+    there = sum(file.stat().st_size for file in (nodes.folder / "worker" / "store" / "both").iterdir())
+    assert crossed < there / 2, "rows crossed from node to node when they were written"
+    sums = {
+        run["run_id"]: asked(nodes, "download", "both", run["run_id"])[run["run_id"]] for run in (made[0], made[-1])
+    }
+
+    def found() -> Any:
+        return asked(nodes, "look", "both")
+
+    listed = eventually(found, lambda said: len(said["runs"]) == len(made), limit_s=30)
+    assert {run["run_id"]: run.get("node") for run in listed["runs"]} == {run["run_id"]: run["node"] for run in made}
+    assert all(run.get("available", True) for run in listed["runs"])
+    whole = asked(nodes, "download", "both")
+    assert {run_id: whole[run_id] for run_id in sums} == sums
+    assert len(whole) == len(made)
+
+
+def test_a_node_that_is_away_says_so_and_deletes_when_it_is_back(nodes, eventually):
+    there = [run["run_id"] for run in asked(nodes, "look", "both")["runs"] if run.get("node")]
+    asked(nodes, "record", "gone")
+    nodes.worker.stop()
+
+    def away() -> Any:
+        return {run["run_id"] for run in asked(nodes, "look", "both")["runs"] if not run.get("available", True)}
+
+    eventually(away, lambda found: found == set(there), limit_s=120)
+    status, message = asked(nodes, "read", "both", there[0])
+    assert status == 503
+    assert MACHINES["worker"] in message
+    assert asked(nodes, "delete", "gone") == [202, [MACHINES["worker"]]]
+    assert "gone" in stored_on(nodes, "worker")
+    nodes.worker.start()
+    eventually(lambda: stored_on(nodes, "worker"), lambda found: "gone" not in found, limit_s=180)
+    eventually(away, lambda found: not found, limit_s=60)
+    assert asked(nodes, "look", "gone") is None
+    assert len(asked(nodes, "download", "both")) == len(asked(nodes, "look", "both")["runs"])
+
+
+def test_runs_of_a_disk_that_was_lost_are_listed_as_lost(nodes, eventually):
+    nodes.worker.stop()
+    store = nodes.folder / "worker" / "store"
+    for item in store.iterdir():
+        shutil.rmtree(item) if item.is_dir() else item.unlink()
+    nodes.worker.start()
+
+    def lost() -> list[bool]:
+        return [run.get("lost", False) for run in asked(nodes, "look", "both")["runs"] if run.get("node")]
+
+    eventually(lost, lambda found: found and all(found), limit_s=180)
+    run_id = next(run["run_id"] for run in asked(nodes, "look", "both")["runs"] if run.get("lost"))
+    assert asked(nodes, "read", "both", run_id)[0] == 410
 
 
 def test_the_same_cluster_does_not_serve_without_keys(nodes, eventually):

@@ -21,7 +21,7 @@ from deployments.activations.keeps_files import KeepsFiles
 from deployments.activations.nodes import uri_of
 from deployments.activations.releasing import releases_nodes
 from deployments.activations.retention import Retention
-from deployments.activations.taking import Home, TakesRuns, actors, node_writers, writer_on
+from deployments.activations.taking import Home, TakesRuns, actors, node_writers, open_returned, writer_on
 from deployments.activations.telling import Reply
 from deployments.clusters import NAMESPACE
 
@@ -33,6 +33,7 @@ if TYPE_CHECKING:
 
 _ACTOR = "activation store of "  # what a store's name begins with
 _ARCHIVE_S = 60.0  # for which an answer waits for its run to be archived
+_WATCH_S = 2.0  # between two looks for nodes that have come back
 _HOLD_S = 30.0  # for which a node's writer is waited for
 
 logger = logging.getLogger(__name__)
@@ -108,6 +109,8 @@ class ActivationStore(TakesRuns, KeepsFiles):
         self._bucket = self._archive.place if self._archive else None
         self._owners = Owners(resolved)
         self._nodes = Nodes(resolved)
+        self._watching = False
+        self._archive_uri = archive or None
         if self._archive:
             self._archive.begin(self._catalogue, self._owners, NodeSegments(root, self._nodes))
         self._writer = self._begin_writer()
@@ -116,6 +119,25 @@ class ActivationStore(TakesRuns, KeepsFiles):
         self._keep_files(resolved)
         self._room = Room(resolved, lambda session_id, size: self._writing().check_quotas(session_id, size))
         self._room_pool = ThreadPoolExecutor(1, thread_name_prefix="room")  # one tries the disk at a time
+
+    async def watch(self) -> None:
+        """Look for nodes that come back, until the store ends; another call returns at once."""
+        if self._watching:
+            return
+        self._watching = True
+        store = ray.get_runtime_context().current_actor
+        while True:
+            await asyncio.sleep(_WATCH_S)
+            try:
+                await asyncio.to_thread(self._open_returned, store)
+            except (StoreError, ray.exceptions.RayError):
+                logger.exception("nodes that have come back are looked for again")
+
+    def _open_returned(self, store: Any) -> None:
+        known = [node for node in self._nodes.all().values() if not node.lost]
+        away = {node.name: node.ray_id for node in known if not self._nodes.is_alive(node)}
+        if away:
+            open_returned(self._asked, store, self._archive_uri, away)
 
     def _begin_writer(self) -> Writer:
         from deployments.activations.writer import Writer
@@ -407,7 +429,7 @@ def connect(root: str, archive: str | None = None, archive_cache_bytes: int = 64
         archive: The URI of the bucket that it archives to, if it is made by this call.
         archive_cache_bytes: As for `ActivationStore`.
     """
-    return (
+    store = (
         ray.remote(ActivationStore)
         .options(
             name=_ACTOR + root,
@@ -421,6 +443,8 @@ def connect(root: str, archive: str | None = None, archive_cache_bytes: int = 64
         )
         .remote(root, life=uuid.uuid4().hex, archive=archive or "", archive_cache_bytes=archive_cache_bytes)
     )
+    store.watch.options(max_task_retries=-1).remote()
+    return store
 
 
 @functools.cache

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import ray
@@ -185,6 +185,21 @@ def _writer_of(root: str, store: Any, archive: str | None, node: str, address: s
         )
         .remote(root, store, archive, node, address)
     )
+
+
+def open_returned(root: str, store: Any, archive: str | None, away: Mapping[str, str]) -> None:
+    """Open the directories of nodes that have come back, also where no replica runs on them yet.
+
+    Args:
+        root: The store's directory.
+        store: The store's handle.
+        archive: The URI of the bucket that it archives to, if any.
+        away: The ids in Ray that nodes had, by their addresses.
+    """
+    for node in ray.nodes():  # type: ignore[no-untyped-call]
+        address, own = node["NodeManagerAddress"], node["NodeID"]
+        if node["Alive"] and address in away and away[address] != own:
+            _writer_of(root, store, archive, own, address)
 
 
 def writer_on(root: str, node: str) -> Any:

@@ -22,6 +22,7 @@ from deployments.activations.facts import StoreError
 from deployments.activations.reads_runs import connect_reader
 from deployments.activations.store import connect
 from deployments.activations.taking import connect_writer, node_writers
+from deployments.errors import RequestError
 
 
 @ray.remote(num_cpus=0)
@@ -65,7 +66,7 @@ def wait_for(reader, session: str, expected: set[str]) -> None:
     """Return once the session's runs are these."""
     found: set[str] = set()
     for _ in range(600):
-        with contextlib.suppress(ray.exceptions.ActorUnavailableError):
+        with contextlib.suppress(ray.exceptions.ActorUnavailableError, RequestError):  # it starts
             listed = ray.get(reader.session.remote(session))
             found = {run["run_id"] for run in listed["runs"]} if listed else set()
         if found == expected:
