@@ -8,13 +8,14 @@ import fcntl
 import pytest
 import ray
 
+from deployments.activations import opening
 from deployments.activations import store as stores
-from deployments.activations import taking
 from deployments.activations.catalogue import Catalogue
 from deployments.activations.facts import StoreError
+from deployments.activations.node_writer import NodeWriter
 from deployments.activations.retention import Retention
 from deployments.activations.store import ActivationStore
-from deployments.activations.taking import LateWriter
+from deployments.activations.taking import Home
 from deployments.activations.writer import Writer
 
 
@@ -30,46 +31,60 @@ class Method:
 
 
 class Store:
-    """A store that answers once it has started."""
+    """A store that says where it is once it has started."""
 
-    def __init__(self):
-        self.started, self.kept = False, []
+    def __init__(self, *homes):
+        self.homes = list(homes)
         self.place = Method(self._place)
-        self.write = Method(self.kept.append)
 
     def _place(self):
-        if not self.started:
+        if not self.homes:
             raise ray.exceptions.RayError("it starts")
-        return "here", None, ""
+        return self.homes.pop(0)
 
 
-def test_runs_fail_with_the_reason_while_the_store_starts_and_are_stored_from_then_on():
-    store = Store()
-    writer = LateWriter("/store", store, "here")
+def writer_of(root, store, archive=None):
+    return NodeWriter(str(root), store, archive, "ray-id", "10.0.0.2")
+
+
+def test_runs_fail_with_the_reason_while_the_store_starts(tmp_path, make):
+    made = make("lost")
+
+    async def write():
+        await writer_of(tmp_path, Store()).write(made.facts, [])
+
     with pytest.raises(StoreError, match="has not started .*it starts.*send the request again"):
-        asyncio.run(_write(writer, "lost"))
-    store.started = True
-    asyncio.run(_write(writer, "kept"))
-    assert store.kept == ["kept"]
-
-
-async def _write(writer, run):
-    await writer.write.remote(run)
+        asyncio.run(write())
 
 
 def test_a_directory_whose_locks_hold_on_one_node_alone_is_refused_and_others_are_not(tmp_path, monkeypatch):
     catalogue = Catalogue.rebuild(tmp_path)
-    place = ("head", "mark", "this life")
-    taking._check_locks(tmp_path, place, lambda: place)  # the lock is seen to be held
+    home = Home("head", "mark", "this life")
+
+    async def check(again):
+        await writer_of(tmp_path, Store(again))._check_locks(home)
+
+    asyncio.run(check(home))  # the lock is seen to be held
     monkeypatch.setattr(fcntl, "flock", lambda *_: None)  # as on a mount whose locks are local
     with pytest.raises(StoreError, match="hold on each node alone.*mount it with locks"):
-        taking._check_locks(tmp_path, place, lambda: place)
-    taking._check_locks(tmp_path, place, lambda: ("head", "mark", "another life"))  # it may have been let go of
+        asyncio.run(check(home))
+    asyncio.run(check(Home("head", "mark", "another life")))  # it may have been let go of
     catalogue.close()
 
 
+def test_a_directory_that_goes_with_its_node_is_refused_unless_it_is_archived(tmp_path):
+    home = Home("head", "another mark", "", releases=True)
+
+    async def ready(archive):
+        await writer_of(tmp_path, Store(home), archive).ready()
+
+    with pytest.raises(StoreError, match="autoscaler can release this node.*set archive to a bucket.*all nodes share"):
+        asyncio.run(ready(None))
+    assert not list(tmp_path.iterdir())
+
+
 def test_a_second_server_on_a_directory_is_refused_and_a_directory_that_was_let_go_of_is_not(tmp_path, monkeypatch):
-    monkeypatch.setattr(stores, "_ENDING_S", 0.0)
+    monkeypatch.setattr(opening, "_ENDING_S", 0.0)
     first = ActivationStore(str(tmp_path))
     with pytest.raises(StoreError, match="Another server keeps the activation store at .*another activations_dir"):
         ActivationStore(str(tmp_path))
