@@ -45,7 +45,8 @@ def _data(http: httpx.Client, session: str, *runs: str) -> bytes:
     paging, data = Paging(), b""
     while not paging.is_whole:
         answer = http.get(f"/v1/activations/session/{session}/data", params={"run": list(runs)}, headers=paging.headers)
-        answer.raise_for_status()
+        if answer.is_error:
+            raise ValueError(f"{answer.status_code}: {answer.text}")
         data += paging.take(answer.headers, answer.content)
     return data
 

@@ -240,8 +240,8 @@ class NodeWriter(TakesRuns):
         except OSError as error:
             raise explain(self._root, error) from error
         self._catalogue = Catalogue.rebuild(self._root)
+        self._serve()  # before the store hears of the node
         self._open(key, self._catalogue)
-        self._serve()
 
     def _serve(self) -> None:
         """Have others read the node's segments."""
