@@ -19,6 +19,7 @@ from typing import Any
 import httpx
 import openai
 import pytest
+from hypothesis import settings
 
 from deployments.options import default_models_dir
 from deployments.smollm2 import FetchError, bring
@@ -28,6 +29,11 @@ ROOT = Path(__file__).parent.parent
 BIN = Path(sys.executable).parent
 GSM8K = os.environ.get("GSM8K_DIR")
 MODELS = default_models_dir()  # this machine's: `cluster` has another
+
+# Examples of each property: the same few for each change, and many others now and then (see the Makefile).
+settings.register_profile("few", max_examples=20, deadline=None, derandomize=True)
+settings.register_profile("many", max_examples=200, deadline=None)
+settings.load_profile("few")
 
 # Before Ray is imported, which reads it once. An earlier Ray on this machine may have left another token.
 os.environ |= {"RAY_AUTH_MODE": "token", "RAY_AUTH_TOKEN": secrets.token_hex(32)}
@@ -96,7 +102,7 @@ def cluster() -> Iterator[Cluster]:
         with (directory / "head.log").open("wb") as log:
             head = subprocess.Popen(command, env=env, stdout=log, stderr=log, start_new_session=True)
         try:
-            _until(lambda: "Ray runtime started" in (directory / "head.log").read_text(), head, directory / "head.log")
+            until(lambda: "Ray runtime started" in (directory / "head.log").read_text(), head, directory / "head.log")
             ray.init(address, namespace="vitrine", log_to_driver=False)
             yield Cluster(address, f"http://127.0.0.1:{dashboard}", env, directory)
             ray.shutdown()
@@ -118,7 +124,7 @@ def served(cluster: Cluster) -> Iterator[Served]:
         )
 
     try:
-        _until(lambda: _healthy(root), run, log)
+        until(lambda: healthy(root), run, log)
         yield Served(root, cluster, Path(cluster.env["VITRINE_HOME"]))
     finally:
         ended(run)
@@ -140,25 +146,35 @@ def statistics(served: Served) -> Callable[[], dict[str, Any]]:
 
 @pytest.fixture(scope="session")
 def beside(served: Served) -> Callable[..., AbstractContextManager[str]]:
-    """`beside(name, *options, **env)`: another application below `/name` while the block runs; gives its root."""
+    """`beside(name, *options, **env)`: another application below `/name` while the block runs; gives its root.
+
+    Each takes seconds to start: tests that need the same options share one, such as `runs_code`.
+    """
+    from serve_app import build_app
 
     @contextmanager
     def run(name: str, *options: str, **env: str) -> Iterator[str]:
-        root, log = f"{served.root}/{name}", served.cluster.directory / f"{name}.log"
-        command = ["serve", "run", f"--name={name}", f"--route-prefix=/{name}", "serve_app:build_app", *options]
-        with log.open("wb") as out:
-            process = subprocess.Popen(
-                command, cwd=ROOT, env=served.cluster.env | env, stdout=out, stderr=out, start_new_session=True
-            )
+        with pytest.MonkeyPatch.context() as patch:
+            for variable, value in env.items():
+                patch.setenv(variable, value)
+            app = build_app({"num_cpus": "0.1", "threads": "1"} | dict(option.split("=", 1) for option in options))
+        ray.serve.run(app, name=name, route_prefix=f"/{name}")
         try:
-            _until(lambda: _healthy(root), process, log)
+            root = f"{served.root}/{name}"
+            _eventually(lambda: healthy(root))
             yield root
         finally:
-            os.killpg(process.pid, signal.SIGKILL)  # on SIGINT it would shut down all of Serve
-            process.wait()
             ray.serve.delete(name)
 
     return run
+
+
+@pytest.fixture(scope="session")
+def runs_code(beside: Callable[..., AbstractContextManager[str]]) -> Iterator[str]:
+    """The root of an application that runs clients' code, with little memory and time for each job."""
+    options = ("allow_client_code=true", "client_code_timeout_s=10", "client_code_memory_bytes=1000000000")
+    with beside("code", *options, "client_code_result_bytes=8000000") as root:
+        yield root
 
 
 @pytest.fixture(scope="session")
@@ -203,7 +219,7 @@ def with_mounts(tmp_path: Path) -> Callable[[Path], None]:
     return run
 
 
-def _healthy(root: str) -> bool:
+def healthy(root: str) -> bool:
     try:
         return httpx.get(f"{root}/health", timeout=30).status_code == 200
     except httpx.TransportError:
@@ -223,7 +239,7 @@ def _eventually(
     return seen
 
 
-def _until(ready: Callable[[], bool], process: subprocess.Popen[bytes], log: Path) -> None:
+def until(ready: Callable[[], bool], process: subprocess.Popen[bytes], log: Path) -> None:
     def is_ready() -> bool:
         assert process.poll() is None, f"it ended with {process.returncode}:\n{log.read_text()[-3000:]}"
         return ready()

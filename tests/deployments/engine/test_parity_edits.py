@@ -117,7 +117,7 @@ def test_each_operation_anywhere_is_the_same_edit_by_hand_and_by_nnsight(
             yield replace(capturing(model, str(i), ids, NEW, points=names), edits=edits, ignore_eos=True)
 
     @seed(crc32(architecture.encode()))
-    @settings(max_examples=EXAMPLES, deadline=None, database=None, phases=[Phase.generate])
+    @settings(max_examples=EXAMPLES, database=None, phases=[Phase.generate])
     @given(batches)
     def holds(batch):
         sent = list(requests(batch))

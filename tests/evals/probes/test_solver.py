@@ -5,7 +5,7 @@ import warnings
 import numpy as np
 import pytest
 import torch
-from hypothesis import assume, given, settings
+from hypothesis import assume, given
 from hypothesis import strategies as st
 from sklearn.exceptions import ConvergenceWarning
 from sklearn.linear_model import LogisticRegression, RidgeClassifier
@@ -39,7 +39,6 @@ def reference(method: Method, rows: np.ndarray, training: np.ndarray, labels: np
         return np.asarray(model.fit(of[training], y).decision_function(of))
 
 
-@settings(max_examples=35, deadline=None)
 @given(
     method=st.sampled_from(["difference", "logistic", "ridge"]),
     n=st.integers(12, 70),
