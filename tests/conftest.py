@@ -115,8 +115,7 @@ def served(cluster: Cluster) -> Iterator[Served]:
     """`serve run serve_app:app` on that cluster, healthy."""
     port = free_port()
     root = f"http://127.0.0.1:{port}"
-    start = ["serve", "start", "--http-host=127.0.0.1", f"--http-port={port}"]
-    subprocess.run(start, env=cluster.env, check=True, capture_output=True)
+    ray.serve.start(http_options={"host": "127.0.0.1", "port": port})
     log = cluster.directory / "serve.log"
     with log.open("wb") as out:
         run = subprocess.Popen(
