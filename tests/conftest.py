@@ -39,6 +39,41 @@ settings.load_profile("few")
 os.environ |= {"RAY_AUTH_MODE": "token", "RAY_AUTH_TOKEN": secrets.token_hex(32)}
 
 
+# What one process of pytest-xdist runs, so that no server is started twice: files that share one, by its name.
+TOGETHER = {
+    "tests/serve_clients/": "clients",
+    "tests/examples/test_experiments.py": "runs_code",
+    "tests/serve_app/test_documentation.py": "runs_code",
+    "tests/serve_app/test_remote.py": "runs_code",
+    "tests/serve_app/test_stalled.py": "runs_code",
+    "tests/serve_app/test_keys.py": "keyed",
+    "tests/serve_app/test_owners.py": "keyed",
+    "tests/serve_app/test_permissions.py": "small_store",
+    "tests/serve_app/test_tensors.py": "small_store",
+}
+
+
+@pytest.hookimpl(optionalhook=True)
+def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> Any:
+    """Give a process whole files, the next one whenever it has done one, in the order of the command line."""
+    from xdist.scheduler import LoadScopeScheduling
+
+    class Files(LoadScopeScheduling):  # type: ignore[misc]
+        def _split_scope(self, nodeid: str) -> str:
+            file = nodeid.partition("::")[0]
+            return next((name for part, name in TOGETHER.items() if file.startswith(part)), file)
+
+    config.option.loadscopereorder = False
+    return Files(config, log)
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """Mark the tests that need a server or Ray."""
+    for item in items:
+        if "cluster" in getattr(item, "fixturenames", ()):
+            item.add_marker("server")
+
+
 @dataclass(frozen=True)
 class Cluster:
     """A head node of two cores, begun as the README says."""
@@ -90,6 +125,7 @@ def cluster() -> Iterator[Cluster]:
             "PATH": f"{BIN}{os.pathsep}{os.environ['PATH']}",
             "RAY_ADDRESS": address,
             "RAY_USAGE_STATS_ENABLED": "0",
+            "RAY_worker_niceness": "0",  # 15 else: whatever else runs on the machine would come before the servers
             "VITRINE_HOME": str(directory / "home"),
             "HF_HUB_OFFLINE": "1",
             "HF_MODULES_CACHE": str(directory / "modules"),
