@@ -35,6 +35,9 @@ settings.register_profile("few", max_examples=20, deadline=None, derandomize=Tru
 settings.register_profile("many", max_examples=200, deadline=None)
 settings.load_profile("few")
 
+# Two processes of tests on two cores: more threads only wait for each other. Read when torch is imported.
+os.environ.setdefault("OMP_NUM_THREADS", "1")
+
 # Before Ray is imported, which reads it once. An earlier Ray on this machine may have left another token.
 os.environ |= {"RAY_AUTH_MODE": "token", "RAY_AUTH_TOKEN": secrets.token_hex(32)}
 
@@ -68,10 +71,12 @@ def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> Any:
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Mark the tests that need a server or Ray."""
+    """Mark the tests that need Ray; their files, which take longest, come first, so that two processes end together."""
     for item in items:
         if "cluster" in getattr(item, "fixturenames", ()):
             item.add_marker("server")
+    first = {item.path for item in items if item.get_closest_marker("server")}
+    items.sort(key=lambda item: item.path not in first)
 
 
 @dataclass(frozen=True)

@@ -24,6 +24,9 @@ Write = Callable[..., Path]
 ROOT = Path(__file__).parents[2]
 
 
+pytestmark = pytest.mark.server
+
+
 class Place(NamedTuple):
     """Where a server of its own stands, and the environment of commands that start or use it."""
 

@@ -11,6 +11,9 @@ import vitrine
 from tests.vitrine.examples import run
 
 
+pytestmark = pytest.mark.server
+
+
 @pytest.fixture(scope="module")
 def own(tmp_path_factory):
     """The server that the docstring of `serve` starts."""

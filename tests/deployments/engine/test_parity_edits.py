@@ -22,8 +22,10 @@ from deployments.points.resolving import Point
 OPERATIONS = ("add", "scale", "zero", "project_out", "clamp", "replace", "replace by rows")
 CANONICAL = ("embed.", "layers.", "norm.", "lm_head.")
 NEW = 5
-EXAMPLES = 4  # batches at random for each architecture, each its own
+EXAMPLES = settings().max_examples // 10  # batches at random for each architecture, each its own
 TRACED = 2  # requests of each that nnsight runs, too
+
+pytestmark = pytest.mark.slow
 
 
 class Asked(NamedTuple):
