@@ -10,7 +10,6 @@ import pytest
 import vitrine
 from tests.vitrine.examples import run
 
-
 pytestmark = pytest.mark.server
 
 
