@@ -6,7 +6,7 @@ BIN := $(VENV)/bin
 PIP := -m pip --quiet --disable-pip-version-check install --no-deps
 LOCKED := $(PIP) --require-hashes
 
-.PHONY: help demo serve smollm2 test test-actors test-server test-all lint format lock bench bench-engine bench-serving bench-memory bench-catalogue bench-reading bench-writing bench-evaluating bench-collecting bench-experiments bench-attacks clean
+.PHONY: help demo serve smollm2 test test-fast test-all coverage lint format lock bench bench-engine bench-serving bench-memory bench-catalogue bench-reading bench-writing bench-evaluating bench-collecting bench-experiments bench-attacks clean
 
 help:  ## say what there is
 	@sed -n 's/^\([a-z0-9-]*\):.*##  *\(.*\)/make \1\t\2/p' Makefile | expand -t 20
@@ -21,21 +21,22 @@ smollm2: $(VENV)/.ready  ## fetch a small real model, SmolLM2-135M-Instruct, for
 	@$(BIN)/python $(LOCKED) -r locks/gguf.txt || { echo "pip cannot install gguf: is the package index out of reach?" >&2; exit 1; }
 	@$(BIN)/python -m deployments.smollm2
 
-# Half of their time tests wait for servers to start and end: two parts side by side, neither of which knows the other.
-OF_ACTORS := tests/deployments tests/benchmarks tests/evals
+PYTEST := HF_HUB_OFFLINE=1 $(BIN)/python -m pytest --durations=10
 
-test: lint  ## what every change must pass
-	@echo "two parts side by side, half an hour; see build/test-*.log"
-	@$(MAKE) --no-print-directory -j2 test-actors test-server
+test: lint  ## what every change must pass: a quarter of an hour on two cores
+	$(PYTEST) -n 2 -m "not long"
 
-test-actors: TESTS := $(OF_ACTORS)
-test-server: TESTS := tests $(addprefix --ignore=,$(OF_ACTORS))
-test-actors test-server:
-	@mkdir -p build
-	@HF_HUB_OFFLINE=1 $(BIN)/python -m pytest -m "not long" $(TESTS) > build/$@.log 2>&1; ended=$$?; cat build/$@.log; exit $$ended
+test-fast: $(VENV)/.ready-dev  ## what needs no server, for every edit: under three minutes
+	$(PYTEST) -n 2 -m "not long and not server and not slow"
 
-test-all: lint  ## the same with the tests that take minutes
-	HF_HUB_OFFLINE=1 $(BIN)/python -m pytest
+test-all: lint  ## the same with the tests that take minutes, and ten times as many examples of each property
+	$(PYTEST) --hypothesis-profile=many
+
+coverage: $(VENV)/.ready-dev  ## the tests again, and which lines and branches they reach
+	$(BIN)/coverage erase
+	HF_HUB_OFFLINE=1 $(BIN)/coverage run -m pytest -n 2 -m "not long"
+	$(BIN)/coverage combine --quiet
+	$(BIN)/coverage report
 
 lint: $(VENV)/.ready-dev  ## style and types
 	$(BIN)/ruff check .
@@ -104,4 +105,4 @@ $(VENV)/.ready-dev: $(VENV)/.ready locks/dev.txt
 	touch $@
 
 clean:  ## take away what was set up
-	rm -rf $(VENV) .venv-clients build *.egg-info .mypy_cache .pytest_cache .ruff_cache
+	rm -rf $(VENV) .venv-clients build .coverage .coverage.* *.egg-info .mypy_cache .pytest_cache .ruff_cache

@@ -19,6 +19,7 @@ from typing import Any
 import httpx
 import openai
 import pytest
+from hypothesis import settings
 
 from deployments.options import default_models_dir
 from deployments.smollm2 import FetchError, bring
@@ -29,8 +30,53 @@ BIN = Path(sys.executable).parent
 GSM8K = os.environ.get("GSM8K_DIR")
 MODELS = default_models_dir()  # this machine's: `cluster` has another
 
+# Examples of each property: the same few for each change, and many others now and then (see the Makefile).
+settings.register_profile("few", max_examples=20, deadline=None, derandomize=True)
+settings.register_profile("many", max_examples=200, deadline=None)
+settings.load_profile("few")
+
+# Two processes of tests on two cores: more threads only wait for each other. Read when torch is imported.
+os.environ.setdefault("OMP_NUM_THREADS", "1")
+
 # Before Ray is imported, which reads it once. An earlier Ray on this machine may have left another token.
 os.environ |= {"RAY_AUTH_MODE": "token", "RAY_AUTH_TOKEN": secrets.token_hex(32)}
+
+
+# What one process of pytest-xdist runs, so that no server is started twice: files that share one, by its name.
+TOGETHER = {
+    "tests/serve_clients/": "clients",
+    "tests/examples/test_experiments.py": "runs_code",
+    "tests/serve_app/test_documentation.py": "runs_code",
+    "tests/serve_app/test_remote.py": "runs_code",
+    "tests/serve_app/test_stalled.py": "runs_code",
+    "tests/serve_app/test_keys.py": "keyed",
+    "tests/serve_app/test_owners.py": "keyed",
+    "tests/serve_app/test_permissions.py": "small_store",
+    "tests/serve_app/test_tensors.py": "small_store",
+}
+
+
+@pytest.hookimpl(optionalhook=True)
+def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> Any:
+    """Give a process whole files, the next one whenever it has done one, in the order of the command line."""
+    from xdist.scheduler import LoadScopeScheduling
+
+    class Files(LoadScopeScheduling):  # type: ignore[misc]
+        def _split_scope(self, nodeid: str) -> str:
+            file = nodeid.partition("::")[0]
+            return next((name for part, name in TOGETHER.items() if file.startswith(part)), file)
+
+    config.option.loadscopereorder = False
+    return Files(config, log)
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """Mark the tests that need Ray; their files, which take longest, come first, so that two processes end together."""
+    for item in items:
+        if "cluster" in getattr(item, "fixturenames", ()):
+            item.add_marker("server")
+    first = {item.path for item in items if item.get_closest_marker("server")}
+    items.sort(key=lambda item: item.path not in first)
 
 
 @dataclass(frozen=True)
@@ -84,6 +130,7 @@ def cluster() -> Iterator[Cluster]:
             "PATH": f"{BIN}{os.pathsep}{os.environ['PATH']}",
             "RAY_ADDRESS": address,
             "RAY_USAGE_STATS_ENABLED": "0",
+            "RAY_worker_niceness": "0",  # 15 else: whatever else runs on the machine would come before the servers
             "VITRINE_HOME": str(directory / "home"),
             "HF_HUB_OFFLINE": "1",
             "HF_MODULES_CACHE": str(directory / "modules"),
@@ -96,7 +143,7 @@ def cluster() -> Iterator[Cluster]:
         with (directory / "head.log").open("wb") as log:
             head = subprocess.Popen(command, env=env, stdout=log, stderr=log, start_new_session=True)
         try:
-            _until(lambda: "Ray runtime started" in (directory / "head.log").read_text(), head, directory / "head.log")
+            until(lambda: "Ray runtime started" in (directory / "head.log").read_text(), head, directory / "head.log")
             ray.init(address, namespace="vitrine", log_to_driver=False)
             yield Cluster(address, f"http://127.0.0.1:{dashboard}", env, directory)
             ray.shutdown()
@@ -109,8 +156,7 @@ def served(cluster: Cluster) -> Iterator[Served]:
     """`serve run serve_app:app` on that cluster, healthy."""
     port = free_port()
     root = f"http://127.0.0.1:{port}"
-    start = ["serve", "start", "--http-host=127.0.0.1", f"--http-port={port}"]
-    subprocess.run(start, env=cluster.env, check=True, capture_output=True)
+    ray.serve.start(http_options={"host": "127.0.0.1", "port": port})
     log = cluster.directory / "serve.log"
     with log.open("wb") as out:
         run = subprocess.Popen(
@@ -118,7 +164,7 @@ def served(cluster: Cluster) -> Iterator[Served]:
         )
 
     try:
-        _until(lambda: _healthy(root), run, log)
+        until(lambda: healthy(root), run, log)
         yield Served(root, cluster, Path(cluster.env["VITRINE_HOME"]))
     finally:
         ended(run)
@@ -140,25 +186,35 @@ def statistics(served: Served) -> Callable[[], dict[str, Any]]:
 
 @pytest.fixture(scope="session")
 def beside(served: Served) -> Callable[..., AbstractContextManager[str]]:
-    """`beside(name, *options, **env)`: another application below `/name` while the block runs; gives its root."""
+    """`beside(name, *options, **env)`: another application below `/name` while the block runs; gives its root.
+
+    Each takes seconds to start: tests that need the same options share one, such as `runs_code`.
+    """
+    from serve_app import build_app
 
     @contextmanager
     def run(name: str, *options: str, **env: str) -> Iterator[str]:
-        root, log = f"{served.root}/{name}", served.cluster.directory / f"{name}.log"
-        command = ["serve", "run", f"--name={name}", f"--route-prefix=/{name}", "serve_app:build_app", *options]
-        with log.open("wb") as out:
-            process = subprocess.Popen(
-                command, cwd=ROOT, env=served.cluster.env | env, stdout=out, stderr=out, start_new_session=True
-            )
+        with pytest.MonkeyPatch.context() as patch:
+            for variable, value in env.items():
+                patch.setenv(variable, value)
+            app = build_app({"num_cpus": "0.1", "threads": "1"} | dict(option.split("=", 1) for option in options))
+        ray.serve.run(app, name=name, route_prefix=f"/{name}")
         try:
-            _until(lambda: _healthy(root), process, log)
+            root = f"{served.root}/{name}"
+            _eventually(lambda: healthy(root))
             yield root
         finally:
-            os.killpg(process.pid, signal.SIGKILL)  # on SIGINT it would shut down all of Serve
-            process.wait()
             ray.serve.delete(name)
 
     return run
+
+
+@pytest.fixture(scope="session")
+def runs_code(beside: Callable[..., AbstractContextManager[str]]) -> Iterator[str]:
+    """The root of an application that runs clients' code, with little memory and time for each job."""
+    options = ("allow_client_code=true", "client_code_timeout_s=10", "client_code_memory_bytes=1000000000")
+    with beside("code", *options, "client_code_result_bytes=8000000") as root:
+        yield root
 
 
 @pytest.fixture(scope="session")
@@ -203,7 +259,7 @@ def with_mounts(tmp_path: Path) -> Callable[[Path], None]:
     return run
 
 
-def _healthy(root: str) -> bool:
+def healthy(root: str) -> bool:
     try:
         return httpx.get(f"{root}/health", timeout=30).status_code == 200
     except httpx.TransportError:
@@ -223,7 +279,7 @@ def _eventually(
     return seen
 
 
-def _until(ready: Callable[[], bool], process: subprocess.Popen[bytes], log: Path) -> None:
+def until(ready: Callable[[], bool], process: subprocess.Popen[bytes], log: Path) -> None:
     def is_ready() -> bool:
         assert process.poll() is None, f"it ended with {process.returncode}:\n{log.read_text()[-3000:]}"
         return ready()

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+import os
+import signal
 import subprocess
 import threading
 
@@ -12,6 +14,7 @@ from ray import serve
 
 from deployments.activations import load
 from deployments.demo_model import WEIGHTS
+from tests.conftest import ROOT, healthy, until
 
 RUN = ["serve", "run", "--name=second", "--route-prefix=/second", "serve_app:build_app"]
 OPTIONS = [
@@ -25,10 +28,20 @@ OPTIONS = [
 
 
 @pytest.fixture(scope="module")
-def second(beside):
+def second(served):
     """The root of an application with two replicas of a model from a directory."""
-    with beside("second", *OPTIONS) as root:
+    root, log = f"{served.root}/second", served.cluster.directory / "second.log"
+    with log.open("wb") as out:
+        process = subprocess.Popen(
+            [*RUN, *OPTIONS], cwd=ROOT, env=served.cluster.env, stdout=out, stderr=out, start_new_session=True
+        )
+    try:
+        until(lambda: healthy(root), process, log)
         yield root
+    finally:
+        os.killpg(process.pid, signal.SIGKILL)  # on SIGINT it would shut down all of Serve
+        process.wait()
+        serve.delete("second")
 
 
 def test_the_options_are_those_that_were_given(second, eventually):

@@ -29,6 +29,9 @@ MACHINES = {"head": "10.77.0.1", "worker": "10.77.0.2", "outside": "10.77.0.3"}
 HOME = "/home/ray"  # of the nodes, in both files
 
 
+pytestmark = pytest.mark.server
+
+
 class Network:
     """Machines that see each other and nothing else."""
 

@@ -14,6 +14,8 @@ import pytest
 ROOT = Path(__file__).parents[2]
 SMALL = ["--model=tiny", "--requests=2", "--new-tokens=4", "--rounds=1", "--threads=1"]
 
+pytestmark = pytest.mark.slow
+
 
 def run(script: str, results: Path, *options: str, env: dict[str, str] | None = None) -> tuple[str, dict]:
     """What a benchmark prints, and the numbers it keeps."""

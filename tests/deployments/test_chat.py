@@ -4,7 +4,7 @@ import copy
 import json
 
 import pytest
-from hypothesis import example, given, settings
+from hypothesis import example, given
 from hypothesis import strategies as st
 
 from deployments.chat import ChatFormat
@@ -163,7 +163,6 @@ parts = st.lists(
 
 
 @pytest.mark.parametrize("streamed", [False, True])
-@settings(max_examples=100, deadline=None, derandomize=True)
 @given(parts=parts, data=st.data())
 @example(parts=[CALL, "</tool_call>", CALL], data=None)
 def test_an_answer_reads_the_same_whole_by_character_and_in_pieces(chat, prompt, streamed, parts, data):
@@ -174,7 +173,6 @@ def test_an_answer_reads_the_same_whole_by_character_and_in_pieces(chat, prompt,
     assert read(chat, prompt, [answer[:cut], answer[cut:]], streamed) == whole
 
 
-@settings(max_examples=100, deadline=None, derandomize=True)
 @given(st.text(st.characters(exclude_characters="<"), max_size=30))
 def test_an_answer_without_calls_is_its_own_content(chat, prompt, text):
     assert read(chat, prompt, text) == (text, [], False)

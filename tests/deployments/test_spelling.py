@@ -1,7 +1,7 @@
 """A token's bytes are what it adds to a text, whatever kind of tokenizer wrote it."""
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 from tokenizers import Tokenizer, decoders, models, normalizers
 from transformers import PreTrainedTokenizerFast
@@ -26,7 +26,6 @@ def joined(spelling, tokens):
     return b"".join(spelling.of(token).raw or b"" for token in tokens).decode()
 
 
-@settings(max_examples=100, deadline=None, derandomize=True)
 @given(st.text(max_size=20))
 def test_bytes_of_a_byte_level_tokenizer_join_to_the_text(demo, byte_tokenizer, text):
     for tokenizer in (demo.tokenizer, byte_tokenizer):
@@ -35,7 +34,6 @@ def test_bytes_of_a_byte_level_tokenizer_join_to_the_text(demo, byte_tokenizer, 
         assert joined(Spelling(tokenizer), tokens) == want
 
 
-@settings(max_examples=100, deadline=None, derandomize=True)
 @given(st.text("ab é北👩", max_size=12))
 def test_bytes_of_a_tokenizer_with_byte_fallback_join_to_the_text(text):
     tokenizer = fallback_tokenizer()

@@ -170,7 +170,7 @@ ALSO = {"resume": "--results-dir", "stages": "--results-dir"}
 
 
 @pytest.mark.parametrize("name", sorted(Config.model_fields))
-@settings(max_examples=60, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@settings(suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(value=VALUES)
 @example(value=True)
 @example(value=2.0)

@@ -61,32 +61,39 @@ def test_rows_that_repeat_a_question_are_counted_as_far_as_the_file_is_read(writ
     assert (repeated(), repeated("--samples", "1"), repeated("--samples", "1", "--seed", "1")) == (3, 0, 3)
 
 
-@pytest.mark.parametrize(
-    ("row", "says"),
-    [
-        ({"question": None, "answer": "#### 1"}, "the question is None, and no text"),
-        ({"question": " ", "answer": "#### 1"}, "the question is ' ', and no text"),
-        ({"question": "Why?", "answer": None}, "the answer is None, and no text"),
-        ({"question": "Why?", "answer": ""}, "the answer is '', and no text"),
-        ({"question": "Why?", "answer": "It is 1."}, "an answer without #### and a number: 'It is 1.'"),
-        ({"question": " What is 1 + 1000?", "answer": "#### 7"}, "with another answer: 7, and there 1001"),
-    ],
-)
-@pytest.mark.parametrize("kind", ["jsonl", "parquet"])
+ODD_ROWS = [
+    ({"question": None, "answer": "#### 1"}, "the question is None, and no text"),
+    ({"question": " ", "answer": "#### 1"}, "the question is ' ', and no text"),
+    ({"question": "Why?", "answer": None}, "the answer is None, and no text"),
+    ({"question": "Why?", "answer": ""}, "the answer is '', and no text"),
+    ({"question": "Why?", "answer": "It is 1."}, "an answer without #### and a number: 'It is 1.'"),
+    ({"question": " What is 1 + 1000?", "answer": "#### 7"}, "with another answer: 7, and there 1001"),
+]
+
+
+@pytest.mark.parametrize(("row", "says"), ODD_ROWS)
 def test_a_row_that_cannot_be_asked_or_scored_is_refused_with_its_place(
-    write_problems: Write, tmp_path: Path, row: dict[str, str | None], says: str, kind: str
+    write_problems: Write, tmp_path: Path, row: dict[str, str | None], says: str
 ) -> None:
     lines = write_problems("", "").read_text().splitlines()
-    path = tmp_path / f"odd.{kind}"
-    if kind == "jsonl":
-        path.write_text("\n".join([lines[0], "", lines[1], "", json.dumps(row), ""]))
-        place = f"{path}, line 5: "
-    else:
-        pq.write_table(pa.Table.from_pylist([*map(json.loads, lines), row]), path)
-        place = f"{path}, row 3: "
+    path = tmp_path / "odd.jsonl"
+    path.write_text("\n".join([lines[0], "", lines[1], "", json.dumps(row), ""]))
     with pytest.raises(EvalError) as refused:
         load(path)
-    assert str(refused.value).startswith(place)
+    assert str(refused.value).startswith(f"{path}, line 5: ")
+    assert says in str(refused.value)
+
+
+@pytest.mark.parametrize(("row", "says"), [ODD_ROWS[0], ODD_ROWS[-1]])
+def test_such_a_row_of_a_parquet_file_is_refused_by_its_number(
+    write_problems: Write, tmp_path: Path, row: dict[str, str | None], says: str
+) -> None:
+    rows = map(json.loads, write_problems("", "").read_text().splitlines())
+    path = tmp_path / "odd.parquet"
+    pq.write_table(pa.Table.from_pylist([*rows, row]), path)
+    with pytest.raises(EvalError) as refused:
+        load(path)
+    assert str(refused.value).startswith(f"{path}, row 3: ")
     assert says in str(refused.value)
 
 

@@ -10,16 +10,21 @@ from collections.abc import Callable, Iterator
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 from typing import Any, NamedTuple
+from urllib.parse import urlsplit
 
 import psutil
 import pytest
 
 from deployments import __version__
+from evals.gsm8k import main
 from evals.recognition import look
 from vitrine.serving import free_port
 
 Write = Callable[..., Path]
 ROOT = Path(__file__).parents[2]
+
+
+pytestmark = pytest.mark.server
 
 
 class Place(NamedTuple):
@@ -29,9 +34,12 @@ class Place(NamedTuple):
     env: dict[str, str]
     results: Path
 
-    def command(self, name: str, *options: str) -> list[str]:
+    def arguments(self, name: str) -> list[str]:
         where = ["--base-url", self.base_url, "--results-dir", str(self.results / name)]
-        return [sys.executable, "-m", "evals.gsm8k", "--serve", "vitrine-demo", *where, *options]
+        return ["--serve", "vitrine-demo", *where]
+
+    def command(self, name: str, *options: str) -> list[str]:
+        return [sys.executable, "-m", "evals.gsm8k", *self.arguments(name), *options]
 
     def run(self, name: str, *options: str) -> "subprocess.CompletedProcess[str]":
         return subprocess.run(
@@ -42,6 +50,18 @@ class Place(NamedTuple):
     def process(self) -> psutil.Process:
         (record,) = (self.results / "home" / "servers").glob("*.json")
         return psutil.Process(json.loads(record.read_text())["pid"])
+
+
+@pytest.fixture
+def refusal(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> Callable[..., str]:
+    """`refusal(place, name, *options)`: why a run that asks for `--serve` is refused, before it starts anything."""
+
+    def refused(where: Place, name: str, *options: str) -> str:
+        monkeypatch.setenv("VITRINE_HOME", where.env["VITRINE_HOME"])
+        assert main([*where.arguments(name), *SHORT, *options]) == 2
+        return capsys.readouterr().err
+
+    return refused
 
 
 def place(directory: Path) -> Place:
@@ -86,16 +106,14 @@ def test_a_run_uses_the_server_that_is_there_and_leaves_it(kept: Place) -> None:
     assert found.is_ready("vitrine-demo")
 
 
-def test_a_server_with_other_options_is_not_used(kept: Place) -> None:
-    done = kept.run("third", *SHORT, "--server-option", "max_running=3")
-    assert done.returncode == 2
-    assert "was started with other options: max_running is 64; --fresh restarts it" in done.stderr
+def test_a_server_with_other_options_is_not_used(kept: Place, refusal: Callable[..., str]) -> None:
+    said = refusal(kept, "third", "--server-option", "max_running=3")
+    assert "was started with other options: max_running is 64; --fresh restarts it" in said
 
 
-def test_a_server_with_another_model_is_not_used(kept: Place) -> None:
-    done = kept.run("fourth", *SHORT, "--serve", "another/model")
-    assert done.returncode == 2
-    assert "serves vitrine-demo, and another/model was asked for" in done.stderr
+def test_a_server_with_another_model_is_not_used(kept: Place, refusal: Callable[..., str]) -> None:
+    said = refusal(kept, "fourth", "--serve", "another/model")
+    assert "serves vitrine-demo, and another/model was asked for" in said
 
 
 def test_fresh_restarts_it_and_sigterm_in_the_middle_stops_it(kept: Place) -> None:
@@ -136,6 +154,17 @@ def test_a_server_goes_with_an_evaluator_that_is_killed(tmp_path: Path, eventual
     assert look(where.base_url) is None
 
 
+def test_a_server_that_cannot_start_ends_with_the_reason_of_its_log(cluster: Any, served: Any, tmp_path: Path) -> None:
+    where = place(tmp_path)
+    where.env["RAY_ADDRESS"] = cluster.address  # where Serve listens at another port
+    done = where.run("run", *SHORT)
+    assert done.returncode == 2
+    assert f"the last lines of {tmp_path}/run/server.log" in done.stderr
+    assert f"listens at port {urlsplit(served.root).port}" in done.stderr.partition("the last lines of")[2]
+    assert look(where.base_url) is None
+
+
+@pytest.mark.long
 def test_a_model_that_is_none_ends_with_the_reason_of_the_log(tmp_path: Path) -> None:
     where = place(tmp_path)
     done = where.run("run", "--serve", "/no/such/directory", *SHORT)
@@ -145,7 +174,9 @@ def test_a_model_that_is_none_ends_with_the_reason_of_the_log(tmp_path: Path) ->
     assert look(where.base_url) is None
 
 
-def test_a_stranger_that_answers_200_to_all_is_neither_used_nor_stopped(tmp_path: Path) -> None:
+def test_a_stranger_that_answers_200_to_all_is_neither_used_nor_stopped(
+    tmp_path: Path, refusal: Callable[..., str]
+) -> None:
     class Handler(BaseHTTPRequestHandler):
         def do_GET(self) -> None:
             self.send_response(200)
@@ -160,19 +191,15 @@ def test_a_stranger_that_answers_200_to_all_is_neither_used_nor_stopped(tmp_path
         thread.start()
         where = place(tmp_path)._replace(base_url=f"http://127.0.0.1:{server.server_port}/v1")
         for fresh in ([], ["--fresh"]):
-            done = where.run("run", *SHORT, *fresh)
-            assert done.returncode == 2
-            assert "answers, but is no Vitrine server" in done.stderr
+            assert "answers, but is no Vitrine server" in refusal(where, "run", *fresh)
         server.shutdown()
         thread.join()
 
 
-def test_fresh_stops_no_server_that_serve_did_not_start(served: Any, tmp_path: Path) -> None:
+def test_fresh_stops_no_server_that_serve_did_not_start(
+    served: Any, tmp_path: Path, refusal: Callable[..., str]
+) -> None:
     where = place(tmp_path)._replace(base_url=served.base_url)
-    done = where.run("run", *SHORT, "--fresh")
-    assert done.returncode == 2
-    assert "was not started by --serve, and is not stopped by it" in done.stderr
-    done = where.run("run", *SHORT, "--server-option", "max_running=64")
-    assert done.returncode == 2
-    assert "its options are not known" in done.stderr
+    assert "was not started by --serve, and is not stopped by it" in refusal(where, "run", "--fresh")
+    assert "its options are not known" in refusal(where, "run", "--server-option", "max_running=64")
     assert look(served.base_url)

@@ -38,12 +38,11 @@ def test_the_experiments_are_short() -> None:
     assert sum(len(cell.splitlines()) for cell in cells("experiments")) < 150
 
 
-def test_every_experiment_runs_and_the_lens_is_the_same_both_ways(served, beside, tmp_path) -> None:
+def test_every_experiment_runs_and_the_lens_is_the_same_both_ways(served, runs_code, tmp_path) -> None:
     code = [cell for cell in cells("experiments") if not cell.startswith(tuple(ELSEWHERE))]
     assert len(code) == len(cells("experiments")) - len(ELSEWHERE)
-    with beside("experiments", "threads=1", "allow_client_code=true") as root:
-        here = {"http://127.0.0.1:8000": root, "-m evals.gsm8k": f"-m evals.gsm8k --base-url {root}/v1"}
-        printed = run(code, tmp_path, served.cluster.env, here | SMALL)
+    here = {"http://127.0.0.1:8000": runs_code, "-m evals.gsm8k": f"-m evals.gsm8k --base-url {runs_code}/v1"}
+    printed = run(code, tmp_path, served.cluster.env, here | SMALL)
     assert "(40, 6, 192)" in printed
     ranks = next(line for line in printed.splitlines() if line.startswith("[") and line.endswith("]"))
     by_nnsight = next(line for line in printed.splitlines() if line.isdigit())

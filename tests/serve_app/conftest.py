@@ -1,4 +1,4 @@
-"""The shipped model's tokenizer, beside what serves the model."""
+"""The shipped model's tokenizer, and applications that several files of tests share."""
 
 from __future__ import annotations
 
@@ -6,8 +6,35 @@ import pytest
 from transformers import AutoTokenizer
 
 from deployments.demo_model import WEIGHTS
+from serve_app.keys import VARIABLE
+from tests.serve_app.keyed import IN_ENVIRONMENT, IN_FILE, ORIGIN
 
 
 @pytest.fixture(scope="session")
 def tokenizer():
     return AutoTokenizer.from_pretrained(WEIGHTS)
+
+
+@pytest.fixture(scope="session")
+def keyed(beside, tmp_path_factory):
+    """The root of an application on the shared store with keys from a file and from the environment.
+
+    It is for pages of one origin, has little room for each owner, and runs clients' code.
+    """
+    path = tmp_path_factory.mktemp("keys") / "keys"
+    path.write_text(IN_FILE)
+    options = [f"api_keys_file={path}", f"cors_origins={ORIGIN}", "allow_client_code=true"]
+    options += ["max_owner_tensor_bytes=4096", "max_owner_profiles=3"]
+    with beside("keyed", *options, **{VARIABLE: IN_ENVIRONMENT}) as root:
+        yield root
+
+
+@pytest.fixture(scope="session")
+def small_store(beside, tmp_path_factory):
+    """The root of an application with little room for tensors, and its store's directory, which is open to a group."""
+    activations = tmp_path_factory.mktemp("small") / "activations"
+    activations.mkdir()
+    activations.chmod(0o2750)
+    options = (f"activations_dir={activations}", "max_tensor_file_bytes=1400", "max_tensor_store_bytes=1500")
+    with beside("small", *options, "max_body_bytes=1000") as root:
+        yield root, activations

@@ -60,14 +60,14 @@ def test_every_answer_forbids_to_guess_its_type(keyed, path):
     assert answer.headers["x-content-type-options"] == "nosniff"
 
 
-def test_a_browser_shows_every_route_below_a_prefix_and_refuses_nothing(beside, tmp_path):
-    with beside("pages", f"model={NO_MODEL}") as root, browser(tmp_path) as page:
+def test_a_browser_shows_every_route_below_a_prefix_and_refuses_nothing(runs_code, tmp_path):
+    with browser(tmp_path) as page:
         page.tell("Page.enable")
         page.tell("Page.addScriptToEvaluateOnNewDocument", source=VIOLATIONS)
-        page.tell("Page.navigate", url=f"{root}/docs")
+        page.tell("Page.navigate", url=f"{runs_code}/docs")
         page.until("!!document.querySelector('.opblock')")
         shown = page.look("[...document.querySelectorAll('.opblock-summary-path')].map((one) => one.dataset.path)")
-        assert set(shown) == set(httpx.get(f"{root}/openapi.json", timeout=60).json()["paths"])
+        assert set(shown) == set(httpx.get(f"{runs_code}/openapi.json", timeout=60).json()["paths"])
         page.look("document.querySelector('.opblock-summary-control').click()")  # what it opens is styled, too
         page.until("!!document.querySelector('.opblock-body')")
         assert page.look("refused") == []

@@ -16,26 +16,14 @@ import serve_app
 from deployments.client_code.job import CLASS
 from deployments.options import Options
 from serve_app.keys import VARIABLE, Keys, Role
+from tests.serve_app.keyed import ADMIN, CODE, FROM_ENVIRONMENT, ORIGIN, USE
 
-USE, ADMIN, FROM_ENVIRONMENT = "sk-use-4fJc0Vb1xT9q", "sk-admin-Zr83hKpW0s", "sk-env-Lm2eYd6NuA7c"
-CODE = "sk-code-9QwTz51nXb"
-ORIGIN = "https://app.example"
 CHAT = {"model": "vitrine-demo", "messages": [{"role": "user", "content": "2+2?"}], "max_tokens": 2}
 # Routes that change the server for all, and what an admin gets for what is not there.
 ADMINS = [
     ("POST", "/models/load", {"model_id": "tests/none", "trust_remote_code": True}, "remote_code_not_allowed"),
     ("POST", "/models/unload", {"model_id": "tests/none"}, "model_not_found"),
 ]
-
-
-@pytest.fixture(scope="module")
-def keyed(beside, tmp_path_factory):
-    """The root of an application with keys from a file and from the environment, for pages of one origin."""
-    path = tmp_path_factory.mktemp("keys") / "keys"
-    path.write_text(f"# the evaluation's\nuse:{USE}\n\ncode:{CODE} admin:{ADMIN}\n")
-    options = (f"api_keys_file={path}", f"cors_origins={ORIGIN}", "threads=1", "allow_client_code=true")
-    with beside("keyed", *options, **{VARIABLE: f"use:{FROM_ENVIRONMENT}"}) as root:
-        yield root
 
 
 def bearer(key: str) -> dict[str, str]:

@@ -1,10 +1,12 @@
-"""Several models side by side: they come and go while the server runs, and none disturbs another."""
+"""Several models side by side: they come and go while the server runs, and none disturbs another.
+
+A load takes seconds: tests that need the tiny model as it is share one.
+"""
 
 from __future__ import annotations
 
 import asyncio
 import json
-import threading
 import traceback
 from concurrent.futures import ThreadPoolExecutor
 
@@ -20,7 +22,7 @@ from serve_app import build_app, loading
 from serve_app.errors import ApiError
 from serve_app.models import Models
 
-TINY, OTHER = "tests/tiny", "tests/other"
+TINY = "tests/tiny"
 ONCE = """# The code of a model that starts once: what comes second waits until it is told to fail.
 import os
 import time
@@ -72,8 +74,7 @@ class Server:
 def models_dir(tmp_path_factory):
     """Models that may be loaded by name: two that are served, and two that cannot be."""
     directory = tmp_path_factory.mktemp("models")
-    for name in (TINY, OTHER):
-        save("tiny", directory / name)
+    save("tiny", directory / TINY)
     config = BloomConfig(vocab_size=2048, hidden_size=32, n_layer=2, n_head=4)
     AutoModelForCausalLM.from_config(config).save_pretrained(directory / "tests/alibi")
     tokenizer("tiny").save_pretrained(directory / "tests/alibi")
@@ -100,12 +101,26 @@ def served_alone(served, models_dir):
 
 @pytest.fixture(scope="module")
 def server(served_alone):
-    return served_alone("several")
+    server = served_alone("several")
+    yield server
+    unload_all(server)
 
 
-@pytest.fixture(autouse=True)
-def _nothing_is_left(server):
-    yield
+@pytest.fixture
+def empty(server):
+    """The server, without a model."""
+    unload_all(server)
+    return server
+
+
+@pytest.fixture
+def with_tiny(server):
+    """The server, with the tiny model as it is, which stays there."""
+    server.load(TINY)
+    return server
+
+
+def unload_all(server: Server) -> None:
     for model_id in server.get("/health").json()["replicas"]:
         server.unload(model_id)
     assert applications() == set()
@@ -126,19 +141,40 @@ def applications() -> set[str]:
     return {name for name in serve.status().applications if ".models." in name}
 
 
-def test_a_server_without_a_model_is_healthy_and_serves_none(server):
-    answer = server.get("/health")
+def test_a_server_without_a_model_is_healthy_and_serves_none(empty):
+    answer = empty.get("/health")
     assert answer.status_code == 200
     assert answer.json() == {"status": "ok", "loaded_models": [], "replicas": {}}
-    assert server.served == set()
-    assert server.say(TINY).status_code == 404
+    assert empty.served == set()
+    assert empty.say(TINY).status_code == 404
+    answer = empty.post("/models/unload", model_id=TINY)
+    assert (answer.status_code, answer.json()["error"]["code"]) == (404, "model_not_found")
 
 
-def test_two_models_serve_and_record_side_by_side(server):
-    assert server.load(TINY) == {"ok": True, "model": TINY, "savepoints": []}
-    server.load(DEMO, dtype="float32", max_seq_len=512)
+def test_two_models_serve_and_record_side_by_side_and_neither_disturbs_the_other(empty):
+    empty.load(DEMO, dtype="float32", max_seq_len=1024)
+    fields = {"max_tokens": 900, "ignore_eos": True}
+    whole = empty.say(DEMO, **fields).json()["choices"][0]["text"]
+    body = {"model": DEMO, "prompt": "Tom has 3", "temperature": 0, "stream": True} | fields
+    with httpx.stream("POST", f"{empty.root}/v1/completions", json=body, timeout=120) as answer:
+        lines = (line.removeprefix("data: ") for line in answer.iter_lines() if line)
+        events = [next(lines)]
+        with ThreadPoolExecutor(1) as pool:
+            rest = pool.submit(lambda: list(lines))
+            assert empty.load(TINY) == {"ok": True, "model": TINY, "savepoints": []}
+            fails(empty, {"model_id": "tests/broken"}, 500, None, "load_failed")
+            both(empty)
+            empty.unload(TINY)
+            events += rest.result()
+    assert events[-1] == "[DONE]"
+    assert "".join(json.loads(event)["choices"][0]["text"] for event in events[:-1]) == whole
+    assert empty.served == {DEMO}
+
+
+def both(server: Server) -> None:
+    """Two models are served, and record."""
     assert server.served == {TINY, DEMO}
-    assert server.get(f"/v1/models/{DEMO}").json()["max_model_len"] == 512
+    assert server.get(f"/v1/models/{DEMO}").json()["max_model_len"] == 1024
     health = server.get("/health").json()
     assert set(health["loaded_models"]) == {TINY, DEMO}
     assert health["replicas"] == {DEMO: {"RUNNING": 1}, TINY: {"RUNNING": 1}}
@@ -154,114 +190,83 @@ def test_two_models_serve_and_record_side_by_side(server):
     assert widths[DEMO] != 32
 
 
-def test_loading_what_is_loaded_answers_the_same_and_loads_nothing(server):
-    first = server.load(TINY, savepoints=SAVEPOINTS, dtype="float32")
-    created = server.get(f"/v1/models/{TINY}").json()["created"]
-    assert server.load(TINY, savepoints=SAVEPOINTS, dtype="float32") == first
-    assert server.load(TINY) == first
-    assert server.get(f"/v1/models/{TINY}").json()["created"] == created
-    answer = server.post("/models/load", model_id=TINY, dtype="bfloat16")
+def fails(server: Server, body: dict, status: int, param: str | None, code: str) -> str:
+    """Assert that a load fails with this reason, and leaves nothing; gives what it says."""
+    before, health = applications(), server.get("/health").json()
+    answer = server.post("/models/load", **body)
+    error = answer.json()["error"]
+    assert (answer.status_code, error["param"], error["code"]) == (status, param, code), error
+    assert error["message"]
+    assert applications() == before
+    assert server.get("/health").json() == health
+    return error["message"]
+
+
+def test_a_model_with_savepoints_records_them_and_loading_it_again_loads_nothing(empty):
+    first = empty.load(TINY, savepoints=SAVEPOINTS, dtype="float32")
+    assert first["savepoints"] == SAVEPOINTS
+    created = empty.get(f"/v1/models/{TINY}").json()["created"]
+    assert empty.load(TINY, savepoints=SAVEPOINTS, dtype="float32") == first
+    assert empty.load(TINY) == first
+    assert empty.get(f"/v1/models/{TINY}").json()["created"] == created
+    answer = empty.post("/models/load", model_id=TINY, dtype="bfloat16")
     assert (answer.status_code, answer.json()["error"]["param"]) == (409, "dtype")
     assert answer.json()["error"]["code"] == "model_loaded_otherwise"
-
-
-def test_savepoints_are_points_by_name_and_recorded_by_default(server):
-    assert server.load(TINY, savepoints=SAVEPOINTS)["savepoints"] == SAVEPOINTS
-    assert server.get(f"/v1/models/{TINY}").json()["savepoints"] == SAVEPOINTS
-    answer = server.say(TINY, store_activations=True).json()
+    assert empty.get(f"/v1/models/{TINY}").json()["savepoints"] == SAVEPOINTS
+    answer = empty.say(TINY, store_activations=True).json()
     assert set(answer["activations_meta"]["runs"][0]["points"]) == {"middle", "mixed"}
     capture = {"points": ["middle", "layers.1.input", "mixed", "layers.0.mlp.output"], "return": "inline"}
-    points = server.say(TINY, capture=capture).json()["activations_meta"]["runs"][0]["points"]
+    points = empty.say(TINY, capture=capture).json()["activations_meta"]["runs"][0]["points"]
     assert points["middle"]["data"] == points["layers.1.input"]["data"]
     assert points["mixed"]["data"] == points["layers.0.mlp.output"]["data"]
 
 
-def test_a_model_loaded_with_eager_attention_shows_its_patterns(server):
-    server.load(TINY, attention="eager")
+def test_a_model_loaded_with_eager_attention_shows_its_patterns(empty):
+    empty.load(TINY, attention="eager")
     capture = {"points": ["layers.1.attention.weights"], "return": "inline"}
-    points = server.say(TINY, capture=capture).json()["activations_meta"]["runs"][0]["points"]
+    points = empty.say(TINY, capture=capture).json()["activations_meta"]["runs"][0]["points"]
     rows = points["layers.1.attention.weights"]["data"]
     assert [len(head) for row in rows for head in row[:1]] == list(range(1, len(rows) + 1))
-    answer = server.post("/models/load", model_id=TINY, attention="sdpa")
+    answer = empty.post("/models/load", model_id=TINY, attention="sdpa")
     assert (answer.status_code, answer.json()["error"]["param"]) == (409, "attention")
-    server.unload(TINY)
-    answer = server.post("/models/load", model_id=TINY, attention="flash")
-    assert (answer.status_code, answer.json()["error"]["param"]) == (400, "attention")
+    empty.unload(TINY)
+    fails(empty, {"model_id": TINY, "attention": "flash"}, 400, "attention", "invalid_value")
 
 
-def test_loads_of_one_model_at_once_are_one_load(server):
-    with ThreadPoolExecutor(4) as pool:
-        answers = list(pool.map(lambda _: server.load(TINY), range(4)))
-    assert answers == [{"ok": True, "model": TINY, "savepoints": []}] * 4
-    assert server.get("/health").json()["replicas"] == {TINY: {"RUNNING": 1}}
-    assert len(applications()) == 1
-
-
-def test_a_bare_load_joins_one_that_is_under_way(server, eventually):
-    with ThreadPoolExecutor(1) as pool:
-        first = pool.submit(server.load, TINY, dtype="float32")
-        eventually(lambda: TINY in server.get("/health").json()["replicas"])
-        assert server.load(TINY) == first.result()
-
-
-def test_a_model_that_loads_is_not_served_yet_and_no_reason_to_be_ill(server, eventually):
-    thread = threading.Thread(target=server.load, args=(TINY,))
-    thread.start()
+def test_loads_of_one_model_at_once_are_one_load_and_until_then_it_is_not_served(empty, eventually):
     seen = set()
 
     def serves() -> bool:
-        answer = server.say(TINY)
+        answer = empty.say(TINY)
         if answer.status_code != 200:
             seen.add((answer.status_code, answer.json()["error"]["code"]))
         if answer.status_code == 503:
             assert answer.headers["retry-after"]
-        assert server.get("/health").status_code == 200
+        assert empty.get("/health").status_code == 200  # a model that loads is no reason to be ill
         return answer.status_code == 200
 
-    eventually(serves)
-    thread.join()
+    with ThreadPoolExecutor(4) as pool:
+        loads = [pool.submit(empty.load, TINY, dtype="float32") for _ in range(2)]
+        eventually(lambda: TINY in empty.get("/health").json()["replicas"])
+        loads += [pool.submit(empty.load, TINY) for _ in range(2)]  # bare ones join what is under way
+        eventually(serves)
+        assert [load.result() for load in loads] == [{"ok": True, "model": TINY, "savepoints": []}] * 4
+    assert empty.get("/health").json()["replicas"] == {TINY: {"RUNNING": 1}}
+    assert len(applications()) == 1
     assert (503, "model_loading") in seen
     assert seen <= {(404, "model_not_found"), (503, "model_loading")}
 
 
-def test_a_stream_runs_on_over_loads_failures_and_unloads_of_others(server):
-    server.load(DEMO, dtype="float32")
-    fields = {"max_tokens": 900, "ignore_eos": True}
-    whole = server.say(DEMO, **fields).json()["choices"][0]["text"]
-    body = {"model": DEMO, "prompt": "Tom has 3", "temperature": 0, "stream": True} | fields
-    with httpx.stream("POST", f"{server.root}/v1/completions", json=body, timeout=120) as answer:
-        lines = (line.removeprefix("data: ") for line in answer.iter_lines() if line)
-        events = [next(lines)]
-        with ThreadPoolExecutor(1) as pool:
-            rest = pool.submit(lambda: list(lines))
-            server.load(TINY)
-            assert server.post("/models/load", model_id="tests/broken").status_code == 500
-            server.unload(TINY)
-            events += rest.result()
-    assert events[-1] == "[DONE]"
-    assert "".join(json.loads(event)["choices"][0]["text"] for event in events[:-1]) == whole
-    assert server.served == {DEMO}
+def test_a_model_that_failed_to_load_says_what_is_near_and_can_be_loaded_when_it_is_asked_for_rightly(empty):
+    wrong = {"model_id": TINY, "savepoints": [SAVEPOINTS[0], {"name": "b", "selector": "layers.1.outptu"}]}
+    assert "layers.1.output" in fails(empty, wrong, 400, "savepoints[1].selector", "unknown_point")
+    empty.load(TINY)
+    assert empty.say(TINY).status_code == 200
 
 
-def test_an_unloaded_model_finishes_what_it_runs_takes_nothing_new_and_can_come_again(server, eventually):
-    server.load(TINY)
+def test_an_unloaded_model_finishes_what_it_runs_takes_nothing_new_and_can_come_again(with_tiny, eventually):
+    server = with_tiny
     first = server.say(TINY).json()["choices"][0]["text"]
-    body = {"model": TINY, "prompt": "Tom", "max_tokens": 2000, "ignore_eos": True, "stream": True}
-    with httpx.stream("POST", f"{server.root}/v1/completions", json=body, timeout=120) as answer:
-        lines = (line.removeprefix("data: ") for line in answer.iter_lines() if line)
-        next(lines)
-        with ThreadPoolExecutor(1) as pool:
-            unloading = pool.submit(server.unload, TINY)
-            eventually(lambda: server.say(TINY).status_code, lambda status: status == 404)
-            assert list(lines)[-1] == "[DONE]"
-            unloading.result()
-    assert server.get("/health").json()["replicas"] == {}
-    server.load(TINY)
-    assert server.say(TINY).json()["choices"][0]["text"] == first
-
-
-def test_an_unload_and_a_load_at_once_are_both_answered(server, eventually):
-    server.load(TINY)
     body = {"model": TINY, "prompt": "Tom", "max_tokens": 2000, "ignore_eos": True, "stream": True}
     with (
         ThreadPoolExecutor(3) as pool,
@@ -276,11 +281,10 @@ def test_an_unload_and_a_load_at_once_are_both_answered(server, eventually):
         for unload in unloads:
             unload.result()
         assert again.result()["model"] == TINY
-    assert server.say(TINY).status_code == 200
+    assert server.say(TINY).json()["choices"][0]["text"] == first
 
 
-def test_an_unload_past_its_limit_says_so_and_goes_on(server, eventually, monkeypatch):
-    server.load(TINY)
+def test_an_unload_past_its_limit_says_so_and_goes_on(with_tiny, eventually, monkeypatch):
     body = {"model": TINY, "prompt": "Tom", "max_tokens": 2000, "ignore_eos": True, "stream": True}
 
     async def unload() -> ApiError:
@@ -289,7 +293,7 @@ def test_an_unload_past_its_limit_says_so_and_goes_on(server, eventually, monkey
             await loading.Loader(options, Models(options, "several")).unload(TINY)
         return late.value
 
-    with httpx.stream("POST", f"{server.root}/v1/completions", json=body, timeout=120) as answer:
+    with httpx.stream("POST", f"{with_tiny.root}/v1/completions", json=body, timeout=120) as answer:
         lines = (line.removeprefix("data: ") for line in answer.iter_lines() if line)
         next(lines)
         monkeypatch.setattr(loading, "REMOVAL_S", 0)
@@ -311,13 +315,6 @@ def test_what_serve_says_of_a_failure_is_told_without_its_traceback():
 FAILURES = [
     ({"model_id": "nobody/nothing"}, 404, "model_id", "model_not_found"),
     ({"model_id": "tests/alibi"}, 400, "model_id", "unsupported_model"),
-    ({"model_id": "tests/broken"}, 500, None, "load_failed"),
-    (
-        {"model_id": TINY, "savepoints": [SAVEPOINTS[0], {"name": "b", "selector": "layers.1.outptu"}]},
-        400,
-        "savepoints[1].selector",
-        "unknown_point",
-    ),
     ({"model_id": TINY, "trust_remote_code": True}, 403, "trust_remote_code", "remote_code_not_allowed"),
     ({"model_id": "/etc"}, 400, "model_id", "invalid_value"),
     ({"model_id": "../tests/tiny"}, 400, "model_id", "invalid_value"),
@@ -327,25 +324,10 @@ FAILURES = [
 
 @pytest.mark.parametrize(("body", "status", "param", "code"), FAILURES, ids=[f"{b[3]}-{b[2]}" for b in FAILURES])
 def test_a_load_that_fails_says_why_and_leaves_nothing(server, body, status, param, code):
-    answer = server.post("/models/load", **body)
-    error = answer.json()["error"]
-    assert (answer.status_code, error["param"], error["code"]) == (status, param, code), error
-    assert error["message"]
-    assert applications() == set()
-    assert server.get("/health").json() == {"status": "ok", "loaded_models": [], "replicas": {}}
+    fails(server, body, status, param, code)
 
 
-def test_a_savepoint_that_is_nothing_gets_the_nearest_names(server):
-    body = {"model_id": TINY, "savepoints": [{"name": "a", "selector": "layers.1.outptu"}]}
-    assert "layers.1.output" in server.post("/models/load", **body).json()["error"]["message"]
-
-
-def test_a_model_that_failed_can_be_loaded_when_it_is_asked_for_rightly(server):
-    assert server.post("/models/load", model_id=TINY, savepoints=[{"name": "a", "selector": "b"}]).status_code == 400
-    server.load(TINY)
-    assert server.say(TINY).status_code == 200
-
-
+@pytest.mark.usefixtures("empty")
 def test_a_load_fails_with_a_later_replica_as_with_the_first(served_alone, once, eventually):
     server, model_id = served_alone("once", allow_remote_code=True), "tests/once"
     body = {"model_id": model_id, "num_replicas": 2, "trust_remote_code": True}
@@ -360,16 +342,12 @@ def test_a_load_fails_with_a_later_replica_as_with_the_first(served_alone, once,
     assert applications() == set()
 
 
+@pytest.mark.usefixtures("empty")
 def test_a_load_past_the_servers_limit_is_given_up(served_alone, eventually):
     impatient = served_alone("impatient", load_timeout_s=0.1)
     answer = impatient.post("/models/load", model_id=TINY)
     assert (answer.status_code, answer.json()["error"]["code"]) == (504, "load_timeout")
     eventually(applications, lambda left: left == set())
-
-
-def test_an_unknown_model_is_unloaded_by_nobody(server):
-    answer = server.post("/models/unload", model_id="tests/none")
-    assert (answer.status_code, answer.json()["error"]["code"]) == (404, "model_not_found")
 
 
 def test_the_model_that_a_server_starts_with_is_loaded_already_and_stays(served):

@@ -13,7 +13,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 from deployments.demo_model import PROBLEMS, WEIGHTS
 
 MODEL = "vitrine-demo"
-QUESTIONS = [json.loads(line)["question"] for line in PROBLEMS.read_text().splitlines()[:32]]
+QUESTIONS = [json.loads(line)["question"] for line in PROBLEMS.read_text().splitlines()[:16]]
 CALCULATOR = {
     "type": "function",
     "function": {
@@ -44,9 +44,9 @@ def ask(client, question, **fields):
     return client.chat.completions.create(model=MODEL, messages=messages, **{"temperature": 0} | fields)
 
 
-def test_32_chats_served_together_say_what_generate_says_alone(client, hf):
+def test_16_chats_served_together_say_what_generate_says_alone(client, hf):
     eos = AutoTokenizer.from_pretrained(WEIGHTS).eos_token_id
-    with ThreadPoolExecutor(32) as pool:
+    with ThreadPoolExecutor(16) as pool:
         answers = list(pool.map(lambda question: ask(client, question, max_tokens=48), QUESTIONS))
     for question, answer in zip(QUESTIONS, answers, strict=True):
         tokens, text = hf(question, 48)

@@ -14,10 +14,8 @@ from safetensors.torch import save
 
 from deployments.activations.retention import Retention
 from deployments.activations.store import connect
-from serve_app.keys import VARIABLE
+from tests.serve_app.keyed import OWNERS
 
-KEYS = {name: f"sk-{name}-0123456789abcdef" for name in ("alice", "bob", "hog", "root")}
-ROLES = {"alice": "code", "bob": "code", "hog": "use", "root": "admin"}
 POINT = "layers.3.output"
 BODY = {"model": "vitrine-demo", "prompt": "Tom has 3 boxes of 4 pens.", "max_tokens": 4, "temperature": 0}
 CAPTURE = {"points": [POINT]}
@@ -29,21 +27,12 @@ MODEL_KEY = 'nnsight.modeling.transformers.TransformersModel:{"repo_id": "vitrin
 
 
 @pytest.fixture(scope="module")
-def root(beside):
-    """An application on the shared store, with four owners and little room for each."""
-    options = ("threads=1", "allow_client_code=true", "max_owner_tensor_bytes=4096", "max_owner_profiles=3")
-    keys = " ".join(f"{ROLES[name]}@{name}:{key}" for name, key in KEYS.items())
-    with beside("owned", *options, **{VARIABLE: keys}) as root:
-        yield root
-
-
-@pytest.fixture(scope="module")
-def ask(root):
+def ask(keyed):
     """`ask(name, method, path, **request)`: the answer to one of the owners."""
 
     def ask(name, method, path, headers=None, **request):
-        headers = (headers or {}) | {"Authorization": f"Bearer {KEYS[name]}"}
-        return httpx.request(method, root + path, headers=headers, timeout=120, **request)
+        headers = (headers or {}) | {"Authorization": f"Bearer {OWNERS[name]}"}
+        return httpx.request(method, keyed + path, headers=headers, timeout=120, **request)
 
     return ask
 
@@ -326,12 +315,12 @@ def test_who_fills_the_room_for_tensors_or_profiles_fills_it_for_nobody_else(ask
     for number in range(5):
         assert make("root", number).status_code == 200
     for one in ask("root", "GET", "/v1/interventions?limit=1000").json()["data"]:
-        if one["owner"] in KEYS:  # the store is shared with other tests
+        if one["owner"] in OWNERS:  # the store is shared with other tests
             path = f"/v1/interventions/{one['name']}?owner={one['owner']}"
             assert ask("root", "DELETE", path).status_code == 200
 
 
-def test_nobody_hears_of_a_job_of_another_key(ask, root):
+def test_nobody_hears_of_a_job_of_another_key(ask, keyed):
     def sent(name, listener=""):
         data = json.dumps({"model_key": MODEL_KEY, "session_id": listener})
         headers = {"nnsight-version": "0.8.1"}
@@ -342,8 +331,8 @@ def test_nobody_hears_of_a_job_of_another_key(ask, root):
     assert ask("root", "GET", f"/response/{job}").status_code == 200
     answers = [ask("bob", "GET", f"/response/{one}") for one in (job, "0" * 32)]
     assert [code(answer) for answer in answers] == [(410, "job_not_found")] * 2
-    header = {"Authorization": f"Bearer {KEYS['alice']}"}
-    with closing(websocket.create_connection(f"ws{root[4:]}/subscribe", header=header)) as socket:
+    header = {"Authorization": f"Bearer {OWNERS['alice']}"}
+    with closing(websocket.create_connection(f"ws{keyed[4:]}/subscribe", header=header)) as socket:
         listener = json.loads(socket.recv())["session_id"]
         assert code(sent("bob", listener)) == (404, "session_not_found")
         assert sent("alice", listener).status_code == 200

@@ -63,13 +63,10 @@ def test_nobody_else_reads_what_a_server_an_evaluation_and_the_commands_wrote(be
     assert {path: oct(mode) for path, mode in written.items() if mode & OTHERS} == {}
 
 
-def test_a_directory_that_is_open_to_a_group_holds_what_the_group_reads(beside, tmp_path):
-    activations = tmp_path / "activations"
-    activations.mkdir()
-    activations.chmod(0o2750)
-    with beside("grouped", f"activations_dir={activations}", "threads=1") as root:
-        fill(root)
-        written = modes(activations)
+def test_a_directory_that_is_open_to_a_group_holds_what_the_group_reads(small_store):
+    root, activations = small_store
+    fill(root)
+    written = modes(activations)
     for path, mode in written.items():
         assert mode & OTHERS == (0o050 if (activations / path).is_dir() else 0o040), path
     assert any(path.endswith(".arrow") for path in written)

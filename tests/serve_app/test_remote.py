@@ -38,14 +38,6 @@ WRONG = {
 CHAT = {"model": "vitrine-demo", "messages": [{"role": "user", "content": "2+2?"}], "max_tokens": 16, "temperature": 0}
 
 
-@pytest.fixture(scope="module")
-def open_server(beside):
-    """The root of an application that runs clients' code, with little memory and time for each job."""
-    options = ("threads=1", "allow_client_code=true", "client_code_timeout_s=10", "client_code_memory_bytes=1000000000")
-    with beside("code", *options, "client_code_result_bytes=8000000") as root:
-        yield root
-
-
 def environment(root: str) -> dict[str, str]:
     """A client's, which knows nothing but the server's address."""
     return os.environ | {"NDIF_HOST": root, "HF_HUB_OFFLINE": "1", "NO_COLOR": "1"}
@@ -84,11 +76,11 @@ def block(*lines: str, setup: str = "", call: str = "model.trace('Ann has 3 boxe
 
 
 @pytest.fixture(scope="module")
-def interpreter(open_server):
+def interpreter(runs_code):
     """A client's process that runs many programs."""
     process = subprocess.Popen(
         [sys.executable, str(CLIENT)],
-        env=environment(open_server),
+        env=environment(runs_code),
         stdin=subprocess.PIPE,
         stdout=subprocess.PIPE,
         stderr=subprocess.DEVNULL,
@@ -121,10 +113,10 @@ def run(execute):
 
 
 @pytest.fixture(scope="module")
-def guide(open_server, tmp_path_factory):
+def guide(runs_code, tmp_path_factory):
     """What each section of the guide saved, run over the server and without it."""
     found = tmp_path_factory.mktemp("guide") / "found.pt"
-    done = python(open_server, str(GUIDE), str(WEIGHTS), str(found))
+    done = python(runs_code, str(GUIDE), str(WEIGHTS), str(found))
     assert done.returncode == 0, done.stdout[-2000:] + done.stderr[-4000:]
     return torch.load(found, weights_only=False)
 
@@ -213,11 +205,11 @@ def test_an_awaited_job_gives_its_saved_values(run):
     assert "awaited ['value']" in done.stdout, done.stderr[-2000:]
 
 
-def test_the_status_and_the_environment_are_as_nnsight_reads_them(open_server):
+def test_the_status_and_the_environment_are_as_nnsight_reads_them(runs_code):
     code = (
         "import nnsight; print(nnsight.status()); c = nnsight.compare(); print(c.critical_mismatches, c.python_matches)"
     )
-    done = python(open_server, "-c", code)
+    done = python(runs_code, "-c", code)
     assert "Up" in done.stdout
     assert "vitrine-demo" in done.stdout
     assert "RUNNING" in done.stdout
@@ -233,8 +225,8 @@ def examples() -> list[Any]:
 
 
 @pytest.mark.parametrize("code", examples())
-def test_an_example_of_the_page_works_and_the_client_finds_the_same(execute, open_server, code):
-    said = execute(code.replace(ADDRESS, open_server))
+def test_an_example_of_the_page_works_and_the_client_finds_the_same(execute, runs_code, code):
+    said = execute(code.replace(ADDRESS, runs_code))
     assert "Traceback" not in said.stderr, said.stderr
     assert "torch.Size([1, 13, 192]) False" in said.stdout
     by_nnsight, by_the_client = said.stdout.splitlines()[-2:]
@@ -251,13 +243,13 @@ def answered(root: str) -> str:
     return str(answer.json()["choices"][0]["message"]["content"])
 
 
-def test_a_block_that_loops_is_stopped_while_other_requests_go_on(run, open_server):
-    before = answered(open_server)
+def test_a_block_that_loops_is_stopped_while_other_requests_go_on(run, runs_code):
+    before = answered(runs_code)
     with ThreadPoolExecutor() as pool:
         looping = pool.submit(run, "print('begins')", "while True: pass", "pass")
         others = []
         while not looping.done():
-            others.append(answered(open_server))
+            others.append(answered(runs_code))
     done = looping.result()
     assert "begins" in done.stdout
     assert "TimeoutError" in done.stderr
@@ -278,13 +270,13 @@ def test_a_block_that_hides_from_its_limit_is_killed(run):
     assert "did not stop at the server's limit of 10 s" in done.stderr
 
 
-def test_a_block_that_takes_all_memory_is_stopped_while_other_requests_go_on(run, open_server):
-    before = answered(open_server)
+def test_a_block_that_takes_all_memory_is_stopped_while_other_requests_go_on(run, runs_code):
+    before = answered(runs_code)
     with ThreadPoolExecutor() as pool:
         taking = pool.submit(run, "held = []", "while True: held.append(torch.ones(10_000_000))", "pass")
-        others = [answered(open_server)]
+        others = [answered(runs_code)]
         while not taking.done():
-            others.append(answered(open_server))
+            others.append(answered(runs_code))
     done = taking.result()
     assert "memory" in done.stderr
     assert "client0.py" in done.stderr
@@ -355,12 +347,12 @@ def test_printing_without_end_is_cut(run):
     assert done.stdout.count("LOG") < 20_000
 
 
-def test_a_client_that_goes_takes_its_job_with_it(open_server, tmp_path, eventually):
+def test_a_client_that_goes_takes_its_job_with_it(runs_code, tmp_path, eventually):
     name = f"job{os.getpid()}"
     program = tmp_path / "client.py"
     named = "import ctypes", f"ctypes.CDLL(None).prctl(15, b'{name}')"
     program.write_text(block(*named, "print('begins')", "while True: pass", "0"))
-    env = os.environ | {"NDIF_HOST": open_server, "HF_HUB_OFFLINE": "1"}
+    env = os.environ | {"NDIF_HOST": runs_code, "HF_HUB_OFFLINE": "1"}
     going = subprocess.Popen(
         [sys.executable, "-u", str(program)], env=env, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True
     )
@@ -409,23 +401,23 @@ def named(**key: object) -> str:
         (f"{CLASS}:{'[' * 7000}", 400, "model_key"),
     ],
 )
-def test_a_model_that_is_not_served_is_refused_before_anything_is_opened(open_server, key, status, param):
-    answer = post(open_server, key)
+def test_a_model_that_is_not_served_is_refused_before_anything_is_opened(runs_code, key, status, param):
+    answer = post(runs_code, key)
     assert answer.status_code == status
     assert answer.json()["error"]["param"] == param
     assert answer.json()["detail"] == answer.json()["error"]["message"]  # what nnsight shows
 
 
-def test_pages_of_other_origins_run_nothing(open_server):
+def test_pages_of_other_origins_run_nothing(runs_code):
     page = {"Origin": "http://evil.example", "Host": "evil.example:8000"}
     for headers in ({"Origin": page["Origin"]}, {"Host": page["Host"]}, page):
-        answer = post(open_server, named(), **headers)
+        answer = post(runs_code, named(), **headers)
         assert answer.status_code == 403
         assert answer.json()["error"]["code"] in ("origin_not_allowed", "host_not_allowed")
-    unasked = httpx.post(f"{open_server}/request", data={"data": "{}"}, files={"blob": b"x"}, timeout=60)
+    unasked = httpx.post(f"{runs_code}/request", data={"data": "{}"}, files={"blob": b"x"}, timeout=60)
     assert unasked.status_code == 400  # what a form of another page can send
     assert unasked.json()["error"]["param"] == "nnsight-version"
-    socket = f"ws{open_server[4:]}/subscribe"
+    socket = f"ws{runs_code[4:]}/subscribe"
     with pytest.raises(websocket.WebSocketBadStatusException, match="403"):
         websocket.create_connection(socket, origin=page["Origin"])
     with pytest.raises(websocket.WebSocketBadStatusException, match="403"):
@@ -433,8 +425,8 @@ def test_pages_of_other_origins_run_nothing(open_server):
 
 
 @pytest.mark.parametrize("name", ["vitrine-demo", "Vitrine-Demo", str(WEIGHTS), f"{WEIGHTS}/"])
-def test_a_model_goes_by_its_id_and_its_directory(open_server, name):
-    answer = post(open_server, named(repo_id=name))
+def test_a_model_goes_by_its_id_and_its_directory(runs_code, name):
+    answer = post(runs_code, named(repo_id=name))
     assert answer.status_code == 200
     assert answer.json()["status"] == "RECEIVED"
 
@@ -452,9 +444,9 @@ def final(root: str, job_id: str, eventually) -> dict[str, str]:
         (named(), "Error"),  # b"x" is no block
     ],
 )
-def test_a_job_that_cannot_be_run_ends_with_the_reason(open_server, eventually, key, said):
-    job_id = post(open_server, key).json()["id"]
-    assert said in final(open_server, job_id, eventually)["description"]
+def test_a_job_that_cannot_be_run_ends_with_the_reason(runs_code, eventually, key, said):
+    job_id = post(runs_code, key).json()["id"]
+    assert said in final(runs_code, job_id, eventually)["description"]
 
 
 def test_an_adapter_is_refused_by_the_job(run):
@@ -462,14 +454,14 @@ def test_an_adapter_is_refused_by_the_job(run):
     assert "peft" in done.stderr.splitlines()[-1]
 
 
-def test_jobs_and_results_that_are_not_there_are_told_so(open_server):
+def test_jobs_and_results_that_are_not_there_are_told_so(runs_code):
     nobody = "0" * 32
-    assert httpx.get(f"{open_server}/response/{nobody}", timeout=60).status_code == 410  # nnsight would wait after 404
-    job_id = post(open_server, named()).json()["id"]
+    assert httpx.get(f"{runs_code}/response/{nobody}", timeout=60).status_code == 410  # nnsight would wait after 404
+    job_id = post(runs_code, named()).json()["id"]
     for name, token in ((nobody, "x"), (job_id, "x"), (job_id, "\u00e9")):
-        answer = httpx.get(f"{open_server}/response/{name}/result", params={"token": token}, timeout=60)
+        answer = httpx.get(f"{runs_code}/response/{name}/result", params={"token": token}, timeout=60)
         assert answer.status_code == 404
-    assert post(open_server, named(), session=nobody).json()["error"]["code"] == "session_not_found"
+    assert post(runs_code, named(), session=nobody).json()["error"]["code"] == "session_not_found"
 
 
 def test_without_the_operators_leave_no_code_is_run(served):

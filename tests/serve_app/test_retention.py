@@ -140,7 +140,7 @@ NAMES = [
 ]
 
 
-@settings(max_examples=60, deadline=None, suppress_health_check=list(HealthCheck))
+@settings(suppress_health_check=list(HealthCheck))
 @given(
     route=st.sampled_from(ROUTES),
     name=st.one_of(

@@ -96,18 +96,17 @@ def test_forty_stalled_readers_cost_little_and_others_are_served(served, large, 
 
 
 @pytest.fixture(scope="module")
-def result(beside):
+def result(runs_code):
     """`result(size)`: the address of a finished job's result of so many bytes."""
-    with beside("stalled", "allow_client_code=true") as root:
 
-        def put(size: int) -> str:
-            jobs = board()
-            job = ray.get(jobs.open.remote(None))
-            ray.get(jobs.tell.remote([Update(job, "COMPLETED")], [bytes(size)]))
-            _, token = ray.get(jobs.latest.remote(job))
-            return f"{root}/response/{job}/result?token={token}"
+    def put(size: int) -> str:
+        jobs = board()
+        job = ray.get(jobs.open.remote(None))
+        ray.get(jobs.tell.remote([Update(job, "COMPLETED")], [bytes(size)]))
+        _, token = ray.get(jobs.latest.remote(job))
+        return f"{runs_code}/response/{job}/result?token={token}"
 
-        yield put
+    return put
 
 
 def test_forty_stalled_readers_of_nnsights_results_cost_little_and_give_their_places_back(served, processes, result):

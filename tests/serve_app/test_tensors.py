@@ -169,15 +169,13 @@ def test_an_id_names_nothing_but_a_file_of_the_store(served, tensors, kept, tens
     assert tensors("GET", kept["id"]).status_code == 200
 
 
-def test_the_operators_limits_hold(beside, tensors, tmp_path):
+def test_the_operators_limits_hold(small_store, tensors):
+    root, _ = small_store
     small, larger = save({"v": torch.ones(300)}), save({"v": torch.zeros(301)})
-    options = (f"activations_dir={tmp_path}", "max_tensor_file_bytes=1400", "max_tensor_store_bytes=1500")
-    with beside("roomless", *options, "max_body_bytes=1000", "num_cpus=0.1", "threads=1") as root:
-        assert tensors("POST", root=root, content=small, headers=BYTES).status_code == 200
-        assert refused(tensors("POST", root=root, content=larger, headers=BYTES)) == (400, "tensor_store_full")
-        too_large = save({"v": torch.ones(400)})
-        assert refused(tensors("POST", root=root, content=too_large, headers=BYTES)) == (413, "tensor_too_large")
-    ray.kill(connect(str(tmp_path)))
+    assert tensors("POST", root=root, content=small, headers=BYTES).status_code == 200
+    assert refused(tensors("POST", root=root, content=larger, headers=BYTES)) == (400, "tensor_store_full")
+    too_large = save({"v": torch.ones(400)})
+    assert refused(tensors("POST", root=root, content=too_large, headers=BYTES)) == (413, "tensor_too_large")
 
 
 def test_a_models_structure_is_told_with_or_without_its_name(served):

@@ -10,6 +10,8 @@ import pytest
 import vitrine
 from tests.vitrine.examples import run
 
+pytestmark = pytest.mark.server
+
 
 @pytest.fixture(scope="module")
 def own(tmp_path_factory):

@@ -27,6 +27,8 @@ from deployments.options import Options
 
 LIMITS = Limits(seconds=30, memory_bytes=1 << 30, result_bytes=1 << 20, log_bytes=1 << 20, threads=1)
 
+pytestmark = pytest.mark.slow
+
 
 class Kept(Backend):
     """Keeps a block as a client would send it."""

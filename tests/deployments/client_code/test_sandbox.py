@@ -43,6 +43,10 @@ SANDBOXES = {
 PRELUDE = """
 import ctypes, fcntl, importlib, mmap, os, signal, socket, struct, subprocess, sys, threading
 libc = ctypes.CDLL(None, use_errno=True)
+
+pytestmark = pytest.mark.slow
+
+
 def found():
     return os.stat(MAIN)
 def open_socket():

@@ -7,7 +7,7 @@ import random
 
 import jsonschema
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 from llguidance import LLParserLimits
 
@@ -83,7 +83,6 @@ def test_whatever_the_settings_a_text_that_stops_obeys_its_schema(model, compile
     assert all(stopped.values()), stopped
 
 
-@settings(max_examples=60, deadline=None, derandomize=True)
 @given(st.sampled_from(sorted(SCHEMAS)), st.randoms(use_true_random=False))
 def test_the_end_is_allowed_exactly_where_the_text_is_complete(demo, name, numbers):
     stand = _kept(demo)[name].begin()

@@ -35,6 +35,8 @@ print(json.dumps({{
 }}))
 """
 
+pytestmark = pytest.mark.slow
+
 
 def in_a_process(requests, limit=None):
     """Serve requests in a process that may take `limit` MiB more than its model; gives what became of each."""

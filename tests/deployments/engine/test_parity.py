@@ -20,10 +20,12 @@ from deployments.engine.request import Event, Finished, Lens, Request, Rows, Sam
 
 LENGTHS = (1, 2, 5, 7, 9, 14, 21, 30)
 NEW = 12  # a request's most tokens
-EXAMPLES = 8  # schedules at random for each architecture, each its own
+EXAMPLES = settings().max_examples // 5  # schedules at random for each architecture, each its own
 ENDLESS = 3000  # steps
 TOKENS = ["all", "prompt", "generated", "last", {"last": 12}, "prompt_last", "generated_last"]
 CANONICAL = ("embed.", "layers.", "norm.", "lm_head.")
+
+pytestmark = pytest.mark.slow
 
 
 class Submit(NamedTuple):

@@ -24,6 +24,8 @@ RATIO, FLOOR = 1.5, 2**-10
 LENGTHS = (1, 13, 40, 6, 21)
 NEW = 10
 
+pytestmark = pytest.mark.slow
+
 
 def assert_no_further(got, plain, exact, name):
     """Lists of values, each [tokens, ...], or of attention patterns."""

@@ -2,7 +2,7 @@
 
 import pytest
 import torch
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 from transformers import (
     MinNewTokensLengthLogitsProcessor,
@@ -63,7 +63,6 @@ def having_said(request, answer, vocabulary=VOCABULARY):
     return sampler
 
 
-@settings(max_examples=200, deadline=None, derandomize=True)
 @given(st.lists(st.tuples(asked, tokens), min_size=1, max_size=5), st.integers(0, 99))
 def test_every_row_of_a_batch_is_adjusted_as_transformers_adjusts_it_alone(batch, seed):
     logits = 3 * torch.randn(len(batch), VOCABULARY, generator=torch.Generator().manual_seed(seed))

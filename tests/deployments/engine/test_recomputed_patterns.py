@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 import torch
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 from transformers.integrations.sdpa_attention import sdpa_attention_forward
 from transformers.models.llama import modeling_llama
@@ -98,7 +98,6 @@ def test_patterns_have_the_models_dtype(dtype, build, byte_tokenizer, tiny, prom
             torch.testing.assert_close(one.float().sum(-1), torch.ones(4), rtol=0, atol=0.02)
 
 
-@settings(max_examples=60, deadline=None)
 @given(
     shape=st.tuples(*(st.integers(1, most) for most in (4, 3, 2, 7))),
     extra=st.integers(0, 5),

@@ -4,7 +4,7 @@ import itertools
 
 import pytest
 import torch
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 from transformers import MinPLogitsWarper, TemperatureLogitsWarper, TopKLogitsWarper, TopPLogitsWarper
 
@@ -61,7 +61,6 @@ samplings = st.builds(
 )
 
 
-@settings(max_examples=200, deadline=None, derandomize=True)
 @given(st.lists(st.tuples(st.integers(0, 99), samplings), min_size=1, max_size=6))
 def test_any_settings_in_one_batch_give_each_row_transformers_probabilities(batch):
     logits = torch.stack([random_logits(seed, scale=3.0) for seed, _ in batch])
@@ -136,7 +135,6 @@ rows = st.tuples(
 )
 
 
-@settings(max_examples=60, deadline=None, derandomize=True)
 @given(
     st.lists(rows, min_size=1, max_size=6), st.lists(st.sampled_from([torch.nan, torch.inf, -torch.inf]), max_size=2)
 )

@@ -1,7 +1,7 @@
 """Text comes in whole characters and shows nothing of a stop string."""
 
 import pytest
-from hypothesis import example, given, settings
+from hypothesis import example, given
 from hypothesis import strategies as st
 from transformers import PreTrainedTokenizerFast
 
@@ -25,7 +25,6 @@ def encode(tokenizer: PreTrainedTokenizerFast, text: str) -> list[int]:
     return tokenizer(text, add_special_tokens=False)["input_ids"]
 
 
-@settings(max_examples=150, deadline=None, derandomize=True)
 @given(st.text(max_size=20))
 @example("naïve — 北京 👩‍👩‍👧 ok")
 def test_any_text_comes_back_in_whole_characters(byte_tokenizer, text):
@@ -36,7 +35,6 @@ def test_any_text_comes_back_in_whole_characters(byte_tokenizer, text):
         assert "\ufffd" not in piece or "\ufffd" in text
 
 
-@settings(max_examples=60, deadline=None, derandomize=True)
 @given(st.text(max_size=20))
 def test_any_text_comes_back_from_the_model_that_ships(demo, text):
     tokens = encode(demo.tokenizer, text)
@@ -44,14 +42,12 @@ def test_any_text_comes_back_from_the_model_that_ships(demo, text):
     assert back == demo.tokenizer.decode(tokens, skip_special_tokens=True)
 
 
-@settings(max_examples=200, deadline=None, derandomize=True)
 @given(st.lists(st.integers(0, 255), max_size=24))
 def test_bytes_that_are_no_text_come_as_the_tokenizer_decodes_them(byte_tokenizer, tokens):
     back, _, _ = stream(byte_tokenizer, tokens)
     assert back == byte_tokenizer.decode(tokens)
 
 
-@settings(max_examples=60, deadline=None, derandomize=True)
 @given(st.lists(st.integers(0, 1 << 20), max_size=24))
 def test_any_tokens_of_the_model_that_ships_come_as_its_tokenizer_decodes_them(demo, numbers):
     tokens = [number % len(demo.tokenizer) for number in numbers]
@@ -93,7 +89,6 @@ def until_stop(texts: list[str], stops: list[str], min_tokens: int = 0) -> str |
 some_stops = st.lists(st.text("ab€", min_size=1, max_size=4), min_size=1, max_size=3)
 
 
-@settings(max_examples=500, deadline=None, derandomize=True)
 @given(st.text("ab€", max_size=14), some_stops, st.integers(0, 14))
 @example("xabc", ["abcd", "bc"], 4)
 @example("aaa", ["aa"], 3)
@@ -107,7 +102,6 @@ def test_text_ends_before_the_first_stop_string_and_shows_no_piece_of_it(byte_to
     assert not any("\ufffd" in piece for piece in pieces)
 
 
-@settings(max_examples=300, deadline=None, derandomize=True)
 @given(
     st.lists(st.integers(0, 255), max_size=24), st.lists(st.text('!"#$%\ufffdé', min_size=1, max_size=3), max_size=3)
 )
@@ -120,7 +114,6 @@ def test_bytes_that_are_no_text_end_before_a_stop_string_as_well(byte_tokenizer,
     assert "".join(pieces) == back
 
 
-@settings(max_examples=200, deadline=None, derandomize=True)
 @given(
     st.lists(st.sampled_from(["Tom", " has", " 12", "\n", "#### ", "é", "北京"]), max_size=10),
     st.integers(0, 12),
@@ -140,7 +133,6 @@ def test_which_stop_string_ends_a_text_does_not_hang_on_its_tokens(demo, words, 
     assert back == (text if want is None else want)
 
 
-@settings(max_examples=80, deadline=None, derandomize=True)
 @given(st.lists(st.sampled_from(["Tom", " has", " 12", "\n", "#### ", "apples", "."]), max_size=12), st.data())
 def test_stop_strings_are_found_across_and_inside_longer_tokens(demo, words, data):
     tokens = encode(demo.tokenizer, "".join(words))

@@ -98,7 +98,7 @@ def stored(record: Callable[..., None], runs: Runs, rows: int) -> Stored:
     return found
 
 
-quick = settings(max_examples=60, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+quick = settings(suppress_health_check=[HealthCheck.function_scoped_fixture])
 INPUTS = [f"layers.{layer}.{site}.output" for layer in range(3) for site in ("mlp", "norm")]
 
 

@@ -4,7 +4,7 @@ import re
 
 import numpy as np
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from evals.config import EvalError
@@ -12,7 +12,6 @@ from evals.probes.folds import permuted, split
 from evals.probes.metrics import auroc
 
 
-@settings(max_examples=25, deadline=None)
 @given(sizes=st.lists(st.integers(1, 6), min_size=30, max_size=60), seed=st.integers(0, 99))
 def test_no_group_is_in_two_folds_and_each_fit_leaves_out_its_folds(sizes: list[int], seed: int) -> None:
     groups = np.repeat(np.arange(len(sizes)), sizes)
@@ -48,7 +47,6 @@ def test_folds_that_cannot_be_are_refused_with_counts(
         split(np.array(positive, dtype=bool), groups, count, 0)
 
 
-@settings(deadline=None)
 @given(
     counts=st.lists(st.tuples(st.integers(0, 3), st.integers(0, 3)).filter(any), min_size=2, max_size=30),
     seed=st.integers(0, 99),

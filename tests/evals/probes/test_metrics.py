@@ -2,7 +2,7 @@
 
 import numpy as np
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 from sklearn.linear_model import LogisticRegression
 from sklearn.metrics import roc_auc_score
@@ -10,7 +10,6 @@ from sklearn.metrics import roc_auc_score
 from evals.probes.metrics import auroc, band, bins, by_folds, interval, platt, rare, resampled
 
 
-@settings(deadline=None)
 @given(scores=st.lists(st.sampled_from([-1.0, 0.0, 0.5, 2.0, 3.0]), min_size=4, max_size=40), split=st.integers(1, 3))
 def test_auroc_is_that_of_scikit_learn_with_ties(scores: list[float], split: int) -> None:
     positive = np.arange(len(scores)) % 4 < split
@@ -27,7 +26,6 @@ def test_auroc_is_averaged_over_folds_by_their_pairs_and_never_pooled() -> None:
     assert by_folds(scores, positive, folds) == pytest.approx((1 * first + 6 * second) / 7)
 
 
-@settings(max_examples=30, deadline=None)
 @given(seed=st.integers(0, 1000))
 def test_a_sample_of_groups_has_the_auroc_of_its_examples(seed: int) -> None:
     random = np.random.default_rng(seed)

@@ -1,11 +1,9 @@
 """The solver's fits are scikit-learn's, for many training sets, penalties and labelings at once."""
 
-import warnings
-
 import numpy as np
 import pytest
 import torch
-from hypothesis import assume, given, settings
+from hypothesis import assume, given, reject
 from hypothesis import strategies as st
 from sklearn.exceptions import ConvergenceWarning
 from sklearn.linear_model import LogisticRegression, RidgeClassifier
@@ -33,15 +31,13 @@ def reference(method: Method, rows: np.ndarray, training: np.ndarray, labels: np
         return np.asarray((of - (yes + no) / 2) @ (yes - no))
     if method == "ridge":
         return np.asarray(RidgeClassifier(alpha=1 / c).fit(of[training], y).decision_function(of))
-    with warnings.catch_warnings():
-        warnings.simplefilter("error", ConvergenceWarning)
-        # It goes on with lbfgs then, which warns of its own where it does not converge.
-        warnings.filterwarnings("ignore", "Line search of Newton solver", ConvergenceWarning)
-        model = LogisticRegression(C=c, tol=1e-8, max_iter=100_000, solver="newton-cholesky")
+    model = LogisticRegression(C=c, tol=1e-8, max_iter=100_000, solver="newton-cholesky")
+    try:
         return np.asarray(model.fit(of[training], y).decision_function(of))
+    except ConvergenceWarning:  # its line search finds no step that helps, within rounding
+        reject()
 
 
-@settings(max_examples=35, deadline=None)
 @given(
     method=st.sampled_from(["difference", "logistic", "ridge"]),
     n=st.integers(12, 70),
