@@ -6,7 +6,7 @@ BIN := $(VENV)/bin
 PIP := -m pip --quiet --disable-pip-version-check install --no-deps
 LOCKED := $(PIP) --require-hashes
 
-.PHONY: help demo serve smollm2 test test-actors test-server test-all lint format lock bench bench-engine bench-serving bench-memory bench-catalogue bench-reading bench-writing bench-evaluating bench-collecting bench-experiments bench-attacks clean
+.PHONY: help demo serve smollm2 test test-actors test-server test-all lint format docs docs-serve lock bench bench-engine bench-serving bench-memory bench-catalogue bench-reading bench-writing bench-evaluating bench-collecting bench-experiments bench-attacks clean
 
 help:  ## say what there is
 	@sed -n 's/^\([a-z0-9-]*\):.*##  *\(.*\)/make \1\t\2/p' Makefile | expand -t 20
@@ -45,6 +45,12 @@ lint: $(VENV)/.ready-dev  ## style and types
 format: $(VENV)/.ready-dev  ## put the style right
 	$(BIN)/ruff check --fix .
 	$(BIN)/ruff format .
+
+docs: $(VENV)/.ready-dev  ## build the documentation into build/site; a broken link fails
+	$(BIN)/mkdocs build --strict
+
+docs-serve: $(VENV)/.ready-dev  ## show the documentation on port 8008 while you write
+	$(BIN)/mkdocs serve --dev-addr 127.0.0.1:8008
 
 lock: $(VENV)/bin/python  ## write the files in locks/ anew, after a dependency has changed
 	$(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt uv packaging
