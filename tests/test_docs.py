@@ -12,12 +12,12 @@ import pytest
 
 ROOT = Path(__file__).parent.parent
 LINK = re.compile(r"\[[^\]]*\]\(([^)\s]+)\)")
-OUTSIDE = [path for path in ROOT.glob("*.md")] + [ROOT / "benchmarks" / "README.md", *ROOT.glob("examples/*/README.md")]
+OUTSIDE = [*ROOT.glob("*.md"), ROOT / "benchmarks" / "README.md", *ROOT.glob("examples/*/README.md")]
 
 
 def test_the_site_builds_strictly_and_fetches_nothing_from_elsewhere(tmp_path: Path) -> None:
     command = [sys.executable, "-m", "mkdocs", "build", "--strict", "--quiet", "--site-dir", tmp_path]
-    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True)
+    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=120)
     assert done.returncode == 0, done.stdout + done.stderr
     pages = [*tmp_path.rglob("*.html")]
     assert len(pages) > 30
@@ -27,6 +27,25 @@ def test_the_site_builds_strictly_and_fetches_nothing_from_elsewhere(tmp_path: P
         assert not fetched, f"{page.name} fetches {fetched}"
     for sheet in tmp_path.rglob("*.css"):
         assert not re.search(r"url\([\"']?(?:https?:)?//", sheet.read_text()), sheet.name
+
+
+CODE = [path for top in ("vitrine", "serve_app", "deployments", "evals") for path in (ROOT / top).rglob("*.py")]
+
+
+def test_every_file_that_a_page_names_is_there() -> None:
+    for page in [*ROOT.glob("*.md"), *(ROOT / "docs").glob("*.md")]:
+        if page.name == "CHANGELOG.md":
+            continue  # history
+        for name in re.findall(
+            r"`((?:vitrine|serve_app|deployments|evals|benchmarks|tests|examples|docs)/[\w./]*)`", page.read_text()
+        ):
+            assert (ROOT / name).exists(), f"{page.name} names {name}"
+
+
+def test_every_page_that_the_code_names_is_there() -> None:
+    for path in [*CODE, ROOT / "cluster.yaml", ROOT / "serve_config.yaml"]:
+        for name in re.findall(r"docs/\w+\.md", path.read_text()):
+            assert (ROOT / name).exists(), f"{path.relative_to(ROOT)} names {name}"
 
 
 def anchors(page: Path) -> set[str]:
