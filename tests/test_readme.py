@@ -48,7 +48,7 @@ GUIDES = [
     *(
         command
         for command in commands(blocks("evaluation"))
-        if command.startswith(("ray job", "python -m evals.gsm8k --smoke --b"))
+        if command.startswith(("ray job", "python -m evals.gsm8k --base-url", "python -m evals.gsm8k --smoke --b"))
     ),
 ]
 
