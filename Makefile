@@ -6,9 +6,9 @@ BIN := $(VENV)/bin
 PIP := -m pip --quiet --disable-pip-version-check install --no-deps
 LOCKED := $(PIP) --require-hashes
 
-.PHONY: help demo serve smollm2 test test-fast test-all coverage lint format lock bench bench-engine bench-serving bench-memory bench-catalogue bench-reading bench-writing bench-evaluating bench-collecting bench-experiments bench-attacks clean
+.PHONY: help demo serve smollm2 test test-fast test-all coverage lint format docs docs-serve lock bench bench-engine bench-serving bench-memory bench-catalogue bench-reading bench-writing bench-evaluating bench-collecting bench-experiments bench-attacks clean
 
-help:  ## say what there is
+help:  ## list the targets
 	@sed -n 's/^\([a-z0-9-]*\):.*##  *\(.*\)/make \1\t\2/p' Makefile | expand -t 20
 
 demo: $(VENV)/.ready  ## serve the shipped model, evaluate 20 problems with activations, shut down
@@ -46,6 +46,12 @@ lint: $(VENV)/.ready-dev  ## style and types
 format: $(VENV)/.ready-dev  ## put the style right
 	$(BIN)/ruff check --fix .
 	$(BIN)/ruff format .
+
+docs: $(VENV)/.ready-dev  ## build the documentation into build/site; a broken link fails
+	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --strict
+
+docs-serve: $(VENV)/.ready-dev  ## show the documentation on port 8008 while you write
+	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs serve --dev-addr 127.0.0.1:8008
 
 lock: $(VENV)/bin/python  ## write the files in locks/ anew, after a dependency has changed
 	$(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt uv packaging

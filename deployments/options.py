@@ -103,53 +103,50 @@ class Options(BaseModel):
 
     Attributes:
         model: A repository id, a name below `models_dir`, the absolute path of a directory or of a GGUF file,
-            `vitrine-demo`, the model that ships with the project, or `none` to start without a model.
-        model_id: The name that requests give as `model`, and that `/v1/models` and stored runs show. Unless given it is
-            `model` itself; of a path its last name, without `.gguf`.
+            `vitrine-demo` (the model that ships with the project), or `none` to start without a model.
+        model_id: The name that requests give as `model`, and that `/v1/models` and stored runs show. By default it is
+            `model` itself; of a path it is the last name, without `.gguf`.
         revision: The repository's branch, tag or commit.
-        dtype: The weights' dtype; `auto` is the checkpoint's own. In 16 bits a request's tokens may depend on the
-            requests beside it: take `float32` for experiments, where the model is small enough.
-        attention: How transformers computes attention. `sdpa` is faster; with `eager` its patterns can be captured of
-            architectures, too, for which they cannot be recomputed. `auto` is what transformers takes for the model.
-        device: `cuda`, `cpu` or a torch device; a GPU where a replica has one, else the CPU.
+        dtype: The weights' dtype; `auto` is the checkpoint's own. In 16 bits, a request's tokens may depend on the
+            requests beside it: use `float32` for experiments if the model is small enough.
+        attention: How transformers computes attention; `auto` is its choice for the model. `sdpa` is faster. `eager`
+            gives attention patterns also for architectures whose patterns cannot be recomputed.
+        device: `cuda`, `cpu` or a torch device; by default a GPU if the replica has one, else the CPU.
         device_map: How to spread the model over a replica's GPUs, as transformers takes it.
         trust_remote_code: Run the repository's own code.
         max_seq_len: A context shorter than the model's, in tokens.
-        savepoints: Points of the model with names of their own; what a request without points records.
+        savepoints: Points of the model with names of their own. `store_activations` without `capture` records them.
         num_replicas: Copies of the model, each with its own weights.
-        num_cpus: What each replica reserves in Ray. A fraction, so that on two cores the evaluator's tasks
-            still find room; torch's threads are set by `threads`.
+        num_cpus: CPUs that each replica reserves in Ray. The default is a fraction, so that on two cores the
+            evaluator's tasks also find room. `threads` sets torch's threads.
         num_gpus: GPUs of each replica.
         threads: torch threads of each replica; by default the machine's cores divided by `num_replicas`.
-        max_running: The most requests of a replica that share a forward.
-        max_queued: The most requests of a replica beyond those; more get 429.
-        prefill_tokens: The most prompt tokens of one forward, of which a fifth is used while streams decode; a
-            longer prompt goes in pieces between decodes. By default 1,024 on a CPU and 4,096 on a GPU.
-        kv_bytes: The most KV memory of a replica in bytes.
-        kv_fraction: The same as a part of the memory that is free at start, where `kv_bytes` is not given.
+        max_running: The most sequences of a replica that share a forward pass.
+        max_queued: The most sequences of a replica that wait beyond those; more get 429.
+        prefill_tokens: The most prompt tokens of one forward pass; a fifth of it while streams decode. A longer prompt
+            runs in pieces between decodes. By default 1,024 on a CPU and 4,096 on a GPU.
+        kv_bytes: The most memory for keys and values of a replica, in bytes.
+        kv_fraction: The same as a fraction of the memory that is free at start, if `kv_bytes` is not set.
         request_timeout_s: Seconds after which a request gets 504.
         stuck_after_s: Seconds in one engine step after which a replica counts as dead and is replaced.
-        api_keys_file: A file of API keys, each as `role:key`; `serve_app/keys.py` says more. It is read where the
-            application is built, as the variable `VITRINE_API_KEYS` is, and only digests go on from there.
-        open: Answer everybody who reaches the server, where it has no API keys and listens on other addresses than
-            this machine's own. Without it such a server is refused.
-        insecure_ray: Start on a Ray cluster without token authentication, whose ports let everybody run code.
-        allowed_hosts: On a server without API keys, names that requests may call it by, apart by commas, besides
-            localhost and loopback addresses; `*` is any. Where a proxy passes on requests of others, the names that it
-            is called by.
-        cors_origins: Origins whose pages may read answers, apart by commas; `*` is any, and needs API keys. None may by
-            default.
+        api_keys_file: A file of API keys, each as `role:key` or `role@name:key`. Like the variable `VITRINE_API_KEYS`
+            it is read when the application is built, and only digests go further.
+        open: Start without API keys on other addresses than this machine's own, and answer everybody.
+        insecure_ray: Start on a Ray cluster without token authentication. Everybody who reaches its ports can run code.
+        allowed_hosts: Names by which requests may call a server without API keys, besides localhost and loopback
+            addresses; `*` is any. Behind a proxy that forwards requests of others, the names by which they call it.
+        cors_origins: Origins whose pages may read answers; none by default. `*` is any, and needs API keys.
         max_body_bytes: The largest request body; larger ones get 413.
-        max_tensor_file_bytes: The largest file of tensors that a client may send, at most 128 MiB, which Serve's
-            messages can hold; larger ones get 413.
-        max_tensor_store_bytes: The most bytes of all such files together.
-        capture_memory_bytes: Host memory of a replica for recorded rows on their way to the store. They go out in
-            pieces; where the disk is slower than the model, requests that record wait for it.
+        max_tensor_file_bytes: The largest tensor file that a client may send, at most 128 MiB (the limit of Serve's
+            messages); larger ones get 413.
+        max_tensor_store_bytes: The most bytes of all tensor files together.
+        capture_memory_bytes: Host memory of a replica for recorded rows on their way to the store. If the disk is
+            slower than the model, requests that record wait for it.
         max_capture_bytes: The most bytes that one request may record, all its choices together.
-        max_intervention_bytes: The most bytes of tensors and of stored rows that a replica's requests hold together for
-            their interventions.
-        max_inline_values: The most numbers that `"return": "inline"` may put into an answer, and ten times as many as
-            the tokens of layers that `logit_lens` may.
+        max_intervention_bytes: The most bytes of tensors and stored rows that a replica's requests hold together for
+            interventions.
+        max_inline_values: The most numbers that `"return": "inline"` may put into an answer. A logit lens may name a
+            tenth as many tokens of layers.
         max_store_bytes: The most bytes of all stored sessions together; runs that do not fit are not stored. By default
             no limit but the disk's.
         max_session_bytes: The same of each session.
@@ -170,23 +167,24 @@ class Options(BaseModel):
             the oldest are removed from there first.
         answer_when: When a request that records is answered: once its activations are `stored` in `activations_dir`, or
             once they are `archived` in the bucket, too.
-        models_dir: Where models lie that are loaded by name, at the start and while the server runs:
-            `models_dir/some/model` is loaded as `some/model`, before the hub is asked. By default
-            `$VITRINE_HOME/models`, which `make smollm2` writes to.
+        models_dir: Where models that are named without a path lie: `models_dir/some/model` is loaded as `some/model`,
+            before the hub is asked. By default `$VITRINE_HOME/models`, where `make smollm2` writes.
         allow_remote_code: Whether a model may be loaded with `trust_remote_code` while the server runs.
-        load_timeout_s: Seconds after which a model that still loads is given up.
+        load_timeout_s: Seconds after which loading a model is given up.
         allow_client_code: Whether clients may run nnsight code of their own over the served weights; with API keys,
-            those of the roles code and admin. Refused without API keys, unless only this machine can reach the server.
-        client_code_sandbox: What holds that code: `auto` is all that the system has, and refused where it cannot
-            isolate code and other machines reach the server; `none` runs it as the server's user.
+            those of the roles `code` and `admin`. Without keys it is rejected, unless only this machine can reach the
+            server.
+        client_code_sandbox: How that code is isolated. `auto` uses every layer that the system supports, and is
+            rejected if the system cannot isolate code and other machines reach the server. `none` runs code as the
+            server's user.
         client_code_timeout_s: Seconds after which a client's job is stopped.
         client_code_memory_bytes: Host memory of a client's job beyond the weights, which it shares.
-        client_code_result_bytes: The most that a client's job gives back.
+        client_code_result_bytes: The largest result of a client's job.
         client_code_threads: torch threads of a client's job; by default half of the replica's.
-        max_client_jobs: The most clients' jobs of a replica that wait for the one that runs.
-        public_url: The server's own address as clients reach it, where that is not what their requests say: behind a
-            proxy that ends TLS, for one. Large results of clients' jobs are fetched below it, and `/v1/models` shows
-            it: it holds no user, key or query.
+        max_client_jobs: The most jobs that wait at a replica for the one that runs.
+        public_url: The server's address as clients reach it, if their requests do not show it, for example behind a
+            proxy that ends TLS. Large results of clients' jobs are fetched from it, and `/v1/models` shows it, so it
+            must not have a user, key or query.
     """
 
     model_config = ConfigDict(extra="forbid", frozen=True, hide_input_in_errors=True)  # a URI may hold a key

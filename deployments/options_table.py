@@ -12,11 +12,16 @@ from deployments.options import Options, home
 
 HEAD = """# Options
 
-All that an operator may set: `serve run serve_app:build_app name=value ...`, `args` in a file for `serve deploy`
-([`serve_config.yaml`](../serve_config.yaml)), `--server-option name=value` of `evals.gsm8k`, `--set name=value` of
-`deployments.collect`. Unknown options and bad values are refused by name, all of them in one message. A model that is
-loaded while the server runs has [settings of its own](models.md#several-models); all other options hold for it, too.
-`$VITRINE_HOME` is `~/.vitrine` unless set.
+Set an option in one of these places:
+
+- `serve run serve_app:build_app name=value ...`,
+- `args` in a file for `serve deploy`, such as `serve_config.yaml`,
+- `--server-option name=value` of `evals.gsm8k`,
+- `--set name=value` of `deployments.collect`.
+
+Unknown options and bad values are rejected by name, all of them in one message. A model that is loaded while the
+server runs has [settings of its own](models.md#load-and-unload-models); all other options apply to it, too.
+`$VITRINE_HOME` is `~/.vitrine` unless it is set.
 
 | option | takes | default | |
 |---|---|---|---|
@@ -45,7 +50,7 @@ def _takes(field: FieldInfo) -> str:
     if get_origin(field.annotation) is Literal:
         return ", ".join(f"`{value}`" for value in kinds)
     if get_origin(field.annotation) is tuple:
-        return "names apart by commas" if kinds[0] is str else "a list, in a file"
+        return "names, separated by commas" if kinds[0] is str else "a list, in a file"
     words: dict[Any, str] = {bool: "`true`, `false`", int: "a whole number", float: "a number", str: "a text"}
     return words.get(kinds[0], "a text") + (" or an object, in a file" if len(kinds) > 1 else "")
 

@@ -46,14 +46,15 @@ def main() -> None:
 
 
 def compiled(*arguments: str, given: str = "", constrained: bool = True) -> Pins:
-    """What uv resolves, for all platforms at once."""
+    """What uv resolves for Linux and macOS at once: a package that only Windows needs is left out."""
     command = [sys.executable, "-m", "uv", "pip", "compile", "--quiet", "--universal", f"--python-version={PYTHON}"]
     command += ["--generate-hashes", "--no-annotate", "--no-header", *arguments]
     if constrained:
         command += ["--constraint", "constraints.txt"]
     text = subprocess.run(command, cwd=ROOT, input=given, stdout=subprocess.PIPE, text=True, check=True).stdout
     found = re.split(r"\n(?=\w)", text.strip())
-    return {re.split(r"[\s;]", lines, maxsplit=1)[0]: lines for lines in found}
+    pins = {re.split(r"[\s;]", lines, maxsplit=1)[0]: lines for lines in found}
+    return {pin: lines for pin, lines in pins.items() if "; sys_platform == 'win32'" not in lines}
 
 
 def write(name: str, pins: Pins) -> None:

@@ -30,6 +30,15 @@ def test_every_option_in_the_serve_configuration_is_one():
     assert options.num_replicas > 1
 
 
+def test_the_guides_example_is_a_configuration_of_this_server():
+    (example,) = re.findall(r"^```yaml\n(.*?)^```", (ROOT / "docs" / "deploy.md").read_text(), re.DOTALL | re.MULTILINE)
+    found = yaml.safe_load(example)
+    ServeDeploySchema.model_validate(found)
+    options = Options.model_validate(found["applications"][0]["args"])
+    assert options.api_keys_file
+    assert found["http_options"]["request_timeout_s"] > options.request_timeout_s
+
+
 def test_serves_own_limit_comes_after_each_of_the_servers():
     options = Options.model_validate(SERVE["applications"][0]["args"])
     asked = 2 * CONTROLLER_S  # before a model is asked or changed, and after it

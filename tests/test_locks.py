@@ -47,9 +47,10 @@ def test_the_locks_have_the_versions_of_the_constraints():
     [
         (["server", "torch"], BASE + EXTRAS["serve"] + PROJECT["build-system"]["requires"]),
         (["server", "torch", "dev"], BASE + EXTRAS["dev"]),
+        (["server", "dev"], EXTRAS["docs"]),
         (["server", "gguf"], EXTRAS["gguf"]),
     ],
-    ids=["server", "dev", "gguf"],
+    ids=["server", "dev", "docs", "gguf"],
 )
 def test_every_dependency_is_locked_at_a_version_that_it_allows(locks, wanted):
     versions = {name: version for lock in locks for name, version in locked(lock).items()}

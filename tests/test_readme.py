@@ -1,4 +1,4 @@
-"""The README's commands do what it says, word for word but for the server's address."""
+"""The commands of README and of the first guides work as they are, except for the server's address."""
 
 from __future__ import annotations
 
@@ -11,8 +11,16 @@ from pathlib import Path
 import pytest
 
 ROOT = Path(__file__).parent.parent
-BLOCKS = re.findall(r"^```(\w*)\n(.*?)^```", (ROOT / "README.md").read_text(), re.DOTALL | re.MULTILINE)
 ADDRESS = "http://127.0.0.1:8000"
+
+
+def blocks(page: str) -> list[tuple[str, str]]:
+    """Language and code of each block of README or of a page of docs/."""
+    path = ROOT / "README.md" if page == "README" else ROOT / "docs" / f"{page}.md"
+    return re.findall(r"^```(\w*)\n(.*?)^```", path.read_text(), re.DOTALL | re.MULTILINE)
+
+
+BLOCKS = blocks("README")
 
 # What other tests run, or what needs more than this machine: and why it is not run here.
 ELSEWHERE = {
@@ -21,35 +29,46 @@ ELSEWHERE = {
     "serve run serve_app:app": "the fixture `served` is this command",
     "make smollm2": "test_smollm2.py runs it, where the package index is in reach",
     "serve run serve_app:build_app": "needs the hub; test_serve_run.py gives options to a model at hand",
-    "pip install boto3": "for the cloud alone",
-    "ray up": "needs a cloud; test_cluster_files.py checks the file",
-    "ray exec": "needs a cloud and GPUs; test_cluster_files.py checks the file",
 }
 
 
-def commands() -> list[str]:
+def commands(blocks: list[tuple[str, str]]) -> list[str]:
     """Every command of the shell blocks; one in quotes may span lines."""
     found = []
-    for language, block in BLOCKS:
+    for language, block in blocks:
         if language == "sh":
             found += re.findall(r"^\S(?:[^'\n]|'[^']*')*$", block, re.MULTILINE)
     return found
 
 
-def test_every_shell_command_of_the_readme_is_run_here_or_accounted_for():
-    assert len(commands()) > 10
+COMMANDS = commands(BLOCKS)
+# Those of the guides that README's first steps lead to, as they are.
+GUIDES = [
+    *(command for command in commands(blocks("operate")) if "DELETE" in command),
+    *(
+        command
+        for command in commands(blocks("evaluation"))
+        if command.startswith(("ray job", "python -m evals.gsm8k --base-url", "python -m evals.gsm8k --smoke --b"))
+    ),
+]
+
+
+def test_readme_fits_two_screens_and_every_command_of_it_is_run_here_or_accounted_for():
+    assert len((ROOT / "README.md").read_text().splitlines()) <= 120
     for name in ELSEWHERE:
-        assert any(command.startswith(name) for command in commands()), f"the README no longer says {name!r}"
+        assert any(command.startswith(name) for command in COMMANDS), f"the README no longer says {name!r}"
 
 
 @pytest.mark.parametrize(
-    "command", [c for c in commands() if not c.startswith(tuple(ELSEWHERE))], ids=lambda c: c.split("\n")[0][:60]
+    "command",
+    [*(c for c in COMMANDS if not c.startswith(tuple(ELSEWHERE))), *GUIDES],
+    ids=lambda c: c.split("\n")[0][:60],
 )
-def test_a_shell_command_of_the_readme_works(served, command):
+def test_a_shell_command_of_the_readme_or_a_guide_works(served, command):
     env = served.cluster.env | {"RAY_API_SERVER_ADDRESS": served.cluster.dashboard}
     if "ray job submit" in command:
         command += f" --base-url {ADDRESS}/v1"  # the server is not at the usual port
-    if "evals.gsm8k" in command:
+    if "--samples 20" in command:
         command = command.replace("--samples 20", "--samples 2") + " --max-tokens 64"
     command = command.replace(ADDRESS, served.root)
     done = subprocess.run(["bash", "-euc", command], cwd=ROOT, env=env, capture_output=True, text=True, timeout=300)
@@ -58,31 +77,22 @@ def test_a_shell_command_of_the_readme_works(served, command):
 
 
 @pytest.mark.parametrize(
-    "code", [block for language, block in BLOCKS if language == "python"], ids=["openai", "client", "engine"]
+    "code", [block for language, block in BLOCKS if language == "python"], ids=["openai", "client"]
 )
 def test_a_python_example_of_the_readme_works(served, code):
-    done = subprocess.run(
-        [sys.executable, "-c", code.replace(ADDRESS, served.root)],
-        cwd=ROOT,
-        env=served.cluster.env,
-        capture_output=True,
-        text=True,
-        timeout=120,
-    )
+    works(code.replace(ADDRESS, served.root), served.cluster.env)
+
+
+def test_the_engine_works_as_a_library():
+    (code,) = (block for language, block in blocks("engine") if language == "python")
+    works(code, dict(os.environ))
+
+
+def works(code: str, env: dict[str, str]) -> None:
+    command = [sys.executable, "-c", code]
+    done = subprocess.run(command, cwd=ROOT, env=env, capture_output=True, text=True, timeout=120)
     assert done.returncode == 0, done.stderr
     assert done.stdout.strip()
-
-
-def test_the_file_tree_of_the_readme_is_there():
-    tree = next(block for language, block in BLOCKS if not language and "serve_app/" in block)
-    directory = Path()
-    for line in tree.splitlines():
-        name = line.split()[0]
-        if not line.startswith(" "):
-            directory = ROOT / name
-            assert directory.is_dir(), name
-        elif not (directory / name).exists():
-            pytest.fail(f"{directory.name}/{name} is not there")
 
 
 def loads_what_it_printed(python: Path | str, printed: str, env: dict[str, str]) -> None:

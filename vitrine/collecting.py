@@ -46,7 +46,7 @@ class Collecting(Generating):
         Args:
             prompts: Texts, or chats (lists of messages).
             points: Names of points, the server's or TransformerLens'; `*` is every layer, -1 the last.
-            tokens: Whose rows, in the words of docs/activations.md: by default the prompt's last token.
+            tokens: Which tokens, as in docs/points.md: by default the prompt's last token.
             labels: One for each prompt; each run is stored with its label as the tag `label`.
             tags: Texts by name to store with each run; a list has those of each prompt.
             session: The session that the runs join; a new one by default.

@@ -23,7 +23,7 @@ class Steer:
         point: Where.
         vector: `[hidden]`; at heads, `[heads, head_dim]`.
         scale: By how much the vector is multiplied.
-        tokens: To which tokens it is added, in the words of `docs/activations.md`.
+        tokens: To which tokens it is added, as in `docs/points.md`.
         unit: `absolute`, or `residual_norm`: the vector's direction times the norm of each row that is changed.
 
     Examples:

@@ -90,7 +90,7 @@ class Lensing(Generating):
             targets: Tokens, each by its text (with its space: `"Paris"` is another token than `" Paris"`) or id, whose
                 logprob and rank are wanted.
             layers: Their numbers, -1 for the last; by default all.
-            tokens: Which tokens of the prompt, in the words of docs/activations.md.
+            tokens: Which tokens of the prompt, as in docs/points.md.
             top_k: How many of the likeliest next tokens.
             fields: Other fields of the request, such as `interventions`.
 

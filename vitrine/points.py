@@ -1,4 +1,4 @@
-"""Names of capture points as text, for client and server alike: docs/activations.md has them."""
+"""Names of capture points as text, for client and server alike: docs/points.md lists them."""
 
 from __future__ import annotations
 

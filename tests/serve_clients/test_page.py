@@ -1,4 +1,4 @@
-"""The examples of docs/clients.md and docs/interventions.md work as they stand, but for the server's address."""
+"""The examples of docs/clients.md, interventions.md and lens.md work as they are, except for the server's address."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ import pytest
 
 ROOT = Path(__file__).parents[2]
 ADDRESS = "http://127.0.0.1:8000"
-PAGES = [(ROOT / "docs" / name).read_text() for name in ("interventions.md", "clients.md")]
+PAGES = [(ROOT / "docs" / name).read_text() for name in ("interventions.md", "lens.md", "clients.md")]
 EXAMPLES = [
     pytest.param(language, code, id=f"{section.splitlines()[0].lstrip('# ')} {number}")
     for page in PAGES
