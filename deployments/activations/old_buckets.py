@@ -18,7 +18,7 @@ import pyarrow as pa
 
 from deployments.activations.facts import names_a_session
 from deployments.activations.holding import DELETED
-from deployments.activations.places import File, Place
+from deployments.activations.places import DamagedError, File, Place
 
 _JOINED, _ARROW = ".joined", ".arrow"
 _AT_ONCE = 16  # objects that are read beside each other
@@ -67,7 +67,7 @@ def _line(file: File) -> dict[str, Any] | None:
             points = points or dict(run.types)
             told = {name: getattr(run, name) for name in ("first_row", "rows", "bytes", "offset", "batch")}
             found.append({"facts": vars(run.facts) | {"interventions": [], "text": None}, **told})
-    except pa.ArrowException as error:
+    except (DamagedError, pa.ArrowException) as error:
         logger.error("%s is damaged (%s): %d runs before the damage are listed", file, error, len(found))
     if not found:
         logger.error("%s holds no whole run and is not listed", file)

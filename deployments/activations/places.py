@@ -453,4 +453,4 @@ def source_of(source: str | os.PathLike[str] | Source) -> Source:
         raise ValueError(f"{text!r} is not a file:// URI of this machine")
     else:
         path = Path(unquote(url.path))
-    return Directory(path) if path.is_dir() else DiskFile(path)
+    return DiskFile(path) if path.is_file() else Directory(path)

@@ -73,7 +73,7 @@ class Batch:
             OSError: They cannot be read.
         """
         names = self.schema.names if names is None else names
-        return self._checked(self._read(names, whole=True).select(list(names)))
+        return self._checked(names, whole=True)
 
     def outline(self, names: Sequence[str]) -> pa.RecordBatch:
         """The same, but that the values of points may be blank: they are as long, and lie where `place` says.
@@ -82,7 +82,7 @@ class Batch:
             DamagedError: Values lie outside of the batch, or it is cut off.
             OSError: The others cannot be read.
         """
-        return self._checked(self._read(names, whole=False).select(list(names)))
+        return self._checked(names, whole=False)
 
     def check(self) -> None:
         """Refuse a batch whose buffers are shorter than it says; no value is looked at.
@@ -164,15 +164,21 @@ class Batch:
                 ranges.append((begin, end))
         return ranges
 
-    def _checked(self, batch: pa.RecordBatch) -> pa.RecordBatch:
+    def _checked(self, names: Sequence[str], whole: bool) -> pa.RecordBatch:
         """Arrow trusts what a file says, and would end the process."""
-        self._guarded(lambda: batch.validate(full=True))
-        return batch
+        batch = self._read(names, whole)
+
+        def select() -> pa.RecordBatch:
+            rows = batch.select(list(names))
+            rows.validate(full=True)
+            return rows
+
+        return self._guarded(select)
 
     def _guarded(self, work: Callable[[], _T]) -> _T:
         try:
             return work()
-        except (pa.ArrowException, ValueError, StopIteration) as error:
+        except (pa.ArrowException, ValueError, KeyError, StopIteration) as error:
             raise DamagedError(f"{self._file}: {error}") from error
 
 
@@ -240,6 +246,7 @@ def whole_runs(source: AnyFile, offset: int = 0) -> Iterator[WholeRun]:
 
     Raises:
         OSError: It cannot be read.
+        DamagedError: What it says of its points cannot be; names the file.
     """
     file = as_file(source)
     rows = first_row = seen = first_batch = 0
@@ -250,7 +257,6 @@ def whole_runs(source: AnyFile, offset: int = 0) -> Iterator[WholeRun]:
         try:
             facts = batch_facts(message.metadata)
             own = checksums.read(message.metadata, message.batch.schema.names)
-            types = point_types(message.batch.schema) if types is None else types
         except ValueError:
             return  # none of ours: nothing behind it counts
         if facts.number == 0:
@@ -261,9 +267,17 @@ def whole_runs(source: AnyFile, offset: int = 0) -> Iterator[WholeRun]:
             batches.append(message.batch)
             sums.append(own)
         if facts.run and facts.run_id == run_id and facts.number + 1 == facts.batches == seen and batches:
+            types = _types(file, message.batch.schema) if types is None else types
             size, intact = message.end - start, checksums.is_of_run(message.metadata or {})
             yield WholeRun(facts.run, first_row, size, batches, sums, types, file, start, first_batch, intact)
             start = message.end
+
+
+def _types(file: File, schema: pa.Schema) -> Mapping[str, PointType]:
+    try:
+        return point_types(schema)
+    except ValueError as error:
+        raise DamagedError(f"{file}: {error}") from error
 
 
 def is_sealed(source: AnyFile) -> bool:
@@ -329,8 +343,6 @@ def _is_disks(error: OSError) -> bool:
 def _of_stream(file: File, opened: Bytes, stream: _Stream, offset: int) -> Iterator[Message]:
     try:
         reader = pa.ipc.open_stream(stream)
-        if "position" not in reader.schema.names:
-            return  # no file of ours
         if offset:
             reader.read_next_batch()  # with it come the dictionaries
             stream.position = offset

@@ -185,7 +185,7 @@ def test_whole_files_are_said_to_be_whole(say):
 
 
 def test_of_a_file_cut_anywhere_verify_says_what_load_can_still_read(store, made, tmp_path):
-    path = next(file for file in shards(store) if len(runs(file)) == 2)
+    path = next(file.local for file in shards(store) if len(runs(file)) == 2)
     data, seen = path.read_bytes(), set()
     ends = [item.end for item in messages(path)]
     whole = [ends[i] for i in (1, 3)]
@@ -205,7 +205,7 @@ def test_of_a_file_cut_anywhere_verify_says_what_load_can_still_read(store, made
 
 
 def test_damage_within_a_sealed_file_is_found_and_named(say, store):
-    path = next(file for file in shards(store) if len(runs(file)) == 2)
+    path = next(file.local for file in shards(store) if len(runs(file)) == 2)
     data = bytearray(path.read_bytes())
     start = next(whole_runs(path)).bytes  # where the second run begins
     data[start : start + 64] = b"\xff" * 64

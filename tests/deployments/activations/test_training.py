@@ -289,7 +289,7 @@ def test_what_cannot_be_read_is_refused_with_the_reason(make, tmp_path, given, e
 
 def test_a_file_that_was_cut_since_is_named(session):
     rows = ActivationRows(session, [POINT], batch_size=2)
-    path = shards(session)[-1]
+    path = shards(session)[-1].local
     os.truncate(path, 100)
     with pytest.raises(ValueError, match=f"{path.name} is shorter than when it was indexed"):
         next(iter(rows))
