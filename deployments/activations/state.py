@@ -17,7 +17,6 @@ from pathlib import Path
 from threading import RLock
 from typing import Any
 
-from deployments.activations import old_state
 from deployments.activations.database import transaction
 from deployments.activations.failures import explain
 
@@ -135,6 +134,8 @@ class State:
         return _connected(place)
 
     def _write(self) -> sqlite3.Connection:
+        from deployments.activations import old_state  # needs Arrow, and the ingress none
+
         root = self._path.parent
         database = _connected(self._path.as_uri())
         try:
@@ -150,6 +151,8 @@ class State:
         return database
 
     def _of_files(self) -> sqlite3.Connection:
+        from deployments.activations import old_state
+
         database = _connected(":memory:")
         _lay_out(database)
         old_state.take_over(database, self._path.parent)

@@ -150,7 +150,7 @@ def test_a_part_that_comes_behind_the_end_of_its_run_is_refused(long, open_sende
     sender.abandon(long)  # overtook the first part
     with pytest.raises(StoreError, match="abandoned"):
         sender.append(long, 0)
-    assert all(path.name.startswith(".catalogue") for path in tmp_path.iterdir())
+    assert all(path.name.startswith(".") for path in tmp_path.iterdir())
 
 
 def test_a_run_that_nothing_comes_of_is_given_up(long, open_sender):
@@ -166,7 +166,7 @@ def test_deleting_a_session_ends_its_open_runs(make, long, open_sender, tmp_path
     sender.finish(make("stored"))
     sender.append(long, 0)
     assert sender.writer.delete("session").result()
-    assert all(path.name.startswith(".catalogue") for path in tmp_path.iterdir())
+    assert all(path.name.startswith(".") for path in tmp_path.iterdir())
     for late in (lambda: sender.append(long, 1), lambda: sender.finish(long, 1)):
         with pytest.raises(StoreError, match="session was deleted"):
             late()

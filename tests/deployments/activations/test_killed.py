@@ -104,7 +104,7 @@ class Known:
             assert torch.equal(run["p"], values)
             assert run.positions.tolist() == run.token_ids.tolist() == list(range(facts.tokens))
         left = [path.name for path in root.iterdir() if path.name.startswith(".")]
-        assert [name for name in left if not name.startswith((".catalogue.", ".store-id"))] == []
+        assert [name for name in left if not name.startswith((".catalogue.", ".store-id", ".state.sqlite"))] == []
         for path in root.glob("*/*"):
             assert verify(path).state == "whole"
             assert list(whole_runs(path))

@@ -146,7 +146,7 @@ def test_limits_and_pins_hold_also_for_the_writer_that_takes_the_place_of_one_th
         with monkeypatch.context() as patched:
             patched.setattr("deployments.activations.keeping.Keeper.note", lambda *args: 1 / 0)
             with pytest.raises(StoreError, match="log says why"):
-                await store.note("session", [], None)
+                await store.tell("", [], [], [])
         assert await store.pin("session", True)
         with pytest.raises(StoreError, match="quota of session"):
             await store.check_room("session", 11)

@@ -199,7 +199,7 @@ def test_a_deleted_session_is_gone_and_may_begin_anew(make, open_writer, tmp_pat
     write(writer, make("r"), make("kept", session_id="other"))
     reading = load(tmp_path / "session", "r")
     assert writer.delete("session").result() is True
-    assert [path.name for path in tmp_path.iterdir() if not path.name.startswith(".catalogue.")] == ["other"]
+    assert [path.name for path in tmp_path.iterdir() if not path.name.startswith(".")] == ["other"]
     assert reading[POINT].shape == (3, 4)
     assert writer.delete("session").result() is False
     write(writer, make("r"))
