@@ -25,7 +25,6 @@ _UPLOAD_S = 3600.0  # that one segment's upload may take
 _ANSWER_S = 30.0  # that anything else may
 _FLUSH_S = 5.0  # that a node may take to tell of its latest runs
 _PIECE = 8 << 20  # bytes that are read by one call
-_MAGIC = b"ARROW1"  # ends a sealed segment
 
 
 class NodeAwayError(OSError):
@@ -65,10 +64,6 @@ class NodeSegments:
     def remove(self, uri: str) -> None:
         """Remove a segment from its node's disk."""
         self._ask(uri, lambda writer: writer.remove.remote(_name_of(uri)), _ANSWER_S)
-
-    def seal(self, uri: str) -> None:
-        """End a segment that no run is being written to, and all others of its session on its node."""
-        self._ask(uri, lambda writer: writer.seal.remote(_name_of(uri).partition("/")[0]), _ANSWER_S)
 
     def flush(self, node: Node) -> None:
         """Have a node tell of the runs that it has not told of yet, if it answers."""
@@ -166,7 +161,6 @@ class NodePlace(Place):
         self._root = root
         self._nodes = nodes
         self._bucket = bucket
-        self._segments = NodeSegments(root, nodes)
 
     def file(self, name: str) -> File:
         """A node's segment, `<key>/<session>/<segment>`, or its copy in the bucket.
@@ -182,7 +176,7 @@ class NodePlace(Place):
                 return copy
             raise
         reader = ray.get_actor(_named(self._root, node.ray_id), namespace=NAMESPACE)
-        return NodeFile(self, uri, reader, lambda: self._segments.seal(uri))
+        return NodeFile(self, uri, reader)
 
     def below(self, name: str) -> Place:
         """It: no directory of a node is listed by this."""
@@ -196,13 +190,11 @@ class NodeFile(File):
         folder: The place that it is of.
         uri: Its URI.
         reader: The handle of the node's `SegmentReader`.
-        seal: Ends the segment, if it is written to: footers say where its batches are.
     """
 
-    def __init__(self, folder: NodePlace, uri: str, reader: Any, seal: Callable[[], None]) -> None:
+    def __init__(self, folder: NodePlace, uri: str, reader: Any) -> None:
         super().__init__(None, uri.removeprefix(SCHEME), uri, folder)
         self._reader = reader
-        self._seal = seal
 
     def exists(self) -> bool:
         """Whether it is there."""
@@ -210,11 +202,7 @@ class NodeFile(File):
 
     def input(self) -> Any:
         """Arrow's random access file of it."""
-        raw = _Ranges(self._ask, self._ask("size"), self.uri)
-        if raw.tail(len(_MAGIC)) != _MAGIC:
-            self._seal()
-            raw = _Ranges(self._ask, self._ask("size"), self.uri)
-        return pa.PythonFile(raw, mode="r")
+        return pa.PythonFile(_Ranges(self._ask, self._ask("size"), self.uri), mode="r")
 
     def _ask(self, method: str, *args: int) -> Any:
         try:
@@ -243,11 +231,6 @@ class _Ranges(io.RawIOBase):
         self._ask = ask
         self._size = size
         self._at = 0
-
-    def tail(self, count: int) -> bytes:
-        """Its last bytes."""
-        data: bytes = self._ask("read", max(0, self._size - count), count)
-        return data
 
     def readable(self) -> bool:
         return True

@@ -148,11 +148,6 @@ class NodeWriter(TakesRuns):
         if self._catalogue is None:
             await asyncio.wrap_future(self._writing().release(session_id))
 
-    async def seal(self, session_id: str) -> None:
-        """End the session's files that no run is being written to, so that they can be read by their footers."""
-        await self.ready()
-        await asyncio.wrap_future(self._writing().seal(session_id))
-
     async def flush(self) -> None:
         """Return once the store was told of all runs that are stored by now, or cannot be told."""
         if self._opened:
