@@ -429,7 +429,7 @@ def connect(root: str, archive: str | None = None, archive_cache_bytes: int = 64
         archive: The URI of the bucket that it archives to, if it is made by this call.
         archive_cache_bytes: As for `ActivationStore`.
     """
-    store = (
+    store: Any = (
         ray.remote(ActivationStore)
         .options(
             name=_ACTOR + root,
