@@ -69,6 +69,7 @@ export async function* stream(path, body, signal) {
   const reader = answer.body.getReader();
   const decoder = new TextDecoder();
   let rest = "";
+  let ended = false;
   try {
     for (;;) {
       const { value, done } = await broken(() => reader.read());
@@ -77,11 +78,12 @@ export async function* stream(path, body, signal) {
       rest = events.pop();
       for (const event of events) {
         const data = event.replace(/^data: /, "");
-        if (data === "[DONE]") return;
+        if ((ended ||= data === "[DONE]")) continue;
         const told = JSON.parse(data);
         if (told.error) throw new ApiError(told.error.message, 500, told.error.code, told.error.param);
         yield told;
       }
+      if (done && ended) return;
       if (done) throw new ApiError("The answer broke off before its end.");
     }
   } finally {

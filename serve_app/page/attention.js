@@ -1,16 +1,17 @@
 // Attention: where each token looks, by head. The heads of a layer side by side, and one of them large.
 
 import { isAbort } from "./api.js";
-import { button, empty, errorNote, field, h, percent, visible } from "./dom.js";
+import { button, empty, errorNote, field, h, named, percent } from "./dom.js";
 import { layers, source } from "./forms.js";
 import { complete, continuing, isTooLarge, rows, rowsBody, span, stored, tokenized } from "./recompute.js";
-import { legend, onTheme, rgb, scale } from "./scales.js";
+import { legend, onTheme, scale } from "./scales.js";
 import { asNumber, asText } from "./state.js";
 import "./code.js";
 import "./tokens.js";
 
 const SMALL = 96; // pixels of a small picture
 const LARGE = 480;
+const ATTENTION = scale({ title: "attention", root: true });
 
 export function view(app) {
   const from = source({ text: "When Mary and John went to the store, John gave a drink to", max: 0, onchange: app.changed });
@@ -120,7 +121,6 @@ export function view(app) {
     const large = picture(head, count, LARGE);
     const said = h("p", { class: "from", role: "status" });
     const title = h("h3", {}, `Layer ${layer.element.value}, head ${head}`);
-    const of = scale({ title: "attention" });
     const smalls = span(0, pattern.heads).map((which) => {
       const made = h("button", { type: "button", "aria-pressed": String(which === head), onclick: () => pick(which) }, picture(which, count, SMALL), `head ${which}`);
       return made;
@@ -137,9 +137,9 @@ export function view(app) {
       const row = at - pattern.first;
       if (row < 0) return said.replaceChildren(`Token ${at} is before those that fit into an answer.`);
       const shares = pattern.at(head, row);
-      strip.colour((_, i) => (i < shares.length ? of.colour(shares[i]) : null));
+      strip.colour((_, i) => (i < shares.length ? ATTENTION.colour(shares[i]) : null));
       const most = [...shares.keys()].sort((a, b) => shares[b] - shares[a]).slice(0, 3);
-      return said.replaceChildren(`${visible(text.texts[at])} (${at}) looks at ${most.map((i) => `${visible(text.texts[i])} (${i}) ${percent(shares[i])}`).join(", ")}`);
+      return said.replaceChildren(`${named(text.texts[at])} (${at}) looks at ${most.map((i) => `${named(text.texts[i])} (${i}) ${percent(shares[i])}`).join(", ")}`);
     }
     strip.addEventListener("look", ({ detail }) => strip.pinned < 0 && look(detail.index));
     strip.addEventListener("pin", ({ detail }) => detail.index >= 0 && look(detail.index));
@@ -149,7 +149,7 @@ export function view(app) {
     });
     const cut = pattern.first ? h("p", { class: "from" }, `The patterns of the last ${count} tokens: those of all ${text.ids.length} do not fit into an answer (max_inline_values).`) : null;
     shown.replaceChildren(
-      ...[cut, h("div", { class: "heads" }, ...smalls), title, legend(of), said, strip, large].filter(Boolean),
+      ...[cut, h("div", { class: "heads" }, ...smalls), title, legend(ATTENTION), said, h("div", { class: "beside" }, large, strip)].filter(Boolean),
     );
     look(text.ids.length - 1);
   }
@@ -168,7 +168,7 @@ export function view(app) {
       const shares = pattern.at(which, Math.floor((y * count) / canvas.height));
       for (let x = 0; x < canvas.width; x++) {
         const share = shares[Math.floor((x * total) / canvas.width)] ?? 0;
-        image.data.set([...rgb(Math.sqrt(share)), 255], (y * canvas.width + x) * 4); // small shares show, too
+        image.data.set([...ATTENTION.rgb(share), 255], (y * canvas.width + x) * 4);
       }
     }
     context.putImageData(image, 0, 0);

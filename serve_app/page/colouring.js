@@ -10,7 +10,7 @@ import { entropy } from "./tokens.js";
 
 const OWN = {
   probability: [(token) => Math.exp(token.logprob), () => scale({ title: "probability", reversed: true })],
-  entropy: [entropy, (most) => scale({ title: "entropy, at least", unit: "bits", high: Math.max(most, 1) })],
+  entropy: [entropy, () => scale({ title: "entropy, at least", unit: "bits", high: 5 })],
 };
 
 /**
@@ -35,6 +35,7 @@ export function colouring(app, { stored = false, onchange = () => {} } = {}) {
   function arrange() {
     pointField.hidden = !needs().point;
     directionField.hidden = !needs().direction;
+    key.replaceChildren(by.value in OWN ? legend(OWN[by.value][1]()) : "");
   }
   async function know() {
     if (needs().direction) {
@@ -100,7 +101,7 @@ export function colouring(app, { stored = false, onchange = () => {} } = {}) {
     /** A colour for a token that has just come, where that takes no request. */
     atOnce: () => {
       const own = OWN[by.value];
-      const of = own?.[1](6);
+      const of = own?.[1]();
       return own ? (token) => of.colour(own[0](token)) : null;
     },
     read: () => ({ by: by.value, point: point.value, vector: direction.value }),
@@ -117,7 +118,7 @@ function scaleOf(kind, found) {
   const sound = found.filter(Number.isFinite);
   const low = Math.min(...sound);
   const high = Math.max(...sound);
-  if (kind in OWN) return OWN[kind][1](high);
+  if (kind in OWN) return OWN[kind][1]();
   if (kind === "norm") return scale({ title: "norm", low, high });
   const most = Math.max(Math.abs(low), Math.abs(high));
   return scale({ title: "projection", low: -most, high: most, signed: true });

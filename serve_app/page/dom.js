@@ -115,8 +115,11 @@ export function visible(text) {
   return seen.replace(/\n/g, "⏎").replace(/\t/g, "⇥");
 }
 
+/** The same of a token by itself, where a space alone would not be seen. */
+export const named = (text) => visible(text).replace(/^ +$/, (spaces) => "␣".repeat(spaces.length)) || "(empty)";
+
 /** The same in quotation marks, for labels. */
-export const quoted = (text) => `“${visible(text)}”`;
+export const quoted = (text) => `“${named(text)}”`;
 
 /** A share of 1 in percent. */
 export const percent = (share) => (share >= 0.0995 ? `${(100 * share).toFixed(0)}%` : `${(100 * share).toPrecision(2)}%`);

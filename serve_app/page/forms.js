@@ -42,7 +42,8 @@ export function source({ text, label = "Text", max = 24, answers = true, onchang
   let ids = null;
   let count = 0;
   const said = () => {
-    from.textContent = ids ? `${ids.length} tokens of another view; typing here takes their place.` : "";
+    from.textContent = ids ? `The ${ids.length} tokens of another view. A text typed here takes their place.` : "";
+    box.placeholder = ids ? "" : text;
   };
   box.addEventListener("input", () => {
     ids = null;

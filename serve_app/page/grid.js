@@ -1,9 +1,11 @@
 // `<lens-grid>`: layers by tokens. Only the columns in view are elements, so that thousands of tokens scroll smoothly.
 
-import { h, newId, percent, perFrame, visible } from "./dom.js";
+import { h, newId, percent, perFrame, named } from "./dom.js";
 import { paint } from "./scales.js";
 
 const WIDTH = 78; // pixels of a column
+const HEAD = 26; // of its token, and
+const HEIGHT = 20; // of a cell, as the style sheet has them
 const MARGIN = 4; // columns beyond what is seen
 
 /**
@@ -34,6 +36,7 @@ class LensGrid extends HTMLElement {
       this.inner,
     );
     this.inner.style.width = `${of.texts.length * WIDTH}px`;
+    this.inner.style.height = `${HEAD + of.layers.length * HEIGHT}px`;
     this.body.addEventListener("scroll", this.#layout, { passive: true });
     this.body.onkeydown = (event) => this.#press(event);
     this.body.onfocus = () => this.#go(...this.#at, false);
@@ -77,7 +80,7 @@ class LensGrid extends HTMLElement {
 
   #column(position) {
     const { texts, layers, count } = this.#of;
-    const head = h("span", { role: "rowheader", class: position < count ? "prompt" : "answer", title: visible(texts[position]) }, visible(texts[position]));
+    const head = h("span", { role: "rowheader", class: position < count ? "prompt" : "answer", title: named(texts[position]) }, named(texts[position]));
     const column = h("div", { role: "row", class: "column", "aria-rowindex": position + 1 }, head, ...layers.map((_, row) => this.#cell(position, row)));
     column.style.left = `${position * WIDTH}px`;
     column.dataset.position = position;
@@ -87,9 +90,9 @@ class LensGrid extends HTMLElement {
   #cell(position, row) {
     const { layers, cell, colours, texts } = this.#of;
     const one = cell(position, layers[row]);
-    const made = h("span", { role: "gridcell", id: `${this.#stem}-${position}-${row}`, "data-row": row }, one ? visible(one.text) : "·");
-    const told = one ? `${visible(one.text)}, ${percent(Math.exp(one.logprob))}` : "not read yet";
-    made.setAttribute("aria-label", `layer ${layers[row]} behind ${visible(texts[position])}: ${told}`);
+    const made = h("span", { role: "gridcell", id: `${this.#stem}-${position}-${row}`, "data-row": row }, one ? named(one.text) : "·");
+    const told = one ? `${named(one.text)}, ${percent(Math.exp(one.logprob))}` : "not read yet";
+    made.setAttribute("aria-label", `layer ${layers[row]} behind ${named(texts[position])}: ${told}`);
     if (one) paint(made, colours(one));
     if (this.#chosen?.[0] === position && this.#chosen[1] === row) made.classList.add("chosen");
     return made;

@@ -1,7 +1,7 @@
 // Lens: what each layer would put behind each token, and what becomes of the answer where one is patched into another.
 
 import { ApiError, isAbort, post } from "./api.js";
-import { button, choose, empty, errorNote, field, h, quoted, visible } from "./dom.js";
+import { button, choose, empty, errorNote, field, h, named, quoted } from "./dom.js";
 import { source } from "./forms.js";
 import { complete, continuing, isTooLarge, lens, lensBody, tokenized } from "./recompute.js";
 import { legend, onTheme, rankScale, scale } from "./scales.js";
@@ -151,7 +151,7 @@ export function view(app) {
   async function look({ position, layer }) {
     const place = `layer ${layer}, behind token ${position}, ${quoted(text.texts[position])}`;
     const list = h("div", {}, ranking(`Likeliest, ${place}`, listed(topOf(position, layer))));
-    const target = choose(text.texts.map((one, at) => [at, `${at}: ${visible(one)}`]).filter(([at]) => at !== position), { id: "patch-target" });
+    const target = choose(text.texts.map((one, at) => [at, `${at}: ${named(one)}`]).filter(([at]) => at !== position), { id: "patch-target" });
     const apply = button("Patch it there", () => patch({ position, layer }, { position: Number(target.value), layer }));
     about.replaceChildren(
       h("h3", {}, `Layer ${layer}`),

@@ -28,16 +28,18 @@ function inks(rgb) {
 
 /**
  * A scale from numbers to colours.
- * @param {Object} of `low`, `high`: the ends; `title`, `unit`: for the legend; `signed`: two hues around 0.
+ * @param {Object} of `low`, `high`: the ends; `title`, `unit`: for the legend; `signed`: two hues around 0; `root`: small values show, too.
  */
-export function scale({ low = 0, high = 1, title, unit = "", signed = false, reversed = false }) {
+export function scale({ low = 0, high = 1, title, unit = "", signed = false, reversed = false, root = false }) {
   const kind = signed ? "two" : "one";
   const share = (value) => {
-    const part = high === low ? 0.5 : (value - low) / (high - low);
+    let part = high === low ? 0.5 : (value - low) / (high - low);
+    if (root) part = Math.sqrt(part);
     return reversed ? 1 - part : part;
   };
   const colour = (value) => (Number.isFinite(value) ? inks(mixed(ramp(kind), share(value))) : null);
-  return { low, high, title, unit, colour, steps: null };
+  const at = (part) => low + (high - low) * (root ? part ** 2 : part);
+  return { title, unit, colour, at, rgb: (value) => mixed(ramp(kind), share(value)), steps: null };
 }
 
 /** Colours for a rank, from 1 on, in steps. */
@@ -65,14 +67,11 @@ export function legend(of) {
   };
   if (of.steps) return h("p", { class: "legend" }, `${of.title}: `, ...of.steps.map(([text, colours]) => swatch(colours(), text)));
   const shown = Array.from({ length: 7 }, (_, i) => {
-    const value = of.low + ((of.high - of.low) * i) / 6;
+    const value = of.at(i / 6);
     return swatch(of.colour(value), i === 0 || i === 3 || i === 6 ? number(value) : " ");
   });
   return h("p", { class: "legend" }, `${of.title}${unit}: `, ...shown);
 }
-
-/** The colour of a share from 0 to 1 as red, green and blue, for canvases. */
-export const rgb = (share) => mixed(ramp("one"), share);
 
 /** Calls back when the system changes between dark and light. */
 export const onTheme = (act) => dark.addEventListener("change", act);

@@ -1,6 +1,13 @@
 // safetensors files, read in the browser.
 
-const WIDTHS = { F64: 8, F32: 4, F16: 2, BF16: 2, I64: 8, I32: 4, U8: 1, BOOL: 1 };
+const READS = {
+  F32: (data) => new Float32Array(data),
+  F64: (data) => Float32Array.from(new Float64Array(data)),
+  F16: (data) => Float32Array.from(new Uint16Array(data), half),
+  BF16: (data) => new Float32Array(Uint32Array.from(new Uint16Array(data), (bits) => bits << 16).buffer),
+  I64: (data) => Array.from(new BigInt64Array(data), Number),
+  I32: (data) => new Int32Array(data),
+};
 
 /** The tensors of a file, by name: `{ shape, values }`, as float32 numbers; integers of 64 bits as numbers. */
 export async function tensors(blob) {
@@ -8,26 +15,13 @@ export async function tensors(blob) {
   const length = Number(head.getBigUint64(0, true));
   const told = JSON.parse(await blob.slice(8, 8 + length).text());
   const found = {};
-  for (const [name, { dtype, shape, data_offsets: [from, to] }] of Object.entries(told)) {
-    if (name === "__metadata__" || !(dtype in WIDTHS)) continue;
+  for (const [name, { dtype, shape, data_offsets: span }] of Object.entries(told)) {
+    if (!(dtype in READS)) continue;
+    const [from, to] = span;
     const data = await blob.slice(8 + length + from, 8 + length + to).arrayBuffer();
-    found[name] = { shape, values: numbers(dtype, data) };
+    found[name] = { shape, values: READS[dtype](data) };
   }
   return { tensors: found, metadata: told.__metadata__ ?? {} };
-}
-
-function numbers(dtype, data) {
-  if (dtype === "F32") return new Float32Array(data);
-  if (dtype === "F64") return Float32Array.from(new Float64Array(data));
-  if (dtype === "I64") return Array.from(new BigInt64Array(data), Number);
-  if (dtype === "I32") return new Int32Array(data);
-  if (dtype === "BF16") {
-    const wide = new Uint32Array(data.byteLength / 2);
-    new Uint16Array(data).forEach((bits, i) => (wide[i] = bits << 16));
-    return new Float32Array(wide.buffer);
-  }
-  if (dtype === "F16") return Float32Array.from(new Uint16Array(data), half);
-  return new Uint8Array(data);
 }
 
 function half(bits) {

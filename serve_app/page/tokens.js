@@ -1,6 +1,6 @@
 // `<token-strip>`: an answer as its tokens, each of which can be looked at and pinned.
 
-import { h, newId, perFrame, percent, visible } from "./dom.js";
+import { h, named, newId, perFrame, percent, visible } from "./dom.js";
 import { paint } from "./scales.js";
 
 /**
@@ -78,7 +78,7 @@ class TokenStrip extends HTMLElement {
     const token = this.tokens[index];
     const share = token.logprob === undefined ? "" : `, ${percent(Math.exp(token.logprob))}`;
     const made = h("span", { role: "option", class: token.part ?? "answer", id: `${this.#stem}-${index}`, "aria-selected": "false" });
-    made.setAttribute("aria-label", `${visible(token.text) || "empty"}${share}`);
+    made.setAttribute("aria-label", `${named(token.text)}${share}`);
     made.textContent = visible(token.text);
     if (token.text.includes("\n")) made.classList.add("line");
     paint(made, this.#colour?.(token, index));
@@ -153,7 +153,7 @@ export function details(token, index, scores = []) {
   if (token.top?.length) facts.push([`Entropy, at least`, `${entropy(token).toFixed(2)} bits`]);
   facts.push(...scores);
   return [
-    h("h3", { class: "token-name" }, visible(token.text) || "(empty)"),
+    h("h3", { class: "token-name" }, named(token.text)),
     h("dl", {}, ...facts.flatMap(([name, value]) => [h("dt", {}, name), h("dd", {}, value)])),
     token.top?.length ? ranking("Likeliest here", token.top, token.text) : null,
   ];
@@ -165,7 +165,7 @@ export function ranking(title, top, chosen) {
     const share = Math.exp(logprob);
     const bar = h("i", { "aria-hidden": "true" });
     bar.style.width = `${Math.max(100 * share, 0.5)}%`;
-    const name = h("span", {}, visible(text));
+    const name = h("span", {}, named(text));
     return h("li", { class: text === chosen ? "chosen" : null }, bar, name, h("b", {}, percent(share)));
   };
   return h("div", {}, h("h4", {}, title), h("ol", { class: "ranking" }, ...top.map(row)));
