@@ -30,7 +30,7 @@ export function view(app) {
 
   const form = h(
     "form",
-    { onsubmit: (event) => (event.preventDefault(), begin()) },
+    { noValidate: true, onsubmit: (event) => (event.preventDefault(), begin()) },
     from.element,
     h("div", { class: "row" }, field("Layer", layer.element), run, stop),
   );
@@ -120,7 +120,7 @@ export function view(app) {
     strip.set(text.texts.map((one) => ({ text: one })));
     const large = picture(head, count, LARGE);
     const said = h("p", { class: "from", role: "status" });
-    const title = h("h3", {}, `Layer ${layer.element.value}, head ${head}`);
+    const title = h("h2", {}, `Layer ${layer.element.value}, head ${head}`);
     const smalls = span(0, pattern.heads).map((which) => {
       const made = h("button", { type: "button", "aria-pressed": String(which === head), onclick: () => pick(which) }, picture(which, count, SMALL), `head ${which}`);
       return made;

@@ -30,7 +30,7 @@ export function view(app) {
   const colours = colouring(app, { onchange: () => (recolour(), app.changed()) });
   const form = h(
     "form",
-    { class: "composer", onsubmit: (event) => (event.preventDefault(), submit()) },
+    { class: "composer", noValidate: true, onsubmit: (event) => (event.preventDefault(), submit()) },
     field("Message", box),
     h("div", { class: "row" }, send, stop, button("New chat", renew), recordsLabel),
   );
@@ -133,7 +133,8 @@ export function view(app) {
     try {
       await take(asked, turn, () => thinks.remove());
     } catch (error) {
-      if (!isAbort(error)) trouble.replaceChildren(errorNote(error, error.status === 401 ? null : () => again()));
+      const isAsked = () => turns.at(-1)?.strip === strip || turns.at(-1)?.role === "user"; // else it is in the box again
+      if (!isAbort(error)) trouble.replaceChildren(errorNote(error, () => (isAsked() ? again() : submit())));
     } finally {
       thinks.remove();
       end();
@@ -252,8 +253,8 @@ export function view(app) {
       session.value = asText(state.session);
       colours.write(state.colour);
       const messages = Array.isArray(state.messages) ? state.messages : [];
-      for (const { role, content } of messages) {
-        if (["user", "assistant"].includes(role) && typeof content === "string") addTurn({ role, content });
+      for (const one of messages) {
+        if (["user", "assistant"].includes(one?.role) && typeof one.content === "string") addTurn({ role: one.role, content: one.content });
       }
       // A link never has the model work by itself: whoever opens it asks.
       if (turns.length) {

@@ -9,7 +9,7 @@ const given = (input) => (input.value === "" || !input.validity.valid ? undefine
 /** Sampling settings; `read()` gives a request's fields, `write(state)` puts them in. */
 export function sampling({ max = 200 } = {}) {
   const inputs = {
-    max_tokens: numeric(max, { min: 1, max: 100000 }),
+    max_tokens: numeric(max, { min: 0, max: 100000 }),
     temperature: numeric(0.7, { min: 0, max: 2, step: 0.05 }),
     top_p: numeric(1, { min: 0, max: 1, step: 0.01 }),
     seed: numeric(0, { min: 0, max: 2 ** 53 - 1 }),

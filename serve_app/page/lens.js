@@ -38,7 +38,7 @@ export function view(app) {
 
   const form = h(
     "form",
-    { onsubmit: (event) => (event.preventDefault(), begin()) },
+    { noValidate: true, onsubmit: (event) => (event.preventDefault(), begin()) },
     from.element,
     h("div", { class: "row" }, run, stop, field("Colour by", by), key),
   );
@@ -154,9 +154,9 @@ export function view(app) {
     const target = choose(text.texts.map((one, at) => [at, `${at}: ${named(one)}`]).filter(([at]) => at !== position), { id: "patch-target" });
     const apply = button("Patch it there", () => patch({ position, layer }, { position: Number(target.value), layer }));
     about.replaceChildren(
-      h("h3", {}, `Layer ${layer}`),
+      h("h2", {}, `Layer ${layer}`),
       list,
-      h("h4", {}, "Patch"),
+      h("h3", {}, "Patch"),
       h("p", {}, "Put this layer’s output at this token in the place of another token’s:"),
       h("div", { class: "row" }, h("label", { for: target.id }, "Token"), target, apply),
     );
@@ -182,7 +182,7 @@ export function view(app) {
     const title = `Layer ${source.layer} at ${quoted(text.texts[source.position])} (${source.position}) in the place of layer ${target.layer} at ${quoted(text.texts[target.position])} (${target.position})`;
     const prompt = text.ids.slice(0, Math.max(text.count, target.position + 1));
     const strips = ["As it was", "Patched"].map((name) => pane(name));
-    result.replaceChildren(h("h3", {}, title), h("div", { class: "pair" }, ...strips.map(([made]) => made)), button("Stop", () => patching.abort()));
+    result.replaceChildren(h("h2", {}, title), h("div", { class: "pair" }, ...strips.map(([made]) => made)), button("Stop", () => patching.abort()));
     result.scrollIntoView({ block: "nearest" });
     try {
       const record = {
@@ -214,7 +214,7 @@ export function view(app) {
     const of = scale({ title: "probability", reversed: true });
     strip.colour((token) => of.colour(Math.exp(token.logprob)));
     strip.addEventListener("look", ({ detail }) => about.replaceChildren(...details(strip.tokens[detail.index], detail.index).filter(Boolean)));
-    return [h("section", { "aria-label": name }, h("h4", {}, name), strip), strip];
+    return [h("section", { "aria-label": name }, h("h3", {}, name), strip), strip];
   }
 
   function compare(one, other) {

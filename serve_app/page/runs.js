@@ -71,7 +71,7 @@ export function view(app) {
       if (!data.length) return held.replaceChildren(empty(after ? "There are no more." : "Nothing is stored that fits. A chat stores its activations where “Store activations with the answer” is checked; every request does with a capture."));
       const rows = data.map((one) => [button(one.id, () => openSession(one.id), { class: "link" }), String(one.runs), String(one.tokens), size(one.bytes), one.models.join(", "), time(one.updated), one.pinned ? "pinned" : ""]);
       held.replaceChildren(
-        table("Sessions", ["Session", "Runs", "Tokens", "Bytes", "Models", "Last run", ""], rows),
+        table("Sessions", ["Session", "Runs", "Tokens", "Bytes", "Models", "Last run", "Pin"], rows),
         h("p", { class: "row" }, after ? button("From the beginning", () => listSessions()) : null, more ? button("More", () => listSessions(data.at(-1).id)) : null),
       );
       return null;
@@ -101,7 +101,7 @@ export function view(app) {
       const tags = Object.entries(one.tags).map(([name, value]) => `${name}=${value}`).join(", ");
       return [box, button(one.run_id, () => openRun(one.run_id), { class: "link" }), time(one.created), one.model, `${one.prompt_tokens} + ${one.tokens - one.prompt_tokens}`, String(Object.keys(one.points).length), one.sample_id ?? "", tags, one.finish_reason ?? ""];
     };
-    const heads = ["", "Run", "Made", "Model", "Tokens", "Points", "Sample", "Tags", "End"];
+    const heads = ["Compare", "Run", "Made", "Model", "Tokens", "Points", "Sample", "Tags", "End"];
     held.replaceChildren(
       h("p", { class: "row" }, button("All sessions", () => listSessions()), h("strong", {}, session), ...downloads({}, session)),
       data.length ? table(`Runs of ${session}`, heads, data.map(row)) : empty("No run fits the filters."),
@@ -167,14 +167,15 @@ export function view(app) {
     strip.addEventListener("pin", look);
     const tags = Object.entries(facts.tags).map(([name, value]) => `${name}=${value}`).join(", ");
     const shapes = names.map((name) => [name, `[${facts.points[name].shape.map((one) => one ?? "…").join(", ")}]`, facts.points[name].dtype]);
-    opened.replaceChildren(
+    const parts = [
       h("h2", {}, facts.run_id),
       h("p", { class: "from" }, `${facts.model}, ${time(facts.created)}, ${facts.prompt_tokens} + ${facts.tokens - facts.prompt_tokens} tokens${tags ? `, ${tags}` : ""}${of.isWhole ? "" : `; ${tokens.length} of them are stored`}`),
       of.served ? null : empty(`The model ${facts.model} is not served now, so that tokens show as their ids.`),
       h("p", { class: "row" }, ...downloads({ run: facts.run_id }, facts.run_id), button("Close", () => openSession(session))),
       h("div", { class: "split" }, h("div", {}, colours.element, strip, extra, more(of, strip, extra)), about),
       h("details", {}, h("summary", {}, `${names.length} points`), table("Points", ["Point", "Shape", "Dtype"], shapes)),
-    );
+    ];
+    opened.replaceChildren(...parts.filter(Boolean));
   }
 
   /** The other views of a run: from what is stored, or by the request that would record it. */
@@ -242,8 +243,9 @@ export function view(app) {
     ready: async () => {
       if (loaded) return null;
       loaded = true;
+      const wanted = [run, other];
       await list();
-      return run ? openRun(run, other) : null;
+      return wanted[0] ? openRun(...wanted) : null;
     },
     read: () => ({ session, run, other, ...Object.fromEntries(Object.entries(filters).map(([name, input]) => [name, input.value])) }),
     write: (state) => {

@@ -65,12 +65,13 @@ export function legend(of) {
     paint(made, colours);
     return made;
   };
-  if (of.steps) return h("p", { class: "legend" }, `${of.title}: `, ...of.steps.map(([text, colours]) => swatch(colours(), text)));
+  const told = (swatches) => h("p", { class: "legend" }, `${of.title}${unit}: `, h("span", { class: "swatches" }, ...swatches));
+  if (of.steps) return told(of.steps.map(([text, colours]) => swatch(colours(), text)));
   const shown = Array.from({ length: 7 }, (_, i) => {
     const value = of.at(i / 6);
     return swatch(of.colour(value), i === 0 || i === 3 || i === 6 ? number(value) : " ");
   });
-  return h("p", { class: "legend" }, `${of.title}${unit}: `, ...shown);
+  return told(shown);
 }
 
 /** Calls back when the system changes between dark and light. */

@@ -36,7 +36,7 @@ export function view(app) {
   const byTensor = h("div", { class: "fields" }, field("Tensor", tensor), field("Send a safetensors file", upload, "it is kept on the server"));
   const form = h(
     "form",
-    { onsubmit: (event) => (event.preventDefault(), begin()) },
+    { noValidate: true, onsubmit: (event) => (event.preventDefault(), begin()) },
     from.element,
     h("fieldset", {}, h("legend", {}, "Direction"), field("From", kind), byPrompts, byTensor),
     h("div", { class: "fields" }, field("Where", layer.element), field("Which tokens", tokens), field("Strength", h("span", { class: "slider" }, strength, shown), "in lengths of the residual stream; below 0 away from it")),
@@ -146,7 +146,7 @@ export function view(app) {
     const look = ({ detail }) => about.replaceChildren(...details(strip.tokens[detail.index], detail.index).filter(Boolean));
     strip.addEventListener("look", (event) => strip.pinned < 0 && look(event));
     strip.addEventListener("pin", look);
-    return [h("section", { "aria-label": name }, h("h3", {}, name), strip), strip];
+    return [h("section", { "aria-label": name }, h("h2", {}, name), strip), strip];
   }
 
   return {

@@ -153,7 +153,7 @@ export function details(token, index, scores = []) {
   if (token.top?.length) facts.push([`Entropy, at least`, `${entropy(token).toFixed(2)} bits`]);
   facts.push(...scores);
   return [
-    h("h3", { class: "token-name" }, named(token.text)),
+    h("h2", { class: "token-name" }, named(token.text)),
     h("dl", {}, ...facts.flatMap(([name, value]) => [h("dt", {}, name), h("dd", {}, value)])),
     token.top?.length ? ranking("Likeliest here", token.top, token.text) : null,
   ];
@@ -168,5 +168,5 @@ export function ranking(title, top, chosen) {
     const name = h("span", {}, named(text));
     return h("li", { class: text === chosen ? "chosen" : null }, bar, name, h("b", {}, percent(share)));
   };
-  return h("div", {}, h("h4", {}, title), h("ol", { class: "ranking" }, ...top.map(row)));
+  return h("div", {}, h("h3", {}, title), h("ol", { class: "ranking" }, ...top.map(row)));
 }
