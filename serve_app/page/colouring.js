@@ -3,7 +3,7 @@
 import { isAbort } from "./api.js";
 import { choose, field, fill, h, newId, number } from "./dom.js";
 import { rows, span, storedRows, vector, vectors } from "./recompute.js";
-import { legend, scale } from "./scales.js";
+import { legend, onTheme, scale } from "./scales.js";
 import { asText } from "./state.js";
 import { dot, norm } from "./tensors.js";
 import { entropy } from "./tokens.js";
@@ -89,6 +89,7 @@ export function colouring(app, { stored = false, onchange = () => {} } = {}) {
   by.addEventListener("change", onchange);
   point.addEventListener("change", onchange);
   direction.addEventListener("change", onchange);
+  onTheme(onchange);
   arrange();
   return {
     element,

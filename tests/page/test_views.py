@@ -179,7 +179,7 @@ def test_runs_are_found_by_their_tags(opened, served):
     page.get_by_role("button", name="Find").click()
     expect(page.get_by_role("row")).to_have_count(2)
     page.get_by_role("button", name="page-tags").click()
-    expect(page.get_by_role("cell", name="condition=<b>control</b>")).to_be_visible()
+    expect(page.get_by_role("cell", name="condition=<b>control</b>").first).to_be_visible()
     page.get_by_role("textbox", name="Tag").fill("condition=other")
     page.get_by_role("button", name="Find").click()
     expect(page.get_by_text("No run fits")).to_be_visible()
@@ -201,26 +201,31 @@ def test_a_link_opens_a_view_as_it_was_and_asks_the_model_nothing(opened, served
     assert not [one for one in asked if one.startswith("POST")]
 
 
-@pytest.mark.parametrize("scheme", ["light", "dark"])
-def test_no_view_breaks_a_rule_of_accessibility(opened, scheme):
-    page = opened(color_scheme=scheme, viewport={"width": 1280, "height": 900}, bypass_csp=True)
+def test_no_view_breaks_a_rule_of_accessibility(opened):
+    page = opened(color_scheme="light", viewport={"width": 1280, "height": 900}, bypass_csp=True)
+
+    def check(view: str) -> None:
+        results = [Axe().run(page)]
+        page.emulate_media(color_scheme="dark")
+        results.append(Axe().run(page, options={"runOnly": ["color-contrast"]}))
+        page.emulate_media(color_scheme="light")
+        broken = [one for result in results for one in result.response["violations"]]
+        assert not broken, f"{view}: {json.dumps([(one['id'], one['nodes'][0]['html'][:200]) for one in broken])}"
+
     ask(page)
     options(page).nth(1).click()
-    found = {"chat": Axe().run(page)}
+    check("chat")
     page.get_by_role("button", name="Lens grid").click()
     expect(page.get_by_role("gridcell").last).to_have_attribute("aria-label", re.compile("%$"))
-    found["lens"] = Axe().run(page)
+    check("lens")
     page.get_by_role("link", name="Chat").click()
     page.get_by_role("button", name="Attention").click()
     expect(page.get_by_role("button", name="head 0")).to_be_visible()
-    found["attention"] = Axe().run(page)
+    check("attention")
     for name in ("Steer", "Stored runs"):
         page.get_by_role("link", name=name).click()
         page.get_by_text("The requests as Python and curl").click()
-        found[name] = Axe().run(page)
+        check(name)
     page.get_by_role("button", name="API key").click()
     page.set_viewport_size({"width": 390, "height": 800})
-    found["narrow"] = Axe().run(page)
-    for view, results in found.items():
-        told = [(one["id"], one["nodes"][0]["html"][:200]) for one in results.response["violations"]]
-        assert not told, f"{view}: {json.dumps(told, indent=1)}"
+    check("narrow")
