@@ -133,7 +133,9 @@ def test_attention_is_that_of_the_model(opened, served):
     body = {"model": MODEL, "prompt": PROMPT, "max_tokens": 0, "capture": capture}
     run = httpx.post(f"{served.base_url}/completions", json=body).json()["activations_meta"]["runs"][0]
     shares = run["points"]["layers.2.attention.weights"]["data"][-1][1]
-    expect(page.locator(".from[role=status]")).to_contain_text(f"({shares.index(max(shares))}) {max(shares) * 100:.0f}%")
+    expect(page.locator(".from[role=status]")).to_contain_text(
+        f"({shares.index(max(shares))}) {max(shares) * 100:.0f}%"
+    )
 
 
 def test_a_stored_run_opens_from_what_is_stored_and_downloads(opened, served):
