@@ -165,8 +165,8 @@ class Options(BaseModel):
         public_url: The server's own address as clients reach it, where that is not what their requests say: behind a
             proxy that ends TLS, for one. Large results of clients' jobs are fetched below it, and `/v1/models` shows
             it: it holds no user, key or query.
-        page: Whether `/` is the page to look inside the model with a browser. It needs no key and holds no data: it asks
-            the other routes for what it shows, with the key that is typed into it.
+        page: Whether `/` is the page to look inside the model with a browser. It needs no key and holds no data: it
+            asks what it shows of other routes, with the key that is typed into it.
     """
 
     model_config = ConfigDict(extra="forbid", frozen=True, hide_input_in_errors=True)  # a URI may hold a key
