@@ -178,6 +178,7 @@ export function view(app) {
   return {
     element,
     ready: async () => {
+      if (!app.model()) return;
       try {
         layer.set((await app.structure()).layers);
       } catch (error) {

@@ -21,6 +21,7 @@ const made = new Map(); // by name, a view that was opened: it stays as it is wh
 const structures = new Map();
 let shown = null;
 let models = [];
+let isKnown = false; // whether the server has told its models: it may have none
 
 /** What views are given. */
 const app = {
@@ -55,7 +56,7 @@ async function show() {
   if (!one) return;
   if (state.model && [...chooser.options].some(({ value }) => value === state.model)) chooser.value = state.model;
   if (Object.keys(state).length) one.write(state);
-  if (models.length) await one.ready?.();
+  if (isKnown) await one.ready?.();
 }
 
 /** Puts a view in its place as it was left, made anew where there is none yet; null where another was chosen meanwhile. */
@@ -80,6 +81,7 @@ async function activate(name) {
 async function know() {
   try {
     models = (await get("v1/models")).data;
+    isKnown = true;
     notice("key", null);
   } catch (error) {
     if (error.status !== 401) notice("models", errorNote(error, know));
@@ -149,7 +151,7 @@ async function keepState(event) {
   const state = made.get(name)?.read();
   history.pushState(null, "", state ? links.written(name, { ...state, model: app.model() }) : `#${name}`);
   const one = await activate(name);
-  if (models.length) await one?.ready?.();
+  if (isKnown) await one?.ready?.();
 }
 
 addEventListener("popstate", show);

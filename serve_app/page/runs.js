@@ -32,6 +32,7 @@ export function view(app) {
   const trouble = h("div");
   const code = document.createElement("request-code");
   const element = h("section", { "aria-label": "Stored runs" }, h("details", {}, h("summary", {}, "Filters"), form), trouble, held, opened, code);
+  form.addEventListener("input", app.changed);
   let session = "";
   let run = "";
   let other = "";
