@@ -108,15 +108,16 @@ class Prompts:
             "token_texts": [self._spelling.of(token).text for token in ids] if text.strings else None,
         }
 
-    def detokenize(self, tokens: Sequence[int]) -> dict[str, Any]:
-        """The text of tokens, as `/detokenize` answers.
+    def detokenize(self, tokens: Sequence[int], strings: bool = False) -> dict[str, Any]:
+        """The text of tokens, as `/detokenize` answers, and with `strings` each token's own text.
 
         Raises:
             RequestError: One is no token id.
         """
         if tokens and not (min(tokens) >= 0 and max(tokens) < self._model.vocabulary):
             raise RequestError(f"token ids go from 0 to {self._model.vocabulary - 1}", "tokens")
-        return {"prompt": self._decoded(list(tokens))}
+        texts = {"token_texts": [self._spelling.of(token).text for token in tokens]} if strings else {}
+        return {"prompt": self._decoded(list(tokens))} | texts
 
     def plain_ids(self, text: str) -> list[int]:
         """A text's tokens, without special ones around it."""

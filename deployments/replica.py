@@ -174,9 +174,9 @@ class ModelReplica:
         """A text's tokens."""
         return await self._off_loop(self._prompts.tokenize, text)
 
-    async def detokenize(self, tokens: Sequence[int]) -> dict[str, Any] | Refusal:
-        """The text of tokens."""
-        return await self._off_loop(self._prompts.detokenize, tokens)
+    async def detokenize(self, tokens: Sequence[int], strings: bool = False) -> dict[str, Any] | Refusal:
+        """The text of tokens; with `strings`, each token's own, too."""
+        return await self._off_loop(self._prompts.detokenize, tokens, strings)
 
     async def _off_loop(self, call: Callable[..., dict[str, Any]], *args: Any) -> dict[str, Any] | Refusal:
         if self._texts >= MOST_TEXTS:

@@ -14,6 +14,7 @@ from fastapi.responses import JSONResponse, PlainTextResponse, Response, Streami
 
 import serve_app.described as described
 import serve_app.documentation as documentation
+import serve_app.page_files as page_files
 import serve_app.remote as remote
 from deployments import __version__
 from deployments.activations.accounts import Account
@@ -153,9 +154,9 @@ async def tokenize(body: TokenizeRequest, backend: Actors) -> dict[str, Any]:
 
 @tokens.post("/detokenize", responses=described.TEXT)
 async def detokenize(body: DetokenizeRequest, backend: Actors) -> dict[str, Any]:
-    """The text of tokens."""
+    """The text of tokens, and with `return_token_strs` of each of them."""
     model = await backend.models.find(body.model)
-    return await model.detokenize(body.tokens)
+    return await model.detokenize(body.tokens, bool(body.return_token_strs))
 
 
 @openai.get("/v1/models", responses=described.MODELS)
@@ -485,6 +486,8 @@ def build_api(backend: Backend, options: Options, keys: Keys) -> FastAPI:
     # These take any query: load balancers and browsers add what is theirs, and a socket has no body to answer with.
     api.include_router(open_to_all)
     api.include_router(documentation.router)
+    if options.page:
+        api.include_router(page_files.router)
     api.include_router(remote.sockets)  # the guard looks at its key, too
     for router in (openai, tokens, explored, models, activations, tensors, profiles, remote.router, server):
         if keys:

@@ -13,6 +13,7 @@ from starlette.types import ASGIApp, Receive, Scope, Send
 from starlette.websockets import WebSocket
 
 import serve_app.documentation as documentation
+import serve_app.page_files as page_files
 from deployments.options import Options
 from serve_app.errors import ApiError
 from serve_app.hosts import Hosts
@@ -20,7 +21,7 @@ from serve_app.keys import Caller, Keys, Role
 from serve_app.middleware import path_of
 
 HEALTH = "/health"  # load balancers ask for it by any name and without a key
-OPEN = frozenset({HEALTH, "/openapi.json"}) | documentation.PATHS  # for browsers; they hold nobody's data
+OPEN = frozenset({HEALTH, "/openapi.json"}) | documentation.PATHS | page_files.PATHS  # for browsers; nobody's data
 NO_KEY = (
     "no valid API key: send one of this server's as `Authorization: Bearer <key>`, nnsight's client as NDIF_API_KEY"
 )

@@ -10,7 +10,7 @@ import asyncio
 import logging
 import os
 import time
-from collections.abc import AsyncGenerator, AsyncIterator, Iterable, Iterator
+from collections.abc import AsyncGenerator, AsyncIterator, Iterable, Iterator, Sequence
 from contextlib import asynccontextmanager, contextmanager
 from enum import Enum
 from pathlib import Path
@@ -140,14 +140,14 @@ class ServedModel:
         async with self._patience():
             return _answered(await self._handle.tokenize.remote(text))
 
-    async def detokenize(self, tokens: list[int]) -> dict[str, Any]:
-        """The text of tokens.
+    async def detokenize(self, tokens: Sequence[int], strings: bool) -> dict[str, Any]:
+        """The text of tokens; with `strings`, each token's own, too.
 
         Raises:
             ApiError: One is no token of the model's.
         """
         async with self._patience():
-            return _answered(await self._handle.detokenize.remote(tokens))
+            return _answered(await self._handle.detokenize.remote(tokens, strings))
 
     async def run_code(self, job: CodeJob) -> None:
         """Run a client's own code; the board of jobs is told what becomes of it.

@@ -55,6 +55,7 @@ class DetokenizeRequest(Wire):
 
     model: str | None = Field(default=None, min_length=1, max_length=256)
     tokens: Annotated[list[TokenId], Field(max_length=MOST_TOKENS, fail_fast=True), AfterValidator(packed)]
+    return_token_strs: bool | None = None
 
 
 def _wrong(field: str, message: str) -> PydanticCustomError:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import errno
+import functools
 import io
 import os
 from collections.abc import Callable
@@ -161,6 +162,7 @@ class NodePlace(Place):
         self._root = root
         self._nodes = nodes
         self._bucket = bucket
+        self._readers: dict[str, Any] = {}  # by their nodes' ids in Ray
 
     def file(self, name: str) -> File:
         """A node's segment, `<key>/<session>/<segment>`, or its copy in the bucket.
@@ -170,13 +172,32 @@ class NodePlace(Place):
         """
         uri = f"{self.uri}/{name}"
         try:
-            node = place_of_node(self._nodes, uri)
+            place_of_node(self._nodes, uri)
         except NodeAwayError:
             if self._bucket is not None and (copy := self._bucket.file(_name_of(uri))).exists():
                 return copy
             raise
-        reader = ray.get_actor(_named(self._root, node.ray_id), namespace=NAMESPACE)
-        return NodeFile(self, uri, reader)
+        return NodeFile(self, uri)
+
+    def ask(self, uri: str, method: str, *args: int) -> Any:
+        """What the `SegmentReader` of a segment's node answers; after the node came back, that is another one.
+
+        Raises:
+            NodeAwayError: The node does not answer.
+            OSError: Its disk refuses.
+        """
+        node = place_of_node(self._nodes, uri)
+        try:
+            if node.ray_id not in self._readers:
+                self._readers[node.ray_id] = ray.get_actor(_named(self._root, node.ray_id), namespace=NAMESPACE)
+            asked = getattr(self._readers[node.ray_id], method).remote(unquote(_name_of(uri)), *args)
+            return asked.future().result(timeout=_ANSWER_S)
+        except ray.exceptions.RayTaskError as error:
+            if isinstance(error.cause, OSError):
+                raise error.cause from error
+            raise
+        except (ray.exceptions.RayError, ValueError, TimeoutError) as error:
+            raise NodeAwayError(f"node {node.name} does not answer: {error}") from error
 
     def below(self, name: str) -> Place:
         """It: no directory of a node is listed by this."""
@@ -189,12 +210,11 @@ class NodeFile(File):
     Args:
         folder: The place that it is of.
         uri: Its URI.
-        reader: The handle of the node's `SegmentReader`.
     """
 
-    def __init__(self, folder: NodePlace, uri: str, reader: Any) -> None:
+    def __init__(self, folder: NodePlace, uri: str) -> None:
         super().__init__(None, uri.removeprefix(SCHEME), uri, folder)
-        self._reader = reader
+        self._ask = functools.partial(folder.ask, uri)
 
     def exists(self) -> bool:
         """Whether it is there."""
@@ -203,17 +223,6 @@ class NodeFile(File):
     def input(self) -> Any:
         """Arrow's random access file of it."""
         return pa.PythonFile(_Ranges(self._ask, self._ask("size"), self.uri), mode="r")
-
-    def _ask(self, method: str, *args: int) -> Any:
-        try:
-            asked = getattr(self._reader, method).remote(unquote(_name_of(self.uri)), *args)
-            return asked.future().result(timeout=_ANSWER_S)
-        except ray.exceptions.RayTaskError as error:
-            if isinstance(error.cause, OSError):
-                raise error.cause from error
-            raise
-        except (ray.exceptions.RayError, TimeoutError) as error:
-            raise NodeAwayError(f"the node of {self.uri} does not answer: {error}") from error
 
 
 class _Ranges(io.RawIOBase):

@@ -76,6 +76,12 @@ def test_a_chats_tokens_are_those_that_usage_counts(post):
     assert post("tokenize", **body).json()["count"] == usage["prompt_tokens"]
 
 
+def test_each_token_has_a_text_of_its_own_where_that_is_asked_for(post):
+    told = post("tokenize", prompt=PROMPT, return_token_strs=True).json()
+    answer = post("detokenize", tokens=told["tokens"], return_token_strs=True).json()
+    assert answer == {"prompt": PROMPT, "token_texts": told["token_texts"]}
+
+
 @pytest.mark.parametrize("prompt", [PROMPT, "", " \n "])
 def test_tokens_become_their_text_again(post, prompt):
     tokens = post("tokenize", model=MODEL, prompt=prompt, add_special_tokens=False).json()["tokens"]

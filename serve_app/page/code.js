@@ -1,0 +1,86 @@
+// The requests that made a view, as code to run elsewhere. A key is named, never shown.
+
+import { address, key } from "./api.js";
+import { button, copy, h } from "./dom.js";
+
+/** A value as a Python literal. */
+export function python(value, indent = "") {
+  if (value === null) return "None";
+  if (typeof value === "boolean") return value ? "True" : "False";
+  if (typeof value === "number") return String(value);
+  if (typeof value === "string") return JSON.stringify(value).replace(HIDDEN, escaped);
+  const inner = `${indent}    `;
+  if (Array.isArray(value)) {
+    if (value.every((one) => typeof one !== "object" || one === null)) return `[${value.map((one) => python(one)).join(", ")}]`;
+    return `[\n${value.map((one) => inner + python(one, inner)).join(",\n")},\n${indent}]`;
+  }
+  const pairs = Object.entries(value).filter(([, one]) => one !== undefined);
+  return pairs.length ? `{\n${pairs.map(([name, one]) => `${inner}${python(name)}: ${python(one, inner)}`).join(",\n")},\n${indent}}` : "{}";
+}
+
+const HIDDEN = /[\u007f-\u009f\u00ad\u061c\u180e\u200b-\u200f\u2028-\u202e\u2060-\u206f\ufeff]/g; // they would hide what code says
+const escaped = (one) => `\\u${one.charCodeAt(0).toString(16).padStart(4, "0")}`;
+
+/** A request as a Python program with httpx. */
+export function asPython({ method, path, query, body }) {
+  const lines = ["import httpx", ""];
+  const given = [`"${address(path)}"`];
+  if (query) given.push(`params=${python(query)}`);
+  if (key.get()) {
+    lines.unshift("import os", "");
+    given.push('headers={"Authorization": f"Bearer {os.environ[\'VITRINE_API_KEY\']}"}');
+  }
+  if (body) {
+    lines.push(`body = ${python(body)}`);
+    given.push("json=body");
+  }
+  lines.push(`answer = httpx.${method.toLowerCase()}(${[...given, "timeout=600"].join(", ")})`, "print(answer.json())");
+  return lines.join("\n");
+}
+
+const shell = (text) => `'${text.replace(/'/g, "'\\''")}'`;
+
+/** A request as a command of a shell. */
+export function asCurl({ method, path, query, body }) {
+  const parts = [`curl -s ${method === "GET" || method === "POST" ? "" : `-X ${method} `}${shell(String(address(path, query)))}`];
+  if (key.get()) parts.push('-H "Authorization: Bearer $VITRINE_API_KEY"');
+  if (body) parts.push("-H 'Content-Type: application/json'", `-d ${shell(JSON.stringify(body))}`);
+  return parts.join(" \\\n  ");
+}
+
+/** `<request-code>`: the last requests of a view, each by its name. */
+class RequestCode extends HTMLElement {
+  #requests = new Map();
+
+  connectedCallback() {
+    if (!this.childElementCount) this.#draw();
+  }
+
+  /** Notes a request under a name; another of the same name takes its place. */
+  note(name, request) {
+    this.#requests.set(name, request);
+    this.#draw();
+  }
+
+  #draw() {
+    const wasOpen = this.querySelector("details")?.open;
+    const parts = [...this.#requests].map(([name, request]) => this.#one(name, request));
+    const said = parts.length ? parts : [h("p", { class: "empty" }, "The request comes here once there is one.")];
+    this.replaceChildren(h("details", { open: wasOpen }, h("summary", {}, "The requests as Python and curl"), ...said));
+  }
+
+  #one(name, request) {
+    const text = h("pre", { tabIndex: 0, role: "region", "aria-label": `${name}, as code` });
+    const show = (make, pressed) => {
+      text.textContent = make(request);
+      for (const one of [asPy, asSh]) one.setAttribute("aria-pressed", String(one === pressed));
+    };
+    const asPy = button("as Python", () => show(asPython, asPy));
+    const asSh = button("as curl", () => show(asCurl, asSh));
+    const copies = button("Copy", () => copy(text.textContent, copies));
+    show(asPython, asPy);
+    return h("section", {}, h("div", { class: "row" }, h("strong", {}, name), asPy, asSh, copies), text);
+  }
+}
+
+customElements.define("request-code", RequestCode);

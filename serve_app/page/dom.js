@@ -1,0 +1,140 @@
+// Elements without markup: text goes in as text alone, which the Content-Security-Policy enforces as well.
+
+/**
+ * Makes an element.
+ * @param {string} tag
+ * @param {Object} props Properties; `class`, `role`, `for`, `aria-...` and `data-...` are set as attributes, `on...` listens.
+ * @param {...(Node|string|null|Array)} children Strings become text.
+ */
+export function h(tag, props = {}, ...children) {
+  const made = document.createElement(tag);
+  for (const [name, value] of Object.entries(props ?? {})) {
+    if (value === undefined || value === null || value === false) continue;
+    if (name.startsWith("on")) made.addEventListener(name.slice(2), value);
+    else if (/^(class|role|for|list|aria-.*|data-.*)$/.test(name)) made.setAttribute(name, value === true ? "" : value);
+    else made[name] = value;
+  }
+  made.append(...children.flat().filter((child) => child !== null && child !== undefined && child !== false));
+  return made;
+}
+
+/** A button that does not submit. */
+export const button = (text, onclick, props = {}) => h("button", { type: "button", onclick, ...props }, text);
+
+let numbers = 0;
+/** An id that no other element has. */
+export const newId = (stem) => `${stem}-${++numbers}`;
+
+/** A form control with its label, and a hint below where there is one. */
+export function field(label, control, hint) {
+  control.id ||= newId("field");
+  const below = hint ? h("small", { id: newId("hint") }, hint) : null;
+  if (below) control.setAttribute("aria-describedby", below.id);
+  return h("div", { class: "field" }, h("label", { for: control.id }, label), control, below);
+}
+
+/** A checkbox with its label. */
+export function check(label, props = {}) {
+  const box = h("input", { type: "checkbox", ...props });
+  return [box, h("label", { class: "check" }, box, label)];
+}
+
+/** A choice among `[value, text]`. */
+export function choose(options, props = {}) {
+  const made = h("select", props);
+  fill(made, options);
+  return made;
+}
+
+/** Puts other options into a select, and keeps what is chosen where it is still there. */
+export function fill(select, options) {
+  const chosen = select.value;
+  select.replaceChildren(...options.map(([value, text]) => h("option", { value }, text ?? value)));
+  if (options.some(([value]) => String(value) === chosen)) select.value = chosen;
+}
+
+/** A table of texts and nodes, which scrolls by itself where it is too wide. */
+export function table(caption, heads, rows) {
+  const cells = (row) => row.map((cell) => h("td", {}, cell));
+  return h(
+    "div",
+    { class: "scroll", tabIndex: 0, role: "region", "aria-label": caption },
+    h(
+      "table",
+      {},
+      h("caption", {}, caption),
+      h("thead", {}, h("tr", {}, ...heads.map((head) => h("th", { scope: "col" }, head)))),
+      h("tbody", {}, ...rows.map((row) => h("tr", {}, ...cells(row)))),
+    ),
+  );
+}
+
+/** What an empty place says. */
+export const empty = (...text) => h("p", { class: "empty" }, ...text);
+
+/** An error in its place, with what to do and a button to try again. */
+export function errorNote(error, again) {
+  const text = error?.message ?? String(error);
+  const hint = error?.hint ? ` ${error.hint}` : "";
+  return h(
+    "div",
+    { class: "error", role: "alert" },
+    h("p", {}, text, hint),
+    again ? button("Try again", again) : null,
+  );
+}
+
+/** Calls `paint` once in the next frame, however often it is asked. */
+export function perFrame(paint) {
+  let waits = false;
+  return () => {
+    if (waits) return;
+    waits = true;
+    requestAnimationFrame(() => {
+      waits = false;
+      paint();
+    });
+  };
+}
+
+/** Calls `act` once nobody has asked for `ms`. */
+export function whenQuiet(act, ms = 250) {
+  let timer = 0;
+  return () => {
+    clearTimeout(timer);
+    timer = setTimeout(act, ms);
+  };
+}
+
+// Characters that are not seen, or that turn the text behind them around.
+const HIDDEN = /[\u0000-\u0008\u000b-\u001f\u007f-\u009f\u00ad\u061c\u180e\u200b-\u200f\u2028-\u202e\u2060-\u206f\ufeff\ufff9-\ufffb]/gu;
+
+/** A token's text as one can see it: control characters by their number, a new line as a sign. */
+export function visible(text) {
+  const seen = text.replace(HIDDEN, (one) => `‹${one.codePointAt(0).toString(16).padStart(4, "0")}›`);
+  return seen.replace(/\n/g, "⏎").replace(/\t/g, "⇥");
+}
+
+/** The same of a token by itself, where a space alone would not be seen. */
+export const named = (text) => visible(text).replace(/^ +$/, (spaces) => "␣".repeat(spaces.length)) || "(empty)";
+
+/** The same in quotation marks, for labels. */
+export const quoted = (text) => `“${named(text)}”`;
+
+/** A share of 1 in percent. */
+export const percent = (share) => (share >= 0.0995 ? `${(100 * share).toFixed(0)}%` : `${(100 * share).toPrecision(2)}%`);
+
+/** A number as it is read. */
+export const number = (value, digits = 3) => (Number.isFinite(value) ? Number(value.toPrecision(digits)).toString() : "–");
+
+/** Copies a text, and says so on the button. */
+export async function copy(text, on) {
+  const said = on.textContent;
+  try {
+    await navigator.clipboard.writeText(text);
+    on.textContent = "Copied";
+  } catch {
+    on.textContent = "Not allowed: copy by hand";
+  }
+  setTimeout(() => (on.textContent = said), 1500);
+}

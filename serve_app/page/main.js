@@ -1,0 +1,169 @@
+// The frame around the views: which one is shown, for which model, and what there is to say of the server.
+
+import { get, isThere, key, server } from "./api.js";
+import { button, copy, errorNote, fill, h, whenQuiet } from "./dom.js";
+import * as links from "./state.js";
+
+const VIEWS = {
+  chat: ["Chat", () => import("./chat.js")],
+  lens: ["Lens", () => import("./lens.js")],
+  steer: ["Steer", () => import("./steer.js")],
+  attention: ["Attention", () => import("./attention.js")],
+  runs: ["Stored runs", () => import("./runs.js")],
+};
+const AGAIN_MS = 2000; // between two looks whether the server is back
+
+const place = document.getElementById("view");
+const notices = document.getElementById("notices");
+const nav = document.getElementById("nav");
+const chooser = document.getElementById("model");
+const made = new Map(); // by name, a view that was opened: it stays as it is while another is looked at
+const structures = new Map();
+let shown = null;
+let models = [];
+let isKnown = false; // whether the server has told its models: it may have none
+
+/** What views are given. */
+const app = {
+  model: () => chooser.value,
+  info: () => models.find(({ id }) => id === chooser.value) ?? null,
+  structure: () => {
+    const model = app.model();
+    if (!structures.has(model)) {
+      const asked = get("v1/model/structure", { model });
+      structures.set(model, asked);
+      asked.catch(() => structures.delete(model));
+    }
+    return structures.get(model);
+  },
+  /** Puts the view's state into the address, a moment after the last change. */
+  changed: whenQuiet(() => history.replaceState(null, "", address())),
+  /** Opens another view in a state, and has it begin, at a token. No link does the latter: it would have the model work. */
+  open: async (name, state, at) => {
+    history.pushState(null, "", links.written(name, { ...state, model: app.model() }));
+    await show();
+    await made.get(name)?.begin?.(at);
+  },
+};
+
+const address = () => links.written(shown, { ...made.get(shown)?.read(), model: app.model() });
+
+/** Shows the view that the address names, in the state that it holds. */
+async function show() {
+  const { view, state, damaged } = links.read();
+  notice("link", damaged ? "The link is damaged: the view opens empty." : null);
+  const one = await activate(view in VIEWS ? view : "chat");
+  if (!one) return;
+  if (state.model && [...chooser.options].some(({ value }) => value === state.model)) chooser.value = state.model;
+  if (Object.keys(state).length) one.write(state);
+  if (isKnown) await one.ready?.();
+}
+
+/** Puts a view in its place as it was left, made anew where there is none yet; null where another was chosen meanwhile. */
+async function activate(name) {
+  for (const link of nav.children) {
+    if (link.dataset.view === name) link.setAttribute("aria-current", "page");
+    else link.removeAttribute("aria-current");
+  }
+  shown = name;
+  document.title = `${VIEWS[name][0]} – Vitrine`;
+  try {
+    if (!made.has(name)) made.set(name, (await VIEWS[name][1]()).view(app));
+  } catch (error) {
+    place.replaceChildren(errorNote(error, show));
+    return null;
+  }
+  if (shown !== name) return null;
+  place.replaceChildren(made.get(name).element);
+  return made.get(name);
+}
+
+async function know() {
+  try {
+    models = (await get("v1/models")).data;
+    isKnown = true;
+    notice("key", null);
+  } catch (error) {
+    if (error.status !== 401) notice("models", errorNote(error, know));
+    return;
+  }
+  notice("models", models.length ? null : "No model is loaded: POST /models/load loads one.");
+  fill(chooser, models.map(({ id }) => [id]));
+  const wanted = links.read().state.model;
+  if (models.some(({ id }) => id === wanted)) chooser.value = wanted;
+  await made.get(shown)?.ready?.();
+}
+
+/** Says something above the view under a name, until it is said otherwise; null takes it away. */
+function notice(name, ...said) {
+  notices.querySelector(`[data-name=${name}]`)?.remove();
+  if (said[0] !== null) notices.append(h("div", { "data-name": name, class: "notice" }, ...said));
+}
+
+function askKey(wrong) {
+  const input = h("input", { type: "password", autocomplete: "off", id: "key-input", required: true });
+  const form = h(
+    "form",
+    {
+      class: "row",
+      onsubmit: (event) => {
+        event.preventDefault();
+        key.set(input.value.trim());
+        structures.clear();
+        know();
+      },
+    },
+    h("label", { for: "key-input" }, wrong ? "The server does not know this API key. Another one:" : "The server asks for an API key:"),
+    input,
+    h("button", {}, "Use it"),
+    key.get() ? button("Forget it", () => (key.set(""), notice("key", null))) : null,
+    h("small", {}, "It stays in this tab, and is in no link."),
+  );
+  notice("key", form);
+}
+
+let waiting = false;
+server.addEventListener("nokey", () => askKey(Boolean(key.get())));
+server.addEventListener("away", () => {
+  if (waiting) return;
+  waiting = true;
+  notice("away", "The server does not answer. What you typed stays; this page looks again while you look at it.");
+  setTimeout(lookAgain, AGAIN_MS);
+});
+server.addEventListener("back", () => {
+  if (!waiting) return;
+  waiting = false;
+  notice("away", null);
+  know();
+});
+
+async function lookAgain() {
+  if (waiting && (document.hidden || !(await isThere()))) setTimeout(lookAgain, AGAIN_MS);
+}
+
+nav.append(...Object.entries(VIEWS).map(([name, [title]]) => h("a", { href: `#${name}`, "data-view": name, onclick: keepState }, title)));
+
+/** Goes to a view as it was left. */
+async function keepState(event) {
+  if (event.metaKey || event.ctrlKey || event.shiftKey) return;
+  event.preventDefault();
+  const name = event.currentTarget.dataset.view;
+  const state = made.get(name)?.read();
+  history.pushState(null, "", state ? links.written(name, { ...state, model: app.model() }) : `#${name}`);
+  const one = await activate(name);
+  if (isKnown) await one?.ready?.();
+}
+
+addEventListener("popstate", show);
+document.getElementById("key").addEventListener("click", () => askKey(false));
+document.getElementById("share").addEventListener("click", (event) => {
+  history.replaceState(null, "", address());
+  copy(location.href, event.currentTarget);
+});
+chooser.addEventListener("change", () => {
+  app.changed();
+  made.get(shown)?.ready?.();
+});
+
+await Promise.all([show(), know()]);
+document.documentElement.dataset.ready = "true";

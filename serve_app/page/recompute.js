@@ -1,0 +1,128 @@
+// Requests over a text whose tokens are known: what the model makes of it, a piece at a time.
+
+import { bytes, get, post, stream } from "./api.js";
+import { rowsOf, tensors } from "./tensors.js";
+
+const LIMITS = new Set(["capture_too_large", "logit_lens_too_large"]);
+
+/** The tokens of a source form's text: `{ ids, texts, count }`, where `count` of them are the prompt's. */
+export async function tokenized(model, { text, chat, ids, count }, signal) {
+  if (ids) {
+    const { token_texts: texts } = await post("detokenize", { model, tokens: ids, return_token_strs: true }, signal);
+    return { ids, texts, count: count || ids.length };
+  }
+  const what = chat ? { messages: [{ role: "user", content: text }] } : { prompt: text };
+  const { tokens, token_texts: texts } = await post("tokenize", { model, ...what, return_token_strs: true }, signal);
+  return { ids: tokens, texts, count: tokens.length };
+}
+
+/** The fields of a request that goes on from these token ids. */
+export const continuing = (model, ids, { max_tokens, temperature, top_p, seed }, more = {}) => ({
+  model,
+  prompt: ids,
+  max_tokens,
+  temperature,
+  top_p,
+  seed,
+  logprobs: 5,
+  return_token_ids: true,
+  ...more,
+});
+
+/** Streams a completion; `ontokens(tokens)` hears of each piece. Gives the last choice, with `norms` and the like. */
+export async function complete(body, ontokens, signal) {
+  let last = {};
+  for await (const event of stream("v1/completions", body, signal)) {
+    for (const choice of event.choices) {
+      ontokens(ofCompletion(choice));
+      if (choice.finish_reason) last = choice;
+    }
+  }
+  return last;
+}
+
+function ofCompletion({ logprobs, token_ids: ids = [] }) {
+  return (logprobs?.tokens ?? []).map((text, i) => ({
+    text,
+    id: ids[i],
+    logprob: logprobs.token_logprobs[i] ?? undefined,
+    top: ranked(logprobs.top_logprobs[i]),
+  }));
+}
+
+const ranked = (top) =>
+  Object.entries(top ?? {})
+    .map(([text, logprob]) => ({ text, logprob }))
+    .sort((a, b) => b.logprob - a.logprob);
+
+/** The request for the lens at positions `from` to before `to` of these tokens. What stands behind is not run. */
+export const lensBody = (model, ids, from, to, top_k, layers = "all") => ({
+  model,
+  prompt: ids.slice(0, to),
+  max_tokens: 0,
+  logit_lens: { layers, top_k, tokens: { positions: span(from, to) } },
+});
+
+export const span = (from, to) => Array.from({ length: to - from }, (_, i) => from + i);
+
+/** Entries of the lens, `{ position, token, layers }` each. */
+export async function lens(body, signal) {
+  const answer = await post("v1/completions", body, signal);
+  return answer.choices[0].logit_lens.prompt ?? [];
+}
+
+/** The request for rows of a point at some positions, in the answer itself. */
+export const rowsBody = (model, ids, points, positions, more = {}) => ({
+  model,
+  prompt: ids.slice(0, Math.max(...positions) + 1),
+  max_tokens: 0,
+  capture: { points, tokens: { positions }, mode: "trace", return: "inline", dtype: "float32" },
+  ...more,
+});
+
+/** Rows of points, by the point's name; unless it is to be one, each request takes as many positions as the server lets it. */
+export async function rows(model, ids, points, positions, signal, more, isOne = false) {
+  const found = {};
+  let step = positions.length;
+  for (let first = 0; first < positions.length; ) {
+    const some = positions.slice(first, first + step);
+    try {
+      const answer = await post("v1/completions", rowsBody(model, ids, points, some, more), signal);
+      for (const [name, { data }] of Object.entries(answer.activations_meta.runs[0].points)) (found[name] ??= []).push(...data);
+      first += some.length;
+    } catch (error) {
+      if (!LIMITS.has(error.code) || step === 1 || isOne) throw error;
+      step = Math.ceil(step / 2);
+    }
+  }
+  return found;
+}
+
+export const isTooLarge = (error) => LIMITS.has(error?.code);
+
+/** One point of a stored run: the rows, or an attention pattern `[tokens, heads, widest]` with its lengths. */
+export async function stored({ session_id: session, run_id: run }, points, signal) {
+  const path = `v1/activations/session/${encodeURIComponent(session)}/data`;
+  return tensors(await bytes(path, { run, points, format: "safetensors" }, { signal }));
+}
+
+/** A stored run's token ids and the rows of a point at them. */
+export async function storedRows(run, point, signal) {
+  const { tensors: found } = await stored(run, [point], signal);
+  return { ids: [...found.token_id.values], positions: [...found.position.values], rows: rowsOf(found[point]) };
+}
+
+/** The vectors that were sent to the server: `[name, shape]` of each. */
+export async function vectors(signal) {
+  const { data } = await get("v1/tensors", { limit: 1000 }, signal);
+  return data.flatMap(({ id, tensors: held }) =>
+    Object.entries(held).map(([name, { shape }]) => [Object.keys(held).length > 1 ? `${id}/${name}` : id, name, shape]),
+  );
+}
+
+/** One of them. */
+export async function vector(name, signal) {
+  const [id, ...rest] = name.split("/");
+  const { tensors: found } = await tensors(await bytes(`v1/tensors/${encodeURIComponent(id)}`, {}, { signal }));
+  return Array.from(found[rest.join("/")]?.values ?? Object.values(found)[0].values);
+}

@@ -1,0 +1,264 @@
+// Stored runs: which there are, and what of one is stored, in the same views as what is asked now.
+
+import { bytes, get, isAbort } from "./api.js";
+import { colouring } from "./colouring.js";
+import { comparison } from "./compare.js";
+import { button, choose, empty, errorNote, field, h, number, table } from "./dom.js";
+import { complete, rowsBody, stored, tokenized } from "./recompute.js";
+import { asText } from "./state.js";
+import { details } from "./tokens.js";
+import "./code.js";
+
+const SHOWN = 50; // sessions or runs of a page
+const FORMATS = { arrow: "arrows", safetensors: "safetensors", npz: "npz", pt: "pt" };
+const PATTERN = ".attention.weights";
+
+export function view(app) {
+  const filters = Object.fromEntries(["model", "tag", "sample_id", "since", "until"].map((name) => [name, h("input", { spellcheck: false })]));
+  filters.since.type = filters.until.type = "datetime-local";
+  filters.tag.placeholder = "name=value";
+  const form = h(
+    "form",
+    { class: "filters", onsubmit: (event) => (event.preventDefault(), list()) },
+    field("Model", filters.model),
+    field("Tag", filters.tag),
+    field("Sample", filters.sample_id),
+    field("Since", filters.since),
+    field("Until", filters.until),
+    h("button", { class: "main" }, "Find"),
+  );
+  const held = h("div");
+  const opened = h("div");
+  const trouble = h("div");
+  const code = document.createElement("request-code");
+  const element = h("section", { "aria-label": "Stored runs" }, h("details", {}, h("summary", {}, "Filters"), form), trouble, held, opened, code);
+  form.addEventListener("input", app.changed);
+  let session = "";
+  let run = "";
+  let other = "";
+  let loaded = false;
+  let reading = null;
+
+  const filled = () => ({
+    model: filters.model.value,
+    tag: filters.tag.value,
+    sample_id: filters.sample_id.value,
+    since: seconds(filters.since.value),
+    until: seconds(filters.until.value),
+  });
+
+  /** Runs a step that reads from the server; what fails is said in its place. */
+  async function reads(step) {
+    reading?.abort();
+    reading = new AbortController();
+    trouble.replaceChildren();
+    try {
+      await step(reading.signal);
+    } catch (error) {
+      if (!isAbort(error)) trouble.replaceChildren(errorNote(error, () => reads(step)));
+    }
+  }
+
+  const list = () => (session ? openSession(session) : listSessions());
+
+  function listSessions(after = "") {
+    session = run = other = "";
+    app.changed();
+    opened.replaceChildren();
+    return reads(async (signal) => {
+      const query = { ...filled(), limit: SHOWN, after };
+      const { data, has_more: more } = await get("v1/activations/sessions", query, signal);
+      code.note("Sessions", { method: "GET", path: "v1/activations/sessions", query: sent(query) });
+      if (!data.length) return held.replaceChildren(empty(after ? "There are no more." : "Nothing is stored that fits. A chat stores its activations where “Store activations with the answer” is checked; every request does with a capture."));
+      const rows = data.map((one) => [button(one.id, () => openSession(one.id), { class: "link" }), String(one.runs), String(one.tokens), size(one.bytes), one.models.join(", "), time(one.updated), one.pinned ? "pinned" : ""]);
+      held.replaceChildren(
+        table("Sessions", ["Session", "Runs", "Tokens", "Bytes", "Models", "Last run", "Pin"], rows),
+        h("p", { class: "row" }, after ? button("From the beginning", () => listSessions()) : null, more ? button("More", () => listSessions(data.at(-1).id)) : null),
+      );
+      return null;
+    });
+  }
+
+  function openSession(id, after = "") {
+    session = id;
+    run = other = "";
+    app.changed();
+    opened.replaceChildren();
+    return reads((signal) => showSession(after, signal));
+  }
+
+  async function showSession(after, signal) {
+    const query = { ...filled(), session, limit: SHOWN, after };
+    const { data, has_more: more } = await get("v1/activations/runs", query, signal);
+    code.note("Runs", { method: "GET", path: "v1/activations/runs", query: sent(query) });
+    const boxes = new Map();
+    const compare = button("Compare the two", () => {
+      const [one, two] = [...boxes].filter(([, box]) => box.checked).map(([id]) => id);
+      openRun(one, two);
+    }, { disabled: true });
+    const row = (one) => {
+      const box = h("input", { type: "checkbox", "aria-label": `Compare ${one.run_id}`, onchange: () => (compare.disabled = [...boxes.values()].filter(({ checked }) => checked).length !== 2) });
+      boxes.set(one.run_id, box);
+      const tags = Object.entries(one.tags).map(([name, value]) => `${name}=${value}`).join(", ");
+      return [box, button(one.run_id, () => openRun(one.run_id), { class: "link" }), time(one.created), one.model, `${one.prompt_tokens} + ${one.tokens - one.prompt_tokens}`, String(Object.keys(one.points).length), one.sample_id ?? "", tags, one.finish_reason ?? ""];
+    };
+    const heads = ["Compare", "Run", "Made", "Model", "Tokens", "Points", "Sample", "Tags", "End"];
+    held.replaceChildren(
+      h("p", { class: "row" }, button("All sessions", () => listSessions()), h("strong", {}, session), ...downloads({}, session)),
+      data.length ? table(`Runs of ${session}`, heads, data.map(row)) : empty("No run fits the filters."),
+      h("p", { class: "row" }, compare, more ? button("More", () => openSession(session, data.at(-1).run_id)) : null),
+    );
+  }
+
+  async function openRun(id, second = "") {
+    run = id;
+    other = second;
+    app.changed();
+    await reads(async (signal) => {
+      opened.replaceChildren(h("p", { class: "wait", role: "status" }, "Reading the run…"));
+      try {
+        const found = await Promise.all([id, second].filter(Boolean).map((one) => readRun(one, signal)));
+        if (second) opened.replaceChildren(...comparison(app, ...found));
+        else show(found[0]);
+        opened.scrollIntoView({ block: "start" });
+      } catch (error) {
+        opened.replaceChildren();
+        throw error;
+      }
+    });
+  }
+
+  /** What is stored of a run, with its tokens as texts where its model is served. */
+  async function readRun(id, signal) {
+    const { data } = await get("v1/activations/runs", { run: id, session }, signal);
+    if (!data.length) throw new Error(`The session ${session} has no run ${id} any more.`);
+    const [facts] = data;
+    const names = Object.keys(facts.points);
+    const least = names.toSorted((a, b) => volume(facts.points[a]) - volume(facts.points[b]))[0];
+    const { tensors: found } = await stored(facts, [least], signal);
+    const ids = [...found.token_id.values];
+    const positions = [...found.position.values];
+    let texts = ids.map((one) => `‹${one}›`);
+    let served = true;
+    try {
+      ({ texts } = await tokenized(facts.model, { ids }, signal));
+    } catch (error) {
+      if (isAbort(error) || error.status !== 404) throw error;
+      served = false;
+    }
+    const tokens = texts.map((text, i) => ({ text, id: ids[i], part: positions[i] < facts.prompt_tokens ? "prompt" : "answer" }));
+    return { facts, names, ids, positions, tokens, served, isWhole: positions.length === facts.tokens };
+  }
+
+  function show(of) {
+    const { facts, names, ids, tokens } = of;
+    const strip = document.createElement("token-strip");
+    strip.setAttribute("aria-label", "Tokens of the run");
+    strip.set(tokens);
+    const about = h("aside", { "aria-label": "Token" }, ...details());
+    const colours = colouring(app, { stored: true, onchange: recolour });
+    colours.setPoints(names.filter((name) => !name.endsWith(PATTERN)));
+    const extra = h("div");
+    const text = { ids, offset: 0, run: facts, positions: of.positions };
+    function recolour() {
+      return colours.apply(strip, { ...text, offset: of.positions[0] ?? 0 });
+    }
+    const look = ({ detail }) => about.replaceChildren(...details(strip.tokens[detail.index], of.positions[detail.index] ?? "", colours.scores(strip, detail.index)).filter(Boolean));
+    strip.addEventListener("look", (event) => strip.pinned < 0 && look(event));
+    strip.addEventListener("pin", look);
+    const tags = Object.entries(facts.tags).map(([name, value]) => `${name}=${value}`).join(", ");
+    const shapes = names.map((name) => [name, `[${facts.points[name].shape.map((one) => one ?? "…").join(", ")}]`, facts.points[name].dtype]);
+    const parts = [
+      h("h2", {}, facts.run_id),
+      h("p", { class: "from" }, `${facts.model}, ${time(facts.created)}, ${facts.prompt_tokens} + ${facts.tokens - facts.prompt_tokens} tokens${tags ? `, ${tags}` : ""}${of.isWhole ? "" : `; ${tokens.length} of them are stored`}`),
+      of.served ? null : empty(`The model ${facts.model} is not served now, so that tokens show as their ids.`),
+      h("p", { class: "row" }, ...downloads({ run: facts.run_id }, facts.run_id), button("Close", () => openSession(session))),
+      h("div", { class: "split" }, h("div", {}, colours.element, strip, extra, more(of, strip, extra)), about),
+      h("details", {}, h("summary", {}, `${names.length} points`), table("Points", ["Point", "Shape", "Dtype"], shapes)),
+    ];
+    opened.replaceChildren(...parts.filter(Boolean));
+  }
+
+  /** The other views of a run: from what is stored, or by the request that would record it. */
+  function more(of, strip, extra) {
+    const { facts, names, ids } = of;
+    const patterns = names.filter((name) => name.endsWith(PATTERN));
+    const state = { ids, count: facts.prompt_tokens };
+    const able = of.isWhole && of.served && app.model() === facts.model;
+    const why = able ? "" : of.isWhole ? `Choose the model ${facts.model} to ask it again.` : "Not all tokens are stored: the run cannot be asked again.";
+    const parts = [h("h3", {}, "Look further")];
+    if (patterns.length) {
+      const layer = choose(patterns.map((name) => [/layers\.(\d+)\./.exec(name)?.[1] ?? "0", name]), { "aria-label": "Stored pattern" });
+      parts.push(h("div", { class: "row" }, button("Attention, as stored", () => app.open("attention", { session, run: facts.run_id, layer: layer.value }, 0)), layer));
+    } else {
+      const body = rowsBody(facts.model, ids, ["layers.0.attention.weights"], [ids.length - 1]);
+      const capture = { ...body.capture, tokens: "all", return: "reference" };
+      parts.push(missing("Attention was not recorded.", able, "Compute it now", () => app.open("attention", state, 0)));
+      code.note("To record attention", { method: "POST", path: "v1/completions", body: { ...body, prompt: ids, capture } });
+    }
+    const score = { model: facts.model, prompt: ids, max_tokens: 0, echo: true, logprobs: 5, return_token_ids: true };
+    parts.push(missing("The lens is not stored with runs.", able, "Read it from the model now", () => app.open("lens", state, facts.prompt_tokens)));
+    parts.push(missing("Probabilities are not stored with runs.", able, "Score the tokens now", () => rescore(score, strip, extra)));
+    code.note("To score its tokens", { method: "POST", path: "v1/completions", body: score });
+    return h("div", {}, ...parts, why ? h("p", { class: "from" }, why) : null);
+  }
+
+  const missing = (text, able, title, act) => h("p", { class: "row" }, h("span", {}, text), button(title, act, { disabled: !able }));
+
+  async function rescore(body, strip, extra) {
+    extra.replaceChildren(h("p", { class: "wait", role: "status" }, "Scoring…"));
+    try {
+      const scored = [];
+      await complete(body, (tokens) => scored.push(...tokens));
+      strip.set(strip.tokens.map((token, i) => ({ ...token, logprob: scored[i]?.logprob, top: scored[i]?.top })));
+      extra.replaceChildren(h("p", { class: "from" }, "Scored now, with interventions left out: details show each token’s probability."));
+    } catch (error) {
+      extra.replaceChildren(errorNote(error, () => rescore(body, strip, extra)));
+    }
+  }
+
+  /** Buttons that fetch what is stored as a file: with the key in a header, never in an address. */
+  function downloads(query, name) {
+    const format = choose(Object.keys(FORMATS).map((one) => [one]), { "aria-label": "Format" });
+    const start = button("Download", async () => {
+      const said = start.textContent;
+      start.disabled = true;
+      try {
+        const path = `v1/activations/session/${encodeURIComponent(session)}/data`;
+        const progress = (have, whole) => (start.textContent = `${Math.round((100 * have) / Math.max(whole, 1))}%`);
+        const blob = await bytes(path, { ...query, format: format.value }, { progress });
+        const link = h("a", { href: URL.createObjectURL(blob), download: `${name}.${FORMATS[format.value]}` });
+        link.click();
+        setTimeout(() => URL.revokeObjectURL(link.href), 60_000);
+      } catch (error) {
+        trouble.replaceChildren(errorNote(error));
+      }
+      start.textContent = said;
+      start.disabled = false;
+    });
+    return [start, format];
+  }
+
+  return {
+    element,
+    ready: async () => {
+      if (loaded) return null;
+      loaded = true;
+      const wanted = [run, other];
+      await list();
+      return wanted[0] ? openRun(...wanted) : null;
+    },
+    read: () => ({ session, run, other, ...Object.fromEntries(Object.entries(filters).map(([name, input]) => [name, input.value])) }),
+    write: (state) => {
+      for (const [name, input] of Object.entries(filters)) if (name !== "model" || !session) input.value = name === "model" ? "" : asText(state[name]);
+      [session, run, other] = [state.session, state.run, state.other].map((one) => asText(one));
+      loaded = false;
+    },
+  };
+}
+
+const sent = (query) => Object.fromEntries(Object.entries(query).filter(([, value]) => value !== "" && value !== undefined));
+const seconds = (text) => (text ? new Date(text).getTime() / 1000 : "");
+const time = (unix) => new Date(unix * 1000).toLocaleString();
+const volume = ({ shape }) => shape.slice(1).reduce((product, one) => product * (one ?? 1e6), 1);
+const size = (count) => (count < 1e6 ? `${number(count / 1e3)} kB` : count < 1e9 ? `${number(count / 1e6)} MB` : `${number(count / 1e9)} GB`);

@@ -1,0 +1,78 @@
+// Colour scales that are read by lightness, so that colour blindness leaves them whole, with their legends.
+
+import { h, number } from "./dom.js";
+
+const dark = matchMedia("(prefers-color-scheme: dark)");
+
+// One hue from the page's own ground to a strong tone; two hues that differ in blue and yellow for signed values.
+const RAMPS = {
+  light: { one: [[255, 255, 255], [189, 215, 238], [74, 136, 190], [11, 59, 110]], two: [[120, 60, 0], [232, 152, 58], [255, 255, 255], [104, 160, 214], [11, 59, 110]] },
+  dark: { one: [[22, 26, 33], [28, 66, 110], [62, 128, 196], [166, 210, 255]], two: [[255, 196, 120], [184, 100, 20], [22, 26, 33], [44, 104, 172], [166, 210, 255]] },
+};
+
+const ramp = (kind) => RAMPS[dark.matches ? "dark" : "light"][kind];
+
+function mixed(stops, share) {
+  const place = Math.min(Math.max(share, 0), 1) * (stops.length - 1);
+  const left = Math.min(Math.floor(place), stops.length - 2);
+  return stops[left].map((from, i) => Math.round(from + (stops[left + 1][i] - from) * (place - left)));
+}
+
+const linear = (part) => (part / 255 <= 0.04045 ? part / 255 / 12.92 : ((part / 255 + 0.055) / 1.055) ** 2.4);
+const luminance = ([r, g, b]) => 0.2126 * linear(r) + 0.7152 * linear(g) + 0.0722 * linear(b);
+
+/** A colour's text: the ground, and black or white, whichever is read better on it. */
+function inks(rgb) {
+  return { ground: `rgb(${rgb.join(" ")})`, ink: luminance(rgb) > 0.18 ? "#000" : "#fff" };
+}
+
+/**
+ * A scale from numbers to colours.
+ * @param {Object} of `low`, `high`: the ends; `title`, `unit`: for the legend; `signed`: two hues around 0; `root`: small values show, too.
+ */
+export function scale({ low = 0, high = 1, title, unit = "", signed = false, reversed = false, root = false }) {
+  const kind = signed ? "two" : "one";
+  const share = (value) => {
+    let part = high === low ? 0.5 : (value - low) / (high - low);
+    if (root) part = Math.sqrt(part);
+    return reversed ? 1 - part : part;
+  };
+  const colour = (value) => (Number.isFinite(value) ? inks(mixed(ramp(kind), share(value))) : null);
+  const at = (part) => low + (high - low) * (root ? part ** 2 : part);
+  return { title, unit, colour, at, rgb: (value) => mixed(ramp(kind), share(value)), steps: null };
+}
+
+/** Colours for a rank, from 1 on, in steps. */
+export function rankScale(title, most) {
+  const steps = [[1, "1"], [2, "2"], [3, "3"], [most, `4 to ${most}`], [Infinity, `above ${most}`]];
+  const shares = [1, 0.72, 0.5, 0.28, 0];
+  const colour = (rank) => (rank > 0 ? inks(mixed(ramp("one"), shares[steps.findIndex(([end]) => rank <= end)])) : null);
+  return { title, unit: "", colour, steps: steps.map(([, text], i) => [text, () => inks(mixed(ramp("one"), shares[i]))]) };
+}
+
+/** Paints an element by a scale. */
+export function paint(element, colours) {
+  element.style.backgroundColor = colours?.ground ?? "";
+  element.style.color = colours?.ink ?? "";
+}
+
+/** A scale's legend: its title, unit and ends, or its steps. */
+export function legend(of) {
+  if (!of) return h("p", { class: "legend" });
+  const unit = of.unit ? ` (${of.unit})` : "";
+  const swatch = (colours, text) => {
+    const made = h("span", { class: "swatch" }, text);
+    paint(made, colours);
+    return made;
+  };
+  const told = (swatches) => h("p", { class: "legend" }, `${of.title}${unit}: `, h("span", { class: "swatches" }, ...swatches));
+  if (of.steps) return told(of.steps.map(([text, colours]) => swatch(colours(), text)));
+  const shown = Array.from({ length: 7 }, (_, i) => {
+    const value = of.at(i / 6);
+    return swatch(of.colour(value), i === 0 || i === 3 || i === 6 ? number(value) : " ");
+  });
+  return told(shown);
+}
+
+/** Calls back when the system changes between dark and light. */
+export const onTheme = (act) => dark.addEventListener("change", act);

@@ -1,0 +1,184 @@
+// Steering: the same answer with and without a direction added, side by side.
+
+import { isAbort, post } from "./api.js";
+import { button, choose, empty, errorNote, field, fill, h, number } from "./dom.js";
+import { layers, source } from "./forms.js";
+import { complete, continuing, rows, tokenized, vector, vectors } from "./recompute.js";
+import { legend, scale } from "./scales.js";
+import { asNumber, asText } from "./state.js";
+import { norm } from "./tensors.js";
+import { details } from "./tokens.js";
+import "./code.js";
+
+const TOKENS = [["generated", "the answer’s tokens"], ["all", "all tokens"], ["prompt", "the prompt’s tokens"], ["prompt_last", "the prompt’s last token"]];
+
+export function view(app) {
+  const from = source({ text: "I went to the park and", label: "Prompt", max: 60, onchange: app.changed });
+  const kind = choose([["prompts", "difference of two prompts"], ["tensor", "a tensor on the server"]]);
+  const toward = h("textarea", { rows: 2, placeholder: "I love this, it is wonderful" });
+  const away = h("textarea", { rows: 2, placeholder: "I hate this, it is terrible" });
+  const tensor = choose([["", "none is stored"]]);
+  const upload = h("input", { type: "file", accept: ".safetensors" });
+  const layer = layers(true);
+  const tokens = choose(TOKENS);
+  const strength = h("input", { type: "range", min: -2, max: 2, step: 0.05, value: 0.5 });
+  const shown = h("output", {}, "0.50");
+  const run = h("button", { class: "main" }, "Answer with and without");
+  const stop = button("Stop", () => running?.abort(), { hidden: true });
+  const trouble = h("div");
+  const result = h("div", {}, empty("Give a prompt, and a direction by two short texts that differ in what you want to add. Both answers begin from one seed."));
+  const about = h("aside", { "aria-label": "Token" }, ...details());
+  const code = document.createElement("request-code");
+  let running = null;
+  let report = null;
+
+  const byPrompts = h("div", { class: "fields" }, field("Toward", toward), field("Away from", away));
+  const byTensor = h("div", { class: "fields" }, field("Tensor", tensor), field("Send a safetensors file", upload, "it is kept on the server"));
+  const form = h(
+    "form",
+    { noValidate: true, onsubmit: (event) => (event.preventDefault(), begin()) },
+    from.element,
+    h("fieldset", {}, h("legend", {}, "Direction"), field("From", kind), byPrompts, byTensor),
+    h("div", { class: "fields" }, field("Where", layer.element), field("Which tokens", tokens), field("Strength", h("span", { class: "slider" }, strength, shown), "in lengths of the residual stream; below 0 away from it")),
+    h("div", { class: "row" }, run, stop),
+  );
+  const element = h("div", { class: "split" }, h("section", { "aria-label": "Steer" }, form, trouble, result, code), about);
+
+  strength.setAttribute("aria-label", "Strength");
+  strength.addEventListener("input", () => (shown.textContent = strength.valueAsNumber.toFixed(2)));
+  kind.addEventListener("change", arrange);
+  upload.addEventListener("change", send);
+  element.addEventListener("input", app.changed);
+  element.addEventListener("change", app.changed);
+  arrange();
+
+  function arrange() {
+    byPrompts.hidden = kind.value !== "prompts";
+    byTensor.hidden = kind.value !== "tensor";
+    shown.textContent = strength.valueAsNumber.toFixed(2);
+    if (kind.value === "tensor") know().catch((error) => trouble.replaceChildren(errorNote(error)));
+  }
+
+  async function know() {
+    const found = await vectors();
+    fill(tensor, found.length ? found.map(([id, name, shape]) => [id, `${name} [${shape.join(", ")}] ${id}`]) : [["", "none is stored"]]);
+  }
+
+  async function send() {
+    const [file] = upload.files;
+    if (!file) return;
+    try {
+      const kept = await post("v1/tensors", await file.arrayBuffer());
+      await know();
+      const id = [...tensor.options].find(({ value }) => value.startsWith(kept.id));
+      if (id) tensor.value = id.value;
+    } catch (error) {
+      trouble.replaceChildren(errorNote(error));
+    }
+  }
+
+  /** The interventions: one for each layer, with the vector of that layer. */
+  async function direction(signal) {
+    const all = layer.element.value === "all";
+    const points = all ? ["layers.*.output"] : [`layers.${layer.element.value}.output`];
+    const how = { op: "add", unit: "residual_norm", scale: strength.valueAsNumber, tokens: tokens.value };
+    if (kind.value === "tensor") {
+      if (!tensor.value) throw new Error("No tensor is chosen: send a safetensors file, or take the difference of two prompts.");
+      await vector(tensor.value, signal); // an early word where it is gone
+      return points.map((point) => ({ ...how, point, vector: tensor.value }));
+    }
+    const sides = await Promise.all([toward, away].map((box) => lastRows(box.value || box.placeholder, points, signal)));
+    return Object.entries(sides[0]).map(([point, [row]]) => {
+      const difference = row.map((value, i) => value - sides[1][point][0][i]);
+      if (norm(difference) === 0) throw new Error("Both texts give the same activations: let them differ.");
+      return { ...how, point, vector: difference };
+    });
+  }
+
+  async function lastRows(text, points, signal) {
+    const { ids } = await tokenized(app.model(), { text, chat: false }, signal);
+    return rows(app.model(), ids, points, [ids.length - 1], signal);
+  }
+
+  async function begin() {
+    running?.abort();
+    running = new AbortController();
+    const { signal } = running;
+    const asked = from.read();
+    if (!asked.text && !asked.ids) return from.box.focus();
+    trouble.replaceChildren();
+    [run.disabled, stop.hidden] = [true, false];
+    const panes = [pane("Default"), pane("Steered")];
+    report = h("p", { class: "from", role: "status" }, "Making the direction…");
+    result.replaceChildren(legend(scale({ title: "probability", reversed: true })), h("div", { class: "pair" }, ...panes.map(([made]) => made)), report);
+    try {
+      const interventions = await direction(signal);
+      const { ids } = await tokenized(app.model(), asked, signal);
+      report.textContent = "";
+      const bodies = [continuing(app.model(), ids, asked), continuing(app.model(), ids, asked, { interventions })];
+      code.note("Default", { method: "POST", path: "v1/completions", body: bodies[0] });
+      code.note("Steered", { method: "POST", path: "v1/completions", body: bodies[1] });
+      const ends = await Promise.all(bodies.map((body, i) => complete(body, (some) => panes[i][1].add(some), signal)));
+      tell(ends[1].norms ?? []);
+    } catch (error) {
+      report.textContent = "";
+      if (!isAbort(error)) trouble.replaceChildren(errorNote(error, begin));
+    } finally {
+      [run.disabled, stop.hidden] = [false, true];
+    }
+    return null;
+  }
+
+  /** By how much: the operations' unit, as the server reports it. */
+  function tell(norms) {
+    const most = 4;
+    const each = norms.slice(0, most).map(({ point, norm: length }) => `${number(Math.abs(strength.valueAsNumber) * length)} at ${point}, where rows are ${number(length)} long`);
+    const others = norms.length > most ? `, and at ${norms.length - most} more points` : "";
+    report.textContent = each.length ? `Added a vector of length ${each.join("; ")}${others} (median).` : "";
+    if (app.info()?.tokens_depend_on_batch) report.append(" In this dtype a request’s tokens may depend on what shares its batch.");
+  }
+
+  function pane(name) {
+    const strip = document.createElement("token-strip");
+    strip.setAttribute("aria-label", `${name}: tokens of the answer`);
+    const of = scale({ title: "probability", reversed: true });
+    strip.colour((token) => of.colour(Math.exp(token.logprob)));
+    const look = ({ detail }) => about.replaceChildren(...details(strip.tokens[detail.index], detail.index).filter(Boolean));
+    strip.addEventListener("look", (event) => strip.pinned < 0 && look(event));
+    strip.addEventListener("pin", look);
+    return [h("section", { "aria-label": name }, h("h2", {}, name), strip), strip];
+  }
+
+  return {
+    element,
+    ready: async () => {
+      if (!app.model()) return;
+      try {
+        layer.set((await app.structure()).layers);
+      } catch (error) {
+        if (error.status !== 401) trouble.replaceChildren(errorNote(error));
+      }
+    },
+    read: () => ({
+      ...from.read(),
+      kind: kind.value,
+      toward: toward.value,
+      away: away.value,
+      tensor: tensor.value,
+      layer: layer.element.value,
+      tokens: tokens.value,
+      strength: strength.valueAsNumber,
+    }),
+    write: (state) => {
+      from.write(state);
+      if (["prompts", "tensor"].includes(state.kind)) kind.value = state.kind;
+      toward.value = asText(state.toward);
+      away.value = asText(state.away);
+      if (state.tensor) fill(tensor, [[asText(state.tensor)]]);
+      if (/^(all|\d{1,4})$/.test(state.layer)) layer.element.replaceChildren(h("option", { value: state.layer }, state.layer));
+      if (TOKENS.some(([value]) => value === state.tokens)) tokens.value = state.tokens;
+      strength.value = asNumber(state.strength, 0.5);
+      arrange();
+    },
+  };
+}

@@ -1,0 +1,172 @@
+// `<token-strip>`: an answer as its tokens, each of which can be looked at and pinned.
+
+import { h, named, newId, perFrame, percent, visible } from "./dom.js";
+import { paint } from "./scales.js";
+
+/**
+ * A token: `{ text, id?, logprob?, top?: [{ text, logprob }], part? }`; `part` is "prompt" or "answer".
+ * The strip is a list box: arrow keys go from token to token, Enter pins one.
+ * Events: `look` (hovered or focused) and `pin`, each with `detail.index`.
+ */
+class TokenStrip extends HTMLElement {
+  tokens = [];
+  pinned = -1;
+  #at = -1; // where the keyboard is
+  #drawn = 0;
+  #colour = null;
+  #stem = newId("token");
+  #draw = perFrame(() => this.#drawNew());
+
+  connectedCallback() {
+    this.setAttribute("role", "listbox");
+    this.setAttribute("aria-orientation", "horizontal");
+    if (!this.hasAttribute("aria-label")) this.setAttribute("aria-label", "Tokens");
+    this.tabIndex = 0;
+    this.onkeydown = (event) => this.#press(event);
+    this.onclick = (event) => this.#byPointer(event, (index) => this.pin(index === this.pinned ? -1 : index));
+    this.onpointerover = (event) => this.#byPointer(event, (index) => this.#tell("look", index));
+    this.onfocus = () => this.tokens.length && this.#go(this.#at < 0 ? Math.max(this.pinned, 0) : this.#at, false);
+    this.onblur = () => this.#mark(this.#at, "at", false);
+  }
+
+  /** Takes away all tokens. */
+  clear() {
+    this.set([]);
+  }
+
+  /** Shows these tokens in place of what was there. */
+  set(tokens) {
+    this.tokens = [];
+    this.replaceChildren();
+    this.#drawn = 0;
+    this.#at = this.pinned = -1;
+    this.removeAttribute("aria-activedescendant");
+    this.add(tokens);
+  }
+
+  /** Shows these behind what is there, in the next frame. */
+  add(tokens) {
+    this.tokens.push(...tokens);
+    this.#draw();
+  }
+
+  /** Colours each token by `colours(token, index)`, which gives a scale's colours or null. */
+  colour(colours) {
+    this.#colour = colours;
+    this.#drawNew();
+    for (let i = 0; i < this.#drawn; i++) paint(this.children[i], colours?.(this.tokens[i], i));
+  }
+
+  /** Pins a token; -1 for none. */
+  pin(index, tells = true) {
+    this.#drawNew();
+    this.#mark(this.pinned, "pinned", false);
+    this.children[this.pinned]?.setAttribute("aria-selected", "false");
+    this.pinned = index;
+    this.#mark(index, "pinned", true);
+    this.children[index]?.setAttribute("aria-selected", "true");
+    if (tells) this.#tell("pin", index);
+  }
+
+  #drawNew() {
+    const added = document.createDocumentFragment();
+    for (; this.#drawn < this.tokens.length; this.#drawn++) added.append(this.#token(this.#drawn));
+    this.append(added);
+  }
+
+  #token(index) {
+    const token = this.tokens[index];
+    const share = token.logprob === undefined ? "" : `, ${percent(Math.exp(token.logprob))}`;
+    const made = h("span", { role: "option", class: token.part ?? "answer", id: `${this.#stem}-${index}`, "aria-selected": "false" });
+    made.setAttribute("aria-label", `${named(token.text)}${share}`);
+    made.textContent = visible(token.text);
+    if (token.text.includes("\n")) made.classList.add("line");
+    paint(made, this.#colour?.(token, index));
+    return made;
+  }
+
+  #press(event) {
+    const steps = { ArrowRight: 1, ArrowLeft: -1, ArrowDown: this.#line(1), ArrowUp: this.#line(-1), Home: -Infinity, End: Infinity };
+    if (event.key === "Enter" || event.key === " ") {
+      if (this.#at >= 0) this.pin(this.#at === this.pinned ? -1 : this.#at);
+    } else if (event.key === "Escape" && this.pinned >= 0) {
+      this.pin(-1);
+    } else if (event.key in steps && this.tokens.length) {
+      this.#go(Math.min(Math.max(this.#at + steps[event.key], 0), this.tokens.length - 1));
+    } else return;
+    event.preventDefault();
+  }
+
+  /** How many tokens away the one is that stands below or above. */
+  #line(way) {
+    const here = this.children[Math.max(this.#at, 0)];
+    if (!here) return 0;
+    for (let i = this.#at + way; i >= 0 && i < this.children.length; i += way) {
+      const other = this.children[i];
+      if (other.offsetTop !== here.offsetTop && (way > 0 ? other.offsetLeft + other.offsetWidth > here.offsetLeft : other.offsetLeft <= here.offsetLeft)) return i - this.#at;
+    }
+    return 0;
+  }
+
+  #go(index, scrolls = true) {
+    this.#drawNew();
+    this.#mark(this.#at, "at", false);
+    this.#at = index;
+    this.#mark(index, "at", true);
+    this.setAttribute("aria-activedescendant", `${this.#stem}-${index}`);
+    if (scrolls) this.children[index].scrollIntoView({ block: "nearest" });
+    this.#tell("look", index);
+  }
+
+  #mark(index, name, on) {
+    this.children[index]?.classList.toggle(name, on);
+  }
+
+  #byPointer(event, act) {
+    const one = event.target.closest?.("[role=option]");
+    const index = one ? Array.prototype.indexOf.call(this.children, one) : -1;
+    if (index >= 0) act(index);
+  }
+
+  #tell(kind, index) {
+    this.dispatchEvent(new CustomEvent(kind, { detail: { index }, bubbles: true }));
+  }
+}
+
+customElements.define("token-strip", TokenStrip);
+
+/** The entropy of a token's distribution in bits, of its likeliest tokens with all others as one: at most what it is. */
+export function entropy(token) {
+  if (!token.top?.length) return NaN;
+  const shares = token.top.map(({ logprob }) => Math.exp(logprob));
+  const rest = 1 - shares.reduce((sum, share) => sum + share, 0);
+  if (rest > 1e-9) shares.push(rest);
+  return shares.reduce((sum, share) => sum - (share > 0 ? share * Math.log2(share) : 0), 0);
+}
+
+/** What is known of a token, beside the strip. */
+export function details(token, index, scores = []) {
+  if (!token) return [h("p", { class: "empty" }, "Point at a token, or go there with the arrow keys. A click or Enter pins it.")];
+  const facts = [["Position", String(index)]];
+  if (token.id !== undefined) facts.push(["Token id", String(token.id)]);
+  if (token.logprob !== undefined) facts.push(["Probability", percent(Math.exp(token.logprob))]);
+  if (token.top?.length) facts.push([`Entropy, at least`, `${entropy(token).toFixed(2)} bits`]);
+  facts.push(...scores);
+  return [
+    h("h2", { class: "token-name" }, named(token.text)),
+    h("dl", {}, ...facts.flatMap(([name, value]) => [h("dt", {}, name), h("dd", {}, value)])),
+    token.top?.length ? ranking("Likeliest here", token.top, token.text) : null,
+  ];
+}
+
+/** Tokens with their probabilities as bars. */
+export function ranking(title, top, chosen) {
+  const row = ({ text, logprob }) => {
+    const share = Math.exp(logprob);
+    const bar = h("i", { "aria-hidden": "true" });
+    bar.style.width = `${Math.max(100 * share, 0.5)}%`;
+    const name = h("span", {}, named(text));
+    return h("li", { class: text === chosen ? "chosen" : null }, bar, name, h("b", {}, percent(share)));
+  };
+  return h("div", {}, h("h3", {}, title), h("ol", { class: "ranking" }, ...top.map(row)));
+}

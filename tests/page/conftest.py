@@ -1,0 +1,49 @@
+"""One headless Chromium for the tests of the page `/`."""
+
+from __future__ import annotations
+
+import shutil
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import pytest
+from playwright.sync_api import Browser, Page, expect, sync_playwright
+
+NAMES = ("chromium", "chromium-browser", "google-chrome", "chrome-headless-shell")
+READY = "html[data-ready]"
+
+expect.set_options(timeout=30_000)
+
+
+# Not for the session: while Playwright runs, no other test of this process can run an event loop.
+@pytest.fixture(scope="package")
+def chromium() -> Iterator[Browser]:
+    binary = next(filter(None, map(shutil.which, NAMES)), None)
+    if binary is None:
+        pytest.skip(f"no {' or '.join(NAMES)} to open pages with")
+    with sync_playwright() as playwright:
+        # Without a sandbox: containers often allow none, and the page is the project's own.
+        browser = playwright.chromium.launch(executable_path=binary, args=["--no-sandbox"])
+        yield browser
+        browser.close()
+
+
+@pytest.fixture
+def opened(chromium: Browser, served: Any) -> Iterator[Callable[..., Page]]:
+    """`opened(fragment, root=..., **context)`: the page in a window of its own; no script of it may fail."""
+    contexts, failures = [], []
+
+    def opened(fragment: str = "", root: str = served.root, **context: Any) -> Page:
+        contexts.append(chromium.new_context(**context))
+        page = contexts[-1].new_page()
+        page.set_default_timeout(30_000)
+        page.on("pageerror", lambda error: failures.append(str(error)))
+        page.on("console", lambda said: "Content Security Policy" in said.text and failures.append(said.text))
+        page.goto(f"{root}/{fragment}")
+        page.wait_for_selector(READY)
+        return page
+
+    yield opened
+    for context in contexts:
+        context.close()
+    assert not failures, failures

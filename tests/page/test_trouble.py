@@ -1,0 +1,141 @@
+"""The page where something is wrong: text that would harm it, keys, a server that is slow or away."""
+
+from __future__ import annotations
+
+import json
+import re
+
+import httpx
+import pytest
+from playwright.sync_api import Page, expect
+
+from deployments.options import NO_MODEL
+
+HOSTILE = "<script>document.title = 'ran'</script><img src=x onerror=\"document.title='ran'\">\u202egnp.\u2066 \u200b"
+KEY = "sk-page-4fJc0Vb1xT9q"
+CHAT = "**/v1/chat/completions"
+
+
+def say(page: Page, text: str) -> None:
+    page.get_by_label("Message", exact=True).fill(text)
+    page.get_by_role("button", name="Send").click()
+
+
+def is_as_wide_as_its_window(page: Page) -> bool:
+    return page.evaluate("() => document.documentElement.scrollWidth <= document.documentElement.clientWidth")
+
+
+@pytest.fixture
+def obedient(opened):
+    """A page whose model answers with a text that a test gives: the server itself holds it to that."""
+
+    def made(text: str, **context) -> Page:
+        page = opened(**context)
+        schema = {"type": "json_schema", "json_schema": {"name": "text", "schema": {"const": text}}}
+
+        def forced(route):
+            route.continue_(post_data=json.dumps(route.request.post_data_json | {"response_format": schema}))
+
+        page.route(CHAT, forced)
+        return page
+
+    return made
+
+
+def test_hostile_text_stays_text(obedient):
+    page = obedient(HOSTILE, viewport={"width": 390, "height": 800})
+    page.get_by_text("Settings").click()
+    page.get_by_label("Most new tokens").fill("600")
+    say(page, HOSTILE)
+    expect(page.locator(".under")).to_contain_text("tokens, up to")
+    said = "".join(page.get_by_role("listbox").get_by_role("option").all_text_contents())
+    assert "<script>" in said
+    assert "onerror" in said
+    assert "\u202e" not in said  # it would turn around what stands behind it
+    assert page.locator(".said").text_content() == HOSTILE
+    assert page.title() == "Chat – Vitrine"
+    assert page.locator("main img, main script").count() == 0
+    page.reload()
+    page.wait_for_selector("html[data-ready]")
+    assert page.title() == "Chat – Vitrine"
+    assert is_as_wide_as_its_window(page)
+
+
+def test_ten_thousand_characters_without_a_space_break_no_layout(opened):
+    page = opened(viewport={"width": 390, "height": 800})
+    long = "x" * 10_000
+    say(page, long)
+    expect(page.locator(".error, .under").first).to_be_visible()
+    assert is_as_wide_as_its_window(page)
+    if page.locator(".error").count():  # more than the model's context: what was typed is there to be cut
+        expect(page.get_by_label("Message", exact=True)).to_have_value(long)
+    page.get_by_role("link", name="Attention").click()
+    page.get_by_label("Text").fill(long)
+    page.get_by_role("button", name="Show the heads").click()
+    expect(page.locator(".error, canvas").first).to_be_visible()
+    assert is_as_wide_as_its_window(page)
+
+
+def test_a_link_that_is_damaged_or_hostile_opens_a_view_all_the_same(opened):
+    assert opened("#lens=%%%").get_by_text("The link is damaged").is_visible()
+    page = opened("#chat=eyJtZXNzYWdlcyI6W3sicm9sZSI6MX0sbnVsbCwiPHNjcmlwdD4iXSwiZHJhZnQiOnsiYSI6MX19")
+    expect(page.get_by_label("Message", exact=True)).to_have_value("")
+
+
+def test_a_key_is_asked_for_and_stays_in_the_tab(beside, opened, tmp_path):
+    path = tmp_path / "keys"
+    path.write_text(f"use:{KEY}\n")
+    with beside("page-keys", f"api_keys_file={path}", f"model={NO_MODEL}") as root:
+        page = opened(root=root)
+        expect(page.get_by_label("The server asks for an API key")).to_be_visible()
+        say(page, "What I typed")
+        expect(page.get_by_label("Message", exact=True)).to_have_value("What I typed")
+        for key, told in (("sk-wrong-0000000000", "does not know this API key"), (KEY, "No model is loaded")):
+            page.get_by_label(re.compile("API key")).last.fill(key)
+            page.get_by_role("button", name="Use it").click()
+            expect(page.get_by_text(told)).to_be_visible()
+        page.get_by_role("link", name="Stored runs").click()
+        expect(page.get_by_text("Nothing is stored")).to_be_visible()
+        assert page.evaluate("() => JSON.stringify([sessionStorage, localStorage, document.cookie])").count(KEY) == 1
+        assert KEY not in page.url
+        page.get_by_text("The requests as Python and curl").click()
+        assert "VITRINE_API_KEY" in page.locator("request-code").text_content()
+        assert KEY not in page.content()
+        page.reload()
+        expect(page.get_by_text("No model is loaded")).to_be_visible()
+
+
+def test_a_server_that_goes_away_and_comes_back_costs_no_typed_word(opened):
+    page = opened()
+    page.context.set_offline(True)
+    say(page, "Ann has 3 boxes")
+    expect(page.locator("main .error")).to_contain_text("does not answer")
+    expect(page.get_by_text("this page looks again")).to_be_visible()
+    expect(page.get_by_label("Message", exact=True)).to_have_value("Ann has 3 boxes")
+    page.context.set_offline(False)
+    expect(page.get_by_text("this page looks again")).to_be_hidden()
+    page.get_by_role("button", name="Try again").click()
+    expect(page.locator(".under")).to_contain_text("tokens, up to")
+
+
+def test_a_slow_stream_shows_what_has_come_and_stops_at_once(opened, served, eventually):
+    page = opened()
+    network = page.context.new_cdp_session(page)
+    slow = {"offline": False, "latency": 0, "downloadThroughput": 4000, "uploadThroughput": -1}  # bytes a second
+    network.send("Network.emulateNetworkConditions", slow)
+    page.get_by_text("Settings").click()
+    page.get_by_label("Most new tokens").fill("2000")
+    page.get_by_label("Temperature").fill("2")
+    say(page, "Tell me a long story.")
+    options = page.get_by_role("listbox").get_by_role("option")
+    expect(options.nth(3)).to_be_visible()
+    assert page.get_by_role("button", name="Stop").is_visible()
+    page.get_by_role("button", name="Stop").click()
+    expect(page.locator(".under")).to_contain_text("where it was stopped")
+    expect(page.get_by_role("button", name="Send")).to_be_enabled()
+
+    def running() -> list[float]:
+        metrics = httpx.get(f"{served.root}/metrics", timeout=60).text
+        return [float(line.split()[-1]) for line in metrics.splitlines() if line.startswith("ray_vitrine_running{")]
+
+    eventually(running, lambda counts: counts and not any(counts))

@@ -1,0 +1,236 @@
+"""Each view of the page, used as a person uses it, against the served model."""
+
+from __future__ import annotations
+
+import json
+import re
+import subprocess
+import sys
+
+import httpx
+import pytest
+from axe_playwright_python.sync_playwright import Axe
+from playwright.sync_api import Page, expect
+from safetensors.numpy import load
+
+QUESTION = "Ann has 3 boxes of 12 pens. How many pens is that?"
+PROMPT = "Tom has 3 boxes"
+MODEL = "vitrine-demo"
+ANSWERED = 60_000  # milliseconds: the model may be busy with another test
+
+
+def ask(page: Page, text: str = QUESTION) -> None:
+    """A chat's question, up to the end of its answer."""
+    answers = page.locator("article.assistant .under")
+    before = answers.count()
+    page.get_by_label("Message", exact=True).fill(text)
+    page.keyboard.press("Enter")
+    expect(answers).to_have_count(before + 1, timeout=ANSWERED)
+
+
+def options(page: Page, name: str = "Tokens of the answer"):
+    return page.get_by_role("listbox", name=name).last.get_by_role("option")
+
+
+def code(page: Page, name: str, form: str = "as Python") -> str:
+    """A request of the view as code."""
+    page.get_by_text("The requests as Python and curl").click()
+    section = page.locator("request-code section", has=page.get_by_text(name, exact=True))
+    section.get_by_role("button", name=form).click()
+    return section.locator("pre").text_content() or ""
+
+
+def test_a_chat_shows_what_each_token_was_chosen_from(opened, served):
+    page = opened()
+    page.get_by_text("Settings").click()
+    page.get_by_label("Temperature").fill("0")
+    ask(page)
+    body = {"model": MODEL, "messages": [{"role": "user", "content": QUESTION}], "temperature": 0, "seed": 0}
+    said = httpx.post(f"{served.base_url}/chat/completions", json=body | {"logprobs": True, "top_logprobs": 20}).json()
+    tokens = said["choices"][0]["logprobs"]["content"]
+    assert options(page).all_text_contents() == [one["token"].replace("\n", "⏎") for one in tokens]
+
+    options(page).nth(2).hover()
+    about = page.get_by_role("complementary", name="Token")
+    likeliest = about.get_by_role("listitem")
+    expect(likeliest).to_have_count(20)
+    assert (tokens[2]["top_logprobs"][1]["token"].strip() or "␣") in likeliest.nth(1).text_content()
+    options(page).nth(2).click()
+    options(page).nth(0).hover()
+    expect(about.locator("dd").first).to_have_text(str(said["usage"]["prompt_tokens"] + 2))  # pinned, it stays
+
+    page.get_by_role("listbox").focus()
+    page.keyboard.press("Escape")
+    page.keyboard.press("End")
+    expect(about.locator("dd").first).to_have_text(str(said["usage"]["prompt_tokens"] + len(tokens) - 1))
+    page.get_by_label("Colour by").select_option("norm")
+    expect(page.locator(".legend")).to_contain_text("norm")
+    assert options(page).first.evaluate("one => one.style.backgroundColor")
+    done = subprocess.run([sys.executable, "-c", code(page, "Chat")], capture_output=True, text=True, timeout=60)
+    assert tokens[0]["token"] in done.stdout, done.stderr
+
+
+def test_a_lens_reads_every_layer_and_a_cell_is_dragged_onto_another_token(opened, served):
+    page = opened("#lens")
+    page.get_by_label("Text").fill(PROMPT)
+    page.get_by_role("button", name="Read the layers").click()
+    cells = page.get_by_role("gridcell")
+    expect(cells.last).to_have_attribute("aria-label", re.compile("%$"))
+    lens = {"layers": "all", "top_k": 1, "tokens": "all"}
+    body = {"model": MODEL, "prompt": PROMPT, "max_tokens": 0, "logit_lens": lens}
+    found = httpx.post(f"{served.base_url}/completions", json=body).json()["choices"][0]["logit_lens"]["prompt"]
+    want = [one["layers"][-1]["top"][0]["token"] for one in found]
+    row = page.locator(f"[aria-rowindex='{len(found)}']").get_by_role("gridcell")
+    assert row.last.get_attribute("aria-label").startswith(f"layer 5 behind {found[-1]['token']}: {want[-1]}")
+    assert page.locator("[role=rowheader].answer").count()  # the generated tokens' columns follow
+
+    row.nth(4).click()
+    expect(page.get_by_role("complementary").get_by_role("listitem")).to_have_count(20)
+    row.nth(4).drag_to(page.locator("[aria-rowindex='2']").get_by_role("gridcell").nth(1))
+    expect(page.locator(".patched [role=status]")).to_contain_text("answer", timeout=ANSWERED)
+    expect(page.locator(".patched h2")).to_contain_text("Layer 4 at")
+    body = code(page, "The patched answer", "as curl")
+    assert '"op":"replace","point":"layers.1.output","tokens":{"positions":[1]}' in body
+    page.get_by_label("Colour by").select_option("rank")
+    expect(page.locator(".legend").first).to_contain_text("above 5")
+
+
+def test_a_patch_needs_no_mouse(opened):
+    page = opened("#lens")
+    page.get_by_label("Text").fill(PROMPT)
+    page.get_by_role("button", name="Read the layers").click()
+    page.get_by_role("grid").focus()
+    for key in ("ArrowDown", "ArrowRight", "ArrowRight", "Enter"):
+        page.keyboard.press(key)
+    expect(page.get_by_role("complementary").locator("h2")).to_have_text("Layer 1")
+    page.get_by_label("Token", exact=True).select_option("0")
+    page.get_by_role("button", name="Patch it there").press("Enter")
+    expect(page.locator(".patched [role=status]")).to_contain_text("answer", timeout=ANSWERED)
+
+
+def test_both_answers_of_steering_begin_from_one_seed(opened):
+    page = opened("#steer")
+    page.get_by_label("Prompt").fill(PROMPT)
+    page.get_by_text("Answer and sampling").click()
+    page.get_by_label("Temperature").fill("1")
+    page.get_by_label("Most new tokens").fill("12")
+    page.get_by_label("Strength").fill("0")
+    page.get_by_role("button", name="Answer with and without").click()
+    default, steered = (options(page, f"{name}: tokens of the answer") for name in ("Default", "Steered"))
+    expect(page.get_by_text("where rows are")).to_be_visible(timeout=ANSWERED)
+    assert default.all_text_contents() == steered.all_text_contents()
+    page.get_by_label("Strength").fill("2")
+    page.get_by_role("button", name="Answer with and without").click()
+    expect(page.get_by_text(re.compile("length [1-9].* at layers.3.output"))).to_be_visible(timeout=ANSWERED)
+    assert default.all_text_contents() != steered.all_text_contents()
+
+
+def test_attention_is_that_of_the_model(opened, served):
+    page = opened("#attention")
+    page.get_by_label("Text").fill(PROMPT)
+    page.get_by_label("Layer").select_option("2")
+    page.get_by_role("button", name="Show the heads").click()
+    page.get_by_role("button", name="head 1").click()
+    capture = {"points": ["layers.2.attention.weights"], "mode": "trace", "return": "inline"}
+    body = {"model": MODEL, "prompt": PROMPT, "max_tokens": 0, "capture": capture}
+    run = httpx.post(f"{served.base_url}/completions", json=body).json()["activations_meta"]["runs"][0]
+    shares = run["points"]["layers.2.attention.weights"]["data"][-1][1]
+    expect(page.locator(".from[role=status]")).to_contain_text(
+        f"({shares.index(max(shares))}) {max(shares) * 100:.0f}%"
+    )
+
+
+def test_a_stored_run_opens_from_what_is_stored_and_downloads(opened, served):
+    page = opened()
+    page.get_by_label("Store activations").check()
+    page.get_by_label("Points").fill("layers.1.output, layers.1.attention.weights")
+    page.get_by_label("Session").fill("page-tests")
+    ask(page)
+    ask(page, "And of 5 boxes?")
+    page.get_by_role("button", name="Stored run", exact=True).last.click()
+    strip = options(page, "Tokens of the run")
+    expect(strip.last).to_be_visible()
+    page.get_by_label("Colour by").last.select_option("norm")
+    expect(page.locator("main .legend")).to_contain_text("norm")
+    with page.expect_download() as begun:
+        page.get_by_label("Format").last.select_option("safetensors")
+        page.get_by_role("button", name="Download").last.click()
+    held = load(begun.value.path().read_bytes())
+    assert len(held["layers.1.output"]) == strip.count()
+    page.get_by_role("button", name="Score the tokens now").click()
+    expect(page.get_by_text("Scored now")).to_be_visible()
+    page.get_by_role("button", name="Attention, as stored").click()
+    expect(page.get_by_role("heading", name="Layer 1, head 0")).to_be_visible()
+
+    page.get_by_role("link", name="Stored runs").click()
+    for box in page.get_by_role("checkbox", name="Compare").all()[:2]:
+        box.check()
+    page.get_by_role("button", name="Compare the two").click()
+    expect(page.get_by_role("list", name="Tokens of both runs")).to_be_visible()
+    assert page.locator(".pairs .differs").count()
+    page.get_by_label("How far apart at").select_option("layers.1.output")
+    expect(page.locator("main .legend")).to_contain_text("cosine")
+
+
+def test_runs_are_found_by_their_tags(opened, served):
+    tags = {"condition": "<b>control</b>"}
+    capture = {"points": ["norm.output"], "mode": "trace", "tags": tags}
+    body = {"model": MODEL, "prompt": PROMPT, "capture": capture, "session_id": "page-tags"}
+    assert httpx.post(f"{served.base_url}/completions", json=body).status_code == 200
+    page = opened("#runs")
+    page.get_by_text("Filters").click()
+    page.get_by_role("textbox", name="Tag").fill("condition=<b>control</b>")
+    page.get_by_role("button", name="Find").click()
+    expect(page.get_by_role("row")).to_have_count(2)
+    page.get_by_role("button", name="page-tags").click()
+    expect(page.get_by_role("cell", name="condition=<b>control</b>").first).to_be_visible()
+    page.get_by_role("textbox", name="Tag").fill("condition=other")
+    page.get_by_role("button", name="Find").click()
+    expect(page.get_by_text("No run fits")).to_be_visible()
+
+
+@pytest.mark.parametrize("view", ["chat", "lens", "steer", "attention", "runs"])
+def test_a_link_opens_a_view_as_it_was_and_asks_the_model_nothing(opened, served, view):
+    page = opened(f"#{view}")
+    label = {"chat": "Message", "lens": "Text", "steer": "Prompt", "attention": "Text", "runs": "Tag"}[view]
+    if view == "runs":
+        page.get_by_text("Filters").click()
+    expect(page.locator("#model option")).to_have_count(1)
+    page.get_by_label(label, exact=True).fill("é 北京 “pens”")
+    page.get_by_role("button", name="Copy link").click()
+    other = opened()
+    asked: list[str] = []
+    other.on("request", lambda request: asked.append(f"{request.method} {request.url}"))
+    other.goto(page.url)
+    expect(other.get_by_label(label, exact=True)).to_have_value("é 北京 “pens”")
+    assert not [one for one in asked if one.startswith("POST")]
+
+
+def test_no_view_breaks_a_rule_of_accessibility(opened):
+    page = opened(color_scheme="light", viewport={"width": 1280, "height": 900}, bypass_csp=True)
+
+    def check(view: str) -> None:
+        results = [Axe().run(page)]
+        page.emulate_media(color_scheme="dark")
+        results.append(Axe().run(page, options={"runOnly": ["color-contrast"]}))
+        page.emulate_media(color_scheme="light")
+        broken = [one for result in results for one in result.response["violations"]]
+        assert not broken, f"{view}: {json.dumps([(one['id'], one['nodes'][0]['html'][:200]) for one in broken])}"
+
+    ask(page)
+    options(page).nth(1).click()
+    check("chat")
+    page.get_by_role("button", name="Lens grid").click()
+    expect(page.get_by_role("gridcell").last).to_have_attribute("aria-label", re.compile("%$"))
+    check("lens")
+    page.get_by_role("link", name="Chat").click()
+    page.get_by_role("button", name="Attention").click()
+    expect(page.get_by_role("button", name="head 0")).to_be_visible()
+    check("attention")
+    for name in ("Steer", "Stored runs"):
+        page.get_by_role("link", name=name).click()
+        page.get_by_text("The requests as Python and curl").click()
+        check(name)
+    page.get_by_role("button", name="API key").click()
+    page.set_viewport_size({"width": 390, "height": 800})
+    check("narrow")
