@@ -185,8 +185,8 @@ class Options(BaseModel):
         public_url: The server's address as clients reach it, if their requests do not show it, for example behind a
             proxy that ends TLS. Large results of clients' jobs are fetched from it, and `/v1/models` shows it, so it
             must not have a user, key or query.
-        page: Whether `/` serves the page that looks inside the model with a browser. It needs no key and has no data: it
-            asks the other routes, with the key that a person types into it.
+        page: Whether `/` serves the page that looks inside the model with a browser. It needs no key and has no data:
+            it asks the other routes, with the key that a person types into it.
     """
 
     model_config = ConfigDict(extra="forbid", frozen=True, hide_input_in_errors=True)  # a URI may hold a key
