@@ -19,7 +19,7 @@ serve: $(VENV)/.ready  ## serve the shipped model on port 8000
 
 smollm2: $(VENV)/.ready  ## fetch a small real model, SmolLM2-135M-Instruct, for `serve run ... model=smollm2`
 	@$(BIN)/python $(LOCKED) -r locks/gguf.txt || { echo "pip cannot install gguf: is the package index out of reach?" >&2; exit 1; }
-	@$(BIN)/python -m deployments.smollm2
+	@$(BIN)/python -m deployments.model_files.smollm2
 
 PYTEST := HF_HUB_OFFLINE=1 $(BIN)/python -m pytest --durations=10
 

@@ -30,12 +30,12 @@ import aiohttp
 import httpx
 from transformers import AutoTokenizer
 
-from benchmarks import report, servers, settings
-from benchmarks.children import terminate_as_interrupt
-from benchmarks.findings import Findings
-from benchmarks.servers import Server
+from benchmarks.common import report, servers, settings
+from benchmarks.common.children import terminate_as_interrupt
+from benchmarks.common.findings import Findings
+from benchmarks.common.servers import Server
+from deployments.chat.response_templates import LLAMA
 from deployments.demo_model import WEIGHTS
-from deployments.formats import LLAMA
 
 MOST = 1.5  # a ratio at p50
 LIMIT_S = 120.0  # after which the client gives up; it counts as this long

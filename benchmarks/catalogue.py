@@ -25,9 +25,9 @@ from unittest import mock
 
 import torch
 
-from benchmarks import report
-from benchmarks.children import terminate_as_interrupt
-from benchmarks.findings import Findings
+from benchmarks.common import report
+from benchmarks.common.children import terminate_as_interrupt
+from benchmarks.common.findings import Findings
 from deployments.activations import load
 from deployments.activations.catalogue import Catalogue
 from deployments.activations.database import NAME

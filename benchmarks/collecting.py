@@ -28,12 +28,12 @@ from typing import Any
 import torch
 from safetensors.torch import load_file, save_file
 
-from benchmarks import prompts
-from benchmarks.children import ROOT, terminate_as_interrupt
-from benchmarks.findings import Findings
-from benchmarks.measuring import Ratio, Run, Way
+from benchmarks.common import prompts
+from benchmarks.common.children import ROOT, terminate_as_interrupt
+from benchmarks.common.findings import Findings
+from benchmarks.common.measuring import Ratio, Run, Way
 from deployments.activations import load, runs
-from deployments.model_names import source
+from deployments.model_files.names import source
 from deployments.options import DEMO, SMOLLM2, home
 
 SCRIPT, COLLECT = "script with transformers", "deployments.collect"

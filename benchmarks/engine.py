@@ -20,13 +20,14 @@ from typing import Any
 
 import torch
 
-from benchmarks import floor, models, ours, peers, report, settings, storing
-from benchmarks.findings import Findings
-from benchmarks.measuring import Ratio
-from benchmarks.peers import Work
+from benchmarks.common import models, report, settings
+from benchmarks.common.findings import Findings
+from benchmarks.common.measuring import Ratio
+from benchmarks.ways import floor, ours, peers, storing
+from benchmarks.ways.peers import Work
 from deployments.engine.engine import Engine
-from deployments.engine.model import Model
 from deployments.engine.request import Sampling
+from deployments.model.model import Model
 from deployments.options import Options
 
 PARTS = ("ways", "arrivals", "wide", "floor", "sweep")

@@ -18,21 +18,21 @@ import uuid
 from pathlib import Path
 from typing import Any
 
-from benchmarks import servers, settings
-from benchmarks.children import ROOT, terminate_as_interrupt
-from benchmarks.findings import Findings
-from benchmarks.load import Job
-from benchmarks.measuring import Ratio, Run, Way
-from benchmarks.served import exchanged
-from benchmarks.servers import Server
+from benchmarks.common import servers, settings
+from benchmarks.common.children import ROOT, terminate_as_interrupt
+from benchmarks.common.findings import Findings
+from benchmarks.common.load import Job
+from benchmarks.common.measuring import Ratio, Run, Way
+from benchmarks.common.served import exchanged
+from benchmarks.common.servers import Server
 from deployments.demo_model import PROBLEMS, WEIGHTS
 from deployments.options import DEMO
 from evals.config import CONTROL, Config
-from evals.problems import to_problem
-from evals.prompts import Prompts, load_variants
-from evals.trajectory import request_body
+from evals.task.problems import to_problem
+from evals.task.prompts import Prompts, load_variants
+from evals.task.trajectory import request_body
 
-LEAST = 0.95
+MIN_RATIO = 0.95
 LOAD, EVALUATOR = "load generator", "evaluator"
 LOAD_CAPTURED, EVALUATOR_CAPTURED = "load generator, activations stored", "evaluator, activations collected"
 RATIOS = [Ratio(EVALUATOR, LOAD), Ratio(EVALUATOR_CAPTURED, LOAD_CAPTURED)]
@@ -124,7 +124,11 @@ def main(arguments: list[str] | None = None) -> int:
             evaluator(EVALUATOR_CAPTURED, server, options, directory, captured=True),
         ]
         ratios = findings.compare(title, "ways", ways, RATIOS, LOAD, options.rounds)
-    low = [f"{name} is {spread.median:.3f}, below {LEAST}" for name, spread in ratios.items() if spread.median < LEAST]
+    low = [
+        f"{name} is {spread.median:.3f}, below {MIN_RATIO}"
+        for name, spread in ratios.items()
+        if spread.median < MIN_RATIO
+    ]
     findings.failed += low
     return findings.close()
 

@@ -22,17 +22,17 @@ import numpy as np
 import torch
 
 import vitrine
-from benchmarks.children import terminate_as_interrupt
-from benchmarks.findings import Findings
-from benchmarks.measuring import Ratio, Run, Way
+from benchmarks.common.children import terminate_as_interrupt
+from benchmarks.common.findings import Findings
+from benchmarks.common.measuring import Ratio, Run, Way
 from deployments.engine.edits import Edit
 from deployments.engine.engine import Engine
-from deployments.engine.model import load
-from deployments.engine.request import Lens, Request
-from deployments.model_names import source
+from deployments.engine.request import LensLayers, Request
+from deployments.model.load import load
+from deployments.model_files.names import source
 from deployments.options import DEMO, SMOLLM2, home
-from deployments.points.resolving import Point
-from deployments.points.spec import Capture
+from deployments.places.place import Point
+from deployments.points.capture import Capture
 from deployments.points.token_choices import Tokens
 
 CLIENT, ENGINE = "the client", "the engine in process"
@@ -71,7 +71,7 @@ class Both:
     def grid_by_engine(self) -> tuple[int, Any]:
         """The same."""
         last = Tokens(self.tokens - 1, self.tokens)
-        lens = Lens((len(self.points) - 1,), (self.points[-1],), 0, (self.target,), last)
+        lens = LensLayers((len(self.points) - 1,), (self.points[-1],), 0, (self.target,), last)
         done = self.engine.generate(
             Request(f"{point.name} {at}", self._corrupt, 0, edits=(self._patch(point, at),), lens=lens)
             for at in range(self.tokens)

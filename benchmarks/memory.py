@@ -19,10 +19,10 @@ from typing import Any
 
 from matplotlib import pyplot
 
-from benchmarks import report, settings
-from benchmarks.children import terminate_as_interrupt
-from benchmarks.findings import Findings
-from benchmarks.resident import Scenario, Seen, watch
+from benchmarks.common import report, settings
+from benchmarks.common.children import terminate_as_interrupt
+from benchmarks.common.findings import Findings
+from benchmarks.ways.resident import MemorySample, Scenario, watch
 
 MIB = 2**20
 LIMIT = 256 * MIB
@@ -48,7 +48,7 @@ def scenarios(options: Any) -> list[Scenario]:
     ]
 
 
-def show(title: str, found: dict[str, Seen]) -> None:
+def show(title: str, found: dict[str, MemorySample]) -> None:
     """A line for each scenario."""
     rows = []
     for name, seen in found.items():
@@ -58,7 +58,7 @@ def show(title: str, found: dict[str, Seen]) -> None:
     print(report.table(title, head, rows), flush=True)
 
 
-def draw(path: Path, found: dict[str, Seen]) -> None:
+def draw(path: Path, found: dict[str, MemorySample]) -> None:
     """Memory over time, a chart for each scenario."""
     figure, axes = pyplot.subplots(len(found), 1, figsize=(10, 3 * len(found)), squeeze=False)
     for axis, (name, seen) in zip(axes[:, 0], found.items(), strict=True):
@@ -84,7 +84,7 @@ def main(arguments: list[str] | None = None) -> int:
     parser.add_argument("--slow-disk", type=float, default=5e6, help="bytes per second")
     parser.add_argument("--others", type=int, default=8, help="requests beside it that record nothing")
     options = parser.parse_args(arguments)
-    findings, found = Findings(options), dict[str, Seen]()
+    findings, found = Findings(options), dict[str, MemorySample]()
     spawn = multiprocessing.get_context("spawn")
     for scenario in scenarios(options):
         with spawn.Pool(1) as apart:  # ended on the way out, Ctrl-C included

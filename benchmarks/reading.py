@@ -28,10 +28,10 @@ from pathlib import Path
 import numpy as np
 import torch
 
-from benchmarks import report
-from benchmarks.children import terminate_as_interrupt
-from benchmarks.findings import Findings
-from benchmarks.measuring import Measured, Ratio, Run, Spread, Way, as_json, in_turn, ratio
+from benchmarks.common import report
+from benchmarks.common.children import terminate_as_interrupt
+from benchmarks.common.findings import Findings
+from benchmarks.common.measuring import Measured, Ratio, Run, Spread, Way, as_json, in_turn, ratio
 from deployments.activations.catalogue import Catalogue
 from deployments.activations.facts import RunFacts, ShardFacts
 from deployments.activations.schema import to_batch
@@ -41,11 +41,11 @@ from deployments.activations.writer import Writer
 SESSION, HIDDEN, TOKENS = "measured", 1024, 400
 POINTS = [f"layers.{layer}.output" for layer in (7, 14, 21)]
 ROW = len(POINTS) * HIDDEN * 2  # bytes
-LEAST = 0.8
+MIN_RATIO = 0.8
 MAP, MAP_SHUFFLED, MAP_NUMPY = "map, in order", "map, shuffled", "map, shuffled, numpy"
 ROWS, ROWS_SHUFFLED, ROWS_ALL = "rows, in order", "rows, shuffled", "rows, one window"
 REQUIRED = [Ratio(ROWS, MAP), Ratio(ROWS_SHUFFLED, MAP_SHUFFLED)]
-TOLD = [Ratio(ROWS_ALL, MAP_SHUFFLED), Ratio(ROWS_SHUFFLED, MAP_NUMPY), Ratio(ROWS_SHUFFLED, MAP)]
+REPORTED = [Ratio(ROWS_ALL, MAP_SHUFFLED), Ratio(ROWS_SHUFFLED, MAP_NUMPY), Ratio(ROWS_SHUFFLED, MAP)]
 
 
 def store(folder: Path, runs: int, shard_bytes: int) -> None:
@@ -192,12 +192,12 @@ def main(arguments: list[str] | None = None) -> int:
         if not same(folder, rows):
             findings.failed.append("the rows that were read are not those that were written")
         measured = in_turn(ways(folder, rows, options), options.rounds, lambda _: None)
-    found = {f"{each.of} / {each.to}": ratio(measured, each) for each in (*REQUIRED, *TOLD)}
+    found = {f"{each.of} / {each.to}": ratio(measured, each) for each in (*REQUIRED, *REPORTED)}
     show(measured, found)
     for each in REQUIRED:
         name = f"{each.of} / {each.to}"
-        if found[name].median < LEAST:
-            findings.failed.append(f"{name}: {found[name].median:.2f} is less than {LEAST}")
+        if found[name].median < MIN_RATIO:
+            findings.failed.append(f"{name}: {found[name].median:.2f} is less than {MIN_RATIO}")
     title = f"{rows} rows of {len(POINTS)} points, hidden {HIDDEN}, bfloat16"
     ratios = {name: asdict(spread) for name, spread in found.items()}
     findings.charts[title] = [

@@ -21,13 +21,13 @@ from typing import Any
 
 import torch
 
-from benchmarks import models, processors, report, servers, settings, streams
-from benchmarks.beside import ENGINE, STREAMING, Beside
-from benchmarks.children import terminate_as_interrupt
-from benchmarks.findings import Findings
-from benchmarks.measuring import Ratio, Way
-from benchmarks.served import Asked, first_token, send, served
-from benchmarks.servers import Server
+from benchmarks.common import models, processors, report, servers, settings, streams
+from benchmarks.common.children import terminate_as_interrupt
+from benchmarks.common.findings import Findings
+from benchmarks.common.measuring import Ratio, Way
+from benchmarks.common.served import Workload, first_token, send, served
+from benchmarks.common.servers import Server
+from benchmarks.ways.beside import ENGINE, STREAMING, Beside
 
 WHOLE, STREAMED, CAPTURED = "served, whole", "served, streamed", "served, whole, all layer outputs stored"
 CB_WHOLE, CB_STREAMED = "transformers serve, batching, whole", "transformers serve, batching, streamed"
@@ -66,7 +66,7 @@ def their_ways(directory: Path, beside: Beside, threads: int) -> Iterator[tuple[
         yield [], []
         return
     asked = beside.asked
-    few = Asked(asked.texts[:2], asked.new_tokens, 2)  # it serves one after another: the rate is the same for more
+    few = Workload(asked.texts[:2], asked.new_tokens, 2)  # it serves one after another: the rate is the same for more
     with (
         servers.transformers_serve(directory, options=BATCHING, threads=threads) as batching,
         servers.transformers_serve(directory, threads=threads) as plain,

@@ -30,10 +30,10 @@ from typing import Any
 import pyarrow as pa
 import torch
 
-from benchmarks import report
-from benchmarks.children import terminate_as_interrupt
-from benchmarks.findings import Findings
-from benchmarks.measuring import Measured, Ratio, Run, Spread, Way, as_json, in_turn, ratio
+from benchmarks.common import report
+from benchmarks.common.children import terminate_as_interrupt
+from benchmarks.common.findings import Findings
+from benchmarks.common.measuring import Measured, Ratio, Run, Spread, Way, as_json, in_turn, ratio
 from deployments.activations.catalogue import Catalogue
 from deployments.activations.checksums import checksums
 from deployments.activations.facts import RunFacts, ShardFacts
@@ -42,10 +42,10 @@ from deployments.activations.writer import Writer
 
 HIDDEN, TOKENS, PARTS = 1024, 200, 4
 POINTS = [f"layers.{layer}.{site}.output" for layer in (7, 14, 21) for site in ("input_layernorm", "mlp")]
-LEAST = 0.85
+MIN_RATIO = 0.85
 DISK, SUMMED, WHOLE, LONG, SMALL = "disk", "disk, summed", "writer", "writer, long", "writer, small"
 REQUIRED = [Ratio(WHOLE, DISK), Ratio(LONG, DISK)]
-TOLD = [Ratio(SMALL, DISK), Ratio(SUMMED, DISK), Ratio(WHOLE, SUMMED)]
+REPORTED = [Ratio(SMALL, DISK), Ratio(SUMMED, DISK), Ratio(WHOLE, SUMMED)]
 
 
 def rows(first: int, count: int, run_id: str, session: str) -> pa.RecordBatch:
@@ -180,12 +180,12 @@ def main(arguments: list[str] | None = None) -> int:
             Way(SMALL, lambda: disk.written(disk.small, 2 * disk.at_once)),
         ]
         measured = in_turn(ways, options.rounds, lambda _: None)
-    found = {f"{each.of} / {each.to}": ratio(measured, each) for each in (*REQUIRED, *TOLD)}
+    found = {f"{each.of} / {each.to}": ratio(measured, each) for each in (*REQUIRED, *REPORTED)}
     show(measured, found)
     for each in REQUIRED:
         name = f"{each.of} / {each.to}"
-        if found[name].median < LEAST:
-            findings.failed.append(f"{name}: {found[name].median:.2f} is less than {LEAST}")
+        if found[name].median < MIN_RATIO:
+            findings.failed.append(f"{name}: {found[name].median:.2f} is less than {MIN_RATIO}")
     title = f"{disk.bytes / 1e9:.1f} GB, {options.at_once} runs at once"
     kept = {"ways": as_json(measured), "ratios": {name: asdict(spread) for name, spread in found.items()}}
     findings.add(title, "writing", kept)

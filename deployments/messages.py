@@ -12,9 +12,9 @@ from typing import Any, NamedTuple
 from deployments.activations.accounts import OPERATOR, Account
 from deployments.engine.request import Sampling
 from deployments.errors import RequestError
+from deployments.points.capture import Capture
 from deployments.points.interventions import Intervention
 from deployments.points.logit_lens import LogitLens
-from deployments.points.spec import Capture
 
 
 @dataclass(frozen=True)
@@ -135,7 +135,7 @@ def _fields(name: str, specs: Sequence[Intervention]) -> dict[str, Intervention]
     return {f"{name}[{i}]": spec for i, spec in enumerate(specs)}
 
 
-class Spelled(NamedTuple):
+class TokenText(NamedTuple):
     r"""One token as written.
 
     Attributes:
@@ -147,8 +147,8 @@ class Spelled(NamedTuple):
     raw: bytes | None
 
 
-class Scored(NamedTuple):
-    """A token and how likely the model held it; `text` and `raw` as in `Spelled`.
+class ScoredToken(NamedTuple):
+    """A token and how likely the model held it; `text` and `raw` as in `TokenText`.
 
     The first token of a prompt has no `logprob`: nothing stands before it.
     """
@@ -167,8 +167,8 @@ class TokenLogprob(NamedTuple):
         offset: Characters of the text before it.
     """
 
-    chosen: Scored
-    top: tuple[Scored, ...]
+    chosen: ScoredToken
+    top: tuple[ScoredToken, ...]
     offset: int
 
 
@@ -182,11 +182,11 @@ class LayerTop(NamedTuple):
     """
 
     layer: int
-    top: tuple[tuple[int, Spelled, float], ...]
-    targets: tuple[tuple[int, Spelled, float, int], ...] = ()
+    top: tuple[tuple[int, TokenText, float], ...]
+    targets: tuple[tuple[int, TokenText, float, int], ...] = ()
 
 
-class TokenLens(NamedTuple):
+class TokenLayers(NamedTuple):
     """A token and the top tokens of some layers: of an answer at the position that predicts it, of a prompt at its own.
 
     Attributes:
@@ -197,7 +197,7 @@ class TokenLens(NamedTuple):
     """
 
     token: int
-    spelled: Spelled
+    spelled: TokenText
     layers: tuple[LayerTop, ...]
     position: int | None = None
 
@@ -237,7 +237,7 @@ class Piece:
     logprobs: tuple[TokenLogprob, ...] = ()
     token_ids: tuple[int, ...] = ()
     prompt_ids: tuple[int, ...] = ()
-    lens: tuple[TokenLens, ...] | None = None
+    lens: tuple[TokenLayers, ...] | None = None
     reasoning: str = ""
 
 
@@ -296,8 +296,8 @@ class End:
     logprobs: tuple[TokenLogprob, ...] = ()
     token_ids: tuple[int, ...] = ()
     prompt_ids: tuple[int, ...] = ()
-    lens: tuple[TokenLens, ...] | None = None
-    prompt_lens: tuple[TokenLens, ...] = ()
+    lens: tuple[TokenLayers, ...] | None = None
+    prompt_lens: tuple[TokenLayers, ...] = ()
     norms: tuple[ChangedNorm, ...] = ()
     likeliness: float = 0.0
 

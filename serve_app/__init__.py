@@ -13,10 +13,10 @@ from ray._private.utils import read_ray_address  # the one way to learn whether 
 from ray.serve import Application
 
 from deployments.errors import LoadError
-from deployments.model_names import located
-from serve_app.applications import ENVIRONMENT, GRPC, replicas
+from deployments.model_files.names import located
+from serve_app.backend.deploying import ENVIRONMENT, GRPC, replicas
+from serve_app.http.keys import Keys
 from serve_app.ingress import Ingress
-from serve_app.keys import Keys
 
 # Serve's proxies are none of this application's actors: they speak gRPC to the ingress where Ray was started with
 # this. `serve run serve_app:app` starts Ray, where none runs yet, after it has imported this module; elsewhere, put

@@ -8,15 +8,25 @@ from collections.abc import AsyncIterator, Iterable, Iterator
 from dataclasses import asdict, dataclass, field
 from typing import Any, Literal
 
-from deployments.messages import CallPart, End, Message, Piece, Refusal, RunReport, TokenLens, TokenLogprob, whole_calls
-from serve_app.errors import ApiError, render
+from deployments.messages import (
+    CallPart,
+    End,
+    Message,
+    Piece,
+    Refusal,
+    RunReport,
+    TokenLayers,
+    TokenLogprob,
+    whole_calls,
+)
+from serve_app.http.errors import ApiError, render
 from serve_app.logprobs import of_chat, of_completion, of_lens
 
 Kind = Literal["chat", "completion"]
 
 
 @dataclass
-class Choice:
+class AnswerChoice:
     """One choice as it gathers."""
 
     text: str = ""
@@ -25,7 +35,7 @@ class Choice:
     logprobs: list[TokenLogprob] = field(default_factory=list)
     token_ids: list[int] = field(default_factory=list)
     prompt_ids: tuple[int, ...] = ()
-    lens: list[TokenLens] | None = None
+    lens: list[TokenLayers] | None = None
     end: End | None = None
 
 
@@ -47,7 +57,7 @@ class Answer:
         """
         self._kind = kind
         self._logprobs = of_chat if kind == "chat" else of_completion
-        self._choices = [Choice() for _ in range(sequences)]
+        self._choices = [AnswerChoice() for _ in range(sequences)]
         self._per_prompt = per_prompt
         self._told = told or per_prompt
         self._head = {
@@ -139,7 +149,7 @@ class Answer:
 
     # ---- whole
 
-    def _best(self) -> list[Choice]:
+    def _best(self) -> list[AnswerChoice]:
         """Of each prompt's sequences those that are told, the likeliest first where there are more."""
         if self._told == self._per_prompt:
             return self._choices
@@ -149,24 +159,24 @@ class Answer:
             best += ranked[: self._told]
         return best
 
-    def _prompt_ids(self, told: Choice | Piece | End) -> dict[str, Any]:
+    def _prompt_ids(self, told: AnswerChoice | Piece | End) -> dict[str, Any]:
         """What a chat says once of its prompt's token ids, where they are asked for."""
         return {"prompt_token_ids": list(told.prompt_ids)} if self._kind == "chat" and told.prompt_ids else {}
 
-    def _seen(self, told: Choice | Piece | End) -> dict[str, Any]:
+    def _seen(self, told: AnswerChoice | Piece | End) -> dict[str, Any]:
         """What a choice says of its tokens beyond OpenAI's: their ids and what layers make of them, where asked for."""
-        end = told.end if isinstance(told, Choice) else told
+        end = told.end if isinstance(told, AnswerChoice) else told
         prompt = end.prompt_lens if isinstance(end, End) else ()
         return self._token_ids(told) | ({} if told.lens is None else {"logit_lens": of_lens(told.lens, prompt)})
 
-    def _token_ids(self, told: Choice | Piece | End) -> dict[str, Any]:
+    def _token_ids(self, told: AnswerChoice | Piece | End) -> dict[str, Any]:
         """What a choice says of its token ids, where they are asked for; a completion's says its prompt's, too."""
         said = {"token_ids": list(told.token_ids)} if told.token_ids or told.prompt_ids else {}
         if self._kind == "completion" and told.prompt_ids:
             said["prompt_token_ids"] = list(told.prompt_ids)
         return said
 
-    def _choice(self, index: int, choice: Choice) -> dict[str, Any]:
+    def _choice(self, index: int, choice: AnswerChoice) -> dict[str, Any]:
         assert choice.end is not None
         where = _where(choice.end.run)
         scores = self._logprobs(choice.logprobs)
@@ -258,7 +268,7 @@ def _call(call: CallPart) -> dict[str, Any]:
     return {"id": call.id, "type": "function", "function": function}
 
 
-def _likeliness(choice: Choice) -> float:
+def _likeliness(choice: AnswerChoice) -> float:
     assert choice.end is not None
     return choice.end.likeliness
 

@@ -19,8 +19,8 @@ from deployments.activations.store import check_code, connect
 from deployments.exposure import check_http, check_ray
 from deployments.options import Options
 from serve_app.api import build_api
-from serve_app.backend import Backend
-from serve_app.keys import Keys
+from serve_app.backend.backend import Backend
+from serve_app.http.keys import Keys
 
 RAY_TOKEN = Path.home() / ".ray" / "auth_token"  # Ray makes it, and lets everybody read it
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
-from deployments.messages import LayerTop, Scored, Spelled, TokenLens, TokenLogprob
+from deployments.messages import LayerTop, ScoredToken, TokenLayers, TokenLogprob, TokenText
 
 LEAST = -9999.0  # what OpenAI says of a token that is all but impossible; JSON has no -inf
 
@@ -34,13 +34,13 @@ def of_completion(tokens: Sequence[TokenLogprob]) -> dict[str, Any] | None:
     }
 
 
-def of_lens(tokens: Sequence[TokenLens], prompt: Sequence[TokenLens] = ()) -> dict[str, Any]:
+def of_lens(tokens: Sequence[TokenLayers], prompt: Sequence[TokenLayers] = ()) -> dict[str, Any]:
     """`choices[].logit_lens` of both."""
     found = {"content": list(map(_lens, tokens))}
     return found | {"prompt": list(map(_lens, prompt))} if prompt else found
 
 
-def _lens(one: TokenLens) -> dict[str, Any]:
+def _lens(one: TokenLayers) -> dict[str, Any]:
     place = {} if one.position is None else {"position": one.position}
     return place | _token(one.token, one.spelled) | {"layers": list(map(_layer, one.layers))}
 
@@ -53,7 +53,7 @@ def _layer(one: LayerTop) -> dict[str, Any]:
     return {"layer": one.layer, "top": top} | ({"targets": targets} if targets else {})
 
 
-def _token(id: int, spelled: Spelled) -> dict[str, Any]:
+def _token(id: int, spelled: TokenText) -> dict[str, Any]:
     return {"token": spelled.text, "token_id": id, "bytes": _bytes(spelled.raw)}
 
 
@@ -61,7 +61,7 @@ def _bytes(raw: bytes | None) -> list[int] | None:
     return None if raw is None else list(raw)
 
 
-def _entry(scored: Scored) -> dict[str, Any]:
+def _entry(scored: ScoredToken) -> dict[str, Any]:
     return {"token": scored.text, "logprob": _logprob(scored), "bytes": _bytes(scored.raw)}
 
 
@@ -73,5 +73,5 @@ def _by_text(token: TokenLogprob) -> dict[str, float] | None:
     return found or None
 
 
-def _logprob(scored: Scored) -> float | None:
+def _logprob(scored: ScoredToken) -> float | None:
     return None if scored.logprob is None else max(scored.logprob, LEAST)

@@ -21,8 +21,8 @@ import openai
 import pytest
 from hypothesis import settings
 
+from deployments.model_files.smollm2 import FetchError, bring
 from deployments.options import default_models_dir
-from deployments.smollm2 import FetchError, bring
 from vitrine.serving import free_port
 
 ROOT = Path(__file__).parent.parent
@@ -46,13 +46,13 @@ os.environ |= {"RAY_AUTH_MODE": "token", "RAY_AUTH_TOKEN": secrets.token_hex(32)
 TOGETHER = {
     "tests/serve_clients/": "clients",
     "tests/examples/test_experiments.py": "runs_code",
-    "tests/serve_app/test_documentation.py": "runs_code",
-    "tests/serve_app/test_remote.py": "runs_code",
+    "tests/serve_app/http/test_documentation.py": "runs_code",
+    "tests/serve_app/routes/test_nnsight.py": "runs_code",
     "tests/serve_app/test_stalled.py": "runs_code",
-    "tests/serve_app/test_keys.py": "keyed",
+    "tests/serve_app/http/test_keys.py": "keyed",
     "tests/serve_app/test_owners.py": "keyed",
     "tests/serve_app/test_permissions.py": "small_store",
-    "tests/serve_app/test_tensors.py": "small_store",
+    "tests/serve_app/routes/test_tensors.py": "small_store",
 }
 
 

@@ -21,11 +21,11 @@ from deployments.errors import RequestError
 
 MOST_JOBS = 1024  # that are known at once; of who has most that have ended, the oldest makes room for a new one
 MOST_LISTENERS = 1024
-MOST_UNHEARD = 10_000  # updates that wait for a listener; the oldest go
+MAX_PENDING_UPDATES = 10_000  # updates that wait for a listener; the oldest go
 KEEP_S = 3600.0  # for which what became of a job is known
-LOST_S = 30.0  # without a sign of life from the replica after which a job is lost
+JOB_TIMEOUT_S = 30.0  # without a sign of life from the replica after which a job is lost
 POLL_S = 20.0  # the longest that a listener's call waits
-SILENT_S = 60.0  # without a sign of life from its ingress after which a listener has gone
+LISTENER_TIMEOUT_S = 60.0  # without a sign of life from its ingress after which a listener has gone
 RESULTS_BYTES = 1 << 30  # of all results together; of who holds most, the oldest make room for new ones
 
 _NOBODY = "nobody listens by this id: subscribe first", "session_id", "session_not_found", 404
@@ -48,7 +48,7 @@ class _Job:
 @dataclass(eq=False)
 class _Listener:
     owner: str | None
-    updates: deque[Update] = field(default_factory=lambda: deque(maxlen=MOST_UNHEARD))
+    updates: deque[Update] = field(default_factory=lambda: deque(maxlen=MAX_PENDING_UPDATES))
     news: asyncio.Event = field(default_factory=asyncio.Event)
     heard: float = field(default_factory=time.monotonic)  # when its ingress last gave a sign of life
 
@@ -182,12 +182,12 @@ class Board:
         """Forget what is old, and give up who gives no sign of life."""
         now = time.monotonic()
         for name, listener in list(self._listeners.items()):
-            if now - listener.heard > SILENT_S:
+            if now - listener.heard > LISTENER_TIMEOUT_S:
                 del self._listeners[name]
         for name, job in list(self._jobs.items()):
             if job.ended and now - job.heard > KEEP_S:
                 del self._jobs[name]
-            elif not job.ended and now - job.heard > LOST_S:
+            elif not job.ended and now - job.heard > JOB_TIMEOUT_S:
                 self._note(job, Update(name, "ERROR", "the replica that ran the job has gone: send it again"), [])
         held = Counter[str | None]()
         for job in self._jobs.values():

@@ -25,18 +25,18 @@ from nnsight.schema.request import RequestModel
 from nnsight.tracing.tracer import dec, inc
 from nnsight.tracing.util import clean_traceback, filter_traceback
 
+from deployments.client_code.frames import Kind, receive, send
 from deployments.client_code.job import Limits
 from deployments.client_code.kernel import PR_SET_PDEATHSIG, call
 from deployments.client_code.namespaces import TMP_BYTES, count_threads
 from deployments.client_code.sandbox import Sandbox
-from deployments.client_code.wire import Kind, receive, send
-from deployments.engine.shared_weights import SharedWeights
+from deployments.model.weights import SharedWeights
 
 NICE = 10  # the replica's own threads come first
 FIRST_KILLED = "1000"  # by the kernel, where the machine's memory ends
 LINE_BYTES = 100  # that a printed line counts for beside its text: each is a message
-SOON_S = 0.05
-MOST_TOLD = 1 << 16  # characters of a failure
+FLUSH_S = 0.05
+MAX_ERROR_CHARACTERS = 1 << 16  # characters of a failure
 LONGEST_LINE = 1 << 14  # characters that wait for a line's end
 LEVEL = 3  # of zstd: a result is compressed once and sent once
 MOST_FILES = 1024
@@ -104,7 +104,7 @@ def _outcome(
         saved = _saved(tracer)
         result = _written(saved, asked["compress"])
     except BaseException as error:  # noqa: BLE001 - the client's own, which goes back to it
-        return Kind.FAILED, _cut(_told(error))
+        return Kind.FAILED, _cut(_error_text(error))
     if len(result) > limits.result_bytes:
         message = f"ValueError: the saved values take {len(result)} bytes; this server gives back {limits.result_bytes}"
         return Kind.FAILED, f"{message}: save fewer, or parts of them".encode()
@@ -163,7 +163,7 @@ class _Compact(pickle.Pickler):
 _COMPACT = types.SimpleNamespace(Pickler=_Compact, __name__="pickle", dumps=pickle.dumps)
 
 
-def _told(error: BaseException) -> str:
+def _error_text(error: BaseException) -> str:
     """A failure with its own type, message and the client's own lines; its causes, too."""
     seen: set[int] = set()
     link: BaseException | None = error
@@ -177,8 +177,8 @@ def _told(error: BaseException) -> str:
 
 def _cut(text: str) -> bytes:
     """A text of no end, as long as is told of a failure."""
-    if len(text) > MOST_TOLD:
-        half, left_out = MOST_TOLD // 2, len(text) - MOST_TOLD
+    if len(text) > MAX_ERROR_CHARACTERS:
+        half, left_out = MAX_ERROR_CHARACTERS // 2, len(text) - MAX_ERROR_CHARACTERS
         text = f"{text[:half]}\n... ({left_out} characters are left out) ...\n{text[-half:]}"
     return text.encode(errors="replace")
 
@@ -228,7 +228,7 @@ def _end_in_time(limits: Limits, to: _Replica) -> None:
 
     def late(*_: Any) -> None:
         if to.sending:  # half a message would spoil all that follow
-            signal.setitimer(signal.ITIMER_REAL, SOON_S)
+            signal.setitimer(signal.ITIMER_REAL, FLUSH_S)
             return
         raise TimeoutError(f"the job is not done after the server's limit of {limits.seconds:g} s")
 

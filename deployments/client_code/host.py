@@ -23,7 +23,7 @@ def main(control: socket.socket, weights_fd: int) -> None:
     import transformers.pipelines.text_generation  # noqa: F401 - the pipeline that nnsight wraps a model in
 
     from deployments.client_code import execution
-    from deployments.client_code.wire import Kind, receive, send
+    from deployments.client_code.frames import Kind, receive, send
 
     torch.set_num_threads(1)
     signal.signal(signal.SIGCHLD, signal.SIG_IGN)  # who ends is gone: nobody waits for it

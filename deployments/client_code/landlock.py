@@ -19,7 +19,7 @@ REMOVE_DIR, REMOVE_FILE, MAKE_DIR, MAKE_FILE, MAKE_LINK = 1 << 4, 1 << 5, 1 << 7
 OF_FILES = 1 | WRITE_FILE | READ_FILE | TRUNCATE | IOCTL
 READ = READ_FILE | READ_DIR
 WRITE = WRITE_FILE | READ_FILE | TRUNCATE | IOCTL
-OWN = WRITE | READ | REMOVE_DIR | REMOVE_FILE | MAKE_DIR | MAKE_FILE | MAKE_LINK
+OWN_FOLDER = WRITE | READ | REMOVE_DIR | REMOVE_FILE | MAKE_DIR | MAKE_FILE | MAKE_LINK
 
 
 def version() -> int:
@@ -48,7 +48,7 @@ def restrict(version: int, readable: Iterable[str], writable: Iterable[str], own
     attributes = struct.pack("<QQQ", handled, tcp, scoped)[: 8 if version < 4 else 16 if version < 6 else 24]
     ruleset = call("syscall", CREATE_RULESET, attributes, len(attributes), 0)
     try:
-        for paths, rights in ((readable, READ), (writable, WRITE), (own, OWN)):
+        for paths, rights in ((readable, READ), (writable, WRITE), (own, OWN_FOLDER)):
             for path in paths:
                 _allow(ruleset, path, rights & handled)
         call("syscall", RESTRICT_SELF, ruleset, 0)

@@ -15,18 +15,18 @@ import threading
 from dataclasses import asdict
 
 from deployments.client_code.execution import JobModel
+from deployments.client_code.frames import Kind, receive, send
 from deployments.client_code.host import PID
 from deployments.client_code.job import CodeJob, Limits
 from deployments.client_code.sandbox import Sandbox
-from deployments.client_code.wire import Kind, receive, send
 
 logger = logging.getLogger("ray.serve")
 
 WARM_S = 120.0  # within which a host has its libraries loaded
 FORK_S = 10.0  # within which it forks
 # Of the environment: the server's keys and addresses are no business of a client's code.
-KEPT = ["PATH", "HOME", "LANG", "LC_ALL", "TMPDIR", "CUDA_VISIBLE_DEVICES", "LD_LIBRARY_PATH"]
-KEPT += ["HF_HOME", "HF_MODULES_CACHE", "HF_HUB_OFFLINE"]
+KEPT_VARIABLES = ["PATH", "HOME", "LANG", "LC_ALL", "TMPDIR", "CUDA_VISIBLE_DEVICES", "LD_LIBRARY_PATH"]
+KEPT_VARIABLES += ["HF_HOME", "HF_MODULES_CACHE", "HF_HUB_OFFLINE"]
 
 
 def sandbox(gpu: bool) -> Sandbox:
@@ -46,7 +46,7 @@ def sandbox(gpu: bool) -> Sandbox:
 
 
 def _environment() -> dict[str, str]:
-    kept = {name: os.environ[name] for name in KEPT if name in os.environ}
+    kept = {name: os.environ[name] for name in KEPT_VARIABLES if name in os.environ}
     return kept | {"PYTHONPATH": os.pathsep.join(filter(None, sys.path)), "TOKENIZERS_PARALLELISM": "false"}
 
 

@@ -15,13 +15,13 @@ from ray.exceptions import RayError
 
 from deployments.client_code.board import connect
 from deployments.client_code.execution import JobModel
+from deployments.client_code.frames import HEAD, Kind
 from deployments.client_code.job import CodeJob, Limits, Update
 from deployments.client_code.processes import JobProcess, JobProcesses, sandbox
 from deployments.client_code.sandbox import Sandbox
-from deployments.client_code.wire import HEAD, Kind
-from deployments.engine.model import Model
 from deployments.errors import LoadError, RequestError
 from deployments.exposure import is_loopback
+from deployments.model.model import Model
 from deployments.options import Options
 
 logger = logging.getLogger("ray.serve")
@@ -30,8 +30,8 @@ LOG_BYTES = 1 << 20  # that a job may print
 STREAMED_BYTES = 1 << 20  # a result of at most so many goes with its message; a larger one is fetched
 HEARTBEAT_S = 1.0  # between signs of life to the board, which says whether anybody waits
 LOST_S = 30.0  # without an answer of the board after which nobody is taken to wait
-TELL_S = 30.0  # the longest that the board is waited for
-MERCY_S = 2.0  # after its time a job may still say where it was
+BOARD_S = 30.0  # the longest that the board is waited for
+GRACE_S = 2.0  # after its time a job may still say where it was
 SET_UP_S = 60.0  # before its time begins: the model is mapped then
 ENDED = (
     "the job's process ended without a word: it was killed, as the kernel does where the machine's memory ends, or "
@@ -136,7 +136,7 @@ class CodeRunner:
         self._processes.close()
 
     async def _tell(self, *updates: Update, result: bytes | None = None) -> None:
-        async with asyncio.timeout(TELL_S):
+        async with asyncio.timeout(BOARD_S):
             await self._board.tell.remote(list(updates), [result] if result is not None else [])
 
     async def _run(self, job: CodeJob, gone: asyncio.Event) -> None:
@@ -171,7 +171,7 @@ class CodeRunner:
         with contextlib.suppress(TimeoutError):
             async with asyncio.timeout(SET_UP_S):
                 await begun.wait()
-        await asyncio.sleep(self._limits.seconds + MERCY_S)
+        await asyncio.sleep(self._limits.seconds + GRACE_S)
 
     async def _listen(self, job: CodeJob, process: JobProcess, begun: asyncio.Event) -> None:
         """Pass on what a job says until its last word; note that its time has begun."""

@@ -132,19 +132,24 @@ F_SETOWN, F_SETSIG, F_SETOWN_EX = 8, 10, 15  # a signal to another process when 
 FIOSETOWN, SIOCSPGRP = 0x8901, 0x8902  # the same, of a socket
 # Attributes of a file that is open to be read: flags, project, version, and fs-verity, which makes it read-only.
 FS_IOC = 0x40086602, 0x401C5820, 0x40087602, 0x40806685
-WHOLE = 0xFFFFFFFF
+FULL_MASK = 0xFFFFFFFF
 # What is refused by an argument: numbers, the argument's place, masks and the values of its bits under them.
 BY_ARGUMENT: dict[str, tuple[tuple[int, int], int, list[tuple[int, int]]]] = {
     "clone": ((56, 220), 0, [(CLONE_THREAD, 0)]),
     "mmap": ((9, 222), 3, [(SHARED_ANONYMOUS, SHARED_ANONYMOUS), (GROWS_DOWN, GROWS_DOWN)]),
-    "prctl": ((157, 167), 0, [(WHOLE, PR_SET_PDEATHSIG)]),  # it ends with the host
-    "fcntl": ((72, 25), 1, [(WHOLE, command) for command in (F_SETOWN, F_SETSIG, F_SETOWN_EX)]),
-    "ioctl": ((16, 29), 1, [(WHOLE, command) for command in (FIOSETOWN, SIOCSPGRP, *FS_IOC)]),
+    "prctl": ((157, 167), 0, [(FULL_MASK, PR_SET_PDEATHSIG)]),  # it ends with the host
+    "fcntl": ((72, 25), 1, [(FULL_MASK, command) for command in (F_SETOWN, F_SETSIG, F_SETOWN_EX)]),
+    "ioctl": ((16, 29), 1, [(FULL_MASK, command) for command in (FIOSETOWN, SIOCSPGRP, *FS_IOC)]),
 }
 CLONE3 = 435, 435  # its arguments cannot be seen
 # Calls whose first argument is a process: it may be their own, or 0, which means their own or its group.
-OWN = {"kill": (62, 129), "tgkill": (234, 131), "rt_sigqueueinfo": (129, 138), "rt_tgsigqueueinfo": (297, 240)}
-OWN |= {"prlimit64": (302, 261), "sched_setaffinity": (203, 122)}
+OWN_PROCESS_ONLY = {
+    "kill": (62, 129),
+    "tgkill": (234, 131),
+    "rt_sigqueueinfo": (129, 138),
+    "rt_tgsigqueueinfo": (297, 240),
+}
+OWN_PROCESS_ONLY |= {"prlimit64": (302, 261), "sched_setaffinity": (203, 122)}
 
 ARCHITECTURE = 0xC00000B7 if ARM else 0xC000003E  # as the kernel tells a filter
 X32 = 0x40000000  # x86-64's calls with short pointers have numbers from here on
@@ -235,7 +240,7 @@ def _program(pid: int) -> bytearray:
     program.refuse(CLONE3[ARM], ERRNO | errno.ENOSYS)  # the C library takes `clone` then
     for both, argument, cases in BY_ARGUMENT.values():
         program.refuse_where(both[ARM], argument, cases)
-    for numbers in OWN.values():
+    for numbers in OWN_PROCESS_ONLY.values():
         program.refuse_others(numbers[ARM], pid)
     program.add(RETURN, ALLOW)
     return program.code

@@ -110,7 +110,7 @@ class EngineActor:
         Raises:
             LoadError: It cannot be loaded.
         """
-        from deployments.replica import ModelReplica
+        from deployments.replica.replica import ModelReplica
 
         self._settings = settings
         self._reader = connect_reader(options.activations_dir, options.archive)

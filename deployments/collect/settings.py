@@ -8,7 +8,7 @@ import json
 from pydantic import BaseModel, ConfigDict, Field
 
 from deployments.collect.examples import Example
-from deployments.points.spec import Capture
+from deployments.points.capture import Capture
 from deployments.points.token_choices import parse
 
 

@@ -1,7 +1,7 @@
 """Continuous batching over a Hugging Face language model, with every activation open. No Ray in it.
 
 from deployments.engine.engine import Engine
-from deployments.engine.model import load
+from deployments.model.load import load
 from deployments.engine.request import Request
 
 engine = Engine(load("Qwen/Qwen3-0.6B"))

@@ -10,7 +10,7 @@ from typing import Literal, NamedTuple
 
 import torch
 
-from deployments.points.resolving import Place, Point
+from deployments.places.place import Place, Point
 from deployments.points.token_choices import Tokens as Tokens
 
 Kind = Literal["add", "add_norm", "scale", "project_out", "clamp", "replace"]

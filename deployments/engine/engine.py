@@ -7,47 +7,48 @@ new requests, the next piece of a long prompt, or one token for all requests who
 
 from __future__ import annotations
 
+import collections.abc
 import contextlib
 import itertools
 import logging
 import queue
 import time
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable
 from dataclasses import replace
 from typing import NamedTuple
 
 import torch
 
-from deployments.engine import memory
+from deployments.engine import kv_memory
 from deployments.engine.batch import Batch
-from deployments.engine.forwards import Forwards, Outcome
-from deployments.engine.lens import check_lens
-from deployments.engine.memory import KvMemory, held_bytes
-from deployments.engine.model import Model
-from deployments.engine.outflow import Outflow
-from deployments.engine.recorder import Recorder
-from deployments.engine.recording import CaptureError, Recording, joined
+from deployments.engine.capture.buffer import CaptureBuffer, CaptureError, joined
+from deployments.engine.capture.captured import Captured
+from deployments.engine.capture.ring import CaptureRing
+from deployments.engine.capture_budget import CaptureBudget
+from deployments.engine.kv_memory import KvMemory, held_bytes
+from deployments.engine.logit_lens import check_lens
+from deployments.engine.prompt_logprobs import PromptScores
 from deployments.engine.request import (
-    TOO_COMPLEX,
-    Captured,
+    GRAMMAR_TOO_COMPLEX,
     Delta,
     Event,
     Finished,
     FinishReason,
-    LayerLens,
+    LayerTokens,
     Logprob,
     PromptLogprobs,
     Request,
     Rows,
 )
-from deployments.engine.row import Row
-from deployments.engine.sampler import Sampler
+from deployments.engine.runner import ForwardResult, Runner
 from deployments.engine.sampling import NOT_FINITE, check_sampling, choose
-from deployments.engine.schedule import Schedule
-from deployments.engine.scoring import PromptScores
+from deployments.engine.sampling_state import SamplingState
+from deployments.engine.scheduler import Scheduler
+from deployments.engine.sequence import Sequence
 from deployments.engine.statistics import Statistics
 from deployments.engine.text import TextStream
 from deployments.errors import RequestError
+from deployments.model.model import Model
 from deployments.points.token_choices import resolve
 
 logger = logging.getLogger(__name__)
@@ -89,12 +90,12 @@ class Engine:
         self._queued = set[str]()  # requests that no forward has taken yet
         self._memory = KvMemory(model, max_running, kv_bytes, kv_fraction)
         self._cache = self._memory.cache
-        recorder = Recorder(model.device)
-        self._batch = Batch(self._cache, recorder)
-        self._forwards = Forwards(model, self._memory, self._batch, recorder)
+        ring = CaptureRing(model.device)
+        self._batch = Batch(self._cache, ring)
+        self._runner = Runner(model, self._memory, self._batch, ring)
         prefill_tokens = prefill_tokens or (1024 if model.device.type == "cpu" else 4096)
-        self._outflow = Outflow(capture_bytes)
-        self._schedule = Schedule(self._memory, max_running, prefill_tokens, self._outflow)
+        self._capture_budget = CaptureBudget(capture_bytes)
+        self._scheduler = Scheduler(self._memory, max_running, prefill_tokens, self._capture_budget)
         self._inbox: queue.SimpleQueue[Request | str | _Written | None] = queue.SimpleQueue()
         self._arrivals = itertools.count()
         self._prefilled = False
@@ -220,14 +221,14 @@ class Engine:
         self._receive_all(events)
         # A prefill is followed by a decode, so that running requests do not stand still behind new ones.
         decoding = list(self._batch.decoding)
-        prefill = None if self._prefilled and decoding else self._schedule.next_prefill(self._batch)
+        prefill = None if self._prefilled and decoding else self._scheduler.next_prefill(self._batch)
         self._prefilled = prefill is not None
         self._idle = not prefill and not decoding
         tokens = self.statistics.tokens
         if prefill:
-            self._queued.difference_update(row.request.id for row in prefill.rows)
-            self._outflow.divide({*self._schedule.recording(self._batch), *prefill.rows})
-            self._forward(lambda: self._forwards.prefill(prefill), prefill.rows, events)
+            self._queued.difference_update(seq.request.id for seq in prefill.sequences)
+            self._capture_budget.divide({*self._scheduler.recording(self._batch), *prefill.sequences})
+            self._forward(lambda: self._runner.prefill(prefill), prefill.sequences, events)
         elif decoding:
             self._forward(self._decode, decoding, events)
         if not self._idle:
@@ -245,238 +246,249 @@ class Engine:
             capture = message.capture
             recording = None
             if capture:
-                recording = Recording(capture, message.points, len(message.prompt), message.max_tokens)
+                recording = CaptureBuffer(capture, message.points, len(message.prompt), message.max_tokens)
             text = TextStream(self.model.tokenizer, message.stop, message.markers)
             vocabulary = self.model.hf.get_output_embeddings().out_features
-            sampler = Sampler(message, self.model.eos, vocabulary)
+            sampling_state = SamplingState(message, self.model.eos, vocabulary)
             scores = PromptScores(message, vocabulary) if message.prompt_logprobs is not None else None
-            self._schedule.waiting.append(Row(message, text, sampler, recording, next(self._arrivals), scores))
+            self._scheduler.waiting.append(
+                Sequence(message, text, sampling_state, recording, next(self._arrivals), scores)
+            )
         elif isinstance(message, str):
             self._cancel(message, events)
         elif isinstance(message, _Written):
-            self._outflow.written(message.id, message.bytes)
+            self._capture_budget.written(message.id, message.bytes)
             self._settle()
 
     def _cancel(self, request_id: str, events: list[Event]) -> None:
-        for row in (*self._schedule.waiting, *self._batch.rows):
-            if row.request.id == request_id:
-                return self._finish(row, "cancelled", events)
+        for seq in (*self._scheduler.waiting, *self._batch.sequences):
+            if seq.request.id == request_id:
+                return self._finish(seq, "cancelled", events)
         return None
 
     # ---- room
 
     def _make_room(self) -> None:
-        """Grow for the longest row's next token; while that exceeds the budget, the youngest row waits again."""
+        """Grow for the next token of the longest; while that exceeds the budget, the youngest waits again."""
         batch = self._batch
-        while (longest := max(row.fed for row in batch.decoding) + 1) > self._cache.window.capacity:
+        while (longest := max(seq.fed for seq in batch.decoding) + 1) > self._cache.window.capacity:
             if len(batch) == 1 or self._memory.fits(len(batch), longest):
                 return self._memory.reserve(len(batch), longest, keep=True)
-            self._preempt(max(batch.rows, key=lambda row: row.arrival))
+            self._preempt(max(batch.sequences, key=lambda seq: seq.arrival))
             if not batch.decoding:
                 return None
         return None
 
-    def _preempt(self, row: Row) -> None:
-        """Take a row's slot; its tokens and what it recorded stay, and it is run again from its beginning."""
-        self._batch.remove(row)
-        row.stalled = False
-        self._schedule.put_back([row])
+    def _preempt(self, seq: Sequence) -> None:
+        """Take a sequence's slot; its tokens and what it recorded stay, and it is run again from its beginning."""
+        self._batch.remove(seq)
+        seq.stalled = False
+        self._scheduler.put_back([seq])
         self.statistics.preempted += 1
 
     # ---- one forward
 
-    def _forward(self, run: Callable[[], Outcome], rows: Sequence[Row], events: list[Event]) -> None:
-        """Run a forward and take what it brings; an error ends its rows, and the engine goes on."""
+    def _forward(
+        self, run: Callable[[], ForwardResult], seqs: collections.abc.Sequence[Sequence], events: list[Event]
+    ) -> None:
+        """Run a forward and take what it brings; an error ends its sequences, and the engine goes on."""
         device = self.model.device
-        for row in rows:
-            row.memory.before = row.memory.before or held_bytes(device)
+        for seq in seqs:
+            seq.memory.before = seq.memory.before or held_bytes(device)
         failed = out_of_memory = None
         try:
             self._advance(run(), events)
-            self._schedule.went_well()
+            self._scheduler.went_well()
         except AssertionError:
             raise  # the engine's own invariant is broken: it must not go on
         except Exception as error:
-            logger.exception("a forward of %d requests failed", len(rows))
+            logger.exception("a forward of %d requests failed", len(seqs))
             failed = f"{type(error).__name__}: {error}"
-            out_of_memory = memory.describe(device, error) if memory.is_out_of_memory(error) else None
+            out_of_memory = kv_memory.describe(device, error) if kv_memory.is_out_of_memory(error) else None
         if failed:  # outside of the handler, whose error holds on to the forward's tensors
-            self._recover(rows, failed, out_of_memory, events)
-        peak = memory.peak_bytes(device)
-        for row in rows:
-            row.memory.peak = max(row.memory.peak, peak)
+            self._recover(seqs, failed, out_of_memory, events)
+        peak = kv_memory.peak_bytes(device)
+        for seq in seqs:
+            seq.memory.peak = max(seq.memory.peak, peak)
         self._send_rows(events)
         self._settle()
 
-    def _decode(self) -> Outcome:
+    def _decode(self) -> ForwardResult:
         self._make_room()
-        return self._forwards.decode()
+        return self._runner.decode()
 
     def _send_rows(self, events: list[Event]) -> None:
-        rows = self._schedule.recording(self._batch)
-        self._outflow.divide(rows)
-        for row in rows:
-            assert row.recording is not None
+        seqs = self._scheduler.recording(self._batch)
+        self._capture_budget.divide(seqs)
+        for seq in seqs:
+            assert seq.recording is not None
             try:
-                captured = row.recording.flush(row.sequence)
+                captured = seq.recording.flush(seq.token_ids)
             except (CaptureError, RuntimeError, MemoryError) as error:  # torch's: no memory for another dtype
-                row.recording.give_up(str(error))
+                seq.recording.give_up(str(error))
             else:
                 if captured is not None:
-                    self._outflow.sent(row, captured.bytes)
-                    events.append(Rows(row.request.id, captured))
+                    self._capture_budget.sent(seq, captured.bytes)
+                    events.append(Rows(seq.request.id, captured))
 
     def _settle(self) -> None:
-        """Let rows stand still that hold too many recorded bytes, and put each row where it belongs."""
-        share = self._outflow.share(self._schedule.recording(self._batch))
-        for row in list(self._batch.rows):
-            row.stalled = self._outflow.stalls(row, share)
-            self._batch.settle(row)
+        """Let sequences stand still that hold too many recorded bytes, and put each sequence where it belongs."""
+        share = self._capture_budget.share(self._scheduler.recording(self._batch))
+        for seq in list(self._batch.sequences):
+            seq.stalled = self._capture_budget.stalls(seq, share)
+            self._batch.settle(seq)
 
     # ---- what goes wrong
 
-    def _recover(self, rows: Sequence[Row], failed: str, out_of_memory: str | None, events: list[Event]) -> None:
-        """After a failed forward: end its rows, or, where there was no memory, as few of them as can be."""
+    def _recover(
+        self, seqs: collections.abc.Sequence[Sequence], failed: str, out_of_memory: str | None, events: list[Event]
+    ) -> None:
+        """After a failed forward: end its sequences, or, where there was no memory, as few of them as can be."""
         batch = self._batch
         ended = {event.id for event in events if isinstance(event, Finished)}
-        rows = [row for row in rows if row.request.id not in ended and row not in self._schedule.waiting]
-        for slot, row in enumerate(row for row in rows if row not in batch):
-            if row.written:  # in some layers
-                self._cache.clear(len(batch) + slot, row.written)
-                row.written = 0
+        seqs = [seq for seq in seqs if seq.request.id not in ended and seq not in self._scheduler.waiting]
+        for slot, seq in enumerate(seq for seq in seqs if seq not in batch):
+            if seq.written:  # in some layers
+                self._cache.clear(len(batch) + slot, seq.written)
+                seq.written = 0
         if out_of_memory is None:
-            return self._fail(rows, failed, "engine_error", events)
+            return self._fail(seqs, failed, "engine_error", events)
         self.statistics.out_of_memory += 1
-        memory.release_cached(self.model.device)
-        relieved = self._relieve(rows)
+        kv_memory.release_cached(self.model.device)
+        relieved = self._relieve(seqs)
         with contextlib.suppress(RuntimeError, MemoryError):  # then it stays as large as it is
-            self._memory.trim(len(batch), max((row.written for row in batch.rows), default=0) + 1)
-        for row in () if relieved else rows:
-            size = memory.mib(row.need * self._memory.position_bytes)
+            self._memory.trim(len(batch), max((seq.written for seq in batch.sequences), default=0) + 1)
+        for seq in () if relieved else seqs:
+            size = kv_memory.mib(seq.need * self._memory.position_bytes)
             message = (
-                f"out of memory: {out_of_memory}; this request has {len(row.request.prompt)} prompt and "
-                f"{len(row.tokens)} generated tokens of up to {row.request.max_tokens}, {size} of keys and values: "
+                f"out of memory: {out_of_memory}; this request has {len(seq.request.prompt)} prompt and "
+                f"{len(seq.tokens)} generated tokens of up to {seq.request.max_tokens}, "
+                f"{size} of keys and values: "
                 "ask for less"
             )
-            self._fail([row], message, "out_of_memory", events)
+            self._fail([seq], message, "out_of_memory", events)
         return None
 
-    def _relieve(self, rows: Sequence[Row]) -> bool:
+    def _relieve(self, seqs: collections.abc.Sequence[Sequence]) -> bool:
         """Ask less of the next forwards than of one that found no memory; false where that is not possible."""
-        batch, schedule = self._batch, self._schedule
-        decoded = all(row in batch.decoding for row in rows)
-        tokens = sum(min(row.length - row.fed, schedule.tokens) for row in rows)
-        schedule.put_back([row for row in rows if row not in batch])
-        for row in rows:
-            if row in batch and row.fed == row.length:  # run, but its next token was not drawn
-                self._preempt(row)
+        batch, scheduler = self._batch, self._scheduler
+        decoded = all(seq in batch.decoding for seq in seqs)
+        tokens = sum(min(seq.length - seq.fed, scheduler.tokens) for seq in seqs)
+        scheduler.put_back([seq for seq in seqs if seq not in batch])
+        for seq in seqs:
+            if seq in batch and seq.fed == seq.length:  # run, but its next token was not drawn
+                self._preempt(seq)
         if decoded:
-            youngest = sorted(batch.rows, key=lambda row: row.arrival)[(len(batch) + 1) // 2 :]
-            for row in reversed(youngest):
-                self._preempt(row)
-            schedule.limit_rows(len(batch) or len(rows) // 2)
-            return len(rows) > 1 or bool(youngest)
-        if schedule.halve_tokens(tokens):
+            youngest = sorted(batch.sequences, key=lambda seq: seq.arrival)[(len(batch) + 1) // 2 :]
+            for seq in reversed(youngest):
+                self._preempt(seq)
+            scheduler.limit_sequences(len(batch) or len(seqs) // 2)
+            return len(seqs) > 1 or bool(youngest)
+        if scheduler.halve_tokens(tokens):
             return True
-        for row in rows:
-            if row in batch:
-                self._preempt(row)
-        schedule.limit_rows(len(batch) + len(rows) // 2)
-        return len(rows) > 1 or len(batch) > 0  # others have the memory: it waits for their end
+        for seq in seqs:
+            if seq in batch:
+                self._preempt(seq)
+        scheduler.limit_sequences(len(batch) + len(seqs) // 2)
+        return len(seqs) > 1 or len(batch) > 0  # others have the memory: it waits for their end
 
-    def _fail(self, rows: Sequence[Row], message: str, code: str, events: list[Event]) -> None:
-        for row in rows:
-            self._finish(row, "error", events, message, code)
+    def _fail(self, seqs: collections.abc.Sequence[Sequence], message: str, code: str, events: list[Event]) -> None:
+        for seq in seqs:
+            self._finish(seq, "error", events, message, code)
 
     # ---- what a forward brought
 
-    def _advance(self, outcome: Outcome, events: list[Event]) -> None:
-        """Draw each row's next token, and end what has come to its end."""
-        rows, logits, lens = outcome
-        if not rows:
+    def _advance(self, outcome: ForwardResult, events: list[Event]) -> None:
+        """Draw each sequence's next token, and end what has come to its end."""
+        seqs, logits, lens = outcome
+        if not seqs:
             return
-        chosen = choose(logits, [None if row.ending else row.sampler for row in rows])
-        for i, row in enumerate(rows):
-            if row.ending:  # it is said; the forward was for its last row alone
-                self._finish(row, row.ending, events)
+        chosen = choose(logits, [None if seq.ending else seq.sampling_state for seq in seqs])
+        for i, seq in enumerate(seqs):
+            if seq.ending:  # it is said; the forward was for its last row alone
+                self._finish(seq, seq.ending, events)
             elif i in chosen.failed:
-                code = TOO_COMPLEX if row.sampler.guide and row.sampler.guide.error else "engine_error"
-                self._finish(row, "error", events, chosen.failed[i], code)
+                code = (
+                    GRAMMAR_TOO_COMPLEX
+                    if seq.sampling_state.grammar_state and seq.sampling_state.grammar_state.error
+                    else "engine_error"
+                )
+                self._finish(seq, "error", events, chosen.failed[i], code)
             else:
-                self._accept(row, chosen.tokens[i], chosen.logprobs.get(i), lens.get(i), events)
+                self._accept(seq, chosen.tokens[i], chosen.logprobs.get(i), lens.get(i), events)
 
     def _accept(
         self,
-        row: Row,
+        seq: Sequence,
         token: int,
         logprob: Logprob | None,
-        layers: tuple[LayerLens, ...] | None,
+        layers: tuple[LayerTokens, ...] | None,
         events: list[Event],
     ) -> None:
-        request = row.request
-        if row.scores:
-            scores, row.scores = row.scores, None
+        request = seq.request
+        if seq.scores:
+            scores, seq.scores = seq.scores, None
             if not scores.finite:
-                return self._finish(row, "error", events, NOT_FINITE)
+                return self._finish(seq, "error", events, NOT_FINITE)
             events.append(PromptLogprobs(request.id, tuple(scores.logprobs)))
         if request.max_tokens == 0:
-            return self._finish(row, "length", events)
-        row.tokens.append(token)
-        row.sampler.add(token)
+            return self._finish(seq, "length", events)
+        seq.tokens.append(token)
+        seq.sampling_state.add(token)
         self.statistics.tokens += 1
-        ended = token in row.sampler.ends
-        logprobs = (logprob._replace(offset=row.text.length),) if logprob else ()
-        text = "" if ended else row.text.add(token, may_stop=len(row.tokens) >= request.sampling.min_tokens)
-        if ended or row.text.stopped:
-            row.ending = "stop"
-        elif len(row.tokens) == request.max_tokens:
-            row.ending = "length"
-        if row.ending:
-            text += row.text.close(row.tokens[:-1] if ended else row.tokens)
+        ended = token in seq.sampling_state.ends
+        logprobs = (logprob._replace(offset=seq.text.length),) if logprob else ()
+        text = "" if ended else seq.text.add(token, may_stop=len(seq.tokens) >= request.sampling.min_tokens)
+        if ended or seq.text.stopped:
+            seq.ending = "stop"
+        elif len(seq.tokens) == request.max_tokens:
+            seq.ending = "length"
+        if seq.ending:
+            text += seq.text.close(seq.tokens[:-1] if ended else seq.tokens)
         lens = () if layers is None else (layers,)
         delta = Delta(request.id, (token,), text, logprobs, lens)
         if request.streamed:
             events.append(delta)
         else:
-            row.unsaid.append(delta)
-        if row.ending and not (row.recording and row.recording.wants_generated):
-            return self._finish(row, row.ending, events)
+            seq.unsaid.append(delta)
+        if seq.ending and not (seq.recording and seq.recording.wants_generated):
+            return self._finish(seq, seq.ending, events)
         return None
 
     def _finish(
         self,
-        row: Row,
+        seq: Sequence,
         reason: FinishReason,
         events: list[Event],
         error: str | None = None,
         code: str = "engine_error",
     ) -> None:
-        self._queued.discard(row.request.id)
-        if row in self._batch:
-            self._batch.remove(row)
+        self._queued.discard(seq.request.id)
+        if seq in self._batch:
+            self._batch.remove(seq)
         else:
             with contextlib.suppress(ValueError):  # it is on its way from the queue to a slot
-                self._schedule.waiting.remove(row)
+                self._scheduler.waiting.remove(seq)
         captured = None
-        if row.recording and reason in ("stop", "length"):
+        if seq.recording and reason in ("stop", "length"):
             try:
-                captured = row.recording.finish(row.sequence)
-                self._outflow.sent(row, captured.bytes)
+                captured = seq.recording.finish(seq.token_ids)
+                self._capture_budget.sent(seq, captured.bytes)
             except (CaptureError, RuntimeError, MemoryError) as failed:  # torch's: no memory for another dtype
                 error = str(failed)
-        row.memory.after = held_bytes(self.model.device)
-        request = row.request
-        rest = Delta.of(row.unsaid) if row.unsaid else None
-        seen = tuple(row.prompt_lens)
-        end = Finished(request.id, reason, request.prompt, row.tokens, captured, error, code, row.memory, rest, seen)
+        seq.memory.after = held_bytes(self.model.device)
+        request = seq.request
+        rest = Delta.of(seq.unsaid) if seq.unsaid else None
+        seen = tuple(seq.prompt_lens)
+        end = Finished(request.id, reason, request.prompt, seq.tokens, captured, error, code, seq.memory, rest, seen)
         events.append(end)
 
     def _note(self) -> None:
         numbers = self.statistics
         numbers.running = len(self._batch)
-        numbers.waiting = len(self._schedule.waiting)
+        numbers.waiting = len(self._scheduler.waiting)
         numbers.slots = self._cache.window.slots
         numbers.kv_bytes = self._cache.bytes
         numbers.kv_budget_bytes = self._memory.budget * self._memory.position_bytes
-        gathered = sum(row.recording.bytes for row in self._schedule.recording(self._batch) if row.recording)
-        numbers.capture_bytes = gathered + self._outflow.bytes
+        gathered = sum(seq.recording.bytes for seq in self._scheduler.recording(self._batch) if seq.recording)
+        numbers.capture_bytes = gathered + self._capture_budget.bytes

@@ -6,24 +6,22 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Literal, NamedTuple
 
+from deployments.engine.capture.captured import Captured
+from deployments.points.capture import Capture
 from deployments.points.logit_lens import MOST_LIKELIEST
-from deployments.points.spec import Capture
 from deployments.points.token_choices import Tokens
 
 if TYPE_CHECKING:  # the HTTP face imports this module, and needs no torch
-    import torch
-
     from deployments.engine.edits import Edit
-    from deployments.engine.guide import Grammar
-    from deployments.points.patterns import Patterns
-    from deployments.points.resolving import Point
+    from deployments.engine.guided import Grammar
+    from deployments.places.place import Point
 
 FinishReason = Literal["stop", "length", "cancelled", "error"]
 
 
 MOST_LOGPROBS = MOST_LIKELIEST  # the most likely tokens that a request may ask for beside each token it gets
 Likeliest = tuple[tuple[int, float], ...]  # (token id, logprob), likeliest first; -inf for what is ruled out
-TOO_COMPLEX = "grammar_too_complex"  # the code of a grammar that turned out so on the way
+GRAMMAR_TOO_COMPLEX = "grammar_too_complex"  # the code of a grammar that turned out so on the way
 
 
 @dataclass(frozen=True)
@@ -59,7 +57,7 @@ class Sampling:
 GREEDY = Sampling(temperature=0.0)
 
 
-class Lens(NamedTuple):
+class LensLayers(NamedTuple):
     """What to say of layers: which tokens come of their outputs by the final norm and head.
 
     Attributes:
@@ -79,7 +77,7 @@ class Lens(NamedTuple):
     generated: bool = True
 
 
-class LayerLens(NamedTuple):
+class LayerTokens(NamedTuple):
     """What comes of one layer's output.
 
     Attributes:
@@ -128,27 +126,8 @@ class Request:
     capture: Capture | None = None
     points: tuple[Point, ...] = ()
     edits: tuple[Edit, ...] = field(default=(), hash=False)
-    lens: Lens | None = None
+    lens: LensLayers | None = None
     streamed: bool = True
-
-
-class Captured(NamedTuple):
-    """What was recorded of a request.
-
-    Attributes:
-        positions: [rows] index of each row's token in prompt + generated, ascending.
-        token_ids: [rows] the token itself.
-        values: Point name -> [rows, ...features], on the CPU; of attention patterns, rows that grow.
-    """
-
-    positions: Sequence[int]
-    token_ids: Sequence[int]
-    values: dict[str, torch.Tensor | Patterns]
-
-    @property
-    def bytes(self) -> int:
-        """Memory that the values take."""
-        return sum(value.nbytes for value in self.values.values())
 
 
 class Rows(NamedTuple):
@@ -202,7 +181,7 @@ class Delta(NamedTuple):
     tokens: tuple[int, ...]
     text: str
     logprobs: tuple[Logprob, ...] = ()
-    lens: tuple[tuple[LayerLens, ...], ...] = ()
+    lens: tuple[tuple[LayerTokens, ...], ...] = ()
 
     @classmethod
     def of(cls, parts: Sequence[Delta]) -> Delta:
@@ -255,7 +234,7 @@ class Finished:
     code: str = "engine_error"
     memory: MemoryUse = field(default_factory=MemoryUse)
     rest: Delta | None = None
-    prompt_lens: tuple[tuple[int, tuple[LayerLens, ...]], ...] = ()
+    prompt_lens: tuple[tuple[int, tuple[LayerTokens, ...]], ...] = ()
 
 
 Event = PromptLogprobs | Delta | Rows | Finished

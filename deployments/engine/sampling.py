@@ -9,7 +9,7 @@ What is done to a row's logits, and in which order, is what transformers' `gener
    the answer (Keskar et al. 2019, CTRL; `RepetitionPenaltyLogitsProcessor`).
 3. `frequency_penalty` times how often the answer has a token, and `presence_penalty` where it has it, are taken
    off (OpenAI).
-4. A grammar rules out what does not fit it (`guide.py`).
+4. A grammar rules out what does not fit it (`guided.py`).
 5. `min_tokens` rules out end tokens and stop token ids (`MinNewTokensLengthLogitsProcessor`).
 6. Temperature 0 takes the likeliest of what that leaves. Else the logits are divided by `temperature`, and what
    is likely enough is kept by `top_k`, of that by `top_p` (Holtzman et al. 2019), of that by `min_p` (Nguyen et
@@ -28,15 +28,15 @@ from typing import NamedTuple
 import torch
 
 from deployments.engine.request import MOST_LOGPROBS, Likeliest, Logprob, Request, Sampling
-from deployments.engine.sampler import NEVER, Entries, Sampler
+from deployments.engine.sampling_state import NEG_INF, SamplingState, TokenValues
 from deployments.errors import RequestError
 
 NOT_FINITE = "the model gave a value that is not finite for this request"
-NOTHING_LEFT = "this request's settings leave no token to draw here: they rule out all that the model could give"
-HEAD = 1024  # the likeliest tokens, among which top_k and top_p nearly always find their last
+NO_TOKEN_LEFT = "this request's settings leave no token to draw here: they rule out all that the model could give"
+TOP_WIDTH = 1024  # the likeliest tokens, among which top_k and top_p nearly always find their last
 
 
-class Chosen(NamedTuple):
+class ChosenTokens(NamedTuple):
     """What became of a batch's logits.
 
     Attributes:
@@ -71,69 +71,91 @@ def check_sampling(request: Request, vocabulary: int) -> None:
             raise RequestError(f"from 0 to {MOST_LOGPROBS} likeliest tokens can be asked for", field)
 
 
-def choose(logits: torch.Tensor, samplers: Sequence[Sampler | None]) -> Chosen:
+def choose(logits: torch.Tensor, sampling_states: Sequence[SamplingState | None]) -> ChosenTokens:
     """Choose each row's next token.
 
     Args:
         logits: [rows, vocabulary], which stay as they are.
-        samplers: One per row; None where no token is wanted of it.
+        sampling_states: One per row; None where no token is wanted of it.
     """
     top, tokens = logits.max(dim=-1)  # [rows]; NaN wins a maximum
     failed = {i: NOT_FINITE for i, finite in enumerate(top.isfinite().tolist()) if not finite}
-    special = [(i, sampler) for i, sampler in enumerate(samplers) if sampler and sampler.special]
+    special = [
+        (i, sampling_state)
+        for i, sampling_state in enumerate(sampling_states)
+        if sampling_state and sampling_state.special
+    ]
     if special:
         rows = [i for i, _ in special]
-        best, ids = _by_settings(logits[rows].float(), [sampler for _, sampler in special])
+        best, ids = _by_settings(logits[rows].float(), [sampling_state for _, sampling_state in special])
         tokens[rows] = ids
-        reasons = {i: sampler.guide.error for i, sampler in special if sampler.guide}
+        reasons = {
+            i: sampling_state.grammar_state.error for i, sampling_state in special if sampling_state.grammar_state
+        }
         for i, finite in zip(rows, best.isfinite().tolist(), strict=True):
             if not finite:
-                failed.setdefault(i, reasons.get(i) or NOTHING_LEFT)
-    asking = [(i, sampler.logprobs) for i, sampler in enumerate(samplers) if sampler and sampler.logprobs is not None]
-    return Chosen(tokens.tolist(), failed, _logprobs(logits, tokens, asking) if asking else {})
+                failed.setdefault(i, reasons.get(i) or NO_TOKEN_LEFT)
+    asking = [
+        (i, sampling_state.logprobs)
+        for i, sampling_state in enumerate(sampling_states)
+        if sampling_state and sampling_state.logprobs is not None
+    ]
+    return ChosenTokens(tokens.tolist(), failed, _logprobs(logits, tokens, asking) if asking else {})
 
 
-def _by_settings(scores: torch.Tensor, samplers: Sequence[Sampler]) -> tuple[torch.Tensor, torch.Tensor]:
+def _by_settings(scores: torch.Tensor, sampling_states: Sequence[SamplingState]) -> tuple[torch.Tensor, torch.Tensor]:
     """The highest score and the chosen token of each row, [rows] each; scores [rows, vocabulary] are used up."""
-    adjust(scores, samplers)
+    adjust(scores, sampling_states)
     best, tokens = scores.max(dim=-1)
-    drawing = [i for i, sampler in enumerate(samplers) if sampler.draws]
+    drawing = [i for i, sampling_state in enumerate(sampling_states) if sampling_state.draws]
     if drawing:
-        all_draw = len(drawing) == len(samplers)
-        weights = weigh(scores if all_draw else scores[drawing], [samplers[i].sampling for i in drawing])
-        tokens[drawing] = draw(weights, [samplers[i].number() for i in drawing], tokens[drawing])
+        all_draw = len(drawing) == len(sampling_states)
+        weights = weigh(scores if all_draw else scores[drawing], [sampling_states[i].sampling for i in drawing])
+        tokens[drawing] = draw(weights, [sampling_states[i].number() for i in drawing], tokens[drawing])
     return best, tokens
 
 
-def adjust(scores: torch.Tensor, samplers: Sequence[Sampler]) -> None:
+def adjust(scores: torch.Tensor, sampling_states: Sequence[SamplingState]) -> None:
     """Add bias, take off penalties and rule out tokens, in place.
 
     Args:
         scores: [rows, vocabulary] float32.
-        samplers: One per row.
+        sampling_states: One per row.
     """
-    if biased := _flat([sampler.bias for sampler in samplers], scores.device):
+    if biased := _flat([sampling_state.bias for sampling_state in sampling_states], scores.device):
         rows, ids, bias = biased
         scores[rows, ids] += bias
-    if counted := _flat([sampler.counts for sampler in samplers], scores.device):
+    if counted := _flat([sampling_state.counts for sampling_state in sampling_states], scores.device):
         rows, ids, counts = counted
-        repetition = _column(scores, (sampler.sampling.repetition_penalty for sampler in samplers))[rows, 0]
-        frequency = _column(scores, (sampler.sampling.frequency_penalty for sampler in samplers))[rows, 0]
-        presence = _column(scores, (sampler.sampling.presence_penalty for sampler in samplers))[rows, 0]
+        repetition = _column(
+            scores, (sampling_state.sampling.repetition_penalty for sampling_state in sampling_states)
+        )[rows, 0]
+        frequency = _column(scores, (sampling_state.sampling.frequency_penalty for sampling_state in sampling_states))[
+            rows, 0
+        ]
+        presence = _column(scores, (sampling_state.sampling.presence_penalty for sampling_state in sampling_states))[
+            rows, 0
+        ]
         value = scores[rows, ids]  # [entries]
         value = torch.where(value < 0, value * repetition, value / repetition)
         scores[rows, ids] = value - frequency * counts - presence * (counts > 0)
-    if guided := [(row, sampler.guide) for row, sampler in enumerate(samplers) if sampler.guide]:
-        allowed = torch.stack([guide.allowed() for _, guide in guided]).to(scores.device)  # [guided, vocabulary]
+    if guided := [
+        (row, sampling_state.grammar_state)
+        for row, sampling_state in enumerate(sampling_states)
+        if sampling_state.grammar_state
+    ]:
+        allowed = torch.stack([grammar_state.allowed() for _, grammar_state in guided]).to(
+            scores.device
+        )  # [guided, vocabulary]
         at = [row for row, _ in guided]
-        scores[at] = scores[at].masked_fill(~allowed, NEVER)
-    if barred := _flat([sampler.barred for sampler in samplers], scores.device):
+        scores[at] = scores[at].masked_fill(~allowed, NEG_INF)
+    if barred := _flat([sampling_state.barred for sampling_state in sampling_states], scores.device):
         rows, ids, never = barred
         scores[rows, ids] = never
 
 
 def _flat(
-    entries: Sequence[Entries | None], device: torch.device
+    entries: Sequence[TokenValues | None], device: torch.device
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor] | None:
     """Entries of several rows as rows, token ids and values, [entries] each; None where no row has any."""
     rows, ids, values = array("q"), array("q"), array("f")
@@ -174,7 +196,7 @@ def weigh(scores: torch.Tensor, settings: Sequence[Sampling]) -> torch.Tensor:
     cut = [i for i, setting in enumerate(settings) if 0 < setting.top_k < vocabulary or setting.top_p < 1]
     if cut:
         some = weights if len(cut) == len(settings) else weights[cut]
-        least[cut] = least[cut].maximum(_cut(some, [settings[i] for i in cut], min(HEAD, vocabulary)))
+        least[cut] = least[cut].maximum(_cut(some, [settings[i] for i in cut], min(TOP_WIDTH, vocabulary)))
     if cut or any(setting.min_p for setting in settings):
         weights.mul_(weights >= least)
     return weights

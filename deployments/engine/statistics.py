@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-LATEST = 16  # steps that a mean looks back on
+WINDOW = 16  # steps that a mean looks back on
 
 
 @dataclass
@@ -42,6 +42,6 @@ class Statistics:
     def count_step(self, seconds: float, tokens: int) -> None:
         """Count one forward that took so long and brought so many tokens."""
         self.steps += 1
-        weight = 1 / min(self.steps, LATEST)
+        weight = 1 / min(self.steps, WINDOW)
         self.step_seconds += (seconds - self.step_seconds) * weight
         self.tokens_per_second += ((tokens / seconds if seconds else 0.0) - self.tokens_per_second) * weight

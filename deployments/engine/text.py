@@ -7,7 +7,7 @@ from collections.abc import Mapping, Sequence
 from tokenizers.decoders import DecodeStream
 from transformers import PreTrainedTokenizerFast
 
-MOST_WAITING = 32  # tokens in a row without text, each of which makes the tokenizer decode all of them again
+MOST_WAITING = 32  # tokens in a sequence without text, each of which makes the tokenizer decode all of them again
 
 
 class TextStream:

@@ -7,7 +7,7 @@ from typing import Annotated, Any, Literal
 
 from pydantic import AfterValidator, BaseModel, ConfigDict, Discriminator, Field, Tag, model_validator
 
-from deployments.points.spec import Features, Heads
+from deployments.points.capture import Features, Heads
 from deployments.points.strict import Strict
 from deployments.points.token_choices import TokenChoice
 

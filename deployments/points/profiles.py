@@ -8,8 +8,8 @@ from typing import Annotated, Any
 from pydantic import ConfigDict, Field, field_validator, model_validator
 from pydantic_core import PydanticCustomError
 
+from deployments.points.capture import Capture
 from deployments.points.interventions import Interventions
-from deployments.points.spec import Capture
 from deployments.points.strict import Strict
 from deployments.points.token_choices import AMBIGUOUS, Last
 

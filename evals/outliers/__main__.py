@@ -8,12 +8,12 @@ from typing import Any
 
 from deployments.activations.permissions import restrict
 from deployments.options import home
-from evals.client import RequestFailed
 from evals.config import EvalError
 from evals.outliers import features, massive
 from evals.outliers.census import Ablation, census
 from evals.outliers.report import summary
-from evals.report_page import NAME
+from evals.report.page import NAME
+from evals.server.client import RequestFailed
 
 
 def main(argv: Sequence[str] | None = None) -> int:

@@ -9,9 +9,9 @@ from typing import Any
 
 import numpy as np
 
-from evals.client import ChatClient, RequestFailed, ask_json
 from evals.config import EvalError
 from evals.outliers.texts import Prompt
+from evals.server.client import ChatClient, RequestFailed, ask_json
 
 Record = dict[str, Any]
 MOST_OPERATIONS = 256  # of a request

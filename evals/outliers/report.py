@@ -4,12 +4,12 @@ import math
 from pathlib import Path
 from typing import Any
 
-from evals.charts import Scale, nice
-from evals.report_page import NAME, template
-from evals.results import write_json, write_whole
+from evals.report.charts import Scale, nice
+from evals.report.page import NAME, template
+from evals.results.results import write_json, write_whole
 
 Record = dict[str, Any]
-FAINTEST = 0.15  # opacity of the smallest value of a map
+MIN_OPACITY = 0.15  # opacity of the smallest value of a map
 MOST_ROWS = 100  # of a table of the page
 MOST_NAMED = 12  # features that the screen names
 
@@ -68,7 +68,7 @@ def _cells(of: Record) -> list[tuple[int, int, float, float]]:
 
     def opacity(value: float) -> float:
         share = (math.log(value) - low) / (high - low) if high > low else 1.0
-        return round(FAINTEST + (1 - FAINTEST) * share, 3)
+        return round(MIN_OPACITY + (1 - MIN_OPACITY) * share, 3)
 
     places = ((x, y, value) for y, row in enumerate(shown) for x, value in enumerate(row))
     return [(x, y, value, opacity(value)) for x, y, value in places if value]

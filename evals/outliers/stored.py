@@ -15,8 +15,8 @@ from deployments.activations.schema import point_types, shard_facts
 from deployments.activations.segments import whole_runs
 from deployments.activations.selecting import MOST_NAMED, by_schema, shards
 from deployments.points.names import recorded
-from evals.activation_stats import LAYER
 from evals.config import EvalError
+from evals.results.activation_stats import LAYER
 
 # What attention's first projections and the MLP's read, by canonical names or the projections' own.
 INPUTS = re.compile(

@@ -13,7 +13,7 @@ from sklearn.feature_extraction.text import TfidfVectorizer
 from sklearn.linear_model import LogisticRegression
 from sklearn.pipeline import make_union
 
-from evals.probes.examples import Example, Place
+from evals.probes.examples import Example, RowPlace
 from evals.probes.features import standardized
 from evals.probes.fitting import Job, select
 from evals.probes.metrics import by_folds
@@ -61,7 +61,7 @@ def text(job: Job, runs: Sequence[Example], tokens: str) -> Baseline:
     return _selected(job, logits)
 
 
-def _read(run: Example, place: Place) -> str:
+def _read(run: Example, place: RowPlace) -> str:
     """The text up to the last token that a probe reads; in place of that token its id, where its text is not known."""
     return (run.text or "")[: place.characters] + (f" {place.token_id}" if place.cut else "")
 

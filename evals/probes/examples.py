@@ -19,12 +19,12 @@ from deployments.activations.segments import WholeRun
 from deployments.activations.selecting import Wanted, by_schema, select, shards
 from deployments.points.names import recorded
 from evals.config import EvalError
-from evals.probes.labels import Row, Source
+from evals.probes.labels import RunLabels, Source
 
 _SPAN = re.compile(r"span:(-?\d*):(-?\d*)")
 
 
-class Tokens(NamedTuple):
+class TokenColumn(NamedTuple):
     """A choice of tokens: the last of some, `mean` or `max` over all, or the mean of a span.
 
     Attributes:
@@ -40,7 +40,7 @@ class Tokens(NamedTuple):
     end: int | None = None
 
     @classmethod
-    def parse(cls, name: str) -> Tokens:
+    def parse(cls, name: str) -> TokenColumn:
         """Read one choice.
 
         Raises:
@@ -96,12 +96,12 @@ class Example(NamedTuple):
     label: str
     group: str
     text: str | None
-    at: dict[str, Place]
+    at: dict[str, RowPlace]
     file: File
     offset: int
 
 
-class Place(NamedTuple):
+class RowPlace(NamedTuple):
     """A run's stored rows `[first, end)`, and the text and tokens up to the last of them.
 
     Attributes:
@@ -151,7 +151,7 @@ def find(
     session: str,
     source: Source,
     points: Sequence[str],
-    tokens: Sequence[Tokens],
+    tokens: Sequence[TokenColumn],
     grouped: bool,
     skip_missing: bool = False,
 ) -> Examples:
@@ -238,7 +238,7 @@ def by_site(name: str) -> tuple[str, int, str]:
 
 
 def _example(
-    chosen: WholeRun, row: Row, points: Sequence[str], tokens: Sequence[Tokens], grouped: bool
+    chosen: WholeRun, row: RunLabels, points: Sequence[str], tokens: Sequence[TokenColumn], grouped: bool
 ) -> Example | str:
     """A run as an example, or what it lacks."""
     facts = chosen.facts
@@ -248,7 +248,7 @@ def _example(
         return "have no group"
     if any(point not in chosen.types for point in points):
         return "did not record all points"
-    places = dict[str, Place]()
+    places = dict[str, RowPlace]()
     positions, ids = (_column(chosen, name) for name in ("position", "token_id"))
     offsets = _column(chosen, "text_offset") if "text_offset" in chosen.batches[0].schema.names else None
     for choice in tokens:
@@ -257,7 +257,7 @@ def _example(
             return f"have no stored rows for --tokens {choice.name}"
         last = rows[1] - 1
         characters, cut = _characters(facts, positions, offsets, rows[1])
-        places[choice.name] = Place(*rows, characters, int(positions[last]) + 1, int(ids[last]), cut)
+        places[choice.name] = RowPlace(*rows, characters, int(positions[last]) + 1, int(ids[last]), cut)
     return Example(
         facts.run_id,
         facts.sample_id,
@@ -270,7 +270,7 @@ def _example(
     )
 
 
-def _rows(choice: Tokens, facts: RunFacts, row: Row, positions: np.ndarray) -> tuple[int, int] | None:
+def _rows(choice: TokenColumn, facts: RunFacts, row: RunLabels, positions: np.ndarray) -> tuple[int, int] | None:
     """The stored rows of a choice of tokens, `[first, end)`; None unless all of them are there."""
     if choice.kind in ("mean", "max"):
         return 0, len(positions)
@@ -300,7 +300,7 @@ def _characters(facts: RunFacts, positions: np.ndarray, offsets: np.ndarray | No
     return (text, False) if np.isnan(offset) else (int(offset), cut)
 
 
-def _ranges(index: RowIndex, runs: Sequence[Example], tokens: Sequence[Tokens]) -> dict[str, np.ndarray]:
+def _ranges(index: RowIndex, runs: Sequence[Example], tokens: Sequence[TokenColumn]) -> dict[str, np.ndarray]:
     """By choice of tokens, the rows of the index that each example means, `[n, 2]`."""
     blocks, of = np.unique(index.run, return_index=True)
     first = {index.runs[run].run_id: int(index.starts[block]) for run, block in zip(blocks, of, strict=True)}

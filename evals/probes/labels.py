@@ -16,14 +16,14 @@ import pyarrow.parquet as pq
 
 from deployments.activations.facts import RunFacts
 from evals.config import EvalError
-from evals.labels import labelled
-from evals.transfer import files_of
+from evals.labels.table import labelled
+from evals.results.transfer import files_of
 
 _TRUE = ("true", "1", "yes")
 NAMED = 8  # label values that a refusal lists
 
 
-class Row(NamedTuple):
+class RunLabels(NamedTuple):
     """A run's label and group, None where it has none, and its spans by name: `[first, end)` token positions."""
 
     label: str | None
@@ -31,7 +31,7 @@ class Row(NamedTuple):
     spans: Mapping[str, tuple[int, int]]
 
 
-NOTHING = Row(None, None, {})
+NO_LABELS = RunLabels(None, None, {})
 
 
 @dataclass(frozen=True)
@@ -43,7 +43,7 @@ class Source:
         unused: Names of the rows for which no run was asked yet.
     """
 
-    of: Callable[[RunFacts], Row | None]
+    of: Callable[[RunFacts], RunLabels | None]
     unused: set[str] = field(default_factory=set)
 
 
@@ -54,7 +54,7 @@ def from_tags(label: str, group: str | None) -> Source:
         label: A tag's name.
         group: A tag's name; None without groups.
     """
-    return Source(lambda run: Row(run.tags.get(label), run.tags.get(group) if group else None, {}))
+    return Source(lambda run: RunLabels(run.tags.get(label), run.tags.get(group) if group else None, {}))
 
 
 def from_results(
@@ -180,9 +180,9 @@ def _joined(
     group: str | None,
     spans: Collection[str],
     tag: str | None = None,
-    missing: Row | None = NOTHING,
+    missing: RunLabels | None = NO_LABELS,
 ) -> Source:
-    found, unused = dict[str, Row](), set[str]()
+    found, unused = dict[str, RunLabels](), set[str]()
     repeated = 0
     for number, row in enumerate(rows, 1):
         at = {name: _span(f"span.{name}", span) for name in spans if (span := row.get(f"span.{name}"))}
@@ -190,11 +190,11 @@ def _joined(
         repeated += name in found
         unused.add(f"row {number}, without {key}" if name is None else name)
         if name is not None:
-            found[name] = Row(text(row.get(label)), text(row.get(group)) if group else None, at)
+            found[name] = RunLabels(text(row.get(label)), text(row.get(group)) if group else None, at)
     if repeated:
         raise EvalError(f"--labels: {repeated} rows repeat the {key} of another row")
 
-    def of(run: RunFacts) -> Row | None:
+    def of(run: RunFacts) -> RunLabels | None:
         name = run.run_id if key == "run_id" else run.sample_id or ""
         unused.discard(name)
         row = found.get(name, missing)

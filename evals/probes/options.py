@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from evals.config import EvalError
-from evals.probes.examples import Tokens
+from evals.probes.examples import TokenColumn
 from evals.probes.solver import METHODS, Method
 
 _UNFIT = re.compile(r"[^A-Za-z0-9._-]+")  # for a file's name
@@ -100,13 +100,13 @@ class Options:
             raise EvalError("--points, --tokens and --methods: name at least one of each")
 
     @property
-    def choices(self) -> list[Tokens]:
+    def choices(self) -> list[TokenColumn]:
         """The choices of tokens.
 
         Raises:
             EvalError: One is none.
         """
-        return [Tokens.parse(name) for name in dict.fromkeys(self.tokens)]
+        return [TokenColumn.parse(name) for name in dict.fromkeys(self.tokens)]
 
     @property
     def probe_name(self) -> str:

@@ -11,12 +11,12 @@ import numpy as np
 from scipy.special import expit
 
 from deployments.activations import load
-from evals.charts import SHARES, Scale
 from evals.probes.examples import Example, Examples, by_site
 from evals.probes.fitting import Job
 from evals.probes.headline import Headline
 from evals.probes.metrics import bins
-from evals.report_page import template
+from evals.report.charts import SHARES, Scale
+from evals.report.page import template
 
 NAME = "report.html"
 _BARS = 20

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import json
 
-from benchmarks import report
-from benchmarks.measuring import Ratio, Run, Way, in_turn, ratio, same_outputs
-from benchmarks.prompts import texts
+from benchmarks.common import report
+from benchmarks.common.measuring import Ratio, Run, Way, in_turn, ratio, same_outputs
+from benchmarks.common.prompts import texts
 
 
 def way(name: str, seconds: list[float], outputs: list[list[int]], log: list[str]) -> Way:

@@ -8,8 +8,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from benchmarks.load import Exchange
-from benchmarks.streams import gaps, pieces
+from benchmarks.common.load import Exchange
+from benchmarks.common.streams import gaps, pieces
 
 
 def stream(texts: list[str]) -> str:

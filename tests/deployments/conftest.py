@@ -13,7 +13,8 @@ from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 from transformers import AutoModelForCausalLM, PreTrainedTokenizerFast
 
 from deployments.demo_model import WEIGHTS
-from deployments.engine.model import Model, load
+from deployments.model.load import load
+from deployments.model.model import Model
 
 CONTEXT = 96
 WINDOW = 5  # shorter than nearly every prompt of the tests

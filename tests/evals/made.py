@@ -7,10 +7,10 @@ from pathlib import Path
 from typing import Any
 
 from evals.config import Config
-from evals.results import Results
-from evals.rewards import Rewarding, load_rewards
-from evals.summary import conclude
-from evals.trajectory import Problem, Sample, Turn, scored
+from evals.gsm8k.summary import conclude
+from evals.results.results import Results
+from evals.task.rewards import Rewarding, load_rewards
+from evals.task.trajectory import Problem, Sample, Turn, scored
 
 Change = Callable[[Sample], Sample]
 HOSTILE = (

@@ -9,9 +9,9 @@ from deployments.activations.catalogue import Catalogue
 from deployments.activations.facts import RunFacts, ShardFacts
 from deployments.activations.schema import to_batch
 from deployments.activations.writer import Writer
-from evals.records import since_prompt
-from evals.results import read_samples
-from evals.trajectory import Sample
+from evals.results.results import read_samples
+from evals.task.records import since_prompt
+from evals.task.trajectory import Sample
 
 POINT = "layers.0.output"
 

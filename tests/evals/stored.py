@@ -19,8 +19,8 @@ from deployments.activations.readings import Readings
 from deployments.activations.schema import to_batch
 from deployments.activations.writer import Writer
 from deployments.points.patterns import Patterns
-from serve_app.errors import install
-from serve_app.ranges import Download, Ranged, page
+from serve_app.http.errors import install
+from serve_app.http.ranges import Download, Ranged, page
 
 SESSION = "evaluated"
 Points = dict[str, torch.Tensor] | dict[str, torch.Tensor | Patterns]

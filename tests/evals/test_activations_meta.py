@@ -10,8 +10,8 @@ from hypothesis import strategies as st
 
 from deployments.points.patterns import Patterns, keys
 from evals.activations_meta import ITEM_BYTES, item_bytes, shape_of, values_of, why_not_stored
-from evals.tally import ActivationTally
-from evals.trajectory import Sample, Turn
+from evals.results.tally import ActivationTally
+from evals.task.trajectory import Sample, Turn
 
 WEIGHTS = "layers.1.attention.weights"
 RUN = {"run_id": "r1", "tokens": 4, "points": {}}

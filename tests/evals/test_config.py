@@ -12,7 +12,7 @@ from hypothesis import HealthCheck, example, given, settings
 from hypothesis import strategies as st
 
 from evals.config import Config
-from evals.options import flag, parse_args, results_path
+from evals.gsm8k.options import flag, parse_args, results_path
 
 
 @pytest.mark.parametrize(

@@ -3,7 +3,7 @@ from pathlib import Path
 import pytest
 
 from evals.config import Config
-from evals.options import parse_args
+from evals.gsm8k.options import parse_args
 from evals.serving_config import STAGES
 
 

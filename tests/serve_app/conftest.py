@@ -6,7 +6,7 @@ import pytest
 from transformers import AutoTokenizer
 
 from deployments.demo_model import WEIGHTS
-from serve_app.keys import VARIABLE
+from serve_app.http.keys import VARIABLE
 from tests.serve_app.keyed import IN_ENVIRONMENT, IN_FILE, ORIGIN
 
 

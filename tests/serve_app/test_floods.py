@@ -10,8 +10,8 @@ from concurrent.futures import ThreadPoolExecutor
 import httpx
 import pytest
 
+from deployments.chat.response_templates import LLAMA
 from deployments.demo_model import WEIGHTS
-from deployments.formats import LLAMA
 
 TOOL = {"type": "function", "function": {"name": "f", "parameters": {"type": "object", "properties": {}}}}
 

@@ -11,7 +11,7 @@ from transformers import AutoModelForCausalLM
 
 from deployments.activations import load
 from deployments.demo_model import WEIGHTS
-from deployments.messages import LayerTop, Spelled, TokenLens
+from deployments.messages import LayerTop, TokenLayers, TokenText
 from serve_app.logprobs import of_lens
 
 MODEL = "vitrine-demo"
@@ -234,7 +234,9 @@ def test_more_than_an_answer_may_hold_is_refused_with_the_limit(served, statisti
 
 def test_json_says_of_the_impossible_what_logprobs_say():
     tokens = [
-        TokenLens(7, Spelled("y", None), (LayerTop(0, ()), LayerTop(3, ((9, Spelled("x", b"x"), float("-inf")),))))
+        TokenLayers(
+            7, TokenText("y", None), (LayerTop(0, ()), LayerTop(3, ((9, TokenText("x", b"x"), float("-inf")),)))
+        )
     ]
     layers = [
         {"layer": 0, "top": []},

@@ -9,7 +9,7 @@ import torch
 from transformers import AutoModelForCausalLM
 
 from deployments.demo_model import PROBLEMS, WEIGHTS
-from deployments.messages import Scored, TokenLogprob
+from deployments.messages import ScoredToken, TokenLogprob
 from serve_app.logprobs import of_chat, of_completion
 
 MODEL = "vitrine-demo"
@@ -147,8 +147,8 @@ def test_a_completions_own_token_is_among_its_likeliest(client):
 
 
 def test_json_says_of_the_impossible_what_openai_says():
-    never = Scored("x", b"x", float("-inf"))
-    tokens = [TokenLogprob(Scored("y", None, -0.5), (never,), 0)]
+    never = ScoredToken("x", b"x", float("-inf"))
+    tokens = [TokenLogprob(ScoredToken("y", None, -0.5), (never,), 0)]
     assert json.loads(json.dumps(of_chat(tokens), allow_nan=False))["content"] == [
         {
             "token": "y",

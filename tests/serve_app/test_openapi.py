@@ -19,7 +19,7 @@ from schemathesis.specs.openapi.checks import (
 
 from deployments.options import Options
 from serve_app.api import build_api
-from serve_app.keys import Keys
+from serve_app.http.keys import Keys
 
 CHECKS = [not_a_server_error, status_code_conformance, content_type_conformance, response_schema_conformance]
 DESCRIPTION = build_api(None, Options(), Keys()).openapi()

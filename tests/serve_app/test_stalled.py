@@ -20,7 +20,7 @@ from deployments.activations.schema import to_batch
 from deployments.activations.store import connect
 from deployments.client_code.board import connect as board
 from deployments.client_code.job import Update
-from serve_app.ranges import PAGE_BYTES
+from serve_app.http.ranges import PAGE_BYTES
 
 READERS = 40
 MOST_BYTES = 400 << 20

@@ -88,7 +88,7 @@ def test_a_job_without_signs_of_life_is_given_up(monkeypatch):
     async def latest() -> Update:
         known = Board()
         job = await known.open(None)
-        monkeypatch.setattr(board, "LOST_S", -1)
+        monkeypatch.setattr(board, "JOB_TIMEOUT_S", -1)
         found, _ = await known.latest(job)
         return found
 
@@ -133,7 +133,7 @@ def test_a_listener_stays_as_long_as_its_ingress_gives_signs_of_life(monkeypatch
         await known.tell([Update(job, "LOG", "unheard")], [])
         await known.listens(listener)
         before = await known.heard(job)
-        monkeypatch.setattr(board, "SILENT_S", -1)
+        monkeypatch.setattr(board, "LISTENER_TIMEOUT_S", -1)
         await known.latest(job)
         return [before, await known.heard(job)]
 

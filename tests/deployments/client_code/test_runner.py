@@ -21,8 +21,8 @@ from deployments.client_code.execution import JobModel
 from deployments.client_code.job import CodeJob, Limits, ModelKey
 from deployments.client_code.runner import CodeRunner
 from deployments.demo_model import WEIGHTS
-from deployments.engine.model import load
 from deployments.errors import RequestError
+from deployments.model.load import load
 from deployments.options import Options
 
 LIMITS = Limits(seconds=30, memory_bytes=1 << 30, result_bytes=1 << 20, log_bytes=1 << 20, threads=1)

@@ -10,9 +10,9 @@ import nnsight
 import torch
 
 from deployments.engine.edits import Edit
-from deployments.engine.model import Model
-from deployments.points.resolving import Place, Point
-from deployments.points.spec import Capture
+from deployments.model.model import Model
+from deployments.places.place import Place, Point
+from deployments.points.capture import Capture
 
 Values = dict[str, torch.Tensor]  # point name -> [tokens, ...]
 

@@ -15,24 +15,15 @@ import pytest
 import torch
 from torch.nn.utils.rnn import pad_sequence
 
+from deployments.engine.capture.buffer import joined
+from deployments.engine.capture.captured import Captured
 from deployments.engine.engine import Engine
-from deployments.engine.model import Model
-from deployments.engine.recording import joined
-from deployments.engine.request import (
-    Captured,
-    Delta,
-    Event,
-    Finished,
-    Likeliest,
-    Logprob,
-    PromptLogprobs,
-    Request,
-    Rows,
-)
+from deployments.engine.request import Delta, Event, Finished, Likeliest, Logprob, PromptLogprobs, Request, Rows
+from deployments.model.model import Model
+from deployments.places.attention_patterns import eagerly
+from deployments.places.place import Point
+from deployments.points.capture import Capture
 from deployments.points.patterns import Patterns
-from deployments.points.recomputing import eagerly
-from deployments.points.resolving import Point
-from deployments.points.spec import Capture
 from deployments.points.token_choices import Last
 
 sys.path.append(str(Path(__file__).parent))  # importlib mode adds no folder; `by_hand` stands beside this file

@@ -6,8 +6,8 @@ import pytest
 import torch
 
 from deployments.engine.engine import Engine
-from deployments.engine.model import Model
 from deployments.engine.request import Finished, Request
+from deployments.model.model import Model
 
 
 def test_every_point_of_the_model_that_ships_equals_hooks_in_a_lone_forward(

@@ -10,9 +10,9 @@ from by_hand import point as point_of
 
 from deployments.engine.edits import Edit, Tokens
 from deployments.engine.engine import Engine
-from deployments.engine.memory import KvMemory
-from deployments.engine.model import Model
+from deployments.engine.kv_memory import KvMemory
 from deployments.engine.request import Request
+from deployments.model.model import Model
 
 PROMPT, NEW = 9, 6
 

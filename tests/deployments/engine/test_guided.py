@@ -11,13 +11,13 @@ from hypothesis import given
 from hypothesis import strategies as st
 from llguidance import LLParserLimits
 
-from deployments.engine import guide
+from deployments.chat.grammar import schema_rule, without_other_properties
+from deployments.engine import guided as guided_module
 from deployments.engine.engine import Engine
-from deployments.engine.guide import MOST_CHARACTERS, Grammars
-from deployments.engine.memory import KvMemory
-from deployments.engine.request import GREEDY, TOO_COMPLEX, Request, Sampling
+from deployments.engine.guided import MOST_CHARACTERS, GrammarCompiler
+from deployments.engine.kv_memory import KvMemory
+from deployments.engine.request import GRAMMAR_TOO_COMPLEX, GREEDY, Request, Sampling
 from deployments.errors import RequestError
-from deployments.grammars import closed, embedded
 
 PERSON = {
     "type": "object",
@@ -39,7 +39,7 @@ SCHEMAS = {
 
 
 def grammar(model, schema):
-    return Grammars(model).compile(f"start: {embedded(schema)}", "response_format")
+    return GrammarCompiler(model).compile(f"start: {schema_rule(schema)}", "response_format")
 
 
 @pytest.fixture(scope="module", params=["demo", "llama", "gpt2"])
@@ -49,8 +49,10 @@ def model(request, tiny, demo):
 
 @pytest.fixture(scope="module")
 def compiled(model):
-    grammars = Grammars(model)
-    return {name: grammars.compile(f"start: {embedded(schema)}", "response_format") for name, schema in SCHEMAS.items()}
+    grammars = GrammarCompiler(model)
+    return {
+        name: grammars.compile(f"start: {schema_rule(schema)}", "response_format") for name, schema in SCHEMAS.items()
+    }
 
 
 def said(model, finished):
@@ -211,7 +213,7 @@ def test_a_schema_that_cannot_be_enforced_is_refused(demo, schema):
 
 def limited(monkeypatch, model, states):
     """A grammar of more and more lexer states, of which it may have so many."""
-    monkeypatch.setattr(guide, "LIMITS", LLParserLimits(max_lexer_states=states))
+    monkeypatch.setattr(guided_module, "LIMITS", LLParserLimits(max_lexer_states=states))
     return grammar(model, {"type": "string", "pattern": "^[ab]*a[ab]{24}$"})
 
 
@@ -219,7 +221,7 @@ def test_a_row_whose_grammar_fails_on_the_way_ends_alone_and_says_why(demo, prom
     request = Request("free", prompt(4), 40)
     doomed = Request("doomed", prompt(5), 400, sampling=Sampling(seed=0), grammar=limited(monkeypatch, demo, 100))
     free, failed = Engine(demo).generate([request, doomed])
-    assert (failed.reason, failed.code) == ("error", TOO_COMPLEX)
+    assert (failed.reason, failed.code) == ("error", GRAMMAR_TOO_COMPLEX)
     assert "states" in failed.error
     assert same_greedy(demo, request.prompt, free.tokens, alone(demo, request.prompt, 40))
 
@@ -250,7 +252,7 @@ AS_THEY_ARE = [
 
 def test_an_object_has_the_properties_that_are_named_and_no_others(demo):
     nested = {"type": "object", "properties": {"x": {"type": "array", "items": {"$ref": "#/$defs/o"}}}}
-    told = closed({**nested, "$defs": {"o": OPEN}})
+    told = without_other_properties({**nested, "$defs": {"o": OPEN}})
     assert told["additionalProperties"] is False
     assert told["$defs"]["o"]["additionalProperties"] is False
     request = Request("a", demo.tokenizer("Tom has 3")["input_ids"], 200, grammar=grammar(demo, OPEN))
@@ -261,4 +263,4 @@ def test_an_object_has_the_properties_that_are_named_and_no_others(demo):
 
 @pytest.mark.parametrize("schema", AS_THEY_ARE, ids=str)
 def test_what_would_not_be_obeyed_any_more_stays_as_it_is(schema):
-    assert closed(schema) == schema
+    assert without_other_properties(schema) == schema

@@ -6,9 +6,9 @@ import pytest
 import torch
 
 from deployments.engine.engine import Engine
-from deployments.engine.model import Model
 from deployments.engine.request import Request
 from deployments.errors import RequestError
+from deployments.model.model import Model
 
 
 def test_no_new_tokens_runs_the_prompt_through_and_captures_it(

@@ -4,10 +4,10 @@ import pytest
 import torch
 
 from deployments.engine.engine import Engine
-from deployments.engine.model import Model
 from deployments.engine.request import Delta, Request, Sampling
-from deployments.engine.sampler import Sampler
 from deployments.engine.sampling import choose
+from deployments.engine.sampling_state import SamplingState
+from deployments.model.model import Model
 
 SETTINGS = {
     "greedy": Sampling(0.0),
@@ -65,7 +65,7 @@ def test_a_greedy_token_is_the_first_of_its_likeliest(tiny, prompt, drain, endin
 def test_equally_likely_tokens_come_in_the_order_of_their_ids():
     logits = torch.tensor([[0.0, 2.0, 1.0, 2.0, 1.0, 2.0, 1.0, 0.0]])
     for count in range(9):
-        (one,) = choose(logits, [Sampler(Request("", [1], 9, logprobs=count), frozenset(), 8)]).logprobs.values()
+        (one,) = choose(logits, [SamplingState(Request("", [1], 9, logprobs=count), frozenset(), 8)]).logprobs.values()
         assert [id for id, _ in one.top] == [1, 3, 5, 2, 4, 6, 0, 7][:count]
 
 

@@ -5,12 +5,13 @@ from __future__ import annotations
 import pytest
 import torch
 
-from deployments.engine import memory, row
-from deployments.engine.cache import SlotLayer
+from deployments.engine import kv_memory
+from deployments.engine import sequence as sequence_module
 from deployments.engine.engine import Engine
-from deployments.engine.memory import left_in_container
+from deployments.engine.kv_memory import left_in_container
 from deployments.engine.request import Request
 from deployments.engine.sampling import choose
+from deployments.model.kv_cache import SlotLayer
 
 
 def test_a_newcomer_for_whom_memory_cannot_grow_waits_and_touches_nobody(tiny, monkeypatch, drain, endings):
@@ -37,12 +38,12 @@ def test_a_newcomer_for_whom_memory_cannot_grow_waits_and_touches_nobody(tiny, m
 
 
 def test_a_prompts_next_piece_takes_no_memory_that_a_neighbours_next_token_would(tiny, prompt, monkeypatch, endings):
-    monkeypatch.setattr(memory, "FIRST_CAPACITY", 8)
-    monkeypatch.setattr(row, "RESERVE", 1)
+    monkeypatch.setattr(kv_memory, "FIRST_CAPACITY", 8)
+    monkeypatch.setattr(sequence_module, "RESERVED_TOKENS", 1)
     model = tiny("qwen3")
     requests = [Request("a", prompt(4), 20, ignore_eos=True), Request("b", prompt(15), 1)]
     alone = [Engine(model).generate([request])[0].tokens for request in requests]
-    two_of_16 = 32 * memory.KvMemory(model, 1, kv_bytes=1).position_bytes
+    two_of_16 = 32 * kv_memory.KvMemory(model, 1, kv_bytes=1).position_bytes
     engine = Engine(model, prefill_tokens=4, kv_bytes=two_of_16)
     engine.submit(requests[0])
     events = [event for _ in range(10) for event in engine.step()]  # 16 of its tokens are in before b's last piece

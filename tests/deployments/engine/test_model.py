@@ -5,9 +5,10 @@ import torch
 
 from deployments.demo_model import WEIGHTS
 from deployments.engine.engine import Engine
-from deployments.engine.mask_search import UnsupportedModelError
-from deployments.engine.model import Model, load
 from deployments.engine.request import Request
+from deployments.model.load import load
+from deployments.model.mask_search import UnsupportedModelError
+from deployments.model.model import Model
 
 
 @pytest.mark.parametrize(

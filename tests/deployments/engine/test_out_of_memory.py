@@ -15,8 +15,8 @@ sys.path.insert(0, {tests!r})
 import torch
 import conftest
 from deployments.engine.engine import Engine
-from deployments.engine.memory import held_bytes
-from deployments.engine.model import Model
+from deployments.engine.kv_memory import held_bytes
+from deployments.model.model import Model
 from deployments.engine.request import Request
 
 torch.set_num_threads(1)

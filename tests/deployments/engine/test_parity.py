@@ -13,10 +13,10 @@ import torch
 from hypothesis import Phase, given, seed, settings
 from hypothesis import strategies as st
 
-from deployments.engine import memory, row
+from deployments.engine import kv_memory, sequence
 from deployments.engine.engine import Engine
-from deployments.engine.memory import KvMemory
-from deployments.engine.request import Event, Finished, Lens, Request, Rows, Sampling
+from deployments.engine.kv_memory import KvMemory
+from deployments.engine.request import Event, Finished, LensLayers, Request, Rows, Sampling
 
 LENGTHS = (1, 2, 5, 7, 9, 14, 21, 30)
 NEW = 12  # a request's most tokens
@@ -139,8 +139,8 @@ def breaking(lone: Any, value: float) -> Iterator[None]:
 def _slots_grow_early():
     """Slots double at these prompts' lengths, so that requests come to want more than there is."""
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(memory, "FIRST_CAPACITY", 8)
-        patch.setattr(row, "RESERVE", 1)
+        patch.setattr(kv_memory, "FIRST_CAPACITY", 8)
+        patch.setattr(sequence, "RESERVED_TOKENS", 1)
         yield
 
 
@@ -175,7 +175,7 @@ def serve(architecture, attention, tiny, prompt, make_lone, capturing):
             bias[lone.rare] = float(wanted.breaks)
         said = {"logprobs": wanted.logprobs, "prompt_logprobs": wanted.prompt_logprobs}
         if wanted.lens:
-            said["lens"] = Lens(tuple(range(len(outputs))), outputs, wanted.lens)
+            said["lens"] = LensLayers(tuple(range(len(outputs))), outputs, wanted.lens)
         request = Request(id, ids, wanted.max_tokens, Sampling(0.0, logit_bias=bias), **said)
         if wanted.tokens is None:
             return request

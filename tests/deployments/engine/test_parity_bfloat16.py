@@ -16,8 +16,8 @@ from by_hand import point as point_of
 
 from deployments.engine.edits import Edit, Tokens
 from deployments.engine.engine import Engine
-from deployments.engine.model import Model
 from deployments.engine.request import Delta
+from deployments.model.model import Model
 from deployments.points.patterns import Patterns
 
 RATIO, FLOOR = 1.5, 2**-10

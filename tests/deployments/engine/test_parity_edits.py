@@ -17,7 +17,7 @@ from hypothesis import strategies as st
 from deployments.engine.edits import Edit, Tokens
 from deployments.engine.engine import Engine
 from deployments.engine.request import Sampling
-from deployments.points.resolving import Point
+from deployments.places.place import Point
 
 OPERATIONS = ("add", "scale", "zero", "project_out", "clamp", "replace", "replace by rows")
 CANONICAL = ("embed.", "layers.", "norm.", "lm_head.")

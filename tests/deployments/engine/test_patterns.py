@@ -7,13 +7,13 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
+from deployments.engine.capture.row_sizes import RowSizes
 from deployments.engine.engine import Engine
-from deployments.engine.model import Model
 from deployments.engine.request import Finished, Request, Rows
-from deployments.engine.row_sizes import RowSizes
 from deployments.errors import RequestError
+from deployments.model.model import Model
+from deployments.points.capture import Capture
 from deployments.points.patterns import keys
-from deployments.points.spec import Capture
 from deployments.points.token_choices import Tokens, resolve
 
 EVERY = ["layers.*.attention.weights"]

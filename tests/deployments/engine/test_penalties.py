@@ -11,11 +11,11 @@ from transformers import (
 )
 
 from deployments.engine.engine import Engine
-from deployments.engine.model import Model
 from deployments.engine.request import Delta, Request, Sampling
-from deployments.engine.sampler import Sampler
-from deployments.engine.sampling import NOTHING_LEFT, adjust, choose
+from deployments.engine.sampling import NO_TOKEN_LEFT, adjust, choose
+from deployments.engine.sampling_state import SamplingState
 from deployments.errors import RequestError
+from deployments.model.model import Model
 
 VOCABULARY = 16
 EOS = frozenset([2])
@@ -57,7 +57,7 @@ def processed(logits, request, answer):
 
 
 def having_said(request, answer, vocabulary=VOCABULARY):
-    sampler = Sampler(request, EOS, vocabulary)
+    sampler = SamplingState(request, EOS, vocabulary)
     for token in answer:
         sampler.add(token)
     return sampler
@@ -137,7 +137,7 @@ def test_settings_that_leave_no_token_end_their_row_alone():
     plain = having_said(Request("", [1], 9), [])
     logits = torch.arange(3 * VOCABULARY, dtype=torch.float32).view(3, VOCABULARY)
     chosen = choose(logits, [barred, plain, drawing])
-    assert chosen.failed == {0: NOTHING_LEFT, 2: NOTHING_LEFT}
+    assert chosen.failed == {0: NO_TOKEN_LEFT, 2: NO_TOKEN_LEFT}
     assert chosen.tokens[1] == VOCABULARY - 1
 
 

@@ -3,12 +3,12 @@
 import pytest
 import torch
 
-from deployments.engine import scoring
+from deployments.engine import prompt_logprobs
 from deployments.engine.engine import Engine
-from deployments.engine.model import Model
+from deployments.engine.prompt_logprobs import PromptScores
 from deployments.engine.request import Delta, PromptLogprobs, Request
-from deployments.engine.scoring import PromptScores
 from deployments.errors import RequestError
+from deployments.model.model import Model
 
 
 def of(events, id):
@@ -78,7 +78,7 @@ def test_a_prompt_that_loses_its_slot_between_two_pieces_is_scored_once(tiny, pr
     engine = Engine(model, prefill_tokens=32)
     engine.submit(Request("a", ids, 4, prompt_logprobs=2, ignore_eos=True))
     events = engine.step()
-    (row,) = engine._batch.rows
+    (row,) = engine._batch.sequences
     assert 0 < row.fed < len(ids)
     engine._preempt(row)
     events += drain(engine)
@@ -98,7 +98,7 @@ def test_the_head_runs_over_last_tokens_and_the_prompts_that_are_scored_alone(he
 
 def test_a_long_prompt_is_scored_within_the_memory_for_logits(head_rows, prompt, drain, monkeypatch):
     model, rows = head_rows
-    monkeypatch.setattr(scoring, "LOGITS_BYTES", 4 * 256 * 40)
+    monkeypatch.setattr(prompt_logprobs, "LOGITS_BYTES", 4 * 256 * 40)
     engine = Engine(model)
     engine.submit(Request("a", prompt(90), 0, prompt_logprobs=1))
     rows.clear()

@@ -9,16 +9,16 @@ from hypothesis import strategies as st
 from transformers.integrations.sdpa_attention import sdpa_attention_forward
 from transformers.models.llama import modeling_llama
 
-from deployments.engine import memory, row
+from deployments.engine import kv_memory, sequence
 from deployments.engine.engine import Engine
-from deployments.engine.memory import KvMemory
-from deployments.engine.model import Model
+from deployments.engine.kv_memory import KvMemory
 from deployments.engine.request import Request
 from deployments.errors import RequestError
-from deployments.points import recomputing
-from deployments.points.recomputing import sdpa_with_patterns, showing
-from deployments.points.resolving import Points
-from deployments.points.spec import Capture
+from deployments.model.model import Model
+from deployments.places import attention_patterns
+from deployments.places.attention_patterns import sdpa_with_patterns, showing
+from deployments.places.points import Points
+from deployments.points.capture import Capture
 
 EVERY = ["layers.*.attention.weights"]
 WEIGHTS = [f"layers.{i}.attention.weights" for i in range(3)]
@@ -41,8 +41,8 @@ def test_in_any_company_patterns_are_eager_attentions(architecture, tiny, prompt
     if architecture.startswith("falcon"):  # whose attention is in no registry
         assert not any(point.place.grows for point in model.points)
         return
-    monkeypatch.setattr(memory, "FIRST_CAPACITY", 8)
-    monkeypatch.setattr(row, "RESERVE", 1)
+    monkeypatch.setattr(kv_memory, "FIRST_CAPACITY", 8)
+    monkeypatch.setattr(sequence, "RESERVED_TOKENS", 1)
     requests = [capturing(model, str(n), prompt(n), 9, points=EVERY, tokens=tokens) for n, tokens in LENGTHS]
     requests[2:2] = [Request("plain", prompt(20, 1), 12), capturing(model, "one", prompt(8), 30, points=WEIGHTS[1:2])]
     position_bytes = KvMemory(model, 1, kv_bytes=1).position_bytes
@@ -77,8 +77,10 @@ def test_neighbours_keep_every_bit(name, tiny, prompt, capturing):
 
 def test_of_rows_and_layers_that_nobody_records_nothing_is_computed(tiny, prompt, capturing, monkeypatch):
     model, rows = tiny("qwen3"), []
-    compute = recomputing._patterns
-    monkeypatch.setattr(recomputing, "_patterns", lambda query, *rest: rows.append(len(query)) or compute(query, *rest))
+    compute = attention_patterns._patterns
+    monkeypatch.setattr(
+        attention_patterns, "_patterns", lambda query, *rest: rows.append(len(query)) or compute(query, *rest)
+    )
     requests = [Request(str(i), prompt(9, i), 6) for i in range(3)]
     Engine(model).generate([*requests, capturing(model, "a", prompt(9), 6, points=WEIGHTS[1:2], tokens="generated")])
     assert rows == [1] * 6  # a decode for each token
@@ -122,7 +124,7 @@ def test_patterns_times_values_are_the_output_which_stays_as_it_was(shape, extra
     arguments = module, query, key, value, masks.get(mask, reads)
     want, _ = sdpa_attention_forward(*arguments, scaling=scaling)
     with pytest.MonkeyPatch.context() as patch, showing({module: rows}):
-        patch.setattr(recomputing, "CHUNK", chunk)
+        patch.setattr(attention_patterns, "CHUNK", chunk)
         output, patterns = sdpa_with_patterns(*arguments, scaling=scaling)
     assert torch.equal(output, want)
     assert sdpa_with_patterns(*arguments, scaling=scaling)[1] is None  # once nobody is shown them
@@ -157,5 +159,5 @@ def test_a_forward_that_fails_leaves_nothing_behind(build, byte_tokenizer, promp
     (finished,) = engine.generate([request])
     hook.remove()
     assert "broken" in finished.error
-    assert not any(hasattr(module, recomputing.ROWS) for module in model.hf.modules())
+    assert not any(hasattr(module, attention_patterns.ROWS) for module in model.hf.modules())
     assert engine.generate([request])[0].captured.positions == range(8)

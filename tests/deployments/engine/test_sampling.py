@@ -10,8 +10,8 @@ from transformers import MinPLogitsWarper, TemperatureLogitsWarper, TopKLogitsWa
 
 from deployments.engine.engine import Engine
 from deployments.engine.request import GREEDY, Request, Sampling
-from deployments.engine.sampler import Sampler
 from deployments.engine.sampling import NOT_FINITE, choose, draw, weigh
+from deployments.engine.sampling_state import SamplingState
 
 VOCABULARY = 24
 
@@ -39,7 +39,7 @@ def random_logits(seed, scale=2.0, vocabulary=VOCABULARY):
 
 
 def sampler(sampling, prompt=(1,), **fields):
-    return Sampler(Request("", prompt, 100, sampling, **fields), frozenset(), VOCABULARY)
+    return SamplingState(Request("", prompt, 100, sampling, **fields), frozenset(), VOCABULARY)
 
 
 @pytest.mark.parametrize(

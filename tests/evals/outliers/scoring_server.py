@@ -9,13 +9,13 @@ import uvicorn
 from fastapi import FastAPI, Request
 from fastapi.responses import JSONResponse
 
-from deployments.editing import Editing
 from deployments.engine import request as engine
 from deployments.engine.engine import Engine
-from deployments.engine.model import Model
-from deployments.holdings import Brought
-from deployments.points.structure import structure
-from serve_app.schemas import CompletionRequest
+from deployments.interventions.resolve import EditResolver
+from deployments.interventions.stored_tensors import FetchedTensors
+from deployments.model.model import Model
+from deployments.places.structure import structure
+from serve_app.schemas.generation import CompletionRequest
 
 
 class ScoringServer:
@@ -57,7 +57,7 @@ class ScoringServer:
         (prompt,) = body.prompts
         ids = self._model.tokenizer(prompt)["input_ids"] if isinstance(prompt, str) else list(prompt)
         changes = {f"interventions[{i}]": spec for i, spec in enumerate(body.interventions or [])}
-        edits = Editing(self._model.points, torch.device("cpu"), changes, Brought({}, {}))
+        edits = EditResolver(self._model.points, torch.device("cpu"), changes, FetchedTensors({}, {}))
         made = edits.of(changes, len(ids), len(ids), lambda: ("", []))
         self._engine.submit(engine.Request("0", ids, max_tokens=0, prompt_logprobs=0, edits=made))
         logprobs: list[Any] = [None]

@@ -14,7 +14,7 @@ from scoring_server import ScoringServer
 
 from deployments.activations.schema import to_batch
 from deployments.demo_model import WEIGHTS
-from deployments.engine.model import load
+from deployments.model.load import load
 from evals.outliers.__main__ import main
 
 WIDTH = 192

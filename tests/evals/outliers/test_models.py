@@ -10,9 +10,9 @@ import transformers
 
 from deployments.demo_model import WEIGHTS
 from deployments.engine.engine import Engine
-from deployments.engine.model import Model
 from deployments.engine.request import Request
-from deployments.points.spec import Capture
+from deployments.model.model import Model
+from deployments.points.capture import Capture
 from evals.outliers import features
 from evals.outliers.stored import INPUTS, Stored
 

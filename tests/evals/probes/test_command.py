@@ -15,10 +15,10 @@ from recorded import POINT, record, says
 import evals.probes
 from deployments.activations.facts import RunFacts
 from evals.config import EvalError
-from evals.labels import labelled
+from evals.labels.table import labelled
 from evals.probes import sweep
 from evals.probes.__main__ import main
-from evals.probes.labels import Row, from_file
+from evals.probes.labels import RunLabels, from_file
 
 HOSTILE = "<script>alert(1)</script>"
 Change = Callable[[list[Made]], object]
@@ -232,7 +232,7 @@ def test_spans_of_a_csv_file_are_read_as_positions(tmp_path: Path) -> None:
     file.write_text('run_id,label,span.a\nr,true,"[3, 5]"\nq,true,')
     source = from_file(file, "label", None, ["a"])
     facts = RunFacts("r", "here", "fake/model", created=1.0, prompt_tokens=3, tokens=6)
-    assert source.of(facts) == Row("true", None, {"a": (3, 5)})
+    assert source.of(facts) == RunLabels("true", None, {"a": (3, 5)})
 
 
 def test_results_of_an_evaluation_are_labelled_by_their_problems(tmp_path: Path) -> None:

@@ -1,0 +1,156 @@
+"""The form of an answer as a grammar in llguidance's Lark: JSON by a schema, or tool calls, behind thoughts."""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Mapping, Sequence
+from typing import Any, NamedTuple
+
+from deployments.chat.tool_calls import ToolCallFormat
+
+# Any amount of whitespace would let a model write nothing else.
+OPTIONS = {"whitespace_pattern": r" |\n[ \t]{0,16}"}  # as JSON is written by hand
+ANY_OBJECT: dict[str, Any] = {"type": "object"}
+NO_ARGUMENTS: dict[str, Any] = {"type": "object", "properties": {}, "additionalProperties": False}
+
+
+class Thoughts(NamedTuple):
+    """How thoughts are written, and whether the prompt has begun them already."""
+
+    opening: str
+    closing: str
+    begun: bool
+
+
+class GrammarWriter:
+    """Writes grammars for one tokenizer."""
+
+    def __init__(self, added: Mapping[str, int]) -> None:
+        """Begin with the tokens that are no text to a grammar.
+
+        Args:
+            added: The tokenizer's added tokens and their ids.
+        """
+        self._added = dict(added)
+        longest_first = sorted(added, key=len, reverse=True)
+        self._split = re.compile("(" + "|".join(map(re.escape, longest_first)) + ")") if added else None
+
+    def answer(self, thoughts: Thoughts | None, schema: Mapping[str, Any] | None, calls: RequiredCalls | None) -> str:
+        """An answer: JSON by `schema`, or `calls`, whichever is given, or either of both; behind `thoughts`."""
+        kinds = [name for name, given in (("json", schema), ("calls", calls)) if given is not None]
+        lines = [f"start: {'thoughts ' if thoughts else ''}({' | '.join(kinds)})"]
+        if thoughts:
+            lines += self._thoughts(thoughts)
+        if schema is not None:
+            lines.append(f"json: {schema_rule(schema)}")
+        if calls:
+            lines += self._calls(calls)
+        return "\n".join(lines)
+
+    def literal(self, text: str) -> str:
+        """Exactly this text, its added tokens as themselves."""
+        parts = self._split.split(text) if self._split else [text]
+        written = (
+            f"<[{self._added[part]}]>" if part in self._added else json.dumps(part, ensure_ascii=False)
+            for part in parts
+            if part
+        )
+        return " ".join(written) or '""'
+
+    def _thoughts(self, thoughts: Thoughts) -> list[str]:
+        space = r"(/[ \n\r\t]{1,8}/)?"
+        if thoughts.closing in self._added:
+            lines = [f"thought: /(.|\\n)*/ {self.literal(thoughts.closing)}"]
+        else:
+            lines = [f"thought[suffix={json.dumps(thoughts.closing)}]: /(.|\\n)*/"]
+        if thoughts.begun:
+            return [f"thoughts: thought {space}", *lines]
+        return [f"thoughts: ({self.literal(thoughts.opening)} thought {space})?", *lines]
+
+    def _calls(self, calls: RequiredCalls) -> list[str]:
+        form, functions = calls.form, calls.functions
+        several = calls.parallel and form.between is not None
+        parts = [("begin", form.begin), ("end", form.end)]
+        lines = [f"{name}: {self.literal(text)}" for name, text in parts if text]
+        more = "(between one)*" if several else ""
+        lines.append(f"calls: {'begin' if form.begin else ''} one {more} {'end' if form.end else ''}")
+        if several:
+            lines.append(f"between: {self.literal(form.between or '')}")
+        lines.append("one: " + " | ".join(f"call_{i}" for i in range(len(functions))))
+        for i, function in enumerate(functions):
+            lines.append(f"call_{i}: {self.literal(function['name'] + form.middle)} {schema_rule(arguments(function))}")
+        return lines
+
+
+class RequiredCalls(NamedTuple):
+    """Calls that an answer must make.
+
+    Attributes:
+        form: How they are written.
+        functions: Which of OpenAI's definitions they may be of.
+        parallel: Whether there may be more than one.
+    """
+
+    form: ToolCallFormat
+    functions: Sequence[Mapping[str, Any]]
+    parallel: bool
+
+
+def arguments(function: Mapping[str, Any]) -> dict[str, Any]:
+    """The schema of a function's arguments: always an object, and an empty one where it names no parameters."""
+    parameters = function.get("parameters")
+    return {**parameters, "type": "object"} if parameters else NO_ARGUMENTS
+
+
+def schema_rule(schema: Mapping[str, Any]) -> str:
+    """A JSON schema as a part of a grammar."""
+    return "%json " + json.dumps({**without_other_properties(schema), "x-guidance": OPTIONS})
+
+
+def without_other_properties(schema: Mapping[str, Any]) -> Mapping[str, Any]:
+    """The schema with objects that have the properties they name and no others, unless it says which others.
+
+    What obeys it obeys the schema as it was. JSON schema would let a model make properties up, and few schemas
+    that programs write say that it may not.
+    """
+    return schema if _composed(schema) else dict(_closed(schema))
+
+
+def _closed(schema: Any) -> Any:
+    if not isinstance(schema, Mapping):
+        return schema
+    done = dict(schema)
+    for key in schema.keys() & {"properties", "patternProperties", "$defs", "definitions"}:
+        if isinstance(schema[key], Mapping):
+            done[key] = {name: _closed(part) for name, part in schema[key].items()}
+    for key in schema.keys() & {"items", "additionalProperties"}:
+        done[key] = _closed(schema[key])
+    for key in schema.keys() & {"anyOf", "oneOf", "allOf", "prefixItems"}:
+        if isinstance(schema[key], list):
+            done[key] = [_closed(part) for part in schema[key]]
+    named, required = schema.get("properties"), schema.get("required", ())
+    if (
+        isinstance(named, Mapping)
+        and isinstance(required, Sequence)
+        and all(name in list(named) for name in required)
+        and not schema.keys() & {"additionalProperties", "patternProperties"}
+    ):
+        done["additionalProperties"] = False
+    return done
+
+
+def _composed(part: Any) -> bool:
+    """Whether several schemas may hold for one object, each of which would close it to the others' properties."""
+    if isinstance(part, list):
+        return any(map(_composed, part))
+    if not isinstance(part, Mapping):
+        return False
+    several = part.get("allOf")
+    if part.keys() & {"if", "not", "dependentSchemas", "unevaluatedProperties", "propertyNames", "minProperties"}:
+        return True
+    if (isinstance(several, list) and len(several) > 1) or (
+        "properties" in part and part.keys() & {"$ref", "allOf", "anyOf", "oneOf"}
+    ):
+        return True
+    return any(map(_composed, part.values()))

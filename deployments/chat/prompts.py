@@ -1,0 +1,140 @@
+"""Prompts as text and as tokens: a job's own, and texts whose tokens alone are asked for."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any, NamedTuple
+
+from deployments.chat.template import ChatFormat
+from deployments.chat.tokens import TextOffsets, TokenTexts
+from deployments.errors import RequestError, naming
+from deployments.messages import Job, Text
+from deployments.model.model import Model
+
+
+class Echo(NamedTuple):
+    """A prompt as an answer repeats it.
+
+    Attributes:
+        text: The prompt.
+        offsets: Characters of it before each of its tokens.
+    """
+
+    text: str
+    offsets: Sequence[int]
+
+
+class Prompt(NamedTuple):
+    """One prompt of a job.
+
+    Attributes:
+        ids: Its token ids.
+        text: What they were made of; None where they were sent.
+    """
+
+    ids: list[int]
+    text: str | None = None
+
+
+class Prompts:
+    """One model's way from texts to tokens and back. All of it takes time: call it off the event loop."""
+
+    def __init__(self, model: Model, chat: ChatFormat, token_texts: TokenTexts) -> None:
+        self._model = model
+        self._tokenizer = model.tokenizer
+        self._chat = chat
+        self._token_texts = token_texts
+
+    def of(self, job: Job) -> list[Prompt]:
+        """A job's prompts.
+
+        Raises:
+            RequestError: One is too long, or the model's template refuses the chat.
+        """
+        if job.messages is not None:
+            text = self._chat.render(job.messages, job.tools, job.template_kwargs)
+            self._check_length(text, "prompt")
+            return [Prompt(self._chat.tokenize(text), text)]
+        found = []
+        for number, prompt in enumerate(job.prompts):
+            with naming(number, len(job.prompts)):
+                found.append(self._of_completion(prompt))
+        return found
+
+    def _of_completion(self, prompt: str | Sequence[int]) -> Prompt:
+        if not isinstance(prompt, str):
+            return Prompt(list(prompt))
+        self._check_length(prompt, "prompt")
+        return Prompt(self._ids(prompt, add_special_tokens=True), prompt)
+
+    def echo(self, prompt: Prompt) -> Echo:
+        """How an answer repeats a prompt: as it was sent, or, of token ids, as they are decoded."""
+        offsets = TextOffsets(self._token_texts)
+        offsets.add(prompt.ids)
+        joined = offsets.close()
+        text = self._decoded(prompt.ids) if prompt.text is None else prompt.text
+        # What the tokenizer puts before a text (an opening token, a space) is not part of it.
+        before = len(joined) - len(text) if joined.endswith(text) else 0
+        return Echo(text, [min(max(0, end - before), len(text)) for end in offsets.ends[:-1]])
+
+    def offsets(self, prompt: Prompt) -> tuple[str, Sequence[int]]:
+        """A prompt's text, special tokens included, and the characters before each token and behind the last."""
+        offsets = TextOffsets(self._token_texts)
+        offsets.add(prompt.ids)
+        return offsets.close(), offsets.ends
+
+    # ---- texts that no request runs
+
+    def tokenize(self, text: Text) -> dict[str, Any]:
+        """A text's tokens, as `/tokenize` answers.
+
+        Raises:
+            RequestError: It is too long, or the model's template refuses the chat.
+        """
+        if text.messages is not None:
+            told, begins = text.template_kwargs, text.add_generation_prompt
+            written = self._chat.render(text.messages, text.tools, told, add_generation_prompt=begins)
+            field = "messages"
+        else:
+            assert text.prompt is not None
+            written, field = text.prompt, "prompt"
+        self._check_length(written, field)
+        ids = self._ids(written, text.add_special_tokens)
+        return {
+            "count": len(ids),
+            "max_model_len": self._model.context,
+            "tokens": ids,
+            "token_strs": self._tokenizer.convert_ids_to_tokens(ids) if text.strings else None,
+            "token_texts": [self._token_texts.of(token).text for token in ids] if text.strings else None,
+        }
+
+    def detokenize(self, tokens: Sequence[int], strings: bool = False) -> dict[str, Any]:
+        """The text of tokens, as `/detokenize` answers, and with `strings` each token's own text.
+
+        Raises:
+            RequestError: One is no token id.
+        """
+        if tokens and not (min(tokens) >= 0 and max(tokens) < self._model.vocabulary):
+            raise RequestError(f"token ids go from 0 to {self._model.vocabulary - 1}", "tokens")
+        texts = {"token_texts": [self._token_texts.of(token).text for token in tokens]} if strings else {}
+        return {"prompt": self._decoded(list(tokens))} | texts
+
+    def plain_ids(self, text: str) -> list[int]:
+        """A text's tokens, without special ones around it."""
+        return self._ids(text, add_special_tokens=False)
+
+    # ---- both
+
+    def _ids(self, text: str, add_special_tokens: bool) -> list[int]:
+        ids: list[int] = self._tokenizer(text, add_special_tokens=add_special_tokens)["input_ids"]
+        return ids
+
+    def _decoded(self, ids: Sequence[int]) -> str:
+        return str(self._tokenizer.decode(list(ids), clean_up_tokenization_spaces=False))
+
+    def _check_length(self, text: str, field: str) -> None:
+        """Refuse a text before its tokens are counted, where the longest of tokens could not make it fit."""
+        most = self._model.context * self._model.longest_token
+        if len(text) > most:
+            message = f"{len(text)} characters are more than this model's context of {self._model.context} tokens holds"
+            raise RequestError(message, field, "context_length_exceeded")

@@ -1,0 +1,248 @@
+"""What a model writes, taken apart: thoughts, content and tool calls, by its response template, in linear time."""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Iterable, Iterator, Sequence
+from typing import Any, NamedTuple
+
+from transformers.utils.chat_parsing.response_templates import ResponseTemplate
+
+from deployments.chat.call_text import CallText, head, new_id
+from deployments.chat.call_values import CallValues
+from deployments.chat.marks import MAX_MARK, FoundMark, MarkSearch, begun_answer, mark_search
+from deployments.chat.response_templates import REASONING
+from deployments.messages import CallPart
+
+# What reading a call raises where a model wrote no proper one: bad JSON, missing keys, nesting without end.
+NOT_PARSED = (ValueError, KeyError, TypeError, RecursionError)
+
+
+class AnswerParts(NamedTuple):
+    """What new text amounts to: content and thoughts to show, and parts of tool calls."""
+
+    content: str
+    tool_calls: tuple[CallPart, ...] = ()
+    reasoning: str = ""
+
+
+class AnswerReader:
+    """Reads one answer as it is written; a malformed call is content, but for what was told of it already.
+
+    It reads as transformers' `ResponseParser` does, which searches all that is undecided by expressions that backtrack,
+    with each piece of text anew. Here an undecided text has at most `MAX_MARK` characters, and RE2 reads it.
+
+    Attributes:
+        thinking: Whether the prompt has begun thoughts and left them open (True), or begun and ended them (False).
+        called: Whether there was a call.
+    """
+
+    def __init__(
+        self,
+        template: ResponseTemplate,
+        prompt: str,
+        tools: Sequence[dict[str, Any]],
+        parallel: bool = True,
+        streamed: bool = False,
+    ) -> None:
+        """Begin an answer.
+
+        Args:
+            template: The form of the model's answers.
+            prompt: What it answers; it may have begun the answer.
+            tools: OpenAI's definitions; without any, what looks like a call is content.
+            parallel: Without, what is called behind the first call is left out.
+            streamed: Tell of a call while it is written, not once it is whole.
+        """
+        self._fields = {name: field for name, field in template.fields.items() if tools or name != "tool_calls"}
+        self._implicit = template.implicit  # the field of text that is between no marks
+        self._parallel = parallel
+        self._streamed = streamed
+        self._pending = ""  # may begin a mark
+        self._space: list[str] = []  # whitespace before it, where that may be part of the mark
+        self._open: str | None = None  # the field whose mark was read
+        self._head = None
+        if calls := self._fields.get("tool_calls"):
+            self._head = head(calls)
+            # By the tools' schemas arguments that have no types are given some; JSON has its own.
+            self._values = CallValues(calls, () if self._head else tools)
+        self._before = 0  # calls in earlier regions
+        self._enter_calls("", {})
+        self._forget()
+        self.thinking: bool | None = None
+        self._after_thoughts = False  # and before content, whose line ends there are the template's
+        self.called = False
+        self._watched = self._watch()
+        self._begin(begun_answer(template, prompt))
+
+    def add(self, text: str) -> AnswerParts:
+        """Take more text."""
+        for at in range(0, len(text), MAX_MARK):
+            self._read(text[at : at + MAX_MARK])
+        return self._told()
+
+    def close(self) -> AnswerParts:
+        """Take the end of the text."""
+        self._read("", last=True)
+        self._take(self._spaces())
+        self._leave("")
+        return self._told()
+
+    def _begin(self, text: str) -> None:
+        """Take what the prompt has of the answer: nobody is told of that."""
+        self.add(text)
+        if self._open in REASONING:
+            self.thinking = True
+        elif self._after_thoughts:
+            self.thinking = False
+        self._forget()
+        self._before = 0
+        self._text, self._sent = CallText(), self._length
+        self._held.clear()
+        self.called = False
+
+    def _forget(self) -> None:
+        self._content: list[str] = []  # to be told, as the next two
+        self._reasoning: list[str] = []
+        self._parts: list[CallPart] = []
+        self._thoughts = TrimmedText()
+
+    def _told(self) -> AnswerParts:
+        parts = tuple(_merged(self._parts))
+        written = AnswerParts("".join(self._content), parts, "".join(self._reasoning))
+        self._content, self._reasoning, self._parts = [], [], []
+        self.called |= bool(parts)
+        return written
+
+    def _watch(self) -> MarkSearch:
+        """The marks that may come: the end of the open field, or else the beginning of any."""
+        name = self._open or self._implicit
+        closing = [] if name is None else [(name, self._fields[name].close_re)]
+        opening = [] if self._open else [(name, field.open_re) for name, field in self._fields.items()]
+        marks = [(name, pattern.pattern) for name, pattern in [*opening, *closing] if pattern is not None]
+        self._names = [name for name, _ in marks]
+        return mark_search(*(pattern for _, pattern in marks))
+
+    def _read(self, text: str, last: bool = False) -> None:
+        text, at = self._pending + text, 0
+        while True:
+            begin, mark = self._watched.find(text, at, last)
+            self._pass(text[at:begin])
+            if mark is None:
+                self._pending = text[begin:]
+                return
+            space = self._spaces()
+            if not mark.spaced:
+                self._take(space)
+            self._turn(mark, space * mark.spaced + text[begin : mark.end])
+            at = mark.end
+
+    def _pass(self, text: str) -> None:
+        """Take text that is no mark, but for whitespace at its end that may belong to one."""
+        shown = text.rstrip() if self._watched.spaced else text
+        if shown:
+            self._take(self._spaces() + shown)
+        self._space.append(text[len(shown) :])
+
+    def _spaces(self) -> str:
+        space, self._space = "".join(self._space), []
+        return space
+
+    def _turn(self, mark: FoundMark, text: str) -> None:
+        """Close the open field, or open one."""
+        name = self._names[mark.pattern]
+        begins = self._open is None and name != self._implicit
+        self._leave("" if begins else text)
+        if begins:
+            self._open = name
+            if name == "tool_calls":
+                self._enter_calls(text, mark.groups)
+        self._watched = self._watch()
+
+    def _take(self, text: str) -> None:
+        """Take text of the open field."""
+        field = self._open or self._implicit
+        if field in REASONING:
+            self._reasoning.append(self._thoughts.add(text))
+        elif field == "content":
+            self._show(text)
+        elif field == "tool_calls":
+            self._body.append(text)
+            for part, end in self._text.add(text):
+                self._tell(part, self._length + end)
+            self._length += len(text)
+
+    def _show(self, content: str) -> None:
+        content = content.lstrip() if self._after_thoughts else content
+        self._after_thoughts &= not content
+        self._content.append(content)
+
+    def _leave(self, mark: str) -> None:
+        """The open field ends with this mark."""
+        field, self._open = self._open, None
+        if field in REASONING:
+            self._after_thoughts = True
+        elif field == "tool_calls":
+            self._leave_calls(mark)
+
+    def _enter_calls(self, mark: str, groups: dict[str, str]) -> None:
+        self._mark = mark
+        self._groups = groups
+        self._body: list[str] = []
+        self._length = len(mark)  # of mark and body
+        self._text = CallText(self._head, groups)
+        self._sent = 0  # how much of mark and body was told of
+        self._held: list[CallPart] = []  # to be told where the region is well formed
+
+    def _leave_calls(self, mark: str) -> None:
+        """A region of calls ends; those that were not told of are now."""
+        body = "".join(self._body)
+        try:
+            calls = self._values.read(body, self._groups)
+        except NOT_PARSED:
+            # What was told stands: text behind arguments is content, the end of arguments that never end is lost.
+            lost = self._sent and self._text.inside
+            self._show("" if lost else f"{self._mark}{body}{mark}"[self._sent :])
+            self._before += self._text.begun if self._sent else 0
+            return
+        for number, (name, arguments) in list(enumerate(calls))[self._text.begun :]:
+            self._tell(CallPart(number, id=new_id(), name=name), self._length)
+            self._tell(CallPart(number, arguments), self._length)
+        self._parts += self._held
+        self._before += len(calls)
+
+    def _tell(self, part: CallPart, end: int) -> None:
+        """Tell a part of the open region's calls, which ends there in mark and body; at once, or where it closes."""
+        part = part._replace(number=self._before + part.number)
+        if part.number and not self._parallel:
+            return
+        if self._streamed:
+            self._parts.append(part)
+            self._sent = end
+        else:
+            self._held.append(part)
+
+
+class TrimmedText:
+    """A text that comes in pieces, without the whitespace around it."""
+
+    def __init__(self) -> None:
+        self._space: list[str] = []
+        self._begun = False
+
+    def add(self, text: str) -> str:
+        """Take more of it and give what is known to be inside."""
+        text = text if self._begun else text.lstrip()
+        shown = text.rstrip()
+        if not shown:
+            self._space.append(text)
+            return ""
+        before, self._space = "".join(self._space), [text[len(shown) :]]
+        self._begun = True
+        return before + shown
+
+
+def _merged(parts: Iterable[CallPart]) -> Iterator[CallPart]:
+    """The same with each call's arguments that come in a row in one part."""
+    for (number, id, name), run in itertools.groupby(parts, key=lambda part: (part.number, part.id, part.name)):
+        yield CallPart(number, "".join(part.arguments for part in run), id, name)

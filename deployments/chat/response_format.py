@@ -1,0 +1,54 @@
+"""The form that a job asks its answers to have, as compiled grammars."""
+
+from __future__ import annotations
+
+from deployments.chat.grammar import arguments, schema_rule
+from deployments.chat.template import ChatFormat
+from deployments.engine.guided import Grammar, GrammarCompiler
+from deployments.errors import RequestError
+from deployments.messages import Job
+from deployments.model.model import Model
+
+
+class ResponseFormats:
+    """Compiles what jobs ask of one model's answers."""
+
+    def __init__(self, chat: ChatFormat, model: Model) -> None:
+        self._chat = chat
+        self._grammars = GrammarCompiler(model)
+
+    def grammar(self, job: Job, prompt: str) -> Grammar | None:
+        """The grammar of the answers to one of a job's prompts; None where any text will do.
+
+        Args:
+            job: What is asked.
+            prompt: A chat's text.
+
+        Raises:
+            RequestError: A schema is too large, not valid or not supported, or nobody knows how this model writes
+                tool calls.
+        """
+        if job.schema is None and not job.must_call:
+            return None
+        source = self._chat.source(
+            prompt if job.messages is not None else None,
+            job.schema,
+            job.tools or [],
+            job.must_call,
+            job.parallel_calls,
+        )
+        try:
+            return self._grammars.compile(source, "tools" if job.must_call else "response_format")
+        except RequestError:
+            self._blame(job)
+            raise
+
+    def _blame(self, job: Job) -> None:
+        """Raise what is wrong with one schema of a job alone, by its field."""
+        schemas = [] if job.schema is None or job.must_call else [("response_format", job.schema)]
+        for i, tool in enumerate(job.tools or ()):
+            function = tool["function"]
+            if not job.must_call or function["name"] in job.must_call:
+                schemas.append((f"tools[{i}].function.parameters", arguments(function)))
+        for field, schema in schemas:
+            self._grammars.compile(f"start: {schema_rule(schema)}", field)

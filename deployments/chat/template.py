@@ -1,0 +1,165 @@
+"""Chats as the model reads and writes them: its template going in, thoughts and tool calls coming out."""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import inspect
+import json
+from collections.abc import Collection, Mapping, Sequence
+from typing import Any
+
+from jinja2.exceptions import TemplateError
+from transformers import PreTrainedTokenizerBase
+from transformers.utils.chat_template_utils import render_jinja_template
+
+from deployments.chat import response_templates, tool_calls
+from deployments.chat.grammar import GrammarWriter, RequiredCalls, Thoughts
+from deployments.chat.reader import AnswerReader
+from deployments.errors import RequestError
+
+TEMPLATE_DEFAULTS = {  # what a template is given besides what a request may add
+    "messages",
+    "raise_exception",
+    "strftime_now",
+    *inspect.signature(PreTrainedTokenizerBase.apply_chat_template).parameters,
+    *inspect.signature(render_jinja_template).parameters,
+}
+
+
+class ChatFormat:
+    """One model's chat template, and the reverse of it."""
+
+    def __init__(self, tokenizer: Any, hf: Any) -> None:
+        self._tokenizer = tokenizer
+        self._template = response_templates.response_template(tokenizer, hf)
+        known = self._template
+        self._markers = {
+            tools: response_templates.markers(known, tokenizer, tools) if known else {} for tools in (False, True)
+        }
+
+    def render(
+        self,
+        messages: Sequence[dict[str, Any]],
+        tools: Sequence[dict[str, Any]] | None,
+        more: Mapping[str, Any] | None = None,
+        add_generation_prompt: bool = True,
+    ) -> str:
+        """The prompt of a chat, which ends where an answer begins unless told not to.
+
+        Args:
+            messages: In OpenAI's form.
+            tools: OpenAI's definitions.
+            more: What the template is to be told besides.
+            add_generation_prompt: Whether an answer begins behind it.
+
+        Raises:
+            RequestError: The model has no chat template, it refuses these messages, or `more` has what is not a
+                request's to say.
+        """
+        if not self._tokenizer.chat_template:
+            raise RequestError("this model has no chat template; use /v1/completions", "messages")
+        taken = TEMPLATE_DEFAULTS | set(self._tokenizer.special_tokens_map)
+        if known := taken.intersection(more or ()):
+            name = min(known)
+            raise RequestError(f"{name!r} is not a request's to set", f"chat_template_kwargs.{name}")
+        try:
+            told = {**(more or {}), "add_generation_prompt": add_generation_prompt}
+            text = self._rendered(messages, tools, **told)
+            text.encode()  # arguments of earlier calls are JSON in JSON, which can write half of a surrogate pair
+            return text
+        except (TemplateError, TypeError, ValueError, KeyError, RecursionError) as error:
+            # A template is the model's own program: what it cannot render, it says in ways of its own.
+            raise RequestError(f"the model's chat template refuses these messages: {error}", "messages") from error
+
+    def _rendered(self, messages: Sequence[dict[str, Any]], tools: Any, **more: Any) -> str:
+        told = [_with_parsed_arguments(message) for message in messages]
+        return str(self._tokenizer.apply_chat_template(told, tools=tools, tokenize=False, **more))
+
+    def tokenize(self, prompt: str) -> list[int]:
+        """Token ids of a rendered prompt, whose special tokens are already in it."""
+        ids: list[int] = self._tokenizer(prompt, add_special_tokens=False)["input_ids"]
+        return ids
+
+    def reader(
+        self, prompt: str, tools: Sequence[dict[str, Any]] | None, parallel: bool = True, streamed: bool = False
+    ) -> AnswerReader | None:
+        """Take thoughts and tool calls out of an answer to `prompt`; None where it can have neither.
+
+        Raises:
+            RequestError: Nobody knows how this model writes its tool calls.
+        """
+        template = self._template
+        if tools and not (template and "tool_calls" in template.fields):
+            raise RequestError("this model's form of tool calls is not known", "tools")
+        if template is None or not (tools or response_templates.thoughts(template)):
+            return None
+        return AnswerReader(template, prompt, tools or (), parallel, streamed)
+
+    def markers(self, tools: Sequence[dict[str, Any]] | None) -> Mapping[int, str]:
+        """The special tokens that an answer with these tools is read by: id -> text."""
+        return self._markers[bool(tools)]
+
+    def source(
+        self,
+        prompt: str | None,
+        schema: Mapping[str, Any] | None,
+        tools: Sequence[dict[str, Any]],
+        must_call: Collection[str],
+        parallel: bool,
+    ) -> str:
+        """The grammar of an answer to `prompt`.
+
+        Args:
+            prompt: A chat's, which may have begun the answer; None for a text that is no chat's.
+            schema: What a text must obey; None for no text.
+            tools: OpenAI's definitions that may be called.
+            must_call: Functions of which one must be called; where it is empty, a text will do, too.
+            parallel: Whether there may be several calls.
+
+        Raises:
+            RequestError: Calls must be made and nobody knows how this model writes them.
+        """
+        form = self._form if tools else None
+        if must_call and form is None:
+            raise RequestError("how this model writes tool calls is not known: none can be forced", "tool_choice")
+        functions = [tool["function"] for tool in tools if not must_call or tool["function"]["name"] in must_call]
+        asked = RequiredCalls(form, functions, parallel) if form else None
+        thoughts = self._thoughts(prompt) if prompt is not None else None
+        return self._lark.answer(thoughts, None if must_call else schema, asked)
+
+    @functools.cached_property
+    def _form(self) -> tool_calls.ToolCallFormat | None:
+        if self._template is None or not self._tokenizer.chat_template:
+            return None
+        special = [token.content for token in self._tokenizer.added_tokens_decoder.values() if token.special]
+        return tool_calls.learn(self._rendered, self._template, special)
+
+    @functools.cached_property
+    def _lark(self) -> GrammarWriter:
+        return GrammarWriter({token.content: id for id, token in self._tokenizer.added_tokens_decoder.items()})
+
+    def _thoughts(self, prompt: str) -> Thoughts | None:
+        """How an answer to `prompt` may think; None where it cannot, or the prompt has ended its thoughts."""
+        name = response_templates.thoughts(self._template) if self._template else None
+        if self._template is None or name is None:
+            return None
+        thinking = AnswerReader(self._template, prompt, ()).thinking
+        field = self._template.fields[name]
+        if thinking is False or not (field.open_literals and field.close_literals):
+            return None
+        if not thinking and field.close_literals[0] not in str(self._tokenizer.chat_template):
+            return None  # other models of its kind think
+        return Thoughts(field.open_literals[0], field.close_literals[0], bool(thinking))
+
+
+def _with_parsed_arguments(message: dict[str, Any]) -> dict[str, Any]:
+    """Templates expect the arguments of earlier calls as an object; OpenAI's clients send them as JSON text."""
+    parsed = []
+    for call in message.get("tool_calls") or ():
+        function = dict(call["function"])
+        if isinstance(function["arguments"], str):
+            with contextlib.suppress(ValueError):  # text that is no JSON stays text, as the model wrote it
+                function["arguments"] = json.loads(function["arguments"])
+        parsed.append({**call, "function": function})
+    return {**message, "tool_calls": parsed} if parsed else message

@@ -1,0 +1,126 @@
+"""How a model writes tool calls, learned from its own chat template, so that they can be forced."""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Callable, Sequence
+from typing import Any, NamedTuple
+
+from jinja2.exceptions import TemplateError
+from transformers.utils.chat_parsing.response_templates import ResponseTemplate
+
+from deployments.chat.reader import AnswerReader
+from deployments.messages import whole_calls
+
+NAME, ARGUMENTS, ID = "probed_function", {"probed_key": "probed value"}, "probed0id"
+TOOL = {
+    "type": "function",
+    "function": {
+        "name": NAME,
+        "description": "Probe",
+        "parameters": {"type": "object", "properties": {"probed_key": {"type": "string", "description": "Probe"}}},
+    },
+}
+QUESTION = {"role": "user", "content": "Question"}
+Render = Callable[[Sequence[dict[str, Any]], Sequence[dict[str, Any]]], str]
+
+
+class ToolCallFormat(NamedTuple):
+    """The text of calls: `begin` name `middle` arguments [`between` name `middle` arguments]* `end`.
+
+    Attributes:
+        begin: Before the first name.
+        middle: Between a name and its arguments, a JSON object.
+        between: Between arguments and the next call's name; None where a message has one call at most.
+        end: Behind the last arguments.
+    """
+
+    begin: str
+    middle: str
+    between: str | None
+    end: str
+
+    def text(self, calls: int) -> str:
+        """So many calls of the probe."""
+        one = NAME + self.middle + json.dumps(ARGUMENTS)
+        return self.begin + (self.between or "").join([one] * calls) + self.end
+
+
+def learn(render: Render, template: ResponseTemplate, ends: Sequence[str]) -> ToolCallFormat | None:
+    """Find out how a chat template writes calls, and check that the model's response template reads them so.
+
+    Args:
+        render: Renders messages and tools, without a beginning of the next answer.
+        template: The form of the model's answers.
+        ends: Special tokens that may end an answer.
+
+    Returns:
+        None where calls are not written as a name and a JSON object, or not read as they are written.
+    """
+    form = _one(render, template, ends)
+    if form is None or not _reads(template, form.text(1), 1):
+        return None
+    two = form._replace(between=_between(render, template))
+    return two if two.between is not None and _reads(template, two.text(2), 2) else form
+
+
+def _one(render: Render, template: ResponseTemplate, ends: Sequence[str]) -> ToolCallFormat | None:
+    turn = _turn(render, template, 1)
+    field = template.fields.get("tool_calls")
+    if field is None or not field.open_re:
+        return None
+    opened = field.open_re.search(turn)
+    if not opened or (named := turn.find(NAME, opened.start())) < 0:
+        return None
+    after = named + len(NAME)
+    found = _arguments(turn, after)
+    if found is None:
+        return None
+    start, stop = found
+    end = _without_id(turn[stop:])
+    closed = field.close_re.search(end) if field.close_re else None
+    cut = closed.end() if closed else min((at for text in ends if (at := end.find(text)) >= 0), default=len(end))
+    return ToolCallFormat(turn[opened.start() : named].lstrip(), turn[after:start], None, end[:cut])
+
+
+def _between(render: Render, template: ResponseTemplate) -> str | None:
+    turn = _turn(render, template, 2)
+    found = _arguments(turn, turn.find(NAME) + len(NAME)) if NAME in turn else None
+    if found is None or (again := turn.find(NAME, found[1])) < 0:
+        return None
+    return _without_id(turn[found[1] : again])
+
+
+def _turn(render: Render, template: ResponseTemplate, calls: int) -> str:
+    """An answer of so many calls, as the template writes it; empty where it does not."""
+    call = {"id": ID, "type": "function", "function": {"name": NAME, "arguments": ARGUMENTS}}
+    answer = {"role": "assistant", "content": "", "tool_calls": [call] * calls}
+    try:
+        text = render([QUESTION, answer], [TOOL])
+    except (TemplateError, TypeError, ValueError, KeyError):  # a template refuses in ways of its own
+        return ""
+    return template.truncate_past_last_anchor(text) if template.start_anchor_re.search(text) else ""
+
+
+def _arguments(turn: str, start: int) -> tuple[int, int] | None:
+    """Where the first JSON object behind `start` begins and ends, if it is the probe's."""
+    at = turn.find("{", start)
+    try:
+        value, stop = json.JSONDecoder().raw_decode(turn, at) if at >= 0 else (None, 0)
+    except ValueError:
+        return None
+    return (at, stop) if value == ARGUMENTS else None
+
+
+def _without_id(text: str) -> str:
+    """A call without its id, which the model need not write."""
+    return re.sub(rf',\s*"id":\s*"{ID}"', "", text)
+
+
+def _reads(template: ResponseTemplate, text: str, calls: int) -> bool:
+    reader = AnswerReader(template, "", [TOOL])
+    written = [reader.add(text), reader.close()]
+    read = [(call.name, call.arguments) for call in whole_calls(part for one in written for part in one.tool_calls)]
+    content = "".join(part.content for part in written)
+    return read == [(NAME, json.dumps(ARGUMENTS))] * calls and not content.strip()

@@ -1,0 +1,286 @@
+"""What one request records, as it grows and goes out."""
+
+from __future__ import annotations
+
+from bisect import bisect_right
+from collections.abc import Collection, Iterator, Sequence
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+
+from deployments.engine.capture.captured import Captured
+from deployments.engine.capture.pattern_rows import PatternRows
+from deployments.engine.capture.row_sizes import DTYPES, SPARE_ROWS, RowSizes
+from deployments.places.place import Place, Point
+from deployments.points.capture import Capture
+from deployments.points.patterns import Patterns
+from deployments.points.token_choices import resolve
+
+PIECE_BYTES = 16 << 20  # at most, after which rows go out
+
+
+class CaptureError(ValueError):
+    """What was recorded cannot be given as asked; the message says why."""
+
+
+class CaptureBuffer:
+    """What one request records, as it grows.
+
+    Each point's rows lie one behind the other in a buffer of their own on the host, and are handed out as they lie.
+    Those of attention patterns, each wider than the last, are held one by one.
+
+    Attributes:
+        points: The points it reads.
+        rows: How many tokens have passed, recorded or not wanted.
+        since: The recorder's step from which on its rows are not cut out yet.
+        bytes: Host memory that its rows take, until they are handed out.
+        piece_bytes: How many make it hand them out; None where they stay with it until its end.
+        grows: Whether there are attention patterns among its points.
+        reserve: The most bytes it holds until its end, where only the last rows are wanted, or a few; else 0.
+    """
+
+    def __init__(self, capture: Capture, points: Sequence[Point], prompt_tokens: int, max_tokens: int) -> None:
+        """Hold nothing yet.
+
+        Args:
+            capture: What is asked for.
+            points: Its points.
+            prompt_tokens: The prompt's length.
+            max_tokens: The most that are generated.
+        """
+        self.points = points
+        self.rows = 0
+        self.since = 0
+        self.bytes = 0
+        self.piece_bytes: int | None = None
+        self.grows = any(point.place.grows for point in points)
+        self._sizes = RowSizes.bytes(capture, points)
+        self._tokens = resolve(capture.tokens, prompt_tokens, "capture.tokens")
+        self.reserve = self._sizes.until_end(self._tokens, prompt_tokens + max_tokens)
+        self._failed: str | None = None
+        self._capture = capture
+        self._prompt = prompt_tokens
+        self._stop = prompt_tokens + (max_tokens if self.wants_generated else 0)  # no token behind it is recorded
+        self._next = 0  # the first token that was not handed out, recorded or not
+        self._buffers: dict[str, torch.Tensor] = {}  # point name -> [rows that fit, ...features]
+        self._filled = 0  # rows in each of them
+        self._patterns = {point.name: PatternRows() for point in points if point.place.grows}
+        self._at: dict[Place, list[Point]] = {}
+        for point in points:
+            self._at.setdefault(point.place, []).append(point)
+
+    @property
+    def wants_prompt(self) -> bool:
+        """Whether rows of prompt tokens are kept."""
+        return bool(self._tokens.within(0, self._prompt))
+
+    @property
+    def wants_generated(self) -> bool:
+        """Whether rows of generated tokens are kept; then the last one is run through too."""
+        tokens, generates = self._tokens, self._capture.mode == "generate"
+        return generates and (tokens.stop is None or tokens.stop > self._prompt)
+
+    def reads(self, place: Place) -> bool:
+        """Whether one of its points is there."""
+        return place in self._at
+
+    def write(self, place: Place, value: torch.Tensor, first: int) -> None:
+        """Copy what is wanted of a place's rows; it counts when `keep` says so.
+
+        Args:
+            place: The place.
+            value: Of consecutive tokens, `[tokens, ...]`.
+            first: The first token's position.
+        """
+        if self._failed or place not in self._at or not (wanted := self._wanted(first, len(value))):
+            return
+        if isinstance(wanted, range):
+            value = value[wanted.start - first : wanted.stop - first]
+        else:
+            value = value[[position - first for position in wanted]]
+        if place.grows:
+            for point in self._at[place]:
+                self._patterns[point.name].write(wanted[0], self._heads_of(value.cpu()))
+            return
+        stop = self._filled + len(value)
+        self._make_room(stop)
+        for point in self._at[place]:
+            rows = value.reshape(len(value), *point.shape)
+            rows = self._heads_of(rows) if len(point.shape) > 1 else rows
+            self._buffers[point.name][self._filled : stop] = rows[..., self._features]
+
+    def keep(self, first: int, rows: int) -> None:
+        """Count rows that were written for every place, which follow those that counted before."""
+        if self._failed or not (wanted := self._wanted(first, rows)):
+            return
+        tail = self._tokens.tail
+        self._filled += len(wanted)
+        if tail and self._filled > tail + SPARE_ROWS:
+            last = {name: buffer[self._filled - tail : self._filled].clone() for name, buffer in self._buffers.items()}
+            for name, rows_of in last.items():
+                self._buffers[name][:tail] = rows_of
+            self._filled = tail
+        for patterns in self._patterns.values():
+            patterns.keep(tail)
+        held = self._filled * sum(buffer[:1].nbytes for buffer in self._buffers.values())
+        self.bytes = held + sum(patterns.bytes for patterns in self._patterns.values())
+
+    def require(self, came: Collection[Place]) -> None:
+        """Give up where a forward has not come to a place that is read."""
+        if missed := sorted({point.module for point in self.points if point.place not in came}):
+            self.give_up(f"a forward never came to {', '.join(missed)}")
+
+    def bearable(self, start: int, most: int, least: int, room: int) -> int:
+        """How many tokens a prefill may have for their rows to fit into memory.
+
+        Args:
+            start: The position of the first.
+            most: The most that are asked for.
+            least: So many may run in any case, or fewer where their rows are more than a piece.
+            room: Bytes of memory for rows that is left.
+        """
+
+        def size(tokens: int) -> int:
+            first = max(start, self.rows, self._next)
+            return self._sizes.of(self._wanted(first, min(start + tokens, self._stop) - first))
+
+        fitting = bisect_right(range(1, most + 1), room, key=size)
+        return max(1, fitting, bisect_right(range(1, least + 1), PIECE_BYTES, key=size))
+
+    def flush(self, token_ids: Sequence[int]) -> Captured | None:
+        """Hand out the rows gathered so far; None where they are too few, or only the last ones are wanted.
+
+        Args:
+            token_ids: The token ids of prompt and generation.
+
+        Raises:
+            CaptureError: A value has no finite float16, and that was asked for.
+        """
+        if (
+            self._tokens.tail
+            or self._tokens.apart
+            or not self.bytes
+            or self.piece_bytes is None
+            or self.bytes < self.piece_bytes
+        ):
+            return None
+        stop = max(self._next, self._tokens.first) + self._filled
+        return self._hand_out(self._tokens.within(self._next, stop), stop, token_ids)
+
+    def finish(self, token_ids: Sequence[int]) -> Captured:
+        """The rows of a request that has come to its end, but for those that were handed out before.
+
+        Args:
+            token_ids: The token ids of prompt and generation.
+
+        Raises:
+            CaptureError: A value has no finite float16, and that was asked for; there was no memory for the rows,
+                or a forward did not come to all places.
+        """
+        if self._failed:
+            raise CaptureError(self._failed)
+        stop = len(token_ids) if self.wants_generated else self._prompt
+        positions = self._tokens.of(stop) if self._tokens.tail else self._tokens.within(self._next, stop)
+        return self._hand_out(positions, stop, token_ids)
+
+    def give_up(self, reason: str) -> None:
+        """Keep no more rows; `finish` says why."""
+        self._failed = reason
+        self._let_go()
+
+    @contextmanager
+    def giving_up(self) -> Iterator[None]:
+        """While open, an error ends what is recorded, and nothing else."""
+        try:
+            yield
+        except (RuntimeError, MemoryError) as error:
+            self.give_up(str(error))
+
+    def _wanted(self, first: int, count: int) -> Sequence[int]:
+        """The positions of those of consecutive tokens that are recorded, or may turn out to be the last."""
+        found = self._tokens.within(first, first + count)
+        return found[-self._tokens.tail :] if self._tokens.tail else found
+
+    def _heads_of(self, rows: torch.Tensor) -> torch.Tensor:
+        return rows if self._capture.heads is None else rows[:, self._capture.heads]
+
+    def _hand_out(self, positions: Sequence[int], stop: int, token_ids: Sequence[int]) -> Captured:
+        rows = len(positions)
+        assert rows <= self._filled if self._tokens.tail else rows == self._filled, f"{self._filled} rows of {rows}"
+        buffers = self._buffers or self._empty(0)
+        values: dict[str, torch.Tensor | Patterns] = {
+            name: self._given(name, buffer[self._filled - rows : self._filled]) for name, buffer in buffers.items()
+        }
+        for point in self.points:
+            if point.place.grows:
+                given = self._given(point.name, self._patterns[point.name].last(rows, point.place.dtype))
+                consecutive = range(positions[0], positions[-1] + 1) if positions else range(stop, stop)
+                assert len(consecutive) == rows, "patterns are recorded of consecutive tokens"
+                heads = len(self._capture.heads) if self._capture.heads else point.shape[0]
+                values[point.name] = Patterns(given, heads, consecutive)
+        self._let_go()
+        self._next = stop
+        return Captured(positions, [token_ids[position] for position in positions], values)
+
+    def _given(self, name: str, rows: torch.Tensor) -> torch.Tensor:
+        """A buffer's rows in the dtype asked for; copied where they would keep a far larger buffer from being freed."""
+        dtype = DTYPES.get(self._capture.dtype, rows.dtype)
+        if dtype == rows.dtype:
+            return rows.clone() if 2 * rows.nbytes < rows.untyped_storage().nbytes() else rows
+        given = rows.to(dtype)
+        if dtype == torch.float16 and bool((given.isinf() & ~rows.isinf()).any()):
+            raise CaptureError(f"{name} has values beyond float16's 65504; ask for bfloat16 or float32")
+        return given
+
+    def _let_go(self) -> None:
+        self._buffers = {}
+        self._patterns = {name: PatternRows() for name in self._patterns}
+        self._filled = self.bytes = 0
+
+    def _make_room(self, rows: int) -> None:
+        """Have buffers for so many rows."""
+        room = len(next(iter(self._buffers.values()))) if self._buffers else 0
+        if rows <= room:
+            return
+        # A window of decoded rows may come when a piece is all but full.
+        token_bytes = self._sizes.of(range(self.rows, self.rows + 1))
+        usual = (self.reserve or (self.piece_bytes or PIECE_BYTES) * 3 // 2) // token_bytes
+        most = len(self._tokens.within(self._next, self._stop))
+        larger = self._empty(max(rows, min(usual, most), 2 * room))
+        for name, buffer in self._buffers.items():
+            larger[name][: self._filled] = buffer[: self._filled]
+        self._buffers = larger
+
+    def _empty(self, rows: int) -> dict[str, torch.Tensor]:
+        """Buffers for so many rows."""
+        empty = {}
+        for point in self.points:
+            if point.place.grows:
+                continue
+            row = torch.empty(1, *point.shape, device="meta")
+            row = self._heads_of(row) if len(point.shape) > 1 else row
+            shape = row[0, ..., self._features].shape
+            empty[point.name] = torch.empty(rows, *shape, dtype=point.place.dtype)
+        return empty
+
+    @property
+    def _features(self) -> slice | list[int]:
+        features = self._capture.features
+        if features is None:
+            return slice(None)
+        return features.index if features.index else slice(features.first)
+
+
+def joined(parts: Sequence[Captured]) -> Captured:
+    """Rows that were handed out one part after the other, as one."""
+    if len(parts) == 1:
+        return parts[0]
+    values = {name: _joined([part.values[name] for part in parts]) for name in parts[0].values}
+    token_ids = [token for part in parts for token in part.token_ids]
+    positions = [position for part in parts for position in part.positions]  # consecutive: others come in one part
+    return Captured(range(positions[0], positions[-1] + 1) if positions else range(0), token_ids, values)
+
+
+def _joined(values: list[Any]) -> Any:
+    return Patterns.joined(values) if isinstance(values[0], Patterns) else torch.cat(values)

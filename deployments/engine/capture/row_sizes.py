@@ -1,0 +1,65 @@
+"""How large recorded rows are: some by themselves, attention patterns by the tokens that each token sees."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from typing import NamedTuple
+
+import torch
+
+from deployments.places.place import Point
+from deployments.points.capture import Capture
+from deployments.points.patterns import keys
+from deployments.points.token_choices import Tokens
+
+SPARE_ROWS = 64  # rows beyond the last ones wanted that gather before they are dropped
+DTYPES = {"float32": torch.float32, "float16": torch.float16, "bfloat16": torch.bfloat16}
+
+
+class RowSizes(NamedTuple):
+    """The size of one token's rows of all points, in bytes or in numbers.
+
+    Attributes:
+        fixed: The same for every token.
+        each_key: For each token that a token sees, itself included.
+    """
+
+    fixed: int
+    each_key: int
+
+    @classmethod
+    def bytes(cls, capture: Capture, points: Iterable[Point]) -> RowSizes:
+        """Bytes, in the model's dtype or the one asked for, whichever is larger."""
+        asked = DTYPES.get(capture.dtype)
+        least = asked.itemsize if asked else 0
+        return cls._of(capture, [(point, max(point.place.dtype.itemsize, least)) for point in points])
+
+    @classmethod
+    def numbers(cls, capture: Capture, points: Iterable[Point]) -> RowSizes:
+        """How many numbers."""
+        return cls._of(capture, [(point, 1) for point in points])
+
+    @classmethod
+    def _of(cls, capture: Capture, sizes: Iterable[tuple[Point, int]]) -> RowSizes:
+        fixed = each_key = 0
+        for point, size in sizes:
+            if point.place.grows:
+                each_key += size * (len(capture.heads) if capture.heads else point.shape[0])
+            else:
+                fixed += size * capture.values_of(point.shape)
+        return cls(fixed, each_key)
+
+    def of(self, positions: Sequence[int]) -> int:
+        """The size of tokens' rows."""
+        seen = keys(positions) if isinstance(positions, range) else sum(positions) + len(positions)
+        return self.fixed * len(positions) + self.each_key * seen
+
+    def until_end(self, wanted: Tokens, tokens: int) -> int:
+        """The most held until the end of so many tokens: of rows that are the last ones then, or a few in all."""
+        if wanted.apart:
+            return self.of(wanted.of(tokens))
+        if not wanted.tail:
+            return 0
+        rows = min(2 * wanted.tail + SPARE_ROWS, tokens)
+        # Of patterns, none is held beyond the last ones and those that come.
+        return self.fixed * rows + self.each_key * keys(range(max(0, tokens - 2 * wanted.tail), tokens))

@@ -1,0 +1,173 @@
+"""Guided decoding: which tokens a grammar lets a sequence draw next, by llguidance."""
+
+from __future__ import annotations
+
+import functools
+import re
+import threading
+from collections.abc import Callable, Sequence
+
+import numpy as np
+import torch
+from llguidance import LLMatcher, LLParserLimits, LLTokenizer
+
+from deployments.errors import RequestError
+from deployments.model.model import Model
+
+MOST_CHARACTERS = 128 << 10  # of a grammar with its schemas
+MOST_REASON = 400  # characters
+CACHED_GRAMMARS = 16  # compiled grammars that are kept for the next request
+# Lower than the library's own: a grammar holds up a step for some milliseconds and no longer, and keeps some tens of
+# MiB of lexer states at most.
+LIMITS = LLParserLimits(
+    initial_lexer_fuel=1_000_000,
+    step_lexer_fuel=100_000,
+    step_max_items=25_000,
+    max_lexer_states=25_000,
+    max_grammar_size=100_000,
+    verbose_errors=False,
+)
+
+
+class GrammarState:
+    """Where one sequence stands in its grammar.
+
+    It stays with its sequence when that loses its slot.
+    """
+
+    def __init__(self, grammar: Grammar) -> None:
+        self._grammar = grammar
+        self._matcher = grammar.shared.deep_copy()
+        self._shares = True  # what the library has learned of the grammar, with its other sequences
+        self._tokens: list[int] = []
+        self._allowed: torch.Tensor | None = None
+
+    @property
+    def error(self) -> str | None:
+        """Why the grammar cannot be followed any further; None while it can."""
+        return _reason(self._matcher.get_error()) if self._matcher.is_error() else None
+
+    def allowed(self) -> torch.Tensor:
+        """[vocabulary] bool on the CPU: what may come next, the model's end tokens exactly where the text may end."""
+        if self._allowed is None:
+            mask = self._matcher.compute_bitmask()
+            # The library says it in words alone: its stop reason is that of any failure.
+            if self._shares and "too many states" in self._matcher.get_error():
+                mask = self._part().compute_bitmask()
+            allowed = np.unpackbits(np.frombuffer(mask, np.uint8), count=self._grammar.vocabulary, bitorder="little")
+            broken, stopped = self._matcher.is_error(), self._matcher.is_stopped()  # stopped: nothing can follow
+            allowed[self._grammar.eos] = not broken and (stopped or self._matcher.is_accepting())
+            self._allowed = torch.from_numpy(allowed.view(np.bool_))
+        return self._allowed
+
+    def allows_beside(self, tokens: Sequence[int]) -> bool:
+        """Whether anything but these tokens may come next."""
+        allowed = self.allowed()
+        return bool(allowed.sum() > allowed[list(tokens)].sum())
+
+    def add(self, token: int) -> None:
+        """Take note of the sequence's next token, which is no end token."""
+        self._tokens.append(token)
+        self._matcher.consume_token(token)
+        self._allowed = None
+
+    def _part(self) -> LLMatcher:
+        """Go on alone, since all sequences of this grammar together have learned as much as the limit allows."""
+        self._shares, self._grammar.worn = False, True
+        self._matcher = self._grammar.make()
+        self._matcher.consume_tokens(self._tokens)
+        return self._matcher
+
+
+class Grammar:
+    """A compiled grammar, for any number of sequences.
+
+    Attributes:
+        make: Compiles it anew.
+        eos: The model's end tokens.
+        vocabulary: Logits that a row has.
+        shared: Its state at the beginning; copies learn together which lexer states it has.
+        worn: They have learned as much as they may.
+    """
+
+    def __init__(self, make: Callable[[], LLMatcher], eos: Sequence[int], vocabulary: int) -> None:
+        """Compile a grammar.
+
+        Raises:
+            ValueError: It is not valid, not supported, or too complex from the beginning.
+        """
+        self.make = make
+        self.eos = list(eos)
+        self.vocabulary = vocabulary
+        self.shared = make()
+        self.worn = False
+        self._try()
+
+    def begin(self) -> GrammarState:
+        """A sequence's state at the beginning of its text."""
+        return GrammarState(self)
+
+    def _try(self) -> None:
+        """Take the first two steps here, where they hold up nobody."""
+        grammar_state = self.begin()
+        if grammar_state.error is None and not grammar_state.allowed().any():
+            raise ValueError("there is no text that it allows")
+        if grammar_state.error is None:
+            grammar_state.add(int(grammar_state.allowed().nonzero()[0]))
+            grammar_state.allowed()
+        if grammar_state.error is not None:
+            raise ValueError(grammar_state.error)
+
+
+class GrammarCompiler:
+    """Compiles grammars for one model; for any thread but the engine's, since it takes time."""
+
+    def __init__(self, model: Model) -> None:
+        self._model = model
+        self._vocabulary: int = model.hf.get_output_embeddings().out_features
+        self._eos = sorted(id for id in model.eos if id < self._vocabulary)
+        self._lock = threading.Lock()
+        self._made: LLTokenizer | None = None
+        self._compiled = functools.lru_cache(CACHED_GRAMMARS)(self._compile)
+
+    def compile(self, source: str, field: str) -> Grammar:
+        """Compile a grammar in llguidance's Lark.
+
+        Args:
+            source: Its text.
+            field: The request's field that it comes from.
+
+        Raises:
+            RequestError: It is too large, it or a schema in it is not valid or not supported, or the model's
+                tokenizer does not say which bytes its tokens stand for.
+        """
+        if len(source) > MOST_CHARACTERS:
+            message = f"it has {len(source)} characters as a grammar, {MOST_CHARACTERS} are the most"
+            raise RequestError(message, field)
+        try:
+            grammar = self._compiled(source)
+            return self._compile(source) if grammar.worn else grammar
+        except ValueError as error:
+            raise RequestError(str(error), field) from error
+
+    def _compile(self, source: str) -> Grammar:
+        tokenizer = self._tokenizer()
+        make = functools.partial(LLMatcher, tokenizer, source, log_level=0, limits=LIMITS)
+        return Grammar(make, self._eos, self._vocabulary)
+
+    def _tokenizer(self) -> LLTokenizer:
+        """The model's tokenizer as llguidance takes it: a second for a large vocabulary, so when first asked for."""
+        with self._lock:
+            if self._made is None:
+                if not self._eos:
+                    raise ValueError("this model has no end token, which a guided text needs")
+                backend = self._model.tokenizer.backend_tokenizer
+                size = max(self._vocabulary, backend.get_vocab_size(with_added_tokens=True))
+                self._made = LLTokenizer(backend.to_str(), n_vocab=size, eos_token=self._eos[0])
+            return self._made
+
+
+def _reason(message: str) -> str:
+    """What the library says, bounded, without its state and the lines of a grammar that the client never saw."""
+    said = re.split(r"\n\s*\d+ \| |<state>|<non-verbose/>", message.rpartition("failed to compile JSON schema: ")[2])[0]
+    return " ".join(said.split())[:MOST_REASON] or "the grammar cannot be followed"

@@ -1,0 +1,122 @@
+"""What one sequence brings to the draw of its next token; `sampling.py` draws for all sequences at once."""
+
+from __future__ import annotations
+
+import random
+from array import array
+from collections.abc import Iterable
+from typing import NamedTuple
+
+from deployments.engine.request import Request
+
+NEG_INF = float("-inf")
+
+
+class TokenValues(NamedTuple):
+    """Numbers for some tokens of one sequence, on the CPU; most tokens have none.
+
+    Attributes:
+        ids: Token ids, each once.
+        values: A number for each.
+    """
+
+    ids: array[int]
+    values: array[float]
+
+    @classmethod
+    def of(cls, numbers: dict[int, float]) -> TokenValues:
+        """Token id -> number."""
+        return cls(array("q", numbers), array("f", numbers.values()))
+
+
+class TokenCounts:
+    """Which tokens a sequence has, and how often its answer has each."""
+
+    def __init__(self, prompt: Iterable[int] = ()) -> None:
+        self.entries = TokenValues.of(dict.fromkeys(prompt, 0.0))
+        self._at = {token: i for i, token in enumerate(self.entries.ids)}
+
+    def add(self, token: int) -> None:
+        """Count one token of the answer."""
+        at = self._at.setdefault(token, len(self._at))
+        if at == len(self.entries.ids):
+            self.entries.ids.append(token)
+            self.entries.values.append(0.0)
+        self.entries.values[at] += 1
+
+
+class SamplingState:
+    """A sequence's settings, its random numbers and what it has said.
+
+    It stays with its sequence when that loses its slot: the tokens that are run again are in it already.
+
+    Attributes:
+        sampling: The settings.
+        logprobs: How many likeliest tokens are asked for beside each token; None where no logprob is.
+        ends: Token ids that end the text.
+        draws: Whether there is anything to draw; settings that leave the likeliest alone are greedy.
+        bias: What is added to logits.
+        grammar_state: Where it stands in its grammar; None where any text will do.
+    """
+
+    def __init__(self, request: Request, eos: frozenset[int], vocabulary: int) -> None:
+        """Begin a sequence.
+
+        Args:
+            request: What it asks for.
+            eos: The model's end tokens.
+            vocabulary: Logits a row has; an embedding may know ids beyond, which are never drawn.
+        """
+        sampling = request.sampling
+        self.sampling = sampling
+        self.logprobs = request.logprobs
+        self.ends = frozenset(request.stop_token_ids) | (frozenset() if request.ignore_eos else eos)
+        self.draws = sampling.temperature > 0 and sampling.top_k != 1 and sampling.top_p > 0 and sampling.min_p < 1
+        self.bias = TokenValues.of({token: value for token, value in sampling.logit_bias.items() if token < vocabulary})
+        self.grammar_state = request.grammar.begin() if request.grammar else None
+        self._barred = TokenValues.of({token: NEG_INF for token in self.ends if token < vocabulary})
+        self._barred_until = sampling.min_tokens if self._barred.ids else 0
+        self._random = random.Random(sampling.seed)
+        self._number: float | None = None
+        self._generated = 0
+        self._counts: TokenCounts | None = None
+        if sampling.repetition_penalty != 1:
+            self._counts = TokenCounts(token for token in request.prompt if token < vocabulary)
+        elif sampling.presence_penalty or sampling.frequency_penalty:
+            self._counts = TokenCounts()
+        adjusted = bool(self.bias.ids) or self._counts is not None or self.grammar_state is not None
+        self._always_special = self.draws or adjusted
+
+    @property
+    def special(self) -> bool:
+        """Whether its next token takes more than a maximum of the logits."""
+        return self._always_special or self._generated < self._barred_until
+
+    @property
+    def counts(self) -> TokenValues | None:
+        """How often the answer has each token that a penalty may touch; None without a penalty."""
+        return self._counts.entries if self._counts else None
+
+    @property
+    def barred(self) -> TokenValues | None:
+        """-inf for each token that may not be drawn yet; None where all may, or where a grammar leaves no other."""
+        if self._generated >= self._barred_until:
+            return None
+        if self.grammar_state and not self.grammar_state.allows_beside(self._barred.ids):
+            return None
+        return self._barred
+
+    def number(self) -> float:
+        """The sequence's random number for its next token, from [0, 1); the same until that is added."""
+        if self._number is None:
+            self._number = self._random.random()
+        return self._number
+
+    def add(self, token: int) -> None:
+        """Take note of the sequence's next token."""
+        self._generated += 1
+        self._number = None
+        if self._counts:
+            self._counts.add(token)
+        if self.grammar_state and token not in self.ends:
+            self.grammar_state.add(token)

@@ -1,0 +1,202 @@
+"""From the interventions that a request names to the edits that the engine makes."""
+
+from __future__ import annotations
+
+import functools
+import math
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import replace
+from typing import NamedTuple
+
+import torch
+
+from deployments.engine.edits import Edit, Kind, Norms, Tokens
+from deployments.errors import RequestError
+from deployments.interventions.stored_tensors import FetchedTensors
+from deployments.places.place import Point
+from deployments.places.points import Points
+from deployments.points.capture import Features
+from deployments.points.interventions import Add, Clamp, Intervention, ProjectOut, Replace, Scale
+from deployments.points.token_choices import Ends, Positions, TokenChoice, placed, resolve_ahead
+
+
+class _Resolved(NamedTuple):
+    spec: Intervention
+    field: str
+    edits: list[Edit]  # one for each point that it means, of all tokens
+
+
+class EditResolver:
+    """One request's interventions, looked up in one model; for each of its sequences some of them become edits."""
+
+    def __init__(
+        self, points: Points, device: torch.device, changes: Mapping[str, Intervention], fetched: FetchedTensors
+    ) -> None:
+        """Look up all points and lay out all vectors.
+
+        Args:
+            points: The model's.
+            device: The model's.
+            changes: Interventions as they were sent, by their fields.
+            fetched: What they name.
+
+        Raises:
+            RequestError: A point, head or feature that is not there, or a vector or rows of the wrong shape; names
+                the field.
+        """
+        self._prepared = dict[str, _Resolved]()
+        for field, spec in changes.items():
+            named = points.named(spec.point, f"{field}.point")
+            if field in fetched.rows:
+                edits = _patches(spec, fetched.rows[field], named, field, device)
+            else:
+                vector = _vector(spec, fetched.tensors, field)
+                edits = [_edit(spec, vector, point, field, device) for point in named]
+            self._prepared[field] = _Resolved(spec, field, edits)
+
+    def of(self, fields: Iterable[str], prompt: int, most: int, ends: Ends) -> tuple[Edit, ...]:
+        """The edits of a sequence.
+
+        Args:
+            fields: Of the interventions that it has, in their order.
+            prompt: Tokens of its prompt.
+            most: Tokens of its prompt and the most that are generated.
+            ends: As `token_choices.placed` has it.
+
+        Raises:
+            RequestError: Tokens that it cannot have, or other than there are rows for; names the field.
+        """
+        found = []
+        for spec, field, edits in map(self._prepared.__getitem__, fields):
+            choice = placed(spec.tokens, ends, f"{field}.tokens")
+            tokens = _tokens(choice, prompt, most, f"{field}.tokens")
+            for edit in edits:
+                vector = _paired(edit.vector, choice, tokens, most, field) if edit.per_token else edit.vector
+                norms = Norms(field) if edit.kind == "add_norm" else None
+                found.append(replace(edit, tokens=tokens, vector=vector, norms=norms))
+        return tuple(found)
+
+
+def _vector(spec: Intervention, tensors: Mapping[str, torch.Tensor], field: str) -> torch.Tensor:
+    """What an operation has for a vector, in one row; of none where it has none."""
+    if not isinstance(spec, (Add, ProjectOut, Replace)) or spec.vector is None:
+        return torch.empty(0)
+    sent = tensors[spec.vector] if isinstance(spec.vector, str) else torch.tensor(spec.vector)
+    vector = (spec.scale if isinstance(spec, Add) else 1.0) * sent.flatten().float()
+    if not vector.isfinite().all():
+        raise RequestError("scale makes the vector infinite", f"{field}.scale")
+    has_direction = isinstance(spec, ProjectOut) or _is_relative(spec)
+    if has_direction and not sent.any():
+        raise RequestError("a vector of zeros has no direction", f"{field}.vector")
+    return vector / sent.flatten().float().norm() if _is_relative(spec) else vector
+
+
+def _is_relative(spec: Intervention) -> bool:
+    return isinstance(spec, Add) and spec.unit == "residual_norm"
+
+
+def _edit(spec: Intervention, vector: torch.Tensor, point: Point, field: str, device: torch.device) -> Edit:
+    heads, features = _part(spec, point, field)
+    edit = functools.partial(Edit, point, features=features, heads=heads)
+    if isinstance(spec, (Add, ProjectOut, Replace)):
+        kind: Kind = "add_norm" if _is_relative(spec) else spec.op
+        return edit(kind, vector=_fitted(vector, heads, features, point, field).to(device))
+    if isinstance(spec, Clamp):
+        low, high = -math.inf if spec.min is None else spec.min, math.inf if spec.max is None else spec.max
+        return edit("clamp", low=low, high=high)
+    return edit("scale", low=spec.factor if isinstance(spec, Scale) else 0.0)
+
+
+def _patches(
+    spec: Intervention, fetched: Sequence[torch.Tensor], points: Sequence[Point], field: str, device: torch.device
+) -> list[Edit]:
+    """The edits that put a stored run's rows [tokens, ...] in the place of points', each its own or all the same."""
+    if len(fetched) == len(points):
+        return [_patch(spec, rows, point, field, device) for rows, point in zip(fetched, points, strict=True)]
+    first = _patch(spec, fetched[0], points[0], field, device)
+    alike = [point for point in points if point.shape == points[0].shape]
+    if len(alike) < len(points):
+        raise RequestError("its points have rows of several shapes: name a point of the run for each", f"{field}.from")
+    return [replace(first, point=point) for point in points]  # which share the rows
+
+
+def _patch(spec: Intervention, rows: torch.Tensor, point: Point, field: str, device: torch.device) -> Edit:
+    """The edit that puts a stored run's rows [tokens, ...] in the place of a point's."""
+    heads, features = _part(spec, point, field)
+    if math.prod(rows.shape[1:]) == math.prod(point.shape):
+        rows = rows.view(len(rows), *point.shape)  # by heads, or not
+    if rows.shape[1:] != point.shape:
+        has, needs = list(rows.shape[1:]), list(point.shape)
+        message = f"the run's rows have the shape {has}, those of {point.name} {needs}: record them whole"
+        raise RequestError(message, f"{field}.from.point")
+    if not rows.dtype.is_floating_point or not rows.isfinite().all():
+        raise RequestError("the run's rows hold what is no finite activation", f"{field}.from")
+    part = rows if heads is None else rows[:, list(heads)]
+    part = part if features is None else part[..., list(features)]
+    return Edit(point, "replace", features=features, heads=heads, vector=part.to(device))
+
+
+def _paired(rows: torch.Tensor | None, choice: TokenChoice, tokens: Tokens, most: int, field: str) -> torch.Tensor:
+    """The rows [tokens, ...] that go to the tokens, these in ascending order."""
+    assert rows is not None
+    listed = choice.positions if isinstance(choice, Positions) else tokens.within(0, most)
+    if len(set(listed)) < len(listed):
+        raise RequestError("a token is listed twice, and each gets one row", f"{field}.tokens")
+    if len(listed) != len(rows):
+        counted = ", as many as prompt and max_tokens make at most" if tokens.stop is None and not tokens.few else ""
+        message = f"{len(rows)} rows of the stored run for {len(listed)} tokens{counted}: both must be as many"
+        raise RequestError(message, f"{field}.from.tokens")
+    if sorted(listed) == list(listed):
+        return rows
+    return rows[sorted(range(len(listed)), key=listed.__getitem__)]
+
+
+def _part(spec: Intervention, point: Point, field: str) -> tuple[tuple[int, ...] | None, tuple[int, ...] | None]:
+    """The heads and features of a point that are changed; None for all."""
+    if not point.place.dtype.is_floating_point:
+        raise RequestError(f"{point.name} holds no activations but {point.place.dtype} numbers", f"{field}.point")
+    return _heads(spec, point, field), _features(spec.features, point, field)
+
+
+def _heads(spec: Intervention, point: Point, field: str) -> tuple[int, ...] | None:
+    if spec.heads is None:
+        return None
+    if not point.name.endswith(".attention.heads"):
+        raise RequestError(f"{point.name} has no heads: they are at layers.{{i}}.attention.heads", f"{field}.heads")
+    if max(spec.heads) >= point.shape[0]:
+        raise RequestError(f"{point.name} has heads 0 to {point.shape[0] - 1}", f"{field}.heads")
+    return tuple(dict.fromkeys(spec.heads))
+
+
+def _features(features: Features | None, point: Point, field: str) -> tuple[int, ...] | None:
+    if features is None:
+        return None
+    index = tuple(dict.fromkeys(features.index)) if features.index else tuple(range(features.first or 0))
+    if max(index) >= point.shape[-1]:
+        raise RequestError(f"{point.name} has features 0 to {point.shape[-1] - 1}", f"{field}.features")
+    return index
+
+
+def _fitted(
+    vector: torch.Tensor,
+    heads: tuple[int, ...] | None,
+    features: tuple[int, ...] | None,
+    point: Point,
+    field: str,
+) -> torch.Tensor:
+    """The vector as rows of the point have it: for all heads alike, or for each by itself."""
+    width = len(features) if features else point.shape[-1]
+    if len(vector) == width:
+        return vector
+    count = len(heads) if heads else math.prod(point.shape[:-1])
+    if count > 1 and len(vector) == count * width:
+        return vector.view(count, width)
+    each = f", or {count * width} for {count} heads" if count > 1 else ""
+    raise RequestError(f"{len(vector)} numbers: {width} are changed at {point.name}{each}", f"{field}.vector")
+
+
+def _tokens(choice: TokenChoice, prompt: int, most: int, field: str) -> Tokens:
+    tokens = resolve_ahead(choice, prompt, most, field)
+    if isinstance(choice, Positions) and max(choice.positions) >= most:
+        raise RequestError(f"there are tokens 0 to {most - 1}, prompt and answer together", field)
+    return tokens

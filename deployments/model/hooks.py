@@ -1,0 +1,118 @@
+"""Reading and changing modules' values while a forward runs: one hook a place, for the whole batch."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+import torch
+
+from deployments.places.attention_patterns import showing
+from deployments.places.place import Place
+from deployments.places.watching import attention_weights, first_tensor, with_first
+
+Visit = Callable[[Place, torch.Tensor], torch.Tensor | None]  # gives what is to take the value's place, or nothing
+Readers = Mapping[Place, Sequence[int]]  # place of attention patterns -> rows of the batch, in ascending order
+
+
+class Hooks:
+    """torch's forward hooks at the places that the forwards of late have visited.
+
+    An nnsight block over the whole batch reads the same values, but while one is open nnsight takes every module's
+    call into its hands, read or not, which costs a small model's decode a twentieth and more; hooks cost the places
+    they stand at. nnsight is for blocks that clients write.
+    """
+
+    def __init__(self, hf: torch.nn.Module) -> None:
+        self._hf = hf
+        self._places: frozenset[Place] = frozenset()
+        self._handles: list[Any] = []
+        self._visit: Visit | None = None
+        self._readers: Readers = {}
+
+    def visit(self, places: Sequence[Place], visit: Visit, forward: Callable[[], Any], readers: Readers) -> Any:
+        """Run a forward and read and change it on the way.
+
+        Args:
+            places: What to visit.
+            visit: Called with each place that the forward comes to and its value when it is there; must copy what
+                it keeps, since modules may write over theirs afterwards, and leave the value itself as it is.
+            forward: Runs the model.
+            readers: Of each place of attention patterns, whose are visited.
+        """
+        self._stand_at(frozenset(places))
+        self._visit, self._readers = visit, readers
+        try:
+            with showing({self._hf.get_submodule(place.module): rows for place, rows in readers.items()}):
+                return forward()
+        finally:
+            self._visit = None
+
+    def rest(self) -> None:
+        """Take the hooks away: nobody reads."""
+        self._stand_at(frozenset())
+
+    def _stand_at(self, places: frozenset[Place]) -> None:
+        if places == self._places:
+            return
+        for handle in self._handles:
+            handle.remove()
+        # Hooks of one module run in the order in which they were added.
+        self._handles = [handle for place in sorted(places, key=lambda one: one.order) for handle in self._hooks(place)]
+        self._places = places
+
+    def _hooks(self, place: Place) -> list[Any]:
+        module = self._hf.get_submodule(place.module)
+        if place.stream:
+            return self._stream_hooks(place, self._hf.get_submodule(place.stream), module)
+
+        def before(_: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+            new = self._see(place, next(iter((*args, *kwargs.values())), None))
+            if new is None:
+                return None
+            if args:
+                return (new, *args[1:]), kwargs
+            first, *others = kwargs
+            return (), {first: new} | {name: kwargs[name] for name in others}
+
+        def after(_: Any, args: tuple[Any, ...], output: Any) -> Any:
+            return self._see(place, output)
+
+        def weights(_: Any, args: tuple[Any, ...], output: Any) -> None:
+            patterns, rows = attention_weights(output), self._readers.get(place, ())
+            if patterns is not None and len(patterns) > len(rows):  # eager attention gives those of all rows
+                patterns = patterns[rows]
+            self._see(place, patterns)
+
+        if place.side == "weights":
+            return [module.register_forward_hook(weights)]
+        if place.side == "input":
+            return [module.register_forward_pre_hook(before, with_kwargs=True)]
+        return [module.register_forward_hook(after)]
+
+    def _stream_hooks(self, place: Place, layer: torch.nn.Module, branch: torch.nn.Module) -> list[Any]:
+        """Hooks for the sum of a layer's input and a branch's output; a change of it is made in the output."""
+        inputs: list[torch.Tensor] = []
+
+        def before(_: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+            first = first_tensor(next(iter((*args, *kwargs.values())), None))
+            inputs[:] = [] if first is None or self._visit is None else [first]
+
+        def after(_: Any, args: tuple[Any, ...], output: Any) -> Any:
+            value = first_tensor(output)
+            if value is None or not inputs or self._visit is None:
+                return None
+            stream = inputs.pop() + value
+            new = self._see(place, stream)
+            return None if new is None else with_first(output, value + (new - stream))  # other rows keep every bit
+
+        return [layer.register_forward_pre_hook(before, with_kwargs=True), branch.register_forward_hook(after)]
+
+    def _see(self, place: Place, value: Any) -> Any:
+        """What is to take the value's place, in its form; None for itself."""
+        if self._visit is None or (tensor := first_tensor(value)) is None:
+            return None
+        new = self._visit(place, tensor)
+        if new is None or new is tensor:
+            return None
+        return with_first(value, new)

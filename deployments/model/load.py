@@ -1,0 +1,61 @@
+"""Loading a model from the hub or a directory."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import torch
+from transformers import AutoModelForCausalLM, AutoTokenizer
+
+from deployments.model.model import Model, lay_out_for_few_rows
+from deployments.model.revision import revision_of
+from deployments.model.weights import SharedWeights
+
+
+def load(
+    name: str,
+    *,
+    revision: str | None = None,
+    dtype: str = "auto",
+    device: str | None = None,
+    device_map: str | dict[str, Any] | None = None,
+    trust_remote_code: bool = False,
+    context: int | None = None,
+    attention: str = "auto",
+    share: bool = False,
+) -> Model:
+    """Load a model from the hub or a directory.
+
+    Args:
+        name: A repository id or a directory.
+        revision: The repository's branch, tag or commit.
+        dtype: `auto` for the checkpoint's own, else `float32`, `bfloat16` or `float16`.
+        device: Where it goes; a GPU where there is one, else the CPU.
+        device_map: Instead of `device`: how to spread it, as transformers takes it.
+        trust_remote_code: Run the repository's own code.
+        context: A context shorter than the model's own, in tokens.
+        attention: `eager` or `sdpa`, which is faster; `auto` for what transformers takes.
+        share: Keep the weights in memory that other processes can map: `Model.shared`.
+
+    Raises:
+        OSError: There is no such repository or directory, or no memory to share.
+        UnsupportedModelError: The model cannot be batched exactly.
+    """
+    source = str(Path(name).expanduser()) if Path(name).expanduser().is_dir() else name
+    where = {"revision": revision, "trust_remote_code": trust_remote_code}
+    tokenizer = AutoTokenizer.from_pretrained(source, **where)
+    hf: Any = AutoModelForCausalLM.from_pretrained(
+        source,
+        dtype=dtype,
+        device_map=device_map,
+        attn_implementation=None if attention == "auto" else attention,
+        **where,
+    )
+    if device_map is None:
+        hf = hf.to(device or ("cuda" if torch.cuda.is_available() else "cpu"))
+    shared = None
+    if share:  # while the module has no hooks, and its weights are where they will stay
+        lay_out_for_few_rows(hf)
+        shared = SharedWeights.of(hf.eval())
+    return Model(hf, tokenizer, name, context, shared, revision_of(source, revision))

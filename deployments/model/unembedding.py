@@ -1,0 +1,108 @@
+"""From a layer's output to logits, by the model's own code behind its layers."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import nn
+
+from deployments.errors import RequestError
+from deployments.model.mask_search import TOLERANCE, relative_error
+from deployments.places.points import Points
+from deployments.places.watching import first_tensor, with_first
+
+PROBE_IDS = [[5, 3, 8, 1, 13], [2, 9, 4, 7, 6]]  # of the texts with which it is tried
+
+
+class Unembedding:
+    """Gives rows of the residual stream to whatever a model has behind its last layer.
+
+    That is the Hugging Face module's own forward, in which one module stands for all layers and gives these rows. So
+    the final norm, a projection behind it, the head, its scale and its soft-cap come as in any other forward.
+
+    Attributes:
+        refusal: Why the model has none; None where it has one.
+        vocabulary: Logits of each row.
+        device: Where rows are best.
+    """
+
+    @torch.inference_mode()
+    def __init__(self, hf: Any, points: Points) -> None:
+        """Try it with what the last layer gives, whose logits are known.
+
+        Args:
+            hf: A Hugging Face causal language model.
+            points: Its points.
+        """
+        self._hf = hf
+        self._stem, _, self._name = points.layers.rpartition(".")
+        self.vocabulary: int = hf.get_output_embeddings().out_features
+        pad = hf.config.get_text_config().pad_token_id
+        self._id = 0 if pad != 0 else 1  # of the token that stands in each row's place; models warn of padding
+        self.device = torch.device(hf.device)
+        self._given: Any = None  # by a layer: a tensor, or a tuple that begins with one
+        self.refusal = self._failure(points)
+
+    def logits(self, rows: torch.Tensor) -> torch.Tensor:
+        """What the model would say if its last layer gave these rows.
+
+        Args:
+            rows: [rows, hidden], on any device.
+
+        Returns:
+            [rows, vocabulary] logits.
+        """
+        stem = self._hf.get_submodule(self._stem)
+        layers = stem._modules[self._name]
+        ids = torch.full((len(rows), 1), self._id, device=self._hf.device)  # each row is a text of one token
+        rows = rows.to(self.device)
+        stem._modules[self._name] = nn.ModuleList([_Layers(with_first(self._given, rows[:, None]))])
+        try:
+            return self._hf(input_ids=ids, use_cache=False).logits[:, -1]  # type: ignore[no-any-return]
+        finally:
+            stem._modules[self._name] = layers
+
+    def _failure(self, points: Points) -> str | None:
+        """Try it; what is wrong, or None where there is nothing."""
+        try:
+            outputs = points.named("layers.*.output", "logit_lens.layers")
+        except RequestError as refused:
+            return refused.message
+        if len({point.shape for point in outputs}) > 1:
+            return "its layers are of different widths"
+        ids = torch.tensor(PROBE_IDS, device=self._hf.device) % self._hf.get_input_embeddings().num_embeddings
+        kept: list[torch.Tensor] = []  # [texts * tokens, hidden]
+
+        def keep(_: Any, args: tuple[Any, ...], output: Any) -> None:
+            tensor = first_tensor(output)
+            assert tensor is not None  # it is a point
+            kept.append(tensor.flatten(0, 1).clone())  # others may write into it afterwards
+            self._given, self.device = with_first(output, torch.empty(0)), tensor.device
+
+        hook = self._hf.get_submodule(outputs[-1].place.module).register_forward_hook(keep)
+        try:
+            wanted = self._hf(input_ids=ids, use_cache=False).logits.flatten(0, 1)  # [texts * tokens, vocabulary]
+        finally:
+            hook.remove()
+        try:
+            got = self.logits(kept[0])
+        except torch.OutOfMemoryError:
+            raise  # says nothing of the model
+        except (TypeError, ValueError, RuntimeError, AttributeError, KeyError, IndexError) as error:
+            return f"its layers cannot be left out of a forward: {type(error).__name__}: {error}"
+        worst = relative_error(got, wanted)
+        if not worst <= TOLERANCE.get(wanted.dtype, 1e-1):
+            return f"from what its last layer gives come logits that differ from its own by {worst:.1%} of their norm"
+        return None
+
+
+class _Layers(nn.Module):
+    """Stands for all layers of a model and gives one value, whatever comes in."""
+
+    def __init__(self, value: Any) -> None:
+        super().__init__()
+        self._value = value
+
+    def forward(self, *_: Any, **__: Any) -> Any:
+        return self._value

@@ -1,0 +1,167 @@
+"""GGUF files as directories that transformers loads: dequantized once and kept."""
+
+from __future__ import annotations
+
+import hashlib
+import importlib.util
+from collections import Counter
+from pathlib import Path
+from typing import Any
+
+import torch
+from transformers import AutoModelForCausalLM, GgufConfig
+
+from deployments.errors import LoadError
+from deployments.model_files.gguf_tokenizers import tokenizer_of
+from deployments.model_files.made_once import made_once
+
+CACHE_FOLDER = ".gguf"  # in the directory of models; no client can name a model that begins with a dot
+GGUF_NEEDED = "reading a GGUF file needs the package gguf: pip install -c constraints.txt gguf"
+FLOATS = {"BF16": torch.bfloat16, "F16": torch.float16, "F32": torch.float32}
+ENDS = [f"tokenizer.ggml.{name}_token_id" for name in ("eos", "eot", "eom")]  # of a text, a turn, a message
+MAX_ARRAY = 1000  # of an array of metadata: what has more is the vocabulary's
+README_TEXT = """# {name}
+
+Converted from the GGUF file `{file}`, sha256 {digest}.
+
+Licence: {license}. The file's tensors are {types}; the weights here are their values, as {dtype}.
+"""
+
+
+def kept(file: Path, models_dir: Path) -> Path:
+    """The directory that a GGUF file is converted to, once for each content and name.
+
+    The content counts, by all its bytes: reading them takes less than loading the weights, and neither a copy nor a
+    change goes unseen.
+
+    Args:
+        file: The file.
+        models_dir: Below it the directory is kept, as `.gguf/NAME-DIGEST`.
+
+    Raises:
+        LoadError: The package gguf is missing, or the file is none that transformers reads.
+        OSError: The disk refuses.
+    """
+    digest = sha256(file)
+    directory = models_dir / CACHE_FOLDER / f"{file.stem}-{digest[:16]}"
+    return made_once(directory, lambda into: convert(file, into, digest))
+
+
+def check_installed() -> None:
+    """Refuse where the package gguf is missing.
+
+    Raises:
+        LoadError: With the command that installs it.
+    """
+    if importlib.util.find_spec("gguf") is None:
+        raise LoadError(GGUF_NEEDED, "model_id", "unsupported_model")
+
+
+def sha256(file: Path) -> str:
+    """A file's digest, 64 hex digits."""
+    with file.open("rb") as opened:
+        return hashlib.file_digest(opened, "sha256").hexdigest()
+
+
+def convert(file: Path, into: Path, digest: str) -> None:
+    """Write a GGUF file as a Hugging Face directory, its progress to stderr.
+
+    Weights of blocks are dequantized and rounded to bfloat16 once; a file of floats keeps its dtype and values.
+
+    Args:
+        file: The file.
+        into: An empty directory.
+        digest: The file's sha256.
+
+    Raises:
+        LoadError: The package gguf is missing; the file is no GGUF file, or transformers does not read all of it.
+        OSError: The disk refuses.
+    """
+    check_installed()
+    with file.open("rb") as opened:
+        if opened.read(4) != b"GGUF":
+            raise LoadError(f"{file} is no GGUF file", "model_id", "unsupported_model")
+    from gguf import GGUFReader
+
+    try:
+        reader = GGUFReader(file)
+        facts = {name: field.contents() for name, field in reader.fields.items() if len(field.data) < MAX_ARRAY}
+        model = _model(file, reader.tensors, facts)
+        tokenizer = tokenizer_of(file, facts, getattr(model.config, "max_position_embeddings", None))
+    except (LoadError, OSError):
+        raise
+    except Exception as error:  # whatever a file that is cut short, or of another kind, makes its readers raise
+        raise _refused(file, f"transformers cannot read it: {error}") from error
+    model.save_pretrained(into)
+    tokenizer.save_pretrained(into)
+    (into / "README.md").write_text(_about(file, digest, reader.tensors, facts, model.dtype))
+
+
+def _model(file: Path, tensors: list[Any], facts: dict[str, Any]) -> Any:
+    """The model with plain weights, on the CPU."""
+    _check_rotary(file, tensors, facts)
+    loads: Any = AutoModelForCausalLM
+    model, info = loads.from_pretrained(
+        file.parent,
+        gguf_file=file.name,
+        quantization_config=GgufConfig(dequantize=True),  # else a model that refuses to be saved
+        dtype=_dtype(tensors),
+        ignore_mismatched_sizes=True,  # refused here, with a name
+        output_loading_info=True,
+        local_files_only=True,
+    )
+    if lacking := sorted(info["missing_keys"] | {name for name, *_ in info["mismatched_keys"]}):
+        raise _refused(file, f"it has no weights that fit {lacking[0]}")
+    _check_whole(file, tensors, model)
+    ends = {facts[name] for name in ENDS if name in facts}
+    if len(ends) > 1:
+        model.generation_config.eos_token_id = sorted(ends)
+    return model
+
+
+def _dtype(tensors: list[Any]) -> torch.dtype:
+    """The narrowest of the file's dtypes, or bfloat16 where some tensors are of blocks."""
+    types = {tensor.tensor_type.name for tensor in tensors}
+    return next((dtype for name, dtype in FLOATS.items() if types <= FLOATS.keys() and name in types), torch.bfloat16)
+
+
+def _check_rotary(file: Path, tensors: list[Any], facts: dict[str, Any]) -> None:
+    """Refuse a scaled rotary embedding, which transformers leaves out without a word."""
+    architecture = facts["general.architecture"]
+    scaling = facts.get(f"{architecture}.rope.scaling.type", "none")
+    factors = [tensor for tensor in tensors if tensor.name.startswith("rope_") and (tensor.data != 1).any()]
+    if factors or (scaling != "none" and architecture != "gpt-oss"):
+        raise _refused(file, "its rotary embedding is scaled, and transformers does not read that from such a file")
+
+
+def _check_whole(file: Path, tensors: list[Any], model: Any) -> None:
+    """Refuse a file with weights that the model has no place for: transformers leaves them out without a word."""
+    layers, tied = model.config.num_hidden_layers, getattr(model.config, "tie_word_embeddings", False)
+    values = sum(
+        int(tensor.n_elements)
+        for tensor in tensors
+        if not tensor.name.startswith("rope_")
+        and not (tied and tensor.name == "output.weight")
+        and not (tensor.name.startswith("blk.") and int(tensor.name.split(".")[1]) >= layers)  # to draft tokens by
+    )
+    taken = sum(
+        weight.numel() for weight in {weight.data_ptr(): weight for weight in model.state_dict().values()}.values()
+    )
+    if values != taken:
+        raise _refused(file, f"it holds {values:,} weights, and transformers reads {taken:,} of them")
+
+
+def _about(file: Path, digest: str, tensors: list[Any], facts: dict[str, Any], dtype: torch.dtype) -> str:
+    types = Counter(tensor.tensor_type.name for tensor in tensors).most_common()
+    return README_TEXT.format(
+        name=file.stem,
+        file=file.name,
+        digest=digest,
+        license=facts.get("general.license", "the file does not say"),
+        types=", ".join(f"{count} {name}" for name, count in types),
+        dtype=str(dtype).removeprefix("torch."),
+    )
+
+
+def _refused(file: Path, why: str) -> LoadError:
+    return LoadError(f"{file} cannot be converted: {why}", "model_id", "unsupported_model")

@@ -1,0 +1,62 @@
+"""What a model's name means: a directory that transformers loads, or a repository of the hub."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from deployments.demo_model import WEIGHTS
+from deployments.errors import LoadError
+from deployments.options import DEMO, GGUF, SMOLLM2, default_models_dir
+
+
+def source(model: str, models_dir: str | None = None) -> str:
+    """The directory or repository that a model's name means, on the machine that loads it.
+
+    In this order: `vitrine-demo`, the model that ships; the absolute path of a directory, or of a GGUF file, which is
+    converted to a directory where it was not before; a directory in `models_dir`; a repository of the hub.
+
+    Args:
+        model: The name, as the option `model` takes it.
+        models_dir: Where models lie that are named without their path; by default `$VITRINE_HOME/models`.
+
+    Raises:
+        LoadError: It means nothing here, or the GGUF file cannot be converted.
+    """
+    place = located(model, models_dir)
+    return _converted(place) if isinstance(place, Path) and place.suffix == GGUF else str(place)
+
+
+def located(model: str, models_dir: str | None = None) -> Path | str:
+    """The directory, GGUF file or repository that a name means; nothing is converted. Arguments as for `source`.
+
+    Raises:
+        LoadError: It means nothing here.
+    """
+    if model == DEMO:
+        return WEIGHTS
+    if (found := Path(models_dir or default_models_dir(), model)).is_dir():
+        return found
+    if model == SMOLLM2:
+        message = f"there is no {found}: run `make smollm2`, which makes {default_models_dir() / SMOLLM2}"
+        raise LoadError(message, "model_id", "model_not_found", 404)
+    given = Path(model).expanduser()
+    if given.is_dir() and not given.is_absolute():
+        # A client's name may be that of a directory here by chance; an operator cannot know where a replica runs.
+        message = f"{model!r} is a directory where the replica runs: name it by its absolute path"
+        raise LoadError(message, "model_id", "model_not_found", 404)
+    if given.is_dir():
+        return given
+    if given.suffix != GGUF:
+        return model
+    if not given.is_absolute():  # as for a directory
+        message = f"a GGUF file is named by its absolute path, which {model!r} is not"
+        raise LoadError(message, "model_id", "model_not_found", 404)
+    if not given.is_file():
+        raise LoadError(f"there is no file {given}", "model_id", "model_not_found", 404)
+    return given
+
+
+def _converted(file: Path) -> str:
+    from deployments.model_files.gguf import kept  # imports torch
+
+    return str(kept(file, default_models_dir()))

@@ -1,0 +1,313 @@
+"""Capture points: which places of a model have a name, and what stands there.
+
+A point is `<module>.<input|output>`, in canonical names (`layers.8.attention.output`) or the model's own
+module paths (`model.layers.8.self_attn.q_proj.output`). Names are looked up in what one forward of the
+model showed at load; nothing a client sends is ever evaluated.
+"""
+
+from __future__ import annotations
+
+import difflib
+import re
+from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import replace
+from typing import Any, get_args
+
+import torch
+
+from deployments.errors import RequestError
+from deployments.options import Savepoint
+from deployments.places.architectures import (
+    OUTPUT_PROJECTIONS,
+    Side,
+    canonical_modules,
+    drop_misnamed_norms,
+    find_layers,
+    head_shape,
+)
+from deployments.places.place import Place, Point
+from deployments.places.watching import are_patterns, drop_wrong_patterns, follows_tokens, watch
+from deployments.points.capture import LAYERNORM_SITES, Capture
+from deployments.points.names import COLUMNS, canonical, hooks_like
+from vitrine.points import TRANSFORMER_LENS
+
+MAX_POINTS = 4096
+
+
+class Points:
+    """Every capture point of one model, and the names they go by."""
+
+    def __init__(self, model: Any, places: Iterable[Place], seen: Mapping[tuple[str, Side], torch.Tensor]) -> None:
+        """Name the places.
+
+        Args:
+            model: The model they are places of.
+            places: Where each stands.
+            seen: (module path, side) -> the value of one forward, by which the norms' names are checked.
+        """
+        modules = dict(model.named_modules())
+        paths = {id(module): path for path, module in modules.items()}
+        self.layers = find_layers(model, modules)
+        self.layer_count = len(modules[self.layers])
+        self._aliases = canonical_modules(model, modules, paths, self.layers)
+        drop_misnamed_norms(self._aliases, seen)
+        attentions = {path for alias, path in self._aliases.items() if alias.endswith(".attention")}
+        self._places = {
+            f"{place.module}.{place.side}": place
+            for place in places
+            if not place.grows or place.module in attentions  # some layers give their attention's on
+        }
+        self._attention = model.config.get_text_config()._attn_implementation
+        self._heads = head_shape(model)
+        self._streams = dict(self._find_streams(seen))
+        self._savepoints: dict[str, Point] = {}
+
+    @classmethod
+    @torch.inference_mode()
+    def learn(cls, model: Any) -> Points:
+        """Run small forwards and note what each module reads and gives.
+
+        Attention patterns that are recomputed are compared with those of eager attention.
+
+        Args:
+            model: A Hugging Face causal language model.
+        """
+        vocabulary = model.get_input_embeddings().num_embeddings
+        ids = torch.arange(1, 11, device=model.device).view(2, 5) % vocabulary
+        longer = torch.arange(11, 32, device=model.device).view(3, 7) % vocabulary
+        longer[1:, :5] = ids.flip(0)  # the same texts, as other rows of another batch
+        seen, again = watch(model, ids), watch(model, longer)
+        drop_wrong_patterns(seen, model, ids)
+        places = []
+        for order, ((path, side), value) in enumerate(seen.items()):
+            place, other = _place(path, side, order, value, ids), again.get((path, side))
+            if place and other is not None and _place(path, side, order, other, longer) == place:
+                here, there = _by_tokens(place, value, ids), _by_tokens(place, other, longer)
+                if follows_tokens(here, there[1:, :5].flip(0)[..., : here.shape[-1]]):
+                    places.append(place)
+        return cls(model, places, seen)
+
+    def __iter__(self) -> Iterator[Point]:
+        """All points, canonical names first where a place has one, in the order a forward reaches them."""
+        names: dict[Place, str] = {}
+        for name in self._canonical_names():
+            point = self._lookup(name)
+            if point:
+                names.setdefault(point.place, name)
+        for path, place in sorted(self._places.items(), key=lambda item: item[1].order):
+            yield Point(names.get(place, path), place, place.shape)
+
+    def more(self) -> Iterator[Point]:
+        """Points beside those of `iter`: `attention.heads`, another view of one of them, and `resid_mid`, of none."""
+        for layer in range(self.layer_count):
+            for site in ("attention.heads", "resid_mid"):
+                if point := self._lookup(f"layers.{layer}.{site}"):
+                    yield point
+
+    def _find_streams(self, seen: Mapping[tuple[str, Side], torch.Tensor]) -> Iterator[tuple[str, Place]]:
+        """`layers.{i}.resid_mid` of the layers that have it.
+
+        It is the sum of the layer's input and what a module inside gives, attention or a norm behind it, and what the
+        MLP or the norm before it reads. Parallel blocks have no such sum.
+        """
+        order = {key: i for i, key in enumerate(seen)}
+        for i in range(self.layer_count):
+            layer = self._aliases[f"layers.{i}"]
+            reader = self._aliases.get(f"layers.{i}.post_attention_layernorm") or self._aliases.get(f"layers.{i}.mlp")
+            first, middle = seen.get((layer, "input")), seen.get((f"{reader}", "input"))
+            if first is None or middle is None or torch.equal(first.flatten(), middle.flatten()):
+                continue
+            turn = order[f"{reader}", "input"]
+            before = [path for path, side in seen if side == "output" and path.startswith(f"{layer}.")]
+            for path in sorted(before, key=lambda path: -order[path, "output"]):
+                place, value = self._places.get(f"{path}.output"), seen[path, "output"]
+                fits = place and place.order < turn and value.shape == first.shape
+                if place and fits and torch.allclose((first + value).flatten(), middle.flatten()):
+                    yield f"layers.{i}.resid_mid", replace(place, order=turn, stream=layer)
+                    break
+
+    def name(self, savepoints: Iterable[Savepoint]) -> None:
+        """Take savepoints: points with names of their own, which are the default ones from now on.
+
+        Raises:
+            RequestError: A selector is not one point of this model, or a name cannot be one.
+        """
+        for i, savepoint in enumerate(savepoints):
+            if savepoint.name in self._savepoints or savepoint.name in COLUMNS:
+                raise RequestError(f"{savepoint.name!r} is taken: choose another name", f"savepoints[{i}].name")
+            field = f"savepoints[{i}].selector"
+            name, *more = self._expand(savepoint.selector, field)
+            if more:
+                raise RequestError("a savepoint is one point, and this means several", field)
+            point = self._lookup(name) or self._lookup(f"{name}.output") or self._refuse(name, field)
+            self._savepoints[savepoint.name] = replace(point, name=savepoint.name)
+
+    def resolve(self, capture: Capture) -> tuple[Point, ...]:
+        """The points a request means, in the order in which a forward reaches them.
+
+        Raises:
+            RequestError: A name that is nothing, or a layer that is not there; names the field.
+        """
+        found: dict[str, Point] = {}
+        for field, pattern in self._patterns(capture):
+            for name in self._expand(pattern, field):
+                found[name] = self._lookup(name) or self._refuse(name, field)
+            if len(found) > MAX_POINTS:
+                raise RequestError(f"more than {MAX_POINTS} points in one request", field)
+        features, heads = capture.features, capture.heads
+        for name, point in found.items():
+            if heads and not (point.place.grows or len(point.shape) > 1):
+                message = f"{name} has no heads: they are at layers.{{i}}.attention.heads and .attention.weights"
+                raise RequestError(message, "capture.heads")
+            if heads and max(heads) >= point.shape[0]:
+                raise RequestError(f"{name} has heads 0 to {point.shape[0] - 1}", "capture.heads")
+            if features and point.place.grows:
+                message = f"{name} has no features, but a number for each token that is seen: capture it without"
+                raise RequestError(message, "capture.features")
+            most = max(features.index) + 1 if features and features.index else features and features.first
+            if most and most > point.shape[-1]:
+                message = f"{name} has {point.shape[-1]} features, {most} were asked for"
+                raise RequestError(message, "capture.features")
+        return tuple(sorted(found.values(), key=lambda point: point.place.order))
+
+    def named(self, pattern: str, field: str) -> list[Point]:
+        """The points that one name means, of which a `*` makes several, to change what is there.
+
+        Raises:
+            RequestError: It is nothing, or what nothing further on reads; names the field.
+        """
+        names = self._expand(pattern, field)
+        if re.search(r"att\w*\.weights$", pattern):  # also where they cannot be captured
+            self._refuse_change(pattern, field)
+        found = [self._lookup(name) or self._refuse(name, field) for name in names]
+        for point in found:
+            if point.place.grows:
+                self._refuse_change(point.name, field)
+        return found
+
+    def _patterns(self, capture: Capture) -> Iterator[tuple[str, str]]:
+        """(field, pattern) of everything the request names, or the defaults where it names nothing."""
+        for i, pattern in enumerate(capture.points or ()):
+            yield f"capture.points[{i}]", pattern
+        if capture.layers is None and capture.sites is None:
+            if capture.points is None:
+                yield from (("capture", name) for name in self.default_names())
+            return
+        layers: Iterable[int | str] = self._default_layers() if capture.layers is None else capture.layers
+        if capture.layers == "all":
+            layers = range(self.layer_count)
+        sites = capture.sites or [site for site in LAYERNORM_SITES if self._lookup(f"layers.0.{site}")]
+        for j, layer in enumerate(layers):
+            self._layer(int(layer), f"capture.layers[{j}]")
+            for i, site in enumerate(sites or ["input"]):
+                field = f"capture.sites[{i}]" if capture.sites else "capture.layers"
+                yield field, f"layers.{layer}.{site}"
+
+    def default_names(self) -> list[str]:
+        """The savepoints, or else both layernorm sites of three layers.
+
+        These are at about a third, a half and two thirds of the depth.
+        """
+        if self._savepoints:
+            return list(self._savepoints)
+        sites = [site for site in LAYERNORM_SITES if self._lookup(f"layers.0.{site}")] or ["input"]
+        return [f"layers.{layer}.{site}" for layer in self._default_layers() for site in sites]
+
+    def _default_layers(self) -> list[int]:
+        depth = self.layer_count
+        if depth >= 24:
+            depth -= depth % 6  # the same layers for near depths: 8, 12 and 16 of 24 to 28
+        return sorted({depth // 3, depth // 2, 2 * depth // 3})
+
+    def _expand(self, pattern: str, field: str) -> list[str]:
+        """Spell out `*`, negative and bracketed indices of the layer axis."""
+        if pattern in self._savepoints:
+            return [pattern]
+        spelled = canonical(pattern)
+        match = re.fullmatch(rf"({re.escape(self.layers)}|layers)\.(\*|-?\d+)((?:\..*)?)", spelled)
+        if not match:
+            return [spelled]
+        prefix, index, rest = match.groups()
+        if index == "*":
+            return [f"{prefix}.{layer}{rest}" for layer in range(self.layer_count)]
+        return [f"{prefix}.{self._layer(int(index), field)}{rest}"]
+
+    def _layer(self, layer: int, field: str) -> int:
+        """A layer's index from the start."""
+        if not -self.layer_count <= layer < self.layer_count:
+            raise RequestError(f"there is no layer {layer}: this model has {self.layer_count}", field)
+        return layer % self.layer_count
+
+    def _lookup(self, name: str) -> Point | None:
+        if point := self._savepoints.get(name):
+            return point
+        if match := re.fullmatch(r"(layers\.\d+\.attention)\.heads", name):
+            return self._lookup_heads(name, match[1])
+        if place := self._places.get(name) or self._streams.get(name):
+            return Point(name, place, place.shape)
+        module, _, side = name.rpartition(".")
+        if place := self._places.get(f"{self._aliases.get(module)}.{side}"):
+            return Point(name, place, place.shape)
+        return None
+
+    def _lookup_heads(self, name: str, attention: str) -> Point | None:
+        for projection in OUTPUT_PROJECTIONS:
+            place = self._places.get(f"{self._aliases.get(attention)}.{projection}.input")
+            if place and self._heads and place.shape == (self._heads[0] * self._heads[1],):
+                return Point(name, place, self._heads)
+        return None
+
+    def _refuse(self, name: str, field: str) -> Point:
+        """Raise, with the nearest names that do exist."""
+        layer = re.match(r"^layers\.(\d+)\b", name)
+        if layer and name == f"layers.{layer[1]}.attention.weights":
+            self._refuse_patterns(name, field)
+        known = [*self._savepoints, *self._canonical_names(int(layer[1]) if layer else 0), *self._places]
+        known += [] if "." in name else TRANSFORMER_LENS
+        sides = [f"{name}.{side}" for side in ("output", "input")]  # of a module that is named without one
+        nearest = [side for side in sides if self._lookup(side)] or hooks_like(name)
+        nearest = nearest or difflib.get_close_matches(name, known, 3, 0.4)
+        hint = f"; the nearest names are {', '.join(nearest)}" if nearest else ""
+        raise RequestError(f"{name!r} is no capture point of this model{hint}", field, code="unknown_point")
+
+    def _refuse_patterns(self, name: str, field: str) -> None:
+        """Raise, with how attention patterns are to be had."""
+        module = self._aliases.get(name.removesuffix(".weights"))
+        message = f"{name}: this model's attention{f' ({module})' if module else ''} gives no patterns"
+        if self._attention != "eager":
+            message = f"{name}: attention patterns of this architecture cannot be recomputed while its attention is "
+            message += f"{self._attention}: load the model with attention=eager"
+        raise RequestError(message, field, "no_attention_patterns")
+
+    def _refuse_change(self, name: str, field: str) -> None:
+        message = f"{name} is what attention has used already, and nothing further on reads it: change "
+        raise RequestError(message + "layers.{i}.attention.heads", field)
+
+    def _canonical_names(self, layer: int | None = None) -> list[str]:
+        names = [f"{alias}.{side}" for alias in self._aliases for side in get_args(Side)]
+        if layer is not None:
+            names = [n for n in names if not n.startswith("layers.") or n.startswith(f"layers.{layer}.")]
+            names += [f"layers.{layer}.attention.heads", f"layers.{layer}.resid_mid"]
+        return [name for name in names if self._lookup(name)]
+
+
+def _place(path: str, side: Side, order: int, value: torch.Tensor, ids: torch.Tensor) -> Place | None:
+    """The place that a value shows in a forward of `ids` [batch, tokens], or None where rows cannot be told apart."""
+    if side == "weights":
+        shape = value.shape[:1] + value.shape[2:]
+        patterns = shape == (*ids.shape, ids.shape[1]) and are_patterns(value)
+        return Place(path, side, order, "patterns", (value.shape[1],), value.dtype) if patterns else None
+    if value.ndim < 2:
+        return None
+    if value.shape[:2] == ids.shape:
+        if value.ndim == 2 and not (value == ids.to(value.device)).all():
+            return None  # a mask, which has another shape in other forwards
+        return Place(path, side, order, "batched", tuple(value.shape[2:]) or (1,), value.dtype)
+    if value.shape[0] == ids.numel():
+        return Place(path, side, order, "flat", tuple(value.shape[1:]), value.dtype)
+    return None
+
+
+def _by_tokens(place: Place, value: torch.Tensor, ids: torch.Tensor) -> torch.Tensor:
+    """A place's value in a forward of `ids` [batch, tokens], as [batch, tokens, ...]."""
+    return value.transpose(1, 2) if place.grows else value.reshape(*ids.shape, *place.shape)

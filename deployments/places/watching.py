@@ -1,0 +1,104 @@
+"""What each module of a model reads and gives in one forward, and whether that goes by tokens."""
+
+from __future__ import annotations
+
+from collections import Counter
+from contextlib import ExitStack
+from typing import Any
+
+import torch
+
+from deployments.places.architectures import Side
+from deployments.places.attention_patterns import eagerly, showing
+
+
+def first_tensor(value: Any) -> torch.Tensor | None:
+    """The tensor of a module's value: itself, or a tuple's first; None where there is none."""
+    if isinstance(value, (tuple, list)) and value:
+        value = value[0]
+    return value if isinstance(value, torch.Tensor) else None
+
+
+def attention_weights(value: Any) -> torch.Tensor | None:
+    """The attention patterns [batch, heads, queries, keys] in a module's output; None where there are none."""
+    weights = value[1] if isinstance(value, tuple) and len(value) > 1 else None
+    return weights if isinstance(weights, torch.Tensor) and weights.ndim == 4 else None
+
+
+def with_first(value: Any, new: torch.Tensor) -> Any:
+    """A module's value in its form, with another tensor: in place of itself, or of a tuple's first."""
+    return new if isinstance(value, torch.Tensor) else type(value)((new, *value[1:]))
+
+
+def watch(model: Any, ids: torch.Tensor) -> dict[tuple[str, Side], torch.Tensor]:
+    """(module path, side) -> its value in one forward, of modules that are called once, in their order."""
+    seen: dict[tuple[str, Side], torch.Tensor | None] = {}
+    calls: Counter[tuple[str, Side]] = Counter()
+
+    def note(path: str, side: Side, tensor: torch.Tensor | None) -> None:
+        calls[path, side] += 1
+        seen[path, side] = None if tensor is None else tensor.clone()  # others may write into it afterwards
+
+    def before(path: str) -> Any:
+        return lambda _, args, kwargs: note(path, "input", first_tensor(next(iter((*args, *kwargs.values())), None)))
+
+    def after(path: str) -> Any:
+        def hook(_: Any, args: Any, output: Any) -> None:
+            note(path, "output", first_tensor(output))
+            note(path, "weights", attention_weights(output))
+
+        return hook
+
+    with ExitStack() as hooks:
+        for path, module in model.named_modules():
+            if path:
+                hooks.callback(module.register_forward_pre_hook(before(path), with_kwargs=True).remove)
+                hooks.callback(module.register_forward_hook(after(path)).remove)
+        hooks.enter_context(showing(dict.fromkeys(model.modules(), range(len(ids)))))
+        model(input_ids=ids, use_cache=False)
+    return {key: value for key, value in seen.items() if value is not None and calls[key] == 1}
+
+
+def drop_wrong_patterns(seen: dict[tuple[str, Side], torch.Tensor], model: Any, ids: torch.Tensor) -> None:
+    """Take away attention patterns that are not those of eager attention.
+
+    Architectures may do more in theirs than recomputed patterns show.
+
+    Args:
+        seen: What a forward of `ids` showed.
+        model: The model.
+        ids: [batch, tokens].
+    """
+    patterns = {key: value for key, value in seen.items() if key[1] == "weights"}
+    if not patterns:
+        return
+    with eagerly(model):
+        wanted = watch(model, ids)
+    for key, value in patterns.items():
+        want = wanted.get(key)
+        tolerance = 1e-3 if value.dtype == torch.float32 else 0.1  # rounded on the way through the layers
+        if want is None or want.shape != value.shape or not _mostly_near(want, value, tolerance):
+            del seen[key]
+
+
+def are_patterns(value: torch.Tensor) -> bool:
+    """Whether values [batch, heads, tokens, tokens] sum to 1 over each token and those before it, and are 0 behind."""
+    if value.shape[2] != value.shape[3] or not value.is_floating_point():
+        return False
+    sums = value.float().sum(-1)
+    return bool((value.triu(1) == 0).all()) and bool(((sums - 1).abs() < 0.02).all())  # rounded, in bfloat16
+
+
+def follows_tokens(value: torch.Tensor, again: torch.Tensor) -> bool:
+    """Whether most tokens have the same values [batch, tokens, ...] again; a few may round to another expert.
+
+    Rows that a router has put into an order of its own do not.
+    """
+    return _mostly_near(value.flatten(2), again.flatten(2), 0.1)
+
+
+def _mostly_near(value: torch.Tensor, again: torch.Tensor, tolerance: float) -> bool:
+    """Whether most rows [..., row] differ by no more than `tolerance` of their norm."""
+    value, again = value.float(), again.float()
+    near = (value - again).norm(dim=-1) <= tolerance * value.norm(dim=-1)
+    return bool(near.float().mean() > 0.5)

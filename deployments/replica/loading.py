@@ -1,0 +1,120 @@
+"""From options to a model in an engine, or to a `LoadError` that says why not."""
+
+from __future__ import annotations
+
+import importlib.metadata
+import os
+import platform
+from typing import TYPE_CHECKING, Any
+
+from deployments import __version__
+from deployments.activations.facts import public_uri
+from deployments.errors import LoadError, RequestError
+from deployments.model_files.names import source
+from deployments.options import Options
+from deployments.points.names import dtype_name
+
+if TYPE_CHECKING:  # the replica's module is imported without torch, too
+    from deployments.engine.engine import Engine
+    from deployments.model.model import Model
+
+PACKAGES = ("torch", "transformers", "nnsight", "tokenizers", "ray")
+
+
+def load_engine(options: Options) -> Engine:
+    """Load the model into an engine, on this thread.
+
+    Raises:
+        LoadError: With the fitting status.
+    """
+    from huggingface_hub.errors import GatedRepoError, RevisionNotFoundError
+
+    from deployments.engine.kv_memory import is_out_of_memory
+    from deployments.model.mask_search import UnsupportedModelError
+
+    try:
+        return _engine(options)
+    except LoadError:
+        raise
+    except RequestError as error:  # a savepoint that is nothing
+        raise LoadError(error.message, error.field, error.code, error.status) from error
+    except UnsupportedModelError as error:
+        raise LoadError(str(error), "model_id", "unsupported_model") from error
+    except Exception as error:
+        if is_out_of_memory(error):
+            raise LoadError(f"there is no memory for it: {error}", None, "out_of_memory", 500) from error
+        if isinstance(error.__cause__, GatedRepoError):
+            raise LoadError(str(error), "model_id", "model_gated", 403) from error
+        # transformers says so, without an error number, that a repository, revision or file of it is not there, or
+        # that the hub cannot be reached; and by ValueError that it does not know, or would have to run, its code.
+        if isinstance(error, OSError) and error.errno is None:
+            field = "revision" if isinstance(error.__cause__, RevisionNotFoundError) else "model_id"
+            raise LoadError(str(error), field, "model_not_found", 404) from error
+        if isinstance(error, (ValueError, ImportError)):
+            raise LoadError(str(error), "model_id", "unsupported_model") from error
+        raise LoadError(f"{type(error).__name__}: {error}", None, "load_failed", 500) from error
+
+
+def _engine(options: Options) -> Engine:
+    import torch
+
+    from deployments.engine.engine import Engine
+    from deployments.model.load import load
+
+    # Ray sets OMP_NUM_THREADS to the actor's CPUs, a fraction here, hence one thread.
+    torch.set_num_threads(_threads(options))
+    model = load(
+        source(options.model, options.models_dir),
+        revision=options.revision,
+        dtype=options.dtype,
+        device=options.device,
+        device_map=options.device_map,
+        trust_remote_code=options.trust_remote_code,
+        context=options.max_seq_len,
+        attention=options.attention,
+        share=options.allow_client_code,
+    )
+    model.points.name(options.savepoints)
+    return Engine(
+        model,
+        max_running=options.max_running,
+        prefill_tokens=options.prefill_tokens,
+        kv_bytes=options.kv_bytes,
+        kv_fraction=options.kv_fraction,
+        capture_bytes=options.capture_memory_bytes,
+    )
+
+
+def _threads(options: Options) -> int:
+    return options.threads or max(1, (os.cpu_count() or 1) // options.num_replicas)
+
+
+def description(options: Options, model: Model) -> dict[str, Any]:
+    """A loaded model as `/v1/models` tells it: what it is and all that it is served with, so that it can be again.
+
+    Of the options those that were left to the model or the machine are as they came out. The file of API keys is left
+    out, and settings of URIs.
+
+    Args:
+        options: The operator's.
+        model: What they made.
+    """
+    came_out = {
+        "dtype": dtype_name(model.dtype),
+        "attention": getattr(model.hf.config, "_attn_implementation", None),
+        "device": str(model.device),
+        "max_seq_len": model.context,
+        "threads": _threads(options),
+        "archive": options.archive and public_uri(options.archive),
+    }
+    return {
+        "max_model_len": model.context,
+        # Forwards of another shape add in another order: in 16 bits that is about the distance of two likely tokens.
+        "tokens_depend_on_batch": model.dtype.itemsize < 4,
+        "savepoints": [savepoint.model_dump() for savepoint in options.savepoints],
+        "revision": model.revision,
+        "source": model.hf.name_or_path,
+        "options": options.model_dump(mode="json", exclude={"api_keys_file"}) | came_out,
+        "versions": {"python": platform.python_version(), "vitrine": __version__}
+        | {name: importlib.metadata.version(name) for name in PACKAGES},
+    }

@@ -1,0 +1,142 @@
+"""Metrics of Ray's, which every node exports for Prometheus: the engine's statistics, and each request in numbers.
+
+What Serve counts itself, by route and status, is not counted again.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import asdict
+from typing import TYPE_CHECKING
+
+from ray.util.metrics import Counter, Gauge, Histogram
+
+from deployments.messages import End, Job, Refusal
+
+if TYPE_CHECKING:  # the controller and the proxies import the replica's module, and need no torch
+    from deployments.engine.statistics import Statistics
+
+PREFIX = "vitrine_"
+GAUGES = {
+    "running": "Requests that hold a slot.",
+    "waiting": "Requests that wait for a slot.",
+    "slots": "Slots there is KV memory for.",
+    "kv_bytes": "KV memory held.",
+    "kv_budget_bytes": "The most KV memory that will be held.",
+    "capture_bytes": "Recorded rows in host memory.",
+    "step_seconds": "How long a forward takes, a mean of the latest.",
+    "tokens_per_second": "Tokens generated per second in the latest steps.",
+}
+COUNTERS = {
+    "steps": "Forwards.",
+    "tokens": "Tokens generated.",
+    "preempted": "Requests that lost their slot and were run again.",
+    "out_of_memory": "Forwards that found no memory.",
+}
+
+
+class EngineMetrics:
+    """One replica's metrics; Ray adds which replica it is."""
+
+    def __init__(self, model: str) -> None:
+        """Begin at nothing.
+
+        Args:
+            model: The name it is served by, which every metric carries.
+        """
+        tags = {"model": model}
+        keys = tuple(tags)
+        self._gauges = {name: Gauge(PREFIX + name, text, tag_keys=keys) for name, text in GAUGES.items()}
+        self._counters = {
+            name: Counter(f"{PREFIX}{name}_total", text, tag_keys=keys) for name, text in COUNTERS.items()
+        }
+        for metric in (*self._gauges.values(), *self._counters.values()):
+            metric.set_default_tags(tags)
+        self._counted = dict.fromkeys(COUNTERS, 0)
+
+    def update(self, statistics: Statistics) -> None:
+        """Say what the engine says now."""
+        numbers = asdict(statistics)
+        for name, gauge in self._gauges.items():
+            gauge.set(numbers[name])
+        for name, counter in self._counters.items():
+            if more := numbers[name] - self._counted[name]:
+                counter.inc(more)
+                self._counted[name] = numbers[name]
+
+
+BUCKETS = [0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1, 2.5, 5, 10, 30, 60, 120, 300, 600]
+TAGS = ("model", "route")
+
+
+class RequestMeter:
+    """What becomes of one request.
+
+    Attributes:
+        status: The HTTP status it comes to; 499 where its client went away.
+        prompt_tokens: Tokens of its prompts, each counted once.
+        first_s: Seconds until it first said something; None before.
+    """
+
+    def __init__(self, job: Job) -> None:
+        self.status = 499
+        self.prompt_tokens = 0
+        self.first_s: float | None = None
+        self._job = job
+        self._left = max(1, len(job.prompts)) * job.n
+        self.began = time.monotonic()
+
+    def first(self) -> None:
+        """The first messages are there."""
+        self.first_s = time.monotonic() - self.began
+
+    def last(self, messages: Sequence[End | Refusal]) -> None:
+        """Choices have ended, or the whole request has."""
+        for message in messages:
+            if isinstance(message, Refusal):
+                self.status = message.status
+                return
+            self._left -= 1
+            if message.index % self._job.n == 0:
+                self.prompt_tokens += message.prompt_tokens
+        if not self._left:
+            self.status = 200
+
+
+class RequestMetrics:
+    """The requests of one replica; nothing of it is done per token."""
+
+    def __init__(self, model: str) -> None:
+        """Begin at nothing.
+
+        Args:
+            model: The name it is served by, which every metric carries.
+        """
+        self._requests = Counter(
+            f"{PREFIX}requests_total", "Requests that replicas took, by their end.", tag_keys=(*TAGS, "status")
+        )
+        self._seconds = Histogram(f"{PREFIX}request_seconds", "How long they took.", BUCKETS, tag_keys=TAGS)
+        self._first = Histogram(f"{PREFIX}first_token_seconds", "Until a stream's first text.", BUCKETS, tag_keys=TAGS)
+        self._prompt = Counter(f"{PREFIX}prompt_tokens_total", "Tokens of prompts.", tag_keys=TAGS)
+        for metric in (self._requests, self._seconds, self._first, self._prompt):
+            metric.set_default_tags({"model": model})
+
+    @contextmanager
+    def measure(self, job: Job, streamed: bool) -> Iterator[RequestMeter]:
+        """Count one request when the block ends, however it does."""
+        meter = RequestMeter(job)
+        try:
+            yield meter
+        except Exception:
+            meter.status = 500
+            raise
+        finally:
+            tags = {"route": "/v1/completions" if job.messages is None else "/v1/chat/completions"}
+            self._requests.inc(1, tags | {"status": str(meter.status)})
+            self._seconds.observe(time.monotonic() - meter.began, tags)
+            if streamed and meter.first_s is not None:
+                self._first.observe(meter.first_s, tags)
+            if meter.prompt_tokens:
+                self._prompt.inc(meter.prompt_tokens, tags)

@@ -1,0 +1,380 @@
+"""One model's replica: asyncio in front of the engine's thread."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import functools
+import logging
+import threading
+import time
+from collections.abc import AsyncGenerator, Callable, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
+from dataclasses import asdict, replace
+from typing import TYPE_CHECKING, Any
+
+from ray import serve
+from ray.serve.context import _get_global_client  # the one way to learn where the proxies listen
+
+from deployments.activations.reads_runs import connect_reader
+from deployments.activations.store import connect
+from deployments.activations.taking import connect_writer
+from deployments.client_code.job import CodeJob
+from deployments.engine.request import Request
+from deployments.errors import RequestError, naming
+from deployments.exposure import check_ray
+from deployments.messages import End, Job, Message, Refusal, Text
+from deployments.options import SETTINGS, Options
+from deployments.replica.delivery import Delivery, RunningChoice, Ticket
+from deployments.replica.loading import description, load_engine
+from deployments.replica.metrics import EngineMetrics, RequestMetrics
+
+if TYPE_CHECKING:  # Serve's controller and proxies import this module too, and need no torch
+    from deployments.chat.reader import AnswerReader
+    from deployments.client_code.runner import CodeRunner
+    from deployments.engine.engine import Engine
+    from deployments.interventions.stored_tensors import FetchedTensors
+    from deployments.points.capture import Capture
+
+logger = logging.getLogger("ray.serve")
+ENGINE_ENDED = "the replica's engine has ended; another takes its place: try again"
+MOST_TEXTS = 64  # that are turned into tokens, or back, or wait for it
+
+
+@serve.deployment(max_ongoing_requests=100_000, health_check_period_s=5)
+class ModelReplica:
+    """Holds one copy of a model and one engine.
+
+    Admission is its own: Serve's limits stand above `max_running + max_queued`.
+    """
+
+    def __init__(self, options: Options, store: Any = None) -> None:
+        """Load the model and start the engine's thread.
+
+        Args:
+            options: The operator's.
+            store: The activation store's handle; by default that of the operator's directory.
+
+        Raises:
+            LoadError: The model cannot be loaded, or Ray's ports are open to everybody.
+        """
+        check_ray(options)
+        from deployments.chat.prompts import Prompts
+        from deployments.chat.response_format import ResponseFormats
+        from deployments.chat.template import ChatFormat
+        from deployments.chat.tokens import TokenTexts
+        from deployments.interventions.resolve import EditResolver
+        from deployments.interventions.stored_tensors import StoredTensors
+        from deployments.places.structure import structure
+        from deployments.replica.logit_lens import LensResolver
+        from deployments.replica.runs import Runs
+
+        self._options = options
+        loaded: Future[Engine] = Future()
+        self._thread = threading.Thread(target=self._run_engine, args=(loaded,), name="engine", daemon=True)
+        self._thread.start()
+        self._engine = loaded.result()
+        self._model = self._engine.model
+        self._pool = ThreadPoolExecutor(max_workers=4, thread_name_prefix="replica")
+        self._texts_pool = ThreadPoolExecutor(max_workers=2, thread_name_prefix="texts")  # keeps no generation waiting
+        self._texts = 0  # in it
+        writer = reader = store  # a test's own does all
+        if store is None:
+            store = connect(options.activations_dir, options.archive, options.archive_cache_bytes)
+            reader = connect_reader(options.activations_dir, options.archive)
+            writer = connect_writer(options.activations_dir, store, options.archive)
+        token_texts = TokenTexts(self._model.tokenizer)
+        self._runs = Runs(options, self._model, token_texts, writer, self._pool)
+        self._chat = ChatFormat(self._model.tokenizer, self._model.hf)
+        self._prompts = Prompts(self._model, self._chat, token_texts)
+        self._response_formats = ResponseFormats(self._chat, self._model)
+        self._lens_resolver = LensResolver(
+            self._model.points, self._prompts.plain_ids, self._model.vocabulary, options.max_inline_values
+        )
+        self._stored_tensors = StoredTensors(self._model.points, store, reader, options.max_intervention_bytes)
+        self._edit_resolver = functools.partial(EditResolver, self._model.points, self._model.device)
+        self._delivery = Delivery(self._engine, token_texts)
+        self._structure = structure(self._model.hf, self._model.points, self._model.context)
+        self._metrics = EngineMetrics(options.served_name)
+        self._requests = RequestMetrics(options.served_name)
+        self._described = {"created": int(time.time())} | description(options, self._model)
+        self._preparing = 0  # choices on their way to a ticket
+        self._loop: asyncio.AbstractEventLoop | None = None
+        self._client_code = self._runner() if options.allow_client_code else None
+
+    # ---- what the ingress and Serve call
+
+    async def stream(self, job: Job) -> AsyncGenerator[list[Message]]:
+        """Run a job; each item holds all messages that gathered since the last."""
+        async with contextlib.aclosing(self._run(job, streamed=True)) as items:
+            async for gathered in items:
+                yield gathered
+
+    async def complete(self, job: Job) -> list[Message]:
+        """Run a job and give all its messages at once."""
+        async with contextlib.aclosing(self._run(job, streamed=False)) as items:
+            return [message async for gathered in items for message in gathered]
+
+    async def _run(self, job: Job, streamed: bool) -> AsyncGenerator[list[Message]]:
+        if job.default_capture and not self._options.savepoints:
+            job = replace(job, capture=job.default_capture, profile_captures=True)
+        with self._requests.measure(job, streamed) as meter, self._stored_tensors.lending(job.id):
+            deadline = asyncio.get_running_loop().time() + self._options.request_timeout_s
+            ticket = await self._admitted(job, streamed, deadline)
+            if isinstance(ticket, Refusal):
+                meter.last([ticket])
+                yield [ticket]
+                return
+            timer = asyncio.get_running_loop().call_at(deadline, self._end_late, ticket)
+            try:
+                while ticket.open:
+                    gathered = await _gather(ticket.messages)
+                    if meter.first_s is None:
+                        meter.first()
+                    last = [message for message in gathered if isinstance(message, (End, Refusal))]
+                    if last:
+                        meter.last(last)
+                    ticket.open -= sum(isinstance(message, End) for message in last)
+                    yield gathered
+                    if any(isinstance(message, Refusal) for message in last):
+                        return
+            finally:
+                timer.cancel()
+                self._delivery.drop(ticket)
+
+    async def _admitted(self, job: Job, streamed: bool, deadline: float) -> Ticket | Refusal:
+        try:
+            async with asyncio.timeout_at(deadline):
+                return await self._admit(job, streamed)
+        except RequestError as refused:
+            return job.refusal(refused)
+        except TimeoutError:
+            return self._late(begun=False)
+
+    def _end_late(self, ticket: Ticket) -> None:
+        """Tell a job that its time is over."""
+        ticket.messages.put_nowait(self._late(begun=any(map(self._engine.has_begun, ticket.choices))))
+
+    def _late(self, begun: bool) -> Refusal:
+        done, code = ("done", "timeout") if begun else ("begun", "not_started")
+        return Refusal(f"not {done} after the server's limit of {self._options.request_timeout_s:g} s", None, code, 504)
+
+    async def run_code(self, job: CodeJob) -> None:
+        """Run a client's own code; the board of jobs is told what becomes of it.
+
+        Raises:
+            RequestError: The operator does not allow it, it asks for another model, or too many wait.
+        """
+        if self._client_code is None:
+            raise RequestError("this model was loaded without clients' code", None, "client_code_off", 403)
+        await self._client_code.run(job)
+
+    async def tokenize(self, text: Text) -> dict[str, Any] | Refusal:
+        """A text's tokens."""
+        return await self._off_loop(self._prompts.tokenize, text)
+
+    async def detokenize(self, tokens: Sequence[int], strings: bool = False) -> dict[str, Any] | Refusal:
+        """The text of tokens; with `strings`, each token's own, too."""
+        return await self._off_loop(self._prompts.detokenize, tokens, strings)
+
+    async def _off_loop(self, call: Callable[..., dict[str, Any]], *args: Any) -> dict[str, Any] | Refusal:
+        if self._texts >= MOST_TEXTS:
+            return Refusal(f"all {MOST_TEXTS} places of this replica for texts are taken", None, "server_busy", 429)
+        self._texts += 1
+        try:
+            return await asyncio.get_running_loop().run_in_executor(self._texts_pool, call, *args)
+        except RequestError as refused:
+            return Refusal(refused.message, refused.field, refused.code, refused.status)
+        finally:
+            self._texts -= 1
+
+    async def check(self, job: Job) -> dict[str, Any] | Refusal:
+        """Nothing, where what a job without prompts records and changes is there in the model."""
+        try:
+            with self._stored_tensors.lending(job.id):
+                fetched = await self._stored_tensors.fetch(job)
+                loop = asyncio.get_running_loop()
+                await loop.run_in_executor(self._pool, self._edit_resolver, job.all_changes, fetched)
+            if job.capture:
+                self._model.points.resolve(job.capture)
+        except RequestError as refused:
+            return job.refusal(refused)
+        return {}
+
+    async def describe(self) -> dict[str, Any]:
+        """The model as `/v1/models` shows it."""
+        return self._described
+
+    async def structure(self) -> dict[str, Any]:
+        """What the model is made of."""
+        return self._structure
+
+    async def settings(self) -> dict[str, Any]:
+        """How the model was loaded, as `/models/load` takes it."""
+        return self._options.model_dump(mode="json", include=SETTINGS)
+
+    async def statistics(self) -> dict[str, Any]:
+        """What the engine is doing now."""
+        return asdict(self._engine.statistics)
+
+    def check_health(self) -> None:
+        """Raise RuntimeError where the engine's thread has ended or one step takes too long.
+
+        Serve asks every few seconds, which is when the metrics follow, too.
+        """
+        self._metrics.update(self._engine.statistics)
+        if not self._thread.is_alive():
+            raise RuntimeError("the engine's thread has ended; its error is in this replica's log")
+        began = self._engine.step_began
+        since = time.monotonic() - began if began is not None else 0
+        if since > self._options.stuck_after_s:
+            raise RuntimeError(f"the engine has been in one step for {since:.0f} s")
+
+    def __del__(self) -> None:
+        # Serve calls this when the replica's requests are done, and Python where the model could not be loaded.
+        if (client_code := getattr(self, "_client_code", None)) is not None:
+            client_code.close()
+        if hasattr(self, "_engine"):
+            self._engine.stop()
+            self._thread.join(timeout=10)
+        for name in ("_pool", "_texts_pool"):
+            if (pool := getattr(self, name, None)) is not None:
+                pool.shutdown(wait=False)
+
+    def _runner(self) -> CodeRunner:
+        from deployments.client_code.runner import runner
+
+        serve_client = _get_global_client()
+        assert serve_client is not None
+        return runner(self._options, self._model, serve_client.http_config.host)
+
+    # ---- the engine's side
+
+    def _run_engine(self, loaded: Future[Engine]) -> None:
+        """Load the model and run its engine.
+
+        Both on this thread: OpenMP keeps a team of threads for each thread that has computed, and where all teams
+        together have more threads than the machine has cores, they sleep instead of spin between operations, which
+        made a small model's steps half as long again.
+        """
+        try:
+            engine = load_engine(self._options)
+        except BaseException as error:  # noqa: BLE001 - raised again where the replica is being made
+            loaded.set_exception(error)
+            return
+        loaded.set_result(engine)
+        try:
+            engine.run(lambda events: self._on_loop(self._delivery.deliver, events))
+        except BaseException:
+            logger.exception("the engine has ended")
+            # Serve replaces the replica at its next health check; who waits here learns it now.
+            self._on_loop(self._delivery.fail_all, ENGINE_ENDED)
+            raise
+
+    def _on_loop(self, call: Callable[..., None], *args: Any) -> None:
+        """Go over from the engine's thread to the event loop, which is there once a job is."""
+        if self._loop is not None:
+            self._loop.call_soon_threadsafe(call, *args)
+
+    # ---- a job's way in
+
+    async def _admit(self, job: Job, streamed: bool) -> Ticket:
+        """Render, tokenize, check and queue a job.
+
+        Raises:
+            RequestError: It cannot be served as it is.
+        """
+        self._loop = asyncio.get_running_loop()
+        wanted, room = max(1, len(job.prompts)) * job.n, self._options.max_running + self._options.max_queued
+        if wanted > room:
+            raise RequestError(f"{wanted} choices are more than the {room} places of a replica: ask for fewer", "n")
+        if len(self._delivery) + self._preparing + wanted > room:
+            raise RequestError(f"all {room} places of this replica are taken", None, "server_busy", 429)
+        self._preparing += wanted
+        try:
+            fetched = await self._stored_tensors.fetch(job)
+            choices = await self._loop.run_in_executor(self._pool, self._choices, job, fetched, streamed)
+            await self._runs.check_room(job, [choice.request for choice in choices.values()])
+        finally:
+            self._preparing -= wanted
+        ticket = self._delivery.open(job, choices)
+        if not self._thread.is_alive():  # after submitting: who came before its end is told by `fail_all`
+            self._delivery.drop(ticket)
+            raise RequestError(ENGINE_ENDED, None, "unavailable", 503)
+        return ticket
+
+    def _choices(self, job: Job, fetched: FetchedTensors, streamed: bool) -> dict[str, RunningChoice]:
+        """Everything that is to be done before the engine: off the event loop, since it takes time."""
+        prompts = self._prompts.of(job)
+        if job.capture:
+            job.capture.check_prompts(len(prompts))
+        points = self._model.points.resolve(job.capture) if job.capture else ()
+        lens = self._lens_resolver.of(job.logit_lens)
+        resolver = self._edit_resolver(job.all_changes, fetched)
+        grammars = [self._response_formats.grammar(job, prompt.text or "") for prompt in prompts]
+        choices: dict[str, RunningChoice] = {}
+        for index in range(len(prompts) * job.n):
+            at = index // job.n
+            with naming(at, len(prompts)):
+                prompt = prompts[at]
+                reader = self._reader(job, prompt.text or "", streamed)
+                if index % job.n == 0:
+                    ends = functools.cache(functools.partial(self._prompts.offsets, prompt))
+                    capture = job.capture and job.capture.placed(ends)
+                request = self._request(job, index, prompt.ids, capture, points, streamed)
+                changes, most = job.changes(index % job.n), len(prompt.ids) + request.max_tokens
+                edits = resolver.of(changes, len(prompt.ids), most, ends)
+                markers = self._chat.markers(job.tools) if reader else {}
+                seen = lens
+                if lens and job.logit_lens:
+                    seen = self._lens_resolver.placed(lens, job.logit_lens, len(prompt.ids), request.max_tokens, ends)
+                request = replace(request, grammar=grammars[at], markers=markers, edits=edits, lens=seen)
+                if index % job.n == 0:
+                    self._engine.check(request)
+                    echo = self._prompts.echo(prompt) if job.echo else None
+                run = self._runs.open(job, request, index) if job.capture else None
+                said = tuple(prompt.ids) if job.token_ids else ()
+                choice = RunningChoice(index, request, reader, run, echo, echo.text if echo else "", prompt_ids=said)
+                choices[request.id] = choice
+        requests = [choice.request for choice in choices.values()]
+        self._runs.check(requests)
+        self._lens_resolver.check(requests)
+        return choices
+
+    def _reader(self, job: Job, text: str, streamed: bool) -> AnswerReader | None:
+        """What takes a chat's answer apart."""
+        return None if job.messages is None else self._chat.reader(text, job.tools, job.parallel_calls, streamed)
+
+    def _request(
+        self, job: Job, index: int, prompt: list[int], capture: Capture | None, points: Any, streamed: bool
+    ) -> Request:
+        max_tokens = job.max_tokens
+        if max_tokens is None:
+            max_tokens = self._engine.room(len(prompt))
+        if capture and capture.mode == "trace":
+            max_tokens = 0
+        sampling = job.sampling
+        if sampling.seed is not None and index % job.n and not job.variants:
+            sampling = replace(sampling, seed=sampling.seed + index % job.n)
+        return Request(
+            id=f"{job.id}-{index}",
+            prompt=prompt,
+            max_tokens=max_tokens,
+            sampling=sampling,
+            stop=job.stop,
+            stop_token_ids=job.stop_token_ids,
+            ignore_eos=job.ignore_eos,
+            logprobs=0 if job.ranked and job.logprobs is None else job.logprobs,
+            prompt_logprobs=job.logprobs if job.echo else None,
+            capture=capture,
+            points=points,
+            streamed=streamed,
+        )
+
+
+async def _gather(messages: asyncio.Queue[Message]) -> list[Message]:
+    """The next message, and all that are there already."""
+    gathered = [await messages.get()]
+    while not messages.empty():
+        gathered.append(messages.get_nowait())
+    return gathered

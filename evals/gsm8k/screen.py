@@ -1,0 +1,142 @@
+"""The short text that a run ends with."""
+
+import platform
+from pathlib import Path
+from typing import Any
+
+from evals.config import CONTROL
+from evals.gsm8k.options import in_ray_job
+from evals.results.tally import pair_name
+from evals.scoring import RULES, Rule
+
+REASONS = 3  # told on the screen
+COUNTED = ("invalid", "truncated", "timed_out", "failed")  # outcomes
+
+
+def render(summary: dict[str, Any], directory: Path) -> str:
+    """The summary as aligned plain text, with the code that loads one recorded point."""
+    model, dataset, problems = summary["model"], summary["dataset"], summary["counts"]["problems"]
+    repeated = f"; {summary['repeated']} rows repeat a question" if summary["repeated"] else ""
+    lines = ["", f"{model} on {dataset}, {problems} problems{repeated}", ""]
+    lines += [_table(summary)]
+    others = f"by the other rules, and on how many answers each agrees with {summary['rule']}"
+    lines += ["", others, "", _rules(summary)]
+    if pairs := [_difference(pair) for pair in summary["paired"] if pair["difference"] is not None]:
+        lines += ["", "accuracy less that of the same problems otherwise, in points", "", aligned(pairs)]
+    if summary["not_paired"]:
+        lines += ["", summary["not_paired"]]
+    lines += ["", f"results      {where(directory)}", f"report       {directory / 'report.html'}"]
+    if summary["activations"]:
+        lines += _activations(summary["activations"])
+        if summary["activations"]["example"]:
+            lines += ["", *_loading(summary["activations"]["example"])]
+    return "\n".join(lines)
+
+
+def where(directory: Path) -> str:
+    """The directory, with the host's name where the user may not know it."""
+    return f"{directory} (on {platform.node()}, in a Ray job)" if in_ray_job() else str(directory)
+
+
+def _table(summary: dict[str, Any]) -> str:
+    rows = [["", *heads(summary["rule"]), "tokens/s"]]
+    modes = dict(summary["modes"])
+    for condition in summary["conditions"].values():
+        row = [_name(condition["mode"], condition["variant"]), *columns(condition, summary["rule"])]
+        mode = modes.pop(condition["mode"], None)  # its speed is of all its variants: said once
+        rows.append([*row, number(mode["tokens_per_second"], ".0f") if mode else ""])
+    return aligned(rows)
+
+
+def heads(rule: Rule) -> list[str]:
+    """The heads of `columns`."""
+    return [f"{rule} ±SE", "95% interval", *(kind.replace("_", " ") for kind in COUNTED), "tokens", "p50 s", "p95 s"]
+
+
+def columns(condition: dict[str, Any], rule: Rule) -> list[str]:
+    """A condition of a summary by a rule, as texts."""
+    latency, outcomes = condition["latency_s"], condition["outcomes"]
+    row = [score(condition[rule]), interval(condition[rule]["ci95"]), *(str(outcomes[kind]) for kind in COUNTED)]
+    row += [number(condition["completion_tokens_per_sample"]["mean"], ".0f")]
+    return row + [number(latency[quantile], ".2f") for quantile in ("p50", "p95")]
+
+
+def _rules(summary: dict[str, Any]) -> str:
+    """Accuracy by the rules that do not decide, and on how many answers each agrees with the one that does."""
+    rule = summary["rule"]
+    others = [other for other in RULES if other != rule]
+    rows = [["", *(head for other in others for head in (f"{other} ±SE", "95% interval", "agree"))]]
+    for c in summary["conditions"].values():
+        row = [_name(c["mode"], c["variant"])]
+        for other in others:
+            agree = f"{c['agreement'][pair_name(rule, other)]} of {c[other]['of']}"
+            row += [score(c[other]), interval(c[other]["ci95"]), agree]
+        rows.append(row)
+    return aligned(rows)
+
+
+def _difference(pair: dict[str, Any]) -> list[str]:
+    low, high = (f"{100 * bound:+.1f}" for bound in pair["ci95"])
+    a, b = (_name(*key.split(".")) for key in (pair["a"], pair["b"]))
+    return [f"{b} - {a}", f"{100 * pair['difference']:+.1f}", f"{low} to {high}", f"p = {pair['p']:.2g}"]
+
+
+def _name(mode: str, variant: str) -> str:
+    return mode if variant == CONTROL else f"{mode} {variant}"
+
+
+def aligned(rows: list[list[str]]) -> str:
+    """Rows as columns of text, the first to the left and the others to the right."""
+    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
+    return "\n".join(
+        "  ".join([row[0].ljust(widths[0]), *map(str.rjust, row[1:], widths[1:])]).rstrip() for row in rows
+    )
+
+
+def _activations(recorded: dict[str, Any]) -> list[str]:
+    where = recorded["where"] or ["nowhere: the server stored none"]
+    runs, tokens, points = recorded["runs"], recorded["tokens"], len(recorded["points"])
+    size = f"bytes not known: {recorded['bytes_why_not']}"
+    if recorded["bytes"] is not None:
+        size = f"{recorded['bytes'] / 1e6:,.1f} MB"
+    lines = [f"activations  {where[0]}" + (f" and {len(where) - 1} more" if len(where) > 1 else "")]
+    lines += [f"             {runs} runs, {tokens:,} tokens, {points} points, {size}"]
+    if recorded["not_stored"]:
+        lines += [f"             {not_stored(recorded)}"]
+    return lines
+
+
+def not_stored(recorded: dict[str, Any]) -> str:
+    """Of how many answers the activations are not known to be stored, and why."""
+    told = [f"{reason} ({count})" for reason, count in recorded["why_not_stored"].items()]
+    why = "; ".join(told[:REASONS]) + ("; and other reasons in summary.json" if len(told) > REASONS else "")
+    many = f"{recorded['not_stored']} of {recorded['answers']} answers"
+    return f"{many} do not say that their activations are stored: {why}"
+
+
+def _loading(example: dict[str, str]) -> list[str]:
+    return [
+        "from deployments.activations import load",
+        f'run = load("{example["uri"]}", run_id="{example["run_id"]}")',
+        f'print(run["{example["point"]}"].shape)',
+    ]
+
+
+def percent(value: float | None) -> str:
+    """A share as `12.3%`."""
+    return "-" if value is None else f"{100 * value:.1f}%"
+
+
+def score(by_rule: dict[str, Any]) -> str:
+    """A rule's accuracy with its standard error, as `71.5% ±3.2`."""
+    return percent(by_rule["accuracy"]) + (f" ±{100 * by_rule['stderr']:.1f}" if by_rule["stderr"] is not None else "")
+
+
+def number(value: float | None, form: str) -> str:
+    """A number in a format of Python's."""
+    return "-" if value is None else format(value, form)
+
+
+def interval(bounds: list[float] | None) -> str:
+    """The bounds of a share in percent."""
+    return "-" if bounds is None else f"{100 * bounds[0]:.1f} to {100 * bounds[1]:.1f}"

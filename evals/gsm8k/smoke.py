@@ -1,0 +1,150 @@
+"""One captured request from end to end: `--smoke`. Each step is said with its time; the first that fails ends it.
+
+completion -> stored run -> the same over HTTP -> deleted
+"""
+
+import io
+import time
+import uuid
+import zlib
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, suppress
+from typing import Any
+from zipfile import BadZipFile
+
+import httpx
+import numpy as np
+
+from deployments.activations.paging import Paging
+from evals.activations_meta import points_of, shape_of, why_not_stored
+from evals.config import Config, EvalError
+from evals.server.client import headers
+
+# What an answer raises that is odd, or none of a server of models.
+STEP_ERRORS = (
+    httpx.HTTPError,
+    BadZipFile,
+    zlib.error,
+    EOFError,
+    AttributeError,
+    LookupError,
+    OSError,
+    TypeError,
+    ValueError,
+)
+QUESTION = "Ann has 3 boxes of 12 pens. How many pens is that?"
+NEW_TOKENS = 16
+
+
+def smoke(config: Config) -> None:
+    """Check a server's whole way of one request that records.
+
+    Args:
+        config: The run's, whose points are recorded where it names any.
+
+    Raises:
+        EvalError: A step did not do what it is to do; with the step and the reason.
+    """
+    session = f"smoke-{uuid.uuid4().hex}"
+    root = config.base_url.removesuffix("/v1")
+    where = f"/v1/activations/session/{session}"
+    began = time.monotonic()
+    with httpx.Client(base_url=root, headers=headers(), timeout=config.timeout) as client:
+        try:
+            with _step("completion") as say:
+                run = _completed(client, config, session)
+                say(f"{run['tokens']} tokens, {len(points_of(run))} points, {run['run_id']}")
+            with _step("stored run") as say:
+                say(_listed(client, where, run))
+            with _step("read back") as say:
+                say(_read_back(client, where, run))
+        except BaseException:
+            with suppress(EvalError, httpx.HTTPError):  # the reason is the one above
+                _deleted(client, where)
+            raise
+        with _step("deleted") as say:
+            say(_deleted(client, where))
+    print(f"smoke: all of it works, in {time.monotonic() - began:.2f} s", flush=True)
+
+
+@contextmanager
+def _step(name: str) -> Iterator[Callable[[str], None]]:
+    """Time a step and say what came of it; what it raises names the step."""
+    began, said = time.monotonic(), list[str]()
+    try:
+        yield said.append
+    except (EvalError, *STEP_ERRORS) as error:
+        reason = str(error) if isinstance(error, EvalError) else f"{type(error).__name__}: {error}"
+        raise EvalError(f"{name}: {reason}") from error
+    print(f"smoke: {name:<12}{time.monotonic() - began:6.2f} s  {' '.join(said)}", flush=True)
+
+
+def _completed(client: httpx.Client, config: Config, session: str) -> dict[str, Any]:
+    """The run of one answered request, as the answer tells of it."""
+    where = {"points": config.points, "layers": config.layers, "sites": config.sites}
+    body = {
+        "model": config.model,
+        "messages": [{"role": "user", "content": QUESTION}],
+        "max_tokens": NEW_TOKENS,
+        "temperature": 0,
+        "store_activations": True,
+        "session_id": session,
+        "capture": {name: value for name, value in where.items() if value},
+    }
+    answer = _ok(client.post("/v1/chat/completions", json=body)).json()
+    usage, meta = answer["usage"], answer.get("activations_meta")
+    if answer["choices"][0]["message"]["role"] != "assistant" or not usage["completion_tokens"]:
+        raise EvalError(f"no assistant's answer: {answer!r:.300}")
+    if why := why_not_stored(meta):
+        raise EvalError(f"the activations are not stored: {why}")
+    run: dict[str, Any] = meta["runs"][0]
+    if not points_of(run):
+        raise EvalError("nothing was recorded")
+    if run["tokens"] != usage["total_tokens"]:
+        raise EvalError(f"the run has {run['tokens']} tokens, the answer counts {usage['total_tokens']}")
+    return run
+
+
+def _listed(client: httpx.Client, where: str, run: dict[str, Any]) -> str:
+    session = _ok(client.get(where)).json()
+    ids = [listed["run_id"] for listed in session["runs"]]
+    if ids != [run["run_id"]]:
+        raise EvalError(f"the session lists the runs {ids}, not {run['run_id']} alone")
+    return f"in {len(session['files'])} file"
+
+
+def _read_back(client: httpx.Client, where: str, run: dict[str, Any]) -> str:
+    """Every point has the shape that the answer named, and values that are numbers."""
+    asked = {"run": run["run_id"], "format": "npz"}
+    file, paging = io.BytesIO(), Paging()
+    while not paging.is_whole:
+        page = _ok(client.get(f"{where}/data", params=asked, headers=paging.headers))
+        file.write(paging.take(page.headers, page.content))
+    total = 0
+    file.seek(0)
+    with np.load(file) as arrays:
+        for name, point in points_of(run).items():
+            values, said = arrays[name], shape_of(point)
+            # An axis that grows is as wide as the last token sees: all of them.
+            if list(values.shape) != [run["tokens"] if size is None else size for size in said] or not values.size:
+                raise EvalError(f"{name} is {list(values.shape)} over HTTP, and the answer said {said}")
+            if not np.isfinite(values).all():
+                raise EvalError(f"{name} holds values that are no finite numbers")
+            total += values.size
+    return f"{total:,} values, {paging.length:,} bytes"
+
+
+def _deleted(client: httpx.Client, where: str) -> str:
+    answer = client.delete(where)
+    if answer.status_code == 404:
+        return "there was nothing"
+    _ok(answer)
+    if (left := client.get(where)).status_code != 404:
+        raise EvalError(f"the session is still there: HTTP {left.status_code}")
+    return "its files are gone"
+
+
+def _ok(answer: httpx.Response) -> httpx.Response:
+    if not answer.is_success:
+        raise EvalError(f"{answer.request.url.path}: HTTP {answer.status_code}: {answer.text[:300]}")
+    return answer

@@ -1,0 +1,162 @@
+"""What a run comes to: summary.json, made of a results directory's config.json and samples alone, and the rest."""
+
+from datetime import UTC, datetime
+from itertools import chain
+from pathlib import Path
+from typing import Any
+
+from evals.activations_meta import runs_of, why_not_stored
+from evals.config import CONTROL, Config, EvalError, Mode
+from evals.report.page import write_report
+from evals.results.activation_stats import write_stats
+from evals.results.results import read_json, read_samples, scored_earlier, write_dataset, write_json, write_views
+from evals.results.table import write_table
+from evals.results.tally import ActivationTally, ConditionTally, ModeTally
+from evals.results.transfer import FOLDER, TRANSFER_FILE, transfer, transferred_runs
+from evals.stats import covered, paired_difference
+
+NOT_PAIRED = f"no variant is compared with {CONTROL}, which was not among --variants"
+Conditions = dict[tuple[Mode, str], ConditionTally]
+
+
+def conclude(directory: Path, incomplete: str | None, now: Config | None = None) -> dict[str, Any]:
+    """Writes all that is made of a run's samples, summary.json first and report.html last.
+
+    Recorded activations are transferred first where the run asks for it and they are not all there.
+
+    Args:
+        directory: the results, with config.json and samples.
+        incomplete: why the run ended early, if it did.
+        now: the options that say where the server with the activations is, and for how long it is waited for;
+            without them those of config.json.
+
+    Returns:
+        the summary. Where the transfer failed, `incomplete` says why.
+
+    Raises:
+        EvalError: the directory holds no run.
+    """
+    summary = summarize(directory, incomplete)
+    config, recorded = Config.model_validate(summary["config"]), summary["activations"]
+    if config.transfer_activations and recorded["runs"] and not incomplete:
+        now = now or config
+        try:
+            if not recorded["transferred"]:
+                # Where samples failed, another call is due anyway: a server that went away then has been waited for.
+                wait_s = 0.0 if summary["counts"]["failed"] else now.max_outage
+                transfer(directory, now.base_url, config.session_id, retries=now.retries, max_outage=wait_s)
+            if lacking := _lacking(directory, config.session_id):
+                incomplete = f"{lacking} of {recorded['runs']} recorded runs are not on the server any more"
+        except EvalError as error:
+            incomplete = str(error)
+        except KeyboardInterrupt:
+            incomplete = "interrupted"
+        summary = summarize(directory, incomplete)
+    write_json(directory / "summary.json", summary)
+    write_dataset(directory)
+    write_table(directory, list(config.rewards))
+    write_views(directory)
+    if recorded:
+        write_stats(directory)
+    write_report(directory)
+    return summary
+
+
+def summarize(directory: Path, incomplete: str | None) -> dict[str, Any]:
+    """All of summary.json: the same whether a run went through or was resumed.
+
+    Args:
+        directory: the results, with config.json and samples.
+        incomplete: why the run ended early, if it did.
+
+    Raises:
+        EvalError: the directory holds no run, or one of an earlier version.
+    """
+    facts = read_json(directory / "config.json")
+    config = Config.model_validate(facts["config"])
+    conditions: Conditions = {
+        (mode, variant): ConditionTally(config.rule) for mode in config.modes for variant in config.variants
+    }
+    modes = {mode: ModeTally() for mode in config.modes}
+    activations = ActivationTally(config.session_id, config.tokens) if config.collect_activations else None
+    for sample in read_samples(directory):
+        if sample.correct is not None and sample.correct_normalized is None:
+            raise scored_earlier(directory)
+        conditions[sample.mode, sample.variant].add(sample)
+        modes[sample.mode].add(sample)
+        if activations:
+            activations.add(sample)
+    counts = _counts(conditions, facts["dataset"]["problems"])
+    reasons = [incomplete] if incomplete else [f"{counts['missing']} samples are missing"] * bool(counts["missing"])
+    if unrewarded := sum(tally.unrewarded for tally in conditions.values()):
+        reasons.append(f"{unrewarded} answers have no reward")
+    return {
+        "model": config.model,
+        "dataset": config.dataset,
+        "rule": config.rule,
+        "repeated": facts["dataset"].get("repeated", 0),
+        "counts": counts,
+        "incomplete": "; ".join(reasons) or None,
+        "conditions": {
+            f"{mode}.{variant}": {"mode": mode, "variant": variant} | tally.summary()
+            for (mode, variant), tally in conditions.items()
+        },
+        "modes": {mode: tally.summary() for mode, tally in modes.items()},
+        "paired": _paired(conditions),
+        "not_paired": None if CONTROL in config.variants else NOT_PAIRED,
+        "activations": activations.summary() | {"transferred": _transferred(directory)} if activations else None,
+        "config": facts["config"],
+        "versions": facts["versions"],
+        "times": _times(list(modes.values())),
+    }
+
+
+def _counts(conditions: Conditions, problems: int) -> dict[str, int]:
+    samples = sum(tally.outcomes.total() for tally in conditions.values())
+    return {
+        "problems": problems,
+        "conditions": len(conditions),
+        "samples": samples,
+        "failed": sum(tally.outcomes["failed"] for tally in conditions.values()),
+        "missing": problems * len(conditions) - samples,
+    }
+
+
+def _paired(conditions: Conditions) -> list[dict[str, Any]]:
+    """Each variant against the control in its mode, and with tools against without in its variant."""
+    pairs = [((mode, CONTROL), (mode, variant), "variant") for mode, variant in conditions if variant != CONTROL]
+    pairs += [(("no-tools", variant), (mode, variant), "mode") for mode, variant in conditions if mode == "with-tools"]
+    return [
+        {"a": ".".join(a), "b": ".".join(b), "kind": kind}
+        | paired_difference(conditions[a].correct, conditions[b].correct)
+        for a, b, kind in pairs
+        if a in conditions
+    ]
+
+
+def _lacking(directory: Path, session_id: str) -> int:
+    """How many of the runs that were stored for the samples are not among those that were transferred."""
+    there = transferred_runs(directory, session_id)
+    turns = (turn.activations for sample in read_samples(directory) for turn in sample.turns)
+    metas = (meta for meta in turns if meta and why_not_stored(meta) is None)
+    return sum(run["run_id"] not in there for meta in metas for run in runs_of(meta))
+
+
+def _transferred(directory: Path) -> dict[str, Any] | None:
+    path = directory / FOLDER / TRANSFER_FILE
+    return read_json(path) if path.exists() else None
+
+
+def _times(modes: list[ModeTally]) -> dict[str, Any]:
+    """Of the first request and the last answer; `seconds` leaves out pauses in which nothing was asked."""
+    started = list(chain.from_iterable(mode.started for mode in modes))
+    ended = list(chain.from_iterable(mode.ended for mode in modes))
+    return {
+        "started": _moment(min(started)) if started else None,
+        "ended": _moment(max(ended)) if ended else None,
+        "seconds": covered(started, ended),
+    }
+
+
+def _moment(seconds: float) -> str:
+    return datetime.fromtimestamp(seconds, UTC).isoformat(timespec="seconds")

@@ -1,0 +1,8 @@
+"""`python -m evals.labels RESULTS`: write the table of labels."""
+
+import sys
+
+from evals.labels.table import main
+
+if __name__ == "__main__":
+    sys.exit(main())

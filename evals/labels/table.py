@@ -1,0 +1,277 @@
+"""`python -m evals.labels RESULTS`: a table of the runs that an evaluation recorded, with what probes are trained on.
+
+samples/*.json -> runs that count, their scores and rewards
+stored files   -> which of their tokens are the answer, the tool calls and the tool results
+"""
+
+import argparse
+import json
+import sys
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from typing import Any, Literal, NamedTuple
+
+import pyarrow as pa
+import pyarrow.compute as pc
+import pyarrow.csv
+import pyarrow.json
+import pyarrow.parquet as pq
+
+from deployments.activations.permissions import restrict
+from evals.activations_meta import points_of, runs_of, tokens_of, why_not_stored
+from evals.config import Config, EvalError
+from evals.labels.spans import spans_of
+from evals.results.results import read_json, read_samples, scored_earlier
+from evals.results.transfer import files_of
+from evals.scoring import RULES, Rule
+from evals.task.trajectory import Sample
+
+NAME = "labels.parquet"
+SPAN = pa.list_(pa.int32(), 2)
+SPANS = ("prompt_last", "answer", "tool_calls", "tool_results", "end")
+MOST_NAMED = 5  # run ids that a refusal lists
+Turns = Literal["last", "all"]
+
+
+class _Labelled(NamedTuple):
+    """A run that counts: its row, the sample it is of, and the turn's number."""
+
+    row: dict[str, Any]
+    sample: Sample
+    turn: int
+
+
+def labelled(results_dir: str | Path, *, turns: Turns = "last") -> pa.Table:
+    """A row for each recorded run of an evaluation that counts, in the order of the samples' names.
+
+    Runs of samples that failed, and runs that no sample names since theirs was asked again, are left out. The last run
+    of a conversation with tools has all turns before it in its prompt: it alone is there, unless `turns` is "all".
+
+    Columns are `run_id`, `session_id`, `sample_id` and `problem` (one group), `mode`, `variant`, `turn`, `last_turn`,
+    `outcome`, `correct`, `correct_<rule>`, `reward.<name>`, `reward`, `uri` (of the run's file when it was stored), and
+    `span.<part>`: the part's first token and the one behind its last, as positions in prompt + generated, or null.
+
+    Args:
+        results_dir: the results directory; it need not be finished.
+        turns: "last" or "all".
+
+    Returns:
+        The table. Its schema's metadata has under `labels`, as JSON, the rule, what was left out, and why spans are
+        null.
+
+    Raises:
+        EvalError: the directory holds no run, one that recorded nothing, or one whose answers are not scored by this
+            version, or not all of them yet.
+    """
+    directory = Path(results_dir)
+    config = Config.model_validate(read_json(directory / "config.json")["config"])
+    if not config.collect_activations:
+        raise EvalError(f"{directory} recorded no activations: run the evaluation with --collect-activations")
+    told = dict.fromkeys(("samples", "failed", "without_run", "earlier_turns"), 0)
+    found = list(_labelled(directory, turns, told))
+    why_no_spans, others = _read_spans(directory, found, config.rule)
+    facts = told | {"rule": config.rule, "turns": turns, "other_runs": others, "why_no_spans": why_no_spans}
+    schema = _schema(list(config.rewards)).with_metadata({"labels": json.dumps(facts)})
+    return pa.Table.from_pylist([one.row for one in found], schema)
+
+
+def joined(table: pa.Table, path: str | Path) -> pa.Table:
+    """The labels with the columns of a file that has a `run_id`, null for runs that are not in it.
+
+    Args:
+        table: of `labelled`.
+        path: a .csv, .parquet or .jsonl file.
+
+    Raises:
+        EvalError: it cannot be read, names no `run_id`, one twice or one that is not in the table, or has a column that
+            the table has.
+    """
+    path = Path(path)
+    other = _read(path)
+    ids = other["run_id"]
+    if repeated := [one["values"] for one in pc.value_counts(ids).to_pylist() if one["counts"] > 1]:
+        raise EvalError(f"{path}: {len(repeated)} run ids come more than once: {_some(repeated)}")
+    known = set(table["run_id"].to_pylist())
+    if unknown := [run_id for run_id in ids.to_pylist() if run_id not in known]:
+        raise EvalError(f"{path}: {len(unknown)} of {len(ids)} run ids are no run of the labels: {_some(unknown)}")
+    if taken := [name for name in other.column_names if name != "run_id" and name in table.column_names]:
+        raise EvalError(f"{path}: the labels have a column {', '.join(taken)} already; name it otherwise")
+    rows = pc.index_in(table["run_id"], value_set=ids)
+    for name in other.column_names:
+        if name != "run_id":
+            table = table.append_column(name, other[name].take(rows))
+    return table
+
+
+def _labelled(directory: Path, turns: Turns, told: dict[str, int]) -> Iterator[_Labelled]:
+    """The runs that count, without what is read from stored files; counts in `told` those that do not."""
+    for sample in read_samples(directory):
+        told["samples"] += 1
+        if sample.outcome == "failed":
+            told["failed"] += 1
+            continue
+        if sample.correct is None:
+            raise EvalError(f"{directory} is being scored anew: wait, or where that was cut off, evals.gsm8k --resume")
+        if sample.correct_normalized is None:
+            raise scored_earlier(directory)
+        last = len(sample.turns) - 1
+        stored = [number for number, turn in enumerate(sample.turns) if why_not_stored(turn.activations) is None]
+        told["without_run"] += last not in stored
+        for number in stored:
+            meta = sample.turns[number].activations or {}
+            if number < last and turns == "last":
+                told["earlier_turns"] += len(runs_of(meta))
+                continue
+            for run in runs_of(meta):
+                yield _Labelled(_row(sample, number, str(meta.get("session_id")), run), sample, number)
+
+
+def _row(sample: Sample, turn: int, session_id: str, run: dict[str, Any]) -> dict[str, Any]:
+    tokens, prompt = tokens_of(run), run.get("prompt_tokens") or sample.turns[turn].prompt_tokens
+    uris = [uri for at in points_of(run).values() if isinstance(uri := at.get("uri"), str)]
+    return {
+        "run_id": run["run_id"],
+        "session_id": session_id,
+        "sample_id": sample.id,
+        "problem": sample.id,
+        "mode": sample.mode,
+        "variant": sample.variant,
+        "turn": turn,
+        "last_turn": turn == len(sample.turns) - 1,
+        "outcome": sample.outcome,
+        "correct": sample.correct,
+        **{f"correct_{rule}": sample.correct_by(rule) for rule in RULES},
+        **{f"reward.{name}": value for name, value in sample.rewards.items()},
+        "reward": sample.reward,
+        "uri": next(iter(uris), None),
+        "span.prompt_last": (prompt - 1, prompt) if prompt else None,
+        "span.end": (tokens - 1, tokens) if tokens else None,
+    }
+
+
+def _schema(rewards: Sequence[str]) -> pa.Schema:
+    texts = ("run_id", "session_id", "sample_id", "problem", "mode", "variant")
+    return pa.schema(
+        [(name, pa.string()) for name in texts]
+        + [("turn", pa.int32()), ("last_turn", pa.bool_()), ("outcome", pa.string()), ("correct", pa.bool_())]
+        + [(f"correct_{rule}", pa.bool_()) for rule in RULES]
+        + [(f"reward.{name}", pa.float64()) for name in rewards]
+        + [("reward", pa.float64()), ("uri", pa.string())]
+        + [(f"span.{name}", SPAN) for name in SPANS]
+    )
+
+
+def _read_spans(directory: Path, found: Sequence[_Labelled], rule: Rule) -> tuple[str | None, int | None]:
+    """Writes into the rows the spans that stored files say; why not, and how many other runs their session has."""
+    first = next((one.row for one in found if one.row["uri"]), None)
+    if first is None:
+        return "no answer says where its activations are stored", None
+    try:
+        folder = files_of(directory, first["session_id"], first["uri"])
+        from deployments.activations.segments import whole_runs  # here: torch comes with it
+        from deployments.activations.selecting import shards
+
+        places = {run.facts.run_id: (file, run.offset) for file in shards(folder) for run in whole_runs(file)}
+    except (OSError, ValueError) as error:
+        return str(error), None
+    without_text = 0
+    for row, sample, turn in found:
+        if row["run_id"] not in places:
+            continue
+        run = next(whole_runs(*places[row["run_id"]]))
+        without_text += run.facts.text is None
+        row |= {f"span.{name}": span for name, span in spans_of(run, sample, turn, rule).items()}
+    ours = {run["run_id"] for sample in read_samples(directory) for run in sample.runs if sample.correct is not None}
+    lacking = sum(one.row["run_id"] not in places for one in found)
+    reasons = [f"{lacking} runs are not in {folder}"] * bool(lacking)
+    reasons += [f"{without_text} runs were stored without their text"] * bool(without_text)
+    return "; ".join(reasons) or None, len(places.keys() - ours)
+
+
+def _read(path: Path) -> pa.Table:
+    """A table with a column `run_id` of text.
+
+    Raises:
+        EvalError: there is none.
+    """
+    readers = {
+        ".csv": lambda: pyarrow.csv.read_csv(
+            path, convert_options=pyarrow.csv.ConvertOptions(column_types={"run_id": pa.string()})
+        ),
+        ".parquet": lambda: pq.read_table(path),
+        ".jsonl": lambda: pyarrow.json.read_json(path),
+    }
+    if path.suffix not in readers:
+        raise EvalError(f"{path}: labels are a {', '.join(readers)} file")
+    try:
+        table = readers[path.suffix]()
+        names = table.column_names
+        if names.count("run_id") != 1:
+            raise EvalError(f"{path} has no column run_id; it has {', '.join(names)}")
+        return table.set_column(names.index("run_id"), "run_id", table["run_id"].cast(pa.string()))
+    except (OSError, pa.ArrowException) as error:
+        raise EvalError(f"{path} cannot be read: {error}") from error
+
+
+def _some(ids: Sequence[str | None]) -> str:
+    return ", ".join(map(str, ids[:MOST_NAMED])) + (", ..." if len(ids) > MOST_NAMED else "")
+
+
+def summary(table: pa.Table) -> str:
+    """A table of `labelled` in a few lines: what counts, what was left out, and which spans there are."""
+    facts = json.loads(table.schema.metadata[b"labels"])
+    right = pc.sum(table["correct"].cast(pa.int64())).as_py() or 0
+    groups = len(table["problem"].unique())
+    spans = [f"{name} {table.num_rows - table[f'span.{name}'].null_count}" for name in SPANS]
+    others = "" if facts["other_runs"] is None else f", {facts['other_runs']} runs of no sample that counts"
+    return "\n".join(
+        [
+            f"{table.num_rows} runs of {groups} problems, {right} of them correct by the {facts['rule']} rule",
+            f"left out: {facts['failed']} failed samples, {facts['without_run']} answers without a stored run, "
+            f"{facts['earlier_turns']} runs of earlier turns{others}",
+            f"spans: {', '.join(spans)}" + (f" ({facts['why_no_spans']})" if facts["why_no_spans"] else ""),
+        ]
+    )
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Writes the labels of a results directory.
+
+    Args:
+        argv: the options; without it the process's own.
+
+    Returns:
+        0; 2 where there are none, or what is to be joined to them does not fit.
+    """
+    parser = argparse.ArgumentParser(
+        prog="python -m evals.labels",
+        description="Write the labels of an evaluation's recorded runs.",
+        allow_abbrev=False,
+    )
+    parser.add_argument("results", metavar="RESULTS", type=Path, help="the results directory")
+    parser.add_argument("--out", type=Path, help=f"the Parquet file to write; without it {NAME} in RESULTS")
+    parser.add_argument(
+        "--turns", choices=["last", "all"], default="last", help="the runs of a conversation with tools"
+    )
+    parser.add_argument(
+        "--labels",
+        type=Path,
+        action="append",
+        default=[],
+        help="a csv, parquet or jsonl file with run_id; again for more",
+    )
+    args = parser.parse_args(argv)
+    out: Path = args.out or args.results / NAME
+    try:
+        table = labelled(args.results, turns=args.turns)
+        for path in args.labels:
+            table = joined(table, path)
+        restrict(args.results)
+        part = out.with_name(f"{out.name}.part")
+        pq.write_table(table, part)
+        part.replace(out)
+    except (EvalError, OSError) as error:
+        print(f"evals.labels: {error}", file=sys.stderr)
+        return 2
+    print(f"{summary(table)}\n{out}")
+    return 0

@@ -1,0 +1,162 @@
+"""All that is needed to repeat a run, as config.json holds it, and how two of these differ."""
+
+import hashlib
+import os
+import platform
+import subprocess
+from collections.abc import Callable, Set
+from importlib.metadata import PackageNotFoundError, version
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from deployments import __version__
+from evals.server.client import ask_json, is_absent, is_closed
+from evals.config import Config
+from evals.task.prompts import Prompts
+from evals.serving_config import OF_ONE_CALL
+
+if TYPE_CHECKING:
+    from evals.task.problems import ChosenProblems  # which imports Ray
+
+PACKAGES = ("ray", "pyarrow", "httpx", "pydantic", "torch", "transformers", "nnsight", "numpy")
+# How a run reaches the server, which files it reads and where it writes: the answers do not hang on these. What the
+# files hold is compared for itself; answers that are there are scored and rewarded anew. With a longer timeout those
+# that were late are asked again; a shorter one is another run.
+MAY_DIFFER = {"base_url", "parallel", "timeout", "retries", "max_outage", "wait_healthy", "results_dir"}
+MAY_DIFFER |= {"dataset", "variants_file", "few_shot_file", "transfer_activations", "serve", "rule", "rewards"} | OF_ONE_CALL
+ROOT = Path(__file__).parents[2]
+GIT_S = 10.0  # that git may take: the checkout may lie on a slow disk
+Facts = dict[str, Any]
+SERVER_FACTS: dict[str, Callable[[Facts], Any]] = {  # what a server that told it once has to tell again
+    "model.revision": lambda facts: facts["model"].get("revision"),
+    "model.structure": lambda facts: facts["model"].get("structure"),
+    "server.options.dtype": lambda facts: (facts["server"].get("options") or {}).get("dtype"),
+}
+
+
+def facts(config: Config, prompts: Prompts, path: Path, chosen: "ChosenProblems") -> Facts:
+    """What config.json says before the first request.
+
+    Args:
+        config: the options, with the model's name.
+        prompts: all texts.
+        path: of the dataset.
+        chosen: the problems of the run.
+    """
+    model = _model(config)
+    server = _server(config.base_url) | {name: model.pop(name, None) for name in ("options", "versions")}
+    return {
+        "config": config.model_dump(mode="json", exclude={"resume"}),
+        "versions": {"python": platform.python_version()}
+        | {"vitrine": __version__}
+        | {name: _version(name) for name in PACKAGES},
+        "git": checkout(),
+        "model": model,
+        "server": server,
+        "prompts": prompts.record(),
+        "dataset": {
+            "path": str(path),
+            "sha256": hashlib.sha256(path.read_bytes()).hexdigest(),
+            "split": config.split,
+            "problems": chosen.problems.num_rows,
+            "repeated": chosen.repeated,
+            "ids": hashlib.sha256("\n".join(chosen.problems["id"].to_pylist()).encode()).hexdigest(),
+        },
+        "host": platform.node(),
+    }
+
+
+def differences(earlier: Facts, now: Facts) -> list[str]:
+    """Names of what changes answers or scores and is not the same in both."""
+    found = changed(earlier["config"], now["config"])
+    if now["config"]["timeout"] < earlier["config"]["timeout"]:
+        found.append("timeout")
+    if _texts(earlier["prompts"]) != _texts(now["prompts"]):
+        found.append("prompts")
+    for name, tell in SERVER_FACTS.items():
+        told = [what for facts in (earlier, *earlier.get("resumed", [])) if (what := tell(facts)) is not None]
+        if told and told[-1] != tell(now):
+            found.append(name)
+    if earlier["versions"]["vitrine"] != now["versions"]["vitrine"]:
+        found.append("versions.vitrine")
+    return found + [f"dataset.{part}" for part in ("sha256", "ids") if earlier["dataset"][part] != now["dataset"][part]]
+
+
+def changed(earlier: Facts, now: Facts, free: Set[str] = MAY_DIFFER) -> list[str]:
+    """Names of options, but for the free ones, that are not the same in both."""
+    return [name for name, value in now.items() if name not in free and earlier.get(name) != value]
+
+
+def resumed(earlier: Facts, now: Facts) -> Facts:
+    """What config.json says once an earlier run goes on.
+
+    Where the server, the machine or the evaluator's code is another one, `resumed` has them, too, for each such time.
+    """
+    told = earlier | {"config": now["config"]}
+    parts = {name: now.get(name) for name in ("model", "server", "git", "versions", "host")}
+    last = earlier.get("resumed", [earlier])[-1]
+    if any(last.get(name) != part for name, part in parts.items()):
+        told["resumed"] = [*earlier.get("resumed", []), parts]
+    return told
+
+
+def checkout(root: Path = ROOT) -> Facts | None:
+    """The commit that the evaluator's own code is of, and whether files of it were changed since.
+
+    Args:
+        root: the checkout's top.
+
+    Returns:
+        `commit` and `dirty`; None where the code is in no checkout of its own, or git cannot say.
+    """
+    top = _git(root, "rev-parse", "--show-toplevel")
+    commit = _git(root, "rev-parse", "HEAD")
+    changed = _git(root, "status", "--porcelain", "--untracked-files=no")
+    # Installed below somebody's checkout, it is not of that.
+    if top is None or commit is None or changed is None or Path(top) != root.resolve():
+        return None
+    return {"commit": commit, "dirty": bool(changed)}
+
+
+def _git(root: Path, *arguments: str) -> str | None:
+    command = ["git", "--no-optional-locks", "-C", str(root), *arguments]
+    env = {name: value for name, value in os.environ.items() if not name.startswith("GIT_")}  # as a hook has them
+    try:
+        done = subprocess.run(command, env=env, capture_output=True, text=True, timeout=GIT_S)
+    except (OSError, ValueError, subprocess.TimeoutExpired):
+        return None
+    return done.stdout.strip() if done.returncode == 0 else None
+
+
+def _texts(prompts: Facts) -> Facts:
+    """What the model is shown; not which file the examples were read from."""
+    few_shot = prompts.get("few_shot")
+    return prompts | {"few_shot": few_shot and few_shot["examples"]}
+
+
+def _model(config: Config) -> Facts:
+    """The server's entry of the model, with its structure where the server tells it."""
+    listed = ask_json(f"{config.base_url}/models", fails=is_closed) or {}
+    entries = listed.get("data")
+    found = [one for one in entries if isinstance(one, dict)] if isinstance(entries, list) else []
+    entry = next((one for one in found if one.get("id") == config.model), {"id": config.model})
+    structure = ask_json(f"{config.base_url}/model/structure", {"model": config.model}, is_absent)
+    return {**entry, "structure": structure}
+
+
+def _server(base_url: str) -> Facts:
+    """What the server says of itself; None for what it does not tell."""
+    root = base_url.removesuffix("/v1")
+    described = ask_json(f"{root}/openapi.json") or {}
+    return {
+        "health": ask_json(f"{root}/health"),
+        "env": ask_json(f"{root}/env"),
+        "info": described.get("info"),
+    }
+
+
+def _version(name: str) -> str | None:
+    try:
+        return version(name)
+    except PackageNotFoundError:
+        return None

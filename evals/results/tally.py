@@ -1,0 +1,184 @@
+"""Counts of samples, a few bytes for each: of one condition, of one mode, and of what was recorded."""
+
+from array import array
+from collections import Counter, defaultdict
+from itertools import combinations
+from typing import Any
+
+from evals.activations_meta import item_bytes, points_of, runs_of, shape_of, tokens_of, values_of, why_not_stored
+from evals.scoring import RULES, Rule
+from evals.stats import covered, proportion, quantiles
+from evals.task.trajectory import TIMEOUT, Outcome, Sample
+
+OUTCOMES: tuple[Outcome, ...] = ("correct", "wrong", "invalid", "truncated", "timed_out", "turn_limit", "failed")
+PAIRS = tuple(combinations(RULES, 2))
+MOST_REASONS = 20  # that are told one by one
+OTHER = "other reasons"
+
+
+class ConditionTally:
+    """Samples of one mode and variant."""
+
+    def __init__(self, rule: Rule) -> None:
+        """Counts nothing yet.
+
+        Args:
+            rule: the run's, which decides what is correct.
+        """
+        self.correct: dict[str, bool] = {}  # by problem; failed ones are not in it
+        self.outcomes: Counter[str] = Counter()
+        self.unrewarded = 0  # samples that count and have no reward, because a function failed
+        self._rule: Rule = rule
+        self._counts: Counter[str] = Counter()
+        self._agreement: Counter[str] = Counter()
+        self._latencies = array("d")  # seconds
+        self._tokens = array("l")
+        self._rewards: defaultdict[str, float] = defaultdict(float)
+        self._reward = 0.0
+
+    def add(self, sample: Sample) -> None:
+        """Counts one sample."""
+        self.outcomes[sample.outcome] += 1
+        self._counts["prompt"] += sample.prompt_tokens
+        self._counts["completion"] += sample.completion_tokens
+        self.unrewarded += sample.outcome != "failed" and sample.reward is None
+        if sample.correct is None:
+            return
+        if sample.turns:
+            self._latencies.append(sample.latency_s)
+        if sample.completion_tokens:  # else the server counts none: they are not known
+            self._tokens.append(sample.completion_tokens)
+        self.correct[sample.id] = sample.correct
+        self._counts.update(rule for rule in RULES if sample.correct_by(rule))
+        self._agreement.update(pair_name(a, b) for a, b in PAIRS if sample.correct_by(a) == sample.correct_by(b))
+        self._counts["invalid"] += sample.answer(self._rule) is None
+        self._counts["truncated"] += sample.finish_reason == "length"
+        self._counts["timed_out"] += sample.finish_reason == TIMEOUT
+        self._counts["turn_limit"] += sample.turn_limit
+        self._counts["rewarded"] += sample.reward is not None
+        self._reward += sample.reward or 0.0
+        for name, value in sample.rewards.items():
+            self._rewards[name] += value
+
+    def summary(self) -> dict[str, Any]:
+        """The condition's part of summary.json; all but counts and sums is of the samples that did not fail.
+
+        Of those, tokens and latency are of the ones with an answer, if to the first turn alone.
+        """
+        answered, rewarded, tokens = len(self.correct), self._counts["rewarded"], sum(self._tokens)
+        return {
+            **{rule: proportion(self._counts[rule], answered) for rule in RULES},
+            "agreement": {pair_name(a, b): self._agreement[pair_name(a, b)] for a, b in PAIRS},
+            "samples": self.outcomes.total(),
+            "failed": self.outcomes["failed"],
+            "invalid": self._counts["invalid"],
+            "truncated": self._counts["truncated"],
+            "timed_out": self._counts["timed_out"],
+            "turn_limit": self._counts["turn_limit"],
+            "outcomes": {kind: self.outcomes[kind] for kind in OUTCOMES},
+            "invalid_rate": self._counts["invalid"] / answered if answered else None,
+            "truncated_rate": self._counts["truncated"] / answered if answered else None,
+            "prompt_tokens": self._counts["prompt"],
+            "completion_tokens": self._counts["completion"],
+            "completion_tokens_per_sample": {
+                "mean": tokens / len(self._tokens) if self._tokens else None,
+                **quantiles(self._tokens),
+            },
+            "latency_s": quantiles(self._latencies),
+            "rewards": {name: total / rewarded for name, total in self._rewards.items()},
+            "reward": self._reward / rewarded if rewarded else None,
+        }
+
+
+def pair_name(a: Rule, b: Rule) -> str:
+    """What a pair of rules is called in summary.json, whichever is named first."""
+    return ", ".join(sorted((a, b), key=RULES.index))
+
+
+class ModeTally:
+    """When the samples of one mode ran, and what they made."""
+
+    def __init__(self) -> None:
+        self.started, self.ended = array("d"), array("d")  # seconds since the epoch
+        self._tokens = 0
+
+    def add(self, sample: Sample) -> None:
+        """Counts one sample."""
+        self.started.append(sample.started)
+        self.ended.append(sample.ended)
+        self._tokens += sample.completion_tokens
+
+    def summary(self) -> dict[str, Any]:
+        """The mode's part of summary.json."""
+        wall = covered(self.started, self.ended)
+        return {
+            "samples": len(self.started),
+            "completion_tokens": self._tokens,
+            "wall_s": wall,
+            "tokens_per_second": self._tokens / wall if wall and self._tokens else None,
+        }
+
+
+class ActivationTally:
+    """What was recorded, by the server's own answers."""
+
+    def __init__(self, session_id: str, tokens: str) -> None:
+        """Counts nothing yet.
+
+        Args:
+            session_id: of the runs.
+            tokens: which were recorded, as the option says it.
+        """
+        self._session_id = session_id
+        self._of_prompts = tokens.startswith("prompt")
+        self._counts: Counter[str] = Counter()
+        self._statuses: Counter[str] = Counter()
+        self._why: Counter[str] = Counter()
+        self._points: set[str] = set()
+        self._files: set[str] = set()
+        self._example: dict[str, str] | None = None
+        self._unsized: str | None = None
+
+    def add(self, sample: Sample) -> None:
+        """Counts the runs of one sample."""
+        for turn in sample.turns:
+            meta = turn.activations or {}
+            self._statuses[str(meta.get("status", "missing"))] += 1
+            if why := why_not_stored(turn.activations):
+                self._why[why if why in self._why or len(self._why) < MOST_REASONS else OTHER] += 1
+                continue
+            for run in runs_of(meta):
+                self._add_run(run)
+
+    def _add_run(self, run: dict[str, Any]) -> None:
+        tokens = tokens_of(run)
+        self._counts += Counter(runs=1, tokens=tokens)
+        for name, at in points_of(run).items():
+            self._points.add(name)
+            if isinstance(uri := at.get("uri"), str):
+                self._files.add(uri)
+                self._example = self._example or {"uri": uri, "run_id": run["run_id"], "point": name}
+            try:
+                shape = shape_of(at)
+                seen = run.get("prompt_tokens", shape[0]) if self._of_prompts else tokens
+                self._counts["bytes"] += values_of(shape, seen or 0) * item_bytes(at)
+            except ValueError as error:
+                self._unsized = self._unsized or f"{name} of {run['run_id']}: {error}"
+
+    def summary(self) -> dict[str, Any]:
+        """The activations' part of summary.json; bytes are of the tensors, without the files' own framing."""
+        return {
+            "session_id": self._session_id,
+            "points": sorted(self._points),
+            "runs": self._counts["runs"],
+            "tokens": self._counts["tokens"],
+            "bytes": None if self._unsized else self._counts["bytes"],
+            "bytes_why_not": self._unsized,
+            "where": sorted({uri.rpartition("/")[0] for uri in self._files}),
+            "files": len(self._files),
+            "answers": self._statuses.total(),
+            "statuses": dict(self._statuses),
+            "not_stored": self._why.total(),
+            "why_not_stored": dict(self._why.most_common()),
+            "example": self._example,
+        }

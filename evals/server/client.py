@@ -1,0 +1,375 @@
+"""Requests to the server: chat with retries, and the two questions asked before a run."""
+
+import asyncio
+import os
+import random
+import time
+from collections.abc import Awaitable, Callable
+from typing import Any, NamedTuple
+from urllib.parse import urlsplit
+from urllib.request import getproxies, proxy_bypass
+
+import aiohttp
+import httpx
+
+from deployments.activations.paging import NoPageError, Paging
+from deployments.options import fits_header
+from evals.config import EvalError
+from evals.server.answers import Kind, asked_wait_s, error_of, is_late, kind_of, knows_no_max_tokens, message_of
+from evals.server.outage import Clock, Outage
+
+KEPT_HEADERS = ("Content-Type", "Retry-After", "Content-Range", "ETag")  # headers that anything hangs on
+MAX_WAIT_S = 30.0  # seconds between two attempts, unless the server names a time
+MAX_DOUBLINGS = 8  # of the waits between attempts, more than any needs to be its longest
+SETTLED_S = 0.01  # seconds after the end of an outage at which it is surely over
+MAX_POLL_S = 4.0  # seconds between two looks whether a server that was away is back
+CONNECT_S = 10.0  # that a connection may take: a machine that is off refuses none
+UNREACHABLE = (aiohttp.ConnectionTimeoutError, aiohttp.ClientConnectorError)
+MOST_BYTES = 64 << 20  # of an answer, which is held in memory
+BROKEN = (aiohttp.ClientConnectionError, aiohttp.ClientPayloadError, aiohttp.ClientHttpProxyError)
+
+
+class RequestFailed(Exception):
+    """A request that has no answer, after its retries; the text says why.
+
+    Attributes:
+        error: OpenAI's error object, where the server refused with one.
+    """
+
+    def __init__(self, text: str, error: dict[str, Any] | None = None) -> None:
+        super().__init__(text)
+        self.error = error or {}
+
+
+class AnswerLate(RequestFailed):
+    """An answer that did not come within the time that the client or the server allows one."""
+
+
+class _Failure(NamedTuple):
+    """One attempt without a success.
+
+    Attributes:
+        kind: What it means for another.
+        reason: For the user.
+        wait_s: Seconds that the server asks to wait.
+        error: OpenAI's error object, where there is one.
+        was_there: Whether the server seems to have taken the request, and lost it later.
+        late: Whether the time limit of one request, the client's or the server's, was over.
+    """
+
+    kind: Kind
+    reason: str
+    wait_s: float = 0.0
+    error: dict[str, Any] | None = None
+    was_there: bool = False
+    late: bool = False
+
+
+class ChatClient:
+    """One pool of connections to `base_url`, for one event loop."""
+
+    def __init__(
+        self,
+        base_url: str,
+        *,
+        timeout: float,
+        retries: int,
+        parallel: int,
+        max_outage: float = 0.0,
+        clock: Clock = time.monotonic,
+        sleep: Callable[[float], Awaitable[None]] = asyncio.sleep,
+    ) -> None:
+        """Opens nothing yet; belongs to the loop that runs.
+
+        Args:
+            base_url: ends in `/v1`.
+            timeout: of one attempt, in seconds.
+            retries: further attempts of a request after the first, while the server is there.
+            parallel: how many connections may be open.
+            max_outage: seconds for which a server that is away is waited for, of all requests together.
+            clock: tells the seconds of an outage.
+            sleep: waits for some seconds.
+        """
+        self._base_url = base_url
+        self._retries = retries
+        self._timeout = timeout
+        self._outage = Outage(max_outage, clock)
+        self._clock = clock
+        self._sleep = sleep
+        self._limit = "max_tokens"  # the field's name, as the server wants it
+        # aiohttp: with many requests at once httpx takes many times the processor time, and the model has the same one.
+        self._http = aiohttp.ClientSession(
+            headers=headers(),
+            timeout=aiohttp.ClientTimeout(total=timeout, connect=min(CONNECT_S, timeout / 2)),
+            connector=aiohttp.TCPConnector(limit=parallel),
+            trust_env=_has_proxy(base_url),
+        )
+
+    async def chat(self, body: dict[str, Any]) -> dict[str, Any]:
+        """The answer of `/chat/completions`.
+
+        An answer that does not come within `timeout`, or within the server's own limit (504 with OpenAI's error), is
+        not asked for again: it would take as long. A busy server (408, 429; 504 for a request that it never began) is
+        asked again, `retries` times. A server that is away (a broken or refused connection; 502, 503, a gateway's 504
+        and one without a replica; a proxy's plain 404 and 500; no answer within `timeout`, and none to `/models` then)
+        is waited for, `max_outage` seconds. One outage costs no retry, but each further one that others' answers set
+        apart from it does: else a request that breaks its connection each time would go on for ever.
+
+        Where the server knows no `max_tokens`, it is asked for `max_completion_tokens` from then on.
+
+        Raises:
+            AnswerLate: the answer took too long.
+            RequestFailed: the server refused, was still busy at the last retry, or was away for too long.
+        """
+        sent = self._limited(body)
+        try:
+            answer = await self._send("POST", "chat/completions", json=sent)
+        except RequestFailed as refusal:
+            if "max_tokens" not in sent or not knows_no_max_tokens(refusal.error):
+                raise
+            self._limit = "max_completion_tokens"
+            answer = await self._send("POST", "chat/completions", json=self._limited(body))
+        return _completion(answer)
+
+    async def complete(self, body: dict[str, Any]) -> dict[str, Any]:
+        """The answer of `/completions`; it is tried again as `chat` is.
+
+        Raises:
+            RequestFailed: as of `chat`.
+        """
+        response = await self._send("POST", "completions", json=body)
+        try:
+            answer: dict[str, Any] = response.json()
+        except ValueError as error:
+            raise RequestFailed(f"not a completion: {response.text[:200]!r}") from error
+        return answer
+
+    def _limited(self, body: dict[str, Any]) -> dict[str, Any]:
+        return {self._limit if name == "max_tokens" else name: value for name, value in body.items()}
+
+    async def download(self, path: str, params: dict[str, Any]) -> bytes:
+        """What a route below `/v1` sends in pages, held in memory; each page is tried again, also where it is late.
+
+        Args:
+            path: below `/v1`, without a slash before it.
+            params: of the query.
+
+        Raises:
+            RequestFailed: as of `chat`; or it is not sent in pages, or changed between two.
+        """
+        body, paging = bytearray(), Paging()
+        while not paging.is_whole:
+            page = await self._send("GET", path, params=params, headers=paging.headers)
+            try:
+                body += paging.take(page.headers, page.content)
+            except NoPageError as error:
+                raise RequestFailed(str(error)) from error
+        return bytes(body)
+
+    async def _send(self, method: str, path: str, **given: Any) -> httpx.Response:
+        failures = misses = renewals = 0  # what counts as retries, what does not, and outages that it made longer
+        outage = 0  # that was met last
+        while True:
+            got = await self._attempt(method, path, **given)
+            if isinstance(got, httpx.Response):
+                return got
+            if got.kind == "refused":
+                raise RequestFailed(got.reason, got.error)
+            if got.late and method == "POST":  # what is generated again takes as long again
+                raise AnswerLate(got.reason, got.error)
+            counts = got.kind == "busy"
+            if got.kind == "away":
+                number = self._outage.missed()
+                if got.was_there and renewals < self._retries:
+                    renewals += 1
+                    self._outage.renewed()
+                self._check_outage(got.reason)
+                counts = outage not in (0, number)
+                outage = number
+            failures += counts
+            if failures > self._retries:
+                raise RequestFailed(f"{got.reason} (attempt {failures} of {self._retries + 1})", got.error)
+            misses += not counts
+            longest, nth = (MAX_WAIT_S, failures) if counts else (MAX_POLL_S, misses)
+            wait = max(random.uniform(0.5, 1.0) * min(longest, 2.0 ** min(nth - 1, MAX_DOUBLINGS)), got.wait_s)
+            if got.kind == "away":
+                wait = min(wait, self._outage.left_s + SETTLED_S)
+            await self._sleep(wait)
+
+    def _check_outage(self, reason: str) -> None:
+        if self._outage.left_s <= 0:
+            raise RequestFailed(self._outage.given_up(reason))
+
+    async def _attempt(self, method: str, path: str, **given: Any) -> httpx.Response | _Failure:
+        began = self._clock()
+        try:
+            response = await self._answer(method, path, **given)
+        except aiohttp.ClientConnectorCertificateError as error:
+            return _Failure("refused", f"{type(error).__name__}: {error}")
+        except UNREACHABLE as error:
+            return _Failure("away", f"{type(error).__name__}: {error}")
+        except TimeoutError:
+            reason = f"no answer within {self._timeout:g} s"
+            if method == "GET" or await self._is_there():
+                return _Failure("busy", reason, late=True)
+            return _Failure("away", f"{reason}, and none to /models")
+        except aiohttp.ClientError as error:
+            worked = self._clock() - began > MAX_POLL_S  # on it, or looked for who does
+            was_there = worked and not isinstance(error, aiohttp.ClientHttpProxyError)
+            kind: Kind = "away" if isinstance(error, BROKEN) else "refused"
+            return _Failure(kind, f"{type(error).__name__}: {error}", was_there=was_there)
+        meaning = None if response.is_success else kind_of(response)
+        if meaning != "away":
+            self._outage.met()
+        if meaning is None:
+            return response
+        reason = f"HTTP {response.status_code}: {message_of(response)}"
+        return _Failure(meaning, reason, asked_wait_s(response), error_of(response), late=is_late(response))
+
+    async def _is_there(self) -> bool:
+        """Whether the server answers what takes no time: one that hangs is no model that takes long."""
+        try:
+            response = await self._answer("GET", "models", timeout=aiohttp.ClientTimeout(total=CONNECT_S))
+        except (aiohttp.ClientError, TimeoutError):
+            return False
+        return kind_of(response) != "away" or not is_absent(response)
+
+    async def _answer(self, method: str, path: str, **given: Any) -> httpx.Response:
+        async with self._http.request(method, f"{self._base_url}/{path}", **given) as answer:
+            told = {name: answer.headers[name] for name in KEPT_HEADERS if name in answer.headers}
+            content = bytearray()
+            async for piece in answer.content.iter_chunked(1 << 20):  # inflated, where the server compressed it
+                content += piece
+                if len(content) > MOST_BYTES:
+                    raise RequestFailed(f"HTTP {answer.status}: an answer of more than {MOST_BYTES >> 20} MiB")
+            return httpx.Response(answer.status, headers=told, content=bytes(content))
+
+    async def close(self) -> None:
+        """Closes the connections."""
+        await self._http.close()
+
+
+def first_model(base_url: str) -> str:
+    """The id of the first model that the server lists.
+
+    Raises:
+        RequestFailed: no server, no list, or an empty one.
+    """
+    try:
+        response = httpx.get(f"{base_url}/models", headers=headers(), timeout=30)
+    except httpx.HTTPError as error:
+        raise RequestFailed(f"no answer from {base_url}: {error}") from error
+    if not response.is_success:
+        hint = "; an OpenAI root ends in /v1" if not base_url.endswith("/v1") else ""
+        raise RequestFailed(f"{base_url}/models: HTTP {response.status_code}: {message_of(response)}{hint}")
+    try:
+        models = [str(model["id"]) for model in response.json()["data"]]
+    except (ValueError, TypeError, KeyError) as error:
+        raise RequestFailed(f"{base_url}/models is not a list of models; is it an OpenAI server?") from error
+    if not models:
+        raise RequestFailed(f"{base_url} serves no model yet")
+    return models[0]
+
+
+def is_absent(response: httpx.Response) -> bool:
+    """Whether a server could not answer now, as one that is busy or starts, where it may have the route."""
+    if response.status_code == 404:
+        return response.text.startswith("Path '")  # Serve's proxy, before there is an application
+    return kind_of(response) != "refused"
+
+
+def is_closed(response: httpx.Response) -> bool:
+    """Whether a server could not answer now, or only with a key."""
+    return is_absent(response) or response.status_code in {401, 403}
+
+
+def ask_json(
+    url: str, params: dict[str, str] | None = None, fails: Callable[[httpx.Response], bool] = lambda _: False
+) -> Any:
+    """The JSON object that a server tells of itself, or None where it has no such route.
+
+    Args:
+        url: of the route.
+        params: of the query.
+        fails: which answers are raised and not taken for None.
+
+    Raises:
+        RequestFailed: no server, or an answer that `fails`.
+    """
+    try:
+        response = httpx.get(url, params=params, headers=headers(), timeout=30)
+    except httpx.HTTPError as error:
+        raise RequestFailed(f"no answer from {url}: {error}") from error
+    if not response.is_success and fails(response):
+        raise RequestFailed(f"{url}: HTTP {response.status_code}: {message_of(response)}")
+    try:
+        body = response.json() if response.is_success else None
+    except ValueError:
+        return None
+    return body if isinstance(body, dict) else None
+
+
+def wait_healthy(base_url: str, seconds: float) -> None:
+    """Returns as soon as `/health` of the server is ok and a model is loaded.
+
+    Args:
+        base_url: ends in `/v1`; health is asked beside it.
+        seconds: how long to go on asking.
+
+    Raises:
+        RequestFailed: not healthy in that time; the text has the last answer.
+    """
+    url = f"{base_url.removesuffix('/v1')}/health"
+    end = time.monotonic() + seconds
+    while True:
+        try:
+            response = httpx.get(url, timeout=10)
+            last = f"HTTP {response.status_code}: {response.text[:200]}"
+            if response.is_success and _is_ready(response):
+                return
+        except httpx.HTTPError as error:
+            last = str(error)
+        if time.monotonic() > end:
+            raise RequestFailed(f"{url} was not healthy within {seconds:g} s; last: {last}")
+        time.sleep(0.5)
+
+
+def headers() -> dict[str, str]:
+    """Of every request, with the key if there is one."""
+    key = api_key()
+    return {"Authorization": f"Bearer {key}"} if key else {}
+
+
+def api_key() -> str | None:
+    """The server's key. It stays in the environment: options are shown in results and process lists.
+
+    Raises:
+        EvalError: no header can hold it; the text does not show it.
+    """
+    key = os.environ.get("OPENAI_API_KEY") or None
+    if key and not fits_header(key):
+        raise EvalError("OPENAI_API_KEY has characters that no key has")
+    return key
+
+
+def _has_proxy(url: str) -> bool:
+    """Whether the environment names a proxy for it; aiohttp asks anew for each request, which takes it two threads."""
+    parts = urlsplit(url)
+    return parts.scheme in getproxies() and not proxy_bypass(parts.hostname or "")
+
+
+def _is_ready(response: httpx.Response) -> bool:
+    try:
+        health = response.json()
+    except ValueError:
+        return False
+    return isinstance(health, dict) and health.get("status") == "ok" and bool(health.get("loaded_models"))
+
+
+def _completion(response: httpx.Response) -> dict[str, Any]:
+    try:
+        body: dict[str, Any] = response.json()
+        body["choices"][0]["message"]["role"]
+    except (ValueError, TypeError, KeyError, IndexError) as error:
+        raise RequestFailed(f"not a chat completion: {response.text[:200]!r}") from error
+    return body

@@ -1,0 +1,329 @@
+"""The server that `--serve` brings: found and recognized, or started, and stopped again."""
+
+import json
+import os
+import signal
+import socket
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import NamedTuple
+from urllib.parse import urlsplit
+
+import psutil
+import ray
+from pydantic import BaseModel, ConfigDict, ValidationError
+from ray._raylet import Config as RayConfig  # type: ignore[attr-defined]
+
+from deployments.options import Options, home
+from evals.config import Config, EvalError
+from evals.server.recognition import FoundServer, NotReady, check_asked, look
+
+HOST = "serve_app.hosting"  # a program: the evaluator itself knows the server by HTTP alone
+LOG = "server.log"
+START_S = 600.0  # the longest that a server may take to start unless --wait-healthy says
+STOP_S = 120.0  # the longest that one may take to end what runs
+LINES = 20  # of the log, where something failed
+
+
+class Record(NamedTuple):
+    """What a server that `--serve` started says of itself.
+
+    Attributes:
+        process: The one to end; it runs.
+        options: The operator's.
+        ray_address: Its cluster's.
+        ray_auth_mode: What `RAY_AUTH_MODE` is there.
+    """
+
+    process: psutil.Process
+    options: Options
+    ray_address: str
+    ray_auth_mode: str | None
+
+
+class _RecordFile(BaseModel):
+    """What `serve_app.hosting` writes of itself."""
+
+    model_config = ConfigDict(strict=True, hide_input_in_errors=True)  # a store's URI may hold a key
+
+    pid: int
+    created: float  # seconds since the epoch
+    options: Options
+    ray_address: str
+    ray_auth_mode: str | None
+
+
+@contextmanager
+def serving(config: Config) -> Iterator[Config]:
+    """The server that a run asks for, while the block runs; gives the run's options with its port and its model.
+
+    A server that is there is used, and left there, if it is what was asked for. Without `serve` this does nothing.
+
+    Raises:
+        EvalError: Something else is there, or the server did not start; with the reason and its log's last lines.
+    """
+    if not config.serve:
+        yield config
+        return
+    config = _with_place(config)
+    limit_s = config.wait_healthy or START_S
+    if _use(config, limit_s):
+        with _joined(config):
+            yield config
+        return
+    process, log = _start(config)
+    is_healthy = stays = False
+    try:
+        began = time.monotonic()
+        _wait(config, limit_s, process, log)
+        _say(f"healthy after {time.monotonic() - began:.0f} s")
+        is_healthy = True
+        stays = config.keep_running
+        with _joined(config):
+            yield config
+    finally:
+        if stays:
+            _say(f"{config.serve} stays at {config.base_url}; kill {process.pid} stops it")
+        else:
+            if is_healthy and process.poll() is not None:  # else that is what is raised
+                _say(f"the server had ended with {process.returncode}{tail(log)}")
+            _end(psutil.Process(process.pid) if process.poll() is None else None)
+            process.wait()
+            _say("the server is stopped")
+        assert process.stdin
+        process.stdin.close()
+
+
+def _use(config: Config, limit_s: float) -> bool:
+    """Whether a server is there that is the one asked for; waits until its model is loaded."""
+    found = _look_until(config.base_url, limit_s)
+    if found is None:
+        return False
+    record = read_record(config.base_url, _say)
+    if config.fresh:
+        _restart(config.base_url, record)
+        return False
+    check_asked(found, config.base_url, config.served.served_name)
+    if record is None and config.server_options:
+        raise EvalError(
+            f"{config.base_url} was not started by --serve, so its options are not known; "
+            "leave --server-option out to use it as it is, or give another --base-url"
+        )
+    if record is not None and (differing := _differing(record.options, config.served)):
+        raise EvalError(f"{config.base_url} was started with other options: {differing}; --fresh restarts it")
+    _wait(config, limit_s)
+    _say(f"using the server at {config.base_url}: Vitrine {found.version} with {config.serve}")
+    return True
+
+
+def _look_until(base_url: str, limit_s: float) -> FoundServer | None:
+    """What is there, as soon as it can say so."""
+    end = time.monotonic() + limit_s
+    while True:
+        try:
+            return look(base_url)
+        except NotReady:
+            if time.monotonic() > end:
+                raise
+        time.sleep(0.5)
+
+
+def _restart(base_url: str, record: Record | None) -> None:
+    if record is None:
+        raise EvalError(
+            f"--fresh: the server at {base_url} was not started by --serve, and is not stopped by it; "
+            "stop it where it was started, or give another --base-url"
+        )
+    _say(f"stopping the server at {base_url}")
+    _end(record.process)
+
+
+def _start(config: Config) -> tuple[subprocess.Popen[str], Path]:
+    host, port = _place(config.base_url)
+    _free_port(host)
+    record = _record_path(config.base_url)
+    try:
+        record.parent.mkdir(parents=True, exist_ok=True, mode=0o700)
+        record.unlink(missing_ok=True)  # of a server that was here before
+    except OSError as error:
+        raise EvalError(f"the server's record cannot be written: {error}") from error
+    config.results_dir.mkdir(parents=True, exist_ok=True)
+    log = config.results_dir / LOG
+    plan = {
+        "host": host,
+        "port": port,
+        "options": config.served.model_dump(mode="json"),
+        "record": str(record),
+        "attached": not config.keep_running,
+    }
+    _say(f"starting {config.serve} at {config.base_url}; its log is {log}")
+    with log.open("ab") as out:
+        # A session of its own: Ctrl-C is for the evaluator, which then stops the server.
+        process = subprocess.Popen(
+            [sys.executable, "-m", HOST],
+            stdin=subprocess.PIPE,
+            stdout=out,
+            stderr=out,
+            text=True,
+            start_new_session=True,
+        )
+    assert process.stdin
+    process.stdin.write(json.dumps(plan) + "\n")  # not an argument: the store's URI may hold a key
+    process.stdin.flush()
+    return process, log
+
+
+def _wait(
+    config: Config, limit_s: float, process: subprocess.Popen[str] | None = None, log: Path | None = None
+) -> None:
+    """Returns when the model can answer, and, where the server was started here, the server has written its record."""
+    end, model, last = time.monotonic() + limit_s, config.served.served_name, "nothing answers"
+    while True:
+        if process and process.poll() is not None:
+            raise EvalError(f"the server ended with {process.returncode} before it was healthy{tail(log)}")
+        try:
+            # Before its record is there, what is being started cannot say what it is.
+            found = look(config.base_url) if process is None or read_record(config.base_url) else None
+            if found and found.is_ready(model):
+                return
+            last = f"{model} is not loaded" if found else last
+        except NotReady as error:
+            last = str(error)
+        if time.monotonic() > end:
+            raise EvalError(f"{config.base_url} was not healthy within {limit_s:g} s: {last}{tail(log)}")
+        time.sleep(0.5)
+
+
+@contextmanager
+def _joined(config: Config) -> Iterator[None]:
+    """In the block, Ray's variables name the cluster of a server that `--serve` started."""
+    record = read_record(config.base_url)
+    if record is None:
+        yield
+        return
+    is_member = ray.is_initialized()
+    before = {name: os.environ.get(name) for name in ("RAY_ADDRESS", "RAY_AUTH_MODE")}
+    _set({"RAY_ADDRESS": record.ray_address, "RAY_AUTH_MODE": record.ray_auth_mode})
+    try:
+        yield
+    finally:
+        if not is_member:
+            ray.shutdown()  # a cluster that ends takes its drivers with it
+        _set(before)
+
+
+def _set(variables: dict[str, str | None]) -> None:
+    for name, value in variables.items():
+        if value is None:
+            os.environ.pop(name, None)
+        else:
+            os.environ[name] = value
+    RayConfig.initialize("")  # it read them when Ray was imported
+
+
+def _end(process: psutil.Process | None) -> None:
+    """Ask a server to end; past its time, end it and what it started."""
+    if process is None:
+        return
+    members = [process, *process.children(recursive=True)]
+    process.send_signal(signal.SIGTERM)
+    _, left = psutil.wait_procs([process], timeout=STOP_S)
+    if left:
+        _say(f"the server did not end within {STOP_S:g} s, and is killed")
+        for member in members:
+            if member.is_running():
+                member.kill()
+        psutil.wait_procs(members, timeout=STOP_S)
+
+
+def read_record(base_url: str, say: Callable[[str], None] = lambda _: None) -> Record | None:
+    """What the server at a URL wrote of itself when `--serve` started it; None where no such process runs.
+
+    Args:
+        base_url: The server's.
+        say: Is told what is wrong with a file that stands in the record's place and is none.
+    """
+    path = _record_path(base_url)
+    try:
+        written = _RecordFile.model_validate_json(path.read_bytes())
+        process = psutil.Process(written.pid)
+        if process.create_time() != written.created:
+            return None  # the number is another process's by now
+    except (FileNotFoundError, psutil.NoSuchProcess):
+        return None
+    except ValidationError as error:
+        first = error.errors()[0]
+        where = ".".join(map(str, first["loc"]))
+        say(f"{path} is no record of a server that --serve started, and is not used: {where or 'all'}: {first['msg']}")
+        return None
+    except (OSError, ValueError, OverflowError, psutil.Error) as error:
+        say(f"{path} is no record of a server that can be read, and is not used: {error}")
+        return None
+    return Record(process, written.options, written.ray_address, written.ray_auth_mode)
+
+
+def tail_of(config: Config) -> str:
+    """The last lines of the log of the server that a run has started, as the end of a message; else nothing."""
+    log = config.results_dir / LOG
+    return tail(log) if config.serve and log.exists() else ""
+
+
+def tail(log: Path | None) -> str:
+    """The last lines of a log, as the end of a message."""
+    if log is None:
+        return ""
+    lines = log.read_text(errors="replace").splitlines()[-LINES:]
+    return f"; the last lines of {log}:\n" + "\n".join(lines)
+
+
+def _differing(there: Options, asked: Options) -> str:
+    pairs = asked.model_dump()
+    return ", ".join(f"{name} is {value!r}" for name, value in there.model_dump().items() if value != pairs[name])
+
+
+def _with_place(config: Config) -> Config:
+    """The options with the model's id, and a free port in the place of port 0."""
+    host, port = _place(config.base_url)
+    model = config.served.served_name
+    if config.model not in ("", model):
+        raise EvalError(f"--serve serves {model}, and --model asks {config.model}")
+    base_url = config.base_url if port else f"http://{host}:{_free_port(host)}/v1"
+    return config.model_copy(update={"base_url": base_url, "model": model})
+
+
+def _free_port(host: str) -> int:
+    """A port that nothing listens on now.
+
+    Raises:
+        EvalError: The host is not this machine.
+    """
+    try:
+        with socket.socket() as probe:
+            probe.bind((host, 0))
+            return int(probe.getsockname()[1])
+    except OSError as error:
+        raise EvalError(f"--serve: nothing answers at {host}, and it is no address of this machine: {error}") from error
+
+
+def _place(base_url: str) -> tuple[str, int]:
+    url = urlsplit(base_url)
+    if url.scheme != "http" or url.path != "/v1" or not url.hostname:
+        raise EvalError(f"--serve serves at an address like http://127.0.0.1:8000/v1, not at {base_url}")
+    return url.hostname, 80 if url.port is None else url.port
+
+
+def _record_path(base_url: str) -> Path:
+    host, port = _place(base_url)
+    try:
+        address = socket.gethostbyname(host)
+    except OSError as error:
+        raise EvalError(f"--serve: {host} has no address: {error}") from error
+    return home() / "servers" / f"{address}-{port}.json"
+
+
+def _say(text: str) -> None:
+    print(f"evals.gsm8k: {text}", flush=True)

@@ -1,0 +1,176 @@
+"""Reading problems with Ray Data and choosing among them."""
+
+import hashlib
+import heapq
+from collections.abc import Iterable, Iterator
+from itertools import islice
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import pyarrow as pa
+import ray
+from huggingface_hub import hf_hub_download
+from huggingface_hub.errors import HfHubHTTPError
+
+from deployments.clusters import this_node
+from deployments.demo_model import PROBLEMS
+from evals.config import HUB_DATASET, Config, EvalError
+from evals.scoring import gold_number, strict_match
+from evals.task.trajectory import Problem
+
+SCHEMA = pa.schema([(name, pa.string()) for name in Problem._fields])
+BATCH = 1000  # problems
+
+
+class ChosenProblems(NamedTuple):
+    """What is asked of a dataset.
+
+    Attributes:
+        problems: rows of `Problem`.
+        repeated: rows of those that were read that have the question of an earlier one; each question is asked once.
+    """
+
+    problems: pa.Table
+    repeated: int
+
+
+class ProblemRow(NamedTuple):
+    """A row of a file in GSM8K's format, by its number from 0, and the whole answer that its problem's gold ends."""
+
+    problem: Problem
+    answer: str
+    number: int
+
+
+def load_problems(config: Config) -> ChosenProblems:
+    """The problems of a run: all, the first `samples`, or `samples` chosen by `seed`.
+
+    The choice hangs on the seed and the problems alone, not on the file's order, and 20 of a seed are among
+    its 50.
+
+    Raises:
+        EvalError: no such file, not GSM8K's format, or no problems.
+    """
+    path = locate(config.dataset, config.split)
+    reading = Reading(path)
+    problems: Iterable[Problem] = reading
+    if config.seed is None:
+        problems = islice(problems, config.samples)
+    elif config.samples is None:
+        problems = sorted(problems, key=lambda p: _rank(p, config.seed))
+    else:
+        problems = heapq.nsmallest(config.samples, problems, key=lambda p: _rank(p, config.seed))
+    # Arrow, not a list: ten thousand problems are a few megabytes in one piece.
+    rows, batches = (problem._asdict() for problem in problems), []
+    while some := list(islice(rows, BATCH)):
+        batches.append(pa.RecordBatch.from_pylist(some, SCHEMA))
+    if not batches:
+        raise EvalError(f"{path} has no problems")
+    return ChosenProblems(pa.Table.from_batches(batches), reading.repeated)
+
+
+def locate(dataset: str, split: str, *, option: str = "--dataset") -> Path:
+    """The local file of a dataset, fetched from the hub if it is `openai/gsm8k`.
+
+    Raises:
+        EvalError: there is none; the text begins with `option`.
+    """
+    if dataset == HUB_DATASET:
+        name = f"main/{split}-00000-of-00001.parquet"
+        try:
+            return Path(hf_hub_download(HUB_DATASET, name, repo_type="dataset"))
+        except (HfHubHTTPError, OSError) as error:
+            raise EvalError(f"cannot fetch {HUB_DATASET} split {split}: {error}") from error
+    path = PROBLEMS if dataset == "demo" else Path(dataset).expanduser().absolute()
+    if path.suffix not in {".jsonl", ".json", ".parquet"}:
+        raise EvalError(f"{option} {dataset}: not demo, {HUB_DATASET}, or a .jsonl or .parquet file")
+    if not path.is_file():
+        raise EvalError(f"{option} {dataset}: no file {path}")
+    return path
+
+
+class Reading:
+    """The problems of one file in its order, each question once; how many rows repeat one is counted meanwhile."""
+
+    def __init__(self, path: Path) -> None:
+        """Reads nothing yet."""
+        self.repeated = 0
+        self._path = path
+
+    def __iter__(self) -> Iterator[Problem]:
+        """The problems.
+
+        Raises:
+            EvalError: the file cannot be read, a row is not GSM8K's, or a question comes with two answers.
+        """
+        seen: dict[str, tuple[str, int]] = {}
+        for problem, _, number in read_rows(self._path):
+            gold, before = seen.setdefault(problem.id, (problem.gold, number))
+            if gold != problem.gold:
+                places = f"{_place(self._path, number)}: the question of {_place(self._path, before)}"
+                raise EvalError(f"{places} with another answer: {problem.gold}, and there {gold}")
+            if before == number:
+                yield problem
+            else:
+                self.repeated += 1
+
+
+def read_rows(path: Path) -> Iterator[ProblemRow]:
+    """The rows of one file in its order.
+
+    Raises:
+        EvalError: the file cannot be read, or a row is not GSM8K's.
+    """
+    read = ray.data.read_parquet if path.suffix == ".parquet" else ray.data.read_json
+    try:
+        # None of a CPU: the model's replicas may hold them all.
+        rows = read(str(path), override_num_blocks=1, num_cpus=0, label_selector=this_node()).iter_rows()
+        for number, row in enumerate(rows):
+            try:
+                problem = to_problem(row)
+            except EvalError as error:
+                raise EvalError(f"{_place(path, number)}: {error}") from error
+            yield ProblemRow(problem, row["answer"], number)
+    except (ray.exceptions.RayError, pa.ArrowInvalid) as error:
+        raise EvalError(f"cannot read {path}: {str(error).strip().splitlines()[-1]}") from error
+
+
+def to_problem(row: dict[str, Any]) -> Problem:
+    """A row of GSM8K's format as a problem.
+
+    Raises:
+        EvalError: it has no question, or no answer that ends in `#### <number>`.
+    """
+    question, answer = (_text(row, name) for name in ("question", "answer"))
+    gold = strict_match(answer) or ""
+    try:
+        gold_number(gold)
+    except ValueError:
+        raise EvalError(f"not GSM8K's format: an answer without #### and a number: {answer[-80:]!r}") from None
+    return Problem(question_id(question), question, gold)
+
+
+def question_id(question: str) -> str:
+    """A problem's id, made of its question alone."""
+    return hashlib.sha256(question.encode()).hexdigest()[:12]
+
+
+def _text(row: dict[str, Any], name: str) -> str:
+    if name not in row:
+        raise EvalError(f"not GSM8K's format: a row has no field {name!r}, only {', '.join(row)}")
+    if not isinstance(row[name], str) or not row[name].strip():
+        raise EvalError(f"not GSM8K's format: the {name} is {row[name]!r}, and no text")
+    return str(row[name])
+
+
+def _place(path: Path, number: int) -> str:
+    """Where a row stands, for people: `data.jsonl, line 7`."""
+    if path.suffix != ".jsonl":
+        return f"{path}, row {number + 1}"
+    with path.open(encoding="utf-8") as lines:
+        full = (line for line, text in enumerate(lines, 1) if text.strip())
+        return f"{path}, line {next(islice(full, number, None))}"
+
+
+def _rank(problem: Problem, seed: int | None) -> str:
+    return hashlib.sha256(f"{seed}:{problem.id}".encode()).hexdigest()

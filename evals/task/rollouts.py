@@ -1,0 +1,189 @@
+"""Problems in, samples out as they finish: Ray Data around one task that keeps all slots busy.
+
+Ray Data's own async functions give results in the order of their inputs, wait at the end of each block, and
+stop their event loop while the output is full. So the problems are one block, in one task with an event loop of its
+own on which `parallel` workers take the next problem as they become free. The task gives, each second, all that has
+finished since: how many requests are in flight never depends on how fast results are taken.
+"""
+
+import asyncio
+import logging
+import queue
+import threading
+import time
+from collections.abc import Callable, Iterator
+from functools import partial
+from typing import cast
+
+import pyarrow as pa
+import ray
+from ray.data import DataContext
+
+from deployments.clusters import join, quiet_ray_data, this_node
+from evals.config import Config, EvalError, Mode
+from evals.server.client import ChatClient
+from evals.server.inline import sampled_values
+from evals.task.prompts import Prompts
+from evals.task.trajectory import Problem, Sample, failed, run_problem, sample_key
+
+ROWS = 64
+logger = logging.getLogger(__name__)
+START_S = 30.0  # seconds at most
+GATHER_S = 1.0  # seconds: each block costs Ray Data time and memory, on cores that the model may need
+
+
+def connect() -> None:
+    """Joins the Ray cluster of RAY_ADDRESS or of this machine, else starts one; quiets its logs and bars.
+
+    Raises:
+        EvalError: the cluster does not answer.
+    """
+    if not ray.is_initialized():
+        try:
+            join()
+        except ConnectionError as error:
+            raise EvalError(f"{error}; does it want RAY_AUTH_MODE=token?") from error
+    quiet_ray_data()
+    # One task needs no budgets, computed twenty times a second.
+    DataContext.get_current().op_resource_reservation_enabled = False
+
+
+def run_all(
+    problems: pa.Table, mode: Mode, config: Config, prompts: Prompts, has: Callable[[str], bool] = lambda key: False
+) -> Iterator[Sample]:
+    """One sample of each problem in each variant in one mode, in the order in which they finish.
+
+    Args:
+        problems: rows of `Problem`.
+        mode: of all these samples.
+        config: the options.
+        prompts: the texts.
+        has: whether a sample of this key is there already.
+
+    Raises:
+        ray.exceptions.RayError: Ray could not run the task.
+    """
+    _wait_for_statistics()
+    left = {
+        problem: tuple(variant for variant in config.variants if not has(sample_key(problem, mode, variant)))
+        for problem in problems["id"].to_pylist()
+    }
+    while count := sum(map(len, left.values())):
+        variants = pa.array(left.values(), pa.list_(pa.string()))
+        for sample in _stream(problems.append_column("variants", variants), mode, config, prompts):
+            # If its process dies, Ray runs the task again and skips as many results as it had. Their order does
+            # not repeat: some then come twice, and some are left for another round.
+            if sample.variant in left[sample.id]:
+                left[sample.id] = tuple(variant for variant in left[sample.id] if variant != sample.variant)
+                yield sample
+        if count == sum(map(len, left.values())):
+            return
+
+
+def _wait_for_statistics() -> None:
+    """Waits until Ray Data's own actor stands: its start takes a second of the cores that the model may need."""
+    try:
+        actor = ray.get_actor("datasets_stats_actor", namespace="_dataset_stats_actor")
+    except ValueError:  # nothing has been read by Ray Data yet
+        return
+    ray.wait([actor.__ray_ready__.remote()], timeout=START_S)
+
+
+def _stream(work: pa.Table, mode: Mode, config: Config, prompts: Prompts) -> Iterator[Sample]:
+    # Not from_arrow, which measures its tables in a task that wants a CPU.
+    results = ray.data.from_blocks([work.combine_chunks()]).map_batches(
+        partial(roll_out, mode=mode, config=config, prompts=prompts),
+        batch_size=None,
+        batch_format="pyarrow",
+        num_cpus=0,  # the model's replicas may hold them all
+        label_selector=this_node(),
+    )
+    results.context.target_max_block_size = 1  # byte: whatever is given goes out at once
+    # Without prefetching: it would keep each result until there is a next.
+    for batch in results.iter_batches(prefetch_batches=0, batch_size=None, batch_format="pyarrow"):
+        for texts in cast(pa.Table, batch)["samples"].to_pylist():
+            yield from map(Sample.model_validate_json, texts)
+
+
+def roll_out(work: pa.Table, mode: Mode, config: Config, prompts: Prompts) -> Iterator[pa.Table]:
+    """Runs a block of problems; each table has one row, the list of samples finished since the last, as JSON.
+
+    Args:
+        work: rows of `Problem`, each with the `variants` that are wanted of it.
+        mode: of all samples.
+        config: the options.
+        prompts: the texts.
+    """
+    finished: queue.SimpleQueue[str | None] = queue.SimpleQueue()
+    loop = asyncio.new_event_loop()
+    threading.Thread(target=loop.run_forever, daemon=True).start()
+    done = asyncio.run_coroutine_threadsafe(_work(work, mode, config, prompts, finished.put), loop)
+    done.add_done_callback(lambda _: finished.put(None))
+    try:
+        ended = False
+        while not ended:
+            batch = _gathered(finished)
+            ended = batch[-1] is None
+            if samples := [text for text in batch if text is not None]:
+                yield pa.table({"samples": pa.array([samples], pa.list_(pa.string()))})
+        done.result()  # raises what the workers raised
+    finally:
+        loop.call_soon_threadsafe(loop.stop)  # nobody takes results any more: send nothing more
+
+
+def _gathered(finished: queue.SimpleQueue[str | None]) -> list[str | None]:
+    """What finishes within `GATHER_S` of the next to finish; None is the end, and comes at once."""
+    batch = [finished.get()]
+    until = time.monotonic() + GATHER_S
+    while batch[-1] is not None and (left := until - time.monotonic()) > 0:
+        try:
+            batch.append(finished.get(timeout=left))
+        except queue.Empty:
+            break
+    return batch
+
+
+async def _work(work: pa.Table, mode: Mode, config: Config, prompts: Prompts, give: Callable[[str], None]) -> None:
+    client = ChatClient(
+        config.base_url,
+        timeout=config.timeout,
+        retries=config.retries,
+        parallel=config.parallel,
+        max_outage=config.max_outage,
+    )
+    waiting = _tasks(work)
+
+    async def rolled_out(problem: Problem, variant: str) -> Sample:
+        sample = await run_problem(client.chat, problem, mode, variant, config, prompts)
+        if not config.inline_activations:
+            return sample
+        metas = [turn.activations for turn in sample.turns]
+        values = await sampled_values(client.download, metas, config.inline_activations)
+        return sample.model_copy(update={"activations": values or None})
+
+    async def worker() -> None:
+        for problem, variant in waiting:  # shared: each worker takes the next one
+            try:
+                text = (await rolled_out(problem, variant)).model_dump_json()
+            except Exception as error:  # whatever one answer provokes must not end the others
+                logger.exception("%s could not be told", sample_key(problem.id, mode, variant))
+                reason = f"{type(error).__name__}: {error}".encode("ascii", "backslashreplace").decode()
+                text = failed(problem, mode, variant, reason).model_dump_json()
+            give(text)
+
+    try:
+        async with asyncio.TaskGroup() as workers:
+            for _ in range(config.parallel):
+                workers.create_task(worker())
+    finally:
+        await client.close()
+
+
+def _tasks(work: pa.Table) -> Iterator[tuple[Problem, str]]:
+    """All variants of a problem, then those of the next; few rows at a time are Python's."""
+    for batch in work.to_batches(max_chunksize=ROWS):
+        for row in batch.to_pylist():
+            variants = row.pop("variants")
+            problem = Problem(**row)
+            for variant in variants:
+                yield problem, variant

@@ -1,0 +1,272 @@
+"""One problem in one mode and variant: a single turn, or the tool loop. What came of it is a `Sample`."""
+
+import hashlib
+import json
+import time
+from collections.abc import Awaitable, Callable
+from typing import Any, Literal, NamedTuple
+
+from pydantic import BaseModel
+
+from deployments.demo_model.calculator import TOOL, answer_call
+from deployments.points.token_choices import as_json
+from evals.activations_meta import runs_of
+from evals.config import Config, Mode
+from evals.scoring import RULES, Rule, Score, score
+from evals.server.client import AnswerLate, RequestFailed
+from evals.task.prompts import Prompts
+
+CONTEXT_EXCEEDED = "context_length_exceeded"  # OpenAI's word
+Chat = Callable[[dict[str, Any]], Awaitable[dict[str, Any]]]
+TIMEOUT = "timeout"  # of `finish_reason`
+Outcome = Literal["correct", "wrong", "invalid", "truncated", "timed_out", "turn_limit", "failed"]
+
+
+class Problem(NamedTuple):
+    """A GSM8K problem: `id` is made of the question's text, `gold` is the number that ends the answer."""
+
+    id: str
+    question: str
+    gold: str
+
+
+class Turn(BaseModel):
+    """One request and its answer."""
+
+    finish_reason: str | None
+    prompt_tokens: int
+    completion_tokens: int
+    latency_s: float  # retries included
+    activations: dict[str, Any] | None  # activations_meta as the server gave it
+
+
+UNREWARDED: dict[str, Any] = {"rewards": {}, "reward": None}
+UNSCORED: dict[str, Any] = UNREWARDED | {"correct": None}
+
+
+class Sample(BaseModel):
+    """One problem in one mode and variant: what was said, how it scored, where its activations lie."""
+
+    id: str
+    mode: Mode
+    variant: str
+    question: str
+    gold: str
+    outcome: Outcome = "failed"
+    completion: str | None = None
+    strict: str | None = None  # the answer that each rule finds
+    flexible: str | None = None
+    normalized: str | None = None
+    correct: bool | None = None  # by the run's rule; None where the sample failed, or is being scored anew
+    correct_strict: bool | None = None
+    correct_flexible: bool | None = None
+    correct_normalized: bool | None = None
+    # Of the last turn; `length`, too, where the next one did not fit the context, and `timeout` where it came too late.
+    finish_reason: str | None = None
+    turn_limit: bool = False  # still calling tools at the last turn allowed
+    error: str | None = None  # why the next turn has no answer
+    started: float  # seconds since the epoch
+    ended: float
+    latency_s: float
+    rewards: dict[str, float] = {}
+    reward: float | None = None  # their weighted sum; None where the sample failed
+    turns: list[Turn]
+    messages: list[dict[str, Any]]
+    activations: dict[str, Any] | None = None  # values of its runs' points, where asked for
+
+    @property
+    def key(self) -> str:
+        """What the files of this sample are named by."""
+        return sample_key(self.id, self.mode, self.variant)
+
+    def answer(self, rule: Rule) -> str | None:
+        """The answer that a rule finds."""
+        found: str | None = getattr(self, rule)
+        return found
+
+    def correct_by(self, rule: Rule) -> bool:
+        """Whether that is the gold number."""
+        return bool(getattr(self, f"correct_{rule}"))
+
+    @property
+    def prompt_tokens(self) -> int:
+        """Of all turns."""
+        return sum(turn.prompt_tokens for turn in self.turns)
+
+    @property
+    def completion_tokens(self) -> int:
+        """Of all turns."""
+        return sum(turn.completion_tokens for turn in self.turns)
+
+    @property
+    def runs(self) -> list[dict[str, Any]]:
+        """What the server said of each recorded run, in the order of the turns."""
+        return [run for turn in self.turns for run in runs_of(turn.activations or {})]
+
+
+def sample_key(problem: str, mode: str, variant: str) -> str:
+    """What the files of one sample are named by."""
+    return f"{problem}.{mode}.{variant}"
+
+
+async def run_problem(
+    chat: Chat, problem: Problem, mode: Mode, variant: str, config: Config, prompts: Prompts
+) -> Sample:
+    """Talks until an answer calls no tool, is cut, comes too late, or is the last allowed; a failure is in the sample.
+
+    A conversation that outgrows the context or an answer that is late is the model's: the sample counts. Any other
+    request without an answer is the server's, or that of `max_tokens` for which a question leaves no room, and the
+    sample has failed.
+    """
+    started, clock = time.time(), time.perf_counter()
+    messages = prompts.messages(problem.question, variant)
+    turns: list[Turn] = []
+    error: str | None = None
+    cut: str | None = None  # a finish reason, where the conversation grew too long for the context or the time limit
+    calls: list[dict[str, Any]] = []
+    tags = {"mode": mode, "variant": variant, "eval": "gsm8k"}
+    try:
+        for number in range(config.max_turns if mode == "with-tools" else 1):
+            capture = {"sample_id": problem.id, "tags": tags | {"turn": str(number)}}
+            body = request_body(messages, mode, capture, config)
+            if config.temperature:  # greedy answers need none
+                body["seed"] = request_seed(config.seed, sample_key(problem.id, mode, variant), number)
+            turn, message = await _take_turn(chat, body)
+            turns.append(turn)
+            messages.append(message)
+            calls = message.get("tool_calls") or []
+            if not calls or turn.finish_reason == "length":
+                break
+            messages += [_tool_message(call) for call in calls]
+    except AnswerLate as late:
+        cut, error = TIMEOUT, str(late)
+    except RequestFailed as failure:
+        error = str(failure)
+        if failure.error.get("code") == CONTEXT_EXCEEDED:
+            is_setting = not turns and failure.error.get("param") == "max_tokens"  # the question alone fits
+            cut, error = (None, f"{error}: lower --max-tokens") if is_setting else ("length", error)
+    sample = Sample(
+        id=problem.id,
+        mode=mode,
+        variant=variant,
+        question=problem.question,
+        gold=problem.gold,
+        finish_reason=cut or (turns[-1].finish_reason if turns else None),
+        turn_limit=mode == "with-tools" and len(turns) == config.max_turns and bool(calls),
+        error=error,
+        started=started,
+        ended=time.time(),
+        latency_s=time.perf_counter() - clock,
+        turns=turns,
+        messages=messages,
+    )
+    return sample if error and not cut else scored(sample, config.rule)
+
+
+def failed(problem: Problem, mode: Mode, variant: str, error: str) -> Sample:
+    """The sample of a problem that could not be asked to an end."""
+    now = time.time()
+    return Sample(
+        id=problem.id,
+        mode=mode,
+        variant=variant,
+        question=problem.question,
+        gold=problem.gold,
+        error=error,
+        started=now,
+        ended=now,
+        latency_s=0.0,
+        turns=[],
+        messages=[],
+    )
+
+
+def scored(sample: Sample, rule: Rule) -> Sample:
+    """The sample with the scores of its last answer.
+
+    Args:
+        sample: one that did not fail, with its messages.
+        rule: decides `correct` and the outcome.
+    """
+    said = (m["content"] for m in reversed(sample.messages) if m["role"] == "assistant")
+    text = (next(said, None) if sample.turns else None) or ""  # without a turn, worked examples are all that is said
+    by = {name: score(text, sample.gold, name) for name in RULES}
+    found: dict[str, Any] = {"completion": text, "correct": by[rule].correct}
+    for name, its in by.items():
+        found |= {name: its.answer.text if its.answer else None, f"correct_{name}": its.correct}
+    return sample.model_copy(update=found | {"outcome": _outcome(sample, by[rule])})
+
+
+def request_body(messages: list[dict[str, Any]], mode: Mode, capture: dict[str, Any], config: Config) -> dict[str, Any]:
+    """The chat request of one turn, with the capture fields where activations are collected.
+
+    Args:
+        messages: all so far.
+        mode: whether the calculator is offered.
+        capture: what the run is to be found by.
+        config: the run's options.
+    """
+    body: dict[str, Any] = {
+        "model": config.model,
+        "messages": messages,
+        "max_tokens": config.max_tokens,
+        "temperature": config.temperature,
+    }
+    if mode == "with-tools":
+        body["tools"] = [TOOL]
+    if config.collect_activations:
+        where = {"points": config.points, "layers": config.layers, "sites": config.sites}
+        body["session_id"] = config.session_id
+        body["store_activations"] = True
+        body["capture"] = {name: value for name, value in where.items() if value} | capture | {"store_text": True}
+        if config.tokens != "all":
+            body["capture"]["tokens"] = as_json(config.tokens)
+    return body
+
+
+def request_seed(seed: int | None, key: str, turn: int) -> int:
+    """What a turn's sampling hangs on: the run's seed, the sample and the turn, so that a run repeats."""
+    return int.from_bytes(hashlib.sha256(f"{seed}:{key}:{turn}".encode()).digest()[:4], "big") >> 1
+
+
+def _outcome(sample: Sample, by_rule: Score) -> Outcome:
+    """The one kind of a sample that did not fail: a cut, late or endless answer is not called wrong."""
+    if by_rule.correct:
+        return "correct"
+    if sample.finish_reason == "length":
+        return "truncated"
+    if sample.finish_reason == TIMEOUT:
+        return "timed_out"
+    if sample.turn_limit:
+        return "turn_limit"
+    return "invalid" if by_rule.answer is None else "wrong"
+
+
+async def _take_turn(chat: Chat, body: dict[str, Any]) -> tuple[Turn, dict[str, Any]]:
+    clock = time.perf_counter()
+    answer = await chat(body)
+    choice = answer["choices"][0]
+    usage = answer.get("usage") or {}
+    turn = Turn(
+        finish_reason=choice.get("finish_reason"),
+        prompt_tokens=usage.get("prompt_tokens") or 0,
+        completion_tokens=usage.get("completion_tokens") or 0,
+        latency_s=time.perf_counter() - clock,
+        activations=answer.get("activations_meta"),
+    )
+    # Only OpenAI's fields go back in the next turn: the server refuses fields it does not know.
+    message = {"role": "assistant", "content": choice["message"].get("content")}
+    if choice["message"].get("tool_calls"):
+        message["tool_calls"] = choice["message"]["tool_calls"]
+    return turn, json.loads(
+        json.dumps(message, ensure_ascii=False).encode("utf-8", "replace")
+    )  # half an emoji is no text
+
+
+def _tool_message(call: dict[str, Any]) -> dict[str, Any]:
+    function = call["function"]
+    return {
+        "role": "tool",
+        "tool_call_id": call["id"],
+        "content": answer_call(function["name"], function["arguments"]).encode("utf-8", "replace").decode(),
+    }

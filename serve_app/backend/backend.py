@@ -1,0 +1,254 @@
+"""The actors behind the ingress: the models, the activation store, and every node's metrics."""
+
+from __future__ import annotations
+
+import asyncio
+import uuid
+from collections.abc import Sequence
+from dataclasses import replace
+from typing import Any
+
+import ray
+
+from deployments.activations.accounts import Account
+from deployments.activations.downloads import Choice, Found
+from deployments.activations.facts import StoreError
+from deployments.activations.filters import Filter
+from deployments.activations.reads_runs import survived
+from deployments.activations.store import Deleted
+from deployments.client_code.board import connect as board
+from deployments.errors import RequestError
+from deployments.messages import Job
+from deployments.options import Options
+from deployments.points.profiles import Profile
+from serve_app.backend.code_jobs import CodeJobs
+from serve_app.backend.loading import Loader
+from serve_app.backend.models import Models
+from serve_app.backend.profiles import Profiles
+from serve_app.backend.prometheus import NodeMetrics
+from serve_app.backend.waiting import answered, stored
+from serve_app.http.errors import UNAVAILABLE, ApiError
+from serve_app.http.paging import first_page
+from serve_app.http.ranges import Download
+
+PLAN_S = 300.0  # the longest that a page waits until the store has looked through the session's files
+
+
+class Backend:
+    """Handles to the models and to the activation store.
+
+    Attributes:
+        models: The models that are served.
+        loader: Loads and unloads others.
+        jobs: Clients' own code; None where the operator does not allow it.
+        profiles: Profiles of capture and interventions.
+        reads_unowned: Whether every key may read what has no owner.
+        metrics: Prometheus text of all nodes.
+    """
+
+    def __init__(self, options: Options, app: str, store: Any, reader: Any) -> None:
+        """Find the models.
+
+        Args:
+            options: The operator's.
+            app: The ingress's Serve application.
+            store: The activation store's handle.
+            reader: Its reader's.
+        """
+        self.models = Models(options, app)
+        self.loader = Loader(options, self.models)
+        self.jobs = CodeJobs(options, self.models, board()) if options.allow_client_code else None
+        self.profiles = Profiles(store, options.max_owner_profiles)
+        self.reads_unowned = options.unowned == "shared"
+        self.metrics = NodeMetrics(_exporters)
+        self._store = store
+        self._reader = reader
+        self._max_tensor_bytes = options.max_tensor_store_bytes, options.max_owner_tensor_bytes
+
+    async def sessions(self, account: Account, limit: int, after: str | None, filter: Filter) -> list[dict[str, Any]]:
+        """Sessions that hold a stored run of the filter, in the order of their ids.
+
+        Raises:
+            ApiError: 503.
+        """
+        return await stored(self._reader.sessions.remote(limit, after, filter, account))  # type: ignore[no-any-return]
+
+    async def runs(self, account: Account, filter: Filter, limit: int, after: str | None) -> list[dict[str, Any]]:
+        """Stored runs of the filter, the oldest first.
+
+        Raises:
+            RequestError: There is no run `after`.
+            ApiError: 503.
+        """
+        return await stored(self._reader.runs.remote(filter, limit, after, account))  # type: ignore[no-any-return]
+
+    async def session(
+        self, account: Account, session_id: str, limit: int = 100, after: str | None = None
+    ) -> dict[str, Any]:
+        """One session with `limit` of its runs and whether there are more, and files.
+
+        Raises:
+            RequestError: It has no run `after`.
+            ApiError: 404; 503.
+        """
+        found: dict[str, Any] | None = await stored(self._reader.session.remote(session_id, limit + 1, after, account))
+        if found is None:
+            raise _no_session(session_id)
+        runs, has_more = first_page(found["runs"], limit)
+        return found | {"runs": runs, "has_more": has_more}
+
+    async def delete_session(self, account: Account, session_id: str) -> Sequence[str]:
+        """Delete a session; its files are gone when it returns, but for those of nodes that are away.
+
+        Returns:
+            The names of these nodes, which delete the session when they come back.
+
+        Raises:
+            RequestError: It is pinned.
+            ApiError: 404; 503.
+        """
+        deleted: Deleted | None = await stored(self._store.delete.remote(session_id, account))
+        if deleted is None:
+            raise _no_session(session_id)
+        return deleted.away
+
+    async def pin_session(self, account: Account, session_id: str, pinned: bool) -> None:
+        """Pin a session, or take its pin away; durable when it returns.
+
+        Raises:
+            ApiError: 404; 503.
+        """
+        if not await stored(self._store.pin.remote(session_id, pinned, account)):
+            raise _no_session(session_id)
+
+    async def share_session(self, account: Account, session_id: str, shared: bool) -> None:
+        """Let every key read a session, or no more; durable when it returns.
+
+        Raises:
+            ApiError: 404; 503.
+        """
+        if not await stored(self._store.share.remote(session_id, shared, account)):
+            raise _no_session(session_id)
+
+    async def admitted(self, job: Job) -> Job:
+        """A job that may record into its session, which is its sender's from then on where it had no owner.
+
+        Where the store cannot admit it, the job says why: its answer is worth having without its activations.
+
+        Raises:
+            RequestError: The session is another's; 403.
+        """
+        if job.account.owner is None or not job.may_store:
+            return job
+        try:
+            return replace(job, fence=await stored(self._store.claim.remote(job.session_id, job.account)))
+        except RequestError:
+            raise
+        except (ApiError, StoreError, *UNAVAILABLE) as error:
+            return replace(job, unstorable=str(getattr(error, "cause", None) or error))
+
+    async def data(self, account: Account, choice: Choice, tag: str | None = None) -> Download:
+        """Stored runs as a file.
+
+        Args:
+            account: Who asks.
+            choice: Which.
+            tag: Of the download that is gone on with: runs that were stored since it began are left out.
+
+        Raises:
+            RequestError: There is no such run or point, too much for one file, or too many wait for pages; 410, a file
+                of them is gone.
+            StoreError: A file of them is damaged.
+            ApiError: 404; 503.
+        """
+        what = f"session {choice.session_id}"
+        asked = survived(self._reader.find_data.remote(choice, tag, account), what)
+        found: Found | None = await answered(asked, "the activation store", PLAN_S)
+        if found is None:
+            raise _no_session(choice.session_id)
+
+        async def read(first: int, end: int) -> bytes:
+            asked = survived(self._reader.data_page.remote(choice, found.tag, first, end, account), what)
+            return await answered(asked, "the activation store", PLAN_S)  # type: ignore[no-any-return]
+
+        return Download(found.tag, found.length, read)
+
+    async def put_tensors(self, account: Account, data: bytes) -> dict[str, Any]:
+        """Keep a safetensors file; it is on disk when this returns.
+
+        Raises:
+            RequestError: The file is not one that may be kept, or there is no room for it.
+            ApiError: 503.
+        """
+        most, most_of_one = self._max_tensor_bytes
+        kept: dict[str, Any] = await stored(self._store.put_tensors.remote(data, most, account, most_of_one))
+        return kept
+
+    async def tensor_files(self, account: Account, limit: int, after: str | None) -> list[dict[str, Any]]:
+        """Tensor files in the order of their ids.
+
+        Raises:
+            ApiError: 503.
+        """
+        return await stored(self._store.tensor_files.remote(limit, after, account))  # type: ignore[no-any-return]
+
+    async def tensor_file(self, account: Account, tensor_id: str) -> Download:
+        """A tensor file as it was sent.
+
+        Raises:
+            ApiError: 404; 503.
+        """
+        length: int | None = await stored(self._store.tensor_file_bytes.remote(tensor_id, account))
+        if length is None:
+            raise _no_tensors(tensor_id)
+
+        async def read(first: int, end: int) -> bytes:
+            found: bytes | None = await stored(self._store.tensor_file.remote(tensor_id, account, first, end))
+            if found is None:
+                raise _no_tensors(tensor_id)
+            return found
+
+        return Download(tensor_id, length, read)
+
+    async def delete_tensors(self, account: Account, tensor_id: str) -> None:
+        """Delete a tensor file; it is gone when this returns.
+
+        Raises:
+            ApiError: 404; 503.
+        """
+        if not await stored(self._store.delete_tensors.remote(tensor_id, account)):
+            raise _no_tensors(tensor_id)
+
+    async def keep_profile(self, account: Account, profile: Profile) -> dict[str, Any]:
+        """Keep a profile; where its model is served, only what fits the model.
+
+        Args:
+            account: Whose it is.
+            profile: The profile.
+
+        Raises:
+            RequestError: It is too large, there are too many, or only an admin may change a default.
+            ApiError: The model has no such point; 503.
+        """
+        model = self.models.get(profile.model) if profile.model else None
+        if model and model.up:
+            specs = tuple(profile.interventions or ())
+            await model.check(Job(uuid.uuid4().hex, account, capture=profile.capture, interventions=specs))
+        return await self.profiles.put(account, profile)
+
+
+async def _exporters() -> list[str]:
+    """The addresses of all nodes' exporters."""
+    return [
+        f"http://{node['NodeManagerAddress']}:{node['MetricsExportPort']}/metrics"
+        for node in await asyncio.to_thread(ray.nodes)
+        if node["Alive"] and node["MetricsExportPort"] > 0
+    ]
+
+
+def _no_session(session_id: str) -> ApiError:
+    return ApiError(404, f"there is no session {session_id!r}", "session_id", "session_not_found")
+
+
+def _no_tensors(tensor_id: str) -> ApiError:
+    return ApiError(404, f"there is no tensor file {tensor_id!r}", "tensor_id", "tensor_not_found")

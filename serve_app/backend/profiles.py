@@ -1,0 +1,179 @@
+"""Profiles of capture and interventions: kept by the activation store, used by requests."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import time
+from collections.abc import Mapping
+from dataclasses import replace
+from typing import Any
+
+from deployments.activations.accounts import OPERATOR, Account
+from deployments.errors import RequestError
+from deployments.messages import Job
+from deployments.points.capture import Capture
+from deployments.points.profiles import NONE, Profile
+from serve_app.backend.waiting import stored
+from serve_app.http.errors import UNAVAILABLE, ApiError
+
+logger = logging.getLogger("ray.serve")
+FRESH_S = 1.0  # for how long an ingress takes the default profiles as known
+PATIENCE_S = 1.0  # the longest that a request waits for the store to say whether they have changed
+
+
+class Profiles:
+    """Every profile; the defaults are known here, so that requests that name none need not ask for them."""
+
+    def __init__(self, store: Any, most: int) -> None:
+        """Know no default yet.
+
+        Args:
+            store: The activation store's handle.
+            most: The most profiles of an owner who is no admin.
+        """
+        self._store = store
+        self._most = most
+        self._defaults: Mapping[str, Profile] = {}
+        self._version: int | None = None
+        self._asked = float("-inf")
+        self._asking: asyncio.Future[None] | None = None
+
+    async def list(self, account: Account, limit: int, after: str | None) -> list[dict[str, Any]]:
+        """Profiles in the order of their names.
+
+        Raises:
+            ApiError: 503.
+        """
+        return await stored(self._store.profiles.remote(limit, after, account))  # type: ignore[no-any-return]
+
+    async def get(self, account: Account, name: str, owner: str | None = None) -> dict[str, Any]:
+        """One profile, as it was sent; an admin may name its owner.
+
+        Raises:
+            ApiError: 404; 503.
+        """
+        found: dict[str, Any] | None = await stored(self._store.profile.remote(name, account, owner))
+        if found is None:
+            raise _none_such(name)
+        return found
+
+    async def put(self, account: Account, profile: Profile) -> dict[str, Any]:
+        """Keep a profile, in the place of one of its name; it is on disk when this returns.
+
+        Raises:
+            RequestError: It is too large, there are too many, or only an admin may change a default.
+            ApiError: 503.
+        """
+        plain = Profile.model_validate(profile.model_dump(by_alias=True, exclude_unset=True))
+        try:
+            kept: dict[str, Any] = await stored(self._store.put_profile.remote(plain, account, self._most))
+        finally:
+            self._forget()
+        return kept
+
+    async def delete(self, account: Account, name: str, owner: str | None = None) -> None:
+        """Delete a profile; it is gone when this returns. An admin may name its owner.
+
+        Raises:
+            RequestError: Only an admin may delete a default.
+            ApiError: 404; 503.
+        """
+        try:
+            if not await stored(self._store.delete_profile.remote(name, account, owner)):
+                raise _none_such(name)
+        finally:
+            self._forget()
+
+    async def applied(
+        self, job: Job, name: str | None, model: str, capture: Capture | None, store_activations: bool | None
+    ) -> Job:
+        """A job with what the profile says that its request uses.
+
+        Args:
+            job: As the request alone asks for it.
+            name: What the request names: a profile, `none`, or nothing, for the model's default.
+            model: The model's id.
+            capture: As in the request, as `store_activations`.
+            store_activations: Whether to record, where there is no `capture`.
+
+        Raises:
+            RequestError: There is no such profile, or it is another model's.
+            ApiError: 503.
+        """
+        found = await self._default(model) if name is None else await self._named(job.account, name, model)
+        if found is None:
+            return job
+        profile, is_default = found
+        job = replace(
+            job,
+            interventions=(*(profile.interventions or ()), *job.interventions),
+            profile=profile.name,
+            profiled=len(profile.interventions or ()),
+            profile_account=OPERATOR if is_default else job.account,
+        )
+        if profile.capture is None or capture is not None or store_activations is False:
+            return job
+        if name is not None:
+            return replace(job, capture=profile.capture, profile_captures=True)
+        return replace(job, default_capture=profile.capture) if store_activations else job
+
+    async def _named(self, account: Account, name: str, model: str) -> tuple[Profile, bool] | None:
+        """A profile, and whether it is a default."""
+        if name == NONE:
+            return None
+        found: dict[str, Any] | None = await stored(self._store.profile.remote(name, account))
+        if found is None:
+            raise RequestError(f"there is no profile {name!r}", "intervention_profile", "profile_not_found")
+        profile = _profile(found)
+        if profile.model not in (None, model):
+            message = f"the profile {name!r} is for the model {profile.model!r}"
+            raise RequestError(message, "intervention_profile", "profile_not_found")
+        return profile, found["default"]
+
+    async def _default(self, model: str) -> tuple[Profile, bool] | None:
+        """A model's default profile, as it was a second ago at the earliest.
+
+        While the store does not answer, what was known last holds.
+
+        Raises:
+            ApiError: 503, where nothing was ever known.
+        """
+        if time.monotonic() - self._asked > FRESH_S:
+            asking = self._asking
+            if asking is None or asking.done():
+                asking = self._asking = asyncio.ensure_future(self._ask())
+            await asyncio.wait([asking], timeout=PATIENCE_S)
+            if not asking.done() and self._asking is asking:  # else they have been changed here since
+                self._asked = time.monotonic()
+        if self._version is None:
+            message = "the activation store has not said yet which profiles are defaults; try again"
+            raise ApiError(503, message, code="unavailable")
+        profile = self._defaults.get(model)
+        return None if profile is None else (profile, True)
+
+    async def _ask(self) -> None:
+        asked = time.monotonic()
+        try:
+            news = await self._store.default_profiles.remote(self._version)
+        except UNAVAILABLE as error:
+            logger.warning("the activation store does not say which profiles are defaults: %s", error)
+            news = None
+        if news is not None and (self._version is None or news[0] > self._version):
+            version, defaults = news
+            self._defaults = {model: _profile(found) for model, found in defaults.items()}
+            self._version = version
+        if self._asking is asyncio.current_task():  # else they have been changed here since
+            self._asked = asked
+
+    def _forget(self) -> None:
+        """Ask again before the next request: they have been changed here."""
+        self._asked, self._asking = float("-inf"), None
+
+
+def _profile(found: Mapping[str, Any]) -> Profile:
+    return Profile.model_validate({name: value for name, value in found.items() if name in Profile.model_fields})
+
+
+def _none_such(name: str) -> ApiError:
+    return ApiError(404, f"there is no profile {name!r}", "name", "profile_not_found")

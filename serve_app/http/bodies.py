@@ -1,0 +1,208 @@
+"""How JSON bodies are read: small ones at once, large ones in other processes, so that no event loop is held."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import os
+import pickle
+import subprocess
+import sys
+from collections import Counter
+from collections.abc import Callable, Coroutine
+from concurrent.futures import ThreadPoolExecutor
+from typing import Any
+from weakref import WeakValueDictionary
+
+from fastapi import HTTPException, Request, Response
+from fastapi.exceptions import RequestValidationError
+from fastapi.routing import APIRoute
+from pydantic import BaseModel
+from starlette.requests import ClientDisconnect
+
+import serve_app.http.body_process as body_process
+from deployments.errors import RequestError
+from serve_app.http.body_process import SIZE, SIZES
+from serve_app.http.errors import ApiError
+from serve_app.http.parsing import parsed
+
+MOST_AT_ONCE = 16 << 10  # bytes that the event loop parses itself: whatever they hold, it takes a few milliseconds
+PROCESSES = 2
+MOST_WAITING = 8  # large bodies of an owner that wait for their turn, besides the one in work
+LIMIT_S = 30.0  # that one may take: its process yields to the others, so on a busy machine it takes long
+MOST_MEMORY = 2 << 30  # bytes of such a process
+
+
+class Bodies:
+    """The processes that parse large bodies; each starts when it is needed first.
+
+    They read one body of an owner at a time, so that nobody waits for many of another's.
+    """
+
+    def __init__(self) -> None:
+        self._waiting: Counter[str | None] = Counter()  # bodies by owner, with the one in work
+        self._turns: WeakValueDictionary[str | None, asyncio.Lock] = WeakValueDictionary()  # by owner
+        self._idle: list[_Process] = []
+        self._places = asyncio.Semaphore(PROCESSES)
+        self._threads = ThreadPoolExecutor(PROCESSES, "bodies")  # they wait for the processes
+
+    async def read(self, kind: type[BaseModel], raw: bytes, owner: str | None) -> BaseModel:
+        """A body as an object of this kind.
+
+        Args:
+            kind: What it is to be.
+            raw: Its JSON.
+            owner: Who sends it; None on a server without keys.
+
+        Raises:
+            RequestError: It is none.
+            ApiError: 413, where it takes too much memory; 429, where too many of this owner's wait; 503, where its
+                process takes too long or is gone.
+        """
+        if len(raw) <= MOST_AT_ONCE:
+            return parsed(kind, raw)
+        if self._waiting[owner] > MOST_WAITING:
+            message = f"{MOST_WAITING} large bodies of yours wait to be read; send the next when one is answered"
+            raise ApiError(429, message, code="server_busy")
+        turn = self._turns.setdefault(owner, asyncio.Lock())
+        self._waiting[owner] += 1
+        try:
+            async with turn, self._places:
+                found = await self._elsewhere(kind, raw)
+        finally:
+            self._waiting[owner] -= 1
+            self._waiting += Counter()  # keeps those above 0
+        if isinstance(found, RequestError):
+            raise found
+        return found
+
+    def close(self) -> None:
+        """End the processes that wait for a body. Blocks."""
+        while self._idle:
+            self._idle.pop().close()
+
+    async def _elsewhere(self, kind: type[BaseModel], raw: bytes) -> BaseModel | RequestError:
+        process = self._idle.pop() if self._idle else _Process()
+        try:
+            async with asyncio.timeout(LIMIT_S):
+                loop = asyncio.get_running_loop()
+                found = await loop.run_in_executor(self._threads, process.parsed, kind, raw)
+        except BaseException as error:  # also where the client is gone: nobody waits for what it is at
+            process.end()
+            if isinstance(error, TimeoutError):
+                raise ApiError(503, f"the body was not read within {LIMIT_S:g} s", code="timeout") from error
+            if isinstance(error, EOFError):  # where it can have no more memory, its parser ends it
+                raise ApiError(413, "the body takes too much memory to read", code="body_too_large") from error
+            if isinstance(error, OSError):
+                raise ApiError(503, "the process that read the body ended; try again", code="unavailable") from error
+            raise
+        self._idle.append(process)
+        return found
+
+
+class _Process:
+    """A `body_process`, which parses one body at a time."""
+
+    def __init__(self) -> None:
+        self._process: subprocess.Popen[bytes] | None = None
+        self._ended = False
+
+    def parsed(self, kind: type[BaseModel], raw: bytes) -> BaseModel | RequestError:
+        """The object, or why there is none. Blocks.
+
+        Raises:
+            EOFError: It ended over the body.
+            OSError: It had ended before, or did not start.
+        """
+        try:
+            self._process = self._process or _started()
+            if self._ended:  # while it started
+                raise EOFError
+            return _answer(self._process, kind, raw)
+        except (EOFError, OSError):
+            self.close()
+            raise
+
+    def end(self) -> None:
+        """End it at once; the thread that waits for it closes it."""
+        self._ended = True
+        if self._process is not None:
+            self._process.kill()
+
+    def close(self) -> None:
+        """End it, and leave nothing of it. Blocks."""
+        self.end()
+        if self._process is not None:
+            with contextlib.suppress(OSError):  # what it was still to be sent
+                self._process.__exit__(None, None, None)
+
+
+def _started() -> subprocess.Popen[bytes]:
+    # Its environment is no more than the way to its modules: the server's holds keys.
+    return subprocess.Popen(
+        [sys.executable, "-P", body_process.__file__, str(MOST_MEMORY)],
+        stdin=subprocess.PIPE,
+        stdout=subprocess.PIPE,
+        env={"PYTHONPATH": os.pathsep.join(filter(None, sys.path))},
+    )
+
+
+def _answer(process: subprocess.Popen[bytes], kind: type[BaseModel], raw: bytes) -> BaseModel | RequestError:
+    asked, answered = process.stdin, process.stdout
+    assert asked is not None
+    assert answered is not None
+    name = f"{kind.__module__}:{kind.__name__}".encode()
+    asked.write(SIZES.pack(len(name), len(raw)) + name)
+    asked.write(raw)
+    asked.flush()
+    head = answered.read(SIZE.size)
+    told = answered.read(SIZE.unpack(head)[0]) if len(head) == SIZE.size else b""
+    if not told:
+        raise EOFError
+    found: BaseModel | RequestError = pickle.loads(told)  # noqa: S301, of our own process
+    return found
+
+
+class _Parsed(Request):
+    """A request whose body is read already."""
+
+    def __init__(self, request: Request, raw: bytes, body: BaseModel | Exception) -> None:
+        super().__init__(request.scope, request.receive)
+        self._raw = raw
+        self._parsed = body
+
+    async def body(self) -> bytes:
+        return self._raw
+
+    async def json(self) -> Any:
+        return self._parsed
+
+
+class JsonRoute(APIRoute):
+    """A route whose body `Bodies` reads in FastAPI's place; one without a body is as any other."""
+
+    def get_route_handler(self) -> Callable[[Request], Coroutine[Any, Any, Response]]:
+        """What FastAPI calls with each request."""
+        handle = super().get_route_handler()
+        kind = self.body_field.field_info.annotation if self.body_field else None
+        if not (isinstance(kind, type) and issubclass(kind, BaseModel)):
+            return handle
+
+        async def handle_parsed(request: Request) -> Response:
+            try:
+                raw = await request.body()
+            except ClientDisconnect as gone:
+                raise HTTPException(400, "the body was not sent to its end") from gone
+            body: BaseModel | Exception
+            try:
+                body = await request.app.state.bodies.read(kind, raw, request.state.caller.owner)
+            except (RequestError, ApiError) as error:
+                body = error
+            try:
+                return await handle(_Parsed(request, raw, body))
+            except RequestValidationError:  # it comes behind the refusals of who may not ask at all
+                if isinstance(body, Exception):
+                    raise body from None
+                raise
+
+        return handle_parsed

@@ -1,0 +1,57 @@
+"""The process that parses large bodies: `parsed` on each that comes by its standard input, one after the other.
+
+It is run as a script with the most bytes of memory that it may take, and imports what a body is and no more: the
+package itself imports Ray.
+"""
+
+from __future__ import annotations
+
+import importlib
+import os
+import pickle
+import resource
+import struct
+import sys
+from pathlib import Path
+from types import ModuleType
+from typing import IO, Any
+
+SIZES = struct.Struct("<QQ")  # bytes of the kind's name and of the body
+SIZE = struct.Struct("<Q")  # bytes of the answer
+
+
+def without_ray(package: str) -> None:
+    """Make the package's modules importable, and leave out what itself imports."""
+    module = ModuleType(package)
+    module.__path__ = [str(Path(__file__).parents[1])]
+    sys.modules[package] = module
+
+
+def answer(name: bytes, raw: bytes) -> bytes:
+    """The pickled object, or the `RequestError` that says why there is none."""
+    from deployments.errors import RequestError
+    from serve_app.http.parsing import parsed
+
+    module, _, kind = name.decode().partition(":")
+    try:
+        found: Any = parsed(getattr(importlib.import_module(module), kind), raw)
+    except RequestError as error:
+        found = error
+    return pickle.dumps(found, pickle.HIGHEST_PROTOCOL)
+
+
+def serve(asked: IO[bytes], answered: IO[bytes]) -> None:
+    """Answer until there is nothing more to come."""
+    while head := asked.read(SIZES.size):
+        name, raw = (asked.read(size) for size in SIZES.unpack(head))
+        told = answer(name, raw)
+        answered.write(SIZE.pack(len(told)) + told)
+        answered.flush()
+
+
+if __name__ == "__main__":
+    os.nice(10)  # who waits for a short answer goes first
+    most, (_, hard) = int(sys.argv[1]), resource.getrlimit(resource.RLIMIT_AS)
+    resource.setrlimit(resource.RLIMIT_AS, (most if hard == resource.RLIM_INFINITY else min(most, hard), hard))
+    without_ray("serve_app")
+    serve(sys.stdin.buffer, sys.stdout.buffer)

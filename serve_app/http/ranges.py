@@ -1,0 +1,149 @@
+"""Downloads in pages, by the range requests of RFC 9110: no answer has more than `PAGE_BYTES`.
+
+Serve's proxy keeps in memory what a client has not read yet, so the length of an answer bounds what a client that
+stops to read costs.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import AsyncIterator, Awaitable, Callable
+from typing import Annotated, NamedTuple
+
+from fastapi import Depends, Header, Request
+from fastapi.responses import Response, StreamingResponse
+
+from deployments.activations.downloads import changed
+from serve_app.http.errors import ApiError
+
+PAGE_BYTES = 4 << 20  # of which the proxy holds about 1.4 times as much
+_PIECE_BYTES = 1 << 20
+_ONE_RANGE = re.compile(r"bytes=[ \t]*(\d{0,18})-(\d{0,18})[ \t]*", re.ASCII | re.IGNORECASE)
+
+
+class Download(NamedTuple):
+    """Something to download.
+
+    Attributes:
+        tag: Changes when the bytes do.
+        length: How many bytes it has.
+        read: Those from `first` to `end`: `await read(first, end)`.
+    """
+
+    tag: str
+    length: int
+    read: Callable[[int, int], Awaitable[bytes]]
+
+
+class RequestedRange(NamedTuple):
+    """The headers of a request that say which bytes of a download to send, and on what conditions."""
+
+    is_head: bool
+    range: str | None
+    if_match: str | None
+    if_none_match: str | None
+    if_range: str | None
+
+    @property
+    def tag(self) -> str | None:
+        """The one tag of a download that was begun; None where the headers name none, or several."""
+        match = re.fullmatch(r'"([!#-~]{1,200})"', self.if_match or self.if_range or "")
+        return match[1] if match else None
+
+
+async def _asked(
+    request: Request,
+    range: Annotated[
+        str | None,
+        Header(
+            max_length=1024, description=f"`bytes=a-b`, one range; of a longer one come the first {PAGE_BYTES} bytes."
+        ),
+    ] = None,
+    if_match: Annotated[
+        str | None, Header(max_length=1024, description="The first page's `ETag`; 412 where it changed.")
+    ] = None,
+    if_none_match: Annotated[
+        str | None, Header(max_length=1024, description="304 where the `ETag` is still this.")
+    ] = None,
+    if_range: Annotated[
+        str | None, Header(max_length=1024, description="Ignore `Range` where the `ETag` is another.")
+    ] = None,
+) -> RequestedRange:
+    return RequestedRange(request.method == "HEAD", range, if_match, if_none_match, if_range)
+
+
+Ranged = Annotated[RequestedRange, Depends(_asked)]
+
+
+async def page(asked: RequestedRange, of: Download, media_type: str, headers: dict[str, str] | None = None) -> Response:
+    """Answer with the bytes that were asked for, at most `PAGE_BYTES`.
+
+    Args:
+        asked: The request's headers.
+        of: The download.
+        media_type: Of the download.
+        headers: More of the answer's.
+
+    Raises:
+        RequestError: 412, `If-Match` names another tag.
+        ApiError: 413, all of a larger download is asked for; 416, the range begins behind its end.
+    """
+    tag = f'"{of.tag}"'
+    headers = {"Accept-Ranges": "bytes", "ETag": tag, **(headers or {})}
+    if asked.if_match is not None and not {"*", tag} & _listed(asked.if_match):
+        raise changed()
+    if asked.if_none_match is not None and {"*", tag, f"W/{tag}"} & _listed(asked.if_none_match):
+        return Response(status_code=304, headers=headers)
+    if asked.is_head:
+        return Response(headers=headers | {"Content-Length": str(of.length)}, media_type=media_type)
+    span = _span(asked.range, of.length) if asked.if_range in (None, tag) else None
+    if span is not None:
+        first, end = span
+        headers["Content-Range"] = f"bytes {first}-{end - 1}/{of.length}"
+        return _body(await of.read(first, end), 206, headers, media_type)
+    if of.length > PAGE_BYTES:
+        raise _too_large(of.length, headers)
+    return _body(await of.read(0, of.length), 200, headers, media_type)
+
+
+def _body(data: bytes, status: int, headers: dict[str, str], media_type: str) -> Response:
+    """An answer that ends when the client has read it: till then no other request of its connection is begun."""
+
+    async def pieces() -> AsyncIterator[bytes]:
+        for first in range(0, len(data), _PIECE_BYTES):  # the proxy copies one of them at a time, and not the whole
+            yield data[first : first + _PIECE_BYTES]
+
+    return StreamingResponse(pieces(), status, headers | {"Content-Length": str(len(data))}, media_type)
+
+
+def _listed(tags: str) -> set[str]:
+    return {tag.strip() for tag in tags.split(",")}
+
+
+def _span(asked: str | None, length: int) -> tuple[int, int] | None:
+    """The bytes that a `Range` header asks for, `first` to `end`; None where it asks for no one range of bytes.
+
+    Raises:
+        ApiError: 416, the range begins behind the end.
+    """
+    match = _ONE_RANGE.fullmatch(asked or "")
+    if match is None or not any(match.groups()):
+        return None
+    if not match[1]:
+        first, end = max(length - int(match[2]), 0), length
+    else:
+        first, end = int(match[1]), int(match[2]) + 1 if match[2] else length
+        if match[2] and end <= first:
+            return None
+    if first >= length:
+        message = f"there are {length} bytes, and the range begins behind them"
+        raise ApiError(416, message, "Range", "range_not_satisfiable", {"Content-Range": f"bytes */{length}"})
+    return first, min(end, length, first + PAGE_BYTES)
+
+
+def _too_large(length: int, headers: dict[str, str]) -> ApiError:
+    message = (
+        f"it has {length} bytes, and an answer has {PAGE_BYTES} at most: ask for pages, the first with "
+        f"`Range: bytes=0-{PAGE_BYTES - 1}`, the others from where `Content-Range` ends, with `If-Match: <its ETag>`"
+    )
+    return ApiError(413, message, "Range", "range_required", headers)

@@ -1,0 +1,199 @@
+"""Stored activations: sessions, runs, and downloads of them."""
+
+from __future__ import annotations
+
+from typing import Annotated, Any, Literal
+
+from fastapi import APIRouter, Depends, Query
+from fastapi.responses import Response
+
+import serve_app.openapi as openapi
+from deployments.activations.downloads import Choice
+from deployments.activations.facts import check_session_id
+from deployments.activations.filters import Filter, tag_pairs
+from deployments.errors import RequestError
+from serve_app.http.middleware import BYTES
+from serve_app.http.ranges import Ranged, page
+from serve_app.openapi import errors
+from serve_app.routes.dependencies import AppBackend, CallerAccount
+from serve_app.routes.parameters import Id, PathId, listed
+
+FINITE: dict[str, Any] = {"allow_inf_nan": False}
+
+
+MOST_TAGS = 32  # of a filter: SQLite's expressions may be 1,000 deep
+
+
+MOST_NAMES = 1000  # of runs, or of points, of one request
+
+
+Names = Annotated[str, Query(max_length=1 << 16)]  # apart by commas
+
+
+# Coroutines, though they wait for nothing: FastAPI runs plain functions on a thread of their own.
+async def _session_id(session_id: PathId) -> str:
+    return _checked(session_id, "session_id")
+
+
+async def _filter(
+    model: Annotated[Id | None, Query(description="Runs of this model alone.")] = None,
+    since: Annotated[float | None, Query(description="Created then or later, in Unix seconds.", **FINITE)] = None,
+    until: Annotated[float | None, Query(description="Created before, in Unix seconds.", **FINITE)] = None,
+    sample_id: Annotated[Id | None, Query(description="Runs of this sample alone.")] = None,
+    tag: Annotated[
+        list[Annotated[str, Query(max_length=513)]] | None,
+        Query(description="`name=value`; where repeated, all must hold.", max_length=MOST_TAGS),
+    ] = None,
+    run: Annotated[
+        list[Names] | None,
+        Query(description="These runs alone: ids, repeated or apart by commas.", max_length=MOST_NAMES),
+    ] = None,
+) -> Filter:
+    runs = _apart(run, "run")
+    try:
+        return Filter(None, model, since, until, sample_id, tag_pairs(tag or ()), runs=runs)
+    except ValueError as error:
+        raise RequestError(str(error), "tag") from error
+
+
+DataFormat = Literal["arrow", "safetensors", "npz", "pt"]
+
+
+SessionId = Annotated[str, Depends(_session_id)]
+
+
+Filtered = Annotated[Filter, Depends(_filter)]
+
+
+activations = APIRouter(prefix="/v1/activations", tags=["Activations"], responses=errors(503))
+
+
+@activations.get("/sessions", responses=openapi.SESSIONS)
+async def sessions(
+    backend: AppBackend,
+    who: CallerAccount,
+    filter: Filtered,
+    limit: Annotated[int, Query(ge=1, le=1000)] = 100,
+    after: Id | None = None,
+) -> dict[str, Any]:
+    """Sessions of stored activations in the order of their ids, `limit` of them, behind the id `after`.
+
+    With filters, those that hold a run which fits all of them, and the numbers count such runs alone.
+    """
+    return listed(await backend.sessions(who, limit + 1, after, filter), limit)
+
+
+@activations.get("/runs", responses=openapi.RUNS)
+async def runs(
+    backend: AppBackend,
+    who: CallerAccount,
+    filter: Filtered,
+    session: Id | None = None,
+    limit: Annotated[int, Query(ge=1, le=1000)] = 100,
+    after: Id | None = None,
+) -> dict[str, Any]:
+    """Stored runs of all sessions that fit all filters, the oldest first, `limit` of them, behind the run `after`."""
+    if session is not None:
+        filter = filter._replace(session=_checked(session, "session"))
+    return listed(await backend.runs(who, filter, limit + 1, after), limit)
+
+
+@activations.get("/session/{session_id}", responses=openapi.SESSION | errors(404))
+async def session(
+    session_id: SessionId,
+    backend: AppBackend,
+    who: CallerAccount,
+    limit: Annotated[int, Query(ge=1, le=1000, description="Of its runs.")] = 100,
+    after: Annotated[Id | None, Query(description="The run behind which they begin.")] = None,
+) -> dict[str, Any]:
+    """One session: its runs, the oldest first, their points and shapes, and its files."""
+    return await backend.session(who, session_id, limit, after)
+
+
+@activations.head("/session/{session_id}/data", include_in_schema=False)
+@activations.get(
+    "/session/{session_id}/data",
+    response_class=Response,
+    responses=openapi.DATA | openapi.IS_GONE | errors(404, 429),
+)
+async def session_data(
+    session_id: SessionId,
+    backend: AppBackend,
+    who: CallerAccount,
+    asked: Ranged,
+    run: Annotated[
+        list[Names] | None,
+        Query(description="Ids of runs, repeated or apart by commas; all by default.", max_length=MOST_NAMES),
+    ] = None,
+    points: Annotated[
+        list[Names] | None, Query(description="Names of points, likewise; all by default.", max_length=MOST_NAMES)
+    ] = None,
+    format: DataFormat = "arrow",
+) -> Response:
+    """Download stored runs page by page: an Arrow IPC stream, or a file of named tensors."""
+    data = await backend.data(who, Choice(session_id, _apart(run, "run"), _apart(points, "points"), format), asked.tag)
+    name = f"{session_id}.{'arrows' if format == 'arrow' else format}"
+    kind = openapi.ARROW if format == "arrow" else BYTES
+    return await page(asked, data, kind, {"Content-Disposition": f'attachment; filename="{name}"'})
+
+
+@activations.delete("/session/{session_id}", responses=openapi.DELETED | openapi.IS_PINNED | errors(404))
+async def delete_session(
+    session_id: SessionId, backend: AppBackend, who: CallerAccount, answer: Response
+) -> dict[str, Any]:
+    """Delete a session that is not pinned; its files are gone when this answers 200.
+
+    It is listed no more in any case. With 202, nodes that are away delete their part of it when they come back.
+    """
+    deleted = {"id": session_id, "object": "session", "deleted": True}
+    if away := await backend.delete_session(who, session_id):
+        answer.status_code = 202
+        return {**deleted, "deleted": False, "waits_for": away}
+    return deleted
+
+
+@activations.put("/session/{session_id}/pin", responses=openapi.PINNED | errors(404))
+async def pin_session(session_id: SessionId, backend: AppBackend, who: CallerAccount) -> dict[str, Any]:
+    """Pin a session: neither a request nor a limit of the store deletes it."""
+    await backend.pin_session(who, session_id, True)
+    return {"id": session_id, "object": "session", "pinned": True}
+
+
+@activations.delete("/session/{session_id}/pin", responses=openapi.UNPINNED | errors(404))
+async def unpin_session(session_id: SessionId, backend: AppBackend, who: CallerAccount) -> dict[str, Any]:
+    """Take a session's pin away; one that has none stays as it is."""
+    await backend.pin_session(who, session_id, False)
+    return {"id": session_id, "object": "session", "pinned": False}
+
+
+@activations.put("/session/{session_id}/shared", responses=openapi.SHARED | errors(404))
+async def share_session(session_id: SessionId, backend: AppBackend, who: CallerAccount) -> dict[str, Any]:
+    """Let every key list, read and download a session; to change it stays its owner's."""
+    await backend.share_session(who, session_id, True)
+    return {"id": session_id, "object": "session", "shared": True}
+
+
+@activations.delete("/session/{session_id}/shared", responses=openapi.UNSHARED | errors(404))
+async def unshare_session(session_id: SessionId, backend: AppBackend, who: CallerAccount) -> dict[str, Any]:
+    """Let its owner and admins alone read a session again."""
+    await backend.share_session(who, session_id, False)
+    return {"id": session_id, "object": "session", "shared": False}
+
+
+def _checked(session_id: str, field: str) -> str:
+    try:
+        return check_session_id(session_id)
+    except ValueError as error:
+        raise RequestError(str(error), field) from error
+
+
+def _apart(values: list[str] | None, field: str) -> tuple[str, ...] | None:
+    """What a repeated field or commas set apart; None where the field is left out."""
+    if values is None:
+        return None
+    parts = tuple(part for value in values for part in value.split(","))
+    if not all(parts):
+        raise RequestError("a name is empty: leave the field out for all", field)
+    if len(parts) > MOST_NAMES:
+        raise RequestError(f"{len(parts)} names are more than the {MOST_NAMES} that one request may name", field)
+    return parts

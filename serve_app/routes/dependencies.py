@@ -1,0 +1,53 @@
+"""What routes ask FastAPI for."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Annotated
+
+from fastapi import Depends, Request
+from fastapi.dependencies.models import Dependant
+from starlette.requests import HTTPConnection
+
+from deployments.activations.accounts import Account
+from deployments.errors import RequestError, nearest
+from serve_app.backend.backend import Backend
+from serve_app.http.guard import Sender
+
+MOST_NAME = 128  # characters of a name that a message repeats
+
+
+# A coroutine, though it waits for nothing: FastAPI runs plain functions on a thread of their own.
+async def _backend(connection: HTTPConnection) -> Backend:
+    backend: Backend = connection.app.state.backend
+    return backend
+
+
+async def _account(sender: Sender, backend: AppBackend) -> Account:
+    return Account(sender.owner, sender.is_admin, backend.reads_unowned)
+
+
+AppBackend = Annotated[Backend, Depends(_backend)]
+CallerAccount = Annotated[Account, Depends(_account)]
+
+
+async def known_query(request: Request) -> None:
+    """Let a request pass whose route knows all parameters of its query.
+
+    Raises:
+        RequestError: The first that it does not know: without a filter that was misspelt, a list would hold everything.
+    """
+    if request.query_params:
+        known = sorted(_query_names(request.scope["route"].dependant))
+        for name in request.query_params:
+            if name not in known:
+                message = f"unknown query parameter {name[:MOST_NAME]!r}{nearest(name, known)}"
+                has = f"; this route has {', '.join(known)}" if known else "; this route has none"
+                raise RequestError(message + has, name[:MOST_NAME], "unknown_field")
+
+
+def _query_names(dependant: Dependant) -> Iterator[str]:
+    """The query parameters of a route, or of one of its dependencies, and of all that these depend on."""
+    yield from (field.alias for field in dependant.query_params)
+    for inner in dependant.dependencies:
+        yield from _query_names(inner)

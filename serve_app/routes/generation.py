@@ -1,0 +1,132 @@
+"""Chats and completions."""
+
+from __future__ import annotations
+
+import contextlib
+import uuid
+from collections.abc import AsyncGenerator, AsyncIterator
+from datetime import UTC, datetime
+from typing import Annotated, Any
+
+from fastapi import APIRouter, Body, Request
+from fastapi.responses import JSONResponse, Response, StreamingResponse
+
+import serve_app.openapi as openapi
+from deployments.activations.accounts import Account
+from deployments.errors import RequestError
+from deployments.messages import Job, Message
+from serve_app.answers import Answer, Kind
+from serve_app.backend.backend import Backend
+from serve_app.http.bodies import JsonRoute
+from serve_app.openapi import errors
+from serve_app.routes.dependencies import AppBackend, CallerAccount
+from serve_app.schemas.generation import ChatRequest, CompletionRequest, Generation
+
+PROFILE = "X-Intervention-Profile"  # of an answer: the profile that it used, which the request need not have named
+
+
+openai = APIRouter(tags=["OpenAI"], responses=errors(503), route_class=JsonRoute)
+
+
+GENERATION = openapi.IS_GONE | errors(403, 404, 429, 504)
+
+
+@openai.post("/v1/chat/completions", responses=openapi.CHAT | GENERATION)
+async def chat(
+    body: Annotated[ChatRequest, Body(openapi_examples=openapi.CHAT_EXAMPLES)],
+    request: Request,
+    backend: AppBackend,
+    who: CallerAccount,
+) -> Response:
+    """Answer a chat, streamed or whole; record activations where `capture` or `store_activations` asks."""
+    limit, name = body.limit
+    job = await _job(
+        body,
+        request,
+        backend,
+        who,
+        messages=[message.spoken for message in body.messages],
+        tools=body.callable_tools,
+        must_call=body.must_call,
+        parallel_calls=body.parallel_calls,
+        template_kwargs=body.chat_template_kwargs or {},
+        logprobs=body.likeliest,
+        max_tokens=limit,
+        fields={"prompt": "messages", "max_tokens": name},
+    )
+    return await _answer("chat", body, job, backend, prompts=1)
+
+
+@openai.post("/v1/completions", responses=openapi.COMPLETION | GENERATION)
+async def completions(
+    body: Annotated[CompletionRequest, Body(openapi_examples=openapi.COMPLETION_EXAMPLES)],
+    request: Request,
+    backend: AppBackend,
+    who: CallerAccount,
+) -> Response:
+    """Continue one prompt or many, streamed or whole; record activations where asked."""
+    job = await _job(
+        body,
+        request,
+        backend,
+        who,
+        prompts=body.prompts,
+        max_tokens=body.max_tokens,
+        logprobs=body.logprobs,
+        echo=bool(body.echo),
+        ranked=body.sequences > body.choices,
+    )
+    return await _answer("completion", body, job, backend, prompts=len(body.prompts))
+
+
+async def _job(body: Generation, request: Request, backend: Backend, who: Account, **own: Any) -> Job:
+    job = Job(
+        id=uuid.uuid4().hex,  # what it records is named after it: a client could choose another's X-Request-Id
+        account=who,
+        request_id=request.state.request_id,
+        n=body.sequences,
+        sampling=body.sampling,
+        stop=body.stops,
+        stop_token_ids=tuple(body.stop_token_ids or ()),
+        ignore_eos=body.ignore_eos,
+        token_ids=bool(body.return_token_ids),
+        schema=body.enforced_schema,
+        capture=body.capturing,
+        interventions=tuple(body.interventions or ()),
+        variants=tuple(map(tuple, body.variants or ())),
+        logit_lens=body.logit_lens,
+        session_id=body.session_id or "-".join(filter(None, [f"auto-{datetime.now(UTC):%Y-%m-%d}", who.owner])),
+        **own,
+    )
+    named, storing = body.intervention_profile, body.store_activations
+    job = await backend.profiles.applied(job, named, body.model, body.capture, storing)
+    if job.capture and body.sequences > body.choices:
+        message = "what is not returned would be recorded, too: with a profile that records, it is n"
+        raise RequestError(message, "best_of")
+    return job
+
+
+async def _answer(kind: Kind, body: Generation, job: Job, backend: Backend, prompts: int) -> Response:
+    model = await backend.models.find(body.model)
+    job = await backend.admitted(job)
+    answer = Answer(kind, job.id, body.model, prompts * body.sequences, body.sequences, body.choices)
+    headers = {PROFILE: job.profile} if job.profile else {}
+    if not body.stream:
+        return JSONResponse(answer.whole(await model.complete(job)), headers=headers)
+    usage = body.stream_options is not None and body.stream_options.include_usage
+    gathered = model.stream(job)
+    try:
+        first = await anext(gathered)  # a refusal still has its own HTTP status
+        answer.refuse(first)
+    except BaseException:
+        await gathered.aclose()
+        raise
+    events = _until_gone(answer.stream(gathered, first, usage, job.request_id), gathered)
+    return StreamingResponse(events, media_type="text/event-stream", headers=headers | {"Cache-Control": "no-cache"})
+
+
+async def _until_gone(events: AsyncIterator[str], gathered: AsyncGenerator[list[Message]]) -> AsyncIterator[str]:
+    """Pass on events; close the job's stream with the client's, so that its slot is freed at once."""
+    async with contextlib.aclosing(gathered):
+        async for event in events:
+            yield event

@@ -1,0 +1,61 @@
+"""Models: those that are served, what they are made of, loading and unloading."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from fastapi import APIRouter
+
+import serve_app.openapi as openapi
+from serve_app.http.bodies import JsonRoute
+from serve_app.http.guard import AdminOnly
+from serve_app.openapi import errors
+from serve_app.routes.dependencies import AppBackend
+from serve_app.routes.parameters import Id, PathId
+from serve_app.schemas.models import LoadRequest, UnloadRequest
+
+served = APIRouter(tags=["OpenAI"], responses=errors(503))
+
+
+models = APIRouter(
+    prefix="/models",
+    tags=["Models"],
+    dependencies=[AdminOnly],
+    responses=errors(403, 404, 503, 504),
+    route_class=JsonRoute,
+)
+
+
+explored = APIRouter(prefix="/v1/model", tags=["Models"], responses=errors(404, 503, 504))
+
+
+@served.get("/v1/models", responses=openapi.MODELS)
+async def list_models(backend: AppBackend) -> dict[str, Any]:
+    """The models that are served."""
+    return {"object": "list", "data": await backend.models.describe()}
+
+
+@served.get("/v1/models/{model_id:path}", responses=openapi.MODEL | errors(404, 504))
+async def retrieve_model(model_id: PathId, backend: AppBackend) -> dict[str, Any]:
+    """One model; its id may hold slashes."""
+    model = await backend.models.find(model_id)
+    return await model.describe()
+
+
+@explored.get("/structure", responses=openapi.STRUCTURE)
+async def model_structure(backend: AppBackend, model: Id | None = None) -> dict[str, Any]:
+    """What a model is made of: its sizes, every capture point and its modules."""
+    found = await backend.models.find(model)
+    return await found.structure()
+
+
+@models.post("/load", responses=openapi.LOADED | errors(409, 429))
+async def load_model(body: LoadRequest, backend: AppBackend) -> dict[str, Any]:
+    """Load a model beside the others; answers when it serves, at once where it does already."""
+    return await backend.loader.load(body)
+
+
+@models.post("/unload", responses=openapi.UNLOADED | errors(409, 429))
+async def unload_model(body: UnloadRequest, backend: AppBackend) -> dict[str, Any]:
+    """Finish what runs on a model, then let it go; answers when nothing of it is left."""
+    return await backend.loader.unload(body.model_id)

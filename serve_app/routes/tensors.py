@@ -1,0 +1,47 @@
+"""Clients' tensor files."""
+
+from __future__ import annotations
+
+from typing import Annotated, Any
+
+from fastapi import APIRouter, Body, Query
+from fastapi.responses import Response
+
+import serve_app.openapi as openapi
+from serve_app.http.middleware import BYTES, TENSORS
+from serve_app.http.ranges import Ranged, page
+from serve_app.openapi import errors
+from serve_app.routes.dependencies import AppBackend, CallerAccount
+from serve_app.routes.parameters import Id, PathId, listed
+
+tensors = APIRouter(prefix=TENSORS, tags=["Tensors"], responses=errors(503))
+
+
+@tensors.post("", responses=openapi.TENSORS)
+async def upload_tensors(
+    data: Annotated[bytes, Body(media_type=BYTES)], backend: AppBackend, who: CallerAccount
+) -> dict[str, Any]:
+    """Keep one safetensors file, of steering vectors or probe directions; the same bytes again have the same id."""
+    return await backend.put_tensors(who, data)
+
+
+@tensors.get("", responses=openapi.TENSOR_FILES)
+async def tensor_files(
+    backend: AppBackend, who: CallerAccount, limit: Annotated[int, Query(ge=1, le=1000)] = 100, after: Id | None = None
+) -> dict[str, Any]:
+    """Tensor files in the order of their ids, `limit` of them, behind the id `after`."""
+    return listed(await backend.tensor_files(who, limit + 1, after), limit)
+
+
+@tensors.head("/{tensor_id}", include_in_schema=False)
+@tensors.get("/{tensor_id}", response_class=Response, responses=openapi.TENSOR_FILE | errors(404))
+async def tensor_file(tensor_id: PathId, backend: AppBackend, who: CallerAccount, asked: Ranged) -> Response:
+    """A tensor file page by page, as it was sent."""
+    return await page(asked, await backend.tensor_file(who, tensor_id), BYTES)
+
+
+@tensors.delete("/{tensor_id}", responses=openapi.TENSORS_DELETED | errors(404))
+async def delete_tensors(tensor_id: PathId, backend: AppBackend, who: CallerAccount) -> dict[str, Any]:
+    """Delete a tensor file; it is gone when this answers."""
+    await backend.delete_tensors(who, tensor_id)
+    return {"id": tensor_id, "object": "tensors", "deleted": True}

@@ -1,0 +1,29 @@
+"""Texts as tokens, and tokens as text."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from fastapi import APIRouter
+
+import serve_app.openapi as openapi
+from serve_app.http.bodies import JsonRoute
+from serve_app.openapi import errors
+from serve_app.routes.dependencies import AppBackend
+from serve_app.schemas.tokens import DetokenizeRequest, TokenizeRequest
+
+tokens = APIRouter(tags=["Tokens"], responses=errors(404, 429, 503, 504), route_class=JsonRoute)
+
+
+@tokens.post("/tokenize", responses=openapi.TOKENS)
+async def tokenize(body: TokenizeRequest, backend: AppBackend) -> dict[str, Any]:
+    """The tokens of a prompt, or of a chat as the model's template writes it."""
+    model = await backend.models.find(body.model)
+    return await model.tokenize(body.text)
+
+
+@tokens.post("/detokenize", responses=openapi.TEXT)
+async def detokenize(body: DetokenizeRequest, backend: AppBackend) -> dict[str, Any]:
+    """The text of tokens, and with `return_token_strs` of each of them."""
+    model = await backend.models.find(body.model)
+    return await model.detokenize(body.tokens, bool(body.return_token_strs))

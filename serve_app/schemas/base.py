@@ -1,0 +1,93 @@
+"""What every JSON body has in common: the bounds of texts, of lists of tokens and of free values."""
+
+from __future__ import annotations
+
+import json
+from array import array
+from collections.abc import Iterator, Sequence
+from typing import Annotated, Any
+
+from pydantic import AfterValidator, Field, GetJsonSchemaHandler
+from pydantic.json_schema import JsonSchemaValue
+from pydantic_core import CoreSchema, PydanticCustomError
+
+from deployments.points.strict import Strict
+
+MOST_TOKENS = 1 << 20  # of a prompt: the longest context of any model
+MOST_TEXT = 16 * MOST_TOKENS  # characters
+MOST_JSON = 1 << 18  # characters of a free value, written as JSON
+JSON = json.JSONEncoder(ensure_ascii=False, allow_nan=False)  # one for all: `json.dumps` with options makes one a call
+
+Name = Annotated[str, Field(max_length=1024)]
+LongText = Annotated[str, Field(max_length=MOST_TEXT)]
+TokenId = Annotated[int, Field(ge=0, lt=2**31)]
+
+
+class WireModel(Strict):
+    """A JSON object of a request's body."""
+
+
+def packed_ids(tokens: Sequence[int]) -> Sequence[int]:
+    """Token ids as an array, which other processes get in no time where a list of as many holds an event loop."""
+    return array("i", tokens)
+
+
+class free_json:
+    """The bound of a value that may hold anything: so many characters as JSON, all of them text, its numbers finite."""
+
+    def __init__(self, most: int = MOST_JSON) -> None:
+        self.most = most
+
+    def __get_pydantic_core_schema__(self, source: Any, handler: Any) -> CoreSchema:
+        """As an `AfterValidator`."""
+        inner: CoreSchema = AfterValidator(self._checked).__get_pydantic_core_schema__(source, handler)
+        return inner
+
+    def __get_pydantic_json_schema__(self, schema: CoreSchema, handler: GetJsonSchemaHandler) -> JsonSchemaValue:
+        """The bound has no word in JSON schema."""
+        return handler(schema) | {"x-max-characters": self.most}
+
+    def _checked(self, value: Any) -> Any:
+        try:
+            text = JSON.encode(value)
+        except ValueError as error:
+            raise ValueError("holds a number that is not finite") from error
+        if len(text) > self.most:
+            raise ValueError(f"it may have {self.most} characters as JSON")
+        if not _encodes(text):
+            raise PydanticCustomError(
+                "string_unicode", "the text holds half of a surrogate pair", {"inner": next(_unpaired(value))}
+            )
+        return value
+
+
+def unread(_: Any) -> None:
+    """What becomes of a value that no answer depends on, so that it costs nothing once it is checked."""
+
+
+FreeObject = Annotated[dict[Name, Any], Field(max_length=1024, fail_fast=True), free_json()]
+Unread = Annotated[Any, free_json(), AfterValidator(unread)]
+UnreadObject = Annotated[FreeObject, AfterValidator(unread)]
+
+
+def _unpaired(value: Any) -> Iterator[str]:
+    """The path to each text in a value that UTF-8 cannot write."""
+    if isinstance(value, str) and not _encodes(value):
+        yield ""
+    elif isinstance(value, dict):
+        for name, inner in value.items():
+            if _encodes(name):
+                yield from (f".{name}{path}" for path in _unpaired(inner))
+            else:
+                yield "." + name.encode(errors="backslashreplace").decode()
+    elif isinstance(value, list):
+        for number, inner in enumerate(value):
+            yield from (f"[{number}]{path}" for path in _unpaired(inner))
+
+
+def _encodes(text: str) -> bool:
+    try:
+        text.encode()
+    except UnicodeEncodeError:
+        return False
+    return True

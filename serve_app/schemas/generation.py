@@ -1,0 +1,269 @@
+"""The wire: what OpenAI's routes take, with this project's fields. Answers are plain dicts (`answers.py`)."""
+
+from __future__ import annotations
+
+import re
+import secrets
+from collections.abc import Sequence
+from typing import Annotated, Any, Literal
+
+from pydantic import AfterValidator, Field, ValidationInfo, field_validator, model_validator
+from pydantic_core import PydanticCustomError
+
+from deployments.activations.facts import check_session_id
+from deployments.engine.request import MOST_LOGPROBS, Sampling
+from deployments.points.capture import MOST_PROMPTS, Capture
+from deployments.points.interventions import Interventions, Variants
+from deployments.points.logit_lens import LogitLens
+from deployments.points.profiles import ProfileName
+from serve_app.schemas.base import MOST_TOKENS, LongText, Name, TokenId, WireModel, packed_ids
+from serve_app.schemas.ignored import IgnoredFields
+from serve_app.schemas.messages import Messages
+from serve_app.schemas.tools import NamedTool, ResponseFormat, TemplateKwargs, Tools
+
+Stop = Annotated[str, Field(min_length=1, max_length=1024)]
+TokenIds = Annotated[
+    list[Annotated[int, Field(ge=-(2**31), lt=2**31)]],  # the replica says which of them its model has
+    Field(min_length=1, max_length=MOST_TOKENS, fail_fast=True),
+    AfterValidator(packed_ids),
+]
+Penalty = Annotated[float, Field(ge=-2, le=2)]
+Bias = Annotated[float, Field(ge=-100, le=100)]
+BiasKey = Annotated[str, Field(max_length=10)]
+DEFAULT_MAX_TOKENS = 16  # of a completion, as OpenAI's
+
+
+class StreamOptions(WireModel):
+    """What a stream holds besides its choices."""
+
+    include_usage: bool = False
+    include_obfuscation: bool | None = None  # changes nothing: events are not padded
+
+
+class Generation(WireModel):
+    """What chat and completions share."""
+
+    model: str = Field(min_length=1, max_length=256)
+    temperature: float | None = Field(default=None, ge=0, le=2)
+    top_p: float | None = Field(default=None, ge=0, le=1)
+    top_k: int | None = Field(default=None, ge=-1, le=2**31 - 1)
+    seed: int | None = Field(default=None, ge=-(2**63), lt=2**63)
+    n: int | None = Field(default=None, ge=1, le=128)
+    min_p: float | None = Field(default=None, ge=0, le=1)
+    repetition_penalty: float | None = Field(default=None, ge=0.01, le=100)
+    presence_penalty: Penalty | None = None
+    frequency_penalty: Penalty | None = None
+    logit_bias: dict[BiasKey, Bias] | None = Field(default=None, max_length=1024, fail_fast=True)
+    min_tokens: int | None = Field(default=None, ge=0)
+    stop: Stop | Annotated[list[Stop], Field(max_length=16, fail_fast=True)] | None = None
+    stop_token_ids: list[TokenId] | None = Field(default=None, max_length=256, fail_fast=True)
+    ignore_eos: bool = False
+    stream: bool | None = None
+    stream_options: StreamOptions | None = None
+    user: Name | None = None
+    metadata: dict[Name, Name] | None = Field(default=None, max_length=64, fail_fast=True)
+    response_format: ResponseFormat | None = None
+    return_token_ids: bool | None = None
+    store_activations: bool | None = None
+    capture: Capture | None = None
+    interventions: Interventions | None = None
+    variants: Variants | None = None
+    logit_lens: LogitLens | None = None
+    intervention_profile: ProfileName | None = None
+    session_id: Annotated[str, Field(max_length=128)] | None = None
+
+    @field_validator("session_id")
+    @classmethod
+    def _session_is_a_name(cls, value: str | None) -> str | None:
+        return value if value is None else check_session_id(value)
+
+    @field_validator("logit_bias")
+    @classmethod
+    def _names_token_ids(cls, value: dict[str, float] | None) -> dict[str, float] | None:
+        for key in value or ():
+            if not re.fullmatch(r"0|[1-9][0-9]{0,9}", key):
+                raise ValueError(f"its keys are token ids, and {key[:20]!r} is none")
+        return value
+
+    @field_validator("stream_options")
+    @classmethod
+    def _goes_with_a_stream(cls, value: StreamOptions | None, info: ValidationInfo) -> StreamOptions | None:
+        if value is not None and not info.data.get("stream"):
+            raise ValueError("goes with stream only")
+        return value
+
+    @model_validator(mode="after")
+    def _options_fit(self) -> Generation:
+        if self.capture and self.store_activations is False:
+            raise ValueError("store_activations is false, but capture asks for activations")
+        return self
+
+    @field_validator("variants")
+    @classmethod
+    def _has_one_answer_each(cls, value: Variants | None, info: ValidationInfo) -> Variants | None:
+        for name, other in (("n", info.data.get("n") not in (None, 1)), ("stream", info.data.get("stream"))):
+            if value is not None and other:
+                raise ValueError(f"each variant is one choice of a whole answer: leave {name} out")
+        return value
+
+    @property
+    def choices(self) -> int:
+        """How many choices each prompt gets."""
+        return len(self.variants) if self.variants else self.n or 1
+
+    @property
+    def sequences(self) -> int:
+        """How many are run for each prompt; the likeliest become its choices."""
+        return self.choices
+
+    @property
+    def sampling(self) -> Sampling:
+        """How tokens are drawn."""
+        return Sampling(
+            temperature=1.0 if self.temperature is None else self.temperature,
+            top_p=1.0 if self.top_p is None else self.top_p,
+            top_k=max(self.top_k or 0, 0),  # -1 is vLLM's word for none
+            seed=secrets.randbits(63) if self.variants and self.seed is None else self.seed,  # variants share one
+            min_p=self.min_p or 0.0,
+            repetition_penalty=self.repetition_penalty or 1.0,
+            presence_penalty=self.presence_penalty or 0.0,
+            frequency_penalty=self.frequency_penalty or 0.0,
+            logit_bias={int(token): bias for token, bias in (self.logit_bias or {}).items()},
+            min_tokens=self.min_tokens or 0,
+        )
+
+    @property
+    def enforced_schema(self) -> dict[str, Any] | None:
+        """The JSON schema that the text obeys; None for any text."""
+        return self.response_format.enforced if self.response_format else None
+
+    @property
+    def capturing(self) -> Capture | None:
+        """What to record; the model's default points where the request names none."""
+        return self.capture or (Capture() if self.store_activations else None)
+
+    @property
+    def stops(self) -> tuple[str, ...]:
+        """The stop strings."""
+        return (self.stop,) if isinstance(self.stop, str) else tuple(self.stop or ())
+
+
+class ChatRequest(Generation, IgnoredFields):
+    """`POST /v1/chat/completions`."""
+
+    messages: Messages
+    max_tokens: int | None = Field(default=None, ge=0)
+    max_completion_tokens: int | None = Field(default=None, ge=0)
+    tools: Tools | None = None
+    tool_choice: Literal["none", "auto", "required"] | NamedTool | None = None
+    parallel_tool_calls: bool | None = None
+    chat_template_kwargs: TemplateKwargs | None = None
+    logprobs: bool | None = None
+    top_logprobs: int | None = Field(default=None, ge=0, le=MOST_LOGPROBS)
+
+    @field_validator("top_logprobs")
+    @classmethod
+    def _goes_with_logprobs(cls, value: int | None, info: ValidationInfo) -> int | None:
+        if value and not info.data.get("logprobs"):
+            raise ValueError("goes with logprobs only")
+        return value
+
+    @field_validator("tool_choice")
+    @classmethod
+    def _can_be_called(cls, value: str | NamedTool | None, info: ValidationInfo) -> str | NamedTool | None:
+        names = {tool.function.name for tool in info.data.get("tools") or ()}
+        if (value == "required" or isinstance(value, NamedTool)) and not names:
+            raise ValueError("there are no tools to call")
+        if isinstance(value, NamedTool) and value.function.name not in names:
+            message = "there is no function {name} among tools"
+            told = {"name": repr(value.function.name), "field": "tool_choice.function.name"}
+            raise PydanticCustomError("unknown_function", message, told)
+        return value
+
+    @property
+    def likeliest(self) -> int | None:
+        """How many likeliest tokens to score beside each token; None to score none."""
+        return (self.top_logprobs or 0) if self.logprobs else None
+
+    @property
+    def limit(self) -> tuple[int | None, str]:
+        """The most new tokens, and which field says so."""
+        if self.max_completion_tokens is not None:
+            return self.max_completion_tokens, "max_completion_tokens"
+        return self.max_tokens, "max_tokens"
+
+    @property
+    def callable_tools(self) -> list[dict[str, Any]] | None:
+        """The tools, unless the request says that none may be called."""
+        if not self.tools or self.tool_choice == "none":
+            return None
+        return [tool.model_dump(exclude_none=True) for tool in self.tools]
+
+    @property
+    def must_call(self) -> tuple[str, ...]:
+        """The functions of which one must be called; empty where none need be."""
+        if isinstance(self.tool_choice, NamedTool):
+            return (self.tool_choice.function.name,)
+        return tuple(tool.function.name for tool in self.tools or ()) if self.tool_choice == "required" else ()
+
+    @property
+    def parallel_calls(self) -> bool:
+        """Whether an answer may make several calls; a named function is called once."""
+        return self.parallel_tool_calls is not False and not isinstance(self.tool_choice, NamedTool)
+
+
+class CompletionRequest(Generation):
+    """`POST /v1/completions`."""
+
+    prompt: (
+        LongText
+        | TokenIds  # an array, once it is read
+        | Annotated[list[LongText], Field(min_length=1, max_length=MOST_PROMPTS, fail_fast=True)]
+        | Annotated[list[TokenIds], Field(min_length=1, max_length=MOST_PROMPTS, fail_fast=True)]
+    )
+    max_tokens: int | None = Field(default=DEFAULT_MAX_TOKENS, ge=0)
+    logprobs: int | None = Field(default=None, ge=0, le=5)
+    echo: bool | None = None
+    best_of: int | None = Field(default=None, ge=1, le=128)
+    suffix: LongText | None = None
+
+    @field_validator("max_tokens")
+    @classmethod
+    def _is_the_default_where_null(cls, value: int | None) -> int:
+        return DEFAULT_MAX_TOKENS if value is None else value
+
+    @field_validator("best_of")
+    @classmethod
+    def _is_picked_from(cls, value: int | None, info: ValidationInfo) -> int | None:
+        told = info.data.get("n") or 1
+        if value is not None and value < told:
+            raise ValueError(f"of {value} sequences n cannot return {told}")
+        if value is not None and value > told:
+            if info.data.get("stream"):
+                raise ValueError("which are the best is known at their end: with stream, it is n")
+            if info.data.get("capture") or info.data.get("store_activations"):
+                raise ValueError("what is not returned would be recorded, too: with activations, it is n")
+        return value
+
+    @field_validator("suffix")
+    @classmethod
+    def _is_not_served(cls, value: str | None) -> None:
+        if value is not None:
+            raise ValueError("a causal model goes on from a prompt and reads nothing behind it: leave suffix out")
+
+    @property
+    def sequences(self) -> int:
+        """How many are run for each prompt; the likeliest become its choices."""
+        return self.best_of or self.choices
+
+    @model_validator(mode="after")
+    def _variants_have_one_prompt(self) -> CompletionRequest:
+        if self.variants and (len(self.prompts) > 1 or self.best_of):
+            told = {"field": "variants"}
+            raise PydanticCustomError("value_error", "send one prompt with variants, and leave out best_of", told)
+        return self
+
+    @property
+    def prompts(self) -> list[str | Sequence[int]]:
+        """The prompts, one or many, each text or token ids."""
+        return [*self.prompt] if isinstance(self.prompt, list) else [self.prompt]

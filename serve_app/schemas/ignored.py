@@ -1,0 +1,48 @@
+"""OpenAI's documented fields that no answer here depends on, and those that are refused with a reason.
+
+`docs/http.md` has a row for each.
+"""
+
+from __future__ import annotations
+
+from typing import Any, Literal
+
+from pydantic import BaseModel, Field, ValidationInfo, field_validator
+
+from serve_app.schemas.base import Name, UnreadObject
+
+# What would change the answer, if it meant anything here.
+REFUSED_WITH_REASON = {
+    "audio": "answers are text; there is no audio",
+    "web_search_options": "this server searches no web",
+    "moderation": "this server moderates nothing",
+    "functions": "is OpenAI's former name of tools: use those",
+    "function_call": "is OpenAI's former name of tool_choice: use that",
+}
+
+
+class IgnoredFields(BaseModel):
+    """Fields of chats that are taken and change nothing, and fields that may only be null."""
+
+    modalities: list[Literal["text"]] | None = Field(default=None, min_length=1, max_length=1)
+    prediction: UnreadObject | None = None
+    prompt_cache_key: Name | None = None
+    prompt_cache_options: UnreadObject | None = None
+    prompt_cache_retention: Name | None = None
+    reasoning_effort: Name | None = None
+    safety_identifier: Name | None = None
+    service_tier: Name | None = None
+    store: bool | None = None
+    verbosity: Literal["low", "medium", "high"] | None = None
+
+    audio: None = None
+    web_search_options: None = None
+    moderation: None = None
+    functions: None = None
+    function_call: None = None
+
+    @field_validator(*REFUSED_WITH_REASON, mode="before")
+    @classmethod
+    def _is_refused(cls, value: Any, info: ValidationInfo) -> None:
+        if value is not None:
+            raise ValueError(REFUSED_WITH_REASON[str(info.field_name)])

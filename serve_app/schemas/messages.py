@@ -1,0 +1,92 @@
+"""The messages of a chat, as OpenAI's clients send them."""
+
+from __future__ import annotations
+
+from typing import Annotated, Any, Literal
+
+from pydantic import AfterValidator, Field, model_validator
+
+from serve_app.schemas.base import LongText, Name, Unread, WireModel, free_json, unread
+
+MOST_MESSAGES = 4096  # of a chat
+
+
+MOST_PARTS = 1024  # of a message
+
+
+MOST_CALLS = 256  # of a message
+
+
+MOST_FILES = 16384  # that an answer named: one for each captured point
+
+
+Annotations = Annotated[list[Any], Field(max_length=MOST_PARTS, fail_fast=True), free_json(), AfterValidator(unread)]
+
+
+FileNames = Annotated[dict[Name, Name], Field(max_length=MOST_FILES, fail_fast=True), AfterValidator(unread)]
+
+
+class TextPart(WireModel):
+    """A part of a message's content."""
+
+    type: Literal["text"]
+    text: LongText
+
+
+class FunctionCall(WireModel):
+    """What a tool call calls; `arguments` is JSON text."""
+
+    name: Name
+    arguments: LongText
+    parsed_arguments: Unread = Field(default=None, exclude=True)  # `.parse()` of the openai package adds it
+
+
+class ToolCall(WireModel):
+    """A call that the model made earlier in the chat."""
+
+    id: Name
+    type: Literal["function"] = "function"
+    function: FunctionCall
+    index: int | None = Field(default=None, exclude=True)  # a stream had it
+
+
+class ChatMessage(WireModel):
+    """One message of a chat.
+
+    The fields after `reasoning_content` say nothing to the model: clients send back the assistant's messages as
+    they got them.
+    """
+
+    role: Literal["system", "developer", "user", "assistant", "tool"]
+    content: LongText | Annotated[list[TextPart], Field(max_length=MOST_PARTS, fail_fast=True)] | None = None
+    name: Name | None = None
+    tool_calls: list[ToolCall] | None = Field(default=None, max_length=MOST_CALLS, fail_fast=True)
+    tool_call_id: Name | None = None
+    reasoning_content: LongText | None = None
+    type: Literal["text"] | None = None  # lm_eval up to 0.4.9 says so of every message
+    parsed: Unread = None  # `.parse()` of the openai package adds it
+    refusal: LongText | None = None
+    annotations: Annotations | None = None
+    audio: None = None
+    function_call: None = None
+    run_id: Name | None = None
+    session_id: Name | None = None
+    activation_files: FileNames | None = None
+
+    @property
+    def spoken(self) -> dict[str, Any]:
+        """What the chat template sees."""
+        told = self.model_dump(include={"name", "tool_calls", "tool_call_id", "reasoning_content"}, exclude_none=True)
+        # Many templates know no other role for instructions, and drop contents that are no string.
+        role = "system" if self.role == "developer" else self.role
+        text = "".join(part.text for part in self.content) if isinstance(self.content, list) else self.content
+        return {"role": role, "content": text} | told
+
+    @model_validator(mode="after")
+    def _has_content(self) -> ChatMessage:
+        if self.content is None and not (self.role == "assistant" and self.tool_calls):
+            raise ValueError("content is missing; only an assistant's message with tool_calls goes without")
+        return self
+
+
+Messages = Annotated[list[ChatMessage], Field(min_length=1, max_length=MOST_MESSAGES, fail_fast=True)]

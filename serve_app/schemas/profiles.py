@@ -1,0 +1,10 @@
+"""A profile, as a client sends it."""
+
+from __future__ import annotations
+
+from deployments.points.profiles import Profile
+from serve_app.schemas.base import WireModel
+
+
+class ProfileBody(WireModel, Profile):
+    """`POST /v1/interventions`."""

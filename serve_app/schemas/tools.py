@@ -1,0 +1,80 @@
+"""What a chat tells its template, and what it says of its answer's form: tools, and JSON by a schema."""
+
+from __future__ import annotations
+
+from typing import Annotated, Any, Literal
+
+from pydantic import AfterValidator, Field, model_validator
+
+from serve_app.schemas.base import JSON, FreeObject, LongText, Name, WireModel, free_json
+
+MOST_TEMPLATE_KWARGS = 16 << 10  # characters
+MOST_PARAMETERS = 1 << 20  # characters of all tools' parameters, written as JSON
+TemplateKwargs = Annotated[dict[Name, Any], Field(max_length=32), free_json(MOST_TEMPLATE_KWARGS)]
+
+
+class Function(WireModel):
+    """A function the model may call, its parameters as JSON schema."""
+
+    name: str = Field(pattern=r"^[A-Za-z0-9_.-]{1,64}$")
+    description: LongText | None = None
+    parameters: FreeObject = Field(default_factory=dict)
+    strict: bool | None = None
+
+
+class Tool(WireModel):
+    """A tool the model may call."""
+
+    type: Literal["function"]
+    function: Function
+
+
+def _bounded(tools: list[Tool]) -> list[Tool]:
+    if sum(len(JSON.encode(tool.function.parameters)) for tool in tools) > MOST_PARAMETERS:
+        raise ValueError(f"their parameters may have {MOST_PARAMETERS} characters together, as JSON")
+    return tools
+
+
+Tools = Annotated[list[Tool], Field(max_length=512, fail_fast=True), AfterValidator(_bounded)]
+
+
+class NamedFunction(WireModel):
+    """Which function."""
+
+    name: Name
+
+
+class NamedTool(WireModel):
+    """The one function that must be called."""
+
+    type: Literal["function"]
+    function: NamedFunction
+
+
+class JsonSchema(WireModel):
+    """A JSON schema that an answer obeys; it does so whatever `strict` says."""
+
+    name: str = Field(pattern=r"^[A-Za-z0-9_-]{1,64}$")
+    description: LongText | None = None
+    schema_: FreeObject = Field(alias="schema")
+    strict: bool | None = None
+
+
+class ResponseFormat(WireModel):
+    """The form of an answer: any text, any JSON object, or JSON by a schema."""
+
+    type: Literal["text", "json_object", "json_schema"]
+    json_schema: JsonSchema | None = None
+
+    @model_validator(mode="after")
+    def _has_its_schema(self) -> ResponseFormat:
+        if (self.type == "json_schema") != (self.json_schema is not None):
+            raise ValueError("json_schema goes with the type json_schema, and only with it")
+        return self
+
+    @property
+    def enforced(self) -> dict[str, Any] | None:
+        """The JSON schema that the text obeys; None for any text."""
+        if self.json_schema:
+            return self.json_schema.schema_
+        return {"type": "object"} if self.type == "json_object" else None

@@ -1,0 +1,178 @@
+"""Chats go in by the model's template, and tool calls come out in OpenAI's form."""
+
+import copy
+import json
+
+import pytest
+from hypothesis import example, given
+from hypothesis import strategies as st
+
+from deployments.chat.template import ChatFormat
+from deployments.errors import RequestError
+from deployments.messages import whole_calls
+
+TOOL = {
+    "type": "function",
+    "function": {
+        "name": "calculator",
+        "description": "Work out an expression",
+        "parameters": {
+            "type": "object",
+            "properties": {"expression": {"type": "string"}, "digits": {"type": "integer"}},
+        },
+    },
+}
+QUESTION = {"role": "user", "content": "What is 12 * 7?"}
+CALL = '<tool_call>\n{"name": "calculator", "arguments": {"expression": "12*7"}}\n</tool_call>'
+
+# A call's text -> why it is none.
+MALFORMED = {
+    "<tool_call>\n{not json}\n</tool_call>": "no JSON",
+    '<tool_call>\n{"name": "calculator", "arguments": \n</tool_call>': "cut JSON",
+    "<tool_call></tool_call>": "nothing",
+    "<tool_call>[1, 2]</tool_call>": "no object",
+    "<tool_call>null</tool_call>": "null",
+    '<tool_call>{"arguments": {}}</tool_call>': "no name",
+    '<tool_call>{"name": 7, "arguments": {}}</tool_call>': "a name that is a number",
+    f"<tool_call>{'[' * 5000}</tool_call>": "nesting without end",
+}
+
+
+@pytest.fixture(scope="module")
+def chat(demo):
+    return ChatFormat(demo.tokenizer, demo.hf)
+
+
+@pytest.fixture(scope="module")
+def prompt(chat):
+    return chat.render([QUESTION], [TOOL])
+
+
+def read(chat, prompt, pieces, streamed=False):
+    """(content, [(name, arguments)], called) of an answer that comes in pieces."""
+    reader = chat.reader(prompt, [TOOL], streamed=streamed)
+    written = [*map(reader.add, pieces), reader.close()]
+    calls = whole_calls(part for one in written for part in one.tool_calls)
+    assert len({call.id for call in calls}) == len(calls)
+    content = "".join(part.content for part in written)
+    return content, [(call.name, call.arguments) for call in calls], reader.called
+
+
+def test_a_chat_with_tools_names_them_and_ends_where_the_answer_begins(chat, prompt, demo):
+    assert "calculator" in prompt
+    assert QUESTION["content"] in prompt
+    assert prompt.endswith(chat.render([QUESTION], None)[-10:])
+    assert "calculator" not in chat.render([QUESTION], None)
+    ids = chat.tokenize(prompt)
+    assert demo.tokenizer.decode(ids) == prompt  # no special token is added to those of the template
+    assert not set(ids) & {demo.tokenizer.eos_token_id} or demo.tokenizer.eos_token in prompt
+
+
+def test_earlier_calls_render_the_same_from_json_text_as_from_an_object(chat):
+    def history(arguments):
+        call = {"id": "call_1", "type": "function", "function": {"name": "calculator", "arguments": arguments}}
+        return [
+            QUESTION,
+            {"role": "assistant", "content": None, "tool_calls": [call]},
+            {"role": "tool", "tool_call_id": "call_1", "content": "84"},
+        ]
+
+    arguments = {"expression": "12*7"}
+    sent = history(json.dumps(arguments))
+    assert chat.render(sent, [TOOL]) == chat.render(history(arguments), [TOOL])
+    assert "12*7" in chat.render(sent, [TOOL])
+    assert sent == history(json.dumps(arguments))  # the caller's messages are left as they were
+
+
+def test_arguments_that_are_no_json_are_rendered_as_they_are(chat):
+    call = {"id": "1", "type": "function", "function": {"name": "calculator", "arguments": "12*"}}
+    assert "12*" in chat.render([QUESTION, {"role": "assistant", "content": "", "tool_calls": [call]}], [TOOL])
+
+
+def test_an_earlier_answer_renders_as_the_model_wrote_it(chat, prompt):
+    call = {"type": "function", "function": {"name": "calculator", "arguments": '{"expression": "12*7"}'}}
+    told = chat.render([QUESTION, {"role": "assistant", "content": "", "tool_calls": [call]}], [TOOL])
+    assert told.startswith(prompt + CALL)
+
+
+def test_a_model_without_a_template_refuses_chats(tiny):
+    model = tiny("llama")
+    with pytest.raises(RequestError) as refused:
+        ChatFormat(model.tokenizer, model.hf).render([QUESTION], None)
+    assert refused.value.field == "messages"
+
+
+def test_a_model_of_unknown_tool_form_refuses_tools(tiny):
+    model = tiny("llama")
+    with pytest.raises(RequestError) as refused:
+        ChatFormat(model.tokenizer, model.hf).reader("", [TOOL])
+    assert refused.value.field == "tools"
+
+
+def test_what_a_template_cannot_render_is_refused_by_field(tiny, byte_tokenizer):
+    tokenizer = copy.deepcopy(byte_tokenizer)
+    tokenizer.chat_template = "{{ raise_exception('roles must alternate') }}"
+    with pytest.raises(RequestError, match="roles must alternate") as refused:
+        ChatFormat(tokenizer, tiny("llama").hf).render([QUESTION], None)
+    assert refused.value.field == "messages"
+
+
+@pytest.mark.parametrize(
+    ("answer", "content", "calls"),
+    [
+        ("12 * 7 = 84", "12 * 7 = 84", 0),
+        (CALL, "", 1),
+        (f"Let me see. {CALL}", "Let me see.", 1),
+        (f"{CALL}\n{CALL}", "", 2),
+        ("a <tool_ b", "a <tool_ b", 0),
+    ],
+)
+def test_answers_are_told_apart_into_content_and_calls(answer, content, calls, chat, prompt):
+    expected = [("calculator", '{"expression": "12*7"}')] * calls
+    assert read(chat, prompt, [answer]) == (content, expected, bool(calls))
+
+
+def test_a_call_without_arguments_has_none(chat, prompt):
+    assert read(chat, prompt, ['<tool_call>{"name": "calculator"}</tool_call>'])[1] == [("calculator", "{}")]
+
+
+def test_arguments_are_the_text_that_the_model_wrote(chat, prompt):
+    written = '{"expression" : "1\\/3",  "digits":"2"}'
+    answer = f'<tool_call>{{"name": "calculator", "arguments": {written}}}</tool_call>'
+    assert read(chat, prompt, [answer])[1] == [("calculator", written)]
+
+
+@pytest.mark.parametrize("call", MALFORMED, ids=MALFORMED.values())
+def test_a_malformed_call_is_content_and_what_follows_is_read_on(call, chat, prompt):
+    content, calls, called = read(chat, prompt, [f"Well. {call} So: {CALL}"])
+    assert content.split() == f"Well. {call} So:".split()
+    assert calls == [("calculator", '{"expression": "12*7"}')]
+    assert called
+
+
+def test_a_call_cut_off_at_the_end_is_content(chat, prompt):
+    content, calls, called = read(chat, prompt, [CALL[:30]])
+    assert content == CALL[:30]
+    assert (calls, called) == ([], False)
+
+
+parts = st.lists(
+    st.sampled_from([CALL, "Tom has 3", " ", "\n", "<tool_call>", "</tool_call>", "{", "é", "<", *list(MALFORMED)[:7]]),
+    max_size=6,
+)
+
+
+@pytest.mark.parametrize("streamed", [False, True])
+@given(parts=parts, data=st.data())
+@example(parts=[CALL, "</tool_call>", CALL], data=None)
+def test_an_answer_reads_the_same_whole_by_character_and_in_pieces(chat, prompt, streamed, parts, data):
+    answer = "".join(parts)
+    whole = read(chat, prompt, [answer], streamed)
+    assert read(chat, prompt, answer, streamed) == whole
+    cut = data.draw(st.integers(0, len(answer))) if data else len(answer) // 2
+    assert read(chat, prompt, [answer[:cut], answer[cut:]], streamed) == whole
+
+
+@given(st.text(st.characters(exclude_characters="<"), max_size=30))
+def test_an_answer_without_calls_is_its_own_content(chat, prompt, text):
+    assert read(chat, prompt, text) == (text, [], False)

@@ -1,0 +1,453 @@
+"""Tool calls of the common formats: read from text, learned from chat templates, and forced."""
+
+from __future__ import annotations
+
+import json
+import random
+
+import jsonschema
+import pytest
+from tokenizers import AddedToken
+from transformers.utils.chat_parsing.response_templates import load_response_template
+
+from deployments.chat.reader import AnswerReader
+from deployments.chat.response_format import ResponseFormats
+from deployments.chat.template import ChatFormat
+from deployments.engine.engine import Engine
+from deployments.engine.request import Request, Sampling
+from deployments.errors import RequestError
+from deployments.messages import Job, whole_calls
+from deployments.model.model import Model
+
+WEATHER = {
+    "type": "function",
+    "function": {
+        "name": "get_weather",
+        "description": "The weather",
+        "parameters": {
+            "type": "object",
+            "properties": {"city": {"type": "string", "maxLength": 6}, "days": {"enum": [1, 2, 7]}},
+            "required": ["city", "days"],
+            "additionalProperties": False,
+        },
+    },
+}
+CLOCK = {"type": "function", "function": {"name": "get_time", "description": "The time", "parameters": {}}}
+TOOLS = [WEATHER, CLOCK]
+QUESTION = {"role": "user", "content": "What is it like in Rome?"}
+ROME = {"city": "Rome", "days": 7}
+CALLS = [("get_weather", ROME), ("get_time", {})]
+
+# Abridged from the models' own.
+CHATML = """
+{%- if tools %}{{- '<|im_start|>system\\n# Tools\\n<tools>' }}{%- for tool in tools %}{{- "\\n" + (tool | tojson) }}
+{%- endfor %}{{- '\\n</tools>\\nReturn calls within <tool_call></tool_call> tags.<|im_end|>\\n' }}{%- endif %}
+{%- for message in messages %}{{- '<|im_start|>' + message.role }}
+{%- if message.content %}{{- '\\n' + message.content }}{%- endif %}
+{%- for tool_call in message.tool_calls or [] %}
+{{- '\\n<tool_call>\\n{"name": "' + tool_call.function.name + '", "arguments": ' }}
+{{- (tool_call.function.arguments | tojson) + '}\\n</tool_call>' }}{%- endfor %}{{- '<|im_end|>\\n' }}{%- endfor %}
+{%- if add_generation_prompt %}{{- '<|im_start|>assistant\\n' }}THINKING{%- endif %}
+"""
+THINKING = """{%- if thinking is defined and thinking is false %}{{- '<think>\\n\\n</think>\\n\\n' }}{%- endif %}"""
+LLAMA = """
+{{- bos_token }}{%- for message in messages %}{%- if not message.tool_calls %}
+{{- '<|start_header_id|>' + message.role + '<|end_header_id|>\\n\\n' }}
+{%- if tools and message.role == 'user' %}{{- tools | tojson }}{%- endif %}{{- message.content + '<|eot_id|>' }}
+{%- else %}{%- if message.tool_calls | length != 1 %}
+{{- raise_exception('This model only supports single tool-calls at once!') }}{%- endif %}
+{%- set tool_call = message.tool_calls[0].function %}
+{{- '<|start_header_id|>assistant<|end_header_id|>\\n\\n' -}}{{- '{"name": "' + tool_call.name + '", ' }}
+{{- '"parameters": ' }}{{- tool_call.arguments | tojson }}{{- '}' }}{{- '<|eot_id|>' }}{%- endif %}{%- endfor %}
+{%- if add_generation_prompt %}{{- '<|start_header_id|>assistant<|end_header_id|>\\n\\n' }}{%- endif %}
+"""
+MISTRAL_HEAD = """
+{{- bos_token }}{%- for message in messages %}{%- if message.role == 'user' %}
+{%- if tools %}{{- '[AVAILABLE_TOOLS]' + (tools | tojson) + '[/AVAILABLE_TOOLS]' }}{%- endif %}
+{{- '[INST]' + message.content + '[/INST]' }}{%- elif message.tool_calls %}
+"""
+MISTRAL = """{{- '[TOOL_CALLS] [' }}{%- for call in message.tool_calls %}
+{%- if call.id is not defined or call.id | length != 9 %}{{- raise_exception('ids have length 9!') }}{%- endif %}
+{{- (call.function | tojson)[:-1] + ', "id": "' + call.id + '"}' }}{{- ', ' if not loop.last else ']' }}{%- endfor %}"""
+MISTRAL_NAMED = """{%- for call in message.tool_calls %}
+{{- '[TOOL_CALLS]' + call.function.name + '[ARGS]' + (call.function.arguments | tojson) }}{%- endfor %}"""
+MISTRAL_TAIL = """{{- eos_token }}{%- else %}{{- message.content + eos_token }}{%- endif %}{%- endfor %}"""
+
+WEATHER_CALL = '{"name": "get_weather", "arguments": {"city": "Rome", "days": 7}}'
+TIME_CALL = '{"name": "get_time", "arguments": {}}'
+LLAMA_CALL = '{"name": "get_weather", "parameters": {"city": "Rome", "days": 7}}'
+
+# Format -> architecture, chat template, special tokens (the first ends a text), other added tokens, two calls' text.
+FORMATS = {
+    "qwen": (
+        "qwen3",
+        CHATML.replace("THINKING", THINKING),
+        ["<|im_end|>", "<|im_start|>"],
+        ["<tool_call>", "</tool_call>", "<think>", "</think>"],
+        f"<tool_call>\n{WEATHER_CALL}\n</tool_call>\n<tool_call>\n{TIME_CALL}\n</tool_call>",
+    ),
+    "hermes": (
+        "llama",
+        CHATML.replace("THINKING", ""),
+        ["<|im_end|>", "<|im_start|>"],
+        [],
+        f"<tool_call>\n{WEATHER_CALL}\n</tool_call>\n<tool_call>\n{TIME_CALL}\n</tool_call>",
+    ),
+    "llama": (
+        "llama",
+        LLAMA,
+        ["<|eot_id|>", "<|begin_of_text|>", "<|start_header_id|>", "<|end_header_id|>", "<|python_tag|>"],
+        [],
+        f'{LLAMA_CALL}; {{"name": "get_time", "parameters": {{}}}}',
+    ),
+    "mistral": (
+        "mistral",
+        MISTRAL_HEAD + MISTRAL + MISTRAL_TAIL,
+        ["</s>", "<s>", "[INST]", "[/INST]", "[TOOL_CALLS]", "[AVAILABLE_TOOLS]", "[/AVAILABLE_TOOLS]"],
+        [],
+        f"[TOOL_CALLS][{WEATHER_CALL}, {TIME_CALL}]",
+    ),
+    "mistral_named": (
+        "mistral",
+        MISTRAL_HEAD + MISTRAL_NAMED + MISTRAL_TAIL,
+        ["</s>", "<s>", "[INST]", "[/INST]", "[TOOL_CALLS]", "[ARGS]", "[AVAILABLE_TOOLS]", "[/AVAILABLE_TOOLS]"],
+        [],
+        '[TOOL_CALLS]get_weather[ARGS]{"city": "Rome", "days": 7}[TOOL_CALLS]get_time[ARGS]{}',
+    ),
+}
+PARALLEL = set(FORMATS) - {"llama"}
+
+
+@pytest.fixture(scope="module")
+def models(build, byte_tokenizer):
+    """Each format's small random model, with a tokenizer that has the format's tokens."""
+    made = {}
+    for name, (architecture, template, special, added, _) in FORMATS.items():
+        tokenizer = type(byte_tokenizer)(
+            tokenizer_object=byte_tokenizer.backend_tokenizer.from_str(byte_tokenizer.backend_tokenizer.to_str()),
+            eos_token=special[0],
+            bos_token=special[1],
+            additional_special_tokens=special[2:],
+            chat_template=template.strip(),
+        )
+        tokenizer.add_tokens([AddedToken(text, normalized=False, special=False) for text in added])
+        eos = tokenizer.convert_tokens_to_ids(special[0])
+        hf = build(architecture, vocab_size=288, eos_token_id=eos, max_position_embeddings=4096)
+        made[name] = Model(hf, tokenizer, name)
+    return made
+
+
+@pytest.fixture(params=FORMATS)
+def model(request, models):
+    return models[request.param]
+
+
+@pytest.fixture
+def chat(model):
+    return ChatFormat(model.tokenizer, model.hf)
+
+
+def text_of(model):
+    return FORMATS[model.name][4]
+
+
+def read(reader, pieces):
+    """(content, [(name, arguments)], thoughts) of an answer that comes in pieces."""
+    written = [*map(reader.add, pieces), reader.close()]
+    calls = whole_calls(part for one in written for part in one.tool_calls)
+    content, thoughts = ("".join(parts) for parts in zip(*((p.content, p.reasoning) for p in written), strict=True))
+    return content, [(call.name, json.loads(call.arguments)) for call in calls], thoughts
+
+
+def asked(model, chat, guidance=None, **fields):
+    """A job's prompt and grammar, without thoughts."""
+    job = Job("job", messages=[QUESTION], tools=TOOLS, template_kwargs={"thinking": False}, **fields)
+    prompt = chat.render(job.messages, job.tools, job.template_kwargs)
+    return prompt, (guidance or ResponseFormats(chat, model)).grammar(job, prompt)
+
+
+def generated(model, chat, prompt, grammar, **fields):
+    """What a random model says under a grammar: why it ended, and its text."""
+    settings = {"max_tokens": 200, "sampling": Sampling(seed=0)} | fields
+    request = Request(
+        "job", chat.tokenize(prompt), grammar=grammar, markers=chat.markers(TOOLS), streamed=False, **settings
+    )
+    (finished,) = Engine(model).generate([request])
+    return finished.reason, finished.rest.text
+
+
+def test_calls_are_read_whole_and_by_character(model, chat):
+    prompt = chat.render([QUESTION], TOOLS)
+    assert read(chat.reader(prompt, TOOLS), [text_of(model)]) == ("", CALLS, "")
+    assert read(chat.reader(prompt, TOOLS), text_of(model)) == ("", CALLS, "")
+
+
+def test_content_before_a_call_is_content(model, chat):
+    prompt = chat.render([QUESTION], TOOLS)
+    content, calls, _ = read(chat.reader(prompt, TOOLS), ["Let me see.", text_of(model)])
+    assert (content.strip(), calls) == ("Let me see.", CALLS)
+
+
+def test_an_answer_without_calls_is_content(model, chat):
+    prompt = chat.render([QUESTION], TOOLS)
+    for answer in ("Sunny, {as ever}.", '{"name": "Rome"}', "[1, 2]"):
+        assert read(chat.reader(prompt, TOOLS), answer) == (answer, [], "")
+
+
+def test_without_parallel_calls_the_first_is_all(model, chat):
+    prompt = chat.render([QUESTION], TOOLS)
+    content, calls, _ = read(chat.reader(prompt, TOOLS, parallel=False), text_of(model))
+    assert (content.strip(), calls) == ("", CALLS[:1])
+
+
+def test_without_tools_what_looks_like_a_call_is_content(model, chat):
+    prompt = chat.render([QUESTION], None)
+    if reader := chat.reader(prompt, None):
+        assert read(reader, text_of(model)) == (text_of(model), [], "")
+
+
+@pytest.mark.parametrize("seed", range(3))
+def test_a_required_call_is_made_and_its_arguments_obey_the_schema(model, chat, seed):
+    prompt, grammar = asked(model, chat, must_call=("get_weather", "get_time"), parallel_calls=False)
+    sampling = Sampling(seed=seed, temperature=0.5 + seed / 2)
+    reason, text = generated(model, chat, prompt, grammar, sampling=sampling)
+    assert reason == "stop", text
+    content, calls, _ = read(chat.reader(prompt, TOOLS), text)
+    assert content.strip() == ""
+    ((name, arguments),) = calls
+    schemas = {"get_weather": WEATHER["function"]["parameters"], "get_time": {"maxProperties": 0}}
+    jsonschema.validate(arguments, schemas[name])
+
+
+def test_a_named_function_is_the_one_that_is_called(model, chat):
+    guidance = ResponseFormats(chat, model)
+    for name in ("get_weather", "get_time"):
+        prompt, grammar = asked(model, chat, guidance, must_call=(name,), parallel_calls=False)
+        reason, text = generated(model, chat, prompt, grammar, sampling=Sampling(seed=5))
+        assert reason == "stop"
+        assert [called for called, _ in read(chat.reader(prompt, TOOLS), text)[1]] == [name]
+
+
+def test_several_calls_may_be_made_where_the_template_writes_several(model, chat):
+    prompt, grammar = asked(model, chat, must_call=("get_time",))
+    counts = set()
+    for seed in range(6):
+        reason, text = generated(model, chat, prompt, grammar, sampling=Sampling(seed=seed, temperature=2.0))
+        counts.add(len(read(chat.reader(prompt, TOOLS), text)[1]) if reason == "stop" else 2)
+    assert (max(counts) > 1) == (model.name in PARALLEL)
+    assert min(counts) >= 1
+
+
+def test_where_a_schema_is_asked_for_too_the_model_may_call_or_answer_by_it(model, chat):
+    schema = {"enum": ["yes", "no"]}
+    prompt, grammar = asked(model, chat, schema=schema)
+    for seed in range(4):
+        reason, text = generated(model, chat, prompt, grammar, sampling=Sampling(seed=seed))
+        content, calls, _ = read(chat.reader(prompt, TOOLS), text)
+        assert reason == "length" or calls or json.loads(content) in schema["enum"]
+
+
+def test_a_schema_of_arguments_that_cannot_be_enforced_is_refused_by_its_place(model, chat):
+    odd = {"type": "function", "function": {"name": "odd", "parameters": {"properties": {"x": {"type": "spoon"}}}}}
+    job = Job("job", messages=[QUESTION], tools=[CLOCK, odd], must_call=("get_time", "odd"))
+    with pytest.raises(RequestError) as refused:
+        ResponseFormats(chat, model).grammar(job, chat.render(job.messages, job.tools))
+    assert refused.value.field == "tools[1].function.parameters"
+
+
+def test_no_call_can_be_forced_where_nobody_knows_how_it_is_written(byte_tokenizer, build):
+    tokenizer = type(byte_tokenizer)(
+        tokenizer_object=byte_tokenizer.backend_tokenizer,
+        chat_template="{% for message in messages %}{{ message.content }}{% endfor %}",
+    )
+    model = Model(build("qwen3"), tokenizer, "plain")
+    chat = ChatFormat(tokenizer, model.hf)
+    with pytest.raises(RequestError) as refused:
+        asked(model, chat, must_call=("get_time",))
+    assert refused.value.field == "tool_choice"
+
+
+# ---- calls while they are written
+
+LONG = {"city": 'Rome {the} "eternal" \\ [city]; </tool_' * 8, "days": 7, "more": {"a": [1, {"b": "}"}, "\u4eac"]}}
+SHORT_CUT = '{"city": "Rome", "da'
+
+
+def told(reader, pieces):
+    """All parts of calls of an answer that comes in pieces, and its content."""
+    written = [*map(reader.add, pieces), reader.close()]
+    return [part for one in written for part in one.tool_calls], "".join(one.content for one in written)
+
+
+def cut(text, seed):
+    """A text in pieces: of one character each, or of random lengths."""
+    ends = sorted(random.Random(seed).sample(range(1, len(text)), 12)) if seed else range(1, len(text))
+    return [text[start:end] for start, end in zip([0, *ends], [*ends, len(text)], strict=True)]
+
+
+@pytest.mark.parametrize("seed", range(4))
+def test_a_streamed_call_says_its_name_first_and_its_arguments_as_they_come(model, chat, seed):
+    prompt = chat.render([QUESTION], TOOLS)
+    answer = text_of(model).replace(json.dumps(ROME), json.dumps(LONG))
+    pieces = cut(answer, seed)
+    parts, content = told(chat.reader(prompt, TOOLS, streamed=True), pieces)
+    assert content.strip() == ""
+    assert [part.number for part in parts] == sorted(part.number for part in parts)
+    for index, name in enumerate(["get_weather", "get_time"]):
+        first, *others = [part for part in parts if part.number == index]
+        assert (first.name, first.arguments, bool(first.id)) == (name, "", True)
+        assert all(part.arguments and part.id is None and part.name is None for part in others)
+    assert sum(part.number == 0 for part in parts) > 4
+    whole, _ = told(chat.reader(prompt, TOOLS), pieces)
+    for calls in (whole_calls(parts), whole_calls(whole)):
+        told_of = [(call.name, call.arguments) for call in calls]
+        assert told_of == [("get_weather", json.dumps(LONG)), ("get_time", "{}")]
+
+
+def test_a_streamed_call_is_told_of_before_it_is_whole(model, chat):
+    reader = chat.reader(chat.render([QUESTION], TOOLS), TOOLS, streamed=True)
+    begun = text_of(model).partition(json.dumps(ROME))[0]
+    head = [part for part in reader.add(begun + "{").tool_calls if part.name]
+    assert [part.name for part in head] == ["get_weather"]
+    (more,) = reader.add(SHORT_CUT[1:]).tool_calls
+    assert (more.number, more.arguments) == (0, SHORT_CUT[1:])
+
+
+def test_what_was_told_of_a_call_that_is_cut_off_stands(model, chat):
+    prompt = chat.render([QUESTION], TOOLS)
+    answer = text_of(model).partition(json.dumps(ROME))[0] + SHORT_CUT
+    reader = chat.reader(prompt, TOOLS, streamed=True)
+    parts, content = told(reader, answer)
+    (call,) = whole_calls(parts)
+    assert (call.name, call.arguments, content, reader.called) == ("get_weather", SHORT_CUT, "", True)
+    assert told(chat.reader(prompt, TOOLS), answer) == ([], answer)  # where nothing was told, it is content
+
+
+def test_what_stands_behind_the_arguments_of_a_malformed_call_is_content(models):
+    model = models["hermes"]
+    chat = ChatFormat(model.tokenizer, model.hf)
+    prompt = chat.render([QUESTION], TOOLS)
+    answer = '<tool_call>{"name": "get_time", "arguments": {"x": 1}} oops </tool_call> Well. ' + text_of(model)
+    parts, content = told(chat.reader(prompt, TOOLS, streamed=True), answer)
+    assert [(call.number, call.name) for call in whole_calls(parts)] == [
+        (0, "get_time"),
+        (1, "get_weather"),
+        (2, "get_time"),
+    ]
+    assert content.strip() == "} oops </tool_call> Well."
+
+
+@pytest.mark.parametrize("streamed", [False, True])
+@pytest.mark.parametrize("name", sorted(set(FORMATS) - {"mistral"}))  # there all calls are one list
+def test_a_malformed_call_behind_another_is_content_from_its_beginning(models, name, streamed):
+    model = models[name]
+    chat = ChatFormat(model.tokenizer, model.hf)
+    answer = text_of(model).rpartition("{}")[0] + "oops"
+    parts, content = told(chat.reader(chat.render([QUESTION], TOOLS), TOOLS, streamed=streamed), answer)
+    assert [call.name for call in whole_calls(parts)] == ["get_weather"]
+    assert answer.endswith(content.strip())
+    assert content.strip().startswith(("<tool_call>", "[TOOL_CALLS]", '{"name"'))
+
+
+def test_without_parallel_calls_nothing_is_told_of_the_second(model, chat):
+    prompt = chat.render([QUESTION], TOOLS)
+    parts, _ = told(chat.reader(prompt, TOOLS, parallel=False, streamed=True), text_of(model))
+    assert {part.number for part in parts} == {0}
+
+
+def test_a_call_whose_name_comes_last_is_told_whole(models):
+    model = models["mistral"]
+    chat = ChatFormat(model.tokenizer, model.hf)
+    answer = f'[TOOL_CALLS][{WEATHER_CALL}, {{"arguments": {{"zone": "UTC"}}, "name": "get_time"}}, {TIME_CALL}]'
+    want = [("get_weather", ROME), ("get_time", {"zone": "UTC"}), ("get_time", {})]
+    for streamed in (False, True):
+        reader = chat.reader(chat.render([QUESTION], TOOLS), TOOLS, streamed=streamed)
+        assert read(reader, answer) == ("", want, "")
+
+
+def test_arguments_that_have_no_types_get_those_of_the_tools_schema():
+    template = {
+        "start_anchor": "assistant:",
+        "fields": {
+            "tool_calls": {
+                "open_pattern": r"<function=(?P<name>\w+)>",
+                "close": "</function>",
+                "repeats": True,
+                "content": "xml-inline",
+                "content_args": {"tag_pattern": r"<(?P<key>\w+)>(?P<value>.*?)</\w+>"},
+                "transform": {"type": "function", "function": {"name": "{name}", "arguments": "{content}"}},
+            },
+            "content": {},
+        },
+    }
+    days = {"type": "function", "function": {"name": "f", "parameters": {"properties": {"days": {"type": "integer"}}}}}
+    for streamed in (False, True):
+        reader = AnswerReader(load_response_template(template), "", [days], streamed=streamed)
+        assert read(reader, "<function=f><days>7</days></function>") == ("", [("f", {"days": 7})], "")
+
+
+# ---- thoughts
+
+
+def test_thoughts_come_apart_from_content(models):
+    model = models["qwen"]
+    chat = ChatFormat(model.tokenizer, model.hf)
+    prompt = chat.render([QUESTION], None)
+    answer = "<think>\nIs it sunny? 1 < 2.\n\n</think>\n\nYes,\n it is.\n"
+    for pieces in ([answer], answer, [answer[:9], answer[9:30], answer[30:]]):
+        assert read(chat.reader(prompt, None), pieces) == ("Yes,\n it is.\n", [], "Is it sunny? 1 < 2.")
+
+
+def test_thoughts_that_the_prompt_has_begun_are_thoughts(models):
+    model = models["qwen"]
+    chat = ChatFormat(model.tokenizer, model.hf)
+    prompt = chat.render([QUESTION], None) + "<think>\n"
+    assert read(chat.reader(prompt, None), "Hm.\n</think>\n\nYes.") == ("Yes.", [], "Hm.")
+    assert read(chat.reader(prompt, None), "Hm, cut") == ("", [], "Hm, cut")
+
+
+def test_a_template_may_be_told_not_to_think(models):
+    model = models["qwen"]
+    chat = ChatFormat(model.tokenizer, model.hf)
+    prompt = chat.render([QUESTION], None, {"thinking": False})
+    assert prompt.endswith("</think>\n\n")
+    assert read(chat.reader(prompt, None), "Yes.") == ("Yes.", [], "")
+
+
+def test_thoughts_and_calls_come_in_one_answer(models):
+    model = models["qwen"]
+    chat = ChatFormat(model.tokenizer, model.hf)
+    prompt = chat.render([QUESTION], TOOLS)
+    answer = f"<think>\nRome.\n</think>\n\nI look.\n{text_of(model)}"
+    content, calls, thoughts = read(chat.reader(prompt, TOOLS), answer)
+    assert (content.strip(), calls, thoughts) == ("I look.", CALLS, "Rome.")
+
+
+@pytest.mark.parametrize("begun", [True, False, None])
+def test_a_form_is_enforced_behind_the_thoughts(models, begun):
+    model = models["qwen"]
+    chat = ChatFormat(model.tokenizer, model.hf)
+    told = {"thinking": False} if begun is False else {}
+    job = Job("job", messages=[QUESTION], schema={"enum": ["yes", "no"]}, template_kwargs=told)
+    prompt = chat.render(job.messages, None, told) + ("<think>\n" if begun else "")
+    grammar = ResponseFormats(chat, model).grammar(job, prompt)
+    opening, closing = model.tokenizer.convert_tokens_to_ids(["<think>", "</think>"])
+    bias = {closing: 3.0} if begun is not None else {opening: 100.0, closing: 3.0}
+    thought = ""
+    for seed in range(3):
+        reason, text = generated(model, chat, prompt, grammar, sampling=Sampling(seed=seed, logit_bias=bias))
+        assert reason == "stop", text
+        content, _, thoughts = read(chat.reader(prompt, None), text)
+        assert json.loads(content) in ("yes", "no")
+        thought += thoughts
+    assert bool(thought) == (begun is not False)
+
+
+@pytest.mark.parametrize(
+    "name", ["messages", "tools", "add_generation_prompt", "tokenize", "chat_template", "conversation", "bos_token"]
+)
+def test_a_request_cannot_set_what_is_not_its_own_to_set(models, name):
+    model = models["qwen"]
+    with pytest.raises(RequestError) as refused:
+        ChatFormat(model.tokenizer, model.hf).render([QUESTION], None, {name: "x"})
+    assert refused.value.field == f"chat_template_kwargs.{name}"

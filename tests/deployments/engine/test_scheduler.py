@@ -1,0 +1,113 @@
+"""Who runs when: lost slots, cancelled requests, and what the engine says of itself."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+import torch
+
+from deployments.engine.engine import Engine
+from deployments.engine.kv_memory import KvMemory
+from deployments.engine.request import Delta, Request
+from deployments.model.model import Model
+
+
+def test_a_request_that_loses_its_slot_is_run_again_and_keeps_each_row_once(
+    build, byte_tokenizer, prompt, capturing, drain, endings, lone_values, same_greedy
+):
+    model = Model(build("qwen3", num_hidden_layers=2, max_position_embeddings=1024), byte_tokenizer, "qwen3")
+    memory = 1024 * KvMemory(model, 1, kv_bytes=1).position_bytes  # two slots of 512 positions, or one of 1024
+    requests = [
+        replace(
+            capturing(model, str(i), prompt(length), new, points=["layers.1.output"], tokens=tokens), ignore_eos=True
+        )
+        for i, (length, new, tokens) in enumerate([(242, 330, "all"), (230, 300, "generated"), (100, 20, {"last": 3})])
+    ]
+    tight, roomy = Engine(model, kv_bytes=memory), Engine(model)
+    for request in requests:
+        tight.submit(request)
+    done = endings(drain(tight))
+    lone = [roomy.generate([request])[0] for request in requests]
+    assert tight.statistics.preempted > 0
+    assert roomy.statistics.preempted == 0
+    assert tight.statistics.kv_bytes <= memory
+    for request, want in zip(requests, lone, strict=True):
+        got = done[request.id]
+        assert same_greedy(model, request.prompt, got.tokens, want.tokens)
+        assert got.captured.positions == want.captured.positions
+        rows = got.captured.positions
+        (values,) = lone_values(model, [*request.prompt, *got.tokens], request.points).values()
+        (value,) = got.captured.values.values()
+        torch.testing.assert_close(value, values[rows.start : rows.stop], rtol=1e-3, atol=1e-3)
+
+
+def test_cancelling_frees_the_slot_at_the_next_step(tiny, prompt, endings):
+    engine = Engine(tiny("qwen3"), max_running=1)
+    engine.submit(Request("long", prompt(5), 60, ignore_eos=True))
+    engine.submit(Request("next", prompt(6), 3))
+    for _ in range(4):
+        engine.step()
+    assert (engine.statistics.running, engine.statistics.waiting) == (1, 1)
+    engine.cancel("long")
+    events = engine.step()
+    assert endings(events)["long"].reason == "cancelled"
+    assert len(endings(events)["long"].tokens) == 4
+    assert [event.id for event in events if isinstance(event, Delta)] == ["next"]  # it has the slot already
+    assert (engine.statistics.running, engine.statistics.waiting) == (1, 0)
+
+
+def test_a_waiting_request_is_cancelled_before_it_runs(tiny, prompt, drain, endings):
+    engine = Engine(tiny("qwen3"))
+    engine.submit(Request("a", prompt(5), 6))
+    engine.cancel("a")
+    events = drain(engine)
+    assert [event for event in events if isinstance(event, Delta)] == []
+    assert endings(events)["a"].reason == "cancelled"
+
+
+def test_cancelling_what_is_not_there_does_nothing(tiny, prompt, drain, endings):
+    engine = Engine(tiny("qwen3"))
+    engine.cancel("nobody")
+    assert engine.step() == []
+    engine.submit(Request("a", prompt(5), 6))
+    engine.cancel("nobody")
+    done = endings(drain(engine))
+    engine.cancel("a")  # it has ended
+    assert done.keys() == {"a"}
+    assert drain(engine) == []
+
+
+def test_statistics_count_forwards_and_tokens(tiny, prompt):
+    engine = Engine(tiny("qwen3"))
+    engine.generate([Request("a", prompt(5), 6, ignore_eos=True), Request("b", prompt(9), 4, ignore_eos=True)])
+    assert engine.statistics.tokens == 10
+    assert engine.statistics.steps == 6  # one prefill, five decodes
+
+
+def test_what_a_request_recorded_counts_while_it_waits_for_its_slot_again(build, byte_tokenizer, prompt, capturing):
+    model = Model(build("qwen3", num_hidden_layers=2, max_position_embeddings=1024), byte_tokenizer, "qwen3")
+    memory = 1024 * KvMemory(model, 1, kv_bytes=1).position_bytes
+    engine = Engine(model, kv_bytes=memory)
+    for i, (length, new) in enumerate([(242, 330), (230, 300)]):
+        request = capturing(model, str(i), prompt(length), new, points=["layers.1.output"], tokens="all")
+        engine.submit(replace(request, ignore_eos=True))
+    held = engine.statistics.capture_bytes
+    while not engine.statistics.preempted:
+        held = engine.statistics.capture_bytes
+        engine.step()
+    assert engine.statistics.waiting == 1
+    assert engine.statistics.capture_bytes > held > 0
+
+
+@pytest.mark.parametrize(("streamed", "steps"), [(True, 5), (False, 1)])
+def test_a_long_prompt_goes_in_pieces_while_somebody_reads_a_stream(streamed, steps, build, byte_tokenizer, prompt):
+    model = Model(build("qwen3", num_hidden_layers=2, max_position_embeddings=1024), byte_tokenizer, "qwen3")
+    engine = Engine(model, prefill_tokens=260)
+    engine.submit(Request("first", prompt(5), 100, ignore_eos=True, streamed=streamed))
+    engine.step()
+    engine.submit(Request("long", prompt(260), 1))
+    before = engine.statistics.tokens
+    while not any(event.id == "long" for event in engine.step()):
+        pass
+    assert engine.statistics.tokens - before == 1 + steps  # a decode of the first beside each piece

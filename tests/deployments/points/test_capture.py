@@ -1,0 +1,81 @@
+"""The `capture` field takes what the contract says and refuses the rest by name."""
+
+import pytest
+from pydantic import ValidationError
+
+from deployments.points.capture import Capture
+
+
+def refused(value):
+    """Paths of the fields at fault, without the names of a union's branches."""
+    with pytest.raises(ValidationError) as error:
+        Capture.model_validate(value)
+    faults = [[str(part) for part in fault["loc"]] for fault in error.value.errors()]
+    return {".".join(part for part in fault if "[" not in part) for fault in faults}
+
+
+def test_nothing_asked_for_means_all_tokens_as_they_are_by_reference():
+    capture = Capture.model_validate({})
+    assert (capture.tokens, capture.dtype, capture.features) == ("all", "model", None)
+    assert (capture.destination, capture.mode, capture.required) == ("reference", "generate", False)
+    assert not capture.names_points
+
+
+def test_the_contracts_example_is_taken():
+    capture = Capture.model_validate(
+        {
+            "points": ["layers.8.input_layernorm.output", "layers.*.output", "lm_head.output"],
+            "layers": [8, 12, 16],
+            "sites": ["input_layernorm.output", "post_attention_layernorm.output"],
+            "tokens": "all",
+            "dtype": "model",
+            "features": None,
+            "return": "inline",
+            "tags": {"split": "test"},
+            "sample_id": "gsm8k-7",
+        }
+    )
+    assert capture.destination == "inline"
+    assert capture.names_points
+
+
+@pytest.mark.parametrize("name", ["points", "layers", "sites"])
+def test_any_of_points_layers_and_sites_names_points(name):
+    assert Capture.model_validate({name: [1] if name == "layers" else ["output"]}).names_points
+
+
+@pytest.mark.parametrize(
+    ("value", "field"),
+    [
+        ({"point": ["norm.output"]}, "point"),
+        ({"destination": "inline"}, "destination"),  # on the wire it is `return`
+        ({"points": []}, "points"),
+        ({"points": [""]}, "points.0"),
+        ({"points": ["x" * 257]}, "points.0"),
+        ({"points": "norm.output"}, "points"),
+        ({"sites": []}, "sites"),
+        ({"dtype": "int8"}, "dtype"),
+        ({"mode": "train"}, "mode"),
+        ({"return": "elsewhere"}, "return"),
+        ({"required": "yes"}, "required"),
+        ({"tags": {"a": 1}}, "tags.a"),
+        ({"features": {"first": 0}}, "features.first"),
+        ({"features": {"index": [-1]}}, "features.index.0"),
+        ({"features": {"index": []}}, "features.index"),
+        ({"features": {}}, "features"),
+        ({"features": {"first": 1, "index": [0]}}, "features"),
+        ({"features": {"first": 1, "last": 1}}, "features.last"),
+    ],
+)
+def test_what_the_contract_has_not_is_refused_by_field(value, field):
+    assert field in refused(value)
+
+
+@pytest.mark.parametrize("tokens", ["first", {"last": 0}, {"last": "3"}, {"last": 1, "first": 1}, 3, None])
+def test_other_tokens_are_refused(tokens):
+    assert all(path.startswith("tokens") for path in refused({"tokens": tokens}))
+
+
+@pytest.mark.parametrize("layers", [[], ["1"], [1.5], [True], "some", 3])
+def test_other_layers_are_refused(layers):
+    assert all(path.startswith("layers") for path in refused({"layers": layers}))

@@ -1,0 +1,263 @@
+"""A replica tells Serve when its engine is dead or stuck, and leaves nothing behind when it goes."""
+
+from __future__ import annotations
+
+import asyncio
+import dataclasses
+import re
+import threading
+
+import pytest
+
+from deployments.engine.request import GREEDY
+from deployments.messages import End, Job, Refusal, Text
+from deployments.options import Options, Savepoint
+from deployments.points.capture import Capture
+from deployments.replica.replica import MOST_TEXTS, ModelReplica
+
+Replica = ModelReplica.func_or_class  # the class beneath the deployment
+
+
+@pytest.fixture
+def replica():
+    made = Replica(Options(dtype="float32", threads=1), store=object())
+    yield made
+    made.__del__()
+
+
+def held(replica):
+    """Hold the next forward: an event that it sets when it begins, and what lets it and all later ones go on."""
+    entered, released = threading.Event(), threading.Event()
+
+    def hold(*_):
+        entered.set()
+        released.wait(60)
+
+    hook = replica._model.hf.register_forward_pre_hook(hold)
+
+    def go_on():
+        hook.remove()
+        released.set()
+
+    return entered, go_on
+
+
+def job(**fields):
+    return Job(**{"id": "job", "prompts": ["Tom has 3 boxes."], "max_tokens": 4, "sampling": GREEDY} | fields)
+
+
+def test_a_working_engine_is_healthy(replica):
+    messages = asyncio.run(replica.complete(job()))
+    assert isinstance(messages[-1], End)
+    assert messages[-1].completion_tokens > 0
+    replica.check_health()
+
+
+def test_a_dead_engine_fails_the_health_check_and_who_waits_is_told(replica):
+    def broken(*_):
+        raise AssertionError("a broken invariant")
+
+    replica._model.hf.register_forward_pre_hook(broken)
+    # The thread's death is the point; pytest would count it as an error of the test.
+    threading.excepthook, kept = lambda _: None, threading.excepthook
+    try:
+        messages = asyncio.run(replica.complete(job()))
+        replica._thread.join(timeout=30)
+    finally:
+        threading.excepthook = kept
+    assert isinstance(messages[-1], Refusal)
+    assert messages[-1].status == 503
+    with pytest.raises(RuntimeError, match="thread has ended"):
+        replica.check_health()
+
+
+def test_a_job_sent_to_a_dead_engine_is_refused_at_once(replica):
+    replica._engine.stop()
+    replica._thread.join(timeout=30)
+    assert asyncio.run(replica.complete(job()))[-1].status == 503
+
+
+def test_a_request_whose_answer_cannot_be_read_fails_alone(replica):
+    class Unreadable:
+        def add(self, text):
+            raise AttributeError("a parser's own fault")
+
+    def with_reader(choices, made):
+        return {id: dataclasses.replace(choice, reader=made) for id, choice in choices.items()}
+
+    choose = replica._choices
+    replica._choices = lambda asked, *more: (
+        with_reader(choose(asked, *more), Unreadable()) if asked.id == "unreadable" else choose(asked, *more)
+    )
+
+    async def both():
+        return await asyncio.gather(replica.complete(job(id="unreadable")), replica.complete(job(id="other")))
+
+    unreadable, other = asyncio.run(both())
+    assert (unreadable[-1].status, unreadable[-1].code) == (500, "internal_error")
+    assert isinstance(other[-1], End)
+
+
+def test_a_requests_memory_is_in_the_log_whether_its_client_waits_or_goes(replica, caplog):
+    async def both():
+        kept = await replica.complete(job(request_id="kept"))
+        stream = replica.stream(job(id="left", request_id="left", max_tokens=2000, ignore_eos=True))
+        await anext(stream)
+        await stream.aclose()
+        while not any("(left)" in line for line in caplog.messages):
+            await asyncio.sleep(0.01)
+        return kept
+
+    with caplog.at_level("INFO", logger="ray.serve"):
+        asyncio.run(asyncio.wait_for(both(), 60))
+    said = {name: next(line for line in caplog.messages if f"({name})" in line) for name in ("kept", "left")}
+    for line in said.values():
+        numbers = re.search(r"memory before ([\d.]+) MiB, peak ([\d.]+) MiB, after ([\d.]+) MiB", line)
+        assert numbers is not None, line
+        before, peak, after = map(float, numbers.groups())
+        assert 0 < before <= peak >= after > 0
+    assert "cancelled" in said["left"]
+
+
+def test_a_capture_beyond_the_limit_is_refused_with_the_numbers():
+    small = Replica(Options(dtype="float32", threads=1, max_capture_bytes=1000), store=object())
+    refused = asyncio.run(small.complete(job(capture=Capture(points=["layers.*.output"]))))[-1]
+    assert (refused.field, refused.code) == ("capture", "capture_too_large")
+    assert "1000" in refused.message
+    small.__del__()
+
+
+def test_an_inline_answer_counts_the_rows_it_returns():
+    tight = Replica(Options(dtype="float32", threads=1, max_inline_values=192 * 8), store=object())
+    inline = {"points": ["norm.output"], "return": "inline"}
+    few = job(max_tokens=100, capture=Capture(**inline, tokens="prompt"))
+    assert isinstance(asyncio.run(tight.complete(few))[-1], End)
+    many = job(max_tokens=100, capture=Capture(**inline))
+    assert asyncio.run(tight.complete(many))[-1].field == "capture.return"
+    tight.__del__()
+
+
+@pytest.mark.parametrize(("savepoints", "recorded"), [((), {"norm.output"}), (("here",), {"here"})])
+def test_a_default_profiles_capture_is_taken_where_the_model_has_no_savepoints(savepoints, recorded):
+    named = tuple(Savepoint(name=name, selector="layers.1.output") for name in savepoints)
+    replica = Replica(Options(dtype="float32", threads=1, savepoints=named), store=object())
+    inline = {"return": "inline"}
+    of_profile = Capture(points=["norm.output"], **inline)
+    asked = job(capture=Capture(**inline), default_capture=of_profile, profile="p")
+    assert set(asyncio.run(replica.complete(asked))[-1].run.points) == recorded
+    replica.__del__()
+
+
+def test_a_stuck_engine_fails_the_health_check():
+    replica = Replica(Options(dtype="float32", threads=1, stuck_after_s=0.01), store=object())
+    entered, go_on = held(replica)
+
+    def unhealthy() -> bool:
+        try:
+            replica.check_health()
+        except RuntimeError as error:
+            return "in one step" in str(error)
+        return False
+
+    async def ask():
+        waiting = asyncio.ensure_future(replica.complete(job()))
+        await asyncio.to_thread(entered.wait, 60)
+        async with asyncio.timeout(30):
+            while not unhealthy():
+                await asyncio.sleep(0)
+        go_on()
+        return await waiting
+
+    assert isinstance(asyncio.run(ask())[-1], End)
+    replica.__del__()
+
+
+def test_a_job_past_its_time_gets_504_and_frees_its_slot():
+    replica = Replica(Options(dtype="float32", threads=1, request_timeout_s=0.2), store=object())
+
+    async def ask():
+        messages = await replica.complete(job(max_tokens=4000, ignore_eos=True))
+        async with asyncio.timeout(30):
+            while replica._engine.statistics.running:
+                await asyncio.sleep(0)
+        return messages
+
+    assert asyncio.run(ask())[-1].status == 504
+    replica.__del__()
+
+
+def test_a_job_that_no_forward_took_in_its_time_says_so():
+    replica = Replica(Options(dtype="float32", threads=1, request_timeout_s=0.5), store=object())
+    entered, go_on = held(replica)
+
+    async def both():
+        begun = asyncio.ensure_future(replica.complete(job(max_tokens=4000, ignore_eos=True)))
+        await asyncio.to_thread(entered.wait, 60)
+        ended = [(await one)[-1] for one in (begun, replica.complete(job(id="second")))]
+        go_on()
+        return [(refusal.status, refusal.code) for refusal in ended]
+
+    assert asyncio.run(both()) == [(504, "timeout"), (504, "not_started")]
+    replica.__del__()
+
+
+def test_more_requests_than_places_get_429_and_one_that_is_too_large_for_them_400():
+    full = Replica(Options(dtype="float32", threads=1, max_running=1, max_queued=1), store=object())
+
+    async def both():
+        first = full.stream(job(n=2, max_tokens=4000, ignore_eos=True))
+        await anext(first)
+        refused = await full.complete(job(id="second"))
+        never = await full.complete(job(id="third", n=3))
+        await first.aclose()
+        async with asyncio.timeout(30):
+            while full._engine.statistics.running:
+                await asyncio.sleep(0)
+        return refused[-1], never[-1]
+
+    refused, never = asyncio.run(both())
+    assert (refused.status, refused.code) == (429, "server_busy")
+    assert (never.status, never.field) == (400, "n")
+    full.__del__()
+
+
+def test_all_choices_of_a_request_count_against_the_capture_limit():
+    small = Replica(Options(dtype="float32", threads=1, max_capture_bytes=192 * 4 * 9), store=object())
+    one = job(capture=Capture(**{"points": ["norm.output"], "tokens": "generated", "return": "inline"}))
+    assert isinstance(asyncio.run(small.complete(one))[-1], End)
+    many = dataclasses.replace(one, n=3)
+    assert asyncio.run(small.complete(many))[-1].code == "capture_too_large"
+    small.__del__()
+
+
+def test_a_replica_that_goes_ends_its_thread():
+    gone = Replica(Options(dtype="float32", threads=1), store=object())
+    gone.__del__()
+    assert not gone._thread.is_alive()
+
+
+def test_texts_to_tokenize_keep_no_generation_waiting_and_too_many_get_429(replica):
+    entered, go_on = threading.Semaphore(0), threading.Event()
+    tokenize = replica._prompts.tokenize
+
+    def slow(text):
+        entered.release()
+        go_on.wait(60)
+        return tokenize(text)
+
+    replica._prompts.tokenize = slow
+
+    async def ask():
+        texts = [asyncio.ensure_future(replica.tokenize(Text("Tom"))) for _ in range(MOST_TEXTS)]
+        await asyncio.to_thread(entered.acquire, timeout=60)
+        refused = [await replica.tokenize(Text("Tom")), await replica.detokenize([1])]
+        generated = await replica.complete(job())
+        go_on.set()
+        answers = await asyncio.gather(*texts)
+        return refused, generated, answers, await replica.detokenize(answers[0]["tokens"])
+
+    refused, generated, answers, text = asyncio.run(ask())
+    assert {(one.status, one.code) for one in refused} == {(429, "server_busy")}
+    assert isinstance(generated[-1], End)
+    assert {answer["count"] for answer in answers} == {len(answers[0]["tokens"])}
+    assert text == {"prompt": "Tom"}

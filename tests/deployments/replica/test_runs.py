@@ -1,0 +1,236 @@
+"""What a request is told of its activations when the store cannot take them."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import time
+from collections.abc import Awaitable, Callable
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import ray
+from ray.exceptions import ActorUnavailableError
+
+from deployments.activations.catalogue import Catalogue
+from deployments.activations.facts import StoreError
+from deployments.activations.reader import load, runs
+from deployments.activations.writer import Writer
+from deployments.engine.request import GREEDY
+from deployments.messages import End, Job, Refusal
+from deployments.options import Options
+from deployments.points.capture import Capture
+from deployments.replica.replica import ModelReplica
+
+pytestmark = pytest.mark.usefixtures("cluster")  # rows go through the object store
+
+
+class Method:
+    """Stands where a method of an actor's handle does."""
+
+    def __init__(self, call: Callable[..., Awaitable[Any]]) -> None:
+        self.remote = call
+
+
+class FailingStore:
+    """A store that takes nothing, and knows so before, or not."""
+
+    def __init__(self, error: Exception, knows: bool = False) -> None:
+        self.error = error
+        self.write = self.append = Method(self._fail)
+        self.abandon = Method(self._forget)
+        self.check_room = Method(self._fail if knows else self._forget)
+
+    async def _fail(self, *_):
+        raise self.error
+
+    async def _forget(self, *_):
+        pass
+
+
+class SlowStore:
+    """The real store's writer, at which each chunk waits for leave."""
+
+    def __init__(self, root: Path) -> None:
+        self.leave = asyncio.Semaphore(0)
+        self.writer = Writer(root, Catalogue.rebuild(root))
+        self.append, self.write, self.abandon = Method(self._append), Method(self._write), Method(self._abandon)
+        self.appended = 0
+
+    async def _append(self, session_id, run_id, part, batches, most, fence):
+        await self.leave.acquire()
+        self.appended += 1
+        await asyncio.wrap_future(self.writer.append(session_id, run_id, part, ray.get(batches)))
+
+    async def _write(self, run, batches, part, fence, archived):
+        if archived:
+            raise StoreError("The run is stored, but not in the bucket")
+        return await asyncio.wrap_future(self.writer.submit(run, ray.get(batches), part))
+
+    def _abandon(self, session_id, run_id):
+        return self.writer.abandon(session_id, run_id)
+
+
+@contextlib.contextmanager
+def serving(store: Any, **options: Any):
+    replica = ModelReplica.func_or_class(Options(dtype="float32", threads=1, **options), store=store)
+    try:
+        yield replica
+    finally:
+        replica.__del__()
+
+
+def a_job(id: str = "job", max_tokens: int = 4, **capture: Any) -> Job:
+    wanted = Capture(points=["norm.output"], **capture)
+    fields = {"capture": wanted, "session_id": "s", "max_tokens": max_tokens, "ignore_eos": True}
+    return Job(id, prompts=["Tom has 3."], sampling=GREEDY, **fields)
+
+
+def run(error: Exception, knows: bool = False, **capture):
+    with serving(FailingStore(error, knows)) as replica:
+        return asyncio.run(replica.complete(a_job(**capture)))
+
+
+@pytest.mark.parametrize(
+    ("error", "reason"),
+    [
+        (StoreError("the disk is full: free some room"), "disk is full"),
+        (ActorUnavailableError("the store", None), "the store"),
+    ],
+)
+def test_an_answer_comes_without_its_activations_and_says_why(error, reason):
+    messages = run(error)
+    assert isinstance(messages[-1], End)
+    assert messages[-1].completion_tokens > 0
+    assert messages[-1].run.status == "failed"
+    assert reason in messages[-1].run.reason
+
+
+@pytest.mark.parametrize(("waits_for", "status"), [("stored", "stored"), ("archived", "failed")])
+def test_a_server_may_answer_only_when_activations_are_archived(tmp_path, waits_for, status):
+    options = {"answer_when": waits_for, "archive": "s3://bucket/prefix"}
+    store = SlowStore(tmp_path)
+    with serving(store, **options) as replica:
+        messages = asyncio.run(replica.complete(a_job()))
+    store.writer.close()
+    assert messages[-1].run.status == status
+    assert ("not in the bucket" in (messages[-1].run.reason or "")) == (status == "failed")
+
+
+def test_a_request_that_requires_its_activations_fails_with_them():
+    messages = run(StoreError("the disk is full: free some room"), required=True)
+    assert isinstance(messages[-1], Refusal)
+    assert (messages[-1].status, messages[-1].field) == (500, "capture")
+    assert "disk is full" in messages[-1].message
+
+
+@pytest.mark.parametrize(
+    ("error", "reason"),
+    [
+        (StoreError("the disk is full: free some room"), "disk is full"),
+        (ActorUnavailableError("the store", None), "the store"),
+        (TimeoutError(), "does not answer"),
+    ],
+)
+def test_a_request_that_requires_its_activations_does_not_run_where_they_cannot_be_stored(error, reason):
+    [refusal] = run(error, knows=True, required=True)
+    assert (refusal.status, refusal.code, refusal.field) == (503, "store_unavailable", "capture.required")
+    assert reason in refusal.message
+
+
+def test_only_a_request_that_requires_its_activations_asks_whether_they_can_be_stored():
+    messages = run(StoreError("the disk is full"), knows=True)
+    assert messages[-1].run.status == "failed"
+    inline = run(StoreError("the disk is full"), knows=True, required=True, **{"return": "inline"})
+    assert inline[-1].run.status == "inline"
+
+
+ROW = 4 * 192  # bytes
+SHARE = 40 * ROW  # a request's rows go out by tens of tokens, and it stands still at forty
+
+
+def test_a_disk_that_is_slow_slows_the_request_that_records_and_no_other(tmp_path):
+    async def scene(replica, store):
+        recording = asyncio.ensure_future(replica.complete(a_job("recording", 200)))
+        for i in range(3):  # others come and go meanwhile
+            plain = await replica.complete(replace(a_job(f"plain{i}", 100), capture=None))
+            assert plain[-1].completion_tokens == 100
+        numbers = await replica.statistics()
+        assert not recording.done()
+        assert numbers["running"] == 1
+        assert 0 < numbers["capture_bytes"] <= SHARE + 64 * ROW  # its share, and what one window adds
+        for _ in range(200):
+            store.leave.release()
+        return (await recording)[-1]
+
+    async def whole():
+        store = SlowStore(tmp_path)
+        with serving(store, capture_memory_bytes=SHARE) as replica:
+            return await scene(replica, store), store
+
+    end, store = asyncio.run(whole())
+    assert end.run.status == "stored"
+    assert store.appended > 1
+    (place,) = end.run.points.values()
+    stored = load(place["uri"], end.run.run_id)
+    assert stored["norm.output"].shape == tuple(place["shape"]) == (end.prompt_tokens + 200, 192)
+    assert stored.positions.tolist() == list(range(end.prompt_tokens + 200))
+
+
+def test_runs_are_listed_by_request_and_choice_not_by_their_ends(tmp_path):
+    early, late = a_job("b"), replace(a_job("a"), n=12)  # of twelve choices names sort otherwise than numbers
+
+    async def scene():
+        with serving(SlowStore(tmp_path)) as replica:
+            for job in (late, early):
+                await replica.complete(job)
+
+    asyncio.run(scene())
+    asked = ["run-b-0", *(f"run-a-{index}" for index in range(12))]
+    assert [facts.run_id for facts in runs(tmp_path / "s")] == asked
+    catalogue = Catalogue.copied(tmp_path)
+    assert [run["run_id"] for run in catalogue.runs()] == asked
+    pages = [catalogue.runs(limit=5, after=after) for after in (None, "run-a-3", "run-a-8")]
+    assert [run["run_id"] for page in pages for run in page] == asked
+
+
+def test_a_run_whose_client_goes_leaves_nothing_in_the_store_and_frees_its_memory(tmp_path):
+    async def scene():
+        store = SlowStore(tmp_path)
+        with serving(store, capture_memory_bytes=SHARE) as replica:
+            going = asyncio.ensure_future(replica.complete(a_job("going", 200)))
+            store.leave.release()
+            while not store.appended:
+                await asyncio.sleep(0.01)
+            going.cancel()
+            with contextlib.suppress(asyncio.CancelledError):
+                await going
+            for _ in range(200):
+                store.leave.release()
+            last = (await replica.complete(a_job("next", 200)))[-1]
+            deadline = time.monotonic() + 30
+            while (numbers := await replica.statistics())["capture_bytes"] and time.monotonic() < deadline:
+                await asyncio.sleep(0.01)  # the engine hears of it at its next step
+            return last, numbers
+
+    last, numbers = asyncio.run(scene())
+    assert last.run.status == "stored"
+    assert [facts.run_id for facts in runs(tmp_path / "s")] == [last.run.run_id]
+    assert numbers["capture_bytes"] == 0
+
+
+def test_more_last_rows_than_can_be_held_until_the_end_are_refused(tmp_path):
+    with serving(SlowStore(tmp_path), capture_memory_bytes=SHARE) as replica:
+        (refused,) = asyncio.run(replica.complete(a_job(max_tokens=300, tokens={"last": 250})))
+    assert (refused.status, refused.field) == (400, "capture.tokens")
+    assert str(SHARE // 2) in refused.message
+
+
+def test_there_is_one_copy_of_the_weights():
+    replica = ModelReplica.func_or_class(Options(dtype="float32", threads=1), store=object())
+    hf, traced = replica._model.hf, replica._model.nnsight._module
+    assert traced is hf
+    assert hf.lm_head.weight.data_ptr() == hf.model.embed_tokens.weight.data_ptr()
+    replica.__del__()

@@ -1,0 +1,98 @@
+"""`ray job submit --working-dir . -- python -m evals.gsm8k ...` on a running cluster."""
+
+import json
+import os
+import platform
+import shutil
+import subprocess
+import time
+import uuid
+import zipfile
+from pathlib import Path
+from typing import Any
+
+import pytest
+from ray._private.ray_constants import get_runtime_env_default_excludes
+from ray._private.runtime_env.packaging import create_package
+
+ROOT = Path(__file__).parents[3]
+AGENT_S = 120  # that Ray's own agent may take to start beside the dashboard
+LARGEST_UPLOAD = 64 << 20  # bytes; Ray refuses half a GiB
+
+
+def submit(served: Any, *options: str) -> "subprocess.CompletedProcess[str]":
+    """The job, with nothing of the evaluator but what the working directory holds."""
+    env = {name: value for name, value in served.cluster.env.items() if name not in ("PYTHONPATH", "RAY_ADDRESS")}
+    command = ["ray", "job", "submit", f"--address={served.cluster.dashboard}", "--working-dir", ".", "--"]
+    command += ["python", "-m", "evals.gsm8k", "--base-url", served.base_url, "--samples", "2", "--max-tokens", "32"]
+    end = time.monotonic() + AGENT_S
+    while True:
+        done = subprocess.run([*command, *options], cwd=ROOT, env=env, capture_output=True, text=True, timeout=300)
+        if "No available agent to submit job" not in done.stderr or time.monotonic() > end:
+            return done
+
+
+def test_a_job_leaves_its_results_where_it_says(served: Any, tmp_path: Path) -> None:
+    results = tmp_path / "results"
+    session = f"job-{uuid.uuid4().hex}"
+    done = submit(served, "--results-dir", str(results), "--collect-activations", "--session-id", session)
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert f"results go to {results} (on {platform.node()}" in done.stdout
+    summary = json.loads((results / "summary.json").read_text())
+    assert summary["counts"] == {"problems": 2, "conditions": 2, "samples": 4, "failed": 0, "missing": 0}
+    assert summary["activations"]["not_stored"] == 0
+    code = done.stdout[done.stdout.index("from deployments.activations import load") :].split("\n")[:3]
+    loaded = subprocess.run(
+        ["python", "-c", "\n".join(code)], env=served.cluster.env, capture_output=True, text=True, check=True
+    )
+    assert loaded.stdout.startswith("torch.Size([")
+
+
+@pytest.mark.long
+def test_without_a_results_path_they_go_below_vitrine_home(served: Any) -> None:
+    done = submit(served, "--mode", "no-tools", "--session-id", "unnamed")
+    assert done.returncode == 0, done.stdout + done.stderr
+    (place,) = {
+        line.partition("results go to ")[2].split(" (on ")[0]
+        for line in done.stdout.splitlines()
+        if "results go to " in line
+    }
+    assert Path(place).parent == Path(served.cluster.env["VITRINE_HOME"]) / "results"
+    assert (Path(place) / "summary.json").is_file()
+
+
+@pytest.mark.long
+def test_a_relative_results_path_is_refused_with_the_reason(served: Any) -> None:
+    done = submit(served, "--results-dir", "out")
+    assert done.returncode != 0
+    assert "relative to a Ray job's working directory, a copy that Ray throws away" in done.stdout
+
+
+@pytest.mark.long
+def test_a_job_uses_the_server_that_is_there_only_if_it_is_the_one_asked_for(served: Any, tmp_path: Path) -> None:
+    done = submit(served, "--results-dir", str(tmp_path / "another"), "--serve", "another/model")
+    assert done.returncode != 0
+    assert "serves vitrine-demo, and another/model was asked for" in done.stdout
+    done = submit(served, "--results-dir", str(tmp_path / "right"), "--serve", "vitrine-demo", "--smoke")
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert "smoke: all of it works" in done.stdout
+
+
+@pytest.mark.skipif(not shutil.which("git"), reason="git says which files are the project's")
+def test_what_is_uploaded_is_small_and_without_what_git_leaves_out(tmp_path: Path) -> None:
+    import warnings
+
+    copy = tmp_path / "project"
+    subprocess.run(["git", "clone", "-q", str(ROOT), str(copy)], check=True)
+    for name in ("results/run/samples", ".venv/lib", "activations/session"):
+        (copy / name).mkdir(parents=True)
+        (copy / name / "large").write_bytes(os.urandom(1024))
+    package = tmp_path / "package.zip"
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        create_package(str(copy), package, include_gitignore=True, excludes=get_runtime_env_default_excludes())
+    assert package.stat().st_size < LARGEST_UPLOAD
+    names = zipfile.ZipFile(package).namelist()
+    assert any(name.endswith("evals/variants.yaml") for name in names)
+    assert any(name.endswith("weights/model.safetensors") for name in names)
+    assert not [name for name in names if "large" in name or ".git/" in name]

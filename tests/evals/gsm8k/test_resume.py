@@ -1,0 +1,385 @@
+"""Runs that end early: killed, interrupted, with failures, or without their server for a while."""
+
+import importlib
+import json
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import pyarrow.parquet as pq
+import pytest
+from fake_openai import FakeServer
+
+from evals.gsm8k.__main__ import main
+from evals.task.rewards import SHIPPED
+
+Write = Callable[..., Path]
+LABELS = ["", "[wrong]", "[invalid]", "", "", "[wait]", "[wait]", "", "", ""]
+MEASURED = ("latency_s", "modes", "times", "session_id")
+
+
+@contextmanager
+def running(env: dict[str, str], *argv: str) -> Iterator[subprocess.Popen[bytes]]:
+    process = subprocess.Popen(
+        [sys.executable, "-m", "evals.gsm8k", *argv],
+        env=env,
+        stderr=subprocess.PIPE,
+        preexec_fn=lambda: signal.signal(signal.SIGINT, signal.SIG_DFL),  # a script's background job ignores it
+    )
+    try:
+        yield process
+    finally:
+        process.kill()
+        process.wait()
+        assert process.stderr
+        process.stderr.close()
+
+
+def until(happened: Callable[[], bool]) -> None:
+    end = time.monotonic() + 120
+    while not happened():
+        assert time.monotonic() < end
+        time.sleep(0.05)
+
+
+def samples(results: Path) -> int:
+    return len(list((results / "samples").glob("*.json")))
+
+
+def summary(results: Path) -> dict[str, Any]:
+    content: dict[str, Any] = json.loads((results / "summary.json").read_text())
+    return content
+
+
+def counted(results: Path) -> dict[str, Any]:
+    """The summary without what two runs of the same problems need not share: times, and their own names."""
+
+    def strip(value: Any) -> Any:
+        return {k: strip(v) for k, v in value.items() if k not in MEASURED} if isinstance(value, dict) else value
+
+    stripped: dict[str, Any] = strip(summary(results))
+    stripped["config"].pop("results_dir")
+    return stripped
+
+
+def options(server: FakeServer, dataset: Path, results: Path) -> list[str]:
+    where = ["--base-url", server.base_url, "--dataset", str(dataset), "--results-dir", str(results)]
+    return [*where, "--variants", "control,calm", "--parallel", "2", "--retries", "0"]
+
+
+def resumed(results: Path) -> None:
+    """Goes on with a run, which then comes to what an unbroken one does."""
+    before = {path: path.stat().st_mtime_ns for path in (results / "samples").iterdir()}
+    assert main(["--resume", "--results-dir", str(results)]) == 0
+    assert all(path.stat().st_mtime_ns == at for path, at in before.items())  # nothing was asked again
+    assert summary(results)["counts"] == {
+        "problems": 10,
+        "conditions": 4,
+        "samples": 40,
+        "failed": 0,
+        "missing": 0,
+    }
+    assert summary(results)["incomplete"] is None
+    assert len((results / "dataset.jsonl").read_text().splitlines()) == 40
+    assert pq.read_table(results / "samples.parquet").num_rows == 40
+
+
+def test_a_killed_run_goes_on_to_the_summary_of_an_unbroken_one(
+    server: FakeServer, cluster: Any, write_problems: Write, tmp_path: Path
+) -> None:
+    dataset = write_problems(*LABELS)
+    with running(cluster.env, *options(server, dataset, tmp_path / "killed")) as process:
+        until(lambda: samples(tmp_path / "killed") >= 10)  # the next ones wait
+        process.send_signal(signal.SIGKILL)
+        process.wait()
+    assert not (tmp_path / "killed" / "summary.json").exists()
+    with (tmp_path / "killed" / "dataset.jsonl").open("a") as lines:
+        lines.write('{"half a li')
+    server.release()
+    resumed(tmp_path / "killed")
+    assert main(options(server, dataset, tmp_path / "unbroken")) == 0
+    assert counted(tmp_path / "killed") == counted(tmp_path / "unbroken")
+
+
+def test_an_interrupted_run_leaves_valid_results_and_goes_on(
+    server: FakeServer, cluster: Any, write_problems: Write, tmp_path: Path
+) -> None:
+    results = tmp_path / "interrupted"
+    with running(cluster.env, *options(server, write_problems(*LABELS), results)) as process:
+        until(lambda: samples(results) >= 10)
+        process.send_signal(signal.SIGINT)
+        assert process.wait(timeout=60) == 1
+    partial = summary(results)
+    assert partial["incomplete"] == "interrupted"
+    assert partial["counts"] | {"samples": samples(results), "missing": 40 - samples(results)} == partial["counts"]
+    assert pq.read_table(results / "samples.parquet").num_rows == samples(results)
+    assert len((results / "dataset.jsonl").read_text().splitlines()) == samples(results)
+    server.release()
+    resumed(results)
+
+
+def test_an_interruption_before_there_is_anything_to_report_ends_with_status_130(
+    server: FakeServer, cluster: Any, tmp_path: Path
+) -> None:
+    server.healthy_after = 10**6
+    argv = ["--base-url", server.base_url, "--results-dir", str(tmp_path / "results"), "--wait-healthy", "100"]
+    with running(cluster.env, *argv) as process:
+        until(lambda: server.checks > 0)
+        process.send_signal(signal.SIGINT)
+        assert process.wait(timeout=60) == 130
+    assert not (tmp_path / "results").exists()
+
+
+def test_a_server_that_restarts_costs_no_sample_even_without_retries(
+    server: FakeServer, cluster: Any, write_problems: Write, tmp_path: Path
+) -> None:
+    argv = options(server, write_problems(*LABELS), tmp_path / "results")
+    with running(cluster.env, *argv) as process:
+        until(lambda: samples(tmp_path / "results") >= 10)
+        server.__exit__(None, None, None)  # with requests in flight
+        with FakeServer(server.port) as again:
+            again.release()
+            assert process.wait(timeout=120) == 0
+            assert again.requests
+    assert summary(tmp_path / "results")["counts"]["failed"] == 0
+    assert summary(tmp_path / "results")["conditions"]["no-tools.control"]["strict"]["correct"] == 8
+
+
+def test_failed_samples_are_asked_again_and_others_are_not(
+    server: FakeServer, cluster: Any, write_problems: Write, tmp_path: Path
+) -> None:
+    path, results = write_problems("", "[down]", "", ""), tmp_path / "results"
+    argv = ["--base-url", server.base_url, "--dataset", str(path), "--results-dir", str(results), "--max-outage", "0"]
+    assert main(argv) == 1
+    assert summary(results)["counts"]["failed"] == 2
+    server.up = True
+    server.requests.clear()
+    assert main([*argv, "--resume"]) == 0
+    assert summary(results)["counts"] | {"samples": 8, "failed": 0} == summary(results)["counts"]
+    assert all("[down]" in body["messages"][0]["content"] for body in server.requests)
+
+
+def test_answers_that_failed_to_be_stored_are_asked_again_and_stay_until_there_are_others(
+    server: FakeServer, cluster: Any, write_problems: Write, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    results = tmp_path / "results"
+    argv = ["--base-url", server.base_url, "--dataset", str(write_problems("", "[unstored]", "[pending]"))]
+    argv += ["--results-dir", str(results), "--mode", "with-tools", "--collect-activations", "--max-outage", "0"]
+    assert main(argv) == 1
+    assert summary(results)["activations"]["why_not_stored"] == {  # two turns of each
+        "the disk is full": 2,
+        "the answer says 'pending'": 2,
+    }
+    server.up = True
+    server.refused = "[unstored]"
+    assert main(["--resume", "--results-dir", str(results)]) == 1
+    assert "asked again, since they failed, were late or were not stored: 1" in capsys.readouterr().err
+    assert summary(results)["counts"] | {"samples": 3, "failed": 0} == summary(results)["counts"]
+    server.refused = None
+    server.requests.clear()
+    assert main(["--resume", "--results-dir", str(results)]) == 1
+    assert len(server.requests) == 2
+    found = summary(results)["activations"]
+    assert (found["answers"], found["runs"], found["not_stored"]) == (6, 4, 2)
+    assert len((results / "dataset.jsonl").read_text().splitlines()) == 3
+
+
+def test_a_reward_that_fails_loses_no_answer_and_is_made_up_for(
+    server: FakeServer,
+    cluster: Any,
+    write_problems: Write,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    module = tmp_path / "my_rewards.py"
+    module.write_text("def brief(sample):\n    return {'1000': 0.5}[sample.gold]\n")
+    monkeypatch.syspath_prepend(str(tmp_path))
+    results = tmp_path / "results"
+    argv = ["--base-url", server.base_url, "--dataset", str(write_problems("", "", ""))]
+    argv += ["--results-dir", str(results), "--mode", "no-tools", "--rewards", "my_rewards:brief=2"]
+    assert main(argv) == 1
+    said = capsys.readouterr().err
+    assert "2 answers have no reward" in said
+    assert said.count("the reward my_rewards:brief failed") == 1
+    assert main(["--resume", "--results-dir", str(results)]) == 1  # not yet mended: nothing is lost, nothing hidden
+    assert "2 answers have no reward" in capsys.readouterr().err
+    assert summary(results)["counts"] | {"samples": 3, "failed": 0, "missing": 0} == summary(results)["counts"]
+    assert summary(results)["conditions"]["no-tools.control"]["reward"] == 1.0  # of those that have one
+    module.write_text("def brief(sample):\n    return 0.25\n")
+    importlib.reload(importlib.import_module("my_rewards"))
+    server.requests.clear()
+    assert main(["--resume", "--results-dir", str(results)]) == 0
+    assert not server.requests
+    (condition,) = summary(results)["conditions"].values()
+    assert condition["reward"] == 0.5  # of all: none is by the function as it was
+
+
+def test_an_interruption_between_two_rewards_mixes_none(
+    server: FakeServer,
+    cluster: Any,
+    write_problems: Write,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    results = tmp_path / "results"
+    argv = ["--base-url", server.base_url, "--dataset", str(write_problems("", "", "")), "--mode", "no-tools"]
+    assert main([*argv, "--results-dir", str(results)]) == 0
+    calls: list[str] = []
+
+    def halved(sample: Any) -> float:
+        calls.append(sample.key)
+        if len(calls) == 5:  # three were tried, one is rewarded
+            raise KeyboardInterrupt
+        return 0.5
+
+    monkeypatch.setitem(SHIPPED, "format", halved)
+    assert main(["--resume", "--results-dir", str(results), "--rewards", "format=2"]) == 130
+    assert main(["--results-dir", str(results), "--stages", "report"]) == 1
+    assert "2 answers have no reward" in capsys.readouterr().err
+    (condition,) = summary(results)["conditions"].values()
+    assert (condition["rewards"], condition["reward"]) == ({"format": 0.5}, 1.0)
+    assert main(["--resume", "--results-dir", str(results)]) == 0
+
+
+def test_answers_are_rewarded_otherwise_without_asking_again(
+    server: FakeServer, cluster: Any, write_problems: Write, tmp_path: Path
+) -> None:
+    results = tmp_path / "results"
+    argv = ["--base-url", server.base_url, "--dataset", str(write_problems("", "[wrong]")), "--mode", "no-tools"]
+    assert main([*argv, "--results-dir", str(results)]) == 0
+    server.requests.clear()
+    assert main(["--resume", "--results-dir", str(results), "--rewards", "correctness=1,format=2"]) == 0
+    assert not server.requests
+    rows = pq.read_table(results / "samples.parquet").select(["reward_correctness", "reward_format", "reward"])
+    assert sorted(map(tuple, (row.values() for row in rows.to_pylist()))) == [(0.0, 1.0, 2.0), (1.0, 1.0, 3.0)]
+
+
+def test_answers_are_scored_by_another_rule_without_asking_again(
+    server: FakeServer,
+    cluster: Any,
+    write_problems: Write,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    results = tmp_path / "results"
+    argv = ["--base-url", server.base_url, "--dataset", str(write_problems("", "[wrong]", "[invalid]", "[invalid]"))]
+    assert main([*argv, "--results-dir", str(results), "--mode", "no-tools"]) == 0
+    server.requests.clear()
+    again = ["--resume", "--results-dir", str(results), "--rule", "flexible"]
+    calls: list[str] = []
+
+    def stopped(sample: Any) -> float:
+        calls.append(sample.key)
+        if len(calls) == 5:  # all four were looked at
+            raise KeyboardInterrupt
+        return float(sample.correct)
+
+    monkeypatch.setitem(SHIPPED, "correctness", stopped)
+    assert main(again) == 130
+    monkeypatch.undo()
+    assert main(["--results-dir", str(results), "--stages", "report"]) == 1
+    assert "2 answers have no reward" in capsys.readouterr().err
+    (condition,) = summary(results)["conditions"].values()
+    assert condition["flexible"]["of"] == 2  # none is by the rule as it was
+    assert main(again) == 0
+    assert not server.requests
+    (condition,) = summary(results)["conditions"].values()
+    assert (condition["outcomes"]["correct"], condition["rewards"]["correctness"]) == (3, 0.75)
+    rows = pq.read_table(results / "samples.parquet").to_pylist()
+    assert [row["correct"] for row in rows] == [row["correct_flexible"] for row in rows]
+
+
+def test_what_was_transferred_stays_so_until_there_is_more(
+    server: FakeServer, cluster: Any, write_problems: Write, tmp_path: Path
+) -> None:
+    results = tmp_path / "results"
+    argv = ["--base-url", server.base_url, "--dataset", str(write_problems("", "[down]")), "--mode", "no-tools"]
+    assert main([*argv, "--results-dir", str(results), "--max-outage", "0"]) == 1
+    transferred = results / "activations" / "transferred.json"
+    transferred.parent.mkdir()
+    transferred.write_text("{}")
+    assert main(["--resume", "--results-dir", str(results), "--stages", "configure"]) == 0
+    assert transferred.exists()
+    server.up = True
+    assert main(["--resume", "--results-dir", str(results)]) == 0
+    assert not transferred.exists()
+
+
+@pytest.mark.parametrize(
+    ("option", "value", "named"),
+    [
+        ("--max-tokens", "7", "max_tokens"),
+        ("--variants", "control,calm", "variants"),
+        ("--session-id", "another", "session_id"),
+    ],
+)
+def test_another_run_is_not_mixed_into_an_earlier_one(
+    server: FakeServer,
+    cluster: Any,
+    write_problems: Write,
+    tmp_path: Path,
+    capsys: pytest.CaptureFixture[str],
+    option: str,
+    value: str,
+    named: str,
+) -> None:
+    results = tmp_path / "results"
+    argv = ["--base-url", server.base_url, "--dataset", str(write_problems("")), "--results-dir", str(results)]
+    assert main(argv) == 0
+    before = summary(results)
+    assert main([*argv, "--resume", option, value]) == 2
+    assert f"a run with other {named}" in capsys.readouterr().err
+    assert summary(results) == before
+
+
+def test_a_dataset_that_changed_is_not_mixed_into_an_earlier_run(
+    server: FakeServer, cluster: Any, write_problems: Write, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    results = tmp_path / "results"
+    argv = ["--base-url", server.base_url, "--dataset", str(write_problems("")), "--results-dir", str(results)]
+    assert main(argv) == 0
+    write_problems("", "")
+    assert main([*argv, "--resume"]) == 2
+    assert "other dataset.sha256, dataset.ids" in capsys.readouterr().err
+
+
+def test_answers_of_another_revision_of_the_model_are_not_mixed_into_an_earlier_run(
+    server: FakeServer, cluster: Any, write_problems: Write, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    argv = ["--base-url", server.base_url, "--dataset", str(write_problems(""))]
+    argv += ["--results-dir", str(tmp_path / "results")]
+    server.told = {"revision": "1" * 40}
+    assert main(argv) == 0
+    server.told = {"revision": "2" * 40}
+    assert main([*argv, "--resume"]) == 2
+    assert "a run with other model.revision" in capsys.readouterr().err
+
+
+def test_a_run_goes_on_from_another_directory(
+    server: FakeServer, cluster: Any, write_problems: Write, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    write_problems("", "[down]")
+    write_problems("", "", "", name="examples.jsonl")
+    (tmp_path / "texts.yaml").write_text("calm: Take your time.\n")
+    monkeypatch.chdir(tmp_path)
+    argv = ["--dataset", "problems.jsonl", "--few-shot-file", "examples.jsonl", "--variants-file", "texts.yaml"]
+    argv += ["--base-url", server.base_url, "--few-shot", "1", "--variants", "control,calm", "--max-outage", "0"]
+    assert main([*argv, "--results-dir", "results"]) == 1
+    server.up = True
+    (tmp_path / "elsewhere").mkdir()
+    monkeypatch.chdir(tmp_path / "elsewhere")
+    assert main(["--resume", "--results-dir", "../results"]) == 0
+
+
+def test_nothing_is_resumed_where_no_run_is(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit):
+        main(["--resume", "--results-dir", str(tmp_path)])
+    assert "has no options of a run" in capsys.readouterr().err

@@ -1,0 +1,114 @@
+"""What a run ends with on the terminal, its exit code with it: made of the results directory, without a server."""
+
+import json
+import re
+from pathlib import Path
+from typing import Any
+
+import pytest
+from made import make_results
+
+from evals.config import Config
+from evals.gsm8k import stages
+from evals.report.page import write_report
+from evals.results.results import read_json
+from evals.results.transfer import FOLDER
+
+WHY = "the disk is full"
+
+
+def report(directory: Path) -> int:
+    return stages.report(Config.model_validate(read_json(directory / "config.json")["config"]), None)
+
+
+def stored(run_id: str, dtype: str = "float32") -> dict[str, Any]:
+    at = {"uri": "file:///gone/evaluated/1.arrow", "first_row": 0, "shape": [3, 4], "dtype": dtype}
+    run = {"index": 0, "run_id": run_id, "tokens": 3, "prompt_tokens": 2, "points": {"layers.0.output": at}}
+    return {"session_id": "evaluated", "status": "stored", "runs": [run]}
+
+
+def unstored(run_id: str) -> dict[str, Any]:
+    return stored(run_id) | {"status": "failed", "reason": WHY}
+
+
+def answered(directory: Path, **options: Any) -> Path:
+    return make_results(directory, 4, modes=("no-tools",), skill=1.0, **options)
+
+
+def test_all_that_was_asked_for_and_stored_ends_in_status_0(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert report(answered(tmp_path / "run", activations=stored)) == 0
+    said = capsys.readouterr()
+    assert said.err == ""
+    assert "do not say" not in said.out
+
+
+def test_activations_that_were_asked_for_and_not_stored_end_in_status_1_with_the_reason_everywhere(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    directory = answered(tmp_path / "run", activations=unstored)
+    assert report(directory) == 1
+    said = capsys.readouterr()
+    line = f"4 of 4 answers do not say that their activations are stored: {WHY} (4)"
+    assert said.err.strip() == f"evals.gsm8k: {line}"
+    assert line in said.out
+    recorded = json.loads((directory / "summary.json").read_text())["activations"]
+    assert (recorded["not_stored"], recorded["why_not_stored"], recorded["runs"]) == (4, {WHY: 4}, 0)
+    page = (directory / "report.html").read_text()
+    assert "4 of 4 answers do not say that their activations are stored" in page
+    assert f"<li>4 × {WHY}</li>" in page
+
+
+def test_of_many_reasons_some_are_on_the_screen_and_all_in_the_summary(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    directory = answered(tmp_path / "run", activations=lambda run_id: unstored(run_id) | {"reason": f"no {run_id}"})
+    assert report(directory) == 1
+    said = capsys.readouterr().err
+    assert said.count("(1)") == 3
+    assert "and other reasons in summary.json" in said
+    assert len(json.loads((directory / "summary.json").read_text())["activations"]["why_not_stored"]) == 4
+
+
+def test_what_is_not_stored_is_no_reason_to_say_that_a_transfer_lacks_it(tmp_path: Path) -> None:
+    directory = answered(tmp_path / "run", activations=unstored, transfer_activations=True)
+    assert json.loads((directory / "summary.json").read_text())["incomplete"] is None
+    assert not (directory / FOLDER).exists()
+
+
+def test_bytes_of_a_dtype_that_is_not_known_are_not_guessed(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    directory = answered(tmp_path / "run", activations=lambda run_id: stored(run_id, "float8_e5m2"))
+    report(directory)
+    assert re.search(r"bytes not known: layers\.0\.output of .*: the size of the dtype 'float8_e5m2' is not known",
+                     capsys.readouterr().out)  # fmt: skip
+    assert "the size of the dtype &#39;float8_e5m2&#39; is not known" in write_report(directory).read_text()
+
+
+@pytest.mark.parametrize("modes", [("no-tools",), ("no-tools", "with-tools")])
+def test_variants_without_the_control_are_compared_with_nothing_and_that_is_said(
+    tmp_path: Path, modes: tuple[str, ...], capsys: pytest.CaptureFixture[str]
+) -> None:
+    directory = make_results(tmp_path / "run", 4, modes=modes, variants=("calm", "anxiety"))
+    report(directory)
+    said = "o variant is compared with control, which was not among --variants"
+    summary = json.loads((directory / "summary.json").read_text())
+    assert said in summary["not_paired"]
+    assert {pair["kind"] for pair in summary["paired"]} == ({"mode"} if len(modes) > 1 else set())
+    assert said in capsys.readouterr().out
+    assert said in (directory / "report.html").read_text()
+
+
+def test_with_the_control_nothing_is_said_of_it(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    directory = make_results(tmp_path / "run", 4, variants=("calm", "control"))
+    report(directory)
+    assert json.loads((directory / "summary.json").read_text())["not_paired"] is None
+    assert "is compared with control" not in capsys.readouterr().out
+
+
+def test_rows_that_repeat_a_question_are_told(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    directory = make_results(tmp_path / "run", 4)
+    told = json.loads((directory / "config.json").read_text())
+    told["dataset"]["repeated"] = 3
+    (directory / "config.json").write_text(json.dumps(told))
+    report(directory)
+    assert "4 problems; 3 rows repeat a question" in capsys.readouterr().out
+    assert "rows that repeat a question" in (directory / "report.html").read_text()

@@ -1,0 +1,127 @@
+"""`--stages` runs some of it; what a stage needs of an earlier one is checked and said."""
+
+import json
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+from fake_openai import FakeServer
+
+from evals.gsm8k.__main__ import main
+
+Write = Callable[..., Path]
+
+pytestmark = pytest.mark.usefixtures("cluster")
+
+
+def summary(results: Path) -> Any:
+    content = json.loads((results / "summary.json").read_text())
+    return {name: content[name] for name in ("counts", "incomplete", "conditions", "modes", "paired")}
+
+
+def without_times(content: Any) -> Any:
+    if isinstance(content, dict):
+        timed = ("latency_s", "wall_s", "tokens_per_second")
+        return {name: without_times(part) for name, part in content.items() if name not in timed}
+    return content
+
+
+def test_stages_one_after_another_give_what_one_run_gives(server: FakeServer, write_problems: Write) -> None:
+    dataset = write_problems("", "[wrong]", "[cut]")
+    results, whole = dataset.parent / "results", dataset.parent / "whole"
+    asked = ["--base-url", server.base_url, "--dataset", str(dataset), "--max-tokens", "99"]
+    here = ["--results-dir", str(results)]
+
+    assert main([*asked, *here, "--stages", "configure"]) == 0
+    assert json.loads((results / "config.json").read_text())["config"]["max_tokens"] == 99
+    assert server.requests == []
+
+    assert main([*here, "--stages", "generate"]) == 0  # the options are those of the directory
+    assert {request["max_tokens"] for request in server.requests} == {99}
+    assert not (results / "summary.json").exists()
+
+    assert main([*here, "--stages", "report"]) == 0
+    assert main([*asked, "--results-dir", str(whole)]) == 0
+    assert without_times(summary(results)) == without_times(summary(whole))
+
+
+def test_report_alone_asks_no_server(server: FakeServer, write_problems: Write) -> None:
+    dataset = write_problems("", "[wrong]")
+    results = dataset.parent / "results"
+    main(["--base-url", server.base_url, "--dataset", str(dataset), "--results-dir", str(results)])
+    before = (results / "summary.json").read_bytes()
+    (results / "summary.json").unlink()
+    requests = len(server.requests)
+    assert main(["--results-dir", str(results), "--stages", "report", "--base-url", "http://127.0.0.1:9/v1"]) == 0
+    assert (results / "summary.json").read_bytes() == before
+    assert len(server.requests) == requests
+
+
+def test_answers_without_a_report_say_all_the_same_what_failed(
+    server: FakeServer, write_problems: Write, capsys: pytest.CaptureFixture[str]
+) -> None:
+    dataset = write_problems("", "[refused]")
+    here = ["--results-dir", str(dataset.parent / "results"), "--base-url", server.base_url]
+    assert main([*here, "--dataset", str(dataset), "--mode", "no-tools", "--stages", "configure,generate"]) == 1
+    assert "evals.gsm8k: 1 of 2 samples failed" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("options", "named"),
+    [
+        (["--rewards", "format=1"], "rewards"),
+        (["--rule", "strict"], "rule"),
+        (["--max-tokens", "7"], "max_tokens"),
+        (["--layers", "all"], "layers"),
+    ],
+)
+def test_a_report_alone_takes_no_other_options_than_the_run(
+    server: FakeServer, write_problems: Write, capsys: pytest.CaptureFixture[str], options: list[str], named: str
+) -> None:
+    dataset = write_problems("")
+    here = ["--results-dir", str(dataset.parent / "results"), "--base-url", server.base_url]
+    asked = ["--collect-activations", "--layers", "1", "--sites", "output"]
+    main([*here, "--dataset", str(dataset), "--mode", "no-tools", *asked, "--stages", "configure"])
+    assert main([*here, "--stages", "report", *options]) == 2
+    assert f"is a run with other {named}; a report takes them from there" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("stages", ["generate", "report", "generate,report"])
+def test_a_stage_without_what_configure_writes_says_so(
+    tmp_path: Path, stages: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    with pytest.raises(SystemExit) as ended:
+        main(["--results-dir", str(tmp_path / "none"), "--stages", stages])
+    assert ended.value.code == 2
+    assert "which the stage configure writes" in capsys.readouterr().err
+
+
+def test_a_stage_that_fails_is_named_with_its_reason(
+    tmp_path: Path, write_problems: Write, server: FakeServer, capsys: pytest.CaptureFixture[str]
+) -> None:
+    results = ["--results-dir", str(tmp_path / "results")]
+    assert main([*results, "--base-url", "http://127.0.0.1:9/v1"]) == 2
+    assert "evals.gsm8k: configure: no answer from http://127.0.0.1:9/v1" in capsys.readouterr().err
+    assert main([*results, "--base-url", server.base_url, "--dataset", "none.jsonl"]) == 2
+    assert f"evals.gsm8k: configure: --dataset {Path('none.jsonl').absolute()}: no file" in capsys.readouterr().err
+
+
+def test_new_tokens_that_leave_no_room_for_a_question_are_refused_before_any_is_asked(
+    server: FakeServer, write_problems: Write, capsys: pytest.CaptureFixture[str]
+) -> None:
+    server.told = {"max_model_len": 512}
+    asked = ["--base-url", server.base_url, "--dataset", str(write_problems(""))]
+    assert main([*asked, "--results-dir", str(write_problems("").parent / "results")]) == 2
+    assert "--max-tokens 512: the model's context is 512 tokens with the question" in capsys.readouterr().err
+    assert not server.requests
+
+
+def test_options_that_change_what_was_configured_are_refused_by_generate(
+    server: FakeServer, write_problems: Write, capsys: pytest.CaptureFixture[str]
+) -> None:
+    dataset = write_problems("", "")
+    here = ["--results-dir", str(dataset.parent / "results"), "--base-url", server.base_url]
+    assert main([*here, "--dataset", str(dataset), "--stages", "configure"]) == 0
+    assert main([*here, "--stages", "generate", "--max-tokens", "7"]) == 2
+    assert "max_tokens" in capsys.readouterr().err

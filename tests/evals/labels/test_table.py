@@ -1,0 +1,265 @@
+"""A table of the runs that count, with what they are trained on: scores, rewards, spans, and labels that come later."""
+
+import json
+import re
+import shutil
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pyarrow as pa
+import pyarrow.parquet as pq
+import pytest
+from made import make_results
+from recorded import record, says
+
+from deployments.activations import load
+from evals.config import EvalError
+from evals.labels.table import joined, labelled, main, summary
+from evals.results.results import read_samples
+
+SESSION = "evaluated"
+
+
+@pytest.fixture(scope="module")
+def made(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Results of twenty problems in two modes and two variants, with a store beside them."""
+    root = tmp_path_factory.mktemp("labels")
+    make_results(root / "results", 20, variants=("control", "calm"), activations=says(root / "store", SESSION))
+    record(root / "store", root / "results")
+    return root
+
+
+def facts(table: pa.Table) -> dict[str, Any]:
+    found: dict[str, Any] = json.loads(table.schema.metadata[b"labels"])
+    return found
+
+
+def spelled(store: Path, row: dict[str, Any], part: str) -> str | None:
+    """The text of a row's span, by the run's own offsets."""
+    if row[f"span.{part}"] is None:
+        return None
+    run = load(store / SESSION, row["run_id"])
+    assert run.facts.text is not None
+    assert run.text_offsets is not None
+    first, end = (int(position - run.positions[0]) for position in row[f"span.{part}"])
+    ends = [*run.text_offsets.tolist(), len(run.facts.text)]
+    return run.facts.text[ends[first] : ends[end]]
+
+
+def test_each_answer_has_one_row_with_its_sample_scores_and_rewards(made: Path) -> None:
+    table = labelled(made / "results")
+    samples = {sample.key: sample for sample in read_samples(made / "results") if sample.outcome != "failed"}
+    rows = table.to_pylist()
+    assert len(rows) == len(samples) == len({row["run_id"] for row in rows}) > 60
+    for row in rows:
+        sample = samples[f"{row['problem']}.{row['mode']}.{row['variant']}"]
+        assert row["run_id"] == sample.runs[-1]["run_id"]
+        assert (row["session_id"], row["sample_id"], row["turn"]) == (SESSION, sample.id, len(sample.turns) - 1)
+        assert (row["outcome"], row["correct"], row["last_turn"]) == (sample.outcome, sample.correct, True)
+        assert row["correct_flexible"] == sample.correct_flexible
+        rewards = {name: row[f"reward.{name}"] for name in ("correctness", "efficiency", "tool_use")}
+        assert (rewards, row["reward"]) == (sample.rewards, sample.reward)
+    assert {row["correct"] for row in rows} == {True, False}
+    assert all(
+        table.schema.field(name).type == pa.list_(pa.int32(), 2) for name in table.column_names if "span" in name
+    )
+
+
+def test_spans_are_the_tokens_of_their_parts(made: Path) -> None:
+    samples = {sample.key: sample for sample in read_samples(made / "results")}
+    rows = labelled(made / "results").to_pylist()
+    for row in rows:
+        sample = samples[f"{row['problem']}.{row['mode']}.{row['variant']}"]
+        answer = spelled(made / "store", row, "answer")
+        assert (answer is None) == (sample.normalized is None)
+        assert sample.normalized is None or sample.normalized in str(answer)
+        calls, results = (spelled(made / "store", row, part) for part in ("tool_calls", "tool_results"))
+        assert (calls is None) == (results is None) == (row["mode"] == "no-tools")
+        if calls:
+            assert sample.messages[1]["tool_calls"][0]["function"]["arguments"] in calls
+            assert sample.messages[2]["content"] in str(results)
+            assert "<|tool|>" not in str(results)
+    assert sum(row["span.answer"] is not None for row in rows) > 40
+
+
+def test_every_turn_is_there_where_all_are_asked_for_and_the_last_is_marked(made: Path) -> None:
+    table = labelled(made / "results", turns="all")
+    rows = [row for row in table.to_pylist() if row["mode"] == "with-tools"]
+    assert {(row["turn"], row["last_turn"]) for row in rows} == {(0, False), (1, True)}
+    first = next(row for row in rows if row["turn"] == 0)
+    assert (first["span.answer"], first["span.tool_results"]) == (None, None)
+    assert "calculator({" in str(spelled(made / "store", first, "tool_calls"))
+    assert facts(table)["earlier_turns"] == 0
+    assert facts(labelled(made / "results"))["earlier_turns"] == sum(row["turn"] == 0 for row in rows)
+
+
+def test_what_is_left_out_is_counted(tmp_path: Path) -> None:
+    asked = says(tmp_path / "store", SESSION)
+
+    def some(run_id: str) -> dict[str, Any]:
+        return asked(run_id) | ({"status": "failed"} if run_id.startswith(f"{3:012x}-no-tools") else {})
+
+    make_results(tmp_path / "results", 30, activations=some, skill=0.2)
+    record(tmp_path / "store", tmp_path / "results")
+    kept = {path: path.read_text() for path in (tmp_path / "results" / "samples").iterdir()}
+    repeated = next(path for path, text in kept.items() if '"outcome": "correct"' in text and "no-tools" in path.name)
+    again = json.loads(kept[repeated])
+    again["turns"][0]["activations"]["runs"][0]["run_id"] = "asked-again"
+    repeated.write_text(json.dumps(again))
+    found = labelled(tmp_path / "results")
+    failed = [sample for sample in read_samples(tmp_path / "results") if sample.outcome == "failed"]
+    told = facts(found)
+    assert (told["samples"], told["failed"], told["without_run"]) == (60, len(failed), 1)
+    assert told["other_runs"] == 1 + sum(len(sample.runs) for sample in failed) > 1
+    assert told["why_no_spans"] == f"1 runs are not in {tmp_path / 'store' / SESSION}"
+    ids = found["run_id"].to_pylist()
+    assert "asked-again" in ids
+    assert json.loads(kept[repeated])["turns"][0]["activations"]["runs"][0]["run_id"] not in ids
+    assert f"left out: {len(failed)} failed samples, 1 answers without a stored run" in summary(found)
+
+
+@pytest.mark.parametrize(
+    ("stored", "answers", "why"),
+    [
+        ({"last": 3}, "some", None),
+        ({"text": False}, "none", r"40 runs were stored without their text"),
+        (None, "none", r"file://\S+/store/evaluated cannot be read from here: --transfer-activations brings the files"),
+    ],
+)
+def test_without_the_rows_or_texts_of_a_part_its_span_is_null_and_the_summary_says_why(
+    tmp_path: Path, stored: dict[str, Any] | None, answers: str, why: str | None
+) -> None:
+    options = {"modes": ("no-tools",), "skill": 1.0, "activations": says(tmp_path / "store", SESSION)}
+    make_results(tmp_path / "results", 40, **options)
+    if stored:
+        record(tmp_path / "store", tmp_path / "results", **stored)
+    table = labelled(tmp_path / "results")
+    null = table["span.answer"].null_count
+    assert (null < 40) if answers == "some" else (null == 40)
+    assert table["span.end"].to_pylist() == [[89, 90]] * 40
+    assert table["span.prompt_last"].to_pylist() == [[69, 70]] * 40
+    if why is None:
+        assert facts(table)["why_no_spans"] is None
+    else:
+        assert re.fullmatch(why, facts(table)["why_no_spans"])
+        assert facts(table)["why_no_spans"] in summary(table)
+
+
+def test_transferred_files_are_read_where_the_store_is_elsewhere(made: Path, tmp_path: Path) -> None:
+    shutil.copytree(made / "results", tmp_path / "results")
+    shutil.copytree(made / "store" / SESSION, tmp_path / "results" / "activations" / SESSION)
+    for path in (tmp_path / "results" / "samples").iterdir():
+        path.write_text(path.read_text().replace("file:///", "s3://bucket/"))
+    there, here = labelled(tmp_path / "results"), labelled(made / "results")
+    assert there.drop_columns("uri") == here.drop_columns("uri")
+
+
+@pytest.mark.parametrize(
+    ("change", "told"),
+    [
+        ({"correct_normalized": None}, "was scored by an earlier version: .* otherwise run the evaluation again"),
+        ({"correct": None, "rewards": {}, "reward": None}, "is being scored anew"),
+        (None, r"samples/\S+\.json cannot be read"),
+    ],
+)
+def test_samples_without_a_score_of_this_version_give_no_labels(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], change: dict[str, Any] | None, told: str
+) -> None:
+    options = {"modes": ("no-tools",), "skill": 1.0, "activations": says(tmp_path / "store", SESSION)}
+    results = make_results(tmp_path / "results", 2, **options)
+    path = next((results / "samples").iterdir())
+    path.write_text(json.dumps(json.loads(path.read_text()) | change) if change else "")
+    assert main([str(results)]) == 2
+    assert re.search(told, capsys.readouterr().err)
+
+
+def write_csv(path: Path, rows: list[dict[str, Any]]) -> None:
+    lines = [
+        ",".join(rows[0]),
+        *(",".join("" if value is None else str(value) for value in row.values()) for row in rows),
+    ]
+    path.write_text("\n".join(lines) + "\n")
+
+
+WRITERS: dict[str, Callable[[Path, list[dict[str, Any]]], Any]] = {
+    "csv": write_csv,
+    "parquet": lambda path, rows: pq.write_table(pa.Table.from_pylist(rows), path),
+    "jsonl": lambda path, rows: path.write_text("".join(json.dumps(row) + "\n" for row in rows)),
+}
+
+
+@pytest.mark.parametrize("kind", WRITERS)
+def test_labels_that_come_later_join_by_run(made: Path, tmp_path: Path, kind: str) -> None:
+    table = labelled(made / "results")
+    ids = table["run_id"].to_pylist()
+    later = [{"run_id": run_id, "sure": number / 4, "note": f"n{number}"} for number, run_id in enumerate(ids[5:9])]
+    WRITERS[kind](tmp_path / f"later.{kind}", later[::-1])
+    found = joined(table, tmp_path / f"later.{kind}")
+    assert found.select(table.column_names) == table
+    assert found.schema.metadata == table.schema.metadata
+    assert found["sure"].to_pylist()[4:10] == [None, 0.0, 0.25, 0.5, 0.75, None]
+    assert found["note"].to_pylist()[5:9] == ["n0", "n1", "n2", "n3"]
+    assert found["note"].null_count == len(ids) - 4
+
+
+@pytest.mark.parametrize(
+    ("rows", "says"),
+    [
+        ([{"run_id": "x", "a": 1}, {"run_id": "y", "a": 2}], "2 of 2 run ids are no run of the labels: x, y"),
+        ([{"run_id": "{0}", "a": 1}, {"run_id": "{0}", "a": 2}], "1 run ids come more than once: {0}"),
+        ([{"run_id": None, "a": 1}], "1 of 1 run ids are no run of the labels: None"),
+        ([{"run_id": "{0}", "correct": True}], "the labels have a column correct already"),
+        ([{"run": "{0}", "a": 1}], "has no column run_id; it has run, a"),
+    ],
+)
+def test_labels_that_fit_no_run_are_refused_with_counts(
+    made: Path, tmp_path: Path, rows: list[dict[str, Any]], says: str
+) -> None:
+    table = labelled(made / "results")
+    first = table["run_id"][0].as_py()
+    given = [{name: first if value == "{0}" else value for name, value in row.items()} for row in rows]
+    WRITERS["jsonl"](tmp_path / "later.jsonl", given)
+    with pytest.raises(EvalError) as refused:
+        joined(table, tmp_path / "later.jsonl")
+    assert says.format(first) in str(refused.value)
+
+
+def test_the_command_writes_the_table_and_says_what_is_in_it(
+    made: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    shutil.copytree(made / "results", tmp_path / "results")
+    table = labelled(made / "results")
+    write_csv(tmp_path / "mine.csv", [{"run_id": table["run_id"][0].as_py(), "mine": 1}])
+    assert main([str(tmp_path / "results"), "--labels", str(tmp_path / "mine.csv")]) == 0
+    out = tmp_path / "results" / "labels.parquet"
+    said = capsys.readouterr().out
+    assert pq.read_table(out).select(table.column_names).to_pylist() == table.to_pylist()
+    assert pq.read_table(out)["mine"].to_pylist()[0] == 1
+    right = sum(table["correct"].to_pylist())
+    assert said.startswith(f"{table.num_rows} runs of 20 problems, {right} of them correct by the normalized rule\n")
+    assert said.endswith(f"{out}\n")
+    assert main([str(tmp_path / "results"), "--turns", "all", "--out", str(tmp_path / "all.parquet")]) == 0
+    assert pq.read_table(tmp_path / "all.parquet").num_rows > table.num_rows
+
+
+@pytest.mark.parametrize(
+    ("results", "options", "says"),
+    [
+        ("none", [], "config.json cannot be read"),
+        ("plain", [], "plain recorded no activations: run the evaluation with --collect-activations"),
+        ("results", ["--labels", "absent.csv"], "absent.csv cannot be read"),
+        ("results", ["--labels", "labels.xlsx"], "labels.xlsx: labels are a .csv, .parquet, .jsonl file"),
+        ("results", ["--out", "/no/such/place.parquet"], "/no/such"),
+    ],
+)
+def test_what_gives_no_labels_is_said_in_one_line(
+    made: Path, capsys: pytest.CaptureFixture[str], results: str, options: list[str], says: str
+) -> None:
+    if results == "plain" and not (made / "plain").exists():
+        make_results(made / "plain", 2)
+    assert main([str(made / results), *options]) == 2
+    said = capsys.readouterr().err
+    assert said.startswith("evals.labels: ")
+    assert says in said
+    assert said.count("\n") == 1

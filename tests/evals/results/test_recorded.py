@@ -1,0 +1,59 @@
+"""What a real server stored reaches a sample's record, the results directory and the statistics."""
+
+import asyncio
+from pathlib import Path
+from typing import Any
+
+import pyarrow as pa
+import pyarrow.parquet as pq
+import torch
+
+from deployments.activations import load
+from evals.results.activation_stats import write_stats
+from evals.server.client import ChatClient
+from evals.server.inline import sampled_values
+from evals.results.results import read_json
+from evals.results.transfer import transfer
+
+POINTS = ["layers.*.output", "lm_head.output"]
+
+
+async def ask(base_url: str, session: str) -> tuple[list[dict[str, Any]], dict[str, Any]]:
+    """Two answers' `activations_meta`, and sampled values of them."""
+    client = ChatClient(base_url, timeout=60, retries=2, parallel=2)
+    body = {"model": "vitrine-demo", "max_tokens": 8, "temperature": 0, "session_id": session}
+    body |= {"messages": [{"role": "user", "content": "What is 1 + 2?"}], "capture": {"points": POINTS}}
+    try:
+        metas = [(await client.chat(body))["activations_meta"] for _ in range(2)]
+        return metas, await sampled_values(client.download, metas, 20)
+    finally:
+        await client.close()
+
+
+def test_stored_values_are_sampled_transferred_and_summed_up(served: Any, tmp_path: Path) -> None:
+    metas, sampled = asyncio.run(ask(served.base_url, "recorded"))
+    runs = [run for meta in metas for run in meta["runs"]]
+    found = transfer(tmp_path, served.base_url, "recorded", progress=False)
+    assert (found["runs"], found["path"]) == (2, "activations/recorded")
+    assert read_json(tmp_path / "activations" / "transferred.json") == found
+    assert list(sampled) == [run["run_id"] for run in runs]
+    for run in runs:
+        stored = load(tmp_path / found["path"], run["run_id"])
+        assert list(stored) == list(run["points"])
+        for name, at in sampled[run["run_id"]].items():
+            where = at["sample_info"]
+            values = stored[name][where["positions"]][:, where["dimensions"]].float()
+            assert torch.equal(torch.tensor(at["data"]), values)
+            assert at["shape"] == run["points"][name]["shape"]
+    rows = [
+        {"run_ids": [run["run_id"]], "session_id": "recorded", "correct": True, "activation_uris": ["file:///gone/x"]}
+        for run in runs
+    ]
+    pq.write_table(pa.Table.from_pylist(rows), tmp_path / "samples.parquet")
+    path = write_stats(tmp_path)
+    assert path
+    stats = read_json(path)
+    assert stats["why_not"] is None
+    assert {name: of["tokens"] for name, of in stats["points"].items()} == dict.fromkeys(
+        runs[0]["points"], sum(run["tokens"] for run in runs)
+    )

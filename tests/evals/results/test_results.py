@@ -1,0 +1,165 @@
+"""The files of a run, as those who read them find them."""
+
+import json
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pyarrow as pa
+import pyarrow.parquet as pq
+import pytest
+from fake_openai import FakeServer
+from made import make_results
+
+from evals.gsm8k.__main__ import main
+from evals.results.results import Results
+from evals.gsm8k.summary import conclude, summarize
+
+Write = Callable[..., Path]
+LABELS = ("", "[wrong]", "[invalid]", "[cut]", "[loop]", "[refused]")
+
+
+@pytest.fixture
+def results(server: FakeServer, cluster: Any, write_problems: Write, tmp_path: Path) -> Path:
+    """A run with every outcome in it."""
+    directory = tmp_path / "results"
+    argv = ["--base-url", server.base_url, "--dataset", str(write_problems(*LABELS)), "--results-dir", str(directory)]
+    argv += ["--variants", "control,calm", "--max-turns", "2", "--collect-activations", "--session-id", "s"]
+    assert main([*argv, "--rewards", "correctness=1,format=0.5"]) == 1
+    return directory
+
+
+def read(path: Path) -> dict[str, Any]:
+    content: dict[str, Any] = json.loads(path.read_text())
+    return content
+
+
+def test_all_files_of_a_run_tell_the_same(results: Path) -> None:
+    names = {path.name.removesuffix(".json") for path in (results / "samples").iterdir()}
+    assert names == {path.name.removesuffix(".jsonl") for path in (results / "trajectories").iterdir()}
+    assert names == {path.name.removesuffix(".json") for path in (results / "agent_states").iterdir()}
+    rows = [json.loads(line) for line in (results / "dataset.jsonl").read_text().splitlines()]
+    table = pq.read_table(results / "samples.parquet").to_pylist()
+    assert {f"{row['id']}.{row['mode']}.{row['variant']}" for row in rows} == names
+    assert len(names) == len(LABELS) * 4
+    for row, cells in zip(rows, table, strict=True):
+        key = f"{row['id']}.{row['mode']}.{row['variant']}"
+        sample, state = read(results / "samples" / f"{key}.json"), read(results / "agent_states" / f"{key}.json")
+        steps = [json.loads(line) for line in (results / "trajectories" / f"{key}.jsonl").read_text().splitlines()]
+        assert [step["content"] for step in steps] == [message["content"] for message in sample["messages"]]
+        assert sample["outcome"] == row["outcome"] == state["status"] == cells["outcome"]
+        assert sample["reward"] == row["reward"] == state["reward"] == cells["reward"]
+        assert cells["reward_format"] == sample["rewards"].get("format")
+        assert row["run_ids"] == state["run_ids"] == cells["run_ids"]
+        assert row["run_ids"] == [run for step in steps for run in step.get("run_ids", [])]
+        assert len(sample["turns"]) == row["turns"] == state["turns"] == cells["turns"]
+        assert row["tool_calls"] == len(state["tool_calls"]) == cells["tool_calls"]
+        assert cells["completion_tokens"] == sum(turn["completion_tokens"] for turn in sample["turns"])
+
+
+def test_a_trajectory_has_what_each_step_cost_and_what_the_tool_said(results: Path) -> None:
+    path = next(
+        path for path in (results / "trajectories").glob("*.with-tools.calm.jsonl") if "[loop]" in path.read_text()
+    )
+    steps = [json.loads(line) for line in path.read_text().splitlines()]
+    assert [step["role"] for step in steps] == ["user", "assistant", "tool", "assistant", "tool"]
+    assert [step["step"] for step in steps] == [0, 1, 2, 3, 4]
+    assert steps[1]["tool_calls"][0]["function"]["name"] == "calculator"
+    assert (steps[1]["completion_tokens"], steps[1]["finish_reason"], len(steps[1]["run_ids"])) == (5, "tool_calls", 1)
+    assert (steps[2]["error"], steps[2]["content"]) == (False, "1004")
+
+
+def test_the_parquet_file_is_typed(results: Path) -> None:
+    schema = pq.read_schema(results / "samples.parquet")
+    assert schema.field("correct").type == pa.bool_()
+    assert schema.field("run_ids").type == pa.list_(pa.string())
+    assert schema.field("reward_correctness").type == pa.float64()
+    assert schema.field("started").type == pa.timestamp("us", tz="UTC")
+    failed = [row for row in pq.read_table(results / "samples.parquet").to_pylist() if row["outcome"] == "failed"]
+    assert len(failed) == 4
+    assert {row["correct"] for row in failed} == {row["reward"] for row in failed} == {None}
+
+
+def test_the_summary_counts_each_outcome_and_leaves_failures_out_of_rates(results: Path) -> None:
+    summary = read(results / "summary.json")
+    assert summary["counts"] == {"problems": 6, "conditions": 4, "samples": 24, "failed": 4, "missing": 0}
+    assert summary["incomplete"] is None
+    for key, condition in summary["conditions"].items():
+        assert key == f"{condition['mode']}.{condition['variant']}"
+        assert sum(condition["outcomes"].values()) == condition["samples"] == 6
+        assert (condition["outcomes"]["failed"], condition["strict"]["of"]) == (1, 5)
+        assert condition["invalid_rate"] == condition["invalid"] / 5
+        assert condition["truncated_rate"] == condition["truncated"] / 5 == 0.2
+        assert condition["rewards"]["correctness"] == condition["strict"]["accuracy"]
+        weighted = condition["rewards"]["correctness"] + 0.5 * condition["rewards"]["format"]
+        assert condition["reward"] == pytest.approx(weighted)
+    assert summary["conditions"]["with-tools.calm"]["outcomes"]["turn_limit"] == 1
+    assert [(pair["a"], pair["b"], pair["kind"]) for pair in summary["paired"]] == [
+        ("no-tools.control", "no-tools.calm", "variant"),
+        ("with-tools.control", "with-tools.calm", "variant"),
+        ("no-tools.control", "with-tools.control", "mode"),
+        ("no-tools.calm", "with-tools.calm", "mode"),
+    ]
+    assert all(pair["problems"] == 5 for pair in summary["paired"])
+
+
+def test_all_follows_from_the_configuration_and_the_samples(results: Path) -> None:
+    assert summarize(results, None) == json.loads((results / "summary.json").read_text())
+    before = {path: path.read_bytes() for path in results.rglob("*.*") if path.is_file() and path.suffix != ".html"}
+    for path in before:
+        if path.parent.name != "samples" and path.name != "config.json":
+            path.unlink()
+    conclude(results, None)
+    assert {path: path.read_bytes() for path in before} == before
+
+
+def test_config_json_holds_what_repeats_the_run(results: Path) -> None:
+    told = read(results / "config.json")
+    assert told["config"]["model"] == told["model"]["id"] == "fake/model"
+    assert told["config"]["variants"] == list(told["prompts"]["variants"]) == ["control", "calm"]
+    assert told["server"]["health"]["status"] == "ok"
+    assert told["dataset"]["problems"] == 6
+    assert {"ray", "python", "vitrine"} <= told["versions"].keys()
+    assert told["host"]
+
+
+def late(directory: Path) -> Path:
+    """Makes the first question of a made run one whose answer did not come in time."""
+    path = min((directory / "samples").iterdir())
+    outcome = {"outcome": "timed_out", "correct": False, "finish_reason": "timeout", "latency_s": 300.0, "turns": []}
+    path.write_text(json.dumps(read(path) | outcome))
+    return path
+
+
+def test_late_samples_are_asked_again_with_a_longer_limit_also_after_a_call_that_was_killed(tmp_path: Path) -> None:
+    directory = make_results(tmp_path / "run", 4, modes=("no-tools",), skill=1.0)
+    path, facts = late(directory), read(directory / "config.json")
+    with Results.resume(directory, facts) as results:
+        assert results.has(path.stem)
+    facts["config"]["timeout"] *= 2
+    for _ in range(2):  # the first call ends here
+        with Results.resume(directory, facts) as results:
+            assert not results.has(path.stem)
+    assert (read(path)["outcome"], read(path)["correct_strict"]) == ("failed", None)
+
+
+def test_a_sample_without_an_answer_has_no_part_in_latency(tmp_path: Path) -> None:
+    directory = make_results(tmp_path / "run", 4, modes=("no-tools",), skill=1.0)
+    path = late(directory)
+    (condition,) = summarize(directory, None)["conditions"].values()
+    assert (condition["timed_out"], condition["normalized"]["of"]) == (1, 4)
+    path.unlink()
+    (others,) = summarize(directory, None)["conditions"].values()
+    assert condition["latency_s"] == others["latency_s"]
+    assert condition["completion_tokens_per_sample"] == others["completion_tokens_per_sample"]
+
+
+def test_a_run_without_a_sample_yet_has_all_its_files(
+    server: FakeServer, cluster: Any, write_problems: Write, tmp_path: Path
+) -> None:
+    argv = ["--base-url", server.base_url, "--dataset", str(write_problems("", "")), "--collect-activations"]
+    assert main([*argv, "--results-dir", str(tmp_path / "results"), "--stages", "configure,report"]) == 1
+    summary = read(tmp_path / "results" / "summary.json")
+    assert (summary["counts"]["samples"], summary["counts"]["missing"]) == (0, 4)
+    assert pq.read_table(tmp_path / "results" / "samples.parquet").num_rows == 0
+    assert (tmp_path / "results" / "report.html").exists()

@@ -1,0 +1,158 @@
+import json
+from collections.abc import Callable
+from pathlib import Path
+
+import pyarrow as pa
+import pyarrow.parquet as pq
+import pytest
+
+from evals.config import EvalError
+from evals.gsm8k.options import parse_args
+from evals.task.few_shot import load_few_shot
+from evals.task.problems import load_problems
+from evals.task.trajectory import Problem
+
+Write = Callable[..., Path]
+
+pytestmark = pytest.mark.usefixtures("cluster")
+
+
+def load(path: Path | str, *options: str) -> list[Problem]:
+    table = load_problems(parse_args(["--dataset", str(path), *options])).problems
+    return [Problem(**row) for row in table.to_pylist()]
+
+
+def test_the_first_samples_are_the_files_first(write_problems: Write) -> None:
+    problems = load(write_problems(*[""] * 9), "--samples", "3")
+    assert [problem.gold for problem in problems] == ["1000", "1001", "1002"]
+
+
+def test_parquet_gives_the_same_problems_as_jsonl(write_problems: Write, tmp_path: Path) -> None:
+    path = write_problems(*[""] * 5)
+    rows = [json.loads(line) for line in path.read_text().splitlines()]
+    pq.write_table(pa.Table.from_pylist(rows), tmp_path / "p.parquet")
+    assert load(tmp_path / "p.parquet") == load(path)
+
+
+def test_a_seed_chooses_the_same_whatever_the_order_of_the_file(write_problems: Write, tmp_path: Path) -> None:
+    path = write_problems(*[""] * 40)
+    turned = tmp_path / "turned.jsonl"
+    turned.write_text("".join(reversed(path.read_text().splitlines(keepends=True))))
+    ten = load(path, "--samples", "10", "--seed", "1")
+    assert ten == load(turned, "--samples", "10", "--seed", "1")
+    assert ten == load(path, "--samples", "20", "--seed", "1")[:10] == load(path, "--seed", "1")[:10]
+    assert ten != load(path, "--samples", "10", "--seed", "2")
+
+
+def test_a_repeated_question_is_asked_once(write_problems: Write) -> None:
+    path = write_problems(*[""] * 3)
+    path.write_text(path.read_text() * 2)
+    assert len({problem.id for problem in load(path)}) == len(load(path)) == 3
+
+
+def test_rows_that_repeat_a_question_are_counted_as_far_as_the_file_is_read(write_problems: Write) -> None:
+    path = write_problems(*[""] * 4)
+    lines = path.read_text().splitlines(keepends=True)
+    path.write_text("".join([lines[0], lines[0], *lines, lines[3]]))
+
+    def repeated(*options: str) -> int:
+        return load_problems(parse_args(["--dataset", str(path), *options])).repeated
+
+    assert (repeated(), repeated("--samples", "1"), repeated("--samples", "1", "--seed", "1")) == (3, 0, 3)
+
+
+ODD_ROWS = [
+    ({"question": None, "answer": "#### 1"}, "the question is None, and no text"),
+    ({"question": " ", "answer": "#### 1"}, "the question is ' ', and no text"),
+    ({"question": "Why?", "answer": None}, "the answer is None, and no text"),
+    ({"question": "Why?", "answer": ""}, "the answer is '', and no text"),
+    ({"question": "Why?", "answer": "It is 1."}, "an answer without #### and a number: 'It is 1.'"),
+    ({"question": " What is 1 + 1000?", "answer": "#### 7"}, "with another answer: 7, and there 1001"),
+]
+
+
+@pytest.mark.parametrize(("row", "says"), ODD_ROWS)
+def test_a_row_that_cannot_be_asked_or_scored_is_refused_with_its_place(
+    write_problems: Write, tmp_path: Path, row: dict[str, str | None], says: str
+) -> None:
+    lines = write_problems("", "").read_text().splitlines()
+    path = tmp_path / "odd.jsonl"
+    path.write_text("\n".join([lines[0], "", lines[1], "", json.dumps(row), ""]))
+    with pytest.raises(EvalError) as refused:
+        load(path)
+    assert str(refused.value).startswith(f"{path}, line 5: ")
+    assert says in str(refused.value)
+
+
+@pytest.mark.parametrize(("row", "says"), [ODD_ROWS[0], ODD_ROWS[-1]])
+def test_such_a_row_of_a_parquet_file_is_refused_by_its_number(
+    write_problems: Write, tmp_path: Path, row: dict[str, str | None], says: str
+) -> None:
+    rows = map(json.loads, write_problems("", "").read_text().splitlines())
+    path = tmp_path / "odd.parquet"
+    pq.write_table(pa.Table.from_pylist([*rows, row]), path)
+    with pytest.raises(EvalError) as refused:
+        load(path)
+    assert str(refused.value).startswith(f"{path}, row 3: ")
+    assert says in str(refused.value)
+
+
+def test_an_example_without_a_question_is_refused_with_its_place(write_problems: Write, tmp_path: Path) -> None:
+    path = tmp_path / "shots.jsonl"
+    path.write_text(json.dumps({"question": None, "answer": "#### 1"}) + "\n")
+    options = ["--dataset", str(write_problems("")), "--few-shot", "1", "--few-shot-file", str(path)]
+    with pytest.raises(EvalError, match=r"shots\.jsonl, line 1: .*the question is None"):
+        load_few_shot(parse_args(options), set())
+
+
+@pytest.mark.parametrize(
+    ("text", "says"),
+    [
+        ('{"question": "q", "answer": "no number"}\n', "without ####"),
+        ('{"prompt": "q", "target": "#### 1"}\n', "no field 'question'"),
+        ("not json\n", "cannot read"),
+        ("", "no problems|cannot read"),
+    ],
+)
+def test_another_format_is_refused_with_the_reason(tmp_path: Path, text: str, says: str) -> None:
+    path = tmp_path / "bad.jsonl"
+    path.write_text(text)
+    with pytest.raises(EvalError, match=says):
+        load(path)
+
+
+@pytest.mark.parametrize("name", ["absent.jsonl", "gsm8k", "."])
+def test_a_dataset_that_is_not_there_is_named(name: str, tmp_path: Path) -> None:
+    with pytest.raises(EvalError, match="--dataset"):
+        load(tmp_path / name)
+
+
+@pytest.fixture
+def hub(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The hub's `openai/gsm8k` as its cache has it, each split of three problems, without a network."""
+    repository, commit = tmp_path / "datasets--openai--gsm8k", "e53f048856ff4f594e959d75785d2c2d37b678ee"
+    splits = repository / "snapshots" / commit / "main"
+    splits.mkdir(parents=True)
+    (repository / "refs").mkdir()
+    (repository / "refs" / "main").write_text(commit)
+    for split, first in (("test", 10), ("train", 20)):
+        rows = [{"question": f"What is {n} + 0?", "answer": f"It is {n}.\n#### {n}"} for n in range(first, first + 3)]
+        pq.write_table(pa.Table.from_pylist(rows), splits / f"{split}-00000-of-00001.parquet")
+    monkeypatch.setattr("huggingface_hub.constants.HF_HUB_CACHE", str(tmp_path))
+    monkeypatch.setattr("huggingface_hub.constants.HF_HUB_OFFLINE", True)
+
+
+@pytest.mark.usefixtures("hub")
+def test_of_the_hubs_dataset_a_split_is_asked_and_the_other_gives_examples() -> None:
+    asked = load("openai/gsm8k", "--samples", "2")
+    assert [problem.gold for problem in asked] == ["10", "11"]
+    assert [problem.gold for problem in load("openai/gsm8k", "--split", "train")] == ["20", "21", "22"]
+    few_shot = load_few_shot(parse_args(["--dataset", "openai/gsm8k", "--few-shot", "2"]), set())
+    assert few_shot
+    assert [example.question for example in few_shot.examples] == ["What is 20 + 0?", "What is 21 + 0?"]
+
+
+@pytest.mark.usefixtures("hub")
+def test_a_split_that_the_hub_has_not_is_named() -> None:
+    with pytest.raises(EvalError, match="cannot fetch openai/gsm8k split none"):
+        load("openai/gsm8k", "--split", "none")

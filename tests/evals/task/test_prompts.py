@@ -1,0 +1,122 @@
+import json
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+from fake_openai import FakeServer
+
+from deployments.demo_model.dialogues import INSTRUCTION
+from evals.config import EvalError
+from evals.gsm8k.__main__ import main
+from evals.gsm8k.options import parse_args
+from evals.scoring import is_correct
+from evals.task.few_shot import SHIPPED, load_few_shot
+from evals.task.problems import question_id
+from evals.task.prompts import FewShot, load_variants
+
+Write = Callable[..., Path]
+NAMES = ("control", "frustration", "impatience", "anxiety", "collaborative", "patience", "calm")
+
+
+def examples(asked: set[str], *argv: str) -> FewShot | None:
+    return load_few_shot(parse_args(argv), asked)
+
+
+def test_the_shipped_variants_are_seven_with_a_bare_control() -> None:
+    texts = load_variants(NAMES, None)
+    assert texts["control"] == ""
+    assert len(set(texts.values())) == 7
+
+
+def test_variants_may_come_from_a_file_of_ones_own(tmp_path: Path) -> None:
+    path = tmp_path / "mine.yaml"
+    path.write_text("joy: |\n  I am happy!\n")
+    assert load_variants(("control", "joy"), path) == {"control": "", "joy": "I am happy!"}
+
+
+@pytest.mark.parametrize(
+    ("text", "says"),
+    [
+        ("joy: a", "has no gloom, only control, joy"),
+        ("- joy", "not a map"),
+        ("gloom: 3", "not a map"),
+        ("a: [", "variants-file"),
+        ("control: something\ngloom: a", "control has a text"),
+    ],
+)
+def test_a_wrong_file_of_variants_is_refused(tmp_path: Path, text: str, says: str) -> None:
+    path = tmp_path / "mine.yaml"
+    path.write_text(text)
+    with pytest.raises(EvalError, match=says):
+        load_variants(("gloom",), path)
+
+
+def test_the_shipped_examples_are_gsm8ks_format_and_right() -> None:
+    rows = [json.loads(line) for line in SHIPPED.read_text().splitlines()]
+    assert len({row["question"] for row in rows}) == 8
+    assert all(is_correct(row["answer"], row["answer"]) for row in rows)
+    for row in rows:
+        for step in row["answer"].splitlines()[:-1]:
+            sides = [side.split()[0] for side in step.split("=")[1:]]
+            assert eval(step.split("=")[0].split()[-1]) == int(sides[0])  # noqa: S307
+
+
+@pytest.mark.usefixtures("cluster")
+def test_examples_are_the_first_of_the_train_split_that_are_not_asked(write_problems: Write) -> None:
+    test = write_problems("[b]", name="test.jsonl")
+    write_problems("[b]", "[c]", "[d]", "[e]", name="train.jsonl")
+    shown = examples({question_id("[b] What is 0 + 1000?")}, "--dataset", str(test), "--few-shot", "2")
+    assert shown
+    assert [example.question for example in shown.examples] == ["[c] What is 1 + 1000?", "[d] What is 2 + 1000?"]
+    assert shown.source == str(test.with_name("train.jsonl"))
+
+
+@pytest.mark.usefixtures("cluster")
+def test_examples_come_from_a_file_that_is_named_else_from_those_that_ship(write_problems: Write) -> None:
+    path = write_problems("[own]")
+    named = examples(set(), "--few-shot", "1", "--few-shot-file", str(path))
+    assert named
+    assert named.examples[0].question.startswith("[own]")
+    for dataset in ("demo", str(path)):
+        shipped = examples(set(), "--few-shot", "8", "--dataset", dataset)
+        assert shipped
+        assert shipped.source == "evals/few_shot.jsonl"
+    assert examples(set()) is None
+
+
+@pytest.mark.usefixtures("cluster")
+@pytest.mark.parametrize(
+    ("argv", "says"),
+    [
+        (["--few-shot", "9"], "has only 8"),
+        (["--few-shot", "1", "--few-shot-file", "absent.jsonl"], r"--few-shot-file \S+absent.jsonl: no file"),
+    ],
+)
+def test_examples_that_are_not_there_are_said(argv: list[str], says: str) -> None:
+    with pytest.raises(EvalError, match=says):
+        examples(set(), *argv)
+
+
+@pytest.mark.usefixtures("cluster")
+def test_each_problem_is_asked_in_each_variant_after_the_examples(
+    server: FakeServer, write_problems: Write, tmp_path: Path
+) -> None:
+    path = write_problems(*[""] * 3)
+    argv = ["--base-url", server.base_url, "--dataset", str(path), "--results-dir", str(tmp_path / "results")]
+    argv += ["--mode", "no-tools", "--variants", "control,calm", "--few-shot", "2", "--parallel", "1"]
+    assert main(argv) == 0
+    told: dict[str, Any] = json.loads((tmp_path / "results" / "config.json").read_text())["prompts"]
+    assert [len(body["messages"]) for body in server.requests] == [5] * 6
+    roles = [message["role"] for message in server.requests[0]["messages"]]
+    assert roles == ["user", "assistant", "user", "assistant", "user"]
+    shown = [message["content"] for message in server.requests[0]["messages"][:4]]
+    first, second = told["few_shot"]["examples"]
+    assert shown[:2] == [first["question"] + INSTRUCTION, first["answer"]]
+    assert shown[2:] == [second["question"] + INSTRUCTION, second["answer"]]
+    assert (told["few_shot"]["source"], told["instruction"]) == ("evals/few_shot.jsonl", INSTRUCTION)
+    # One after the other: both variants of a problem, then those of the next.
+    asked = [body["messages"][-1]["content"] for body in server.requests]
+    questions = [f" What is {i} + 1000?{INSTRUCTION}" for i in range(3)]
+    calm = told["variants"]["calm"]
+    assert asked == [text for question in questions for text in (question, f"{calm}\n\n{question}")]

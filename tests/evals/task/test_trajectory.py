@@ -1,0 +1,170 @@
+import asyncio
+from typing import Any
+
+import pytest
+from fake_openai import FakeServer
+
+from deployments.demo_model.dialogues import INSTRUCTION
+from evals.config import Config, Mode
+from evals.gsm8k.options import parse_args
+from evals.server.client import ChatClient
+from evals.task.prompts import Example, FewShot, Prompts
+from evals.task.records import agent_state, trajectory
+from evals.task.trajectory import Problem, Sample, run_problem
+
+
+def play(server: FakeServer, label: str, mode: Mode, *options: str, few_shot: FewShot | None = None) -> Sample:
+    config = parse_args(["--base-url", server.base_url, "--model", "fake/model", "--retries", "0", *options])
+
+    async def talk(config: Config) -> Sample:
+        client = ChatClient(config.base_url, timeout=30, retries=0, parallel=1)
+        try:
+            problem = Problem("abc", f"{label} What is 2 + 3?", "5")
+            prompts = Prompts({"control": ""}, few_shot)
+            return await run_problem(client.chat, problem, mode, "control", config, prompts)
+        finally:
+            await client.close()
+
+    return asyncio.run(talk(config))
+
+
+def test_without_tools_it_is_one_turn_of_the_question_and_the_instruction(server: FakeServer) -> None:
+    sample = play(server, "", "no-tools")
+    (body,) = server.requests
+    assert body["messages"] == [{"role": "user", "content": " What is 2 + 3?" + INSTRUCTION}]
+    assert not {"tools", "capture", "store_activations", "session_id"} & body.keys()
+    assert (sample.correct, sample.strict, len(sample.turns)) == (True, "5", 1)
+
+
+def test_with_tools_results_go_back_under_their_calls_id(server: FakeServer) -> None:
+    sample = play(server, "", "with-tools")
+    roles = [message["role"] for message in sample.messages]
+    assert roles == ["user", "assistant", "tool", "assistant"]
+    assert sample.messages[2] == {"role": "tool", "tool_call_id": "call-1", "content": "5"}
+    assert sample.correct
+    assert server.requests[0]["tools"][0]["function"]["name"] == "calculator"
+    # The server refuses fields it does not know, so what it added to its message does not come back to it.
+    assert server.requests[1]["messages"][1].keys() == {"role", "content", "tool_calls"}
+
+
+def test_drawn_answers_repeat_by_seed_and_greedy_ones_ask_for_none(server: FakeServer) -> None:
+    for options in ([], ["--temperature", "1"], ["--temperature", "1"], ["--temperature", "1", "--seed", "7"]):
+        play(server, "", "with-tools", *options)
+    seeds = [body.get("seed") for body in server.requests]
+    assert seeds[:2] == [None, None]
+    assert seeds[2:4] == seeds[4:6]
+    assert len({None, *seeds}) == 5  # each turn's and each run's seed is its own
+
+
+def test_half_an_emoji_of_the_model_is_kept_from_text_and_tools(server: FakeServer) -> None:
+    call = {"id": "1", "type": "function", "function": {"name": "calculator", "arguments": '{"expression": "\\ud83d"}'}}
+    said = [{"content": "half \ud83d", "tool_calls": [call]}, {"content": "#### 5"}]
+
+    async def chat(body: dict[str, Any]) -> dict[str, Any]:
+        reason = "tool_calls" if len(said) == 2 else "stop"
+        return {"choices": [{"message": said.pop(0), "finish_reason": reason}], "usage": {"prompt_tokens": None}}
+
+    config = parse_args(["--model", "fake/model"])
+    prompts = Prompts({"control": ""}, None)
+    sample = asyncio.run(run_problem(chat, Problem("abc", "2 + 3?", "5"), "with-tools", "control", config, prompts))
+    assert (sample.outcome, sample.prompt_tokens) == ("correct", 0)
+    assert sample.messages[1]["content"] == "half ?"
+    assert sample.messages[2]["content"].startswith("error: ")
+    assert Sample.model_validate_json(sample.model_dump_json()) == sample
+
+
+@pytest.mark.parametrize(
+    ("label", "outcome"),
+    [
+        ("", "correct"),
+        ("[wrong]", "wrong"),
+        ("[invalid]", "invalid"),
+        ("[cut]", "truncated"),
+        ("[loop]", "turn_limit"),
+        ("[refused]", "failed"),
+        ("[long]", "failed"),  # the question fits, and --max-tokens beside it does not
+    ],
+)
+def test_each_sample_has_one_outcome(server: FakeServer, label: str, outcome: str) -> None:
+    assert play(server, label, "with-tools", "--max-turns", "3").outcome == outcome
+
+
+def test_the_tool_loop_ends_at_the_turn_limit(server: FakeServer) -> None:
+    sample = play(server, "[loop]", "with-tools", "--max-turns", "3")
+    assert (len(sample.turns), sample.turn_limit, sample.correct, sample.error) == (3, True, False, None)
+
+
+@pytest.mark.parametrize(
+    ("label", "outcome", "finish", "turns"),
+    [
+        ("[full]", "truncated", "length", 1),
+        ("[wide]", "truncated", "length", 0),
+        ("[late]", "timed_out", "timeout", 0),
+    ],
+)
+def test_a_conversation_that_grows_too_long_is_a_wrong_answer_on_any_turn(
+    server: FakeServer, label: str, outcome: str, finish: str, turns: int
+) -> None:
+    sample = play(server, label, "with-tools")
+    assert (sample.outcome, sample.finish_reason, len(sample.turns)) == (outcome, finish, turns)
+    assert (sample.correct, sample.correct_flexible) == (False, False)
+    assert str(sample.error).startswith("HTTP 4" if outcome == "truncated" else "HTTP 504")
+    assert len(trajectory(sample)) == len(sample.messages)
+
+
+def test_worked_examples_are_no_answer_of_the_model(server: FakeServer) -> None:
+    shown = FewShot("here", "first", (Example("e", "What is 2 + 3?", "#### 5"),))
+    sample = play(server, "[wide]", "no-tools", few_shot=shown)
+    assert (sample.outcome, sample.completion) == ("truncated", "")
+
+
+@pytest.mark.parametrize(
+    ("rule", "outcome"), [("strict", "invalid"), ("flexible", "correct"), ("normalized", "invalid")]
+)
+def test_the_rule_decides_what_is_correct(server: FakeServer, rule: str, outcome: str) -> None:
+    sample = play(server, "[invalid]", "no-tools", "--rule", rule)
+    assert (sample.outcome, sample.correct) == (outcome, outcome == "correct")
+    assert (sample.correct_strict, sample.correct_flexible, sample.correct_normalized) == (False, True, False)
+    assert (sample.strict, sample.flexible, sample.normalized) == (None, "5", None)
+
+
+def test_what_is_wrong_with_a_call_goes_back_to_the_model(server: FakeServer) -> None:
+    sample = play(server, "[zero]", "with-tools")
+    assert server.requests[1]["messages"][2]["content"] == "error: division by zero"
+    assert sample.correct
+    assert [step.get("error") for step in trajectory(sample)] == [None, None, True, None]
+    (call,) = agent_state(sample)["tool_calls"]
+    assert (call["name"], call["error"], call["result"]) == ("calculator", True, "error: division by zero")
+
+
+def test_a_cut_answer_is_said_to_be_cut(server: FakeServer) -> None:
+    sample = play(server, "[cut]", "no-tools")
+    assert (sample.finish_reason, sample.strict, sample.correct) == ("length", None, False)
+
+
+def test_a_failed_sample_has_its_error_and_no_score(server: FakeServer) -> None:
+    sample = play(server, "[refused]", "no-tools")
+    assert "HTTP 400" in str(sample.error)
+    assert (sample.correct, sample.correct_flexible, sample.completion) == (None, None, None)
+
+
+def test_capture_names_the_sample_the_turn_and_the_points(server: FakeServer) -> None:
+    def captured(mode: Mode, *options: str) -> list[dict[str, Any]]:
+        server.requests.clear()
+        play(server, "", mode, "--collect-activations", "--session-id", "s", *options)
+        assert all(b["session_id"] == "s" and b["store_activations"] is True for b in server.requests)
+        return [body["capture"] for body in server.requests]
+
+    tags = {"mode": "with-tools", "variant": "control", "eval": "gsm8k", "turn": "0"}
+    assert captured("with-tools") == [
+        {"sample_id": "abc", "tags": tags, "store_text": True},
+        {"sample_id": "abc", "tags": tags | {"turn": "1"}, "store_text": True},
+    ]
+    (points,) = captured("no-tools", "--points", "embed.output,norm.output")
+    assert points["points"] == ["embed.output", "norm.output"]
+    assert "tokens" not in points
+    (last,) = captured("no-tools", "--tokens", "last")
+    (three,) = captured("no-tools", "--tokens", "last:3")
+    assert (last["tokens"], three["tokens"]) == ("last", {"last": 3})
+    (layers,) = captured("no-tools", "--layers", "1,2", "--sites", "mlp.output")
+    assert (layers["layers"], layers["sites"]) == ([1, 2], ["mlp.output"])

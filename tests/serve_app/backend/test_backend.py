@@ -1,0 +1,164 @@
+"""While no replica runs, a request is refused at once instead of waiting for one."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import os
+import signal
+import time
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
+from typing import Any
+
+import httpx
+import pytest
+import ray
+from ray import serve
+
+from deployments.activations.accounts import OPERATOR
+from deployments.activations.downloads import Choice
+from deployments.activations.filters import Filter
+from deployments.activations.reads_runs import connect_reader
+from deployments.activations.store import connect
+from deployments.messages import Job
+from deployments.options import NO_MODEL, Options
+from serve_app.backend import backend, models, waiting
+from serve_app.backend.backend import Backend
+from serve_app.backend.served_model import GRACE_S, ServedModel
+from serve_app.http.errors import ApiError
+
+BODY = {"model": "vitrine-demo", "prompt": "Tom has", "max_tokens": 2}
+
+
+def replica_actor():
+    actors = ray.util.list_named_actors(all_namespaces=True)
+    (name,) = [actor["name"] for actor in actors if "#ModelReplica#" in actor["name"] and "default" in actor["name"]]
+    return ray.get_actor(name, namespace="serve")
+
+
+@contextmanager
+def stopped(actor: Any) -> Iterator[None]:
+    """An actor that answers nothing while the block runs, and everything then."""
+    pid = ray.get(actor.__ray_call__.remote(lambda _: os.getpid()))
+    os.kill(pid, signal.SIGSTOP)
+    try:
+        yield
+    finally:
+        os.kill(pid, signal.SIGCONT)
+
+
+@pytest.fixture
+def until_it_serves(served, eventually):
+    """Waits for an answer; each on the way there is a 503."""
+
+    def serves() -> bool:
+        answer = httpx.post(f"{served.base_url}/completions", json=BODY, timeout=60)
+        if answer.status_code == 200 and httpx.get(f"{served.root}/health", timeout=60).status_code == 200:
+            return True
+        assert answer.status_code == 503
+        assert answer.headers["retry-after"]
+        assert answer.json()["error"]["code"] == "unavailable"
+        return False
+
+    return lambda: eventually(serves, limit_s=120)
+
+
+@pytest.mark.long
+def test_a_killed_replica_means_503_until_another_serves(served, until_it_serves):
+    ray.kill(replica_actor())
+    until_it_serves()
+
+
+def test_a_request_that_no_replica_takes_ends_at_the_servers_limit(served):
+    async def ask():
+        model = ServedModel("gone", "no.such.application", limit_s=0.5 - GRACE_S)
+        with pytest.raises(ApiError) as whole:
+            await model.complete(Job("whole"))
+        with pytest.raises(ApiError) as streamed:
+            await anext(model.stream(Job("streamed")))
+        return {(failed.value.status, failed.value.code) for failed in (whole, streamed)}
+
+    assert asyncio.run(ask()) == {(504, "unavailable")}
+
+
+def test_what_a_model_is_is_waited_for_no_longer_than_for_a_list(served, monkeypatch):
+    monkeypatch.setattr(models, "DESCRIBE_S", 0.5)
+
+    async def ask(question: str) -> int:
+        with pytest.raises(ApiError) as failed:
+            await getattr(ServedModel("gone", "no.such.application", limit_s=600), question)()
+        return failed.value.status
+
+    assert [asyncio.run(ask(question)) for question in ("describe", "settings")] == [504, 504]
+
+
+def test_while_serves_controller_does_not_answer_it_is_said_and_requests_are_served(served, eventually):
+    def status(path: str) -> tuple[int, str | None]:
+        answer = httpx.get(served.root + path, timeout=60)
+        error = answer.json().get("error", {})
+        assert answer.status_code != 503 or answer.headers["retry-after"]
+        return answer.status_code, error.get("code")
+
+    paths = ("/health", "/v1/models", "/v1/models/unknown")
+    with ThreadPoolExecutor(3) as pool, stopped(ray.get_actor("SERVE_CONTROLLER_ACTOR", namespace="serve")):
+        began = time.monotonic()
+        assert list(pool.map(status, paths)) == [(503, "unavailable")] * 3
+        assert time.monotonic() - began < 3 * models.CONTROLLER_S
+        assert httpx.post(f"{served.base_url}/completions", json=BODY, timeout=60).status_code == 200
+    eventually(lambda: status("/health"), lambda seen: seen[0] == 200)
+
+
+def test_a_store_that_does_not_answer_means_503(served, tmp_path, monkeypatch):
+    monkeypatch.setattr(waiting, "STORE_S", 0.5)
+    monkeypatch.setattr(backend, "PLAN_S", 0.5)
+    options, store, reader = Options(model=NO_MODEL), connect(str(tmp_path)), connect_reader(str(tmp_path))
+
+    async def ask() -> list[tuple[int, str | None]]:
+        asked = Backend(options, "none", store, reader)
+        sessions = (asked.sessions(OPERATOR, 1, None, Filter()), asked.session(OPERATOR, "any"))
+        sessions += (asked.delete_session(OPERATOR, "any"), asked.data(OPERATOR, Choice("any")))
+        tensors = (asked.tensor_files(OPERATOR, 1, None), asked.tensor_file(OPERATOR, "any"))
+        tensors += (asked.delete_tensors(OPERATOR, "any"),)
+        answers = await asyncio.gather(*sessions, *tensors, return_exceptions=True)
+        return [(answer.status, answer.code) for answer in answers if isinstance(answer, ApiError)]
+
+    with stopped(store):
+        assert asyncio.run(ask()) == [(503, "unavailable")] * 7
+    assert asyncio.run(ask()) == [(404, "session_not_found")] * 3 + [(404, "tensor_not_found")] * 2
+    ray.kill(store)
+    ray.kill(reader)
+
+
+def test_many_first_requests_at_once_are_all_served(served):
+    with ThreadPoolExecutor(16) as pool:
+        answers = list(
+            pool.map(lambda _: httpx.post(f"{served.base_url}/completions", json=BODY, timeout=60), range(16))
+        )
+    assert {answer.status_code for answer in answers} == {200}
+
+
+@pytest.mark.long
+def test_a_replica_that_dies_while_it_answers_means_503_or_an_error_event(served, until_it_serves):
+    endless = BODY | {"max_tokens": 4000, "ignore_eos": True}
+    url = f"{served.base_url}/completions"
+    replica = serve.get_deployment_handle("ModelReplica", "default")
+    with (
+        ThreadPoolExecutor(4) as pool,
+        httpx.stream("POST", url, json=endless | {"stream": True}, timeout=120) as stream,
+    ):
+        lines = stream.iter_lines()
+        next(lines)
+        whole = [pool.submit(httpx.post, url, json=endless, timeout=120) for _ in range(4)]
+        while replica.statistics.remote().result()["running"] < 5:
+            pass
+        ray.kill(replica_actor())
+        events = [line.removeprefix("data: ") for line in lines if line]
+        answers = [future.result() for future in whole]
+    assert json.loads(events[-1])["error"]["code"] == "unavailable"
+    for answer in answers:
+        assert answer.status_code == 503, answer.text
+        assert answer.headers["retry-after"]
+        assert answer.json()["error"]["code"] == "unavailable"
+    until_it_serves()

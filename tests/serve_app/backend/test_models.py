@@ -1,0 +1,365 @@
+"""Several models side by side: they come and go while the server runs, and none disturbs another.
+
+A load takes seconds: tests that need the tiny model as it is share one.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import traceback
+from concurrent.futures import ThreadPoolExecutor
+
+import httpx
+import pytest
+from ray import serve
+from transformers import AutoModelForCausalLM, BloomConfig
+
+from benchmarks.common.models import save, tokenizer
+from deployments.activations import load
+from deployments.options import DEMO, NO_MODEL, Options
+from serve_app import build_app
+from serve_app.backend import loading
+from serve_app.backend.models import Models
+from serve_app.http.errors import ApiError
+
+TINY = "tests/tiny"
+ONCE = """# The code of a model that starts once: what comes second waits until it is told to fail.
+import os
+import time
+
+from transformers import Qwen3Config as Config
+
+HERE = {here!r}
+try:
+    os.mkdir(HERE + "/started")
+except FileExistsError:
+    while not os.path.exists(HERE + "/fail"):
+        time.sleep(0.05)
+    raise RuntimeError("no second replica")
+"""
+SAVEPOINTS = [{"name": "middle", "selector": "layers.1.input"}, {"name": "mixed", "selector": "model.layers.0.mlp"}]
+
+
+class Server:
+    """The routes of one application."""
+
+    def __init__(self, root: str) -> None:
+        self.root = root
+
+    def post(self, path: str, **body) -> httpx.Response:
+        return httpx.post(self.root + path, json=body, timeout=120)
+
+    def get(self, path: str):
+        return httpx.get(self.root + path, timeout=60)
+
+    def load(self, model_id: str, **settings) -> dict:
+        answer = self.post("/models/load", model_id=model_id, **settings)
+        assert answer.status_code == 200, answer.text
+        return answer.json()
+
+    def unload(self, model_id: str) -> None:
+        answer = self.post("/models/unload", model_id=model_id)
+        assert answer.status_code == 200, answer.text
+
+    def say(self, model: str, **fields) -> httpx.Response:
+        body = {"prompt": "Tom has 3", "max_tokens": 4, "temperature": 0} | fields
+        return self.post("/v1/completions", model=model, **body)
+
+    @property
+    def served(self) -> set[str]:
+        return {model["id"] for model in self.get("/v1/models").json()["data"]}
+
+
+@pytest.fixture(scope="module")
+def models_dir(tmp_path_factory):
+    """Models that may be loaded by name: two that are served, and two that cannot be."""
+    directory = tmp_path_factory.mktemp("models")
+    save("tiny", directory / TINY)
+    config = BloomConfig(vocab_size=2048, hidden_size=32, n_layer=2, n_head=4)
+    AutoModelForCausalLM.from_config(config).save_pretrained(directory / "tests/alibi")
+    tokenizer("tiny").save_pretrained(directory / "tests/alibi")
+    save("tiny", directory / "tests/broken")
+    (directory / "tests/broken/model.safetensors").write_bytes(b"no weights")
+    return directory
+
+
+@pytest.fixture(scope="module")
+def served_alone(served, models_dir):
+    """Runs an application without a model: `served_alone("name", option=...)` gives its server."""
+    names = []
+
+    def run(name: str, **options) -> Server:
+        given = {"model": NO_MODEL, "models_dir": str(models_dir), "num_cpus": 0.1, "threads": 1} | options
+        serve.run(build_app(Options.model_validate(given)), name=name, route_prefix=f"/{name}")
+        names.append(name)
+        return Server(f"{served.root}/{name}")
+
+    yield run
+    for name in names:
+        serve.delete(name)
+
+
+@pytest.fixture(scope="module")
+def server(served_alone):
+    server = served_alone("several")
+    yield server
+    unload_all(server)
+
+
+@pytest.fixture
+def empty(server):
+    """The server, without a model."""
+    unload_all(server)
+    return server
+
+
+@pytest.fixture
+def with_tiny(server):
+    """The server, with the tiny model as it is, which stays there."""
+    server.load(TINY)
+    return server
+
+
+def unload_all(server: Server) -> None:
+    for model_id in server.get("/health").json()["replicas"]:
+        server.unload(model_id)
+    assert applications() == set()
+
+
+@pytest.fixture
+def once(models_dir):
+    """The directory of a model of which only the first replica starts: `tests/once`."""
+    directory = models_dir / "tests/once"
+    save("tiny", directory)
+    (directory / "once.py").write_text(ONCE.format(here=str(directory)))
+    config = json.loads((directory / "config.json").read_text())
+    (directory / "config.json").write_text(json.dumps(config | {"auto_map": {"AutoConfig": "once.Config"}}))
+    return directory
+
+
+def applications() -> set[str]:
+    return {name for name in serve.status().applications if ".models." in name}
+
+
+def test_a_server_without_a_model_is_healthy_and_serves_none(empty):
+    answer = empty.get("/health")
+    assert answer.status_code == 200
+    assert answer.json() == {"status": "ok", "loaded_models": [], "replicas": {}}
+    assert empty.served == set()
+    assert empty.say(TINY).status_code == 404
+    answer = empty.post("/models/unload", model_id=TINY)
+    assert (answer.status_code, answer.json()["error"]["code"]) == (404, "model_not_found")
+
+
+def test_two_models_serve_and_record_side_by_side_and_neither_disturbs_the_other(empty):
+    empty.load(DEMO, dtype="float32", max_seq_len=1024)
+    fields = {"max_tokens": 900, "ignore_eos": True}
+    whole = empty.say(DEMO, **fields).json()["choices"][0]["text"]
+    body = {"model": DEMO, "prompt": "Tom has 3", "temperature": 0, "stream": True} | fields
+    with httpx.stream("POST", f"{empty.root}/v1/completions", json=body, timeout=120) as answer:
+        lines = (line.removeprefix("data: ") for line in answer.iter_lines() if line)
+        events = [next(lines)]
+        with ThreadPoolExecutor(1) as pool:
+            rest = pool.submit(lambda: list(lines))
+            assert empty.load(TINY) == {"ok": True, "model": TINY, "savepoints": []}
+            fails(empty, {"model_id": "tests/broken"}, 500, None, "load_failed")
+            both(empty)
+            empty.unload(TINY)
+            events += rest.result()
+    assert events[-1] == "[DONE]"
+    assert "".join(json.loads(event)["choices"][0]["text"] for event in events[:-1]) == whole
+    assert empty.served == {DEMO}
+
+
+def both(server: Server) -> None:
+    """Two models are served, and record."""
+    assert server.served == {TINY, DEMO}
+    assert server.get(f"/v1/models/{DEMO}").json()["max_model_len"] == 1024
+    health = server.get("/health").json()
+    assert set(health["loaded_models"]) == {TINY, DEMO}
+    assert health["replicas"] == {DEMO: {"RUNNING": 1}, TINY: {"RUNNING": 1}}
+    widths = {}
+    for model in (TINY, DEMO):
+        answer = server.say(model, capture={"points": ["layers.1.output"]}).json()
+        assert answer["model"] == model
+        point = answer["activations_meta"]["runs"][0]["points"]["layers.1.output"]
+        run = answer["choices"][0]["run_id"]
+        widths[model] = point["shape"][1]
+        assert list(load(point["uri"], run_id=run)["layers.1.output"].shape) == point["shape"]
+    assert widths[TINY] == 32
+    assert widths[DEMO] != 32
+
+
+def fails(server: Server, body: dict, status: int, param: str | None, code: str) -> str:
+    """Assert that a load fails with this reason, and leaves nothing; gives what it says."""
+    before, health = applications(), server.get("/health").json()
+    answer = server.post("/models/load", **body)
+    error = answer.json()["error"]
+    assert (answer.status_code, error["param"], error["code"]) == (status, param, code), error
+    assert error["message"]
+    assert applications() == before
+    assert server.get("/health").json() == health
+    return error["message"]
+
+
+def test_a_model_with_savepoints_records_them_and_loading_it_again_loads_nothing(empty):
+    first = empty.load(TINY, savepoints=SAVEPOINTS, dtype="float32")
+    assert first["savepoints"] == SAVEPOINTS
+    created = empty.get(f"/v1/models/{TINY}").json()["created"]
+    assert empty.load(TINY, savepoints=SAVEPOINTS, dtype="float32") == first
+    assert empty.load(TINY) == first
+    assert empty.get(f"/v1/models/{TINY}").json()["created"] == created
+    answer = empty.post("/models/load", model_id=TINY, dtype="bfloat16")
+    assert (answer.status_code, answer.json()["error"]["param"]) == (409, "dtype")
+    assert answer.json()["error"]["code"] == "model_loaded_otherwise"
+    assert empty.get(f"/v1/models/{TINY}").json()["savepoints"] == SAVEPOINTS
+    answer = empty.say(TINY, store_activations=True).json()
+    assert set(answer["activations_meta"]["runs"][0]["points"]) == {"middle", "mixed"}
+    capture = {"points": ["middle", "layers.1.input", "mixed", "layers.0.mlp.output"], "return": "inline"}
+    points = empty.say(TINY, capture=capture).json()["activations_meta"]["runs"][0]["points"]
+    assert points["middle"]["data"] == points["layers.1.input"]["data"]
+    assert points["mixed"]["data"] == points["layers.0.mlp.output"]["data"]
+
+
+def test_a_model_loaded_with_eager_attention_shows_its_patterns(empty):
+    empty.load(TINY, attention="eager")
+    capture = {"points": ["layers.1.attention.weights"], "return": "inline"}
+    points = empty.say(TINY, capture=capture).json()["activations_meta"]["runs"][0]["points"]
+    rows = points["layers.1.attention.weights"]["data"]
+    assert [len(head) for row in rows for head in row[:1]] == list(range(1, len(rows) + 1))
+    answer = empty.post("/models/load", model_id=TINY, attention="sdpa")
+    assert (answer.status_code, answer.json()["error"]["param"]) == (409, "attention")
+    empty.unload(TINY)
+    fails(empty, {"model_id": TINY, "attention": "flash"}, 400, "attention", "invalid_value")
+
+
+def test_loads_of_one_model_at_once_are_one_load_and_until_then_it_is_not_served(empty, eventually):
+    seen = set()
+
+    def serves() -> bool:
+        answer = empty.say(TINY)
+        if answer.status_code != 200:
+            seen.add((answer.status_code, answer.json()["error"]["code"]))
+        if answer.status_code == 503:
+            assert answer.headers["retry-after"]
+        assert empty.get("/health").status_code == 200  # a model that loads is no reason to be ill
+        return answer.status_code == 200
+
+    with ThreadPoolExecutor(4) as pool:
+        loads = [pool.submit(empty.load, TINY, dtype="float32") for _ in range(2)]
+        eventually(lambda: TINY in empty.get("/health").json()["replicas"])
+        loads += [pool.submit(empty.load, TINY) for _ in range(2)]  # bare ones join what is under way
+        eventually(serves)
+        assert [load.result() for load in loads] == [{"ok": True, "model": TINY, "savepoints": []}] * 4
+    assert empty.get("/health").json()["replicas"] == {TINY: {"RUNNING": 1}}
+    assert len(applications()) == 1
+    assert (503, "model_loading") in seen
+    assert seen <= {(404, "model_not_found"), (503, "model_loading")}
+
+
+def test_a_model_that_failed_to_load_says_what_is_near_and_can_be_loaded_when_it_is_asked_for_rightly(empty):
+    wrong = {"model_id": TINY, "savepoints": [SAVEPOINTS[0], {"name": "b", "selector": "layers.1.outptu"}]}
+    assert "layers.1.output" in fails(empty, wrong, 400, "savepoints[1].selector", "unknown_point")
+    empty.load(TINY)
+    assert empty.say(TINY).status_code == 200
+
+
+def test_an_unloaded_model_finishes_what_it_runs_takes_nothing_new_and_can_come_again(with_tiny, eventually):
+    server = with_tiny
+    first = server.say(TINY).json()["choices"][0]["text"]
+    body = {"model": TINY, "prompt": "Tom", "max_tokens": 2000, "ignore_eos": True, "stream": True}
+    with (
+        ThreadPoolExecutor(3) as pool,
+        httpx.stream("POST", f"{server.root}/v1/completions", json=body, timeout=120) as answer,
+    ):
+        lines = (line.removeprefix("data: ") for line in answer.iter_lines() if line)
+        next(lines)
+        unloads = [pool.submit(server.unload, TINY) for _ in range(2)]
+        eventually(lambda: server.say(TINY).status_code, lambda status: status == 404)
+        again = pool.submit(server.load, TINY)
+        assert list(lines)[-1] == "[DONE]"
+        for unload in unloads:
+            unload.result()
+        assert again.result()["model"] == TINY
+    assert server.say(TINY).json()["choices"][0]["text"] == first
+
+
+def test_an_unload_past_its_limit_says_so_and_goes_on(with_tiny, eventually, monkeypatch):
+    body = {"model": TINY, "prompt": "Tom", "max_tokens": 2000, "ignore_eos": True, "stream": True}
+
+    async def unload() -> ApiError:
+        options = Options(model=NO_MODEL, request_timeout_s=0.2)
+        with pytest.raises(ApiError) as late:
+            await loading.Loader(options, Models(options, "several")).unload(TINY)
+        return late.value
+
+    with httpx.stream("POST", f"{with_tiny.root}/v1/completions", json=body, timeout=120) as answer:
+        lines = (line.removeprefix("data: ") for line in answer.iter_lines() if line)
+        next(lines)
+        monkeypatch.setattr(loading, "REMOVAL_S", 0)
+        late = asyncio.run(unload())
+        assert (late.status, late.code) == (504, "unload_timeout")
+        assert list(lines)[-1] == "[DONE]"
+    eventually(applications, lambda left: left == set())
+
+
+def test_what_serve_says_of_a_failure_is_told_without_its_traceback():
+    try:
+        raise RuntimeError("no room")
+    except RuntimeError:
+        said = f"A replica failed to start with exception. Retrying. Error:\n{traceback.format_exc()}"
+    assert __file__ in said
+    assert loading.reason(said).message == "RuntimeError: no room"
+
+
+FAILURES = [
+    ({"model_id": "nobody/nothing"}, 404, "model_id", "model_not_found"),
+    ({"model_id": "tests/alibi"}, 400, "model_id", "unsupported_model"),
+    ({"model_id": TINY, "trust_remote_code": True}, 403, "trust_remote_code", "remote_code_not_allowed"),
+    ({"model_id": "/etc"}, 400, "model_id", "invalid_value"),
+    ({"model_id": "../tests/tiny"}, 400, "model_id", "invalid_value"),
+    ({"model_id": TINY, "savepints": []}, 400, "savepints", "unknown_field"),
+]
+
+
+@pytest.mark.parametrize(("body", "status", "param", "code"), FAILURES, ids=[f"{b[3]}-{b[2]}" for b in FAILURES])
+def test_a_load_that_fails_says_why_and_leaves_nothing(server, body, status, param, code):
+    fails(server, body, status, param, code)
+
+
+@pytest.mark.usefixtures("empty")
+def test_a_load_fails_with_a_later_replica_as_with_the_first(served_alone, once, eventually):
+    server, model_id = served_alone("once", allow_remote_code=True), "tests/once"
+    body = {"model_id": model_id, "num_replicas": 2, "trust_remote_code": True}
+    with ThreadPoolExecutor(1) as pool:
+        post = pool.submit(server.post, "/models/load", **body)
+        eventually(lambda: server.get("/health").json()["replicas"], lambda seen: "RUNNING" in seen.get(model_id, {}))
+        (once / "fail").touch()
+        answer = post.result()
+    error = answer.json()["error"]
+    assert (answer.status_code, error["code"]) == (500, "load_failed"), error
+    assert error["message"] == "RuntimeError: no second replica"
+    assert applications() == set()
+
+
+@pytest.mark.usefixtures("empty")
+def test_a_load_past_the_servers_limit_is_given_up(served_alone, eventually):
+    impatient = served_alone("impatient", load_timeout_s=0.1)
+    answer = impatient.post("/models/load", model_id=TINY)
+    assert (answer.status_code, answer.json()["error"]["code"]) == (504, "load_timeout")
+    eventually(applications, lambda left: left == set())
+
+
+def test_the_model_that_a_server_starts_with_is_loaded_already_and_stays(served):
+    shared = Server(served.root)
+    assert shared.load(DEMO) == {"ok": True, "model": DEMO, "savepoints": []}
+    answer = shared.post("/models/unload", model_id=DEMO)
+    assert (answer.status_code, answer.json()["error"]["code"]) == (409, "model_is_default")
+    assert shared.say(DEMO).status_code == 200
+
+
+def test_by_default_no_directory_is_a_model(served):
+    """`tests/serve_app` is one where the replica runs."""
+    answer = Server(served.root).post("/models/load", model_id="tests/serve_app")
+    assert (answer.status_code, answer.json()["error"]["code"]) == (404, "model_not_found")

@@ -1,0 +1,331 @@
+"""Profiles over HTTP: named ones are used by name, a default by everybody, and a run says what was done to it."""
+
+from __future__ import annotations
+
+import asyncio
+from contextlib import contextmanager
+from types import SimpleNamespace
+
+import httpx
+import pytest
+import ray
+import torch
+
+from deployments.activations import load
+from deployments.activations.accounts import OPERATOR
+from deployments.activations.store import connect
+from deployments.messages import Job
+from deployments.options import home
+from serve_app.backend import profiles
+from serve_app.backend.profiles import Profiles
+from serve_app.http.errors import ApiError
+
+MODEL = "vitrine-demo"
+POINT = "layers.3.output"
+BODY = {"model": MODEL, "prompt": "Tom has 3 boxes of 4 pens.", "max_tokens": 8, "temperature": 0, "ignore_eos": True}
+STEER = {"op": "add", "point": POINT, "vector": [1.0, -1.0] * 96, "scale": 5}
+HALF = {"op": "scale", "point": POINT, "factor": 0.5}
+
+
+@pytest.fixture
+def ask(served):
+    """Asks `/v1/interventions`, or one below it."""
+
+    def ask(method: str, name: str = "", root: str = served.root, **request) -> httpx.Response:
+        return httpx.request(method, f"{root}/v1/interventions{name and '/'}{name}", timeout=60, **request)
+
+    return ask
+
+
+@pytest.fixture
+def keep(ask):
+    """`keep(name, **fields)`: a profile that is there until the test ends."""
+    names = set()
+
+    def keep(name: str, **fields):
+        answer = ask("POST", json={"name": name, **fields})
+        assert answer.status_code == 200, answer.text
+        names.add(name)
+        return answer.json()
+
+    yield keep
+    for name in names:
+        ask("DELETE", name)
+
+
+def post(served, **fields):
+    return httpx.post(f"{served.base_url}/completions", json=BODY | fields, timeout=60)
+
+
+def text(served, **fields):
+    answer = post(served, **fields)
+    assert answer.status_code == 200, answer.text
+    return answer.json()["choices"][0]["text"]
+
+
+def recorded(served, **fields):
+    answer = post(served, session_id="profiles", **fields).json()
+    (run,) = answer["activations_meta"]["runs"]
+    return load(next(iter(run["points"].values()))["uri"], run_id=run["run_id"])
+
+
+def refused(answer):
+    error = answer.json()["error"]
+    return answer.status_code, error["param"], error["code"]
+
+
+def test_a_profile_is_kept_shown_listed_replaced_and_deleted(ask, keep):
+    kept = keep("formal", interventions=[STEER], model=MODEL, description="formal speech")
+    assert kept["interventions"] == [STEER]
+    assert kept["default"] is False
+    assert ask("GET", "formal").json() == kept
+    keep("another", capture={"points": [POINT]})
+    page = ask("GET", params={"limit": 1000}).json()
+    listed = {one["name"]: one for one in page["data"]}
+    assert listed["formal"] == {name: value for name, value in kept.items() if name != "interventions"}
+    assert [one["name"] for one in page["data"]] == sorted(listed)
+    first = ask("GET", params={"limit": 1}).json()
+    assert (len(first["data"]), first["has_more"]) == (1, True)
+    assert keep("formal", interventions=[HALF])["interventions"] == [HALF]
+    assert ask("GET", "formal").json()["model"] is None
+    assert ask("DELETE", "formal").json() == {"name": "formal", "object": "intervention_profile", "deleted": True}
+    for method in ("GET", "DELETE"):
+        assert refused(ask(method, "formal")) == (404, "name", "profile_not_found")
+
+
+def test_a_store_that_is_started_again_knows_the_profiles(ask, keep, eventually):
+    kept = keep("lasting", interventions=[STEER])
+    ray.kill(connect(str(home() / "activations")), no_restart=False)
+    again = eventually(lambda: ask("GET", "lasting"), lambda answer: answer.status_code != 503)
+    assert again.json() == kept
+
+
+@pytest.mark.parametrize(
+    ("body", "param"),
+    [
+        ({"name": "x"}, None),
+        ({"name": "none", "interventions": [STEER]}, None),
+        ({"name": "x", "interventions": [STEER], "default": True}, None),
+        ({"name": "../x", "interventions": [STEER]}, "name"),
+        ({"name": "x", "interventions": [STEER, STEER | {"op": "twist"}]}, "interventions[1]"),
+        ({"name": "x", "interventions": [STEER | {"sclae": 1}]}, "interventions[0].sclae"),
+        ({"name": "x", "capture": {"tokens": "few"}}, "capture.tokens"),
+        ({"name": "x", "interventoins": [STEER]}, "interventoins"),
+    ],
+)
+def test_what_is_no_profile_is_refused_by_its_field(ask, body, param):
+    answer = ask("POST", json=body)
+    assert answer.status_code == 400
+    assert answer.json()["error"]["param"] == param
+    assert refused(ask("GET", "x"))[0] == 404
+
+
+def test_a_profile_for_a_model_that_is_served_has_to_fit_it(ask):
+    for more, param in [
+        ({"interventions": [HALF, HALF | {"point": "layers.99.output"}]}, "interventions[1].point"),
+        ({"interventions": [STEER | {"vector": [1.0]}]}, "interventions[0].vector"),
+        ({"interventions": [STEER | {"vector": "tensor-of-nobody"}]}, "interventions[0].vector"),
+        ({"capture": {"points": ["layers.0.outptu"]}}, "capture.points[0]"),
+    ]:
+        answer = ask("POST", json={"name": "misfit", "model": MODEL, "default": True} | more)
+        assert refused(answer)[:2] == (400, param)
+    assert refused(ask("GET", "misfit"))[0] == 404
+
+
+def test_a_request_uses_a_profile_by_its_name_and_none_else_does(served, keep, client):
+    keep("steer", interventions=[STEER])
+    plain, steered = text(served), text(served, interventions=[STEER])
+    assert plain != steered
+    assert text(served, intervention_profile="steer") == steered
+    assert text(served, intervention_profile="none") == text(served) == plain
+    answer = post(served, intervention_profile="steer")
+    assert answer.headers["x-intervention-profile"] == "steer"
+    assert "x-intervention-profile" not in post(served).headers
+    with httpx.stream(
+        "POST",
+        f"{served.base_url}/completions",
+        json=BODY | {"stream": True, "intervention_profile": "steer"},
+        timeout=60,
+    ) as stream:
+        assert stream.headers["x-intervention-profile"] == "steer"
+        assert stream.read()
+
+
+def test_a_profiles_interventions_come_before_the_requests_own_and_the_run_has_all(served, keep):
+    keep("half", interventions=[HALF])
+    capture = {"points": [POINT]}
+    both = recorded(served, intervention_profile="half", interventions=[STEER], capture=capture)
+    by_hand = recorded(served, interventions=[HALF, STEER], capture=capture)
+    assert both.facts.interventions == by_hand.facts.interventions == [HALF, STEER]
+    assert torch.equal(both[POINT], by_hand[POINT])
+    again = recorded(served, intervention_profile="none", interventions=both.facts.interventions, capture=capture)
+    assert torch.equal(again[POINT], both[POINT])
+
+
+def test_what_the_request_records_wins_over_the_profiles(served, keep):
+    keep("records", capture={"points": ["norm.output"], "tokens": "prompt"})
+    assert set(recorded(served, intervention_profile="records")) == {"norm.output"}
+    assert set(recorded(served, intervention_profile="records", store_activations=True)) == {"norm.output"}
+    assert set(recorded(served, intervention_profile="records", capture={"points": [POINT]})) == {POINT}
+    assert "activations_meta" not in post(served, intervention_profile="records", store_activations=False).json()
+    answer = post(served, intervention_profile="records", best_of=2, n=1, temperature=1)
+    assert refused(answer) == (400, "best_of", "invalid_value")
+
+
+def test_a_default_profile_is_used_by_who_names_none_of_its_model(served, ask, keep):
+    plain, steered = text(served), text(served, interventions=[STEER])
+    keep("other", model="another/model", default=True, interventions=[HALF])
+    assert text(served) == plain
+    keep("everybodys", model=MODEL, default=True, interventions=[STEER], capture={"points": ["norm.output"]})
+    answer = post(served)
+    assert answer.json()["choices"][0]["text"] == steered
+    assert answer.headers["x-intervention-profile"] == "everybodys"
+    assert "activations_meta" not in answer.json()  # it records where a request asks to
+    assert text(served, intervention_profile=None) == steered
+    assert text(served, intervention_profile="none") == plain
+    run = recorded(served, store_activations=True)
+    assert set(run) == {"norm.output"}
+    assert run.facts.interventions == [STEER]
+    assert set(recorded(served, capture={"points": [POINT]})) == {POINT}
+    keep("mine", interventions=[HALF])
+    halved = recorded(served, intervention_profile="mine", capture={"points": [POINT]})
+    assert halved.facts.interventions == [HALF]
+    keep("next", model=MODEL, default=True, interventions=[HALF])
+    assert ask("GET", "everybodys").json()["default"] is False
+    assert post(served).headers["x-intervention-profile"] == "next"
+    ask("DELETE", "next")
+    assert text(served) == plain
+
+
+@contextmanager
+def no_step(statistics):
+    before = statistics()["steps"]
+    yield
+    assert statistics()["steps"] == before
+
+
+def test_what_does_not_fit_names_the_profile_or_the_requests_own_field(served, keep, statistics):
+    with no_step(statistics):
+        answer = post(served, intervention_profile="nobodys")
+        assert refused(answer) == (400, "intervention_profile", "profile_not_found")
+        assert "nobodys" in answer.json()["error"]["message"]
+        keep("others", model="another/model", interventions=[HALF])
+        assert refused(post(served, intervention_profile="others"))[1:] == ("intervention_profile", "profile_not_found")
+        keep("unfit", interventions=[HALF, {"op": "zero", "point": "layers.99.output"}])
+        answer = post(served, intervention_profile="unfit")
+        assert refused(answer)[:2] == (400, "intervention_profile")
+        assert "'unfit', interventions[1].point: there is no layer 99" in answer.json()["error"]["message"]
+        keep("fits", interventions=[HALF], capture={"points": ["layers.99.output"]})
+        own = {"op": "zero", "point": "layers.98.output"}
+        answer = post(served, intervention_profile="fits", interventions=[HALF, own], capture={"points": [POINT]})
+        assert refused(answer)[:2] == (400, "interventions[1].point")
+        answer = post(served, intervention_profile="fits")
+        assert refused(answer)[:2] == (400, "intervention_profile")
+        assert "capture.points[0]" in answer.json()["error"]["message"]
+        assert refused(post(served, intervention_profile="../x"))[:2] == (400, "intervention_profile")
+        assert refused(post(served, intervention_profile={"x": 1}))[:2] == (400, "intervention_profile")
+
+
+class Counted:
+    """An actor's handle that counts what is asked of it."""
+
+    def __init__(self, handle):
+        self._handle = handle
+        self.asked = []
+
+    def __getattr__(self, name):
+        self.asked.append(name)
+        return getattr(self._handle, name)
+
+
+def test_another_ingress_knows_of_a_default_within_a_second_and_asks_no_more_often(ask, keep, monkeypatch):
+    store, now = Counted(connect(str(home() / "activations"))), [100.0]
+    monkeypatch.setattr(profiles.time, "monotonic", lambda: now[0])
+    other = Profiles(store, 1024)
+
+    async def default(times=1):
+        found = {(await other.applied(Job("j"), None, MODEL, None, None)).profile for _ in range(times)}
+        (name,) = found
+        return name
+
+    async def scene():
+        assert await default(50) is None
+        assert store.asked == ["default_profiles"]
+        await asyncio.to_thread(keep, "seen", model=MODEL, default=True, interventions=[HALF])
+        assert await default() is None
+        now[0] += profiles.FRESH_S + 0.01
+        assert await default(50) == "seen"
+        assert store.asked == ["default_profiles"] * 2
+        await asyncio.to_thread(ask, "DELETE", "seen")
+        now[0] += profiles.FRESH_S + 0.01
+        assert await default() is None
+
+    asyncio.run(scene())
+
+
+class Slow:
+    """A store that answers when it is told to."""
+
+    def __init__(self):
+        self.answers = []
+
+    def __getattr__(self, name):
+        def remote(*_):
+            self.answers.append(asyncio.get_running_loop().create_future())
+            return self.answers[-1]
+
+        return SimpleNamespace(remote=remote)
+
+
+def test_a_request_that_waits_for_defaults_outlives_a_change_of_profiles(monkeypatch):
+    async def scene():
+        store = Slow()
+        other = Profiles(store, 1024)
+        waiting = asyncio.ensure_future(other.applied(Job("j"), None, MODEL, None, None))
+        await asyncio.sleep(0)
+        deleting = asyncio.ensure_future(other.delete(OPERATOR, "p"))
+        await asyncio.sleep(0)
+        asked, deleted = store.answers
+        deleted.set_result(True)
+        await deleting
+        asked.set_result((1, {}))
+        assert (await waiting).profile is None
+        again = asyncio.ensure_future(other.applied(Job("j"), None, MODEL, None, None))
+        for _ in range(2):  # it begins, and then the question that it asks
+            await asyncio.sleep(0)
+        assert len(store.answers) == 3  # what was asked before the change is not taken for what holds now
+        fields = {"name": "p", "model": MODEL, "interventions": [HALF]}
+        store.answers[2].set_result((2, {MODEL: fields}))
+        assert (await again).profile == "p"
+
+    asyncio.run(scene())
+
+
+def test_before_the_store_has_answered_nothing_runs_without_a_default_it_should_have(monkeypatch):
+    monkeypatch.setattr(profiles, "PATIENCE_S", 0.01)
+
+    async def scene():
+        with pytest.raises(ApiError) as refused:
+            await Profiles(Slow(), 1024).applied(Job("j"), None, MODEL, None, None)
+        assert refused.value.status == 503
+
+    asyncio.run(scene())
+
+
+def test_while_the_store_does_not_answer_what_was_known_last_holds(tmp_path, monkeypatch):
+    monkeypatch.setattr(profiles, "PATIENCE_S", 0.2)
+    monkeypatch.setattr(profiles, "FRESH_S", 0.0)
+    store = connect(str(tmp_path))
+    asked = Profiles(store, 1024)
+
+    async def default():
+        return (await asked.applied(Job("j"), None, "m", None, None)).profile
+
+    async def scene():
+        fields = {"name": "p", "model": "m", "default": True, "interventions": [HALF]}
+        await asked.put(OPERATOR, profiles.Profile.model_validate(fields))
+        assert await default() == "p"
+        ray.kill(store)
+        assert [await default() for _ in range(3)] == ["p"] * 3
+
+    asyncio.run(scene())

@@ -1,0 +1,60 @@
+"""What `/models/load` takes: names and data, nothing that is a path."""
+
+from __future__ import annotations
+
+import pytest
+from pydantic import ValidationError
+
+from deployments.errors import RequestError
+from serve_app.http.parsing import parsed
+from serve_app.schemas.generation import ChatRequest
+from serve_app.schemas.models import LoadRequest
+
+
+@pytest.mark.parametrize("model_id", ["gpt2", "Qwen/Qwen3-0.6B", "vitrine-demo"])
+def test_a_model_is_named_as_a_repository(model_id):
+    assert LoadRequest(model_id=model_id).model_id == model_id
+
+
+@pytest.mark.parametrize(
+    "model_id",
+    ["", "/etc", "../up", "a/../b", "~/models", "a/b/c", "C:\\models", "file:///etc", "a--b", "./here", "a\0b", "é/b"],
+)
+def test_a_path_is_no_model(model_id):
+    with pytest.raises(ValidationError, match="model_id"):
+        LoadRequest(model_id=model_id)
+
+
+@pytest.mark.parametrize("revision", ["../up", "/etc", "", "a/../../b", "x" * 129])
+def test_a_path_is_no_revision(revision):
+    with pytest.raises(ValidationError, match="revision"):
+        LoadRequest(model_id="a/b", revision=revision)
+
+
+@pytest.mark.parametrize("device_map", ["auto", "cpu", "cuda:1", {"": 0}, {"model.layers.0": "cuda:1", "lm_head": 0}])
+def test_a_device_map_goes_through_as_it_is(device_map):
+    assert LoadRequest(model_id="a/b", device_map=device_map).settings == {"device_map": device_map}
+
+
+@pytest.mark.parametrize("device_map", ["disk", "meta", {"": "disk"}, {"": -1}, {}, {"a": ["b"]}, 3])
+def test_what_is_no_device_is_refused(device_map):
+    with pytest.raises(ValidationError, match="device_map"):
+        LoadRequest(model_id="a/b", device_map=device_map)
+
+
+@pytest.mark.parametrize("name", ["layers.1.output", "", "1st", "x" * 65, "a b"])
+def test_a_savepoints_name_hides_no_point(name):
+    with pytest.raises(ValidationError, match="savepoints"):
+        LoadRequest(model_id="a/b", savepoints=[{"name": name, "selector": "norm.output"}])
+
+
+def test_only_what_a_request_names_has_to_be_as_it_is_loaded():
+    assert LoadRequest(model_id="a/b").settings == {}
+    assert LoadRequest(model_id="a/b", revision=None, num_replicas=2).settings == {"revision": None, "num_replicas": 2}
+
+
+def test_a_body_that_is_nested_too_deeply_is_refused_as_such():
+    for half in (b"", rb'"\ud800", '):
+        raw = b'{"model": "m", "metadata": [' + half + b"[" * 5000 + b"]" * 5000 + b"]}"
+        with pytest.raises(RequestError, match="nested too deeply|recursion limit exceeded"):
+            parsed(ChatRequest, raw)
