@@ -185,12 +185,14 @@ class Archive:
         self.wake()
 
     def has(self, file: StoredFile) -> bool:
-        """Whether a node's segment is in the bucket already, as it was before the node joined; then it is listed there.
+        """Whether a node's segment is in the bucket, or was before it was deleted; one that is, is listed on its node.
 
         Args:
             file: The segment, by its node's URI.
         """
         name = name_of(file.uri)
+        if self._all("SELECT 1 FROM deleted WHERE segment = ?", name):
+            return True
         found = self._all("SELECT bytes FROM files WHERE uri = ? AND archived", self._bases.bucket + name)
         if found and found[0][0] == file.bytes:
             self._move(self._bases.bucket + name, file.uri)
@@ -223,7 +225,8 @@ class Archive:
         """
         with self._writing:
             self._check()
-            known = self._catalogue.files(session_id)
+            # What is on a node alone is in no bucket, and stays there if the node has a later run.
+            known = [uri for uri in self._catalogue.files(session_id) if not node_of(uri) or self._is_archived(uri)]
             there = [seen.file.as_uri() for seen in scan_session(self._root, session_id)]
             segments = {name_of(uri) for uri in (*known, *there)}
             if segments:

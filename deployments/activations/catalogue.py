@@ -16,7 +16,7 @@ from typing import Any, TypeVar
 from deployments.activations.database import Kept, in_memory, transaction
 from deployments.activations.entries import ENTRIES, Entry, StoredFile, entries_of, tag_line
 from deployments.activations.facts import StoreError
-from deployments.activations.filling import put, refresh
+from deployments.activations.filling import forget, put, refresh
 from deployments.activations.filters import EVERYTHING, Filter
 from deployments.activations.manifest import Manifest, catalogue_of, catch_up, fill_new, name_of
 from deployments.activations.places import Place
@@ -160,7 +160,9 @@ class Catalogue:
     def add(self, session_id: str, entries: Iterable[Entry], file: StoredFile) -> int:
         """Add runs of one file, and the file as it is now; how many bytes more it has than was known."""
         added = list(entries)
-        more = self._guarded(lambda database: put(database, session_id, added, file), otherwise=0)
+        # No later look finds the file of another node: it has to tell again.
+        otherwise = 0 if file.uri.startswith("file:") else _NOTHING
+        more = self._guarded(lambda database: put(database, session_id, added, file), otherwise=otherwise)
         self.tell([(session_id, added, file)])
         return more
 
@@ -243,10 +245,19 @@ class Catalogue:
         """The bytes of a session's files by their URIs."""
         return dict(self._all("SELECT uri, bytes FROM files WHERE session = ?", session_id))
 
-    def files_of(self, beginning: str) -> dict[str, int]:
-        """The bytes of all files whose URIs begin so, by `<session>/<segment>`."""
-        found = self._all("SELECT uri, bytes FROM files WHERE substr(uri, 1, ?) = ?", len(beginning), beginning)
-        return {name_of(uri): size for uri, size in found}
+    def files_of(self, beginning: str) -> dict[str, tuple[int, int]]:
+        """Of all files whose URIs begin so the bytes, and how many runs are known, by `<session>/<segment>`."""
+        counted = "SELECT uri, bytes, (SELECT count(*) FROM runs WHERE file = files.id) FROM files"
+        found = self._all(f"{counted} WHERE substr(uri, 1, ?) = ?", len(beginning), beginning)
+        return {name_of(uri): (size, runs) for uri, size, runs in found}
+
+    def forget_files(self, beginning: str) -> None:
+        """Forget all files whose URIs begin so, and the runs in them."""
+        found = [
+            uri for (uri,) in self._all("SELECT uri FROM files WHERE substr(uri, 1, ?) = ?", len(beginning), beginning)
+        ]
+        if found:
+            self._guarded(lambda database: forget(database, found))
 
     def all_files(self) -> list[tuple[str, StoredFile]]:
         """All files that hold runs, each with its session."""

@@ -122,10 +122,11 @@ class Keeper:
             logger.warning("session %s is deleted: the store's quota is reached, and it is the oldest", session.id)
             self.delete(session.id, automatic=True).add_done_callback(_log)
 
-    def note(self, notes: Sequence[Note], asked: Collection[str], busy: Busy) -> dict[str, str]:
+    def note(self, key: str, notes: Sequence[Note], asked: Collection[str], busy: Busy) -> dict[str, str]:
         """List runs that other nodes' writers have made durable, unless they were deleted since.
 
         Args:
+            key: The node's, as `Node.key`.
             notes: The runs, by file.
             asked: Sessions of which it is asked whether they may get more.
             busy: Which sessions stay in any case.
@@ -136,6 +137,8 @@ class Keeper:
         Raises:
             OSError: The disk refuses to say whether they were.
         """
+        gone = {deletion.session_id for deletion in self._nodes.deletions(key)} if key and self._nodes else set[str]()
+        notes = [note for note in notes if note.session_id not in gone]
         for session_id, entries, file in notes:
             if node_of(file.uri):
                 is_new = not (self._archive and self._archive.has(file))
@@ -143,8 +146,8 @@ class Keeper:
                 is_new = Path(unquote(urlsplit(file.uri).path)).exists()  # else its session was deleted since
             if is_new:
                 self._pool.count(session_id, file, self._catalogue.add(session_id, entries, file))
-        refused = dict[str, str]()
-        for session_id in {note.session_id for note in notes} | set(asked):
+        refused = {session_id: f"Session {session_id} is being deleted: send the request again." for session_id in gone}
+        for session_id in {note.session_id for note in notes} | set(asked) - gone:
             try:
                 self.make_room(session_id, 1, busy)
             except StoreError as error:

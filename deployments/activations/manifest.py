@@ -308,11 +308,12 @@ def merge_snapshot(database: sqlite3.Connection, snapshot: Path, name: str, base
     Raises:
         sqlite3.Error: It is damaged, or of no version that is known.
     """
+    database.create_function("name_of", 1, name_of, deterministic=True)
     database.execute("ATTACH ? AS snapshot", (str(snapshot),))
     try:
         with transaction(database):
             for statement in _MERGE.split(";"):
-                database.execute(statement, {"bucket": bases.bucket, "disk": bases.disk or bases.bucket})
+                database.execute(statement, {"bucket": bases.bucket})
             database.execute(SUM_AGAIN)
             _forget(database, bases, [name for (name,) in database.execute("SELECT segment FROM deleted").fetchall()])
             database.execute("INSERT OR IGNORE INTO applied VALUES (?)", (name,))
@@ -325,10 +326,11 @@ INSERT INTO deleted SELECT segment, pending, at FROM snapshot.deleted WHERE true
     ON CONFLICT DO UPDATE SET pending = min(pending, excluded.pending);
 INSERT INTO records SELECT kind, session, value, at FROM snapshot.records WHERE true
     ON CONFLICT DO UPDATE SET value = excluded.value, at = excluded.at WHERE excluded.at > at;
-UPDATE files SET archived = 1 WHERE (uri, bytes) IN (SELECT :disk || uri, bytes FROM snapshot.files);
+UPDATE files SET archived = 1 WHERE uri NOT LIKE :bucket || '%'
+    AND (name_of(uri), bytes) IN (SELECT uri, bytes FROM snapshot.files);
 INSERT OR IGNORE INTO files (session, uri, bytes, sealed, rows, modified_ns, points, archived)
     SELECT session, :bucket || uri, bytes, 1, rows, 0, points, 1 FROM snapshot.files
-    WHERE :disk || uri NOT IN (SELECT uri FROM main.files);
+    WHERE uri NOT IN (SELECT name_of(uri) FROM main.files);
 INSERT OR IGNORE INTO runs (session, file, {_RUN})
     SELECT runs.session, files.id, {", ".join(f"runs.{name}" for name in _RUN.split(", "))}
     FROM snapshot.files AS theirs JOIN main.files AS files ON files.uri = :bucket || theirs.uri
@@ -353,16 +355,16 @@ def write_snapshot(catalogue: Path, to: Path, bases: Bases) -> set[str]:
         made.execute("PRAGMA journal_mode = OFF")
         made.execute("PRAGMA synchronous = OFF")
         applied = {name for (name,) in made.execute("SELECT name FROM applied")}
+        made.create_function("name_of", 1, name_of, deterministic=True)
         for statement in _KEEP_ARCHIVED:
-            made.execute(statement, {"disk": bases.disk, "bucket": bases.bucket})
+            made.execute(statement)
         return applied
 
 
 _KEEP_ARCHIVED = (
     "DELETE FROM runs WHERE file IN (SELECT id FROM files WHERE NOT archived)",
     "DELETE FROM files WHERE NOT archived",
-    """UPDATE files SET modified_ns = 0,
-    uri = substr(uri, 1 + length(iif(substr(uri, 1, length(:disk)) = :disk, :disk, :bucket)))""",
+    "UPDATE files SET modified_ns = 0, uri = name_of(uri)",
     "DELETE FROM applied",
 )
 

@@ -7,10 +7,10 @@ import errno
 import functools
 import io
 import os
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
+from concurrent.futures import wait
 from pathlib import Path
 from typing import Any
-from urllib.parse import unquote
 
 import pyarrow as pa
 import ray
@@ -24,7 +24,7 @@ from deployments.clusters import NAMESPACE
 
 _UPLOAD_S = 3600.0  # that one segment's upload may take
 _ANSWER_S = 30.0  # that anything else may
-_FLUSH_S = 5.0  # that a node may take to tell of its latest runs
+_FLUSH_S = 2.0  # that a node may take to tell of its latest runs
 _PIECE = 8 << 20  # bytes that are read by one call
 
 
@@ -66,10 +66,13 @@ class NodeSegments:
         """Remove a segment from its node's disk."""
         self._ask(uri, lambda writer: writer.remove.remote(_name_of(uri)), _ANSWER_S)
 
-    def flush(self, node: Node) -> None:
-        """Have a node tell of the runs that it has not told of yet, if it answers."""
-        with contextlib.suppress(ray.exceptions.RayError, ValueError, TimeoutError):
-            writer_on(self._root, node.ray_id).flush.remote().future().result(timeout=_FLUSH_S)
+    def flush(self, nodes: Sequence[Node]) -> None:
+        """Have nodes tell of the runs that they have not told of yet, those that answer soon."""
+        asked = []
+        for node in nodes:
+            with contextlib.suppress(ray.exceptions.RayError, ValueError):
+                asked.append(writer_on(self._root, node.ray_id).flush.remote().future())
+        wait(asked, timeout=_FLUSH_S)
 
     def _ask(self, uri: str, call: Callable[[Any], Any], seconds: float) -> None:
         node = place_of_node(self._nodes, uri)
@@ -171,13 +174,16 @@ class NodePlace(Place):
             NodeAwayError: Its node does not answer, and it is in no bucket.
         """
         uri = f"{self.uri}/{name}"
+        file = NodeFile(self, uri)
+        if self._bucket is None:
+            return file
+        copy = self._bucket.file(_name_of(uri))
         try:
-            place_of_node(self._nodes, uri)
+            return file if file.exists() or not copy.exists() else copy
         except NodeAwayError:
-            if self._bucket is not None and (copy := self._bucket.file(_name_of(uri))).exists():
+            if copy.exists():
                 return copy
             raise
-        return NodeFile(self, uri)
 
     def ask(self, uri: str, method: str, *args: int) -> Any:
         """What the `SegmentReader` of a segment's node answers; after the node came back, that is another one.
@@ -190,7 +196,7 @@ class NodePlace(Place):
         try:
             if node.ray_id not in self._readers:
                 self._readers[node.ray_id] = ray.get_actor(_named(self._root, node.ray_id), namespace=NAMESPACE)
-            asked = getattr(self._readers[node.ray_id], method).remote(unquote(_name_of(uri)), *args)
+            asked = getattr(self._readers[node.ray_id], method).remote(_name_of(uri), *args)
             return asked.future().result(timeout=_ANSWER_S)
         except ray.exceptions.RayTaskError as error:
             if isinstance(error.cause, OSError):

@@ -6,7 +6,7 @@ import asyncio
 import functools
 import logging
 from collections import OrderedDict
-from collections.abc import Awaitable, Callable, Collection, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Awaitable, Callable, Collection, Iterable, Iterator, Mapping, Sequence, Set
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 from urllib.parse import unquote
@@ -62,7 +62,10 @@ class NodeWriter(TakesRuns):
         self._catalogue: Catalogue | None = None  # of the node's own directory
         restrict(self._root)
         if (self._root / _OWN).exists():  # the store may be away
-            self._open_own()
+            try:
+                self._open_own()
+            except StoreError:
+                logger.exception("%s is opened with the next run", self._root)
 
     async def ready(self) -> None:
         """Return once it is known where the node's runs go.
@@ -73,7 +76,9 @@ class NodeWriter(TakesRuns):
         if self._opened:
             return
         async with self._opening:
-            if not self._opened:
+            if not self._opened and (self._root / _OWN).exists():
+                await asyncio.to_thread(self._open_own)
+            elif not self._opened:
                 home = await self._home()
                 if _sees(self._root, home.mark):
                     await self._check_locks(home)
@@ -268,23 +273,30 @@ class NodeWriter(TakesRuns):
         if self._archive and is_released():
             self._writing().seal(None).result()
 
-    def _stored(self, known: Mapping[str, int]) -> Iterator[Note]:
+    def _stored(self, known: Mapping[str, tuple[int, int]]) -> Iterator[Note]:
         """The node's files and runs, but for the files that the store knows as they are."""
         if self._catalogue is None:
             return
+        counts = self._catalogue.files_of("file:")
         for session_id, file in self._catalogue.all_files():
-            if known.get(_name_of(file.uri)) != file.bytes:
+            name = _name_of(file.uri)
+            if known.get(name) != counts.get(name):
                 yield from self._notes([(session_id, self._catalogue.of_file(file.uri), file)])
 
     def _delete(self, deletion: Deletion) -> bool:
         self._bar(deletion.fence)
         if self._catalogue is None:
             return True  # the store deletes in its directory
-        last = [created for _, created in self._catalogue.last_runs(deletion.session_id)]
-        if deletion.last is not None and (max(last, default=0.0) > deletion.last):
-            return False
-        self._writing().delete(deletion.session_id).result()
-        return True
+        if deletion.last is None:
+            self._writing().delete(deletion.session_id).result()
+            return True
+        catalogue, session_id, last = self._catalogue, deletion.session_id, deletion.last
+
+        def goes_on(busy: Set[str]) -> bool:
+            return session_id in busy or any(created > last for _, created in catalogue.last_runs(session_id))
+
+        self._writing().delete(session_id, unless=goes_on).result()
+        return not catalogue.knows(session_id)
 
     def _notes(self, added: Iterable[Added]) -> list[Note]:
         from deployments.activations.telling import Note

@@ -70,16 +70,22 @@ class Nodes:
 
     def join(self, node: Node) -> None:
         """A node is there, perhaps again."""
-        former = [one for one in self.all().values() if one.name == node.name and one.key != node.key]
-        lost = [(one.key,) for one in former if not self.is_alive(one)]  # its address has another directory now
         with self._state.change() as database:
-            database.executemany("UPDATE nodes SET lost = 1 WHERE key = ?", lost)
-            database.executemany("DELETE FROM deletions WHERE node = ?", lost)
             database.execute("INSERT OR REPLACE INTO nodes VALUES (?, ?, ?, ?, 0)", node[:4])
+        self.mark_lost()
+
+    def mark_lost(self) -> None:
+        """Say of nodes that are away, and whose address has another directory now, that they have lost their disk."""
+        nodes = self.all().values()
+        there = {node.name for node in nodes if self.is_alive(node)}
+        lost = [(one.key,) for one in nodes if not one.lost and one.name in there and not self.is_alive(one)]
+        if lost:
+            with self._state.change() as database:
+                database.executemany("UPDATE nodes SET lost = 1 WHERE key = ?", lost)
 
     def begin_deletion(self, session_id: str, fence: str | None, last: float | None) -> None:
         """Have all nodes delete a session; those that are away do when they come back."""
-        each = "INSERT INTO deletions (node, session, fence, last) SELECT key, ?, ?, ? FROM nodes WHERE NOT lost"
+        each = "INSERT INTO deletions (node, session, fence, last) SELECT key, ?, ?, ? FROM nodes"
         with self._state.change() as database:
             database.execute(each, (session_id, fence, last))
 

@@ -116,6 +116,8 @@ class ActivationReader:
 
         def found() -> list[dict[str, Any]]:
             runs = self._catalogue.runs(self._readable(filter, account), limit, after)
+            if filter.runs and len(runs) < min(limit, len(filter.runs)) and self._nodes_told():
+                runs = self._catalogue.runs(self._readable(filter, account), limit, after)
             return [described(run, self._nodes) for run in runs if self._may_read(run["session_id"], account)]
 
         return await self._found(None, found)  # type: ignore[no-any-return]
@@ -203,11 +205,13 @@ class ActivationReader:
 
         def find() -> Found | None:
             try:
-                return self._readings.find(choice, tag)
+                if (found := self._readings.find(choice, tag)) or not choice.runs:
+                    return found
             except RequestError:
-                if choice.runs and self._nodes_told():
-                    return self._readings.find(choice, tag)
-                raise
+                if not choice.runs:
+                    raise
+            self._nodes_told()
+            return self._readings.find(choice, tag)
 
         return await self._paged(account, self._of_session, choice.session_id, account, find)  # type: ignore[no-any-return]
 
@@ -227,8 +231,7 @@ class ActivationReader:
     def _nodes_told(self) -> bool:
         """Have other nodes tell what they have not told yet: a run is found as soon as it was answered."""
         alive = [node for node in self._nodes.all().values() if self._nodes.is_alive(node)]
-        for node in alive:
-            self._segments.flush(node)
+        self._segments.flush(alive)
         return bool(alive)
 
     async def _paged(self, account: Account, ask: Callable[..., Any], *args: Any) -> Any:

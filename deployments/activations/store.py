@@ -7,7 +7,7 @@ import functools
 import hashlib
 import logging
 import uuid
-from collections.abc import Awaitable, Iterable, Sequence, Set
+from collections.abc import Awaitable, Collection, Iterable, Sequence, Set
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
@@ -134,6 +134,7 @@ class ActivationStore(TakesRuns, KeepsFiles):
                 logger.exception("nodes that have come back are looked for again")
 
     def _open_returned(self, store: Any) -> None:
+        self._nodes.mark_lost()
         known = [node for node in self._nodes.all().values() if not node.lost]
         away = {node.name: node.ray_id for node in known if not self._nodes.is_alive(node)}
         if away:
@@ -212,6 +213,7 @@ class ActivationStore(TakesRuns, KeepsFiles):
         for writer, said in zip(writers, held, strict=True):
             if isinstance(said, Exception):  # what it may still write there it will find gone
                 logger.warning("%s does not let go of session %s: %s", writer, session_id, said)
+        await _all(writer.flush.remote() for writer in writers)  # what was stored so far is known, and goes
         try:
             found = await asyncio.wrap_future(self._writing().delete(session_id, account))
         finally:
@@ -223,7 +225,8 @@ class ActivationStore(TakesRuns, KeepsFiles):
     async def _delete_elsewhere(self, session_id: str) -> list[str]:
         """Have nodes delete a session from their own directories; the names of those that do it when they come back."""
         nodes = await asyncio.to_thread(self._nodes.all)
-        asked = [(nodes[key], deletion) for key, deletion in await asyncio.to_thread(self._nodes.waiting, session_id)]
+        waiting = await asyncio.to_thread(self._nodes.waiting, session_id)
+        asked = [(nodes[key], deletion) for key, deletion in waiting if key in nodes and not nodes[key].lost]
         done = await _all(self._deleted_on(node, deletion) for node, deletion in asked)
         for (node, _), said in zip(asked, done, strict=True):
             if isinstance(said, Exception):
@@ -234,7 +237,7 @@ class ActivationStore(TakesRuns, KeepsFiles):
         if not await asyncio.to_thread(self._nodes.is_alive, node):
             raise StoreError("it is away")
         await writer_on(self._asked, node.ray_id).delete.remote(deletion)
-        await asyncio.to_thread(self._nodes.end_deletions, node.key, [deletion.id])
+        await asyncio.to_thread(self._end_deletions, node.key, [deletion.id])
 
     async def query(self, statement: str, values: Sequence[Any]) -> tuple[str, list[Any]]:
         """What the catalogue says, as `Catalogue.query`: for the reader, where it cannot read the database itself.
@@ -311,13 +314,13 @@ class ActivationStore(TakesRuns, KeepsFiles):
         """
         if not node.key:  # it may have stored runs before of which it had no time to tell
             await asyncio.to_thread(self._catalogue.look)
-            return Reply(self._holds, {}, [], {})
+            return Reply(self._node_life(), {}, [], {})
         await asyncio.to_thread(self._nodes.join, node)
         known = await asyncio.to_thread(self._catalogue.files_of, uri_of(node.key, ""))
         deletions = await asyncio.to_thread(self._nodes.deletions, node.key)
         if self._archive:
             self._archive.retry()
-        return Reply(self._holds, {}, deletions, known)
+        return Reply(self._node_life(), {}, deletions, known)
 
     async def tell(self, key: str, notes: list[Note], deleted: list[int], asked: list[str]) -> Reply:
         """List runs that a node's writer has made durable, unless they were deleted since.
@@ -332,12 +335,21 @@ class ActivationStore(TakesRuns, KeepsFiles):
             StoreError: The disk refuses.
         """
         if deleted:
-            await asyncio.to_thread(self._nodes.end_deletions, key, deleted)
+            await asyncio.to_thread(self._end_deletions, key, deleted)
+        refused = await asyncio.wrap_future(self._writing().note(key, notes, asked))
         waiting = await asyncio.to_thread(self._nodes.deletions, key) if key else []
-        gone = {deletion.session_id for deletion in waiting}
-        notes = [note for note in notes if note.session_id not in gone]
-        refused = await asyncio.wrap_future(self._writing().note(notes, asked))
-        return Reply(self._holds, refused, waiting)
+        return Reply(self._node_life(), refused, waiting)
+
+    def _end_deletions(self, key: str, done: Collection[int]) -> None:
+        """A node has deleted sessions: nothing of them is listed that a crash may have left."""
+        for deletion in self._nodes.deletions(key):
+            if deletion.id in done:
+                self._catalogue.forget_files(uri_of(key, f"{deletion.session_id}/"))
+        self._nodes.end_deletions(key, done)
+
+    def _node_life(self) -> str:
+        """Another one where nodes have to tell again of all that they have."""
+        return f"{self._holds} {self._catalogue.is_kept}"
 
     async def pin(self, session_id: str, pinned: bool, account: Account = OPERATOR) -> bool:
         """Pin a session, or take its pin away: true when durable, false if there is none that the account may change.

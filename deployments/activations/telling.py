@@ -40,13 +40,13 @@ class Reply(NamedTuple):
         life: Another one each time that the store starts.
         refused: Sessions of the node that may get no more runs, and why.
         deletions: Sessions that the node is to delete.
-        known: The bytes of the node's files that the store knows, by name; only where the node joins.
+        known: Of the node's files that the store knows, by name, the bytes and how many runs; only where the node joins.
     """
 
     life: str
     refused: dict[str, str]
     deletions: list[Deletion]
-    known: dict[str, int] | None = None
+    known: dict[str, tuple[int, int]] | None = None
 
 
 class Teller:
@@ -64,7 +64,7 @@ class Teller:
         self,
         store: Any,
         node: Node,
-        stored: Callable[[Mapping[str, int]], Iterable[Note]],
+        stored: Callable[[Mapping[str, tuple[int, int]]], Iterable[Note]],
         delete: Callable[[Deletion], bool],
         beat: Callable[[], None] = lambda: None,
     ) -> None:
@@ -75,6 +75,7 @@ class Teller:
         self._delete = delete
         self._beat = beat
         self._notes = deque[Note]()
+        self._queue = threading.Lock()  # for these
         self._done: list[int] = []  # deletions that the store need not ask for again
         self._life: str | None = None  # of the store that knows the node
         self._telling = threading.RLock()  # no deletion while runs of its session are on their way
@@ -86,7 +87,8 @@ class Teller:
 
     def add(self, notes: Iterable[Note]) -> None:
         """Tell of these, soon."""
-        self._notes.extend(part for note in notes for part in _parts(note))
+        with self._queue:
+            self._notes.extend(part for note in notes for part in _parts(note))
         self._news.set()
 
     def flush(self) -> None:
@@ -106,9 +108,9 @@ class Teller:
                 return True
             deleted = self._delete(deletion)
             if deleted:
-                kept = [note for note in self._notes if note.session_id != deletion.session_id]
-                self._notes.clear()
-                self._notes.extend(kept)
+                with self._queue:
+                    kept = [note for note in self._notes if note.session_id != deletion.session_id]
+                    self._notes = deque(kept)
             else:  # what came since is not known there
                 self._life = None
             self._done.append(deletion.id)
@@ -130,7 +132,6 @@ class Teller:
         pause = PAUSE_S[0]
         while not self._ended.is_set():
             try:
-                self._beat()
                 self._tell()
                 pause = PAUSE_S[0]
             except Exception as error:  # whatever it was, the store must hear of what is stored in the end
@@ -141,6 +142,10 @@ class Teller:
                 self._ended.wait(pause)
                 pause = min(2 * pause, PAUSE_S[1])
                 continue
+            try:
+                self._beat()
+            except Exception:  # it comes again with the next beat
+                logger.exception("the files of a node that is about to go are not sealed yet")
             self._news.wait(BEAT_S)
             self._ended.wait(TELL_S)
             self._news.clear()
@@ -160,8 +165,9 @@ class Teller:
         with self._telling:
             notes = self._next()
             reply = self._asked(self._store.tell, self._node.key, notes, self._done, list(self.refused))
-            for _ in notes:
-                self._notes.popleft()
+            with self._queue:
+                for _ in notes:
+                    self._notes.popleft()
             self._done = []
         return reply
 
@@ -170,9 +176,11 @@ class Teller:
         reply = self._asked(self._store.join, self._node)
         self._take(reply)
         with self._telling:
-            self._notes.clear()  # what is stored by now is told of in any case
+            with self._queue:
+                self._notes.clear()  # what is stored by now is told of in any case
             stored = [part for note in self._stored(reply.known or {}) for part in _parts(note)]
-            self._notes.extendleft(reversed(stored))
+            with self._queue:
+                self._notes.extendleft(reversed(stored))
             self._life = reply.life
         self._joined.set()
 
@@ -183,12 +191,13 @@ class Teller:
 
     def _next(self) -> list[Note]:
         notes, runs = list[Note](), 0
-        for note in self._notes:
-            runs += max(1, len(note.entries))
-            if notes and runs > BATCH:
-                break
-            notes.append(_short(note))
-        return notes
+        with self._queue:
+            for note in self._notes:
+                runs += max(1, len(note.entries))
+                if notes and runs > BATCH:
+                    break
+                notes.append(note)
+        return [_short(note) for note in notes]
 
     def _asked(self, method: Any, *args: Any) -> Reply:
         reply: Reply = method.remote(*args).future().result(timeout=_ANSWER_S)
@@ -196,8 +205,11 @@ class Teller:
 
 
 def _parts(note: Note) -> Iterable[Note]:
-    for first in range(0, len(note.entries) or 1, BATCH):
-        yield note._replace(entries=note.entries[first : first + BATCH])
+    last = max(0, len(note.entries) - 1) // BATCH * BATCH
+    for first in range(0, last + 1, BATCH):
+        is_last = first == last  # a file is sealed for the store once it knows all its runs
+        file = note.file if is_last else note.file._replace(sealed=False, modified_ns=None)
+        yield note._replace(entries=note.entries[first : first + BATCH], file=file)
 
 
 def _short(note: Note) -> Note:

@@ -11,7 +11,7 @@ import math
 import threading
 import time
 from collections import deque
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Callable, Collection, Sequence, Set
 from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
 from queue import Empty, SimpleQueue
@@ -185,8 +185,15 @@ class Writer:
         name = RunName(session_id, run_id)
         return self._behind(lambda: self._runs.renew(name), at_once=True)
 
-    def delete(self, session_id: str, account: Account = OPERATOR) -> Future[bool]:
+    def delete(
+        self, session_id: str, account: Account = OPERATOR, unless: Callable[[Set[str]], bool] | None = None
+    ) -> Future[bool]:
         """Queue a deletion: true when the session's files are gone, false if the account may change none of the name.
+
+        Args:
+            session_id: The session.
+            account: Who asks.
+            unless: Whether it stays after all, asked behind all that is queued, by the sessions that are written to.
 
         Raises:
             StoreError: At once if `session_id` can name none or the writer is closed; from the future if
@@ -194,7 +201,10 @@ class Writer:
             RequestError: From the future if the session is pinned.
         """
         check_name(session_id)
-        return self._behind(lambda: self._delete(session_id, account), at_once=True)
+        if unless is None:
+            return self._behind(lambda: self._delete(session_id, account), at_once=True)
+        stays = unless
+        return self._behind(lambda: False if stays(self._runs.busy()) else self._delete(session_id, account))
 
     def bytes_of(self, session_id: str, run_id: str) -> int:
         """Bytes of the batches that are written of a run that is not finished."""
@@ -258,13 +268,13 @@ class Writer:
         """
         return self._behind(lambda: self._hold(session_id, 0.0))
 
-    def note(self, notes: Sequence[Note], asked: Collection[str] = ()) -> Future[dict[str, str]]:
+    def note(self, key: str, notes: Sequence[Note], asked: Collection[str] = ()) -> Future[dict[str, str]]:
         """Queue: other nodes' writers have made runs durable; they are listed and counted, as by `Keeper.note`.
 
         Raises:
             StoreError: At once if the writer is closed.
         """
-        return self._behind(lambda: self._keeper.note(notes, asked, self._runs.busy), at_once=True)
+        return self._behind(lambda: self._keeper.note(key, notes, asked, self._runs.busy), at_once=True)
 
     def seal(self, session_id: str | None) -> Future[None]:
         """Queue: end a session's files, or all, that no run is being written to, so that they can be archived.
