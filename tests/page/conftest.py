@@ -15,8 +15,8 @@ READY = "html[data-ready]"
 expect.set_options(timeout=30_000)
 
 
-# Not for the session: while Playwright runs, no other test of this process can run an event loop.
-@pytest.fixture(scope="package")
+# Not for the session: while Playwright runs, other tests of this process cannot run event loops.
+@pytest.fixture(scope="module")
 def chromium() -> Iterator[Browser]:
     binary = next(filter(None, map(shutil.which, NAMES)), None)
     if binary is None:
