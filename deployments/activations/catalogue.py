@@ -253,9 +253,8 @@ class Catalogue:
 
     def forget_files(self, beginning: str) -> None:
         """Forget all files whose URIs begin so, and the runs in them."""
-        found = [
-            uri for (uri,) in self._all("SELECT uri FROM files WHERE substr(uri, 1, ?) = ?", len(beginning), beginning)
-        ]
+        begin = "SELECT uri FROM files WHERE substr(uri, 1, ?) = ?"
+        found = [uri for (uri,) in self._all(begin, len(beginning), beginning)]
         if found:
             self._guarded(lambda database: forget(database, found))
 

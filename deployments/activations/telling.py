@@ -40,7 +40,7 @@ class Reply(NamedTuple):
         life: Another one each time that the store starts.
         refused: Sessions of the node that may get no more runs, and why.
         deletions: Sessions that the node is to delete.
-        known: Of the node's files that the store knows, by name, the bytes and how many runs; only where the node joins.
+        known: Of the node's files that the store knows, by name, the bytes and how many runs; where the node joins.
     """
 
     life: str
