@@ -73,19 +73,9 @@ class NodeWriter(TakesRuns):
         Raises:
             StoreError: The store does not say where it is yet, or the directory cannot be used; says what to do.
         """
-        if self._opened:
-            return
-        async with self._opening:
-            if not self._opened and (self._root / _OWN).exists():
-                await asyncio.to_thread(self._open_own)
-            elif not self._opened:
-                home = await self._home()
-                if _sees(self._root, home.mark):
-                    await self._check_locks(home)
-                    self._open_shared()
-                else:
-                    self._check_release(home)
-                    await asyncio.to_thread(self._open_own)
+        if not self._opened:
+            async with self._opening:
+                await self._open_once()
 
     async def append(
         self,
@@ -190,6 +180,20 @@ class NodeWriter(TakesRuns):
                 self._catalogue.close()
 
     # ---- opening
+
+    async def _open_once(self) -> None:
+        if self._opened:
+            return
+        if (self._root / _OWN).exists():
+            await asyncio.to_thread(self._open_own)
+            return
+        home = await self._home()
+        if _sees(self._root, home.mark):
+            await self._check_locks(home)
+            self._open_shared()
+        else:
+            self._check_release(home)
+            await asyncio.to_thread(self._open_own)
 
     async def _home(self) -> Home:
         try:

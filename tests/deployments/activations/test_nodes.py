@@ -15,13 +15,17 @@ import torch
 
 from deployments.activations import load, runs
 from deployments.activations.accounts import Account
+from deployments.activations.catalogue import Catalogue
+from deployments.activations.database import NAME
 from deployments.activations.facts import StoreError, names_a_session
+from deployments.activations.manifest import Bases, merge_snapshot, write_snapshot
 from deployments.activations.node_writer import NodeWriter
-from deployments.activations.nodes import node_of
+from deployments.activations.nodes import node_of, uri_of
 from deployments.activations.opening import mark
 from deployments.activations.retention import Retention
 from deployments.activations.store import ActivationStore
 from deployments.activations.taking import Home
+from deployments.activations.writer import Writer as SegmentWriter
 from deployments.errors import RequestError
 
 ROOT = Path(__file__).parents[3]
@@ -353,3 +357,54 @@ def test_what_is_told_to_the_store_is_small(nodes, big, eventually, monkeypatch)
     eventually(lambda: len(nodes.ask(nodes._reader_of(nodes.here).session("session"))["runs"]), lambda n: n >= 100)
     assert told
     assert all(node_of(note.file.uri) and len(pickle.dumps(note)) < 100_000 for note in told)
+
+
+@only_own
+def test_runs_of_a_file_that_was_told_in_part_are_listed_when_the_node_joins_again(nodes, big, eventually, monkeypatch):
+    monkeypatch.setattr("deployments.activations.telling.BATCH", 1)
+    nodes.store_run(big("first"))
+    eventually(nodes.listed)
+    nodes.store.reached.clear()
+    for number in range(4):
+        nodes.store_run(big(f"r{number}"))
+    tell, told = nodes.here.tell, []
+
+    async def once(key, notes, *more):
+        if len(told) == 2:
+            told.append(None)
+            raise TimeoutError("the store was killed")
+        told.append(notes)
+        return await tell(key, notes, *more)
+
+    monkeypatch.setattr(nodes.here, "tell", once)
+    nodes.store.reached.set()
+    eventually(lambda: sorted(nodes.listed()), lambda found: found == ["first", "r0", "r1", "r2", "r3"])
+    assert None in told
+
+
+def test_a_snapshot_of_the_bucket_names_segments_of_nodes_as_all_others(tmp_path, big):
+    made, bases = big("r"), Bases("s3://bucket/prefix", "file:///store")
+    root = tmp_path / "kept"
+    catalogue = Catalogue.rebuild(root)
+    writer = SegmentWriter(tmp_path / "other", other := Catalogue.rebuild(tmp_path / "other"))
+    writer.submit(made.facts, made.batches).result()
+    writer.close()
+    [(session_id, file)] = other.all_files()
+    entries = other.of_file(file.uri)
+    uri = uri_of("key", "session/a.arrow")
+    catalogue.add(session_id, entries, file._replace(uri=uri))
+    catalogue.change((), lambda database: database.execute("UPDATE files SET archived = 1"))
+    write_snapshot(root / NAME, tmp_path / "snapshot", bases)
+    for knows_node in (False, True):
+        merged = Catalogue.rebuild(tmp_path / f"merged-{knows_node}")
+        if knows_node:
+            merged.add(session_id, entries, file._replace(uri=uri))
+        merged.change((), lambda database: merge_snapshot(database, tmp_path / "snapshot", "name", bases))
+        assert [run.uri for run in merged.entries("session")] == [
+            uri if knows_node else "s3://bucket/prefix/session/a.arrow"
+        ]
+        assert [run.archived for run in merged.entries("session")] == [True]
+        assert merged.sizes() == {"session": file.bytes}
+        merged.close()
+    catalogue.close()
+    other.close()
