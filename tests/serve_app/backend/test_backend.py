@@ -24,7 +24,7 @@ from deployments.activations.reads_runs import connect_reader
 from deployments.activations.store import connect
 from deployments.messages import Job
 from deployments.options import NO_MODEL, Options
-from serve_app.backend import backend, models, waiting
+from serve_app.backend import backend, models, served_model, waiting
 from serve_app.backend.backend import Backend
 from serve_app.backend.served_model import GRACE_S, ServedModel
 from serve_app.http.errors import ApiError
@@ -84,7 +84,7 @@ def test_a_request_that_no_replica_takes_ends_at_the_servers_limit(served):
 
 
 def test_what_a_model_is_is_waited_for_no_longer_than_for_a_list(served, monkeypatch):
-    monkeypatch.setattr(models, "DESCRIBE_S", 0.5)
+    monkeypatch.setattr(served_model, "DESCRIBE_S", 0.5)
 
     async def ask(question: str) -> int:
         with pytest.raises(ApiError) as failed:
