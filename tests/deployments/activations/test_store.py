@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import time
 
 import pytest
@@ -164,21 +165,25 @@ def test_all_who_ask_for_a_directory_share_one_actor_that_comes_back_when_killed
     ray.get(second.retain.remote(Retention(max_store_bytes=1 << 20)))
     ray.kill(first, no_restart=False)
     after = make("after")
-    stored = False
-    while True:  # until it is up again
-        try:
-            if not stored:
-                ray.get(second.write.remote(after.facts, [ray.put(after.batches[0])]), timeout=60)
-                stored = True
-            listed = ray.get(reader.session.remote("session"), timeout=60)
-            break
-        except ray.exceptions.ActorUnavailableError:
-            continue
-    assert {run["run_id"] for run in listed["runs"]} == {"r", "after"}
-    with pytest.raises(StoreError, match="quota"):  # the limits are those that it had
-        ray.get(second.check_room.remote("session", 1 << 20))
-    ray.kill(second)
-    ray.kill(reader)
+
+    def answered(ask):
+        """What is answered once the actor is up again; a call may reach the one that is being killed."""
+        while True:
+            try:
+                return ray.get(ask(), timeout=60)
+            except ray.exceptions.ActorUnavailableError:
+                continue
+
+    try:
+        with contextlib.suppress(StoreError):  # it was stored, and the answer was lost
+            answered(lambda: second.write.remote(after.facts, [ray.put(after.batches[0])]))
+        listed = answered(lambda: reader.session.remote("session"))
+        assert {run["run_id"] for run in listed["runs"]} == {"r", "after"}
+        with pytest.raises(StoreError, match="quota"):  # the limits are those that it had
+            answered(lambda: second.check_room.remote("session", 1 << 20))
+    finally:
+        ray.kill(second)
+        ray.kill(reader)
 
 
 def test_a_uri_of_a_directory_is_refused(tmp_path):
