@@ -32,6 +32,7 @@ from deployments.model.load import load
 from deployments.options import Options
 
 ROOT = Path(__file__).parents[3]
+pytestmark = pytest.mark.slow
 LIMITS = Limits(seconds=30, memory_bytes=1 << 30, result_bytes=1 << 20, log_bytes=1 << 20, threads=2)
 ALL = Sandbox(on=True, landlock=landlock.version(), seccomp=seccomp.available())
 SANDBOXES = {
@@ -43,10 +44,6 @@ SANDBOXES = {
 PRELUDE = """
 import ctypes, fcntl, importlib, mmap, os, signal, socket, struct, subprocess, sys, threading
 libc = ctypes.CDLL(None, use_errno=True)
-
-pytestmark = pytest.mark.slow
-
-
 def found():
     return os.stat(MAIN)
 def open_socket():
