@@ -27,7 +27,7 @@ from benchmarks.common import models
 from benchmarks.common.measuring import synchronize, timed
 from deployments.engine.edits import Edit
 from deployments.engine.engine import Engine
-from deployments.engine.request import Finished, Request
+from deployments.engine.request import Delta, Finished, Request
 from deployments.model.model import Model
 from deployments.points.capture import Capture
 
@@ -76,15 +76,37 @@ class Case:
         """Transformers' greedy tokens [rows, tokens], or with logits its whole result."""
         ids = torch.tensor(self.prompts[:rows], device=self.device)
         settings = transformers.GenerationConfig(  # type: ignore[no-untyped-call]
-            do_sample=False, max_new_tokens=self.new_tokens, pad_token_id=0, eos_token_id=None
+            do_sample=False,
+            max_new_tokens=self.new_tokens,
+            pad_token_id=0,
+            eos_token_id=None,
+            output_logits=logits,
+            return_dict_in_generate=logits,
         )
         return self.hf.generate(
             ids,
             attention_mask=torch.ones_like(ids),
             generation_config=settings,
-            output_logits=logits,
-            return_dict_in_generate=logits,
         )
+
+    def scored(self, requests: list[Request]) -> list[Delta]:
+        """What each request generated in one piece, with logprobs."""
+        deltas = dict[str, list[Delta]]()
+        left = len(requests)
+        for request in requests:
+            self.engine.submit(request)
+        while left:
+            for event in self.engine.step(wait=True):
+                left -= isinstance(event, Finished)
+                if isinstance(event, Delta):
+                    deltas.setdefault(event.id, []).append(event)
+        return [
+            deltas[one.id][0]._replace(
+                tokens=[token for delta in deltas[one.id] for token in delta.tokens],
+                logprobs=[logprob for delta in deltas[one.id] for logprob in delta.logprobs],
+            )
+            for one in requests
+        ]
 
     def steering(self) -> Edit:
         """A vector as long as half a layer's output, added in the middle."""
@@ -94,7 +116,7 @@ class Case:
         return Edit(point, "add", vector=vector.to(self.device))
 
 
-def same_tokens(case: Case, done: list[Finished], reference: Any) -> dict[str, Any]:
+def same_tokens(case: Case, done: list[Delta], reference: Any) -> dict[str, Any]:
     """Greedy tokens and logprobs, up to where a row's tokens first differ."""
     bound = LOGPROB[case.hf.dtype]
     logits = torch.stack(reference.logits, 1).float().cpu()  # [rows, tokens, vocabulary]
@@ -143,7 +165,7 @@ def parity(case: Case) -> dict[str, Any]:
     """All that must agree with transformers."""
     rows = min(PARITY_ROWS, len(case.prompts))
     plain = case.generate(rows, logits=True)
-    greedy = same_tokens(case, case.engine.generate(case.requests(rows, logprobs=TOP)), plain)
+    greedy = same_tokens(case, case.scored(case.requests(rows, logprobs=TOP)), plain)
     edit = case.steering()
 
     def steer(_: Any, __: Any, output: Any) -> Any:
@@ -157,7 +179,7 @@ def parity(case: Case) -> dict[str, Any]:
         theirs = case.generate(rows, logits=True)
     finally:
         hook.remove()
-    steered = same_tokens(case, case.engine.generate(case.requests(rows, logprobs=TOP, edits=(edit,))), theirs)
+    steered = same_tokens(case, case.scored(case.requests(rows, logprobs=TOP, edits=(edit,))), theirs)
     steered["changed"] = float((theirs.logits[0] - plain.logits[0]).abs().max())
     steered["ok"] = steered["ok"] and steered["changed"] > steered["tolerance"]  # or the check would show nothing
     return {"greedy": greedy, "capture": same_rows(case), "steering": steered}
