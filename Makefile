@@ -6,7 +6,7 @@ BIN := $(VENV)/bin
 PIP := -m pip --quiet --disable-pip-version-check install --no-deps
 LOCKED := $(PIP) --require-hashes
 
-.PHONY: help demo serve smollm2 test test-fast test-all coverage lint format docs docs-serve lock bench bench-engine bench-serving bench-memory bench-catalogue bench-reading bench-writing bench-evaluating bench-collecting bench-experiments bench-attacks clean
+.PHONY: help demo serve smollm2 test test-fast test-all coverage lint format docs docs-serve lock bench bench-engine bench-gpu bench-serving bench-memory bench-catalogue bench-reading bench-writing bench-evaluating bench-collecting bench-experiments bench-attacks clean
 
 help:  ## list the targets
 	@sed -n 's/^\([a-z0-9-]*\):.*##  *\(.*\)/make \1\t\2/p' Makefile | expand -t 20
@@ -61,6 +61,9 @@ bench: bench-engine bench-serving bench-memory bench-catalogue bench-reading ben
 
 bench-engine: $(VENV)/.ready-dev  ## the engine beside transformers and nnsight
 	HF_HUB_OFFLINE=1 $(BIN)/python -m benchmarks.engine
+
+bench-gpu: $(VENV)/.ready-dev  ## the engine alone on a GPU: parity with transformers, and speed
+	HF_HUB_OFFLINE=1 $(BIN)/python -m benchmarks.gpu
 
 bench-serving: $(VENV)/.ready-dev  ## what HTTP costs, and transformers serve
 	HF_HUB_OFFLINE=1 $(BIN)/python -m benchmarks.serving

@@ -59,6 +59,15 @@ SHAPES: dict[str, dict[str, int]] = {
         "head_dim": 128,
         "intermediate_size": 3072,
     },
+    "qwen3-8b": {
+        "vocab_size": 151936,
+        "hidden_size": 4096,
+        "num_hidden_layers": 36,
+        "num_attention_heads": 32,
+        "num_key_value_heads": 8,
+        "head_dim": 128,
+        "intermediate_size": 12288,
+    },
 }
 NAMES = (*SHAPES, DEMO)
 
