@@ -102,8 +102,8 @@ class Case:
                     deltas.setdefault(event.id, []).append(event)
         return [
             deltas[one.id][0]._replace(
-                tokens=[token for delta in deltas[one.id] for token in delta.tokens],
-                logprobs=[logprob for delta in deltas[one.id] for logprob in delta.logprobs],
+                tokens=tuple(token for delta in deltas[one.id] for token in delta.tokens),
+                logprobs=tuple(logprob for delta in deltas[one.id] for logprob in delta.logprobs),
             )
             for one in requests
         ]
@@ -167,10 +167,12 @@ def parity(case: Case) -> dict[str, Any]:
     plain = case.generate(rows, logits=True)
     greedy = same_tokens(case, case.scored(case.requests(rows, logprobs=TOP)), plain)
     edit = case.steering()
+    vector = edit.vector
+    assert vector is not None
 
     def steer(_: Any, __: Any, output: Any) -> Any:
         hidden = output if isinstance(output, torch.Tensor) else output[0]
-        moved = (hidden.float() + edit.vector).to(hidden.dtype)
+        moved = (hidden.float() + vector).to(hidden.dtype)
         return moved if isinstance(output, torch.Tensor) else (moved, *output[1:])
 
     layers = case.hf.get_decoder().layers
@@ -251,14 +253,14 @@ def measure(size: str, device: str, batches: list[int], new_tokens: int, copied:
 def main(arguments: list[str] | None = None) -> int:
     """Check, measure, keep."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    sizes = ("tiny", "qwen3-0.6b", "qwen3-8b")
-    parser.add_argument("--size", choices=sizes, action="append", help="again for more than one; both Qwen3 shapes")
+    shapes = ("tiny", "qwen3-0.6b", "qwen3-8b")
+    parser.add_argument("--size", choices=shapes, action="append", help="again for more than one; both Qwen3 shapes")
     parser.add_argument("--device", help="cuda unless the size is tiny")
     parser.add_argument("--rows", type=int, action="append", help="again for more than one; 1, 32 and 128")
     parser.add_argument("--new-tokens", type=int, default=64)
     parser.add_argument("--json", type=Path, help="where the findings go")
     options = parser.parse_args(arguments)
-    sizes = options.size or list(sizes[1:])
+    sizes: list[str] = options.size or list(shapes[1:])
     device = options.device or ("cpu" if sizes == ["tiny"] else "cuda")
     cuda = torch.device(device).type == "cuda"
     copied = bandwidth(device, 2**30 if cuda else 2**26)
