@@ -15,7 +15,9 @@ EXAMPLES = [
     pytest.param(language, code, id=f"{section.splitlines()[0].lstrip('# ')} {number}")
     for page in PAGES
     for section in page.split("\n## ")
-    for number, (language, code) in enumerate(re.findall(r"^```(\w+)\n(.*?)^```", section, re.DOTALL | re.MULTILINE))
+    for number, (language, code) in enumerate(
+        re.findall(r"^```(sh|python)\n(.*?)^```", section, re.DOTALL | re.MULTILINE)
+    )
 ]
 RUN_BY = {"sh": ["bash", "-euc"], "python": ["python", "-c"]}
 
