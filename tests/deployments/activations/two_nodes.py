@@ -9,6 +9,7 @@ import sys
 import time
 from pathlib import Path
 
+import psutil
 import ray
 import torch
 from ray.cluster_utils import Cluster
@@ -57,9 +58,10 @@ class Replica:
 
 
 def pid_of_writer() -> int:
-    found = [line for line in os.popen("ps -eo pid,args").read().splitlines() if "ray::NodeWriter" in line]
+    """Of this cluster's, whose processes this one has begun: tests beside it have writers of their own."""
+    found = [one.pid for one in psutil.Process().children(recursive=True) if one.name().startswith("ray::NodeWriter")]
     assert len(found) == 1, found
-    return int(found[0].split()[0])
+    return found[0]
 
 
 def wait_for(reader, session: str, expected: set[str]) -> None:
