@@ -9,6 +9,8 @@ from typing import Any
 import ray
 
 NAMESPACE = "vitrine"
+HEAD = "node:__internal_head__"  # a resource that the head node alone has
+ON_HEAD = {HEAD: 0.001}  # of an actor that stays there
 
 
 def join() -> bool:
@@ -32,6 +34,21 @@ def join() -> bool:
     return True
 
 
+def detached(actor: type, name: str, **options: Any) -> Any:
+    """An actor class, to be made by `.remote(...)`, or found if it is there.
+
+    Its actor is known by its name in the whole cluster, outlives the application that made it, ends with the cluster,
+    comes back by itself, and takes no core.
+
+    Args:
+        actor: The class.
+        name: The actor's name.
+        options: Ray's further options of it.
+    """
+    own = {"name": name, "namespace": NAMESPACE, "get_if_exists": True, "lifetime": "detached"}
+    return ray.remote(actor).options(**own, max_restarts=-1, num_cpus=0, **options)
+
+
 def quiet_ray_data() -> None:
     """Keep Ray Data's logs and progress bars from the terminal, and its actor for statistics from starting."""
     os.environ.setdefault("RAY_DATA_USAGE_DISABLED", "1")
@@ -41,7 +58,8 @@ def quiet_ray_data() -> None:
     context.enable_progress_bars = False
     context.print_on_execution_start = False
     for handler in logging.getLogger("ray.data").handlers:
-        if isinstance(handler, logging.StreamHandler):  # the other writes Ray's log file
+        # Ray's other one writes its log file, and what else is there is somebody else's.
+        if isinstance(handler, logging.StreamHandler) and type(handler).__module__.startswith("ray."):
             handler.setLevel(logging.CRITICAL)
 
 

@@ -17,10 +17,11 @@ import ray
 from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
 from deployments.activations.facts import names_a_session
+from deployments.activations.manifest import name_of
 from deployments.activations.nodes import SCHEME, Node, Nodes, node_of
 from deployments.activations.places import File, Place
 from deployments.activations.taking import writer_on
-from deployments.clusters import NAMESPACE
+from deployments.clusters import NAMESPACE, detached
 
 _UPLOAD_S = 3600.0  # that one segment's upload may take
 _ANSWER_S = 30.0  # that anything else may
@@ -60,11 +61,11 @@ class NodeSegments:
 
     def upload(self, uri: str, size: int) -> None:
         """Upload a segment from its node."""
-        self._ask(uri, lambda writer: writer.upload.remote(_name_of(uri), size), _UPLOAD_S)
+        self._ask(uri, lambda writer: writer.upload.remote(name_of(uri), size), _UPLOAD_S)
 
     def remove(self, uri: str) -> None:
         """Remove a segment from its node's disk."""
-        self._ask(uri, lambda writer: writer.remove.remote(_name_of(uri)), _ANSWER_S)
+        self._ask(uri, lambda writer: writer.remove.remote(name_of(uri)), _ANSWER_S)
 
     def flush(self, nodes: Sequence[Node]) -> None:
         """Have nodes tell of the runs that they have not told of yet, those that answer soon."""
@@ -134,21 +135,9 @@ def serve_segments(root: str, node: str) -> Any:
         root: The store's directory, as it was asked for, and the node's.
         node: The node's id in Ray.
     """
-    return (
-        ray.remote(SegmentReader)
-        .options(
-            name=_named(root, node),
-            namespace=NAMESPACE,
-            get_if_exists=True,
-            lifetime="detached",
-            max_restarts=-1,
-            max_task_retries=1,
-            max_concurrency=8,
-            num_cpus=0,
-            scheduling_strategy=NodeAffinitySchedulingStrategy(node, soft=False),
-        )
-        .remote(root)
-    )
+    on_it = NodeAffinitySchedulingStrategy(node, soft=False)
+    options = {"max_task_retries": 1, "max_concurrency": 8, "scheduling_strategy": on_it}
+    return detached(SegmentReader, _named(root, node), **options).remote(root)
 
 
 class NodePlace(Place):
@@ -177,7 +166,7 @@ class NodePlace(Place):
         file = NodeFile(self, uri)
         if self._bucket is None:
             return file
-        copy = self._bucket.file(_name_of(uri))
+        copy = self._bucket.file(name_of(uri))
         try:
             return file if file.exists() or not copy.exists() else copy
         except NodeAwayError:
@@ -196,7 +185,7 @@ class NodePlace(Place):
         try:
             if node.ray_id not in self._readers:
                 self._readers[node.ray_id] = ray.get_actor(_named(self._root, node.ray_id), namespace=NAMESPACE)
-            asked = getattr(self._readers[node.ray_id], method).remote(_name_of(uri), *args)
+            asked = getattr(self._readers[node.ray_id], method).remote(name_of(uri), *args)
             return asked.future().result(timeout=_ANSWER_S)
         except ray.exceptions.RayTaskError as error:
             if isinstance(error.cause, OSError):
@@ -289,10 +278,6 @@ def place_of_node(nodes: Nodes, uri: str) -> Node:
     if not nodes.is_alive(node):
         raise NodeAwayError(f"the run lies on node {node.name}, which is away: try again when it is back")
     return node
-
-
-def _name_of(uri: str) -> str:
-    return "/".join(uri.rsplit("/", 2)[-2:])
 
 
 def _named(root: str, node: str) -> str:

@@ -6,23 +6,30 @@ import asyncio
 import functools
 import logging
 from collections import OrderedDict
-from collections.abc import Awaitable, Callable, Collection, Iterable, Iterator, Mapping, Sequence, Set
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence, Set
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 from urllib.parse import unquote
 
 import ray
 
-from deployments.activations.facts import RunFacts, StoredRun, StoreError
+from deployments.activations.catalogue import Catalogue
+from deployments.activations.database import can_hold
+from deployments.activations.entries import Entry, StoredFile
+from deployments.activations.facts import StoreError
 from deployments.activations.failures import explain
+from deployments.activations.manifest import name_of, upload
+from deployments.activations.node_files import serve_segments
+from deployments.activations.nodes import Deletion, Node, uri_of
+from deployments.activations.opening import MARK, open_directory
+from deployments.activations.permissions import restrict
+from deployments.activations.places import place_of
 from deployments.activations.releasing import is_released
-from deployments.activations.taking import Home, StartingError, TakesRuns
-
-if TYPE_CHECKING:
-    from deployments.activations.catalogue import Catalogue
-    from deployments.activations.entries import Entry, StoredFile
-    from deployments.activations.nodes import Deletion
-    from deployments.activations.telling import Note
+from deployments.activations.room import Room
+from deployments.activations.small_files import write
+from deployments.activations.taking import Home, StartingError, TakesRuns, awaited
+from deployments.activations.telling import Note, Teller
+from deployments.activations.writer import Writer
 
 _OWN = ".node"  # in a directory that a node keeps for itself; no session id begins with '.'
 _ASK_S = 10.0  # that a run waits for a store that starts
@@ -30,7 +37,7 @@ _JOIN_S = 10.0  # that the first runs wait for the store to say what the node is
 _FENCES = 10_000  # of deleted sessions, which are remembered
 _KNOWN = 100_000  # runs that a writer into the store's directory remembers as stored
 
-Added = tuple[str, "Sequence[Entry]", "StoredFile"]  # a session, and runs of one of its files
+Added = tuple[str, Sequence[Entry], StoredFile]  # a session, and runs of one of its files
 Tell = Callable[[Sequence[Added]], None]
 
 logger = logging.getLogger(__name__)
@@ -51,7 +58,6 @@ class NodeWriter(TakesRuns):
     """
 
     def __init__(self, root: str, store: Any, archive: str | None, ray_id: str, address: str) -> None:
-        from deployments.activations.permissions import restrict
 
         self._store = store
         self._archive, self._ray_id, self._address = archive, ray_id, address
@@ -77,39 +83,13 @@ class NodeWriter(TakesRuns):
             async with self._opening:
                 await self._open_once()
 
-    async def append(
-        self,
-        session_id: str,
-        run_id: str,
-        part: int,
-        batches: list[ray.ObjectRef[Any]],
-        most: int = 0,
-        fence: str | None = None,
-    ) -> None:
-        """As `TakesRuns.append`."""
-        await self._admit_run(session_id, run_id, fence)
-        await super().append(session_id, run_id, part, batches, most)
-
-    async def write(
-        self,
-        run: RunFacts,
-        batches: list[ray.ObjectRef[Any]],
-        part: int = 0,
-        fence: str | None = None,
-        archived: bool = False,
-    ) -> StoredRun:
-        """As `TakesRuns.write`; says the node where the directory is its own."""
-        await self._admit_run(run.session_id, run.run_id, fence)
-        stored = await super().write(run, batches, part, None, archived)
-        return stored._replace(node=self._node.name) if self._node.key else stored
-
     async def wait_archived(self, uri: str) -> None:
         """As `ActivationStore.wait_archived`: the store archives what all writers seal."""
         await self._store.wait_archived.remote(self._told_uri(uri))
 
     async def check_room(self, session_id: str, size: int) -> None:
         """As `ActivationStore.check_room`, by the quotas that the store told of last."""
-        await self._admit(session_id, None)
+        await self._check(session_id, None)
         await asyncio.to_thread(self._room.check, session_id, size)
 
     async def abandon(self, session_id: str, run_id: str) -> None:
@@ -169,7 +149,7 @@ class NodeWriter(TakesRuns):
         assert self._catalogue is not None
         path = self._root / unquote(name)
         await asyncio.to_thread(path.unlink, missing_ok=True)
-        await asyncio.to_thread(self._catalogue.look)
+        await asyncio.to_thread(self._catalogue.forget_files, path.as_uri())
 
     def close(self) -> None:
         """End; what was not told yet is when the writer starts again."""
@@ -197,7 +177,7 @@ class NodeWriter(TakesRuns):
 
     async def _home(self) -> Home:
         try:
-            answer: Home = await asyncio.wait_for(_awaited(self._store.place.remote()), _ASK_S)
+            answer: Home = await asyncio.wait_for(awaited(self._store.place.remote()), _ASK_S)
         except (ray.exceptions.RayError, TimeoutError) as error:
             reason = str(error) or f"no answer in {_ASK_S:g} s"
             raise StartingError(f"The activation store has not started ({reason}): send the request again.") from error
@@ -217,8 +197,6 @@ class NodeWriter(TakesRuns):
         Raises:
             StoreError: This node can take the lock that the store holds all the while.
         """
-        from deployments.activations.database import can_hold
-
         if not home.hold:  # the store holds no lock
             return
         try:
@@ -234,10 +212,6 @@ class NodeWriter(TakesRuns):
 
     def _open_own(self) -> None:
         """Open a directory of the node's own, as the store opens its."""
-        from deployments.activations.catalogue import Catalogue
-        from deployments.activations.opening import open_directory
-        from deployments.activations.small_files import write
-
         try:
             key = open_directory(self._root)
             write(self._root, ".", _OWN, b"A node of a cluster keeps this directory for itself.\n")
@@ -249,20 +223,15 @@ class NodeWriter(TakesRuns):
 
     def _serve(self) -> None:
         """Have others read the node's segments."""
-        from deployments.activations.node_files import serve_segments
-
         serve_segments(self._asked, self._ray_id)
 
     def _open_shared(self) -> None:
         self._open("", _Shared())
 
     def _open(self, key: str, catalogue: Catalogue | _Shared) -> None:
-        from deployments.activations.nodes import Node
-        from deployments.activations.room import Room
-        from deployments.activations.telling import Teller
-        from deployments.activations.writer import Writer
 
         self._node = Node(key, self._address, str(self._root), self._ray_id)
+        self._node_name = self._address if key else None
         self._begin_writer = functools.partial(Writer, self._root, catalogue)
         self._writer = self._begin_writer()
         self._room = Room(self._root, lambda session_id, size: self._writing().check_quotas(session_id, size))
@@ -283,7 +252,7 @@ class NodeWriter(TakesRuns):
             return
         counts = self._catalogue.files_of("file:")
         for session_id, file in self._catalogue.all_files():
-            name = _name_of(file.uri)
+            name = name_of(file.uri)
             if known.get(name) != counts.get(name):
                 yield from self._notes([(session_id, self._catalogue.of_file(file.uri), file)])
 
@@ -303,7 +272,6 @@ class NodeWriter(TakesRuns):
         return not catalogue.knows(session_id)
 
     def _notes(self, added: Iterable[Added]) -> list[Note]:
-        from deployments.activations.telling import Note
 
         return [
             Note(session_id, list(entries), file._replace(uri=self._told_uri(file.uri)))
@@ -313,8 +281,6 @@ class NodeWriter(TakesRuns):
     # ----
 
     def _upload(self, name: str, size: int) -> None:
-        from deployments.activations.manifest import upload
-        from deployments.activations.places import place_of
 
         assert self._archive is not None
         path = self._root / name
@@ -324,11 +290,9 @@ class NodeWriter(TakesRuns):
 
     def _told_uri(self, uri: str) -> str:
         """A segment's URI as the store is told it: relative to the node's directory, where that is its own."""
-        from deployments.activations.nodes import uri_of
+        return uri_of(self._node.key, name_of(uri)) if self._node.key else uri
 
-        return uri_of(self._node.key, _name_of(uri)) if self._node.key else uri
-
-    async def _admit(self, session_id: str, fence: str | None) -> None:
+    async def _check(self, session_id: str, fence: str | None) -> None:
         """Raise StoreError where no run of a session may be written."""
         await self.ready()
         await self._teller.joined(_JOIN_S)
@@ -337,10 +301,10 @@ class NodeWriter(TakesRuns):
         if reason := self._teller.refused.get(session_id):
             raise StoreError(reason)
 
-    async def _admit_run(self, session_id: str, run_id: str, fence: str | None) -> None:
-        """The same; of a run that is refused nothing is kept."""
+    async def _admit(self, session_id: str, run_id: str, fence: str | None) -> None:
+        """As `TakesRuns._admit`."""
         try:
-            await self._admit(session_id, fence)
+            await self._check(session_id, fence)
         except StoreError:
             await self.abandon(session_id, run_id)
             raise
@@ -400,16 +364,7 @@ def _nobody(added: Sequence[Added]) -> None:
     """Who is told before the writer is there."""
 
 
-def _name_of(uri: str) -> str:
-    return "/".join(uri.rsplit("/", 2)[-2:])
-
-
-async def _awaited(answer: Awaitable[Any]) -> Any:
-    return await answer
-
-
 def _sees(root: Path, marked: str) -> bool:
-    from deployments.activations.opening import MARK
 
     try:
         return (root / MARK).read_text() == marked

@@ -132,34 +132,44 @@ def node_of(uri: str) -> str | None:
     return unquote(uri[len(SCHEME) :].partition("/")[0]) if uri.startswith(SCHEME) else None
 
 
-def described(run: dict[str, Any], nodes: Nodes) -> dict[str, Any]:
-    """A run as the catalogue lists it, with its place on its node, the node's name, and whether it can be read now.
+def described(runs: list[dict[str, Any]], nodes: Nodes) -> list[dict[str, Any]]:
+    """Runs as the catalogue lists them, with their place on their node, its name, and whether they can be read now.
 
-    A run of the store's own disk, or of a bucket, stays as it is.
+    Runs of the store's own disk, or of a bucket, stay as they are.
 
     Raises:
         StoreError: The disk refuses.
     """
-    uri = next((point["uri"] for point in run["points"].values()), "")
-    if (key := node_of(uri)) is None:
-        return run
-    node = _known(nodes, key)
-    points = {name: {**point, "uri": _place(node, uri)} for name, point in run["points"].items()}
-    readable = nodes.is_alive(node) or bool(run.get("archived"))
-    said = {**run, "points": points, "node": node.name, "available": readable}
-    return said | ({"lost": True} if node.lost and not readable else {})
+    known = nodes.all()
+
+    def said(run: dict[str, Any]) -> dict[str, Any]:
+        uri = next((point["uri"] for point in run["points"].values()), "")
+        if (key := node_of(uri)) is None:
+            return run
+        node = known.get(key) or _unknown(key)
+        points = {name: {**point, "uri": _place(node, uri)} for name, point in run["points"].items()}
+        readable = nodes.is_alive(node) or bool(run.get("archived"))
+        lost = {"lost": True} if node.lost and not readable else {}
+        return {**run, "points": points, "node": node.name, "available": readable, **lost}
+
+    return [said(run) for run in runs]
 
 
-def described_file(file: dict[str, Any], nodes: Nodes) -> dict[str, Any]:
-    """The same of a file of a session."""
-    if (key := node_of(file["uri"])) is None:
-        return file
-    node = _known(nodes, key)
-    return {**file, "uri": _place(node, file["uri"]), "node": node.name}
+def described_files(files: list[dict[str, Any]], nodes: Nodes) -> list[dict[str, Any]]:
+    """The same of files of a session."""
+    known = nodes.all()
+
+    def said(file: dict[str, Any]) -> dict[str, Any]:
+        if (key := node_of(file["uri"])) is None:
+            return file
+        node = known.get(key) or _unknown(key)
+        return {**file, "uri": _place(node, file["uri"]), "node": node.name}
+
+    return [said(file) for file in files]
 
 
-def _known(nodes: Nodes, key: str) -> Node:
-    return nodes.all().get(key) or Node(key, "unknown", "/", "", lost=True)
+def _unknown(key: str) -> Node:
+    return Node(key, "unknown", "/", "", lost=True)
 
 
 def _place(node: Node, uri: str) -> str:

@@ -23,9 +23,9 @@ from deployments.activations.downloads import IDLE_S, Choice, Found, changed, go
 from deployments.activations.facts import StoreError
 from deployments.activations.failures import explain
 from deployments.activations.filters import EVERYTHING, Filter
-from deployments.activations.nodes import described, described_file
+from deployments.activations.nodes import described, described_files
 from deployments.activations.store import connect
-from deployments.clusters import NAMESPACE
+from deployments.clusters import ON_HEAD, detached
 from deployments.errors import RequestError
 from deployments.points.token_choices import TokenChoice
 
@@ -118,7 +118,7 @@ class ActivationReader:
             runs = self._catalogue.runs(self._readable(filter, account), limit, after)
             if filter.runs and len(runs) < min(limit, len(filter.runs)) and self._nodes_told():
                 runs = self._catalogue.runs(self._readable(filter, account), limit, after)
-            return [described(run, self._nodes) for run in runs if self._may_read(run["session_id"], account)]
+            return described([run for run in runs if self._may_read(run["session_id"], account)], self._nodes)
 
         return await self._found(None, found)  # type: ignore[no-any-return]
 
@@ -144,8 +144,8 @@ class ActivationReader:
 
         def found() -> dict[str, Any] | None:
             if told := self._catalogue.session(session_id, limit, after):
-                told["runs"] = [described(run, self._nodes) for run in told["runs"]]
-                told["files"] = [described_file(file, self._nodes) for file in told["files"]]
+                told["runs"] = described(told["runs"], self._nodes)
+                told["files"] = described_files(told["files"], self._nodes)
             return told and self._told(told, self._pins.names(), account)
 
         return await self._found(None, self._of_session, session_id, account, found)  # type: ignore[no-any-return]
@@ -322,21 +322,9 @@ def connect_reader(root: str, archive: str | None = None) -> Any:
         root: The store's directory.
         archive: The URI of the bucket that it archives to.
     """
-    return (
-        ray.remote(ActivationReader)
-        .options(
-            name=f"activation reader of {root}",
-            namespace=NAMESPACE,
-            get_if_exists=True,
-            lifetime="detached",
-            max_restarts=-1,
-            max_task_retries=1,
-            max_concurrency=10_000,
-            num_cpus=0,
-            resources={"node:__internal_head__": 0.001},
-        )
-        .remote(root, archive)
-    )
+    name = f"activation reader of {root}"
+    reader = detached(ActivationReader, name, max_task_retries=1, max_concurrency=10_000, resources=ON_HEAD)
+    return reader.remote(root, archive)
 
 
 async def survived(asked: Awaitable[Any], what: str) -> Any:

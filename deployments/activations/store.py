@@ -6,7 +6,10 @@ import asyncio
 import functools
 import hashlib
 import logging
+import threading
+import time
 import uuid
+import weakref
 from collections.abc import Awaitable, Collection, Iterable, Sequence, Set
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
@@ -21,9 +24,9 @@ from deployments.activations.keeps_files import KeepsFiles
 from deployments.activations.nodes import uri_of
 from deployments.activations.releasing import releases_nodes
 from deployments.activations.retention import Retention
-from deployments.activations.taking import Home, TakesRuns, actors, node_writers, open_returned, writer_on
+from deployments.activations.taking import Home, TakesRuns, actors, awaited, node_writers, open_returned, writer_on
 from deployments.activations.telling import Reply
-from deployments.clusters import NAMESPACE
+from deployments.clusters import NAMESPACE, ON_HEAD, detached
 
 if TYPE_CHECKING:
     from deployments.activations.archive import Archive
@@ -109,7 +112,7 @@ class ActivationStore(TakesRuns, KeepsFiles):
         self._bucket = self._archive.place if self._archive else None
         self._owners = Owners(resolved)
         self._nodes = Nodes(resolved)
-        self._watching = False
+        self._watcher: threading.Thread | None = None
         self._archive_uri = archive or None
         if self._archive:
             self._archive.begin(self._catalogue, self._owners, NodeSegments(root, self._nodes))
@@ -119,25 +122,28 @@ class ActivationStore(TakesRuns, KeepsFiles):
         self._keep_files(resolved)
         self._room = Room(resolved, lambda session_id, size: self._writing().check_quotas(session_id, size))
         self._room_pool = ThreadPoolExecutor(1, thread_name_prefix="room")  # one tries the disk at a time
+        if self._nodes.all():
+            self._watch()
 
-    async def watch(self) -> None:
-        """Look for nodes that come back, until the store ends; another call returns at once."""
-        if self._watching:
-            return
-        self._watching = True
-        store = ray.get_runtime_context().current_actor
-        while True:
-            await asyncio.sleep(_WATCH_S)
-            try:
-                await asyncio.to_thread(self._open_returned, store)
-            except (StoreError, ray.exceptions.RayError):
-                logger.exception("nodes that have come back are looked for again")
+    def _watch(self) -> None:
+        """Look for nodes that come back, from now on."""
+        if self._watcher is None:
+            self._watcher = threading.Thread(target=_watch, args=(weakref.ref(self),), name="nodes", daemon=True)
+            self._watcher.start()
 
-    def _open_returned(self, store: Any) -> None:
+    def open_returned(self) -> None:
+        """Open the directories of nodes that have come back.
+
+        Raises:
+            StoreError: The disk refuses.
+            RayError: Ray does.
+            ValueError: The store has no actor of its name.
+        """
         self._nodes.mark_lost()
         known = [node for node in self._nodes.all().values() if not node.lost]
         away = {node.name: node.ray_id for node in known if not self._nodes.is_alive(node)}
         if away:
+            store = ray.get_actor(_ACTOR + self._asked, namespace=NAMESPACE)
             open_returned(self._asked, store, self._archive_uri, away)
 
     def _begin_writer(self) -> Writer:
@@ -201,13 +207,10 @@ class ActivationStore(TakesRuns, KeepsFiles):
             return await self._delete(session_id, account)
 
     async def _delete(self, session_id: str, account: Account) -> Deleted | None:
-        try:
-            record = await asyncio.to_thread(self._owners.of, session_id)
-            if not account.may_change(record and record.owner):
-                return None
-            await asyncio.to_thread(self._pins.check, session_id)  # before anybody lets go of it
-        except OSError as error:
-            raise explain(self._root, error) from error
+        record = await asyncio.to_thread(self._owners.of, session_id)
+        if not account.may_change(record and record.owner):
+            return None
+        await asyncio.to_thread(self._pins.check, session_id)  # before anybody lets go of it
         writers = await asyncio.to_thread(node_writers, self._asked)
         held = await _all(writer.hold.remote(session_id, record and record.fence) for writer in writers)
         for writer, said in zip(writers, held, strict=True):
@@ -316,6 +319,7 @@ class ActivationStore(TakesRuns, KeepsFiles):
             await asyncio.to_thread(self._catalogue.look)
             return Reply(self._node_life(), {}, [], {})
         await asyncio.to_thread(self._nodes.join, node)
+        self._watch()
         known = await asyncio.to_thread(self._catalogue.files_of, uri_of(node.key, ""))
         deletions = await asyncio.to_thread(self._nodes.deletions, node.key)
         if self._archive:
@@ -421,12 +425,19 @@ def _archive(root: Path, uri: str, name: str, cache_bytes: int) -> Archive:
 
 async def _all(answers: Iterable[Awaitable[Any]]) -> list[Any]:
     """Each answer, or the exception that came in its place."""
-    waited = [asyncio.wait_for(_awaited(answer), _HOLD_S) for answer in answers]
+    waited = [asyncio.wait_for(awaited(answer), _HOLD_S) for answer in answers]
     return await asyncio.gather(*waited, return_exceptions=True)
 
 
-async def _awaited(answer: Awaitable[Any]) -> Any:
-    return await answer
+def _watch(of: weakref.ref[ActivationStore]) -> None:
+    while (store := of()) is not None:
+        try:
+            if ray.is_initialized():  # else it is no actor
+                store.open_returned()
+        except (StoreError, ray.exceptions.RayError, ValueError):
+            logger.exception("nodes that have come back are looked for again")
+        del store
+        time.sleep(_WATCH_S)
 
 
 def connect(root: str, archive: str | None = None, archive_cache_bytes: int = 64 << 30) -> Any:
@@ -441,22 +452,10 @@ def connect(root: str, archive: str | None = None, archive_cache_bytes: int = 64
         archive: The URI of the bucket that it archives to, if it is made by this call.
         archive_cache_bytes: As for `ActivationStore`.
     """
-    store: Any = (
-        ray.remote(ActivationStore)
-        .options(
-            name=_ACTOR + root,
-            namespace=NAMESPACE,
-            get_if_exists=True,
-            lifetime="detached",
-            max_restarts=-1,
-            max_concurrency=10_000,  # admission is the replicas' business: this only stands above it
-            num_cpus=0,
-            resources={"node:__internal_head__": 0.001},
-        )
-        .remote(root, life=uuid.uuid4().hex, archive=archive or "", archive_cache_bytes=archive_cache_bytes)
-    )
-    store.watch.options(max_task_retries=-1).remote()
-    return store
+    # Admission is the replicas' business: the store's own limit only stands above it.
+    made = detached(ActivationStore, _ACTOR + root, max_concurrency=10_000, resources=ON_HEAD)
+    life = uuid.uuid4().hex
+    return made.remote(root, life=life, archive=archive or "", archive_cache_bytes=archive_cache_bytes)
 
 
 @functools.cache

@@ -4,14 +4,14 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Awaitable, Callable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import ray
 from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
 from deployments.activations.facts import RunFacts, StoredRun, StoreError
-from deployments.clusters import NAMESPACE
+from deployments.clusters import HEAD, NAMESPACE, detached
 
 if TYPE_CHECKING:  # Serve's controller and the ingress import this module too, and need no Arrow
     from deployments.activations.writer import Writer
@@ -30,6 +30,7 @@ class TakesRuns:
 
     _begin_writer: Callable[[], Writer]
     _writer: Writer
+    _node_name: str | None = None  # of the node on whose own disk the runs are
 
     def _writing(self) -> Writer:
         """The writer; another where it has ended by a fault, of which all who waited were told."""
@@ -64,6 +65,7 @@ class TakesRuns:
             StoreError: If a batch is lost, parts before it are missing, the run or its session was given up, or
                 the disk refuses. The run cannot be finished then.
         """
+        await self._admit(session_id, run_id, fence)
         found = await _fetch(run_id, batches)
         await asyncio.wrap_future(self._writing().append(session_id, run_id, part, found, most, fence))
 
@@ -88,11 +90,15 @@ class TakesRuns:
             StoreError: As for `append`, or if the batches do not fit together; or the run is stored, and not archived
                 in time.
         """
+        await self._admit(run.session_id, run.run_id, fence)
         found = await _fetch(run.run_id, batches)
         stored = await asyncio.wrap_future(self._writing().submit(run, found, part, fence))
         if archived:
             await self._until_archived(stored)
-        return stored
+        return stored._replace(node=self._node_name)
+
+    async def _admit(self, session_id: str, run_id: str, fence: str | None) -> None:
+        """Raise StoreError where no run of a session may be written here; nothing of the run is kept then."""
 
     async def _until_archived(self, stored: StoredRun) -> None:
         await asyncio.wrap_future(self._writing().seal(stored.session_id))
@@ -154,7 +160,7 @@ def connect_writer(root: str, store: Any, archive: str | None = None) -> Any:
     own = ray.get_runtime_context().get_node_id()
     nodes: list[dict[str, Any]] = ray.nodes()  # type: ignore[no-untyped-call]
     node = next(node for node in nodes if node["NodeID"] == own)
-    if "node:__internal_head__" in node["Resources"]:  # where the store is
+    if HEAD in node["Resources"]:  # where the store is
         return store
     writer = _writer_of(root, store, archive, own, node["NodeManagerAddress"])
     try:
@@ -171,20 +177,9 @@ def connect_writer(root: str, store: Any, archive: str | None = None) -> Any:
 def _writer_of(root: str, store: Any, archive: str | None, node: str, address: str) -> Any:
     from deployments.activations.node_writer import NodeWriter
 
-    return (
-        ray.remote(NodeWriter)
-        .options(
-            name=f"{_named(root)} {node}",
-            namespace=NAMESPACE,
-            get_if_exists=True,
-            lifetime="detached",
-            max_restarts=-1,
-            max_concurrency=10_000,
-            num_cpus=0,
-            scheduling_strategy=NodeAffinitySchedulingStrategy(node, soft=False),
-        )
-        .remote(root, store, archive, node, address)
-    )
+    on_it = NodeAffinitySchedulingStrategy(node, soft=False)
+    writer = detached(NodeWriter, f"{_named(root)} {node}", max_concurrency=10_000, scheduling_strategy=on_it)
+    return writer.remote(root, store, archive, node, address)
 
 
 def open_returned(root: str, store: Any, archive: str | None, away: Mapping[str, str]) -> None:
@@ -244,3 +239,8 @@ async def _fetch(run_id: str, batches: Sequence[ray.ObjectRef[Any]]) -> list[Any
             f"The activations of run {run_id} were lost before they were stored "
             f"({type(error).__name__}): send the request again."
         ) from error
+
+
+async def awaited(answer: Awaitable[Any]) -> Any:
+    """A reference of Ray's as a coroutine, which asyncio's limits of time take."""
+    return await answer

@@ -13,10 +13,9 @@ from collections import Counter, deque
 from dataclasses import dataclass, field
 from typing import Any
 
-import ray
-
 from deployments.activations.accounts import OPERATOR, Account
 from deployments.client_code.job import LAST, Update
+from deployments.clusters import ON_HEAD, detached
 from deployments.errors import RequestError
 
 MOST_JOBS = 1024  # that are known at once; of who has most that have ended, the oldest makes room for a new one
@@ -202,17 +201,4 @@ class Board:
 
 def connect() -> Any:
     """A handle to the cluster's board: made by whoever asks first, on the head node, to end with the cluster."""
-    return (
-        ray.remote(Board)
-        .options(
-            name="clients' jobs",
-            namespace="vitrine",
-            get_if_exists=True,
-            lifetime="detached",
-            max_restarts=-1,
-            max_concurrency=10_000,
-            num_cpus=0,
-            resources={"node:__internal_head__": 0.001},
-        )
-        .remote()
-    )
+    return detached(Board, "clients' jobs", max_concurrency=10_000, resources=ON_HEAD).remote()

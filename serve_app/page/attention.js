@@ -177,14 +177,7 @@ export function view(app) {
 
   return {
     element,
-    ready: async () => {
-      if (!app.model()) return;
-      try {
-        layer.set((await app.structure()).layers);
-      } catch (error) {
-        if (error.status !== 401) trouble.replaceChildren(errorNote(error));
-      }
-    },
+    ready: () => layer.know(app, trouble),
     read: () => {
       const { ids, count, ...rest } = from.read();
       const whole = recorded ? { session: recorded.session, run: recorded.run } : ids ? { ids, count } : {};

@@ -1,6 +1,6 @@
 // Forms that several views have: sampling settings, and a text with the answer that follows it.
 
-import { check, choose, field, h } from "./dom.js";
+import { check, choose, errorNote, field, h } from "./dom.js";
 import { asBool, asIds, asNumber, asText } from "./state.js";
 
 const numeric = (value, props) => h("input", { type: "number", value: value ?? "", ...props });
@@ -84,6 +84,15 @@ export function layers(withAll) {
       select.replaceChildren(...[...(withAll ? [["all", "all layers"]] : []), ...numbers].map(([value, name]) => h("option", { value }, name)));
       const wanted = [chosen, first, String(Math.floor(count / 2))].find((one) => one !== undefined && one !== "" && [...select.options].some(({ value }) => value === String(one)));
       select.value = wanted ?? "";
+    },
+    /** Offer the layers of the served model, once it is known; what goes wrong is said in `trouble`. */
+    know: async function (app, trouble) {
+      if (!app.model()) return;
+      try {
+        this.set((await app.structure()).layers);
+      } catch (error) {
+        if (error.status !== 401) trouble.replaceChildren(errorNote(error));
+      }
     },
   };
 }

@@ -151,14 +151,7 @@ export function view(app) {
 
   return {
     element,
-    ready: async () => {
-      if (!app.model()) return;
-      try {
-        layer.set((await app.structure()).layers);
-      } catch (error) {
-        if (error.status !== 401) trouble.replaceChildren(errorNote(error));
-      }
-    },
+    ready: () => layer.know(app, trouble),
     read: () => ({
       ...from.read(),
       kind: kind.value,
