@@ -52,12 +52,15 @@ def in_order() -> list[tuple[str, list[str]]]:
 
 def examples() -> list[Any]:
     """The same as parameters; those with Ray run on the tests' cluster."""
-    on_cluster = pytest.mark.usefixtures("cluster")
-    return [pytest.param(*block, marks=on_cluster if "ray" in block[0] else ()) for block in in_order()]
+    return [pytest.param(*block, marks=pytest.mark.server if "ray" in block[0] else ()) for block in in_order()]
 
 
 @pytest.mark.parametrize(("code", "commands"), examples(), ids=lambda value: None)
-def test_an_example_works(store: Path, code: str, commands: list[str], capsys: pytest.CaptureFixture[str]) -> None:
+def test_an_example_works(
+    request: pytest.FixtureRequest, store: Path, code: str, commands: list[str], capsys: pytest.CaptureFixture[str]
+) -> None:
+    if "ray" in code:
+        request.getfixturevalue("cluster")
     for command in commands:
         python, _, module, *args = shlex.split(command)
         assert python == "python"
