@@ -188,8 +188,10 @@ def statistics(served: Served) -> Callable[[], dict[str, Any]]:
 def beside(served: Served) -> Callable[..., AbstractContextManager[str]]:
     """`beside(name, *options, **env)`: another application below `/name` while the block runs; gives its root.
 
-    Each takes seconds to start: tests that need the same options share one, such as `runs_code`.
+    Each takes seconds to start: tests that need the same options share one, such as `runs_code`. A store that it
+    started ends with it: tools that ask for the cluster's one store would find two.
     """
+    from deployments.activations.store import connect, running
     from serve_app import build_app
 
     @contextmanager
@@ -198,13 +200,18 @@ def beside(served: Served) -> Callable[..., AbstractContextManager[str]]:
             for variable, value in env.items():
                 patch.setenv(variable, value)
             app = build_app({"num_cpus": "0.1", "threads": "1"} | dict(option.split("=", 1) for option in options))
+        others = set(running())
         ray.serve.run(app, name=name, route_prefix=f"/{name}")
+        own: set[str] = set()
         try:
             root = f"{served.root}/{name}"
             _eventually(lambda: healthy(root))
+            own = set(running()) - others
             yield root
         finally:
             ray.serve.delete(name)
+            for store in own:
+                ray.kill(connect(store))
 
     return run
 
