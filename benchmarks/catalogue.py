@@ -29,13 +29,13 @@ from benchmarks.common import report
 from benchmarks.common.children import terminate_as_interrupt
 from benchmarks.common.findings import Findings
 from deployments.activations import load
-from deployments.activations.catalogue import Catalogue
-from deployments.activations.database import NAME
-from deployments.activations.entries import Entry, StoredFile
+from deployments.activations.catalogue.catalogue import Catalogue
+from deployments.activations.catalogue.database import NAME
+from deployments.activations.catalogue.entries import Entry, StoredFile
 from deployments.activations.facts import RunFacts, ShardFacts
 from deployments.activations.filters import Filter
-from deployments.activations.schema import to_batch
-from deployments.activations.writer import Writer
+from deployments.activations.segments.schema import to_batch
+from deployments.activations.writer.writer import Writer
 
 LIMIT = 0.05  # seconds
 TIMES = 20

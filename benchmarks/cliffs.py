@@ -22,12 +22,12 @@ from typing import Any
 
 import torch
 
-from deployments.activations.catalogue import Catalogue
-from deployments.activations.database import sealed_files
+from deployments.activations.catalogue.catalogue import Catalogue
+from deployments.activations.catalogue.database import sealed_files
 from deployments.activations.facts import RunFacts, ShardFacts
-from deployments.activations.recovering import recover
-from deployments.activations.schema import to_batch
-from deployments.activations.writer import Writer
+from deployments.activations.segments.schema import to_batch
+from deployments.activations.writer.recovery import recover
+from deployments.activations.writer.writer import Writer
 
 MOST = 512  # runs on their way
 

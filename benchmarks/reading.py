@@ -32,11 +32,11 @@ from benchmarks.common import report
 from benchmarks.common.children import terminate_as_interrupt
 from benchmarks.common.findings import Findings
 from benchmarks.common.measuring import Measured, Ratio, Run, Spread, Way, as_json, in_turn, ratio
-from deployments.activations.catalogue import Catalogue
+from deployments.activations.catalogue.catalogue import Catalogue
 from deployments.activations.facts import RunFacts, ShardFacts
-from deployments.activations.schema import to_batch
-from deployments.activations.training import ActivationRows
-from deployments.activations.writer import Writer
+from deployments.activations.reader.training import ActivationRows
+from deployments.activations.segments.schema import to_batch
+from deployments.activations.writer.writer import Writer
 
 SESSION, HIDDEN, TOKENS = "measured", 1024, 400
 POINTS = [f"layers.{layer}.output" for layer in (7, 14, 21)]

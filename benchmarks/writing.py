@@ -34,11 +34,11 @@ from benchmarks.common import report
 from benchmarks.common.children import terminate_as_interrupt
 from benchmarks.common.findings import Findings
 from benchmarks.common.measuring import Measured, Ratio, Run, Spread, Way, as_json, in_turn, ratio
-from deployments.activations.catalogue import Catalogue
-from deployments.activations.checksums import checksums
+from deployments.activations.catalogue.catalogue import Catalogue
 from deployments.activations.facts import RunFacts, ShardFacts
-from deployments.activations.schema import to_batch
-from deployments.activations.writer import Writer
+from deployments.activations.segments.checksums import checksums
+from deployments.activations.segments.schema import to_batch
+from deployments.activations.writer.writer import Writer
 
 HIDDEN, TOKENS, PARTS = 1024, 200, 4
 POINTS = [f"layers.{layer}.{site}.output" for layer in (7, 14, 21) for site in ("input_layernorm", "mlp")]

@@ -12,10 +12,10 @@ from ray import serve
 from ray.serve.context import _get_global_client  # the one way to learn where the proxies listen
 from ray.serve.handle import DeploymentHandle
 
-from deployments.activations.permissions import make_private
-from deployments.activations.reads_runs import connect_reader
-from deployments.activations.retention import Retention
-from deployments.activations.store import check_code, connect
+from deployments.activations.actors.reader import connect_reader
+from deployments.activations.actors.store import check_code, connect
+from deployments.activations.files.permissions import make_private
+from deployments.activations.limits import Retention
 from deployments.exposure import check_http, check_ray
 from deployments.options import Options
 from serve_app.api import build_api

@@ -191,7 +191,7 @@ def beside(served: Served) -> Callable[..., AbstractContextManager[str]]:
     Each takes seconds to start: tests that need the same options share one, such as `runs_code`. A store that it
     started ends with it: tools that ask for the cluster's one store would find two.
     """
-    from deployments.activations.store import connect, running
+    from deployments.activations.actors.store import connect, running
     from serve_app import build_app
 
     @contextmanager

@@ -16,10 +16,10 @@ from pathlib import Path
 from typing import Any
 from unittest import mock
 
-from deployments.activations.catalogue import Catalogue
+from deployments.activations.catalogue.catalogue import Catalogue
 from deployments.activations.facts import RunFacts, ShardFacts
-from deployments.activations.schema import to_batch
-from deployments.activations.writer import Writer
+from deployments.activations.segments.schema import to_batch
+from deployments.activations.writer.writer import Writer
 from deployments.engine.capture.captured import Captured
 from deployments.engine.engine import Engine
 from deployments.engine.request import Event, Finished, Request, Rows

@@ -16,7 +16,7 @@ from deployments.activations.printing import size, table, time
 from deployments.options import STORE_VARIABLE, default_store, home
 
 if TYPE_CHECKING:
-    from deployments.activations.places import Place
+    from deployments.activations.files.places import Place
 
     AnyRoot = Path | Place
 
@@ -29,8 +29,8 @@ class UserError(Exception):
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Run a command; 0 where it did what was asked, 1 where it could not, 2 where it was not understood."""
-    from deployments.activations.permissions import restrict
-    from deployments.activations.pulling import PullError
+    from deployments.activations.export.pulling import PullError
+    from deployments.activations.files.permissions import restrict
 
     args = _parser().parse_args(argv)
     try:
@@ -89,7 +89,7 @@ def _print_runs(runs: Sequence[dict[str, Any]], *first: str) -> None:
 
 
 def _export(args: argparse.Namespace) -> int:
-    from deployments.activations.exports import export
+    from deployments.activations.export.exports import export
 
     _root(args.dir)
     files = export(
@@ -107,8 +107,8 @@ def _export(args: argparse.Namespace) -> int:
 
 
 def _verify(args: argparse.Namespace) -> int:
-    from deployments.activations.selecting import shards
-    from deployments.activations.verifying import verify
+    from deployments.activations.reader.selection import shards
+    from deployments.activations.segments.verify import verify
 
     _root(args.dir)
     rows, bad = list[tuple[Any, ...]](), 0
@@ -125,7 +125,7 @@ def _verify(args: argparse.Namespace) -> int:
 
 
 def _pull(args: argparse.Namespace) -> int:
-    from deployments.activations.pulling import pull
+    from deployments.activations.export.pulling import pull
 
     key = args.api_key or os.environ.get("VITRINE_API_KEY") or None
     if not isinstance(args.dir, Path):
@@ -139,7 +139,7 @@ def _at(place: str) -> AnyRoot:
     """The store that `--dir` names."""
     if "://" not in place:
         return Path(place).expanduser()
-    from deployments.activations.places import place_of
+    from deployments.activations.files.places import place_of
 
     return place_of(place)
 
@@ -154,14 +154,14 @@ def _root(root: AnyRoot) -> AnyRoot:
 
 
 def _catalogue(root: AnyRoot) -> Any:
-    from deployments.activations.catalogue import Catalogue
+    from deployments.activations.catalogue.catalogue import Catalogue
 
     return Catalogue.copied(_root(root))  # a server may run, whose database is its own
 
 
 def _pins(root: AnyRoot) -> Collection[str]:
-    from deployments.activations.manifest import catalogue_of
-    from deployments.activations.pins import Pins
+    from deployments.activations.archive.manifest import catalogue_of
+    from deployments.activations.state.pins import Pins
 
     found = _root(root)
     if isinstance(found, Path):

@@ -220,7 +220,7 @@ def _store(given: str | os.PathLike[str] | None) -> str:
     Raises:
         DataError: Several run, or one whose keys are not known here.
     """
-    from deployments.activations.store import running
+    from deployments.activations.actors.store import running
 
     if given:
         text = os.fspath(given)

@@ -20,7 +20,7 @@ from ray.data.block import BlockMetadata
 from ray.data.datasource import Datasource, ReadTask
 from ray.util.annotations import RayDeprecationWarning
 
-from deployments.activations.reads_runs import connect_reader
+from deployments.activations.actors.reader import connect_reader
 from deployments.clusters import this_node
 from deployments.collect.examples import Broken, Example, Fields, read, together
 from deployments.collect.outcome import Outcome

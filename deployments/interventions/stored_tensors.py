@@ -11,9 +11,9 @@ import torch
 from safetensors.torch import load
 
 from deployments.activations.accounts import Account
+from deployments.activations.actors.reader import survived
 from deployments.activations.facts import StoreError
-from deployments.activations.reads_runs import survived
-from deployments.activations.tensors import pick, split
+from deployments.activations.tensors.tensors import pick, split
 from deployments.errors import RequestError
 from deployments.messages import Job
 from deployments.places.points import Points

@@ -16,9 +16,9 @@ from typing import TYPE_CHECKING, Any
 from ray import serve
 from ray.serve.context import _get_global_client  # the one way to learn where the proxies listen
 
-from deployments.activations.reads_runs import connect_reader
-from deployments.activations.store import connect
-from deployments.activations.taking import connect_writer
+from deployments.activations.actors.reader import connect_reader
+from deployments.activations.actors.store import connect
+from deployments.activations.nodes.submitting import connect_writer
 from deployments.client_code.job import CodeJob
 from deployments.engine.request import Request
 from deployments.errors import RequestError, naming

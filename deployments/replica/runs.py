@@ -16,7 +16,7 @@ import ray
 from ray.exceptions import RayError
 
 from deployments.activations.facts import RunFacts, ShardFacts, StoredRun, StoreError
-from deployments.activations.schema import to_batch
+from deployments.activations.segments.schema import to_batch
 from deployments.chat.tokens import TextOffsets, TokenTexts
 from deployments.engine.capture.buffer import joined
 from deployments.engine.capture.captured import Captured

@@ -15,7 +15,7 @@ from evals.task.records import since_prompt
 from evals.task.trajectory import Sample
 
 if TYPE_CHECKING:
-    from deployments.activations.segments import WholeRun  # which imports torch
+    from deployments.activations.segments.segments import WholeRun  # which imports torch
 
 Span = tuple[int, int]  # the first, and the one behind the last
 Message = dict[str, Any]

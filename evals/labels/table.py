@@ -17,7 +17,7 @@ import pyarrow.csv
 import pyarrow.json
 import pyarrow.parquet as pq
 
-from deployments.activations.permissions import restrict
+from deployments.activations.files.permissions import restrict
 from evals.activations_meta import points_of, runs_of, tokens_of, why_not_stored
 from evals.config import Config, EvalError
 from evals.labels.spans import spans_of
@@ -168,8 +168,8 @@ def _read_spans(directory: Path, found: Sequence[_Labelled], rule: Rule) -> tupl
         return "no answer says where its activations are stored", None
     try:
         folder = files_of(directory, first["session_id"], first["uri"])
-        from deployments.activations.segments import whole_runs  # here: torch comes with it
-        from deployments.activations.selecting import shards
+        from deployments.activations.reader.selection import shards
+        from deployments.activations.segments.segments import whole_runs  # here: torch comes with it
 
         places = {run.facts.run_id: (file, run.offset) for file in shards(folder) for run in whole_runs(file)}
     except (OSError, ValueError) as error:

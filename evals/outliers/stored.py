@@ -9,11 +9,11 @@ from typing import NamedTuple
 import numpy as np
 import torch
 
-from deployments.activations.row_index import index_rows
-from deployments.activations.row_reader import RowReader
-from deployments.activations.schema import point_types, shard_facts
-from deployments.activations.segments import whole_runs
-from deployments.activations.selecting import MOST_NAMED, by_schema, shards
+from deployments.activations.reader.row_index import index_rows
+from deployments.activations.reader.row_reader import RowReader
+from deployments.activations.reader.selection import MOST_NAMED, by_schema, shards
+from deployments.activations.segments.schema import point_types, shard_facts
+from deployments.activations.segments.segments import whole_runs
 from deployments.points.names import recorded
 from evals.config import EvalError
 from evals.results.activation_stats import LAYER

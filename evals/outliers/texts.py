@@ -7,8 +7,8 @@ from typing import Any
 import numpy as np
 
 from deployments.activations.facts import RunFacts
-from deployments.activations.segments import WholeRun
-from deployments.activations.selecting import Wanted, select, shards
+from deployments.activations.reader.selection import Wanted, select, shards
+from deployments.activations.segments.segments import WholeRun
 
 Record = dict[str, Any]
 Prompt = str | list[int]

@@ -12,11 +12,11 @@ from typing import NamedTuple
 import numpy as np
 
 from deployments.activations.facts import PointType, RunFacts
-from deployments.activations.places import File
-from deployments.activations.row_index import RowIndex, index_rows
-from deployments.activations.schema import point_types, shard_facts
-from deployments.activations.segments import WholeRun
-from deployments.activations.selecting import Wanted, by_schema, select, shards
+from deployments.activations.files.places import File
+from deployments.activations.reader.row_index import RowIndex, index_rows
+from deployments.activations.reader.selection import Wanted, by_schema, select, shards
+from deployments.activations.segments.schema import point_types, shard_facts
+from deployments.activations.segments.segments import WholeRun
 from deployments.points.names import recorded
 from evals.config import EvalError
 from evals.probes.labels import RunLabels, Source

@@ -9,8 +9,8 @@ from typing import NamedTuple
 import numpy as np
 import torch
 
-from deployments.activations.row_index import IDS, RowIndex
-from deployments.activations.row_reader import RowReader
+from deployments.activations.reader.row_index import IDS, RowIndex
+from deployments.activations.reader.row_reader import RowReader
 from evals.config import EvalError
 
 _ROWS = 8192  # read at once, unless one example has more

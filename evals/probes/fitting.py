@@ -8,7 +8,7 @@ from typing import NamedTuple
 import numpy as np
 import torch
 
-from deployments.activations.row_index import RowIndex
+from deployments.activations.reader.row_index import RowIndex
 from evals.probes.features import features, largest, standardized
 from evals.probes.folds import Folds
 from evals.probes.metrics import auroc, by_folds, platt

@@ -144,7 +144,7 @@ def _sums(source: Path, correct: dict[str, bool]) -> dict[str, dict[str, tuple[s
     import torch
 
     from deployments.activations import load
-    from deployments.activations.training import ActivationRows
+    from deployments.activations.reader.training import ActivationRows
 
     first = load(source, next(iter(correct)))
     names = [name for name in first if isinstance(first[name], torch.Tensor)]  # attention patterns are none

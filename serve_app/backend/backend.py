@@ -11,11 +11,11 @@ from typing import Any
 import ray
 
 from deployments.activations.accounts import Account
-from deployments.activations.downloads import Choice, Found
+from deployments.activations.actors.reader import survived
+from deployments.activations.actors.store import Deleted
+from deployments.activations.export.selectors import Choice, Found
 from deployments.activations.facts import StoreError
 from deployments.activations.filters import Filter
-from deployments.activations.reads_runs import survived
-from deployments.activations.store import Deleted
 from deployments.client_code.board import connect as board
 from deployments.errors import RequestError
 from deployments.messages import Job

@@ -13,7 +13,7 @@ from typing import Annotated, NamedTuple
 from fastapi import Depends, Header, Request
 from fastapi.responses import Response, StreamingResponse
 
-from deployments.activations.downloads import changed
+from deployments.activations.export.selectors import changed
 from serve_app.http.errors import ApiError
 
 PAGE_BYTES = 4 << 20  # of which the proxy holds about 1.4 times as much

@@ -8,7 +8,7 @@ from fastapi import APIRouter, Depends, Query
 from fastapi.responses import Response
 
 import serve_app.openapi as openapi
-from deployments.activations.downloads import Choice
+from deployments.activations.export.selectors import Choice
 from deployments.activations.facts import check_session_id
 from deployments.activations.filters import Filter, tag_pairs
 from deployments.errors import RequestError

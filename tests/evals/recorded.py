@@ -5,10 +5,10 @@ from typing import Any
 
 import torch
 
-from deployments.activations.catalogue import Catalogue
+from deployments.activations.catalogue.catalogue import Catalogue
 from deployments.activations.facts import RunFacts, ShardFacts
-from deployments.activations.schema import to_batch
-from deployments.activations.writer import Writer
+from deployments.activations.segments.schema import to_batch
+from deployments.activations.writer.writer import Writer
 from evals.results.results import read_samples
 from evals.task.records import since_prompt
 from evals.task.trajectory import Sample

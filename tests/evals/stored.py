@@ -12,12 +12,12 @@ import uvicorn
 from fastapi import FastAPI, Request
 from fastapi.responses import JSONResponse, Response, StreamingResponse
 
-from deployments.activations.catalogue import Catalogue
-from deployments.activations.downloads import Choice
+from deployments.activations.catalogue.catalogue import Catalogue
+from deployments.activations.export.downloads import Readings
+from deployments.activations.export.selectors import Choice
 from deployments.activations.facts import RunFacts, ShardFacts
-from deployments.activations.readings import Readings
-from deployments.activations.schema import to_batch
-from deployments.activations.writer import Writer
+from deployments.activations.segments.schema import to_batch
+from deployments.activations.writer.writer import Writer
 from deployments.points.patterns import Patterns
 from serve_app.http.errors import install
 from serve_app.http.ranges import Download, Ranged, page

@@ -13,8 +13,8 @@ from made import make_results
 from recorded import record, says
 
 from deployments.activations.__main__ import main as activations
-from deployments.activations.reader import load
-from deployments.activations.selecting import shards
+from deployments.activations.reader.reader import load
+from deployments.activations.reader.selection import shards
 from evals.labels.table import main as labels
 
 PAGE = Path(__file__).parents[2] / "docs" / "reading.md"

@@ -12,8 +12,8 @@ import torch
 import websocket
 from safetensors.torch import save
 
-from deployments.activations.retention import Retention
-from deployments.activations.store import connect
+from deployments.activations.actors.store import connect
+from deployments.activations.limits import Retention
 from tests.serve_app.keyed import OWNERS
 
 POINT = "layers.3.output"

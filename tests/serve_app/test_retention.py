@@ -15,10 +15,10 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from deployments.activations import load
+from deployments.activations.actors.store import connect
 from deployments.activations.facts import RunFacts, ShardFacts, names_a_session
-from deployments.activations.retention import Retention
-from deployments.activations.schema import to_batch
-from deployments.activations.store import connect
+from deployments.activations.limits import Retention
+from deployments.activations.segments.schema import to_batch
 from deployments.options import Options
 
 BODY = {"model": "vitrine-demo", "prompt": "Tom has 3.", "max_tokens": 4, "temperature": 0}

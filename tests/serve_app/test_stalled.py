@@ -15,9 +15,9 @@ import pytest
 import ray
 import torch
 
+from deployments.activations.actors.store import connect
 from deployments.activations.facts import RunFacts, ShardFacts
-from deployments.activations.schema import to_batch
-from deployments.activations.store import connect
+from deployments.activations.segments.schema import to_batch
 from deployments.client_code.board import connect as board
 from deployments.client_code.job import Update
 from serve_app.http.ranges import PAGE_BYTES

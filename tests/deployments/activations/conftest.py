@@ -12,18 +12,20 @@ import pyarrow as pa
 import pytest
 import torch
 
-from deployments.activations import archive, places, runs
-from deployments.activations.archive import Archive
-from deployments.activations.catalogue import Catalogue
+from deployments.activations import runs
+from deployments.activations.actors.reader import ActivationReader
+from deployments.activations.actors.store import ActivationStore
+from deployments.activations.archive import archive
+from deployments.activations.archive.archive import Archive
+from deployments.activations.catalogue.catalogue import Catalogue
 from deployments.activations.facts import RunFacts, ShardFacts, StoredRun
-from deployments.activations.opening import mark
-from deployments.activations.owners import Owners
-from deployments.activations.places import Place
-from deployments.activations.reads_runs import ActivationReader
-from deployments.activations.recovering import make_root, recover
-from deployments.activations.schema import to_batch
-from deployments.activations.store import ActivationStore
-from deployments.activations.writer import Writer
+from deployments.activations.files import places
+from deployments.activations.files.places import Place
+from deployments.activations.segments.schema import to_batch
+from deployments.activations.state.owners import Owners
+from deployments.activations.writer.opening import mark
+from deployments.activations.writer.recovery import make_root, recover
+from deployments.activations.writer.writer import Writer
 
 sys.path.append(str(Path(__file__).parent))  # importlib mode adds no folder; helpers stand beside this file
 from object_server import Proxy, object_server

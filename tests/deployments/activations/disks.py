@@ -12,7 +12,7 @@ import torch
 
 from deployments.activations import load
 from deployments.activations.facts import StoreError
-from deployments.activations.room import Room
+from deployments.activations.writer.room import Room
 
 POINT = "layers.0.output"
 BYTES = 2 << 20
@@ -33,7 +33,7 @@ def disk(tmp_path, tmp_path_factory):
 
 @pytest.fixture
 def room(disk, tmp_path, monkeypatch):
-    monkeypatch.setattr("deployments.activations.room._EVERY_S", 0.0)
+    monkeypatch.setattr("deployments.activations.writer.room._EVERY_S", 0.0)
     quotas = Future()
     quotas.set_result([])
     return Room(tmp_path, lambda session_id, size: quotas)

@@ -20,8 +20,8 @@ from pathlib import Path
 import torch
 
 from deployments.activations import load
-from deployments.activations.catalogue import Catalogue
-from deployments.activations.recovering import recover
+from deployments.activations.catalogue.catalogue import Catalogue
+from deployments.activations.writer.recovery import recover
 from tests.deployments.activations.killed_writer import made
 from tests.deployments.activations.test_killed import KILLS, Known, forking, moments
 

@@ -13,7 +13,7 @@ from typing import Any
 
 import ray
 
-from deployments.activations.store import connect
+from deployments.activations.actors.store import connect
 from tests.deployments.activations.killed_writer import SESSIONS, batches, made
 
 

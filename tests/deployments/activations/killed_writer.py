@@ -22,11 +22,11 @@ from typing import Any
 import numpy as np
 import torch
 
-from deployments.activations.catalogue import Catalogue
+from deployments.activations.catalogue.catalogue import Catalogue
 from deployments.activations.facts import RunFacts, ShardFacts, StoreError
-from deployments.activations.recovering import recover
-from deployments.activations.schema import to_batch
-from deployments.activations.writer import Writer
+from deployments.activations.segments.schema import to_batch
+from deployments.activations.writer.recovery import recover
+from deployments.activations.writer.writer import Writer
 
 CALLS = ("open", "write", "fsync", "truncate", "rename", "unlink", "rmdir", "mkdir", "close")
 SESSIONS = ("a", "b", "c")

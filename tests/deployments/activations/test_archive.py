@@ -15,20 +15,22 @@ import pytest
 import torch
 from safetensors.torch import load as tensors
 
-from deployments.activations import archive, bucket_claim, load, runs
+from deployments.activations import load, runs
 from deployments.activations.__main__ import main
 from deployments.activations.accounts import Account
-from deployments.activations.bucket_claim import InUseError
-from deployments.activations.downloads import Choice
-from deployments.activations.exports import export
+from deployments.activations.actors.store import ActivationStore
+from deployments.activations.archive import archive
+from deployments.activations.archive import claim as bucket_claim
+from deployments.activations.archive.claim import InUseError
+from deployments.activations.archive.manifest import Manifest
+from deployments.activations.export.exports import export
+from deployments.activations.export.selectors import Choice
 from deployments.activations.facts import StoreError
 from deployments.activations.filters import Filter
-from deployments.activations.manifest import Manifest
-from deployments.activations.pins import Pins
-from deployments.activations.retention import Retention
-from deployments.activations.selecting import shards
-from deployments.activations.store import ActivationStore
-from deployments.activations.verifying import verify
+from deployments.activations.limits import Retention
+from deployments.activations.reader.selection import shards
+from deployments.activations.segments.verify import verify
+from deployments.activations.state.pins import Pins
 from deployments.errors import RequestError
 
 POINT, OTHER = "layers.0.output", "layers.1.output"
@@ -248,7 +250,7 @@ def test_an_answer_may_wait_until_its_run_is_archived_and_fails_with_the_reason(
         session = await reader_of(actor).session("session")
         assert session["archived"] is True
         assert len(bucket.objects()) < 10  # those that came at once share segments
-        monkeypatch.setattr("deployments.activations.store._ARCHIVE_S", 0.5)
+        monkeypatch.setattr("deployments.activations.actors.store._ARCHIVE_S", 0.5)
         bucket.server.fails = lambda method, path: ".arrow" in path
         with pytest.raises(StoreError, match="stored, but not in the bucket s3://.*once the bucket takes it"):
             await write(actor, make("late"))
@@ -298,7 +300,7 @@ def test_a_deletion_is_finished_after_a_crash_and_nothing_of_it_is_listed_again(
         raise KeyboardInterrupt
 
     with monkeypatch.context() as patched:
-        patched.setattr("deployments.activations.keeping.begin_deletion", dies)
+        patched.setattr("deployments.activations.writer.retention.begin_deletion", dies)
         patched.setattr(archive.Archive, "_finish_deletions", lambda self: None)
         assert one.archive.delete("session")  # the manifest says so, and then the process is killed
         one.close()

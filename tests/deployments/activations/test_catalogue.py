@@ -23,14 +23,15 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 import deployments.activations
-from deployments.activations import filling, load, runs
-from deployments.activations.catalogue import Catalogue
-from deployments.activations.database import NAME
-from deployments.activations.entries import StoredFile
+from deployments.activations import load, runs
+from deployments.activations.catalogue import updates as filling
+from deployments.activations.catalogue.catalogue import Catalogue
+from deployments.activations.catalogue.database import NAME
+from deployments.activations.catalogue.entries import StoredFile
 from deployments.activations.facts import StoreError
 from deployments.activations.filters import EVERYTHING, Filter, tag_pairs
-from deployments.activations.segments import whole_runs
-from deployments.activations.writer import Writer
+from deployments.activations.segments.segments import whole_runs
+from deployments.activations.writer.writer import Writer
 from deployments.errors import RequestError
 
 REPOSITORY = Path(deployments.activations.__file__).parents[2]
@@ -340,10 +341,10 @@ STORE = """
 import sys
 from pathlib import Path
 import torch
-from deployments.activations.catalogue import Catalogue
+from deployments.activations.catalogue.catalogue import Catalogue
 from deployments.activations.facts import RunFacts, ShardFacts
-from deployments.activations.schema import to_batch
-from deployments.activations.writer import Writer
+from deployments.activations.segments.schema import to_batch
+from deployments.activations.writer.writer import Writer
 
 root, name = Path(sys.argv[1]), sys.argv[2]
 writer = Writer(root, Catalogue.rebuild(root), shard_bytes=5000)
@@ -512,10 +513,10 @@ def test_a_run_is_read_at_its_offset_whatever_is_before_it(make, tmp_path):
 
 def test_a_file_that_could_not_be_read_is_listed_once_it_can_be(root, monkeypatch):
     (root / NAME).unlink()
-    monkeypatch.setattr("deployments.activations.catalogue._AGAIN_S", 0.0)
+    monkeypatch.setattr("deployments.activations.catalogue.catalogue._AGAIN_S", 0.0)
     with monkeypatch.context() as patched:
         patched.setattr(
-            "deployments.activations.filling.whole_runs", lambda path: (_ for _ in ()).throw(OSError(5, ""))
+            "deployments.activations.catalogue.updates.whole_runs", lambda path: (_ for _ in ()).throw(OSError(5, ""))
         )
         catalogue = opened(root)
     assert listed(catalogue) == said_by_files(root)
@@ -523,7 +524,7 @@ def test_a_file_that_could_not_be_read_is_listed_once_it_can_be(root, monkeypatc
 
 def test_an_error_of_the_disk_in_a_file_is_no_end_of_it(root, monkeypatch):
     (root / NAME).unlink()
-    monkeypatch.setattr("deployments.activations.catalogue._AGAIN_S", 0.0)
+    monkeypatch.setattr("deployments.activations.catalogue.catalogue._AGAIN_S", 0.0)
     pread, left = os.pread, iter(range(20))
 
     def fails_after_a_while(*args):
@@ -544,7 +545,7 @@ def test_an_error_of_the_disk_in_a_file_is_no_end_of_it(root, monkeypatch):
 def test_a_directory_that_was_away_while_the_database_failed_is_known_again_when_it_is_back(
     root, tmp_path, monkeypatch, caplog
 ):
-    monkeypatch.setattr("deployments.activations.catalogue._AGAIN_S", 0.0)
+    monkeypatch.setattr("deployments.activations.catalogue.catalogue._AGAIN_S", 0.0)
     catalogue = opened(root)
     catalogue._database.close()
     away = root.rename(tmp_path / "away")
@@ -558,7 +559,7 @@ def test_a_directory_that_is_away_when_files_are_to_be_looked_at_again_fails_its
     root, make, tmp_path, monkeypatch
 ):
     (root / NAME).unlink()
-    monkeypatch.setattr("deployments.activations.catalogue._AGAIN_S", 0.0)
+    monkeypatch.setattr("deployments.activations.catalogue.catalogue._AGAIN_S", 0.0)
     with monkeypatch.context() as patched:
         patched.setattr(filling, "is_sealed", lambda path: (_ for _ in ()).throw(OSError(errno.EIO, "")))
         catalogue = opened(root)

@@ -16,14 +16,14 @@ from xxhash import xxh3_64_hexdigest
 
 import deployments.activations
 from deployments.activations import load
-from deployments.activations.catalogue import Catalogue
-from deployments.activations.encodings import as_arrow
-from deployments.activations.places import DamagedError
-from deployments.activations.reader import runs
-from deployments.activations.segments import messages
-from deployments.activations.selecting import Wanted
-from deployments.activations.verifying import verify
-from deployments.activations.writer import Writer
+from deployments.activations.catalogue.catalogue import Catalogue
+from deployments.activations.export.encodings import as_arrow
+from deployments.activations.files.places import DamagedError
+from deployments.activations.reader.reader import runs
+from deployments.activations.reader.selection import Wanted
+from deployments.activations.segments.segments import messages
+from deployments.activations.segments.verify import verify
+from deployments.activations.writer.writer import Writer
 from deployments.points.patterns import Patterns
 
 REPOSITORY = Path(deployments.activations.__file__).parents[2]

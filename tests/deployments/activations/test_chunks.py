@@ -9,9 +9,9 @@ import pytest
 import torch
 
 from deployments.activations import load
-from deployments.activations.catalogue import Catalogue
+from deployments.activations.catalogue.catalogue import Catalogue
 from deployments.activations.facts import StoreError
-from deployments.activations.segments import is_sealed
+from deployments.activations.segments.segments import is_sealed
 
 POINT = "layers.0.output"
 

@@ -16,12 +16,12 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, rule
 
 from deployments.activations import load, runs
-from deployments.activations.catalogue import Catalogue
+from deployments.activations.catalogue.catalogue import Catalogue
 from deployments.activations.facts import RunFacts, ShardFacts, StoreError
-from deployments.activations.recovering import recover
-from deployments.activations.schema import to_batch
-from deployments.activations.segments import is_sealed
-from deployments.activations.writer import Writer
+from deployments.activations.segments.schema import to_batch
+from deployments.activations.segments.segments import is_sealed
+from deployments.activations.writer.recovery import recover
+from deployments.activations.writer.writer import Writer
 
 SESSIONS = ("a", "b")
 NAMES = st.tuples(st.sampled_from(SESSIONS), st.sampled_from(["r0", "r1", "r2"]))

@@ -20,9 +20,9 @@ import torch
 
 import deployments.activations
 from deployments.activations import load, runs
-from deployments.activations.catalogue import Catalogue
+from deployments.activations.catalogue.catalogue import Catalogue
 from deployments.activations.facts import StoreError
-from deployments.activations.segments import is_sealed, messages
+from deployments.activations.segments.segments import is_sealed, messages
 
 POINT = "layers.0.output"
 REPOSITORY = Path(deployments.activations.__file__).parents[2]
@@ -61,7 +61,7 @@ def test_a_failed_fsync_fails_all_that_it_was_to_make_durable(make, long, open_s
         entered.set()
         go_on.wait()
 
-    monkeypatch.setattr("deployments.activations.shard.os.fsync", fsync)
+    monkeypatch.setattr("deployments.activations.segments.segment_writer.os.fsync", fsync)
     kept = sender.writer.submit(*make("kept")[:2])
     entered.wait()
     short = sender.writer.submit(*make("short")[:2])
@@ -82,13 +82,13 @@ def test_a_failed_fsync_fails_all_that_it_was_to_make_durable(make, long, open_s
 def test_what_a_long_run_has_written_is_made_durable_on_the_way(make, long, open_sender, monkeypatch):
     sender, synced, fsync = open_sender(), SimpleQueue[str](), os.fsync
     sender.append(long, 0)  # the file is made
-    monkeypatch.setattr("deployments.activations.writer._SYNC_BYTES", 1)
+    monkeypatch.setattr("deployments.activations.writer.writer._SYNC_BYTES", 1)
 
     def seen(descriptor):
         fsync(descriptor)
         synced.put(os.readlink(f"/proc/self/fd/{descriptor}"))
 
-    monkeypatch.setattr("deployments.activations.shard.os.fsync", seen)
+    monkeypatch.setattr("deployments.activations.segments.segment_writer.os.fsync", seen)
     sender.append(long, 1)
     found = {synced.get(timeout=30) for _ in range(3)}
     [path] = sender.files()
@@ -142,7 +142,7 @@ def test_no_batch_is_kept_once_it_is_written(make, open_sender, monkeypatch):
 
     for part in range(2):
         sender.writer.append("session", "r", part, [received(made.batches[part])]).result()
-    monkeypatch.setattr("deployments.activations.shard.os.fsync", look)
+    monkeypatch.setattr("deployments.activations.segments.segment_writer.os.fsync", look)
     sender.writer.submit(made.facts, [received(made.batches[2])], 2).result()
     assert len(watched) > 10
     assert set(alive) == {0}
@@ -151,10 +151,10 @@ def test_no_batch_is_kept_once_it_is_written(make, open_sender, monkeypatch):
 CRASHING = """
 import sys, torch
 from pathlib import Path
-from deployments.activations.catalogue import Catalogue
+from deployments.activations.catalogue.catalogue import Catalogue
 from deployments.activations.facts import RunFacts, ShardFacts
-from deployments.activations.schema import to_batch
-from deployments.activations.writer import Writer
+from deployments.activations.segments.schema import to_batch
+from deployments.activations.writer.writer import Writer
 
 writer = Writer(Path(sys.argv[1]), Catalogue(), shard_bytes=400_000)
 shard = ShardFacts("session", "model", None, "x", {}, {})

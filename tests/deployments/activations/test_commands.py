@@ -14,15 +14,15 @@ import torch
 
 from deployments.activations import load, runs
 from deployments.activations.__main__ import FORMATS, main
-from deployments.activations.catalogue import Catalogue
-from deployments.activations.encodings import as_arrow
-from deployments.activations.exports import Format
-from deployments.activations.pins import Pins
+from deployments.activations.catalogue.catalogue import Catalogue
+from deployments.activations.export.encodings import as_arrow
+from deployments.activations.export.exports import Format
 from deployments.activations.printing import size
-from deployments.activations.segments import is_sealed, messages, whole_runs
-from deployments.activations.selecting import Wanted, shards
-from deployments.activations.verifying import verify
-from deployments.activations.writer import Writer
+from deployments.activations.reader.selection import Wanted, shards
+from deployments.activations.segments.segments import is_sealed, messages, whole_runs
+from deployments.activations.segments.verify import verify
+from deployments.activations.state.pins import Pins
+from deployments.activations.writer.writer import Writer
 from deployments.points.patterns import Patterns
 
 POINT, WEIGHTS, OTHER = "layers.1.output", "layers.1.attention.weights", "norm.output"

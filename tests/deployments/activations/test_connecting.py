@@ -8,15 +8,14 @@ import fcntl
 import pytest
 import ray
 
-from deployments.activations import opening
-from deployments.activations import store as stores
-from deployments.activations.catalogue import Catalogue
+from deployments.activations.actors import store as stores
+from deployments.activations.actors.store import ActivationStore
+from deployments.activations.catalogue.catalogue import Catalogue
 from deployments.activations.facts import StoreError
-from deployments.activations.node_writer import NodeWriter
-from deployments.activations.retention import Retention
-from deployments.activations.store import ActivationStore
-from deployments.activations.taking import Home
-from deployments.activations.writer import Writer
+from deployments.activations.limits import Retention
+from deployments.activations.nodes.submitting import Home
+from deployments.activations.nodes.writer import NodeWriter
+from deployments.activations.writer.writer import Writer, opening
 
 
 class Method:
@@ -120,7 +119,7 @@ def test_an_application_does_not_change_the_limits_of_another_that_runs(tmp_path
 def test_a_run_of_a_request_that_goes_on_is_kept_longer_than_the_lease(tmp_path, make, long, monkeypatch):
     now = [1000.0]
     writer = Writer(tmp_path, Catalogue(), lease_s=900)
-    monkeypatch.setattr("deployments.activations.open_runs.time.monotonic", lambda: now[0])
+    monkeypatch.setattr("deployments.activations.writer.open_runs.time.monotonic", lambda: now[0])
     for name in ("long", "silent"):
         facts = long.facts if name == "long" else make(name).facts
         writer.append("session", facts.run_id, 0, long.batches[:1]).result()

@@ -15,9 +15,9 @@ import torch
 from safetensors.torch import load_file
 
 from deployments.activations import load
-from deployments.activations.catalogue import Catalogue
-from deployments.activations.recovering import recover
-from deployments.activations.verifying import verify
+from deployments.activations.catalogue.catalogue import Catalogue
+from deployments.activations.segments.verify import verify
+from deployments.activations.writer.recovery import recover
 from deployments.points.patterns import Patterns
 
 STORED = Path(__file__).with_name("stored_earlier")

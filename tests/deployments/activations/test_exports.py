@@ -18,13 +18,13 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from deployments.activations import named_tensors
-from deployments.activations.catalogue import Catalogue
-from deployments.activations.exports import export, pt_name
-from deployments.activations.named_tensors import FACTS, tensors
-from deployments.activations.segments import whole_runs
-from deployments.activations.selecting import Wanted, select, shards
-from deployments.activations.writer import Writer
+from deployments.activations.catalogue.catalogue import Catalogue
+from deployments.activations.export import named_tensors
+from deployments.activations.export.exports import export, pt_name
+from deployments.activations.export.named_tensors import FACTS, tensors
+from deployments.activations.reader.selection import Wanted, select, shards
+from deployments.activations.segments.segments import whole_runs
+from deployments.activations.writer.writer import Writer
 from deployments.errors import RequestError
 from deployments.points.patterns import Patterns, keys
 

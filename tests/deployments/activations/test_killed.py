@@ -18,10 +18,10 @@ import pytest
 import torch
 
 from deployments.activations import load
-from deployments.activations.catalogue import Catalogue
-from deployments.activations.recovering import recover
-from deployments.activations.segments import whole_runs
-from deployments.activations.verifying import verify
+from deployments.activations.catalogue.catalogue import Catalogue
+from deployments.activations.segments.segments import whole_runs
+from deployments.activations.segments.verify import verify
+from deployments.activations.writer.recovery import recover
 from tests.deployments.activations.killed_writer import CALLS, made
 
 PROGRAM = Path(__file__).with_name("killed_writer.py")

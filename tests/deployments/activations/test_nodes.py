@@ -15,17 +15,17 @@ import torch
 
 from deployments.activations import load, runs
 from deployments.activations.accounts import Account
-from deployments.activations.catalogue import Catalogue
-from deployments.activations.database import NAME
+from deployments.activations.actors.store import ActivationStore
+from deployments.activations.archive.manifest import Bases, merge_snapshot, write_snapshot
+from deployments.activations.catalogue.catalogue import Catalogue
+from deployments.activations.catalogue.database import NAME
 from deployments.activations.facts import StoreError, names_a_session
-from deployments.activations.manifest import Bases, merge_snapshot, write_snapshot
-from deployments.activations.node_writer import NodeWriter
-from deployments.activations.nodes import node_of, uri_of
-from deployments.activations.opening import mark
-from deployments.activations.retention import Retention
-from deployments.activations.store import ActivationStore
-from deployments.activations.taking import Home
-from deployments.activations.writer import Writer as SegmentWriter
+from deployments.activations.limits import Retention
+from deployments.activations.nodes.submitting import Home
+from deployments.activations.nodes.writer import NodeWriter
+from deployments.activations.state.nodes import node_of, uri_of
+from deployments.activations.writer.opening import mark
+from deployments.activations.writer.writer import Writer as SegmentWriter
 from deployments.errors import RequestError
 
 ROOT = Path(__file__).parents[3]
@@ -167,14 +167,14 @@ class Given:
 def nodes(request, tmp_path, reader_of, monkeypatch):
     here = tmp_path / "here"
     nodes = Nodes(here, here if request.param == "shared" else tmp_path / "there", reader_of)
-    monkeypatch.setattr("deployments.activations.store.node_writers", lambda root: [nodes.writer])
-    monkeypatch.setattr("deployments.activations.store.writer_on", lambda root, node: nodes.writer)
+    monkeypatch.setattr("deployments.activations.actors.store.node_writers", lambda root: [nodes.writer])
+    monkeypatch.setattr("deployments.activations.actors.store.writer_on", lambda root, node: nodes.writer)
     monkeypatch.setattr(
-        "deployments.activations.nodes.Nodes.is_alive", lambda self, node: nodes.writer.reached.is_set()
+        "deployments.activations.state.nodes.Nodes.is_alive", lambda self, node: nodes.writer.reached.is_set()
     )
-    monkeypatch.setattr("deployments.activations.telling.PAUSE_S", (0.05, 0.05))
-    monkeypatch.setattr("deployments.activations.telling.BEAT_S", 0.05)
-    monkeypatch.setattr("deployments.activations.node_writer._JOIN_S", 1.0)
+    monkeypatch.setattr("deployments.activations.nodes.reporting.PAUSE_S", (0.05, 0.05))
+    monkeypatch.setattr("deployments.activations.nodes.reporting.BEAT_S", 0.05)
+    monkeypatch.setattr("deployments.activations.nodes.writer._JOIN_S", 1.0)
     yield nodes
     nodes.close()
 
@@ -361,7 +361,7 @@ def test_what_is_told_to_the_store_is_small(nodes, big, eventually, monkeypatch)
 
 @only_own
 def test_runs_of_a_file_that_was_told_in_part_are_listed_when_the_node_joins_again(nodes, big, eventually, monkeypatch):
-    monkeypatch.setattr("deployments.activations.telling.BATCH", 1)
+    monkeypatch.setattr("deployments.activations.nodes.reporting.BATCH", 1)
     nodes.store_run(big("first"))
     eventually(nodes.listed)
     nodes.store.reached.clear()

@@ -12,14 +12,14 @@ import torch
 from fsspec.implementations.local import LocalFileSystem
 from safetensors.torch import load as tensors
 
-from deployments.activations.catalogue import Catalogue
-from deployments.activations.downloads import Choice
-from deployments.activations.encodings import ENCODERS
-from deployments.activations.places import DamagedError, Place
-from deployments.activations.reader import load
-from deployments.activations.readings import Readings
-from deployments.activations.stored_rows import read_rows
-from deployments.activations.writer import Writer
+from deployments.activations.catalogue.catalogue import Catalogue
+from deployments.activations.export.downloads import Readings
+from deployments.activations.export.encodings import ENCODERS
+from deployments.activations.export.selectors import Choice
+from deployments.activations.files.places import DamagedError, Place
+from deployments.activations.reader.reader import load
+from deployments.activations.reader.stored_rows import read_rows
+from deployments.activations.writer.writer import Writer
 
 POINT, OTHER, ROWS, WIDTH = "layers.0.output", "layers.1.output", 400, 1024
 

@@ -13,11 +13,11 @@ from hypothesis import strategies as st
 
 import deployments.activations
 from deployments.activations import load, runs
-from deployments.activations.catalogue import Catalogue
+from deployments.activations.catalogue.catalogue import Catalogue
 from deployments.activations.facts import RunFacts, ShardFacts
-from deployments.activations.schema import to_batch
-from deployments.activations.segments import is_sealed
-from deployments.activations.writer import Writer
+from deployments.activations.segments.schema import to_batch
+from deployments.activations.segments.segments import is_sealed
+from deployments.activations.writer.writer import Writer
 from deployments.points.patterns import Patterns, keys
 
 REPOSITORY = Path(deployments.activations.__file__).parents[2]

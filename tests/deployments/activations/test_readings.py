@@ -12,16 +12,17 @@ import torch
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from deployments.activations import downloads, readings
-from deployments.activations.catalogue import Catalogue
-from deployments.activations.downloads import Choice
-from deployments.activations.encodings import ENCODERS, as_arrow
+from deployments.activations.catalogue.catalogue import Catalogue
+from deployments.activations.export import downloads as readings
+from deployments.activations.export import selectors as downloads
+from deployments.activations.export.downloads import Readings
+from deployments.activations.export.encodings import ENCODERS, as_arrow
+from deployments.activations.export.named_tensors import tensors
+from deployments.activations.export.selectors import Choice
 from deployments.activations.facts import StoreError
-from deployments.activations.named_tensors import tensors
-from deployments.activations.readings import Readings
-from deployments.activations.segments import messages
-from deployments.activations.selecting import Wanted, select, shards
-from deployments.activations.writer import Writer
+from deployments.activations.reader.selection import Wanted, select, shards
+from deployments.activations.segments.segments import messages
+from deployments.activations.writer.writer import Writer
 from deployments.errors import RequestError
 from deployments.points.patterns import Patterns
 
@@ -95,7 +96,8 @@ def test_a_page_reads_no_other_run(mixed, monkeypatch):
     tag, length = found.find(choice)
     read = []
     monkeypatch.setattr(
-        "deployments.activations.encodings.select", lambda files, wanted: read.append(wanted) or select(files, wanted)
+        "deployments.activations.export.encodings.select",
+        lambda files, wanted: read.append(wanted) or select(files, wanted),
     )
     found.page(choice, tag, 3000, 3001)
     assert [len(wanted.runs) for wanted in read] == [1]

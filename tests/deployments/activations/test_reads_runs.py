@@ -15,14 +15,15 @@ import ray
 import torch
 from safetensors.torch import load as tensors
 
-from deployments.activations import load, places
-from deployments.activations.catalogue import Catalogue
-from deployments.activations.downloads import Choice
+from deployments.activations import load
+from deployments.activations.actors.reader import ActivationReader, survived
+from deployments.activations.actors.store import ActivationStore
+from deployments.activations.catalogue.catalogue import Catalogue
+from deployments.activations.export.selectors import Choice
 from deployments.activations.facts import StoreError
-from deployments.activations.places import DamagedError
-from deployments.activations.reads_runs import ActivationReader, survived
-from deployments.activations.store import ActivationStore
-from deployments.activations.tables import runs_table, table
+from deployments.activations.files import places
+from deployments.activations.files.places import DamagedError
+from deployments.activations.reader.tables import runs_table, table
 from deployments.errors import RequestError
 
 POINT, ROWS, WIDTH = "layers.0.output", 37, 512

@@ -11,14 +11,14 @@ import pytest
 import torch
 
 from deployments.activations import load, runs
-from deployments.activations.catalogue import Catalogue
-from deployments.activations.database import sealed_files
-from deployments.activations.holding import create, held
-from deployments.activations.recovering import recover
-from deployments.activations.segments import is_sealed, whole_runs
-from deployments.activations.shard import directory
-from deployments.activations.verifying import verify
-from deployments.activations.writer import Writer
+from deployments.activations.catalogue.catalogue import Catalogue
+from deployments.activations.catalogue.database import sealed_files
+from deployments.activations.files.locks import create, held
+from deployments.activations.segments.segment_writer import directory
+from deployments.activations.segments.segments import is_sealed, whole_runs
+from deployments.activations.segments.verify import verify
+from deployments.activations.writer.recovery import recover
+from deployments.activations.writer.writer import Writer
 
 POINT = "layers.0.output"
 
@@ -187,7 +187,7 @@ def test_files_that_the_catalogue_knows_as_sealed_are_not_opened_unless_they_cha
         writer._catalogue.close()
     opened, real = [], is_sealed
     monkeypatch.setattr(
-        "deployments.activations.recovering.is_sealed", lambda path: opened.append(path.name) or real(path)
+        "deployments.activations.writer.recovery.is_sealed", lambda path: opened.append(path.name) or real(path)
     )
     recover(tmp_path, sealed_files(tmp_path))
     assert opened == []

@@ -12,15 +12,15 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from deployments.activations import load, runs
-from deployments.activations.catalogue import Catalogue
-from deployments.activations.downloads import Choice
+from deployments.activations.catalogue.catalogue import Catalogue
+from deployments.activations.export.downloads import Readings
+from deployments.activations.export.selectors import Choice
 from deployments.activations.facts import StoreError, names_a_session
-from deployments.activations.pins import Pins, save_limits, saved_limits
-from deployments.activations.readings import Readings
-from deployments.activations.recovering import recover
-from deployments.activations.retention import Held, Retention, oldest
-from deployments.activations.training import ActivationRows
-from deployments.activations.writer import Writer
+from deployments.activations.limits import Held, Retention, oldest
+from deployments.activations.reader.training import ActivationRows
+from deployments.activations.state.pins import Pins, save_limits, saved_limits
+from deployments.activations.writer.recovery import recover
+from deployments.activations.writer.writer import Writer
 from deployments.errors import RequestError
 
 POINT = "layers.0.output"
@@ -190,7 +190,7 @@ def test_sessions_that_are_written_to_in_one_round_are_not_deleted_for_each_othe
 def test_a_session_whose_long_run_was_given_up_in_the_same_round_is_not_deleted_in_it(
     keep, big, at_once, tmp_path, monkeypatch
 ):
-    monkeypatch.setattr("deployments.activations.writer._SYNC_BYTES", 1)
+    monkeypatch.setattr("deployments.activations.writer.writer._SYNC_BYTES", 1)
     writer = keep(max_store_bytes=2 * RUN + RUN // 2, delete_oldest=True)
     kept, long, new = big("kept", "old", 1.0), big("long", "old"), big("new", "new", 9.0)
     store(writer, kept)
@@ -221,7 +221,7 @@ def test_sessions_are_deleted_by_the_age_of_their_last_run_unless_pinned(keep, b
 
 
 def test_a_store_looks_by_itself_for_sessions_that_are_too_old(keep, big, tmp_path, monkeypatch, eventually):
-    monkeypatch.setattr("deployments.activations.writer._LOOK_S", 0.01)
+    monkeypatch.setattr("deployments.activations.writer.writer._LOOK_S", 0.01)
     writer = keep(max_session_age_s=1000)
     store(writer, big("a", "old", 1.0))
     eventually(lambda: sessions(tmp_path) == [])

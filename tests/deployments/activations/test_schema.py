@@ -8,7 +8,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from deployments.activations.facts import RunFacts, ShardFacts, StoreError, check_session_id
-from deployments.activations.schema import batch_facts, batch_metadata, to_batch
+from deployments.activations.segments.schema import batch_facts, batch_metadata, to_batch
 
 SHARD = ShardFacts("session", "model", "main", "Qwen3ForCausalLM", {"torch": "2"}, {"p": "model.p.output"})
 

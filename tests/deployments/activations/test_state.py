@@ -9,14 +9,14 @@ from pathlib import Path
 
 import pytest
 
-from deployments.activations import old_state
 from deployments.activations.accounts import Account
 from deployments.activations.facts import StoreError
-from deployments.activations.owners import Owners, Record
-from deployments.activations.pins import Pins, saved_limits
-from deployments.activations.retention import Retention
-from deployments.activations.state import NAME
-from deployments.activations.stored_profiles import StoredProfiles
+from deployments.activations.limits import Retention
+from deployments.activations.state import earlier as old_state
+from deployments.activations.state.owners import Owners, Record
+from deployments.activations.state.pins import Pins, saved_limits
+from deployments.activations.state.profiles import StoredProfiles
+from deployments.activations.state.state import NAME
 from deployments.points.profiles import Profile
 
 ALICE, BOB = Account("alice", is_admin=False), Account("bob", is_admin=False)
@@ -141,10 +141,10 @@ def test_what_was_answered_is_there_after_a_kill(tmp_path):
     """Another process pins, claims and is killed as soon as it has said so; a reader sees it meanwhile."""
     script = f"""
 from pathlib import Path
-from deployments.activations import old_state
+from deployments.activations.state import earlier as old_state
 from deployments.activations.accounts import Account
-from deployments.activations.owners import Owners
-from deployments.activations.pins import Pins
+from deployments.activations.state.owners import Owners
+from deployments.activations.state.pins import Pins
 root = Path({str(tmp_path)!r})
 Pins(root).set("s", True)
 Owners(root).claim("s", Account("alice"), set, None)

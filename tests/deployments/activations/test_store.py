@@ -10,11 +10,11 @@ import torch
 from safetensors.torch import load as tensors
 
 from deployments.activations import load
-from deployments.activations.commits import Commits
+from deployments.activations.actors.reader import connect_reader
+from deployments.activations.actors.store import ActivationStore, connect
 from deployments.activations.facts import StoreError
-from deployments.activations.reads_runs import connect_reader
-from deployments.activations.retention import Retention
-from deployments.activations.store import ActivationStore, connect
+from deployments.activations.limits import Retention
+from deployments.activations.writer.group_commit import Commits
 
 pytestmark = pytest.mark.usefixtures("cluster")
 
@@ -145,7 +145,7 @@ def test_limits_and_pins_hold_also_for_the_writer_that_takes_the_place_of_one_th
         await store.write(made.facts, [ray.put(made.batches[0])])
         await store.retain(Retention(max_session_bytes=10))
         with monkeypatch.context() as patched:
-            patched.setattr("deployments.activations.keeping.Keeper.note", lambda *args: 1 / 0)
+            patched.setattr("deployments.activations.writer.retention.Keeper.note", lambda *args: 1 / 0)
             with pytest.raises(StoreError, match="log says why"):
                 await store.tell("", [], [], [])
         assert await store.pin("session", True)

@@ -6,9 +6,9 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from deployments.activations import stored_profiles
 from deployments.activations.accounts import OPERATOR, Account
-from deployments.activations.stored_profiles import MAX_BYTES, StoredProfiles
+from deployments.activations.state import profiles as stored_profiles
+from deployments.activations.state.profiles import MAX_BYTES, StoredProfiles
 from deployments.errors import RequestError
 from deployments.points.profiles import Profile
 

@@ -10,10 +10,10 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from safetensors.torch import load
 
-from deployments.activations.catalogue import Catalogue
-from deployments.activations.places import file_at
-from deployments.activations.stored_rows import read_rows
-from deployments.activations.writer import Writer
+from deployments.activations.catalogue.catalogue import Catalogue
+from deployments.activations.files.places import file_at
+from deployments.activations.reader.stored_rows import read_rows
+from deployments.activations.writer.writer import Writer
 from deployments.errors import RequestError
 from deployments.points.token_choices import Last, Positions, PromptLast, TextPiece
 

@@ -12,10 +12,10 @@ import pyarrow as pa
 import pytest
 import torch
 
-from deployments.activations.catalogue import Catalogue
-from deployments.activations.selecting import shards
-from deployments.activations.tables import runs_table, table
-from deployments.activations.writer import Writer
+from deployments.activations.catalogue.catalogue import Catalogue
+from deployments.activations.reader.selection import shards
+from deployments.activations.reader.tables import runs_table, table
+from deployments.activations.writer.writer import Writer
 from deployments.errors import RequestError
 from deployments.points.names import COLUMNS
 from deployments.points.patterns import Patterns
@@ -183,7 +183,7 @@ def test_columns_of_every_file_need_no_points_in_common(store):
 
 @pytest.mark.parametrize("bfloat16", ["float32", "bits"])
 def test_ray_reads_every_row_with_its_run(cluster, store, made, bfloat16):
-    from deployments.activations.ray_data import ray_dataset
+    from deployments.activations.reader.ray_data import ray_dataset
 
     found = ray_dataset(store, [POINT, HEADS], bfloat16=bfloat16, override_num_blocks=3)
     assert found.count() == 90

@@ -10,9 +10,9 @@ import pytest
 import torch
 from safetensors.torch import save
 
-from deployments.activations.catalogue import Catalogue
-from deployments.activations.tensor_files import FOLDER, TensorFiles
-from deployments.activations.tensors import MAX_TENSORS, check, pick
+from deployments.activations.catalogue.catalogue import Catalogue
+from deployments.activations.tensors.files import FOLDER, TensorFiles
+from deployments.activations.tensors.tensors import MAX_TENSORS, check, pick
 from deployments.errors import RequestError
 
 ROOM = 1 << 20

@@ -17,12 +17,12 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch.utils.data import DataLoader
 
-from deployments.activations import training
-from deployments.activations.catalogue import Catalogue
-from deployments.activations.row_index import index_rows
-from deployments.activations.selecting import shards
-from deployments.activations.training import ActivationRows
-from deployments.activations.writer import Writer
+from deployments.activations.catalogue.catalogue import Catalogue
+from deployments.activations.reader import training
+from deployments.activations.reader.row_index import index_rows
+from deployments.activations.reader.selection import shards
+from deployments.activations.reader.training import ActivationRows
+from deployments.activations.writer.writer import Writer
 from deployments.errors import RequestError
 from deployments.points.patterns import Patterns
 
@@ -226,7 +226,7 @@ def test_a_store_may_have_more_files_than_a_process_may_open(make, tmp_path):
     assert len(shards(tmp_path)) == 90
     check = f"""
 import resource
-from deployments.activations.training import ActivationRows
+from deployments.activations.reader.training import ActivationRows
 resource.setrlimit(resource.RLIMIT_NOFILE, (80, 80))
 rows = ActivationRows({str(tmp_path)!r}, [{POINT!r}], batch_size=64)
 assert sorted(run for batch in rows for run in batch.run.tolist()) == [run for run in range(90) for _ in range(4)]
@@ -300,7 +300,7 @@ def test_memory_is_a_batch_and_not_the_session(make, tmp_path):
     stored(tmp_path, made)  # 128 MiB
     check = f"""
 import torch, sys
-from deployments.activations.training import ActivationRows
+from deployments.activations.reader.training import ActivationRows
 def own():
     return next(int(line.split()[1]) for line in open('/proc/self/status') if line.startswith('RssAnon')) << 10
 for shuffle in (True, False):

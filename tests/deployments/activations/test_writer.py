@@ -15,10 +15,10 @@ import torch
 
 import deployments.activations
 from deployments.activations import load, runs
-from deployments.activations.catalogue import Catalogue
+from deployments.activations.catalogue.catalogue import Catalogue
 from deployments.activations.facts import StoreError
-from deployments.activations.retention import Retention
-from deployments.activations.segments import is_sealed
+from deployments.activations.limits import Retention
+from deployments.activations.segments.segments import is_sealed
 
 POINT = "layers.0.output"
 REPOSITORY = Path(deployments.activations.__file__).parents[2]
@@ -209,10 +209,10 @@ def test_a_deleted_session_is_gone_and_may_begin_anew(make, open_writer, tmp_pat
 CRASHING = """
 import sys, torch
 from pathlib import Path
-from deployments.activations.catalogue import Catalogue
+from deployments.activations.catalogue.catalogue import Catalogue
 from deployments.activations.facts import RunFacts, ShardFacts
-from deployments.activations.schema import to_batch
-from deployments.activations.writer import Writer
+from deployments.activations.segments.schema import to_batch
+from deployments.activations.writer.writer import Writer
 
 writer = Writer(Path(sys.argv[1]), Catalogue(), shard_bytes=200_000)
 shard = ShardFacts("session", "model", None, "x", {}, {})
@@ -256,7 +256,7 @@ def test_names_of_new_files_are_durable_before_their_runs_are_answered_and_not_m
         gate.wait()
         fsync(descriptor)
 
-    monkeypatch.setattr("deployments.activations.shard.os.fsync", seen)
+    monkeypatch.setattr("deployments.activations.segments.segment_writer.os.fsync", seen)
     first = writer.submit(*make("first", session_id="s0")[:2])  # its group is held up, so that the next ones are one
     others = [writer.submit(*make(f"r{n}", session_id=f"s{n}")[:2]) for n in range(1, 20)]
     writer.check_quotas("s", 0).result()
@@ -272,7 +272,8 @@ def test_runs_are_stored_while_the_files_of_a_deleted_session_are_being_removed(
     writer, gate, real = open_writer(), threading.Event(), shutil.rmtree
     write(writer, make("old", session_id="old"))
     monkeypatch.setattr(
-        "deployments.activations.deleting.shutil.rmtree", lambda *args, **named: (gate.wait(), real(*args, **named))
+        "deployments.activations.writer.deletion.shutil.rmtree",
+        lambda *args, **named: (gate.wait(), real(*args, **named)),
     )
     deleted = writer.delete("old")
     write(writer, make("r"), make("again", session_id="old"))
@@ -287,7 +288,9 @@ def test_an_abandoned_run_and_a_question_for_room_wait_for_no_commit(make, open_
     writer.retain(Retention(max_store_bytes=1 << 30)).result()
     long = make("long", {POINT: torch.randn(4, 4)}, parts=2, session_id="other")
     writer.append("other", "long", 0, [long.batches[0]]).result()
-    monkeypatch.setattr("deployments.activations.shard.os.fsync", lambda file: (gate.wait(), fsync(file)))
+    monkeypatch.setattr(
+        "deployments.activations.segments.segment_writer.os.fsync", lambda file: (gate.wait(), fsync(file))
+    )
     stored = writer.submit(*make("r")[:2])
     writer.abandon("other", "long").result()
     assert writer.check_quotas("other", 1 << 20).result() == []

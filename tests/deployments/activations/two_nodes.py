@@ -19,10 +19,10 @@ sys.path.append(str(Path(__file__).parent))
 from conftest import _make as make
 
 from deployments.activations import load
+from deployments.activations.actors.reader import connect_reader
+from deployments.activations.actors.store import connect
 from deployments.activations.facts import StoreError
-from deployments.activations.reads_runs import connect_reader
-from deployments.activations.store import connect
-from deployments.activations.taking import connect_writer, node_writers
+from deployments.activations.nodes.submitting import connect_writer, node_writers
 from deployments.errors import RequestError
 
 

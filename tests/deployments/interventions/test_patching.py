@@ -11,9 +11,9 @@ import ray
 import torch
 from pydantic import TypeAdapter
 
-from deployments.activations.reader import load
-from deployments.activations.reads_runs import ActivationReader, connect_reader
-from deployments.activations.store import ActivationStore, connect
+from deployments.activations.actors.reader import ActivationReader, connect_reader
+from deployments.activations.actors.store import ActivationStore, connect
+from deployments.activations.reader.reader import load
 from deployments.engine.request import GREEDY, Sampling
 from deployments.messages import End, Job, Refusal
 from deployments.options import Options

@@ -14,10 +14,10 @@ import pytest
 import ray
 from ray.exceptions import ActorUnavailableError
 
-from deployments.activations.catalogue import Catalogue
+from deployments.activations.catalogue.catalogue import Catalogue
 from deployments.activations.facts import StoreError
-from deployments.activations.reader import load, runs
-from deployments.activations.writer import Writer
+from deployments.activations.reader.reader import load, runs
+from deployments.activations.writer.writer import Writer
 from deployments.engine.request import GREEDY
 from deployments.messages import End, Job, Refusal
 from deployments.options import Options

@@ -6,10 +6,10 @@ from pathlib import Path
 import pytest
 import torch
 
-from deployments.activations.catalogue import Catalogue
+from deployments.activations.catalogue.catalogue import Catalogue
 from deployments.activations.facts import RunFacts, ShardFacts
-from deployments.activations.schema import to_batch
-from deployments.activations.writer import Writer
+from deployments.activations.segments.schema import to_batch
+from deployments.activations.writer.writer import Writer
 
 sys.path.append(str(Path(__file__).parent))  # importlib mode adds no folder; `scoring_server` stands beside this file
 

@@ -9,10 +9,10 @@ from pathlib import Path
 import numpy as np
 import torch
 
-from deployments.activations.catalogue import Catalogue
+from deployments.activations.catalogue.catalogue import Catalogue
 from deployments.activations.facts import RunFacts, ShardFacts
-from deployments.activations.schema import to_batch
-from deployments.activations.writer import Writer
+from deployments.activations.segments.schema import to_batch
+from deployments.activations.writer.writer import Writer
 
 MODEL = "fake/model"
 

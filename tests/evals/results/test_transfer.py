@@ -11,8 +11,9 @@ import torch
 from made import make_results
 from stored import SESSION, Store, points
 
-from deployments.activations import load, paging, runs
-from deployments.activations.pulling import pull
+from deployments.activations.export import paging
+from deployments.activations import load, runs
+from deployments.activations.export.pulling import pull
 from evals.results import transfer as transferring
 from evals.config import Config, EvalError
 from evals.results.results import read_json

@@ -18,10 +18,10 @@ import ray
 from ray import serve
 
 from deployments.activations.accounts import OPERATOR
-from deployments.activations.downloads import Choice
+from deployments.activations.actors.reader import connect_reader
+from deployments.activations.actors.store import connect
+from deployments.activations.export.selectors import Choice
 from deployments.activations.filters import Filter
-from deployments.activations.reads_runs import connect_reader
-from deployments.activations.store import connect
 from deployments.messages import Job
 from deployments.options import NO_MODEL, Options
 from serve_app.backend import backend, models, served_model, waiting

@@ -13,7 +13,7 @@ import torch
 
 from deployments.activations import load
 from deployments.activations.accounts import OPERATOR
-from deployments.activations.store import connect
+from deployments.activations.actors.store import connect
 from deployments.messages import Job
 from deployments.options import home
 from serve_app.backend import profiles

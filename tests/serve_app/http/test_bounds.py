@@ -19,7 +19,7 @@ import jiter
 import pytest
 from pydantic import ValidationError
 
-from deployments.activations.database import NAME
+from deployments.activations.catalogue.database import NAME
 from deployments.errors import RequestError
 from deployments.options import Options
 from serve_app.api import build_api

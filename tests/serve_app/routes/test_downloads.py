@@ -16,9 +16,9 @@ import torch
 
 from deployments.activations import load
 from deployments.activations.__main__ import main
+from deployments.activations.actors.store import connect
 from deployments.activations.facts import RunFacts, ShardFacts
-from deployments.activations.schema import point_types, to_batch, to_tensor
-from deployments.activations.store import connect
+from deployments.activations.segments.schema import point_types, to_batch, to_tensor
 from deployments.points.patterns import Patterns
 from serve_app.http.ranges import PAGE_BYTES
 

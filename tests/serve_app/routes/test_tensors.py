@@ -11,8 +11,8 @@ import ray
 import torch
 from safetensors.torch import load, save
 
-from deployments.activations.store import connect
-from deployments.activations.tensors import pick
+from deployments.activations.actors.store import connect
+from deployments.activations.tensors.tensors import pick
 from deployments.demo_model import WEIGHTS
 from deployments.options import home
 

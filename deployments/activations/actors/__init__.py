@@ -1,0 +1,1 @@
+"""The Ray actors: the store, which writes, and the reader, which answers questions."""

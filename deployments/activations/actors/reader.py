@@ -1,0 +1,346 @@
+"""The reader of a store as an actor: it tells of runs and hands them over, to each account what it may read.
+
+It is a process of its own, so that no file that it reads, whoever made it, ends the one that writes. It writes nothing.
+
+What an account may not read is not there for it. A session may be deleted, and its name claimed by somebody else, while
+it is looked at: so its record is compared before and behind.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections import Counter
+from collections.abc import Awaitable, Callable, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from functools import partial
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import ray
+
+from deployments.activations.accounts import OPERATOR, Account
+from deployments.activations.actors.store import connect
+from deployments.activations.export.selectors import IDLE_S, Choice, Found, changed, gone
+from deployments.activations.facts import StoreError
+from deployments.activations.failures import explain
+from deployments.activations.filters import EVERYTHING, Filter
+from deployments.activations.state.nodes import described, described_files
+from deployments.clusters import ON_HEAD, detached
+from deployments.errors import RequestError
+from deployments.points.token_choices import TokenChoice
+
+if TYPE_CHECKING:  # Serve's controller and the ingress import this module too, and need no Arrow
+    from deployments.activations.catalogue.shared import Ask
+    from deployments.activations.state.owners import Record
+
+
+MOST_WAITING = 64  # requests for pages that are not answered yet
+MOST_OF_ONE = 16  # the same of one owner
+_RESTORE_S = 600.0  # that a reader waits for segments that are fetched from the bucket
+_ASK_S = 20.0  # that a reader waits for the store's process, which it needs where the catalogue has no database
+
+
+class ActivationReader:
+    """What is answered of stored runs.
+
+    Args:
+        root: As the store's.
+        archive: The URI of the bucket that the store archives to.
+        ask: Asks the store's process what its catalogue says; by default the actor.
+        restore: Has the store's process fetch segments from the bucket; by default the actor.
+    """
+
+    def __init__(
+        self,
+        root: str,
+        archive: str | None = None,
+        ask: Ask | None = None,
+        restore: Callable[[Sequence[str]], bool] | None = None,
+    ) -> None:
+        from deployments.activations.catalogue.shared import SharedCatalogue
+        from deployments.activations.export.downloads import Readings
+        from deployments.activations.files.places import place_of
+        from deployments.activations.nodes.files import NodePlace, NodeSegments
+        from deployments.activations.state.nodes import Nodes
+        from deployments.activations.state.owners import Owners
+        from deployments.activations.state.pins import Pins
+
+        self._root = Path(root).resolve()
+        bucket = place_of(archive) if archive else None
+        self._nodes = Nodes(self._root, read_only=True)
+        self._segments = NodeSegments(root, self._nodes)
+        self._places = [NodePlace(root, self._nodes, bucket), *([bucket] if bucket else [])]
+        self._catalogue = SharedCatalogue(self._root, ask or partial(_ask, root), archives=bool(archive))
+        self._owners = Owners(self._root, read_only=True)
+        self._pins = Pins(self._root, read_only=True)
+        self._readings = Readings(self._catalogue, self._places, restore or partial(_restore, root))
+        self._rows_pool = ThreadPoolExecutor(2, thread_name_prefix="stored-rows")  # what they read is in memory at once
+        self._data_pool = ThreadPoolExecutor(2, thread_name_prefix="downloads")  # as many pages are in memory at once
+        self._waiting = Counter[str | None]()  # requests for pages that are not answered yet, by owner
+
+    async def sessions(
+        self,
+        limit: int = 100,
+        after: str | None = None,
+        filter: Filter = EVERYTHING,
+        account: Account = OPERATOR,
+    ) -> list[dict[str, Any]]:
+        """Up to `limit` sessions that hold a run of the filter, as `Catalogue.sessions`, with `pinned`.
+
+        With keys there are `owner` and `shared`, too.
+
+        Raises:
+            StoreError: The disk refuses.
+        """
+
+        def found() -> list[dict[str, Any]]:
+            told = self._catalogue.sessions(limit, after, self._readable(filter, account))
+            pinned = self._pins.names()
+            return [self._told(one, pinned, account) for one in told if self._may_read(one["id"], account)]
+
+        return await self._found(None, found)  # type: ignore[no-any-return]
+
+    async def runs(
+        self,
+        filter: Filter = EVERYTHING,
+        limit: int = 100,
+        after: str | None = None,
+        account: Account = OPERATOR,
+    ) -> list[dict[str, Any]]:
+        """Up to `limit` runs of the filter, as `Catalogue.runs`.
+
+        Raises:
+            RequestError: There is no run `after`; names `after`.
+            StoreError: The disk refuses.
+        """
+
+        def found() -> list[dict[str, Any]]:
+            runs = self._catalogue.runs(self._readable(filter, account), limit, after)
+            if filter.runs and len(runs) < min(limit, len(filter.runs)) and self._nodes_told():
+                runs = self._catalogue.runs(self._readable(filter, account), limit, after)
+            return described([run for run in runs if self._may_read(run["session_id"], account)], self._nodes)
+
+        return await self._found(None, found)  # type: ignore[no-any-return]
+
+    async def holding(self, session_id: str, names: Sequence[str]) -> set[str]:
+        """Those names of which the session has a run whose id is the name, a `-` and something more.
+
+        Raises:
+            StoreError: The disk refuses.
+        """
+        return await self._found(None, self._catalogue.holding, session_id, names)  # type: ignore[no-any-return]
+
+    async def session(
+        self, session_id: str, limit: int | None = None, after: str | None = None, account: Account = OPERATOR
+    ) -> dict[str, Any] | None:
+        """One session with its runs, all or `limit` of them behind the run `after`, and files; None if there is none.
+
+        With keys there are `owner` and `shared`, too.
+
+        Raises:
+            RequestError: The session has no run `after`; names `after`.
+            StoreError: The disk refuses.
+        """
+
+        def found() -> dict[str, Any] | None:
+            if told := self._catalogue.session(session_id, limit, after):
+                told["runs"] = described(told["runs"], self._nodes)
+                told["files"] = described_files(told["files"], self._nodes)
+            return told and self._told(told, self._pins.names(), account)
+
+        return await self._found(None, self._of_session, session_id, account, found)  # type: ignore[no-any-return]
+
+    async def rows(
+        self,
+        run_id: str,
+        points: Sequence[Sequence[str]],
+        tokens: TokenChoice,
+        most: int,
+        account: Account = OPERATOR,
+    ) -> bytes | None:
+        """Some rows of a stored run, as `stored_rows.read_rows` gives them; None if there is no such run.
+
+        Args:
+            run_id: The run.
+            points: Each by the names that it may have been recorded by.
+            tokens: Which of the run's tokens.
+            most: The most bytes.
+            account: Who asks.
+
+        Raises:
+            RequestError: The run has no such point or token, or there are more bytes; names the field of `from`. Its
+                file is gone: 410.
+            StoreError: The disk refuses, or its file is damaged; names the file.
+        """
+        from deployments.activations.files.places import file_at
+        from deployments.activations.reader.stored_rows import read_rows
+
+        def found() -> bytes | None:
+            entry = self._catalogue.find(run_id) or (self._nodes_told() and self._catalogue.find(run_id)) or None
+            while entry is not None:
+                file = file_at(entry.uri, self._places)
+                read = partial(read_rows, file, entry, points, tokens, most)
+                try:
+                    rows = self._of_session(entry.facts.session_id, account, read)
+                except FileNotFoundError:
+                    before, entry = entry, self._catalogue.find(run_id)
+                    if entry is not None and entry.uri == before.uri:
+                        raise gone(file, "from.run_id") from None
+                    continue  # it was deleted meanwhile, or went from the disk to the bucket, and is read there
+                before, entry = entry, self._catalogue.find(run_id)
+                if rows is not None or entry is None or entry.uri == before.uri:
+                    return rows  # type: ignore[no-any-return]
+            return None
+
+        return await self._found(self._rows_pool, found)  # type: ignore[no-any-return]
+
+    async def find_data(self, choice: Choice, tag: str | None = None, account: Account = OPERATOR) -> Found | None:
+        """What a download would be, as `Readings.find`; None if there is no such session.
+
+        Raises:
+            RequestError: There is no such run or point, too much for one file, or too many wait for pages; 410, a file
+                is gone.
+            StoreError: The disk refuses, or a file is damaged; names the file.
+        """
+
+        def find() -> Found | None:
+            try:
+                if (found := self._readings.find(choice, tag)) or not choice.runs:
+                    return found
+            except RequestError:
+                if not choice.runs:
+                    raise
+            self._nodes_told()
+            return self._readings.find(choice, tag)
+
+        return await self._paged(account, self._of_session, choice.session_id, account, find)  # type: ignore[no-any-return]
+
+    async def data_page(self, choice: Choice, tag: str, first: int, end: int, account: Account = OPERATOR) -> bytes:
+        """A range of a download, as `Readings.page`.
+
+        Raises:
+            RequestError: 412, the session holds something else by now; 410, a file is gone; or too many wait for pages.
+            StoreError: The disk refuses, or a file is damaged; names the file.
+        """
+        read = partial(self._readings.page, choice, tag, first, end)
+        page: bytes | None = await self._paged(account, self._of_session, choice.session_id, account, read)
+        if page is None:
+            raise changed()
+        return page
+
+    def _nodes_told(self) -> bool:
+        """Have other nodes tell what they have not told yet: a run is found as soon as it was answered."""
+        alive = [node for node in self._nodes.all().values() if self._nodes.is_alive(node)]
+        self._segments.flush(alive)
+        return bool(alive)
+
+    async def _paged(self, account: Account, ask: Callable[..., Any], *args: Any) -> Any:
+        most = MOST_WAITING if account.owner is None else MOST_OF_ONE
+        if self._waiting[account.owner] >= most or self._waiting.total() >= MOST_WAITING:
+            raise RequestError("too many pages are waited for already; try again", None, "server_busy", 429)
+        self._waiting[account.owner] += 1
+        try:
+            return await self._found(self._data_pool, ask, *args)
+        finally:
+            self._waiting[account.owner] -= 1
+            self._waiting += Counter()  # without those that wait for none
+            asyncio.get_running_loop().call_later(IDLE_S, self._readings.sweep)
+
+    async def _found(self, pool: ThreadPoolExecutor | None, ask: Callable[..., Any], *args: Any) -> Any:
+        from deployments.activations.files.places import DamagedError
+        from deployments.activations.nodes.files import NodeAwayError
+
+        try:
+            return await asyncio.get_running_loop().run_in_executor(pool, ask, *args)
+        except NodeAwayError as error:
+            code, status = ("file_gone", 410) if error.lost else ("node_away", 503)
+            raise RequestError(str(error), None, code, status) from error
+        except OSError as error:
+            raise explain(self._root, error) from error
+        except DamagedError as error:
+            what = "`python -m deployments.activations verify` says what of it can be read"
+            raise StoreError(f"a file of stored runs is damaged, {error}: {what}") from error
+
+    def _of_session(self, session_id: str, account: Account, look: Callable[[], Any]) -> Any:
+        """What a look at a session gives, where the account may read it; else None."""
+        record = self._owners.of(session_id)
+        if not _may_read(record, account):
+            return None
+        found = look()
+        return found if self._owners.of(session_id) == record else None
+
+    def _may_read(self, session_id: str, account: Account) -> bool:
+        return account.is_admin or _may_read(self._owners.of(session_id), account)
+
+    def _readable(self, filter: Filter, account: Account) -> Filter:
+        """The same runs, but for those that the account may not read."""
+        if account.is_admin:
+            return filter
+        among, without = self._owners.readable(account)
+        return filter._replace(among=among, without=without)
+
+    def _told(self, session: dict[str, Any], pinned: frozenset[str], account: Account) -> dict[str, Any]:
+        told = session | {"pinned": session["id"] in pinned}
+        if account.owner is None:
+            return told
+        record = self._owners.of(session["id"])
+        return told | {"owner": record and record.owner, "shared": bool(record and record.shared)}
+
+
+def _may_read(record: Record | None, account: Account) -> bool:
+    return account.may_read(record.owner, record.shared) if record else account.may_read(None)
+
+
+def _ask(root: str, statement: str, values: Sequence[Any]) -> tuple[str, list[Any]]:
+    asked = connect(root).query.remote(statement, values)
+    answer: tuple[str, list[Any]] = _answered(asked, _ASK_S, "the activation store starts; try again")
+    return answer
+
+
+def _restore(root: str, uris: Sequence[str]) -> bool:
+    asked = connect(root).restore.remote(uris)
+    return bool(_answered(asked, _RESTORE_S, "archived runs are being fetched; try again"))
+
+
+def _answered(asked: Any, timeout_s: float, late: str) -> Any:
+    """What the store's process answers to a call; where it does not in time, 503 with the message `late`."""
+    try:
+        return asked.future().result(timeout=timeout_s)
+    except ray.exceptions.RayTaskError as error:
+        raise error.cause from error
+    except (ray.exceptions.RayError, TimeoutError) as error:
+        raise RequestError(late, None, "unavailable", 503) from error
+
+
+def connect_reader(root: str, archive: str | None = None) -> Any:
+    """A handle to the actor that reads what the store of `root` keeps; made by whoever asks first.
+
+    Like the store it is a named actor on the head node that ends with the cluster. It comes back by itself, and is
+    then asked once more for what it had not answered.
+
+    Args:
+        root: The store's directory.
+        archive: The URI of the bucket that it archives to.
+    """
+    name = f"activation reader of {root}"
+    reader = detached(ActivationReader, name, max_task_retries=1, max_concurrency=10_000, resources=ON_HEAD)
+    return reader.remote(root, archive)
+
+
+async def survived(asked: Awaitable[Any], what: str) -> Any:
+    """What a reader answers that reads files, some of which may end its process.
+
+    Args:
+        asked: The call.
+        what: What it reads, in words.
+
+    Raises:
+        StoreError: The reader ended while it did.
+    """
+    try:
+        return await asked
+    except ray.exceptions.RayActorError as error:
+        raise StoreError(
+            f"the reader of stored runs ended twice while it read {what}: send the request again, and where it ends "
+            "again, look for a damaged file by `python -m deployments.activations verify`"
+        ) from error

@@ -1,0 +1,1 @@
+"""The archive: sealed segments in a bucket, and the manifest that lists them."""

@@ -1,0 +1,543 @@
+"""The archive: sealed segments go to a bucket beside the store's writer, and the bucket's manifest names them.
+
+`<bucket>/<session>/<segment>.arrow` are the same bytes as on the disk. A segment's object is there whole before the
+manifest says so: what a crash cuts off between the two is uploaded again. Segments that are in the bucket stay on the
+disk as a cache.
+"""
+
+from __future__ import annotations
+
+import json
+import logging
+import os
+import shutil
+import sqlite3
+import tempfile
+import threading
+import time
+from collections import defaultdict
+from collections.abc import Collection, Iterable, Mapping, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor, wait
+from pathlib import Path
+from typing import Any, Protocol
+from urllib.parse import unquote, urlsplit
+
+from deployments.activations.archive.claim import BucketClaim, InUseError
+from deployments.activations.archive.manifest import (
+    Line,
+    Manifest,
+    deletion,
+    is_snapshot,
+    kept_before,
+    name_of,
+    record,
+    remove_all,
+    replay,
+    restored,
+    segment_line,
+    upload,
+    write_snapshot,
+)
+from deployments.activations.catalogue.catalogue import Catalogue
+from deployments.activations.catalogue.database import NAME, locked, transaction
+from deployments.activations.catalogue.entries import StoredFile
+from deployments.activations.catalogue.scan import scan_session
+from deployments.activations.catalogue.updates import move
+from deployments.activations.files.atomic import write
+from deployments.activations.files.locks import NEW
+from deployments.activations.files.places import Place
+from deployments.activations.state.nodes import node_of
+from deployments.activations.state.owners import Owners, Record
+from deployments.activations.state.pins import Pins
+
+UPLOADS = 8  # segments that are uploaded beside each other
+LOOK_S = 1.0  # between two looks for segments to upload
+PAUSES_S = (1.0, 300.0)  # before a failed upload is tried again: at first, doubled each time, and at the most
+MANY_PARTS = 256  # parts of the manifest, from which on they may become a snapshot
+MOST_PARTS = 1024  # of the manifest, at which they do in any case
+_OF = ".archive"  # which bucket a directory archives to; no session id begins with '.'
+_LOCK = ".archive.lock"
+
+logger = logging.getLogger(__name__)
+
+
+class ArchiveError(OSError):
+    """The bucket cannot be written now; the message says why."""
+
+
+class Elsewhere(Protocol):
+    """What other nodes do with segments on their own disks."""
+
+    def is_alive(self, node: str) -> bool:
+        """Whether a node, by its key, can be asked."""
+
+    def upload(self, uri: str, size: int) -> None:
+        """Upload a segment of this many bytes from its node.
+
+        Raises:
+            OSError: The node is away, or the bucket or its disk refuses.
+        """
+
+    def remove(self, uri: str) -> None:
+        """Remove a segment from its node's disk.
+
+        Raises:
+            OSError: The node is away, or its disk refuses.
+        """
+
+
+class Archive:
+    """What goes to one bucket and comes from there. Safe to use from several threads.
+
+    Args:
+        root: The store's directory, absolute and no link.
+        place: The bucket, or a directory in it.
+        name: What tells this server from others, also when it starts again.
+        cache_bytes: The most bytes of segments that stay on the disk though they are in the bucket.
+
+    Raises:
+        InUseError: Another server archives to the bucket.
+        ValueError: The directory archives to another bucket.
+        OSError: The directory was never archived, and the bucket refuses.
+    """
+
+    def __init__(self, root: Path, place: Place, name: str, cache_bytes: int) -> None:
+        if place.uri.startswith("file:"):
+            raise ValueError("archive names a bucket, and file: is none: such as s3://bucket/prefix?region=us-east-1")
+        self.place = place
+        self.cache_bytes = cache_bytes
+        self._root = root
+        self.manifest = Manifest(place, name, root)
+        self._bases = self.manifest.bases
+        self._claim = BucketClaim(place, name)
+        self._connected = False
+        self._stopped: str | None = None  # why nothing is archived any more
+        self.trouble = "it has only begun"  # why the last request to the bucket failed
+        self._writing = threading.RLock()  # one part of the manifest at a time, and what it changes in the catalogue
+        self._answering = threading.Lock()  # for what follows
+        self._waiting: defaultdict[str, list[Future[None]]] = defaultdict(list)  # by segment
+        self._pauses: dict[str, tuple[float, float]] = {}  # by segment: until when, and how long the next one is
+        self._wake, self._ending = threading.Event(), False
+        self._cached, self._copied = True, (0, 0)  # whether the cache may be too large; which state was copied
+        self._pool = ThreadPoolExecutor(UPLOADS, thread_name_prefix="archive")
+        self._lock = _held(root)
+        try:
+            known = check_bucket(root, place)
+            self._claim_first(known)
+            self._claim.begin(self._lost)  # now: looking through a large directory takes longer than a claim holds
+        except BaseException:
+            os.close(self._lock)
+            raise
+
+    def _claim_first(self, known: bool) -> None:
+        """Claim the bucket, or go on without where it cannot be reached and the directory was archived to it before."""
+        try:
+            self._claim.acquire()
+        except OSError as error:
+            if not known:
+                raise
+            self._failed(error)
+            return
+        if not known:
+            _take_over(self._root, self.place)
+            write(self._root, ".", _OF, f"{self.place.id} {self.place}".encode())
+
+    # ---- what the store calls
+
+    def begin(self, catalogue: Catalogue, owners: Owners, elsewhere: Elsewhere | None = None) -> None:
+        """Archive what the catalogue says is sealed, from now on.
+
+        Args:
+            catalogue: The store's.
+            owners: Whose sessions are.
+            elsewhere: Uploads and removes segments that lie on other nodes.
+
+        Raises:
+            ValueError: The bucket's manifest is damaged.
+        """
+        self._catalogue, self._owners, self._elsewhere = catalogue, owners, elsewhere
+        self._pins = Pins(self._root)
+        self._copies_of = Owners(self._root, read_only=True)  # apart: the writer's wait for no copying
+        if self._claim.is_held:
+            try:
+                self._connect()
+            except OSError as error:
+                self._failed(error)
+        self._thread = threading.Thread(target=self._loop, name="archive", daemon=True)
+        self._thread.start()
+
+    def close(self) -> None:
+        """End; what is not uploaded yet is, when the store starts again."""
+        self._ending = True
+        self._wake.set()
+        self._thread.join()
+        self._pool.shutdown()
+        self._claim.close()
+        os.close(self._lock)
+
+    def wake(self) -> None:
+        """Something was sealed."""
+        self._wake.set()
+
+    def retry(self) -> None:
+        """Try at once what failed before: a node came back."""
+        self._pauses.clear()
+        self.wake()
+
+    def has(self, file: StoredFile) -> bool:
+        """Whether a node's segment is in the bucket, or was before it was deleted; one that is, is listed on its node.
+
+        Args:
+            file: The segment, by its node's URI.
+        """
+        name = name_of(file.uri)
+        if self._all("SELECT 1 FROM deleted WHERE segment = ?", name):
+            return True
+        found = self._all("SELECT bytes FROM files WHERE uri = ? AND archived", self._bases.bucket + name)
+        if found and found[0][0] == file.bytes:
+            self._move(self._bases.bucket + name, file.uri)
+        return bool(found)
+
+    def wait(self, uri: str) -> Future[None]:
+        """A future that is done when a segment is in the bucket.
+
+        Args:
+            uri: The segment's.
+        """
+        future: Future[None] = Future()
+        with self._answering:
+            self._waiting[name_of(uri)].append(future)
+        if self._is_archived(uri):
+            self._answer([name_of(uri)])
+        self.wake()
+        return future
+
+    def delete(self, session_id: str) -> bool:
+        """Have the manifest say that a session is deleted; its objects are removed afterwards.
+
+        Nothing of it is listed any more when this returns, whatever crashes then.
+
+        Returns:
+            Whether the session had segments.
+
+        Raises:
+            OSError: The bucket refuses; the session is as it was.
+        """
+        with self._writing:
+            self._check()
+            # What is on a node alone is in no bucket, and stays there if the node has a later run.
+            known = [uri for uri in self._catalogue.files(session_id) if not node_of(uri) or self._is_archived(uri)]
+            there = [seen.file.as_uri() for seen in scan_session(self._root, session_id)]
+            segments = {name_of(uri) for uri in (*known, *there)}
+            if segments:
+                self._write([deletion(session_id, segments)], [session_id])
+        self.wake()
+        return bool(segments)
+
+    def restore(self, uris: Iterable[str]) -> bool:
+        """Fetch segments to the disk that are in the bucket alone, if the cache has room for all; whether it did.
+
+        Raises:
+            OSError: The bucket or the disk refuses; those that came are kept.
+        """
+        gone = {uri for uri in uris if uri.startswith(self._bases.bucket)}
+        sizes = {uri: size for uri in gone for (size,) in self._all("SELECT bytes FROM files WHERE uri = ?", uri)}
+        if not gone or sum(sizes.get(uri, 0) for uri in gone) > self.cache_bytes:
+            return False
+        list(self._pool.map(self._restore, gone))
+        self._cached = True
+        return True
+
+    # ---- the manager's thread
+
+    def _loop(self) -> None:
+        while not self._ending:
+            try:
+                if self._pauses.get("", (0.0, 0.0))[0] <= time.monotonic():
+                    self._round()
+                    self._pauses.pop("", None)
+            except OSError as error:
+                self._failed(error)
+            except Exception:  # whatever it was, what is stored must reach the bucket in the end
+                logger.exception("archiving to %s goes on later", self.place)
+                self._pause("")
+            self._wake.wait(LOOK_S)
+            self._wake.clear()
+
+    def _round(self) -> None:
+        if self._stopped:
+            return
+        if not (self._connected and self._claim.is_held):
+            self._reconnect()
+            if not self._connected:
+                return
+        while not self._ending and self._upload_some():
+            pass
+        self._finish_deletions()
+        self._copy_records()
+        self._merge()
+        self._evict()
+
+    def _reconnect(self) -> None:
+        try:
+            self._claim.acquire()
+            self._connect()
+        except InUseError as error:
+            self._stopped = self.trouble = str(error)
+            self._lost()
+
+    def _connect(self) -> None:
+        """Learn what the manifest says, behind the claim."""
+        if self._catalogue.catch_up():
+            self._restore_records()
+            self._catalogue.change((), restored)
+        self._connected = True
+        self._pauses.clear()
+
+    def _upload_some(self) -> bool:
+        """Upload what is sealed, and have the manifest say so; false where there was nothing."""
+        now = time.monotonic()
+        paused = {segment for segment, (until, _) in self._pauses.items() if until > now}
+        found = "SELECT uri, bytes FROM files WHERE sealed AND NOT archived AND rows IS NOT 0 ORDER BY id LIMIT ?"
+        files = [(uri, size) for uri, size in self._all(found, 8 * UPLOADS + len(paused)) if name_of(uri) not in paused]
+        uploads = {self._pool.submit(self._upload, uri, size): uri for uri, size in files}
+        while uploads:
+            done, _ = wait(uploads, return_when="FIRST_COMPLETED")
+            uris = [uploads.pop(future) for future in done]
+            whole = []
+            for future, uri in zip(done, uris, strict=True):
+                if error := future.exception():
+                    self._pause(name_of(uri))
+                    logger.warning("%s is not archived yet: %s", uri, error)
+                    self.trouble = str(error)
+                else:
+                    whole.append(uri)
+            if whole:
+                self._add(whole)
+        return bool(files) and not self._ending
+
+    def _upload(self, uri: str, size: int) -> None:
+        if node_of(uri):
+            assert self._elsewhere is not None
+            self._elsewhere.upload(uri, size)
+            return
+        path = _path_of(uri)
+        if self._all("SELECT 1 FROM files WHERE uri = ?", self._bases.bucket + name_of(uri)):
+            raise OSError(
+                f"the bucket has another file of the name of {path}: the next start takes it in under another"
+            )
+        found = path.stat().st_size
+        if found != size:
+            raise OSError(f"{path} has {found} bytes, and was sealed with {size}")
+        upload(path, self._object(name_of(uri)))
+
+    def _add(self, uris: Sequence[str]) -> None:
+        """Have the manifest say that segments are there, but for those whose session was deleted meanwhile."""
+        with self._writing:
+            self._check()
+            known = {uri for uri in uris if self._all("SELECT 1 FROM files WHERE uri = ?", uri)}
+            lines = self._catalogue.change((), lambda database: [segment_line(database, uri) for uri in sorted(known)])
+            if lines:
+                self._write(lines, {uri.rsplit("/", 2)[-2] for uri in known})
+            names = [name_of(uri) for uri in known]
+            self._answer(names)
+            for name in names:
+                self._pauses.pop(name, None)
+            self._cached = True
+        remove_all([self._object(name_of(uri)) for uri in uris if uri not in known])
+
+    def _finish_deletions(self) -> None:
+        pending = defaultdict(list)
+        for (segment,) in self._all("SELECT segment FROM deleted WHERE pending"):
+            pending[segment.rpartition("/")[0]].append(segment)
+        for session_id, segments in pending.items():
+            self._check()
+            remove_all([self._object(segment) for segment in segments])
+            with self._writing:
+                self._write([deletion(session_id, segments, done=True)], ())
+
+    def _copy_records(self) -> None:
+        """Copy pins and owners to the manifest where they changed."""
+        version = self._copies_of.state.version()
+        if version == self._copied:
+            return
+        owners = {name: dict(one._asdict()) for name, one in self._copies_of.all().items()}
+        now = {("pin", name): True for name in self._pins.names()} | {("owner", name): owners[name] for name in owners}
+        known = self._records()
+        lines = [record(kind, name, value) for (kind, name), value in now.items() if known.get((kind, name)) != value]
+        lines += [record(kind, name, None) for kind, name in known.keys() - now.keys()]
+        if lines:
+            with self._writing:
+                self._check()
+                self._write(lines, ())
+        self._copied = version
+
+    def _restore_records(self) -> None:
+        """Write down the pins and owners that the manifest has and this disk has not: they outlive a head."""
+        records = self._records()
+        self._pins.add(name for kind, name in records if kind == "pin")
+        self._owners.add({name: Record(**value) for (kind, name), value in records.items() if kind == "owner"})
+
+    def _records(self) -> Mapping[tuple[str, str], Any]:
+        found = self._all("SELECT kind, session, value FROM records WHERE value IS NOT NULL")
+        return {(kind, session_id): json.loads(value) for kind, session_id, value in found}
+
+    def _merge(self) -> None:
+        """Have one snapshot stand for the parts of the manifest, where there are many."""
+        applied = self._all("SELECT name FROM applied")
+        if len(applied) < MANY_PARTS or self._catalogue.kept is None:
+            return
+        names = self.manifest.names()
+        parts = sum(size for name, size in names.items() if not is_snapshot(name))
+        if len(names) < MANY_PARTS or (4 * parts < sum(names.values()) and len(names) < MOST_PARTS):
+            return
+        with tempfile.TemporaryDirectory(prefix=".new-", dir=self._root) as folder:
+            made = Path(folder, "snapshot")
+            merged = write_snapshot(self._root / NAME, made, self._bases)
+            self._check()
+            snapshot = self.manifest.put_snapshot(made)
+        gone = [(name,) for name in merged]
+        with self._writing:
+            self._catalogue.change((), lambda database: _merged(database, snapshot, gone))
+            self._check()
+            self.manifest.remove(merged & names.keys())
+
+    def _evict(self) -> None:
+        """Remove from the disk what is in the bucket, the oldest first, until the cache is no larger than it may be."""
+        if not self._cached:
+            return
+        self._cached = False
+        by_node = defaultdict[str | None, list[tuple[str, int]]](list)
+        kept = "SELECT uri, bytes FROM files WHERE archived AND uri NOT LIKE ? || '%' ORDER BY modified_ns, id"
+        for uri, size in self._all(kept, self._bases.bucket):
+            by_node[node_of(uri)].append((uri, size))
+        for node, files in by_node.items():
+            over = sum(size for _, size in files) - self.cache_bytes
+            for uri, size in files:
+                if over <= 0:
+                    break
+                over -= size
+                self._remove(node, uri)
+
+    def _remove(self, node: str | None, uri: str) -> None:
+        """Remove a segment that is in the bucket from the disk on which it lies."""
+        if node and not (self._elsewhere and self._elsewhere.is_alive(node)):
+            return
+        self._move(uri, self._bases.bucket + name_of(uri))
+        if node:
+            assert self._elsewhere is not None
+            self._elsewhere.remove(uri)
+        else:
+            _path_of(uri).unlink(missing_ok=True)
+
+    def _restore(self, uri: str) -> None:
+        name = name_of(uri)
+        path = self._root / unquote(name)
+        file = self._object(name)
+        path.parent.mkdir(exist_ok=True)
+        unfinished = self._root / f"{NEW}{path.name}-{threading.get_ident()}"
+        try:
+            with file.fs.open_input_stream(file.path) as data, unfinished.open("wb") as out:
+                shutil.copyfileobj(data, out, 16 << 20)
+            found = unfinished.stat()
+            if found.st_size != file.size:
+                raise OSError(f"{file} came with {found.st_size} of {file.size} bytes")
+            unfinished.rename(path)
+        finally:
+            unfinished.unlink(missing_ok=True)
+        if not self._move(uri, path.as_uri(), found.st_mtime_ns):
+            path.unlink()  # the session was deleted meanwhile
+
+    # ----
+
+    def _move(self, uri: str, to: str, modified_ns: int = 0) -> bool:
+        session_id = uri.rsplit("/", 2)[-2]
+        return self._catalogue.change([session_id], lambda database: move(database, uri, to, modified_ns))
+
+    def _write(self, lines: Iterable[Line], session_ids: Collection[str]) -> None:
+        """Add a part to the manifest, and bring it into the catalogue."""
+        told = list(lines)
+        part = self.manifest.write(told)
+        self._catalogue.change(session_ids, lambda database: replay(database, part, told, self._bases))
+
+    def _check(self) -> None:
+        """Raise ArchiveError unless the bucket is this server's."""
+        if self._stopped or not self._connected or not self._claim.is_held:
+            raise ArchiveError(f"the bucket {self.place} cannot be written now: {self._stopped or self.trouble}")
+
+    def _lost(self) -> None:
+        if self._stopped:
+            logger.error("NOTHING IS ARCHIVED any more: %s", self._stopped)
+        else:
+            logger.error("nothing is archived to %s for now, its claim ran out: %s", self.place, self.trouble)
+
+    def _failed(self, error: OSError) -> None:
+        self.trouble = str(error)
+        self._pause("")
+        logger.error("archiving to %s is tried again: %s", self.place, error)
+
+    def _pause(self, segment: str) -> None:
+        _, pause = self._pauses.get(segment, (0.0, PAUSES_S[0]))
+        self._pauses[segment] = time.monotonic() + pause, min(2 * pause, PAUSES_S[1])
+
+    def _answer(self, names: Iterable[str]) -> None:
+        with self._answering:
+            waiting = [future for name in names for future in self._waiting.pop(name, ())]
+        for future in waiting:
+            if future.set_running_or_notify_cancel():
+                future.set_result(None)
+
+    def _is_archived(self, uri: str) -> bool:
+        names = [uri, self._bases.disk + name_of(uri), self._bases.bucket + name_of(uri)]
+        return bool(self._all("SELECT 1 FROM files WHERE uri IN (?, ?, ?) AND archived", *names))
+
+    def _object(self, segment: str) -> Any:
+        return self.place.file(unquote(segment))
+
+    def _all(self, statement: str, *values: Any) -> list[Any]:
+        return self._catalogue.change((), lambda database: database.execute(statement, values).fetchall())
+
+
+def check_bucket(root: Path, place: Place | None) -> bool:
+    """Whether a directory was archived to this bucket before.
+
+    Args:
+        root: The store's directory.
+        place: The bucket, None where it is not to be archived.
+
+    Raises:
+        ValueError: It was archived to another one, where alone some of its segments may be; says which.
+    """
+    try:
+        before, _, uri = (root / _OF).read_text().partition(" ")
+    except FileNotFoundError:
+        return False
+    if place is None or before != place.id:
+        raise ValueError(
+            f"{root} is archived to {uri}, and some of its runs may be there alone: set archive={uri} with its "
+            f"settings; to do without them, remove {root / _OF} and {root / NAME}"
+        )
+    return True
+
+
+def _held(root: Path) -> int:
+    try:
+        return locked(root / _LOCK)
+    except BlockingIOError as error:
+        raise InUseError(f"another server archives {root}: stop it, or give this one another directory") from error
+
+
+def _take_over(root: Path, place: Place) -> None:
+    """Copy what a server of an earlier version kept of the bucket on this machine: pins, owners, tensors, profiles."""
+    if (before := kept_before(place)).is_dir():
+        shutil.copytree(before, root, ignore=shutil.ignore_patterns(".catalogue*"), dirs_exist_ok=True)
+
+
+def _merged(database: sqlite3.Connection, snapshot: str, gone: Sequence[tuple[str]]) -> None:
+    with transaction(database):
+        database.execute("INSERT OR IGNORE INTO applied VALUES (?)", (snapshot,))
+        database.executemany("DELETE FROM applied WHERE name = ?", gone)
+
+
+def _path_of(uri: str) -> Path:
+    return Path(unquote(urlsplit(uri).path))

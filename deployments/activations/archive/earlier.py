@@ -1,0 +1,121 @@
+"""Buckets of earlier versions, which wrote to them directly: small objects, and marks that say which of them go.
+
+`.deleted-<session>-<random>` beside the sessions names objects of a session that was deleted; in a session, beside an
+object `<name>.arrow` that smaller ones became, `<name>.joined` names these. A server that starts on such a bucket looks
+through it once and writes a manifest; until then readers look through it each time.
+"""
+
+from __future__ import annotations
+
+import json
+import logging
+import posixpath
+from collections.abc import Iterable, Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from typing import Any
+
+import pyarrow as pa
+
+from deployments.activations.facts import names_a_session
+from deployments.activations.files.locks import DELETED
+from deployments.activations.files.places import DamagedError, File, Place
+
+_JOINED, _ARROW = ".joined", ".arrow"
+_AT_ONCE = 16  # objects that are read beside each other
+
+logger = logging.getLogger(__name__)
+
+
+def counted(place: Place, deep: bool = False) -> list[File]:
+    """The Arrow files in a directory by their names, without those that marks take away.
+
+    Args:
+        place: The bucket, or one of its sessions.
+        deep: Also those in the directories in it.
+
+    Raises:
+        OSError: The bucket refuses.
+    """
+    infos = place.infos(deep)
+    gone = _uncounted(place, infos)
+    names = sorted(posixpath.relpath(info.path, place.path) for info in infos if info.path not in gone)
+    return [place.file(name) for name in names if name.endswith(_ARROW) and not name.startswith(".")]
+
+
+def lines(place: Place) -> Iterator[dict[str, Any]]:
+    """What the manifest of an old bucket is to say: a line for each object, and for each deletion that was begun.
+
+    Raises:
+        OSError: The bucket refuses.
+    """
+    for path, mark in _marks(place, place.infos()):
+        if mark["session"]:
+            names = [f"{mark['session']}/{name}" for name in mark["objects"] if name.endswith(_ARROW)]
+            yield {"deleted": mark["session"], "segments": [*names, posixpath.relpath(path, place.path)], "at": 0.0}
+    files = [file for file in counted(place, deep=True) if names_a_session(file.folder.name)]
+    with ThreadPoolExecutor(_AT_ONCE) as pool:
+        yield from filter(None, pool.map(_line, files))
+
+
+def _line(file: File) -> dict[str, Any] | None:
+    from deployments.activations.segments.segments import (
+        whole_runs,  # whose Arrow and torch a bucket of this version needs not
+    )
+
+    found = list[dict[str, Any]]()
+    points: dict[str, Any] = {}
+    try:
+        for run in whole_runs(file):
+            points = points or dict(run.types)
+            told = {name: getattr(run, name) for name in ("first_row", "rows", "bytes", "offset", "batch")}
+            found.append({"facts": vars(run.facts) | {"interventions": [], "text": None}, **told})
+    except (DamagedError, pa.ArrowException) as error:
+        logger.error("%s is damaged (%s): %d runs before the damage are listed", file, error, len(found))
+    if not found:
+        logger.error("%s holds no whole run and is not listed", file)
+        return None
+    rows = sum(run["rows"] for run in found)
+    return {"segment": f"{file.folder.name}/{file.name}", "bytes": file.size, "rows": rows, "points": points} | {
+        "runs": found
+    }
+
+
+def _uncounted(root: Place, infos: Sequence[Any]) -> set[str]:
+    """Of objects, the paths of those that count no more, or not yet."""
+    sizes = {info.path: info.size for info in infos}
+    found = set[str]()
+    for path, mark in _marks(root, infos):
+        if mark["session"]:
+            found.update(posixpath.join(root.path, mark["session"], name) for name in mark["objects"])
+            continue
+        large = path.removesuffix(_JOINED) + _ARROW
+        whole = sizes.get(large) == mark["bytes"]
+        folder = posixpath.dirname(path)
+        found.update([posixpath.join(folder, name) for name in mark["objects"]] if whole else [large])
+    return found
+
+
+def _marks(root: Place, infos: Iterable[Any]) -> list[tuple[str, dict[str, Any]]]:
+    """The marks among objects, each with its path; those that say nothing are logged."""
+
+    def read_one(path: str) -> list[tuple[str, dict[str, Any]]]:
+        is_deletion = path.startswith(beginning)
+        try:
+            mark = json.loads(root.file(posixpath.relpath(path, root.path)).read())
+            named = names_a_session(mark["session"]) if is_deletion else not mark["session"]
+            if named and all(isinstance(name, str) for name in mark["objects"]) and "bytes" in mark:
+                return [(path, mark)]
+        except FileNotFoundError:
+            return []
+        except (ValueError, TypeError, KeyError):
+            pass
+        logger.error("%s does not say which objects go, and none does: remove it", path)
+        return []
+
+    beginning = posixpath.join(root.path, DELETED)
+    paths = [info.path for info in infos]
+    found = [path for path in paths if path.endswith(_JOINED) or path.startswith(beginning)]
+    if not found:
+        return []
+    with ThreadPoolExecutor(_AT_ONCE) as pool:
+        return [one for some in pool.map(read_one, found) for one in some]

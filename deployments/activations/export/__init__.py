@@ -1,0 +1,1 @@
+"""Runs in other formats: downloads, exported files, and copies of a session."""

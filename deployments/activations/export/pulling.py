@@ -1,0 +1,217 @@
+"""A server's session to a directory of this machine, page by page, where `load` and exports read it. Needs no torch."""
+
+from __future__ import annotations
+
+import io
+import json
+import shutil
+import tempfile
+from collections.abc import Callable, Iterator, Sequence
+from pathlib import Path
+from typing import Any, TypeVar
+
+import httpx
+import pyarrow as pa
+from tqdm import tqdm
+
+from deployments.activations.export.paging import NoPageError, Paging
+from deployments.activations.facts import check_session_id
+from deployments.activations.files.locks import PULLED, held
+from deployments.activations.segments import checksums
+from deployments.options import fits_header
+
+_TIMEOUT = httpx.Timeout(30, read=330)  # a server may look through a large session first
+_BUFFER = 1 << 20
+
+_T = TypeVar("_T")
+
+
+class PullError(Exception):
+    """What could not be fetched, and why.
+
+    Attributes:
+        answer: The server's, where there was one: a refusal, or the beginning of what then broke off.
+    """
+
+    def __init__(self, text: str, answer: httpx.Response | None = None) -> None:
+        """`text` says what and why."""
+        super().__init__(text)
+        self.answer = answer
+
+
+class ChangedError(PullError):
+    """What was fetched changed before all of it was: nothing of it is kept, and another pull begins anew."""
+
+    def __init__(self) -> None:
+        """The text says what to do."""
+        super().__init__("the session changed while it was pulled, nothing of it is kept: pull it again, or name runs")
+
+
+def _once(work: Callable[[], _T]) -> _T:
+    return work()
+
+
+def pull(
+    url: str,
+    session: str,
+    to: Path,
+    *,
+    runs: Sequence[str] = (),
+    points: Sequence[str] = (),
+    api_key: str | None = None,
+    progress: bool | None = None,
+    patiently: Callable[[Callable[[], bytes]], bytes] = _once,
+) -> Path:
+    """Fetch a session into a directory of its name, as sealed Arrow files; whole or not at all.
+
+    Args:
+        url: The server's address, with or without `/v1`.
+        session: The session.
+        to: The directory for its directory; made if it is missing.
+        runs: These runs alone.
+        points: These points alone.
+        api_key: The key, where the server asks for one.
+        progress: Whether to draw a bar; by default on a terminal.
+        patiently: Calls what fetches one page, again after a PullError that may pass; by default once.
+
+    Returns:
+        The session's directory.
+
+    Raises:
+        FileExistsError: It is there already.
+        PullError: The server refuses, cannot be reached, or an answer is cut off. A ChangedError where the session
+            changed meanwhile.
+        ValueError: The session's name, the address or the key can be none.
+    """
+    folder = to / check_session_id(session)
+    if folder.exists():
+        raise FileExistsError(f"{folder} is there already: take another directory, or delete it first")
+    if not url.startswith(("http://", "https://")):
+        raise ValueError(f"{url!r} is no address of a server: it begins with http:// or https://")
+    if api_key is not None and not fits_header(api_key):
+        raise ValueError("the API key has characters that no key has")
+    to.mkdir(parents=True, exist_ok=True)
+    unfinished = Path(tempfile.mkdtemp(prefix=PULLED, dir=to))
+    try:
+        address = f"{url.rstrip('/').removesuffix('/v1')}/v1/activations/session/{session}/data"
+        params = {"run": list(runs), "points": list(points), "format": "arrow"}
+        headers = {"Authorization": f"Bearer {api_key}"} if api_key else {}
+        with held(unfinished), httpx.Client(params=params, headers=headers, timeout=_TIMEOUT) as http:
+            _keep(_Pages(http, address, patiently), unfinished, session, progress)
+        unfinished.chmod(0o777 & ~_umask(to))
+        unfinished.rename(folder)
+    finally:
+        shutil.rmtree(unfinished, ignore_errors=True)
+    return folder
+
+
+class _Pages:
+    """A download, page by page."""
+
+    def __init__(self, http: httpx.Client, address: str, patiently: Callable[[Callable[[], bytes]], bytes]) -> None:
+        self.address = address
+        self.paging = Paging()
+        self._http = http
+        self._patiently = patiently
+
+    def __iter__(self) -> Iterator[bytes]:
+        while not self.paging.is_whole:
+            yield self._patiently(self._page)
+
+    def _page(self) -> bytes:
+        begun: httpx.Response | None = None
+        try:
+            with self._http.stream("GET", self.address, headers=self.paging.headers) as begun:
+                if begun.status_code != 206:
+                    begun.read()
+                    raise ChangedError if begun.status_code == 412 else PullError(_said(begun), begun)
+                return self.paging.take(begun.headers, _limited(begun, self.paging.size(begun.headers)))
+        except NoPageError as error:
+            raise PullError(f"{self.address}: {error}") from error
+        except httpx.RemoteProtocolError as error:
+            raise PullError(f"the answer was cut off, nothing of it is kept: {error}", begun) from error
+        except (httpx.HTTPError, httpx.InvalidURL) as error:
+            raise PullError(f"{self.address}: {str(error) or type(error).__name__}", begun) from error
+
+
+def _limited(answer: httpx.Response, size: int) -> bytes:
+    """An answer's body as it was sent; of one that is longer than it says, not much more."""
+    body = bytearray()
+    for piece in answer.iter_raw():
+        body += piece
+        if len(body) > size:
+            break
+    return bytes(body)
+
+
+def _said(answer: httpx.Response) -> str:
+    try:
+        return f"{answer.status_code}: {answer.json()['error']['message']}"
+    except (json.JSONDecodeError, UnicodeDecodeError, KeyError, TypeError):
+        return f"{answer.url} answered {answer.status_code}, and not as a server of activations"
+
+
+def _keep(pages: _Pages, folder: Path, session: str, progress: bool | None) -> None:
+    """Write the streams of a download, each as a file."""
+    bar = tqdm(
+        unit="iB",
+        unit_scale=True,
+        unit_divisor=1024,
+        desc=session,
+        disable=None if progress is None else not progress,
+    )
+    with bar:
+        body: io.BufferedReader[Any] = io.BufferedReader(_Body(pages, bar), _BUFFER)
+        number = 0
+        while body.peek(1):
+            number += 1
+            try:
+                _seal(body, folder / f"pulled-{number:06}.arrow")
+            except (pa.ArrowException, ValueError, OSError) as error:
+                if isinstance(error, OSError) and error.errno:  # the disk's, not Arrow's
+                    raise
+                raise PullError(f"{pages.address} sent what is no Arrow stream: {error}") from error
+
+
+def _seal(body: io.BufferedReader[Any], path: Path) -> None:
+    """Write one stream as an Arrow file, batch by batch."""
+    stream = pa.ipc.open_stream(body)
+    with pa.OSFile(str(path), "wb") as file, pa.ipc.new_file(file, stream.schema) as writer:
+        for item in stream.iter_batches_with_custom_metadata():
+            if not checksums.is_of_run(item.custom_metadata or {}):
+                raise PullError("what is said of a run is not what the server wrote: see its `verify`")
+            sums = checksums.read(item.custom_metadata, stream.schema.names)
+            if bad := checksums.damaged(item.batch, sums):
+                raise PullError(f"the values of {', '.join(bad)} are not those that the server wrote: see its `verify`")
+            writer.write_batch(item.batch, custom_metadata=item.custom_metadata)
+
+
+def _umask(folder: Path) -> int:
+    """The bits that new directories of the user do not get, by the one that this one is in."""
+    return ~folder.stat().st_mode & 0o777
+
+
+class _Body(io.RawIOBase):
+    """A download's bytes as a file that is read once."""
+
+    def __init__(self, pages: _Pages, bar: Any) -> None:
+        self._pages = pages
+        self._left = iter(pages)
+        self._bar = bar
+        self._held = memoryview(b"")
+
+    def readable(self) -> bool:
+        return True
+
+    def readinto(self, buffer: Any) -> int:
+        while not self._held:
+            page = next(self._left, None)
+            if page is None:
+                return 0
+            self._bar.total = self._pages.paging.length
+            self._bar.update(len(page))
+            self._held = memoryview(page)
+        count = min(len(buffer), len(self._held))
+        buffer[:count] = self._held[:count]
+        self._held = self._held[count:]
+        return count

@@ -1,0 +1,284 @@
+"""Segments that lie on other nodes' disks: uploaded, removed and read where they are."""
+
+from __future__ import annotations
+
+import contextlib
+import errno
+import functools
+import io
+import os
+from collections.abc import Callable, Sequence
+from concurrent.futures import wait
+from pathlib import Path
+from typing import Any
+
+import pyarrow as pa
+import ray
+from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
+
+from deployments.activations.archive.manifest import name_of
+from deployments.activations.facts import names_a_session
+from deployments.activations.files.places import File, Place
+from deployments.activations.nodes.submitting import writer_on
+from deployments.activations.state.nodes import SCHEME, Node, Nodes, node_of
+from deployments.clusters import NAMESPACE, detached
+
+_UPLOAD_S = 3600.0  # that one segment's upload may take
+_ANSWER_S = 30.0  # that anything else may
+_FLUSH_S = 2.0  # that a node may take to tell of its latest runs
+_PIECE = 8 << 20  # bytes that are read by one call
+
+
+class NodeAwayError(OSError):
+    """The node on whose disk a segment lies cannot be asked; names it.
+
+    Attributes:
+        lost: Whether it never will.
+    """
+
+    def __init__(self, message: str, lost: bool = False) -> None:
+        """`message` names the node."""
+        super().__init__(message)
+        self.lost = lost
+
+
+class NodeSegments:
+    """What the store has other nodes do with their segments, as `archive.Elsewhere`.
+
+    Args:
+        root: The store's directory, as it was asked for.
+        nodes: The nodes.
+    """
+
+    def __init__(self, root: str, nodes: Nodes) -> None:
+        self._root = root
+        self._nodes = nodes
+
+    def is_alive(self, node: str) -> bool:
+        """Whether a node can be asked."""
+        found = self._nodes.all().get(node)
+        return found is not None and self._nodes.is_alive(found)
+
+    def upload(self, uri: str, size: int) -> None:
+        """Upload a segment from its node."""
+        self._ask(uri, lambda writer: writer.upload.remote(name_of(uri), size), _UPLOAD_S)
+
+    def remove(self, uri: str) -> None:
+        """Remove a segment from its node's disk."""
+        self._ask(uri, lambda writer: writer.remove.remote(name_of(uri)), _ANSWER_S)
+
+    def flush(self, nodes: Sequence[Node]) -> None:
+        """Have nodes tell of the runs that they have not told of yet, those that answer soon."""
+        asked = []
+        for node in nodes:
+            with contextlib.suppress(ray.exceptions.RayError, ValueError):
+                asked.append(writer_on(self._root, node.ray_id).flush.remote().future())
+        wait(asked, timeout=_FLUSH_S)
+
+    def _ask(self, uri: str, call: Callable[[Any], Any], seconds: float) -> None:
+        node = place_of_node(self._nodes, uri)
+        try:
+            call(writer_on(self._root, node.ray_id)).future().result(timeout=seconds)
+        except ray.exceptions.RayTaskError as error:
+            raise OSError(f"node {node.name}: {error.cause}") from error
+        except (ray.exceptions.RayError, ValueError, TimeoutError) as error:
+            raise NodeAwayError(f"node {node.name} does not answer: {error}") from error
+
+
+class SegmentReader:
+    """Reads a node's own directory for others, in a process of its own: a damaged disk ends no writer.
+
+    Args:
+        root: The node's directory.
+    """
+
+    def __init__(self, root: str) -> None:
+        self._root = Path(root).resolve()
+
+    def size(self, name: str) -> int | None:
+        """The bytes of a segment; None where there is none.
+
+        Args:
+            name: `<session>/<segment>`.
+
+        Raises:
+            OSError: The disk refuses.
+        """
+        try:
+            return self._path(name).stat(follow_symlinks=False).st_size
+        except FileNotFoundError:
+            return None
+
+    def read(self, name: str, first: int, size: int) -> bytes:
+        """Up to `size` bytes, and no more than `_PIECE`, of a segment from byte `first`.
+
+        Raises:
+            OSError: The disk refuses.
+        """
+        file = os.open(self._path(name), os.O_RDONLY | os.O_NOFOLLOW)
+        try:
+            return os.pread(file, min(size, _PIECE), first)
+        finally:
+            os.close(file)
+
+    def _path(self, name: str) -> Path:
+        session_id, _, segment = name.partition("/")
+        if not (names_a_session(session_id) and segment.endswith(".arrow") and "/" not in segment):
+            raise FileNotFoundError(f"{name!r} names no segment")
+        return self._root / session_id / segment
+
+
+def serve_segments(root: str, node: str) -> Any:
+    """The reader of a node's own directory, made by whoever asks first.
+
+    Args:
+        root: The store's directory, as it was asked for, and the node's.
+        node: The node's id in Ray.
+    """
+    on_it = NodeAffinitySchedulingStrategy(node, soft=False)
+    options = {"max_task_retries": 1, "max_concurrency": 8, "scheduling_strategy": on_it}
+    return detached(SegmentReader, _named(root, node), **options).remote(root)
+
+
+class NodePlace(Place):
+    """All nodes' own directories, as a place whose files are read by ranges.
+
+    Args:
+        root: The store's directory, as it was asked for.
+        nodes: The nodes.
+        bucket: Where segments are read from whose node is away, if they are archived.
+    """
+
+    def __init__(self, root: str, nodes: Nodes, bucket: Place | None) -> None:
+        super().__init__(None, "", SCHEME.removesuffix("/"), restores=False)
+        self._root = root
+        self._nodes = nodes
+        self._bucket = bucket
+        self._readers: dict[str, Any] = {}  # by their nodes' ids in Ray
+
+    def file(self, name: str) -> File:
+        """A node's segment, `<key>/<session>/<segment>`, or its copy in the bucket.
+
+        Raises:
+            NodeAwayError: Its node does not answer, and it is in no bucket.
+        """
+        uri = f"{self.uri}/{name}"
+        file = NodeFile(self, uri)
+        if self._bucket is None:
+            return file
+        copy = self._bucket.file(name_of(uri))
+        try:
+            return file if file.exists() or not copy.exists() else copy
+        except NodeAwayError:
+            if copy.exists():
+                return copy
+            raise
+
+    def ask(self, uri: str, method: str, *args: int) -> Any:
+        """What the `SegmentReader` of a segment's node answers; after the node came back, that is another one.
+
+        Raises:
+            NodeAwayError: The node does not answer.
+            OSError: Its disk refuses.
+        """
+        node = place_of_node(self._nodes, uri)
+        try:
+            if node.ray_id not in self._readers:
+                self._readers[node.ray_id] = ray.get_actor(_named(self._root, node.ray_id), namespace=NAMESPACE)
+            asked = getattr(self._readers[node.ray_id], method).remote(name_of(uri), *args)
+            return asked.future().result(timeout=_ANSWER_S)
+        except ray.exceptions.RayTaskError as error:
+            if isinstance(error.cause, OSError):
+                raise error.cause from error
+            raise
+        except (ray.exceptions.RayError, ValueError, TimeoutError) as error:
+            raise NodeAwayError(f"node {node.name} does not answer: {error}") from error
+
+    def below(self, name: str) -> Place:
+        """It: no directory of a node is listed by this."""
+        return self
+
+
+class NodeFile(File):
+    """A segment on another node's disk, of which ranges are read there.
+
+    Args:
+        folder: The place that it is of.
+        uri: Its URI.
+    """
+
+    def __init__(self, folder: NodePlace, uri: str) -> None:
+        super().__init__(None, uri.removeprefix(SCHEME), uri, folder)
+        self._ask = functools.partial(folder.ask, uri)
+
+    def exists(self) -> bool:
+        """Whether it is there."""
+        return self._ask("size") is not None
+
+    def input(self) -> Any:
+        """Arrow's random access file of it."""
+        return pa.PythonFile(_Ranges(self._ask, self._ask("size"), self.uri), mode="r")
+
+
+class _Ranges(io.RawIOBase):
+    """A file that is read by ranges, as Python's files are.
+
+    Args:
+        ask: Reads a range: `ask("read", first, size)`.
+        size: Its bytes; None where it is gone.
+        uri: What it is called.
+    """
+
+    def __init__(self, ask: Callable[..., Any], size: int | None, uri: str) -> None:
+        if size is None:
+            raise FileNotFoundError(errno.ENOENT, "somebody removed the file", uri)
+        self._ask = ask
+        self._size = size
+        self._at = 0
+
+    def readable(self) -> bool:
+        return True
+
+    def seekable(self) -> bool:
+        return True
+
+    def tell(self) -> int:
+        return self._at
+
+    def seek(self, offset: int, whence: int = io.SEEK_SET) -> int:
+        self._at = offset + {io.SEEK_SET: 0, io.SEEK_CUR: self._at, io.SEEK_END: self._size}[whence]
+        return self._at
+
+    def read(self, count: int | None = -1) -> bytes:
+        left = max(0, self._size - self._at)
+        wanted = left if count is None or count < 0 else min(count, left)
+        pieces = list[bytes]()
+        while wanted:
+            piece: bytes = self._ask("read", self._at, min(wanted, _PIECE))
+            if not piece:
+                break
+            pieces.append(piece)
+            self._at += len(piece)
+            wanted -= len(piece)
+        return b"".join(pieces)
+
+
+def place_of_node(nodes: Nodes, uri: str) -> Node:
+    """The node on whose disk a segment lies.
+
+    Raises:
+        NodeAwayError: It is not in the cluster, or has lost its disk.
+    """
+    key = node_of(uri)
+    node = nodes.all().get(key or "")
+    if node is None:
+        raise NodeAwayError("the run lies on a node that is not known any more", lost=True)
+    if node.lost:
+        raise NodeAwayError(f"node {node.name} came back with an empty disk, and the run is lost", lost=True)
+    if not nodes.is_alive(node):
+        raise NodeAwayError(f"the run lies on node {node.name}, which is away: try again when it is back")
+    return node
+
+
+def _named(root: str, node: str) -> str:
+    return f"activation segments of {root} on {node}"

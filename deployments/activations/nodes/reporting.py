@@ -1,0 +1,218 @@
+"""How a node's writer tells the store of the runs that it has stored: afterwards, in batches, as often as it takes."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import threading
+import time
+from collections import deque
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import replace
+from typing import Any, NamedTuple
+
+import ray
+
+from deployments.activations.catalogue.entries import Entry, StoredFile
+from deployments.activations.state.nodes import Deletion, Node
+
+BATCH = 50  # runs that are told of by one call, which Ray then passes without its object store
+TELL_S = 0.2  # for which more runs are waited for
+BEAT_S = 2.0  # between two calls where there is nothing to tell
+_ANSWER_S = 20.0  # that the store has to answer
+PAUSE_S = (0.5, 10.0)  # between two tries, at first and at the most
+
+logger = logging.getLogger(__name__)
+
+
+class Note(NamedTuple):
+    """Runs of one file that are durable, and the file as it is now."""
+
+    session_id: str
+    entries: Sequence[Entry]
+    file: StoredFile
+
+
+class Reply(NamedTuple):
+    """What the store answers to a node.
+
+    Attributes:
+        life: Another one each time that the store starts.
+        refused: Sessions of the node that may get no more runs, and why.
+        deletions: Sessions that the node is to delete.
+        known: Of the node's files that the store knows, by name, the bytes and how many runs; where the node joins.
+    """
+
+    life: str
+    refused: dict[str, str]
+    deletions: list[Deletion]
+    known: dict[str, tuple[int, int]] | None = None
+
+
+class Teller:
+    """Tells the store of a node's runs, on a thread of its own. The store may be away for as long as it likes.
+
+    Args:
+        store: The store's handle.
+        node: The node; its key is empty where it writes into the store's own directory.
+        stored: Gives the node's files and runs but for the files that the store knows as they are.
+        delete: Deletes a session; whether it did.
+        beat: Called now and then.
+    """
+
+    def __init__(
+        self,
+        store: Any,
+        node: Node,
+        stored: Callable[[Mapping[str, tuple[int, int]]], Iterable[Note]],
+        delete: Callable[[Deletion], bool],
+        beat: Callable[[], None] = lambda: None,
+    ) -> None:
+        self.refused: dict[str, str] = {}
+        self._store = store
+        self._node = node
+        self._stored = stored
+        self._delete = delete
+        self._beat = beat
+        self._notes = deque[Note]()
+        self._queue = threading.Lock()  # for these
+        self._done: list[int] = []  # deletions that the store need not ask for again
+        self._life: str | None = None  # of the store that knows the node
+        self._telling = threading.RLock()  # no deletion while runs of its session are on their way
+        self._news = threading.Event()
+        self._joined, self._began = threading.Event(), time.monotonic()
+        self._ended = threading.Event()
+        self._thread = threading.Thread(target=self._loop, name="activation-teller", daemon=True)
+        self._thread.start()
+
+    def add(self, notes: Iterable[Note]) -> None:
+        """Tell of these, soon."""
+        with self._queue:
+            self._notes.extend(part for note in notes for part in _parts(note))
+        self._news.set()
+
+    def flush(self) -> None:
+        """Tell of what there is by now, at once."""
+        try:
+            while self._life is not None:
+                self._send()
+                if not self._notes:
+                    break
+        except (ray.exceptions.RayError, TimeoutError) as error:
+            logger.info("the activation store does not answer: %s", error)
+
+    def delete(self, deletion: Deletion) -> bool:
+        """Delete a session, of which nothing is told any more then; whether it was deleted."""
+        with self._telling:
+            if deletion.id in self._done:
+                return True
+            deleted = self._delete(deletion)
+            if deleted:
+                with self._queue:
+                    kept = [note for note in self._notes if note.session_id != deletion.session_id]
+                    self._notes = deque(kept)
+            else:  # what came since is not known there
+                self._life = None
+            self._done.append(deletion.id)
+            return deleted
+
+    async def joined(self, seconds: float) -> None:
+        """Return once the store knew the node, or after some seconds from the teller's beginning."""
+        left = self._began + seconds - time.monotonic()
+        if not self._joined.is_set() and left > 0:
+            await asyncio.to_thread(self._joined.wait, left)
+
+    def close(self) -> None:
+        """End; what was not told yet is when the node joins again."""
+        self._ended.set()
+        self._news.set()
+        self._thread.join()
+
+    def _loop(self) -> None:
+        pause = PAUSE_S[0]
+        while not self._ended.is_set():
+            try:
+                self._tell()
+                pause = PAUSE_S[0]
+            except Exception as error:  # whatever it was, the store must hear of what is stored in the end
+                is_away = isinstance(error, (ray.exceptions.RayActorError, TimeoutError))
+                if self._life is not None or not is_away:
+                    logger.warning("the activation store is told of runs later: %s", error, exc_info=not is_away)
+                self._life = None
+                self._ended.wait(pause)
+                pause = min(2 * pause, PAUSE_S[1])
+                continue
+            try:
+                self._beat()
+            except Exception:  # it comes again with the next beat
+                logger.exception("the files of a node that is about to go are not sealed yet")
+            self._news.wait(BEAT_S)
+            self._ended.wait(TELL_S)
+            self._news.clear()
+
+    def _tell(self) -> None:
+        while not self._ended.is_set():
+            if self._life is None:
+                self._join()
+            reply = self._send()
+            if reply.life != self._life:
+                self._life = None
+            self._take(reply)
+            if self._life is not None and not self._notes and not self._done:
+                return
+
+    def _send(self) -> Reply:
+        with self._telling:
+            notes = self._next()
+            reply = self._asked(self._store.tell, self._node.key, notes, self._done, list(self.refused))
+            with self._queue:
+                for _ in notes:
+                    self._notes.popleft()
+            self._done = []
+        return reply
+
+    def _join(self) -> None:
+        """Delete what the store asks for, and only then tell of all that it does not know."""
+        reply = self._asked(self._store.join, self._node)
+        self._take(reply)
+        with self._telling:
+            with self._queue:
+                self._notes.clear()  # what is stored by now is told of in any case
+            stored = [part for note in self._stored(reply.known or {}) for part in _parts(note)]
+            with self._queue:
+                self._notes.extendleft(reversed(stored))
+            self._life = reply.life
+        self._joined.set()
+
+    def _take(self, reply: Reply) -> None:
+        self.refused = reply.refused
+        for deletion in reply.deletions:
+            self.delete(deletion)
+
+    def _next(self) -> list[Note]:
+        notes, runs = list[Note](), 0
+        with self._queue:
+            for note in self._notes:
+                runs += max(1, len(note.entries))
+                if notes and runs > BATCH:
+                    break
+                notes.append(note)
+        return [_short(note) for note in notes]
+
+    def _asked(self, method: Any, *args: Any) -> Reply:
+        reply: Reply = method.remote(*args).future().result(timeout=_ANSWER_S)
+        return reply
+
+
+def _parts(note: Note) -> Iterable[Note]:
+    last = max(0, len(note.entries) - 1) // BATCH * BATCH
+    for first in range(0, last + 1, BATCH):
+        is_last = first == last  # a file is sealed for the store once it knows all its runs
+        file = note.file if is_last else note.file._replace(sealed=False, modified_ns=None)
+        yield note._replace(entries=note.entries[first : first + BATCH], file=file)
+
+
+def _short(note: Note) -> Note:
+    """Without what the file alone has of a run."""
+    entries = [entry._replace(facts=replace(entry.facts, interventions=[], text=None)) for entry in note.entries]
+    return note._replace(entries=entries)

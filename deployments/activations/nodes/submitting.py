@@ -1,0 +1,246 @@
+"""How runs reach a writer over Ray: by reference, in parts, on the node where they are made."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from collections.abc import Awaitable, Callable, Mapping, Sequence
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+import ray
+from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
+
+from deployments.activations.facts import RunFacts, StoredRun, StoreError
+from deployments.clusters import HEAD, NAMESPACE, detached
+
+if TYPE_CHECKING:  # Serve's controller and the ingress import this module too, and need no Arrow
+    from deployments.activations.writer.writer import Writer
+
+_READY_S = 60.0  # that a replica waits for its node's writer
+
+logger = logging.getLogger(__name__)
+
+
+class StartingError(StoreError):
+    """The store has not started yet."""
+
+
+class TakesRuns:
+    """What a replica sends its runs to."""
+
+    _begin_writer: Callable[[], Writer]
+    _writer: Writer
+    _node_name: str | None = None  # of the node on whose own disk the runs are
+
+    def _writing(self) -> Writer:
+        """The writer; another where it has ended by a fault, of which all who waited were told."""
+        if not self._writer.alive:
+            self._writer = self._begin_writer()
+        return self._writer
+
+    async def append(
+        self,
+        session_id: str,
+        run_id: str,
+        part: int,
+        batches: list[ray.ObjectRef[Any]],
+        most: int = 0,
+        fence: str | None = None,
+    ) -> None:
+        """Take more of a run that is not finished; `write` takes its end. Not durable yet when it answers.
+
+        Who waits for the answer before they send the next part sends no faster than the disk writes.
+
+        Args:
+            session_id: The session that the run belongs to.
+            run_id: Unique within the session.
+            part: How many parts of the run came before.
+            batches: References to record batches of `to_batch` with the run's next rows, in a list so that
+                Ray passes them on unresolved.
+            most: The most bytes that the whole run may have, 0 where that is not known: no session is deleted to make
+                room for a run that would not fit even so.
+            fence: What the run's request was told of its session by `ActivationStore.claim`; None without keys.
+
+        Raises:
+            StoreError: If a batch is lost, parts before it are missing, the run or its session was given up, or
+                the disk refuses. The run cannot be finished then.
+        """
+        await self._admit(session_id, run_id, fence)
+        found = await _fetch(run_id, batches)
+        await asyncio.wrap_future(self._writing().append(session_id, run_id, part, found, most, fence))
+
+    async def write(
+        self,
+        run: RunFacts,
+        batches: list[ray.ObjectRef[Any]],
+        part: int = 0,
+        fence: str | None = None,
+        archived: bool = False,
+    ) -> StoredRun:
+        """Store a run, or the end of one: contiguous rows of one file, in order. Durable when it answers.
+
+        Args:
+            run: What the run is.
+            batches: References as for `append`; may be empty only where there are parts before.
+            part: How many parts were appended before.
+            fence: As for `append`.
+            archived: Whether to answer only when it is in the bucket, too.
+
+        Raises:
+            StoreError: As for `append`, or if the batches do not fit together; or the run is stored, and not archived
+                in time.
+        """
+        await self._admit(run.session_id, run.run_id, fence)
+        found = await _fetch(run.run_id, batches)
+        stored = await asyncio.wrap_future(self._writing().submit(run, found, part, fence))
+        if archived:
+            await self._until_archived(stored)
+        return stored._replace(node=self._node_name)
+
+    async def _admit(self, session_id: str, run_id: str, fence: str | None) -> None:
+        """Raise StoreError where no run of a session may be written here; nothing of the run is kept then."""
+
+    async def _until_archived(self, stored: StoredRun) -> None:
+        await asyncio.wrap_future(self._writing().seal(stored.session_id))
+        await self.wait_archived(next(iter(stored.points.values())).uri)
+
+    async def wait_archived(self, uri: str) -> None:
+        """Return once a segment is in the bucket, as `ActivationStore.wait_archived`."""
+        raise NotImplementedError
+
+    async def abandon(self, session_id: str, run_id: str) -> None:
+        """Remove what was appended of a run that will not be finished, and refuse what comes of it later.
+
+        A run that is stored is kept; one that is not known is no error.
+
+        Raises:
+            StoreError: If the store is shutting down.
+        """
+        await asyncio.wrap_future(self._writing().abandon(session_id, run_id))
+
+    async def renew(self, session_id: str, run_id: str) -> None:
+        """Keep what was appended of a run that goes on, though nothing of it may come for a while.
+
+        Raises:
+            StoreError: If the store is shutting down.
+        """
+        await asyncio.wrap_future(self._writing().renew(session_id, run_id))
+
+
+class Home(NamedTuple):
+    """Where the store is.
+
+    Attributes:
+        node: Its node's id in Ray.
+        mark: What tells its directory from all others.
+        hold: What tells its hold of the directory's lock from that of a store that was started again; empty where it
+            holds none.
+        releases: Whether other nodes can be released while the cluster runs.
+    """
+
+    node: str
+    mark: str
+    hold: str
+    releases: bool = False
+
+
+def connect_writer(root: str, store: Any, archive: str | None = None) -> Any:
+    """Who takes this node's runs: the store on its own node, elsewhere a writer of the node for all its replicas.
+
+    Where the store does not answer yet, each run asks again, and fails with the reason until it does.
+
+    Args:
+        root: The store's directory.
+        store: The store's handle.
+        archive: The URI of the bucket that it archives to, if any.
+
+    Raises:
+        StoreError: The node cannot keep runs; the message says what to do.
+    """
+    own = ray.get_runtime_context().get_node_id()
+    nodes: list[dict[str, Any]] = ray.nodes()  # type: ignore[no-untyped-call]
+    node = next(node for node in nodes if node["NodeID"] == own)
+    if HEAD in node["Resources"]:  # where the store is
+        return store
+    writer = _writer_of(root, store, archive, own, node["NodeManagerAddress"])
+    try:
+        ray.get(writer.ready.remote(), timeout=_READY_S)
+    except ray.exceptions.RayTaskError as error:
+        if not isinstance(error.cause, StartingError):
+            raise error.cause from error
+        logger.warning("runs of this node fail for now: %s", error.cause)
+    except (ray.exceptions.RayError, ray.exceptions.GetTimeoutError) as error:
+        logger.warning("runs of this node fail until its writer answers: %s", error)
+    return writer
+
+
+def _writer_of(root: str, store: Any, archive: str | None, node: str, address: str) -> Any:
+    from deployments.activations.nodes.writer import NodeWriter
+
+    on_it = NodeAffinitySchedulingStrategy(node, soft=False)
+    writer = detached(NodeWriter, f"{_named(root)} {node}", max_concurrency=10_000, scheduling_strategy=on_it)
+    return writer.remote(root, store, archive, node, address)
+
+
+def open_returned(root: str, store: Any, archive: str | None, away: Mapping[str, str]) -> None:
+    """Open the directories of nodes that have come back, also where no replica runs on them yet.
+
+    Args:
+        root: The store's directory.
+        store: The store's handle.
+        archive: The URI of the bucket that it archives to, if any.
+        away: The ids in Ray that nodes had, by their addresses.
+    """
+    for node in ray.nodes():  # type: ignore[no-untyped-call]
+        address, own = node["NodeManagerAddress"], node["NodeID"]
+        if node["Alive"] and address in away and away[address] != own:
+            _writer_of(root, store, archive, own, address)
+
+
+def writer_on(root: str, node: str) -> Any:
+    """The handle of a node's writer.
+
+    Args:
+        root: The store's directory.
+        node: The node's id in Ray.
+
+    Raises:
+        ValueError: There is none.
+    """
+    return ray.get_actor(f"{_named(root)} {node}", namespace=NAMESPACE)
+
+
+def actors(prefix: str) -> list[str]:
+    """The names of the cluster's actors that begin so."""
+    found = ray.util.list_named_actors(all_namespaces=True)
+    return [one["name"] for one in found if one["namespace"] == NAMESPACE and one["name"].startswith(prefix)]
+
+
+def node_writers(root: str) -> list[Any]:
+    """The handles of all nodes' writers of a store."""
+    found = []
+    for name in actors(_named(root)):
+        try:
+            found.append(ray.get_actor(name, namespace=NAMESPACE))
+        except ValueError:
+            continue  # it has ended meanwhile, and its node with it
+    return found
+
+
+def _named(root: str) -> str:
+    return f"activation writer of {root} on"
+
+
+async def _fetch(run_id: str, batches: Sequence[ray.ObjectRef[Any]]) -> list[Any]:
+    try:
+        return await asyncio.gather(*batches)
+    except ray.exceptions.RayError as error:
+        raise StoreError(
+            f"The activations of run {run_id} were lost before they were stored "
+            f"({type(error).__name__}): send the request again."
+        ) from error
+
+
+async def awaited(answer: Awaitable[Any]) -> Any:
+    """A reference of Ray's as a coroutine, which asyncio's limits of time take."""
+    return await answer

@@ -1,0 +1,1 @@
+"""Reading stored runs: as tensors, tables, training batches and Ray datasets."""

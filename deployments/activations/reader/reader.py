@@ -1,0 +1,190 @@
+"""Read stored activations back as torch tensors, from files that are sealed, still open or cut short."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from itertools import islice
+from typing import Any
+
+import pyarrow as pa
+import torch
+from torch.utils.dlpack import from_dlpack
+
+from deployments.activations.facts import PointType, RunFacts, ShardFacts
+from deployments.activations.files.places import DamagedError, Source, source_of
+from deployments.activations.reader.sources import is_run_id, locate
+from deployments.activations.segments.checksums import damaged
+from deployments.activations.segments.schema import shard_facts, to_patterns, to_tensor
+from deployments.activations.segments.segments import WholeRun, whole_runs
+from deployments.points.names import COLUMNS, recorded
+from deployments.points.patterns import Patterns
+
+
+@dataclass(frozen=True, eq=False, repr=False)
+class Run(Mapping[str, Any]):
+    """One stored run: point name to tensor `[rows, ...features]`, one row per captured token.
+
+    Attention patterns come as `Patterns`: a sequence of tensors `[heads, tokens seen]`, one for each captured token.
+    Tensors of a run of one batch lie over a private map of the file if they are large; others are copies.
+    Writing to them is allowed and never reaches the file.
+
+    Attributes:
+        facts: What the run is.
+        shard: What it shares with the other runs of its file.
+        positions: Each row's index in prompt + generated, int32 `[rows]`.
+        token_ids: Each row's token, int32 `[rows]`.
+        text_offsets: Characters of prompt + generated text before each row's token, int32 `[rows]`; None if unknown.
+        phases: Each row's phase, `"prompt"` or `"generated"`.
+    """
+
+    facts: RunFacts
+    shard: ShardFacts
+    positions: torch.Tensor
+    token_ids: torch.Tensor
+    text_offsets: torch.Tensor | None
+    phases: list[str]
+    tensors: dict[str, torch.Tensor | Patterns]
+
+    def __getitem__(self, point: str) -> Any:
+        return self.tensors[point]
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self.tensors)
+
+    def __len__(self) -> int:
+        return len(self.tensors)
+
+    def __repr__(self) -> str:
+        return f"Run({self.facts.run_id!r}, rows={len(self.positions)}, points={list(self.tensors)})"
+
+
+def load(
+    source: str | os.PathLike[str] | Source,
+    run_id: str | None = None,
+    points: Sequence[str] | None = None,
+    *,
+    offset: int = 0,
+    verify: bool = False,
+    root: str | os.PathLike[str] | None = None,
+) -> Run:
+    """Load one run.
+
+    Args:
+        source: A `file://` URI or path of one file, or of a session's directory; or the id of a run.
+        run_id: The run; may be left out where the source holds only one.
+        points: The points to load, in this order, as `names.recorded` reads them: `layers.*.output`, `resid_post`,
+            `layers.-1.output`. All of them where left out.
+        offset: Where in a file the run begins, as lists of runs say it: nothing before it is looked at.
+        verify: Whether to read all of it and compare checksums.
+        root: Where to look for a run that is named by its id alone: the store's directory or URI, or the `http` address
+            of a server. By default the variable `VITRINE_ACTIVATIONS`, or where a server of this machine stores.
+
+    Raises:
+        ValueError: If no one run is meant, or it has no such point; the message lists what there is. A DamagedError
+            if values lie outside of the file, or are not those that were written; the message says which points are.
+        FileNotFoundError: If the source does not exist.
+    """
+    if is_run_id(source) and run_id in (None, source):
+        run_id = str(source)
+        _, source, offset = locate(run_id, root)
+    place, offset = _holding(source_of(source), run_id, offset)
+    matching = _matching(place, run_id, offset)
+    found = next(matching, None)
+    if found is None or (run_id is None and not offset and next(matching, None)):
+        some = ", ".join(islice((run.facts.run_id for run in _runs_in(place)), 5))
+        wanted = "one run" if run_id is None else f"run {run_id!r}"
+        raise ValueError(f"{place} does not hold {wanted}; it holds {some or 'no whole run'}: name one as run_id")
+    schema, types = found.batches[0].schema, found.types
+    shard = shard_facts(schema)
+    try:
+        names = list(types) if points is None else recorded(points, types, shard.layers)
+    except ValueError as error:
+        raise ValueError(f"Run {found.facts.run_id!r}: {error}") from error
+    columns = [name for name in schema.names if name in COLUMNS or name in names]
+    batches = [batch.select(columns) for batch in found.batches]
+    if verify:
+        _check(found, batches, names)
+    return Run(
+        facts=found.facts,
+        shard=shard,
+        positions=_join([from_dlpack(batch["position"]) for batch in batches]),
+        token_ids=_join([from_dlpack(batch["token_id"]) for batch in batches]),
+        text_offsets=_offsets(batches),
+        phases=[phase for batch in batches for phase in batch["phase"].to_pylist()],
+        tensors={name: _values(name, types[name], batches) for name in names},
+    )
+
+
+def _check(run: WholeRun, batches: Sequence[pa.RecordBatch], points: Sequence[str]) -> None:
+    bad = dict[str, None]()
+    if not run.intact:
+        raise DamagedError(f"run {run.facts.run_id}: what is said of it (its tags, for one) is not what was written")
+    for batch, sums in zip(batches, run.sums, strict=True):
+        bad |= dict.fromkeys(damaged(batch, {name: sums[name] for name in batch.schema.names if name in sums}))
+    if bad:
+        good = [name for name in points if name not in bad]
+        message = f"run {run.facts.run_id}: the values of {', '.join(bad)} are not those that were written"
+        raise DamagedError(f"{message}; {', '.join(good) or 'none of the others'} can be read")
+
+
+def runs(source: str | os.PathLike[str]) -> list[RunFacts]:
+    """The whole runs of a file or directory (as for `load`), in the order of their requests and of their choices.
+
+    Raises:
+        FileNotFoundError: If the source does not exist.
+    """
+    found = (run.facts for run in _runs_in(source_of(source)))
+    return sorted(found, key=lambda facts: facts.created)
+
+
+def whole_run(source: str | os.PathLike[str] | Source, run_id: str, offset: int = 0) -> WholeRun | None:
+    """One whole run of a file or directory (as for `load`); no tensor is read. None if it is not there.
+
+    Raises:
+        FileNotFoundError: If the source does not exist.
+    """
+    place, offset = _holding(source_of(source), run_id, offset)
+    return next(_matching(place, run_id, offset), None)
+
+
+def _holding(place: Source, run_id: str | None, offset: int) -> tuple[Source, int]:
+    """Where to look for a run, where a catalogue or a manifest says it."""
+    if run_id is None:
+        return place, offset
+    if (now := place.present()) is not place:
+        place, offset = now, 0
+    found = [] if offset else place.find([run_id])
+    return (found[0].file, found[0].offset) if len(found) == 1 else (place, offset)
+
+
+def _matching(place: Source, run_id: str | None, offset: int) -> Iterator[WholeRun]:
+    yield from (run for run in _runs_in(place, offset) if run_id in (None, run.facts.run_id))
+    if offset and run_id is not None:  # earlier versions gave as an offset in a bucket the number of a batch
+        yield from _matching(place, run_id, 0)
+
+
+def _runs_in(place: Source, offset: int = 0) -> Iterator[WholeRun]:
+    files = place.segments()
+    if offset and files != [place]:
+        raise ValueError(f"offset is a place in one file, and {place} is a directory")
+    for file in files:
+        yield from whole_runs(file, offset)
+
+
+def _values(name: str, kind: PointType, batches: Sequence[pa.RecordBatch]) -> torch.Tensor | Patterns:
+    if None not in kind.shape:
+        return _join([to_tensor(batch[name], kind.dtype) for batch in batches])
+    return Patterns.joined([to_patterns(batch[name], kind, batch["position"][0].as_py()) for batch in batches])
+
+
+def _offsets(batches: Sequence[pa.RecordBatch]) -> torch.Tensor | None:
+    columns = [batch["text_offset"] for batch in batches if "text_offset" in batch.schema.names]
+    if len(columns) < len(batches) or any(column.null_count for column in columns):
+        return None
+    return _join([from_dlpack(column) for column in columns])
+
+
+def _join(parts: list[torch.Tensor]) -> torch.Tensor:
+    return parts[0] if len(parts) == 1 else torch.cat(parts)

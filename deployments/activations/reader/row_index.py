@@ -1,0 +1,272 @@
+"""Where the rows of stored runs lie in their files: enough to read any of them without Arrow."""
+
+from __future__ import annotations
+
+import math
+import os
+from collections.abc import Collection, Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import numpy as np
+import torch
+
+from deployments.activations.facts import PointType, RunFacts
+from deployments.activations.files.places import File
+from deployments.activations.reader.selection import Wanted
+from deployments.activations.reader.sources import chosen
+from deployments.activations.reader.stored_rows import positions_of
+from deployments.activations.segments.schema import PHASES, dtype_of
+from deployments.activations.segments.segments import Batch, WholeRun, whole_runs
+from deployments.points.token_choices import TokenChoice, check
+
+Chosen = TokenChoice | Mapping[str, Any]  # which tokens, as in a request
+IDS = ("position", "token_id")  # columns of one int32 a row
+_WITHIN = 32  # bits of a place that count rows within its block
+
+
+class Column(NamedTuple):
+    """What each row has in a column: the shape and dtype of its value."""
+
+    shape: tuple[int, ...]
+    dtype: torch.dtype
+
+    @property
+    def width(self) -> int:
+        """Bytes of a row."""
+        return math.prod(self.shape) * self.dtype.itemsize
+
+
+@dataclass(frozen=True, eq=False)
+class RowIndex:
+    """Rows of whole runs, numbered in the order in which they lie in their files; no value is in memory.
+
+    A block is rows that lie one behind the other: of one run, one phase and one record batch.
+
+    Attributes:
+        paths: The files.
+        runs: Whose rows these are; their interventions and texts, which may be large, are left to the files.
+        columns: `position`, `token_id`, and each point by its name.
+        file: Each block's file, an index of `paths`, `[blocks]`.
+        run: Each block's run, an index of `runs`, `[blocks]`.
+        generated: Whether a block's tokens were generated, else they are the prompt's, `[blocks]`.
+        starts: Each block's first row, and at the end how many rows there are, `[blocks + 1]`.
+        offsets: The byte of its file where a block's values of a column begin, `[columns, blocks]`.
+    """
+
+    paths: list[Path]
+    runs: list[RunFacts]
+    columns: dict[str, Column]
+    file: np.ndarray
+    run: np.ndarray
+    generated: np.ndarray
+    starts: np.ndarray
+    offsets: np.ndarray
+
+    def __len__(self) -> int:
+        return int(self.starts[-1])
+
+    @property
+    def row_bytes(self) -> int:
+        """Bytes of a row in all columns."""
+        return sum(column.width for column in self.columns.values())
+
+    def places(self, rows: np.ndarray) -> np.ndarray:
+        """Of row numbers, int64 `[rows]`, the `place` of each."""
+        block = np.searchsorted(self.starts, rows, side="right") - 1
+        return place(block, rows - self.starts[block])
+
+    def part(self, first: int, end: int) -> RowIndex:
+        """An index of the rows `first` to `end` alone, which travels light; needs at least one row."""
+        low, high = np.searchsorted(self.starts, [first, end - 1], side="right") - 1
+        of = slice(low, high + 1)
+        starts = np.clip(self.starts[low : high + 2], first, end) - first
+        skipped = np.zeros(high + 1 - low, dtype=np.int64)
+        skipped[0] = first - self.starts[low]
+        widths = np.array([column.width for column in self.columns.values()])
+        runs, run = np.unique(self.run[of], return_inverse=True)
+        files, file = np.unique(self.file[of], return_inverse=True)
+        return RowIndex(
+            paths=[self.paths[i] for i in files],
+            runs=[self.runs[i] for i in runs],
+            columns=self.columns,
+            file=file,
+            run=run,
+            generated=self.generated[of],
+            starts=starts,
+            offsets=self.offsets[:, of] + widths[:, None] * skipped,
+        )
+
+
+def index_rows(
+    source: str | os.PathLike[str],
+    points: Sequence[str],
+    *,
+    session: str | None = None,
+    runs: Collection[str] | None = None,
+    tokens: Chosen = "all",
+) -> RowIndex:
+    """Look through files once; of a run's tensors nothing is read.
+
+    Args:
+        source: A store's or session's directory, or one file, as a path or `file://` URI; or the id of a run.
+        points: The points each row is to have, as `names.recorded` reads them; a pattern means what the first run with
+            any such point recorded. Runs that did not record them all are left out.
+        session: This session's runs alone.
+        runs: These runs alone.
+        tokens: Whose rows, as `token_choices` defines them: `all`, `prompt_last`, `{"last": 3}`, `{"text": "France"}`.
+
+    Raises:
+        RequestError: There is no such run or point; a ValueError.
+        ValueError: No point is named, one is an attention pattern, differs in shape or dtype from run to run, or
+            was not recorded by a run that `runs` names; or no row is left.
+        FileNotFoundError: There is no such source or session.
+    """
+    if isinstance(points, str) or not points:
+        raise ValueError("points: name at least one, as a list")
+    choice = check(tokens)
+    if isinstance(runs, str):
+        raise ValueError("runs: name them as a list")
+    files, runs = chosen(source, session, runs)
+    looked = _Looked(list(dict.fromkeys(points)), Wanted(session, None if runs is None else set(runs), set(points)))
+    for file in files:
+        looked.through(file, choice)
+    return looked.index()
+
+
+class _Block(NamedTuple):
+    file: int
+    run: int
+    generated: bool
+    rows: int
+    offsets: list[int]
+
+
+class _Looked:
+    """What was found so far."""
+
+    def __init__(self, points: list[str], wanted: Wanted) -> None:
+        self._points, self._wanted = points, wanted  # as they were named, until a file has them all
+        self._known = False
+        self._columns: dict[str, Column] = {}
+        self._there, self._recorded = set[str](), set[str]()
+        self._lacking = ""  # what the first run without all of the points did not record
+        self._paths, self._runs, self._blocks = list[Path](), list[RunFacts](), list[_Block]()
+
+    def through(self, file: File, choice: TokenChoice) -> None:
+        """Add a file's rows."""
+        path, takes = file.local, None
+        if path is None:
+            raise ValueError(f"source: {file} is in a bucket, and rows are read out of a map: copy it to a disk first")
+        for run in whole_runs(file):
+            if self._wanted.session not in (None, run.facts.session_id):
+                continue
+            self._there.add(run.facts.run_id)
+            if self._wanted.runs is not None and run.facts.run_id not in self._wanted.runs:
+                continue
+            if takes is None:  # all runs of a file have the same points
+                takes = self._takes(run)
+                self._paths += [path] if takes else []
+            if takes:
+                self._runs.append(replace(run.facts, interventions=[], text=None))
+                positions = positions_of(run, choice, "tokens")
+                for batch in run.batches:
+                    self._add(batch, positions)
+
+    def index(self) -> RowIndex:
+        """All of it."""
+        if self._lacking and self._wanted.runs is not None and self._blocks:
+            raise ValueError(self._lacking)
+        self._wanted.check(self._there, self._recorded)
+        if not self._blocks:
+            raise ValueError(f"points, tokens: no run has rows of {', '.join(self._points)} for such tokens")
+        file, run, generated, rows, offsets = zip(*self._blocks, strict=True)
+        return RowIndex(
+            paths=self._paths,
+            runs=self._runs,
+            columns=self._columns,
+            file=np.array(file),
+            run=np.array(run),
+            generated=np.array(generated),
+            starts=np.concatenate([[0], np.cumsum(rows)]),
+            offsets=np.array(offsets).T.copy(),
+        )
+
+    def _takes(self, run: WholeRun) -> bool:
+        """Whether a run, and so all of its file, has all of the points."""
+        self._recorded |= set(run.types)
+        lacking = [name for name in self._points if name not in run.types]
+        if not self._known:
+            schema = run.batches[0].schema
+            chosen = {name: self._wanted._replace(points=[name]).of(schema) for name in self._points}
+            lacking = [name for name in self._points if not chosen[name]]
+            if not lacking:
+                self._points = list(dict.fromkeys(name for meant in chosen.values() for name in meant))
+                self._known = True
+        if lacking:
+            self._lacking = self._lacking or f"runs: {run.facts.run_id!r} did not record {', '.join(lacking)}"
+            if self._wanted.runs is not None and len(lacking) < len(self._points):
+                raise ValueError(self._lacking)
+            return False
+        self._check(run.types, run.facts)
+        return True
+
+    def _check(self, types: Mapping[str, PointType], run: RunFacts) -> None:
+        ids = {name: Column((), torch.int32) for name in IDS}
+        columns = ids | {name: _column(name, types[name]) for name in self._points}
+        for name, column in self._columns.items():
+            if columns[name] != column:
+                raise ValueError(
+                    f"points: {name} is {column} in some runs and {columns[name]} in {run.run_id!r}: "
+                    "choose runs of one model and dtype, by session or runs"
+                )
+        self._columns = columns
+
+    def _add(self, batch: Batch, positions: Sequence[int]) -> None:
+        """Add those of a batch's rows that are of such tokens, in blocks of rows that lie one behind the other."""
+        rows = batch.select(["phase", *self._columns])
+        generated = rows["phase"].indices.to_numpy() == PHASES.index("generated")
+        kinds = np.where(_within(rows["position"].to_numpy(), positions), generated, -1)
+        widths = np.array([column.width for column in self._columns.values()])
+        offsets = np.array([batch.place(rows[name], column.width) for name, column in self._columns.items()])
+        firsts = [0, *(np.flatnonzero(np.diff(kinds)) + 1).tolist()]
+        for first, end in zip(firsts, [*firsts[1:], len(kinds)], strict=True):
+            if kinds[first] >= 0:
+                begin = (offsets + first * widths).tolist()
+                self._blocks.append(
+                    _Block(len(self._paths) - 1, len(self._runs) - 1, bool(kinds[first]), end - first, begin)
+                )
+
+
+def _within(values: np.ndarray, positions: Sequence[int]) -> np.ndarray:
+    """Which values are among ascending positions, bool `[n]`."""
+    if isinstance(positions, range):
+        return (values >= positions.start) & (values < positions.stop)
+    return np.isin(values, positions)
+
+
+def _column(name: str, kind: PointType) -> Column:
+    shape = tuple(size for size in kind.shape if size is not None)
+    if len(shape) < len(kind.shape):
+        raise ValueError(f"points: {name} is an attention pattern, whose rows grow and fit no batch: use load")
+    return Column(shape, dtype_of(kind.dtype))
+
+
+def place(block: np.ndarray, within: np.ndarray) -> np.ndarray:
+    """Rows by block and number within the block, in one number, int64: what is added to it counts rows."""
+    return np.asarray((block.astype(np.int64) << _WITHIN) + within)
+
+
+def at(places: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+    """The inverse of `place`."""
+    return places >> _WITHIN, places & ((1 << _WITHIN) - 1)
+
+
+def blocks_between(starts: np.ndarray, first: int, end: int) -> Iterator[tuple[int, int, int]]:
+    """Rows in order, as (block, first row of it, rows)."""
+    block = int(np.searchsorted(starts, first, side="right")) - 1
+    while first < end:
+        until = min(end, int(starts[block + 1]))
+        yield block, first - int(starts[block]), until - first
+        first, block = until, block + 1

@@ -1,0 +1,180 @@
+"""Batches of stored rows, copied once: from the map of their files into the batch."""
+
+from __future__ import annotations
+
+import ctypes
+import math
+import sys
+import threading
+from math import gcd
+from pathlib import Path
+from typing import NamedTuple
+
+import numpy as np
+import torch
+
+from deployments.activations.reader.row_index import Column, RowIndex, at, blocks_between
+
+_LINE = 64  # bytes of a cache line
+_MOST_KEPT = 4  # batches whose memory is used again
+_UNUSED = 2  # references to what only a list holds, as sys.getrefcount counts
+_WORDS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
+
+
+class RowBatch(NamedTuple):
+    """Some rows, each with the same index in every field.
+
+    Attributes:
+        points: Point name to `[rows, ...features]`, in the dtype that was stored.
+        token_id: Each row's token, int32 `[rows]`.
+        position: Its index in prompt + generated, int32 `[rows]`.
+        generated: Whether it was generated; else it is the prompt's, bool `[rows]`.
+        run: Its run, an index of `runs` of what the batch is of, int64 `[rows]`.
+    """
+
+    points: dict[str, torch.Tensor]
+    token_id: torch.Tensor
+    position: torch.Tensor
+    generated: torch.Tensor
+    run: torch.Tensor
+
+
+class _Lying(NamedTuple):
+    """A column in memory: rows of `width` bytes begin at multiples of `unit`; each block's row 0 at `first` of them."""
+
+    column: Column
+    width: int
+    unit: int
+    first: np.ndarray
+    step: int
+    rows: torch.Tensor
+
+
+class RowReader:
+    """Reads rows by their numbers; maps the files once, for as long as it lives.
+
+    The maps' pages are the operating system's cache of the files, and go when memory is short. Batches are in
+    memory of their own, which is used again once nothing holds any of a batch's tensors.
+
+    Args:
+        index: Where the rows lie.
+
+    Raises:
+        FileNotFoundError: A file is gone.
+        ValueError: One is shorter than it was when it was indexed.
+    """
+
+    def __init__(self, index: RowIndex) -> None:
+        self._index = index
+        self._buffers = _Buffers()
+        self._maps = [_map(path, _least(index, number)) for number, path in enumerate(index.paths)]
+        places = np.array([each.data_ptr() for each in self._maps])
+        low, high = int(places.min()), max(each.data_ptr() + len(each) for each in self._maps)
+        # One array over all of the maps, and what lies between, which no row names: so that rows out of
+        # several files are gathered at once, straight into their places.
+        self._memory = np.frombuffer(memoryview((ctypes.c_uint8 * (high - low)).from_address(low)), dtype=np.uint8)
+        memory, begins = torch.from_numpy(self._memory), index.offsets + (places - low)[index.file]
+        firsts = _first_of_joined(index)
+        self._joined = firsts, np.append(index.starts[firsts], index.starts[-1])
+        self._columns = {
+            name: _lying(memory, column, begins[i]) for i, (name, column) in enumerate(index.columns.items())
+        }
+
+    def take(self, places: np.ndarray) -> RowBatch:
+        """Rows by their places, int64 `[rows]`, in that order."""
+        block, within = at(places)
+        buffer, begins = self._room(len(places))
+        for lying, begin in zip(self._columns.values(), begins, strict=True):
+            rows = lying.first[block] + within * lying.step
+            words = _values(buffer, begin, lying.rows.dtype, (len(places), lying.rows.shape[1]))
+            if words.shape[1] == 1:  # numpy is the faster one for rows of a word
+                words.numpy()[:, 0] = lying.rows.numpy()[rows, 0]
+            else:
+                torch.index_select(lying.rows, 0, torch.from_numpy(rows), out=words)
+        return self._batch(buffer, begins, block)
+
+    def between(self, first: int, end: int) -> RowBatch:
+        """Rows `first` to `end`, in order."""
+        firsts, starts = self._joined
+        spans = [(int(firsts[block]), skipped, rows) for block, skipped, rows in blocks_between(starts, first, end)]
+        buffer, begins = self._room(end - first)
+        for lying, begin in zip(self._columns.values(), begins, strict=True):
+            to, width = begin, lying.width
+            for block, skipped, rows in spans:
+                of, size = int(lying.first[block]) * lying.unit + skipped * width, rows * width
+                buffer[to : to + size] = self._memory[of : of + size]
+                to += size
+        block, last = np.searchsorted(self._index.starts, [first, end - 1], side="right") - 1
+        ends = np.clip(self._index.starts[block : last + 2], first, end)
+        return self._batch(buffer, begins, np.repeat(np.arange(block, last + 1), np.diff(ends)))
+
+    def _room(self, rows: int) -> tuple[np.ndarray, list[int]]:
+        """Memory for a batch, and where in it each column begins: at a cache line."""
+        begins, end = list[int](), 0
+        for lying in self._columns.values():
+            begins.append(end)
+            end += -(-rows * lying.width // _LINE) * _LINE
+        return self._buffers.take(end), begins
+
+    def _batch(self, buffer: np.ndarray, begins: list[int], block: np.ndarray) -> RowBatch:
+        values = {
+            name: _values(buffer, begin, lying.column.dtype, (len(block), *lying.column.shape))
+            for (name, lying), begin in zip(self._columns.items(), begins, strict=True)
+        }
+        token_id, position = values.pop("token_id"), values.pop("position")
+        generated, run = torch.from_numpy(self._index.generated[block]), torch.from_numpy(self._index.run[block])
+        return RowBatch(values, token_id, position, generated, run)
+
+
+def _values(buffer: np.ndarray, begin: int, dtype: torch.dtype, shape: tuple[int, ...]) -> torch.Tensor:
+    return torch.frombuffer(buffer, dtype=dtype, count=math.prod(shape), offset=begin).view(shape)
+
+
+class _Buffers(threading.local):
+    """Memory for a thread's batches: fresh pages cost as much as filling them, so a batch's are used again."""
+
+    def __init__(self) -> None:
+        self._kept = list[np.ndarray]()
+
+    def take(self, size: int) -> np.ndarray:
+        self._kept = [buffer for buffer in self._kept if buffer.size == size]
+        for i in range(len(self._kept)):
+            if sys.getrefcount(self._kept[i]) == _UNUSED:
+                return self._kept[i]
+        buffer = np.empty(size, dtype=np.uint8)
+        if len(self._kept) < _MOST_KEPT:
+            self._kept.append(buffer)
+        return buffer
+
+
+def _first_of_joined(index: RowIndex) -> np.ndarray:
+    """The first of each group of blocks whose rows lie one behind the other in every column: one copy takes them."""
+    widths = np.array([column.width for column in index.columns.values()])[:, None]
+    ends = index.offsets[:, :-1] + widths * np.diff(index.starts)[:-1]
+    goes_on = (index.file[1:] == index.file[:-1]) & (index.offsets[:, 1:] == ends).all(axis=0)
+    return np.flatnonzero(np.append(True, ~goes_on))
+
+
+def _least(index: RowIndex, number: int) -> int:
+    """The bytes that a file must have."""
+    of = index.file == number
+    widths = np.array([column.width for column in index.columns.values()])
+    return int((index.offsets[:, of] + widths[:, None] * np.diff(index.starts)[of]).max(initial=0))
+
+
+def _map(path: Path, least: int) -> torch.Tensor:
+    """A file's bytes, uint8; without a descriptor, of which a process may have fewer than a store has files."""
+    size = path.stat().st_size
+    if size < least:
+        raise ValueError(f"{path} is shorter than when it was indexed: index the store anew")
+    return torch.from_file(str(path), shared=False, size=size, dtype=torch.uint8)
+
+
+def _lying(memory: torch.Tensor, column: Column, begins: np.ndarray) -> _Lying:
+    unit = int(np.gcd.reduce(np.append(begins, column.width)))
+    word = _WORDS[gcd(unit, 8)]
+    words = memory[: len(memory) // word.itemsize * word.itemsize].view(word)
+    width, stride = column.width // word.itemsize, unit // word.itemsize
+    # A row from every place where one can begin; they overlap, and each row that there is is one of them.
+    rows = words.as_strided(((len(words) - width) // stride + 1, width), (stride, 1))
+    return _Lying(column, column.width, unit, begins // unit, column.width // unit, rows)

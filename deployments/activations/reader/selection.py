@@ -1,0 +1,146 @@
+"""Which stored runs and points are meant, and their rows batch by batch: what exports and downloads are made of."""
+
+from __future__ import annotations
+
+import os
+import re
+from collections.abc import Collection, Iterable, Iterator, Mapping
+from typing import NamedTuple
+
+import pyarrow as pa
+
+from deployments.activations.facts import PointType
+from deployments.activations.files.places import File, source_of
+from deployments.activations.segments.schema import point_types, shard_facts
+from deployments.activations.segments.segments import WholeRun, messages, whole_runs
+from deployments.errors import RequestError
+from deployments.points.names import matching, nearest
+
+MOST_NAMED = 10  # runs or points that a refusal lists
+
+
+class Wanted(NamedTuple):
+    """What is asked for; None is all.
+
+    Where a catalogue knows it, `offsets` are the places of files where the first of `runs` begins: nothing is looked at
+    before it, nor behind the last of them, which are then in no other file.
+    """
+
+    session: str | None = None
+    runs: Collection[str] | None = None
+    points: Collection[str] | None = None  # names and patterns, as `names.recorded` has them
+    offsets: Mapping[File, int] | None = None
+
+    def of(self, schema: pa.Schema) -> dict[str, PointType]:
+        """Those of a file's points that are asked for.
+
+        Raises:
+            RequestError: A layer is counted from the last, and the file does not say how many there are.
+        """
+        types = point_types(schema)
+        if self.points is None:
+            return types
+        layers = shard_facts(schema).layers
+        try:
+            chosen = {name for pattern in self.points for name in matching(pattern, types, layers)}
+        except ValueError as error:
+            raise RequestError(str(error), "points") from error
+        return {name: kind for name, kind in types.items() if name in chosen}
+
+    def check(self, runs: Collection[str], points: Collection[str]) -> None:
+        """Refuse what is not there.
+
+        Args:
+            runs: The runs there are.
+            points: The points that those of them which are asked for recorded.
+
+        Raises:
+            RequestError: A run or point that is asked for is none; lists some there are.
+        """
+        if self.runs is not None and (unknown := [run for run in self.runs if run not in runs]):
+            raise RequestError(f"there is no run {unknown[0]!r}; there is {_some(runs)}", "run", "run_not_found", 404)
+        any_layer = (re.sub(r"\.-\d+\.", ".*.", name) for name in self.points or ())  # whichever it is in its file
+        absent = [name for name, at in zip(self.points or (), any_layer, strict=True) if not matching(at, points)]
+        if absent:
+            message = f"no such run recorded {absent[0]!r}; there is {nearest(absent[0], sorted(points))}"
+            raise RequestError(message, "points", "point_not_recorded")
+
+
+def select(files: Iterable[File], wanted: Wanted, left: set[str] | None = None) -> Iterator[WholeRun]:
+    """The wanted runs of files in the order in which they lie there; one without a wanted point is left out.
+
+    Args:
+        files: The files.
+        wanted: Which runs, and which of their points.
+        left: Those of the wanted runs that were not found yet; by default none were.
+
+    Raises:
+        DamagedError: What a file says of a wanted run cannot be; names the file.
+    """
+    offsets, left = wanted.offsets or {}, set(wanted.runs or ()) if left is None else left
+    for file in files:
+        types: Mapping[str, PointType] | None = None
+        for run in whole_runs(file, offsets.get(file, 0)):
+            if wanted.session not in (None, run.facts.session_id):
+                continue
+            if wanted.runs is None or run.facts.run_id in wanted.runs:
+                types = types if types is not None else wanted.of(run.batches[0].schema)
+                if types:
+                    for batch in run.batches:
+                        batch.check()
+                    yield run._replace(types=types)
+                left.discard(run.facts.run_id)
+                if offsets and not left:
+                    return
+
+
+def checked(files: Iterable[File], wanted: Wanted) -> Iterator[WholeRun]:
+    """As `select`, without reading tensors; at the end, what is not there is refused.
+
+    Raises:
+        RequestError: As `Wanted.check` says, once all files were looked through.
+    """
+    runs, points = set[str](), set[str]()
+    for found in select(files, Wanted(wanted.session)):
+        runs.add(found.facts.run_id)
+        if wanted.runs is not None and found.facts.run_id not in wanted.runs:
+            continue
+        points.update(found.types)
+        if types := wanted.of(found.batches[0].schema):
+            yield found._replace(types=types)
+    wanted.check(runs, points)
+
+
+def by_schema(files: Iterable[File]) -> list[tuple[pa.Schema, list[File]]]:
+    """Files whose rows fit one table, together: those of one session, model, set of points and dtypes."""
+    groups = list[tuple[pa.Schema, list[File]]]()
+    for file in files:
+        first = next(messages(file), None)
+        if first is None:
+            continue
+        schema = first.batch.schema
+        group = next((group for known, group in groups if known.equals(schema, check_metadata=True)), None)
+        if group is None:
+            groups.append((schema, [file]))
+        else:
+            group.append(file)
+    return groups
+
+
+def shards(source: str | os.PathLike[str], session: str | None = None) -> list[File]:
+    """The files of a store, of a session's directory, or the one file that is named; links are not followed.
+
+    Args:
+        source: A path or `file://` URI.
+        session: Of a store, this session's alone.
+
+    Raises:
+        FileNotFoundError: There is no such path, or no such session in the store.
+        ValueError: `session` can name none.
+    """
+    return source_of(source).segments(session)
+
+
+def _some(names: Collection[str]) -> str:
+    some = ", ".join(sorted(names)[:MOST_NAMED])
+    return (some + ", ..." if len(names) > MOST_NAMED else some) or "none"

@@ -1,0 +1,131 @@
+"""Some rows of a stored run, read batch by batch: what an intervention puts in the place of others."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+
+import torch
+from safetensors.torch import save
+from torch.utils.dlpack import from_dlpack
+
+from deployments.activations.catalogue.entries import Entry
+from deployments.activations.export.named_tensors import row_bytes, rows_of
+from deployments.activations.files.places import DamagedError, File
+from deployments.activations.reader.reader import whole_run
+from deployments.activations.segments.schema import dtype_of, shard_facts
+from deployments.activations.segments.segments import WholeRun
+from deployments.errors import RequestError
+from deployments.points.token_choices import Last, Positions, TokenChoice, placed, resolve
+
+MOST_NAMED = 20  # points of a run that a refusal lists
+
+
+def read_rows(file: File, entry: Entry, points: Sequence[Sequence[str]], tokens: TokenChoice, most: int) -> bytes:
+    """Rows of a stored run, bit for bit.
+
+    Args:
+        file: Where the run is.
+        entry: What the catalogue says of the run.
+        points: Each by the names that it may have been recorded by, the likeliest first; a name may also be the
+            module's path with its side, as the file says it.
+        tokens: Which of the run's tokens, in their order; `all` are those that it recorded.
+        most: The most bytes.
+
+    Returns:
+        A safetensors file, whose tensor `i` is [tokens, ...] of the i-th point.
+
+    Raises:
+        RequestError: The run has no such point or token, or there are more bytes; names the field of `from`.
+        FileNotFoundError: The file is gone.
+        DamagedError: It does not hold the run, or not all of it; names the file.
+        OSError: The disk refuses.
+    """
+    run = whole_run(file, entry.facts.run_id, entry.offset)
+    if run is None:
+        raise DamagedError(f"{file}: the run {entry.facts.run_id} cannot be read there")
+    types, modules = run.types, shard_facts(run.batches[0].schema).modules
+    names = [_recorded(point, list(types), modules) for point in points]
+    index = _index(run, tokens)
+    if pattern := next((name for name in names if None in types[name].shape), None):
+        raise RequestError(f"{pattern} is an attention pattern, whose rows fit no other place", "from.point")
+    size = sum(row_bytes(types[name]) for name in names) * len(index)
+    if size > most:
+        raise RequestError(f"{size} bytes of stored rows, and there is room for {most}", "from", "rows_too_large")
+    return save({str(i): _rows(run, name, index) for i, name in enumerate(names)})
+
+
+def _recorded(names: Sequence[str], recorded: Sequence[str], modules: Mapping[str, str]) -> str:
+    """What the run calls a point that goes by several names."""
+    by_module = {modules.get(name): name for name in reversed(recorded)}
+    found = next((name for name in names if name in recorded), None)
+    found = found or next((by_module[name] for name in names if name in by_module), None)
+    if found is None:
+        more = ", ..." if len(recorded) > MOST_NAMED else ""
+        there_are = ", ".join(recorded[:MOST_NAMED]) + more
+        raise RequestError(f"the run did not record {names[0]}; it has {there_are}", "from.point", "point_not_recorded")
+    return found
+
+
+def _index(run: WholeRun, tokens: TokenChoice) -> torch.Tensor:
+    """Which rows of the run, [tokens], are those of the tokens that are asked for."""
+    positions = torch.cat([from_dlpack(batch["position"]) for batch in run.batches])  # ascending
+    if tokens == "all":
+        return torch.arange(len(positions))
+    wanted = torch.tensor(_named(run, tokens), dtype=positions.dtype)
+    index = torch.searchsorted(positions, wanted).clamp(max=len(positions) - 1)
+    missing = wanted[positions[index] != wanted].tolist()
+    if missing:
+        has = f"it recorded those of tokens {int(positions[0])} to {int(positions[-1])}"
+        raise RequestError(f"the run has no row of its token {missing[0]}; {has}", "from.tokens")
+    return index
+
+
+def _named(run: WholeRun, tokens: TokenChoice) -> Sequence[int]:
+    """Tokens of a run by their positions, in the order in which an intervention names them."""
+    if isinstance(tokens, Positions):
+        return tokens.positions
+    is_of_all = tokens == "last" or isinstance(tokens, Last)
+    if is_of_all and run.facts.tokens > run.facts.prompt_tokens:
+        message = "the run generated tokens: say prompt_last for its prompt's last, generated_last for its answer's"
+        raise RequestError(message, "from.tokens", "ambiguous_tokens")
+    return positions_of(run, tokens, "from.tokens")
+
+
+def positions_of(run: WholeRun, tokens: TokenChoice, field: str) -> Sequence[int]:
+    """Tokens of a stored run by their positions, ascending.
+
+    Raises:
+        RequestError: The run has no such tokens; names the field.
+    """
+    choice = placed(tokens, lambda: _text(run, field), field)
+    return resolve(choice, run.facts.prompt_tokens, field).of(run.facts.tokens)
+
+
+def _text(run: WholeRun, field: str) -> tuple[str, Sequence[int]]:
+    """The text of a run's prompt, and the characters before each of its tokens and behind the last."""
+    prompt, text = run.facts.prompt_tokens, run.facts.text
+    ends: dict[int, int] = {}
+    for batch in run.batches if text is not None else ():
+        pairs = zip(batch["position"].to_pylist(), batch["text_offset"].to_pylist(), strict=True)
+        ends |= {position: offset for position, offset in pairs if position <= prompt and offset is not None}
+    if text is not None and run.facts.tokens == prompt:
+        ends[prompt] = len(text)
+    if text is None or len(ends) <= prompt:
+        message = "only a run that was stored with its text and all tokens of its prompt is searched: name positions"
+        raise RequestError(message, f"{field}.text")
+    return text[: ends[prompt]], [ends[position] for position in range(prompt + 1)]
+
+
+def _rows(run: WholeRun, name: str, index: torch.Tensor) -> torch.Tensor:
+    """[tokens, ...] of a point; of each batch no more is read than from the first of them to the last."""
+    kind = run.types[name]
+    shape = (len(index), *(size or 0 for size in kind.shape))
+    rows, start = torch.empty(shape, dtype=dtype_of(kind.dtype)), 0
+    for batch in run.batches:
+        here = (index >= start) & (index < start + batch.num_rows)
+        if here.any():
+            wanted = index[here] - start
+            low, high = int(wanted.min()), int(wanted.max()) + 1
+            rows[here] = rows_of(batch, name, kind, low, high)[wanted - low]
+        start += batch.num_rows
+    return rows

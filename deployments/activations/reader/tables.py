@@ -1,0 +1,182 @@
+"""Stored runs as Arrow tables, which pandas, Polars and DuckDB take as they are: a row a token, and a row a run."""
+
+from __future__ import annotations
+
+import json
+import os
+from collections.abc import Collection, Mapping, Sequence
+from typing import Any
+
+import pyarrow as pa
+import torch
+from torch.utils.dlpack import from_dlpack
+
+from deployments.activations.facts import PointType
+from deployments.activations.reader.selection import Wanted, checked
+from deployments.activations.reader.sources import chosen
+from deployments.activations.segments.schema import dtype_of
+from deployments.activations.segments.segments import WholeRun
+from deployments.points.names import COLUMNS
+
+_RUNS = pa.schema(
+    {
+        "run_id": pa.string(),
+        "session_id": pa.string(),
+        "model": pa.string(),
+        "created": pa.timestamp("us"),  # UTC: with a zone, DuckDB wants a further package
+        "sample_id": pa.string(),
+        "tags": pa.map_(pa.string(), pa.string()),
+        "prompt_tokens": pa.int64(),
+        "tokens": pa.int64(),
+        "rows": pa.int64(),
+        "points": pa.list_(pa.string()),
+        "finish_reason": pa.string(),
+        "sampling": pa.string(),
+        "interventions": pa.string(),
+        "request_id": pa.string(),
+        "messages_hash": pa.string(),
+        "text": pa.string(),
+    }
+)
+
+
+def table(
+    source: str | os.PathLike[str],
+    columns: Sequence[str] | None = None,
+    *,
+    session: str | None = None,
+    runs: Collection[str] | None = None,
+    plain: bool = False,
+) -> pa.Table:
+    """A row for each captured token, over the maps of the files; batches below 64 KiB are copies.
+
+    A point's field says its `dtype` and `shape` in its metadata.
+
+    Args:
+        source: A store's or session's directory, or one file, as a path or `file://` URI; or the id of a run.
+        columns: Columns of the files and points, in this order, points as `names.recorded` reads them; all where left
+            out. Runs that did not record the points that are named are left out.
+        session: This session's runs alone.
+        runs: These runs alone.
+        plain: Points as lists of float32 in place of tensors of float16 or of bfloat16's bits, which SQL and data
+            frames can compute with; their values are copied.
+
+    Raises:
+        RequestError: There is no such run or column; a ValueError.
+        ValueError: The runs differ in points, shapes or dtypes.
+        FileNotFoundError: There is no such source or session.
+    """
+    if isinstance(columns, str) or isinstance(runs, str):
+        raise ValueError("columns, runs: name them as lists")
+    if columns is not None and not columns:
+        raise ValueError("columns: name at least one")
+    points = None if columns is None else {name for name in columns if name not in COLUMNS}
+    files, runs = chosen(source, session, runs)
+    wanted = Wanted(session, None if runs is None else set(runs), points or None)
+    batches, schema, of = list[pa.RecordBatch](), None, ""
+    for run in checked(files, wanted):
+        if (names := _columns(run, columns)) is None:
+            continue
+        fields = _fields(run, names, plain)
+        if schema is None:
+            schema, of = fields, run.facts.run_id
+        elif schema != fields:
+            raise ValueError(
+                f"columns: the runs {of!r} and {run.facts.run_id!r} differ in points, shapes or dtypes: name the "
+                "columns that they share, or choose runs by session or runs"
+            )
+        for batch in run.batches:
+            rows = batch.select(names)
+            arrays = [_plain(rows[name], run.types.get(name)) if plain else rows[name] for name in names]
+            batches.append(pa.record_batch(arrays, schema=schema))
+    if schema is None:
+        raise ValueError("columns: no whole run has all of them")
+    return pa.Table.from_batches(batches, schema)
+
+
+def _columns(run: WholeRun, columns: Sequence[str] | None) -> list[str] | None:
+    """The columns of a run's file that are meant; None where it lacks one."""
+    schema, found = run.batches[0].schema, dict[str, None]()
+    if columns is None:
+        return list(schema.names)
+    for name in columns:
+        meant = [name] if name in COLUMNS else [*Wanted(points=[name]).of(schema)]
+        if not meant:
+            return None
+        found |= dict.fromkeys(meant)
+    return list(found)
+
+
+def runs_table(
+    source: str | os.PathLike[str], *, session: str | None = None, runs: Collection[str] | None = None
+) -> pa.Table:
+    """A row for each whole run: what it is, how many rows were captured and of which points; no tensor is read.
+
+    `created` is in UTC, `tags` a map; `sampling` and `interventions` are JSON.
+
+    Args:
+        source: A store's or session's directory, or one file, as a path or `file://` URI; or the id of a run.
+        session: This session's runs alone.
+        runs: These runs alone.
+
+    Raises:
+        RequestError: There is no such run; a ValueError.
+        FileNotFoundError: There is no such source or session.
+    """
+    if isinstance(runs, str):
+        raise ValueError("runs: name them as a list")
+    files, runs = chosen(source, session, runs)
+    wanted = Wanted(session, None if runs is None else set(runs))
+    rows = [_run(run) for run in checked(files, wanted)]
+    return pa.Table.from_pylist(rows, _RUNS)
+
+
+def widened(column: Any, kind: PointType, narrow: Collection[torch.dtype]) -> pa.Array:
+    """A point's rows as lists; values of the `narrow` dtypes as float32, which holds each of them exactly.
+
+    Args:
+        column: Of a batch.
+        kind: What its point holds.
+        narrow: The dtypes to widen.
+    """
+    storage = column.storage if isinstance(column, pa.ExtensionArray) else column
+    if dtype_of(kind.dtype) not in narrow:
+        return storage
+    flat = pa.array(from_dlpack(storage.flatten()).view(dtype_of(kind.dtype)).float().numpy())
+    if isinstance(storage, pa.LargeListArray):
+        return pa.LargeListArray.from_arrays(storage.offsets, flat)
+    return pa.FixedSizeListArray.from_arrays(flat, storage.type.list_size)
+
+
+def _plain(column: Any, kind: PointType | None) -> pa.Array:
+    return column if kind is None else widened(column, kind, (torch.bfloat16, torch.float16))
+
+
+def _fields(run: WholeRun, names: Sequence[str], plain: bool) -> pa.Schema:
+    schema = run.batches[0].schema
+    return pa.schema([_field(schema.field(name), run.types.get(name), plain) for name in names])
+
+
+def _field(field: pa.Field, kind: PointType | None, plain: bool) -> pa.Field:
+    if kind is None:
+        return pa.field(field.name, field.type)
+    type = field.type
+    if plain:
+        type = type.storage_type if isinstance(type, pa.BaseExtensionType) else type
+        if kind.dtype in ("bfloat16", "float16"):
+            size = getattr(type, "list_size", None)
+            type = pa.list_(pa.float32(), size) if size else pa.large_list(pa.float32())
+    return pa.field(field.name, type, metadata={"dtype": kind.dtype, "shape": json.dumps(kind.shape)})
+
+
+def _run(run: WholeRun) -> Mapping[str, Any]:
+    facts = run.facts
+    given = {name: getattr(facts, name, None) for name in _RUNS.names}
+    return given | {
+        "created": round(facts.created * 1e6),
+        "tags": list(facts.tags.items()),
+        "rows": run.rows,
+        "points": list(run.types),
+        "sampling": json.dumps(facts.sampling),
+        "interventions": json.dumps(facts.interventions),
+    }

@@ -1,0 +1,1 @@
+"""The file format: Arrow schemas and metadata, checksums, reading and writing one segment."""

@@ -1,0 +1,270 @@
+"""What a stored activation file says: its columns, its metadata, and the facts that both carry.
+
+One row per captured token: `run_id`, `sample_id`, `position`, `phase`, `token_id`, `text_offset`, then one
+`fixed_shape_tensor` column per point, named by the point; of attention patterns, whose rows grow, a `large_list`
+of each token's `[heads, tokens seen]` in one row. The schema's metadata holds, under
+`vitrine`, what all runs of the file share. Each record batch's own metadata holds the `run_id` of its
+run and, under `batch`, which of the run's batches it is; the last one also holds, under `run`, what the
+run is, and under `batches` how many there are, so that a run without its end can be told from a whole one. Under
+`xxh3` are the checksums of its columns, under `xxh3_layout`, `xxh3_run` and `xxh3_batch` those of all else.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, fields
+from functools import lru_cache
+from typing import Any, NamedTuple
+
+import numpy as np
+import pyarrow as pa
+import torch
+from torch.utils.dlpack import from_dlpack
+
+from deployments.activations.facts import PointType, RunFacts, ShardFacts
+from deployments.activations.segments import checksums
+from deployments.points.names import COLUMNS, dtype_name
+from deployments.points.patterns import Patterns
+
+FORMAT = 3  # 2 had neither checksums nor `text_offset`
+PHASES = ("prompt", "generated")
+
+_METADATA_KEY = b"vitrine"
+_DTYPES = {
+    dtype_name(dtype): dtype
+    for dtype in (torch.float16, torch.bfloat16, torch.float32, torch.float64, torch.int32, torch.int64)
+}
+
+
+class BatchFacts(NamedTuple):
+    """What a record batch's own metadata says.
+
+    Attributes:
+        run_id: The run that it belongs to.
+        number: Which of the run's batches it is, from 0.
+        run: What the run is, on its last batch; None on the others.
+        batches: How many the run has, on its last batch; None on the others.
+    """
+
+    run_id: str
+    number: int
+    run: RunFacts | None
+    batches: int | None
+
+
+def to_batch(
+    shard: ShardFacts,
+    *,
+    run_id: str,
+    sample_id: str | None,
+    positions: Sequence[int],
+    token_ids: Sequence[int],
+    prompt_tokens: int,
+    points: Mapping[str, torch.Tensor | Patterns],
+    text_offsets: Sequence[int] | None = None,
+) -> pa.RecordBatch:
+    """Lay captured rows out as one record batch, without copying contiguous tensors.
+
+    Args:
+        shard: What the batch shares with the file it will be written to.
+        run_id: The run that the rows belong to.
+        sample_id: The user's name for the sample.
+        positions: Each row's index in prompt + generated, `[rows]`.
+        token_ids: Each row's token, `[rows]`.
+        prompt_tokens: Rows at this position and after count as generated.
+        points: Point name to CPU tensor `[rows, ...features]`, or patterns; bfloat16 is kept as its bits.
+        text_offsets: Characters of prompt + generated text before each row's token, special tokens included, `[rows]`;
+            null where they are not known.
+
+    Raises:
+        ValueError: If there are no rows, lengths differ, or a name, shape, device or dtype is unfit.
+    """
+    rows = len(positions)
+    offsets = [None] * rows if text_offsets is None else text_offsets
+    if not rows or len(token_ids) != rows or len(offsets) != rows:
+        counts = f"{rows} positions, {len(token_ids)} token ids and {len(offsets)} text offsets"
+        raise ValueError(f"{counts}: need as many, and at least one")
+    columns = {name: _column(name, value, positions) for name, value in points.items()}
+    index = np.asarray(positions, dtype=np.int32)
+    fixed = (
+        pa.repeat(pa.scalar(run_id, pa.string()), rows),
+        pa.repeat(pa.scalar(sample_id, pa.string()), rows),
+        pa.array(index),
+        pa.DictionaryArray.from_arrays((index >= prompt_tokens).astype(np.int8), PHASES),
+        pa.array(np.asarray(token_ids, dtype=np.int32)),
+        pa.array(offsets, pa.int32()),
+    )
+    dtypes = {name: dtype_name(value.dtype) for name, value in points.items()}
+    heads = {name: value.heads for name, value in points.items() if isinstance(value, Patterns)}
+    facts = json.dumps({"format": FORMAT, **asdict(shard), "dtypes": dtypes, "heads": heads}, sort_keys=True)
+    batch = pa.record_batch([*fixed, *columns.values()], names=[*COLUMNS, *columns])
+    return batch.replace_schema_metadata({_METADATA_KEY: facts})
+
+
+def _column(name: str, value: torch.Tensor | Patterns, positions: Sequence[int]) -> pa.Array:
+    """A point's rows as a column over the same memory."""
+    if name in COLUMNS:
+        raise ValueError(f"A point cannot be named {name!r}: the files have a column of that name")
+    rows = len(positions)
+    if isinstance(value, torch.Tensor):
+        return _tensor_column(name, value, rows)
+    if list(value.positions) != list(positions):
+        raise ValueError(f"{name}: patterns at {value.positions} are not those of the rows")
+    ends = np.cumsum(np.arange(value.positions.start, value.positions.stop, dtype=np.int64) + 1)
+    offsets = np.concatenate([[0], value.heads * ends])
+    return pa.LargeListArray.from_arrays(pa.array(offsets), _flat(name, value.values))
+
+
+def _tensor_column(name: str, tensor: torch.Tensor, rows: int) -> pa.FixedShapeTensorArray:
+    """`[rows, ...features]` as a column of `rows` tensors over the same memory."""
+    if tensor.ndim < 2 or tensor.shape[0] != rows or 0 in tensor.shape:
+        raise ValueError(f"{name}: shape {tuple(tensor.shape)} is not [{rows}, ...features]")
+    flat = _flat(name, tensor)
+    kind = pa.fixed_shape_tensor(flat.type, tensor.shape[1:])
+    return pa.ExtensionArray.from_storage(kind, pa.FixedSizeListArray.from_arrays(flat, len(flat) // rows))
+
+
+def _flat(name: str, tensor: torch.Tensor) -> pa.Array:
+    """A tensor's values, over the same memory."""
+    if tensor.device.type != "cpu" or dtype_name(tensor.dtype) not in _DTYPES:
+        raise ValueError(f"{name}: {tensor.dtype} on {tensor.device} cannot be stored as it is")
+    # Arrow has no bfloat16: its bits go as uint16.
+    bits = tensor.view(torch.uint16) if tensor.dtype == torch.bfloat16 else tensor
+    # One buffer over the tensor's own memory; `pa.array` would be free to copy.
+    values = bits.detach().contiguous().numpy().reshape(-1)
+    return pa.Array.from_buffers(pa.from_numpy_dtype(values.dtype), values.size, [None, pa.py_buffer(values)])
+
+
+def dtype_of(name: str) -> torch.dtype:
+    """The dtype that a file's metadata calls by this name."""
+    return _DTYPES[name]
+
+
+def to_tensor(column: pa.FixedShapeTensorArray, dtype: str) -> torch.Tensor:
+    """The inverse of a point's column: `[rows, ...features]` of the true dtype, over the same memory."""
+    # DLPack carries no read-only flag, so torch does not warn of one as it does over numpy.
+    flat = from_dlpack(column.storage.flatten())
+    return flat.view(_DTYPES[dtype]).reshape(len(column), *column.type.shape)
+
+
+def to_patterns(column: pa.LargeListArray, kind: PointType, first: int) -> Patterns:
+    """The inverse of a column of patterns of consecutive tokens, over the same memory.
+
+    Args:
+        column: The column.
+        kind: What its point holds.
+        first: The first row's position.
+    """
+    values = from_dlpack(column.flatten()).view(_DTYPES[kind.dtype])
+    heads, _ = kind.shape
+    assert heads is not None
+    return Patterns(values, heads, range(first, first + len(column)))
+
+
+def shard_facts(schema: pa.Schema) -> ShardFacts:
+    """What the runs of a file with this schema share.
+
+    Raises:
+        ValueError: If the schema is not one that `to_batch` made.
+    """
+    facts = _metadata(schema)
+    return ShardFacts(
+        **({"layers": None} | {item.name: facts[item.name] for item in fields(ShardFacts) if item.name in facts})
+    )
+
+
+def owner(schema: pa.Schema) -> tuple[str, str]:
+    """The session and the model whose rows a file with this schema holds.
+
+    Raises:
+        ValueError: If the schema is not one that `to_batch` made.
+    """
+    return _owner(_text(schema))
+
+
+@lru_cache(256)  # the same few schemas come with every batch
+def _owner(text: bytes) -> tuple[str, str]:
+    facts = json.loads(text)
+    return facts["session_id"], facts["model"]
+
+
+def point_types(schema: pa.Schema) -> dict[str, PointType]:
+    """Each point's feature shape and dtype.
+
+    Raises:
+        ValueError: If the schema is not one that `to_batch` made.
+    """
+    facts = _metadata(schema)
+    names = [name for name in schema.names if name not in COLUMNS]
+    try:
+        heads, dtypes = facts.get("heads", {}), facts["dtypes"]
+        shapes = [(heads[name], None) if name in heads else tuple(schema.field(name).type.shape) for name in names]
+        return {name: PointType(shape, dtypes[name]) for name, shape in zip(names, shapes, strict=True)}
+    except (KeyError, TypeError, AttributeError) as error:
+        raise ValueError("Not a Vitrine activation schema: its points are not described") from error
+
+
+def _metadata(schema: pa.Schema) -> dict[str, Any]:
+    facts: dict[str, Any] = json.loads(_text(schema))
+    return facts
+
+
+def _text(schema: pa.Schema) -> bytes:
+    metadata: dict[bytes, bytes] = schema.metadata or {}
+    if _METADATA_KEY not in metadata:
+        raise ValueError("Not a Vitrine activation schema: its metadata has no 'vitrine'")
+    return metadata[_METADATA_KEY]
+
+
+def free_batch(batch: pa.RecordBatch) -> pa.RecordBatch:
+    """The same rows, with a dictionary of phases that shares no memory with them.
+
+    A file's writer keeps the dictionaries of its first batch; one out of Ray's object store would keep all of that
+    batch's object there.
+    """
+    place = batch.schema.get_field_index("phase")
+    phases = pa.DictionaryArray.from_arrays(batch.column(place).indices, PHASES)
+    return batch.set_column(place, batch.schema.field(place), phases)
+
+
+def empty_batch(schema: pa.Schema) -> pa.RecordBatch:
+    """A batch without rows, whose dictionary of phases is that of the other batches."""
+    return free_batch(pa.record_batch([pa.array([], field.type) for field in schema], schema=schema))
+
+
+def batch_metadata(run_id: str, first: int, count: int, run: RunFacts | None = None) -> list[dict[str, str]]:
+    """The metadata of a run's batches `first` to `first + count`.
+
+    Args:
+        run_id: The run.
+        first: The first one's number.
+        count: How many there are.
+        run: What the run is, if the last of them is the run's last.
+
+    Raises:
+        TypeError: If the run's facts hold what JSON cannot.
+    """
+    metadata = [{"run_id": run_id, "batch": str(number)} for number in range(first, first + count)]
+    if run:
+        said = json.dumps(asdict(run))
+        metadata[-1] |= {"run": said, "batches": str(first + count), checksums.RUN: checksums.of_run(said.encode())}
+    return metadata
+
+
+def batch_facts(metadata: Mapping[bytes, bytes] | None) -> BatchFacts:
+    """The inverse of `batch_metadata`; facts that a later version added are left out.
+
+    Raises:
+        ValueError: If the metadata is not of that making.
+    """
+    try:
+        metadata = metadata or {}
+        run_id, number = metadata[b"run_id"].decode(), int(metadata[b"batch"])
+        if b"run" not in metadata:
+            return BatchFacts(run_id, number, None, None)
+        known = {item.name for item in fields(RunFacts)}
+        run = {name: value for name, value in json.loads(metadata[b"run"]).items() if name in known}
+        return BatchFacts(run_id, number, RunFacts(**run), int(metadata[b"batches"]))
+    except (KeyError, TypeError, AttributeError) as error:
+        raise ValueError("Not a Vitrine activation batch: its metadata names no run") from error

@@ -1,0 +1,306 @@
+"""One shard: an uncompressed Arrow IPC file of whole runs, and at its end at most one that is not finished."""
+
+from __future__ import annotations
+
+import contextlib
+import errno
+import os
+from collections.abc import Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import pyarrow as pa
+
+from deployments.activations.catalogue.entries import Entry, StoredFile
+from deployments.activations.facts import RunFacts
+from deployments.activations.files.locks import create
+from deployments.activations.segments.checksums import BATCH, described, of_batch
+from deployments.activations.segments.schema import batch_metadata, empty_batch, free_batch, point_types
+from deployments.activations.segments.segments import messages
+
+VERSION = "pyarrow"  # of a footer's metadata
+_PIECES = 512  # that are written by one call; systems take 1,024
+
+
+class Shard:
+    """One Arrow IPC file, appended to by this process alone.
+
+    Attributes:
+        session_id: The session whose directory holds it.
+        schema: Of all its batches.
+        rows: Rows of whole runs in it.
+        length: Bytes up to the end of the last whole run, the footer included once sealed.
+        broken: Whether it takes no more runs.
+        sealed: Whether the footer is on disk.
+    """
+
+    def __init__(self, root: Path, session_id: str, name: str, schema: pa.Schema) -> None:
+        self.session_id = session_id
+        self.schema = schema
+        self.rows = self.length = 0
+        self.broken = self.sealed = False
+        self._path = root / session_id / name
+        self._points = point_types(schema)
+        self._batches = self._new_rows = 0  # of the run that is not finished
+        self._whole = 0  # batches of whole runs
+        self._sink = _Sink(_create(root, session_id, name))
+        self._named = False  # whether its name is durable
+        self._said = schema.serialize().to_pybytes()  # as it lies in the file
+        self._writer = new_file(self._sink, schema)  # writes nothing before the first batch
+        self._synced = self._syncing = _Place(0, 0, 0)
+        self._modified_ns: int | None = None
+        self._rewound = False
+
+    @property
+    def unsynced(self) -> int:
+        """Bytes written since the last `begin_sync`."""
+        return self._sink.length - self._syncing.written
+
+    @property
+    def size(self) -> int:
+        """Bytes in the file, those of a run that is not finished included."""
+        return self._sink.length
+
+    def facts(self) -> StoredFile:
+        """The file as far as it is durable."""
+        return StoredFile(self._path.as_uri(), self._synced.length, self.sealed, self._synced.rows, self._modified_ns)
+
+    def append(self, run_id: str, batches: Sequence[pa.RecordBatch], sums: Sequence[Mapping[str, str]] = ()) -> None:
+        """Write more of the run at the end, or begin one; it counts once it is finished.
+
+        Raises:
+            OSError: If the disk refuses; the shard is then broken, and ends with the last whole run.
+        """
+        self._write(batches, batch_metadata(run_id, self._batches, len(batches)), sums)
+
+    def finish(self, run: RunFacts, batches: Sequence[pa.RecordBatch], sums: Sequence[Mapping[str, str]] = ()) -> Entry:
+        """Write the last batches, if any, of the run at the end; not durable before `sync`.
+
+        Raises:
+            OSError: As for `append`.
+        """
+        # The facts need a batch to stand on.
+        batches = batches or [empty_batch(self.schema)]
+        self._write(batches, batch_metadata(run.run_id, self._batches, len(batches), run), sums)
+        size = self._sink.length - self.length
+        entry = Entry(run, self._path.as_uri(), self.rows, self._new_rows, size, self._points, self.length, self._whole)
+        self.rows += self._new_rows
+        self.length = self._sink.length
+        self._whole += self._batches
+        self._batches = self._new_rows = 0
+        return entry
+
+    def rewind(self) -> None:
+        """Take away the run at the end that is not finished; a shard with no other is broken."""
+        if self._batches and not self.broken:
+            self._cut(self.length, self.rows)
+            self._rewound = True
+            self.broken = not self.rows or self._sink.length != self.length
+
+    @property
+    def in_place(self) -> bool:
+        """Whether its name still leads to the file, so that who writes to it now is read; else it is broken."""
+        try:
+            self._check_place()
+        except OSError:
+            self.broken = True
+        return not self.broken
+
+    def begin_sync(self) -> None:
+        """What is written by now is what `sync` makes durable."""
+        self._syncing = _Place(self.length, self.rows, self._sink.length)
+
+    @property
+    def is_named(self) -> bool:
+        """Whether the file's name is durable."""
+        return self._named
+
+    def sync(self) -> None:
+        """Make it durable, and its name within the session's directory; on any thread, while more is written.
+
+        The directory's own name, which may be new as well, is the caller's to make durable.
+
+        Raises:
+            OSError: If that failed: `fall_back` then, since what a failed fsync left behind cannot be known.
+        """
+        os.fsync(self._sink.descriptor)
+        if not self._named:
+            with directory(self._path.parent) as folder:
+                os.fsync(folder)
+        self._check_place()
+        self._modified_ns = os.fstat(self._sink.descriptor).st_mtime_ns
+
+    def end_sync(self) -> None:
+        """It is durable."""
+        self._synced = self._syncing
+        self._named = True
+
+    def fall_back(self) -> None:
+        """It cannot be made durable: take no more runs, and end with those that were before."""
+        self.broken = True
+        self._cut(self._synced.length, self._synced.rows)
+
+    def close(self) -> None:
+        """Seal the file, or remove it if no run is in it. A broken one reads as a stream as it is."""
+        self.rewind()
+        try:
+            if not self.broken:
+                if self._rewound:  # the writer's footer would list what was taken away
+                    self._sink.length = seal(self._sink.descriptor, self._path, self.schema, self.length)
+                else:
+                    self._writer.close()
+                    self._sink.flush()
+                os.fsync(self._sink.descriptor)
+                self.length, self.sealed = self._sink.length, True
+                self.begin_sync()
+                self.end_sync()
+                self._modified_ns = os.fstat(self._sink.descriptor).st_mtime_ns
+        except (OSError, pa.ArrowException):  # its runs are durable all the same; only the footer is missing
+            self._cut(self.length, self.rows)
+        with contextlib.suppress(OSError):  # what counts was fsynced before
+            try:
+                if not self.rows:
+                    self._path.unlink()
+            finally:
+                os.close(self._sink.descriptor)
+
+    def _write(
+        self, batches: Sequence[pa.RecordBatch], metadata: Sequence[dict[str, str]], sums: Sequence[Mapping[str, str]]
+    ) -> None:
+        try:
+            for number, (batch, facts) in enumerate(zip(batches, metadata, strict=True)):
+                said = {**facts, **(sums[number] if sums else described(batch))}
+                first = not self._sink.length
+                rows = free_batch(batch) if first else batch
+                self._writer.write_batch(rows, custom_metadata=said | {BATCH: of_batch(self._said, said)})
+                self._sink.flush()
+        except (OSError, pa.ArrowException):
+            self.broken = True
+            self._cut(self.length, self.rows)
+            raise
+        self._batches += len(batches)
+        self._new_rows += sum(batch.num_rows for batch in batches)
+
+    def _check_place(self) -> None:
+        """Raise OSError unless the file's name leads to it: else nobody could read what is in it."""
+        gone = FileNotFoundError(errno.ENOENT, "somebody removed the file or its directory", str(self._path))
+        try:
+            if not os.path.samestat(os.fstat(self._sink.descriptor), os.lstat(self._path)):
+                raise gone
+        except (FileNotFoundError, NotADirectoryError):
+            raise gone from None
+
+    def _cut(self, length: int, rows: int) -> None:
+        self.length, self.rows = length, rows
+        self._batches = self._new_rows = 0
+        if not rows:
+            return  # removed when it is closed: who reads it now loses nothing under their hands
+        # Where even this fails, readers still know that the run at the end is not whole.
+        with contextlib.suppress(OSError):
+            os.truncate(self._sink.descriptor, length)
+            self._sink.begin_at(length)
+            self._syncing = self._syncing._replace(written=min(self._syncing.written, length))
+
+
+class _Place(NamedTuple):
+    """How far a file was written."""
+
+    length: int  # bytes of whole runs
+    rows: int  # of whole runs
+    written: int  # bytes, those of a run that is not finished included
+
+
+class _Sink:
+    """What Arrow writes to: a descriptor. The pieces of a batch are held back and written by one call.
+
+    Args:
+        descriptor: Of the file, at the place of the next byte to write.
+        written: Of what Arrow writes, the first bytes, which the file has already.
+    """
+
+    closed = False
+
+    def __init__(self, descriptor: int, written: int = 0) -> None:
+        self.descriptor = descriptor
+        self.length = 0
+        self._written = written
+        self._held: list[memoryview] = []
+
+    def write(self, data: bytes) -> None:
+        view = memoryview(data).cast("B")
+        passed = min(len(view), max(0, self._written - self.length))
+        self.length += len(view)
+        if passed < len(view):
+            self._held.append(view[passed:])
+
+    def flush(self) -> None:
+        """Write what is held back."""
+        held, self._held = self._held, []
+        at = 0
+        while at < len(held):
+            count = os.writev(self.descriptor, held[at : at + _PIECES])
+            while at < len(held) and count >= len(held[at]):
+                count -= len(held[at])
+                at += 1
+            if count:  # the disk took some of a piece
+                held[at] = held[at][count:]
+
+    def begin_at(self, length: int) -> None:
+        """Go on behind a place of the file, and forget what is held back."""
+        self._held = []
+        self.length = os.lseek(self.descriptor, length, os.SEEK_SET)
+
+    def close(self) -> None:
+        """The shard closes its descriptor itself."""
+
+
+def new_file(sink: Any, schema: pa.Schema) -> Any:
+    """Arrow's writer of a file, whose footer says the version of Arrow: by the same, a file is written alike."""
+    version = pa.__version__
+    return pa.ipc.new_file(sink, schema, metadata={VERSION: version, BATCH: of_batch(b"", {VERSION: version})})
+
+
+def seal(descriptor: int, path: Path, schema: pa.Schema, length: int) -> int:
+    """Write a footer that lists what a file holds; not durable yet.
+
+    Args:
+        descriptor: Of the file, at its end.
+        path: The file.
+        schema: Of its batches.
+        length: How long it is, all of which are whole batches.
+
+    Returns:
+        How long it is then.
+
+    Raises:
+        OSError: The disk refuses.
+        ArrowInvalid: Its batches would be written otherwise than they are: another version of Arrow wrote them.
+    """
+    sink = _Sink(descriptor, written=length)
+    writer = new_file(sink, schema)
+    for batch, metadata, _ in messages(path):
+        writer.write_batch(batch.select(), custom_metadata=metadata)
+    if sink.length != length:
+        raise pa.ArrowInvalid(f"{path} does not read back as it was written")
+    writer.close()
+    sink.flush()
+    return sink.length
+
+
+def _create(root: Path, session_id: str, name: str) -> int:
+    """Create and hold a file that did not exist, following no link below the root; its name is not durable yet."""
+    with directory(root) as top:
+        with contextlib.suppress(FileExistsError):
+            os.mkdir(session_id, dir_fd=top)
+        with directory(session_id, top) as folder:
+            return create(name, folder)
+
+
+@contextlib.contextmanager
+def directory(path: str | Path, parent: int | None = None) -> Iterator[int]:
+    """The descriptor of a directory that is not a link."""
+    descriptor = os.open(path, os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW, dir_fd=parent)
+    try:
+        yield descriptor
+    finally:
+        os.close(descriptor)

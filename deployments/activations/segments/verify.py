@@ -1,0 +1,259 @@
+"""Whether stored files are whole, and what can still be read of those that are not."""
+
+from __future__ import annotations
+
+import contextlib
+import mmap
+import shutil
+import tempfile
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, Literal
+
+import pyarrow as pa
+import pyarrow.compute as pc
+
+from deployments.activations.files.places import DamagedError, DiskFile, File
+from deployments.activations.segments import checksums
+from deployments.activations.segments.checksums import BATCH, KEY, LAYOUT, RUN
+from deployments.activations.segments.schema import BatchFacts, batch_facts
+from deployments.activations.segments.segment_writer import VERSION
+from deployments.activations.segments.segments import (
+    AnyFile,
+    as_file,
+    footer,
+    is_sealed,
+    messages,
+    whole_runs,
+)
+
+State = Literal["whole", "open", "cut short", "damaged", "unreadable"]
+_CHUNK = 1 << 20
+_KEYS = {"run_id", "batch", "run", "batches", KEY, LAYOUT, RUN, BATCH}
+
+
+@dataclass
+class Verified:
+    """What a look at every byte of a file found.
+
+    Attributes:
+        path: The file.
+        state: `whole` with its footer; `open` without it, every run whole (of a server that still writes, or was killed
+            and has not started again); `cut short` within a run; `damaged` where values changed, batches that the
+            footer lists do not read, or there is nothing of ours; `unreadable` where the disk refuses.
+        reason: What is wrong, in words; empty where nothing is.
+        runs: Whole runs, of which no value changed.
+        rows: Their rows.
+        unfinished: Rows of whole batches by the run that has no end.
+        damaged: By whole run, what is not as it was written: columns by their names, whose others can be read; `facts`,
+            what the run is; `layout`, lengths and nulls; `metadata`, of a batch or the file's schema.
+    """
+
+    path: AnyFile
+    state: State = "whole"
+    reason: str = ""
+    runs: int = 0
+    rows: int = 0
+    unfinished: dict[str, int] = field(default_factory=dict)
+    damaged: dict[str, list[str]] = field(default_factory=dict)
+
+    @property
+    def ok(self) -> bool:
+        """Whether every run of the file is whole."""
+        return self.state in ("whole", "open")
+
+
+def verify(source: AnyFile) -> Verified:
+    """Read every byte and every batch of a file, and compare checksums; one that is elsewhere is fetched for that."""
+    found = Verified(source)
+    try:
+        with _on_disk(as_file(source)) as file:
+            read_all(file.local)  # first, since a page that the disk cannot give would end who maps the file
+            _look_through(found, file)
+    except OSError as error:
+        found.state, found.reason = "unreadable", error.strerror or str(error)
+    return found
+
+
+@contextmanager
+def _on_disk(file: File) -> Iterator[DiskFile]:
+    """A file, or a copy of one that is elsewhere."""
+    if file.local is not None:
+        yield DiskFile(file.local)
+        return
+    with tempfile.TemporaryDirectory(prefix="vitrine-segment-") as folder:
+        copy = Path(folder, file.name)
+        with file.fs.open_input_stream(file.path) as data, copy.open("wb") as out:
+            shutil.copyfileobj(data, out, _CHUNK)
+        yield DiskFile(copy)
+
+
+def changed(batch: pa.RecordBatch, facts: BatchFacts, sums: Mapping[str, str]) -> list[str]:
+    """The columns of a batch that are not as they were written."""
+    words = {"run_id": facts.run_id} | ({"sample_id": facts.run.sample_id} if facts.run else {})
+    others = [name for name, word in words.items() if not _all_are(batch[name], word)]
+    return others + checksums.damaged(batch, sums)
+
+
+def _described_otherwise(batch: pa.RecordBatch, metadata: Mapping[bytes, bytes], schema: bytes) -> list[str]:
+    """What, beside columns' values, is not as it was written: `facts`, `layout` or `metadata`.
+
+    Args:
+        batch: A batch.
+        metadata: Its own.
+        schema: The message of the file's schema.
+    """
+    said = {key.decode(): value.decode() for key, value in metadata.items()}
+    bad = [] if checksums.is_of_run(metadata) else ["facts"]
+    if LAYOUT in said and said[LAYOUT] != checksums.layout(batch):
+        bad.append("layout")
+    if said.keys() & {BATCH, LAYOUT}:
+        changed = said.get(BATCH) != checksums.of_batch(schema, said)
+    else:  # earlier versions wrote none; a name that nobody writes was another one
+        changed = not said.keys() <= _KEYS
+    return [*bad, "metadata"] if changed and not bad else bad
+
+
+def _schema_of(path: Path) -> bytes:
+    """The message of a file's schema, as it lies there."""
+    with path.open("rb") as file:
+        file.seek(8)  # behind the magic, which is padded
+        head = file.read(8)
+        return head + file.read(int.from_bytes(head[4:], "little"))
+
+
+class _Compared:
+    """What Arrow writes to: nothing is kept, but the first byte that a file has otherwise.
+
+    Attributes:
+        length: Bytes so far.
+        other: The place of that byte; None where there is none.
+    """
+
+    closed = False
+
+    def __init__(self, data: memoryview) -> None:
+        self.length = 0
+        self.other: int | None = None
+        self._data = data
+
+    def write(self, data: Any) -> None:
+        view = memoryview(data).cast("B")
+        there = self._data[self.length : self.length + len(view)]
+        if self.other is None and view != there:
+            pairs = zip(view, there, strict=False)
+            same = next((at for at, (one, other) in enumerate(pairs) if one != other), len(there))
+            self.other = self.length + same
+        self.length += len(view)
+
+    def flush(self) -> None:
+        """Nothing is held back."""
+
+    def close(self) -> None:
+        """There is nothing to close."""
+
+
+def _written_otherwise(path: Path) -> int | None:
+    """The first byte of a sealed file that Arrow would write otherwise, None where there is none or cannot be said.
+
+    That is what no checksum covers: padding, how batches are framed, and the footer. Another version of Arrow than the
+    footer names, or none, may write another file of the same rows.
+    """
+    reader = footer(path)
+    said = {
+        key.decode(errors="replace"): value.decode(errors="replace") for key, value in (reader.metadata or {}).items()
+    }
+    if said and said.get(BATCH) != checksums.of_batch(b"", said):
+        return path.stat().st_size - 1
+    if said and said[VERSION] != pa.__version__:
+        return None
+    with path.open("rb") as file:
+        data = memoryview(mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ))
+    sink, writer = _Compared(data), None
+    for batch, metadata, _ in messages(path):
+        writer = writer or pa.ipc.new_file(sink, batch.schema, metadata=reader.metadata or None)
+        writer.write_batch(batch.select(), custom_metadata=metadata)
+    if writer:
+        writer.close()
+    return sink.length if sink.other is None and sink.length != len(data) else sink.other
+
+
+def _all_are(column: pa.Array, word: str | None) -> bool:
+    if word is None:
+        return bool(column.null_count == len(column))
+    return column.null_count == 0 and pc.all(pc.equal(column, word)).as_py() is not False
+
+
+def read_all(path: Path) -> None:
+    """Read every byte of a file.
+
+    Raises:
+        OSError: The disk cannot give one.
+    """
+    with path.open("rb", buffering=0) as file:
+        while file.read(_CHUNK):
+            pass
+
+
+def _look_through(found: Verified, file: DiskFile) -> None:
+    rows_of, begins = dict[str, int](), dict[int, str]()
+    batches, end, is_summed = _look_at_batches(found, file, rows_of)
+    with contextlib.suppress(DamagedError):  # found before
+        for whole in whole_runs(file):
+            rows = rows_of.pop(whole.facts.run_id, 0)
+            begins[whole.offset] = whole.facts.run_id
+            if whole.facts.run_id not in found.damaged:
+                found.runs += 1
+                found.rows += rows
+    found.unfinished = rows_of
+    found.damaged = {run: names for run, names in found.damaged.items() if run not in rows_of}
+    if found.damaged and found.state == "whole":
+        found.state = "damaged"
+        found.reason = "; ".join(f"of {run} changed {', '.join(names)}" for run, names in found.damaged.items())
+    if found.state == "damaged":
+        return
+    size = file.size
+    if is_sealed(file):
+        listed = footer(file).num_record_batches
+        if batches < listed:
+            found.state, found.reason = "damaged", f"batch {batches} of {listed} does not read, nor what is behind it"
+        elif rows_of:
+            found.state, found.reason = "cut short", "a run has no end"
+        elif is_summed and (at := _written_otherwise(file.local)) is not None:
+            where = "the footer" if at >= end else begins[max(place for place in begins if place <= at)]
+            found.state, found.reason = "damaged", f"byte {at}, of {where}, is not as it was written; all runs read"
+    elif not batches:
+        found.state, found.reason = "damaged", "no batch of an activation file can be read"
+    elif rows_of or end != size:
+        found.state = "cut short"
+        found.reason = "a run has no end" if end == size else f"the last {size - end} bytes are no whole batch"
+    else:
+        found.state = "open"
+
+
+def _look_at_batches(found: Verified, file: DiskFile, rows_of: dict[str, int]) -> tuple[int, int, bool]:
+    """Count each run's rows up to where batches are damaged.
+
+    Returns:
+        How many batches they are, the place behind them, and whether all have the checksums of this version.
+    """
+    batches, end, is_summed = 0, 0, True
+    try:
+        schema = _schema_of(file.local)
+        for message, metadata, behind in messages(file):
+            end = behind
+            batch = message.select()
+            facts = batch_facts(metadata)
+            bad = changed(batch, facts, checksums.read(metadata, batch.schema.names))
+            bad += _described_otherwise(batch, metadata or {}, schema)
+            is_summed = is_summed and BATCH.encode() in (metadata or {})
+            if bad:
+                known = found.damaged.setdefault(facts.run_id, [])
+                known += [name for name in bad if name not in known]
+            rows_of[facts.run_id] = rows_of.get(facts.run_id, 0) + batch.num_rows
+            batches += 1
+    except (ValueError, KeyError) as error:  # also Arrow's, and a DamagedError; of two columns of one name
+        found.state, found.reason = "damaged", f"batch {batches}: {error}"
+    return batches, end, is_summed

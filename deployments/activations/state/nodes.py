@@ -1,0 +1,176 @@
+"""The nodes that keep runs on disks of their own, as the store's node knows them."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Collection
+from pathlib import Path
+from typing import Any, NamedTuple
+from urllib.parse import quote, unquote
+
+import ray
+
+from deployments.activations.state.state import State
+
+SCHEME = "node://"  # of segments that lie on another node's disk: node://<key>/<session>/<segment>
+_ALIVE_S = 1.0  # for which it is believed which nodes are alive
+
+
+class Node(NamedTuple):
+    """A node with a directory of its own.
+
+    Attributes:
+        key: What tells its directory from all others; it is made with the directory.
+        name: The node's address in the cluster.
+        root: The directory there.
+        ray_id: The node's id in Ray, another one each time that it joins the cluster.
+        lost: Whether the node came back without this directory.
+    """
+
+    key: str
+    name: str
+    root: str
+    ray_id: str
+    lost: bool = False
+
+
+class Deletion(NamedTuple):
+    """A session that a node has yet to delete.
+
+    Attributes:
+        id: Counts the deletions.
+        session_id: The session.
+        fence: The fence of its owner's record: runs that show it are refused from now on.
+        last: When the last run was made that the store knew of, in Unix seconds: where there is a later one on the
+            node, the session stays. None where somebody asked for the deletion.
+    """
+
+    id: int
+    session_id: str
+    fence: str | None
+    last: float | None
+
+
+class Nodes:
+    """What is known of nodes, durable when it answers. All methods raise StoreError where the disk refuses.
+
+    Args:
+        root: The store's directory.
+        read_only: As for `State`.
+    """
+
+    def __init__(self, root: Path, read_only: bool = False) -> None:
+        self._state = State(root, read_only)
+        self._alive: tuple[float, frozenset[str]] = (0.0, frozenset())
+
+    def all(self) -> dict[str, Node]:
+        """The nodes by their keys."""
+        found = self._state.rows("SELECT key, name, root, ray_id, lost FROM nodes")
+        return {key: Node(key, name, root, ray_id, bool(lost)) for key, name, root, ray_id, lost in found}
+
+    def join(self, node: Node) -> None:
+        """A node is there, perhaps again."""
+        with self._state.change() as database:
+            database.execute("INSERT OR REPLACE INTO nodes VALUES (?, ?, ?, ?, 0)", node[:4])
+        self.mark_lost()
+
+    def mark_lost(self) -> None:
+        """Say of nodes that are away, and whose address has another directory now, that they have lost their disk."""
+        nodes = self.all().values()
+        there = {node.name for node in nodes if self.is_alive(node)}
+        lost = [(one.key,) for one in nodes if not one.lost and one.name in there and not self.is_alive(one)]
+        if lost:
+            with self._state.change() as database:
+                database.executemany("UPDATE nodes SET lost = 1 WHERE key = ?", lost)
+
+    def begin_deletion(self, session_id: str, fence: str | None, last: float | None) -> None:
+        """Have all nodes delete a session; those that are away do when they come back."""
+        each = "INSERT INTO deletions (node, session, fence, last) SELECT key, ?, ?, ? FROM nodes"
+        with self._state.change() as database:
+            database.execute(each, (session_id, fence, last))
+
+    def deletions(self, key: str) -> list[Deletion]:
+        """What a node has yet to delete, in order."""
+        found = "SELECT id, session, fence, last FROM deletions WHERE node = ? ORDER BY id"
+        return [Deletion(*row) for row in self._state.rows(found, key)]
+
+    def waiting(self, session_id: str) -> list[tuple[str, Deletion]]:
+        """The deletions of a session that are not done, each with its node's key."""
+        found = "SELECT node, id, session, fence, last FROM deletions WHERE session = ? ORDER BY id"
+        return [(node, Deletion(*row)) for node, *row in self._state.rows(found, session_id)]
+
+    def end_deletions(self, key: str, done: Collection[int]) -> None:
+        """A node has deleted sessions."""
+        with self._state.change() as database:
+            gone = [(key, number) for number in done]
+            database.executemany("DELETE FROM deletions WHERE node = ? AND id = ?", gone)
+
+    def is_alive(self, node: Node) -> bool:
+        """Whether a node is in the cluster, as it was within the last second."""
+        if node.lost:
+            return False
+        until, alive = self._alive
+        if time.monotonic() >= until:
+            found = ray.nodes()  # type: ignore[no-untyped-call]
+            alive = frozenset(one["NodeID"] for one in found if one["Alive"])
+            self._alive = time.monotonic() + _ALIVE_S, alive
+        return node.ray_id in alive
+
+
+def uri_of(key: str, name: str) -> str:
+    """The URI of a node's segment.
+
+    Args:
+        key: The node's.
+        name: `<session>/<segment>`, quoted as in URIs.
+    """
+    return f"{SCHEME}{quote(key, safe='')}/{name}"
+
+
+def node_of(uri: str) -> str | None:
+    """The key of the node on whose disk a segment lies; None of one of the store's own disk, or of a bucket's."""
+    return unquote(uri[len(SCHEME) :].partition("/")[0]) if uri.startswith(SCHEME) else None
+
+
+def described(runs: list[dict[str, Any]], nodes: Nodes) -> list[dict[str, Any]]:
+    """Runs as the catalogue lists them, with their place on their node, its name, and whether they can be read now.
+
+    Runs of the store's own disk, or of a bucket, stay as they are.
+
+    Raises:
+        StoreError: The disk refuses.
+    """
+    known = nodes.all()
+
+    def said(run: dict[str, Any]) -> dict[str, Any]:
+        uri = next((point["uri"] for point in run["points"].values()), "")
+        if (key := node_of(uri)) is None:
+            return run
+        node = known.get(key) or _unknown(key)
+        points = {name: {**point, "uri": _place(node, uri)} for name, point in run["points"].items()}
+        readable = nodes.is_alive(node) or bool(run.get("archived"))
+        lost = {"lost": True} if node.lost and not readable else {}
+        return {**run, "points": points, "node": node.name, "available": readable, **lost}
+
+    return [said(run) for run in runs]
+
+
+def described_files(files: list[dict[str, Any]], nodes: Nodes) -> list[dict[str, Any]]:
+    """The same of files of a session."""
+    known = nodes.all()
+
+    def said(file: dict[str, Any]) -> dict[str, Any]:
+        if (key := node_of(file["uri"])) is None:
+            return file
+        node = known.get(key) or _unknown(key)
+        return {**file, "uri": _place(node, file["uri"]), "node": node.name}
+
+    return [said(file) for file in files]
+
+
+def _unknown(key: str) -> Node:
+    return Node(key, "unknown", "/", "", lost=True)
+
+
+def _place(node: Node, uri: str) -> str:
+    return f"{Path(node.root).as_uri()}/{uri.removeprefix(uri_of(node.key, ''))}"

@@ -1,0 +1,168 @@
+"""Which session is whose."""
+
+from __future__ import annotations
+
+import re
+import secrets
+import time
+from collections.abc import Callable, Mapping, Set
+from pathlib import Path
+from typing import Any, NamedTuple
+
+from deployments.activations.accounts import Account
+from deployments.activations.facts import StoreError, check_session_id, names_a_session
+from deployments.activations.state.state import State
+from deployments.errors import RequestError
+
+NOT_YOURS = "session_not_yours"
+_EMPTY_S = 3600.0  # after which a session that was claimed, and never got a run, may go
+_AUTOMATIC = re.compile(r"auto-\d{4}-\d\d-\d\d-(.+)")  # the session of the day of the owner that it names
+
+
+class Record(NamedTuple):
+    """Whose a session is.
+
+    Attributes:
+        owner: The owner; None where an admin has shared a session that has none.
+        shared: Whether everybody may read it.
+        limited: Whether the owner's quotas count it.
+        fence: Random; what a request that records shows of the session it was admitted to. A session that is deleted
+            and claimed again has another one, so that no late run of the first becomes part of the second.
+        claimed: When it was claimed, in Unix seconds.
+    """
+
+    owner: str | None
+    shared: bool = False
+    limited: bool = False
+    fence: str = ""
+    claimed: float = 0.0
+
+
+class Owners:
+    """The owners of a store's sessions. Safe to use from several threads.
+
+    All methods wait for the disk, and raise StoreError where it refuses.
+
+    Args:
+        root: The store's directory, absolute and no link.
+        read_only: As for `State`.
+
+    Attributes:
+        state: The connection to where they are kept.
+    """
+
+    def __init__(self, root: Path, read_only: bool = False) -> None:
+        self.state = State(root, read_only)
+
+    def of(self, session_id: str) -> Record | None:
+        """Whose a session is; None where it has no owner."""
+        found = self._records("WHERE session = ?", session_id) if names_a_session(session_id) else {}
+        return found.get(session_id)
+
+    def all(self) -> dict[str, Record]:
+        """Every record, by session."""
+        return self._records()
+
+    def limited(self, owner: str | None) -> set[str]:
+        """The sessions that count for an owner's quotas."""
+        return set(self._limited(owner))
+
+    def readable(self, account: Account) -> tuple[tuple[str, ...] | None, tuple[str, ...]]:
+        """The sessions that an account may read: these alone, None for all; and of those not these."""
+        if account.is_admin:
+            return None, ()
+        readable, others = list[str](), list[str]()
+        for name, owner, shared in self.state.rows("SELECT session, owner, shared FROM owners"):
+            (readable if account.may_read(owner, bool(shared)) else others).append(name)
+        return (None, tuple(others)) if account.reads_unowned else (tuple(readable), ())
+
+    def claim(self, session_id: str, account: Account, there: Callable[[], Set[str]], most: int | None) -> str:
+        """Admit a request that records into a session; who comes first owns it. Durable when it returns.
+
+        Args:
+            session_id: The session.
+            account: Who sends the request.
+            there: Gives the sessions that have runs, or are about to.
+            most: The most sessions that an owner may have.
+
+        Returns:
+            The session's fence, which its runs show.
+
+        Raises:
+            RequestError: It is another's, or has no owner; 403.
+            StoreError: The owner has too many.
+        """
+        check_session_id(session_id)
+        with self.state.change():
+            if (record := self.of(session_id)) is None and session_id not in there():
+                named = _AUTOMATIC.fullmatch(session_id)
+                record = Record(
+                    named[1] if named else account.owner,
+                    limited=not account.is_admin or bool(named and named[1] != account.owner),
+                    fence=secrets.token_hex(16),
+                    claimed=time.time(),
+                )
+                if account.may_change(record.owner):
+                    self._check_room(record, there, most)
+                    self._write(session_id, record)
+        if not account.may_change(record and record.owner):
+            message = f"session {session_id!r} is not yours: record into another one"
+            raise RequestError(message, "session_id", NOT_YOURS, 403)
+        return record.fence if record else ""
+
+    def check(self, session_id: str, fence: str | None) -> None:
+        """Refuse a run of a session that was deleted since its request was admitted.
+
+        Args:
+            session_id: The session.
+            fence: What `claim` gave; None of a server without keys, whose runs join whatever session there is.
+
+        Raises:
+            StoreError: It was.
+        """
+        if fence is not None and fence != ((record := self.of(session_id)) and record.fence or ""):
+            raise StoreError(f"Session {session_id} was deleted while the run went on: send the request again.")
+
+    def share(self, session_id: str, shared: bool) -> None:
+        """Let everybody read a session, or no more; durable when it returns."""
+        with self.state.change():
+            self._write(session_id, (self.of(session_id) or Record(None))._replace(shared=shared))
+
+    def add(self, records: Mapping[str, Record]) -> None:
+        """Put down the owners of sessions that have none; durable when it returns."""
+        with self.state.change():
+            for session_id in records.keys() - self.all().keys():
+                self._write(session_id, records[session_id])
+
+    def forget(self, session_id: str) -> None:
+        """A session was deleted: its name is free again when this returns."""
+        with self.state.change() as database:
+            database.execute("DELETE FROM owners WHERE session = ?", (session_id,))
+
+    def _check_room(self, new: Record, there: Callable[[], Set[str]], most: int | None) -> None:
+        """Raise where an owner has too many sessions; those that never got a run are dropped before."""
+        if most is None or not new.limited or len(own := self._limited(new.owner)) < most:
+            return
+        runs = there()
+        empty = [name for name, one in own.items() if name not in runs and one.claimed < new.claimed - _EMPTY_S]
+        for name in empty:
+            self.forget(name)
+        if (count := len(own) - len(empty)) >= most:
+            raise StoreError(
+                f"The quota of sessions of {new.owner} is reached: {count} of {most}: delete sessions that are not "
+                "needed, or raise max_owner_sessions."
+            )
+
+    def _limited(self, owner: str | None) -> dict[str, Record]:
+        return self._records("WHERE limited AND owner IS ?", owner)
+
+    def _records(self, where: str = "", *values: Any) -> dict[str, Record]:
+        found = self.state.rows(f"SELECT session, owner, shared, limited, fence, claimed FROM owners {where}", *values)
+        return {
+            name: Record(owner, bool(shared), bool(limited), fence, claimed)
+            for name, owner, shared, limited, fence, claimed in found
+        }
+
+    def _write(self, session_id: str, record: Record) -> None:
+        with self.state.change() as database:
+            database.execute("INSERT OR REPLACE INTO owners VALUES (?, ?, ?, ?, ?, ?)", (session_id, *record))

@@ -1,0 +1,89 @@
+"""Which sessions are pinned, and the limits that a store keeps to when it comes back by itself."""
+
+from __future__ import annotations
+
+import json
+import logging
+from collections.abc import Iterable
+from dataclasses import asdict
+from pathlib import Path
+
+from deployments.activations.facts import StoreError, check_session_id
+from deployments.activations.limits import Retention
+from deployments.activations.state.state import State
+from deployments.errors import RequestError
+
+logger = logging.getLogger(__name__)
+
+
+class Pins:
+    """The pinned sessions of a store. All methods raise StoreError where the disk refuses.
+
+    Args:
+        root: The store's directory, absolute and no link.
+        read_only: As for `State`.
+    """
+
+    def __init__(self, root: Path, read_only: bool = False) -> None:
+        self._state = State(root, read_only)
+
+    def names(self) -> frozenset[str]:
+        """All of them."""
+        return frozenset(name for (name,) in self._state.rows("SELECT session FROM pins"))
+
+    def __contains__(self, session_id: str) -> bool:
+        return session_id in self.names()
+
+    def set(self, session_id: str, pinned: bool) -> None:
+        """Pin a session, or take its pin away; durable when it returns.
+
+        Raises:
+            ValueError: The id can name no session.
+        """
+        check_session_id(session_id)
+        if pinned:
+            self.add([session_id])
+        else:
+            with self._state.change() as database:
+                database.execute("DELETE FROM pins WHERE session = ?", (session_id,))
+
+    def add(self, session_ids: Iterable[str]) -> None:
+        """Pin sessions; durable when it returns."""
+        with self._state.change() as database:
+            database.executemany("INSERT OR IGNORE INTO pins VALUES (?)", [(name,) for name in session_ids])
+
+    def check(self, session_id: str) -> None:
+        """Raise where a session may not be deleted.
+
+        Raises:
+            RequestError: It is pinned.
+        """
+        if session_id in self:
+            message = f"session {session_id!r} is pinned: unpin it before you delete it"
+            raise RequestError(message, "session_id", "session_pinned", 409)
+
+
+def saved_limits(root: Path, life: str) -> Retention:
+    """What `save_limits` saved in this life; no limits where it saved none, or they cannot be read."""
+    try:
+        for (said,) in State(root).rows("SELECT said FROM limits WHERE life = ?", life):
+            return Retention(**json.loads(said))
+    except (ValueError, TypeError):
+        logger.exception("saved limits of %s cannot be read: nothing is limited until an application starts", root)
+    return Retention()
+
+
+def save_limits(root: Path, life: str, retention: Retention) -> None:
+    """Save limits for a store that comes back by itself; a disk that refuses, full as it may be, is logged.
+
+    Args:
+        root: The store's, absolute and no link.
+        life: What no store has that was started anew: its operator may have chosen other limits.
+        retention: The limits.
+    """
+    try:
+        with State(root).change() as database:
+            database.execute("DELETE FROM limits")
+            database.execute("INSERT INTO limits VALUES (?, ?)", (life, json.dumps(asdict(retention))))
+    except StoreError:
+        logger.exception("the limits of %s are not saved: they hold until the store comes back by itself", root)

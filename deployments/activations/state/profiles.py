@@ -1,0 +1,174 @@
+"""Profiles of capture and interventions that clients keep in a store, and which are models' defaults."""
+
+from __future__ import annotations
+
+import json
+import time
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any, NamedTuple
+
+from deployments.activations.accounts import OPERATOR, Account
+from deployments.activations.state.state import State
+from deployments.errors import RequestError
+from deployments.points.profiles import Profile
+
+MAX_PROFILES = 1024  # of one owner
+MAX_BYTES = 1 << 20  # of one
+_KEPT = "name, NULLIF(owner, ''), model, description, created, is_default"
+
+
+class _Kept(NamedTuple):
+    """What is known of a profile besides what it does; `created` is in Unix seconds."""
+
+    name: str
+    owner: str | None
+    model: str | None
+    description: str | None
+    created: float
+    is_default: bool
+
+    def told(self, account: Account) -> dict[str, Any]:
+        """The same for an answer."""
+        told = {
+            "name": self.name,
+            "object": "intervention_profile",
+            "created": self.created,
+            "model": self.model,
+            "default": bool(self.is_default),
+            "description": self.description,
+        }
+        return told if account.owner is None else told | {"owner": self.owner}
+
+
+class StoredProfiles:
+    """Every profile of a store; each owner has names of their own. Safe to use from several threads.
+
+    All methods wait for the disk, and raise StoreError where it refuses.
+
+    Args:
+        root: The store's directory, absolute and no link.
+    """
+
+    def __init__(self, root: Path) -> None:
+        self._state = State(root)
+        self._state.rows("SELECT 1")  # it is opened now, and read then also while the directory is away
+        self._version = time.time_ns()  # of the defaults
+
+    def list(self, limit: int, after: str | None, account: Account = OPERATOR) -> list[dict[str, Any]]:
+        """Up to `limit` profiles that the account may read in the order of their names; without what they do.
+
+        Args:
+            limit: How many.
+            after: The name behind which they begin; for an admin `name@owner`, since names may be there several times.
+            account: Who asks. Of what has no owner they see what no profile of their own hides.
+        """
+        kept = self._kept("ORDER BY name, owner")
+        own = {one.name for one in kept if one.owner == account.owner}
+        seen = [
+            one
+            for one in kept
+            if account.may_change(one.owner) or (account.may_read(one.owner) and one.name not in own)
+        ]
+        name, at, owner = (after or "").partition("@")
+        if after is not None:
+            seen = [one for one in seen if ((one.name, one.owner or "") > (name, owner) if at else one.name > name)]
+        return [one.told(account) for one in seen[:limit]]
+
+    def put(self, profile: Profile, account: Account = OPERATOR, most: int = MAX_PROFILES) -> dict[str, Any]:
+        """Keep a profile, in the place of one of its name; durable when it returns.
+
+        Args:
+            profile: The profile; where it is a default, it takes the place of the model's last one.
+            account: Whose it is. An admin may change defaults: they change what others are answered.
+            most: The most profiles of an owner who is no admin.
+
+        Returns:
+            What `get` says of it.
+
+        Raises:
+            RequestError: It is too large, there are too many, or defaults may not change.
+        """
+        body = profile.model_dump_json(by_alias=True, exclude_unset=True, exclude={"default"})
+        if (size := len(body.encode())) > MAX_BYTES:
+            message = f"{size} bytes, and a profile has {MAX_BYTES} at most: send vectors as tensor files"
+            raise RequestError(message, None, "profile_too_large", 413)
+        most = MAX_PROFILES if account.is_admin else min(most, MAX_PROFILES)
+        new = _Kept(profile.name, account.owner, profile.model, profile.description, time.time(), profile.default)
+        with self._state.change() as database:
+            own = {one.name: one for one in self._kept("WHERE owner = ?", account.owner or "")}
+            if len(own.keys() - {new.name}) >= most:
+                raise RequestError(f"there are {most} profiles: delete some", None, "profile_store_full")
+            is_news = new.is_default or (new.name in own and own[new.name].is_default)
+            if is_news and not account.is_admin:
+                raise _defaults_are_admins()
+            if new.is_default:
+                database.execute("UPDATE profiles SET is_default = 0 WHERE is_default AND model = ?", (new.model,))
+            row = new._replace(owner=new.owner or "")
+            database.execute("INSERT OR REPLACE INTO profiles VALUES (?, ?, ?, ?, ?, ?, ?)", (*row, body))
+        self._tell(is_news)
+        return {**json.loads(body), **new.told(account)}
+
+    def get(self, name: str, account: Account = OPERATOR, owner: str | None = None) -> dict[str, Any] | None:
+        """A profile as it was sent, with when, and whether it is a default; None if the account may read none.
+
+        Args:
+            name: Its name.
+            account: Who asks. Their own comes first, then the one without an owner, then a default.
+            owner: Whose it is, where it is none of these; for an admin.
+        """
+        kept = self._find(name, account, owner)
+        return self._whole(kept, account) if kept else None
+
+    def defaults(self, known: int | None) -> tuple[int, dict[str, dict[str, Any]]] | None:
+        """The models' default profiles, and the version of all that is known; None where `known` is that version."""
+        version = self._version  # before the rest: what changes meanwhile is news once more
+        if version == known:
+            return None
+        found = {one.model: self._whole(one, OPERATOR) for one in self._kept("WHERE is_default")}
+        return version, {model: whole for model, whole in found.items() if model and whole}
+
+    def delete(self, name: str, account: Account = OPERATOR, owner: str | None = None) -> bool:
+        """Delete a profile, found as by `get`: true when it is gone, false if the account may change none of the name.
+
+        Raises:
+            RequestError: It is a default, and the account is no admin's.
+        """
+        with self._state.change() as database:
+            kept = self._find(name, account, owner)
+            if kept is None or not account.may_change(kept.owner):
+                return False
+            if kept.is_default and not account.is_admin:
+                raise _defaults_are_admins()
+            database.execute("DELETE FROM profiles WHERE name = ? AND owner = ?", (kept.name, kept.owner or ""))
+        self._tell(kept.is_default)
+        return True
+
+    def _find(self, name: str, account: Account, owner: str | None) -> _Kept | None:
+        of_name = self._kept("WHERE name = ? ORDER BY model", name) if name.isascii() else []
+        by_owner = {one.owner: one for one in of_name}
+        if owner is not None:
+            return by_owner.get(owner) if account.may_change(owner) else None
+        own = [account.owner] + ([None] if account.may_read(None) else [])
+        found = [by_owner[one] for one in own if one in by_owner] + [one for one in of_name if one.is_default]
+        return found[0] if found else None
+
+    def _kept(self, which: str, *values: Any) -> Sequence[_Kept]:
+        return [_Kept(*row) for row in self._state.rows(f"SELECT {_KEPT} FROM profiles {which}", *values)]
+
+    def _whole(self, kept: _Kept, account: Account) -> dict[str, Any] | None:
+        """A profile with what it does; None where it is deleted by now."""
+        key = kept.name, kept.owner or ""
+        for (body,) in self._state.rows("SELECT body FROM profiles WHERE name = ? AND owner = ?", *key):
+            return {**json.loads(body), **kept.told(account)}
+        return None
+
+    def _tell(self, is_news: bool) -> None:
+        """Have `defaults` give another version, if they changed; versions grow, also where the clock goes back."""
+        if is_news:
+            self._version = max(self._version + 1, time.time_ns())
+
+
+def _defaults_are_admins() -> RequestError:
+    message = "a default changes what others are answered: that needs a key with the role admin"
+    return RequestError(message, "default", "insufficient_permissions", 403)

@@ -1,0 +1,168 @@
+"""What a store keeps besides runs, in one SQLite database: pins, limits, profiles, whose sessions are, and nodes.
+
+The catalogue's database is made again from the files of runs where it is lost; this one is not. The store's process
+alone writes it, and each change is durable when the call returns. Other processes of the machine see it at once.
+"""
+
+from __future__ import annotations
+
+import errno
+import os
+import sqlite3
+import stat
+import weakref
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from threading import RLock
+from typing import Any
+
+from deployments.activations.catalogue.database import transaction
+from deployments.activations.failures import explain
+
+NAME = ".state.sqlite"  # no session id begins with '.'
+_TABLES = """
+CREATE TABLE IF NOT EXISTS pins (session TEXT PRIMARY KEY) WITHOUT ROWID;
+CREATE TABLE IF NOT EXISTS owners (
+    session TEXT PRIMARY KEY, owner TEXT, shared INTEGER NOT NULL, limited INTEGER NOT NULL, fence TEXT NOT NULL,
+    claimed REAL NOT NULL
+) WITHOUT ROWID;
+CREATE INDEX IF NOT EXISTS sessions_of_owner ON owners (owner) WHERE limited;
+CREATE TABLE IF NOT EXISTS limits (life TEXT PRIMARY KEY, said TEXT NOT NULL);
+CREATE TABLE IF NOT EXISTS profiles (
+    name TEXT NOT NULL, owner TEXT NOT NULL, model TEXT, description TEXT, created REAL NOT NULL,
+    is_default INTEGER NOT NULL, body TEXT NOT NULL, PRIMARY KEY (name, owner)
+);
+CREATE UNIQUE INDEX IF NOT EXISTS default_of_model ON profiles (model) WHERE is_default;
+CREATE TABLE IF NOT EXISTS nodes (
+    key TEXT PRIMARY KEY, name TEXT NOT NULL, root TEXT NOT NULL, ray_id TEXT NOT NULL, lost INTEGER NOT NULL
+);
+CREATE TABLE IF NOT EXISTS deletions (
+    id INTEGER PRIMARY KEY AUTOINCREMENT, node TEXT NOT NULL, session TEXT NOT NULL, fence TEXT, last REAL
+);
+PRAGMA user_version = 1
+"""
+_ERRNOS = {  # what SQLite says without the system's number for it
+    sqlite3.SQLITE_FULL: errno.ENOSPC,
+    sqlite3.SQLITE_READONLY: errno.EACCES,
+    sqlite3.SQLITE_PERM: errno.EACCES,
+}
+_DAMAGED = (
+    "is damaged: put a copy of it back, or remove it together with its -wal and -shm; without it no session is pinned "
+    "or has an owner"
+)
+
+
+class State:
+    """A connection to a store's database, opened when it is first used. Safe to use from several threads.
+
+    All methods raise StoreError where the disk refuses.
+
+    Args:
+        root: The store's directory, absolute and no link.
+        read_only: Whether nothing is written. Where there is no database yet, files of earlier versions are read.
+    """
+
+    def __init__(self, root: Path, read_only: bool = False) -> None:
+        self._path = root / NAME
+        self._read_only = read_only
+        self._lock = RLock()
+        self._database: sqlite3.Connection | None = None
+        self._inode = 0
+
+    def rows(self, statement: str, *values: Any) -> list[Any]:
+        """What a statement finds."""
+        with self._connection() as database:
+            return database.execute(statement, values).fetchall()
+
+    @contextmanager
+    def change(self) -> Iterator[sqlite3.Connection]:
+        """One transaction, durable at its end; within another one, part of that."""
+        with self._connection(to_write=True) as database, transaction(database):
+            yield database
+
+    def version(self) -> tuple[int, int]:
+        """Another one after each change, whoever made it."""
+        with self._connection() as database:
+            [[others]] = database.execute("PRAGMA data_version")
+            return others, database.total_changes
+
+    @contextmanager
+    def _connection(self, to_write: bool = False) -> Iterator[sqlite3.Connection]:
+        with self._lock:
+            database = None
+            try:
+                yield (database := self._opened(to_write))
+            except sqlite3.Error as error:
+                code = getattr(error, "sqlite_errorcode", 0) & 0xFF  # the rest of an extended code is detail
+                said = _DAMAGED if code in (sqlite3.SQLITE_CORRUPT, sqlite3.SQLITE_NOTADB) else str(error)
+                failed = OSError(_ERRNOS.get(code, errno.EIO), said, str(self._path))
+                raise explain(self._path.parent, failed) from error
+            except OSError as error:
+                raise explain(self._path.parent, error) from error
+            finally:
+                if database is not None and database is not self._database:  # made of files, for once
+                    database.close()
+
+    def _opened(self, to_write: bool) -> sqlite3.Connection:
+        try:
+            found = self._path.lstat()
+        except FileNotFoundError:
+            if self._database is not None:
+                if to_write:  # the directory is away: it may be lost
+                    raise
+                return self._database
+            if self._read_only:
+                return self._of_files()
+        else:
+            if stat.S_ISLNK(found.st_mode):
+                raise OSError(errno.ELOOP, "a link is not followed", str(self._path))
+            if self._database is not None and found.st_ino == self._inode:
+                return self._database
+        database = self._read() if self._read_only else self._write()
+        if database.execute("PRAGMA user_version").fetchone() == (0,):  # it is being made
+            database.close()
+            return self._of_files()
+        weakref.finalize(self, database.close).atexit = False  # a thread may still need it
+        self._database, self._inode = database, self._path.stat().st_ino
+        return database
+
+    def _read(self) -> sqlite3.Connection:
+        place = f"{self._path.as_uri()}?mode=ro"
+        if not os.access(self._path.parent, os.W_OK) and not self._path.with_name(f"{NAME}-wal").exists():
+            place += "&immutable=1"  # nobody writes, and SQLite could not make the files that tell it so
+        return _connected(place)
+
+    def _write(self) -> sqlite3.Connection:
+        from deployments.activations.state import earlier as old_state  # needs Arrow, and the ingress none
+
+        root = self._path.parent
+        database = _connected(self._path.as_uri())
+        try:
+            database.execute("PRAGMA journal_mode = WAL")
+            database.execute("PRAGMA synchronous = FULL")
+            with transaction(database):
+                _lay_out(database)
+                folders = old_state.take_over(database, root)
+            old_state.put_aside(root, folders)
+        except BaseException:
+            database.close()
+            raise
+        return database
+
+    def _of_files(self) -> sqlite3.Connection:
+        from deployments.activations.state import earlier as old_state
+
+        database = _connected(":memory:")
+        _lay_out(database)
+        old_state.take_over(database, self._path.parent)
+        return database
+
+
+def _connected(place: str) -> sqlite3.Connection:
+    return sqlite3.connect(place, isolation_level=None, check_same_thread=False, uri=True)
+
+
+def _lay_out(database: sqlite3.Connection) -> None:
+    for statement in _TABLES.split(";"):
+        database.execute(statement)

@@ -1,0 +1,1 @@
+"""Tensor files that clients upload."""

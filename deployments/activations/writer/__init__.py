@@ -1,0 +1,1 @@
+"""The writer of a directory: open segments, group commit, recovery, deletion and retention."""

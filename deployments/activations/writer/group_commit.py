@@ -1,0 +1,139 @@
+"""Group commit: files are made durable beside what is written to them next, and then their runs are answered."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor, wait
+from pathlib import Path
+from typing import NamedTuple
+
+from deployments.activations.catalogue.entries import Entry, Known
+from deployments.activations.facts import StoredRun
+from deployments.activations.failures import explain
+from deployments.activations.segments.segment_writer import Shard, directory
+from deployments.activations.writer.open_runs import OpenRuns
+
+_SYNCS = 8  # files that are made durable at once: disks gather what they are asked for, and networks take their time
+
+_Answer = tuple[Future[StoredRun], Entry]
+
+
+class _Sync(NamedTuple):
+    """A file that is being made durable, and the runs that wait for it."""
+
+    shard: Shard
+    done: Future[None]
+    runs: Sequence[_Answer]
+
+
+class Commits:
+    """The runs that are written and not durable yet. For one thread; those that wait for the disk are its own.
+
+    One group is made durable at a time; what is written meanwhile is the next one.
+
+    Args:
+        root: Where the files are.
+        catalogue: Told of each run once it is on disk.
+        runs: Told which of its runs are.
+        wake: Called, on any thread, each time a file is durable or cannot be made so: the group may be `ready`.
+    """
+
+    def __init__(self, root: Path, catalogue: Known, runs: OpenRuns, wake: Callable[[], None]) -> None:
+        self._root = root
+        self._catalogue = catalogue
+        self._runs = runs
+        self._wake = wake
+        self._written: dict[Shard, list[_Answer]] = {}
+        self._syncs: list[_Sync] = []
+        self._threads = ThreadPoolExecutor(_SYNCS, thread_name_prefix="activation-sync")
+
+    @property
+    def under_way(self) -> bool:
+        """Whether a group is being made durable."""
+        return bool(self._syncs)
+
+    @property
+    def ready(self) -> bool:
+        """Whether a group is, so that `end` would not wait."""
+        return self.under_way and all(sync.done.done() for sync in self._syncs)
+
+    @property
+    def shards(self) -> set[Shard]:
+        """The files that must stay open."""
+        return {*self._written, *(sync.shard for sync in self._syncs)}
+
+    def touch(self, shard: Shard) -> None:
+        """A run that is not finished has grown: its file is synced with the next group."""
+        self._written.setdefault(shard, [])
+
+    def add(self, shard: Shard, entry: Entry, future: Future[StoredRun]) -> None:
+        """A run is written: its future is answered once it is durable."""
+        self._written.setdefault(shard, []).append((future, entry))
+
+    def begin(self) -> None:
+        """Have what is written made durable, unless a group is already."""
+        if self._syncs or not self._written:
+            return
+        written, self._written = self._written, {}
+        for shard in written:
+            shard.begin_sync()
+        new = any(not shard.is_named for shard in written)
+        root = self._threads.submit(self._sync_root) if new else None  # once for all; before those that wait for it
+        self._syncs = [_Sync(shard, self._threads.submit(_sync, shard, root), runs) for shard, runs in written.items()]
+        for sync in self._syncs:
+            sync.done.add_done_callback(lambda _: self._wake())
+
+    def end(self) -> None:
+        """Wait for the group that is under way, and answer its runs."""
+        syncs, self._syncs = self._syncs, []
+        wait([sync.done for sync in syncs])
+        durable = list[_Sync]()
+        for sync in syncs:
+            error = sync.done.exception()
+            if isinstance(error, OSError):
+                self._fail(sync, error)
+            elif error:
+                raise error
+            else:
+                sync.shard.end_sync()
+                if sync.runs:
+                    durable.append(sync)
+        if durable:
+            shards = ((sync.shard, [entry for _, entry in sync.runs]) for sync in durable)
+            self._catalogue.add_all([(shard.session_id, entries, shard.facts()) for shard, entries in shards])
+        for sync in durable:
+            for future, entry in sync.runs:
+                future.set_result(entry.stored())
+        for sync in syncs:
+            self._runs.forget(entry.facts for _, entry in sync.runs)
+
+    def drain(self) -> None:
+        """Make all that is written durable, and answer it."""
+        while self._syncs or self._written:
+            self.begin()
+            self.end()
+
+    def close(self) -> None:
+        """Wait for the disk, and end the threads; nobody is answered any more."""
+        self._threads.shutdown()
+
+    def _sync_root(self) -> None:
+        with directory(self._root) as top:
+            os.fsync(top)
+
+    def _fail(self, sync: _Sync, error: OSError) -> None:
+        """Its file now ends with what was durable before: what was written since is gone as well."""
+        sync.shard.fall_back()
+        since = self._written.pop(sync.shard, [])
+        for future, _ in (*sync.runs, *since):
+            future.set_exception(explain(self._root, error.with_traceback(None)))
+        self._runs.forget(entry.facts for _, entry in since)
+        self._runs.abandon_broken(sync.shard, str(explain(self._root, error)))
+
+
+def _sync(shard: Shard, root: Future[None] | None) -> None:
+    """Make a file durable, and, where it is new, its name."""
+    shard.sync()
+    if root and not shard.is_named:
+        root.result()

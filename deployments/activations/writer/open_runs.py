@@ -1,0 +1,199 @@
+"""Runs that arrive in chunks: each has a shard to itself from its first chunk to its last."""
+
+from __future__ import annotations
+
+import time
+from collections import OrderedDict
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import NamedTuple
+
+import pyarrow as pa
+
+from deployments.activations.catalogue.entries import Entry, Known, RunName
+from deployments.activations.facts import RunFacts, StoreError
+from deployments.activations.failures import explain
+from deployments.activations.segments.segment_writer import Shard
+from deployments.activations.writer.pool import Pool
+from deployments.activations.writer.retention import Keeper
+
+
+class Chunk(NamedTuple):
+    """Number `part` of a run's chunks, from 0; `run` is what the run is, on the last one.
+
+    `sums` are the batches' checksums, `most` is the most bytes that all chunks may have, 0 where that is not known.
+    `fence` is what the run shows of its session, as `Owners.check` takes it.
+    """
+
+    name: RunName
+    part: int
+    batches: list[pa.RecordBatch]
+    run: RunFacts | None
+    sums: Sequence[Mapping[str, str]]
+    most: int = 0
+    fence: str | None = None
+
+
+@dataclass
+class _OpenRun:
+    shard: Shard
+    chunks: int  # written so far
+    touched: float  # when the last one came, in the monotonic clock's seconds
+    bytes: int = 0  # of their batches
+
+
+class OpenRuns:
+    """The runs that are being written. For one thread.
+
+    Args:
+        root: Where the files are.
+        catalogue: Knows the runs that are stored.
+        pool: Where shards come from.
+        keeper: Says whether there is room.
+        lease_s: Seconds without a chunk after which a run is abandoned; for as long it is remembered why a
+            run cannot go on.
+    """
+
+    def __init__(self, root: Path, catalogue: Known, pool: Pool, keeper: Keeper, lease_s: float) -> None:
+        self._root = root
+        self._catalogue = catalogue
+        self._pool = pool
+        self._keeper = keeper
+        self._lease_s = lease_s
+        self._open: OrderedDict[RunName, _OpenRun] = OrderedDict()  # the longest without a chunk first
+        self._lost: OrderedDict[RunName, tuple[str, float]] = OrderedDict()  # why and when, the oldest first
+        self._finished: set[RunName] = set()  # not yet in the catalogue
+        self._written: set[str] = set()  # sessions whose files are yet to be synced
+
+    @property
+    def due(self) -> float:
+        """When a run will have been without a chunk for too long, in the monotonic clock's seconds."""
+        return next((run.touched for run in self._open.values()), float("inf")) + self._lease_s
+
+    def busy(self) -> set[str]:
+        """The sessions of which a run is open, or anything is not durable yet."""
+        return self._written | {name.session_id for name in self._open}
+
+    def bytes_of(self, name: RunName) -> int:
+        """Bytes of an open run's batches so far; 0 where it is none. Any thread may ask."""
+        run = self._open.get(name)
+        return run.bytes if run else 0
+
+    def write(self, chunk: Chunk) -> tuple[Shard, Entry | None]:
+        """Write one chunk to its run's shard; with the last one the run becomes an entry, not durable yet.
+
+        Raises:
+            StoreError: If the run cannot go on, a quota is reached, or the disk refuses; after that it cannot either.
+        """
+        self._check(chunk)
+        size = sum(batch.nbytes for batch in chunk.batches)
+        try:
+            self._keeper.check_fence(chunk.name.session_id, chunk.fence)
+            self._keeper.make_room(chunk.name.session_id, size, self.busy, chunk.most - self.bytes_of(chunk.name))
+            self._written.add(chunk.name.session_id)
+            if chunk.part == 0:
+                shard = self._pool.take(chunk.name.session_id, chunk.batches[0].schema)
+                self._open[chunk.name] = _OpenRun(shard, 0, 0.0)
+            run = self._open[chunk.name]
+            if chunk.run:
+                return run.shard, self._finish(chunk, chunk.run)
+            run.shard.append(chunk.name.run_id, chunk.batches, chunk.sums)
+            run.chunks += 1
+            run.bytes += size
+            run.touched = time.monotonic()
+            self._open.move_to_end(chunk.name)
+            return run.shard, None
+        except (OSError, pa.ArrowException) as error:
+            reason = explain(self._root, error)
+        except StoreError as error:
+            reason = error.with_traceback(None)
+        self._end(chunk.name)
+        if not chunk.run:  # there may be more to come
+            self._remember(chunk.name, str(reason))
+        raise reason  # out here without a context, whose frames would keep the batches alive
+
+    def abandon(self, name: RunName, reason: str) -> Shard | None:
+        """Take away what there is of a run that is not finished, and refuse what comes of it later.
+
+        Returns:
+            The shard that it was on, if any.
+        """
+        if name in self._finished or self._catalogue.holds(*name):
+            return None
+        run = self._open.get(name)
+        self._end(name)
+        self._remember(name, reason)
+        return run.shard if run else None
+
+    def renew(self, name: RunName) -> None:
+        """A run goes on, though nothing comes of it for now; one that is not open is no error."""
+        if run := self._open.get(name):
+            run.touched = time.monotonic()
+            self._open.move_to_end(name)
+
+    def abandon_session(self, session_id: str, reason: str) -> None:
+        """Abandon all open runs of one session."""
+        for name in [name for name in self._open if name.session_id == session_id]:
+            self.abandon(name, reason)
+
+    def abandon_broken(self, shard: Shard, reason: str) -> None:
+        """Abandon the run that was on a shard which lost it."""
+        for name in [name for name, run in self._open.items() if run.shard is shard]:
+            self.abandon(name, reason)
+
+    def abandon_all(self) -> None:
+        """Abandon all open runs."""
+        for name in list(self._open):
+            self._end(name)
+
+    def forget(self, runs: Iterable[RunFacts]) -> None:
+        """Finished runs are in the catalogue, or lost: their ids need not be known here any more."""
+        self._finished.difference_update(RunName(run.session_id, run.run_id) for run in runs)
+
+    def settle(self, shards: Iterable[Shard]) -> None:
+        """Abandon what has waited too long, and forget what need not be known any more.
+
+        Args:
+            shards: Those that are yet to be synced.
+        """
+        self._written.intersection_update(shard.session_id for shard in shards)
+        now = time.monotonic()
+        while self._lost and now - next(iter(self._lost.values()))[1] >= self._lease_s:
+            self._lost.popitem(last=False)
+        while self._open and now - next(iter(self._open.values())).touched >= self._lease_s:
+            name = next(iter(self._open))
+            self.abandon(name, f"Run {name.run_id} was given up: nothing came of it for {self._lease_s:g} s.")
+
+    def _check(self, chunk: Chunk) -> None:
+        name, run = chunk.name, self._open.get(chunk.name)
+        if name in self._lost:
+            raise StoreError(self._lost[name][0])
+        if run is None and (name in self._finished or self._catalogue.holds(*name)):
+            raise StoreError(f"Run {name.run_id} is stored already: give it another id")
+        if run is None and chunk.part:
+            raise StoreError(
+                f"Part {chunk.part} of run {name.run_id} came, but those before it are not here any more: "
+                "send the request again."
+            )
+        if run and not chunk.part:
+            raise StoreError(f"Run {name.run_id} is being stored already: give it another id")
+        if run and run.chunks != chunk.part:
+            raise StoreError(f"Part {chunk.part} of run {name.run_id} came where {run.chunks} was to come")
+        if run and any(not run.shard.schema.equals(batch.schema, check_metadata=True) for batch in chunk.batches):
+            raise StoreError(f"Run {name.run_id}: its batches differ in points, shapes or dtypes")
+
+    def _finish(self, chunk: Chunk, run: RunFacts) -> Entry:
+        entry = self._open[chunk.name].shard.finish(run, chunk.batches, chunk.sums)
+        self._pool.give_back(self._open.pop(chunk.name).shard)
+        self._finished.add(chunk.name)
+        return entry
+
+    def _end(self, name: RunName) -> None:
+        if run := self._open.pop(name, None):
+            run.shard.rewind()
+            self._pool.give_back(run.shard)
+
+    def _remember(self, name: RunName, reason: str) -> None:
+        self._lost[name] = (reason, time.monotonic())
+        self._lost.move_to_end(name)

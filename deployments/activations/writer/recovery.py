@@ -1,0 +1,154 @@
+"""What a killed process left below a store's root, put right before the store starts.
+
+Only what no process holds is touched, so that several stores may work below one root.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+import os
+import shutil
+from collections.abc import Mapping
+from pathlib import Path
+from types import MappingProxyType
+
+import pyarrow as pa
+
+from deployments.activations.facts import names_a_session
+from deployments.activations.files.atomic import remove_unfinished
+from deployments.activations.files.locks import DELETED, NEW, PULLED, take
+from deployments.activations.files.places import DamagedError
+from deployments.activations.segments.checksums import damaged
+from deployments.activations.segments.segment_writer import directory, seal
+from deployments.activations.segments.segments import WholeRun, ends_cut, is_sealed, whole_runs
+from deployments.activations.segments.verify import read_all
+from deployments.activations.writer.pool import FILE_NAME
+
+DAMAGED = ".damaged-"  # behind the name of the file that it was part of
+_NEW = os.O_WRONLY | os.O_CREAT | os.O_TRUNC | os.O_NOFOLLOW
+
+logger = logging.getLogger(__name__)
+
+
+def make_root(root: Path) -> None:
+    """Make a store's directory where it is missing; durable when this returns.
+
+    Raises:
+        OSError: The disk refuses.
+    """
+    missing = [folder for folder in (root, *root.parents) if not folder.exists()]
+    root.mkdir(parents=True, exist_ok=True)
+    for folder in missing:
+        with directory(folder.parent.resolve()) as above:
+            os.fsync(above)
+
+
+def recover(root: Path, sealed: Mapping[str, tuple[int, int]] = MappingProxyType({})) -> None:
+    """Seal the files of writers that were killed, behind their last whole run, and remove what else they left.
+
+    Names and rows of whole runs stay as they are. What the disk refuses is logged and left as it is.
+
+    Args:
+        root: The store's directory, absolute and no link; links below it are not followed.
+        sealed: Files that are known to be sealed, by URI: bytes, and when they changed in Unix nanoseconds. Those that
+            are still so are not opened.
+
+    Raises:
+        OSError: The root cannot be read.
+    """
+    for item in list(os.scandir(root)):
+        if item.name.startswith(NEW):
+            remove_unfinished(item)
+        elif not item.is_dir(follow_symlinks=False):
+            continue
+        elif item.name.startswith(DELETED):
+            shutil.rmtree(item.path, ignore_errors=True)  # a deletion that was cut short
+        elif item.name.startswith(PULLED):
+            _remove_pulled(item.path)
+        elif names_a_session(item.name):
+            try:
+                _recover_session(Path(item.path), sealed)
+            except OSError:
+                logger.exception("session %s cannot be looked through", item.name)
+
+
+def _remove_pulled(path: str) -> None:
+    """Remove what a download left that was cut short."""
+    with contextlib.suppress(OSError), directory(path) as folder:
+        if take(folder):
+            shutil.rmtree(path, ignore_errors=True)
+
+
+def _recover_session(path: Path, sealed: Mapping[str, tuple[int, int]]) -> None:
+    begins = f"{path.as_uri()}/"  # names of files need no quoting
+    with directory(path) as folder:
+        for item in sorted(os.scandir(path), key=lambda item: item.name):
+            if FILE_NAME.fullmatch(item.name) and item.is_file(follow_symlinks=False):
+                file, state = path / item.name, item.stat(follow_symlinks=False)
+                try:
+                    is_known = sealed.get(begins + item.name) == (state.st_size, state.st_mtime_ns)
+                    if not is_known and not is_sealed(file):
+                        _recover_file(file, folder)
+                except Exception:
+                    logger.exception("%s could not be looked through or given a footer: it is left as it is", file)
+
+
+def _recover_file(path: Path, folder: int) -> None:
+    """Seal a file behind its last whole run, or remove it where it has none."""
+    file = os.open(path.name, os.O_RDWR | os.O_NOFOLLOW, dir_fd=folder)
+    try:
+        if not take(file):
+            return  # it is being written
+        read_all(path)  # a page that the disk cannot give must not pass for the end of the runs
+        if is_sealed(path):
+            return  # its writer came between
+        size, end, schema = os.fstat(file).st_size, 0, None
+        for run in whole_runs(path):
+            # Without power, disks lose what was not synced, and in any order.
+            if not _changed(run):
+                end, schema = run.offset + run.bytes, run.batches[0].schema
+        if size > end and not ends_cut(path, end):
+            _set_aside(path, folder, end)
+        if schema is None:
+            os.unlink(path.name, dir_fd=folder)
+            os.fsync(folder)
+            logger.warning("%s was removed: its writer was killed before a run in it was whole", path)
+            return
+        _seal(file, path, schema, end)
+        logger.warning("%s was sealed behind its last whole run: %d bytes behind it were cut off", path, size - end)
+    finally:
+        os.close(file)
+
+
+def _changed(run: WholeRun) -> bool:
+    if not run.intact:
+        return True
+    try:
+        return any(damaged(batch.select(), sums) for batch, sums in zip(run.batches, run.sums, strict=True))
+    except DamagedError:
+        return True
+
+
+def _set_aside(path: Path, folder: int, offset: int) -> None:
+    """Copy what is behind a place, and is more than a run that was cut off, before it goes."""
+    name = f"{path.name}{DAMAGED}{offset}"
+    with path.open("rb") as source, open(os.open(name, _NEW, 0o666, dir_fd=folder), "wb") as copy:
+        source.seek(offset)
+        shutil.copyfileobj(source, copy, 1 << 20)
+        copy.flush()
+        os.fsync(copy.fileno())
+    os.fsync(folder)
+    logger.error("%s is damaged behind byte %d; what is there was copied to %s", path, offset, name)
+
+
+def _seal(file: int, path: Path, schema: pa.Schema, end: int) -> None:
+    os.truncate(file, end)
+    os.lseek(file, end, os.SEEK_SET)
+    try:
+        seal(file, path, schema, end)
+        os.fsync(file)
+    except (OSError, pa.ArrowException):
+        with contextlib.suppress(OSError):
+            os.truncate(file, end)  # half a footer is none
+        raise

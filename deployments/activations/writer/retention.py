@@ -1,0 +1,351 @@
+"""Which sessions stay, and whether there is room for more."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable, Collection, Sequence, Set
+from concurrent.futures import Future, ThreadPoolExecutor
+from pathlib import Path
+from typing import TYPE_CHECKING
+from urllib.parse import unquote, urlsplit
+
+from deployments.activations.accounts import OPERATOR, Account
+from deployments.activations.catalogue.entries import Known
+from deployments.activations.catalogue.scan import scan_session
+from deployments.activations.facts import StoreError
+from deployments.activations.files.locks import is_held
+from deployments.activations.limits import Held, Retention, oldest
+from deployments.activations.state.nodes import node_of
+from deployments.activations.state.owners import Owners, Record
+from deployments.activations.state.pins import Pins
+from deployments.activations.writer.deletion import begin_deletion, finish_deletion
+from deployments.activations.writer.pool import Pool
+
+if TYPE_CHECKING:
+    from deployments.activations.archive.archive import Archive
+    from deployments.activations.nodes.reporting import Note
+    from deployments.activations.state.nodes import Nodes
+
+logger = logging.getLogger(__name__)
+
+Busy = Callable[[], Set[str]]
+"""Gives the sessions that are being written to: these are not deleted by themselves."""
+
+
+class Keeper:
+    """Holds a store to its limits. For the writer's thread, but for `retention`, which all may read.
+
+    Sessions that a run is being written to are not deleted by themselves; nor are those whose files are otherwise than
+    is known: another node writes there.
+
+    Args:
+        root: Where the files are.
+        catalogue: What is known of them.
+        pool: What is written to.
+        owners: Whose sessions are; None in a node's writer, which leaves that to the store's.
+        archive: Told of deletions before anything is deleted, where there is a bucket.
+        nodes: Told of them, too, where other nodes may have runs on disks of their own.
+
+    Attributes:
+        retention: The limits.
+    """
+
+    def __init__(
+        self,
+        root: Path,
+        catalogue: Known,
+        pool: Pool,
+        owners: Owners | None = None,
+        archive: Archive | None = None,
+        nodes: Nodes | None = None,
+    ) -> None:
+        self.retention = Retention()
+        self._pins = Pins(root)
+        self._root = root
+        self._catalogue = catalogue
+        self._pool = pool
+        self._owners = owners
+        self._removals = ThreadPoolExecutor(1, thread_name_prefix="activation-removal")
+        self._archive = archive
+        self._nodes = nodes
+        self._at_most: dict[str | None, int] = {}  # a bound on the bytes of an owner, whose sum takes long
+        self._looks = catalogue.looks
+
+    def check(self, session_id: str, size: int, busy: Set[str], most: int = 0) -> list[Held]:
+        """Find out whether a session may get more bytes.
+
+        Args:
+            session_id: The session.
+            size: How many.
+            busy: Which sessions stay in any case.
+            most: The most bytes that its run may get from now on: nothing is deleted for one that cannot fit.
+
+        Returns:
+            The sessions that have to be deleted before.
+
+        Raises:
+            StoreError: It may not; the message names the quota and says what to do.
+        """
+        limits = self.retention
+        limit, used = limits.max_session_bytes, 0
+        if limit is not None and (used := self._used(session_id)) + size > limit:
+            what = "store in another session, delete this one, or raise max_session_bytes"
+            raise StoreError(_full(f"quota of session {session_id}", used, limit, size, what))
+        self._check_owner(session_id, size)
+        limit = limits.max_store_bytes
+        if limit is None or (missing := (used := self._used()) + size - limit) <= 0:
+            return []
+        if limits.delete_oldest:
+            deletable = self._deletable_for(session_id, busy)
+            if sum(session.bytes for session in deletable) >= missing + max(0, most - size):
+                return oldest(deletable, missing)
+        what = "delete sessions that are not needed, or raise max_store_bytes"
+        raise StoreError(_full("store's quota", used, limit, size, what))
+
+    def make_room(self, session_id: str, size: int, busy: Busy, most: int = 0) -> None:
+        """The same, and delete what has to be deleted.
+
+        Raises:
+            StoreError: There is no room.
+            OSError: The disk refuses a deletion.
+        """
+        if not self.retention.has_quotas or not size:
+            return
+        stay, looked = set(busy()), False
+        while changed := {one.id for one in self.check(session_id, size, stay, most) if not self._is_as_known(one.id)}:
+            if looked:
+                stay |= changed
+            else:  # what has changed there may be known as well
+                self._catalogue.look()
+                looked = True
+        for session in self.check(session_id, size, stay, most):
+            logger.warning("session %s is deleted: the store's quota is reached, and it is the oldest", session.id)
+            self.delete(session.id, automatic=True).add_done_callback(_log)
+
+    def note(self, key: str, notes: Sequence[Note], asked: Collection[str], busy: Busy) -> dict[str, str]:
+        """List runs that other nodes' writers have made durable, unless they were deleted since.
+
+        Args:
+            key: The node's, as `Node.key`.
+            notes: The runs, by file.
+            asked: Sessions of which it is asked whether they may get more.
+            busy: Which sessions stay in any case.
+
+        Returns:
+            The sessions of these that may get no more runs, and why.
+
+        Raises:
+            OSError: The disk refuses to say whether they were.
+        """
+        gone = {deletion.session_id for deletion in self._nodes.deletions(key)} if key and self._nodes else set[str]()
+        notes = [note for note in notes if note.session_id not in gone]
+        for session_id, entries, file in notes:
+            if node_of(file.uri):
+                is_new = not (self._archive and self._archive.has(file))
+            else:
+                is_new = Path(unquote(urlsplit(file.uri).path)).exists()  # else its session was deleted since
+            if is_new:
+                self._pool.count(session_id, file, self._catalogue.add(session_id, entries, file))
+        refused = {session_id: f"Session {session_id} is being deleted: send the request again." for session_id in gone}
+        for session_id in {note.session_id for note in notes} | set(asked) - gone:
+            try:
+                self.make_room(session_id, 1, busy)
+            except StoreError as error:
+                refused[session_id] = str(error)
+        return refused
+
+    def old(self, now: float) -> list[str]:
+        """The sessions that may be too old, of which `expire` deletes those that are; any thread may ask.
+
+        Args:
+            now: Unix seconds.
+        """
+        age = self.retention.max_session_age_s
+        return [] if age is None else [name for name, last in self._catalogue.last_runs() if last < now - age]
+
+    def expire(self, old: Sequence[str], now: float, busy: Busy) -> list[str]:
+        """Delete the sessions whose last run is too old, and say which they were; where the disk refuses, they stay.
+
+        Args:
+            old: Those of which that may be so.
+            now: Unix seconds.
+            busy: Which sessions stay in any case.
+
+        Raises:
+            OSError: It cannot be known which are pinned, or what has changed.
+        """
+        age = self.retention.max_session_age_s
+        if age is None or not old:
+            return []
+        gone, changed, stay = list[str](), False, busy() | self._pins.names()
+        for session_id in (name for name in old if name not in stay):
+            try:
+                if not any(last < now - age for _, last in self._catalogue.last_runs(session_id)):
+                    continue
+                if not self._is_as_known(session_id):
+                    changed = True
+                    continue
+                logger.warning("session %s is deleted: its last run is more than %g s old", session_id, age)
+                self.delete(session_id, automatic=True).add_done_callback(_log)
+                gone.append(session_id)
+            except OSError:
+                logger.exception("session %s cannot be deleted", session_id)
+        if changed:
+            self._catalogue.look()  # until next time
+        return gone
+
+    def may_delete(self, session_id: str, account: Account) -> bool:
+        """Whether a session may be deleted for somebody; false as well where there is none for them.
+
+        Raises:
+            RequestError: It is pinned.
+            StoreError: The disk refuses.
+        """
+        if not self._may_change(session_id, account):
+            return False
+        self._pins.check(session_id)
+        return True
+
+    def assign(self, session_id: str, account: Account, busy: Busy) -> str:
+        """Admit a request that records into a session, as `Owners.claim`."""
+        assert self._owners is not None
+
+        def there() -> Set[str]:
+            return self._pool.sizes().keys() | busy()
+
+        return self._owners.claim(session_id, account, there, self.retention.max_owner_sessions)
+
+    def check_fence(self, session_id: str, fence: str | None) -> None:
+        """Refuse a run of a session that was deleted since its request was admitted, as `Owners.check`."""
+        if self._owners:
+            self._owners.check(session_id, fence)
+
+    def share(self, session_id: str, shared: bool, account: Account) -> bool:
+        """Let everybody read a session, or no more; false if there is none that the account may change.
+
+        Raises:
+            StoreError: The disk refuses.
+        """
+        assert self._owners is not None
+        if not (self._catalogue.knows(session_id) and self._may_change(session_id, account)):
+            return False
+        self._owners.share(session_id, shared)
+        return True
+
+    def delete(self, session_id: str, automatic: bool = False) -> Future[bool]:
+        """Delete a session of which no run is open: it is none any more when this returns.
+
+        Its files are removed in the background: the future is false if there was none, and an OSError where the disk
+        refuses.
+
+        Args:
+            session_id: The session.
+            automatic: Whether nobody asked for it: then it stays on a node that has a later run of it.
+
+        Raises:
+            OSError: The disk refuses; the session is then as it was.
+        """
+        self._pool.close(session_id)
+        if self._nodes and self._catalogue.knows(session_id):
+            record = self._owners.of(session_id) if self._owners else None
+            last = max((at for _, at in self._catalogue.last_runs(session_id)), default=0.0) if automatic else None
+            self._nodes.begin_deletion(session_id, record.fence if record else None, last)
+        archived = self._archive.delete(session_id) if self._archive else False
+        deletion = begin_deletion(self._root, session_id)
+        known = self._catalogue.drop(session_id) or archived
+        self._pool.forget(session_id)
+        if self._owners:  # behind the files: a crash between them leaves no session without its owner
+            self._owners.forget(session_id)
+        if deletion:
+            return self._removals.submit(_finish, deletion)
+        nothing = Future[bool]()
+        nothing.set_result(known)
+        return nothing
+
+    def close(self) -> None:
+        """Finish deletions that have begun."""
+        self._removals.shutdown()
+
+    def pin(self, session_id: str, pinned: bool, account: Account = OPERATOR) -> bool:
+        """Pin a session, or take its pin away; false if there is none that the account may change.
+
+        Raises:
+            StoreError: The disk refuses.
+        """
+        if not self._catalogue.knows(session_id) and (pinned or session_id not in self._pins):
+            return False
+        if not self._may_change(session_id, account):
+            return False
+        self._pins.set(session_id, pinned)
+        return True
+
+    def _deletable(self, busy: Set[str]) -> list[Held]:
+        sizes, stay = self._pool.sizes(), busy | self._pins.names()
+        return [
+            Held(session_id, sizes[session_id], last)
+            for session_id, last in self._catalogue.last_runs()
+            if session_id not in stay
+        ]
+
+    def _deletable_for(self, session_id: str, busy: Set[str]) -> list[Held]:
+        """The sessions that may go for a run of a session: its owner's alone."""
+        others = self._owners.all() if self._owners else {}
+        nobodys = Record(None)
+        owner = others.get(session_id, nobodys).owner
+        deletable = self._deletable(busy | {session_id})
+        return [session for session in deletable if others.get(session.id, nobodys).owner == owner]
+
+    def _check_owner(self, session_id: str, size: int) -> None:
+        limit = self.retention.max_owner_bytes
+        record = self._owners.of(session_id) if self._owners and limit is not None else None
+        if record is None or not record.limited:
+            return
+        assert limit is not None
+        if self._looks != self._catalogue.looks:  # others may have written
+            self._looks = self._catalogue.looks
+            self._at_most.clear()
+        used = self._at_most.get(record.owner, limit)
+        if used + size > limit:
+            used = self._used_by(record.owner)
+        if used + size > limit:
+            what = "delete sessions that are not needed, or raise max_owner_bytes"
+            raise StoreError(_full(f"quota of {record.owner}", used, limit, size, what))
+        self._at_most[record.owner] = used + size
+
+    def _used_by(self, owner: str | None) -> int:
+        assert self._owners is not None
+        own, sizes = self._owners.limited(owner), self._pool.sizes()
+        return sum(sizes[one] for one in own)
+
+    def _may_change(self, session_id: str, account: Account) -> bool:
+        record = self._owners.of(session_id) if self._owners else None
+        return account.may_change(record and record.owner)
+
+    def _used(self, session_id: str | None = None) -> int:
+        return self._pool.used(session_id)
+
+    def _is_as_known(self, session_id: str) -> bool:
+        """Whether the files of a session, of which no run is open here, are as is known, and held by nobody."""
+        known, own, others = self._catalogue.files(session_id), self._pool.own, self._pool.others(session_id)
+        for file, size in ((seen.file, seen.bytes) for seen in scan_session(self._root, session_id)):
+            uri = file.as_uri()
+            if uri not in own and known.get(uri) != size:
+                return False
+            if uri not in own and uri not in others and is_held(file):
+                return False
+        return True
+
+
+def _finish(deletion: Path) -> bool:
+    finish_deletion(deletion)
+    return True
+
+
+def _log(deletion: Future[bool]) -> None:
+    """Nobody waits for it: the next start goes on with what is left."""
+    if error := deletion.exception():
+        logger.error("a session that was deleted has files left", exc_info=error)
+
+
+def _full(quota: str, used: int, most: int, size: int, what: str) -> str:
+    return f"The {quota} is reached: {used} of {most} bytes are used, and {size} more do not fit: {what}."
