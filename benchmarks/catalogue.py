@@ -31,8 +31,7 @@ from benchmarks.common.findings import Findings
 from deployments.activations import load
 from deployments.activations.catalogue.catalogue import Catalogue
 from deployments.activations.catalogue.database import NAME
-from deployments.activations.catalogue.entries import Entry, StoredFile
-from deployments.activations.facts import RunFacts, ShardFacts
+from deployments.activations.facts import Entry, RunFacts, ShardFacts, StoredFile
 from deployments.activations.filters import Filter
 from deployments.activations.segments.schema import to_batch
 from deployments.activations.writer.writer import Writer

@@ -154,7 +154,7 @@ def test_the_engine_holds_no_ray(name):
         ("deployments.activations.export.exports", "datasets"),
         ("deployments.activations.reader.training", "ray"),
         ("deployments.activations.reader.tables", "ray"),
-        ("deployments.activations.export.pulling", "torch"),
+        ("deployments.activations.reader.pulling", "torch"),
         ("deployments.model_files.names", "torch"),
         ("deployments.model_files.smollm2", "torch"),
         ("serve_app", "torch"),

@@ -29,8 +29,8 @@ class UserError(Exception):
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Run a command; 0 where it did what was asked, 1 where it could not, 2 where it was not understood."""
-    from deployments.activations.export.pulling import PullError
     from deployments.activations.files.permissions import restrict
+    from deployments.activations.reader.pulling import PullError
 
     args = _parser().parse_args(argv)
     try:
@@ -107,7 +107,7 @@ def _export(args: argparse.Namespace) -> int:
 
 
 def _verify(args: argparse.Namespace) -> int:
-    from deployments.activations.reader.selection import shards
+    from deployments.activations.reader.sources import shards
     from deployments.activations.segments.verify import verify
 
     _root(args.dir)
@@ -125,7 +125,7 @@ def _verify(args: argparse.Namespace) -> int:
 
 
 def _pull(args: argparse.Namespace) -> int:
-    from deployments.activations.export.pulling import pull
+    from deployments.activations.reader.pulling import pull
 
     key = args.api_key or os.environ.get("VITRINE_API_KEY") or None
     if not isinstance(args.dir, Path):
@@ -139,7 +139,7 @@ def _at(place: str) -> AnyRoot:
     """The store that `--dir` names."""
     if "://" not in place:
         return Path(place).expanduser()
-    from deployments.activations.files.places import place_of
+    from deployments.activations.files.uris import place_of
 
     return place_of(place)
 
@@ -160,7 +160,7 @@ def _catalogue(root: AnyRoot) -> Any:
 
 
 def _pins(root: AnyRoot) -> Collection[str]:
-    from deployments.activations.archive.manifest import catalogue_of
+    from deployments.activations.catalogue.buckets import catalogue_of
     from deployments.activations.state.pins import Pins
 
     found = _root(root)

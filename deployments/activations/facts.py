@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import re
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 from urllib.parse import parse_qsl, urlsplit
@@ -108,6 +108,52 @@ class StoredRun(NamedTuple):
     node: str | None = None
 
 
+class RunName(NamedTuple):
+    """What tells a run from all others."""
+
+    session_id: str
+    run_id: str
+
+
+class StoredFile(NamedTuple):
+    """One shard; `bytes` is its length, `rows` those of its whole runs.
+
+    `modified_ns` is when it last changed in Unix nanoseconds, None where it may have changed since.
+    """
+
+    uri: str
+    bytes: int
+    sealed: bool
+    rows: int
+    modified_ns: int | None
+
+
+class Entry(NamedTuple):
+    """One stored run; `points` is shared by all runs of its file, and its interventions and text are left to the file.
+
+    `offset` is where in its file it begins: 0 for the first run, else the byte of its first batch, whose number is
+    `batch`. `archived` says whether the file is in the bucket.
+    """
+
+    facts: RunFacts
+    uri: str
+    first_row: int
+    rows: int
+    bytes: int
+    points: Mapping[str, PointType]
+    offset: int
+    batch: int
+    archived: bool = False
+
+    def stored(self) -> StoredRun:
+        """The run with each point's place spelled out."""
+        points = {
+            name: StoredPoint(self.uri, self.first_row, (self.rows, *point.shape), point.dtype)
+            for name, point in self.points.items()
+        }
+        return StoredRun(self.facts.run_id, self.facts.session_id, points, self.bytes)
+
+
 def page(names: Iterable[str], limit: int, after: str | None) -> list[str]:
     """Up to `limit` names in their order, beginning behind `after`."""
     return sorted(name for name in names if after is None or name > after)[:limit]
@@ -121,6 +167,11 @@ def names_a_session(name: str) -> bool:
 def public_uri(uri: str) -> str:
     """A URI without settings and a slash at its end; a path as it is."""
     return urlsplit(uri)._replace(query="").geturl().rstrip("/") if "://" in uri else uri
+
+
+def name_of(uri: str) -> str:
+    """A segment's name in manifests, `<session>/<file>`, by its URI on a disk or in a bucket."""
+    return "/".join(uri.rsplit("/", 2)[-2:])
 
 
 def store_id(uri: str) -> str:

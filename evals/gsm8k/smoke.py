@@ -15,7 +15,7 @@ from zipfile import BadZipFile
 import httpx
 import numpy as np
 
-from deployments.activations.export.paging import Paging
+from deployments.activations.reader.paging import Paging
 from evals.activations_meta import points_of, shape_of, why_not_stored
 from evals.config import Config, EvalError
 from evals.server.client import headers

@@ -11,7 +11,8 @@ import torch
 
 from deployments.activations.reader.row_index import index_rows
 from deployments.activations.reader.row_reader import RowReader
-from deployments.activations.reader.selection import MOST_NAMED, by_schema, shards
+from deployments.activations.reader.selection import MOST_NAMED, by_schema
+from deployments.activations.reader.sources import shards
 from deployments.activations.segments.schema import point_types, shard_facts
 from deployments.activations.segments.segments import whole_runs
 from deployments.points.names import recorded

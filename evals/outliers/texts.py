@@ -7,7 +7,8 @@ from typing import Any
 import numpy as np
 
 from deployments.activations.facts import RunFacts
-from deployments.activations.reader.selection import Wanted, select, shards
+from deployments.activations.reader.selection import Wanted, select
+from deployments.activations.reader.sources import shards
 from deployments.activations.segments.segments import WholeRun
 
 Record = dict[str, Any]

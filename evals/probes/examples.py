@@ -14,7 +14,8 @@ import numpy as np
 from deployments.activations.facts import PointType, RunFacts
 from deployments.activations.files.places import File
 from deployments.activations.reader.row_index import RowIndex, index_rows
-from deployments.activations.reader.selection import Wanted, by_schema, select, shards
+from deployments.activations.reader.selection import Wanted, by_schema, select
+from deployments.activations.reader.sources import shards
 from deployments.activations.segments.schema import point_types, shard_facts
 from deployments.activations.segments.segments import WholeRun
 from deployments.points.names import recorded

@@ -14,7 +14,7 @@ import httpx
 from tqdm import tqdm
 
 from deployments.activations.facts import check_session_id
-from deployments.activations.export.pulling import ChangedError, PullError, pull
+from deployments.activations.reader.pulling import ChangedError, PullError, pull
 from evals.server.answers import Kind, asked_wait_s, kind_of
 from evals.server.client import MAX_POLL_S, api_key, headers, is_absent
 from evals.config import EvalError

@@ -12,7 +12,7 @@ from urllib.request import getproxies, proxy_bypass
 import aiohttp
 import httpx
 
-from deployments.activations.export.paging import NoPageError, Paging
+from deployments.activations.reader.paging import NoPageError, Paging
 from deployments.options import fits_header
 from evals.config import EvalError
 from evals.server.answers import Kind, asked_wait_s, error_of, is_late, kind_of, knows_no_max_tokens, message_of

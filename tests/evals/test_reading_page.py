@@ -14,7 +14,7 @@ from recorded import record, says
 
 from deployments.activations.__main__ import main as activations
 from deployments.activations.reader.reader import load
-from deployments.activations.reader.selection import shards
+from deployments.activations.reader.sources import shards
 from evals.labels.table import main as labels
 
 PAGE = Path(__file__).parents[2] / "docs" / "reading.md"

@@ -59,7 +59,7 @@ class ActivationReader:
     ) -> None:
         from deployments.activations.catalogue.shared import SharedCatalogue
         from deployments.activations.export.downloads import Readings
-        from deployments.activations.files.places import place_of
+        from deployments.activations.files.uris import place_of
         from deployments.activations.nodes.files import NodePlace, NodeSegments
         from deployments.activations.state.nodes import Nodes
         from deployments.activations.state.owners import Owners
@@ -172,7 +172,7 @@ class ActivationReader:
                 file is gone: 410.
             StoreError: The disk refuses, or its file is damaged; names the file.
         """
-        from deployments.activations.files.places import file_at
+        from deployments.activations.files.uris import file_at
         from deployments.activations.reader.stored_rows import read_rows
 
         def found() -> bytes | None:

@@ -278,7 +278,7 @@ class ActivationStore(TakesRuns, KeepsFiles):
         Raises:
             StoreError: It does; says what to do.
         """
-        from deployments.activations.files.places import place_of
+        from deployments.activations.files.uris import place_of
 
         if (archive and place_of(archive).id) != (self._bucket.id if self._bucket else ""):
             raise StoreError(
@@ -426,7 +426,7 @@ def _running(applications: Set[str]) -> Set[str]:
 
 def _archive(root: Path, uri: str, name: str, cache_bytes: int) -> Archive:
     from deployments.activations.archive.archive import Archive
-    from deployments.activations.files.places import place_of
+    from deployments.activations.files.uris import place_of
 
     return Archive(root, place_of(uri), name, cache_bytes)
 

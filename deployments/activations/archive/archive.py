@@ -23,29 +23,25 @@ from typing import Any, Protocol
 from urllib.parse import unquote, urlsplit
 
 from deployments.activations.archive.claim import BucketClaim, InUseError
-from deployments.activations.archive.manifest import (
-    Line,
-    Manifest,
+from deployments.activations.catalogue.catalogue import Catalogue
+from deployments.activations.catalogue.database import NAME
+from deployments.activations.catalogue.manifest import Line, Manifest, is_snapshot, remove_all, upload
+from deployments.activations.catalogue.replaying import (
     deletion,
-    is_snapshot,
     kept_before,
-    name_of,
     record,
-    remove_all,
     replay,
     restored,
     segment_line,
-    upload,
     write_snapshot,
 )
-from deployments.activations.catalogue.catalogue import Catalogue
-from deployments.activations.catalogue.database import NAME, locked, transaction
-from deployments.activations.catalogue.entries import StoredFile
-from deployments.activations.catalogue.scan import scan_session
 from deployments.activations.catalogue.updates import move
+from deployments.activations.facts import StoredFile, name_of
 from deployments.activations.files.atomic import write
-from deployments.activations.files.locks import NEW
+from deployments.activations.files.locks import NEW, locked
 from deployments.activations.files.places import Place
+from deployments.activations.files.scan import scan_session
+from deployments.activations.files.sqlite import transaction
 from deployments.activations.state.nodes import node_of
 from deployments.activations.state.owners import Owners, Record
 from deployments.activations.state.pins import Pins

@@ -13,12 +13,15 @@ from pathlib import Path
 from threading import Lock
 from typing import Any, TypeVar
 
-from deployments.activations.archive.manifest import Manifest, catalogue_of, catch_up, fill_new, name_of
-from deployments.activations.catalogue.database import Kept, in_memory, transaction
-from deployments.activations.catalogue.entries import ENTRIES, Entry, StoredFile, entries_of, tag_line
+from deployments.activations.catalogue.buckets import catalogue_of
+from deployments.activations.catalogue.database import Kept, in_memory
+from deployments.activations.catalogue.entries import ENTRIES, entries_of, tag_line
+from deployments.activations.catalogue.manifest import Manifest
+from deployments.activations.catalogue.replaying import catch_up, fill_new
 from deployments.activations.catalogue.updates import forget, put, refresh
-from deployments.activations.facts import StoreError
+from deployments.activations.facts import Entry, StoredFile, StoreError, name_of
 from deployments.activations.files.places import Place
+from deployments.activations.files.sqlite import transaction
 from deployments.activations.filters import EVERYTHING, Filter
 from deployments.errors import RequestError
 

@@ -3,18 +3,19 @@
 from __future__ import annotations
 
 import contextlib
-import fcntl
 import logging
 import os
 import secrets
 import sqlite3
 import zlib
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from contextlib import closing
 from dataclasses import fields
 from pathlib import Path
 
 from deployments.activations.facts import RunFacts
+from deployments.activations.files.locks import locked
+from deployments.activations.files.sqlite import connected, transaction
 
 NAME = ".catalogue.sqlite3"  # no session id begins with '.'
 _LOCK = ".catalogue.lock"
@@ -210,41 +211,6 @@ def sealed_files(root: Path) -> dict[str, tuple[int, int]]:
         return {}
 
 
-@contextlib.contextmanager
-def transaction(database: sqlite3.Connection) -> Iterator[None]:
-    """All that is done within, or nothing; within another, that one's."""
-    if database.in_transaction:
-        yield
-        return
-    database.execute("BEGIN IMMEDIATE")
-    try:
-        yield
-        database.execute("COMMIT")
-    except BaseException:
-        if database.in_transaction:  # some errors end it by themselves
-            database.execute("ROLLBACK")
-        raise
-
-
-def locked(path: Path, make: bool = True) -> int:
-    """The descriptor of a file that this process alone holds, until it is closed.
-
-    Raises:
-        BlockingIOError: Another process holds it.
-        OSError: The disk refuses, or has no such locks.
-    """
-    lock = os.open(path, os.O_RDWR | os.O_NOFOLLOW | (os.O_CREAT if make else 0), 0o666)
-    try:
-        fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
-    except BlockingIOError as error:
-        os.close(lock)
-        raise BlockingIOError(error.errno, "another process keeps it", str(path)) from error
-    except OSError:
-        os.close(lock)
-        raise
-    return lock
-
-
 def _kept(path: Path, fill: Callable[[Path], None] | None = None) -> sqlite3.Connection:
     if path.is_file() and not path.is_symlink():
         database = connected(path)
@@ -269,14 +235,6 @@ def _kept(path: Path, fill: Callable[[Path], None] | None = None) -> sqlite3.Con
     except BaseException:
         database.close()
         raise
-    return database
-
-
-def connected(path: Path | str) -> sqlite3.Connection:
-    """A connection that any thread may use, one at a time, with transactions that are begun by hand."""
-    database = sqlite3.connect(path, isolation_level=None, check_same_thread=False, uri=True)
-    database.execute("PRAGMA cache_size = -65536")  # KiB
-    database.execute("PRAGMA temp_store = MEMORY")
     return database
 
 

@@ -6,58 +6,12 @@ import json
 import sqlite3
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import fields
-from typing import Any, NamedTuple, Protocol
+from typing import Any, Protocol
 
-from deployments.activations.facts import PointType, RunFacts, StoredPoint, StoredRun
+from deployments.activations.facts import Entry, PointType, RunFacts, StoredFile
 
 ENTRIES = """SELECT runs.facts, files.uri, runs.first_row, runs.rows, runs.bytes, files.points, runs.offset, runs.batch,
     files.archived FROM runs JOIN files ON files.id = runs.file"""
-
-
-class RunName(NamedTuple):
-    """What tells a run from all others."""
-
-    session_id: str
-    run_id: str
-
-
-class StoredFile(NamedTuple):
-    """One shard; `bytes` is its length, `rows` those of its whole runs.
-
-    `modified_ns` is when it last changed in Unix nanoseconds, None where it may have changed since.
-    """
-
-    uri: str
-    bytes: int
-    sealed: bool
-    rows: int
-    modified_ns: int | None
-
-
-class Entry(NamedTuple):
-    """One stored run; `points` is shared by all runs of its file, and its interventions and text are left to the file.
-
-    `offset` is where in its file it begins: 0 for the first run, else the byte of its first batch, whose number is
-    `batch`. `archived` says whether the file is in the bucket.
-    """
-
-    facts: RunFacts
-    uri: str
-    first_row: int
-    rows: int
-    bytes: int
-    points: Mapping[str, PointType]
-    offset: int
-    batch: int
-    archived: bool = False
-
-    def stored(self) -> StoredRun:
-        """The run with each point's place spelled out."""
-        points = {
-            name: StoredPoint(self.uri, self.first_row, (self.rows, *point.shape), point.dtype)
-            for name, point in self.points.items()
-        }
-        return StoredRun(self.facts.run_id, self.facts.session_id, points, self.bytes)
 
 
 class Known(Protocol):

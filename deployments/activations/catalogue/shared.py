@@ -13,8 +13,8 @@ from typing import Any
 
 from deployments.activations.catalogue.catalogue import Catalogue, is_at_fault
 from deployments.activations.catalogue.database import keeper_of, read_only
-from deployments.activations.catalogue.entries import ENTRIES, Entry, entries_of
-from deployments.activations.facts import StoreError
+from deployments.activations.catalogue.entries import ENTRIES, entries_of
+from deployments.activations.facts import Entry, StoreError
 
 Ask = Callable[[str, Sequence[Any]], tuple[str, list[Any]]]
 """Asks the process that keeps the catalogue, as `Catalogue.query`."""

@@ -10,12 +10,12 @@ import time
 from collections.abc import Iterable, Sequence
 from pathlib import Path
 
-from deployments.activations.archive.manifest import Bases, name_of
-from deployments.activations.catalogue.database import transaction
-from deployments.activations.catalogue.entries import Entry, StoredFile, add_runs
-from deployments.activations.catalogue.scan import Seen, scan
-from deployments.activations.facts import PointType
+from deployments.activations.catalogue.entries import add_runs
+from deployments.activations.catalogue.manifest import Bases
+from deployments.activations.facts import Entry, PointType, StoredFile, name_of
 from deployments.activations.files.places import DamagedError
+from deployments.activations.files.scan import Seen, scan
+from deployments.activations.files.sqlite import transaction
 from deployments.activations.segments.schema import point_types
 from deployments.activations.segments.segments import is_sealed, whole_runs
 

@@ -14,13 +14,13 @@ from xxhash import xxh3_128_hexdigest
 
 from deployments import __version__
 from deployments.activations.catalogue.catalogue import Catalogue
-from deployments.activations.catalogue.entries import Entry
 from deployments.activations.export.encodings import ENCODERS, as_arrow
 from deployments.activations.export.named_tensors import tensors
 from deployments.activations.export.selectors import IDLE_S, Choice, Found, changed, gone
-from deployments.activations.facts import StoreError
+from deployments.activations.facts import Entry, StoreError
 from deployments.activations.files.bodies import Parts
-from deployments.activations.files.places import DamagedError, File, Place, file_at
+from deployments.activations.files.places import DamagedError, File, Place
+from deployments.activations.files.uris import file_at
 from deployments.activations.reader.selection import Wanted, select
 
 MOST_PLANS = 32

@@ -8,8 +8,7 @@ import secrets
 from collections.abc import Iterator
 from pathlib import Path
 
-from deployments.activations.files.locks import NEW, create, take
-from deployments.activations.segments.segment_writer import directory
+from deployments.activations.files.locks import NEW, create, directory, take
 
 
 def found(root: Path, folder: str) -> Iterator[os.DirEntry[str]]:

@@ -79,3 +79,32 @@ def is_held(path: Path) -> bool:
         return not take(descriptor)
     finally:
         os.close(descriptor)
+
+
+@contextlib.contextmanager
+def directory(path: str | Path, parent: int | None = None) -> Iterator[int]:
+    """The descriptor of a directory that is not a link."""
+    descriptor = os.open(path, os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW, dir_fd=parent)
+    try:
+        yield descriptor
+    finally:
+        os.close(descriptor)
+
+
+def locked(path: Path, make: bool = True) -> int:
+    """The descriptor of a file that this process alone holds, until it is closed.
+
+    Raises:
+        BlockingIOError: Another process holds it.
+        OSError: The disk refuses, or has no such locks.
+    """
+    lock = os.open(path, os.O_RDWR | os.O_NOFOLLOW | (os.O_CREAT if make else 0), 0o666)
+    try:
+        fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError as error:
+        os.close(lock)
+        raise BlockingIOError(error.errno, "another process keeps it", str(path)) from error
+    except OSError:
+        os.close(lock)
+        raise
+    return lock

@@ -1,7 +1,6 @@
-"""Where files of stored runs lie, and how they are read there: by ranges of bytes, or mapped from this machine's disk.
+"""Files and directories on disk or in object storage, and how ranges of their bytes are read.
 
-A `Place` is a directory, a `File` a file of any file system of pyarrow's: of a bucket, or of what answers for ranges.
-`Directory` and `DiskFile` are those of this machine.
+A `Place` is a directory and a `File` a file of any `pyarrow.fs` file system; `Directory` and `DiskFile` are local ones.
 """
 
 from __future__ import annotations
@@ -10,44 +9,29 @@ import contextlib
 import mmap
 import os
 import posixpath
-from collections.abc import Collection, Sequence
 from pathlib import Path
-from typing import Any, NamedTuple
-from urllib.parse import parse_qsl, quote, unquote, urlsplit
+from typing import Any
+from urllib.parse import quote
 
 import pyarrow as pa
 import pyarrow.fs as pafs
 
-from deployments.activations.catalogue.database import NAME
-from deployments.activations.catalogue.scan import files_of, scan
-from deployments.activations.facts import check_session_id, public_uri, store_id
-from deployments.options import check_uri
-
-ATTEMPTS = 5  # of each request to S3, with growing pauses
-_BLOCK = 32 << 10  # bytes; reads of more are requests of their own
-_BLOCKS = 64  # of one file that are kept
+_BLOCK = 32 << 10  # bytes; larger reads are requests of their own
+_BLOCKS = 64  # of one file that are cached
 _DISK = pafs.LocalFileSystem()
 
 
 class DamagedError(ValueError):
-    """Stored values that are not those that were written; the message says which."""
-
-
-class Located(NamedTuple):
-    """A run's file, and the byte of it where the run begins."""
-
-    run_id: str
-    file: File
-    offset: int
+    """Stored values are not those that were written; the message says which."""
 
 
 class File:
-    """One file of a file system of pyarrow's, of which ranges are read: an object of a bucket, for one.
+    """One file that is read by byte ranges. Two are equal if their URIs are.
 
     Args:
-        fs: Its file system.
-        path: Its name there.
-        uri: What others name it by, without settings.
+        fs: Its `pyarrow.fs` file system.
+        path: Its path there.
+        uri: Its URI, without settings.
         folder: The directory that it is in.
 
     Attributes:
@@ -75,83 +59,47 @@ class File:
 
     @property
     def size(self) -> int:
-        """Bytes.
-
-        Raises:
-            FileNotFoundError: It is not there.
-        """
+        """Its length in bytes."""
         with self.input() as file:
             return int(file.size())
 
     def exists(self) -> bool:
-        """Whether it is there.
-
-        Raises:
-            OSError: The store refuses.
-        """
+        """Whether it is there."""
         return bool(self.fs.get_file_info(self.path).type == pafs.FileType.File)
 
     def input(self) -> Any:
-        """Arrow's random access file of it.
-
-        Raises:
-            OSError: It is not there, or the store refuses.
-        """
+        """Open it as Arrow's random access file."""
         return self.fs.open_input_file(self.path)
 
     def open(self) -> Bytes:
-        """The same, as whoever reads segments needs it."""
+        """Open it for reading segments."""
         return Bytes(self.input())
 
     def read(self) -> bytes:
-        """All of it.
-
-        Raises:
-            OSError: It is not there, or the store refuses.
-        """
+        """All of it."""
         with self.input() as file:
             return bytes(file.read())
 
     def write(self, data: bytes | pa.Buffer) -> None:
-        """Put it there, or another in its place; in a bucket it is durable when this returns.
-
-        Raises:
-            OSError: The store refuses.
-        """
+        """Create or replace it; in a bucket it is durable when this returns."""
         with self.fs.open_output_stream(self.path) as file:
             file.write(data)
 
     def remove(self) -> None:
-        """Remove it; one that is not there is no error.
-
-        Raises:
-            OSError: The store refuses.
-        """
+        """Remove it, if it is there."""
         with contextlib.suppress(FileNotFoundError):
             self.fs.delete_file(self.path)
 
-    def present(self) -> File | Place:
-        """It, or where it is gone its directory: earlier versions joined small objects to larger ones."""
-        return self if self.exists() else self.folder
-
-    def segments(self, session: str | None = None) -> list[File]:
-        """It alone."""
-        return [self]
-
-    def find(self, runs: Collection[str]) -> list[Located]:
-        """No file says where runs are but by being looked through."""
-        return []
-
 
 class Place:
-    """A directory of a file system of pyarrow's: a bucket, for one.
+    """A directory.
 
     Args:
-        fs: The file system.
-        path: The directory's name there, without a slash at its end.
-        uri: The same as a URI, without settings: what files below it are named by to others.
-        id: What tells the store that it is in, or is, from others, also of the same URI at another server.
-        restores: Whether files are fetched to the disk as a whole, where there is room, before much of them is read.
+        fs: Its `pyarrow.fs` file system.
+        path: Its path there, without a slash at its end.
+        uri: Its URI, without settings.
+        id: Distinguishes its store from others, also from one with the same URI on another server.
+        restores: Whether its files are fetched to the disk, where there is room, before much of them is read.
     """
 
     def __init__(self, fs: Any, path: str, uri: str, id: str = "", restores: bool = True) -> None:
@@ -169,7 +117,7 @@ class Place:
         return Place(self.fs, posixpath.join(self.path, name), f"{self.uri}/{quote(name)}", self.id, self.restores)
 
     def file(self, name: str) -> File:
-        """A file below the directory, by its name relative to it."""
+        """A file below the directory, by its relative path."""
         at = self.below(name)
         return File(self.fs, at.path, at.uri, at.above)
 
@@ -185,69 +133,28 @@ class Place:
         return posixpath.basename(self.path)
 
     def infos(self, deep: bool = False) -> list[Any]:
-        """What `pyarrow.fs` says of the files in the directory; nothing where it is not there.
-
-        Args:
-            deep: Also of those in directories below it.
-
-        Raises:
-            OSError: The store refuses.
-        """
+        """The `pyarrow.fs.FileInfo` of its files, with `deep` also of those in subdirectories."""
         selector = pafs.FileSelector(self.path, allow_not_found=True, recursive=deep)
         return [info for info in self.fs.get_file_info(selector) if info.type == pafs.FileType.File]
 
-    def present(self) -> File | Place:
-        """It."""
-        return self
-
-    def segments(self, session: str | None = None) -> list[File]:
-        """Its Arrow files by their names.
-
-        Args:
-            session: Of a store, those of this session alone.
-
-        Raises:
-            FileNotFoundError: There is no such directory or session.
-            ValueError: `session` can name none.
-            OSError: It cannot be listed.
-        """
-        from deployments.activations.archive.manifest import segments_in  # which stands on this module
-
-        found = segments_in(self if session is None else self.below(check_session_id(session)))
-        if not found:
-            raise FileNotFoundError(f"there is nothing at {self}" + (f" of session {session!r}" if session else ""))
-        return found
-
-    def find(self, runs: Collection[str]) -> list[Located]:
-        """Those of the runs of which a catalogue or manifest says where they are; no file is looked at.
-
-        Raises:
-            OSError: The manifest cannot be read.
-        """
-        from deployments.activations.archive.manifest import find_runs
-
-        return [Located(*found) for found in find_runs(self, runs)]
-
 
 class Bytes:
-    """A file that is open for reading. What is small comes out of blocks, each of which is fetched once.
+    """A file open for reading. Small reads are served from cached blocks.
+
+    Args:
+        file: Arrow's random access file.
 
     Attributes:
-        size: Its bytes when it was opened.
+        size: Its length when it was opened.
     """
 
     def __init__(self, file: Any) -> None:
-        """Arrow's random access file of it."""
         self.size = int(file.size())
         self._file = file
-        self._blocks: dict[int, bytes] = {}  # the one that was fetched first at the front
+        self._blocks: dict[int, bytes] = {}  # in the order in which they were fetched
 
     def read(self, at: int, count: int) -> bytes:
-        """A copy of bytes of it; fewer where it ends.
-
-        Raises:
-            OSError: They cannot be read.
-        """
+        """A copy of `count` bytes from offset `at`; fewer at the end of the file."""
         count = max(0, min(count, self.size - at))
         if count >= _BLOCK:
             return bytes(self._file.read_at(count, at))
@@ -256,23 +163,15 @@ class Bytes:
         return data[at - first * _BLOCK :][:count]
 
     def mapped(self, at: int, count: int) -> memoryview | None:
-        """The same without a copy, to be checked before it is touched; None where nothing is mapped."""
+        """The same without a copy, to be passed to `check` before it is read; None where the file is not mapped."""
         return None
 
     def check(self, end: int) -> None:
-        """Refuse to touch what is mapped of a file that was cut short since it was opened.
-
-        Args:
-            end: The least bytes that it must have.
-
-        Raises:
-            DamagedError: It has less.
-            FileNotFoundError: It is gone.
-        """
+        """Raise DamagedError if a mapped file is now shorter than `end` bytes, FileNotFoundError if it is gone."""
 
     def close(self) -> None:
-        """Let go of what is open or kept; what is mapped stays, and where nothing is, it is still read."""
-        # The first block, which has the schema, is of use to whoever reads a batch later.
+        """Close the file; what is mapped stays valid, and a file that is not mapped can still be read."""
+        # The first block has the schema, which is needed to read any batch later.
         self._blocks = {number: block for number, block in self._blocks.items() if not number}
 
     def _block(self, number: int) -> bytes:
@@ -286,15 +185,8 @@ class Bytes:
         return block
 
 
-# ---- this machine
-
-
 class DiskFile(File):
-    """A file of a disk of this machine, which is mapped.
-
-    Args:
-        path: Its path.
-    """
+    """A local file, which is mapped."""
 
     def __init__(self, path: Path) -> None:
         super().__init__(_DISK, str(path), path.absolute().as_uri(), Directory(path.parent))
@@ -304,20 +196,12 @@ class DiskFile(File):
         return self.path
 
     def open(self) -> Bytes:
-        """As of any file."""
+        """Map it."""
         return _Mapped(self.local)
-
-    def present(self) -> File:
-        """It."""
-        return self
 
 
 class Directory(Place):
-    """A store's or session's directory on this machine.
-
-    Args:
-        path: Its path.
-    """
+    """A local directory."""
 
     def __init__(self, path: Path) -> None:
         super().__init__(_DISK, str(path), path.absolute().as_uri(), restores=False)
@@ -326,35 +210,12 @@ class Directory(Place):
     def __repr__(self) -> str:
         return self.path
 
-    def segments(self, session: str | None = None) -> list[File]:
-        """As of any place; links are not followed."""
-        if not self.local.is_dir():
-            raise FileNotFoundError(f"there is nothing at {self}")
-        found = list(files_of(self.local))
-        if not found and session is None:
-            found = list(scan(self.local))
-        elif not found:
-            folder = self.local / check_session_id(session or "")
-            if not folder.is_dir() or folder.is_symlink():
-                raise FileNotFoundError(f"there is no session {session!r} in {self}")
-            found = list(files_of(folder))
-        return [DiskFile(seen.file) for seen in found]
-
-    def find(self, runs: Collection[str]) -> list[Located]:
-        """What the catalogue's database says, where there is one."""
-        from deployments.activations.catalogue.shared import known  # which stands on this module
-
-        if not (self.local / NAME).is_file():
-            return []
-        found = known(self.local.resolve(), runs)
-        return [Located(entry.facts.run_id, file_at(entry.uri), entry.offset) for entry in found]
-
 
 class _Mapped(Bytes):
-    """A file that is mapped. The map is private and copies on write, so that writing to a tensor over it is allowed.
+    """A mapped file. The map is private and copies on write, so that tensors over it may be written to.
 
-    Touching a page that the file no longer has would end the process: small reads, and so all that is read before a run
-    is known to be whole, do without the map, and what is mapped is checked before it is touched.
+    Touching a page that the file no longer has would kill the process: small reads, and so everything that is read
+    before a run is known to be whole, do not use the map, and what is mapped is checked before it is touched.
     """
 
     def __init__(self, path: Path) -> None:
@@ -378,79 +239,5 @@ class _Mapped(Bytes):
         self._file.close()
 
 
-# ---- what URIs and paths mean
-
 Source = File | Place
-"""One file, or a directory of a store or a session, of which runs are read."""
-
-
-def place_of(uri: str) -> Place:
-    """The place that a URI means, with the settings that stand in it.
-
-    `s3://bucket/prefix?region=...&endpoint_override=host:port&scheme=http`; keys come from where AWS's own tools
-    find them. All others are `pyarrow.fs`'s.
-
-    Raises:
-        ValueError: It is no URI of a file system, or may hold a key.
-    """
-    public = public_uri(check_uri(uri))
-    if urlsplit(uri).scheme == "s3":
-        try:
-            fs, path = _s3(uri)
-        except (pa.ArrowException, TypeError) as error:
-            raise ValueError(f"{public} is no place for a store: {error}") from None
-    else:
-        try:
-            fs, path = pafs.FileSystem.from_uri(uri)
-        except pa.ArrowException as error:
-            raise ValueError(f"{public} is no place for a store: {error}; S3's are s3://bucket/prefix") from None
-    return Place(fs, path.rstrip("/"), public, store_id(uri))
-
-
-def _s3(uri: str) -> tuple[Any, str]:
-    url = urlsplit(uri)
-    settings = {name: {"true": True, "false": False}.get(value, value) for name, value in parse_qsl(url.query)}
-    fs = pafs.S3FileSystem(
-        **settings,
-        background_writes=False,  # memory stays bounded, and who writes waits for the network
-        allow_delayed_open=True,  # a small object is one request
-        retry_strategy=pafs.AwsStandardS3RetryStrategy(max_attempts=ATTEMPTS),
-    )
-    return fs, f"{url.hostname}{unquote(url.path)}"
-
-
-def file_at(uri: str, places: Sequence[Place] = ()) -> File:
-    """A store's file, by the URI that a catalogue names it by, which says neither keys nor settings.
-
-    Args:
-        uri: The file's: below one of the places, else of a disk of this machine.
-        places: Where else files of the store are.
-    """
-    for place in places:
-        if uri.startswith(f"{place.uri}/"):
-            return place.file(unquote(uri.removeprefix(f"{place.uri}/")))
-    return DiskFile(Path(unquote(urlsplit(uri).path)))
-
-
-def source_of(source: str | os.PathLike[str] | Source) -> Source:
-    """The file or directory that a path or URI means; what is one already as it is.
-
-    A URI of object storage is a file's if it ends in `.arrow`.
-
-    Raises:
-        ValueError: It is a `file://` URI of another machine, or no URI of a file system.
-    """
-    if isinstance(source, (File, Place)):
-        return source
-    text = os.fspath(source)
-    if "://" not in text:
-        path = Path(text).expanduser()
-    elif (url := urlsplit(text)).scheme != "file":
-        place = place_of(text)
-        is_file = place.path.endswith(".arrow")
-        return File(place.fs, place.path, place.uri, place.above) if is_file else place
-    elif url.netloc not in ("", "localhost"):
-        raise ValueError(f"{text!r} is not a file:// URI of this machine")
-    else:
-        path = Path(unquote(url.path))
-    return DiskFile(path) if path.is_file() else Directory(path)
+"""One file, or the directory of a store or a session."""

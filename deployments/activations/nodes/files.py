@@ -16,8 +16,7 @@ import pyarrow as pa
 import ray
 from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
-from deployments.activations.archive.manifest import name_of
-from deployments.activations.facts import names_a_session
+from deployments.activations.facts import name_of, names_a_session
 from deployments.activations.files.places import File, Place
 from deployments.activations.nodes.submitting import writer_on
 from deployments.activations.state.nodes import SCHEME, Node, Nodes, node_of

@@ -13,7 +13,7 @@ from typing import Any, NamedTuple
 
 import ray
 
-from deployments.activations.catalogue.entries import Entry, StoredFile
+from deployments.activations.facts import Entry, StoredFile
 from deployments.activations.state.nodes import Deletion, Node
 
 BATCH = 50  # runs that are told of by one call, which Ray then passes without its object store

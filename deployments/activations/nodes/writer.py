@@ -13,15 +13,14 @@ from urllib.parse import unquote
 
 import ray
 
-from deployments.activations.archive.manifest import name_of, upload
 from deployments.activations.catalogue.catalogue import Catalogue
 from deployments.activations.catalogue.database import can_hold
-from deployments.activations.catalogue.entries import Entry, StoredFile
-from deployments.activations.facts import StoreError
+from deployments.activations.catalogue.manifest import upload
+from deployments.activations.facts import Entry, StoredFile, StoreError, name_of
 from deployments.activations.failures import explain
 from deployments.activations.files.atomic import write
 from deployments.activations.files.permissions import restrict
-from deployments.activations.files.places import place_of
+from deployments.activations.files.uris import place_of
 from deployments.activations.nodes.files import serve_segments
 from deployments.activations.nodes.releasing import is_released
 from deployments.activations.nodes.reporting import Note, Teller

@@ -13,8 +13,9 @@ import torch
 from torch.utils.dlpack import from_dlpack
 
 from deployments.activations.facts import PointType, RunFacts, ShardFacts
-from deployments.activations.files.places import DamagedError, Source, source_of
-from deployments.activations.reader.sources import is_run_id, locate
+from deployments.activations.files.places import DamagedError, File, Source
+from deployments.activations.files.uris import source_of
+from deployments.activations.reader.sources import find_runs, is_run_id, locate, shards
 from deployments.activations.segments.checksums import damaged
 from deployments.activations.segments.schema import shard_facts, to_patterns, to_tensor
 from deployments.activations.segments.segments import WholeRun, whole_runs
@@ -153,9 +154,9 @@ def _holding(place: Source, run_id: str | None, offset: int) -> tuple[Source, in
     """Where to look for a run, where a catalogue or a manifest says it."""
     if run_id is None:
         return place, offset
-    if (now := place.present()) is not place:
-        place, offset = now, 0
-    found = [] if offset else place.find([run_id])
+    if isinstance(place, File) and place.local is None and not place.exists():
+        place, offset = place.folder, 0  # earlier versions joined small objects of a bucket to larger ones
+    found = [] if offset else find_runs(place, [run_id])
     return (found[0].file, found[0].offset) if len(found) == 1 else (place, offset)
 
 
@@ -166,7 +167,7 @@ def _matching(place: Source, run_id: str | None, offset: int) -> Iterator[WholeR
 
 
 def _runs_in(place: Source, offset: int = 0) -> Iterator[WholeRun]:
-    files = place.segments()
+    files = shards(place)
     if offset and files != [place]:
         raise ValueError(f"offset is a place in one file, and {place} is a directory")
     for file in files:

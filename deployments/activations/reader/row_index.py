@@ -126,8 +126,6 @@ def index_rows(
     if isinstance(points, str) or not points:
         raise ValueError("points: name at least one, as a list")
     choice = check(tokens)
-    if isinstance(runs, str):
-        raise ValueError("runs: name them as a list")
     files, runs = chosen(source, session, runs)
     looked = _Looked(list(dict.fromkeys(points)), Wanted(session, None if runs is None else set(runs), set(points)))
     for file in files:

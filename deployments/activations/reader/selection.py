@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 import re
 from collections.abc import Collection, Iterable, Iterator, Mapping
 from typing import NamedTuple
@@ -10,7 +9,7 @@ from typing import NamedTuple
 import pyarrow as pa
 
 from deployments.activations.facts import PointType
-from deployments.activations.files.places import File, source_of
+from deployments.activations.files.places import File
 from deployments.activations.segments.schema import point_types, shard_facts
 from deployments.activations.segments.segments import WholeRun, messages, whole_runs
 from deployments.errors import RequestError
@@ -125,20 +124,6 @@ def by_schema(files: Iterable[File]) -> list[tuple[pa.Schema, list[File]]]:
         else:
             group.append(file)
     return groups
-
-
-def shards(source: str | os.PathLike[str], session: str | None = None) -> list[File]:
-    """The files of a store, of a session's directory, or the one file that is named; links are not followed.
-
-    Args:
-        source: A path or `file://` URI.
-        session: Of a store, this session's alone.
-
-    Raises:
-        FileNotFoundError: There is no such path, or no such session in the store.
-        ValueError: `session` can name none.
-    """
-    return source_of(source).segments(session)
 
 
 def _some(names: Collection[str]) -> str:

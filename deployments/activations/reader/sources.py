@@ -1,4 +1,4 @@
-"""Where a run lies that is named by its id alone: the store's directory, or its server, is given once."""
+"""The files in which stored runs are looked for: those of a path or URI, and the one of a run named by its id."""
 
 from __future__ import annotations
 
@@ -8,38 +8,105 @@ import tempfile
 from collections.abc import Collection
 from functools import cache
 from pathlib import Path
+from typing import NamedTuple
 
 import httpx
 
-from deployments.activations.export.pulling import PullError, pull
-from deployments.activations.files.places import Directory, DiskFile, File, Located, Source, place_of, source_of
+from deployments.activations.catalogue import buckets
+from deployments.activations.catalogue.database import NAME
+from deployments.activations.catalogue.shared import known
+from deployments.activations.facts import check_session_id
+from deployments.activations.files.places import Directory, DiskFile, File, Source
+from deployments.activations.files.scan import files_of, scan
+from deployments.activations.files.uris import file_at, place_of, source_of
+from deployments.activations.reader.pulling import PullError, pull
 from deployments.activations.segments.segments import whole_runs
 from deployments.options import STORE_VARIABLE, default_store
 
+AnySource = str | os.PathLike[str] | Source
+
+
+class Located(NamedTuple):
+    """A run's file, and the byte offset of the run in it."""
+
+    run_id: str
+    file: File
+    offset: int
+
+
+def shards(source: AnySource, session: str | None = None) -> list[File]:
+    """The Arrow files of a store or session, or the one file that `source` names; links are not followed.
+
+    Args:
+        source: A path or URI.
+        session: Of a store, only this session's.
+
+    Raises:
+        FileNotFoundError: There is no such source, or no such session in the store.
+        ValueError: `session` is not a valid id.
+        OSError: It cannot be listed.
+    """
+    source = source_of(source)
+    if isinstance(source, File):
+        return [source]
+    folder = source if session is None else source.below(check_session_id(session))
+    if not isinstance(source, Directory):
+        found = buckets.segments_in(folder)
+        if not found:
+            raise FileNotFoundError(f"there is nothing at {source}" + (f" of session {session!r}" if session else ""))
+        return found
+    if not source.local.is_dir():
+        raise FileNotFoundError(f"there is nothing at {source}")
+    seen = list(files_of(source.local))  # of a session's directory
+    if not seen and session is None:
+        seen = list(scan(source.local))
+    elif not seen:
+        path = Path(folder.path)
+        if not path.is_dir() or path.is_symlink():
+            raise FileNotFoundError(f"there is no session {session!r} in {source}")
+        seen = list(files_of(path))
+    return [DiskFile(one.file) for one in seen]
+
+
+def find_runs(source: Source, runs: Collection[str]) -> list[Located]:
+    """Look runs up in a store's catalogue or a bucket's manifest, without opening files; runs not listed are left out.
+
+    Raises:
+        OSError: The manifest cannot be read.
+    """
+    if isinstance(source, File):
+        return []
+    if not isinstance(source, Directory):
+        return [Located(*found) for found in buckets.find_runs(source, runs)]
+    if not (source.local / NAME).is_file():
+        return []
+    entries = known(source.local.resolve(), runs)
+    return [Located(entry.facts.run_id, file_at(entry.uri), entry.offset) for entry in entries]
+
 
 def is_run_id(source: object) -> bool:
-    """Whether a source is no path or URI, and so can only be the id of a run."""
+    """Whether a source is neither path nor URI, so that it can only be a run's id."""
     return isinstance(source, str) and "/" not in source and not os.path.lexists(source)
 
 
 def locate(run_id: str, root: str | os.PathLike[str] | None = None) -> Located:
-    """A run's file, by the store's catalogue or from a server.
+    """Find a run's file in a store, or fetch it from a server.
 
     Args:
         run_id: The run.
-        root: The store's directory or URI, or the `http` address of a server, from which the run is fetched into a
+        root: The store's directory or URI, or a server's `http` address, from which the run is fetched into a
             temporary directory; the key is the variable `VITRINE_API_KEY`. By default `default_store`.
 
     Raises:
         FileNotFoundError: There is no such store or run, or the run's file is gone.
         ValueError: The server refuses.
     """
-    said = os.fspath(root) if root is not None else default_store()
-    if said.startswith(("http://", "https://")):
-        return Located(run_id, DiskFile(_fetched(said, run_id)), 0)
-    store = place_of(said) if "://" in said else Directory(Path(said).expanduser().resolve())
+    given = os.fspath(root) if root is not None else default_store()
+    if given.startswith(("http://", "https://")):
+        return Located(run_id, DiskFile(_fetched(given, run_id)), 0)
+    store = place_of(given) if "://" in given else Directory(Path(given).expanduser().resolve())
     try:
-        found = next(iter(store.find([run_id])), None) or _looked_for(store, run_id)
+        found = next(iter(find_runs(store, [run_id])), None) or _scanned(store, run_id)
     except FileNotFoundError as error:
         raise FileNotFoundError(f"there is no store at {store}: name one as root, or by {STORE_VARIABLE}") from error
     if found is None:
@@ -51,39 +118,41 @@ def locate(run_id: str, root: str | os.PathLike[str] | None = None) -> Located:
     return found
 
 
-def _looked_for(store: Source, run_id: str) -> Located | None:
-    runs = (run for file in store.segments() for run in whole_runs(file))
+def _scanned(store: Source, run_id: str) -> Located | None:
+    runs = (run for file in shards(store) for run in whole_runs(file))
     return next((Located(run_id, run.file, run.offset) for run in runs if run.facts.run_id == run_id), None)
 
 
 def chosen(
-    source: str | os.PathLike[str], session: str | None, runs: Collection[str] | None
+    source: AnySource, session: str | None, runs: Collection[str] | None
 ) -> tuple[list[File], Collection[str] | None]:
-    """The files in which to look for runs, and which runs are meant; None for all.
+    """The files in which to look for runs, and the ids of the runs to take, None for all.
 
     Args:
         source: A store's or session's directory, or one file, as a path or `file://` URI; or the id of a run, which
-            is looked for as by `locate`.
-        session: This session's runs alone.
-        runs: These runs alone. Where a store's catalogue knows them all, no other files are looked at.
+            `locate` finds.
+        session: Only this session's runs.
+        runs: Only these runs. Where a store's catalogue knows them all, only their files are listed.
 
     Raises:
         FileNotFoundError: There is no such source, session or run.
-        ValueError: `session` can name none.
+        ValueError: `session` is not a valid id, or `runs` is one string.
     """
+    if isinstance(runs, str):
+        raise ValueError("runs: name them as a list")
     if is_run_id(source):
         return [locate(str(source)).file], {str(source)}
     place = source_of(source)
     if runs and session is None:
-        found = place.find(runs)
+        found = find_runs(place, runs)
         if {run.run_id for run in found} == set(runs):
             return sorted({run.file for run in found}, key=str), runs
-    return place.segments(session), runs
+    return shards(place, session), runs
 
 
 @cache
 def _fetched(url: str, run_id: str) -> Path:
-    """A run's file in a directory that goes with this process."""
+    """Fetch a run's file into a directory that is removed with this process."""
     key = os.environ.get("VITRINE_API_KEY") or None
     base = url.rstrip("/").removesuffix("/v1")
     try:

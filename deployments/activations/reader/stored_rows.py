@@ -8,8 +8,8 @@ import torch
 from safetensors.torch import save
 from torch.utils.dlpack import from_dlpack
 
-from deployments.activations.catalogue.entries import Entry
 from deployments.activations.export.named_tensors import row_bytes, rows_of
+from deployments.activations.facts import Entry
 from deployments.activations.files.places import DamagedError, File
 from deployments.activations.reader.reader import whole_run
 from deployments.activations.segments.schema import dtype_of, shard_facts

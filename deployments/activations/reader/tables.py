@@ -66,8 +66,8 @@ def table(
         ValueError: The runs differ in points, shapes or dtypes.
         FileNotFoundError: There is no such source or session.
     """
-    if isinstance(columns, str) or isinstance(runs, str):
-        raise ValueError("columns, runs: name them as lists")
+    if isinstance(columns, str):
+        raise ValueError("columns: name them as lists")
     if columns is not None and not columns:
         raise ValueError("columns: name at least one")
     points = None if columns is None else {name for name in columns if name not in COLUMNS}
@@ -123,8 +123,6 @@ def runs_table(
         RequestError: There is no such run; a ValueError.
         FileNotFoundError: There is no such source or session.
     """
-    if isinstance(runs, str):
-        raise ValueError("runs: name them as a list")
     files, runs = chosen(source, session, runs)
     wanted = Wanted(session, None if runs is None else set(runs))
     rows = [_run(run) for run in checked(files, wanted)]

@@ -5,15 +5,14 @@ from __future__ import annotations
 import contextlib
 import errno
 import os
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
 import pyarrow as pa
 
-from deployments.activations.catalogue.entries import Entry, StoredFile
-from deployments.activations.facts import RunFacts
-from deployments.activations.files.locks import create
+from deployments.activations.facts import Entry, RunFacts, StoredFile
+from deployments.activations.files.locks import create, directory
 from deployments.activations.segments.checksums import BATCH, described, of_batch
 from deployments.activations.segments.schema import batch_metadata, empty_batch, free_batch, point_types
 from deployments.activations.segments.segments import messages
@@ -294,13 +293,3 @@ def _create(root: Path, session_id: str, name: str) -> int:
             os.mkdir(session_id, dir_fd=top)
         with directory(session_id, top) as folder:
             return create(name, folder)
-
-
-@contextlib.contextmanager
-def directory(path: str | Path, parent: int | None = None) -> Iterator[int]:
-    """The descriptor of a directory that is not a link."""
-    descriptor = os.open(path, os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW, dir_fd=parent)
-    try:
-        yield descriptor
-    finally:
-        os.close(descriptor)

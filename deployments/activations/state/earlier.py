@@ -15,7 +15,7 @@ from typing import Any
 
 from deployments.activations.facts import names_a_session
 from deployments.activations.files.atomic import found
-from deployments.activations.segments.segment_writer import directory
+from deployments.activations.files.locks import directory
 from deployments.points.profiles import Profile, body_of
 
 _PINS, _OWNERS, _LIMITS, _PROFILES = FOLDERS = (".pins", ".owners", ".retention", ".profiles")

@@ -17,8 +17,8 @@ from pathlib import Path
 from threading import RLock
 from typing import Any
 
-from deployments.activations.catalogue.database import transaction
 from deployments.activations.failures import explain
+from deployments.activations.files.sqlite import transaction
 
 NAME = ".state.sqlite"  # no session id begins with '.'
 _TABLES = """

@@ -8,8 +8,7 @@ import secrets
 import shutil
 from pathlib import Path
 
-from deployments.activations.files.locks import DELETED
-from deployments.activations.segments.segment_writer import directory
+from deployments.activations.files.locks import DELETED, directory
 
 
 def begin_deletion(root: Path, session_id: str) -> Path | None:

@@ -8,10 +8,11 @@ from concurrent.futures import Future, ThreadPoolExecutor, wait
 from pathlib import Path
 from typing import NamedTuple
 
-from deployments.activations.catalogue.entries import Entry, Known
-from deployments.activations.facts import StoredRun
+from deployments.activations.catalogue.entries import Known
+from deployments.activations.facts import Entry, StoredRun
 from deployments.activations.failures import explain
-from deployments.activations.segments.segment_writer import Shard, directory
+from deployments.activations.files.locks import directory
+from deployments.activations.segments.segment_writer import Shard
 from deployments.activations.writer.open_runs import OpenRuns
 
 _SYNCS = 8  # files that are made durable at once: disks gather what they are asked for, and networks take their time

@@ -11,8 +11,8 @@ from typing import NamedTuple
 
 import pyarrow as pa
 
-from deployments.activations.catalogue.entries import Entry, Known, RunName
-from deployments.activations.facts import RunFacts, StoreError
+from deployments.activations.catalogue.entries import Known
+from deployments.activations.facts import Entry, RunFacts, RunName, StoreError
 from deployments.activations.failures import explain
 from deployments.activations.segments.segment_writer import Shard
 from deployments.activations.writer.pool import Pool

@@ -13,7 +13,8 @@ from pathlib import Path
 
 import pyarrow as pa
 
-from deployments.activations.catalogue.entries import Known, StoredFile
+from deployments.activations.catalogue.entries import Known
+from deployments.activations.facts import StoredFile
 from deployments.activations.files.mounts import Mount
 from deployments.activations.segments.segment_writer import Shard
 

@@ -8,8 +8,7 @@ from typing import Any, NamedTuple
 
 import pyarrow as pa
 
-from deployments.activations.catalogue.entries import RunName
-from deployments.activations.facts import StoredRun, StoreError, check_session_id
+from deployments.activations.facts import RunName, StoredRun, StoreError, check_session_id
 from deployments.activations.segments.schema import owner
 from deployments.activations.writer.open_runs import Chunk
 

@@ -11,9 +11,9 @@ from urllib.parse import unquote, urlsplit
 
 from deployments.activations.accounts import OPERATOR, Account
 from deployments.activations.catalogue.entries import Known
-from deployments.activations.catalogue.scan import scan_session
 from deployments.activations.facts import StoreError
 from deployments.activations.files.locks import is_held
+from deployments.activations.files.scan import scan_session
 from deployments.activations.limits import Held, Retention, oldest
 from deployments.activations.state.nodes import node_of
 from deployments.activations.state.owners import Owners, Record

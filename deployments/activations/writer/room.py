@@ -11,10 +11,9 @@ from concurrent.futures import Future
 from pathlib import Path
 
 from deployments.activations.failures import explain
-from deployments.activations.files.locks import NEW, create
+from deployments.activations.files.locks import NEW, create, directory
 from deployments.activations.files.mounts import Mount
 from deployments.activations.limits import Held
-from deployments.activations.segments.segment_writer import directory
 
 _EVERY_S = 1.0  # a disk is tried so often at most, however many ask
 

@@ -20,8 +20,8 @@ from typing import TYPE_CHECKING, Any
 import pyarrow as pa
 
 from deployments.activations.accounts import OPERATOR, Account
-from deployments.activations.catalogue.entries import Known, RunName
-from deployments.activations.facts import RunFacts, StoredRun, StoreError
+from deployments.activations.catalogue.entries import Known
+from deployments.activations.facts import RunFacts, RunName, StoredRun, StoreError
 from deployments.activations.failures import explain
 from deployments.activations.limits import Held, Retention
 from deployments.activations.segments.checksums import described

@@ -19,7 +19,7 @@ from deployments.activations.archive import archive
 from deployments.activations.archive.archive import Archive
 from deployments.activations.catalogue.catalogue import Catalogue
 from deployments.activations.facts import RunFacts, ShardFacts, StoredRun
-from deployments.activations.files import places
+from deployments.activations.files import uris
 from deployments.activations.files.places import Place
 from deployments.activations.segments.schema import to_batch
 from deployments.activations.state.owners import Owners
@@ -186,7 +186,7 @@ class Head(NamedTuple):
 
 def open_head(root: Path, archive: str, cache_bytes: int = 1 << 30, name: str | None = None) -> Head:
     make_root(root)
-    bucket = Archive(root, places.place_of(archive), name or mark(root), cache_bytes)
+    bucket = Archive(root, uris.place_of(archive), name or mark(root), cache_bytes)
     try:
         recover(root)
         catalogue, owners = Catalogue.rebuild(root, bucket.manifest), Owners(root)
@@ -243,14 +243,14 @@ def bucket(server, request, monkeypatch) -> Iterator[Bucket]:
     monkeypatch.setenv("AWS_EC2_METADATA_DISABLED", "true")
     monkeypatch.setenv("AWS_ACCESS_KEY_ID", "key")
     monkeypatch.setenv("AWS_SECRET_ACCESS_KEY", "secret")
-    monkeypatch.setattr(places, "ATTEMPTS", 2)  # pauses grow
+    monkeypatch.setattr(uris, "ATTEMPTS", 2)  # pauses grow
     name = f"bucket-{abs(hash(request.node.name))}"
     settings = f"endpoint_override=127.0.0.1:{server.port}&scheme=http&region=us-east-1&allow_bucket_creation=true"
 
     def uri(path: str) -> str:
         return f"s3://{name}/a%20store/{path}?{settings}"
 
-    place = places.place_of(uri(""))
+    place = uris.place_of(uri(""))
     place.fs.create_dir(name)
     server.requests.clear()
     yield Bucket(place, uri, server)

@@ -22,13 +22,13 @@ from deployments.activations.actors.store import ActivationStore
 from deployments.activations.archive import archive
 from deployments.activations.archive import claim as bucket_claim
 from deployments.activations.archive.claim import InUseError
-from deployments.activations.archive.manifest import Manifest
+from deployments.activations.catalogue.manifest import Manifest
 from deployments.activations.export.exports import export
 from deployments.activations.export.selectors import Choice
 from deployments.activations.facts import StoreError
 from deployments.activations.filters import Filter
 from deployments.activations.limits import Retention
-from deployments.activations.reader.selection import shards
+from deployments.activations.reader.sources import shards
 from deployments.activations.segments.verify import verify
 from deployments.activations.state.pins import Pins
 from deployments.errors import RequestError

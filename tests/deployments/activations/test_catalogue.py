@@ -27,8 +27,7 @@ from deployments.activations import load, runs
 from deployments.activations.catalogue import updates as filling
 from deployments.activations.catalogue.catalogue import Catalogue
 from deployments.activations.catalogue.database import NAME
-from deployments.activations.catalogue.entries import StoredFile
-from deployments.activations.facts import StoreError
+from deployments.activations.facts import StoredFile, StoreError
 from deployments.activations.filters import EVERYTHING, Filter, tag_pairs
 from deployments.activations.segments.segments import whole_runs
 from deployments.activations.writer.writer import Writer

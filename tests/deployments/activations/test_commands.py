@@ -18,7 +18,8 @@ from deployments.activations.catalogue.catalogue import Catalogue
 from deployments.activations.export.encodings import as_arrow
 from deployments.activations.export.exports import Format
 from deployments.activations.printing import size
-from deployments.activations.reader.selection import Wanted, shards
+from deployments.activations.reader.selection import Wanted
+from deployments.activations.reader.sources import shards
 from deployments.activations.segments.segments import is_sealed, messages, whole_runs
 from deployments.activations.segments.verify import verify
 from deployments.activations.state.pins import Pins

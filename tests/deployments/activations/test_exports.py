@@ -22,7 +22,8 @@ from deployments.activations.catalogue.catalogue import Catalogue
 from deployments.activations.export import named_tensors
 from deployments.activations.export.exports import export, pt_name
 from deployments.activations.export.named_tensors import FACTS, tensors
-from deployments.activations.reader.selection import Wanted, select, shards
+from deployments.activations.reader.selection import Wanted, select
+from deployments.activations.reader.sources import shards
 from deployments.activations.segments.segments import whole_runs
 from deployments.activations.writer.writer import Writer
 from deployments.errors import RequestError

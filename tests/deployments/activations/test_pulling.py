@@ -12,7 +12,7 @@ import numpy as np
 import pyarrow as pa
 import pytest
 
-from deployments.activations.export.pulling import PullError, pull
+from deployments.activations.reader.pulling import PullError, pull
 
 
 def buffers(kind: pa.DataType, length: int, offsets: list[int], rest: bytes | pa.Array) -> pa.Array:

@@ -20,7 +20,8 @@ from deployments.activations.export.encodings import ENCODERS, as_arrow
 from deployments.activations.export.named_tensors import tensors
 from deployments.activations.export.selectors import Choice
 from deployments.activations.facts import StoreError
-from deployments.activations.reader.selection import Wanted, select, shards
+from deployments.activations.reader.selection import Wanted, select
+from deployments.activations.reader.sources import shards
 from deployments.activations.segments.segments import messages
 from deployments.activations.writer.writer import Writer
 from deployments.errors import RequestError

@@ -13,7 +13,7 @@ import pytest
 import torch
 
 from deployments.activations.catalogue.catalogue import Catalogue
-from deployments.activations.reader.selection import shards
+from deployments.activations.reader.sources import shards
 from deployments.activations.reader.tables import runs_table, table
 from deployments.activations.writer.writer import Writer
 from deployments.errors import RequestError

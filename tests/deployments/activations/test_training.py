@@ -20,7 +20,7 @@ from torch.utils.data import DataLoader
 from deployments.activations.catalogue.catalogue import Catalogue
 from deployments.activations.reader import training
 from deployments.activations.reader.row_index import index_rows
-from deployments.activations.reader.selection import shards
+from deployments.activations.reader.sources import shards
 from deployments.activations.reader.training import ActivationRows
 from deployments.activations.writer.writer import Writer
 from deployments.errors import RequestError

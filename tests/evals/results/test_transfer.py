@@ -13,7 +13,7 @@ from stored import SESSION, Store, points
 
 from deployments.activations.export import paging
 from deployments.activations import load, runs
-from deployments.activations.export.pulling import pull
+from deployments.activations.reader.pulling import pull
 from evals.results import transfer as transferring
 from evals.config import Config, EvalError
 from evals.results.results import read_json

@@ -14,9 +14,9 @@ import httpx
 import pyarrow as pa
 from tqdm import tqdm
 
-from deployments.activations.export.paging import NoPageError, Paging
 from deployments.activations.facts import check_session_id
 from deployments.activations.files.locks import PULLED, held
+from deployments.activations.reader.paging import NoPageError, Paging
 from deployments.activations.segments import checksums
 from deployments.options import fits_header
 

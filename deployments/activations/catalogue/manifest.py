@@ -1,0 +1,204 @@
+"""A bucket's manifest: which segments it holds, the runs in them, what was deleted, and copies of pins and owners.
+
+`<bucket>/.manifest/` has *parts*, JSON lines that one writer adds, and *snapshots*, a catalogue's database compressed
+by Zstandard, each of which stands for parts and snapshots that are removed then. Segments are added once under names
+that never come again, and a deletion names its segments for good. So parts and snapshots mean the same in any order and
+any number of times: a crash between two requests, or two writers by mistake, lose nothing.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import shutil
+import time
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from typing import Any
+
+import pyarrow as pa
+
+from deployments.activations.files.places import File, Place
+
+FOLDER = ".manifest"  # no session id begins with '.'
+Line = Mapping[str, Any]
+_PART, _SNAPSHOT, _SNAPSHOT_END = ".jsonl", "snapshot-", ".sqlite.zst"
+_AT_ONCE = 16  # objects that are fetched or removed beside each other
+_PIECE = 4 << 20
+_PART_BYTES = 16 << 20  # that are sent or fetched at once
+
+
+class Bases:
+    """What stands before a segment's name in URIs.
+
+    Args:
+        bucket: In the bucket's.
+        disk: In those of files of the store's directory.
+    """
+
+    def __init__(self, bucket: str, disk: str = "") -> None:
+        self.bucket = bucket and f"{bucket}/"
+        self.disk = disk and f"{disk}/"
+
+
+class Manifest:
+    """The manifest of one bucket.
+
+    Args:
+        place: The bucket, or a directory in it.
+        writer: What tells this server's parts from those of others.
+        root: The store's directory, where the segments are read from there as well.
+
+    Attributes:
+        place: As given.
+        bases: What stands before segments' names in URIs.
+    """
+
+    def __init__(self, place: Place, writer: str = "reader", root: Path | None = None) -> None:
+        self.place = place
+        self.bases = Bases(place.uri, root.as_uri() if root else "")
+        self._folder = place.below(FOLDER)
+        self._writer = writer
+        self._last = 0
+
+    def names(self) -> dict[str, int]:
+        """The bytes of each part and snapshot by its name; empty where the bucket has no manifest.
+
+        Raises:
+            OSError: The bucket cannot be listed.
+        """
+        return {
+            info.base_name: info.size
+            for info in self._folder.infos()
+            if info.base_name.endswith(_PART) or is_snapshot(info.base_name)
+        }
+
+    def write(self, lines: Iterable[Line]) -> str:
+        """Add a part; durable when this returns.
+
+        Returns:
+            The part's name.
+
+        Raises:
+            OSError: The bucket refuses.
+        """
+        name = f"{self._number():020}-{self._writer}{_PART}"
+        data = "".join(json.dumps(line) + "\n" for line in lines).encode()
+        file = self._folder.file(name)
+        try:
+            put_whole(file, data)
+        except OSError:
+            with contextlib.suppress(OSError):  # perhaps only the answer was lost, and it would count later
+                file.remove()
+            raise
+        return name
+
+    def read(self, names: Sequence[str]) -> Iterator[tuple[str, list[Line]]]:
+        """Parts, each with its lines.
+
+        Raises:
+            OSError: The bucket refuses.
+            ValueError: One is damaged; the message names it.
+        """
+
+        def read_one(name: str) -> tuple[str, list[Line]]:
+            try:
+                return name, [json.loads(line) for line in self._folder.file(name).read().splitlines()]
+            except ValueError as error:
+                raise ValueError(f"{self._folder}/{name} is damaged, and runs may be missing: {error}") from error
+
+        with ThreadPoolExecutor(_AT_ONCE) as pool:
+            yield from pool.map(read_one, names)
+
+    def fetch(self, snapshot: str, to: Path) -> None:
+        """Write a snapshot's database to a file.
+
+        Raises:
+            OSError: The bucket or the disk refuses, or the snapshot is damaged.
+        """
+        file = self._folder.file(snapshot)
+        packed = file.fs.open_input_stream(file.path, compression=None, buffer_size=_PART_BYTES)
+        with pa.CompressedInputStream(packed, "zstd") as data, to.open("wb") as out:
+            while piece := data.read(_PIECE):
+                out.write(piece)
+
+    def put_snapshot(self, database: Path) -> str:
+        """Compress a database and put it into the bucket as a snapshot; durable when this returns.
+
+        Returns:
+            The snapshot's name.
+
+        Raises:
+            OSError: The bucket or the disk refuses.
+        """
+        name = f"{_SNAPSHOT}{self._number():020}-{self._writer}{_SNAPSHOT_END}"
+        file = self._folder.file(name)
+        packed = database.with_suffix(".zst")
+        with database.open("rb") as data, pa.CompressedOutputStream(str(packed), "zstd") as squeezed:
+            while piece := data.read(_PIECE):
+                squeezed.write(piece)
+        try:
+            upload(packed, file)
+        except OSError:
+            file.remove()  # half of it may be there, under a name that is read
+            raise
+        return name
+
+    def remove(self, names: Collection[str]) -> None:
+        """Remove parts and snapshots.
+
+        Raises:
+            OSError: The bucket refuses.
+        """
+        remove_all([self._folder.file(name) for name in names])
+
+    def _number(self) -> int:
+        self._last = max(self._last + 1, time.time_ns())
+        return self._last
+
+
+def is_snapshot(name: str) -> bool:
+    """Whether an object of the manifest is a snapshot, and no part."""
+    return name.startswith(_SNAPSHOT) and name.endswith(_SNAPSHOT_END)
+
+
+def put_whole(file: File, data: bytes) -> None:
+    """Write a small object, and see that all of it is there.
+
+    Raises:
+        OSError: The bucket refuses.
+    """
+    file.write(data)
+    _check_size(file, len(data))
+
+
+def upload(path: Path, file: File) -> None:
+    """Copy a file into the bucket, in parts that are sent several times where that is needed.
+
+    Raises:
+        OSError: The disk or the bucket refuses, or the object is not as long as the file.
+    """
+    size = path.stat().st_size
+    with (
+        path.open("rb") as data,
+        file.fs.open_output_stream(file.path, compression=None, buffer_size=_PART_BYTES) as out,
+    ):
+        shutil.copyfileobj(data, out, _PIECE)
+    _check_size(file, size)
+
+
+def _check_size(file: File, size: int) -> None:
+    found = file.fs.get_file_info(file.path).size
+    if found != size:
+        raise OSError(f"{file} has {found} bytes of the {size} that were written")
+
+
+def remove_all(files: Sequence[File]) -> None:
+    """Remove objects; those that are not there are no error.
+
+    Raises:
+        OSError: The bucket refuses.
+    """
+    with ThreadPoolExecutor(_AT_ONCE) as pool:
+        list(pool.map(File.remove, files))
