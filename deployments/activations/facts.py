@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import re
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 from urllib.parse import parse_qsl, urlsplit
@@ -152,6 +152,14 @@ class Entry(NamedTuple):
             for name, point in self.points.items()
         }
         return StoredRun(self.facts.run_id, self.facts.session_id, points, self.bytes)
+
+
+class Note(NamedTuple):
+    """Runs of one file that are durable, and the file as it is now."""
+
+    session_id: str
+    entries: Sequence[Entry]
+    file: StoredFile
 
 
 def page(names: Iterable[str], limit: int, after: str | None) -> list[str]:

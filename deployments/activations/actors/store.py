@@ -38,7 +38,7 @@ from deployments.clusters import NAMESPACE, ON_HEAD, detached
 
 if TYPE_CHECKING:
     from deployments.activations.archive.archive import Archive
-    from deployments.activations.nodes.reporting import Note
+    from deployments.activations.facts import Note
     from deployments.activations.state.nodes import Deletion, Node
     from deployments.activations.writer.writer import Writer
 

@@ -14,6 +14,7 @@ from torch.utils.dlpack import from_dlpack
 
 from deployments.activations.facts import PointType
 from deployments.activations.files.bodies import Part
+from deployments.activations.reader.stored_rows import rows_of, values_at
 from deployments.activations.segments.schema import dtype_of
 from deployments.activations.segments.segments import Batch, WholeRun
 from deployments.errors import RequestError
@@ -117,29 +118,6 @@ def tensors(runs: Iterable[WholeRun], prefixed: bool) -> Tensors:
     return Tensors(members, facts)
 
 
-def rows_of(batch: Batch, name: str, kind: PointType, first: int, end: int) -> torch.Tensor:
-    """Rows `first` to `end` of a point that is no attention pattern, `[rows, ...features]`; no other is read.
-
-    Raises:
-        DamagedError: Its values are not all there.
-        OSError: They cannot be read.
-    """
-    width = row_bytes(kind)
-    at = batch.place(batch.outline([name])[name], width) + first * width
-    shape = (end - first, *(size or 0 for size in kind.shape))
-    return _values(batch, at, (end - first) * width, dtype_of(kind.dtype)).view(shape)
-
-
-def row_bytes(kind: PointType) -> int:
-    """Bytes of a row of a point that is no attention pattern."""
-    return math.prod(size or 0 for size in kind.shape) * dtype_of(kind.dtype).itemsize
-
-
-def _values(batch: Batch, at: int, count: int, dtype: torch.dtype) -> torch.Tensor:
-    data = batch.read(at, count)
-    return torch.frombuffer(data, dtype=dtype) if count else torch.empty(0, dtype=dtype)
-
-
 def _ids(run: WholeRun, member: str, column: str, more: int = 0) -> Member:
     """A column of int32, `[rows]`, and so much more."""
 
@@ -161,7 +139,7 @@ def _padded(batch: Batch, name: str, kind: PointType, widest: int, start: int, f
     rows, dtype, (heads, _) = batch.outline([name, "position"]), dtype_of(kind.dtype), kind.shape
     begins, ends = (rows[name].offsets[start + row].as_py() * dtype.itemsize for row in (first, end))
     position = rows["position"][0].as_py() + start
-    values = _values(batch, batch.place(rows[name]) + begins, ends - begins, dtype)
+    values = values_at(batch, batch.place(rows[name]) + begins, ends - begins, dtype)
     some = Patterns(values, heads or 0, range(position + first, position + end)).padded()
     return torch.nn.functional.pad(some, (0, widest - some.shape[-1]))
 

@@ -7,13 +7,13 @@ import logging
 import threading
 import time
 from collections import deque
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import replace
 from typing import Any, NamedTuple
 
 import ray
 
-from deployments.activations.facts import Entry, StoredFile
+from deployments.activations.facts import Note
 from deployments.activations.state.nodes import Deletion, Node
 
 BATCH = 50  # runs that are told of by one call, which Ray then passes without its object store
@@ -23,14 +23,6 @@ _ANSWER_S = 20.0  # that the store has to answer
 PAUSE_S = (0.5, 10.0)  # between two tries, at first and at the most
 
 logger = logging.getLogger(__name__)
-
-
-class Note(NamedTuple):
-    """Runs of one file that are durable, and the file as it is now."""
-
-    session_id: str
-    entries: Sequence[Entry]
-    file: StoredFile
 
 
 class Reply(NamedTuple):

@@ -16,14 +16,14 @@ import ray
 from deployments.activations.catalogue.catalogue import Catalogue
 from deployments.activations.catalogue.database import can_hold
 from deployments.activations.catalogue.manifest import upload
-from deployments.activations.facts import Entry, StoredFile, StoreError, name_of
+from deployments.activations.facts import Entry, Note, StoredFile, StoreError, name_of
 from deployments.activations.failures import explain
 from deployments.activations.files.atomic import write
 from deployments.activations.files.permissions import restrict
 from deployments.activations.files.uris import place_of
 from deployments.activations.nodes.files import serve_segments
 from deployments.activations.nodes.releasing import is_released
-from deployments.activations.nodes.reporting import Note, Teller
+from deployments.activations.nodes.reporting import Teller
 from deployments.activations.nodes.submitting import Home, StartingError, TakesRuns, awaited
 from deployments.activations.state.nodes import Deletion, Node, uri_of
 from deployments.activations.writer.opening import MARK, open_directory

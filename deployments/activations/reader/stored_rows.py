@@ -2,18 +2,18 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping, Sequence
 
 import torch
 from safetensors.torch import save
 from torch.utils.dlpack import from_dlpack
 
-from deployments.activations.export.named_tensors import row_bytes, rows_of
-from deployments.activations.facts import Entry
+from deployments.activations.facts import Entry, PointType
 from deployments.activations.files.places import DamagedError, File
 from deployments.activations.reader.reader import whole_run
 from deployments.activations.segments.schema import dtype_of, shard_facts
-from deployments.activations.segments.segments import WholeRun
+from deployments.activations.segments.segments import Batch, WholeRun
 from deployments.errors import RequestError
 from deployments.points.token_choices import Last, Positions, TokenChoice, placed, resolve
 
@@ -129,3 +129,27 @@ def _rows(run: WholeRun, name: str, index: torch.Tensor) -> torch.Tensor:
             rows[here] = rows_of(batch, name, kind, low, high)[wanted - low]
         start += batch.num_rows
     return rows
+
+
+def rows_of(batch: Batch, name: str, kind: PointType, first: int, end: int) -> torch.Tensor:
+    """Rows `first` to `end` of a point that is no attention pattern, `[rows, ...features]`; no other is read.
+
+    Raises:
+        DamagedError: Its values are not all there.
+        OSError: They cannot be read.
+    """
+    width = row_bytes(kind)
+    at = batch.place(batch.outline([name])[name], width) + first * width
+    shape = (end - first, *(size or 0 for size in kind.shape))
+    return values_at(batch, at, (end - first) * width, dtype_of(kind.dtype)).view(shape)
+
+
+def row_bytes(kind: PointType) -> int:
+    """Bytes of a row of a point that is no attention pattern."""
+    return math.prod(size or 0 for size in kind.shape) * dtype_of(kind.dtype).itemsize
+
+
+def values_at(batch: Batch, at: int, count: int, dtype: torch.dtype) -> torch.Tensor:
+    """`count` bytes of a batch's segment, from byte `at` on, as values."""
+    data = batch.read(at, count)
+    return torch.frombuffer(data, dtype=dtype) if count else torch.empty(0, dtype=dtype)

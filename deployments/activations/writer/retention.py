@@ -11,7 +11,7 @@ from urllib.parse import unquote, urlsplit
 
 from deployments.activations.accounts import OPERATOR, Account
 from deployments.activations.catalogue.entries import Known
-from deployments.activations.facts import StoreError
+from deployments.activations.facts import Note, StoreError
 from deployments.activations.files.locks import is_held
 from deployments.activations.files.scan import scan_session
 from deployments.activations.limits import Held, Retention, oldest
@@ -23,7 +23,6 @@ from deployments.activations.writer.pool import Pool
 
 if TYPE_CHECKING:
     from deployments.activations.archive.archive import Archive
-    from deployments.activations.nodes.reporting import Note
     from deployments.activations.state.nodes import Nodes
 
 logger = logging.getLogger(__name__)

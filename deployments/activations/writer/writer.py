@@ -21,7 +21,7 @@ import pyarrow as pa
 
 from deployments.activations.accounts import OPERATOR, Account
 from deployments.activations.catalogue.entries import Known
-from deployments.activations.facts import RunFacts, RunName, StoredRun, StoreError
+from deployments.activations.facts import Note, RunFacts, RunName, StoredRun, StoreError
 from deployments.activations.failures import explain
 from deployments.activations.limits import Held, Retention
 from deployments.activations.segments.checksums import described
@@ -36,7 +36,6 @@ from deployments.errors import RequestError
 
 if TYPE_CHECKING:
     from deployments.activations.archive.archive import Archive
-    from deployments.activations.nodes.reporting import Note
     from deployments.activations.state.nodes import Nodes
 
 logger = logging.getLogger(__name__)

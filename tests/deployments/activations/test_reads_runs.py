@@ -21,8 +21,8 @@ from deployments.activations.actors.store import ActivationStore
 from deployments.activations.catalogue.catalogue import Catalogue
 from deployments.activations.export.selectors import Choice
 from deployments.activations.facts import StoreError
-from deployments.activations.files import places
 from deployments.activations.files.places import DamagedError
+from deployments.activations.reader import sources
 from deployments.activations.reader.tables import runs_table, table
 from deployments.errors import RequestError
 
@@ -244,7 +244,7 @@ def test_a_run_is_read_by_its_id_alone_wherever_its_file_is(stored, monkeypatch)
     assert table("run-1", [POINT]).num_rows == ROWS
     assert runs_table("run-1")["run_id"].to_pylist() == ["run-1"]
     monkeypatch.setattr(Catalogue, "copied", None)  # the database says where: no file is looked for
-    monkeypatch.setattr(places.Directory, "segments", None)
+    monkeypatch.setattr(sources, "shards", None)
     assert runs_table(stored.root, runs=["run-1", "r0"])["run_id"].to_pylist() == ["run-1", "r0"]
 
 
