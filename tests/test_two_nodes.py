@@ -29,7 +29,8 @@ MACHINES = {"head": "10.77.0.1", "worker": "10.77.0.2", "outside": "10.77.0.3"}
 HOME = "/home/ray"  # of the nodes, in both files
 
 
-pytestmark = pytest.mark.server
+# Starting two nodes takes minutes. Quicker: test_exposure.py claims the refusals, activations/test_nodes.py the stores.
+pytestmark = [pytest.mark.server, pytest.mark.long]
 
 
 class Network:

@@ -30,6 +30,7 @@ def run(script: str, results: Path, *options: str, env: dict[str, str] | None = 
     return done.stdout, found
 
 
+@pytest.mark.long
 def test_the_engine_is_measured_beside_its_peers(tmp_path):
     options = ["--wide-model=tiny", "--dtype=float32", "--dtype=bfloat16"]
     printed, found = run("engine", tmp_path / "engine", *options)
@@ -48,6 +49,7 @@ def test_the_engine_is_measured_beside_its_peers(tmp_path):
     assert "times the floor" in printed
 
 
+@pytest.mark.long
 def test_memory_is_watched_while_rows_go_to_disk(tmp_path):
     _, found = run("memory", tmp_path / "memory", "--slow-disk=1e6", "--others=1")
     case = found["cases"]["tiny, float32"]

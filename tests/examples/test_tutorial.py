@@ -6,6 +6,7 @@ import json
 from pathlib import Path
 
 import httpx
+import pytest
 
 from tests.conftest import ROOT, Served
 from tests.examples.notebooks import cells, run
@@ -18,17 +19,35 @@ ELSEWHERE = {
 }
 
 
-def test_every_cell_of_the_notebook_runs(smollm2: Path, served: Served, tmp_path: Path) -> None:
+# The shipped model has 2 layers, and takes seconds where SmolLM2 takes minutes.
+SHIPPED = {
+    "--model smollm2": "--model vitrine-demo",
+    'model="smollm2"': 'model="vitrine-demo"',
+    "/v1/models/smollm2": "/v1/models/vitrine-demo",
+    "layers.11.output": "layers.1.output",
+    "layers.10.output": "layers.0.output",
+}
+
+
+def test_every_cell_of_the_notebook_runs_on_the_shipped_model(served: Served, tmp_path: Path) -> None:
+    (tmp_path / "statements.jsonl").write_text("".join(_first_groups()))
+    changed = {"http://127.0.0.1:8000": served.root, STATEMENTS: "statements.jsonl"} | SHIPPED
+    printed = run(_code(), tmp_path, served.cluster.env, changed)
+    assert len(printed.splitlines()[-6:]) == 6, "an answer for each prompt and scale"
+    found = json.loads((tmp_path / "results" / "truth" / "probes.json").read_text())
+    assert 0 <= found["headline"]["auroc_low"] <= 1
+
+
+@pytest.mark.long  # minutes: three collections and a server with a real model
+def test_the_notebook_finds_with_smollm2_what_it_says(smollm2: Path, served: Served, tmp_path: Path) -> None:
     (tmp_path / "statements.jsonl").write_text("".join(_first_groups()))
     link = served.home / "models" / "smollm2"
     link.parent.mkdir(exist_ok=True)
     link.symlink_to(smollm2)
     httpx.post(f"{served.root}/models/load", json={"model_id": "smollm2"}, timeout=300).raise_for_status()
     changed = {"http://127.0.0.1:8000": served.root, STATEMENTS: "statements.jsonl"}
-    code = [cell for cell in cells("tutorial") if not cell.startswith(tuple(ELSEWHERE))]
-    assert len(code) == len(cells("tutorial")) - len(ELSEWHERE)
     try:
-        printed = run(code, tmp_path, served.cluster.env, changed)
+        printed = run(_code(), tmp_path, served.cluster.env, changed)
     finally:
         httpx.post(f"{served.root}/models/unload", json={"model_id": "smollm2"}, timeout=300).raise_for_status()
         link.unlink()
@@ -36,6 +55,13 @@ def test_every_cell_of_the_notebook_runs(smollm2: Path, served: Served, tmp_path
     assert len({line[3:] for line in steered}) == 6, "each scale has its own answer"
     found = json.loads((tmp_path / "results" / "truth" / "probes.json").read_text())
     assert found["headline"]["auroc_low"] > found["headline"]["control"]["auroc"]["high"]
+
+
+def _code() -> list[str]:
+    """The cells that are run here."""
+    code = [cell for cell in cells("tutorial") if not cell.startswith(tuple(ELSEWHERE))]
+    assert len(code) == len(cells("tutorial")) - len(ELSEWHERE)
+    return code
 
 
 def _first_groups() -> list[str]:

@@ -57,9 +57,12 @@ def by_id(session: Path) -> dict[str, RunFacts]:
 
 
 @pytest.fixture(params=["model", "base_url"])
-def way(request: pytest.FixtureRequest, served: Served) -> dict[str, str]:
-    """Where the prompts run: in an engine beside the server, or at the server."""
-    return {"model": DEMO} if request.param == "model" else {"base_url": served.base_url}
+def way(request: pytest.FixtureRequest, served: Served, store: Path) -> dict[str, str]:
+    """Where the prompts run: in an engine beside the server, or at the server.
+
+    The engine is told the store: the cluster may have that of another file's application too.
+    """
+    return {"model": DEMO, "store": str(store)} if request.param == "model" else {"base_url": served.base_url}
 
 
 def test_what_is_stored_of_each_example(way: dict[str, str], store: Path, tmp_path: Path) -> None:
@@ -137,7 +140,7 @@ def test_a_killed_command_goes_on_and_stores_no_run_twice(
 ) -> None:
     data = lines(tmp_path / "d.jsonl", problems(1400))
     command = [sys.executable, "-m", "deployments.collect", str(data), "--model", DEMO, "--session", "killed"]
-    command += ["--points", *POINTS]
+    command += ["--store", str(store), "--points", *POINTS]
     run = subprocess.Popen(command, cwd=ROOT, env=cluster.env, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL)
     try:
         eventually(lambda: (store / "killed").is_dir() and any(True for _ in runs(store / "killed")), limit_s=120)
@@ -171,8 +174,9 @@ def test_a_killed_command_goes_on_and_stores_no_run_twice(
     ],
 )
 def test_wrong_arguments_are_refused_by_name(
-    given: dict[str, Any], error: type[Exception], message: str, cluster: Cluster, monkeypatch: pytest.MonkeyPatch
+    given: dict[str, Any], error: type[Exception], message: str, store: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr("deployments.collect.remote.ATTEMPTS", 1)
+    own = {} if "base_url" in given or "model" not in given else {"store": str(store)}
     with pytest.raises(error, match=message):
-        collect(**{"data": problems(2), "session": "refused", "points": POINTS, "on_error": "skip"} | given)
+        collect(**own | {"data": problems(2), "session": "refused", "points": POINTS, "on_error": "skip"} | given)
