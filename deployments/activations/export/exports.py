@@ -18,7 +18,7 @@ import pyarrow.parquet as pq
 from deployments.activations.export.encodings import as_lone_pt, as_npz, as_safetensors
 from deployments.activations.export.hf_datasets import check_installed, write_dataset
 from deployments.activations.export.named_tensors import points_of, tensors
-from deployments.activations.files.bodies import Parts
+from deployments.activations.export.parts import Parts
 from deployments.activations.files.places import File
 from deployments.activations.reader.selection import Wanted, by_schema, checked, select
 from deployments.activations.reader.sources import chosen

@@ -1,4 +1,4 @@
-"""Which stored runs and points are meant, and their rows batch by batch: what exports and downloads are made of."""
+"""Selects stored runs and points out of files."""
 
 from __future__ import annotations
 
@@ -19,19 +19,19 @@ MOST_NAMED = 10  # runs or points that a refusal lists
 
 
 class Wanted(NamedTuple):
-    """What is asked for; None is all.
+    """Which runs and points to read; None is all.
 
-    Where a catalogue knows it, `offsets` are the places of files where the first of `runs` begins: nothing is looked at
-    before it, nor behind the last of them, which are then in no other file.
+    `offsets` are the byte offsets in files of the first of `runs`, where a catalogue knows them: reading begins there
+    and ends with the last of `runs`, which are then in no other file.
     """
 
     session: str | None = None
     runs: Collection[str] | None = None
-    points: Collection[str] | None = None  # names and patterns, as `names.recorded` has them
+    points: Collection[str] | None = None  # names and patterns, as for `names.recorded`
     offsets: Mapping[File, int] | None = None
 
     def of(self, schema: pa.Schema) -> dict[str, PointType]:
-        """Those of a file's points that are asked for.
+        """The wanted points of a file.
 
         Raises:
             RequestError: A layer is counted from the last, and the file does not say how many there are.
@@ -47,14 +47,11 @@ class Wanted(NamedTuple):
         return {name: kind for name, kind in types.items() if name in chosen}
 
     def check(self, runs: Collection[str], points: Collection[str]) -> None:
-        """Refuse what is not there.
+        """Raise RequestError, which lists some that exist, if a wanted run or point does not.
 
         Args:
-            runs: The runs there are.
-            points: The points that those of them which are asked for recorded.
-
-        Raises:
-            RequestError: A run or point that is asked for is none; lists some there are.
+            runs: The existing runs.
+            points: The points that the wanted ones of them recorded.
         """
         if self.runs is not None and (unknown := [run for run in self.runs if run not in runs]):
             raise RequestError(f"there is no run {unknown[0]!r}; there is {_some(runs)}", "run", "run_not_found", 404)
@@ -66,15 +63,15 @@ class Wanted(NamedTuple):
 
 
 def select(files: Iterable[File], wanted: Wanted, left: set[str] | None = None) -> Iterator[WholeRun]:
-    """The wanted runs of files in the order in which they lie there; one without a wanted point is left out.
+    """The wanted runs of files, in file order; those without a wanted point are left out.
 
     Args:
         files: The files.
         wanted: Which runs, and which of their points.
-        left: Those of the wanted runs that were not found yet; by default none were.
+        left: The wanted runs that were not found yet; those that are found are removed from it.
 
     Raises:
-        DamagedError: What a file says of a wanted run cannot be; names the file.
+        DamagedError: A wanted run's metadata is invalid; names the file.
     """
     offsets, left = wanted.offsets or {}, set(wanted.runs or ()) if left is None else left
     for file in files:
@@ -94,11 +91,7 @@ def select(files: Iterable[File], wanted: Wanted, left: set[str] | None = None) 
 
 
 def checked(files: Iterable[File], wanted: Wanted) -> Iterator[WholeRun]:
-    """As `select`, without reading tensors; at the end, what is not there is refused.
-
-    Raises:
-        RequestError: As `Wanted.check` says, once all files were looked through.
-    """
+    """As `select`, for all files; at the end, raises RequestError as `Wanted.check` does."""
     runs, points = set[str](), set[str]()
     for found in select(files, Wanted(wanted.session)):
         runs.add(found.facts.run_id)
@@ -111,7 +104,7 @@ def checked(files: Iterable[File], wanted: Wanted) -> Iterator[WholeRun]:
 
 
 def by_schema(files: Iterable[File]) -> list[tuple[pa.Schema, list[File]]]:
-    """Files whose rows fit one table, together: those of one session, model, set of points and dtypes."""
+    """Group files by schema: by session, model, points and dtypes."""
     groups = list[tuple[pa.Schema, list[File]]]()
     for file in files:
         first = next(messages(file), None)

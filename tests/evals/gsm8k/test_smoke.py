@@ -11,7 +11,7 @@ from fake_openai import FakeServer
 from stored import Store, points
 
 from deployments.activations.export.encodings import ENCODERS
-from deployments.activations.files.bodies import Part, Parts
+from deployments.activations.export.parts import Part, Parts
 from deployments.points.patterns import Patterns
 from evals.gsm8k.__main__ import main
 

@@ -1,7 +1,4 @@
-"""A file as parts of known sizes that are read when they are asked for, so that any range of it can be made alone.
-
-`archive` makes a zip file of such: npz and pt files are zip files.
-"""
+"""A file made of parts of known sizes that are computed on demand, so that any byte range can be read alone."""
 
 from __future__ import annotations
 
@@ -18,51 +15,40 @@ from typing import NamedTuple
 Buffer = bytes | bytearray | memoryview
 _DESCRIPTOR = struct.Struct("<IIQQ")
 _PADDING = struct.Struct("<HH")
-_SIZES_FOLLOW = 0x08  # the flag that sizes and checksum stand behind the data
-_ALIGNMENT = 64  # as torch's own files, so that tensors may be mapped
+_SIZES_FOLLOW = 0x08  # flag: sizes and checksum are behind the data
+_ALIGNMENT = 64  # as in torch's own files, so that tensors can be mapped
 
 
 class Part(NamedTuple):
-    """Some bytes of a file.
-
-    Attributes:
-        size: How many there are.
-        read: Those from `first` to `end`, in order: `read(first, end)`.
-    """
+    """`size` bytes of a file; `read(first, end)` gives those from `first` to `end`."""
 
     size: int
     read: Callable[[int, int], Iterable[Buffer]]
 
     @classmethod
     def known(cls, data: Buffer) -> Part:
-        """Bytes that are in memory."""
+        """Bytes in memory."""
         return cls(len(data), lambda first, end: [data[first:end]])
 
     @classmethod
     def made(cls, size: int, make: Callable[[], bytes]) -> Part:
-        """A few bytes that are made when they are asked for."""
+        """A few bytes that `make` computes when they are read."""
         return cls(size, lambda first, end: [make()[first:end]])
 
 
 class Parts:
-    """Parts, one behind the other.
-
-    Attributes:
-        length: Bytes of all.
-    """
+    """Concatenated parts; `length` is their total size in bytes."""
 
     def __init__(self, parts: Iterable[Part]) -> None:
-        """Nothing is read yet."""
         self._parts = list(parts)
         self._ends = list(accumulate(part.size for part in self._parts))
         self.length = self._ends[-1] if self._ends else 0
 
     def __len__(self) -> int:
-        """How many parts there are."""
         return len(self._parts)
 
     def read(self, first: int = 0, end: int | None = None) -> Iterator[Buffer]:
-        """The bytes from `first` to `end`, or all of them; no other part is read."""
+        """The bytes from `first` to `end`, by default all; only the parts that overlap are read."""
         end = self.length if end is None else min(end, self.length)
         for number in range(bisect_right(self._ends, first), len(self._parts)):
             part = self._parts[number]
@@ -73,13 +59,13 @@ class Parts:
 
 
 def archive(files: Iterable[tuple[str, Parts]]) -> Parts:
-    """The zip file of files, each by its name, as they are.
+    """An uncompressed zip file of named files, as npz and pt files are.
 
-    A checksum stands behind each file, and again at the end: it is computed when it is first asked for, and then known.
+    Each file's checksum follows its data; it is computed when it is first read, and cached.
     """
     at, parts, listed = 0, list[Part](), list[tuple[zipfile.ZipInfo, Callable[[], int]]]()
     for name, data in files:
-        info = zipfile.ZipInfo(name)  # of 1980-01-01: the same runs give the same bytes
+        info = zipfile.ZipInfo(name)  # dated 1980-01-01: the same runs give the same bytes
         info.flag_bits, info.header_offset, info.CRC = _SIZES_FOLLOW, at, 0
         padding = -(at + len(info.FileHeader(zip64=True)) + _PADDING.size) % _ALIGNMENT
         info.extra = _PADDING.pack(0x4246, padding) + b"Z" * padding
@@ -101,7 +87,6 @@ def _checksum(data: Parts) -> int:
 
 
 def _descriptor(size: int, checksum: Callable[[], int]) -> bytes:
-    """What stands behind a file's data."""
     return _DESCRIPTOR.pack(0x08074B50, checksum(), size, size)
 
 
@@ -112,7 +97,7 @@ def _whole_directory(at: int, listed: Sequence[tuple[zipfile.ZipInfo, Callable[[
 
 
 def _directory(at: int, listed: list[zipfile.ZipInfo]) -> bytes:
-    """The directory at a zip file's end, which begins at a byte of it."""
+    """The central directory of a zip file, which begins at byte `at` of it."""
     end = _End(at)
     with zipfile.ZipFile(end, "w") as made:
         made.filelist = listed
@@ -120,7 +105,7 @@ def _directory(at: int, listed: list[zipfile.ZipInfo]) -> bytes:
 
 
 class _End(io.BytesIO):
-    """The end of a file, whose bytes before are elsewhere."""
+    """The end of a file whose first `at` bytes are elsewhere."""
 
     def __init__(self, at: int) -> None:
         super().__init__()
