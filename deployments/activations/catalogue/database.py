@@ -20,12 +20,12 @@ from deployments.activations.files.sqlite import connected, transaction
 NAME = ".catalogue.sqlite3"  # no session id begins with '.'
 _LOCK = ".catalogue.lock"
 
-# `rows` of a file are those of its runs that are known, NULL where some are known from another file; without
-# `modified_ns` the file is read again at the next start. The indexes hold what filters and sums look at, so that
-# neither reads the runs themselves. `sums` are each session's, by model, so that a session of any size is summed up at
-# once: whoever adds runs keeps them true, by `filling.add_runs`. `mark` is another one after each change.
-# What `manifest` says of a bucket: `archived` files are in it, `applied` parts are known, `deleted` segments are gone
-# for good, their objects too unless `pending`; `records` are copies of pins and owners.
+# `files.rows` counts the rows of the file's known runs, NULL where another file has some of them as well; a file
+# without `modified_ns` is read again at the next start. The indexes cover what filters and sums use, so that neither
+# reads the runs themselves. `sums` are totals by session and model, updated by `entries.add_runs` and a trigger; their
+# `mark` changes with each change. From a bucket's manifest come `archived`, which files are in it, `applied`, the parts
+# that were read, `deleted`, segments that are gone for good (their objects too unless `pending`), and `records`, copies
+# of pins and owners.
 _TABLES = """
 CREATE TABLE origin (inode INTEGER NOT NULL);
 
@@ -72,35 +72,34 @@ WHEN EXISTS (SELECT 1 FROM sums WHERE session = OLD.session AND model = OLD.mode
     DELETE FROM sums WHERE session = OLD.session AND model = OLD.model AND runs = 0;
 END;
 """
-# Of another layout is also what tells less of a run than this version knows.
+# A database with fewer facts of a run than this version has is of another layout, too.
 LAYOUT = zlib.crc32(repr((_TABLES, [item.name for item in fields(RunFacts)])).encode()) >> 1
 
 logger = logging.getLogger(__name__)
 
 
 class Kept:
-    """A connection to a store's database, which no other process writes meanwhile.
+    """A connection to a directory's database, which no other process writes meanwhile.
+
+    A database that is damaged or of another layout is replaced.
+
+    Args:
+        root: The directory.
+        fill: Creates a new database at a path, or leaves it.
 
     Attributes:
         connection: For any thread, one at a time.
         keeper: A name of its own.
+
+    Raises:
+        OSError: Another process keeps it, or the disk refuses.
+        sqlite3.Error: It cannot be written.
     """
 
     def __init__(self, root: Path, fill: Callable[[Path], None] | None = None) -> None:
-        """Open what a directory keeps; a database that is damaged or of another layout is begun anew.
-
-        Args:
-            root: The directory.
-            fill: Puts a database where there is none that can be trusted, or leaves it.
-
-        Raises:
-            OSError: Another process keeps it, or the disk refuses.
-            sqlite3.Error: It cannot be written.
-        """
         self.keeper = secrets.token_hex(16)
         self._root = root
         self._lock = locked(root / _LOCK)
-        self.path = root / NAME
         try:
             self.connection = _kept(root / NAME, fill)
         except BaseException:
@@ -108,7 +107,7 @@ class Kept:
             raise
 
     def say(self) -> None:
-        """Have `keeper_of` give this keeper until it is closed, or another one says so."""
+        """Have `keeper_of` return `keeper` until this is closed."""
         try:
             os.truncate(self._lock, 0)
             os.pwrite(self._lock, self.keeper.encode(), 0)
@@ -116,7 +115,7 @@ class Kept:
             logger.exception("readers of %s ask the store's own process", self._root)
 
     def close(self) -> None:
-        """Let others open it."""
+        """Release the database."""
         try:
             with contextlib.suppress(OSError):
                 os.truncate(self._lock, 0)
@@ -126,9 +125,9 @@ class Kept:
 
 
 def keeper_of(root: Path) -> str:
-    """Who keeps a directory's database, and says so; empty where nobody does."""
+    """The `Kept.keeper` of a directory's database; empty where there is none."""
     try:
-        file = os.open(f"{root}/{_LOCK}", os.O_RDONLY | os.O_NOFOLLOW)  # each page of a download asks
+        file = os.open(f"{root}/{_LOCK}", os.O_RDONLY | os.O_NOFOLLOW)  # called for each page of a download
     except OSError:
         return ""
     try:
@@ -137,15 +136,30 @@ def keeper_of(root: Path) -> str:
         os.close(file)
 
 
+def can_hold(root: Path) -> bool:
+    """Whether no process keeps a directory's database now.
+
+    Raises:
+        OSError: The file system has no locks.
+    """
+    try:
+        os.close(locked(root / _LOCK, make=False))
+    except FileNotFoundError:
+        return True  # no store was ever there
+    except BlockingIOError:
+        return False
+    return True
+
+
 def read_only(root: Path) -> sqlite3.Connection:
-    """A connection that reads what a directory keeps, also beside the process that writes it.
+    """A connection that reads a directory's database, also beside the process that writes it.
 
     Raises:
         OSError: There is no database.
         sqlite3.Error: It cannot be read, or is another version's or another directory's.
     """
     path = root / NAME
-    inode = path.stat().st_ino
+    inode = path.stat(follow_symlinks=False).st_ino
     database = sqlite3.connect(f"{path.as_uri()}?mode=ro", uri=True, isolation_level=None, check_same_thread=False)
     try:
         if not _is_laid_out(database, inode):
@@ -156,36 +170,17 @@ def read_only(root: Path) -> sqlite3.Connection:
     return database
 
 
-def can_hold(root: Path) -> bool:
-    """Whether this process could keep a directory's database now, which it does not do.
-
-    Raises:
-        OSError: There are no such locks.
-    """
-    try:
-        os.close(locked(root / _LOCK, make=False))
-    except FileNotFoundError:
-        return True  # no store ever was there
-    except BlockingIOError:
-        return False
-    return True
-
-
 def in_memory(root: Path | None = None) -> sqlite3.Connection:
-    """A database in memory: a copy of what a directory keeps, if that can be trusted, else empty.
-
-    What the directory keeps is not written, and may be another process's that goes on writing it.
-    """
-    path = root / NAME if root else None
-    if path and path.is_file():
+    """A database in memory: a copy of a directory's, if that can be trusted, else empty."""
+    if root and (root / NAME).exists():
         copy = connected(":memory:")
         try:
-            with closing(sqlite3.connect(f"{path.as_uri()}?mode=ro", uri=True)) as kept:
+            with closing(read_only(root)) as kept:
                 kept.backup(copy)
-            if _is_sound(copy, path):
-                return copy
+            _check_sound(copy)
+            return copy
         except (sqlite3.Error, OSError) as error:
-            logger.info("%s cannot be copied (%s): the files are read", path, error)
+            logger.info("%s cannot be copied (%s): the files are read", root / NAME, error)
         copy.close()
     made = connected(":memory:")
     lay_out(made, 0)
@@ -193,21 +188,18 @@ def in_memory(root: Path | None = None) -> sqlite3.Connection:
 
 
 def sealed_files(root: Path) -> dict[str, tuple[int, int]]:
-    """The sealed files that a directory's database knows: by URI bytes, and when they changed in Unix nanoseconds.
+    """The bytes and modification times in Unix nanoseconds, by URI, of the sealed files in a directory's database.
 
-    None where there is no database, or one that cannot be trusted.
+    Nothing where there is no database that can be trusted.
     """
-    path = root / NAME
-    if not path.is_file() or path.is_symlink():
+    if not (root / NAME).exists():
         return {}
     try:
-        with closing(sqlite3.connect(f"{path.as_uri()}?mode=ro", uri=True)) as kept:
-            if not _is_laid_out(kept, path.stat().st_ino):
-                return {}
+        with closing(read_only(root)) as kept:
             found = kept.execute("SELECT uri, bytes, modified_ns FROM files WHERE sealed AND modified_ns IS NOT NULL")
             return {uri: (size, modified_ns) for uri, size, modified_ns in found}
     except (sqlite3.Error, OSError) as error:
-        logger.info("%s cannot be read (%s): every file is looked at", path, error)
+        logger.info("%s cannot be read (%s): every file is looked at", root / NAME, error)
         return {}
 
 
@@ -215,7 +207,8 @@ def _kept(path: Path, fill: Callable[[Path], None] | None = None) -> sqlite3.Con
     if path.is_file() and not path.is_symlink():
         database = connected(path)
         try:
-            if _is_sound(database, path):
+            if _is_laid_out(database, path.stat().st_ino):
+                _check_sound(database)
                 _logged(database)
                 return database
             logger.info("%s is another version's or another directory's: the files are read", path)
@@ -239,7 +232,7 @@ def _kept(path: Path, fill: Callable[[Path], None] | None = None) -> sqlite3.Con
 
 
 def _logged(database: sqlite3.Connection) -> None:
-    """Write ahead: consistent after any crash, if not up to date, which a look at the files puts right."""
+    """Write ahead: consistent after a crash; what is missing then, a scan of the files adds."""
     [mode] = database.execute("PRAGMA journal_mode = WAL").fetchone()
     if mode != "wal":
         raise sqlite3.OperationalError(f"the file system has no write-ahead log, but {mode}")
@@ -248,7 +241,7 @@ def _logged(database: sqlite3.Connection) -> None:
 
 
 def lay_out(database: sqlite3.Connection, inode: int) -> None:
-    """Make the tables of an empty database, which is the file of this inode."""
+    """Create the tables of a new database, whose file has this inode."""
     with transaction(database):
         for statement in _TABLES.split("\n\n"):
             database.execute(statement)
@@ -256,17 +249,14 @@ def lay_out(database: sqlite3.Connection, inode: int) -> None:
         database.execute(f"PRAGMA user_version = {LAYOUT}")
 
 
-def _is_sound(database: sqlite3.Connection, path: Path) -> bool:
-    """Whether it is of this layout, whole, and the very file that was written."""
-    if not _is_laid_out(database, path.stat().st_ino):
-        return False
+def _check_sound(database: sqlite3.Connection) -> None:
+    """Raise sqlite3.DatabaseError where it is damaged."""
     if (found := database.execute("PRAGMA quick_check(1)").fetchone()) != ("ok",):
         raise sqlite3.DatabaseError(str(found[0]))
-    return True
 
 
 def _is_laid_out(database: sqlite3.Connection, inode: int) -> bool:
-    """Whether it is of this layout, and the very file that was written: a copy may be of two moments."""
+    """Whether it is of this layout and in the file it was made in: a copy of a file may be inconsistent."""
     if database.execute("PRAGMA user_version").fetchone() != (LAYOUT,):
         return False
     return bool(database.execute("SELECT inode FROM origin").fetchone() == (inode,))

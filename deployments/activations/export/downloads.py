@@ -13,7 +13,7 @@ import pyarrow as pa
 from xxhash import xxh3_128_hexdigest
 
 from deployments import __version__
-from deployments.activations.catalogue.catalogue import Catalogue
+from deployments.activations.catalogue.queries import Queries
 from deployments.activations.export.encodings import ENCODERS, as_arrow
 from deployments.activations.export.named_tensors import tensors
 from deployments.activations.export.parts import Parts
@@ -49,7 +49,7 @@ class Readings:
 
     def __init__(
         self,
-        catalogue: Catalogue,
+        catalogue: Queries,
         places: Sequence[Place] = (),
         restore: Callable[[Sequence[str]], bool] = lambda _: False,
     ) -> None:

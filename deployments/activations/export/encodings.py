@@ -22,9 +22,10 @@ from deployments.activations.export.parts import Buffer, Part, Parts, archive
 from deployments.activations.facts import StoreError
 from deployments.activations.files.places import File
 from deployments.activations.reader.selection import Wanted, by_schema, select
+from deployments.activations.segments.batches import Batch
 from deployments.activations.segments.checksums import written
 from deployments.activations.segments.schema import batch_metadata
-from deployments.activations.segments.segments import Batch, WholeRun
+from deployments.activations.segments.segments import WholeRun
 from deployments.points.names import COLUMNS, dtype_name
 
 _TYPES = {  # by dtype, what safetensors and torch's pickles call it

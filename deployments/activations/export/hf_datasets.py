@@ -13,8 +13,9 @@ import torch
 
 from deployments.activations.facts import PointType
 from deployments.activations.reader.tables import widened
+from deployments.activations.segments.batches import Batch
 from deployments.activations.segments.schema import point_types
-from deployments.activations.segments.segments import Batch, WholeRun
+from deployments.activations.segments.segments import WholeRun
 
 
 def check_installed() -> None:

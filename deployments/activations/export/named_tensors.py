@@ -15,8 +15,9 @@ from torch.utils.dlpack import from_dlpack
 from deployments.activations.export.parts import Part
 from deployments.activations.facts import PointType
 from deployments.activations.reader.stored_rows import rows_of, values_at
+from deployments.activations.segments.batches import Batch
 from deployments.activations.segments.schema import dtype_of
-from deployments.activations.segments.segments import Batch, WholeRun
+from deployments.activations.segments.segments import WholeRun
 from deployments.errors import RequestError
 from deployments.points.patterns import Patterns
 

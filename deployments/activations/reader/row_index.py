@@ -17,8 +17,9 @@ from deployments.activations.files.places import File
 from deployments.activations.reader.selection import Wanted
 from deployments.activations.reader.sources import chosen
 from deployments.activations.reader.stored_rows import positions_of
+from deployments.activations.segments.batches import Batch
 from deployments.activations.segments.schema import PHASES, dtype_of
-from deployments.activations.segments.segments import Batch, WholeRun, whole_runs
+from deployments.activations.segments.segments import WholeRun, whole_runs
 from deployments.points.token_choices import TokenChoice, check
 
 Chosen = TokenChoice | Mapping[str, Any]  # which tokens, as in a request

@@ -10,8 +10,9 @@ import pyarrow as pa
 
 from deployments.activations.facts import PointType
 from deployments.activations.files.places import File
+from deployments.activations.segments.batches import batches_of
 from deployments.activations.segments.schema import point_types, shard_facts
-from deployments.activations.segments.segments import WholeRun, messages, whole_runs
+from deployments.activations.segments.segments import WholeRun, whole_runs
 from deployments.errors import RequestError
 from deployments.points.names import matching, nearest
 
@@ -107,10 +108,10 @@ def by_schema(files: Iterable[File]) -> list[tuple[pa.Schema, list[File]]]:
     """Group files by schema: by session, model, points and dtypes."""
     groups = list[tuple[pa.Schema, list[File]]]()
     for file in files:
-        first = next(messages(file), None)
+        first = next(batches_of(file), None)
         if first is None:
             continue
-        schema = first.batch.schema
+        schema = first.schema
         group = next((group for known, group in groups if known.equals(schema, check_metadata=True)), None)
         if group is None:
             groups.append((schema, [file]))

@@ -12,8 +12,9 @@ from torch.utils.dlpack import from_dlpack
 from deployments.activations.facts import Entry, PointType
 from deployments.activations.files.places import DamagedError, File
 from deployments.activations.reader.reader import whole_run
+from deployments.activations.segments.batches import Batch
 from deployments.activations.segments.schema import dtype_of, shard_facts
-from deployments.activations.segments.segments import Batch, WholeRun
+from deployments.activations.segments.segments import WholeRun
 from deployments.errors import RequestError
 from deployments.points.token_choices import Last, Positions, TokenChoice, placed, resolve
 

@@ -13,9 +13,9 @@ import pyarrow as pa
 
 from deployments.activations.facts import Entry, RunFacts, StoredFile
 from deployments.activations.files.locks import create, directory
+from deployments.activations.segments.batches import batches_of
 from deployments.activations.segments.checksums import BATCH, described, of_batch
 from deployments.activations.segments.schema import batch_metadata, empty_batch, free_batch, point_types
-from deployments.activations.segments.segments import messages
 
 VERSION = "pyarrow"  # of a footer's metadata
 _PIECES = 512  # that are written by one call; systems take 1,024
@@ -277,8 +277,8 @@ def seal(descriptor: int, path: Path, schema: pa.Schema, length: int) -> int:
     """
     sink = _Sink(descriptor, written=length)
     writer = new_file(sink, schema)
-    for batch, metadata, _ in messages(path):
-        writer.write_batch(batch.select(), custom_metadata=metadata)
+    for batch in batches_of(path):
+        writer.write_batch(batch.select(), custom_metadata=batch.metadata)
     if sink.length != length:
         raise pa.ArrowInvalid(f"{path} does not read back as it was written")
     writer.close()

@@ -17,15 +17,13 @@ import pyarrow.compute as pc
 
 from deployments.activations.files.places import DamagedError, DiskFile, File
 from deployments.activations.segments import checksums
+from deployments.activations.segments.batches import AnyFile, as_file, batches_of
 from deployments.activations.segments.checksums import BATCH, KEY, LAYOUT, RUN
 from deployments.activations.segments.schema import BatchFacts, batch_facts
 from deployments.activations.segments.segment_writer import VERSION
 from deployments.activations.segments.segments import (
-    AnyFile,
-    as_file,
     footer,
     is_sealed,
-    messages,
     whole_runs,
 )
 
@@ -172,9 +170,9 @@ def _written_otherwise(path: Path) -> int | None:
     with path.open("rb") as file:
         data = memoryview(mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ))
     sink, writer = _Compared(data), None
-    for batch, metadata, _ in messages(path):
+    for batch in batches_of(path):
         writer = writer or pa.ipc.new_file(sink, batch.schema, metadata=reader.metadata or None)
-        writer.write_batch(batch.select(), custom_metadata=metadata)
+        writer.write_batch(batch.select(), custom_metadata=batch.metadata)
     if writer:
         writer.close()
     return sink.length if sink.other is None and sink.length != len(data) else sink.other
@@ -242,13 +240,13 @@ def _look_at_batches(found: Verified, file: DiskFile, rows_of: dict[str, int]) -
     batches, end, is_summed = 0, 0, True
     try:
         schema = _schema_of(file.local)
-        for message, metadata, behind in messages(file):
-            end = behind
-            batch = message.select()
+        for found_batch in batches_of(file):
+            end, metadata = found_batch.end, found_batch.metadata
+            batch = found_batch.select()
             facts = batch_facts(metadata)
             bad = changed(batch, facts, checksums.read(metadata, batch.schema.names))
-            bad += _described_otherwise(batch, metadata or {}, schema)
-            is_summed = is_summed and BATCH.encode() in (metadata or {})
+            bad += _described_otherwise(batch, metadata, schema)
+            is_summed = is_summed and BATCH.encode() in metadata
             if bad:
                 known = found.damaged.setdefault(facts.run_id, [])
                 known += [name for name in bad if name not in known]

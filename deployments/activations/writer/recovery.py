@@ -19,9 +19,10 @@ from deployments.activations.facts import names_a_session
 from deployments.activations.files.atomic import remove_unfinished
 from deployments.activations.files.locks import DELETED, NEW, PULLED, directory, take
 from deployments.activations.files.places import DamagedError
+from deployments.activations.segments.batches import ends_cut
 from deployments.activations.segments.checksums import damaged
 from deployments.activations.segments.segment_writer import seal
-from deployments.activations.segments.segments import WholeRun, ends_cut, is_sealed, whole_runs
+from deployments.activations.segments.segments import WholeRun, is_sealed, whole_runs
 from deployments.activations.segments.verify import read_all
 from deployments.activations.writer.pool import FILE_NAME
 

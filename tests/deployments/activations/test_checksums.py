@@ -21,7 +21,7 @@ from deployments.activations.export.encodings import as_arrow
 from deployments.activations.files.places import DamagedError
 from deployments.activations.reader.reader import runs
 from deployments.activations.reader.selection import Wanted
-from deployments.activations.segments.segments import messages
+from deployments.activations.segments.batches import batches_of
 from deployments.activations.segments.verify import verify
 from deployments.activations.writer.writer import Writer
 from deployments.points.patterns import Patterns
@@ -112,7 +112,7 @@ def buffers(path: Path) -> dict[str, list[tuple[int, int]]]:
 
 def regions(path: Path) -> dict[str, list[int]]:
     """Bytes of each region of a file."""
-    data, ends = path.read_bytes(), [message.end for message in messages(path)]
+    data, ends = path.read_bytes(), [message.end for message in batches_of(path)]
     held = sorted(place for places in buffers(path).values() for place in places)
     padding = [at for (one, size), (other, _) in pairwise(held) for at in range(one + size, min(other, one + size + 8))]
     tail = len(data) - 10 - int.from_bytes(data[-10:-6], "little")
@@ -154,8 +154,7 @@ def test_a_row_that_names_another_run_or_sample_is_found(shard, word):
 
 
 def test_a_checksum_is_what_the_page_of_the_format_says(shard):
-    for message in messages(shard):
-        batch = message.batch
+    for batch in batches_of(shard):
         plain = {
             "position": batch["position"].to_numpy(),
             "phase": batch["phase"].indices.to_numpy(),
@@ -164,7 +163,7 @@ def test_a_checksum_is_what_the_page_of_the_format_says(shard):
             B: batch[B].to_numpy_ndarray(),
             WEIGHTS: batch[WEIGHTS].flatten().to_numpy(),
         }
-        said = dict(zip(batch.schema.names[2:], message.metadata[b"xxh3"].decode().split(","), strict=True))
+        said = dict(zip(batch.schema.names[2:], batch.metadata[b"xxh3"].decode().split(","), strict=True))
         assert {name: said[name] for name in plain} == {
             name: xxh3_64_hexdigest(values.tobytes()) for name, values in plain.items()
         }
@@ -173,21 +172,21 @@ def test_a_checksum_is_what_the_page_of_the_format_says(shard):
 def test_points_that_leave_over_http_keep_their_checksums(shard):
     body = b"".join(as_arrow([shard], Wanted(points={B})).read())
     for (batch, metadata), message in zip(
-        pa.ipc.open_stream(body).iter_batches_with_custom_metadata(), messages(shard), strict=True
+        pa.ipc.open_stream(body).iter_batches_with_custom_metadata(), batches_of(shard), strict=True
     ):
-        said = dict(zip(message.batch.schema.names[2:], message.metadata[b"xxh3"].decode().split(","), strict=True))
+        said = dict(zip(message.schema.names[2:], message.metadata[b"xxh3"].decode().split(","), strict=True))
         assert metadata[b"xxh3"].decode().split(",") == [said[name] for name in batch.schema.names[2:]]
 
 
 def test_a_file_of_the_format_before_is_read_and_has_nothing_to_compare(shard, tmp_path):
     old = tmp_path / "old.arrow"
     keys = (b"run_id", b"batch", b"batches", b"run")
-    given = list(messages(shard))
-    names = [name for name in given[0].batch.schema.names if name != "text_offset"]
-    with pa.ipc.new_file(old, given[0].batch.select(names).schema) as writer:
+    given = list(batches_of(shard))
+    names = [name for name in given[0].schema.names if name != "text_offset"]
+    with pa.ipc.new_file(old, given[0].select(names).schema) as writer:
         for message in given:
             metadata = {key: message.metadata[key] for key in keys if key in message.metadata}
-            writer.write_batch(message.batch.select(names), custom_metadata=metadata)
+            writer.write_batch(message.select(names), custom_metadata=metadata)
     assert verify(old).ok
     assert [run.run_id for run in runs(old)] == ["r0", "r1"]
     assert torch.equal(load(old, "r1", verify=True)[A], load(shard, "r1")[A])

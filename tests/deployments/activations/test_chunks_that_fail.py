@@ -22,7 +22,8 @@ import deployments.activations
 from deployments.activations import load, runs
 from deployments.activations.catalogue.catalogue import Catalogue
 from deployments.activations.facts import StoreError
-from deployments.activations.segments.segments import is_sealed, messages
+from deployments.activations.segments.batches import batches_of
+from deployments.activations.segments.segments import is_sealed
 
 POINT = "layers.0.output"
 REPOSITORY = Path(deployments.activations.__file__).parents[2]
@@ -112,7 +113,7 @@ def test_a_reader_survives_that_a_run_is_cut_off_under_it(make, open_sender):
     for part in range(29):
         sender.append(big, part)
     [path] = sender.files()
-    reading = messages(path)
+    reading = batches_of(path)
     for _ in range(6):
         next(reading)
     sender.abandon(big)

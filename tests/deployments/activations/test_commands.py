@@ -20,7 +20,8 @@ from deployments.activations.export.exports import Format
 from deployments.activations.printing import size
 from deployments.activations.reader.selection import Wanted
 from deployments.activations.reader.sources import shards
-from deployments.activations.segments.segments import is_sealed, messages, whole_runs
+from deployments.activations.segments.batches import batches_of
+from deployments.activations.segments.segments import is_sealed, whole_runs
 from deployments.activations.segments.verify import verify
 from deployments.activations.state.pins import Pins
 from deployments.activations.writer.writer import Writer
@@ -188,7 +189,7 @@ def test_whole_files_are_said_to_be_whole(say):
 def test_of_a_file_cut_anywhere_verify_says_what_load_can_still_read(store, made, tmp_path):
     path = next(file.local for file in shards(store) if len(runs(file)) == 2)
     data, seen = path.read_bytes(), set()
-    ends = [item.end for item in messages(path)]
+    ends = [item.end for item in batches_of(path)]
     whole = [ends[i] for i in (1, 3)]
     torn = tmp_path / "torn.arrow"
     for length in (*range(0, len(data), 11), *ends, len(data)):

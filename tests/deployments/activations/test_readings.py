@@ -22,7 +22,7 @@ from deployments.activations.export.selectors import Choice
 from deployments.activations.facts import StoreError
 from deployments.activations.reader.selection import Wanted, select
 from deployments.activations.reader.sources import shards
-from deployments.activations.segments.segments import messages
+from deployments.activations.segments.batches import batches_of
 from deployments.activations.writer.writer import Writer
 from deployments.errors import RequestError
 from deployments.points.patterns import Patterns
@@ -123,7 +123,7 @@ def test_a_named_run_is_read_at_its_place(store, tmp_path):
     _, found = store
     wanted = taken(found, Choice("session", ("r2",), None, "npz"))
     (file,) = (tmp_path / "session").iterdir()
-    first = next(iter(messages(file))).end
+    first = next(iter(batches_of(file))).end
     with file.open("r+b") as bytes_before:
         bytes_before.seek(first)
         bytes_before.write(bytes(64))  # the head of a batch of r0: nothing behind it would be found by looking through

@@ -1,0 +1,318 @@
+"""The record batches of one segment, be it sealed, still open or cut short, on disk or elsewhere.
+
+A segment is an Arrow file, read as the stream that it is up to its footer. Metadata is read at once, and values when
+they are asked for: from a map of the file, or as ranges of bytes.
+"""
+
+from __future__ import annotations
+
+import mmap
+import os
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import closing
+from functools import lru_cache
+from pathlib import Path
+from typing import Any, TypeVar
+
+import numpy as np
+import pyarrow as pa
+
+from deployments.activations.files.places import Bytes, DamagedError, DiskFile, File
+from deployments.activations.segments.schema import batch_facts
+from deployments.points.names import COLUMNS
+
+# An Arrow IPC file is this, padded to 8 bytes, a stream, and a footer once it is sealed.
+_MAGIC = b"ARROW1\0\0"
+_CONTINUES = b"\xff\xff\xff\xff"  # begins each message
+_END = b"\0\0\0\0"  # the length of the message that ends a stream
+_COPIED = 1 << 16  # values below this many bytes of a batch are copied at once
+_MOST_HEAD = 128 << 20  # bytes of a batch's metadata
+_GAP = 32 << 10  # bytes that are fetched along rather than by another request
+
+AnyFile = File | str | os.PathLike[str]
+
+_T = TypeVar("_T")
+
+
+class Batch:
+    """A record batch of a segment; large values are read when they are asked for.
+
+    Args:
+        file: The segment.
+        opened: The same, open.
+        view: The batch over the segment's map or over blank memory.
+        metadata: The batch's own.
+        begin: As the attribute.
+        end: As the attribute.
+        blank: Whether the view is over blank memory.
+
+    Attributes:
+        schema: Of all its columns.
+        num_rows: Its rows.
+        metadata: The batch's own.
+        begin: The byte offset in the segment of its message.
+        end: The byte offset behind it.
+    """
+
+    def __init__(
+        self,
+        file: File,
+        opened: Bytes,
+        view: pa.RecordBatch,
+        metadata: Mapping[bytes, bytes] | None,
+        begin: int,
+        end: int,
+        blank: bool,
+    ) -> None:
+        self.schema = view.schema
+        self.num_rows = view.num_rows
+        self.metadata: Mapping[bytes, bytes] = metadata or {}
+        self.begin, self.end = begin, end
+        self._file, self._opened, self._view, self._blank = file, opened, view, blank
+
+    def __getitem__(self, name: str) -> Any:
+        return self.select([name])[name]
+
+    def select(self, names: Sequence[str] | None = None) -> pa.RecordBatch:
+        """These columns, in this order, by default all.
+
+        Raises:
+            DamagedError: Their values are outside of the batch, or it is cut off.
+            OSError: They cannot be read.
+        """
+        return self._checked(self.schema.names if names is None else names, whole=True)
+
+    def outline(self, names: Sequence[str]) -> pa.RecordBatch:
+        """As `select`, but points may have blank values, of the right length; `place` gives their byte offsets."""
+        return self._checked(names, whole=False)
+
+    def check(self) -> None:
+        """Raise DamagedError if buffers are shorter than the metadata says; no value is read."""
+        self._guarded(self._view.validate)
+
+    def read(self, at: int, count: int) -> memoryview:
+        """`count` bytes of the segment from offset `at`, which are within this batch.
+
+        Raises:
+            DamagedError: The segment is cut short.
+            OSError: They cannot be read.
+        """
+        self._opened.check(self.end)
+        mapped = self._opened.mapped(at, count)
+        data = memoryview(bytearray(self._opened.read(at, count))) if mapped is None else mapped
+        if len(data) < count:
+            raise DamagedError(f"{self._file}: it is cut short: it ends before byte {at + count}")
+        return data
+
+    def place(self, column: pa.Array, width: int = 0) -> int:
+        """The byte offset in the segment of the contiguous values of a column that `select` or `outline` gave.
+
+        Raises:
+            DamagedError: It has nulls, or fewer than `width` bytes a row.
+        """
+        values = column.buffers()[-1]
+        if column.null_count or values is None or values.size < width * len(column):
+            raise DamagedError(f"{self._file}: a batch has not all values of a column")
+        root = _root(values)
+        return int(self.end - root.size + values.address - root.address)
+
+    def places(self, rows: pa.RecordBatch) -> dict[int, int]:
+        """`place` of all points of what `outline` gave, by the values' addresses in memory."""
+        points = [rows[name] for name in rows.schema.names if name not in COLUMNS]
+        return {column.buffers()[-1].address: self.place(column) for column in points}
+
+    def _read(self, names: Sequence[str], whole: bool) -> pa.RecordBatch:
+        self._opened.check(self.end)
+        if not self._blank:
+            return self._view
+        stream = _Stream(self._opened)
+
+        def again() -> pa.RecordBatch:
+            reader = pa.ipc.open_stream(stream)
+            if stream.position < self.begin:
+                reader.read_next_batch()  # dictionaries come with the first batch
+                stream.position = self.begin
+            stream.filled = self._ranges(names, whole)
+            return reader.read_next_batch()
+
+        try:
+            return self._guarded(again)
+        except OSError as error:
+            if stream.error:
+                raise stream.error from None
+            raise DamagedError(f"{self._file}: {error}") from error
+
+    def _ranges(self, names: Iterable[str], whole: bool) -> list[tuple[int, int]]:
+        """The ranges of bytes, relative to the batch's values, that hold these columns."""
+        spans = list[tuple[int, int]]()
+        for name in names:
+            buffers = [buffer for buffer in self._view[name].buffers() if buffer is not None]
+            for buffer in buffers if whole or name in COLUMNS else buffers[:-1]:
+                begin = buffer.address - _root(buffer).address
+                spans.append((begin, begin + buffer.size))
+        ranges = list[tuple[int, int]]()
+        for begin, end in sorted(spans):
+            if ranges and begin - ranges[-1][1] <= _GAP:
+                ranges[-1] = ranges[-1][0], max(end, ranges[-1][1])
+            else:
+                ranges.append((begin, end))
+        return ranges
+
+    def _checked(self, names: Sequence[str], whole: bool) -> pa.RecordBatch:
+        """Columns, validated: Arrow trusts a file's metadata, and would crash the process."""
+        batch = self._read(names, whole)
+
+        def select() -> pa.RecordBatch:
+            rows = batch.select(list(names))
+            rows.validate(full=True)
+            return rows
+
+        return self._guarded(select)
+
+    def _guarded(self, work: Callable[[], _T]) -> _T:
+        try:
+            return work()
+        except (pa.ArrowException, ValueError, KeyError, StopIteration) as error:
+            raise DamagedError(f"{self._file}: {error}") from error
+
+
+def as_file(source: AnyFile) -> File:
+    """A file as it is, or the one of a local path."""
+    return source if isinstance(source, File) else DiskFile(Path(source))
+
+
+def batches_of(source: AnyFile, offset: int = 0) -> Iterator[Batch]:
+    """The record batches of a segment from a byte offset up to where it ends or is cut off; no tensor is read.
+
+    Raises:
+        OSError: It cannot be read.
+    """
+    file = as_file(source)
+    with closing(file.open()) as opened:
+        if opened.read(0, len(_MAGIC)) == _MAGIC:
+            yield from _of_stream(file, opened, _Stream(opened), offset)
+
+
+def ends_cut(path: Path, offset: int) -> bool:
+    """Whether a local file, from a byte offset on, is at most one run that was cut off; else its bytes were changed.
+
+    Raises:
+        OSError: The disk refuses.
+    """
+    file = DiskFile(path)
+    with closing(file.open()) as opened:
+        begins = opened.read(0, len(_MAGIC))
+        if begins != _MAGIC:
+            return _MAGIC.startswith(begins)
+        stream, runs = _Stream(opened), set[str]()
+        for batch in _of_stream(file, opened, stream, offset):
+            try:
+                facts = batch_facts(batch.metadata)
+            except ValueError:
+                return False
+            if facts.run:
+                return False  # it had been whole
+            runs.add(facts.run_id)
+        return (stream.short or stream.closes) and len(runs) <= 1
+
+
+def _of_stream(file: File, opened: Bytes, stream: _Stream, offset: int) -> Iterator[Batch]:
+    try:
+        reader = pa.ipc.open_stream(stream)
+        if offset:
+            reader.read_next_batch()  # dictionaries come with the first batch
+            stream.position = offset
+        while True:
+            begin = stream.position
+            view, metadata = reader.read_next_batch_with_custom_metadata()
+            yield Batch(file, opened, view, metadata, begin, stream.position, stream.blank)
+    except StopIteration:
+        return
+    except (pa.ArrowException, ValueError, OSError):
+        if stream.error:
+            raise stream.error from None
+        return  # a message that the end of the file cuts off: nothing behind it counts
+
+
+class _Stream:
+    """A file object from which Arrow reads a segment's stream: metadata is copied, and values are not.
+
+    Values are views of the map; where there is none, blank memory that takes no pages, except for the ranges in
+    `filled`.
+
+    Attributes:
+        position: Of the next byte.
+        short: Whether the last read went beyond the end.
+        closes: Whether the last read ended the stream: a footer, or part of one, follows.
+        blank: Whether the last batch's values are blank.
+        filled: The ranges of the next batch's values to fetch; None for none.
+        error: Why a read failed.
+    """
+
+    closed = False
+
+    def __init__(self, opened: Bytes) -> None:
+        self._opened = opened
+        self.position = len(_MAGIC)
+        self.short = self.closes = self.blank = False
+        self.filled: Sequence[tuple[int, int]] | None = None
+        self.error: OSError | None = None
+        self._is_head = False  # whether a batch's metadata comes next
+
+    def read(self, size: int) -> bytearray | memoryview:
+        if self._is_head and size > _MOST_HEAD:
+            size = 0  # the length is damaged
+        if self._is_head or size < _COPIED:
+            data: bytearray | memoryview = self._copied(self.position, size)
+            self.blank = False
+        else:
+            data = self._values(max(0, min(size, self._opened.size - self.position)))
+        self.short = len(data) < size
+        word = bytes(data) if size == len(_CONTINUES) else None
+        self.closes = word == _END
+        self._is_head = word not in (None, _CONTINUES)
+        self.position += len(data)
+        return data
+
+    def _values(self, size: int) -> memoryview:
+        mapped = self._opened.mapped(self.position, size)
+        if mapped is not None:
+            return mapped
+        self.blank = self.filled is None
+        if self.filled is None:
+            return _blank(max(1, size - 1).bit_length())[:size]
+        memory = np.zeros(size, np.uint8)  # takes pages only as they are filled
+        for begin, end in self.filled:
+            data = self._copied(self.position + begin, end - begin)
+            memory[begin : begin + len(data)] = data
+        return memory.data
+
+    def _copied(self, at: int, count: int) -> bytearray:
+        """A writable copy of bytes of the file."""
+        try:
+            data = bytearray(self._opened.read(at, count))
+            if self.filled is not None and len(data) < count:
+                raise OSError(f"it ends before byte {at + count}, and did not when it was opened")
+            return data
+        except OSError as error:
+            self.error = error
+            raise
+
+    def readable(self) -> bool:
+        return True
+
+    def close(self) -> None:
+        """The file is closed by the one who opened it."""
+
+
+@lru_cache(64)
+def _blank(bits: int) -> memoryview:
+    """Memory that is never touched, and so takes no pages, shared by all batches that are not read yet."""
+    return memoryview(mmap.mmap(-1, 1 << bits, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS, prot=mmap.PROT_READ))
+
+
+def _root(buffer: pa.Buffer) -> pa.Buffer:
+    """The memory with all of a batch's values, of which a buffer is a part."""
+    while buffer.parent is not None:
+        buffer = buffer.parent
+    return buffer
