@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Literal, NamedTuple
 
@@ -73,14 +73,14 @@ class Edit:
         return self.vector is not None and self.vector.ndim > len(self.point.shape)
 
     def rows(self, positions: Sequence[int]) -> torch.Tensor:
-        """What its vector is at some tokens that `Tokens.within` gave, [tokens, heads or 1, features]."""
+        """What its vector is at some tokens that `Tokens.within` gave, [tokens or 1 for all, heads or 1, features]."""
         assert self.vector is not None
-        vector, count = self.vector[None], len(positions)
+        vector = self.vector[None]
         if self.per_token:
             first = self.tokens.turn(positions[0])
-            vector = self.vector[first : first + count]
+            vector = self.vector[first : first + len(positions)]
         heads = len(self.heads) if self.heads else math.prod(self.point.shape[:-1])
-        return vector.reshape(len(vector), -1, vector.shape[-1]).expand(count, heads, -1)
+        return vector.reshape(len(vector), -1, vector.shape[-1]).expand(-1, heads, -1)
 
 
 class _Key(NamedTuple):
@@ -93,27 +93,13 @@ class _Key(NamedTuple):
     features: Index
 
 
-@dataclass(eq=False)
-class _Stage:
-    """Edits that are done at once, token by token."""
+class _Part(NamedTuple):
+    """One row's edit of some of the tokens that a forward runs."""
 
-    rows: list[int] = field(default_factory=list)  # of the batch
-    at: list[int] = field(default_factory=list)  # of the forward's tokens
-    low: list[float] = field(default_factory=list)
-    high: list[float] = field(default_factory=list)
-    vectors: list[torch.Tensor] = field(default_factory=list)
-    norms: list[tuple[Norms, int]] = field(default_factory=list)  # and of how many of the tokens
-
-    def add(self, edit: Edit, row: int, positions: Sequence[int], start: int) -> None:
-        """Take a row's edit of some tokens, of which the forward runs those from `start` on."""
-        self.rows += [row] * len(positions)
-        self.at += [position - start for position in positions]
-        self.low += [edit.low] * len(positions)
-        self.high += [edit.high] * len(positions)
-        if edit.vector is not None:
-            self.vectors.append(edit.rows(positions))
-        if edit.norms is not None:
-            self.norms.append((edit.norms, len(positions)))
+    edit: Edit
+    row: int  # of the batch
+    positions: Sequence[int]
+    start: int  # the position of the forward's first token
 
 
 class Spans(NamedTuple):
@@ -137,7 +123,7 @@ class Plan:
         Args:
             rows: By their place in the batch.
         """
-        stages: dict[Place, dict[_Key, _Stage]] = {}
+        stages: dict[Place, dict[_Key, list[_Part]]] = {}
         for row, (edits, start, stop) in enumerate(rows):
             turns: Counter[Place] = Counter()
             for edit in edits:
@@ -145,10 +131,9 @@ class Plan:
                 key = _Key(turns[place], edit.kind, edit.point.shape, edit.heads, edit.features)
                 turns[place] += 1
                 if positions := edit.tokens.within(start, stop):
-                    stage = stages.setdefault(place, {}).setdefault(key, _Stage())
-                    stage.add(edit, row, positions, start)
+                    stages.setdefault(place, {}).setdefault(key, []).append(_Part(edit, row, positions, start))
         self._changes = {
-            place: [_Change(key, found[key]) for key in sorted(found, key=lambda key: key.turn)]
+            place: [change for key in sorted(found, key=lambda key: key.turn) for change in _changes(key, found[key])]
             for place, found in stages.items()
         }
         self.places = list(self._changes)
@@ -163,26 +148,59 @@ class Plan:
         return changed
 
 
-class _Change:
-    """A stage, ready to be applied in one forward after the other."""
+def _changes(key: _Key, parts: Sequence[_Part]) -> Iterator[_Change]:
+    """Single tokens of all rows as one change, as a decode has them; and each row's span of tokens by itself.
 
-    def __init__(self, key: _Key, stage: _Stage) -> None:
+    A span is a slice, and one vector is broadcast over it: it is never repeated for each token.
+    """
+    single = [part for part in parts if len(part.positions) == 1]
+    if single:
+        at = [part.positions[0] - part.start for part in single]
+        yield _Change(key, single, torch.tensor([part.row for part in single]), torch.tensor(at))
+    for part in parts:
+        if len(part.positions) > 1:
+            first, last = part.positions[0] - part.start, part.positions[-1] - part.start
+            at = [position - part.start for position in part.positions]
+            is_range = last - first == len(at) - 1
+            yield _Change(key, [part], part.row, slice(first, last + 1) if is_range else torch.tensor(at))
+
+
+class _Change:
+    """Edits that are done at once, ready to be applied in one forward after the other."""
+
+    def __init__(self, key: _Key, parts: Sequence[_Part], rows: int | torch.Tensor, at: slice | torch.Tensor) -> None:
+        """Prepare edits of a kind.
+
+        Args:
+            key: What they have in common.
+            parts: One with all its tokens, or several of one token each.
+            rows: Their rows of the batch.
+            at: Their tokens among those that the forward runs.
+        """
         self._key = key
-        self._norms = stage.norms
-        self._tensors = {"rows": torch.tensor(stage.rows), "at": torch.tensor(stage.at)}  # [changed] each
-        self._tensors["low"] = torch.tensor(stage.low)[:, None, None]
-        self._tensors["high"] = torch.tensor(stage.high)[:, None, None]
-        if stage.vectors:
-            self._tensors["vectors"] = torch.cat(stage.vectors)  # [changed, heads or 1, features]
+        self._which = rows, at
+        self._norms = [(part.edit.norms, len(part.positions)) for part in parts if part.edit.norms is not None]
+        self._tensors = {
+            "low": torch.tensor([part.edit.low for part in parts])[:, None, None],
+            "high": torch.tensor([part.edit.high for part in parts])[:, None, None],
+        }
+        vectors = [part.edit.rows(part.positions) for part in parts if part.edit.vector is not None]
+        if vectors:
+            self._tensors["vectors"] = torch.cat(vectors)  # [changed or 1, heads or 1, features]
         for name in ("heads", "features"):
             if (index := getattr(key, name)) is not None:
                 self._tensors[name] = torch.tensor(index)
 
     def apply(self, value: torch.Tensor) -> None:
         """Change a value [batch, tokens, ...] in place."""
-        if self._tensors["rows"].device != value.device:  # a model's layers may lie on several devices
+        if self._tensors["low"].device != value.device:  # a model's layers may lie on several devices
             self._tensors = {name: tensor.to(value.device) for name, tensor in self._tensors.items()}
-        which = self._tensors["rows"], self._tensors["at"]
+            rows, at = self._which
+            self._which = (
+                rows.to(value.device) if isinstance(rows, torch.Tensor) else rows,
+                at.to(value.device) if isinstance(at, torch.Tensor) else at,
+            )
+        which = self._which
         point = value.view(*value.shape[:2], *self._key.shape)  # by heads, at a point of heads
         rows = point[which]  # [changed, ...]
         by_head = rows.view(len(rows), -1, rows.shape[-1])  # [changed, heads or 1, features]

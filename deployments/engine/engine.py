@@ -13,6 +13,7 @@ import itertools
 import logging
 import queue
 import time
+import traceback
 from collections.abc import Callable, Iterable
 from dataclasses import replace
 from typing import NamedTuple
@@ -215,9 +216,9 @@ class Engine:
             wait: Where there is nothing to do, wait until something is sent.
         """
         events: list[Event] = []
-        if wait and self._idle:
-            self._receive(self._inbox.get(), events)
+        first = self._inbox.get() if wait and self._idle else None
         self.step_began = began = time.monotonic()
+        self._receive(first, events)
         self._receive_all(events)
         # A prefill is followed by a decode, so that running requests do not stand still behind new ones.
         decoding = list(self._batch.decoding)
@@ -299,9 +300,9 @@ class Engine:
         try:
             self._advance(run(), events)
             self._scheduler.went_well()
-        except AssertionError:
-            raise  # the engine's own invariant is broken: it must not go on
         except Exception as error:
+            if _breaks_an_invariant(error):
+                raise
             logger.exception("a forward of %d requests failed", len(seqs))
             failed = f"{type(error).__name__}: {error}"
             out_of_memory = kv_memory.describe(device, error) if kv_memory.is_out_of_memory(error) else None
@@ -415,7 +416,14 @@ class Engine:
                 )
                 self._finish(seq, "error", events, chosen.failed[i], code)
             else:
-                self._accept(seq, chosen.tokens[i], chosen.logprobs.get(i), lens.get(i), events)
+                try:
+                    self._accept(seq, chosen.tokens[i], chosen.logprobs.get(i), lens.get(i), events)
+                except Exception as error:
+                    if _breaks_an_invariant(error):
+                        raise
+                    # A tokenizer's or a grammar's own fault at this sequence's token: the others' tokens count.
+                    logger.exception("request %s failed on its token", seq.request.id)
+                    self._finish(seq, "error", events, f"{type(error).__name__}: {error}")
 
     def _accept(
         self,
@@ -492,3 +500,11 @@ class Engine:
         numbers.kv_budget_bytes = self._memory.budget * self._memory.position_bytes
         gathered = sum(seq.recording.bytes for seq in self._scheduler.recording(self._batch) if seq.recording)
         numbers.capture_bytes = gathered + self._capture_budget.bytes
+
+
+def _breaks_an_invariant(error: Exception) -> bool:
+    """Whether an error is an assertion of the engine itself, which must not go on; a model's code may have its own."""
+    if not isinstance(error, AssertionError):
+        return False
+    names = [str(frame.f_globals.get("__name__")) for frame, _ in traceback.walk_tb(error.__traceback__)]
+    return names[-1].startswith("deployments.")

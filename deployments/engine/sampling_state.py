@@ -76,7 +76,8 @@ class SamplingState:
         self.grammar_state = request.grammar.begin() if request.grammar else None
         self._barred = TokenValues.of({token: NEG_INF for token in self.ends if token < vocabulary})
         self._barred_until = sampling.min_tokens if self._barred.ids else 0
-        self._random = random.Random(sampling.seed)
+        seed = None if sampling.seed is None else str(sampling.seed)  # of a number, `Random` drops the sign
+        self._random = random.Random(seed)
         self._number: float | None = None
         self._generated = 0
         self._counts: TokenCounts | None = None

@@ -45,6 +45,7 @@ class Scheduler:
         self._memory = memory
         self._capture_budget = capture_budget
         self._good = 0
+        self._after_piece = False  # the last prefill was a piece of a long prompt
 
     def recording(self, batch: Batch) -> list[Sequence]:
         """Those that hold recorded rows, or may: they have slots, or lost them on the way."""
@@ -58,16 +59,27 @@ class Scheduler:
         if any(seq.request.streamed for seq in batch.decoding):  # somebody sees how long they stand still meanwhile
             most = min(most, max(MIN_PREFILL_TOKENS, most // 5))
         room = self._capture_budget.left(self.recording(batch))
-        for seq in batch.parked:
-            if not seq.stalled:
-                return Prefill([seq], seq.fed, [min(seq.length - seq.fed, most, self._bearable(seq, room))])
-        return self._admit(batch, most, room) if self.waiting else None
+        parked = next((seq for seq in batch.parked if not seq.stalled), None)
+        if parked is None or self._after_piece:  # pieces and admissions take turns: a long prompt stops no short one
+            admitted = self._admit(batch, most, room, whole=parked is not None) if self.waiting else None
+            self._after_piece = admitted is not None and admitted.counts[0] < admitted.sequences[0].length
+            if admitted or parked is None:
+                return admitted
+        self._after_piece = True
+        return Prefill([parked], parked.fed, [min(parked.length - parked.fed, most, self._bearable(parked, room))])
 
-    def _admit(self, batch: Batch, most: int, room: int | None) -> Prefill | None:
-        """The request that waits longest, with others of about its length; one too long begins alone."""
+    def _admit(self, batch: Batch, most: int, room: int | None, whole: bool) -> Prefill | None:
+        """The request that waits longest, with others of about its length; one too long begins alone.
+
+        Args:
+            batch: Those that have slots.
+            most: Tokens of the prefill.
+            room: Bytes for what is recorded; None without a limit.
+            whole: Only requests whose prompt is no longer than that: a longer one is under way.
+        """
         admitted: list[Sequence] = []
         longest = 0
-        candidates = self._fitting(batch)
+        candidates = [seq for seq in self._fitting(batch) if not whole or seq.length <= most]
         # Sequences are padded to the longest of their prefill: of 32 questions, in their order, half would be padding.
         for seq in sorted(candidates, key=lambda seq: abs(seq.length - candidates[0].length)):
             width, tokens = max(longest, seq.length), min(most, self._bearable(seq, room))

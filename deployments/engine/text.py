@@ -58,7 +58,7 @@ class TextStream:
         if token in self._markers:
             self._append(self._markers[token])
             self._mark()
-        elif (text := self._stream.step(self._tokenizer.backend_tokenizer, token)) is not None:
+        elif (text := self._step(token)) is not None:
             self._append(text)
             self._last = token
             self._waiting.clear()
@@ -68,11 +68,29 @@ class TextStream:
             self._settled = self.length
         return self._emit(hold=True)
 
+    def _step(self, token: int) -> str | None:
+        """The text that is whole with this token; None while a character is not."""
+        try:
+            text: str | None = self._stream.step(self._tokenizer.backend_tokenizer, token)
+        except Exception as error:
+            # tokenizers raises nothing narrower. A decoder with byte fallback reads bytes that are no UTF-8 in another
+            # way once more text follows, and the stream refuses to change what it gave out.
+            if "Invalid prefix" not in str(error):
+                raise
+            self._waiting.append(token)
+            self._last = token
+            self._restart()
+            return ""
+        return text
+
     def _wait(self, token: int) -> None:
         """Hold a token back; where there are too many, what they are is their text."""
         self._waiting.append(token)
-        if len(self._waiting) < MOST_WAITING:
-            return
+        if len(self._waiting) >= MOST_WAITING:
+            self._restart()
+
+    def _restart(self) -> None:
+        """Take the tokens that are held back as text, whatever they are, and begin a new stream behind them."""
         self._append(self._decode(self._waiting))
         self._waiting.clear()
         self._mark()

@@ -111,3 +111,16 @@ def test_a_long_prompt_goes_in_pieces_while_somebody_reads_a_stream(streamed, st
     while not any(event.id == "long" for event in engine.step()):
         pass
     assert engine.statistics.tokens - before == 1 + steps  # a decode of the first beside each piece
+
+
+def test_a_long_prompt_stops_no_short_one(tiny, prompt):
+    engine = Engine(tiny("qwen3"), prefill_tokens=32)
+    engine.submit(Request("stream", prompt(4), 60, ignore_eos=True, streamed=True))
+    engine.step()
+    engine.submit(Request("long", prompt(60), 1))
+    engine.step()
+    engine.submit(Request("short", prompt(3), 1))
+    order = []
+    while len(order) < 2:
+        order += [event.id for event in engine.step() if isinstance(event, Delta) and event.id != "stream"]
+    assert order == ["short", "long"]

@@ -3,6 +3,7 @@
 import pytest
 from hypothesis import example, given
 from hypothesis import strategies as st
+from tokenizers import Tokenizer, decoders, models
 from transformers import PreTrainedTokenizerFast
 
 from deployments.engine.text import TextStream
@@ -53,6 +54,32 @@ def test_any_tokens_of_the_model_that_ships_come_as_its_tokenizer_decodes_them(d
     tokens = [number % len(demo.tokenizer) for number in numbers]
     back, _, _ = stream(demo.tokenizer, tokens)
     assert back == demo.tokenizer.decode(tokens, skip_special_tokens=True, clean_up_tokenization_spaces=False)
+
+
+@pytest.fixture(scope="module")
+def fallback_tokenizer():
+    """Bytes are tokens where a character is none, as in Llama 2, Mistral and Gemma."""
+    pieces = ["<unk>", *(f"<0x{byte:02X}>" for byte in range(256)), *"abc▁"]
+    model = models.BPE({piece: i for i, piece in enumerate(pieces)}, [], unk_token="<unk>", byte_fallback=True)
+    tokenizer = Tokenizer(model)
+    replace, strip = decoders.Replace("▁", " "), decoders.Strip(" ", 1, 0)
+    tokenizer.decoder = decoders.Sequence([replace, decoders.ByteFallback(), decoders.Fuse(), strip])
+    return PreTrainedTokenizerFast(tokenizer_object=tokenizer)
+
+
+@given(tokens=st.lists(st.integers(1, 260), max_size=24))
+@example(tokens=[1 + 0x1F, 1 + 0xFC, 259, 257])
+def test_bytes_that_are_no_text_end_no_stream(fallback_tokenizer, tokens):
+    back, _, _ = stream(fallback_tokenizer, tokens)
+    letters = [token for token in tokens if token > 256]
+    kept = "".join(char for char in back if char in "abc ")
+    assert len(kept) >= sum(letter != 260 for letter in letters)  # only a space at the beginning is dropped
+
+
+def test_what_was_shown_of_broken_bytes_stands(fallback_tokenizer):
+    back, pieces, _ = stream(fallback_tokenizer, [1 + 0x1F, 1 + 0xFC, 259, 257])
+    assert back == "\x1f\ufffdca"
+    assert pieces[0] == "\x1f"
 
 
 def test_a_character_waits_for_its_last_byte(byte_tokenizer):

@@ -1,0 +1,68 @@
+"""What fails with one request, or in a model's own code, ends no other request and not the engine."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+
+from deployments.engine.engine import Engine
+from deployments.engine.request import Request, Sampling
+from deployments.engine.sampling_state import SamplingState
+
+
+def test_a_request_whose_token_cannot_be_taken_ends_alone(tiny, prompt, drain, endings, monkeypatch):
+    model = tiny("qwen3")
+    requests = [Request(str(i), prompt(4 + i), 5, ignore_eos=True) for i in range(3)]
+    alone = [done.tokens for done in Engine(model).generate(requests)]
+    engine = Engine(model)
+    for request in requests:
+        engine.submit(replace(request, streamed=False))
+    events = engine.step()
+    broken = next(seq for seq in engine._batch.sequences if seq.request.id == "1")
+
+    def fails(*_, **__):
+        raise ValueError("the tokenizer's own fault")
+
+    monkeypatch.setattr(broken.text, "add", fails)
+    done = endings([*events, *drain(engine)])
+    assert done["1"].reason == "error"
+    assert "the tokenizer's own fault" in done["1"].error
+    assert [done[id].tokens for id in ("0", "2")] == [alone[0], alone[2]]
+
+
+def test_an_assertion_of_a_models_own_code_ends_its_requests_and_not_the_engine(tiny, prompt):
+    engine = Engine(tiny("qwen3"))
+
+    def fails(*_):
+        assert not engine, "remote code"
+
+    hook = engine.model.hf.register_forward_pre_hook(fails)
+    try:
+        (failed,) = engine.generate([Request("a", prompt(4), 2)])
+    finally:
+        hook.remove()
+    assert failed.reason == "error"
+    assert "remote code" in failed.error
+    (done,) = engine.generate([Request("b", prompt(4), 2, ignore_eos=True)])
+    assert len(done.tokens) == 2
+
+
+def test_a_broken_invariant_of_the_engine_ends_it(tiny, prompt, capturing):
+    engine = Engine(tiny("qwen3"))
+    engine.submit(capturing(engine.model, "a", prompt(4), 4, points=["layers.0.output"]))
+    engine.step()
+    (seq,) = engine._batch.sequences
+    seq.recording._filled += 1  # a row that no forward brought
+    with pytest.raises(AssertionError):
+        for _ in range(6):
+            engine.step()
+
+
+def test_seeds_of_either_sign_are_different_seeds():
+    def number(seed):
+        request = Request("a", [1], 1, sampling=Sampling(seed=seed))
+        return SamplingState(request, frozenset(), 10).number()
+
+    assert len({number(seed) for seed in (-2, -1, 0, 1, 2)}) == 5
+    assert number(-1) == number(-1)
