@@ -16,6 +16,8 @@ from deployments.points.capture import Capture
 from deployments.points.interventions import Intervention
 from deployments.points.logit_lens import LogitLens
 
+ENGINE_ENDED = "the replica's engine has ended; another takes its place: try again"  # a refusal's message
+
 
 @dataclass(frozen=True)
 class Job:

@@ -126,7 +126,8 @@ class Options(BaseModel):
         prefill_tokens: The most prompt tokens of one forward pass; a fifth of it while streams decode. A longer prompt
             runs in pieces between decodes. By default 1,024 on a CPU and 4,096 on a GPU.
         kv_bytes: The most memory for keys and values of a replica, in bytes.
-        kv_fraction: The same as a fraction of the memory that is free at start, if `kv_bytes` is not set.
+        kv_fraction: The same as a fraction of the memory that is free at start, if `kv_bytes` is not set. On CPUs,
+            the replicas divide that fraction among them.
         request_timeout_s: Seconds after which a request gets 504.
         stuck_after_s: Seconds in one engine step after which a replica counts as dead and is replaced.
         api_keys_file: A file of API keys, each as `role:key` or `role@name:key`. Like the variable `VITRINE_API_KEYS`

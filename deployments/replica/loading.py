@@ -80,13 +80,18 @@ def _engine(options: Options) -> Engine:
         max_running=options.max_running,
         prefill_tokens=options.prefill_tokens,
         kv_bytes=options.kv_bytes,
-        kv_fraction=options.kv_fraction,
+        kv_fraction=options.kv_fraction / _sharing(options, model.device.type),
         capture_bytes=options.capture_memory_bytes,
     )
 
 
 def _threads(options: Options) -> int:
     return options.threads or max(1, (os.cpu_count() or 1) // options.num_replicas)
+
+
+def _sharing(options: Options, device: str) -> int:
+    """How many replicas may see the same free memory: each has its own GPU, and all may start on one node at once."""
+    return options.num_replicas if device == "cpu" else 1
 
 
 def description(options: Options, model: Model) -> dict[str, Any]:

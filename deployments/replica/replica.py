@@ -6,6 +6,7 @@ import asyncio
 import contextlib
 import functools
 import logging
+import os
 import threading
 import time
 from collections.abc import AsyncGenerator, Callable, Sequence
@@ -13,6 +14,7 @@ from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import asdict, replace
 from typing import TYPE_CHECKING, Any
 
+import ray
 from ray import serve
 from ray.serve.context import _get_global_client  # the one way to learn where the proxies listen
 
@@ -23,7 +25,7 @@ from deployments.client_code.job import CodeJob
 from deployments.engine.request import Request
 from deployments.errors import RequestError, naming
 from deployments.exposure import check_ray
-from deployments.messages import End, Job, Message, Refusal, Text
+from deployments.messages import ENGINE_ENDED, End, Job, Message, Refusal, Text
 from deployments.options import SETTINGS, Options
 from deployments.replica.delivery import Delivery, RunningChoice, Ticket
 from deployments.replica.loading import description, load_engine
@@ -37,7 +39,7 @@ if TYPE_CHECKING:  # Serve's controller and proxies import this module too, and 
     from deployments.points.capture import Capture
 
 logger = logging.getLogger("ray.serve")
-ENGINE_ENDED = "the replica's engine has ended; another takes its place: try again"
+EXIT_S = 5.0  # for which a replica whose engine has ended waits until its requests are answered
 MOST_TEXTS = 64  # that are turned into tokens, or back, or wait for it
 
 
@@ -267,9 +269,22 @@ class ModelReplica:
             engine.run(lambda events: self._on_loop(self._delivery.deliver, events))
         except BaseException:
             logger.exception("the engine has ended")
-            # Serve replaces the replica at its next health check; who waits here learns it now.
             self._on_loop(self._delivery.fail_all, ENGINE_ENDED)
+            if ray.is_initialized() and ray.get_runtime_context().get_actor_id():
+                self._exit()
             raise
+
+    def _exit(self) -> None:
+        """End this process once its waiting requests are answered.
+
+        Serve notices a lost process at once. A replica whose health checks fail would get requests for many seconds
+        more, and the most of all, since it has none under way.
+        """
+        limit = time.monotonic() + EXIT_S
+        while len(self._delivery) and time.monotonic() < limit:
+            time.sleep(0.05)
+        time.sleep(0.2)  # for the last answers on their way
+        os._exit(1)
 
     def _on_loop(self, call: Callable[..., None], *args: Any) -> None:
         """Go over from the engine's thread to the event loop, which is there once a job is."""

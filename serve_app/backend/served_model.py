@@ -3,18 +3,21 @@
 from __future__ import annotations
 
 import asyncio
+import logging
 import time
-from collections.abc import AsyncGenerator, AsyncIterator, Sequence
+from collections.abc import AsyncGenerator, AsyncIterator, Awaitable, Callable, Sequence
 from contextlib import asynccontextmanager
 from enum import Enum
 from typing import Any, cast
 
+import grpc
+import ray
 from ray import serve
 from ray.serve.handle import DeploymentResponseGenerator
 from ray.serve.schema import ApplicationStatusOverview
 
 from deployments.client_code.job import CodeJob, ModelKey
-from deployments.messages import Job, Message, Refusal, Text
+from deployments.messages import ENGINE_ENDED, Job, Message, Refusal, Text
 from serve_app.http.errors import ApiError
 
 FRESH_S = 1.0  # for how long it is taken as known whether a replica runs: asking Serve takes 10 ms of processor time
@@ -26,7 +29,15 @@ DESCRIBE_S = 5.0  # the longest that one waits for what a model is, or how it wa
 GRACE_S = 5.0  # for which a replica's own time limit comes first
 
 
+AGAIN_S = 1.0  # before another replica gets a request that a replica with an ended engine refused
+
+
 DEPLOYMENT = "ModelReplica"
+
+# What a call raises whose replica ends; of Ray, and, since messages travel by gRPC, of that.
+GONE = (ray.exceptions.RayActorError, grpc.aio.AioRpcError)
+
+logger = logging.getLogger("ray.serve")
 
 
 class Phase(Enum):
@@ -108,23 +119,32 @@ class ServedModel:
         """Run a job to its end."""
         sent = time.monotonic()
         async with self._patience():
-            messages: list[Message] = await self._handle.complete.remote(job)
+            messages = await _asked(job, lambda: self._handle.complete.remote(job))
         self._seen = max(self._seen, sent)
         return messages
 
     async def stream(self, job: Job) -> AsyncGenerator[list[Message]]:
         """Run a job and pass on what gathers; when the caller stops listening, the job is cancelled."""
         sent = time.monotonic()
-        answers = cast("DeploymentResponseGenerator[Any]", self._handle.options(stream=True).stream.remote(job))
+        handle = self._handle.options(stream=True)
+        answers: DeploymentResponseGenerator[Any] | None = None
+
+        async def begin() -> list[Message]:
+            nonlocal answers
+            answers = cast("DeploymentResponseGenerator[Any]", handle.stream.remote(job))
+            return await anext(answers)
+
         try:
             async with self._patience():
-                first = await anext(answers)
+                first = await _asked(job, begin)
+            assert answers is not None
             self._seen = max(self._seen, sent)
             yield first
             async for gathered in answers:
                 yield gathered
         finally:
-            answers.cancel()  # type: ignore[no-untyped-call]
+            if answers is not None:
+                answers.cancel()  # type: ignore[no-untyped-call]
 
     async def tokenize(self, text: Text) -> dict[str, Any]:
         """A text's tokens.
@@ -210,3 +230,24 @@ def _answered(answer: dict[str, Any] | Refusal) -> dict[str, Any]:
     if isinstance(answer, Refusal):
         raise ApiError.of(answer)
     return answer
+
+
+async def _asked(job: Job, ask: Callable[[], Awaitable[list[Message]]]) -> list[Message]:
+    """What a replica says first, or, where it ends before it says anything, what another one says.
+
+    A request that stores what it records is not asked again: its runs may be stored already.
+
+    Raises:
+        RayActorError: The second replica has ended, too.
+    """
+    may_repeat = not job.may_store
+    try:
+        first = await ask()
+        if not (may_repeat and any(isinstance(said, Refusal) and said.message == ENGINE_ENDED for said in first)):
+            return first
+        await asyncio.sleep(AGAIN_S)  # until that replica's process has ended and gets no more requests
+    except GONE as error:
+        if not may_repeat:
+            raise
+        logger.warning("a replica ended before it answered request %s, which another one gets: %s", job.id, error)
+    return await ask()

@@ -74,3 +74,14 @@ def test_a_model_without_its_files_is_not_found(tmp_path):
 def test_a_models_directory_has_to_be_absolute():
     with pytest.raises(ValueError, match="models_dir"):
         Options(models_dir="here")
+
+
+def test_replicas_of_one_machine_divide_the_memory_for_keys_and_values(monkeypatch):
+    monkeypatch.setattr("deployments.engine.kv_memory.free_bytes", lambda device: 1 << 30)
+    budgets = []
+    for replicas in (1, 2):
+        engine = load_engine(Options(threads=1, num_replicas=replicas, kv_fraction=0.8))
+        engine.step()
+        budgets.append(engine.statistics.kv_budget_bytes)
+    assert budgets[0] == pytest.approx(0.8 * 2**30, rel=0.01)
+    assert budgets[1] == pytest.approx(budgets[0] / 2, rel=0.01)

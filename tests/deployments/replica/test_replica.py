@@ -54,10 +54,10 @@ def test_a_working_engine_is_healthy(replica):
 
 
 def test_a_dead_engine_fails_the_health_check_and_who_waits_is_told(replica):
-    def broken(*_):
+    def broken():
         raise AssertionError("a broken invariant")
 
-    replica._model.hf.register_forward_pre_hook(broken)
+    replica._engine._note = broken
     # The thread's death is the point; pytest would count it as an error of the test.
     threading.excepthook, kept = lambda _: None, threading.excepthook
     try:

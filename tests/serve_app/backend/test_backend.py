@@ -140,8 +140,8 @@ def test_many_first_requests_at_once_are_all_served(served):
 
 
 @pytest.mark.long
-def test_a_replica_that_dies_while_it_answers_means_503_or_an_error_event(served, until_it_serves):
-    endless = BODY | {"max_tokens": 4000, "ignore_eos": True}
+def test_what_a_dying_replica_had_not_begun_to_answer_another_one_does(served, until_it_serves):
+    endless = BODY | {"max_tokens": 1500, "ignore_eos": True}
     url = f"{served.base_url}/completions"
     replica = serve.get_deployment_handle("ModelReplica", "default")
     with (
@@ -150,14 +150,19 @@ def test_a_replica_that_dies_while_it_answers_means_503_or_an_error_event(served
     ):
         lines = stream.iter_lines()
         next(lines)
-        whole = [pool.submit(httpx.post, url, json=endless, timeout=120) for _ in range(4)]
+        whole = [pool.submit(httpx.post, url, json=endless, timeout=120) for _ in range(2)]
+        records = endless | {"store_activations": True, "capture": {"points": ["norm.output"]}}
+        whole += [pool.submit(httpx.post, url, json=records, timeout=120) for _ in range(2)]
         while replica.statistics.remote().result()["running"] < 5:
             pass
         ray.kill(replica_actor())
         events = [line.removeprefix("data: ") for line in lines if line]
         answers = [future.result() for future in whole]
     assert json.loads(events[-1])["error"]["code"] == "unavailable"
-    for answer in answers:
+    for answer in answers[:2]:
+        assert answer.status_code == 200, answer.text
+        assert answer.json()["usage"]["completion_tokens"] == 1500
+    for answer in answers[2:]:  # what they recorded may be stored already
         assert answer.status_code == 503, answer.text
         assert answer.headers["retry-after"]
         assert answer.json()["error"]["code"] == "unavailable"
