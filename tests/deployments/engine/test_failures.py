@@ -48,15 +48,14 @@ def test_an_assertion_of_a_models_own_code_ends_its_requests_and_not_the_engine(
     assert len(done.tokens) == 2
 
 
-def test_a_broken_invariant_of_the_engine_ends_it(tiny, prompt, capturing):
+def test_a_broken_invariant_of_the_engine_ends_it(tiny, prompt, capturing, drain):
     engine = Engine(tiny("qwen3"))
     engine.submit(capturing(engine.model, "a", prompt(4), 4, points=["layers.0.output"]))
     engine.step()
     (seq,) = engine._batch.sequences
     seq.recording._filled += 1  # a row that no forward brought
     with pytest.raises(AssertionError):
-        for _ in range(6):
-            engine.step()
+        drain(engine)
 
 
 def test_seeds_of_either_sign_are_different_seeds():
