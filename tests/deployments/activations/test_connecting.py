@@ -15,7 +15,8 @@ from deployments.activations.facts import StoreError
 from deployments.activations.limits import Retention
 from deployments.activations.nodes.submitting import Home
 from deployments.activations.nodes.writer import NodeWriter
-from deployments.activations.writer.writer import Writer, opening
+from deployments.activations.writer import opening
+from deployments.activations.writer.writer import Writer
 
 
 class Method:

@@ -11,7 +11,7 @@ import torch
 from made import make_results
 from stored import SESSION, Store, points
 
-from deployments.activations.export import paging
+from deployments.activations.reader import paging
 from deployments.activations import load, runs
 from deployments.activations.reader.pulling import pull
 from evals.results import transfer as transferring
