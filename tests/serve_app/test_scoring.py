@@ -138,8 +138,8 @@ def test_best_of_returns_the_likeliest_and_counts_them_all(client):
     picked = complete(client, n=2, best_of=5, **fields)
     for place in range(2):
         run = every.choices[5 * place : 5 * place + 5]
-        means = {choice.text: sum(choice.logprobs.token_logprobs) / len(choice.logprobs.tokens) for choice in run}
-        best = sorted(means, key=means.__getitem__, reverse=True)[:2]
+        means = [(sum(choice.logprobs.token_logprobs) / len(choice.logprobs.tokens), choice.text) for choice in run]
+        best = [text for _, text in sorted(means, reverse=True)[:2]]
         assert [choice.text for choice in picked.choices[2 * place : 2 * place + 2]] == best
     assert [choice.index for choice in picked.choices] == [0, 1, 2, 3]
     assert all(choice.logprobs is None for choice in picked.choices)
