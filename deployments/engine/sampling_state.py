@@ -76,7 +76,9 @@ class SamplingState:
         self.grammar_state = request.grammar.begin() if request.grammar else None
         self._barred = TokenValues.of({token: NEG_INF for token in self.ends if token < vocabulary})
         self._barred_until = sampling.min_tokens if self._barred.ids else 0
-        seed = None if sampling.seed is None else str(sampling.seed)  # of a number, `Random` drops the sign
+        seed: int | str | None = sampling.seed
+        if isinstance(seed, int) and seed < 0:
+            seed = str(seed)  # of a number, `Random` drops the sign
         self._random = random.Random(seed)
         self._number: float | None = None
         self._generated = 0
