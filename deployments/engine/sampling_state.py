@@ -78,7 +78,7 @@ class SamplingState:
         self._barred_until = sampling.min_tokens if self._barred.ids else 0
         seed: int | str | None = sampling.seed
         if isinstance(seed, int) and seed < 0:
-            seed = str(seed)  # of a number, `Random` drops the sign
+            seed = str(seed)  # of a number, `Random` drops the sign; other seeds draw as they always did
         self._random = random.Random(seed)
         self._number: float | None = None
         self._generated = 0

@@ -69,7 +69,7 @@ def segments_in(place: Place) -> list[File]:
 def find_runs(place: Place, runs: Collection[str]) -> list[tuple[str, File, int]]:
     """The files of a bucket, or of a session in it, that hold runs, each with its run and the byte where that begins.
 
-    None where there is no manifest.
+    Empty where there is no manifest.
 
     Raises:
         OSError: The bucket refuses.

@@ -93,21 +93,18 @@ class Queries(ABC):
 
     def entries(self, session_id: str, runs: Collection[str] | None = None) -> list[Entry]:
         """A session's runs, or those of `runs` that it has, the oldest first."""
-        named = "" if runs is None else " AND runs.run_id IN (SELECT value FROM json_each(?))"
-        values = [session_id] if runs is None else [session_id, json.dumps([*runs])]
-        order = "ORDER BY runs.created, runs.run_id"
-        return entries_of(self._all(f"{ENTRIES} WHERE runs.session = ?{named} {order}", *values))
+        where, values = _chosen(session_id, runs)
+        return entries_of(self._all(f"{ENTRIES} WHERE {where} ORDER BY runs.created, runs.run_id", *values))
 
     def places(
         self, session_id: str, runs: Collection[str] | None = None, most: int | None = None
     ) -> list[tuple[str, str, int, int]]:
         """Id, file URI, offset and bytes of the runs of `entries`, or of the `most` added first, ordered by id."""
-        named = "" if runs is None else " AND runs.run_id IN (SELECT value FROM json_each(?))"
-        values = [session_id] if runs is None else [session_id, json.dumps([*runs])]
+        where, values = _chosen(session_id, runs)
         return sorted(
             self._all(
                 f"""SELECT runs.run_id, files.uri, runs.offset, runs.bytes FROM runs JOIN files ON files.id = runs.file
-                WHERE runs.session = ?{named} ORDER BY runs.rowid LIMIT ?""",
+                WHERE {where} ORDER BY runs.rowid LIMIT ?""",
                 *values,
                 -1 if most is None else most,
             )
@@ -186,6 +183,13 @@ class Queries(ABC):
 
 def _listed(values: Collection[str]) -> str:
     return json.dumps(list(values))
+
+
+def _chosen(session_id: str, runs: Collection[str] | None) -> tuple[str, list[str]]:
+    """What holds for a session's runs, or those of `runs` that it has, in SQL, and its values."""
+    if runs is None:
+        return "runs.session = ?", [session_id]
+    return "runs.session = ? AND runs.run_id IN (SELECT value FROM json_each(?))", [session_id, _listed(runs)]
 
 
 def _where(filter: Filter) -> tuple[str, list[Any]]:
