@@ -39,7 +39,7 @@ from deployments.activations.catalogue.updates import move
 from deployments.activations.facts import StoredFile, name_of
 from deployments.activations.files.atomic import write
 from deployments.activations.files.locks import NEW, locked
-from deployments.activations.files.places import Place
+from deployments.activations.files.places import File, Place
 from deployments.activations.files.scan import scan_session
 from deployments.activations.files.sqlite import transaction
 from deployments.activations.state.nodes import node_of
@@ -322,10 +322,7 @@ class Archive:
             raise OSError(
                 f"the bucket has another file of the name of {path}: the next start takes it in under another"
             )
-        found = path.stat().st_size
-        if found != size:
-            raise OSError(f"{path} has {found} bytes, and was sealed with {size}")
-        upload(path, self._object(name_of(uri)))
+        upload_sealed(path, size, self._object(name_of(uri)))
 
     def _add(self, uris: Sequence[str]) -> None:
         """Have the manifest say that segments are there, but for those whose session was deleted meanwhile."""
@@ -514,6 +511,17 @@ def check_bucket(root: Path, place: Place | None) -> bool:
             f"settings; to do without them, remove {root / _OF} and {root / NAME}"
         )
     return True
+
+
+def upload_sealed(path: Path, size: int, file: File) -> None:
+    """Upload a segment that was sealed with this many bytes.
+
+    Raises:
+        OSError: The bucket or the disk refuses, or it has another size.
+    """
+    if (found := path.stat().st_size) != size:
+        raise OSError(f"{path} has {found} bytes, and was sealed with {size}")
+    upload(path, file)
 
 
 def _held(root: Path) -> int:

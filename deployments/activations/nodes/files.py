@@ -36,7 +36,6 @@ class NodeAwayError(OSError):
     """
 
     def __init__(self, message: str, lost: bool = False) -> None:
-        """`message` names the node."""
         super().__init__(message)
         self.lost = lost
 
@@ -76,16 +75,13 @@ class NodeSegments:
 
     def _ask(self, uri: str, call: Callable[[Any], Any], seconds: float) -> None:
         node = place_of_node(self._nodes, uri)
-        try:
-            call(writer_on(self._root, node.ray_id)).future().result(timeout=seconds)
-        except ray.exceptions.RayTaskError as error:
-            raise OSError(f"node {node.name}: {error.cause}") from error
-        except (ray.exceptions.RayError, ValueError, TimeoutError) as error:
-            raise NodeAwayError(f"node {node.name} does not answer: {error}") from error
+        answered(node, lambda: call(writer_on(self._root, node.ray_id)), seconds)
 
 
 class SegmentReader:
     """Reads a node's own directory for others, in a process of its own: a damaged disk ends no writer.
+
+    Segments are named `<session>/<segment>`. All methods raise OSError where the disk refuses.
 
     Args:
         root: The node's directory.
@@ -95,25 +91,14 @@ class SegmentReader:
         self._root = Path(root).resolve()
 
     def size(self, name: str) -> int | None:
-        """The bytes of a segment; None where there is none.
-
-        Args:
-            name: `<session>/<segment>`.
-
-        Raises:
-            OSError: The disk refuses.
-        """
+        """The bytes of a segment; None where there is none."""
         try:
             return self._path(name).stat(follow_symlinks=False).st_size
         except FileNotFoundError:
             return None
 
     def read(self, name: str, first: int, size: int) -> bytes:
-        """Up to `size` bytes, and no more than `_PIECE`, of a segment from byte `first`.
-
-        Raises:
-            OSError: The disk refuses.
-        """
+        """Up to `size` bytes, and no more than `_PIECE`, of a segment from byte `first`."""
         file = os.open(self._path(name), os.O_RDONLY | os.O_NOFOLLOW)
         try:
             return os.pread(file, min(size, _PIECE), first)
@@ -181,17 +166,13 @@ class NodePlace(Place):
             OSError: Its disk refuses.
         """
         node = place_of_node(self._nodes, uri)
-        try:
+
+        def asked() -> Any:
             if node.ray_id not in self._readers:
                 self._readers[node.ray_id] = ray.get_actor(_named(self._root, node.ray_id), namespace=NAMESPACE)
-            asked = getattr(self._readers[node.ray_id], method).remote(name_of(uri), *args)
-            return asked.future().result(timeout=_ANSWER_S)
-        except ray.exceptions.RayTaskError as error:
-            if isinstance(error.cause, OSError):
-                raise error.cause from error
-            raise
-        except (ray.exceptions.RayError, ValueError, TimeoutError) as error:
-            raise NodeAwayError(f"node {node.name} does not answer: {error}") from error
+            return getattr(self._readers[node.ray_id], method).remote(name_of(uri), *args)
+
+        return answered(node, asked, _ANSWER_S)
 
     def below(self, name: str) -> Place:
         """It: no directory of a node is listed by this."""
@@ -216,30 +197,18 @@ class NodeFile(File):
 
     def input(self) -> Any:
         """Arrow's random access file of it."""
-        return pa.PythonFile(_Ranges(self._ask, self._ask("size"), self.uri), mode="r")
+        if (size := self._ask("size")) is None:
+            raise FileNotFoundError(errno.ENOENT, "somebody removed the file", self.uri)
+        return pa.PythonFile(_Ranges(self._ask, size), mode="r")
 
 
 class _Ranges(io.RawIOBase):
-    """A file that is read by ranges, as Python's files are.
+    """A file of so many bytes that is read by ranges, `ask("read", first, size)`, as Python's files are."""
 
-    Args:
-        ask: Reads a range: `ask("read", first, size)`.
-        size: Its bytes; None where it is gone.
-        uri: What it is called.
-    """
-
-    def __init__(self, ask: Callable[..., Any], size: int | None, uri: str) -> None:
-        if size is None:
-            raise FileNotFoundError(errno.ENOENT, "somebody removed the file", uri)
+    def __init__(self, ask: Callable[..., Any], size: int) -> None:
         self._ask = ask
         self._size = size
         self._at = 0
-
-    def readable(self) -> bool:
-        return True
-
-    def seekable(self) -> bool:
-        return True
 
     def tell(self) -> int:
         return self._at
@@ -249,16 +218,11 @@ class _Ranges(io.RawIOBase):
         return self._at
 
     def read(self, count: int | None = -1) -> bytes:
-        left = max(0, self._size - self._at)
-        wanted = left if count is None or count < 0 else min(count, left)
+        end = self._size if count is None or count < 0 else min(self._at + count, self._size)
         pieces = list[bytes]()
-        while wanted:
-            piece: bytes = self._ask("read", self._at, min(wanted, _PIECE))
-            if not piece:
-                break
+        while self._at < end and (piece := self._ask("read", self._at, min(end - self._at, _PIECE))):
             pieces.append(piece)
             self._at += len(piece)
-            wanted -= len(piece)
         return b"".join(pieces)
 
 
@@ -268,8 +232,7 @@ def place_of_node(nodes: Nodes, uri: str) -> Node:
     Raises:
         NodeAwayError: It is not in the cluster, or has lost its disk.
     """
-    key = node_of(uri)
-    node = nodes.all().get(key or "")
+    node = nodes.all().get(node_of(uri) or "")
     if node is None:
         raise NodeAwayError("the run lies on a node that is not known any more", lost=True)
     if node.lost:
@@ -277,6 +240,23 @@ def place_of_node(nodes: Nodes, uri: str) -> Node:
     if not nodes.is_alive(node):
         raise NodeAwayError(f"the run lies on node {node.name}, which is away: try again when it is back")
     return node
+
+
+def answered(node: Node, ask: Callable[[], Any], seconds: float) -> Any:
+    """What an actor of a node answers to the call that `ask` makes, within some seconds.
+
+    Raises:
+        NodeAwayError: It does not answer.
+        OSError: Its disk refuses.
+    """
+    try:
+        return ask().future().result(timeout=seconds)
+    except ray.exceptions.RayTaskError as error:
+        if isinstance(error.cause, OSError):
+            raise error.cause from error
+        raise OSError(f"node {node.name}: {error.cause}") from error
+    except (ray.exceptions.RayError, ValueError, TimeoutError) as error:
+        raise NodeAwayError(f"node {node.name} does not answer: {error}") from error
 
 
 def _named(root: str, node: str) -> str:

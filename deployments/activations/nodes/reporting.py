@@ -8,6 +8,7 @@ import threading
 import time
 from collections import deque
 from collections.abc import Callable, Iterable, Mapping
+from concurrent.futures import Future
 from dataclasses import replace
 from typing import Any, NamedTuple
 
@@ -19,8 +20,8 @@ from deployments.activations.state.nodes import Deletion, Node
 BATCH = 50  # runs that are told of by one call, which Ray then passes without its object store
 TELL_S = 0.2  # for which more runs are waited for
 BEAT_S = 2.0  # between two calls where there is nothing to tell
-_ANSWER_S = 20.0  # that the store has to answer
 PAUSE_S = (0.5, 10.0)  # between two tries, at first and at the most
+_ANSWER_S = 20.0  # that the store has to answer
 
 logger = logging.getLogger(__name__)
 
@@ -49,7 +50,11 @@ class Teller:
         node: The node; its key is empty where it writes into the store's own directory.
         stored: Gives the node's files and runs but for the files that the store knows as they are.
         delete: Deletes a session; whether it did.
+        told: Called with what the store knows now.
         beat: Called now and then.
+
+    Attributes:
+        refused: The sessions that may get no more runs, and why.
     """
 
     def __init__(
@@ -58,55 +63,41 @@ class Teller:
         node: Node,
         stored: Callable[[Mapping[str, tuple[int, int]]], Iterable[Note]],
         delete: Callable[[Deletion], bool],
-        beat: Callable[[], None] = lambda: None,
+        told: Callable[[list[Note]], None],
+        beat: Callable[[], None],
     ) -> None:
         self.refused: dict[str, str] = {}
         self._store = store
         self._node = node
         self._stored = stored
         self._delete = delete
+        self._told = told
         self._beat = beat
+        self._lock = threading.Lock()  # for the next two
         self._notes = deque[Note]()
-        self._queue = threading.Lock()  # for these
+        self._flushes: list[Future[None]] = []
         self._done: list[int] = []  # deletions that the store need not ask for again
         self._life: str | None = None  # of the store that knows the node
-        self._telling = threading.RLock()  # no deletion while runs of its session are on their way
-        self._news = threading.Event()
+        self._news, self._hurry = threading.Event(), threading.Event()
         self._joined, self._began = threading.Event(), time.monotonic()
-        self._ended = threading.Event()
+        self._ended = False
         self._thread = threading.Thread(target=self._loop, name="activation-teller", daemon=True)
         self._thread.start()
 
     def add(self, notes: Iterable[Note]) -> None:
         """Tell of these, soon."""
-        with self._queue:
+        with self._lock:
             self._notes.extend(part for note in notes for part in _parts(note))
         self._news.set()
 
-    def flush(self) -> None:
-        """Tell of what there is by now, at once."""
-        try:
-            while self._life is not None:
-                self._send()
-                if not self._notes:
-                    break
-        except (ray.exceptions.RayError, TimeoutError) as error:
-            logger.info("the activation store does not answer: %s", error)
-
-    def delete(self, deletion: Deletion) -> bool:
-        """Delete a session, of which nothing is told any more then; whether it was deleted."""
-        with self._telling:
-            if deletion.id in self._done:
-                return True
-            deleted = self._delete(deletion)
-            if deleted:
-                with self._queue:
-                    kept = [note for note in self._notes if note.session_id != deletion.session_id]
-                    self._notes = deque(kept)
-            else:  # what came since is not known there
-                self._life = None
-            self._done.append(deletion.id)
-            return deleted
+    def flush(self) -> Future[None]:
+        """Tell at once; answered when the store knows all, and what it asked to delete is deleted, or it is away."""
+        future = Future[None]()
+        with self._lock:
+            self._flushes.append(future)
+        self._hurry.set()
+        self._news.set()
+        return future
 
     async def joined(self, seconds: float) -> None:
         """Return once the store knew the node, or after some seconds from the teller's beginning."""
@@ -116,74 +107,81 @@ class Teller:
 
     def close(self) -> None:
         """End; what was not told yet is when the node joins again."""
-        self._ended.set()
-        self._news.set()
+        self._ended = True
+        self.flush()
         self._thread.join()
 
     def _loop(self) -> None:
         pause = PAUSE_S[0]
-        while not self._ended.is_set():
+        while not self._ended:
+            self._hurry.clear()
+            with self._lock:
+                flushes, self._flushes = self._flushes, []
+            failed = True
             try:
                 self._tell()
-                pause = PAUSE_S[0]
+                self._beat()
+                failed, pause = False, PAUSE_S[0]
             except Exception as error:  # whatever it was, the store must hear of what is stored in the end
                 is_away = isinstance(error, (ray.exceptions.RayActorError, TimeoutError))
                 if self._life is not None or not is_away:
                     logger.warning("the activation store is told of runs later: %s", error, exc_info=not is_away)
                 self._life = None
-                self._ended.wait(pause)
+            for future in flushes:
+                future.set_result(None)
+            if failed:
+                self._hurry.wait(pause)
                 pause = min(2 * pause, PAUSE_S[1])
-                continue
-            try:
-                self._beat()
-            except Exception:  # it comes again with the next beat
-                logger.exception("the files of a node that is about to go are not sealed yet")
-            self._news.wait(BEAT_S)
-            self._ended.wait(TELL_S)
-            self._news.clear()
+            else:
+                self._news.wait(BEAT_S)
+                self._hurry.wait(TELL_S)
+                self._news.clear()
 
     def _tell(self) -> None:
-        while not self._ended.is_set():
+        while not self._ended:
             if self._life is None:
                 self._join()
-            reply = self._send()
+            notes = self._next()
+            reply = self._asked(self._store.tell, self._node.key, notes, self._done, list(self.refused))
+            self._done = []
+            with self._lock:
+                for _ in notes:
+                    self._notes.popleft()
+            self._told(notes)
             if reply.life != self._life:
                 self._life = None
             self._take(reply)
             if self._life is not None and not self._notes and not self._done:
                 return
 
-    def _send(self) -> Reply:
-        with self._telling:
-            notes = self._next()
-            reply = self._asked(self._store.tell, self._node.key, notes, self._done, list(self.refused))
-            with self._queue:
-                for _ in notes:
-                    self._notes.popleft()
-            self._done = []
-        return reply
-
     def _join(self) -> None:
         """Delete what the store asks for, and only then tell of all that it does not know."""
         reply = self._asked(self._store.join, self._node)
         self._take(reply)
-        with self._telling:
-            with self._queue:
-                self._notes.clear()  # what is stored by now is told of in any case
-            stored = [part for note in self._stored(reply.known or {}) for part in _parts(note)]
-            with self._queue:
-                self._notes.extendleft(reversed(stored))
-            self._life = reply.life
+        with self._lock:
+            self._notes.clear()  # what is stored by now is told of in any case
+        stored = [part for note in self._stored(reply.known or {}) for part in _parts(note)]
+        with self._lock:
+            self._notes.extendleft(reversed(stored))
+        self._life = reply.life
         self._joined.set()
 
     def _take(self, reply: Reply) -> None:
         self.refused = reply.refused
         for deletion in reply.deletions:
-            self.delete(deletion)
+            if deletion.id in self._done:
+                continue
+            is_deleted = self._delete(deletion)
+            self._done.append(deletion.id)
+            with self._lock:
+                kept = [note for note in self._notes if note.session_id != deletion.session_id]
+                if not is_deleted or len(kept) < len(self._notes):  # what came since is not known there
+                    self._life = None
+                self._notes = deque(kept)
 
     def _next(self) -> list[Note]:
         notes, runs = list[Note](), 0
-        with self._queue:
+        with self._lock:
             for note in self._notes:
                 runs += max(1, len(note.entries))
                 if notes and runs > BATCH:

@@ -26,7 +26,7 @@ class StartingError(StoreError):
 
 
 class TakesRuns:
-    """What a replica sends its runs to."""
+    """What a replica sends its runs to. Batches come as references in a list, so that Ray passes them on unresolved."""
 
     _begin_writer: Callable[[], Writer]
     _writer: Writer
@@ -47,7 +47,7 @@ class TakesRuns:
         most: int = 0,
         fence: str | None = None,
     ) -> None:
-        """Take more of a run that is not finished; `write` takes its end. Not durable yet when it answers.
+        """Take more of a run that is not finished, as `Writer.append`; not durable yet when it answers.
 
         Who waits for the answer before they send the next part sends no faster than the disk writes.
 
@@ -55,10 +55,8 @@ class TakesRuns:
             session_id: The session that the run belongs to.
             run_id: Unique within the session.
             part: How many parts of the run came before.
-            batches: References to record batches of `to_batch` with the run's next rows, in a list so that
-                Ray passes them on unresolved.
-            most: The most bytes that the whole run may have, 0 where that is not known: no session is deleted to make
-                room for a run that would not fit even so.
+            batches: References to record batches of `to_batch` with the run's next rows.
+            most: The most bytes that the whole run may have, 0 where that is not known.
             fence: What the run's request was told of its session by `ActivationStore.claim`; None without keys.
 
         Raises:
@@ -77,7 +75,7 @@ class TakesRuns:
         fence: str | None = None,
         archived: bool = False,
     ) -> StoredRun:
-        """Store a run, or the end of one: contiguous rows of one file, in order. Durable when it answers.
+        """Store a run, or the end of one, as `Writer.submit`; durable when it answers.
 
         Args:
             run: What the run is.
@@ -94,15 +92,12 @@ class TakesRuns:
         found = await _fetch(run.run_id, batches)
         stored = await asyncio.wrap_future(self._writing().submit(run, found, part, fence))
         if archived:
-            await self._until_archived(stored)
+            await asyncio.wrap_future(self._writing().seal(stored.session_id))
+            await self.wait_archived(next(iter(stored.points.values())).uri)
         return stored._replace(node=self._node_name)
 
     async def _admit(self, session_id: str, run_id: str, fence: str | None) -> None:
         """Raise StoreError where no run of a session may be written here; nothing of the run is kept then."""
-
-    async def _until_archived(self, stored: StoredRun) -> None:
-        await asyncio.wrap_future(self._writing().seal(stored.session_id))
-        await self.wait_archived(next(iter(stored.points.values())).uri)
 
     async def wait_archived(self, uri: str) -> None:
         """Return once a segment is in the bucket, as `ActivationStore.wait_archived`."""
@@ -162,7 +157,7 @@ def connect_writer(root: str, store: Any, archive: str | None = None) -> Any:
     node = next(node for node in nodes if node["NodeID"] == own)
     if HEAD in node["Resources"]:  # where the store is
         return store
-    writer = _writer_of(root, store, archive, own, node["NodeManagerAddress"])
+    writer = _open_writer(root, store, archive, own, node["NodeManagerAddress"])
     try:
         ray.get(writer.ready.remote(), timeout=_READY_S)
     except ray.exceptions.RayTaskError as error:
@@ -172,14 +167,6 @@ def connect_writer(root: str, store: Any, archive: str | None = None) -> Any:
     except (ray.exceptions.RayError, ray.exceptions.GetTimeoutError) as error:
         logger.warning("runs of this node fail until its writer answers: %s", error)
     return writer
-
-
-def _writer_of(root: str, store: Any, archive: str | None, node: str, address: str) -> Any:
-    from deployments.activations.nodes.writer import NodeWriter
-
-    on_it = NodeAffinitySchedulingStrategy(node, soft=False)
-    writer = detached(NodeWriter, f"{_named(root)} {node}", max_concurrency=10_000, scheduling_strategy=on_it)
-    return writer.remote(root, store, archive, node, address)
 
 
 def open_returned(root: str, store: Any, archive: str | None, away: Mapping[str, str]) -> None:
@@ -194,15 +181,19 @@ def open_returned(root: str, store: Any, archive: str | None, away: Mapping[str,
     for node in ray.nodes():  # type: ignore[no-untyped-call]
         address, own = node["NodeManagerAddress"], node["NodeID"]
         if node["Alive"] and address in away and away[address] != own:
-            _writer_of(root, store, archive, own, address)
+            _open_writer(root, store, archive, own, address)
+
+
+def _open_writer(root: str, store: Any, archive: str | None, node: str, address: str) -> Any:
+    from deployments.activations.nodes.writer import NodeWriter
+
+    on_it = NodeAffinitySchedulingStrategy(node, soft=False)
+    writer = detached(NodeWriter, f"{_named(root)} {node}", max_concurrency=10_000, scheduling_strategy=on_it)
+    return writer.remote(root, store, archive, node, address)
 
 
 def writer_on(root: str, node: str) -> Any:
-    """The handle of a node's writer.
-
-    Args:
-        root: The store's directory.
-        node: The node's id in Ray.
+    """The handle of the writer of a node, by its id in Ray.
 
     Raises:
         ValueError: There is none.

@@ -6,16 +6,16 @@ import asyncio
 import functools
 import logging
 from collections import OrderedDict
-from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence, Set
+from collections.abc import Iterable, Iterator, Mapping, Sequence, Set
 from pathlib import Path
 from typing import Any
 from urllib.parse import unquote
 
 import ray
 
+from deployments.activations.archive.archive import upload_sealed
 from deployments.activations.catalogue.catalogue import Catalogue
 from deployments.activations.catalogue.database import can_hold
-from deployments.activations.catalogue.manifest import upload
 from deployments.activations.facts import Entry, Note, StoredFile, StoreError, name_of
 from deployments.activations.failures import explain
 from deployments.activations.files.atomic import write
@@ -26,7 +26,7 @@ from deployments.activations.nodes.releasing import is_released
 from deployments.activations.nodes.reporting import Teller
 from deployments.activations.nodes.submitting import Home, StartingError, TakesRuns, awaited
 from deployments.activations.state.nodes import Deletion, Node, uri_of
-from deployments.activations.writer.opening import MARK, open_directory
+from deployments.activations.writer.recovery import MARK, open_directory
 from deployments.activations.writer.room import Room
 from deployments.activations.writer.writer import Writer
 
@@ -34,10 +34,6 @@ _OWN = ".node"  # in a directory that a node keeps for itself; no session id beg
 _ASK_S = 10.0  # that a run waits for a store that starts
 _JOIN_S = 10.0  # that the first runs wait for the store to say what the node is to delete
 _FENCES = 10_000  # of deleted sessions, which are remembered
-_KNOWN = 100_000  # runs that a writer into the store's directory remembers as stored
-
-Added = tuple[str, Sequence[Entry], StoredFile]  # a session, and runs of one of its files
-Tell = Callable[[Sequence[Added]], None]
 
 logger = logging.getLogger(__name__)
 
@@ -45,8 +41,8 @@ logger = logging.getLogger(__name__)
 class NodeWriter(TakesRuns):
     """Writes the runs of one node's replicas on that node, and tells the store of them afterwards.
 
-    Where the node sees the store's directory, it writes into it, into files of its own. Elsewhere it keeps a directory
-    of its own, of the same path, with a catalogue of its own.
+    Where the node sees the store's directory, it writes into it, into files of its own, and forgets what the store
+    knows. Elsewhere it keeps a directory of its own, of the same path, with a catalogue of its own.
 
     Args:
         root: The store's directory.
@@ -57,14 +53,12 @@ class NodeWriter(TakesRuns):
     """
 
     def __init__(self, root: str, store: Any, archive: str | None, ray_id: str, address: str) -> None:
-
         self._store = store
         self._archive, self._ray_id, self._address = archive, ray_id, address
         self._asked, self._root = root, Path(root).resolve()
         self._fences = OrderedDict[str, None]()  # of deleted sessions, the oldest first
         self._opening = asyncio.Lock()
         self._opened = False
-        self._catalogue: Catalogue | None = None  # of the node's own directory
         restrict(self._root)
         if (self._root / _OWN).exists():  # the store may be away
             try:
@@ -78,9 +72,19 @@ class NodeWriter(TakesRuns):
         Raises:
             StoreError: The store does not say where it is yet, or the directory cannot be used; says what to do.
         """
-        if not self._opened:
-            async with self._opening:
-                await self._open_once()
+        async with self._opening:
+            if self._opened:
+                return
+            if (self._root / _OWN).exists():
+                await asyncio.to_thread(self._open_own)
+                return
+            home = await self._home()
+            if _sees(self._root, home.mark):
+                await self._check_locks(home)
+                self._open("", Catalogue())
+            else:
+                self._check_release(home)
+                await asyncio.to_thread(self._open_own)
 
     async def wait_archived(self, uri: str) -> None:
         """As `ActivationStore.wait_archived`: the store archives what all writers seal."""
@@ -89,7 +93,7 @@ class NodeWriter(TakesRuns):
     async def check_room(self, session_id: str, size: int) -> None:
         """As `ActivationStore.check_room`, by the quotas that the store told of last."""
         await self._check(session_id, None)
-        await asyncio.to_thread(self._room.check, session_id, size)
+        await self._room.check(size)
 
     async def abandon(self, session_id: str, run_id: str) -> None:
         """As `TakesRuns.abandon`."""
@@ -101,31 +105,18 @@ class NodeWriter(TakesRuns):
         if self._opened:
             await super().renew(session_id, run_id)
 
-    async def delete(self, deletion: Deletion) -> bool:
-        """Delete a session of the node's own directory; whether it did, see `Deletion.last`.
+    async def flush(self, session_id: str | None = None, fence: str | None = None) -> None:
+        """Tell the store of all runs that are stored by now, and delete what it asks for.
 
-        Raises:
-            StoreError: The disk refuses.
+        Args:
+            session_id: A session that is being deleted: its runs that go on in the store's directory end.
+            fence: Its fence: runs that show it are refused from now on.
         """
-        await self.ready()
-        return await asyncio.to_thread(self._teller.delete, deletion)
-
-    async def hold(self, session_id: str, fence: str | None) -> None:
-        """Let go of a session's files in the store's directory, and take no run of it until `release`."""
-        await self.ready()
         self._bar(fence)
-        if self._catalogue is None:
-            await asyncio.wrap_future(self._writing().hold(session_id))
-
-    async def release(self, session_id: str) -> None:
-        """Take runs of the session again."""
-        if self._catalogue is None:
-            await asyncio.wrap_future(self._writing().release(session_id))
-
-    async def flush(self) -> None:
-        """Return once the store was told of all runs that are stored by now, or cannot be told."""
         if self._opened:
-            await asyncio.to_thread(self._teller.flush)
+            if session_id and not self._node.key:
+                await asyncio.wrap_future(self._writing().end_runs(session_id))
+            await asyncio.wrap_future(self._teller.flush())
 
     async def upload(self, name: str, size: int) -> None:
         """Upload a sealed segment to the bucket.
@@ -137,7 +128,9 @@ class NodeWriter(TakesRuns):
         Raises:
             OSError: The bucket or the disk refuses, or it has another size.
         """
-        await asyncio.to_thread(self._upload, unquote(name), size)
+        assert self._archive is not None
+        file = place_of(self._archive).file(unquote(name))
+        await asyncio.to_thread(upload_sealed, self._root / unquote(name), size, file)
 
     async def remove(self, name: str) -> None:
         """Remove a segment that is in the bucket.
@@ -145,7 +138,6 @@ class NodeWriter(TakesRuns):
         Raises:
             OSError: The disk refuses.
         """
-        assert self._catalogue is not None
         path = self._root / unquote(name)
         await asyncio.to_thread(path.unlink, missing_ok=True)
         await asyncio.to_thread(self._catalogue.forget_files, path.as_uri())
@@ -155,24 +147,9 @@ class NodeWriter(TakesRuns):
         if self._opened:
             self._teller.close()
             self._writer.close()
-            if self._catalogue is not None:
-                self._catalogue.close()
+            self._catalogue.close()
 
     # ---- opening
-
-    async def _open_once(self) -> None:
-        if self._opened:
-            return
-        if (self._root / _OWN).exists():
-            await asyncio.to_thread(self._open_own)
-            return
-        home = await self._home()
-        if _sees(self._root, home.mark):
-            await self._check_locks(home)
-            self._open_shared()
-        else:
-            self._check_release(home)
-            await asyncio.to_thread(self._open_own)
 
     async def _home(self) -> Home:
         try:
@@ -216,25 +193,22 @@ class NodeWriter(TakesRuns):
             write(self._root, ".", _OWN, b"A node of a cluster keeps this directory for itself.\n")
         except OSError as error:
             raise explain(self._root, error) from error
-        self._catalogue = Catalogue.rebuild(self._root)
+        catalogue = Catalogue.rebuild(self._root)
         self._serve()  # before the store hears of the node
-        self._open(key, self._catalogue)
+        self._open(key, catalogue)
 
     def _serve(self) -> None:
         """Have others read the node's segments."""
         serve_segments(self._asked, self._ray_id)
 
-    def _open_shared(self) -> None:
-        self._open("", _Shared())
-
-    def _open(self, key: str, catalogue: Catalogue | _Shared) -> None:
-
+    def _open(self, key: str, catalogue: Catalogue) -> None:
         self._node = Node(key, self._address, str(self._root), self._ray_id)
         self._node_name = self._address if key else None
+        self._catalogue = catalogue
         self._begin_writer = functools.partial(Writer, self._root, catalogue)
         self._writer = self._begin_writer()
-        self._room = Room(self._root, lambda session_id, size: self._writing().check_quotas(session_id, size))
-        self._teller = Teller(self._store, self._node, self._stored, self._delete, self._beat)
+        self._room = Room(self._root)
+        self._teller = Teller(self._store, self._node, self._stored, self._delete, self._forget_told, self._beat)
         catalogue.tell = lambda added: self._teller.add(self._notes(added))
         self._opened = True
 
@@ -247,22 +221,23 @@ class NodeWriter(TakesRuns):
 
     def _stored(self, known: Mapping[str, tuple[int, int]]) -> Iterator[Note]:
         """The node's files and runs, but for the files that the store knows as they are."""
-        if self._catalogue is None:
-            return
         counts = self._catalogue.files_of("file:")
         for session_id, file in self._catalogue.all_files():
             name = name_of(file.uri)
             if known.get(name) != counts.get(name):
                 yield from self._notes([(session_id, self._catalogue.of_file(file.uri), file)])
 
+    def _forget_told(self, notes: Sequence[Note]) -> None:
+        for file in (note.file for note in notes if note.file.sealed and not self._node.key):
+            self._catalogue.forget_files(file.uri)
+
     def _delete(self, deletion: Deletion) -> bool:
+        """Delete a session of the node's own directory, as `Deletion` says; whether it did."""
         self._bar(deletion.fence)
-        if self._catalogue is None:
-            return True  # the store deletes in its directory
-        if deletion.last is None:
-            self._writing().delete(deletion.session_id).result()
-            return True
         catalogue, session_id, last = self._catalogue, deletion.session_id, deletion.last
+        if last is None:
+            self._writing().delete(session_id).result()
+            return True
 
         def goes_on(busy: Set[str]) -> bool:
             return session_id in busy or any(created > last for _, created in catalogue.last_runs(session_id))
@@ -270,22 +245,13 @@ class NodeWriter(TakesRuns):
         self._writing().delete(session_id, unless=goes_on).result()
         return not catalogue.knows(session_id)
 
-    def _notes(self, added: Iterable[Added]) -> list[Note]:
-
+    def _notes(self, added: Iterable[tuple[str, Sequence[Entry], StoredFile]]) -> list[Note]:
         return [
             Note(session_id, list(entries), file._replace(uri=self._told_uri(file.uri)))
             for session_id, entries, file in added
         ]
 
     # ----
-
-    def _upload(self, name: str, size: int) -> None:
-
-        assert self._archive is not None
-        path = self._root / name
-        if (found := path.stat().st_size) != size:
-            raise OSError(f"{path} has {found} bytes, and was sealed with {size}")
-        upload(path, place_of(self._archive).file(name))
 
     def _told_uri(self, uri: str) -> str:
         """A segment's URI as the store is told it: relative to the node's directory, where that is its own."""
@@ -315,56 +281,7 @@ class NodeWriter(TakesRuns):
                 self._fences.popitem(last=False)
 
 
-class _Shared:
-    """What a writer into the store's directory knows of runs: its own. The store has the catalogue."""
-
-    looks = 0
-
-    def __init__(self) -> None:
-        self.tell: Tell = _nobody
-        self._own: OrderedDict[tuple[str, str], None] = OrderedDict()  # the oldest first
-
-    def add(self, session_id: str, entries: Iterable[Entry], file: StoredFile) -> int:
-        self.add_all([(session_id, list(entries), file)])
-        return 0
-
-    def add_all(self, added: Sequence[Added]) -> None:
-        for session_id, entries, _ in added:
-            self._own.update(((session_id, entry.facts.run_id), None) for entry in entries)
-        while len(self._own) > _KNOWN:
-            self._own.popitem(last=False)
-        self.tell(added)
-
-    def holds(self, session_id: str, run_id: str) -> bool:
-        return (session_id, run_id) in self._own
-
-    # What follows is the store's own business: it alone deletes, and counts what all writers have written.
-
-    def drop(self, session_id: str) -> bool:
-        raise AssertionError(f"session {session_id}: the store alone deletes")
-
-    def knows(self, session_id: str) -> bool:
-        raise AssertionError(f"session {session_id}: the store alone pins")
-
-    def sizes(self, but: Collection[str] = ()) -> dict[str, int]:
-        return {}
-
-    def files(self, session_id: str) -> dict[str, int]:
-        return {}
-
-    def last_runs(self, session_id: str | None = None) -> list[tuple[str, float]]:
-        return []
-
-    def look(self) -> None:
-        raise AssertionError("the store alone looks at the files of all")
-
-
-def _nobody(added: Sequence[Added]) -> None:
-    """Who is told before the writer is there."""
-
-
 def _sees(root: Path, marked: str) -> bool:
-
     try:
         return (root / MARK).read_text() == marked
     except OSError:

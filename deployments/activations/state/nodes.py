@@ -94,10 +94,9 @@ class Nodes:
         found = "SELECT id, session, fence, last FROM deletions WHERE node = ? ORDER BY id"
         return [Deletion(*row) for row in self._state.rows(found, key)]
 
-    def waiting(self, session_id: str) -> list[tuple[str, Deletion]]:
-        """The deletions of a session that are not done, each with its node's key."""
-        found = "SELECT node, id, session, fence, last FROM deletions WHERE session = ? ORDER BY id"
-        return [(node, Deletion(*row)) for node, *row in self._state.rows(found, session_id)]
+    def waiting(self, session_id: str) -> set[str]:
+        """The keys of the nodes that have yet to delete a session."""
+        return {node for (node,) in self._state.rows("SELECT node FROM deletions WHERE session = ?", session_id)}
 
     def end_deletions(self, key: str, done: Collection[int]) -> None:
         """A node has deleted sessions."""

@@ -8,7 +8,7 @@ from concurrent.futures import Future, ThreadPoolExecutor, wait
 from pathlib import Path
 from typing import NamedTuple
 
-from deployments.activations.catalogue.entries import Known
+from deployments.activations.catalogue.catalogue import Catalogue
 from deployments.activations.facts import Entry, StoredRun
 from deployments.activations.failures import explain
 from deployments.activations.files.locks import directory
@@ -40,7 +40,7 @@ class Commits:
         wake: Called, on any thread, each time a file is durable or cannot be made so: the group may be `ready`.
     """
 
-    def __init__(self, root: Path, catalogue: Known, runs: OpenRuns, wake: Callable[[], None]) -> None:
+    def __init__(self, root: Path, catalogue: Catalogue, runs: OpenRuns, wake: Callable[[], None]) -> None:
         self._root = root
         self._catalogue = catalogue
         self._runs = runs
@@ -64,13 +64,9 @@ class Commits:
         """The files that must stay open."""
         return {*self._written, *(sync.shard for sync in self._syncs)}
 
-    def touch(self, shard: Shard) -> None:
-        """A run that is not finished has grown: its file is synced with the next group."""
-        self._written.setdefault(shard, [])
-
-    def add(self, shard: Shard, entry: Entry, future: Future[StoredRun]) -> None:
-        """A run is written: its future is answered once it is durable."""
-        self._written.setdefault(shard, []).append((future, entry))
+    def add(self, shard: Shard, *answers: _Answer) -> None:
+        """Runs, or more of an unfinished one, are written: the next group syncs the file and answers whole runs."""
+        self._written.setdefault(shard, []).extend(answers)
 
     def begin(self) -> None:
         """Have what is written made durable, unless a group is already."""
@@ -98,8 +94,7 @@ class Commits:
                 raise error
             else:
                 sync.shard.end_sync()
-                if sync.runs:
-                    durable.append(sync)
+                durable += [sync] if sync.runs else []
         if durable:
             shards = ((sync.shard, [entry for _, entry in sync.runs]) for sync in durable)
             self._catalogue.add_all([(shard.session_id, entries, shard.facts()) for shard, entries in shards])
@@ -130,7 +125,7 @@ class Commits:
         for future, _ in (*sync.runs, *since):
             future.set_exception(explain(self._root, error.with_traceback(None)))
         self._runs.forget(entry.facts for _, entry in since)
-        self._runs.abandon_broken(sync.shard, str(explain(self._root, error)))
+        self._runs.abandon_those(lambda name, run: run.shard is sync.shard, str(explain(self._root, error)))
 
 
 def _sync(shard: Shard, root: Future[None] | None) -> None:

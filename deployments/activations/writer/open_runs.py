@@ -4,16 +4,17 @@ from __future__ import annotations
 
 import time
 from collections import OrderedDict
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import NamedTuple
 
 import pyarrow as pa
 
-from deployments.activations.catalogue.entries import Known
-from deployments.activations.facts import Entry, RunFacts, RunName, StoreError
+from deployments.activations.catalogue.catalogue import Catalogue
+from deployments.activations.facts import Entry, RunFacts, RunName, StoreError, check_session_id
 from deployments.activations.failures import explain
+from deployments.activations.segments.schema import owner
 from deployments.activations.segments.segment_writer import Shard
 from deployments.activations.writer.pool import Pool
 from deployments.activations.writer.retention import Keeper
@@ -34,13 +35,32 @@ class Chunk(NamedTuple):
     most: int = 0
     fence: str | None = None
 
+    def check(self) -> None:
+        """Raise StoreError unless the batches are of one schema, and of the run's session and model."""
+        check_name(self.name.session_id)
+        for schema in (batch.schema for batch in self.batches[:1]):
+            try:
+                session_id, model = owner(schema)
+            except ValueError as error:
+                raise StoreError(str(error)) from error
+            if session_id != self.name.session_id or (self.run and self.run.model != model):
+                raise StoreError(f"Run {self.name.run_id} and its batches are not of one session and model")
+            self.check_schema(schema)
+
+    def check_schema(self, schema: pa.Schema) -> None:
+        """Raise StoreError unless all batches have this schema."""
+        if not all(schema.equals(batch.schema, check_metadata=True) for batch in self.batches):
+            raise StoreError(f"Run {self.name.run_id}: its batches differ in points, shapes or dtypes")
+
 
 @dataclass
-class _OpenRun:
+class OpenRun:
+    """A run that is not finished; `touched` is when its last chunk came, in the monotonic clock's seconds."""
+
     shard: Shard
-    chunks: int  # written so far
-    touched: float  # when the last one came, in the monotonic clock's seconds
-    bytes: int = 0  # of their batches
+    chunks: int = 0
+    touched: float = 0.0
+    bytes: int = 0
 
 
 class OpenRuns:
@@ -55,13 +75,13 @@ class OpenRuns:
             run cannot go on.
     """
 
-    def __init__(self, root: Path, catalogue: Known, pool: Pool, keeper: Keeper, lease_s: float) -> None:
+    def __init__(self, root: Path, catalogue: Catalogue, pool: Pool, keeper: Keeper, lease_s: float) -> None:
         self._root = root
         self._catalogue = catalogue
         self._pool = pool
         self._keeper = keeper
         self._lease_s = lease_s
-        self._open: OrderedDict[RunName, _OpenRun] = OrderedDict()  # the longest without a chunk first
+        self._open: OrderedDict[RunName, OpenRun] = OrderedDict()  # the longest without a chunk first
         self._lost: OrderedDict[RunName, tuple[str, float]] = OrderedDict()  # why and when, the oldest first
         self._finished: set[RunName] = set()  # not yet in the catalogue
         self._written: set[str] = set()  # sessions whose files are yet to be synced
@@ -75,11 +95,6 @@ class OpenRuns:
         """The sessions of which a run is open, or anything is not durable yet."""
         return self._written | {name.session_id for name in self._open}
 
-    def bytes_of(self, name: RunName) -> int:
-        """Bytes of an open run's batches so far; 0 where it is none. Any thread may ask."""
-        run = self._open.get(name)
-        return run.bytes if run else 0
-
     def write(self, chunk: Chunk) -> tuple[Shard, Entry | None]:
         """Write one chunk to its run's shard; with the last one the run becomes an entry, not durable yet.
 
@@ -87,30 +102,32 @@ class OpenRuns:
             StoreError: If the run cannot go on, a quota is reached, or the disk refuses; after that it cannot either.
         """
         self._check(chunk)
-        size = sum(batch.nbytes for batch in chunk.batches)
+        name, size = chunk.name, sum(batch.nbytes for batch in chunk.batches)
         try:
-            self._keeper.check_fence(chunk.name.session_id, chunk.fence)
-            self._keeper.make_room(chunk.name.session_id, size, self.busy, chunk.most - self.bytes_of(chunk.name))
-            self._written.add(chunk.name.session_id)
+            before = self._open[name].bytes if name in self._open else 0
+            self._keeper.check_fence(name.session_id, chunk.fence)
+            self._keeper.make_room(name.session_id, size, self.busy, chunk.most - before)
+            self._written.add(name.session_id)
             if chunk.part == 0:
-                shard = self._pool.take(chunk.name.session_id, chunk.batches[0].schema)
-                self._open[chunk.name] = _OpenRun(shard, 0, 0.0)
-            run = self._open[chunk.name]
+                self._open[name] = OpenRun(self._pool.take(name.session_id, chunk.batches[0].schema))
+            run = self._open[name]
             if chunk.run:
-                return run.shard, self._finish(chunk, chunk.run)
-            run.shard.append(chunk.name.run_id, chunk.batches, chunk.sums)
+                entry = run.shard.finish(chunk.run, chunk.batches, chunk.sums)
+                self._pool.give_back(self._open.pop(name).shard)
+                self._finished.add(name)
+                return run.shard, entry
+            run.shard.append(name.run_id, chunk.batches, chunk.sums)
             run.chunks += 1
             run.bytes += size
-            run.touched = time.monotonic()
-            self._open.move_to_end(chunk.name)
+            self.renew(name)
             return run.shard, None
         except (OSError, pa.ArrowException) as error:
             reason = explain(self._root, error)
         except StoreError as error:
             reason = error.with_traceback(None)
-        self._end(chunk.name)
+        self._end(name)
         if not chunk.run:  # there may be more to come
-            self._remember(chunk.name, str(reason))
+            self._remember(name, str(reason))
         raise reason  # out here without a context, whose frames would keep the batches alive
 
     def abandon(self, name: RunName, reason: str) -> Shard | None:
@@ -126,26 +143,16 @@ class OpenRuns:
         self._remember(name, reason)
         return run.shard if run else None
 
+    def abandon_those(self, which: Callable[[RunName, OpenRun], bool], reason: str) -> None:
+        """Abandon the open runs for which `which` is true."""
+        for name in [name for name, run in self._open.items() if which(name, run)]:
+            self.abandon(name, reason)
+
     def renew(self, name: RunName) -> None:
-        """A run goes on, though nothing comes of it for now; one that is not open is no error."""
+        """A run goes on, though nothing may come of it for now; one that is not open is no error."""
         if run := self._open.get(name):
             run.touched = time.monotonic()
             self._open.move_to_end(name)
-
-    def abandon_session(self, session_id: str, reason: str) -> None:
-        """Abandon all open runs of one session."""
-        for name in [name for name in self._open if name.session_id == session_id]:
-            self.abandon(name, reason)
-
-    def abandon_broken(self, shard: Shard, reason: str) -> None:
-        """Abandon the run that was on a shard which lost it."""
-        for name in [name for name, run in self._open.items() if run.shard is shard]:
-            self.abandon(name, reason)
-
-    def abandon_all(self) -> None:
-        """Abandon all open runs."""
-        for name in list(self._open):
-            self._end(name)
 
     def forget(self, runs: Iterable[RunFacts]) -> None:
         """Finished runs are in the catalogue, or lost: their ids need not be known here any more."""
@@ -180,14 +187,8 @@ class OpenRuns:
             raise StoreError(f"Run {name.run_id} is being stored already: give it another id")
         if run and run.chunks != chunk.part:
             raise StoreError(f"Part {chunk.part} of run {name.run_id} came where {run.chunks} was to come")
-        if run and any(not run.shard.schema.equals(batch.schema, check_metadata=True) for batch in chunk.batches):
-            raise StoreError(f"Run {name.run_id}: its batches differ in points, shapes or dtypes")
-
-    def _finish(self, chunk: Chunk, run: RunFacts) -> Entry:
-        entry = self._open[chunk.name].shard.finish(run, chunk.batches, chunk.sums)
-        self._pool.give_back(self._open.pop(chunk.name).shard)
-        self._finished.add(chunk.name)
-        return entry
+        if run:
+            chunk.check_schema(run.shard.schema)
 
     def _end(self, name: RunName) -> None:
         if run := self._open.pop(name, None):
@@ -197,3 +198,11 @@ class OpenRuns:
     def _remember(self, name: RunName, reason: str) -> None:
         self._lost[name] = (reason, time.monotonic())
         self._lost.move_to_end(name)
+
+
+def check_name(session_id: str) -> None:
+    """Raise StoreError unless `session_id` may name a session."""
+    try:
+        check_session_id(session_id)
+    except ValueError as error:
+        raise StoreError(str(error)) from error

@@ -6,21 +6,18 @@ import re
 import secrets
 import time
 from collections import Counter, OrderedDict
-from collections.abc import Callable, Collection, Set
+from collections.abc import Callable, Collection
 from concurrent.futures import Future, ThreadPoolExecutor
 from itertools import count
 from pathlib import Path
 
 import pyarrow as pa
 
-from deployments.activations.catalogue.entries import Known
-from deployments.activations.facts import StoredFile
+from deployments.activations.catalogue.catalogue import Catalogue
 from deployments.activations.files.mounts import Mount
 from deployments.activations.segments.segment_writer import Shard
 
 FILE_NAME = re.compile(r"\d{8}T\d{6}-[0-9a-f]{8}-\d{6,}\.arrow")  # of every shard
-
-
 _SEALS = 4  # files that get their footers at once
 _MOST_SEALS = 256  # that wait for one: each is an open file
 
@@ -43,12 +40,12 @@ class Pool:
     def __init__(
         self,
         root: Path,
-        catalogue: Known,
+        catalogue: Catalogue,
         *,
         shard_bytes: int,
         open_shards: int,
         idle_s: float,
-        wake: Callable[[], None] = lambda: None,
+        wake: Callable[[], None],
     ) -> None:
         self._root = root
         self._mount = Mount(root)
@@ -56,13 +53,13 @@ class Pool:
         self._shard_bytes = shard_bytes
         self._open_shards = open_shards
         self._idle_s = idle_s
+        self._wake = wake
         self._taken: set[Shard] = set()
         self._idle: OrderedDict[Shard, float] = OrderedDict()  # since when, the longest first
-        self._wake = wake
-        self._seals = ThreadPoolExecutor(_SEALS, thread_name_prefix="activation-seal")
         self._closing: dict[Shard, Future[None]] = {}  # the longest first
-        self._others: dict[str, set[str]] = {}  # by session the URIs of files that other nodes' writers have open
-        self._recount()
+        self._seals = ThreadPoolExecutor(_SEALS, thread_name_prefix="activation-seal")
+        self._looks = -1  # of the catalogue, when it was last asked for what `_counted` gives
+        self._counted()
         prefix = f"{time.strftime('%Y%m%dT%H%M%S', time.gmtime())}-{secrets.token_hex(4)}"
         self._names = (f"{prefix}-{number:06}.arrow" for number in count(1))
 
@@ -93,7 +90,8 @@ class Pool:
         if shard:
             del self._idle[shard]
         else:
-            shard = self._new(session_id, schema)
+            self._mount.check()
+            shard = Shard(self._root, session_id, next(self._names), schema)
         self._taken.add(shard)
         return shard
 
@@ -136,49 +134,35 @@ class Pool:
     def _open(self) -> list[Shard]:
         return [*self._taken, *self._idle, *self._closing]
 
-    def others(self, session_id: str) -> Set[str]:
-        """Those that other nodes' writers have open and told of."""
-        return self._others.get(session_id, set())
-
-    def used(self, session_id: str | None = None) -> int:
-        """Bytes of a session's files, or of all, those that are being written included."""
-        self._follow()
-        being_written = sum(shard.size for shard in self._open if session_id in (None, shard.session_id))
-        return being_written + (self._closed_bytes if session_id is None else self._closed[session_id])
-
     def sizes(self) -> Counter[str]:
-        """The same of each session."""
-        self._follow()
-        sizes = Counter(self._closed)
+        """The bytes of each session's files, those that are being written included."""
+        sizes = Counter(self._counted())
         for shard in self._open:
             sizes[shard.session_id] += shard.size
         return sizes
 
+    def used(self, session_id: str | None = None) -> int:
+        """The same of one session, or of all together."""
+        closed = self._counted()
+        being_written = sum(shard.size for shard in self._open if session_id in (None, shard.session_id))
+        return being_written + (self._total if session_id is None else closed[session_id])
+
+    def count(self, session_id: str, more: int) -> None:
+        """Closed files of a session, or another writer's, have so many bytes more than were counted."""
+        self._closed[session_id] += more
+        self._total += more
+
     def forget(self, session_id: str) -> None:
         """A session was deleted, of which no shard is open."""
-        self._closed_bytes -= self._closed.pop(session_id, 0)
-        self._others.pop(session_id, None)
+        self._total -= self._counted().pop(session_id, 0)
 
-    def count(self, session_id: str, file: StoredFile, more: int) -> None:
-        """Another writer's file has so many bytes more than were known."""
-        others = self._others.setdefault(session_id, set())
-        (others.discard if file.sealed else others.add)(file.uri)
-        self._closed[session_id] += more
-        self._closed_bytes += more
-
-    def _follow(self) -> None:
+    def _counted(self) -> Counter[str]:
+        """What the catalogue said of all files but those that are open here, and what was counted since."""
         if self._looks != self._catalogue.looks:
-            self._recount()
-
-    def _recount(self) -> None:
-        """Begin with what the catalogue says of all files but those that are open here."""
-        self._looks = self._catalogue.looks
-        self._closed = Counter(self._catalogue.sizes(but=self.own))  # bytes by session
-        self._closed_bytes = self._closed.total()
-
-    def _new(self, session_id: str, schema: pa.Schema) -> Shard:
-        self._mount.check()
-        return Shard(self._root, session_id, next(self._names), schema)
+            self._looks = self._catalogue.looks
+            self._closed = Counter(self._catalogue.sizes(but=self.own))
+            self._total = self._closed.total()
+        return self._closed
 
     def _spent(self, shard: Shard) -> bool:
         return shard.broken or shard.length >= self._shard_bytes
@@ -198,9 +182,7 @@ class Pool:
         told = [shard for shard, done in self._closing.items() if done.done() or shard in wait_for]
         for shard in told:
             self._closing.pop(shard).result()
-            if shard.rows:
-                self._closed[shard.session_id] += shard.length
-                self._closed_bytes += shard.length
+            self.count(shard.session_id, shard.length if shard.rows else 0)
         added = [(shard.session_id, (), shard.facts()) for shard in told if shard.rows]
         if added:
             self._catalogue.add_all(added)

@@ -1,6 +1,6 @@
-"""What a killed process left below a store's root, put right before the store starts.
+"""How a directory of runs is opened by the one process that keeps it; what a killed one left is put right.
 
-Only what no process holds is touched, so that several stores may work below one root.
+Only files that no process holds are touched: writers of other nodes may be at work in the same directory.
 """
 
 from __future__ import annotations
@@ -8,15 +8,18 @@ from __future__ import annotations
 import contextlib
 import logging
 import os
+import secrets
 import shutil
+import time
 from collections.abc import Mapping
 from pathlib import Path
 from types import MappingProxyType
 
 import pyarrow as pa
 
-from deployments.activations.facts import names_a_session
-from deployments.activations.files.atomic import remove_unfinished
+from deployments.activations.catalogue.database import can_hold, sealed_files
+from deployments.activations.facts import StoreError, names_a_session
+from deployments.activations.files.atomic import remove_unfinished, write
 from deployments.activations.files.locks import DELETED, NEW, PULLED, directory, take
 from deployments.activations.files.places import DamagedError
 from deployments.activations.segments.batches import ends_cut
@@ -26,10 +29,60 @@ from deployments.activations.segments.segments import WholeRun, is_sealed, whole
 from deployments.activations.segments.verify import read_all
 from deployments.activations.writer.pool import FILE_NAME
 
+MARK = ".store-id"  # no session id begins with '.'
 DAMAGED = ".damaged-"  # behind the name of the file that it was part of
+_ENDING_S = 15.0  # for which a server that is ending is waited for
 _NEW = os.O_WRONLY | os.O_CREAT | os.O_TRUNC | os.O_NOFOLLOW
 
 logger = logging.getLogger(__name__)
+
+
+def open_directory(root: Path) -> str:
+    """Make a directory that is missing, and put right what a killed process left in it.
+
+    Args:
+        root: The directory, absolute and no link.
+
+    Returns:
+        What tells it from all others.
+
+    Raises:
+        StoreError: Another server has it.
+        OSError: The disk refuses.
+    """
+    make_root(root)
+    _check_alone(root)
+    recover(root, sealed_files(root))
+    return mark(root)
+
+
+def mark(root: Path) -> str:
+    """What tells a store's directory from any other, also from another node; made if it is missing.
+
+    A disk that refuses it leaves one that no other node finds: then other nodes keep directories of their own.
+    """
+    try:
+        if not (root / MARK).exists():
+            write(root, ".", MARK, secrets.token_hex(16).encode())
+        return (root / MARK).read_text()
+    except OSError:
+        logger.exception("%s cannot be marked: no other node finds it", root)
+        return secrets.token_hex(16)
+
+
+def _check_alone(root: Path) -> None:
+    """Raise StoreError where another server's store keeps a directory; one that is ending is waited for."""
+    until = time.monotonic() + _ENDING_S
+    try:
+        while not can_hold(root):
+            if time.monotonic() > until:
+                raise StoreError(
+                    f"Another server keeps the activation store at {root}, and one server has a directory: stop it, or "
+                    "give this one another activations_dir."
+                )
+            time.sleep(0.1)
+    except OSError as error:  # the catalogue says what becomes of it
+        logger.warning("it cannot be known whether another server keeps %s: %s", root, error)
 
 
 def make_root(root: Path) -> None:

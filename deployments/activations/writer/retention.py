@@ -1,8 +1,11 @@
-"""Which sessions stay, and whether there is room for more."""
+"""Which sessions stay, whether there is room for more, and how a session is deleted."""
 
 from __future__ import annotations
 
 import logging
+import os
+import secrets
+import shutil
 from collections.abc import Callable, Collection, Sequence, Set
 from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
@@ -10,15 +13,14 @@ from typing import TYPE_CHECKING
 from urllib.parse import unquote, urlsplit
 
 from deployments.activations.accounts import OPERATOR, Account
-from deployments.activations.catalogue.entries import Known
+from deployments.activations.catalogue.catalogue import Catalogue
 from deployments.activations.facts import Note, StoreError
-from deployments.activations.files.locks import is_held
+from deployments.activations.files.locks import DELETED, directory
 from deployments.activations.files.scan import scan_session
 from deployments.activations.limits import Held, Retention, oldest
 from deployments.activations.state.nodes import node_of
 from deployments.activations.state.owners import Owners, Record
 from deployments.activations.state.pins import Pins
-from deployments.activations.writer.deletion import begin_deletion, finish_deletion
 from deployments.activations.writer.pool import Pool
 
 if TYPE_CHECKING:
@@ -32,10 +34,9 @@ Busy = Callable[[], Set[str]]
 
 
 class Keeper:
-    """Holds a store to its limits. For the writer's thread, but for `retention`, which all may read.
+    """Holds a store to its limits. For the writer's thread, but for `retention` and `old`, which all may use.
 
-    Sessions that a run is being written to are not deleted by themselves; nor are those whose files are otherwise than
-    is known: another node writes there.
+    Nor are sessions deleted by themselves whose files are otherwise than is known: another node writes there.
 
     Args:
         root: Where the files are.
@@ -52,7 +53,7 @@ class Keeper:
     def __init__(
         self,
         root: Path,
-        catalogue: Known,
+        catalogue: Catalogue,
         pool: Pool,
         owners: Owners | None = None,
         archive: Archive | None = None,
@@ -64,11 +65,13 @@ class Keeper:
         self._catalogue = catalogue
         self._pool = pool
         self._owners = owners
-        self._removals = ThreadPoolExecutor(1, thread_name_prefix="activation-removal")
         self._archive = archive
         self._nodes = nodes
+        self._removals = ThreadPoolExecutor(1, thread_name_prefix="activation-removal")
         self._at_most: dict[str | None, int] = {}  # a bound on the bytes of an owner, whose sum takes long
         self._looks = catalogue.looks
+
+    # ---- room
 
     def check(self, session_id: str, size: int, busy: Set[str], most: int = 0) -> list[Held]:
         """Find out whether a session may get more bytes.
@@ -87,12 +90,12 @@ class Keeper:
         """
         limits = self.retention
         limit, used = limits.max_session_bytes, 0
-        if limit is not None and (used := self._used(session_id)) + size > limit:
+        if limit is not None and (used := self._pool.used(session_id)) + size > limit:
             what = "store in another session, delete this one, or raise max_session_bytes"
             raise StoreError(_full(f"quota of session {session_id}", used, limit, size, what))
         self._check_owner(session_id, size)
         limit = limits.max_store_bytes
-        if limit is None or (missing := (used := self._used()) + size - limit) <= 0:
+        if limit is None or (missing := (used := self._pool.used()) + size - limit) <= 0:
             return []
         if limits.delete_oldest:
             deletable = self._deletable_for(session_id, busy)
@@ -110,16 +113,48 @@ class Keeper:
         """
         if not self.retention.has_quotas or not size:
             return
-        stay, looked = set(busy()), False
+        stay = set(busy())
         while changed := {one.id for one in self.check(session_id, size, stay, most) if not self._is_as_known(one.id)}:
-            if looked:
-                stay |= changed
-            else:  # what has changed there may be known as well
-                self._catalogue.look()
-                looked = True
+            stay |= changed
         for session in self.check(session_id, size, stay, most):
             logger.warning("session %s is deleted: the store's quota is reached, and it is the oldest", session.id)
             self.delete(session.id, automatic=True).add_done_callback(_log)
+
+    def _deletable_for(self, session_id: str, busy: Set[str]) -> list[Held]:
+        """The sessions that may go for a run of a session: its owner's alone."""
+        others = self._owners.all() if self._owners else {}
+        nobodys = Record(None)
+        owner = others.get(session_id, nobodys).owner
+        sizes, stay = self._pool.sizes(), {session_id} | busy | self._pins.names()
+        return [
+            Held(name, sizes[name], last)
+            for name, last in self._catalogue.last_runs()
+            if name not in stay and others.get(name, nobodys).owner == owner
+        ]
+
+    def _check_owner(self, session_id: str, size: int) -> None:
+        limit = self.retention.max_owner_bytes
+        if self._owners is None or limit is None or not (record := self._owners.of(session_id)) or not record.limited:
+            return
+        if self._looks != self._catalogue.looks:  # others may have written
+            self._looks = self._catalogue.looks
+            self._at_most.clear()
+        used = self._at_most.get(record.owner, limit)
+        if used + size > limit:
+            sizes = self._pool.sizes()
+            used = sum(sizes[one] for one in self._owners.limited(record.owner))
+        if used + size > limit:
+            what = "delete sessions that are not needed, or raise max_owner_bytes"
+            raise StoreError(_full(f"quota of {record.owner}", used, limit, size, what))
+        self._at_most[record.owner] = used + size
+
+    def _is_as_known(self, session_id: str) -> bool:
+        """Whether the files of a session, of which no run is open here, are as is known."""
+        known = self._pool.own | {f"{uri} {size}" for uri, size in self._catalogue.files(session_id).items()}
+        files = [(seen.file.as_uri(), seen.bytes) for seen in scan_session(self._root, session_id)]
+        return all(uri in known or f"{uri} {size}" in known for uri, size in files)
+
+    # ---- other nodes
 
     def note(self, key: str, notes: Sequence[Note], asked: Collection[str], busy: Busy) -> dict[str, str]:
         """List runs that other nodes' writers have made durable, unless they were deleted since.
@@ -137,6 +172,7 @@ class Keeper:
             OSError: The disk refuses to say whether they were.
         """
         gone = {deletion.session_id for deletion in self._nodes.deletions(key)} if key and self._nodes else set[str]()
+        refused = {session_id: f"Session {session_id} is being deleted: send the request again." for session_id in gone}
         notes = [note for note in notes if note.session_id not in gone]
         for session_id, entries, file in notes:
             if node_of(file.uri):
@@ -144,8 +180,7 @@ class Keeper:
             else:
                 is_new = Path(unquote(urlsplit(file.uri).path)).exists()  # else its session was deleted since
             if is_new:
-                self._pool.count(session_id, file, self._catalogue.add(session_id, entries, file))
-        refused = {session_id: f"Session {session_id} is being deleted: send the request again." for session_id in gone}
+                self._pool.count(session_id, self._catalogue.add(session_id, entries, file))
         for session_id in {note.session_id for note in notes} | set(asked) - gone:
             try:
                 self.make_room(session_id, 1, busy)
@@ -153,12 +188,10 @@ class Keeper:
                 refused[session_id] = str(error)
         return refused
 
-    def old(self, now: float) -> list[str]:
-        """The sessions that may be too old, of which `expire` deletes those that are; any thread may ask.
+    # ---- age
 
-        Args:
-            now: Unix seconds.
-        """
+    def old(self, now: float) -> list[str]:
+        """The sessions that may be too old by a time in Unix seconds, of which `expire` deletes those that are."""
         age = self.retention.max_session_age_s
         return [] if age is None else [name for name, last in self._catalogue.last_runs() if last < now - age]
 
@@ -171,48 +204,30 @@ class Keeper:
             busy: Which sessions stay in any case.
 
         Raises:
-            OSError: It cannot be known which are pinned, or what has changed.
+            OSError: It cannot be known which are pinned.
         """
         age = self.retention.max_session_age_s
         if age is None or not old:
             return []
-        gone, changed, stay = list[str](), False, busy() | self._pins.names()
+        gone, stay = list[str](), busy() | self._pins.names()
         for session_id in (name for name in old if name not in stay):
             try:
-                if not any(last < now - age for _, last in self._catalogue.last_runs(session_id)):
-                    continue
-                if not self._is_as_known(session_id):
-                    changed = True
-                    continue
-                logger.warning("session %s is deleted: its last run is more than %g s old", session_id, age)
-                self.delete(session_id, automatic=True).add_done_callback(_log)
-                gone.append(session_id)
+                is_old = any(last < now - age for _, last in self._catalogue.last_runs(session_id))
+                if is_old and self._is_as_known(session_id):
+                    logger.warning("session %s is deleted: its last run is more than %g s old", session_id, age)
+                    self.delete(session_id, automatic=True).add_done_callback(_log)
+                    gone.append(session_id)
             except OSError:
                 logger.exception("session %s cannot be deleted", session_id)
-        if changed:
-            self._catalogue.look()  # until next time
         return gone
 
-    def may_delete(self, session_id: str, account: Account) -> bool:
-        """Whether a session may be deleted for somebody; false as well where there is none for them.
-
-        Raises:
-            RequestError: It is pinned.
-            StoreError: The disk refuses.
-        """
-        if not self._may_change(session_id, account):
-            return False
-        self._pins.check(session_id)
-        return True
+    # ---- owners and pins; what an account may change none of is answered as what is not there
 
     def assign(self, session_id: str, account: Account, busy: Busy) -> str:
         """Admit a request that records into a session, as `Owners.claim`."""
         assert self._owners is not None
-
-        def there() -> Set[str]:
-            return self._pool.sizes().keys() | busy()
-
-        return self._owners.claim(session_id, account, there, self.retention.max_owner_sessions)
+        most = self.retention.max_owner_sessions
+        return self._owners.claim(session_id, account, lambda: self._pool.sizes().keys() | busy(), most)
 
     def check_fence(self, session_id: str, fence: str | None) -> None:
         """Refuse a run of a session that was deleted since its request was admitted, as `Owners.check`."""
@@ -231,11 +246,42 @@ class Keeper:
         self._owners.share(session_id, shared)
         return True
 
+    def pin(self, session_id: str, pinned: bool, account: Account = OPERATOR) -> bool:
+        """Pin a session, or take its pin away; answered as `share`.
+
+        Raises:
+            StoreError: The disk refuses.
+        """
+        if not self._catalogue.knows(session_id) and (pinned or session_id not in self._pins):
+            return False
+        if not self._may_change(session_id, account):
+            return False
+        self._pins.set(session_id, pinned)
+        return True
+
+    def may_delete(self, session_id: str, account: Account) -> bool:
+        """Whether a session may be deleted for somebody; false as well where there is none for them.
+
+        Raises:
+            RequestError: It is pinned.
+            StoreError: The disk refuses.
+        """
+        if self._may_change(session_id, account):
+            self._pins.check(session_id)
+            return True
+        return False
+
+    def _may_change(self, session_id: str, account: Account) -> bool:
+        record = self._owners.of(session_id) if self._owners else None
+        return account.may_change(record and record.owner)
+
+    # ---- deletion
+
     def delete(self, session_id: str, automatic: bool = False) -> Future[bool]:
         """Delete a session of which no run is open: it is none any more when this returns.
 
         Its files are removed in the background: the future is false if there was none, and an OSError where the disk
-        refuses.
+        refuses. After a crash, the next start goes on.
 
         Args:
             session_id: The session.
@@ -250,13 +296,13 @@ class Keeper:
             last = max((at for _, at in self._catalogue.last_runs(session_id)), default=0.0) if automatic else None
             self._nodes.begin_deletion(session_id, record.fence if record else None, last)
         archived = self._archive.delete(session_id) if self._archive else False
-        deletion = begin_deletion(self._root, session_id)
+        trash = self._put_aside(session_id)
         known = self._catalogue.drop(session_id) or archived
         self._pool.forget(session_id)
         if self._owners:  # behind the files: a crash between them leaves no session without its owner
             self._owners.forget(session_id)
-        if deletion:
-            return self._removals.submit(_finish, deletion)
+        if trash:
+            return self._removals.submit(_remove, trash)
         nothing = Future[bool]()
         nothing.set_result(known)
         return nothing
@@ -265,78 +311,19 @@ class Keeper:
         """Finish deletions that have begun."""
         self._removals.shutdown()
 
-    def pin(self, session_id: str, pinned: bool, account: Account = OPERATOR) -> bool:
-        """Pin a session, or take its pin away; false if there is none that the account may change.
-
-        Raises:
-            StoreError: The disk refuses.
-        """
-        if not self._catalogue.knows(session_id) and (pinned or session_id not in self._pins):
-            return False
-        if not self._may_change(session_id, account):
-            return False
-        self._pins.set(session_id, pinned)
-        return True
-
-    def _deletable(self, busy: Set[str]) -> list[Held]:
-        sizes, stay = self._pool.sizes(), busy | self._pins.names()
-        return [
-            Held(session_id, sizes[session_id], last)
-            for session_id, last in self._catalogue.last_runs()
-            if session_id not in stay
-        ]
-
-    def _deletable_for(self, session_id: str, busy: Set[str]) -> list[Held]:
-        """The sessions that may go for a run of a session: its owner's alone."""
-        others = self._owners.all() if self._owners else {}
-        nobodys = Record(None)
-        owner = others.get(session_id, nobodys).owner
-        deletable = self._deletable(busy | {session_id})
-        return [session for session in deletable if others.get(session.id, nobodys).owner == owner]
-
-    def _check_owner(self, session_id: str, size: int) -> None:
-        limit = self.retention.max_owner_bytes
-        record = self._owners.of(session_id) if self._owners and limit is not None else None
-        if record is None or not record.limited:
-            return
-        assert limit is not None
-        if self._looks != self._catalogue.looks:  # others may have written
-            self._looks = self._catalogue.looks
-            self._at_most.clear()
-        used = self._at_most.get(record.owner, limit)
-        if used + size > limit:
-            used = self._used_by(record.owner)
-        if used + size > limit:
-            what = "delete sessions that are not needed, or raise max_owner_bytes"
-            raise StoreError(_full(f"quota of {record.owner}", used, limit, size, what))
-        self._at_most[record.owner] = used + size
-
-    def _used_by(self, owner: str | None) -> int:
-        assert self._owners is not None
-        own, sizes = self._owners.limited(owner), self._pool.sizes()
-        return sum(sizes[one] for one in own)
-
-    def _may_change(self, session_id: str, account: Account) -> bool:
-        record = self._owners.of(session_id) if self._owners else None
-        return account.may_change(record and record.owner)
-
-    def _used(self, session_id: str | None = None) -> int:
-        return self._pool.used(session_id)
-
-    def _is_as_known(self, session_id: str) -> bool:
-        """Whether the files of a session, of which no run is open here, are as is known, and held by nobody."""
-        known, own, others = self._catalogue.files(session_id), self._pool.own, self._pool.others(session_id)
-        for file, size in ((seen.file, seen.bytes) for seen in scan_session(self._root, session_id)):
-            uri = file.as_uri()
-            if uri not in own and known.get(uri) != size:
-                return False
-            if uri not in own and uri not in others and is_held(file):
-                return False
-        return True
+    def _put_aside(self, session_id: str) -> Path | None:
+        """Rename a session's directory, at once and whole; None where it has none."""
+        folder, trash = self._root / session_id, self._root / f"{DELETED}{secrets.token_hex(8)}"
+        if not folder.is_dir() or folder.is_symlink():
+            return None
+        folder.rename(trash)
+        return trash
 
 
-def _finish(deletion: Path) -> bool:
-    finish_deletion(deletion)
+def _remove(trash: Path) -> bool:
+    with directory(trash.parent) as top:
+        os.fsync(top)
+    shutil.rmtree(trash)
     return True
 
 

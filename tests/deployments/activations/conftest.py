@@ -23,8 +23,7 @@ from deployments.activations.files import uris
 from deployments.activations.files.places import Place
 from deployments.activations.segments.schema import to_batch
 from deployments.activations.state.owners import Owners
-from deployments.activations.writer.opening import mark
-from deployments.activations.writer.recovery import make_root, recover
+from deployments.activations.writer.recovery import make_root, mark, recover
 from deployments.activations.writer.writer import Writer
 
 sys.path.append(str(Path(__file__).parent))  # importlib mode adds no folder; helpers stand beside this file

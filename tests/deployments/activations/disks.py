@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
+import asyncio
 import contextlib
 import os
 import subprocess
-from concurrent.futures import Future
 
 import pytest
 import torch
@@ -34,9 +34,8 @@ def disk(tmp_path, tmp_path_factory):
 @pytest.fixture
 def room(disk, tmp_path, monkeypatch):
     monkeypatch.setattr("deployments.activations.writer.room._EVERY_S", 0.0)
-    quotas = Future()
-    quotas.set_result([])
-    return Room(tmp_path, lambda session_id, size: quotas)
+    room = Room(tmp_path)
+    return lambda size: asyncio.run(room.check(size))
 
 
 @pytest.fixture
@@ -87,20 +86,20 @@ def test_on_a_disk_that_others_have_filled_nothing_is_stored_until_there_is_room
     sender, before, after = open_sender(), make("before"), make("after", session_id="new")
     sender.finish(before)
     fill(tmp_path / "filler")
-    for refused in (lambda: sender.finish(after), lambda: room.check("session", 0)):
+    for refused in (lambda: sender.finish(after), lambda: room(0)):
         with pytest.raises(StoreError, match="No space left.*free space on the disk"):
             refused()
     assert_readable(tmp_path, before)
     (tmp_path / "filler").unlink()
-    room.check("session", 0)
+    room(0)
     sender.finish(after)
     assert torch.equal(load(tmp_path / "new", "after")[POINT], after.points[POINT])
 
 
 def test_less_room_than_a_run_may_take_is_known_before(room):
-    room.check("session", BYTES // 2)
+    room(BYTES // 2)
     with pytest.raises(StoreError, match=f"bytes are free, and up to {BYTES * 2} may be recorded.*free space"):
-        room.check("session", BYTES * 2)
+        room(BYTES * 2)
 
 
 def test_a_disk_that_turns_read_only_fails_runs_until_it_is_writable(make, disk, room, open_sender, tmp_path):
@@ -110,12 +109,12 @@ def test_a_disk_that_turns_read_only_fails_runs_until_it_is_writable(make, disk,
     sender.finish(before)
     sender.settled()
     run("mount", "-o", "remount,ro", disk)
-    for refused in (lambda: sender.finish(after), lambda: room.check("session", 0)):
+    for refused in (lambda: sender.finish(after), lambda: room(0)):
         with pytest.raises(StoreError, match="Read-only.*remount the file system"):
             refused()
     assert_readable(tmp_path, before)
     run("mount", "-o", "remount,rw", disk)
-    room.check("session", 0)
+    room(0)
     sender.finish(after)
     assert_readable(tmp_path, before, after)
 
@@ -128,12 +127,12 @@ def test_what_is_written_to_a_disk_that_was_taken_away_is_not_said_to_be_stored(
     run("umount", "-l", tmp_path)
     with pytest.raises(StoreError, match="put the directory back, or mount it again"):
         sender.finish(late)  # to a file that is open
-    for refused in (lambda: sender.finish(later), lambda: room.check("session", 0)):
+    for refused in (lambda: sender.finish(later), lambda: room(0)):
         with pytest.raises(StoreError, match="nothing is mounted there any more.*mount it again"):
             refused()
     assert list(tmp_path.iterdir()) == []  # where it was mounted
     run("mount", "--bind", disk, tmp_path)
-    room.check("session", 0)
+    room(0)
     sender.finish(after)
     assert sender.listed() == ["after", "before"]
     assert_readable(tmp_path, before, after)

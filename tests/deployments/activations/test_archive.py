@@ -300,7 +300,7 @@ def test_a_deletion_is_finished_after_a_crash_and_nothing_of_it_is_listed_again(
         raise KeyboardInterrupt
 
     with monkeypatch.context() as patched:
-        patched.setattr("deployments.activations.writer.retention.begin_deletion", dies)
+        patched.setattr("deployments.activations.writer.retention.Keeper._put_aside", dies)
         patched.setattr(archive.Archive, "_finish_deletions", lambda self: None)
         assert one.archive.delete("session")  # the manifest says so, and then the process is killed
         one.close()

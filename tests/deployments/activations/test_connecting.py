@@ -15,7 +15,7 @@ from deployments.activations.facts import StoreError
 from deployments.activations.limits import Retention
 from deployments.activations.nodes.submitting import Home
 from deployments.activations.nodes.writer import NodeWriter
-from deployments.activations.writer import opening
+from deployments.activations.writer import recovery
 from deployments.activations.writer.writer import Writer
 
 
@@ -84,7 +84,7 @@ def test_a_directory_that_goes_with_its_node_is_refused_unless_it_is_archived(tm
 
 
 def test_a_second_server_on_a_directory_is_refused_and_a_directory_that_was_let_go_of_is_not(tmp_path, monkeypatch):
-    monkeypatch.setattr(opening, "_ENDING_S", 0.0)
+    monkeypatch.setattr(recovery, "_ENDING_S", 0.0)
     first = ActivationStore(str(tmp_path))
     with pytest.raises(StoreError, match="Another server keeps the activation store at .*another activations_dir"):
         ActivationStore(str(tmp_path))

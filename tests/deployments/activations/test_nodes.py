@@ -25,7 +25,7 @@ from deployments.activations.limits import Retention
 from deployments.activations.nodes.submitting import Home
 from deployments.activations.nodes.writer import NodeWriter
 from deployments.activations.state.nodes import node_of, uri_of
-from deployments.activations.writer.opening import mark
+from deployments.activations.writer.recovery import mark
 from deployments.activations.writer.writer import Writer as SegmentWriter
 from deployments.errors import RequestError
 
@@ -169,7 +169,6 @@ def nodes(request, tmp_path, reader_of, monkeypatch):
     here = tmp_path / "here"
     nodes = Nodes(here, here if request.param == "shared" else tmp_path / "there", reader_of)
     monkeypatch.setattr("deployments.activations.actors.store.node_writers", lambda root: [nodes.writer])
-    monkeypatch.setattr("deployments.activations.actors.store.writer_on", lambda root, node: nodes.writer)
     monkeypatch.setattr(
         "deployments.activations.state.nodes.Nodes.is_alive", lambda self, node: nodes.writer.reached.is_set()
     )

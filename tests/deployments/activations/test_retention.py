@@ -169,7 +169,7 @@ def at_once():
     @contextlib.contextmanager
     def gathered(writer):
         reached, gate = threading.Event(), threading.Event()
-        writer._behind(lambda: reached.set() or gate.wait())
+        writer._put(lambda: reached.set() or gate.wait(), behind=True)
         reached.wait()
         yield
         gate.set()
@@ -255,47 +255,22 @@ def test_limits_hold_when_a_store_comes_back_by_itself_and_not_when_another_is_s
     assert saved_limits(tmp_path, "another") == Retention(10, 20, 30.5)
 
 
-@pytest.fixture
-def beside(tmp_path):
-    """The writer of another server on the same directory."""
-    writer = Writer(tmp_path, Catalogue.rebuild(tmp_path))
-    yield writer
-    writer.close()
-
-
-def test_what_another_server_on_the_directory_writes_and_pins_is_looked_at_before_a_session_goes(
-    keep, big, beside, tmp_path
-):
-    writer = keep(max_session_age_s=50)
-    store(writer, big("a", "pinned", 100.0), big("b", "again", 100.0), big("c", "long", 100.0), big("d", "old", 100.0))
-    beside._catalogue.look()
+def test_a_session_to_which_another_node_writes_is_not_deleted_until_the_store_knows_of_it(keep, big, tmp_path):
+    writer, beside = keep(), Writer(tmp_path, Catalogue())
+    store(writer, big("a", "again", 100.0), big("b", "long", 100.0), big("c", "old", 100.0))
     store(beside, big("later", "again", 900.0))
     long = big("rest", "long")
     beside.append("long", "rest", 0, long.batches[:1]).result()
-    assert beside.pin("pinned", True).result()
     limits = Retention(max_session_age_s=50)
-    assert [writer.retain(limits, now=now).result() for now in (140.0, 160.0, 160.0)] == [[], ["old"], []]
-    assert sessions(tmp_path) == ["again", "long", "pinned"]
-    with pytest.raises(RequestError, match="unpin it"):
-        writer.delete("pinned").result()
-    assert beside.submit(long.facts, long.batches[1:], 1).result().run_id == "rest"
-    writer.retain(Retention(max_store_bytes=5 * RUN, delete_oldest=True)).result()
+    assert writer.retain(limits, now=160.0).result() == ["old"]
+    writer.retain(Retention(max_store_bytes=3 * RUN, delete_oldest=True)).result()
     with pytest.raises(StoreError, match="store's quota"):
-        store(writer, big("new", "new", 999.0))
+        store(writer, big("new", "new", 999.0), big("newer", "new", 999.0))
+    assert beside.submit(long.facts, long.batches[1:], 1).result().run_id == "rest"
     beside.close()
-    store(writer, big("new", "new", 999.0))
-    assert sessions(tmp_path) == ["again", "new", "pinned"]
-
-
-def test_a_run_that_the_store_does_not_know_of_keeps_its_session_from_going_by_age(keep, big, beside, tmp_path):
-    writer = keep()
-    store(writer, big("old", created=100.0))
-    store(beside, big("fresh", created=900.0))
-    beside.close()
-    for _ in range(2):
-        assert writer.retain(Retention(max_session_age_s=50), now=910.0).result() == []
-    assert sorted(run["run_id"] for run in writer._catalogue.runs()) == ["fresh", "old"]
-    assert writer.retain(Retention(max_session_age_s=50), now=960.0).result() == ["session"]
+    writer._catalogue.look()
+    assert writer.retain(limits, now=910.0).result() == ["long"]
+    assert writer.retain(limits, now=960.0).result() == ["again"]
 
 
 def test_nothing_is_deleted_for_a_run_that_would_not_fit_in_the_end(keep, big, tmp_path):

@@ -272,7 +272,7 @@ def test_runs_are_stored_while_the_files_of_a_deleted_session_are_being_removed(
     writer, gate, real = open_writer(), threading.Event(), shutil.rmtree
     write(writer, make("old", session_id="old"))
     monkeypatch.setattr(
-        "deployments.activations.writer.deletion.shutil.rmtree",
+        "deployments.activations.writer.retention.shutil.rmtree",
         lambda *args, **named: (gate.wait(), real(*args, **named)),
     )
     deleted = writer.delete("old")
