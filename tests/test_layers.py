@@ -166,7 +166,7 @@ def test_the_engine_holds_no_ray(name):
     ("imported", "absent"),
     [
         ("deployments.engine.engine", "ray"),
-        ("deployments.activations.reader.reader", "ray"),
+        ("deployments.activations.reader.loading", "ray"),
         ("deployments.activations.export.exports", "ray"),
         ("deployments.activations.export.exports", "datasets"),
         ("deployments.activations.reader.training", "ray"),

@@ -10,7 +10,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from deployments.activations.reader.reader import Run, load, runs
+    from deployments.activations.reader.loading import Run, load, runs
 
 __all__ = ["Run", "load", "runs"]
 
@@ -19,6 +19,6 @@ def __getattr__(name: str) -> Any:
     """Import the reader, and torch with it, at its first use: the HTTP face needs this package's plain parts."""
     if name not in __all__:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-    from deployments.activations.reader import reader
+    from deployments.activations.reader import loading
 
-    return getattr(reader, name)
+    return getattr(loading, name)

@@ -13,7 +13,7 @@ from made import make_results
 from recorded import record, says
 
 from deployments.activations.__main__ import main as activations
-from deployments.activations.reader.reader import load
+from deployments.activations.reader.loading import load
 from deployments.activations.reader.sources import shards
 from evals.labels.table import main as labels
 

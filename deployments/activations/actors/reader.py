@@ -73,7 +73,7 @@ class ActivationReader:
         self._catalogue = SharedCatalogue(self._root, ask or partial(_ask, root), archives=bool(archive))
         self._owners = Owners(self._root, read_only=True)
         self._pins = Pins(self._root, read_only=True)
-        self._readings = Readings(self._catalogue, self._places, restore or partial(_restore, root))
+        self._readings = Readings(self._catalogue, self._places, restore or partial(_restore, root), self._root)
         self._rows_pool = ThreadPoolExecutor(2, thread_name_prefix="stored-rows")  # what they read is in memory at once
         self._data_pool = ThreadPoolExecutor(2, thread_name_prefix="downloads")  # as many pages are in memory at once
         self._waiting = Counter[str | None]()  # requests for pages that are not answered yet, by owner

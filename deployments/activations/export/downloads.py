@@ -3,28 +3,68 @@
 from __future__ import annotations
 
 import json
+import math
+import mmap
 import re
+import shutil
+import tempfile
 import threading
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
+from pathlib import Path
 
 import pyarrow as pa
+import torch
 from xxhash import xxh3_128_hexdigest
 
 from deployments import __version__
 from deployments.activations.catalogue.queries import Queries
-from deployments.activations.export.encodings import ENCODERS, as_arrow
-from deployments.activations.export.named_tensors import tensors
-from deployments.activations.export.parts import Parts
+from deployments.activations.export.arrow_streams import Part, Parts, as_arrow
 from deployments.activations.export.selectors import IDLE_S, Choice, Found, changed, gone
+from deployments.activations.export.tensor_files import WRITERS, Member, Tensors, tensors
 from deployments.activations.facts import Entry, StoreError
 from deployments.activations.files.places import DamagedError, File, Place
 from deployments.activations.files.uris import file_at
 from deployments.activations.reader.selection import Wanted, select
+from deployments.errors import RequestError
 
 MOST_PLANS = 32
 MOST_PARTS = 200_000  # of all plans together, some hundred bytes each; one plan alone may have more
+
+
+def _spilled(member: Member, folder: Path | None) -> Member:
+    """The same, with its values in a map of a file that has no name."""
+
+    def make() -> torch.Tensor:
+        with tempfile.TemporaryFile(dir=folder) as file:
+            file.truncate(_size(member))
+            kept = torch.frombuffer(mmap.mmap(file.fileno(), 0), dtype=member.dtype).view(member.shape)
+        return kept.copy_(member.make())
+
+    return member._replace(make=make)
+
+
+def _size(member: Member) -> int:
+    return math.prod(member.shape) * member.dtype.itemsize
+
+
+def _copy(found: Tensors, format: str, folder: Path | None) -> memoryview:
+    """A file of named tensors, mapped; it has no name.
+
+    Raises:
+        RequestError: It would take most of what is free on a disk where others record.
+    """
+    size, free = sum(map(_size, found.members)), shutil.disk_usage(folder or tempfile.gettempdir()).free
+    if 4 * size > free:  # float32 is twice as large as bfloat16, and pt is written twice
+        message = f"{size} bytes of rows are too many for a copy, with {free} bytes free: name fewer, or take arrow"
+        raise RequestError(message, "format", "download_too_large", 413)
+    if format == "pt":  # torch.save takes all values at once, which may be more than memory holds
+        found = found._replace(members=[_spilled(member, folder) for member in found.members])
+    with tempfile.TemporaryFile(dir=folder) as file:
+        WRITERS[format](found, file)
+        file.flush()
+        return memoryview(mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ))
 
 
 @dataclass
@@ -38,13 +78,15 @@ class _Plan:
 class Readings:
     """Serves ranges of downloads. Safe to use from several threads.
 
-    The layout of a download is planned once and cached; a plan is valid while the catalogue lists the same runs at the
-    same places. A plan that was dropped is made again, with the same bytes.
+    A download is planned once, and its plan is valid while the catalogue lists the same runs at the same places. A plan
+    that was dropped is made again, with the same bytes. Arrow streams are read out of the segments page by page; files
+    of other formats are written as a whole to a file without a name.
 
     Args:
         catalogue: Lists the runs.
         places: Where segments are that are on no local disk.
         restore: Fetches segments to the disk that a place should not serve itself, by their URIs; whether it did.
+        folder: Of files without a name; by default the system's for temporary ones.
     """
 
     def __init__(
@@ -52,10 +94,12 @@ class Readings:
         catalogue: Queries,
         places: Sequence[Place] = (),
         restore: Callable[[Sequence[str]], bool] = lambda _: False,
+        folder: Path | None = None,
     ) -> None:
         self._catalogue = catalogue
         self._places = places
         self._restore = restore
+        self._folder = folder
         self._lock = threading.Lock()
         self._plans: dict[tuple[Choice, int], _Plan] = {}  # by choice and number of runs; the last used at the end
 
@@ -170,7 +214,8 @@ class Readings:
         if format == "arrow":
             parts = as_arrow(files, wanted, left)
         else:
-            parts = ENCODERS[format](tensors(select(files, wanted, left), prefixed=runs is None or len(runs) != 1))
+            found = tensors(select(files, wanted, left), prefixed=runs is None or len(runs) != 1)
+            parts = Parts([Part.known(_copy(found, format, self._folder))])
         if missing := next((entry for entry in entries if entry.facts.run_id in left), None):
             raise DamagedError(f"{self._file(missing.uri)}: the run {missing.facts.run_id} cannot be read there")
         return parts

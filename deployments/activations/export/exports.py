@@ -3,30 +3,30 @@
 from __future__ import annotations
 
 import contextlib
-import json
 import os
 import re
 import shutil
-from collections.abc import Callable, Iterator, Sequence
+from collections import Counter
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from functools import partial
 from pathlib import Path
-from typing import IO, Any, Literal, get_args
+from typing import Literal, get_args
 
 import pyarrow as pa
 import pyarrow.parquet as pq
+import torch
 
-from deployments.activations.export.encodings import as_lone_pt, as_npz, as_safetensors
-from deployments.activations.export.hf_datasets import check_installed, write_dataset
-from deployments.activations.export.named_tensors import points_of, tensors
-from deployments.activations.export.parts import Parts
+from deployments.activations.export.tensor_files import WRITERS, Member, points_of, tensors
 from deployments.activations.files.places import File
 from deployments.activations.reader.selection import Wanted, by_schema, checked, select
 from deployments.activations.reader.sources import chosen
-from deployments.activations.segments.schema import point_types, shard_facts
+from deployments.activations.reader.tables import Layout, record_batches
+from deployments.activations.segments.schema import shard_facts
 from deployments.activations.segments.segments import WholeRun
 from deployments.points.names import COLUMNS
 
 Format = Literal["pt", "safetensors", "npz", "parquet", "hf"]
+_Write = Callable[[Path], None]
 _ROW_GROUP = 32 << 20  # bytes of rows that Parquet writes together
 
 
@@ -73,18 +73,21 @@ def export(
     """
     if format not in get_args(Format):
         raise ValueError(f"{format!r} is no format of an export: choose one of {', '.join(get_args(Format))}")
+    if format == "hf":
+        try:
+            import datasets  # noqa: F401
+        except ImportError as error:
+            raise ValueError("the format hf needs the package datasets: pip install datasets") from error
     files, runs = chosen(source, session, [run] if isinstance(run, str) else run)
     wanted = Wanted(session, None if runs is None else set(runs), None if points is None else set(points))
+    for _ in checked(files, wanted):
+        pass
     target = _Target(Path(to).expanduser(), overwrite)
-    if format in ("parquet", "hf"):
-        return _tables(files, wanted, target, format)
-    split = _split(format)
-    target.claim(name for found in checked(files, wanted) for name, _ in split(found))
-    for found in select(files, wanted):
-        for name, encoded in split(found):
-            with target.new(name) as file:
-                for piece in encoded().read():
-                    file.write(piece)
+    named = _tables if format in ("parquet", "hf") else _split
+    target.claim(name for name, _ in named(files, wanted, format))
+    for name, write in named(files, wanted, format):
+        with target.new(name) as path:
+            write(path)
     return target.written
 
 
@@ -102,7 +105,7 @@ class _Target:
         self._folder = folder
         self._overwrite = overwrite
 
-    def claim(self, names: Iterator[str]) -> None:
+    def claim(self, names: Iterable[str]) -> None:
         """Refuse, before anything is written, names that are taken or that two files would have."""
         seen = set[str]()
         for name in names:
@@ -113,113 +116,93 @@ class _Target:
                 raise FileExistsError(f"{self._folder / name} is there already: take another directory, or overwrite")
 
     @contextlib.contextmanager
-    def new(self, name: str) -> Iterator[IO[bytes]]:
-        """A file to write; it has its name once it is whole."""
-        self._folder.mkdir(parents=True, exist_ok=True)
-        path, unfinished = self._folder / name, self._folder / f".{name}.part"
-        try:
-            with unfinished.open("wb") as file:
-                yield file
-            self.claim(iter([name]))  # somebody else may have been quicker
-            unfinished.replace(path)
-        finally:
-            unfinished.unlink(missing_ok=True)
-        self.written.append(path)
-
-    @contextlib.contextmanager
-    def new_folder(self, name: str) -> Iterator[Path]:
-        """A directory to make; it has its name once it is whole."""
+    def new(self, name: str) -> Iterator[Path]:
+        """A file or directory to make; it has its name once it is whole."""
         self._folder.mkdir(parents=True, exist_ok=True)
         path, unfinished = self._folder / name, self._folder / f".{name}.part"
         try:
             yield unfinished
-            self.claim(iter([name]))
+            self.claim([name])  # somebody else may have been quicker
             if path.is_dir() and not path.is_symlink():
                 shutil.rmtree(path)  # a directory with files in it cannot be replaced
             unfinished.replace(path)
         finally:
-            shutil.rmtree(unfinished, ignore_errors=True)
+            shutil.rmtree(unfinished, ignore_errors=True) if unfinished.is_dir() else unfinished.unlink(missing_ok=True)
         self.written.append(path)
 
 
-_Encoder = Callable[[], Parts]
-
-
-def _split(format: Format) -> Callable[[WholeRun], list[tuple[str, _Encoder]]]:
-    """How a run becomes files: (run) -> their names, and what makes what is in them."""
-
-    def by_point(run: WholeRun) -> list[tuple[str, _Encoder]]:
+def _split(files: Sequence[File], wanted: Wanted, format: Format) -> Iterator[tuple[str, _Write]]:
+    """The files of formats with files of their own for each run: their names, and what writes them."""
+    for run in select(files, wanted):
         session, id = run.facts.session_id, run.facts.run_id
-        return [(pt_name(session, id, member.name), partial(as_lone_pt, member)) for member in points_of(run)]
-
-    def by_run(run: WholeRun) -> list[tuple[str, _Encoder]]:
-        encode = as_safetensors if format == "safetensors" else as_npz
-        name = _file_name(run.facts.session_id, run.facts.run_id, format)
-        return [(name, lambda: encode(tensors([run], prefixed=False)))]
-
-    return by_point if format == "pt" else by_run
-
-
-def _tables(files: Sequence[File], wanted: Wanted, target: _Target, format: Literal["parquet", "hf"]) -> list[Path]:
-    """Runs whose rows fit one table, together."""
-    if format == "hf":
-        check_installed()
-    for _ in checked(files, wanted):
-        pass
-    groups = dict[str, list[File]]()
-    numbers = dict[str, int]()
-    for schema, group in by_schema(files):
-        session = shard_facts(schema).session_id
-        if next(select(group, wanted), None) is not None:
-            number = numbers[session] = numbers.get(session, 0) + 1
-            groups[_file_name(session, str(number) if number > 1 else "", format)] = group
-    target.claim(iter(groups))
-    for name, group in groups.items():
-        if format == "hf":
-            with target.new_folder(name) as folder:
-                write_dataset(folder, select(group, wanted))
+        if format == "pt":
+            for member in points_of(run):
+                yield pt_name(session, id, member.name), partial(_write_pt, member)
         else:
-            with target.new(name) as file:
-                _write_table(file, select(group, wanted))
-    return target.written
+            yield _file_name(session, id, format), partial(_write_tensors, run, format)
 
 
-def _write_table(file: IO[bytes], runs: Iterator[WholeRun]) -> None:
-    """Runs whose rows fit one table, as Parquet."""
-    held, size = list[pa.RecordBatch](), 0
-    first = next(runs)
-    schema = _table_schema(first)
+def _write_pt(member: Member, path: Path) -> None:
+    torch.save(member.make()[None], path)
+
+
+def _write_tensors(run: WholeRun, format: Format, path: Path) -> None:
+    with path.open("wb") as file:
+        WRITERS[format](tensors([run], prefixed=False), file)
+
+
+def _tables(files: Sequence[File], wanted: Wanted, format: Format) -> Iterator[tuple[str, _Write]]:
+    """The same for each group of runs whose rows fit one table."""
+    numbers = Counter[str]()
+    for schema, group in by_schema(files):
+        if next(select(group, wanted), None) is not None:
+            session = shard_facts(schema).session_id
+            numbers[session] += 1
+            name = _file_name(session, str(numbers[session]) if numbers[session] > 1 else "", format)
+            yield name, partial(_write_parquet if format == "parquet" else _write_hf, schema, group, wanted)
+
+
+def _rows(schema: pa.Schema, files: Sequence[File], wanted: Wanted, layout: Layout) -> Iterator[pa.RecordBatch]:
+    for run in select(files, wanted):
+        names = [name for name in schema.names if name in COLUMNS or name in run.types]
+        yield from record_batches(run, names, layout)
+
+
+def _write_parquet(schema: pa.Schema, files: Sequence[File], wanted: Wanted, path: Path) -> None:
+    """Few readers of Parquet know Arrow's extension types: points are lists."""
+    rows = _rows(schema, files, wanted, Layout())
+    first = next(rows)
+    held, size = [first], first.nbytes
+    said = first.schema.with_metadata(schema.metadata)
     # Only words repeat: activations are as good as random, and a dictionary of them costs time.
-    words = ["run_id", "sample_id", "phase"]
-    with pq.ParquetWriter(file, schema, use_dictionary=words) as writer:
-        for run in (one for some in ([first], runs) for one in some):
-            for batch in run.batches:
-                rows = batch.select(schema.names)
-                columns = [_plain(rows[name]).cast(schema.field(name).type) for name in schema.names]
-                held.append(pa.record_batch(columns, schema=schema))
-                size += held[-1].nbytes
-                if size >= _ROW_GROUP:
-                    writer.write_table(pa.Table.from_batches(held))
-                    held, size = [], 0
-        if held:
-            writer.write_table(pa.Table.from_batches(held))
+    with pq.ParquetWriter(path, said, use_dictionary=["run_id", "sample_id", "phase"]) as writer:
+        for batch in rows:
+            if size >= _ROW_GROUP:
+                writer.write_table(pa.Table.from_batches(held))
+                held, size = [], 0
+            held.append(batch)
+            size += batch.nbytes
+        writer.write_table(pa.Table.from_batches(held))
 
 
-def _table_schema(run: WholeRun) -> pa.Schema:
-    """The columns of a run's rows without Arrow's extension types, which few readers of Parquet know."""
-    schema = run.batches[0].schema
-    fields = [schema.field(name) for name in COLUMNS if name in schema.names]  # older files have fewer
-    for name, kind in point_types(schema).items():
-        if name in run.types:
-            type = schema.field(name).type
-            type = type.storage_type if isinstance(type, pa.BaseExtensionType) else type
-            said = {"dtype": kind.dtype, "shape": json.dumps(kind.shape)}
-            fields.append(pa.field(name, type, metadata=said))
-    return pa.schema(fields, metadata=schema.metadata)
+def _write_hf(schema: pa.Schema, files: Sequence[File], wanted: Wanted, path: Path) -> None:
+    """The library writes datasets from what it maps: so the rows lie beside it once, until it is done."""
+    import datasets
 
-
-def _plain(column: Any) -> Any:
-    return column.storage if isinstance(column, pa.ExtensionArray) else column
+    rows = _rows(schema, files, wanted, Layout((torch.bfloat16,), nested=True, words=True))
+    first = next(rows)
+    spool = path.with_name(f"{path.name}.rows")
+    bars = datasets.utils.are_progress_bars_disabled()
+    datasets.utils.disable_progress_bars()  # as the other formats draw none
+    try:
+        with pa.ipc.new_stream(str(spool), first.schema.remove_metadata()) as writer:
+            for batch in (one for some in ([first], rows) for one in some):
+                writer.write_batch(batch)
+        datasets.Dataset.from_file(str(spool)).save_to_disk(str(path))
+    finally:
+        spool.unlink(missing_ok=True)
+        if not bars:
+            datasets.utils.enable_progress_bars()
 
 
 def _file_name(session: str, rest: str, suffix: str) -> str:

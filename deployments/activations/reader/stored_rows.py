@@ -11,7 +11,7 @@ from torch.utils.dlpack import from_dlpack
 
 from deployments.activations.facts import Entry, PointType
 from deployments.activations.files.places import DamagedError, File
-from deployments.activations.reader.reader import whole_run
+from deployments.activations.reader.loading import whole_run
 from deployments.activations.segments.batches import Batch
 from deployments.activations.segments.schema import dtype_of, shard_facts
 from deployments.activations.segments.segments import WholeRun

@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import json
+import math
 import os
-from collections.abc import Collection, Mapping, Sequence
-from typing import Any
+from collections.abc import Collection, Iterator, Mapping, Sequence
+from typing import Any, NamedTuple
 
 import pyarrow as pa
 import torch
@@ -74,21 +75,19 @@ def table(
     files, runs = chosen(source, session, runs)
     wanted = Wanted(session, None if runs is None else set(runs), points or None)
     batches, schema, of = list[pa.RecordBatch](), None, ""
+    layout = Layout((torch.bfloat16, torch.float16)) if plain else Layout(tensors=True)
     for run in checked(files, wanted):
         if (names := _columns(run, columns)) is None:
             continue
-        fields = _fields(run, names, plain)
+        found = list(record_batches(run, names, layout))
         if schema is None:
-            schema, of = fields, run.facts.run_id
-        elif schema != fields:
+            schema, of = found[0].schema, run.facts.run_id
+        elif not schema.equals(found[0].schema, check_metadata=True):
             raise ValueError(
                 f"columns: the runs {of!r} and {run.facts.run_id!r} differ in points, shapes or dtypes: name the "
                 "columns that they share, or choose runs by session or runs"
             )
-        for batch in run.batches:
-            rows = batch.select(names)
-            arrays = [_plain(rows[name], run.types.get(name)) if plain else rows[name] for name in names]
-            batches.append(pa.record_batch(arrays, schema=schema))
+        batches += found
     if schema is None:
         raise ValueError("columns: no whole run has all of them")
     return pa.Table.from_batches(batches, schema)
@@ -129,42 +128,57 @@ def runs_table(
     return pa.Table.from_pylist(rows, _RUNS)
 
 
-def widened(column: Any, kind: PointType, narrow: Collection[torch.dtype]) -> pa.Array:
-    """A point's rows as lists; values of the `narrow` dtypes as float32, which holds each of them exactly.
+class Layout(NamedTuple):
+    """How points become columns.
 
-    Args:
-        column: Of a batch.
-        kind: What its point holds.
-        narrow: The dtypes to widen.
+    Attributes:
+        widened: Values of these dtypes become float32, which holds each of them exactly.
+        tensors: As the files have them, else as lists.
+        nested: Lists are nested as the points are shaped.
+        words: The phase is a string.
     """
-    storage = column.storage if isinstance(column, pa.ExtensionArray) else column
-    if dtype_of(kind.dtype) not in narrow:
-        return storage
-    flat = pa.array(from_dlpack(storage.flatten()).view(dtype_of(kind.dtype)).float().numpy())
-    if isinstance(storage, pa.LargeListArray):
-        return pa.LargeListArray.from_arrays(storage.offsets, flat)
-    return pa.FixedSizeListArray.from_arrays(flat, storage.type.list_size)
+
+    widened: tuple[torch.dtype, ...] = ()
+    tensors: bool = False
+    nested: bool = False
+    words: bool = False
 
 
-def _plain(column: Any, kind: PointType | None) -> pa.Array:
-    return column if kind is None else widened(column, kind, (torch.bfloat16, torch.float16))
+def record_batches(run: WholeRun, names: Sequence[str], layout: Layout) -> Iterator[pa.RecordBatch]:
+    """A run's rows with these columns; a point's field says its `dtype` and `shape` in its metadata.
+
+    Raises:
+        DamagedError: They are not all there.
+        OSError: They cannot be read.
+    """
+    for batch in run.batches:
+        rows = batch.select(names)
+        arrays = [_array(rows[name], run.types.get(name), layout) for name in names]
+        fields = [_field(name, array, run.types.get(name)) for name, array in zip(names, arrays, strict=True)]
+        yield pa.record_batch(arrays, schema=pa.schema(fields))
 
 
-def _fields(run: WholeRun, names: Sequence[str], plain: bool) -> pa.Schema:
-    schema = run.batches[0].schema
-    return pa.schema([_field(schema.field(name), run.types.get(name), plain) for name in names])
+def _field(name: str, array: pa.Array, kind: PointType | None) -> pa.Field:
+    said = {"dtype": kind.dtype, "shape": json.dumps(kind.shape)} if kind else None
+    return pa.field(name, array.type, metadata=said)
 
 
-def _field(field: pa.Field, kind: PointType | None, plain: bool) -> pa.Field:
+def _array(column: Any, kind: PointType | None, layout: Layout) -> pa.Array:
     if kind is None:
-        return pa.field(field.name, field.type)
-    type = field.type
-    if plain:
-        type = type.storage_type if isinstance(type, pa.BaseExtensionType) else type
-        if kind.dtype in ("bfloat16", "float16"):
-            size = getattr(type, "list_size", None)
-            type = pa.list_(pa.float32(), size) if size else pa.large_list(pa.float32())
-    return pa.field(field.name, type, metadata={"dtype": kind.dtype, "shape": json.dumps(kind.shape)})
+        return column.cast(pa.string()) if layout.words and pa.types.is_dictionary(column.type) else column
+    dtype = dtype_of(kind.dtype)
+    if layout.tensors:
+        return column
+    rows = column.storage if isinstance(column, pa.ExtensionArray) else column
+    flat = rows.flatten()
+    if dtype in layout.widened:
+        flat = pa.array(from_dlpack(flat).view(dtype).float().numpy())
+    if isinstance(rows, pa.LargeListArray):
+        return pa.LargeListArray.from_arrays(rows.offsets, flat)
+    sizes = kind.shape if layout.nested else [math.prod(size or 0 for size in kind.shape)]
+    for size in reversed(sizes):
+        flat = pa.FixedSizeListArray.from_arrays(flat, size)
+    return flat
 
 
 def _run(run: WholeRun) -> Mapping[str, Any]:

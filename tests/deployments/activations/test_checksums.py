@@ -17,9 +17,9 @@ from xxhash import xxh3_64_hexdigest
 import deployments.activations
 from deployments.activations import load
 from deployments.activations.catalogue.catalogue import Catalogue
-from deployments.activations.export.encodings import as_arrow
+from deployments.activations.export.arrow_streams import as_arrow
 from deployments.activations.files.places import DamagedError
-from deployments.activations.reader.reader import runs
+from deployments.activations.reader.loading import runs
 from deployments.activations.reader.selection import Wanted
 from deployments.activations.segments.batches import batches_of
 from deployments.activations.segments.verify import verify

@@ -19,9 +19,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from deployments.activations.catalogue.catalogue import Catalogue
-from deployments.activations.export import named_tensors
+from deployments.activations.export import tensor_files
 from deployments.activations.export.exports import export, pt_name
-from deployments.activations.export.named_tensors import FACTS, tensors
+from deployments.activations.export.tensor_files import FACTS, tensors
 from deployments.activations.reader.selection import Wanted, select
 from deployments.activations.reader.sources import shards
 from deployments.activations.segments.segments import whole_runs
@@ -249,7 +249,7 @@ def test_links_below_a_store_are_not_followed(store, tmp_path):
 
 
 def test_more_tensors_than_one_file_should_name_are_refused(store, monkeypatch):
-    monkeypatch.setattr(named_tensors, "MOST_TENSORS", 5)
+    monkeypatch.setattr(tensor_files, "MOST_TENSORS", 5)
     with pytest.raises(RequestError, match="name fewer runs") as refused:
         tensors(select(shards(store), Wanted("session")), prefixed=True)
     assert refused.value.code == "too_many_tensors"

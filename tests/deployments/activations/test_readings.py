@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import io
 import zipfile
+from types import SimpleNamespace
 
 import numpy
 import pyarrow as pa
@@ -15,10 +16,10 @@ from hypothesis import strategies as st
 from deployments.activations.catalogue.catalogue import Catalogue
 from deployments.activations.export import downloads as readings
 from deployments.activations.export import selectors as downloads
+from deployments.activations.export.arrow_streams import as_arrow
 from deployments.activations.export.downloads import Readings
-from deployments.activations.export.encodings import ENCODERS, as_arrow
-from deployments.activations.export.named_tensors import tensors
 from deployments.activations.export.selectors import Choice
+from deployments.activations.export.tensor_files import WRITERS, tensors
 from deployments.activations.facts import StoreError
 from deployments.activations.reader.selection import Wanted, select
 from deployments.activations.reader.sources import shards
@@ -27,7 +28,7 @@ from deployments.activations.writer.writer import Writer
 from deployments.errors import RequestError
 from deployments.points.patterns import Patterns
 
-FORMATS = ["arrow", *ENCODERS]
+FORMATS = ["arrow", *WRITERS]
 
 
 @pytest.fixture
@@ -72,8 +73,11 @@ def mixed(make, tmp_path_factory):
 def test_pages_of_any_sizes_in_any_order_join_to_the_whole_file(mixed, format, data):
     root, found = mixed
     files = shards(root, "session")
-    named = () if format == "arrow" else tensors(select(files, Wanted()), prefixed=True)
-    whole = b"".join((ENCODERS[format](named) if named else as_arrow(files, Wanted())).read())
+    if format == "arrow":
+        whole = b"".join(as_arrow(files, Wanted()).read())
+    else:
+        WRITERS[format](tensors(select(files, Wanted()), prefixed=True), file := io.BytesIO())
+        whole = file.getvalue()
     choice = Choice("session", None, None, format)
     if data.draw(st.booleans(), "planned anew"):
         found = Readings(found._catalogue)
@@ -97,7 +101,7 @@ def test_a_page_reads_no_other_run(mixed, monkeypatch):
     tag, length = found.find(choice)
     read = []
     monkeypatch.setattr(
-        "deployments.activations.export.encodings.select",
+        "deployments.activations.export.arrow_streams.select",
         lambda files, wanted: read.append(wanted) or select(files, wanted),
     )
     found.page(choice, tag, 3000, 3001)
@@ -188,6 +192,15 @@ def test_a_file_that_shrinks_is_an_error(store, tmp_path):
     path.write_bytes(path.read_bytes()[:3000])
     with pytest.raises(StoreError, match="changed"):
         found.page(choice, tag, length - 100, length)
+
+
+def test_a_copy_that_the_disk_has_not_room_for_is_refused(store, monkeypatch):
+    _, found = store
+    monkeypatch.setattr("shutil.disk_usage", lambda folder: SimpleNamespace(free=4 * 3 * 40 * (16 * 2 + 8) - 1))
+    with pytest.raises(RequestError, match="take arrow") as refused:
+        found.find(Choice("session", None, None, "npz"))
+    assert refused.value.status == 413
+    assert found.find(Choice("session"))
 
 
 def test_choices_that_differ_have_tags_that_do(store):

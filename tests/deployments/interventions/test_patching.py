@@ -13,7 +13,7 @@ from pydantic import TypeAdapter
 
 from deployments.activations.actors.reader import ActivationReader, connect_reader
 from deployments.activations.actors.store import ActivationStore, connect
-from deployments.activations.reader.reader import load
+from deployments.activations.reader.loading import load
 from deployments.engine.request import GREEDY, Sampling
 from deployments.messages import End, Job, Refusal
 from deployments.options import Options

@@ -16,7 +16,7 @@ from ray.exceptions import ActorUnavailableError
 
 from deployments.activations.catalogue.catalogue import Catalogue
 from deployments.activations.facts import StoreError
-from deployments.activations.reader.reader import load, runs
+from deployments.activations.reader.loading import load, runs
 from deployments.activations.writer.writer import Writer
 from deployments.engine.request import GREEDY
 from deployments.messages import End, Job, Refusal

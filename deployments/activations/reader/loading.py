@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import islice
 from typing import Any
@@ -16,6 +16,7 @@ from deployments.activations.facts import PointType, RunFacts, ShardFacts
 from deployments.activations.files.places import DamagedError, File, Source
 from deployments.activations.files.uris import source_of
 from deployments.activations.reader.sources import find_runs, is_run_id, locate, shards
+from deployments.activations.segments.batches import Batch
 from deployments.activations.segments.checksums import damaged
 from deployments.activations.segments.schema import shard_facts, to_patterns, to_tensor
 from deployments.activations.segments.segments import WholeRun, whole_runs
@@ -97,25 +98,40 @@ def load(
         some = ", ".join(islice((run.facts.run_id for run in _runs_in(place)), 5))
         wanted = "one run" if run_id is None else f"run {run_id!r}"
         raise ValueError(f"{place} does not hold {wanted}; it holds {some or 'no whole run'}: name one as run_id")
-    schema, types = found.batches[0].schema, found.types
-    shard = shard_facts(schema)
+    shard = shard_facts(found.batches[0].schema)
     try:
-        names = list(types) if points is None else recorded(points, types, shard.layers)
+        names = list(found.types) if points is None else recorded(points, found.types, shard.layers)
     except ValueError as error:
         raise ValueError(f"Run {found.facts.run_id!r}: {error}") from error
-    columns = [name for name in schema.names if name in COLUMNS or name in names]
+    columns = [name for name in found.batches[0].schema.names if name in COLUMNS or name in names]
     batches = [batch.select(columns) for batch in found.batches]
     if verify:
         _check(found, batches, names)
+    has_offsets = "text_offset" in columns and not any(batch["text_offset"].null_count for batch in batches)
     return Run(
         facts=found.facts,
         shard=shard,
-        positions=_join([from_dlpack(batch["position"]) for batch in batches]),
-        token_ids=_join([from_dlpack(batch["token_id"]) for batch in batches]),
-        text_offsets=_offsets(batches),
+        positions=column_of(batches, "position"),
+        token_ids=column_of(batches, "token_id"),
+        text_offsets=column_of(batches, "text_offset") if has_offsets else None,
         phases=[phase for batch in batches for phase in batch["phase"].to_pylist()],
-        tensors={name: _values(name, types[name], batches) for name in names},
+        tensors={name: _values(name, found.types[name], batches) for name in names},
     )
+
+
+def values_of(run: WholeRun, point: str) -> torch.Tensor | Patterns:
+    """A run's values at a point, `[rows, ...features]`.
+
+    Raises:
+        DamagedError: They are not all there.
+        OSError: They cannot be read.
+    """
+    return _values(point, run.types[point], [batch.select(["position", point]) for batch in run.batches])
+
+
+def column_of(batches: Iterable[pa.RecordBatch | Batch], name: str) -> torch.Tensor:
+    """An int32 column without nulls, `[rows]`."""
+    return _join([from_dlpack(batch[name]) for batch in batches])
 
 
 def _check(run: WholeRun, batches: Sequence[pa.RecordBatch], points: Sequence[str]) -> None:
@@ -178,13 +194,6 @@ def _values(name: str, kind: PointType, batches: Sequence[pa.RecordBatch]) -> to
     if None not in kind.shape:
         return _join([to_tensor(batch[name], kind.dtype) for batch in batches])
     return Patterns.joined([to_patterns(batch[name], kind, batch["position"][0].as_py()) for batch in batches])
-
-
-def _offsets(batches: Sequence[pa.RecordBatch]) -> torch.Tensor | None:
-    columns = [batch["text_offset"] for batch in batches if "text_offset" in batch.schema.names]
-    if len(columns) < len(batches) or any(column.null_count for column in columns):
-        return None
-    return _join([from_dlpack(column) for column in columns])
 
 
 def _join(parts: list[torch.Tensor]) -> torch.Tensor:
