@@ -2,7 +2,7 @@
 
 import sys
 
-from evals.labels.table import main
+from evals.labels.command import main
 
 if __name__ == "__main__":
     sys.exit(main())

@@ -1,12 +1,10 @@
-"""`python -m evals.labels RESULTS`: a table of the runs that an evaluation recorded, with what probes are trained on.
+"""A table of the runs that an evaluation recorded, with what probes are trained on.
 
 samples/*.json -> runs that count, their scores and rewards
 stored files   -> which of their tokens are the answer, the tool calls and the tool results
 """
 
-import argparse
 import json
-import sys
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any, Literal, NamedTuple
@@ -17,7 +15,6 @@ import pyarrow.csv
 import pyarrow.json
 import pyarrow.parquet as pq
 
-from deployments.activations.files.permissions import restrict
 from evals.activations_meta import points_of, runs_of, tokens_of, why_not_stored
 from evals.config import Config, EvalError
 from evals.labels.spans import spans_of
@@ -26,7 +23,6 @@ from evals.results.transfer import files_of
 from evals.scoring import RULES, Rule
 from evals.task.trajectory import Sample
 
-NAME = "labels.parquet"
 SPAN = pa.list_(pa.int32(), 2)
 SPANS = ("prompt_last", "answer", "tool_calls", "tool_results", "end")
 MOST_NAMED = 5  # run ids that a refusal lists
@@ -127,11 +123,7 @@ def _labelled(directory: Path, turns: Turns, told: dict[str, int]) -> Iterator[_
 
 
 def _row(sample: Sample, turn: int, session_id: str, run: dict[str, Any]) -> dict[str, Any]:
-    tokens, prompt = tokens_of(run), run.get("prompt_tokens") or sample.turns[turn].prompt_tokens
-    uris = [uri for at in points_of(run).values() if isinstance(uri := at.get("uri"), str)]
-    return {
-        "run_id": run["run_id"],
-        "session_id": session_id,
+    return stored(session_id, run, sample.turns[turn].prompt_tokens) | {
         "sample_id": sample.id,
         "problem": sample.id,
         "mode": sample.mode,
@@ -143,6 +135,22 @@ def _row(sample: Sample, turn: int, session_id: str, run: dict[str, Any]) -> dic
         **{f"correct_{rule}": sample.correct_by(rule) for rule in RULES},
         **{f"reward.{name}": value for name, value in sample.rewards.items()},
         "reward": sample.reward,
+    }
+
+
+def stored(session_id: str, run: dict[str, Any], prompt_tokens: int = 0) -> dict[str, Any]:
+    """The columns of a row that an answer says of its run: ids, one of its files, and spans that need no text.
+
+    Args:
+        session_id: the run's.
+        run: an entry of `activations_meta.runs`.
+        prompt_tokens: of the run, where the entry does not say it.
+    """
+    tokens, prompt = tokens_of(run), run.get("prompt_tokens") or prompt_tokens
+    uris = [uri for at in points_of(run).values() if isinstance(uri := at.get("uri"), str)]
+    return {
+        "run_id": run["run_id"],
+        "session_id": session_id,
         "uri": next(iter(uris), None),
         "span.prompt_last": (prompt - 1, prompt) if prompt else None,
         "span.end": (tokens - 1, tokens) if tokens else None,
@@ -215,63 +223,3 @@ def _read(path: Path) -> pa.Table:
 
 def _some(ids: Sequence[str | None]) -> str:
     return ", ".join(map(str, ids[:MOST_NAMED])) + (", ..." if len(ids) > MOST_NAMED else "")
-
-
-def summary(table: pa.Table) -> str:
-    """A table of `labelled` in a few lines: what counts, what was left out, and which spans there are."""
-    facts = json.loads(table.schema.metadata[b"labels"])
-    right = pc.sum(table["correct"].cast(pa.int64())).as_py() or 0
-    groups = len(table["problem"].unique())
-    spans = [f"{name} {table.num_rows - table[f'span.{name}'].null_count}" for name in SPANS]
-    others = "" if facts["other_runs"] is None else f", {facts['other_runs']} runs of no sample that counts"
-    return "\n".join(
-        [
-            f"{table.num_rows} runs of {groups} problems, {right} of them correct by the {facts['rule']} rule",
-            f"left out: {facts['failed']} failed samples, {facts['without_run']} answers without a stored run, "
-            f"{facts['earlier_turns']} runs of earlier turns{others}",
-            f"spans: {', '.join(spans)}" + (f" ({facts['why_no_spans']})" if facts["why_no_spans"] else ""),
-        ]
-    )
-
-
-def main(argv: Sequence[str] | None = None) -> int:
-    """Writes the labels of a results directory.
-
-    Args:
-        argv: the options; without it the process's own.
-
-    Returns:
-        0; 2 where there are none, or what is to be joined to them does not fit.
-    """
-    parser = argparse.ArgumentParser(
-        prog="python -m evals.labels",
-        description="Write the labels of an evaluation's recorded runs.",
-        allow_abbrev=False,
-    )
-    parser.add_argument("results", metavar="RESULTS", type=Path, help="the results directory")
-    parser.add_argument("--out", type=Path, help=f"the Parquet file to write; without it {NAME} in RESULTS")
-    parser.add_argument(
-        "--turns", choices=["last", "all"], default="last", help="the runs of a conversation with tools"
-    )
-    parser.add_argument(
-        "--labels",
-        type=Path,
-        action="append",
-        default=[],
-        help="a csv, parquet or jsonl file with run_id; again for more",
-    )
-    args = parser.parse_args(argv)
-    out: Path = args.out or args.results / NAME
-    try:
-        table = labelled(args.results, turns=args.turns)
-        for path in args.labels:
-            table = joined(table, path)
-        restrict(args.results)
-        part = out.with_name(f"{out.name}.part")
-        pq.write_table(table, part)
-        part.replace(out)
-    except (EvalError, OSError) as error:
-        print(f"evals.labels: {error}", file=sys.stderr)
-        return 2
-    print(f"{summary(table)}\n{out}")
-    return 0

@@ -54,7 +54,7 @@ def load(given: Options) -> tuple[Data, list[Data]]:
     tests = [_load_test(given, session, data) for session in given.test_sessions]
     if unused := data.unused.intersection(*(test.unused for test in tests)):
         if not given.skip_missing:
-            option = "--labels" if given.results is None else "--results"
+            option = "--results" if given.results else "--inspect" if given.inspect else "--labels"
             raise EvalError(
                 f"{option}: {len(unused)} rows of labels have no stored run (as {min(unused)}); "
                 "--skip-missing leaves such rows out"
@@ -85,8 +85,8 @@ def _load(given: Options, session: str, positive: str | None, points: Sequence[s
     choices = given.choices
     spans = [choice.label for choice in choices if choice.kind == "span"]
     group, store = given.group_column, given.store
-    if given.results is not None:
-        session, folder, source = labels.from_results(given.results, given.label, group, spans)
+    if given.evaluated:
+        session, folder, source = labels.from_evaluation(given.results, given.inspect, given.label, group, spans)
         store = store or folder
     elif given.labels is not None:
         source = labels.from_file(given.labels, given.label, group, spans)

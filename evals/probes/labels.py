@@ -16,6 +16,7 @@ import pyarrow.parquet as pq
 
 from deployments.activations.facts import RunFacts
 from evals.config import EvalError
+from evals.labels import inspect_log
 from evals.labels.table import labelled
 from evals.results.transfer import files_of
 
@@ -57,14 +58,15 @@ def from_tags(label: str, group: str | None) -> Source:
     return Source(lambda run: RunLabels(run.tags.get(label), run.tags.get(group) if group else None, {}))
 
 
-def from_results(
-    directory: Path, label: str, group: str | None, spans: Collection[str]
+def from_evaluation(
+    results: Path | None, log: Path | None, label: str, group: str | None, spans: Collection[str]
 ) -> tuple[str, Path | None, Source]:
     """Labels of an evaluation's runs by `evals.labels`.
 
     Args:
-        directory: The evaluation's results.
-        label: A column, as `correct`.
+        results: A results directory of `evals.gsm8k`; or None with
+        log: A log of inspect_ai.
+        label: A column, as `correct`, or a scorer's name.
         group: A column, as `problem`; None without groups.
         spans: Names of spans.
 
@@ -75,17 +77,21 @@ def from_results(
     Raises:
         EvalError: There is no such column, or not one session.
     """
-    table = labelled(directory)
+    if results is not None:
+        table, directory, option = labelled(results), results, f"--results {results}"
+    else:
+        assert log is not None
+        table, directory, option = inspect_log.labelled(log), log.parent, f"--inspect {log}"
     sessions = table["session_id"].unique().to_pylist()
     if len(sessions) != 1:
         names = ", ".join(map(str, sessions[:NAMED])) or "none"
-        raise EvalError(f"--results {directory}: the runs are of {len(sessions)} sessions ({names}); one is needed")
-    rows = _columns(table, "--results", label, group, spans)
+        raise EvalError(f"{option}: the runs are of {len(sessions)} sessions ({names}); one is needed")
+    rows = _columns(table, option.partition(" ")[0], label, group, spans)
     uri = next((uri for uri in table["uri"].to_pylist() if uri), None)
     try:
         store = None if uri is None else files_of(directory, sessions[0], uri).parent
     except ValueError as error:
-        raise EvalError(f"--results {directory}: {error}") from error
+        raise EvalError(f"{option}: {error}") from error
     return sessions[0], store, _joined(rows, "run_id", label, group, spans, missing=None)
 
 

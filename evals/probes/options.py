@@ -24,6 +24,7 @@ class Options:
     Attributes:
         session: The session whose runs are the examples; with `results` it is the evaluation's.
         results: A results directory of `evals.gsm8k`: labels are columns of `evals.labels`, groups by default problems.
+        inspect: A log of inspect_ai: labels are scorers, groups by default samples.
         labels: A csv, Parquet or jsonl file of labels, by `run_id` or `id`.
         label: The tag or column of the label.
         group: The tag or column of the group.
@@ -47,6 +48,7 @@ class Options:
 
     session: str | None = None
     results: Path | None = None
+    inspect: Path | None = None
     labels: Path | None = None
     label: str = "label"
     group: str | None = None
@@ -76,13 +78,13 @@ class Options:
         for name in ("points", "tokens", "methods", "test_sessions"):
             if isinstance(getattr(self, name), str):
                 raise EvalError(f"{name}: give a list of names")
-        if (self.results is None) == (self.session is None):
-            raise EvalError("--session or --results: give one of them")
-        if self.results is not None and (self.labels is not None or self.test_sessions):
-            raise EvalError("--labels and --test-session go with --session, not with --results")
+        if [self.results, self.inspect, self.session].count(None) != 2:
+            raise EvalError("--session, --results or --inspect: give one of them")
+        if self.evaluated and (self.labels is not None or self.test_sessions):
+            raise EvalError("--labels and --test-session go with --session, not with --results or --inspect")
         if self.ungrouped and self.group:
             raise EvalError("--ungrouped: not with --group")
-        if not (self.ungrouped or self.group or self.results):
+        if not (self.ungrouped or self.group or self.evaluated):
             raise EvalError(
                 "--group: name the tag of what runs have in common (a subject, a template, a problem), so that no "
                 "group is both trained and tested on; --ungrouped where runs have nothing in common"
@@ -98,6 +100,11 @@ class Options:
             raise EvalError(f"--name {self.name!r}: letters, digits, '.', '_' and '-', not '.' first")
         if not self.choices or not self.points or not self.methods:
             raise EvalError("--points, --tokens and --methods: name at least one of each")
+
+    @property
+    def evaluated(self) -> bool:
+        """Whether an evaluation names the runs and their labels."""
+        return self.results is not None or self.inspect is not None
 
     @property
     def choices(self) -> list[TokenColumn]:
@@ -116,7 +123,7 @@ class Options:
     @property
     def group_column(self) -> str | None:
         """The tag or column of the group; None where every run is its own."""
-        return self.group or ("problem" if self.results and not self.ungrouped else None)
+        return self.group or ("problem" if self.evaluated and not self.ungrouped else None)
 
 
 def parse(argv: Sequence[str] | None = None) -> Options:
@@ -145,9 +152,10 @@ def parse(argv: Sequence[str] | None = None) -> Options:
 
     one("session", "a session of stored runs")
     one("results", "or a results directory of evals.gsm8k, whose runs evals.labels labels", Path)
+    one("inspect", "or a log of inspect_ai over the provider vitrine, whose scores are labels", Path)
     one("labels", "a csv, parquet or jsonl file of labels with a column run_id, or id for sample ids", Path)
     one("label", "tag or column of the label")
-    one("group", "tag or column of the group; problem with --results")
+    one("group", "tag or column of the group; problem with --results and --inspect")
     parser.add_argument("--ungrouped", action="store_true", help="every run is its own group")
     one("positive", "the label of the positive class, against all others")
     several("points", "points, comma separated; * stands for one part of a name")

@@ -15,7 +15,8 @@ from recorded import record, says
 
 from deployments.activations import load
 from evals.config import EvalError
-from evals.labels.table import joined, labelled, main, summary
+from evals.labels.command import main, summary
+from evals.labels.table import joined, labelled
 from evals.results.results import read_samples
 
 SESSION = "evaluated"

@@ -1,0 +1,37 @@
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+HERE = Path(__file__).parent
+Evaluate = Callable[..., list[Path]]
+
+
+@pytest.fixture(scope="package")
+def evaluate(served, tmp_path_factory) -> Evaluate:
+    """`evaluate(*options)`: `inspect eval` of tasks.py in a process of its own; gives the logs."""
+    pytest.importorskip("inspect_ai", reason="inspect_ai is not installed: make lint")
+
+    def run(*options: str) -> list[Path]:
+        folder = tmp_path_factory.mktemp("logs")
+        command = ["eval", *options, "--model", "vitrine/vitrine-demo", "--model-base-url", served.base_url]
+        command += ["--log-dir", str(folder), "--display", "none", "--temperature", "0", "--max-tokens", "96"]
+        env = {name: value for name, value in os.environ.items() if not name.startswith("OPENAI_")}
+        program = [sys.executable, "-m", "inspect_ai"]
+        done = subprocess.run([*program, *command], cwd=HERE, env=env, capture_output=True, text=True, timeout=240)
+        assert done.returncode == 0, done.stdout + done.stderr
+        return sorted(folder.iterdir())
+
+    return run
+
+
+@pytest.fixture(scope="package")
+def logs(evaluate) -> dict[str, Path]:
+    """The logs of all tasks, recorded at one point, by the task's name."""
+    recorded = ["-M", 'capture={"layers": [2], "sites": ["output"]}']
+    return {path.name.split("_")[1]: path for path in evaluate("tasks.py", *recorded)}

@@ -1,0 +1,26 @@
+"""inspect_ai's model provider `vitrine/MODEL`, which its entry point registers; `model.py` is loaded on first use."""
+
+from __future__ import annotations
+
+from inspect_ai.model import ModelAPI, modelapi
+
+
+@modelapi(name="vitrine")
+def vitrine() -> type[ModelAPI]:
+    """The provider's class.
+
+    Raises:
+        RuntimeError: inspect_ai is another version than the one whose private modules the provider uses.
+    """
+    from inspect_ai import __version__
+
+    if __version__ != VERSION:
+        raise RuntimeError(
+            f"inspect_ai {__version__} is installed; the provider needs {VERSION}: pip install 'vitrine[inspect]'"
+        )
+    from vitrine.inspect.model import VitrineAPI
+
+    return VitrineAPI
+
+
+VERSION = "0.3.285"
