@@ -14,7 +14,7 @@ from collections.abc import Awaitable, Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, TypeVar
 
 import ray
 
@@ -31,8 +31,11 @@ from deployments.points.token_choices import TokenChoice
 
 if TYPE_CHECKING:  # Serve's controller and the ingress import this module too, and need no Arrow
     from deployments.activations.catalogue.shared import Ask
+    from deployments.activations.facts import Entry
     from deployments.activations.state.owners import Record
 
+
+_T = TypeVar("_T")
 
 MOST_WAITING = 64  # requests for pages that are not answered yet
 MOST_OF_ONE = 16  # the same of one owner
@@ -41,7 +44,7 @@ _ASK_S = 20.0  # that a reader waits for the store's process, which it needs whe
 
 
 class ActivationReader:
-    """What is answered of stored runs.
+    """What is answered of stored runs. All methods raise StoreError where the disk refuses.
 
     Args:
         root: As the store's.
@@ -88,9 +91,6 @@ class ActivationReader:
         """Up to `limit` sessions that hold a run of the filter, as `Catalogue.sessions`, with `pinned`.
 
         With keys there are `owner` and `shared`, too.
-
-        Raises:
-            StoreError: The disk refuses.
         """
 
         def found() -> list[dict[str, Any]]:
@@ -98,7 +98,7 @@ class ActivationReader:
             pinned = self._pins.names()
             return [self._told(one, pinned, account) for one in told if self._may_read(one["id"], account)]
 
-        return await self._found(None, found)  # type: ignore[no-any-return]
+        return await self._found(None, found)
 
     async def runs(
         self,
@@ -111,7 +111,6 @@ class ActivationReader:
 
         Raises:
             RequestError: There is no run `after`; names `after`.
-            StoreError: The disk refuses.
         """
 
         def found() -> list[dict[str, Any]]:
@@ -120,15 +119,11 @@ class ActivationReader:
                 runs = self._catalogue.runs(self._readable(filter, account), limit, after)
             return described([run for run in runs if self._may_read(run["session_id"], account)], self._nodes)
 
-        return await self._found(None, found)  # type: ignore[no-any-return]
+        return await self._found(None, found)
 
     async def holding(self, session_id: str, names: Sequence[str]) -> set[str]:
-        """Those names of which the session has a run whose id is the name, a `-` and something more.
-
-        Raises:
-            StoreError: The disk refuses.
-        """
-        return await self._found(None, self._catalogue.holding, session_id, names)  # type: ignore[no-any-return]
+        """Those names of which the session has a run whose id is the name, a `-` and something more."""
+        return await self._found(None, lambda: self._catalogue.holding(session_id, names))
 
     async def session(
         self, session_id: str, limit: int | None = None, after: str | None = None, account: Account = OPERATOR
@@ -139,7 +134,6 @@ class ActivationReader:
 
         Raises:
             RequestError: The session has no run `after`; names `after`.
-            StoreError: The disk refuses.
         """
 
         def found() -> dict[str, Any] | None:
@@ -148,7 +142,7 @@ class ActivationReader:
                 told["files"] = described_files(told["files"], self._nodes)
             return told and self._told(told, self._pins.names(), account)
 
-        return await self._found(None, self._of_session, session_id, account, found)  # type: ignore[no-any-return]
+        return await self._found(None, lambda: self._of_session(session_id, account, found))
 
     async def rows(
         self,
@@ -170,29 +164,26 @@ class ActivationReader:
         Raises:
             RequestError: The run has no such point or token, or there are more bytes; names the field of `from`. Its
                 file is gone: 410.
-            StoreError: The disk refuses, or its file is damaged; names the file.
+            StoreError: Its file is damaged; names the file.
         """
         from deployments.activations.files.uris import file_at
         from deployments.activations.reader.stored_rows import read_rows
 
         def found() -> bytes | None:
-            entry = self._catalogue.find(run_id) or (self._nodes_told() and self._catalogue.find(run_id)) or None
-            while entry is not None:
-                file = file_at(entry.uri, self._places)
-                read = partial(read_rows, file, entry, points, tokens, most)
+            uri, missing = "", None
+            while (entry := self._find(run_id)) and entry.uri != uri:
+                uri, file = entry.uri, file_at(entry.uri, self._places)
+                missing, read = None, partial(read_rows, file, entry, points, tokens, most)
                 try:
-                    rows = self._of_session(entry.facts.session_id, account, read)
-                except FileNotFoundError:
-                    before, entry = entry, self._catalogue.find(run_id)
-                    if entry is not None and entry.uri == before.uri:
-                        raise gone(file, "from.run_id") from None
-                    continue  # it was deleted meanwhile, or went from the disk to the bucket, and is read there
-                before, entry = entry, self._catalogue.find(run_id)
-                if rows is not None or entry is None or entry.uri == before.uri:
-                    return rows  # type: ignore[no-any-return]
+                    if (rows := self._of_session(entry.facts.session_id, account, read)) is not None:
+                        return rows
+                except FileNotFoundError:  # it was deleted meanwhile, or went from the disk to the bucket
+                    missing = file
+            if entry and missing:
+                raise gone(missing, "from.run_id")
             return None
 
-        return await self._found(self._rows_pool, found)  # type: ignore[no-any-return]
+        return await self._found(self._rows_pool, found)
 
     async def find_data(self, choice: Choice, tag: str | None = None, account: Account = OPERATOR) -> Found | None:
         """What a download would be, as `Readings.find`; None if there is no such session.
@@ -200,7 +191,7 @@ class ActivationReader:
         Raises:
             RequestError: There is no such run or point, too much for one file, or too many wait for pages; 410, a file
                 is gone.
-            StoreError: The disk refuses, or a file is damaged; names the file.
+            StoreError: A file is damaged; names the file.
         """
 
         def find() -> Found | None:
@@ -213,20 +204,22 @@ class ActivationReader:
             self._nodes_told()
             return self._readings.find(choice, tag)
 
-        return await self._paged(account, self._of_session, choice.session_id, account, find)  # type: ignore[no-any-return]
+        return await self._paged(choice, account, find)
 
     async def data_page(self, choice: Choice, tag: str, first: int, end: int, account: Account = OPERATOR) -> bytes:
         """A range of a download, as `Readings.page`.
 
         Raises:
             RequestError: 412, the session holds something else by now; 410, a file is gone; or too many wait for pages.
-            StoreError: The disk refuses, or a file is damaged; names the file.
+            StoreError: A file is damaged; names the file.
         """
-        read = partial(self._readings.page, choice, tag, first, end)
-        page: bytes | None = await self._paged(account, self._of_session, choice.session_id, account, read)
+        page = await self._paged(choice, account, lambda: self._readings.page(choice, tag, first, end))
         if page is None:
             raise changed()
         return page
+
+    def _find(self, run_id: str) -> Entry | None:
+        return self._catalogue.find(run_id) or (self._nodes_told() and self._catalogue.find(run_id)) or None
 
     def _nodes_told(self) -> bool:
         """Have other nodes tell what they have not told yet: a run is found as soon as it was answered."""
@@ -234,24 +227,24 @@ class ActivationReader:
         self._segments.flush(alive)
         return bool(alive)
 
-    async def _paged(self, account: Account, ask: Callable[..., Any], *args: Any) -> Any:
+    async def _paged(self, choice: Choice, account: Account, look: Callable[[], _T]) -> _T | None:
         most = MOST_WAITING if account.owner is None else MOST_OF_ONE
-        if self._waiting[account.owner] >= most or self._waiting.total() >= MOST_WAITING:
+        if self._waiting.total() >= MOST_WAITING or self._waiting[account.owner] >= most:
             raise RequestError("too many pages are waited for already; try again", None, "server_busy", 429)
         self._waiting[account.owner] += 1
         try:
-            return await self._found(self._data_pool, ask, *args)
+            return await self._found(self._data_pool, lambda: self._of_session(choice.session_id, account, look))
         finally:
             self._waiting[account.owner] -= 1
             self._waiting += Counter()  # without those that wait for none
             asyncio.get_running_loop().call_later(IDLE_S, self._readings.sweep)
 
-    async def _found(self, pool: ThreadPoolExecutor | None, ask: Callable[..., Any], *args: Any) -> Any:
+    async def _found(self, pool: ThreadPoolExecutor | None, ask: Callable[[], _T]) -> _T:
         from deployments.activations.files.places import DamagedError
         from deployments.activations.nodes.files import NodeAwayError
 
         try:
-            return await asyncio.get_running_loop().run_in_executor(pool, ask, *args)
+            return await asyncio.get_running_loop().run_in_executor(pool, ask)
         except NodeAwayError as error:
             code, status = ("file_gone", 410) if error.lost else ("node_away", 503)
             raise RequestError(str(error), None, code, status) from error
@@ -261,7 +254,7 @@ class ActivationReader:
             what = "`python -m deployments.activations verify` says what of it can be read"
             raise StoreError(f"a file of stored runs is damaged, {error}: {what}") from error
 
-    def _of_session(self, session_id: str, account: Account, look: Callable[[], Any]) -> Any:
+    def _of_session(self, session_id: str, account: Account, look: Callable[[], _T]) -> _T | None:
         """What a look at a session gives, where the account may read it; else None."""
         record = self._owners.of(session_id)
         if not _may_read(record, account):

@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import json
 import logging
-import os
 import shutil
 import sqlite3
 import tempfile
@@ -38,7 +37,7 @@ from deployments.activations.catalogue.replaying import (
 from deployments.activations.catalogue.updates import move
 from deployments.activations.facts import StoredFile, name_of
 from deployments.activations.files.atomic import write
-from deployments.activations.files.locks import NEW, locked
+from deployments.activations.files.locks import NEW
 from deployments.activations.files.places import File, Place
 from deployments.activations.files.scan import scan_session
 from deployments.activations.files.sqlite import transaction
@@ -52,7 +51,6 @@ PAUSES_S = (1.0, 300.0)  # before a failed upload is tried again: at first, doub
 MANY_PARTS = 256  # parts of the manifest, from which on they may become a snapshot
 MOST_PARTS = 1024  # of the manifest, at which they do in any case
 _OF = ".archive"  # which bucket a directory archives to; no session id begins with '.'
-_LOCK = ".archive.lock"
 
 logger = logging.getLogger(__name__)
 
@@ -62,24 +60,16 @@ class ArchiveError(OSError):
 
 
 class Elsewhere(Protocol):
-    """What other nodes do with segments on their own disks."""
+    """What other nodes do with segments on their own disks; raises OSError where a node is away or cannot do it."""
 
     def is_alive(self, node: str) -> bool:
         """Whether a node, by its key, can be asked."""
 
     def upload(self, uri: str, size: int) -> None:
-        """Upload a segment of this many bytes from its node.
-
-        Raises:
-            OSError: The node is away, or the bucket or its disk refuses.
-        """
+        """Upload a segment of this many bytes from its node."""
 
     def remove(self, uri: str) -> None:
-        """Remove a segment from its node's disk.
-
-        Raises:
-            OSError: The node is away, or its disk refuses.
-        """
+        """Remove a segment from its node's disk."""
 
 
 class Archive:
@@ -116,37 +106,23 @@ class Archive:
         self._wake, self._ending = threading.Event(), False
         self._cached, self._copied = True, (0, 0)  # whether the cache may be too large; which state was copied
         self._pool = ThreadPoolExecutor(UPLOADS, thread_name_prefix="archive")
-        self._lock = _held(root)
-        try:
-            known = check_bucket(root, place)
-            self._claim_first(known)
-            self._claim.begin(self._lost)  # now: looking through a large directory takes longer than a claim holds
-        except BaseException:
-            os.close(self._lock)
-            raise
-
-    def _claim_first(self, known: bool) -> None:
-        """Claim the bucket, or go on without where it cannot be reached and the directory was archived to it before."""
+        known = check_bucket(root, place)
         try:
             self._claim.acquire()
         except OSError as error:
             if not known:
                 raise
-            self._failed(error)
-            return
+            self._failed(error)  # it goes on without
         if not known:
-            _take_over(self._root, self.place)
-            write(self._root, ".", _OF, f"{self.place.id} {self.place}".encode())
+            if (before := kept_before(place)).is_dir():  # what a server of an earlier version kept on this machine
+                shutil.copytree(before, root, ignore=shutil.ignore_patterns(".catalogue*"), dirs_exist_ok=True)
+            write(root, ".", _OF, f"{place.id} {place}".encode())
+        self._claim.begin(self._lost)  # now: looking through a large directory takes longer than a claim holds
 
     # ---- what the store calls
 
     def begin(self, catalogue: Catalogue, owners: Owners, elsewhere: Elsewhere | None = None) -> None:
-        """Archive what the catalogue says is sealed, from now on.
-
-        Args:
-            catalogue: The store's.
-            owners: Whose sessions are.
-            elsewhere: Uploads and removes segments that lie on other nodes.
+        """Archive what the store's catalogue says is sealed, from now on; `elsewhere` also what is on other nodes.
 
         Raises:
             ValueError: The bucket's manifest is damaged.
@@ -169,7 +145,6 @@ class Archive:
         self._thread.join()
         self._pool.shutdown()
         self._claim.close()
-        os.close(self._lock)
 
     def wake(self) -> None:
         """Something was sealed."""
@@ -181,11 +156,7 @@ class Archive:
         self.wake()
 
     def has(self, file: StoredFile) -> bool:
-        """Whether a node's segment is in the bucket, or was before it was deleted; one that is, is listed on its node.
-
-        Args:
-            file: The segment, by its node's URI.
-        """
+        """Whether a node's segment is in the bucket, and then listed on its node, or was before it was deleted."""
         name = name_of(file.uri)
         if self._all("SELECT 1 FROM deleted WHERE segment = ?", name):
             return True
@@ -195,11 +166,7 @@ class Archive:
         return bool(found)
 
     def wait(self, uri: str) -> Future[None]:
-        """A future that is done when a segment is in the bucket.
-
-        Args:
-            uri: The segment's.
-        """
+        """A future that is done when a segment, by its URI, is in the bucket."""
         future: Future[None] = Future()
         with self._answering:
             self._waiting[name_of(uri)].append(future)
@@ -264,8 +231,12 @@ class Archive:
         if self._stopped:
             return
         if not (self._connected and self._claim.is_held):
-            self._reconnect()
-            if not self._connected:
+            try:
+                self._claim.acquire()
+                self._connect()
+            except InUseError as error:
+                self._stopped = self.trouble = str(error)
+                self._lost()
                 return
         while not self._ending and self._upload_some():
             pass
@@ -273,14 +244,6 @@ class Archive:
         self._copy_records()
         self._merge()
         self._evict()
-
-    def _reconnect(self) -> None:
-        try:
-            self._claim.acquire()
-            self._connect()
-        except InUseError as error:
-            self._stopped = self.trouble = str(error)
-            self._lost()
 
     def _connect(self) -> None:
         """Learn what the manifest says, behind the claim."""
@@ -351,7 +314,7 @@ class Archive:
 
     def _copy_records(self) -> None:
         """Copy pins and owners to the manifest where they changed."""
-        version = self._copies_of.state.version()
+        version = self._copies_of.version()
         if version == self._copied:
             return
         owners = {name: dict(one._asdict()) for name, one in self._copies_of.all().items()}
@@ -522,19 +485,6 @@ def upload_sealed(path: Path, size: int, file: File) -> None:
     if (found := path.stat().st_size) != size:
         raise OSError(f"{path} has {found} bytes, and was sealed with {size}")
     upload(path, file)
-
-
-def _held(root: Path) -> int:
-    try:
-        return locked(root / _LOCK)
-    except BlockingIOError as error:
-        raise InUseError(f"another server archives {root}: stop it, or give this one another directory") from error
-
-
-def _take_over(root: Path, place: Place) -> None:
-    """Copy what a server of an earlier version kept of the bucket on this machine: pins, owners, tensors, profiles."""
-    if (before := kept_before(place)).is_dir():
-        shutil.copytree(before, root, ignore=shutil.ignore_patterns(".catalogue*"), dirs_exist_ok=True)
 
 
 def _merged(database: sqlite3.Connection, snapshot: str, gone: Sequence[tuple[str]]) -> None:

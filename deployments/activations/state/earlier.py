@@ -18,7 +18,7 @@ from deployments.activations.files.atomic import found
 from deployments.activations.files.locks import directory
 from deployments.points.profiles import Profile, body_of
 
-_PINS, _OWNERS, _LIMITS, _PROFILES = FOLDERS = (".pins", ".owners", ".retention", ".profiles")
+_FOLDERS = (".pins", ".owners", ".retention", ".profiles")
 _DEFAULTS = ".defaults.json"
 _PROFILE = re.compile(r"([A-Za-z0-9_-][A-Za-z0-9._-]{0,63})(?:@([A-Za-z0-9_.-]+))?\.json")
 _RECORD = {"owner": None, "shared": False, "limited": False, "fence": "", "claimed": 0.0}
@@ -39,13 +39,19 @@ def take_over(database: sqlite3.Connection, root: Path) -> list[str]:
     Raises:
         OSError: The disk refuses.
     """
-    pins, owners = ([item for item in found(root, name) if names_a_session(item.name)] for name in (_PINS, _OWNERS))
-    database.executemany("INSERT OR IGNORE INTO pins VALUES (?)", [(item.name,) for item in pins])
-    records = [(item.name, *_record(item.path)) for item in owners]
-    database.executemany("INSERT OR IGNORE INTO owners VALUES (?, ?, ?, ?, ?, ?)", records)
-    database.executemany("INSERT OR IGNORE INTO limits VALUES (?, ?)", _limits(found(root, _LIMITS)))
-    database.executemany("INSERT OR IGNORE INTO profiles VALUES (?, ?, ?, ?, ?, ?, ?)", _profiles(root))
-    return [name for name in FOLDERS if (root / name).is_dir() and not (root / name).is_symlink()]
+    pins, owners, limits, profiles = (
+        {item.name: Path(item.path) for item in found(root, folder)} for folder in _FOLDERS
+    )
+    tables = {
+        "pins": [(name,) for name in pins if names_a_session(name)],
+        "owners": [(name, *_record(path)) for name, path in owners.items() if names_a_session(name)],
+        "limits": list(_limits(limits.values())),
+        "profiles": list(_profiles(profiles)),
+    }
+    for table, rows in tables.items():
+        for row in rows:
+            database.execute(f"INSERT OR IGNORE INTO {table} VALUES ({', '.join('?' * len(row))})", row)
+    return [name for name in _FOLDERS if (root / name).is_dir() and not (root / name).is_symlink()]
 
 
 def put_aside(root: Path, folders: Iterable[str]) -> None:
@@ -62,39 +68,38 @@ def put_aside(root: Path, folders: Iterable[str]) -> None:
             os.fsync(top)
 
 
-def _record(path: str) -> tuple[Any, ...]:
+def _record(path: Path) -> tuple[Any, ...]:
     try:
-        return tuple((_RECORD | json.loads(Path(path).read_bytes()))[name] for name in _RECORD)
+        return tuple((_RECORD | json.loads(path.read_bytes()))[name] for name in _RECORD)
     except (ValueError, TypeError):
         logger.exception("%s cannot be read: admins alone may read the session", path)
         return tuple((_RECORD | {"owner": ""}).values())  # nobody has this name
 
 
-def _limits(files: Iterable[os.DirEntry[str]]) -> list[tuple[str, str]]:
-    try:
-        found = [json.loads(Path(item.path).read_bytes()) for item in files]
-        return [(one["life"], json.dumps(one["limits"])) for one in found]
-    except (ValueError, TypeError, KeyError):
-        logger.exception("saved limits cannot be read: nothing is limited until an application starts")
-        return []
+def _limits(files: Iterable[Path]) -> Iterator[tuple[str, str]]:
+    for path in files:
+        try:
+            one = json.loads(path.read_bytes())
+            yield one["life"], json.dumps(one["limits"])
+        except (ValueError, TypeError, KeyError):
+            logger.exception("%s cannot be read: nothing is limited until an application starts", path)
 
 
-def _profiles(root: Path) -> Iterator[tuple[Any, ...]]:
+def _profiles(files: dict[str, Path]) -> Iterator[tuple[Any, ...]]:
     """Rows of the table of profiles."""
-    files = {item.name: item for item in found(root, _PROFILES)}
     defaults: Any = {}
     if _DEFAULTS in files:
         with contextlib.suppress(ValueError):
-            defaults = json.loads(Path(files.pop(_DEFAULTS).path).read_bytes())
-    for match, item in ((match, files[name]) for name in files if (match := _PROFILE.fullmatch(name))):
+            defaults = json.loads(files.pop(_DEFAULTS).read_bytes())
+    for match, path in ((match, files[name]) for name in files if (match := _PROFILE.fullmatch(name))):
         try:
-            body = body_of(Path(item.path).read_bytes())
+            body = body_of(path.read_bytes())
             profile = Profile.model_validate(body)
             if profile.name != match[1]:
                 raise ValueError(f"it is the profile {profile.name!r} under another name")
         except ValueError:  # one bad file must not keep the others from being served
-            logger.exception("profile %s cannot be read and is not listed", item.path)
+            logger.exception("profile %s cannot be read and is not listed", path)
             continue
-        is_default = isinstance(defaults, dict) and defaults.get(profile.model) == item.name.removesuffix(".json")
-        row = profile.name, match[2] or "", profile.model, profile.description, item.stat().st_mtime
+        is_default = isinstance(defaults, dict) and defaults.get(profile.model) == path.stem
+        row = profile.name, match[2] or "", profile.model, profile.description, path.stat().st_mtime
         yield *row, is_default, json.dumps(body)

@@ -51,26 +51,21 @@ class Deletion(NamedTuple):
     last: float | None
 
 
-class Nodes:
-    """What is known of nodes, durable when it answers. All methods raise StoreError where the disk refuses.
-
-    Args:
-        root: The store's directory.
-        read_only: As for `State`.
-    """
+class Nodes(State):
+    """What is known of nodes, durable when it answers."""
 
     def __init__(self, root: Path, read_only: bool = False) -> None:
-        self._state = State(root, read_only)
+        super().__init__(root, read_only)
         self._alive: tuple[float, frozenset[str]] = (0.0, frozenset())
 
     def all(self) -> dict[str, Node]:
         """The nodes by their keys."""
-        found = self._state.rows("SELECT key, name, root, ray_id, lost FROM nodes")
+        found = self.rows("SELECT key, name, root, ray_id, lost FROM nodes")
         return {key: Node(key, name, root, ray_id, bool(lost)) for key, name, root, ray_id, lost in found}
 
     def join(self, node: Node) -> None:
         """A node is there, perhaps again."""
-        with self._state.change() as database:
+        with self.change() as database:
             database.execute("INSERT OR REPLACE INTO nodes VALUES (?, ?, ?, ?, 0)", node[:4])
         self.mark_lost()
 
@@ -80,27 +75,27 @@ class Nodes:
         there = {node.name for node in nodes if self.is_alive(node)}
         lost = [(one.key,) for one in nodes if not one.lost and one.name in there and not self.is_alive(one)]
         if lost:
-            with self._state.change() as database:
+            with self.change() as database:
                 database.executemany("UPDATE nodes SET lost = 1 WHERE key = ?", lost)
 
     def begin_deletion(self, session_id: str, fence: str | None, last: float | None) -> None:
         """Have all nodes delete a session; those that are away do when they come back."""
         each = "INSERT INTO deletions (node, session, fence, last) SELECT key, ?, ?, ? FROM nodes"
-        with self._state.change() as database:
+        with self.change() as database:
             database.execute(each, (session_id, fence, last))
 
     def deletions(self, key: str) -> list[Deletion]:
         """What a node has yet to delete, in order."""
         found = "SELECT id, session, fence, last FROM deletions WHERE node = ? ORDER BY id"
-        return [Deletion(*row) for row in self._state.rows(found, key)]
+        return [Deletion(*row) for row in self.rows(found, key)]
 
     def waiting(self, session_id: str) -> set[str]:
         """The keys of the nodes that have yet to delete a session."""
-        return {node for (node,) in self._state.rows("SELECT node FROM deletions WHERE session = ?", session_id)}
+        return {node for (node,) in self.rows("SELECT node FROM deletions WHERE session = ?", session_id)}
 
     def end_deletions(self, key: str, done: Collection[int]) -> None:
         """A node has deleted sessions."""
-        with self._state.change() as database:
+        with self.change() as database:
             gone = [(key, number) for number in done]
             database.executemany("DELETE FROM deletions WHERE node = ? AND id = ?", gone)
 

@@ -6,7 +6,6 @@ import re
 import secrets
 import time
 from collections.abc import Callable, Mapping, Set
-from pathlib import Path
 from typing import Any, NamedTuple
 
 from deployments.activations.accounts import Account
@@ -38,21 +37,8 @@ class Record(NamedTuple):
     claimed: float = 0.0
 
 
-class Owners:
-    """The owners of a store's sessions. Safe to use from several threads.
-
-    All methods wait for the disk, and raise StoreError where it refuses.
-
-    Args:
-        root: The store's directory, absolute and no link.
-        read_only: As for `State`.
-
-    Attributes:
-        state: The connection to where they are kept.
-    """
-
-    def __init__(self, root: Path, read_only: bool = False) -> None:
-        self.state = State(root, read_only)
+class Owners(State):
+    """The owners of a store's sessions."""
 
     def of(self, session_id: str) -> Record | None:
         """Whose a session is; None where it has no owner."""
@@ -61,7 +47,7 @@ class Owners:
 
     def all(self) -> dict[str, Record]:
         """Every record, by session."""
-        return self._records()
+        return self._records("")
 
     def limited(self, owner: str | None) -> set[str]:
         """The sessions that count for an owner's quotas."""
@@ -72,7 +58,7 @@ class Owners:
         if account.is_admin:
             return None, ()
         readable, others = list[str](), list[str]()
-        for name, owner, shared in self.state.rows("SELECT session, owner, shared FROM owners"):
+        for name, owner, shared in self.rows("SELECT session, owner, shared FROM owners"):
             (readable if account.may_read(owner, bool(shared)) else others).append(name)
         return (None, tuple(others)) if account.reads_unowned else (tuple(readable), ())
 
@@ -93,7 +79,7 @@ class Owners:
             StoreError: The owner has too many.
         """
         check_session_id(session_id)
-        with self.state.change():
+        with self.change():
             if (record := self.of(session_id)) is None and session_id not in there():
                 named = _AUTOMATIC.fullmatch(session_id)
                 record = Record(
@@ -125,18 +111,18 @@ class Owners:
 
     def share(self, session_id: str, shared: bool) -> None:
         """Let everybody read a session, or no more; durable when it returns."""
-        with self.state.change():
+        with self.change():
             self._write(session_id, (self.of(session_id) or Record(None))._replace(shared=shared))
 
     def add(self, records: Mapping[str, Record]) -> None:
         """Put down the owners of sessions that have none; durable when it returns."""
-        with self.state.change():
+        with self.change():
             for session_id in records.keys() - self.all().keys():
                 self._write(session_id, records[session_id])
 
     def forget(self, session_id: str) -> None:
         """A session was deleted: its name is free again when this returns."""
-        with self.state.change() as database:
+        with self.change() as database:
             database.execute("DELETE FROM owners WHERE session = ?", (session_id,))
 
     def _check_room(self, new: Record, there: Callable[[], Set[str]], most: int | None) -> None:
@@ -156,13 +142,13 @@ class Owners:
     def _limited(self, owner: str | None) -> dict[str, Record]:
         return self._records("WHERE limited AND owner IS ?", owner)
 
-    def _records(self, where: str = "", *values: Any) -> dict[str, Record]:
-        found = self.state.rows(f"SELECT session, owner, shared, limited, fence, claimed FROM owners {where}", *values)
+    def _records(self, where: str, *values: Any) -> dict[str, Record]:
+        found = self.rows(f"SELECT session, owner, shared, limited, fence, claimed FROM owners {where}", *values)
         return {
             name: Record(owner, bool(shared), bool(limited), fence, claimed)
             for name, owner, shared, limited, fence, claimed in found
         }
 
     def _write(self, session_id: str, record: Record) -> None:
-        with self.state.change() as database:
+        with self.change() as database:
             database.execute("INSERT OR REPLACE INTO owners VALUES (?, ?, ?, ?, ?, ?)", (session_id, *record))

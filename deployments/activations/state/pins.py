@@ -16,20 +16,12 @@ from deployments.errors import RequestError
 logger = logging.getLogger(__name__)
 
 
-class Pins:
-    """The pinned sessions of a store. All methods raise StoreError where the disk refuses.
-
-    Args:
-        root: The store's directory, absolute and no link.
-        read_only: As for `State`.
-    """
-
-    def __init__(self, root: Path, read_only: bool = False) -> None:
-        self._state = State(root, read_only)
+class Pins(State):
+    """The pinned sessions of a store."""
 
     def names(self) -> frozenset[str]:
         """All of them."""
-        return frozenset(name for (name,) in self._state.rows("SELECT session FROM pins"))
+        return frozenset(name for (name,) in self.rows("SELECT session FROM pins"))
 
     def __contains__(self, session_id: str) -> bool:
         return session_id in self.names()
@@ -44,20 +36,16 @@ class Pins:
         if pinned:
             self.add([session_id])
         else:
-            with self._state.change() as database:
+            with self.change() as database:
                 database.execute("DELETE FROM pins WHERE session = ?", (session_id,))
 
     def add(self, session_ids: Iterable[str]) -> None:
         """Pin sessions; durable when it returns."""
-        with self._state.change() as database:
+        with self.change() as database:
             database.executemany("INSERT OR IGNORE INTO pins VALUES (?)", [(name,) for name in session_ids])
 
     def check(self, session_id: str) -> None:
-        """Raise where a session may not be deleted.
-
-        Raises:
-            RequestError: It is pinned.
-        """
+        """Raise RequestError where a session is pinned: it may not be deleted."""
         if session_id in self:
             message = f"session {session_id!r} is pinned: unpin it before you delete it"
             raise RequestError(message, "session_id", "session_pinned", 409)

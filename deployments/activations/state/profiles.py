@@ -41,18 +41,16 @@ class _Kept(NamedTuple):
         return told if account.owner is None else told | {"owner": self.owner}
 
 
-class StoredProfiles:
-    """Every profile of a store; each owner has names of their own. Safe to use from several threads.
-
-    All methods wait for the disk, and raise StoreError where it refuses.
+class StoredProfiles(State):
+    """Every profile of a store; each owner has names of their own.
 
     Args:
-        root: The store's directory, absolute and no link.
+        root: As for `State`.
     """
 
     def __init__(self, root: Path) -> None:
-        self._state = State(root)
-        self._state.rows("SELECT 1")  # it is opened now, and read then also while the directory is away
+        super().__init__(root)
+        self.rows("SELECT 1")  # it is opened now, and read then also while the directory is away
         self._version = time.time_ns()  # of the defaults
 
     def list(self, limit: int, after: str | None, account: Account = OPERATOR) -> list[dict[str, Any]]:
@@ -95,7 +93,7 @@ class StoredProfiles:
             raise RequestError(message, None, "profile_too_large", 413)
         most = MAX_PROFILES if account.is_admin else min(most, MAX_PROFILES)
         new = _Kept(profile.name, account.owner, profile.model, profile.description, time.time(), profile.default)
-        with self._state.change() as database:
+        with self.change() as database:
             own = {one.name: one for one in self._kept("WHERE owner = ?", account.owner or "")}
             if len(own.keys() - {new.name}) >= most:
                 raise RequestError(f"there are {most} profiles: delete some", None, "profile_store_full")
@@ -134,7 +132,7 @@ class StoredProfiles:
         Raises:
             RequestError: It is a default, and the account is no admin's.
         """
-        with self._state.change() as database:
+        with self.change() as database:
             kept = self._find(name, account, owner)
             if kept is None or not account.may_change(kept.owner):
                 return False
@@ -154,12 +152,12 @@ class StoredProfiles:
         return found[0] if found else None
 
     def _kept(self, which: str, *values: Any) -> Sequence[_Kept]:
-        return [_Kept(*row) for row in self._state.rows(f"SELECT {_KEPT} FROM profiles {which}", *values)]
+        return [_Kept(*row) for row in self.rows(f"SELECT {_KEPT} FROM profiles {which}", *values)]
 
     def _whole(self, kept: _Kept, account: Account) -> dict[str, Any] | None:
         """A profile with what it does; None where it is deleted by now."""
         key = kept.name, kept.owner or ""
-        for (body,) in self._state.rows("SELECT body FROM profiles WHERE name = ? AND owner = ?", *key):
+        for (body,) in self.rows("SELECT body FROM profiles WHERE name = ? AND owner = ?", *key):
             return {**json.loads(body), **kept.told(account)}
         return None
 

@@ -56,7 +56,7 @@ _DAMAGED = (
 class State:
     """A connection to a store's database, opened when it is first used. Safe to use from several threads.
 
-    All methods raise StoreError where the disk refuses.
+    All methods, also of those that inherit, wait for the disk and raise StoreError where it refuses.
 
     Args:
         root: The store's directory, absolute and no link.
@@ -113,16 +113,16 @@ class State:
                     raise
                 return self._database
             if self._read_only:
-                return self._of_files()
+                return self._taken_over(":memory:")
         else:
             if stat.S_ISLNK(found.st_mode):
                 raise OSError(errno.ELOOP, "a link is not followed", str(self._path))
             if self._database is not None and found.st_ino == self._inode:
                 return self._database
-        database = self._read() if self._read_only else self._write()
+        database = self._read() if self._read_only else self._taken_over(self._path.as_uri())
         if database.execute("PRAGMA user_version").fetchone() == (0,):  # it is being made
             database.close()
-            return self._of_files()
+            return self._taken_over(":memory:")
         weakref.finalize(self, database.close).atexit = False  # a thread may still need it
         self._database, self._inode = database, self._path.stat().st_ino
         return database
@@ -133,36 +133,25 @@ class State:
             place += "&immutable=1"  # nobody writes, and SQLite could not make the files that tell it so
         return _connected(place)
 
-    def _write(self) -> sqlite3.Connection:
-        from deployments.activations.state import earlier as old_state  # needs Arrow, and the ingress none
+    def _taken_over(self, place: str) -> sqlite3.Connection:
+        """A database with its tables, and with what files of earlier versions say."""
+        from deployments.activations.state import earlier  # needs Arrow, and the ingress none
 
-        root = self._path.parent
-        database = _connected(self._path.as_uri())
+        database = _connected(place)
         try:
             database.execute("PRAGMA journal_mode = WAL")
             database.execute("PRAGMA synchronous = FULL")
             with transaction(database):
-                _lay_out(database)
-                folders = old_state.take_over(database, root)
-            old_state.put_aside(root, folders)
+                for statement in _TABLES.split(";"):
+                    database.execute(statement)
+                folders = earlier.take_over(database, self._path.parent)
+            if not self._read_only:
+                earlier.put_aside(self._path.parent, folders)
         except BaseException:
             database.close()
             raise
         return database
 
-    def _of_files(self) -> sqlite3.Connection:
-        from deployments.activations.state import earlier as old_state
-
-        database = _connected(":memory:")
-        _lay_out(database)
-        old_state.take_over(database, self._path.parent)
-        return database
-
 
 def _connected(place: str) -> sqlite3.Connection:
     return sqlite3.connect(place, isolation_level=None, check_same_thread=False, uri=True)
-
-
-def _lay_out(database: sqlite3.Connection) -> None:
-    for statement in _TABLES.split(";"):
-        database.execute(statement)

@@ -167,9 +167,9 @@ input()
 def test_a_full_disk_refuses_with_what_to_do_and_changes_nothing(tmp_path):
     profiles = StoredProfiles(tmp_path)
     profiles.put(Profile.model_validate(profile(description="first")))
-    with profiles._state.change() as database:
+    with profiles.change() as database:
         [[pages]] = database.execute("PRAGMA page_count")
-    profiles._state._database.execute(f"PRAGMA max_page_count = {pages}")
+    profiles._database.execute(f"PRAGMA max_page_count = {pages}")
     large = profile(interventions=[ZERO] * 200)
     with pytest.raises(StoreError, match="is full.*free space on the disk"):
         profiles.put(Profile.model_validate(large))
