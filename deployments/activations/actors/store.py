@@ -13,7 +13,7 @@ import weakref
 from collections.abc import Callable, Collection, Sequence, Set
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple, TypeVar
 
 import ray
 
@@ -30,8 +30,10 @@ from deployments.clusters import NAMESPACE, ON_HEAD, detached
 if TYPE_CHECKING:
     from deployments.activations.facts import Note
     from deployments.activations.state.nodes import Node
+    from deployments.activations.writer.retention import Keeper
     from deployments.activations.writer.writer import Writer
 
+_T = TypeVar("_T")
 _ACTOR = "activation store of "  # what a store's name begins with
 _ARCHIVE_S = 60.0  # for which an answer waits for its run to be archived
 _WATCH_S = 2.0  # between two looks for nodes that have come back
@@ -121,6 +123,10 @@ class ActivationStore(TakesRuns):
         writer.retain(self._limits)
         return writer
 
+    async def _ask(self, work: Callable[[Keeper], _T]) -> _T:
+        """What the writer's `Keeper` does in the writer's turn."""
+        return await asyncio.wrap_future(self._writing().ask(work))
+
     async def code(self) -> str:
         """What tells the code that the store runs from another version's: it may be older than who asks."""
         return self._code
@@ -138,7 +144,7 @@ class ActivationStore(TakesRuns):
             StoreError: The disk refuses or has less room, or a quota has; the message says what to do.
         """
         if self._writing().has_quotas:
-            await asyncio.wrap_future(self._writing().check_quotas(session_id, size))
+            await self._ask(lambda keeper: keeper.check(session_id, size))
         await self._room.check(size)
 
     async def claim(self, session_id: str, account: Account) -> str:
@@ -154,15 +160,15 @@ class ActivationStore(TakesRuns):
         record = await asyncio.to_thread(self._owners.of, session_id)
         if record is not None and account.may_change(record.owner):
             return record.fence
-        return await asyncio.wrap_future(self._writing().assign(session_id, account))
+        return await self._ask(lambda keeper: keeper.assign(session_id, account))
 
     async def share(self, session_id: str, shared: bool, account: Account) -> bool:
         """Let everybody read a session, or no more: true when durable, false if there is none."""
-        return await asyncio.wrap_future(self._writing().share(session_id, shared, account))
+        return await self._ask(lambda keeper: keeper.share(session_id, shared, account))
 
     async def pin(self, session_id: str, pinned: bool, account: Account = OPERATOR) -> bool:
         """Pin a session, or take its pin away; answered as `share`."""
-        return await asyncio.wrap_future(self._writing().pin(session_id, pinned, account))
+        return await self._ask(lambda keeper: keeper.pin(session_id, pinned, account))
 
     async def delete(self, session_id: str, account: Account = OPERATOR) -> Deleted | None:
         """Delete a session; None if there is none.
@@ -281,7 +287,7 @@ class ActivationStore(TakesRuns):
         """
         if deleted:
             await asyncio.to_thread(self._end_deletions, key, deleted)
-        refused = await asyncio.wrap_future(self._writing().note(key, notes, asked))
+        refused = await self._ask(lambda keeper: keeper.note(key, notes, asked))
         waiting = await asyncio.to_thread(self._nodes.deletions, key) if key else []
         return Reply(self._node_life(), refused, waiting)
 

@@ -85,6 +85,7 @@ class OpenRuns:
         self._lost: OrderedDict[RunName, tuple[str, float]] = OrderedDict()  # why and when, the oldest first
         self._finished: set[RunName] = set()  # not yet in the catalogue
         self._written: set[str] = set()  # sessions whose files are yet to be synced
+        keeper.busy = self.busy
 
     @property
     def due(self) -> float:
@@ -106,7 +107,7 @@ class OpenRuns:
         try:
             before = self._open[name].bytes if name in self._open else 0
             self._keeper.check_fence(name.session_id, chunk.fence)
-            self._keeper.make_room(name.session_id, size, self.busy, chunk.most - before)
+            self._keeper.make_room(name.session_id, size, chunk.most - before)
             self._written.add(name.session_id)
             if chunk.part == 0:
                 self._open[name] = OpenRun(self._pool.take(name.session_id, chunk.batches[0].schema))

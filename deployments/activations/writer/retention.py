@@ -29,14 +29,12 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger(__name__)
 
-Busy = Callable[[], Set[str]]
-"""Gives the sessions that are being written to: these are not deleted by themselves."""
-
 
 class Keeper:
     """Holds a store to its limits. For the writer's thread, but for `retention` and `old`, which all may use.
 
-    Nor are sessions deleted by themselves whose files are otherwise than is known: another node writes there.
+    Not deleted by themselves are sessions that are pinned or written to, also by another node: their files are
+    otherwise than is known then. What an account may not change is answered as if it were not there.
 
     Args:
         root: Where the files are.
@@ -48,6 +46,7 @@ class Keeper:
 
     Attributes:
         retention: The limits.
+        busy: Gives the sessions that are being written to.
     """
 
     def __init__(
@@ -60,6 +59,7 @@ class Keeper:
         nodes: Nodes | None = None,
     ) -> None:
         self.retention = Retention()
+        self.busy: Callable[[], Set[str]] = frozenset
         self._pins = Pins(root)
         self._root = root
         self._catalogue = catalogue
@@ -73,14 +73,14 @@ class Keeper:
 
     # ---- room
 
-    def check(self, session_id: str, size: int, busy: Set[str], most: int = 0) -> list[Held]:
+    def check(self, session_id: str, size: int, most: int = 0, stay: Set[str] = frozenset()) -> list[Held]:
         """Find out whether a session may get more bytes.
 
         Args:
             session_id: The session.
             size: How many.
-            busy: Which sessions stay in any case.
             most: The most bytes that its run may get from now on: nothing is deleted for one that cannot fit.
+            stay: Sessions that are not deleted in any case.
 
         Returns:
             The sessions that have to be deleted before.
@@ -98,13 +98,13 @@ class Keeper:
         if limit is None or (missing := (used := self._pool.used()) + size - limit) <= 0:
             return []
         if limits.delete_oldest:
-            deletable = self._deletable_for(session_id, busy)
+            deletable = self._deletable_for(session_id, stay)
             if sum(session.bytes for session in deletable) >= missing + max(0, most - size):
                 return oldest(deletable, missing)
         what = "delete sessions that are not needed, or raise max_store_bytes"
         raise StoreError(_full("store's quota", used, limit, size, what))
 
-    def make_room(self, session_id: str, size: int, busy: Busy, most: int = 0) -> None:
+    def make_room(self, session_id: str, size: int, most: int = 0) -> None:
         """The same, and delete what has to be deleted.
 
         Raises:
@@ -113,19 +113,19 @@ class Keeper:
         """
         if not self.retention.has_quotas or not size:
             return
-        stay = set(busy())
-        while changed := {one.id for one in self.check(session_id, size, stay, most) if not self._is_as_known(one.id)}:
+        stay = set[str]()
+        while changed := {one.id for one in self.check(session_id, size, most, stay) if not self._is_as_known(one.id)}:
             stay |= changed
-        for session in self.check(session_id, size, stay, most):
+        for session in self.check(session_id, size, most, stay):
             logger.warning("session %s is deleted: the store's quota is reached, and it is the oldest", session.id)
             self.delete(session.id, automatic=True).add_done_callback(_log)
 
-    def _deletable_for(self, session_id: str, busy: Set[str]) -> list[Held]:
+    def _deletable_for(self, session_id: str, stay: Set[str]) -> list[Held]:
         """The sessions that may go for a run of a session: its owner's alone."""
         others = self._owners.all() if self._owners else {}
         nobodys = Record(None)
         owner = others.get(session_id, nobodys).owner
-        sizes, stay = self._pool.sizes(), {session_id} | busy | self._pins.names()
+        sizes, stay = self._pool.sizes(), {session_id} | stay | self.busy() | self._pins.names()
         return [
             Held(name, sizes[name], last)
             for name, last in self._catalogue.last_runs()
@@ -156,14 +156,13 @@ class Keeper:
 
     # ---- other nodes
 
-    def note(self, key: str, notes: Sequence[Note], asked: Collection[str], busy: Busy) -> dict[str, str]:
+    def note(self, key: str, notes: Sequence[Note], asked: Collection[str]) -> dict[str, str]:
         """List runs that other nodes' writers have made durable, unless they were deleted since.
 
         Args:
             key: The node's, as `Node.key`.
             notes: The runs, by file.
             asked: Sessions of which it is asked whether they may get more.
-            busy: Which sessions stay in any case.
 
         Returns:
             The sessions of these that may get no more runs, and why.
@@ -183,7 +182,7 @@ class Keeper:
                 self._pool.count(session_id, self._catalogue.add(session_id, entries, file))
         for session_id in {note.session_id for note in notes} | set(asked) - gone:
             try:
-                self.make_room(session_id, 1, busy)
+                self.make_room(session_id, 1)
             except StoreError as error:
                 refused[session_id] = str(error)
         return refused
@@ -195,13 +194,12 @@ class Keeper:
         age = self.retention.max_session_age_s
         return [] if age is None else [name for name, last in self._catalogue.last_runs() if last < now - age]
 
-    def expire(self, old: Sequence[str], now: float, busy: Busy) -> list[str]:
+    def expire(self, old: Sequence[str], now: float) -> list[str]:
         """Delete the sessions whose last run is too old, and say which they were; where the disk refuses, they stay.
 
         Args:
             old: Those of which that may be so.
             now: Unix seconds.
-            busy: Which sessions stay in any case.
 
         Raises:
             OSError: It cannot be known which are pinned.
@@ -209,7 +207,7 @@ class Keeper:
         age = self.retention.max_session_age_s
         if age is None or not old:
             return []
-        gone, stay = list[str](), busy() | self._pins.names()
+        gone, stay = list[str](), self.busy() | self._pins.names()
         for session_id in (name for name in old if name not in stay):
             try:
                 is_old = any(last < now - age for _, last in self._catalogue.last_runs(session_id))
@@ -221,13 +219,13 @@ class Keeper:
                 logger.exception("session %s cannot be deleted", session_id)
         return gone
 
-    # ---- owners and pins; what an account may change none of is answered as what is not there
+    # ---- owners and pins
 
-    def assign(self, session_id: str, account: Account, busy: Busy) -> str:
+    def assign(self, session_id: str, account: Account) -> str:
         """Admit a request that records into a session, as `Owners.claim`."""
         assert self._owners is not None
         most = self.retention.max_owner_sessions
-        return self._owners.claim(session_id, account, lambda: self._pool.sizes().keys() | busy(), most)
+        return self._owners.claim(session_id, account, lambda: self._pool.sizes().keys() | self.busy(), most)
 
     def check_fence(self, session_id: str, fence: str | None) -> None:
         """Refuse a run of a session that was deleted since its request was admitted, as `Owners.check`."""
@@ -235,11 +233,7 @@ class Keeper:
             self._owners.check(session_id, fence)
 
     def share(self, session_id: str, shared: bool, account: Account) -> bool:
-        """Let everybody read a session, or no more; false if there is none that the account may change.
-
-        Raises:
-            StoreError: The disk refuses.
-        """
+        """Let everybody read a session, or no more: true when durable, false if there is none."""
         assert self._owners is not None
         if not (self._catalogue.knows(session_id) and self._may_change(session_id, account)):
             return False
@@ -247,11 +241,7 @@ class Keeper:
         return True
 
     def pin(self, session_id: str, pinned: bool, account: Account = OPERATOR) -> bool:
-        """Pin a session, or take its pin away; answered as `share`.
-
-        Raises:
-            StoreError: The disk refuses.
-        """
+        """Pin a session, or take its pin away; answered as `share`."""
         if not self._catalogue.knows(session_id) and (pinned or session_id not in self._pins):
             return False
         if not self._may_change(session_id, account):
@@ -260,11 +250,10 @@ class Keeper:
         return True
 
     def may_delete(self, session_id: str, account: Account) -> bool:
-        """Whether a session may be deleted for somebody; false as well where there is none for them.
+        """Whether a session may be deleted for somebody.
 
         Raises:
             RequestError: It is pinned.
-            StoreError: The disk refuses.
         """
         if self._may_change(session_id, account):
             self._pins.check(session_id)

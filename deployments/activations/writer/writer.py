@@ -11,20 +11,20 @@ import math
 import threading
 import time
 from collections import deque
-from collections.abc import Callable, Collection, Sequence, Set
+from collections.abc import Callable, Sequence, Set
 from concurrent.futures import Future, ThreadPoolExecutor
 from functools import partial
 from pathlib import Path
 from queue import Empty, SimpleQueue
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple, TypeVar
 
 import pyarrow as pa
 
 from deployments.activations.accounts import OPERATOR, Account
 from deployments.activations.catalogue.catalogue import Catalogue
-from deployments.activations.facts import Note, RunFacts, RunName, StoredRun, StoreError
+from deployments.activations.facts import RunFacts, RunName, StoredRun, StoreError
 from deployments.activations.failures import explain
-from deployments.activations.limits import Held, Retention
+from deployments.activations.limits import Retention
 from deployments.activations.segments.checksums import described
 from deployments.activations.segments.schema import batch_metadata
 from deployments.activations.state.owners import Owners
@@ -37,6 +37,8 @@ from deployments.errors import RequestError
 if TYPE_CHECKING:
     from deployments.activations.archive.archive import Archive
     from deployments.activations.state.nodes import Nodes
+
+_T = TypeVar("_T")
 
 logger = logging.getLogger(__name__)
 
@@ -187,20 +189,9 @@ class Writer:
         check_name(session_id)
         return self._put(partial(self._delete, session_id, account, unless), behind=unless is not None)
 
-    def pin(self, session_id: str, pinned: bool, account: Account = OPERATOR) -> Future[bool]:
-        """Queue `Keeper.pin`; answered when it is durable."""
-        check_name(session_id)
-        return self._put(lambda: self._keeper.pin(session_id, pinned, account), behind=True)
-
-    def share(self, session_id: str, shared: bool, account: Account) -> Future[bool]:
-        """Queue `Keeper.share`; answered when it is durable."""
-        check_name(session_id)
-        return self._put(lambda: self._keeper.share(session_id, shared, account), behind=True)
-
-    def assign(self, session_id: str, account: Account) -> Future[str]:
-        """Queue `Keeper.assign`."""
-        check_name(session_id)
-        return self._put(lambda: self._keeper.assign(session_id, account, self._runs.busy))
+    def ask(self, work: Callable[[Keeper], _T]) -> Future[_T]:
+        """Queue: what the writer's `Keeper` says or does, as in `ask(lambda keeper: keeper.pin("s", True))`."""
+        return self._put(lambda: work(self._keeper))
 
     def retain(self, retention: Retention, now: float | None = None) -> Future[list[str]]:
         """Queue other limits; answered with the sessions that were too old by them, once these are deleted.
@@ -213,10 +204,6 @@ class Writer:
         """
         return self._put(lambda: self._retain(retention, time.time() if now is None else now))
 
-    def note(self, key: str, notes: Sequence[Note], asked: Collection[str] = ()) -> Future[dict[str, str]]:
-        """Queue `Keeper.note`: other nodes' writers have made runs durable."""
-        return self._put(lambda: self._keeper.note(key, notes, asked, self._runs.busy))
-
     def end_runs(self, session_id: str) -> Future[None]:
         """Queue: abandon a session's open runs, and end its files: another node's writer is about to delete it."""
         return self._put(lambda: self._end_runs(session_id), behind=True)
@@ -224,17 +211,6 @@ class Writer:
     def seal(self, session_id: str | None) -> Future[None]:
         """Queue: end a session's files, or all, that no run is being written to, so that they can be archived."""
         return self._put(lambda: self._pool.close(session_id), behind=True)
-
-    def check_quotas(self, session_id: str, size: int) -> Future[list[Held]]:
-        """Queue: find out whether a run of a session, of `size` bytes at most, would be within the quotas.
-
-        Returns:
-            From the future, the sessions that would be deleted for it.
-
-        Raises:
-            StoreError: From the future if it would not.
-        """
-        return self._put(lambda: self._keeper.check(session_id, size, self._runs.busy()))
 
     @property
     def has_quotas(self) -> bool:
@@ -411,7 +387,7 @@ class Writer:
         def look() -> None:
             try:
                 old = self._keeper.old(now)
-                self._put(lambda: self._keeper.expire(old, now, self._runs.busy), future=future)
+                self._put(lambda: self._keeper.expire(old, now), future=future)
             except (OSError, StoreError) as error:
                 future.set_exception(error)
 

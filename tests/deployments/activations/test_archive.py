@@ -181,7 +181,7 @@ def test_pins_and_owners_outlive_a_head(bucket, head, make):
     one = head()
     one.owners.claim("hers", alice, set, None)
     one.archived(make("r", session_id="hers"), make("p", session_id="pinned"), make("o", session_id="old"))
-    assert one.writer.pin("pinned", True).result()
+    assert one.writer.ask(lambda keeper: keeper.pin("pinned", True)).result()
     until(lambda: len(one.archive._records()) == 2)
     one.close()
     new = head("new head")
@@ -372,7 +372,7 @@ def test_a_snapshot_takes_the_place_of_many_parts_also_where_a_crash_leaves_both
     made = [make(f"r{i}", {POINT: torch.randn(3, 2)}) for i in range(5)]
     for each in made:
         one.archived(each)
-    one.writer.pin("session", True).result()
+    one.writer.ask(lambda keeper: keeper.pin("session", True)).result()
     until(lambda: kept and one.archive._records())
     monkeypatch.setattr(Manifest, "remove", remove)
     one.close()
