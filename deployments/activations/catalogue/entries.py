@@ -4,52 +4,14 @@ from __future__ import annotations
 
 import json
 import sqlite3
-from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import fields
-from typing import Any, Protocol
+from typing import Any
 
-from deployments.activations.facts import Entry, PointType, RunFacts, StoredFile
+from deployments.activations.facts import Entry, PointType, RunFacts
 
 ENTRIES = """SELECT runs.facts, files.uri, runs.first_row, runs.rows, runs.bytes, files.points, runs.offset, runs.batch,
     files.archived FROM runs JOIN files ON files.id = runs.file"""
-
-
-class Known(Protocol):
-    """What a writer tells of runs, and asks: a catalogue, or what stands for one on another node.
-
-    Attributes:
-        looks: How often files were looked at behind the writer's back: what is known of them may be otherwise since.
-    """
-
-    looks: int
-
-    def add(self, session_id: str, entries: Iterable[Entry], file: StoredFile) -> int:
-        """Add runs of one file, and the file as it is now; how many bytes more it has than was known."""
-
-    def add_all(self, added: Sequence[tuple[str, Sequence[Entry], StoredFile]]) -> None:
-        """The same of several files, each with its session."""
-
-    def holds(self, session_id: str, run_id: str) -> bool:
-        """Whether the session has a run of this id, as far as is known here."""
-
-    def drop(self, session_id: str) -> bool:
-        """Forget a session; false if it was not known."""
-
-    def knows(self, session_id: str) -> bool:
-        """Whether the session has a run."""
-
-    def sizes(self, but: Collection[str] = ()) -> dict[str, int]:
-        """The bytes of each session's files, without those of these URIs."""
-
-    def files(self, session_id: str) -> dict[str, int]:
-        """The bytes of a session's files by their URIs."""
-
-    def last_runs(self, session_id: str | None = None) -> list[tuple[str, float]]:
-        """Of one session, or each, that has a run when the last was made, in Unix seconds."""
-
-    def look(self) -> None:
-        """Look at the files again: others may have changed them."""
-
 
 # A run that another file holds already stays that file's.
 _ADD = """INSERT INTO runs (session, run_id, file, created, model, sample_id, tags, tokens, bytes, rows, first_row,

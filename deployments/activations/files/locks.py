@@ -65,22 +65,6 @@ def take(descriptor: int) -> bool:
     return os.fstat(descriptor).st_nlink > 0
 
 
-def is_held(path: Path) -> bool:
-    """Whether somebody writes a file: of this process it must be known otherwise. False where it is gone.
-
-    Raises:
-        OSError: It cannot be opened, or the file system has no such locks.
-    """
-    try:
-        descriptor = os.open(path, os.O_WRONLY | os.O_NOFOLLOW)
-    except FileNotFoundError:
-        return False
-    try:
-        return not take(descriptor)
-    finally:
-        os.close(descriptor)
-
-
 @contextlib.contextmanager
 def directory(path: str | Path, parent: int | None = None) -> Iterator[int]:
     """The descriptor of a directory that is not a link."""
