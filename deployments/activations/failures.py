@@ -19,6 +19,7 @@ _ADVICE = {
     errno.ENOLCK: "mount the file system with locks",
     errno.ENOSYS: "mount the file system with locks",
     errno.EOPNOTSUPP: "take a file system that has locks",
+    errno.EAGAIN: "end the other process, or take another directory",
     errno.EMFILE: "raise the limit on open files",
 }
 

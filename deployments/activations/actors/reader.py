@@ -30,7 +30,6 @@ from deployments.errors import RequestError
 from deployments.points.token_choices import TokenChoice
 
 if TYPE_CHECKING:  # Serve's controller and the ingress import this module too, and need no Arrow
-    from deployments.activations.catalogue.shared import Ask
     from deployments.activations.facts import Entry
     from deployments.activations.state.owners import Record
 
@@ -40,7 +39,7 @@ _T = TypeVar("_T")
 MOST_WAITING = 64  # requests for pages that are not answered yet
 MOST_OF_ONE = 16  # the same of one owner
 _RESTORE_S = 600.0  # that a reader waits for segments that are fetched from the bucket
-_ASK_S = 20.0  # that a reader waits for the store's process, which it needs where the catalogue has no database
+_START_S = 20.0  # that a reader waits for the store's process, which keeps the catalogue
 
 
 class ActivationReader:
@@ -49,7 +48,7 @@ class ActivationReader:
     Args:
         root: As the store's.
         archive: The URI of the bucket that the store archives to.
-        ask: Asks the store's process what its catalogue says; by default the actor.
+        wait: Waits until the store's process has started; by default the actor.
         restore: Has the store's process fetch segments from the bucket; by default the actor.
     """
 
@@ -57,7 +56,7 @@ class ActivationReader:
         self,
         root: str,
         archive: str | None = None,
-        ask: Ask | None = None,
+        wait: Callable[[], None] | None = None,
         restore: Callable[[Sequence[str]], bool] | None = None,
     ) -> None:
         from deployments.activations.catalogue.shared import SharedCatalogue
@@ -73,7 +72,7 @@ class ActivationReader:
         self._nodes = Nodes(self._root, read_only=True)
         self._segments = NodeSegments(root, self._nodes)
         self._places = [NodePlace(root, self._nodes, bucket), *([bucket] if bucket else [])]
-        self._catalogue = SharedCatalogue(self._root, ask or partial(_ask, root), archives=bool(archive))
+        self._catalogue = SharedCatalogue(self._root, wait or partial(_wait, root), archives=bool(archive))
         self._owners = Owners(self._root, read_only=True)
         self._pins = Pins(self._root, read_only=True)
         self._readings = Readings(self._catalogue, self._places, restore or partial(_restore, root), self._root)
@@ -284,10 +283,8 @@ def _may_read(record: Record | None, account: Account) -> bool:
     return account.may_read(record.owner, record.shared) if record else account.may_read(None)
 
 
-def _ask(root: str, statement: str, values: Sequence[Any]) -> tuple[str, list[Any]]:
-    asked = connect(root).query.remote(statement, values)
-    answer: tuple[str, list[Any]] = _answered(asked, _ASK_S, "the activation store starts; try again")
-    return answer
+def _wait(root: str) -> None:
+    _answered(connect(root).code.remote(), _START_S, "the activation store starts; try again")
 
 
 def _restore(root: str, uris: Sequence[str]) -> bool:

@@ -206,10 +206,6 @@ class ActivationStore(TakesRuns):
 
     # ---- the catalogue and the archive
 
-    async def query(self, statement: str, values: Sequence[Any]) -> tuple[str, list[Any]]:
-        """What the catalogue says, as `Catalogue.query`: for the reader, where it cannot read the database itself."""
-        return await asyncio.to_thread(self._catalogue.query, statement, values)
-
     async def restore(self, uris: Sequence[str]) -> bool:
         """Fetch segments to the disk that are in the bucket alone, as `Archive.restore`: for the reader."""
         try:
@@ -253,8 +249,9 @@ class ActivationStore(TakesRuns):
 
     async def place(self) -> Home:
         """Where the store is, for the writers of other nodes."""
-        hold = self._holds if self._catalogue.is_kept else ""
-        return Home(ray.get_runtime_context().get_node_id(), self._mark, hold, await asyncio.to_thread(releases_nodes))
+        return Home(
+            ray.get_runtime_context().get_node_id(), self._mark, self._holds, await asyncio.to_thread(releases_nodes)
+        )
 
     async def join(self, node: Node) -> Reply:
         """A node's writer has started, or could not reach the store for a while: it tells of its runs from now on.
@@ -300,7 +297,7 @@ class ActivationStore(TakesRuns):
 
     def _node_life(self) -> str:
         """Another one where nodes have to tell again of all that they have."""
-        return f"{self._holds} {self._catalogue.is_kept}"
+        return f"{self._holds} {self._catalogue.remade}"
 
     def _watch(self) -> None:
         """Look for nodes that come back, from now on."""

@@ -341,7 +341,7 @@ class Archive:
     def _merge(self) -> None:
         """Have one snapshot stand for the parts of the manifest, where there are many."""
         applied = self._all("SELECT name FROM applied")
-        if len(applied) < MANY_PARTS or not self._catalogue.is_kept:
+        if len(applied) < MANY_PARTS:
             return
         names = self.manifest.names()
         parts = sum(size for name, size in names.items() if not is_snapshot(name))

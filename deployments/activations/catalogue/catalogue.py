@@ -5,21 +5,24 @@ from __future__ import annotations
 import json
 import logging
 import math
+import os
 import sqlite3
 import time
 import weakref
 from collections.abc import Callable, Collection, Iterable, Sequence
+from functools import partial
 from pathlib import Path
 from threading import Lock
 from typing import Any, TypeVar
 
 from deployments.activations.catalogue.buckets import catalogue_of
-from deployments.activations.catalogue.database import Kept, in_memory
+from deployments.activations.catalogue.database import copied, in_memory, keep, opened
 from deployments.activations.catalogue.manifest import Manifest
 from deployments.activations.catalogue.queries import Queries
 from deployments.activations.catalogue.replaying import catch_up, fill_new
 from deployments.activations.catalogue.updates import forget, put, refresh
 from deployments.activations.facts import Entry, StoredFile, StoreError
+from deployments.activations.failures import explain
 from deployments.activations.files.places import Place
 from deployments.activations.files.sqlite import transaction
 
@@ -50,71 +53,65 @@ class Catalogue(Queries):
     """Sessions, runs and files. Safe to use from several threads.
 
     Where the disk refuses to write the database, the catalogue answers with what it had, and reads the files again
-    later. Where the database itself fails, the catalogue continues in memory. The log says why.
+    later. A database that is damaged is made again of the files. The log says why.
 
     Attributes:
         looks: How often the files were scanned: cached results from before may be outdated.
         tell: Called with runs after they were added.
-        keeper: What `database.keeper_of` gives while this keeps a directory's database; empty while it is in memory.
+        remade: How often the database was made again: of runs on other nodes the files of this one say nothing.
     """
 
-    def __init__(self) -> None:
-        """An empty catalogue in memory."""
-        self.looks = 0
-        self.keeper = ""
+    def __init__(self, database: sqlite3.Connection | None = None) -> None:
+        """A catalogue of no directory, in `database` or in memory."""
+        self.looks = self.remade = 0
         self.tell: Callable[[Added], None] = lambda added: None
         self._lock = Lock()
-        self._files: Path | None = None  # the directory whose files it lists
-        self._root: Path | None = None  # the directory whose database it keeps
+        self._root: Path | None = None  # the directory whose files it lists
         self._manifest: Manifest | None = None
+        self._fill: Callable[[Path], None] | None = None
         self._again = math.inf  # when to scan the files again, by the monotonic clock
         self._release: Callable[[], object] = lambda: None
-        self._use(in_memory())
+        self._database = database or in_memory()
 
     @classmethod
     def rebuild(cls, root: Path, manifest: Manifest | None = None) -> Catalogue:
         """The catalogue of a directory and, if there is one, of the bucket it archives to.
 
-        Only files that the directory's database does not know are read; links are not followed. One catalogue at a
-        time keeps the database: others are in memory.
+        Only files that the directory's database does not know are read; links are not followed.
 
         Args:
             root: The store's directory.
             manifest: Of the bucket. Where it cannot be read, the catalogue is without its news until `catch_up`.
+
+        Raises:
+            StoreError: The database cannot be kept in the directory, or another process keeps it.
         """
-        catalogue = cls()
-        catalogue._manifest, catalogue.archives, catalogue._files = manifest, manifest is not None, root
         try:
             root.mkdir(parents=True, exist_ok=True)
-            kept = Kept(root, catalogue._fill if manifest else None)
+            lock = keep(root)
+            try:
+                fill = partial(_fill, manifest) if manifest else None
+                catalogue = cls(opened(root, fill))
+            except BaseException:
+                os.close(lock)
+                raise
         except (OSError, sqlite3.Error) as error:
-            logger.warning("the catalogue of %s is held in memory: %s", root, error)
-            catalogue._use(in_memory(root))
-            catalogue._guarded(catalogue._look)
-            return catalogue
-        catalogue._use(kept.connection, kept.close)
-        catalogue._root = root
+            raise explain(root, error) from error
+        catalogue._release = release = weakref.finalize(catalogue, os.close, lock)
+        release.atexit = False  # a writer's thread may still need it
+        catalogue._root, catalogue._manifest, catalogue._fill = root, manifest, fill
+        catalogue.archives = manifest is not None
         catalogue._guarded(catalogue._look)
-        if catalogue.is_kept:  # the database may have failed just now
-            kept.say()
-            catalogue.keeper = kept.keeper
         return catalogue
 
     @classmethod
     def copied(cls, root: Path | Place) -> Catalogue:
         """The catalogue of a directory or bucket in memory, whoever keeps its database; nothing is written."""
-        catalogue = cls()
         if isinstance(root, Place):
-            catalogue._use(catalogue_of(root), lambda: None)
-        else:
-            catalogue._use(in_memory(root))
-            refresh(catalogue._database, root)
+            return cls(catalogue_of(root))
+        catalogue = cls(copied(root))
+        refresh(catalogue._database, root)
         return catalogue
-
-    @property
-    def is_kept(self) -> bool:
-        """Whether it keeps a directory's database, and with it the lock that one process has."""
-        return self._root is not None
 
     def catch_up(self) -> bool:
         """Apply what is new in the bucket's manifest; whether anything was.
@@ -122,13 +119,13 @@ class Catalogue(Queries):
         Raises:
             OSError: The bucket refuses.
         """
-        manifest, files = self._manifest, self._files
-        if manifest is None or files is None:
+        manifest, root = self._manifest, self._root
+        if manifest is None or root is None:
             return False
         names = manifest.names()
 
         def caught_up(database: sqlite3.Connection) -> bool:
-            news = catch_up(database, manifest, names, files)
+            news = catch_up(database, manifest, names, root)
             if news:
                 self._look(database)
             return news
@@ -138,6 +135,7 @@ class Catalogue(Queries):
     def close(self) -> None:
         """Release the database for another catalogue."""
         with self._lock:
+            self._database.close()
             self._release()
 
     def add(self, session_id: str, entries: Iterable[Entry], file: StoredFile) -> int:
@@ -180,7 +178,7 @@ class Catalogue(Queries):
 
     def look(self) -> None:
         """Scan the files again, which other programs may have changed."""
-        if self._files is not None:
+        if self._root is not None:
             self._guarded(self._look)
 
     def change(self, session_ids: Collection[str], work: Callable[[sqlite3.Connection], _T]) -> _T:
@@ -195,17 +193,11 @@ class Catalogue(Queries):
 
         return self._guarded(changed)
 
-    def query(self, statement: str, values: Sequence[Any]) -> tuple[str, list[Any]]:
-        """The `keeper` and the rows that a statement selects; for `SharedCatalogue`."""
-        rows = self._all(statement, *values)
-        with self._lock:  # where files are to be scanned again, readers have to ask here
-            return self.keeper if self._again == math.inf else "", rows
-
     def _all(self, statement: str, *values: Any) -> list[Any]:
         return self._guarded(lambda database: database.execute(statement, values).fetchall())
 
     def _guarded(self, work: Callable[[sqlite3.Connection], _T], otherwise: _T = _NOTHING) -> _T:
-        """Use the database; where it fails, use one in memory from then on.
+        """Use the database; where it is damaged, use one that is made again of the files.
 
         Args:
             work: What to do.
@@ -231,18 +223,21 @@ class Catalogue(Queries):
                     if otherwise is _NOTHING:
                         raise StoreError(f"The catalogue cannot be written ({error}): make room, or let it.") from error
                     return otherwise
-                logger.exception("the catalogue of %s is held in memory from now on: %s", root, error)
-            database = in_memory(root)
-            self._look_again(database)
-            self._use(database)
-            self._root, self.keeper = None, ""
-            return work(database)
+                logger.error("the catalogue of %s is made again of the files: %s", root, error)
+            try:
+                self._database.close()
+                self._database = opened(root, self._fill)
+                self.remade += 1
+                self._look_again(self._database)
+                return work(self._database)
+            except (OSError, sqlite3.Error) as error:
+                raise explain(root, error) from error
 
     def _look(self, database: sqlite3.Connection) -> None:
         """Read new and changed files; those that cannot be read are tried again after a while."""
-        assert self._files is not None
+        assert self._root is not None
         self.looks += 1
-        whole = refresh(database, self._files, self._manifest.bases if self._manifest else None)
+        whole = refresh(database, self._root, self._manifest.bases if self._manifest else None)
         self._again = math.inf if whole else time.monotonic() + _AGAIN_S
 
     def _look_again(self, database: sqlite3.Connection) -> None:
@@ -252,24 +247,16 @@ class Catalogue(Queries):
         except (OSError, sqlite3.Error) as error:
             if isinstance(error, sqlite3.Error) and not _is_refused(error):
                 raise
-            logger.exception("%s cannot be looked through: the catalogue is as it was, or empty", self._files)
+            logger.exception("%s cannot be looked through: the catalogue is as it was, or empty", self._root)
             self._again = time.monotonic() + _AGAIN_S
 
-    def _fill(self, path: Path) -> None:
-        """Make a new database of the bucket's newest snapshot."""
-        assert self._manifest is not None
-        try:
-            fill_new(path, self._manifest)
-        except OSError:
-            logger.exception(
-                "the manifest of %s cannot be read: only files of the disk are listed", self._manifest.place
-            )
 
-    def _use(self, database: sqlite3.Connection, close: Callable[[], None] | None = None) -> None:
-        self._release()
-        self._database = database
-        self._release = release = weakref.finalize(self, close or database.close)
-        release.atexit = False  # a writer's thread may still need it
+def _fill(manifest: Manifest, path: Path) -> None:
+    """Make a new database of the bucket's newest snapshot."""
+    try:
+        fill_new(path, manifest)
+    except OSError:
+        logger.exception("the manifest of %s cannot be read: only files of the disk are listed", manifest.place)
 
 
 def is_at_fault(database: sqlite3.Connection, error: sqlite3.Error) -> bool:

@@ -5,7 +5,6 @@ from __future__ import annotations
 import contextlib
 import logging
 import os
-import secrets
 import sqlite3
 import zlib
 from collections.abc import Callable
@@ -78,62 +77,13 @@ LAYOUT = zlib.crc32(repr((_TABLES, [item.name for item in fields(RunFacts)])).en
 logger = logging.getLogger(__name__)
 
 
-class Kept:
-    """A connection to a directory's database, which no other process writes meanwhile.
-
-    A database that is damaged or of another layout is replaced.
-
-    Args:
-        root: The directory.
-        fill: Creates a new database at a path, or leaves it.
-
-    Attributes:
-        connection: For any thread, one at a time.
-        keeper: A name of its own.
+def keep(root: Path) -> int:
+    """Hold a directory's database, which one process at a time writes, until the descriptor is closed.
 
     Raises:
-        OSError: Another process keeps it, or the disk refuses.
-        sqlite3.Error: It cannot be written.
+        OSError: Another process holds it, or the file system has no locks.
     """
-
-    def __init__(self, root: Path, fill: Callable[[Path], None] | None = None) -> None:
-        self.keeper = secrets.token_hex(16)
-        self._root = root
-        self._lock = locked(root / _LOCK)
-        try:
-            self.connection = _kept(root / NAME, fill)
-        except BaseException:
-            os.close(self._lock)
-            raise
-
-    def say(self) -> None:
-        """Have `keeper_of` return `keeper` until this is closed."""
-        try:
-            os.truncate(self._lock, 0)
-            os.pwrite(self._lock, self.keeper.encode(), 0)
-        except OSError:
-            logger.exception("readers of %s ask the store's own process", self._root)
-
-    def close(self) -> None:
-        """Release the database."""
-        try:
-            with contextlib.suppress(OSError):
-                os.truncate(self._lock, 0)
-            self.connection.close()
-        finally:
-            os.close(self._lock)
-
-
-def keeper_of(root: Path) -> str:
-    """The `Kept.keeper` of a directory's database; empty where there is none."""
-    try:
-        file = os.open(f"{root}/{_LOCK}", os.O_RDONLY | os.O_NOFOLLOW)  # called for each page of a download
-    except OSError:
-        return ""
-    try:
-        return os.read(file, 64).decode(errors="replace")
-    finally:
-        os.close(file)
+    return locked(root / _LOCK)
 
 
 def can_hold(root: Path) -> bool:
@@ -170,21 +120,25 @@ def read_only(root: Path) -> sqlite3.Connection:
     return database
 
 
-def in_memory(root: Path | None = None) -> sqlite3.Connection:
-    """A database in memory: a copy of a directory's, if that can be trusted, else empty."""
-    if root and (root / NAME).exists():
-        copy = connected(":memory:")
-        try:
-            with closing(read_only(root)) as kept:
-                kept.backup(copy)
-            _check_sound(copy)
-            return copy
-        except (sqlite3.Error, OSError) as error:
-            logger.info("%s cannot be copied (%s): the files are read", root / NAME, error)
-        copy.close()
+def in_memory() -> sqlite3.Connection:
+    """An empty database in memory."""
     made = connected(":memory:")
     lay_out(made, 0)
     return made
+
+
+def copied(root: Path) -> sqlite3.Connection:
+    """A copy in memory of a directory's database, if that can be trusted, else an empty one."""
+    copy = connected(":memory:")
+    try:
+        with closing(read_only(root)) as kept:
+            kept.backup(copy)
+        _check_sound(copy)
+        return copy
+    except (sqlite3.Error, OSError) as error:
+        logger.info("%s cannot be copied (%s): the files are read", root / NAME, error)
+        copy.close()
+        return in_memory()
 
 
 def sealed_files(root: Path) -> dict[str, tuple[int, int]]:
@@ -203,24 +157,38 @@ def sealed_files(root: Path) -> dict[str, tuple[int, int]]:
         return {}
 
 
-def _kept(path: Path, fill: Callable[[Path], None] | None = None) -> sqlite3.Connection:
+def opened(root: Path, fill: Callable[[Path], None] | None = None) -> sqlite3.Connection:
+    """A connection that writes a directory's database; one that is damaged or of another layout is replaced.
+
+    Args:
+        root: The directory, whose database this process holds.
+        fill: Creates a new database at a path, or leaves it.
+
+    Raises:
+        OSError: The disk refuses.
+        sqlite3.Error: It cannot be written.
+    """
+    path = root / NAME
     if path.is_file() and not path.is_symlink():
-        database = connected(path)
-        try:
-            if _is_laid_out(database, path.stat().st_ino):
-                _check_sound(database)
-                _logged(database)
-                return database
-            logger.info("%s is another version's or another directory's: the files are read", path)
-        except sqlite3.DatabaseError as error:
-            logger.warning("%s is damaged (%s): the files are read", path, error)
-        database.close()
+        with contextlib.ExitStack() as closing:
+            try:
+                database = closing.enter_context(contextlib.closing(connected(path)))
+                if _is_laid_out(database, path.stat().st_ino):
+                    _check_sound(database)
+                    _logged(database)
+                    closing.pop_all()
+                    return database
+                logger.info("%s is another version's or another directory's: the files are read", path)
+            except sqlite3.OperationalError:  # it is the disk that refuses
+                raise
+            except sqlite3.DatabaseError as error:
+                logger.warning("%s is damaged (%s): the files are read", path, error)
     for name in (path.name, f"{path.name}-wal", f"{path.name}-shm"):
         path.with_name(name).unlink(missing_ok=True)
     if fill:
         fill(path)
         if path.exists():
-            return _kept(path)
+            return opened(root)
     database = connected(path)
     try:
         _logged(database)

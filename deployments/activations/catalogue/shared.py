@@ -5,70 +5,60 @@ from __future__ import annotations
 import json
 import logging
 import sqlite3
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Callable, Collection
 from contextlib import closing
 from pathlib import Path
 from threading import Lock
 from typing import Any
 
 from deployments.activations.catalogue.catalogue import is_at_fault
-from deployments.activations.catalogue.database import keeper_of, read_only
+from deployments.activations.catalogue.database import NAME, read_only
 from deployments.activations.catalogue.entries import ENTRIES, entries_of
 from deployments.activations.catalogue.queries import Queries
 from deployments.activations.facts import Entry, StoreError
-
-Ask = Callable[[str, Sequence[Any]], tuple[str, list[Any]]]
-"""Asks the process that keeps the catalogue, as `Catalogue.query`."""
+from deployments.activations.failures import explain
 
 logger = logging.getLogger(__name__)
 
 
 class SharedCatalogue(Queries):
-    """Reads the database, or asks the process that keeps the catalogue where its database is in memory.
+    """Reads the database of a store's directory.
 
     A commit is seen at once. The database has a write-ahead log: its writer waits for no reader.
 
     Args:
         root: The store's directory.
-        ask: Asks the process that keeps the catalogue.
+        wait: Returns once the process that keeps the catalogue has started; called before the database is opened.
         archives: As the attribute.
     """
 
-    def __init__(self, root: Path, ask: Ask, archives: bool = False) -> None:
+    def __init__(self, root: Path, wait: Callable[[], None], archives: bool = False) -> None:
         self.archives = archives
         self._root = root
-        self._ask = ask
+        self._wait = wait
         self._lock = Lock()
-        self._keeper = ""
-        self._database: sqlite3.Connection | None = None  # as `_keeper` keeps it
+        self._inode = 0
+        self._database: sqlite3.Connection | None = None
 
     def _all(self, statement: str, *values: Any) -> list[Any]:
         with self._lock:
-            if self._database is not None and keeper_of(self._root) == self._keeper:
-                try:
-                    return self._database.execute(statement, values).fetchall()
-                except sqlite3.Error as error:
-                    if not is_at_fault(self._database, error):
-                        raise StoreError(f"The catalogue cannot look for that: {error}.") from error
-                    logger.exception("the catalogue of %s cannot be read: the store is asked", self._root)
-                    self._close()
-        keeper, rows = self._ask(statement, values)
-        with self._lock:
-            if keeper and keeper != self._keeper:
-                self._open(keeper)
-        return rows
+            try:
+                database = self._opened()
+                return database.execute(statement, values).fetchall()
+            except sqlite3.Error as error:
+                if self._database is not None and not is_at_fault(self._database, error):
+                    raise StoreError(f"The catalogue cannot look for that: {error}.") from error
+                self._database = None
+                raise explain(self._root, error) from error
 
-    def _open(self, keeper: str) -> None:
-        self._close()
-        try:
-            self._database, self._keeper = read_only(self._root), keeper
-        except (OSError, sqlite3.Error):
-            logger.exception("the catalogue of %s cannot be read: the store is asked", self._root)
-
-    def _close(self) -> None:
-        if self._database is not None:
-            self._database.close()
-        self._database, self._keeper = None, ""
+    def _opened(self) -> sqlite3.Connection:
+        """The database, which the store replaces where it is damaged."""
+        path = self._root / NAME
+        if self._database is None or not path.exists() or path.stat().st_ino != self._inode:
+            self._database = None
+            self._wait()
+            self._database, self._inode = read_only(self._root), path.stat().st_ino
+        return self._database
 
 
 def known(root: Path, runs: Collection[str]) -> list[Entry]:

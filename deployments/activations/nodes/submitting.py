@@ -128,8 +128,7 @@ class Home(NamedTuple):
     Attributes:
         node: Its node's id in Ray.
         mark: What tells its directory from all others.
-        hold: What tells its hold of the directory's lock from that of a store that was started again; empty where it
-            holds none.
+        hold: What tells its hold of the directory's lock from that of a store that was started again.
         releases: Whether other nodes can be released while the cluster runs.
     """
 

@@ -173,8 +173,6 @@ class NodeWriter(TakesRuns):
         Raises:
             StoreError: This node can take the lock that the store holds all the while.
         """
-        if not home.hold:  # the store holds no lock
-            return
         try:
             taken = can_hold(self._root)
         except OSError as error:

@@ -4,21 +4,18 @@ from __future__ import annotations
 
 import os
 from collections.abc import Collection, Iterator, Sequence
-from functools import partial
 from typing import Any, Literal
 
 import numpy as np
 import pyarrow as pa
 import ray.data
 import torch
-from ray.data.block import BlockMetadata
-from ray.data.datasource import Datasource, ReadTask
 
 from deployments.activations.reader.row_index import Chosen, RowIndex, index_rows
 from deployments.activations.reader.row_reader import RowBatch, RowReader
 from deployments.activations.segments.schema import PHASES
 
-_BLOCK = 64 << 20  # bytes of rows that a task reads at once
+_BLOCK = 64 << 20  # bytes of rows that become a table at once
 
 
 def ray_dataset(
@@ -43,7 +40,7 @@ def ray_dataset(
         tokens: `"prompt"`, `"generated"` or `"all"`.
         bfloat16: What bfloat16 becomes, which numpy and Arrow do not have: float32 of the same values, or its bits
             in uint16, half as large; of a torch tensor of these, `.view(torch.bfloat16)` is what was stored.
-        read: Further arguments of `ray.data.read_datasource`, as `override_num_blocks`.
+        read: Further arguments of `ray.data.range`, as `override_num_blocks`.
 
     Raises:
         ValueError: As `index_rows` says, or of `bfloat16`.
@@ -52,45 +49,17 @@ def ray_dataset(
     if bfloat16 not in ("float32", "bits"):
         raise ValueError(f"bfloat16: {bfloat16!r} is neither 'float32' nor 'bits'")
     index = index_rows(source, points, session=session, runs=runs, tokens=tokens)
-    found: ray.data.Dataset = ray.data.read_datasource(_StoredRows(index, bfloat16 == "bits"), **read)
-    return found
+    work: Any = _tables
+    numbers = ray.data.range(len(index), **read)
+    return numbers.map_batches(work, batch_size=None, fn_args=(index, bfloat16 == "bits"))
 
 
-class _StoredRows(Datasource):
-    def __init__(self, index: RowIndex, bits: bool) -> None:
-        super().__init__()  # type: ignore[no-untyped-call]
-        self._index = index
-        self._bits = bits
-        self._row_bytes = sum(
-            column.width * (2 if column.dtype == torch.bfloat16 and not bits else 1)
-            for column in index.columns.values()
-        )
-
-    def estimate_inmemory_data_size(self) -> int:
-        return len(self._index) * self._row_bytes
-
-    def get_read_tasks(
-        self, parallelism: int, per_task_row_limit: int | None = None, data_context: Any = None
-    ) -> list[ReadTask]:
-        rows, tasks = len(self._index), list[ReadTask]()
-        count = min(parallelism, rows)
-        for first, end in ((rows * i // count, rows * (i + 1) // count) for i in range(count)):
-            part = self._index.part(first, end)
-            metadata = BlockMetadata(
-                num_rows=end - first,
-                size_bytes=(end - first) * self._row_bytes,
-                input_files=tuple(map(str, part.paths)),
-                exec_stats=None,
-            )
-            read = partial(_read, part, self._bits, max(1, _BLOCK // self._row_bytes))
-            tasks.append(ReadTask(read, metadata, per_task_row_limit=per_task_row_limit))
-        return tasks
-
-
-def _read(index: RowIndex, bits: bool, rows: int) -> Iterator[pa.Table]:
-    reader = RowReader(index)
-    for first in range(0, len(index), rows):
-        yield _table(index, reader.between(first, min(len(index), first + rows)), bits)
+def _tables(numbers: dict[str, np.ndarray], index: RowIndex, bits: bool) -> Iterator[pa.Table]:
+    """The rows of a block of consecutive numbers, some at once."""
+    reader, most = RowReader(index), max(1, _BLOCK // index.row_bytes)
+    first, end = int(numbers["id"][0]), int(numbers["id"][-1]) + 1
+    for row in range(first, end, most):
+        yield _table(index, reader.between(row, min(end, row + most)), bits)
 
 
 def _table(index: RowIndex, batch: RowBatch, bits: bool) -> pa.Table:
@@ -108,5 +77,4 @@ def _table(index: RowIndex, batch: RowBatch, bits: bool) -> pa.Table:
 def _tensors(values: torch.Tensor, bits: bool) -> pa.Array:
     if values.dtype == torch.bfloat16:
         values = values.view(torch.uint16) if bits else values.float()
-    rows: np.ndarray = values.numpy()
-    return pa.FixedShapeTensorArray.from_numpy_ndarray(rows)
+    return pa.FixedShapeTensorArray.from_numpy_ndarray(values.numpy())

@@ -78,27 +78,6 @@ class RowIndex:
         block = np.searchsorted(self.starts, rows, side="right") - 1
         return place(block, rows - self.starts[block])
 
-    def part(self, first: int, end: int) -> RowIndex:
-        """An index of the rows `first` to `end` alone, which travels light; needs at least one row."""
-        low, high = np.searchsorted(self.starts, [first, end - 1], side="right") - 1
-        of = slice(low, high + 1)
-        starts = np.clip(self.starts[low : high + 2], first, end) - first
-        skipped = np.zeros(high + 1 - low, dtype=np.int64)
-        skipped[0] = first - self.starts[low]
-        widths = np.array([column.width for column in self.columns.values()])
-        runs, run = np.unique(self.run[of], return_inverse=True)
-        files, file = np.unique(self.file[of], return_inverse=True)
-        return RowIndex(
-            paths=[self.paths[i] for i in files],
-            runs=[self.runs[i] for i in runs],
-            columns=self.columns,
-            file=file,
-            run=run,
-            generated=self.generated[of],
-            starts=starts,
-            offsets=self.offsets[:, of] + widths[:, None] * skipped,
-        )
-
 
 def index_rows(
     source: str | os.PathLike[str],

@@ -7,13 +7,12 @@ are known: no path is made of it.
 
 from __future__ import annotations
 
+import contextlib
 import hashlib
 import logging
-import os
 import re
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from pathlib import Path
-from threading import Lock
 from typing import Any, NamedTuple
 
 from safetensors import SafetensorError
@@ -36,10 +35,18 @@ logger = logging.getLogger(__name__)
 class TensorFile(NamedTuple):
     """One file; `created` is in Unix seconds."""
 
+    id: str
+    path: Path
     tensors: dict[str, TensorType]
     bytes: int
     created: float
     owner: str | None = None
+
+    def summary(self, account: Account) -> dict[str, Any]:
+        """What the account is told of it."""
+        tensors = {name: {"shape": list(kind.shape), "dtype": kind.dtype} for name, kind in self.tensors.items()}
+        said = {"id": self.id, "bytes": self.bytes, "created": self.created, "tensors": tensors}
+        return said if account.owner is None else said | {"owner": self.owner}
 
 
 class TensorFiles:
@@ -55,24 +62,22 @@ class TensorFiles:
             root: The store's directory, absolute and no link.
         """
         self._root = root
-        self._lock = Lock()
-        self._files: dict[str, TensorFile] = {}
+        self._files: dict[str, TensorFile] = {}  # each change is one step, so readers need no lock
         for item in found(root, FOLDER):
-            self._find(item)
-
-    def _find(self, item: os.DirEntry[str]) -> None:
-        if match := _FILE.fullmatch(item.name):
-            try:
-                stat = item.stat()
-                self._files[match[1]] = TensorFile(read_types(item.path), stat.st_size, stat.st_mtime, match[2])
-            except (OSError, SafetensorError, RequestError):  # one bad file must not keep the others from being served
-                logger.exception("tensor file %s cannot be read and is not listed", item.path)
+            if match := _FILE.fullmatch(item.name):
+                path = Path(item.path)
+                try:
+                    stat, types = item.stat(), read_types(item.path)
+                except (OSError, SafetensorError, RequestError):  # one bad file must not keep others from being served
+                    logger.exception("tensor file %s cannot be read and is not listed", path)
+                    continue
+                self._files[match[1]] = TensorFile(match[1], path, types, stat.st_size, stat.st_mtime, match[2])
 
     def list(self, limit: int, after: str | None, account: Account = OPERATOR) -> list[dict[str, Any]]:
         """Up to `limit` files that the account may read in the order of their ids, beginning behind the id `after`."""
-        with self._lock:
-            names = [name for name, file in self._files.items() if account.may_read(file.owner)]
-            return [_summary(name, self._files[name], account) for name in page(names, limit, after)]
+        files = dict(self._files)
+        names = page((name for name, file in files.items() if account.may_read(file.owner)), limit, after)
+        return [files[name].summary(account) for name in names]
 
     def put(
         self, data: bytes, most: int, account: Account = OPERATOR, most_of_one: int | None = None
@@ -89,30 +94,28 @@ class TensorFiles:
             RequestError: The file is not one that may be kept, or there is no room for it.
             StoreError: The disk refuses.
         """
-        tensors = check(data)
-        tensor_id = _id(data, account.owner)
-        file = TensorFile(tensors, len(data), 0.0, account.owner)
-        with self._lock:
-            known = self._files.get(tensor_id)
-            others = [other for name, other in self._files.items() if name != tensor_id]
-        if known and self._path(tensor_id, known).is_file():
-            return _summary(tensor_id, known, account)
+        tensors, owner = check(data), account.owner
+        digest = hashlib.sha256(data)
+        if owner is not None:
+            digest.update(f"@{owner}".encode())
+        id = f"tensor-{digest.hexdigest()[:32]}"
+        known = self._files.get(id)
+        if known and known.path.is_file():
+            return known.summary(account)
+        others = [file for file in self._files.values() if file.id != id]
         _check_room(others, len(data), MAX_FILES, most)
         if not account.is_admin and most_of_one is not None:
-            own = [other for other in others if other.owner == account.owner]
+            own = [file for file in others if file.owner == owner]
             _check_room(own, len(data), MAX_OF_ONE, most_of_one, " of yours")
-        try:
-            file = file._replace(created=write(self._root, FOLDER, self._path(tensor_id, file).name, data))
-        except OSError as error:
-            raise explain(self._root, error) from error
-        with self._lock:
-            self._files[tensor_id] = file
-        return _summary(tensor_id, file, account)
+        name = f"{id}@{owner}.safetensors" if owner else f"{id}.safetensors"
+        with self._explained():
+            created = write(self._root, FOLDER, name, data)
+        self._files[id] = TensorFile(id, self._root / FOLDER / name, tensors, len(data), created, owner)
+        return self._files[id].summary(account)
 
     def size(self, tensor_id: str, account: Account = OPERATOR) -> int | None:
         """A file's bytes; None if there is none that the account may read."""
-        with self._lock:
-            file = self._files.get(tensor_id)
+        file = self._files.get(tensor_id)
         return file.bytes if file is not None and account.may_read(file.owner) else None
 
     def read(self, tensor_id: str, account: Account = OPERATOR, first: int = 0, end: int | None = None) -> bytes | None:
@@ -121,18 +124,13 @@ class TensorFiles:
         Raises:
             StoreError: The disk refuses.
         """
-        with self._lock:
-            file = self._files.get(tensor_id)
+        file = self._files.get(tensor_id)
         if file is None or not account.may_read(file.owner):
             return None
-        try:
-            with self._path(tensor_id, file).open("rb") as opened:
-                opened.seek(first)
-                return opened.read(-1 if end is None else end - first)
-        except FileNotFoundError:
-            return None
-        except OSError as error:
-            raise explain(self._root, error) from error
+        with self._explained(), contextlib.suppress(FileNotFoundError), file.path.open("rb") as opened:
+            opened.seek(first)
+            return opened.read(-1 if end is None else end - first)
+        return None
 
     def delete(self, tensor_id: str, account: Account = OPERATOR) -> bool:
         """Delete a file: true when it is gone, false if there was none that the account may change.
@@ -140,28 +138,20 @@ class TensorFiles:
         Raises:
             StoreError: The disk refuses.
         """
-        with self._lock:
-            file = self._files.get(tensor_id)
+        file = self._files.get(tensor_id)
         if file is None or not account.may_change(file.owner):
             return False
-        try:
-            remove(self._root, FOLDER, self._path(tensor_id, file).name)
-        except OSError as error:
-            raise explain(self._root, error) from error
-        with self._lock:
-            del self._files[tensor_id]
+        with self._explained():
+            remove(self._root, FOLDER, file.path.name)
+        del self._files[tensor_id]
         return True
 
-    def _path(self, tensor_id: str, file: TensorFile) -> Path:
-        of = f"@{file.owner}" if file.owner else ""
-        return self._root / FOLDER / f"{tensor_id}{of}.safetensors"
-
-
-def _id(data: bytes, owner: str | None) -> str:
-    digest = hashlib.sha256(data)
-    if owner is not None:
-        digest.update(f"@{owner}".encode())
-    return f"tensor-{digest.hexdigest()[:32]}"
+    @contextlib.contextmanager
+    def _explained(self) -> Iterator[None]:
+        try:
+            yield
+        except OSError as error:
+            raise explain(self._root, error) from error
 
 
 def _check_room(others: Sequence[TensorFile], size: int, count: int, most: int, whose: str = "") -> None:
@@ -172,9 +162,3 @@ def _check_room(others: Sequence[TensorFile], size: int, count: int, most: int, 
             f"together: delete some before you send one of {size} bytes"
         )
         raise RequestError(message, None, "tensor_store_full")
-
-
-def _summary(tensor_id: str, file: TensorFile, account: Account) -> dict[str, Any]:
-    tensors = {name: {"shape": list(kind.shape), "dtype": kind.dtype} for name, kind in file.tensors.items()}
-    summary = {"id": tensor_id, "bytes": file.bytes, "created": file.created, "tensors": tensors}
-    return summary if account.owner is None else summary | {"owner": file.owner}

@@ -67,7 +67,7 @@ def _make(
 def _reader_of(store: ActivationStore) -> ActivationReader:
     """The reader of a store that is in this process."""
     archive = store._archive
-    reader = ActivationReader(store._asked, ask=store._catalogue.query, restore=archive and archive.restore)
+    reader = ActivationReader(store._asked, wait=lambda: None, restore=archive and archive.restore)
     reader._places[1:] = [archive.place] if archive else []  # whose URI, with its settings, is not kept
     reader._places[0]._bucket = archive and archive.place
     reader._catalogue.archives = archive is not None
@@ -88,10 +88,14 @@ def make() -> Callable[..., Made]:
 def open_writer(tmp_path: Path) -> Iterator[Callable[..., Writer]]:
     """Opens writers on `tmp_path` as the store does when it starts; closes them at the end."""
     writers: list[Writer] = []
+    catalogues: list[Catalogue] = []
 
     def opened(kept: bool = True, **options: int) -> Writer:
         recover(tmp_path)
-        writers.append(Writer(tmp_path, Catalogue.rebuild(tmp_path) if kept else Catalogue(), **options))
+        for catalogue in catalogues:
+            catalogue.close()
+        catalogues.append(Catalogue.rebuild(tmp_path) if kept else Catalogue())
+        writers.append(Writer(tmp_path, catalogues[-1], **options))
         return writers[-1]
 
     yield opened

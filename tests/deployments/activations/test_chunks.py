@@ -20,7 +20,7 @@ def test_a_run_is_listed_once_its_last_part_is_there(long, open_sender, tmp_path
     sender = open_sender()
     for part in range(2):
         sender.append(long, part)
-        assert (sender.listed(), Catalogue.rebuild(tmp_path).sessions()) == ([], [])
+        assert (sender.listed(), Catalogue.copied(tmp_path).sessions()) == ([], [])
     stored = sender.finish(long, 2)
     assert stored.points[POINT][1:] == (0, (6, 4), "float32")
     assert stored.bytes == sender.files()[0].stat().st_size

@@ -34,15 +34,14 @@ class Stored:
     """A store with some runs, and its reader, which counts what it asks the store's process."""
 
     def __init__(self, root: Path, make, runs=("r0", "r1", "r2")):
-        self.root, self._make, self.asked = root, make, 0
+        self.root, self._make, self.waited = root, make, 0
         self.store = ActivationStore(str(root))
-        self.reader = ActivationReader(str(root), ask=self._ask)
+        self.reader = ActivationReader(str(root), wait=self._wait)
         for name in runs:
             self.write(name)
 
-    def _ask(self, statement, values):
-        self.asked += 1
-        return self.store._catalogue.query(statement, values)
+    def _wait(self):
+        self.waited += 1
 
     def write(self, name, session="session"):
         made = self._make(name, {POINT: torch.randn(ROWS, WIDTH)}, session_id=session)
@@ -109,14 +108,14 @@ def enlarge(file: Path, begin: int) -> None:
 
 def test_runs_are_found_as_soon_as_they_are_answered_without_asking_the_stores_process(stored):
     assert stored.listed() == ["r0", "r1", "r2"]
-    asked = stored.asked
+    waited = stored.waited
     for number in range(3, 20):
         stored.write(f"r{number}")
         assert stored.rows(f"r{number}")
         assert len(stored.listed()) == number + 1
     assert stored.store._writer.delete("session").result()
     assert stored.listed() is None
-    assert stored.asked == asked
+    assert stored.waited == waited
 
 
 def test_a_store_that_starts_again_is_read_on(stored):
@@ -160,8 +159,9 @@ def test_a_file_cut_short_under_a_download_is_an_error_that_names_it(stored, for
     tag, length = stored.read("find_data", choice)
     assert stored.read("data_page", choice, tag, 0, 1000)
     os.truncate(stored.file, 8000)  # what is mapped behind it would end the process
-    with pytest.raises(StoreError, match=str(stored.file)):
-        stored.pages(choice, tag, length)
+    if format == "arrow":  # of which pages are read out of the file
+        with pytest.raises(StoreError, match=str(stored.file)):
+            stored.pages(choice, tag, length)
     with pytest.raises(StoreError, match=str(stored.file)):
         stored.read("find_data", Choice("session", ("r1",), None, format))
     with pytest.raises(StoreError, match=str(stored.file)):
@@ -193,7 +193,7 @@ def test_a_download_of_a_session_does_not_pass_over_a_run_that_cannot_be_read(st
 
 
 def test_a_file_that_is_gone_is_410_and_a_session_that_was_deleted_is_none(stored):
-    choice = Choice("session", None, None, "npz")
+    choice = Choice("session", ("r0",))
     tag, length = stored.read("find_data", choice)
     file, aside = stored.file, stored.root / "aside"
     shutil.move(file, aside)
@@ -222,7 +222,9 @@ class Dying(ActivationReader):
 
 
 def test_a_reader_that_a_run_ends_says_which_and_comes_back(tmp_path, cluster):
-    reader = ray.remote(Dying).options(max_restarts=-1, max_task_retries=1, num_cpus=0).remote(str(tmp_path), ask=print)
+    reader = (
+        ray.remote(Dying).options(max_restarts=-1, max_task_retries=1, num_cpus=0).remote(str(tmp_path), wait=print)
+    )
 
     async def both():
         with pytest.raises(StoreError, match="ended twice while it read run deadly"):

@@ -163,7 +163,7 @@ def test_who_starts_again_passes_over_links_strangers_and_what_a_crash_left(file
 
 def test_tensor_files_are_no_session(files, tmp_path):
     files.put(WHOLE, ROOM)
-    assert Catalogue.rebuild(tmp_path).sessions() == []
+    assert Catalogue.copied(tmp_path).sessions() == []
 
 
 @pytest.mark.parametrize(("reference", "says"), [("id", "several"), ("id/c", "no tensor 'c'"), ("id/", "no tensor ''")])

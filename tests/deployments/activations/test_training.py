@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-import pickle
 import subprocess
 import sys
 import tempfile
@@ -232,15 +231,6 @@ rows = ActivationRows({str(tmp_path)!r}, [{POINT!r}], batch_size=64)
 assert sorted(run for batch in rows for run in batch.run.tolist()) == [run for run in range(90) for _ in range(4)]
 """
     subprocess.run([sys.executable, "-c", check], check=True, cwd=Path(training.__file__).parents[2])
-
-
-def test_a_part_of_an_index_reads_the_same_rows(session):
-    index = index_rows(session, [POINT])
-    whole, part = training.RowReader(index), index.part(35, 700)
-    assert len(part) == 665
-    assert len(pickle.dumps(part)) < len(pickle.dumps(index))
-    left, right = whole.between(35, 700), training.RowReader(part).between(0, 665)
-    assert seen([left], index.runs) == seen([right], part.runs)
 
 
 def test_runs_without_a_point_and_open_runs_are_left_out(make, open_writer, tmp_path):

@@ -34,7 +34,7 @@ class Handle:
 
     def __init__(self, store: ActivationStore) -> None:
         self._store = store
-        self._reader = ActivationReader(store._asked, ask=store._catalogue.query)
+        self._reader = ActivationReader(store._asked, wait=lambda: None)
 
     def __getattr__(self, name: str) -> Any:
         method = getattr(self._store if hasattr(self._store, name) else self._reader, name)
