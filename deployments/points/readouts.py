@@ -1,0 +1,215 @@
+"""Readouts as data: what one is, how a request asks for its values, and conditions on them."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Annotated, Any, Literal
+
+from pydantic import AfterValidator, BeforeValidator, ConfigDict, Discriminator, Field, Tag, model_validator
+
+from deployments.points.strict import Strict
+from deployments.points.token_choices import TokenChoice
+
+MOST_READOUTS = 64  # of a request
+MOST_CONDITIONS = 8  # of one gate
+MOST_FEATURES = 1024  # that come with a token
+DEFAULT_TOP_K = 10
+COLUMN = "readouts."  # with which a stored column's name begins
+
+ReadoutName = Annotated[str, Field(pattern=r"^[A-Za-z0-9_-][A-Za-z0-9._-]{0,63}$")]
+Activation = Literal["none", "sigmoid", "relu", "jumprelu", "topk", "gated"]
+Normalization = Literal["none", "layer_norm", "constant_norm_rescale"]
+Number = Annotated[float, Field(allow_inf_nan=False, ge=-3.4e38, le=3.4e38)]
+LINEAR = ("none", "sigmoid", "relu")
+SAE = ("relu", "jumprelu", "topk", "gated")
+
+
+class ReadoutSpec(Strict):
+    """What a readout is, beside its tensors.
+
+    Attributes:
+        name: What requests call it.
+        model: The model that it is for.
+        point: Whose rows it reads.
+        kind: A linear map of a row, or the encoder of a sparse autoencoder.
+        activation: What becomes of the map's values. `gated` is a gated autoencoder's.
+        labels: Of a linear readout, what its values are of, in their order.
+        description: The user's words.
+        k: Of `topk`, how many features a row has at the most.
+        apply_b_dec_to_input: Of an autoencoder, whether `b_dec` is taken off the row first.
+        normalize_activations: Of an autoencoder, how the row is normalized before that.
+        rescale_acts_by_decoder_norm: Of `topk`, whether features are chosen and given by what they contribute.
+    """
+
+    model_config = ConfigDict(frozen=True)
+
+    name: ReadoutName
+    model: str = Field(min_length=1, max_length=256)
+    point: str = Field(min_length=1, max_length=256)
+    kind: Literal["linear", "sae"]
+    activation: Activation = "none"
+    labels: list[Annotated[str, Field(min_length=1, max_length=256)]] | None = Field(
+        default=None, min_length=1, max_length=1024, fail_fast=True
+    )
+    description: str | None = Field(default=None, max_length=1024)
+    k: int | None = Field(default=None, ge=1, le=1 << 20)
+    apply_b_dec_to_input: bool = False
+    normalize_activations: Normalization = "none"
+    rescale_acts_by_decoder_norm: bool = False
+
+    @model_validator(mode="after")
+    def _has_what_its_kind_has(self) -> ReadoutSpec:
+        allowed = LINEAR if self.kind == "linear" else SAE
+        if self.activation not in allowed:
+            raise ValueError(f"activation: a readout of kind {self.kind} has one of {', '.join(allowed)}")
+        if (self.k is None) == (self.activation == "topk"):
+            raise ValueError("k goes with the activation topk, and only with it")
+        if self.labels is not None and self.kind == "sae":
+            raise ValueError("labels: an autoencoder's features go by their numbers")
+        if self.labels is not None and len(set(self.labels)) < len(self.labels):
+            raise ValueError("labels: each value has its own")
+        if self.kind == "linear" and (self.apply_b_dec_to_input or self.normalize_activations != "none"):
+            raise ValueError("apply_b_dec_to_input and normalize_activations are an autoencoder's")
+        if self.rescale_acts_by_decoder_norm and self.activation != "topk":
+            raise ValueError("rescale_acts_by_decoder_norm goes with the activation topk")
+        return self
+
+
+class AskedReadout(Strict):
+    """A readout whose values a request wants.
+
+    Attributes:
+        name: Which.
+        tokens: Of which tokens.
+        top_k: Of an autoencoder, how many features of a token come, the largest first.
+        store: Whether the values are columns of the stored run; they are whenever the request captures.
+    """
+
+    model_config = ConfigDict(frozen=True)
+
+    name: ReadoutName
+    tokens: TokenChoice = "all"
+    top_k: int | None = Field(default=None, ge=1, le=MOST_FEATURES)
+    store: bool = False
+
+
+def _named(value: Any) -> Any:
+    return {"name": value} if isinstance(value, str) else value
+
+
+def _once(asked: list[AskedReadout]) -> list[AskedReadout]:
+    if len({one.name for one in asked}) < len(asked):
+        raise ValueError("each readout once")
+    return asked
+
+
+Asked = Annotated[
+    list[Annotated[AskedReadout, BeforeValidator(_named, json_schema_input_type=ReadoutName | AskedReadout)]],
+    Field(max_length=MOST_READOUTS, fail_fast=True),
+    AfterValidator(_once),
+]
+
+
+class _Condition(Strict):
+    model_config = ConfigDict(frozen=True)
+
+
+class Threshold(_Condition):
+    """A condition on one value of a readout.
+
+    Attributes:
+        readout: Which.
+        above: Met while the value is above it.
+        below: Met while the value is below it.
+        between: Met while the value is from the first to the second.
+        feature: Which value, by its number.
+        label: Which value, by its label.
+        rows: Met once it has been so for so many rows in a row.
+        until_below: Once met, it stays so until the value is below this.
+        ema: The condition reads the exponential moving average of the values, in which the last average weighs so much.
+    """
+
+    readout: ReadoutName
+    above: Number | None = None
+    below: Number | None = None
+    between: Annotated[list[Number], Field(min_length=2, max_length=2)] | None = None
+    feature: int | None = Field(default=None, ge=0)
+    label: str | None = Field(default=None, max_length=256)
+    rows: int = Field(default=1, ge=1, le=1024, alias="for")
+    until_below: Number | None = None
+    ema: float | None = Field(default=None, ge=0, lt=1)
+
+    @model_validator(mode="after")
+    def _compares_once(self) -> Threshold:
+        if sum(one is not None for one in (self.above, self.below, self.between)) != 1:
+            raise ValueError("give one of above, below and between")
+        if self.between and self.between[0] > self.between[1]:
+            raise ValueError("between: the first is above the second")
+        if self.feature is not None and self.label is not None:
+            raise ValueError("give feature or label, not both")
+        if self.until_below is not None and (self.above is None or self.until_below > self.above):
+            raise ValueError("until_below goes with above, and is not over it")
+        return self
+
+
+class AllOf(_Condition):
+    """Met while all are."""
+
+    all: list[Condition] = Field(min_length=1, max_length=MOST_CONDITIONS)
+
+
+class AnyOf(_Condition):
+    """Met while one is."""
+
+    any: list[Condition] = Field(min_length=1, max_length=MOST_CONDITIONS)
+
+
+class Not(_Condition):
+    """Met while the other is not."""
+
+    negated: Condition = Field(alias="not")
+
+
+def _tag(value: Any) -> str | None:
+    if isinstance(value, _Condition):
+        return f"when:{type(value).__name__}"
+    if not isinstance(value, dict):
+        return None
+    forms = {"all": "AllOf", "any": "AnyOf", "not": "Not"}
+    return f"when:{next((form for name, form in forms.items() if name in value), 'Threshold')}"
+
+
+Condition = Annotated[
+    Annotated[Threshold, Tag("when:Threshold")]
+    | Annotated[AllOf, Tag("when:AllOf")]
+    | Annotated[AnyOf, Tag("when:AnyOf")]
+    | Annotated[Not, Tag("when:Not")],
+    Discriminator(
+        _tag,
+        custom_error_type="unknown_condition",
+        custom_error_message='a condition is {"readout": "...", "above": 0.5}, or of others: all, any, not',
+    ),
+]
+AllOf.model_rebuild()
+AnyOf.model_rebuild()
+Not.model_rebuild()
+
+
+def thresholds(condition: Any) -> Iterator[Threshold]:
+    """The conditions on single values within one."""
+    if isinstance(condition, Threshold):
+        yield condition
+    elif isinstance(condition, Not):
+        yield from thresholds(condition.negated)
+    else:
+        for inner in condition.all if isinstance(condition, AllOf) else condition.any:
+            yield from thresholds(inner)
+
+
+def _few(condition: Any) -> Any:
+    if sum(1 for _ in thresholds(condition)) > MOST_CONDITIONS:
+        raise ValueError(f"at most {MOST_CONDITIONS} conditions")
+    return condition
+
+
+When = Annotated[Condition, AfterValidator(_few)]

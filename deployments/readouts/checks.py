@@ -1,0 +1,156 @@
+"""From a file that a client sent to a definition whose tensors fit each other, or to a refusal by field."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from typing import Any, NamedTuple
+
+import torch
+from pydantic import ValidationError
+from safetensors import SafetensorError, deserialize
+from safetensors.torch import load
+
+from deployments.errors import RequestError
+from deployments.points.readouts import ReadoutSpec
+
+MAX_HEADER_BYTES = 1 << 20
+_DTYPES = ("F16", "BF16", "F32", "F64")
+_OF_METADATA = ("name", "model", "point", "kind", "activation", "description")
+# Each kind's tensors: their dimensions by name, and whether they must be there.
+_LINEAR = {
+    "weight": (("k", "hidden"), True),
+    "bias": (("k",), False),
+    "mean": (("hidden",), False),
+    "std": (("hidden",), False),
+    "slope": (("k",), False),
+    "offset": (("k",), False),
+}
+_SAE = {
+    "W_enc": (("hidden", "k"), True),
+    "W_dec": (("k", "hidden"), True),
+    "b_enc": (("k",), True),
+    "b_dec": (("hidden",), True),
+}
+_OF_ACTIVATION = {
+    "jumprelu": {"threshold": (("k",), True)},
+    "gated": {"b_gate": (("k",), True), "b_mag": (("k",), True), "r_mag": (("k",), True)},
+}
+
+
+class Definition(NamedTuple):
+    """A readout that was checked.
+
+    Attributes:
+        spec: What it is.
+        tensors: Its tensors by name, on the CPU, as they were sent.
+        hidden: Entries of a row that it reads.
+        size: How many values it gives.
+    """
+
+    spec: ReadoutSpec
+    tensors: dict[str, torch.Tensor]
+    hidden: int
+    size: int
+
+
+def define(data: bytes, spec: Mapping[str, Any] | None = None) -> Definition:
+    """A readout of a safetensors file.
+
+    Args:
+        data: The file.
+        spec: What is said beside it; what it leaves out, the file's metadata says.
+
+    Raises:
+        RequestError: It is no such file, says what no readout is, or its tensors do not fit; names the field.
+    """
+    said = metadata(data)
+    read = _spec({**said, **(spec or {})})
+    tensors = load(data)
+    sizes = _sizes(read, tensors)
+    if read.labels is not None and len(read.labels) != sizes["k"]:
+        raise RequestError(f"{len(read.labels)} labels of {sizes['k']} values", "spec.labels")
+    if read.k is not None and read.k > sizes["k"]:
+        raise RequestError(f"{read.k} of {sizes['k']} features", "spec.k")
+    return Definition(read, tensors, sizes["hidden"], sizes["k"])
+
+
+def metadata(data: bytes) -> dict[str, Any]:
+    """What a file's metadata says of the readout in it; nothing of any other file.
+
+    Raises:
+        RequestError: It is no whole safetensors file.
+    """
+    length = int.from_bytes(data[:8], "little")
+    if length > MAX_HEADER_BYTES:
+        raise _refused(f"no safetensors file: its header would be longer than {MAX_HEADER_BYTES} bytes")
+    try:
+        deserialize(data)  # type: ignore[no-untyped-call]
+        found = json.loads(data[8 : 8 + length]).get("__metadata__") or {}
+    except (SafetensorError, ValueError) as error:
+        raise _refused(f"no whole safetensors file: {error}") from error
+    if "spec" in found:
+        return _object(found["spec"], "spec")
+    said: dict[str, Any] = {name: found[name] for name in _OF_METADATA if name in found}
+    if "labels" in found:
+        try:
+            said["labels"] = json.loads(found["labels"])
+        except ValueError as error:
+            raise _refused("its metadata's labels are no JSON") from error
+    return said
+
+
+def _object(text: str, field: str) -> dict[str, Any]:
+    try:
+        value = json.loads(text)
+    except ValueError as error:
+        raise RequestError("no JSON", field) from error
+    if not isinstance(value, dict):
+        raise RequestError("a JSON object is needed", field)
+    return value
+
+
+def _spec(said: Mapping[str, Any]) -> ReadoutSpec:
+    try:
+        return ReadoutSpec.model_validate(dict(said))
+    except ValidationError as error:
+        first = error.errors(include_url=False)[0]
+        place = "".join(f"[{part}]" if isinstance(part, int) else f".{part}" for part in first["loc"])
+        message = first["msg"].removeprefix("Value error, ")
+        raise RequestError(message, f"spec{place}") from error
+
+
+def _sizes(spec: ReadoutSpec, tensors: Mapping[str, torch.Tensor]) -> dict[str, int]:
+    """The sizes `hidden` and `k`."""
+    wanted = _LINEAR if spec.kind == "linear" else _SAE | _OF_ACTIVATION.get(spec.activation, {})
+    if spec.activation == "gated":
+        wanted = {name: what for name, what in wanted.items() if name != "b_enc"}
+    if missing := [name for name, (_, needed) in wanted.items() if needed and name not in tensors]:
+        raise _refused(f"it has no tensor {missing[0]!r}; a readout like this has {', '.join(wanted)}")
+    if unknown := sorted(tensors.keys() - wanted.keys()):
+        raise _refused(f"{unknown[0]!r} is no tensor of a readout like this; there are {', '.join(wanted)}")
+    for pair in (("mean", "std"), ("slope", "offset")):
+        if (pair[0] in tensors) != (pair[1] in tensors):
+            raise _refused(f"{pair[0]} and {pair[1]} go together")
+    sizes = dict[str, int]()
+    for name, (dimensions, _) in wanted.items():
+        if name not in tensors:
+            continue
+        tensor = tensors[name]
+        if tensor.dtype not in (torch.float16, torch.bfloat16, torch.float32, torch.float64):
+            raise _refused(f"{name!r} is of dtype {tensor.dtype}: tensors here are one of {', '.join(_DTYPES)}")
+        if len(tensor.shape) != len(dimensions) or 0 in tensor.shape:
+            raise _refused(f"{name!r} has the shape {list(tensor.shape)}, and is [{', '.join(dimensions)}]")
+        for dimension, size in zip(dimensions, tensor.shape, strict=True):
+            if sizes.setdefault(dimension, size) != size:
+                message = f"{name!r} has the shape {list(tensor.shape)}, where {dimension} is {sizes[dimension]}"
+                raise _refused(message)
+        if not tensor.isfinite().all():
+            raise _refused(f"{name!r} holds a value that is not finite")
+    if "std" in tensors and not (tensors["std"] > 0).all():
+        raise _refused("'std' holds a value that is not above 0")
+    return sizes
+
+
+def _refused(message: str) -> RequestError:
+    return RequestError(message, "file", "invalid_readout_file")

@@ -1,0 +1,110 @@
+"""Sparse autoencoders as SAELens saves them: `cfg.json` and `sae_weights.safetensors`."""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any, get_args
+
+import torch
+from safetensors import SafetensorError
+from safetensors.torch import load_file
+
+from deployments.errors import RequestError
+from deployments.points.names import canonical
+from deployments.points.readouts import Normalization
+
+_ARCHITECTURES = {"standard": "relu", "gated": "gated", "topk": "topk", "jumprelu": "jumprelu"}
+_TRAINING = ("l1_coefficient", "l0_coefficient", "aux_loss_coefficient", "use_ghost_grads", "jumprelu_init_threshold")
+_FOLDING = (
+    "fold_ln",
+    "center_writing_weights",
+    "center_unembed",
+    "fold_value_biases",
+    "refactor_factored_attn_matrices",
+)
+_TENSORS = ("W_enc", "W_dec", "b_enc", "b_dec", "threshold", "b_gate", "b_mag", "r_mag")
+
+
+def read(directory: Path) -> tuple[dict[str, Any], dict[str, torch.Tensor]]:
+    """What a directory holds, as a readout's spec without a name, and its tensors.
+
+    Raises:
+        RequestError: It holds no autoencoder that can be one; says why.
+    """
+    try:
+        config = json.loads((directory / "cfg.json").read_text())
+        tensors = load_file(directory / "sae_weights.safetensors")
+    except (OSError, ValueError, SafetensorError) as error:
+        raise RequestError(f"{directory}: no SAELens directory: {error}", "file") from error
+    if not isinstance(config, dict):
+        raise RequestError(f"{directory}/cfg.json holds no JSON object", "file")
+    spec = spec_of(config)
+    if (width := config.get("d_in")) not in (None, tensors["W_enc"].shape[0] if "W_enc" in tensors else None):
+        raise RequestError(f"d_in is {width}, and W_enc has the shape {list(tensors['W_enc'].shape)}", "d_in")
+    tensors = {name: tensor for name, tensor in tensors.items() if name in _TENSORS}
+    if spec["activation"] == "gated":
+        tensors.pop("b_enc", None)
+    return spec, tensors
+
+
+def spec_of(config: Mapping[str, Any]) -> dict[str, Any]:
+    """A readout's spec, without a name, of what `cfg.json` says.
+
+    Raises:
+        RequestError: It is of a kind that cannot be one; names what it says.
+    """
+    about = {**config, **(config.get("metadata") or {})}
+    architecture = config.get("architecture", "standard")
+    if "transcoder" in str(architecture) or about.get("hook_name_out") not in (None, about.get("hook_name")):
+        raise RequestError("a transcoder reads one point and writes another: it is no readout", "architecture")
+    if architecture not in _ARCHITECTURES:
+        raise RequestError(f"{architecture!r} is none of {', '.join(_ARCHITECTURES)}", "architecture")
+    if training := [name for name in _TRAINING if name in config]:
+        message = "this is a training run's configuration: save the autoencoder for inference (`save_inference_model`)"
+        raise RequestError(message, training[0])
+    if config.get("finetuning_scaling_factor"):
+        raise RequestError("it is fine-tuned by a scaling factor, which is not supported", "finetuning_scaling_factor")
+    if folded := [name for name in _FOLDING if (about.get("model_from_pretrained_kwargs") or {}).get(name)]:
+        message = f"it was trained on a model whose weights were changed by {folded[0]}: the served model's rows differ"
+        raise RequestError(message, f"model_from_pretrained_kwargs.{folded[0]}")
+    return _described(config, about, _ARCHITECTURES[architecture])
+
+
+def _described(config: Mapping[str, Any], about: Mapping[str, Any], activation: str) -> dict[str, Any]:
+    arguments = config.get("activation_fn_kwargs") or {}
+    if activation == "relu" and str(config.get("activation_fn") or config.get("activation_fn_str") or "relu") == "topk":
+        activation = "topk"  # of versions before 6
+    normalization = config.get("normalize_activations") or "none"
+    if normalization == "expected_average_only_in":
+        normalization = "none"  # SAELens folds its factor into the weights when it saves
+    if normalization not in get_args(Normalization):
+        raise RequestError(f"normalize_activations {normalization!r} is not supported", "normalize_activations")
+    spec: dict[str, Any] = {
+        "kind": "sae",
+        "activation": activation,
+        "apply_b_dec_to_input": bool(config.get("apply_b_dec_to_input", True)),
+        "normalize_activations": normalization,
+    }
+    if activation == "topk":
+        spec["k"] = config.get("k", arguments.get("k"))
+        spec["rescale_acts_by_decoder_norm"] = bool(config.get("rescale_acts_by_decoder_norm", False))
+    if about.get("model_name"):
+        spec["model"] = about["model_name"]
+    if about.get("hook_name"):
+        spec["point"] = point_of(about["hook_name"])
+    return spec
+
+
+def point_of(hook: str) -> str:
+    """The point that TransformerLens' name of a hook means.
+
+    Raises:
+        RequestError: There is none.
+    """
+    point = canonical(hook)
+    if not re.fullmatch(r"layers\.\d+\.[\w.]+", point) or not hook.startswith("blocks."):
+        raise RequestError(f"{hook!r} means no point; docs/points.md lists the hooks that do", "hook_name")
+    return point

@@ -1,0 +1,162 @@
+"""Computing readouts on rows: one product for all linear ones of a point, one for each sparse autoencoder."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+
+from deployments.points.readouts import ReadoutSpec
+from deployments.readouts.checks import Definition
+
+DENSE_BYTES = 64 << 20  # of an autoencoder's features, as float32, that are made at a time
+_EPSILON = 1e-5  # of SAELens' layer norm
+
+
+class Readout:
+    """A readout whose tensors are on a device.
+
+    Attributes:
+        spec: What it is.
+        count: How many values it gives of a row.
+        hidden: Entries of a row that it reads.
+        bytes: Memory that its tensors take.
+    """
+
+    def __init__(self, definition: Definition, device: torch.device) -> None:
+        """Lay out the tensors.
+
+        Args:
+            definition: The readout.
+            device: Where rows come from.
+        """
+        self.spec: ReadoutSpec = definition.spec
+        self.count, self.hidden = definition.size, definition.hidden
+        tensors = definition.tensors
+        if self.spec.kind == "linear":
+            self._tensors = _folded(tensors, _wide(device))
+        else:
+            self._tensors = {name: tensor.float() for name, tensor in tensors.items()}
+            if self.spec.activation == "gated":
+                self._tensors["W_mag"] = self._tensors["W_enc"] * self._tensors.pop("r_mag").exp()
+            if self.spec.rescale_acts_by_decoder_norm:
+                self._tensors["norms"] = self._tensors["W_dec"].norm(dim=-1)
+        self._tensors = {name: tensor.to(device) for name, tensor in self._tensors.items()}
+        self.bytes = sum(tensor.nbytes for tensor in self._tensors.values())
+
+    @property
+    def weight(self) -> torch.Tensor:
+        """Of a linear readout, [hidden, count] with standardization and slope folded in."""
+        return self._tensors["weight"]
+
+    @property
+    def bias(self) -> torch.Tensor:
+        """Of a linear readout, [count] likewise."""
+        return self._tensors["bias"]
+
+    def column(self, feature: int | None, label: str | None) -> int | None:
+        """Which of its values is meant; None where there is none, or several and none is named."""
+        if label is not None:
+            return self.spec.labels.index(label) if self.spec.labels and label in self.spec.labels else None
+        if feature is not None:
+            return feature if feature < self.count else None
+        return 0 if self.count == 1 else None
+
+    def encode(self, rows: torch.Tensor) -> torch.Tensor:
+        """Its values of rows [rows, hidden]: [rows, count], in float32."""
+        if self.spec.kind == "linear":
+            return Stack([self]).values(rows)[0]
+        normal, _ = self._normalized(rows.float())
+        return self._features(normal)
+
+    def change(self, rows: torch.Tensor, feature: int, kind: str, value: float) -> torch.Tensor:
+        """What to add to rows [rows, hidden] so that one feature becomes another value, in float32.
+
+        Args:
+            rows: The rows.
+            feature: Which.
+            kind: `add` to it, `scale` it, or put the value in its place: `clamp`; `zero` puts 0.
+            value: The number.
+        """
+        normal, scale = self._normalized(rows.float())
+        now = self._features(normal)[:, feature]
+        wanted = {"add": now + value, "scale": now * value, "zero": now * 0}.get(kind, torch.full_like(now, value))
+        direction = self._tensors["W_dec"][feature]
+        if "norms" in self._tensors:
+            direction = direction / self._tensors["norms"][feature]
+        return (wanted - now)[:, None] * direction / scale
+
+    def _normalized(self, rows: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        """Rows as the encoder reads them, and by what they were multiplied, [rows or 1, 1]."""
+        scale = rows.new_ones(1, 1)
+        if self.spec.normalize_activations == "constant_norm_rescale":
+            scale = self.hidden**0.5 / rows.norm(dim=-1, keepdim=True)
+            rows = rows * scale
+        elif self.spec.normalize_activations == "layer_norm":
+            rows = rows - rows.mean(dim=-1, keepdim=True)
+            scale = 1 / (rows.std(dim=-1, keepdim=True) + _EPSILON)
+            rows = rows * scale
+        return (rows - self._tensors["b_dec"] if self.spec.apply_b_dec_to_input else rows), scale
+
+    def _features(self, rows: torch.Tensor) -> torch.Tensor:
+        """Features [rows, count] of normalized rows."""
+        held = self._tensors
+        if self.spec.activation == "gated":
+            opened = rows @ held["W_enc"] + held["b_gate"] > 0
+            return opened * (rows @ held["W_mag"] + held["b_mag"]).relu_()
+        found = torch.addmm(held["b_enc"], rows, held["W_enc"])
+        if self.spec.activation == "jumprelu":
+            return found.relu_() * (found > held["threshold"])
+        if self.spec.activation == "topk":
+            return self._largest(found)
+        return found.relu_()
+
+    def _largest(self, found: torch.Tensor) -> torch.Tensor:
+        """The `k` largest of each row, the others 0; by what they contribute, where the spec says so."""
+        assert self.spec.k is not None
+        if "norms" in self._tensors:
+            found = found * self._tensors["norms"]
+        values, index = found.topk(self.spec.k, dim=-1, sorted=False)
+        return torch.zeros_like(found).scatter_(-1, index, values.relu_())
+
+
+def _wide(device: torch.device) -> torch.dtype:
+    """The dtype of linear maps: rows have entries a thousand times the others', which a mean takes off again."""
+    return torch.float32 if device.type == "mps" else torch.float64
+
+
+def _folded(tensors: dict[str, torch.Tensor], dtype: torch.dtype) -> dict[str, torch.Tensor]:
+    """A linear readout's tensors as one map: weight [hidden, k] and bias [k]."""
+    weight = tensors["weight"].double()
+    bias = tensors["bias"].double() if "bias" in tensors else weight.new_zeros(len(weight))
+    if "mean" in tensors:
+        weight = weight / tensors["std"].double()
+        bias = bias - weight @ tensors["mean"].double()
+    if "slope" in tensors:
+        slope = tensors["slope"].double()
+        weight, bias = weight * slope[:, None], bias * slope + tensors["offset"].double()
+    return {"weight": weight.T.contiguous().to(dtype), "bias": bias.to(dtype)}
+
+
+class Stack:
+    """Linear readouts of one point, side by side."""
+
+    def __init__(self, readouts: Sequence[Readout]) -> None:
+        self._weight = torch.cat([one.weight for one in readouts], dim=1)  # [hidden, all]
+        self._bias = torch.cat([one.bias for one in readouts])
+        self._counts = [one.count for one in readouts]
+        self._activations = [one.spec.activation for one in readouts]
+
+    def values(self, rows: torch.Tensor) -> list[torch.Tensor]:
+        """Each one's values of rows [rows, hidden]: [rows, count], in float32."""
+        found = torch.addmm(self._bias, rows.to(self._weight.dtype), self._weight).float()
+        parts = torch.split(found, self._counts, dim=1)
+        if all(one == "none" for one in self._activations):
+            return list(parts)
+        return [_activated(part, one) for part, one in zip(parts, self._activations, strict=True)]
+
+
+def _activated(values: torch.Tensor, activation: str) -> torch.Tensor:
+    if activation == "none":
+        return values
+    return values.sigmoid() if activation == "sigmoid" else values.relu()

@@ -1,0 +1,64 @@
+"""A file that is no readout is refused by the field that is at fault."""
+
+from __future__ import annotations
+
+import json
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors.torch import load, save
+
+sys.path.append(str(Path(__file__).parent))  # importlib mode adds no folder
+from made import linear, sae
+
+from deployments.errors import RequestError
+from deployments.readouts.checks import define
+
+HIDDEN = 8
+
+
+def changed(data: bytes, **tensors: torch.Tensor | None) -> bytes:
+    said = json.loads(data[8 : 8 + int.from_bytes(data[:8], "little")])["__metadata__"]
+    held = {name: tensor for name, tensor in (load(data) | tensors).items() if tensor is not None}
+    return save(held, said)
+
+
+def test_what_a_sweep_of_probes_writes_goes_in_as_it_is() -> None:
+    tensors = load(linear(HIDDEN))
+    about = {"name": "truth", "model": "demo", "point": "layers.1.output", "kind": "linear", "activation": "sigmoid"}
+    data = save(tensors, about | {"labels": '["true"]', "tokens": "last", "method": "ridge", "description": "words"})
+    found = define(data)
+    assert (found.spec.name, found.spec.labels, found.hidden, found.size) == ("truth", ["true"], HIDDEN, 1)
+    assert define(data, {"name": "other"}).spec.name == "other"
+
+
+@pytest.mark.parametrize(
+    ("data", "spec", "field", "says"),
+    [
+        (b"no file", {}, "file", "safetensors"),
+        (b"\xff" * 64, {}, "file", "safetensors"),
+        (changed(linear(HIDDEN), weight=torch.full((1, HIDDEN), torch.nan)), {}, "file", "not finite"),
+        (changed(linear(HIDDEN), bias=torch.zeros(3)), {}, "file", "'bias' has the shape [3]"),
+        (changed(linear(HIDDEN), weight=None), {}, "file", "no tensor 'weight'"),
+        (changed(linear(HIDDEN), std=None), {}, "file", "mean and std go together"),
+        (changed(linear(HIDDEN), std=torch.zeros(HIDDEN)), {}, "file", "not above 0"),
+        (changed(linear(HIDDEN), other=torch.zeros(1)), {}, "file", "'other'"),
+        (changed(linear(HIDDEN), weight=torch.ones(1, HIDDEN, dtype=torch.int64)), {}, "file", "dtype"),
+        (linear(HIDDEN), {"labels": ["a", "b"]}, "spec.labels", "2 labels of 1"),
+        (linear(HIDDEN), {"name": "../x"}, "spec.name", "pattern"),
+        (linear(HIDDEN), {"kind": "sae"}, "spec", "activation"),
+        (linear(HIDDEN), {"activation": "topk"}, "spec", "activation"),
+        (linear(HIDDEN), {"pont": 1}, "spec.pont", "permitted"),
+        (sae(HIDDEN, 16, "topk"), {"k": 17}, "spec.k", "17 of 16"),
+        (sae(HIDDEN, 16), {"k": 3}, "spec", "k goes with"),
+        (changed(sae(HIDDEN, 16), W_dec=torch.zeros(16, 9)), {}, "file", "hidden is 8"),
+        (changed(sae(HIDDEN, 16, "jumprelu"), threshold=None), {}, "file", "threshold"),
+    ],
+)
+def test_bad_input_is_refused_by_field(data: bytes, spec: dict[str, object], field: str, says: str) -> None:
+    with pytest.raises(RequestError, match=".") as refused:
+        define(data, spec)
+    assert refused.value.field == field
+    assert says in refused.value.message
