@@ -15,11 +15,13 @@ import serve_app.openapi as openapi
 from deployments.activations.accounts import Account
 from deployments.errors import RequestError
 from deployments.messages import Job, Message
+from deployments.points.capture import Capture
 from serve_app.answers import Answer, Kind
 from serve_app.backend.backend import Backend
 from serve_app.http.bodies import JsonRoute
 from serve_app.openapi import errors
 from serve_app.routes.dependencies import AppBackend, CallerAccount
+from serve_app.routes.headers import ByHeaders, Named
 from serve_app.schemas.generation import ChatRequest, CompletionRequest, Generation
 
 PROFILE = "X-Intervention-Profile"  # of an answer: the profile that it used, which the request need not have named
@@ -37,6 +39,7 @@ async def chat(
     request: Request,
     backend: AppBackend,
     who: CallerAccount,
+    named: ByHeaders,
 ) -> Response:
     """Answer a chat, streamed or whole; record activations where `capture` or `store_activations` asks."""
     limit, name = body.limit
@@ -45,6 +48,7 @@ async def chat(
         request,
         backend,
         who,
+        named,
         messages=[message.spoken for message in body.messages],
         tools=body.callable_tools,
         must_call=body.must_call,
@@ -63,6 +67,7 @@ async def completions(
     request: Request,
     backend: AppBackend,
     who: CallerAccount,
+    named: ByHeaders,
 ) -> Response:
     """Continue one prompt or many, streamed or whole; record activations where asked."""
     job = await _job(
@@ -70,6 +75,7 @@ async def completions(
         request,
         backend,
         who,
+        named,
         prompts=body.prompts,
         max_tokens=body.max_tokens,
         logprobs=body.logprobs,
@@ -79,7 +85,12 @@ async def completions(
     return await _answer("completion", body, job, backend, prompts=len(body.prompts))
 
 
-async def _job(body: Generation, request: Request, backend: Backend, who: Account, **own: Any) -> Job:
+async def _job(
+    body: Generation, request: Request, backend: Backend, who: Account, by_headers: Named, **own: Any
+) -> Job:
+    storing = body.store_activations
+    if storing is None and by_headers.tags is not None:  # what has tags is to be recorded
+        storing = True
     job = Job(
         id=uuid.uuid4().hex,  # what it records is named after it: a client could choose another's X-Request-Id
         account=who,
@@ -91,15 +102,17 @@ async def _job(body: Generation, request: Request, backend: Backend, who: Accoun
         ignore_eos=body.ignore_eos,
         token_ids=bool(body.return_token_ids),
         schema=body.enforced_schema,
-        capture=body.capturing,
+        capture=body.capture or (Capture() if storing else None),
         interventions=tuple(body.interventions or ()),
         variants=tuple(map(tuple, body.variants or ())),
         logit_lens=body.logit_lens,
-        session_id=body.session_id or "-".join(filter(None, [f"auto-{datetime.now(UTC):%Y-%m-%d}", who.owner])),
+        session_id=body.session_id
+        or by_headers.session_id
+        or "-".join(filter(None, [f"auto-{datetime.now(UTC):%Y-%m-%d}", who.owner])),
         **own,
     )
-    named, storing = body.intervention_profile, body.store_activations
-    job = await backend.profiles.applied(job, named, body.model, body.capture, storing)
+    job = await backend.profiles.applied(job, body.intervention_profile, body.model, body.capture, storing)
+    job = by_headers.tagged(job)
     if job.capture and body.sequences > body.choices:
         message = "what is not returned would be recorded, too: with a profile that records, it is n"
         raise RequestError(message, "best_of")

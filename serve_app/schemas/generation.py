@@ -138,11 +138,6 @@ class Generation(WireModel):
         return self.response_format.enforced if self.response_format else None
 
     @property
-    def capturing(self) -> Capture | None:
-        """What to record; the model's default points where the request names none."""
-        return self.capture or (Capture() if self.store_activations else None)
-
-    @property
     def stops(self) -> tuple[str, ...]:
         """The stop strings."""
         return (self.stop,) if isinstance(self.stop, str) else tuple(self.stop or ())
