@@ -148,15 +148,7 @@ class ActivationStore(TakesRuns):
         await self._room.check(size)
 
     async def claim(self, session_id: str, account: Account) -> str:
-        """Admit a request that records into a session; who comes first owns it, and that is durable when it answers.
-
-        Returns:
-            The session's fence, which the request's runs show.
-
-        Raises:
-            RequestError: The session is another's; 403.
-            StoreError: The owner has too many sessions.
-        """
+        """As `Owners.claim`: admit a request that records into a session, whose fence its runs show."""
         record = await asyncio.to_thread(self._owners.of, session_id)
         if record is not None and account.may_change(record.owner):
             return record.fence
@@ -274,14 +266,7 @@ class ActivationStore(TakesRuns):
         return Reply(self._node_life(), {}, deletions, known)
 
     async def tell(self, key: str, notes: list[Note], deleted: list[int], asked: list[str]) -> Reply:
-        """List runs that a node's writer has made durable, unless they were deleted since.
-
-        Args:
-            key: The node's.
-            notes: The runs, by file.
-            deleted: The deletions that the node has done, by their ids; it did them before these runs.
-            asked: Sessions of which it is to say whether they may get more.
-        """
+        """As `Keeper.note`; `deleted` are the deletions that the node has done before these runs, by their ids."""
         if deleted:
             await asyncio.to_thread(self._end_deletions, key, deleted)
         refused = await self._ask(lambda keeper: keeper.note(key, notes, asked))

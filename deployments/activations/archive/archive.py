@@ -18,9 +18,10 @@ from collections import defaultdict
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor, wait
 from pathlib import Path
-from typing import Any, Protocol
-from urllib.parse import unquote, urlsplit
+from typing import Any
+from urllib.parse import unquote
 
+from deployments.activations.archive.cache import Cache, Elsewhere, path_of, select
 from deployments.activations.archive.claim import BucketClaim, InUseError
 from deployments.activations.catalogue.catalogue import Catalogue
 from deployments.activations.catalogue.database import NAME
@@ -34,10 +35,8 @@ from deployments.activations.catalogue.replaying import (
     segment_line,
     write_snapshot,
 )
-from deployments.activations.catalogue.updates import move
 from deployments.activations.facts import StoredFile, name_of
 from deployments.activations.files.atomic import write
-from deployments.activations.files.locks import NEW
 from deployments.activations.files.places import File, Place
 from deployments.activations.files.scan import scan_session
 from deployments.activations.files.sqlite import transaction
@@ -59,19 +58,6 @@ class ArchiveError(OSError):
     """The bucket cannot be written now; the message says why."""
 
 
-class Elsewhere(Protocol):
-    """What other nodes do with segments on their own disks; raises OSError where a node is away or cannot do it."""
-
-    def is_alive(self, node: str) -> bool:
-        """Whether a node, by its key, can be asked."""
-
-    def upload(self, uri: str, size: int) -> None:
-        """Upload a segment of this many bytes from its node."""
-
-    def remove(self, uri: str) -> None:
-        """Remove a segment from its node's disk."""
-
-
 class Archive:
     """What goes to one bucket and comes from there. Safe to use from several threads.
 
@@ -91,7 +77,7 @@ class Archive:
         if place.uri.startswith("file:"):
             raise ValueError("archive names a bucket, and file: is none: such as s3://bucket/prefix?region=us-east-1")
         self.place = place
-        self.cache_bytes = cache_bytes
+        self._cache_bytes = cache_bytes
         self._root = root
         self.manifest = Manifest(place, name, root)
         self._bases = self.manifest.bases
@@ -104,7 +90,7 @@ class Archive:
         self._waiting: defaultdict[str, list[Future[None]]] = defaultdict(list)  # by segment
         self._pauses: dict[str, tuple[float, float]] = {}  # by segment: until when, and how long the next one is
         self._wake, self._ending = threading.Event(), False
-        self._cached, self._copied = True, (0, 0)  # whether the cache may be too large; which state was copied
+        self._copied = (0, 0)  # the state's version that was copied
         self._pool = ThreadPoolExecutor(UPLOADS, thread_name_prefix="archive")
         known = check_bucket(root, place)
         try:
@@ -128,6 +114,7 @@ class Archive:
             ValueError: The bucket's manifest is damaged.
         """
         self._catalogue, self._owners, self._elsewhere = catalogue, owners, elsewhere
+        self._cache = Cache(self._root, self.manifest, catalogue, elsewhere, self._cache_bytes)
         self._pins = Pins(self._root)
         self._copies_of = Owners(self._root, read_only=True)  # apart: the writer's wait for no copying
         if self._claim.is_held:
@@ -146,14 +133,10 @@ class Archive:
         self._pool.shutdown()
         self._claim.close()
 
-    def wake(self) -> None:
-        """Something was sealed."""
-        self._wake.set()
-
     def retry(self) -> None:
         """Try at once what failed before: a node came back."""
         self._pauses.clear()
-        self.wake()
+        self._wake.set()
 
     def has(self, file: StoredFile) -> bool:
         """Whether a node's segment is in the bucket, and then listed on its node, or was before it was deleted."""
@@ -162,7 +145,7 @@ class Archive:
             return True
         found = self._all("SELECT bytes FROM files WHERE uri = ? AND archived", self._bases.bucket + name)
         if found and found[0][0] == file.bytes:
-            self._move(self._bases.bucket + name, file.uri)
+            self._cache.move(self._bases.bucket + name, file.uri)
         return bool(found)
 
     def wait(self, uri: str) -> Future[None]:
@@ -172,7 +155,7 @@ class Archive:
             self._waiting[name_of(uri)].append(future)
         if self._is_archived(uri):
             self._answer([name_of(uri)])
-        self.wake()
+        self._wake.set()
         return future
 
     def delete(self, session_id: str) -> bool:
@@ -194,22 +177,12 @@ class Archive:
             segments = {name_of(uri) for uri in (*known, *there)}
             if segments:
                 self._write([deletion(session_id, segments)], [session_id])
-        self.wake()
+        self._wake.set()
         return bool(segments)
 
     def restore(self, uris: Iterable[str]) -> bool:
-        """Fetch segments to the disk that are in the bucket alone, if the cache has room for all; whether it did.
-
-        Raises:
-            OSError: The bucket or the disk refuses; those that came are kept.
-        """
-        gone = {uri for uri in uris if uri.startswith(self._bases.bucket)}
-        sizes = {uri: size for uri in gone for (size,) in self._all("SELECT bytes FROM files WHERE uri = ?", uri)}
-        if not gone or sum(sizes.get(uri, 0) for uri in gone) > self.cache_bytes:
-            return False
-        list(self._pool.map(self._restore, gone))
-        self._cached = True
-        return True
+        """As `Cache.restore`."""
+        return self._cache.restore(uris)
 
     # ---- the manager's thread
 
@@ -243,7 +216,7 @@ class Archive:
         self._finish_deletions()
         self._copy_records()
         self._merge()
-        self._evict()
+        self._cache.evict()
 
     def _connect(self) -> None:
         """Learn what the manifest says, behind the claim."""
@@ -280,7 +253,7 @@ class Archive:
             assert self._elsewhere is not None
             self._elsewhere.upload(uri, size)
             return
-        path = _path_of(uri)
+        path = path_of(uri)
         if self._all("SELECT 1 FROM files WHERE uri = ?", self._bases.bucket + name_of(uri)):
             raise OSError(
                 f"the bucket has another file of the name of {path}: the next start takes it in under another"
@@ -299,7 +272,7 @@ class Archive:
             self._answer(names)
             for name in names:
                 self._pauses.pop(name, None)
-            self._cached = True
+            self._cache.grow()
         remove_all([self._object(name_of(uri)) for uri in uris if uri not in known])
 
     def _finish_deletions(self) -> None:
@@ -358,57 +331,7 @@ class Archive:
             self._check()
             self.manifest.remove(merged & names.keys())
 
-    def _evict(self) -> None:
-        """Remove from the disk what is in the bucket, the oldest first, until the cache is no larger than it may be."""
-        if not self._cached:
-            return
-        self._cached = False
-        by_node = defaultdict[str | None, list[tuple[str, int]]](list)
-        kept = "SELECT uri, bytes FROM files WHERE archived AND uri NOT LIKE ? || '%' ORDER BY modified_ns, id"
-        for uri, size in self._all(kept, self._bases.bucket):
-            by_node[node_of(uri)].append((uri, size))
-        for node, files in by_node.items():
-            over = sum(size for _, size in files) - self.cache_bytes
-            for uri, size in files:
-                if over <= 0:
-                    break
-                over -= size
-                self._remove(node, uri)
-
-    def _remove(self, node: str | None, uri: str) -> None:
-        """Remove a segment that is in the bucket from the disk on which it lies."""
-        if node and not (self._elsewhere and self._elsewhere.is_alive(node)):
-            return
-        self._move(uri, self._bases.bucket + name_of(uri))
-        if node:
-            assert self._elsewhere is not None
-            self._elsewhere.remove(uri)
-        else:
-            _path_of(uri).unlink(missing_ok=True)
-
-    def _restore(self, uri: str) -> None:
-        name = name_of(uri)
-        path = self._root / unquote(name)
-        file = self._object(name)
-        path.parent.mkdir(exist_ok=True)
-        unfinished = self._root / f"{NEW}{path.name}-{threading.get_ident()}"
-        try:
-            with file.fs.open_input_stream(file.path) as data, unfinished.open("wb") as out:
-                shutil.copyfileobj(data, out, 16 << 20)
-            found = unfinished.stat()
-            if found.st_size != file.size:
-                raise OSError(f"{file} came with {found.st_size} of {file.size} bytes")
-            unfinished.rename(path)
-        finally:
-            unfinished.unlink(missing_ok=True)
-        if not self._move(uri, path.as_uri(), found.st_mtime_ns):
-            path.unlink()  # the session was deleted meanwhile
-
     # ----
-
-    def _move(self, uri: str, to: str, modified_ns: int = 0) -> bool:
-        session_id = uri.rsplit("/", 2)[-2]
-        return self._catalogue.change([session_id], lambda database: move(database, uri, to, modified_ns))
 
     def _write(self, lines: Iterable[Line], session_ids: Collection[str]) -> None:
         """Add a part to the manifest, and bring it into the catalogue."""
@@ -451,7 +374,7 @@ class Archive:
         return self.place.file(unquote(segment))
 
     def _all(self, statement: str, *values: Any) -> list[Any]:
-        return self._catalogue.change((), lambda database: database.execute(statement, values).fetchall())
+        return select(self._catalogue, statement, *values)
 
 
 def check_bucket(root: Path, place: Place | None) -> bool:
@@ -491,7 +414,3 @@ def _merged(database: sqlite3.Connection, snapshot: str, gone: Sequence[tuple[st
     with transaction(database):
         database.execute("INSERT OR IGNORE INTO applied VALUES (?)", (snapshot,))
         database.executemany("DELETE FROM applied WHERE name = ?", gone)
-
-
-def _path_of(uri: str) -> Path:
-    return Path(unquote(urlsplit(uri).path))

@@ -51,17 +51,8 @@ class TakesRuns:
 
         Who waits for the answer before they send the next part sends no faster than the disk writes.
 
-        Args:
-            session_id: The session that the run belongs to.
-            run_id: Unique within the session.
-            part: How many parts of the run came before.
-            batches: References to record batches of `to_batch` with the run's next rows.
-            most: The most bytes that the whole run may have, 0 where that is not known.
-            fence: What the run's request was told of its session by `ActivationStore.claim`; None without keys.
-
         Raises:
-            StoreError: If a batch is lost, parts before it are missing, the run or its session was given up, or
-                the disk refuses. The run cannot be finished then.
+            StoreError: As from `Writer.append`, or a batch is lost. The run cannot be finished then.
         """
         await self._admit(session_id, run_id, fence)
         found = await _fetch(run_id, batches)
@@ -75,18 +66,10 @@ class TakesRuns:
         fence: str | None = None,
         archived: bool = False,
     ) -> StoredRun:
-        """Store a run, or the end of one, as `Writer.submit`; durable when it answers.
-
-        Args:
-            run: What the run is.
-            batches: References as for `append`; may be empty only where there are parts before.
-            part: How many parts were appended before.
-            fence: As for `append`.
-            archived: Whether to answer only when it is in the bucket, too.
+        """Store a run, or the end of one, as `Writer.submit`; durable when it answers, and if asked, `archived`.
 
         Raises:
-            StoreError: As for `append`, or if the batches do not fit together; or the run is stored, and not archived
-                in time.
+            StoreError: As for `append`; or the run is stored, and not archived in time.
         """
         await self._admit(run.session_id, run.run_id, fence)
         found = await _fetch(run.run_id, batches)
@@ -104,21 +87,11 @@ class TakesRuns:
         raise NotImplementedError
 
     async def abandon(self, session_id: str, run_id: str) -> None:
-        """Remove what was appended of a run that will not be finished, and refuse what comes of it later.
-
-        A run that is stored is kept; one that is not known is no error.
-
-        Raises:
-            StoreError: If the store is shutting down.
-        """
+        """As `Writer.abandon`."""
         await asyncio.wrap_future(self._writing().abandon(session_id, run_id))
 
     async def renew(self, session_id: str, run_id: str) -> None:
-        """Keep what was appended of a run that goes on, though nothing of it may come for a while.
-
-        Raises:
-            StoreError: If the store is shutting down.
-        """
+        """As `Writer.renew`."""
         await asyncio.wrap_future(self._writing().renew(session_id, run_id))
 
 
@@ -172,9 +145,9 @@ def open_returned(root: str, store: Any, archive: str | None, away: Mapping[str,
     """Open the directories of nodes that have come back, also where no replica runs on them yet.
 
     Args:
-        root: The store's directory.
+        root: As for `connect_writer`, with the next two.
         store: The store's handle.
-        archive: The URI of the bucket that it archives to, if any.
+        archive: The bucket's URI.
         away: The ids in Ray that nodes had, by their addresses.
     """
     for node in ray.nodes():  # type: ignore[no-untyped-call]

@@ -96,12 +96,12 @@ class NodeWriter(TakesRuns):
         await self._room.check(size)
 
     async def abandon(self, session_id: str, run_id: str) -> None:
-        """As `TakesRuns.abandon`."""
+        """As `Writer.abandon`."""
         if self._opened:
             await super().abandon(session_id, run_id)
 
     async def renew(self, session_id: str, run_id: str) -> None:
-        """As `TakesRuns.renew`."""
+        """As `Writer.renew`."""
         if self._opened:
             await super().renew(session_id, run_id)
 
@@ -119,25 +119,13 @@ class NodeWriter(TakesRuns):
             await asyncio.wrap_future(self._teller.flush())
 
     async def upload(self, name: str, size: int) -> None:
-        """Upload a sealed segment to the bucket.
-
-        Args:
-            name: `<session>/<segment>`, quoted as in URIs.
-            size: Its bytes.
-
-        Raises:
-            OSError: The bucket or the disk refuses, or it has another size.
-        """
+        """As `upload_sealed`, of a segment by its name `<session>/<segment>`, quoted as in URIs."""
         assert self._archive is not None
         file = place_of(self._archive).file(unquote(name))
         await asyncio.to_thread(upload_sealed, self._root / unquote(name), size, file)
 
     async def remove(self, name: str) -> None:
-        """Remove a segment that is in the bucket.
-
-        Raises:
-            OSError: The disk refuses.
-        """
+        """Remove a segment that is in the bucket, by its name; raises OSError where the disk refuses."""
         path = self._root / unquote(name)
         await asyncio.to_thread(path.unlink, missing_ok=True)
         await asyncio.to_thread(self._catalogue.forget_files, path.as_uri())

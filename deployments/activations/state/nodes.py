@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Collection
+from collections.abc import Collection, Mapping
 from pathlib import Path
 from typing import Any, NamedTuple
 from urllib.parse import quote, unquote
@@ -112,12 +112,7 @@ class Nodes(State):
 
 
 def uri_of(key: str, name: str) -> str:
-    """The URI of a node's segment.
-
-    Args:
-        key: The node's.
-        name: `<session>/<segment>`, quoted as in URIs.
-    """
+    """The URI of a segment of the node with this key, by its name `<session>/<segment>`, quoted as in URIs."""
     return f"{SCHEME}{quote(key, safe='')}/{name}"
 
 
@@ -130,18 +125,15 @@ def described(runs: list[dict[str, Any]], nodes: Nodes) -> list[dict[str, Any]]:
     """Runs as the catalogue lists them, with their place on their node, its name, and whether they can be read now.
 
     Runs of the store's own disk, or of a bucket, stay as they are.
-
-    Raises:
-        StoreError: The disk refuses.
     """
     known = nodes.all()
 
     def said(run: dict[str, Any]) -> dict[str, Any]:
         uri = next((point["uri"] for point in run["points"].values()), "")
-        if (key := node_of(uri)) is None:
+        node, place = _located(uri, known)
+        if node is None:
             return run
-        node = known.get(key) or _unknown(key)
-        points = {name: {**point, "uri": _place(node, uri)} for name, point in run["points"].items()}
+        points = {name: {**point, "uri": place} for name, point in run["points"].items()}
         readable = nodes.is_alive(node) or bool(run.get("archived"))
         lost = {"lost": True} if node.lost and not readable else {}
         return {**run, "points": points, "node": node.name, "available": readable, **lost}
@@ -152,19 +144,13 @@ def described(runs: list[dict[str, Any]], nodes: Nodes) -> list[dict[str, Any]]:
 def described_files(files: list[dict[str, Any]], nodes: Nodes) -> list[dict[str, Any]]:
     """The same of files of a session."""
     known = nodes.all()
-
-    def said(file: dict[str, Any]) -> dict[str, Any]:
-        if (key := node_of(file["uri"])) is None:
-            return file
-        node = known.get(key) or _unknown(key)
-        return {**file, "uri": _place(node, file["uri"]), "node": node.name}
-
-    return [said(file) for file in files]
+    located = [(file, *_located(file["uri"], known)) for file in files]
+    return [{**file, "uri": place, **({"node": node.name} if node else {})} for file, node, place in located]
 
 
-def _unknown(key: str) -> Node:
-    return Node(key, "unknown", "/", "", lost=True)
-
-
-def _place(node: Node, uri: str) -> str:
-    return f"{Path(node.root).as_uri()}/{uri.removeprefix(uri_of(node.key, ''))}"
+def _located(uri: str, known: Mapping[str, Node]) -> tuple[Node | None, str]:
+    """The node on whose disk a segment lies, and its URI there; None and the same URI where that is no other node's."""
+    if (key := node_of(uri)) is None:
+        return None, uri
+    node = known.get(key) or Node(key, "unknown", "/", "", lost=True)
+    return node, f"{Path(node.root).as_uri()}/{uri.removeprefix(uri_of(key, ''))}"

@@ -49,9 +49,9 @@ class Owners(State):
         """Every record, by session."""
         return self._records("")
 
-    def limited(self, owner: str | None) -> set[str]:
+    def limited(self, owner: str | None) -> dict[str, Record]:
         """The sessions that count for an owner's quotas."""
-        return set(self._limited(owner))
+        return self._records("WHERE limited AND owner IS ?", owner)
 
     def readable(self, account: Account) -> tuple[tuple[str, ...] | None, tuple[str, ...]]:
         """The sessions that an account may read: these alone, None for all; and of those not these."""
@@ -90,7 +90,7 @@ class Owners(State):
                 )
                 if account.may_change(record.owner):
                     self._check_room(record, there, most)
-                    self._write(session_id, record)
+                    self.write({session_id: record})
         if not account.may_change(record and record.owner):
             message = f"session {session_id!r} is not yours: record into another one"
             raise RequestError(message, "session_id", NOT_YOURS, 403)
@@ -112,13 +112,18 @@ class Owners(State):
     def share(self, session_id: str, shared: bool) -> None:
         """Let everybody read a session, or no more; durable when it returns."""
         with self.change():
-            self._write(session_id, (self.of(session_id) or Record(None))._replace(shared=shared))
+            self.write({session_id: (self.of(session_id) or Record(None))._replace(shared=shared)})
 
     def add(self, records: Mapping[str, Record]) -> None:
         """Put down the owners of sessions that have none; durable when it returns."""
         with self.change():
-            for session_id in records.keys() - self.all().keys():
-                self._write(session_id, records[session_id])
+            self.write({name: records[name] for name in records.keys() - self.all().keys()})
+
+    def write(self, records: Mapping[str, Record]) -> None:
+        """Put down the owners of sessions; durable when it returns."""
+        with self.change() as database:
+            rows = [(session_id, *record) for session_id, record in records.items()]
+            database.executemany("INSERT OR REPLACE INTO owners VALUES (?, ?, ?, ?, ?, ?)", rows)
 
     def forget(self, session_id: str) -> None:
         """A session was deleted: its name is free again when this returns."""
@@ -127,7 +132,7 @@ class Owners(State):
 
     def _check_room(self, new: Record, there: Callable[[], Set[str]], most: int | None) -> None:
         """Raise where an owner has too many sessions; those that never got a run are dropped before."""
-        if most is None or not new.limited or len(own := self._limited(new.owner)) < most:
+        if most is None or not new.limited or len(own := self.limited(new.owner)) < most:
             return
         runs = there()
         empty = [name for name, one in own.items() if name not in runs and one.claimed < new.claimed - _EMPTY_S]
@@ -139,16 +144,6 @@ class Owners(State):
                 "needed, or raise max_owner_sessions."
             )
 
-    def _limited(self, owner: str | None) -> dict[str, Record]:
-        return self._records("WHERE limited AND owner IS ?", owner)
-
     def _records(self, where: str, *values: Any) -> dict[str, Record]:
         found = self.rows(f"SELECT session, owner, shared, limited, fence, claimed FROM owners {where}", *values)
-        return {
-            name: Record(owner, bool(shared), bool(limited), fence, claimed)
-            for name, owner, shared, limited, fence, claimed in found
-        }
-
-    def _write(self, session_id: str, record: Record) -> None:
-        with self.change() as database:
-            database.execute("INSERT OR REPLACE INTO owners VALUES (?, ?, ?, ?, ?, ?)", (session_id, *record))
+        return {row[0]: Record(row[1], bool(row[2]), bool(row[3]), *row[4:]) for row in found}

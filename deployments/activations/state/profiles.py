@@ -30,14 +30,8 @@ class _Kept(NamedTuple):
 
     def told(self, account: Account) -> dict[str, Any]:
         """The same for an answer."""
-        told = {
-            "name": self.name,
-            "object": "intervention_profile",
-            "created": self.created,
-            "model": self.model,
-            "default": bool(self.is_default),
-            "description": self.description,
-        }
+        told = {name: value for name, value in self._asdict().items() if name not in ("owner", "is_default")}
+        told |= {"object": "intervention_profile", "default": bool(self.is_default)}
         return told if account.owner is None else told | {"owner": self.owner}
 
 

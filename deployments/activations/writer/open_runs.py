@@ -132,11 +132,7 @@ class OpenRuns:
         raise reason  # out here without a context, whose frames would keep the batches alive
 
     def abandon(self, name: RunName, reason: str) -> Shard | None:
-        """Take away what there is of a run that is not finished, and refuse what comes of it later.
-
-        Returns:
-            The shard that it was on, if any.
-        """
+        """Take away what there is of an unfinished run, and refuse what comes later; the shard that it was on."""
         if name in self._finished or self._catalogue.holds(*name):
             return None
         run = self._open.get(name)
@@ -160,11 +156,7 @@ class OpenRuns:
         self._finished.difference_update(RunName(run.session_id, run.run_id) for run in runs)
 
     def settle(self, shards: Iterable[Shard]) -> None:
-        """Abandon what has waited too long, and forget what need not be known any more.
-
-        Args:
-            shards: Those that are yet to be synced.
-        """
+        """Abandon what has waited too long, and forget what need not be known; `shards` are yet to be synced."""
         self._written.intersection_update(shard.session_id for shard in shards)
         now = time.monotonic()
         while self._lost and now - next(iter(self._lost.values()))[1] >= self._lease_s:

@@ -29,11 +29,11 @@ class Pool:
     never share a file; nor is a file of an earlier writer ever appended to.
 
     Args:
-        root: An existing directory, absolute and no link.
+        root: As for `Writer`, with the next four. Shards that are taken are never sealed.
         catalogue: Told of each file that is closed.
         shard_bytes: A shard of at least this length is sealed.
-        open_shards: How many shards stay open, those that are taken included; these are never sealed.
-        idle_s: Seconds that a shard waits for another run before it is sealed.
+        open_shards: How many stay open.
+        idle_s: Seconds that a shard waits for another run.
         wake: Called, on any thread, each time a shard is closed: `settle` tells of it.
     """
 
@@ -69,11 +69,7 @@ class Pool:
         return next(iter(self._idle.values()), float("inf")) + self._idle_s
 
     def take(self, session_id: str, schema: pa.Schema) -> Shard:
-        """A shard for one run alone, until it is given back.
-
-        Args:
-            session_id: The run's session.
-            schema: Of its batches.
+        """A shard for one run alone, of its session and its batches' schema, until it is given back.
 
         Raises:
             OSError: If a new one was needed and the disk refused.
@@ -101,10 +97,9 @@ class Pool:
         self._idle[shard] = time.monotonic()
 
     def settle(self, unsynced: Collection[Shard]) -> None:
-        """Close what is full, broken, idle for too long, or too many, in the background; tell of what is closed.
+        """Close in the background what is full, broken, idle for too long or too many, but not `unsynced` ones.
 
-        Args:
-            unsynced: Those that must stay open until they are durable.
+        The catalogue is told of what is closed.
         """
         self._tell()
         now = time.monotonic()

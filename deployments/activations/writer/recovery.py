@@ -44,7 +44,7 @@ def open_directory(root: Path) -> str:
         root: The directory, absolute and no link.
 
     Returns:
-        What tells it from all others.
+        Its `mark`.
 
     Raises:
         StoreError: Another server has it.

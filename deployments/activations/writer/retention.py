@@ -157,10 +157,10 @@ class Keeper:
     # ---- other nodes
 
     def note(self, key: str, notes: Sequence[Note], asked: Collection[str]) -> dict[str, str]:
-        """List runs that other nodes' writers have made durable, unless they were deleted since.
+        """List runs that another node's writer has made durable, unless they were deleted since.
 
         Args:
-            key: The node's, as `Node.key`.
+            key: As `Node.key`.
             notes: The runs, by file.
             asked: Sessions of which it is asked whether they may get more.
 
@@ -195,14 +195,10 @@ class Keeper:
         return [] if age is None else [name for name, last in self._catalogue.last_runs() if last < now - age]
 
     def expire(self, old: Sequence[str], now: float) -> list[str]:
-        """Delete the sessions whose last run is too old, and say which they were; where the disk refuses, they stay.
-
-        Args:
-            old: Those of which that may be so.
-            now: Unix seconds.
+        """Delete those of `old` whose last run is too old, and say which; where the disk refuses, they stay.
 
         Raises:
-            OSError: It cannot be known which are pinned.
+            StoreError: It cannot be known which are pinned.
         """
         age = self.retention.max_session_age_s
         if age is None or not old:
