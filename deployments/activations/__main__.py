@@ -34,7 +34,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 
     args = _parser().parse_args(argv)
     try:
-        args.dir = _at(args.dir)
+        args.dir = _at(args.dir, is_new=args.run is _pull)
         if "to" in args or isinstance(args.dir, Path):
             restrict(args.to.expanduser() if "to" in args else args.dir)
         return int(args.run(args))
@@ -64,8 +64,14 @@ def _ls(args: argparse.Namespace) -> int:
 
 
 def _show(args: argparse.Namespace) -> int:
-    found = _session(args.dir, args.session, _filter(args), or_run=True)
-    total = f"{found['runs_count']} runs, {found['tokens']} tokens, {size(found['bytes'])}"
+    filter, catalogue = _filter(args), _catalogue(args.dir)
+    found = catalogue.session(check_session_id(args.session), filter=filter)
+    if found is None and (entry := catalogue.find(args.session)):
+        found = catalogue.session(entry.facts.session_id, filter=filter._replace(runs=(args.session,)))
+    if found is None:
+        that_fits = "" if filter == EVERYTHING else " with a run that fits"
+        raise UserError(f"there is no session {args.session!r}{that_fits} in {args.dir}")
+    total = f"{len(found['runs'])} runs, {found['tokens']} tokens, {size(found['bytes'])}"
     print(f"{found['id']}: {total}, {time(found['created'])} to {time(found['updated'])}\n")
     kinds = {(name, _shape(point), point["dtype"]) for run in found["runs"] for name, point in run["points"].items()}
     table(("point", "shape", "dtype"), sorted(kinds))
@@ -91,7 +97,6 @@ def _print_runs(runs: Sequence[dict[str, Any]], *first: str) -> None:
 def _export(args: argparse.Namespace) -> int:
     from deployments.activations.export.exports import export
 
-    _root(args.dir)
     files = export(
         args.dir,
         args.to,
@@ -110,7 +115,6 @@ def _verify(args: argparse.Namespace) -> int:
     from deployments.activations.reader.sources import shards
     from deployments.activations.segments.verify import verify
 
-    _root(args.dir)
     rows, bad = list[tuple[Any, ...]](), 0
     for path in shards(args.dir, args.session):
         found = verify(path)
@@ -135,18 +139,14 @@ def _pull(args: argparse.Namespace) -> int:
     return 0
 
 
-def _at(place: str) -> AnyRoot:
-    """The store that `--dir` names."""
-    if "://" not in place:
-        return Path(place).expanduser()
+def _at(place: str, is_new: bool) -> AnyRoot:
+    """The store that `--dir` names; unless it may be new, it is there."""
     from deployments.activations.files.uris import place_of
 
-    return place_of(place)
-
-
-def _root(root: AnyRoot) -> AnyRoot:
-    """The same, resolved, if it is there."""
-    if not isinstance(root, Path):
+    if "://" in place:
+        return place_of(place)
+    root = Path(place).expanduser()
+    if is_new:
         return root
     if not root.is_dir():
         raise UserError(f"there is no store at {root}: name one with --dir")
@@ -156,30 +156,17 @@ def _root(root: AnyRoot) -> AnyRoot:
 def _catalogue(root: AnyRoot) -> Any:
     from deployments.activations.catalogue.catalogue import Catalogue
 
-    return Catalogue.copied(_root(root))  # a server may run, whose database is its own
+    return Catalogue.copied(root)  # a server may run, whose database is its own
 
 
 def _pins(root: AnyRoot) -> Collection[str]:
     from deployments.activations.catalogue.buckets import catalogue_of
     from deployments.activations.state.pins import Pins
 
-    found = _root(root)
-    if isinstance(found, Path):
-        return Pins(found, read_only=True).names()
+    if isinstance(root, Path):
+        return Pins(root, read_only=True).names()
     pinned = "SELECT session FROM records WHERE kind = 'pin' AND value IS NOT NULL"
-    return {session for (session,) in catalogue_of(found).execute(pinned)}
-
-
-def _session(folder: AnyRoot, session: str, filter: Filter = EVERYTHING, or_run: bool = False) -> dict[str, Any]:
-    check_session_id(session)
-    catalogue = _catalogue(folder)
-    found: dict[str, Any] | None = catalogue.session(session, filter=filter)
-    if found is None and or_run and (entry := catalogue.find(session)):
-        found = catalogue.session(entry.facts.session_id, filter=filter._replace(runs=(session,)))
-    if found is None:
-        that_fits = "" if filter == EVERYTHING else " with a run that fits"
-        raise UserError(f"there is no session {session!r}{that_fits} in {folder}")
-    return found | {"runs_count": len(found["runs"])}
+    return {session for (session,) in catalogue_of(root).execute(pinned)}
 
 
 def _filter(args: argparse.Namespace) -> Filter:

@@ -222,9 +222,7 @@ class ActivationReader:
 
     def _nodes_told(self) -> bool:
         """Have other nodes tell what they have not told yet: a run is found as soon as it was answered."""
-        alive = [node for node in self._nodes.all().values() if self._nodes.is_alive(node)]
-        self._segments.flush(alive)
-        return bool(alive)
+        return self._segments.flush()
 
     async def _paged(self, choice: Choice, account: Account, look: Callable[[], _T]) -> _T | None:
         most = MOST_WAITING if account.owner is None else MOST_OF_ONE

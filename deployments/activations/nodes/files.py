@@ -7,7 +7,7 @@ import errno
 import functools
 import io
 import os
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from concurrent.futures import wait
 from pathlib import Path
 from typing import Any
@@ -65,13 +65,15 @@ class NodeSegments:
         """Remove a segment from its node's disk."""
         self._ask(uri, lambda writer: writer.remove.remote(name_of(uri)), _ANSWER_S)
 
-    def flush(self, nodes: Sequence[Node]) -> None:
-        """Have nodes tell of the runs that they have not told of yet, those that answer soon."""
+    def flush(self) -> bool:
+        """Have nodes tell of the runs that they have not told of yet, those that answer soon; whether there are any."""
+        alive = [node for node in self._nodes.all().values() if self._nodes.is_alive(node)]
         asked = []
-        for node in nodes:
+        for node in alive:
             with contextlib.suppress(ray.exceptions.RayError, ValueError):
                 asked.append(writer_on(self._root, node.ray_id).flush.remote().future())
         wait(asked, timeout=_FLUSH_S)
+        return bool(alive)
 
     def _ask(self, uri: str, call: Callable[[Any], Any], seconds: float) -> None:
         node = place_of_node(self._nodes, uri)

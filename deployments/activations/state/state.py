@@ -18,7 +18,7 @@ from threading import RLock
 from typing import Any
 
 from deployments.activations.failures import explain
-from deployments.activations.files.sqlite import transaction
+from deployments.activations.files.sqlite import connected, transaction
 
 NAME = ".state.sqlite"  # no session id begins with '.'
 _TABLES = """
@@ -131,13 +131,13 @@ class State:
         place = f"{self._path.as_uri()}?mode=ro"
         if not os.access(self._path.parent, os.W_OK) and not self._path.with_name(f"{NAME}-wal").exists():
             place += "&immutable=1"  # nobody writes, and SQLite could not make the files that tell it so
-        return _connected(place)
+        return connected(place)
 
     def _taken_over(self, place: str) -> sqlite3.Connection:
         """A database with its tables, and with what files of earlier versions say."""
         from deployments.activations.state import earlier  # needs Arrow, and the ingress none
 
-        database = _connected(place)
+        database = connected(place)
         try:
             database.execute("PRAGMA journal_mode = WAL")
             database.execute("PRAGMA synchronous = FULL")
@@ -151,7 +151,3 @@ class State:
             database.close()
             raise
         return database
-
-
-def _connected(place: str) -> sqlite3.Connection:
-    return sqlite3.connect(place, isolation_level=None, check_same_thread=False, uri=True)

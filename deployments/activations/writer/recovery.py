@@ -73,7 +73,7 @@ def mark(root: Path) -> str:
 def _check_alone(root: Path) -> None:
     """Raise StoreError where another server's store keeps a directory; one that is ending is waited for."""
     until = time.monotonic() + _ENDING_S
-    try:
+    with contextlib.suppress(OSError):  # there are no locks, as the catalogue says
         while not can_hold(root):
             if time.monotonic() > until:
                 raise StoreError(
@@ -81,8 +81,6 @@ def _check_alone(root: Path) -> None:
                     "give this one another activations_dir."
                 )
             time.sleep(0.1)
-    except OSError as error:  # the catalogue says what becomes of it
-        logger.warning("it cannot be known whether another server keeps %s: %s", root, error)
 
 
 def make_root(root: Path) -> None:
