@@ -11,11 +11,11 @@ from typing import get_args
 import pyarrow as pa
 import pytest
 import torch
-from deployments.activations.export.encodings import as_arrow
 
 from deployments.activations import load, runs
 from deployments.activations.__main__ import FORMATS, main
 from deployments.activations.catalogue.catalogue import Catalogue
+from deployments.activations.export.arrow_streams import as_arrow
 from deployments.activations.export.exports import Format
 from deployments.activations.printing import size
 from deployments.activations.reader.selection import Wanted
