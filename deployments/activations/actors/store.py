@@ -83,11 +83,10 @@ class ActivationStore(TakesRuns):
         from deployments.activations.state.pins import Pins, saved_limits
         from deployments.activations.state.profiles import StoredProfiles
         from deployments.activations.tensors.files import TensorFiles
-        from deployments.activations.writer.recovery import make_root, open_directory
+        from deployments.activations.writer.recovery import open_directory
         from deployments.activations.writer.room import Room
 
         restrict(Path(root))
-        make_root(Path(root))
         self._asked, self._root, self._life = root, Path(root).resolve(), life
         self._code = code_version()
         self._mark = open_directory(self._root)

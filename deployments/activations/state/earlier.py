@@ -1,4 +1,4 @@
-"""Pins, owners, limits and profiles of earlier versions, which were files: a store takes them over when it starts."""
+"""Pins, owners and profiles of earlier versions, which were files: a store takes them over when it starts."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from deployments.activations.files.atomic import found
 from deployments.activations.files.locks import directory
 from deployments.points.profiles import Profile, body_of
 
-_FOLDERS = (".pins", ".owners", ".retention", ".profiles")
+_FOLDERS = (".pins", ".owners", ".profiles")
 _DEFAULTS = ".defaults.json"
 _PROFILE = re.compile(r"([A-Za-z0-9_-][A-Za-z0-9._-]{0,63})(?:@([A-Za-z0-9_.-]+))?\.json")
 _RECORD = {"owner": None, "shared": False, "limited": False, "fence": "", "claimed": 0.0}
@@ -39,13 +39,10 @@ def take_over(database: sqlite3.Connection, root: Path) -> list[str]:
     Raises:
         OSError: The disk refuses.
     """
-    pins, owners, limits, profiles = (
-        {item.name: Path(item.path) for item in found(root, folder)} for folder in _FOLDERS
-    )
+    pins, owners, profiles = ({item.name: Path(item.path) for item in found(root, folder)} for folder in _FOLDERS)
     tables = {
         "pins": [(name,) for name in pins if names_a_session(name)],
         "owners": [(name, *_record(path)) for name, path in owners.items() if names_a_session(name)],
-        "limits": list(_limits(limits.values())),
         "profiles": list(_profiles(profiles)),
     }
     for table, rows in tables.items():
@@ -74,15 +71,6 @@ def _record(path: Path) -> tuple[Any, ...]:
     except (ValueError, TypeError):
         logger.exception("%s cannot be read: admins alone may read the session", path)
         return tuple((_RECORD | {"owner": ""}).values())  # nobody has this name
-
-
-def _limits(files: Iterable[Path]) -> Iterator[tuple[str, str]]:
-    for path in files:
-        try:
-            one = json.loads(path.read_bytes())
-            yield one["life"], json.dumps(one["limits"])
-        except (ValueError, TypeError, KeyError):
-            logger.exception("%s cannot be read: nothing is limited until an application starts", path)
 
 
 def _profiles(files: dict[str, Path]) -> Iterator[tuple[Any, ...]]:

@@ -1,4 +1,4 @@
-"""Pins, owners, limits and profiles outlast crashes, are taken over from earlier versions, and seen by readers."""
+"""Pins, owners, limits and profiles outlast crashes; readers see them, and those of earlier versions are taken over."""
 
 from __future__ import annotations
 
@@ -11,10 +11,9 @@ import pytest
 
 from deployments.activations.accounts import Account
 from deployments.activations.facts import StoreError
-from deployments.activations.limits import Retention
 from deployments.activations.state import earlier as old_state
 from deployments.activations.state.owners import Owners, Record
-from deployments.activations.state.pins import Pins, saved_limits
+from deployments.activations.state.pins import Pins
 from deployments.activations.state.profiles import StoredProfiles
 from deployments.activations.state.state import NAME
 from deployments.points.profiles import Profile
@@ -37,7 +36,6 @@ def earlier(tmp_path):
         ".owners/earliest": '{"owner": "alice"}',
         ".owners/nobodys": '{"owner": null, "shared": true, "limited": false, "fence": "", "claimed": 0.0}',
         ".owners/cut": '{"own',
-        ".retention/limits.json": '{"life": "one", "limits": {"max_store_bytes": 7, "delete_oldest": true}}',
         ".profiles/calm.json": json.dumps(profile(model="m", description="nobody's")),
         ".profiles/calm@alice.json": json.dumps(profile(interventions=[ZERO | {"tokens": "last"}])),
         ".profiles/late.json": json.dumps(profile("late", model="n")),
@@ -84,7 +82,6 @@ def test_files_of_earlier_versions_are_taken_over_once(earlier, dies, monkeypatc
                 Owners(earlier).all()
     check_taken_over(earlier)
     assert "cut cannot be read" in caplog.text
-    assert saved_limits(earlier, "one") == Retention(7, delete_oldest=True)
     profiles = StoredProfiles(earlier)
     listed = [(one["name"], one["default"]) for one in profiles.list(9, None)]
     assert listed == [("calm", True), ("calm", False), ("late", False)]
@@ -102,7 +99,7 @@ def test_files_of_earlier_versions_are_taken_over_once(earlier, dies, monkeypatc
     assert "hers" not in Owners(earlier).all()
     assert [one["name"] for one in StoredProfiles(earlier).list(9, None)] == ["calm", "calm"]
     aside = sorted(path.name.partition(".taken-over-")[0] for path in earlier.iterdir() if "taken" in path.name)
-    assert aside == [".owners", ".pins", ".profiles", ".retention"]
+    assert aside == [".owners", ".pins", ".profiles"]
 
 
 def test_owners_that_are_copied_into_a_store_later_come_along_but_change_none_that_is_known(earlier):
