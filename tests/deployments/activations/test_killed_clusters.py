@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import os
 import random
@@ -53,7 +54,8 @@ class Machine:
         while alive := [process for process in psutil.process_iter() if self._session(process) in sessions]:
             for process in alive:
                 killed.add(process.pid)
-                os.kill(process.pid, signal.SIGKILL)
+                with contextlib.suppress(ProcessLookupError):  # it has just ended by itself
+                    os.kill(process.pid, signal.SIGKILL)
         for process in self._processes:
             process.wait()
         return len(killed)
