@@ -124,7 +124,7 @@ class Stored:
         """Of rows by their numbers, int64 `[rows]`: number, run id, position and token id."""
         for first in range(0, len(rows), self.most):
             some = rows[first : first + self.most]
-            found = self._reader.take(self.index.places(some))
+            found = self._reader.take(some)
             runs = [self.index.runs[run].run_id for run in found.run.tolist()]
             yield from zip(some.tolist(), runs, found.position.tolist(), found.token_id.tolist(), strict=True)
 

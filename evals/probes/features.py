@@ -47,7 +47,7 @@ def parts(index: RowIndex, point: str, ranges: np.ndarray) -> Iterator[Part]:
         size = counts[first:end]
         starts = np.cumsum(size) - size
         rows = np.repeat(ranges[first:end, 0] - starts, size) + np.arange(size.sum())
-        values = reader.take(index.places(rows)).points[point].float().numpy()
+        values = reader.take(rows).points[point].float().numpy()
         yield Part(slice(first, end), values, starts)
         first = end
 

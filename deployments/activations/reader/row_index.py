@@ -14,17 +14,16 @@ import torch
 
 from deployments.activations.facts import PointType, RunFacts
 from deployments.activations.files.places import File
-from deployments.activations.reader.selection import Wanted
+from deployments.activations.reader.selection import Wanted, checked
 from deployments.activations.reader.sources import chosen
 from deployments.activations.reader.stored_rows import positions_of
 from deployments.activations.segments.batches import Batch
 from deployments.activations.segments.schema import PHASES, dtype_of
-from deployments.activations.segments.segments import WholeRun, whole_runs
+from deployments.activations.segments.segments import WholeRun
 from deployments.points.token_choices import TokenChoice, check
 
 Chosen = TokenChoice | Mapping[str, Any]  # which tokens, as in a request
 IDS = ("position", "token_id")  # columns of one int32 a row
-_WITHIN = 32  # bits of a place that count rows within its block
 
 
 class Column(NamedTuple):
@@ -73,11 +72,6 @@ class RowIndex:
         """Bytes of a row in all columns."""
         return sum(column.width for column in self.columns.values())
 
-    def places(self, rows: np.ndarray) -> np.ndarray:
-        """Of row numbers, int64 `[rows]`, the `place` of each."""
-        block = np.searchsorted(self.starts, rows, side="right") - 1
-        return place(block, rows - self.starts[block])
-
 
 def index_rows(
     source: str | os.PathLike[str],
@@ -107,10 +101,17 @@ def index_rows(
         raise ValueError("points: name at least one, as a list")
     choice = check(tokens)
     files, runs = chosen(source, session, runs)
-    looked = _Looked(list(dict.fromkeys(points)), Wanted(session, None if runs is None else set(runs), set(points)))
-    for file in files:
-        looked.through(file, choice)
-    return looked.index()
+    if elsewhere := next((file for file in files if file.local is None), None):
+        raise ValueError(f"source: {elsewhere} is in a bucket, and rows are read out of a map: copy it to a disk first")
+    named, recorded = list(dict.fromkeys(points)), set[str]()
+    found = _Found(named, runs is not None)
+    for run in checked(files, Wanted(session, None if runs is None else set(runs))):
+        recorded |= set(run.types)
+        found.add(run, choice)
+    if found.lacking and runs is not None and found.blocks:
+        raise ValueError(found.lacking)
+    Wanted(points=named).check((), recorded)
+    return found.index()
 
 
 class _Block(NamedTuple):
@@ -121,45 +122,41 @@ class _Block(NamedTuple):
     offsets: list[int]
 
 
-class _Looked:
-    """What was found so far."""
+class _Found:
+    """The rows of runs that were looked at.
 
-    def __init__(self, points: list[str], wanted: Wanted) -> None:
-        self._points, self._wanted = points, wanted  # as they were named, until a file has them all
-        self._known = False
+    Attributes:
+        lacking: What the first run without all of the points did not record, in words.
+        blocks: The rows.
+    """
+
+    def __init__(self, points: list[str], are_named: bool) -> None:
+        self.lacking = ""
+        self.blocks = list[_Block]()
+        self._points, self._known = points, False  # as they were named, until a file has them all
+        self._are_named = are_named  # whether each run has to have the points
+        self._file: File | None = None
+        self._takes = False  # whether that file's runs have all points: all have the same
         self._columns: dict[str, Column] = {}
-        self._there, self._recorded = set[str](), set[str]()
-        self._lacking = ""  # what the first run without all of the points did not record
-        self._paths, self._runs, self._blocks = list[Path](), list[RunFacts](), list[_Block]()
+        self._paths, self._runs = list[Path](), list[RunFacts]()
 
-    def through(self, file: File, choice: TokenChoice) -> None:
-        """Add a file's rows."""
-        path, takes = file.local, None
-        if path is None:
-            raise ValueError(f"source: {file} is in a bucket, and rows are read out of a map: copy it to a disk first")
-        for run in whole_runs(file):
-            if self._wanted.session not in (None, run.facts.session_id):
-                continue
-            self._there.add(run.facts.run_id)
-            if self._wanted.runs is not None and run.facts.run_id not in self._wanted.runs:
-                continue
-            if takes is None:  # all runs of a file have the same points
-                takes = self._takes(run)
-                self._paths += [path] if takes else []
-            if takes:
-                self._runs.append(replace(run.facts, interventions=[], text=None))
-                positions = positions_of(run, choice, "tokens")
-                for batch in run.batches:
-                    self._add(batch, positions)
+    def add(self, run: WholeRun, choice: TokenChoice) -> None:
+        """Add a run's rows of such tokens, if it has all of the points."""
+        if run.file is not self._file:
+            self._file, self._takes = run.file, self._has_all(run)
+            if self._takes and run.file.local:
+                self._paths.append(run.file.local)
+        if self._takes:
+            self._runs.append(replace(run.facts, interventions=[], text=None))
+            positions = positions_of(run, choice, "tokens")
+            for batch in run.batches:
+                self._add(batch, positions)
 
     def index(self) -> RowIndex:
         """All of it."""
-        if self._lacking and self._wanted.runs is not None and self._blocks:
-            raise ValueError(self._lacking)
-        self._wanted.check(self._there, self._recorded)
-        if not self._blocks:
+        if not self.blocks:
             raise ValueError(f"points, tokens: no run has rows of {', '.join(self._points)} for such tokens")
-        file, run, generated, rows, offsets = zip(*self._blocks, strict=True)
+        file, run, generated, rows, offsets = zip(*self.blocks, strict=True)
         return RowIndex(
             paths=self._paths,
             runs=self._runs,
@@ -171,35 +168,29 @@ class _Looked:
             offsets=np.array(offsets).T.copy(),
         )
 
-    def _takes(self, run: WholeRun) -> bool:
-        """Whether a run, and so all of its file, has all of the points."""
-        self._recorded |= set(run.types)
+    def _has_all(self, run: WholeRun) -> bool:
         lacking = [name for name in self._points if name not in run.types]
         if not self._known:
-            schema = run.batches[0].schema
-            chosen = {name: self._wanted._replace(points=[name]).of(schema) for name in self._points}
+            chosen = {name: Wanted(points=[name]).of(run.batches[0].schema) for name in self._points}
             lacking = [name for name in self._points if not chosen[name]]
             if not lacking:
                 self._points = list(dict.fromkeys(name for meant in chosen.values() for name in meant))
                 self._known = True
         if lacking:
-            self._lacking = self._lacking or f"runs: {run.facts.run_id!r} did not record {', '.join(lacking)}"
-            if self._wanted.runs is not None and len(lacking) < len(self._points):
-                raise ValueError(self._lacking)
+            self.lacking = self.lacking or f"runs: {run.facts.run_id!r} did not record {', '.join(lacking)}"
+            if self._are_named and len(lacking) < len(self._points):
+                raise ValueError(self.lacking)
             return False
-        self._check(run.types, run.facts)
-        return True
-
-    def _check(self, types: Mapping[str, PointType], run: RunFacts) -> None:
-        ids = {name: Column((), torch.int32) for name in IDS}
-        columns = ids | {name: _column(name, types[name]) for name in self._points}
+        columns = dict.fromkeys(IDS, Column((), torch.int32))
+        columns |= {name: _column(name, run.types[name]) for name in self._points}
         for name, column in self._columns.items():
             if columns[name] != column:
                 raise ValueError(
-                    f"points: {name} is {column} in some runs and {columns[name]} in {run.run_id!r}: "
+                    f"points: {name} is {column} in some runs and {columns[name]} in {run.facts.run_id!r}: "
                     "choose runs of one model and dtype, by session or runs"
                 )
         self._columns = columns
+        return True
 
     def _add(self, batch: Batch, positions: Sequence[int]) -> None:
         """Add those of a batch's rows that are of such tokens, in blocks of rows that lie one behind the other."""
@@ -212,7 +203,7 @@ class _Looked:
         for first, end in zip(firsts, [*firsts[1:], len(kinds)], strict=True):
             if kinds[first] >= 0:
                 begin = (offsets + first * widths).tolist()
-                self._blocks.append(
+                self.blocks.append(
                     _Block(len(self._paths) - 1, len(self._runs) - 1, bool(kinds[first]), end - first, begin)
                 )
 
@@ -229,16 +220,6 @@ def _column(name: str, kind: PointType) -> Column:
     if len(shape) < len(kind.shape):
         raise ValueError(f"points: {name} is an attention pattern, whose rows grow and fit no batch: use load")
     return Column(shape, dtype_of(kind.dtype))
-
-
-def place(block: np.ndarray, within: np.ndarray) -> np.ndarray:
-    """Rows by block and number within the block, in one number, int64: what is added to it counts rows."""
-    return np.asarray((block.astype(np.int64) << _WITHIN) + within)
-
-
-def at(places: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-    """The inverse of `place`."""
-    return places >> _WITHIN, places & ((1 << _WITHIN) - 1)
 
 
 def blocks_between(starts: np.ndarray, first: int, end: int) -> Iterator[tuple[int, int, int]]:

@@ -13,7 +13,7 @@ from typing import NamedTuple
 import numpy as np
 import torch
 
-from deployments.activations.reader.row_index import Column, RowIndex, at, blocks_between
+from deployments.activations.reader.row_index import Column, RowIndex, blocks_between
 
 _LINE = 64  # bytes of a cache line
 _MOST_KEPT = 4  # batches whose memory is used again
@@ -80,13 +80,14 @@ class RowReader:
             name: _lying(memory, column, begins[i]) for i, (name, column) in enumerate(index.columns.items())
         }
 
-    def take(self, places: np.ndarray) -> RowBatch:
-        """Rows by their places, int64 `[rows]`, in that order."""
-        block, within = at(places)
-        buffer, begins = self._room(len(places))
+    def take(self, numbers: np.ndarray) -> RowBatch:
+        """Rows by their numbers, int64 `[rows]`, in that order."""
+        block = np.searchsorted(self._index.starts, numbers, side="right") - 1
+        within = numbers - self._index.starts[block]
+        buffer, begins = self._room(len(numbers))
         for lying, begin in zip(self._columns.values(), begins, strict=True):
             rows = lying.first[block] + within * lying.step
-            words = _values(buffer, begin, lying.rows.dtype, (len(places), lying.rows.shape[1]))
+            words = _values(buffer, begin, lying.rows.dtype, (len(numbers), lying.rows.shape[1]))
             if words.shape[1] == 1:  # numpy is the faster one for rows of a word
                 words.numpy()[:, 0] = lying.rows.numpy()[rows, 0]
             else:

@@ -12,7 +12,7 @@ from torch import distributed
 from torch.utils.data import IterableDataset, get_worker_info
 
 from deployments.activations.facts import RunFacts
-from deployments.activations.reader.row_index import Chosen, index_rows, place
+from deployments.activations.reader.row_index import Chosen, index_rows
 from deployments.activations.reader.row_reader import RowBatch, RowReader
 
 _PIECE = 256 << 10  # bytes of rows that stay together on their way into a window
@@ -111,11 +111,11 @@ class ActivationRows(IterableDataset[RowBatch]):
             for row in range(first, end, self._batch_size):
                 yield reader.between(row, min(end, row + self._batch_size))
             return
-        for places in self._shuffled(first, end, share):
-            yield reader.take(places)
+        for rows in self._shuffled(first, end, share):
+            yield reader.take(rows)
 
     def _shuffled(self, first: int, end: int, share: int) -> Iterator[np.ndarray]:
-        """The places of rows `first` to `end` once the pieces are in random order, batch by batch."""
+        """The numbers of rows `first` to `end` once the pieces are in random order, batch by batch."""
         begin, count = _pieces(self._index.starts, self._piece)
         epoch = int(self._epoch)
         order = np.random.default_rng([self._seed, epoch]).permutation(len(begin))  # the same in every share
@@ -146,11 +146,11 @@ def _place(rank: int | None, world_size: int | None) -> tuple[int, int]:
 
 
 def _pieces(starts: np.ndarray, most: int) -> tuple[np.ndarray, np.ndarray]:
-    """All blocks in pieces of up to `most` rows: each one's first row's place, and how many it has."""
+    """All blocks in pieces of up to `most` rows: each one's first row, and how many it has."""
     rows = np.diff(starts)
     each = -(-rows // most)
     before = _spread(np.zeros_like(each), each) * most  # rows of its block before a piece
-    return place(np.repeat(np.arange(len(rows)), each), before), np.minimum(most, np.repeat(rows, each) - before)
+    return np.repeat(starts[:-1], each) + before, np.minimum(most, np.repeat(rows, each) - before)
 
 
 def _cut(begin: np.ndarray, count: np.ndarray, first: int, end: int) -> tuple[np.ndarray, np.ndarray]:
