@@ -6,9 +6,9 @@ import io
 import json
 import shutil
 import tempfile
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any
 
 import httpx
 import pyarrow as pa
@@ -22,8 +22,6 @@ from deployments.options import fits_header
 
 _TIMEOUT = httpx.Timeout(30, read=330)  # a server may look through a large session first
 _BUFFER = 1 << 20
-
-_T = TypeVar("_T")
 
 
 class PullError(Exception):
@@ -47,10 +45,6 @@ class ChangedError(PullError):
         super().__init__("the session changed while it was pulled, nothing of it is kept: pull it again, or name runs")
 
 
-def _once(work: Callable[[], _T]) -> _T:
-    return work()
-
-
 def pull(
     url: str,
     session: str,
@@ -60,7 +54,7 @@ def pull(
     points: Sequence[str] = (),
     api_key: str | None = None,
     progress: bool | None = None,
-    patiently: Callable[[Callable[[], bytes]], bytes] = _once,
+    patiently: Callable[[Callable[[], bytes]], bytes] = lambda fetch: fetch(),
 ) -> Path:
     """Fetch a session into a directory of its name, as sealed Arrow files; whole or not at all.
 
@@ -97,35 +91,59 @@ def pull(
         params = {"run": list(runs), "points": list(points), "format": "arrow"}
         headers = {"Authorization": f"Bearer {api_key}"} if api_key else {}
         with held(unfinished), httpx.Client(params=params, headers=headers, timeout=_TIMEOUT) as http:
-            _keep(_Pages(http, address, patiently), unfinished, session, progress)
-        unfinished.chmod(0o777 & ~_umask(to))
+            _keep(_Body(http, address, patiently, session, progress), unfinished)
+        unfinished.chmod(to.stat().st_mode & 0o777)
         unfinished.rename(folder)
     finally:
         shutil.rmtree(unfinished, ignore_errors=True)
     return folder
 
 
-class _Pages:
-    """A download, page by page."""
+class _Body(io.RawIOBase):
+    """A download, fetched page by page, as a file that is read once."""
 
-    def __init__(self, http: httpx.Client, address: str, patiently: Callable[[Callable[[], bytes]], bytes]) -> None:
+    def __init__(
+        self,
+        http: httpx.Client,
+        address: str,
+        patiently: Callable[[Callable[[], bytes]], bytes],
+        session: str,
+        progress: bool | None,
+    ) -> None:
         self.address = address
-        self.paging = Paging()
+        self.bar = tqdm(
+            unit="iB",
+            unit_scale=True,
+            unit_divisor=1024,
+            desc=session,
+            disable=None if progress is None else not progress,
+        )
         self._http = http
         self._patiently = patiently
+        self._paging = Paging()
+        self._held = memoryview(b"")
 
-    def __iter__(self) -> Iterator[bytes]:
-        while not self.paging.is_whole:
-            yield self._patiently(self._page)
+    def readable(self) -> bool:
+        return True
+
+    def readinto(self, buffer: Any) -> int:
+        if not self._held and not self._paging.is_whole:
+            self._held = memoryview(self._patiently(self._page))
+            self.bar.total = self._paging.length
+            self.bar.update(len(self._held))
+        count = min(len(buffer), len(self._held))
+        buffer[:count] = self._held[:count]
+        self._held = self._held[count:]
+        return count
 
     def _page(self) -> bytes:
         begun: httpx.Response | None = None
         try:
-            with self._http.stream("GET", self.address, headers=self.paging.headers) as begun:
+            with self._http.stream("GET", self.address, headers=self._paging.headers) as begun:
                 if begun.status_code != 206:
                     begun.read()
                     raise ChangedError if begun.status_code == 412 else PullError(_said(begun), begun)
-                return self.paging.take(begun.headers, _limited(begun, self.paging.size(begun.headers)))
+                return self._paging.take(begun.headers, _limited(begun, self._paging.size(begun.headers)))
         except NoPageError as error:
             raise PullError(f"{self.address}: {error}") from error
         except httpx.RemoteProtocolError as error:
@@ -151,17 +169,10 @@ def _said(answer: httpx.Response) -> str:
         return f"{answer.url} answered {answer.status_code}, and not as a server of activations"
 
 
-def _keep(pages: _Pages, folder: Path, session: str, progress: bool | None) -> None:
+def _keep(download: _Body, folder: Path) -> None:
     """Write the streams of a download, each as a file."""
-    bar = tqdm(
-        unit="iB",
-        unit_scale=True,
-        unit_divisor=1024,
-        desc=session,
-        disable=None if progress is None else not progress,
-    )
-    with bar:
-        body: io.BufferedReader[Any] = io.BufferedReader(_Body(pages, bar), _BUFFER)
+    with download.bar:
+        body: io.BufferedReader[Any] = io.BufferedReader(download, _BUFFER)
         number = 0
         while body.peek(1):
             number += 1
@@ -170,7 +181,7 @@ def _keep(pages: _Pages, folder: Path, session: str, progress: bool | None) -> N
             except (pa.ArrowException, ValueError, OSError) as error:
                 if isinstance(error, OSError) and error.errno:  # the disk's, not Arrow's
                     raise
-                raise PullError(f"{pages.address} sent what is no Arrow stream: {error}") from error
+                raise PullError(f"{download.address} sent what is no Arrow stream: {error}") from error
 
 
 def _seal(body: io.BufferedReader[Any], path: Path) -> None:
@@ -184,34 +195,3 @@ def _seal(body: io.BufferedReader[Any], path: Path) -> None:
             if bad := checksums.damaged(item.batch, sums):
                 raise PullError(f"the values of {', '.join(bad)} are not those that the server wrote: see its `verify`")
             writer.write_batch(item.batch, custom_metadata=item.custom_metadata)
-
-
-def _umask(folder: Path) -> int:
-    """The bits that new directories of the user do not get, by the one that this one is in."""
-    return ~folder.stat().st_mode & 0o777
-
-
-class _Body(io.RawIOBase):
-    """A download's bytes as a file that is read once."""
-
-    def __init__(self, pages: _Pages, bar: Any) -> None:
-        self._pages = pages
-        self._left = iter(pages)
-        self._bar = bar
-        self._held = memoryview(b"")
-
-    def readable(self) -> bool:
-        return True
-
-    def readinto(self, buffer: Any) -> int:
-        while not self._held:
-            page = next(self._left, None)
-            if page is None:
-                return 0
-            self._bar.total = self._pages.paging.length
-            self._bar.update(len(page))
-            self._held = memoryview(page)
-        count = min(len(buffer), len(self._held))
-        buffer[:count] = self._held[:count]
-        self._held = self._held[count:]
-        return count
