@@ -7,29 +7,17 @@ from typing import NamedTuple
 
 
 class Filter(NamedTuple):
-    """Runs that all of this holds for; what is left out holds for every run.
-
-    Attributes:
-        session: The session's id.
-        model: The model's id.
-        since: Unix seconds; the run was created then or later.
-        until: Unix seconds; the run was created before.
-        sample_id: The user's name for the sample.
-        tags: Names and values that the run's tags hold, each of them.
-        among: The run's session is one of these; None where it may be any.
-        without: It is none of these.
-        runs: The run is one of these; None where it may be any.
-    """
+    """Runs that all of this holds for; what is left out holds for every run."""
 
     session: str | None = None
     model: str | None = None
-    since: float | None = None
-    until: float | None = None
-    sample_id: str | None = None
-    tags: tuple[tuple[str, str], ...] = ()
-    among: tuple[str, ...] | None = None
-    without: tuple[str, ...] = ()
-    runs: tuple[str, ...] | None = None
+    since: float | None = None  # Unix seconds; the run was created then or later
+    until: float | None = None  # Unix seconds; the run was created before
+    sample_id: str | None = None  # the user's name for the sample
+    tags: tuple[tuple[str, str], ...] = ()  # names and values that the run's tags hold, each of them
+    among: tuple[str, ...] | None = None  # the run's session is one of these; None where it may be any
+    without: tuple[str, ...] = ()  # it is none of these
+    runs: tuple[str, ...] | None = None  # the run is one of these; None where it may be any
 
 
 EVERYTHING = Filter()

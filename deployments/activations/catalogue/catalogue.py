@@ -209,7 +209,7 @@ class Catalogue(Queries):
         with self._lock:
             try:
                 if time.monotonic() >= self._again:
-                    self._look_again(self._database)
+                    self._look(self._database)
                 return work(self._database)
             except sqlite3.Error as error:
                 if not is_at_fault(self._database, error):
@@ -228,27 +228,23 @@ class Catalogue(Queries):
                 self._database.close()
                 self._database = opened(root, self._fill)
                 self.remade += 1
-                self._look_again(self._database)
+                self._look(self._database)
                 return work(self._database)
             except (OSError, sqlite3.Error) as error:
                 raise explain(root, error) from error
 
     def _look(self, database: sqlite3.Connection) -> None:
-        """Read new and changed files; those that cannot be read are tried again after a while."""
+        """Read new and changed files; what cannot be read is tried again after a while, and stays as it is."""
         assert self._root is not None
         self.looks += 1
-        whole = refresh(database, self._root, self._manifest.bases if self._manifest else None)
-        self._again = math.inf if whole else time.monotonic() + _AGAIN_S
-
-    def _look_again(self, database: sqlite3.Connection) -> None:
-        """As `_look`; where the directory cannot be read, the database stays as it is."""
+        self._again = time.monotonic() + _AGAIN_S
         try:
-            self._look(database)
+            if refresh(database, self._root, self._manifest.bases if self._manifest else None):
+                self._again = math.inf
         except (OSError, sqlite3.Error) as error:
             if isinstance(error, sqlite3.Error) and not _is_refused(error):
                 raise
             logger.exception("%s cannot be looked through: the catalogue is as it was, or empty", self._root)
-            self._again = time.monotonic() + _AGAIN_S
 
 
 def _fill(manifest: Manifest, path: Path) -> None:

@@ -165,7 +165,6 @@ def opened(root: Path, fill: Callable[[Path], None] | None = None) -> sqlite3.Co
         fill: Creates a new database at a path, or leaves it.
 
     Raises:
-        OSError: The disk refuses.
         sqlite3.Error: It cannot be written.
     """
     path = root / NAME

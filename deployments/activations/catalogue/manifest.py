@@ -4,6 +4,8 @@
 by Zstandard, each of which stands for parts and snapshots that are removed then. Segments are added once under names
 that never come again, and a deletion names its segments for good. So parts and snapshots mean the same in any order and
 any number of times: a crash between two requests, or two writers by mistake, lose nothing.
+
+All raise OSError where the bucket or the disk refuses.
 """
 
 from __future__ import annotations
@@ -43,16 +45,12 @@ class Bases:
 
 
 class Manifest:
-    """The manifest of one bucket.
+    """The manifest of a bucket, or of a directory in it.
 
     Args:
-        place: The bucket, or a directory in it.
+        place: The bucket.
         writer: What tells this server's parts from those of others.
         root: The store's directory, where the segments are read from there as well.
-
-    Attributes:
-        place: As given.
-        bases: What stands before segments' names in URIs.
     """
 
     def __init__(self, place: Place, writer: str = "reader", root: Path | None = None) -> None:
@@ -63,11 +61,7 @@ class Manifest:
         self._last = 0
 
     def names(self) -> dict[str, int]:
-        """The bytes of each part and snapshot by its name; empty where the bucket has no manifest.
-
-        Raises:
-            OSError: The bucket cannot be listed.
-        """
+        """The bytes of each part and snapshot by its name; empty where the bucket has no manifest."""
         return {
             info.base_name: info.size
             for info in self._folder.infos()
@@ -75,14 +69,7 @@ class Manifest:
         }
 
     def write(self, lines: Iterable[Line]) -> str:
-        """Add a part; durable when this returns.
-
-        Returns:
-            The part's name.
-
-        Raises:
-            OSError: The bucket refuses.
-        """
+        """Add a part, durable when this returns, and return its name."""
         name = f"{self._number():020}-{self._writer}{_PART}"
         data = "".join(json.dumps(line) + "\n" for line in lines).encode()
         file = self._folder.file(name)
@@ -98,7 +85,6 @@ class Manifest:
         """Parts, each with its lines.
 
         Raises:
-            OSError: The bucket refuses.
             ValueError: One is damaged; the message names it.
         """
 
@@ -124,14 +110,7 @@ class Manifest:
                 out.write(piece)
 
     def put_snapshot(self, database: Path) -> str:
-        """Compress a database and put it into the bucket as a snapshot; durable when this returns.
-
-        Returns:
-            The snapshot's name.
-
-        Raises:
-            OSError: The bucket or the disk refuses.
-        """
+        """Compress a database and put it into the bucket as a snapshot, durable when this returns; return its name."""
         name = f"{_SNAPSHOT}{self._number():020}-{self._writer}{_SNAPSHOT_END}"
         file = self._folder.file(name)
         packed = database.with_suffix(".zst")
@@ -146,11 +125,7 @@ class Manifest:
         return name
 
     def remove(self, names: Collection[str]) -> None:
-        """Remove parts and snapshots.
-
-        Raises:
-            OSError: The bucket refuses.
-        """
+        """Remove parts and snapshots."""
         remove_all([self._folder.file(name) for name in names])
 
     def _number(self) -> int:
@@ -164,11 +139,7 @@ def is_snapshot(name: str) -> bool:
 
 
 def put_whole(file: File, data: bytes) -> None:
-    """Write a small object, and see that all of it is there.
-
-    Raises:
-        OSError: The bucket refuses.
-    """
+    """Write a small object, and see that all of it is there."""
     file.write(data)
     _check_size(file, len(data))
 
@@ -195,10 +166,6 @@ def _check_size(file: File, size: int) -> None:
 
 
 def remove_all(files: Sequence[File]) -> None:
-    """Remove objects; those that are not there are no error.
-
-    Raises:
-        OSError: The bucket refuses.
-    """
+    """Remove objects; those that are not there are no error."""
     with ThreadPoolExecutor(_AT_ONCE) as pool:
         list(pool.map(File.remove, files))

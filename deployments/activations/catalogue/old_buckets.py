@@ -32,9 +32,6 @@ def counted(place: Place, deep: bool = False) -> list[File]:
     Args:
         place: The bucket, or one of its sessions.
         deep: Also those in the directories in it.
-
-    Raises:
-        OSError: The bucket refuses.
     """
     infos = place.infos(deep)
     gone = _uncounted(place, infos)
@@ -43,11 +40,7 @@ def counted(place: Place, deep: bool = False) -> list[File]:
 
 
 def lines(place: Place) -> Iterator[dict[str, Any]]:
-    """What the manifest of an old bucket is to say: a line for each object, and for each deletion that was begun.
-
-    Raises:
-        OSError: The bucket refuses.
-    """
+    """What the manifest of an old bucket is to say: a line for each object, and for each deletion that was begun."""
     for path, mark in _marks(place, place.infos()):
         if mark["session"]:
             names = [f"{mark['session']}/{name}" for name in mark["objects"] if name.endswith(_ARROW)]

@@ -20,15 +20,9 @@ _ALL_SUMS = """SELECT session, sum(runs), sum(tokens), sum(bytes), json_group_ar
 
 
 class Queries(ABC):
-    """Lists sessions, runs and files.
+    """Lists sessions, runs and files; StoreError where SQLite refuses a filter that is too large."""
 
-    All methods raise StoreError for a statement that SQLite refuses, because of a filter that is too large.
-
-    Attributes:
-        archives: Whether files also go to a bucket, so that it is listed whether each is there.
-    """
-
-    archives: bool = False
+    archives: bool = False  # whether files also go to a bucket, so that it is listed whether each is there
 
     @abstractmethod
     def _all(self, statement: str, *values: Any) -> list[Any]:
@@ -91,8 +85,8 @@ class Queries(ABC):
         """A run by its id; None if there is none."""
         return next(iter(entries_of(self._all(f"{ENTRIES} WHERE runs.run_id = ? LIMIT 1", run_id))), None)
 
-    def entries(self, session_id: str, runs: Collection[str] | None = None) -> list[Entry]:
-        """A session's runs, or those of `runs` that it has, the oldest first."""
+    def entries(self, session_id: str | None, runs: Collection[str] | None = None) -> list[Entry]:
+        """The runs of a session, or of all, or those of `runs` that there are, the oldest first."""
         where, values = _chosen(session_id, runs)
         return entries_of(self._all(f"{ENTRIES} WHERE {where} ORDER BY runs.created, runs.run_id", *values))
 
@@ -185,11 +179,14 @@ def _listed(values: Collection[str]) -> str:
     return json.dumps(list(values))
 
 
-def _chosen(session_id: str, runs: Collection[str] | None) -> tuple[str, list[str]]:
+def _chosen(session_id: str | None, runs: Collection[str] | None) -> tuple[str, list[str]]:
     """What holds for a session's runs, or those of `runs` that it has, in SQL, and its values."""
-    if runs is None:
-        return "runs.session = ?", [session_id]
-    return "runs.session = ? AND runs.run_id IN (SELECT value FROM json_each(?))", [session_id, _listed(runs)]
+    held = {
+        "runs.session = ?": session_id,
+        "runs.run_id IN (SELECT value FROM json_each(?))": None if runs is None else _listed(runs),
+    }
+    found = {condition: value for condition, value in held.items() if value is not None}
+    return " AND ".join(["1", *found]), list(found.values())
 
 
 def _where(filter: Filter) -> tuple[str, list[Any]]:

@@ -1,4 +1,7 @@
-"""What a manifest's lines and snapshots mean for a catalogue's database, and the snapshots that are made of one."""
+"""What a manifest's lines and snapshots mean for a catalogue's database, and the snapshots that are made of one.
+
+All raise OSError where the bucket or the disk refuses, and change all or nothing.
+"""
 
 from __future__ import annotations
 
@@ -49,7 +52,7 @@ def segment_line(database: sqlite3.Connection, uri: str) -> Line:
 
 
 def replay(database: sqlite3.Connection, part: str | None, lines: Iterable[Line], bases: Bases) -> None:
-    """Bring what lines say into a catalogue's database: all or nothing."""
+    """Bring what lines say into a catalogue's database."""
     with transaction(database):
         for line in lines:
             if "segment" in line:
@@ -106,7 +109,7 @@ def _forget(database: sqlite3.Connection, bases: Bases, segments: Iterable[str])
 
 
 def merge_snapshot(database: sqlite3.Connection, snapshot: Path, name: str, bases: Bases) -> None:
-    """Bring what a snapshot says into a catalogue's database: all or nothing.
+    """Bring what a snapshot says into a catalogue's database.
 
     Raises:
         sqlite3.Error: It is damaged, or of no version that is known.
@@ -184,10 +187,7 @@ def catch_up(database: sqlite3.Connection, manifest: Manifest, names: Collection
         folder: Where a snapshot is unpacked.
 
     Returns:
-        Whether there was anything whose copies of pins and owners are yet to be `restored`.
-
-    Raises:
-        OSError: The bucket or the disk refuses.
+        Whether copies of pins and owners are yet to be `restored`.
     """
     known = {name for (name,) in database.execute("SELECT name FROM applied")}
     if {*names} - known or not names:
@@ -234,9 +234,6 @@ def fill_new(path: Path, manifest: Manifest) -> None:
     Args:
         path: The database's file, which is replaced.
         manifest: The bucket's.
-
-    Raises:
-        OSError: The bucket or the disk refuses.
     """
     snapshots = sorted(filter(is_snapshot, manifest.names()))
     if not snapshots:

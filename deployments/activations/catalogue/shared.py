@@ -2,23 +2,17 @@
 
 from __future__ import annotations
 
-import json
-import logging
 import sqlite3
-from collections.abc import Callable, Collection
-from contextlib import closing
+from collections.abc import Callable
 from pathlib import Path
 from threading import Lock
 from typing import Any
 
 from deployments.activations.catalogue.catalogue import is_at_fault
 from deployments.activations.catalogue.database import NAME, read_only
-from deployments.activations.catalogue.entries import ENTRIES, entries_of
 from deployments.activations.catalogue.queries import Queries
-from deployments.activations.facts import Entry, StoreError
+from deployments.activations.facts import StoreError
 from deployments.activations.failures import explain
-
-logger = logging.getLogger(__name__)
 
 
 class SharedCatalogue(Queries):
@@ -59,14 +53,3 @@ class SharedCatalogue(Queries):
             self._wait()
             self._database, self._inode = read_only(self._root), path.stat().st_ino
         return self._database
-
-
-def known(root: Path, runs: Collection[str]) -> list[Entry]:
-    """Those of the runs that are in the database of a directory's catalogue; no file is opened."""
-    named = f"{ENTRIES} WHERE runs.run_id IN (SELECT value FROM json_each(?))"
-    try:
-        with closing(read_only(root)) as database:
-            return entries_of(database.execute(named, (json.dumps([*runs]),)).fetchall())
-    except (OSError, sqlite3.Error) as error:
-        logger.info("the catalogue of %s cannot be read (%s): its files are", root, error)
-        return []

@@ -114,7 +114,6 @@ class Readings:
             RequestError: There is no such run or point, or there are too many tensors for one file; 410, a file is
                 gone.
             DamagedError: A file is damaged; names it.
-            OSError: The disk refuses.
         """
         plan = self._plan(choice, _runs_of(tag))
         return None if plan is None else Found(plan.tag, plan.parts.length)
@@ -126,7 +125,6 @@ class Readings:
             RequestError: 412, the session has changed; 410, a file is gone.
             StoreError: A file has changed.
             DamagedError: The same; names the file.
-            OSError: The disk refuses.
         """
         plan = self._plan(choice, _runs_of(tag))
         if plan is None or plan.tag != tag:

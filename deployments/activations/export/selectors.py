@@ -10,19 +10,12 @@ IDLE_S = 60.0  # after which the plan of a download is dropped that no page is a
 
 
 class Choice(NamedTuple):
-    """Stored runs as a file.
-
-    Attributes:
-        session_id: Of this session.
-        runs: These runs alone. The tensors of several have names that begin with their run's.
-        points: These points alone.
-        format: `arrow`, `safetensors`, `npz` or `pt`.
-    """
+    """Stored runs as a file: these alone, these points alone, where any are named."""
 
     session_id: str
     runs: tuple[str, ...] | None = None
     points: tuple[str, ...] | None = None
-    format: str = "arrow"
+    format: str = "arrow"  # or `safetensors`, `npz` or `pt`
 
 
 class Found(NamedTuple):

@@ -124,7 +124,6 @@ def values_of(run: WholeRun, point: str) -> torch.Tensor | Patterns:
 
     Raises:
         DamagedError: They are not all there.
-        OSError: They cannot be read.
     """
     return _values(point, run.types[point], [batch.select(["position", point]) for batch in run.batches])
 

@@ -43,26 +43,16 @@ class RowIndex:
     """Rows of whole runs, numbered in the order in which they lie in their files; no value is in memory.
 
     A block is rows that lie one behind the other: of one run, one phase and one record batch.
-
-    Attributes:
-        paths: The files.
-        runs: Whose rows these are; their interventions and texts, which may be large, are left to the files.
-        columns: `position`, `token_id`, and each point by its name.
-        file: Each block's file, an index of `paths`, `[blocks]`.
-        run: Each block's run, an index of `runs`, `[blocks]`.
-        generated: Whether a block's tokens were generated, else they are the prompt's, `[blocks]`.
-        starts: Each block's first row, and at the end how many rows there are, `[blocks + 1]`.
-        offsets: The byte of its file where a block's values of a column begin, `[columns, blocks]`.
     """
 
     paths: list[Path]
-    runs: list[RunFacts]
-    columns: dict[str, Column]
-    file: np.ndarray
-    run: np.ndarray
-    generated: np.ndarray
-    starts: np.ndarray
-    offsets: np.ndarray
+    runs: list[RunFacts]  # their interventions and texts, which may be large, are left to the files
+    columns: dict[str, Column]  # `position`, `token_id`, and each point by its name
+    file: np.ndarray  # each block's, an index of `paths`, `[blocks]`
+    run: np.ndarray  # each block's, an index of `runs`, `[blocks]`
+    generated: np.ndarray  # whether a block's tokens were generated, else they are the prompt's, `[blocks]`
+    starts: np.ndarray  # each block's first row, and at the end how many rows there are, `[blocks + 1]`
+    offsets: np.ndarray  # the byte of its file where a block's values of a column begin, `[columns, blocks]`
 
     def __len__(self) -> int:
         return int(self.starts[-1])

@@ -22,21 +22,13 @@ _WORDS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 
 
 class RowBatch(NamedTuple):
-    """Some rows, each with the same index in every field.
+    """Some rows, each with the same index in every field."""
 
-    Attributes:
-        points: Point name to `[rows, ...features]`, in the dtype that was stored.
-        token_id: Each row's token, int32 `[rows]`.
-        position: Its index in prompt + generated, int32 `[rows]`.
-        generated: Whether it was generated; else it is the prompt's, bool `[rows]`.
-        run: Its run, an index of `runs` of what the batch is of, int64 `[rows]`.
-    """
-
-    points: dict[str, torch.Tensor]
-    token_id: torch.Tensor
-    position: torch.Tensor
-    generated: torch.Tensor
-    run: torch.Tensor
+    points: dict[str, torch.Tensor]  # by name `[rows, ...features]`, in the dtype that was stored
+    token_id: torch.Tensor  # int32 `[rows]`
+    position: torch.Tensor  # index in prompt + generated, int32 `[rows]`
+    generated: torch.Tensor  # whether the token was generated; else it is the prompt's, bool `[rows]`
+    run: torch.Tensor  # the run, an index of `runs` of what the batch is of, int64 `[rows]`
 
 
 class _Lying(NamedTuple):

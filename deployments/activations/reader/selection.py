@@ -70,9 +70,6 @@ def select(files: Iterable[File], wanted: Wanted, left: set[str] | None = None) 
         files: The files.
         wanted: Which runs, and which of their points.
         left: The wanted runs that were not found yet; those that are found are removed from it.
-
-    Raises:
-        DamagedError: A wanted run's metadata is invalid; names the file.
     """
     offsets, left = wanted.offsets or {}, set(wanted.runs or ()) if left is None else left
     for file in files:

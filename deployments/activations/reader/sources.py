@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import atexit
 import os
+import sqlite3
 import tempfile
-from collections.abc import Collection
+from collections.abc import Collection, Iterable, Sequence
+from contextlib import closing
 from functools import cache
 from pathlib import Path
 from typing import NamedTuple
@@ -13,10 +15,10 @@ from typing import NamedTuple
 import httpx
 
 from deployments.activations.catalogue import buckets
-from deployments.activations.catalogue.database import NAME
-from deployments.activations.catalogue.shared import known
-from deployments.activations.facts import check_session_id
-from deployments.activations.files.places import Directory, DiskFile, File, Source
+from deployments.activations.catalogue.catalogue import Catalogue
+from deployments.activations.catalogue.database import read_only
+from deployments.activations.facts import Entry, check_session_id
+from deployments.activations.files.places import Directory, DiskFile, File, Place, Source
 from deployments.activations.files.scan import files_of, scan
 from deployments.activations.files.uris import file_at, place_of, source_of
 from deployments.activations.reader.pulling import PullError, pull
@@ -44,7 +46,6 @@ def shards(source: AnySource, session: str | None = None) -> list[File]:
     Raises:
         FileNotFoundError: There is no such source, or no such session in the store.
         ValueError: `session` is not a valid id.
-        OSError: It cannot be listed.
     """
     source = source_of(source)
     if isinstance(source, File):
@@ -69,19 +70,21 @@ def shards(source: AnySource, session: str | None = None) -> list[File]:
 
 
 def find_runs(source: Source, runs: Collection[str]) -> list[Located]:
-    """Look runs up in a store's catalogue or a bucket's manifest, without opening files; runs not listed are left out.
-
-    Raises:
-        OSError: The manifest cannot be read.
-    """
+    """Those of the runs that a store's catalogue or a bucket's manifest lists; no file is opened."""
     if isinstance(source, File):
         return []
-    if not isinstance(source, Directory):
-        return [Located(*found) for found in buckets.find_runs(source, runs)]
-    if not (source.local / NAME).is_file():
-        return []
-    entries = known(source.local.resolve(), runs)
-    return [Located(entry.facts.run_id, file_at(entry.uri), entry.offset) for entry in entries]
+    if isinstance(source, Directory):
+        try:
+            with closing(read_only(source.local.resolve())) as database:
+                return _located(Catalogue(database).entries(None, runs), [])
+        except (OSError, sqlite3.Error):  # the files say it, too
+            return []
+    manifest, place, session = buckets.at(source)
+    return _located(Catalogue(manifest).entries(session, runs), [place]) if manifest else []
+
+
+def _located(entries: Iterable[Entry], places: Sequence[Place]) -> list[Located]:
+    return [Located(entry.facts.run_id, file_at(entry.uri, places), entry.offset) for entry in entries]
 
 
 def is_run_id(source: object) -> bool:

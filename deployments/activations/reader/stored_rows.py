@@ -39,7 +39,6 @@ def read_rows(file: File, entry: Entry, points: Sequence[Sequence[str]], tokens:
         RequestError: The run has no such point or token, or there are more bytes; names the field of `from`.
         FileNotFoundError: The file is gone.
         DamagedError: It does not hold the run, or not all of it; names the file.
-        OSError: The disk refuses.
     """
     run = whole_run(file, entry.facts.run_id, entry.offset)
     if run is None:
@@ -137,7 +136,6 @@ def rows_of(batch: Batch, name: str, kind: PointType, first: int, end: int) -> t
 
     Raises:
         DamagedError: Its values are not all there.
-        OSError: They cannot be read.
     """
     width = row_bytes(kind)
     at = batch.place(batch.outline([name])[name], width) + first * width

@@ -129,19 +129,12 @@ def runs_table(
 
 
 class Layout(NamedTuple):
-    """How points become columns.
+    """How points become columns."""
 
-    Attributes:
-        widened: Values of these dtypes become float32, which holds each of them exactly.
-        tensors: As the files have them, else as lists.
-        nested: Lists are nested as the points are shaped.
-        words: The phase is a string.
-    """
-
-    widened: tuple[torch.dtype, ...] = ()
-    tensors: bool = False
-    nested: bool = False
-    words: bool = False
+    widened: tuple[torch.dtype, ...] = ()  # values of these dtypes become float32, which holds each of them exactly
+    tensors: bool = False  # as the files have them, else as lists
+    nested: bool = False  # lists are nested as the points are shaped
+    words: bool = False  # the phase is a string
 
 
 def record_batches(run: WholeRun, names: Sequence[str], layout: Layout) -> Iterator[pa.RecordBatch]:
@@ -149,7 +142,6 @@ def record_batches(run: WholeRun, names: Sequence[str], layout: Layout) -> Itera
 
     Raises:
         DamagedError: They are not all there.
-        OSError: They cannot be read.
     """
     for batch in run.batches:
         rows = batch.select(names)

@@ -1,7 +1,7 @@
 """The record batches of one segment, be it sealed, still open or cut short, on disk or elsewhere.
 
 A segment is an Arrow file, read as the stream that it is up to its footer. Metadata is read at once, and values when
-they are asked for: from a map of the file, or as ranges of bytes.
+they are asked for: from a map of the file, or as ranges of bytes. All raise OSError where these cannot be read.
 """
 
 from __future__ import annotations
@@ -42,16 +42,9 @@ class Batch:
         opened: The same, open.
         view: The batch over the segment's map or over blank memory.
         metadata: The batch's own.
-        begin: As the attribute.
-        end: As the attribute.
-        blank: Whether the view is over blank memory.
-
-    Attributes:
-        schema: Of all its columns.
-        num_rows: Its rows.
-        metadata: The batch's own.
         begin: The byte offset in the segment of its message.
         end: The byte offset behind it.
+        blank: Whether the view is over blank memory.
     """
 
     def __init__(
@@ -78,7 +71,6 @@ class Batch:
 
         Raises:
             DamagedError: Their values are outside of the batch, or it is cut off.
-            OSError: They cannot be read.
         """
         return self._checked(self.schema.names if names is None else names, whole=True)
 
@@ -95,7 +87,6 @@ class Batch:
 
         Raises:
             DamagedError: The segment is cut short.
-            OSError: They cannot be read.
         """
         self._opened.check(self.end)
         mapped = self._opened.mapped(at, count)
@@ -182,11 +173,7 @@ def as_file(source: AnyFile) -> File:
 
 
 def batches_of(source: AnyFile, offset: int = 0) -> Iterator[Batch]:
-    """The record batches of a segment from a byte offset up to where it ends or is cut off; no tensor is read.
-
-    Raises:
-        OSError: It cannot be read.
-    """
+    """The record batches of a segment from a byte offset up to where it ends or is cut off; no tensor is read."""
     file = as_file(source)
     with closing(file.open()) as opened:
         if opened.read(0, len(_MAGIC)) == _MAGIC:
@@ -194,11 +181,7 @@ def batches_of(source: AnyFile, offset: int = 0) -> Iterator[Batch]:
 
 
 def ends_cut(path: Path, offset: int) -> bool:
-    """Whether a local file, from a byte offset on, is at most one run that was cut off; else its bytes were changed.
-
-    Raises:
-        OSError: The disk refuses.
-    """
+    """Whether a local file, from a byte offset on, is at most one run that was cut off; else its bytes were changed."""
     file = DiskFile(path)
     with closing(file.open()) as opened:
         begins = opened.read(0, len(_MAGIC))

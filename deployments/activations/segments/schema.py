@@ -1,12 +1,7 @@
 """What a stored activation file says: its columns, its metadata, and the facts that both carry.
 
-One row per captured token: `run_id`, `sample_id`, `position`, `phase`, `token_id`, `text_offset`, then one
-`fixed_shape_tensor` column per point, named by the point; of attention patterns, whose rows grow, a `large_list`
-of each token's `[heads, tokens seen]` in one row. The schema's metadata holds, under
-`vitrine`, what all runs of the file share. Each record batch's own metadata holds the `run_id` of its
-run and, under `batch`, which of the run's batches it is; the last one also holds, under `run`, what the
-run is, and under `batches` how many there are, so that a run without its end can be told from a whole one. Under
-`xxh3` are the checksums of its columns, under `xxh3_layout`, `xxh3_run` and `xxh3_batch` those of all else.
+One row per captured token, with a `fixed_shape_tensor` column per point, named by the point; of attention patterns,
+whose rows grow, a `large_list` of each token's `[heads, tokens seen]`. `docs/format.md` describes all of it.
 """
 
 from __future__ import annotations
@@ -15,7 +10,7 @@ import json
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, fields
 from functools import lru_cache
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import numpy as np
 import pyarrow as pa
@@ -38,19 +33,12 @@ _DTYPES = {
 
 
 class BatchFacts(NamedTuple):
-    """What a record batch's own metadata says.
-
-    Attributes:
-        run_id: The run that it belongs to.
-        number: Which of the run's batches it is, from 0.
-        run: What the run is, on its last batch; None on the others.
-        batches: How many the run has, on its last batch; None on the others.
-    """
+    """What a record batch's own metadata says; `run` and `batches` on the run's last batch alone."""
 
     run_id: str
-    number: int
+    number: int  # which of the run's batches it is, from 0
     run: RunFacts | None
-    batches: int | None
+    batches: int | None  # how many the run has
 
 
 def to_batch(
@@ -149,17 +137,9 @@ def to_tensor(column: pa.FixedShapeTensorArray, dtype: str) -> torch.Tensor:
 
 
 def to_patterns(column: pa.LargeListArray, kind: PointType, first: int) -> Patterns:
-    """The inverse of a column of patterns of consecutive tokens, over the same memory.
-
-    Args:
-        column: The column.
-        kind: What its point holds.
-        first: The first row's position.
-    """
+    """The inverse of a column of patterns of consecutive tokens from position `first` on, over the same memory."""
     values = from_dlpack(column.flatten()).view(_DTYPES[kind.dtype])
-    heads, _ = kind.shape
-    assert heads is not None
-    return Patterns(values, heads, range(first, first + len(column)))
+    return Patterns(values, kind.shape[0] or 0, range(first, first + len(column)))
 
 
 def shard_facts(schema: pa.Schema) -> ShardFacts:
@@ -168,18 +148,12 @@ def shard_facts(schema: pa.Schema) -> ShardFacts:
     Raises:
         ValueError: If the schema is not one that `to_batch` made.
     """
-    facts = _metadata(schema)
-    return ShardFacts(
-        **({"layers": None} | {item.name: facts[item.name] for item in fields(ShardFacts) if item.name in facts})
-    )
+    facts = json.loads(_text(schema))
+    return ShardFacts(**{item.name: facts[item.name] for item in fields(ShardFacts) if item.name in facts})
 
 
 def owner(schema: pa.Schema) -> tuple[str, str]:
-    """The session and the model whose rows a file with this schema holds.
-
-    Raises:
-        ValueError: If the schema is not one that `to_batch` made.
-    """
+    """The session and the model whose rows a file with this schema holds."""
     return _owner(_text(schema))
 
 
@@ -195,7 +169,7 @@ def point_types(schema: pa.Schema) -> dict[str, PointType]:
     Raises:
         ValueError: If the schema is not one that `to_batch` made.
     """
-    facts = _metadata(schema)
+    facts = json.loads(_text(schema))
     names = [name for name in schema.names if name not in COLUMNS]
     try:
         heads, dtypes = facts.get("heads", {}), facts["dtypes"]
@@ -203,11 +177,6 @@ def point_types(schema: pa.Schema) -> dict[str, PointType]:
         return {name: PointType(shape, dtypes[name]) for name, shape in zip(names, shapes, strict=True)}
     except (KeyError, TypeError, AttributeError) as error:
         raise ValueError("Not a Vitrine activation schema: its points are not described") from error
-
-
-def _metadata(schema: pa.Schema) -> dict[str, Any]:
-    facts: dict[str, Any] = json.loads(_text(schema))
-    return facts
 
 
 def _text(schema: pa.Schema) -> bytes:
@@ -234,13 +203,7 @@ def empty_batch(schema: pa.Schema) -> pa.RecordBatch:
 
 
 def batch_metadata(run_id: str, first: int, count: int, run: RunFacts | None = None) -> list[dict[str, str]]:
-    """The metadata of a run's batches `first` to `first + count`.
-
-    Args:
-        run_id: The run.
-        first: The first one's number.
-        count: How many there are.
-        run: What the run is, if the last of them is the run's last.
+    """The metadata of a run's batches `first` to `first + count`; `run` if the last of them is the run's last.
 
     Raises:
         TypeError: If the run's facts hold what JSON cannot.

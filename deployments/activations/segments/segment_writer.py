@@ -272,7 +272,6 @@ def seal(descriptor: int, path: Path, schema: pa.Schema, length: int) -> int:
         How long it is then.
 
     Raises:
-        OSError: The disk refuses.
         ArrowInvalid: Its batches would be written otherwise than they are: another version of Arrow wrote them.
     """
     sink = _Sink(descriptor, written=length)

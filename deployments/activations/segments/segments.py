@@ -15,31 +15,18 @@ from deployments.activations.segments.schema import batch_facts, point_types
 
 
 class WholeRun(NamedTuple):
-    """A run all of whose batches are in a segment.
-
-    Attributes:
-        facts: What the run is.
-        first_row: The number of its first row in the segment.
-        bytes: Its size there; that of the first run includes the schema.
-        batches: Its batches that have rows, in order.
-        sums: The batches' checksums.
-        types: The selected points, by default all.
-        file: The segment.
-        offset: The byte offset where it begins.
-        batch: The number of its first batch, counted from where reading began.
-        intact: Whether `facts` match their checksum, if they have one.
-    """
+    """A run all of whose batches are in a segment."""
 
     facts: RunFacts
-    first_row: int
-    bytes: int
-    batches: list[Batch]
-    sums: list[dict[str, str]]
-    types: Mapping[str, PointType]
+    first_row: int  # the number of its first row in the segment
+    bytes: int  # its size there; that of the first run includes the schema
+    batches: list[Batch]  # those that have rows, in order
+    sums: list[dict[str, str]]  # the batches' checksums
+    types: Mapping[str, PointType]  # the selected points, by default all
     file: File
-    offset: int
-    batch: int
-    intact: bool
+    offset: int  # the byte where it begins
+    batch: int  # the number of its first batch, counted from where reading began
+    intact: bool  # whether `facts` match their checksum, if they have one
 
     @property
     def rows(self) -> int:
@@ -55,7 +42,6 @@ def whole_runs(source: AnyFile, offset: int = 0) -> Iterator[WholeRun]:
         offset: The byte offset of a run from which on to read; rows count from there.
 
     Raises:
-        OSError: It cannot be read.
         DamagedError: Its points are not described; names the file.
     """
     file = as_file(source)
@@ -91,11 +77,7 @@ def _types(file: File, schema: pa.Schema) -> Mapping[str, PointType]:
 
 
 def is_sealed(source: AnyFile) -> bool:
-    """Whether a segment has its footer.
-
-    Raises:
-        OSError: It cannot be read.
-    """
+    """Whether a segment has its footer."""
     try:
         footer(source)
     except pa.ArrowException:
@@ -112,6 +94,5 @@ def footer(source: AnyFile) -> Any:
 
     Raises:
         pa.ArrowInvalid: It has none.
-        OSError: It cannot be read.
     """
     return pa.ipc.open_file(as_file(source).input())

@@ -88,30 +88,33 @@ def _on_disk(file: File) -> Iterator[DiskFile]:
         yield DiskFile(copy)
 
 
-def changed(batch: pa.RecordBatch, facts: BatchFacts, sums: Mapping[str, str]) -> list[str]:
-    """The columns of a batch that are not as they were written."""
-    words = {"run_id": facts.run_id} | ({"sample_id": facts.run.sample_id} if facts.run else {})
-    others = [name for name, word in words.items() if not _all_are(batch[name], word)]
-    return others + checksums.damaged(batch, sums)
-
-
-def _described_otherwise(batch: pa.RecordBatch, metadata: Mapping[bytes, bytes], schema: bytes) -> list[str]:
-    """What, beside columns' values, is not as it was written: `facts`, `layout` or `metadata`.
+def _changed(batch: pa.RecordBatch, metadata: Mapping[bytes, bytes], facts: BatchFacts, schema: bytes) -> list[str]:
+    """What of a batch is not as it was written: columns by their names, `facts`, `layout` or `metadata`.
 
     Args:
         batch: A batch.
         metadata: Its own.
+        facts: What that says.
         schema: The message of the file's schema.
     """
+    words = {"run_id": facts.run_id} | ({"sample_id": facts.run.sample_id} if facts.run else {})
+    bad = [name for name, word in words.items() if not _all_are(batch[name], word)]
+    bad += checksums.damaged(batch, checksums.read(metadata, batch.schema.names))
     said = {key.decode(): value.decode() for key, value in metadata.items()}
-    bad = [] if checksums.is_of_run(metadata) else ["facts"]
+    described = [] if checksums.is_of_run(metadata) else ["facts"]
     if LAYOUT in said and said[LAYOUT] != checksums.layout(batch):
-        bad.append("layout")
+        described.append("layout")
     if said.keys() & {BATCH, LAYOUT}:
-        changed = said.get(BATCH) != checksums.of_batch(schema, said)
+        is_same = said.get(BATCH) == checksums.of_batch(schema, said)
     else:  # earlier versions wrote none; a name that nobody writes was another one
-        changed = not said.keys() <= _KEYS
-    return [*bad, "metadata"] if changed and not bad else bad
+        is_same = said.keys() <= _KEYS
+    return bad + (described or ([] if is_same else ["metadata"]))
+
+
+def _all_are(column: pa.Array, word: str | None) -> bool:
+    if word is None:
+        return bool(column.null_count == len(column))
+    return column.null_count == 0 and pc.all(pc.equal(column, word)).as_py() is not False
 
 
 def _schema_of(path: Path) -> bytes:
@@ -123,12 +126,7 @@ def _schema_of(path: Path) -> bytes:
 
 
 class _Compared:
-    """What Arrow writes to: nothing is kept, but the first byte that a file has otherwise.
-
-    Attributes:
-        length: Bytes so far.
-        other: The place of that byte; None where there is none.
-    """
+    """What Arrow writes to: nothing is kept, but the place of the first byte that a file has otherwise."""
 
     closed = False
 
@@ -142,15 +140,12 @@ class _Compared:
         there = self._data[self.length : self.length + len(view)]
         if self.other is None and view != there:
             pairs = zip(view, there, strict=False)
-            same = next((at for at, (one, other) in enumerate(pairs) if one != other), len(there))
-            self.other = self.length + same
+            self.other = self.length + next((at for at, (one, other) in enumerate(pairs) if one != other), len(there))
         self.length += len(view)
 
-    def flush(self) -> None:
-        """Nothing is held back."""
+    def flush(self) -> None: ...
 
-    def close(self) -> None:
-        """There is nothing to close."""
+    def close(self) -> None: ...
 
 
 def _written_otherwise(path: Path) -> int | None:
@@ -159,10 +154,8 @@ def _written_otherwise(path: Path) -> int | None:
     That is what no checksum covers: padding, how batches are framed, and the footer. Another version of Arrow than the
     footer names, or none, may write another file of the same rows.
     """
-    reader = footer(path)
-    said = {
-        key.decode(errors="replace"): value.decode(errors="replace") for key, value in (reader.metadata or {}).items()
-    }
+    given = footer(path).metadata or {}
+    said = {key.decode(errors="replace"): value.decode(errors="replace") for key, value in given.items()}
     if said and said.get(BATCH) != checksums.of_batch(b"", said):
         return path.stat().st_size - 1
     if said and said[VERSION] != pa.__version__:
@@ -171,17 +164,11 @@ def _written_otherwise(path: Path) -> int | None:
         data = memoryview(mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ))
     sink, writer = _Compared(data), None
     for batch in batches_of(path):
-        writer = writer or pa.ipc.new_file(sink, batch.schema, metadata=reader.metadata or None)
+        writer = writer or pa.ipc.new_file(sink, batch.schema, metadata=given or None)
         writer.write_batch(batch.select(), custom_metadata=batch.metadata)
     if writer:
         writer.close()
     return sink.length if sink.other is None and sink.length != len(data) else sink.other
-
-
-def _all_are(column: pa.Array, word: str | None) -> bool:
-    if word is None:
-        return bool(column.null_count == len(column))
-    return column.null_count == 0 and pc.all(pc.equal(column, word)).as_py() is not False
 
 
 def read_all(path: Path) -> None:
@@ -244,8 +231,7 @@ def _look_at_batches(found: Verified, file: DiskFile, rows_of: dict[str, int]) -
             end, metadata = found_batch.end, found_batch.metadata
             batch = found_batch.select()
             facts = batch_facts(metadata)
-            bad = changed(batch, facts, checksums.read(metadata, batch.schema.names))
-            bad += _described_otherwise(batch, metadata, schema)
+            bad = _changed(batch, metadata, facts, schema)
             is_summed = is_summed and BATCH.encode() in metadata
             if bad:
                 known = found.damaged.setdefault(facts.run_id, [])
