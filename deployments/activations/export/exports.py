@@ -189,7 +189,7 @@ def _write_hf(schema: pa.Schema, files: Sequence[File], wanted: Wanted, path: Pa
     """The library writes datasets from what it maps: so the rows lie beside it once, until it is done."""
     import datasets
 
-    rows = _rows(schema, files, wanted, Layout((torch.bfloat16,), nested=True, words=True))
+    rows = _rows(schema, files, wanted, Layout((torch.bfloat16,), nested=True))
     first = next(rows)
     spool = path.with_name(f"{path.name}.rows")
     bars = datasets.utils.are_progress_bars_disabled()

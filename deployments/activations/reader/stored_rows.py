@@ -7,12 +7,10 @@ from collections.abc import Mapping, Sequence
 
 import torch
 from safetensors.torch import save
-from torch.utils.dlpack import from_dlpack
 
 from deployments.activations.facts import Entry, PointType
 from deployments.activations.files.places import DamagedError, File
-from deployments.activations.reader.loading import whole_run
-from deployments.activations.segments.batches import Batch
+from deployments.activations.reader.loading import column_of, whole_run
 from deployments.activations.segments.schema import dtype_of, shard_facts
 from deployments.activations.segments.segments import WholeRun
 from deployments.errors import RequestError
@@ -68,7 +66,7 @@ def _recorded(names: Sequence[str], recorded: Sequence[str], modules: Mapping[st
 
 def _index(run: WholeRun, tokens: TokenChoice) -> torch.Tensor:
     """Which rows of the run, [tokens], are those of the tokens that are asked for."""
-    positions = torch.cat([from_dlpack(batch["position"]) for batch in run.batches])  # ascending
+    positions = column_of(run.batches, "position")  # ascending
     if tokens == "all":
         return torch.arange(len(positions))
     wanted = torch.tensor(_named(run, tokens), dtype=positions.dtype)
@@ -119,36 +117,20 @@ def _text(run: WholeRun, field: str) -> tuple[str, Sequence[int]]:
 def _rows(run: WholeRun, name: str, index: torch.Tensor) -> torch.Tensor:
     """[tokens, ...] of a point; of each batch no more is read than from the first of them to the last."""
     kind = run.types[name]
-    shape = (len(index), *(size or 0 for size in kind.shape))
-    rows, start = torch.empty(shape, dtype=dtype_of(kind.dtype)), 0
+    shape = [size or 0 for size in kind.shape]
+    rows, start, width = torch.empty((len(index), *shape), dtype=dtype_of(kind.dtype)), 0, row_bytes(kind)
     for batch in run.batches:
         here = (index >= start) & (index < start + batch.num_rows)
         if here.any():
             wanted = index[here] - start
             low, high = int(wanted.min()), int(wanted.max()) + 1
-            rows[here] = rows_of(batch, name, kind, low, high)[wanted - low]
+            at = batch.place(batch.outline([name])[name], width) + low * width
+            values = torch.frombuffer(batch.read(at, (high - low) * width), dtype=rows.dtype)
+            rows[here] = values.view(high - low, *shape)[wanted - low]
         start += batch.num_rows
     return rows
-
-
-def rows_of(batch: Batch, name: str, kind: PointType, first: int, end: int) -> torch.Tensor:
-    """Rows `first` to `end` of a point that is no attention pattern, `[rows, ...features]`; no other is read.
-
-    Raises:
-        DamagedError: Its values are not all there.
-    """
-    width = row_bytes(kind)
-    at = batch.place(batch.outline([name])[name], width) + first * width
-    shape = (end - first, *(size or 0 for size in kind.shape))
-    return values_at(batch, at, (end - first) * width, dtype_of(kind.dtype)).view(shape)
 
 
 def row_bytes(kind: PointType) -> int:
     """Bytes of a row of a point that is no attention pattern."""
     return math.prod(size or 0 for size in kind.shape) * dtype_of(kind.dtype).itemsize
-
-
-def values_at(batch: Batch, at: int, count: int, dtype: torch.dtype) -> torch.Tensor:
-    """`count` bytes of a batch's segment, from byte `at` on, as values."""
-    data = batch.read(at, count)
-    return torch.frombuffer(data, dtype=dtype) if count else torch.empty(0, dtype=dtype)

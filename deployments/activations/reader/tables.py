@@ -133,8 +133,7 @@ class Layout(NamedTuple):
 
     widened: tuple[torch.dtype, ...] = ()  # values of these dtypes become float32, which holds each of them exactly
     tensors: bool = False  # as the files have them, else as lists
-    nested: bool = False  # lists are nested as the points are shaped
-    words: bool = False  # the phase is a string
+    nested: bool = False  # lists are nested as the points are shaped, and the phase is a string
 
 
 def record_batches(run: WholeRun, names: Sequence[str], layout: Layout) -> Iterator[pa.RecordBatch]:
@@ -157,7 +156,7 @@ def _field(name: str, array: pa.Array, kind: PointType | None) -> pa.Field:
 
 def _array(column: Any, kind: PointType | None, layout: Layout) -> pa.Array:
     if kind is None:
-        return column.cast(pa.string()) if layout.words and pa.types.is_dictionary(column.type) else column
+        return column.cast(pa.string()) if layout.nested and pa.types.is_dictionary(column.type) else column
     dtype = dtype_of(kind.dtype)
     if layout.tensors:
         return column

@@ -39,7 +39,7 @@ def whole_runs(source: AnyFile, offset: int = 0) -> Iterator[WholeRun]:
 
     Args:
         source: The segment.
-        offset: The byte offset of a run from which on to read; rows count from there.
+        offset: The byte of a run from which on to read; rows count from there.
 
     Raises:
         DamagedError: Its points are not described; names the file.
