@@ -10,10 +10,13 @@ from typing import Literal, NamedTuple
 
 import torch
 
+from deployments.engine.gates import Gate
+from deployments.engine.readouts import ReadoutReader
 from deployments.places.place import Place, Point
 from deployments.points.token_choices import Tokens as Tokens
+from deployments.readouts.values import Readout
 
-Kind = Literal["add", "add_norm", "scale", "project_out", "clamp", "replace"]
+Kind = Literal["add", "add_norm", "scale", "project_out", "clamp", "replace", "feature"]
 Index = tuple[int, ...] | None  # None for all
 
 
@@ -36,7 +39,55 @@ class Norms:
     def median(self) -> float | None:
         """Their median, of an even number the lower one; None of none. The first token's may be a hundred times it."""
         parts = [part.to(self._parts[0].device) for part in self._parts]
-        return float(torch.cat(parts).median()) if parts else None
+        median = float(torch.cat(parts).nanmedian()) if parts else math.nan  # NaN of rows that a gate kept as they were
+        return None if math.isnan(median) else median
+
+
+class Changed(NamedTuple):
+    """What an edit did.
+
+    Attributes:
+        rows: How many rows it changed.
+        kept: How many its gate kept as they were.
+        mean: Of the norms of its changes, each relative to its row's; None of none.
+        largest: The largest of them, likewise.
+    """
+
+    rows: int
+    kept: int
+    mean: float | None
+    largest: float | None
+
+
+class Report:
+    """What an edit does, as it gathers; a row that is run again counts once."""
+
+    def __init__(self) -> None:
+        self._parts = list[tuple[Sequence[int], torch.Tensor]]()
+
+    def add(self, positions: Sequence[int], changes: torch.Tensor) -> None:
+        """Take rows: the norm of each one's change, relative to the row's; NaN of one that was kept as it was."""
+        self._parts.append((positions, changes))
+
+    @property
+    def changed(self) -> Changed:
+        """What it did."""
+        first = dict[int, float]()
+        if self._parts:
+            changes = torch.cat([part.float().cpu() for _, part in self._parts]).tolist()
+            for position, change in zip((at for some, _ in self._parts for at in some), changes, strict=True):
+                first.setdefault(position, change)
+        made = [change for change in first.values() if not math.isnan(change)]
+        mean = sum(made) / len(made) if made else None
+        return Changed(len(made), len(first) - len(made), mean, max(made, default=None))
+
+
+class FeatureChange(NamedTuple):
+    """One feature of an autoencoder, and what becomes of it: `add`, `scale`, `clamp` or `zero`."""
+
+    sae: Readout
+    feature: int
+    how: str
 
 
 @dataclass(frozen=True, eq=False)
@@ -46,7 +97,7 @@ class Edit:
     Attributes:
         point: Where.
         kind: x + vector; x + |x| * vector; x * low; x without its part along vector; x between low and high; or vector
-            in its place.
+            in its place; of `feature`, x with one feature of an autoencoder changed by low.
         tokens: Of which tokens.
         features: Which entries of the last axis.
         heads: Which heads, at a point of heads.
@@ -55,6 +106,10 @@ class Edit:
         low: The factor, or the least value.
         high: The greatest value.
         norms: Takes each |x|, the norm of what is changed of a row, of heads their mean; where the kind has it.
+        change: Of the kind `feature`, which one.
+        field: What the request calls it.
+        gate: Which rows are changed; None for all.
+        report: Takes what it does; None for nothing.
     """
 
     point: Point
@@ -66,6 +121,15 @@ class Edit:
     low: float = 0.0
     high: float = 0.0
     norms: Norms | None = None
+    change: FeatureChange | None = None
+    field: str = ""
+    gate: Gate | None = None
+    report: Report | None = None
+
+    @property
+    def is_watched(self) -> bool:
+        """Whether it must be known which rows it changes."""
+        return self.gate is not None or self.report is not None
 
     @property
     def per_token(self) -> bool:
@@ -91,6 +155,7 @@ class _Key(NamedTuple):
     shape: tuple[int, ...]
     heads: Index
     features: Index
+    change: FeatureChange | None
 
 
 class _Part(NamedTuple):
@@ -128,7 +193,7 @@ class Plan:
             turns: Counter[Place] = Counter()
             for edit in edits:
                 place = edit.point.place
-                key = _Key(turns[place], edit.kind, edit.point.shape, edit.heads, edit.features)
+                key = _Key(turns[place], edit.kind, edit.point.shape, edit.heads, edit.features, edit.change)
                 turns[place] += 1
                 if positions := edit.tokens.within(start, stop):
                     stages.setdefault(place, {}).setdefault(key, []).append(_Part(edit, row, positions, start))
@@ -138,14 +203,26 @@ class Plan:
         }
         self.places = list(self._changes)
 
-    def apply(self, place: Place, value: torch.Tensor) -> torch.Tensor | None:
-        """The value [batch, tokens, ...] with its changes; None where there are none."""
+    def apply(self, place: Place, value: torch.Tensor, reader: ReadoutReader | None = None) -> torch.Tensor | None:
+        """The value [batch, tokens, ...] with its changes; None where there are none.
+
+        Args:
+            place: The place.
+            value: What is there.
+            reader: Reads what gates ask for; needed where an edit has one.
+        """
         if place not in self._changes:
             return None
         changed = value.clone()
         for change in self._changes[place]:
-            change.apply(changed)
+            change.apply(changed, reader)
         return changed
+
+    def move(self, starts: Sequence[int]) -> None:
+        """Go on to other tokens, one of each row, at these positions."""
+        for changes in self._changes.values():
+            for change in changes:
+                change.move(starts)
 
 
 def _changes(key: _Key, parts: Sequence[_Part]) -> Iterator[_Change]:
@@ -179,6 +256,8 @@ class _Change:
         """
         self._key = key
         self._which = rows, at
+        self._parts = parts
+        self._is_watched = any(part.edit.is_watched for part in parts)
         self._norms = [(part.edit.norms, len(part.positions)) for part in parts if part.edit.norms is not None]
         self._tensors = {
             "low": torch.tensor([part.edit.low for part in parts])[:, None, None],
@@ -191,7 +270,12 @@ class _Change:
             if (index := getattr(key, name)) is not None:
                 self._tensors[name] = torch.tensor(index)
 
-    def apply(self, value: torch.Tensor) -> None:
+    def move(self, starts: Sequence[int]) -> None:
+        """As `Plan.move`."""
+        if self._is_watched:
+            self._parts = [part._replace(positions=(starts[part.row],), start=starts[part.row]) for part in self._parts]
+
+    def apply(self, value: torch.Tensor, reader: ReadoutReader | None) -> None:
         """Change a value [batch, tokens, ...] in place."""
         if self._tensors["low"].device != value.device:  # a model's layers may lie on several devices
             self._tensors = {name: tensor.to(value.device) for name, tensor in self._tensors.items()}
@@ -203,21 +287,54 @@ class _Change:
         which = self._which
         point = value.view(*value.shape[:2], *self._key.shape)  # by heads, at a point of heads
         rows = point[which]  # [changed, ...]
+        before, opened = rows, None
+        if self._is_watched:
+            before, opened = rows.clone(), self._opened(rows, reader)
         by_head = rows.view(len(rows), -1, rows.shape[-1])  # [changed, heads or 1, features]
         heads, features = self._tensors.get("heads"), self._tensors.get("features")
         part = by_head if heads is None else by_head[:, heads]
         if features is None:
-            part = self._edited(part)
+            part = self._edited(part, opened)
         else:
             part = part.clone()
-            part[..., features] = self._edited(part[..., features])
+            part[..., features] = self._edited(part[..., features], opened)
         if heads is None:
             by_head = part
         else:
             by_head[:, heads] = part
-        point[which] = by_head.view(rows.shape)
+        changed = by_head.view(rows.shape)
+        if opened is not None:
+            changed = torch.where(opened.view(-1, *(1 for _ in changed.shape[1:])), changed, before)
+            self._tell(before, changed, opened)
+        point[which] = changed
 
-    def _edited(self, x: torch.Tensor) -> torch.Tensor:
+    def _opened(self, rows: torch.Tensor, reader: ReadoutReader | None) -> torch.Tensor:
+        """Of rows [changed, ...] before they are changed, which are to be, bool [changed]."""
+        here, first = [], 0
+        for part in self._parts:
+            count = len(part.positions)
+            for leaf in part.edit.gate.leaves if part.edit.gate else ():
+                if leaf.here:
+                    here.append((leaf, first, leaf.turn(part.positions[0]), count))
+            first += count
+        if here:
+            assert reader is not None
+            reader.read_here(here, rows)
+        return torch.cat([_opened(part, rows.device) for part in self._parts])
+
+    def _tell(self, before: torch.Tensor, changed: torch.Tensor, opened: torch.Tensor) -> None:
+        """Report what was done to rows [changed, ...]."""
+        if not any(part.edit.report for part in self._parts):
+            return
+        before, changed = before.float().flatten(1), changed.float().flatten(1)
+        change = (changed - before).norm(dim=1) / before.norm(dim=1).clamp(min=torch.finfo(torch.float32).tiny)
+        change = torch.where(opened, change, torch.nan)
+        counts = [len(part.positions) for part in self._parts]
+        for part, changes in zip(self._parts, torch.split(change, counts), strict=True):
+            if part.edit.report:
+                part.edit.report.add(part.positions, changes)
+
+    def _edited(self, x: torch.Tensor, opened: torch.Tensor | None) -> torch.Tensor:
         """What becomes of x [changed, heads or 1, features]: in its own dtype, computed in float32 or wider."""
         wide = x.float() if x.dtype.itemsize < 4 else x
         low, high, v = self._tensors["low"], self._tensors["high"], self._tensors.get("vectors", wide)
@@ -227,7 +344,9 @@ class _Change:
             case "add_norm":
                 norms = wide.norm(dim=-1, keepdim=True)  # [changed, heads or 1, 1]
                 new = wide + norms * v
-                parts = norms.mean(dim=(1, 2)).split([count for _, count in self._norms])
+                mean = norms.mean(dim=(1, 2))
+                mean = mean if opened is None else torch.where(opened, mean, torch.nan)
+                parts = mean.split([count for _, count in self._norms])
                 for (gathered, _), part in zip(self._norms, parts, strict=True):
                     gathered.add(part)
             case "scale":
@@ -238,7 +357,19 @@ class _Change:
                 new = wide.clamp(low, high)
             case "replace":
                 new = v.expand_as(wide)
+            case "feature":
+                assert self._key.change is not None
+                sae, feature, how = self._key.change
+                new = wide + sae.change(wide.flatten(1), feature, how, low.flatten()).view_as(wide)
         return new.to(x.dtype)
+
+
+def _opened(part: _Part, device: torch.device) -> torch.Tensor:
+    """Which of a part's rows are changed, bool [positions]."""
+    positions = part.positions
+    if part.edit.gate is None:
+        return torch.ones(len(positions), dtype=torch.bool, device=device)
+    return part.edit.gate.opened(positions).to(device)
 
 
 class Plans:
@@ -253,4 +384,6 @@ class Plans:
         active = [[edit for edit in edits if edit.tokens.within(start, stop)] for edits, start, stop in rows]
         if active != self._of or any(edit.per_token for edits in active for edit in edits):
             self._of, self._plan = active, Plan(rows)
+        elif any(edit.is_watched for edits in active for edit in edits):
+            self._plan.move([row.start for row in rows])
         return self._plan

@@ -26,9 +26,11 @@ from deployments.engine.capture.buffer import CaptureBuffer, CaptureError, joine
 from deployments.engine.capture.captured import Captured
 from deployments.engine.capture.ring import CaptureRing
 from deployments.engine.capture_budget import CaptureBudget
+from deployments.engine.gates import Leaf
 from deployments.engine.kv_memory import KvMemory, held_bytes
 from deployments.engine.logit_lens import check_lens
 from deployments.engine.prompt_logprobs import PromptScores
+from deployments.engine.readouts import SequenceReadouts, with_columns
 from deployments.engine.request import (
     GRAMMAR_TOO_COMPLEX,
     Delta,
@@ -40,6 +42,7 @@ from deployments.engine.request import (
     PromptLogprobs,
     Request,
     Rows,
+    StopReason,
 )
 from deployments.engine.runner import ForwardResult, Runner
 from deployments.engine.sampling import NOT_FINITE, check_sampling, choose
@@ -252,9 +255,9 @@ class Engine:
             vocabulary = self.model.hf.get_output_embeddings().out_features
             sampling_state = SamplingState(message, self.model.eos, vocabulary)
             scores = PromptScores(message, vocabulary) if message.prompt_logprobs is not None else None
-            self._scheduler.waiting.append(
-                Sequence(message, text, sampling_state, recording, next(self._arrivals), scores)
-            )
+            seq = Sequence(message, text, sampling_state, recording, next(self._arrivals), scores)
+            seq.readouts = SequenceReadouts(message) if message.readouts else None
+            self._scheduler.waiting.append(seq)
         elif isinstance(message, str):
             self._cancel(message, events)
         elif isinstance(message, _Written):
@@ -330,6 +333,7 @@ class Engine:
             else:
                 if captured is not None:
                     self._capture_budget.sent(seq, captured.bytes)
+                    captured = with_columns(captured, seq.request, seq.readouts)
                     events.append(Rows(seq.request.id, captured))
 
     def _settle(self) -> None:
@@ -401,13 +405,15 @@ class Engine:
 
     def _advance(self, outcome: ForwardResult, events: list[Event]) -> None:
         """Draw each sequence's next token, and end what has come to its end."""
-        seqs, logits, lens = outcome
+        seqs, logits, lens, stopped = outcome
         if not seqs:
             return
         chosen = choose(logits, [None if seq.ending else seq.sampling_state for seq in seqs])
         for i, seq in enumerate(seqs):
             if seq.ending:  # it is said; the forward was for its last row alone
                 self._finish(seq, seq.ending, events)
+            elif i in stopped and len(seq.tokens) >= seq.request.sampling.min_tokens and seq.request.max_tokens:
+                self._stop(seq, *stopped[i], events)
             elif i in chosen.failed:
                 code = (
                     GRAMMAR_TOO_COMPLEX
@@ -424,6 +430,21 @@ class Engine:
                     # A tokenizer's or a grammar's own fault at this sequence's token: the others' tokens count.
                     logger.exception("request %s failed on its token", seq.request.id)
                     self._finish(seq, "error", events, f"{type(error).__name__}: {error}")
+
+    def _stop(self, seq: Sequence, leaf: Leaf, position: int, events: list[Event]) -> None:
+        """End an answer at a row that met its `stop_when`: its token was said, and no other follows."""
+        value = float(leaf.value) if leaf.value is not None else float("nan")
+        seq.stop_reason = StopReason(leaf.source.name, value, position)
+        if text := seq.text.close(seq.tokens):
+            self._say(seq, Delta(seq.request.id, (), text), events)
+        self._finish(seq, "stop", events)
+
+    def _say(self, seq: Sequence, delta: Delta, events: list[Event]) -> None:
+        """Say what a step added now, or keep it for the end."""
+        if seq.request.streamed:
+            events.append(delta._replace(readouts=seq.readouts.take()) if seq.readouts else delta)
+        else:
+            seq.unsaid.append(delta)
 
     def _accept(
         self,
@@ -454,12 +475,8 @@ class Engine:
         if seq.ending:
             text += seq.text.close(seq.tokens[:-1] if ended else seq.tokens)
         lens = () if layers is None else (layers,)
-        delta = Delta(request.id, (token,), text, logprobs, lens)
-        if request.streamed:
-            events.append(delta)
-        else:
-            seq.unsaid.append(delta)
-        if seq.ending and not (seq.recording and seq.recording.wants_generated):
+        self._say(seq, Delta(request.id, (token,), text, logprobs, lens), events)
+        if seq.ending and not seq.wants_last:
             return self._finish(seq, seq.ending, events)
         return None
 
@@ -482,6 +499,7 @@ class Engine:
             try:
                 captured = seq.recording.finish(seq.token_ids)
                 self._capture_budget.sent(seq, captured.bytes)
+                captured = with_columns(captured, seq.request, seq.readouts)
             except (CaptureError, RuntimeError, MemoryError) as failed:  # torch's: no memory for another dtype
                 error = str(failed)
         seq.memory.after = held_bytes(self.model.device)
@@ -489,6 +507,10 @@ class Engine:
         rest = Delta.of(seq.unsaid) if seq.unsaid else None
         seen = tuple(seq.prompt_lens)
         end = Finished(request.id, reason, request.prompt, seq.tokens, captured, error, code, seq.memory, rest, seen)
+        if seq.readouts:
+            end = replace(end, readouts=seq.readouts.take(ended=True))
+        if seq.stop_reason:
+            end = replace(end, stop_reason=seq.stop_reason)
         events.append(end)
 
     def _note(self) -> None:

@@ -13,6 +13,7 @@ from deployments.points.token_choices import Tokens
 
 if TYPE_CHECKING:  # the HTTP face imports this module, and needs no torch
     from deployments.engine.edits import Edit
+    from deployments.engine.gates import Gate, Source
     from deployments.engine.guided import Grammar
     from deployments.places.place import Point
 
@@ -89,6 +90,51 @@ class LayerTokens(NamedTuple):
     targets: tuple[tuple[float, int], ...] = ()
 
 
+class Asked(NamedTuple):
+    """A readout whose values a request wants.
+
+    Attributes:
+        source: The readout, and where it reads.
+        tokens: Of which tokens.
+        top_k: Of an autoencoder, how many features of each; None of others.
+    """
+
+    source: Source
+    tokens: Tokens
+    top_k: int | None = None
+
+    @property
+    def width(self) -> int:
+        """How many values a row has."""
+        count = self.source.readout.count
+        return min(self.top_k, count) if self.top_k else count
+
+
+@dataclass(frozen=True)
+class ReadoutRows:
+    """Rows of a readout.
+
+    Attributes:
+        index: Which of the request's.
+        positions: Of their tokens in prompt + generated, ascending.
+        values: Of each row.
+        features: Of an autoencoder, whose values they are; None of others.
+    """
+
+    index: int
+    positions: Sequence[int]
+    values: list[list[float]]
+    features: list[list[int]] | None = None
+
+
+class StopReason(NamedTuple):
+    """The row that ended an answer: the position of its token, and the readout's value there."""
+
+    readout: str
+    value: float
+    token: int
+
+
 @dataclass(frozen=True)
 class Request:
     """One sequence to generate.
@@ -109,6 +155,8 @@ class Request:
         points: The places that `capture` means, in the order of execution.
         edits: What is changed on the way, in this order at each place, before it is recorded.
         lens: With each token say what layers make of it; None for nothing.
+        readouts: Readouts whose values are wanted.
+        stop_when: The answer ends before the token that would follow a row that met it; None for never.
         streamed: Say what each step adds; without, all of it comes with the end.
     """
 
@@ -127,6 +175,8 @@ class Request:
     points: tuple[Point, ...] = ()
     edits: tuple[Edit, ...] = field(default=(), hash=False)
     lens: LensLayers | None = None
+    readouts: tuple[Asked, ...] = ()
+    stop_when: Gate | None = field(default=None, hash=False)
     streamed: bool = True
 
 
@@ -175,6 +225,7 @@ class Delta(NamedTuple):
         text: The text that is now whole.
         logprobs: One for each of `tokens`, where the request asks for them.
         lens: For each of `tokens` and layer of the request's lens what comes of it.
+        readouts: Rows of readouts that were computed since the last.
     """
 
     id: str
@@ -182,6 +233,7 @@ class Delta(NamedTuple):
     text: str
     logprobs: tuple[Logprob, ...] = ()
     lens: tuple[tuple[LayerTokens, ...], ...] = ()
+    readouts: tuple[ReadoutRows, ...] = ()
 
     @classmethod
     def of(cls, parts: Sequence[Delta]) -> Delta:
@@ -223,6 +275,8 @@ class Finished:
         rest: What no `Delta` said before.
         prompt_lens: The lens' tokens of the prompt by their positions, ascending, and what comes of each layer there.
         memory: What was held while it ran.
+        readouts: Rows of readouts that no `Delta` had.
+        stop_reason: Which row ended it, where its `stop_when` did.
     """
 
     id: str
@@ -235,6 +289,8 @@ class Finished:
     memory: MemoryUse = field(default_factory=MemoryUse)
     rest: Delta | None = None
     prompt_lens: tuple[tuple[int, tuple[LayerTokens, ...]], ...] = ()
+    readouts: tuple[ReadoutRows, ...] = ()
+    stop_reason: StopReason | None = None
 
 
 Event = PromptLogprobs | Delta | Rows | Finished

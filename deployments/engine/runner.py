@@ -11,9 +11,11 @@ import torch
 from deployments.engine.batch import Batch
 from deployments.engine.capture.ring import CaptureRing, places_of
 from deployments.engine.edits import Plan, Plans, Spans
+from deployments.engine.gates import Leaf
 from deployments.engine.kv_memory import KvMemory
 from deployments.engine.logit_lens import LensReader, LensRow
 from deployments.engine.prompt_logprobs import read, spans_of
+from deployments.engine.readouts import ReadoutReader, ReadSpan, Stacks
 from deployments.engine.request import LayerTokens
 from deployments.engine.scheduler import Prefill
 from deployments.engine.sequence import Sequence
@@ -28,11 +30,13 @@ class ForwardResult(NamedTuple):
         sequences: Those whose next token it decides; none where a prompt is not all in yet.
         logits: [rows, vocabulary].
         lens: For each sequence that asks, by its turn among these, what comes of each layer.
+        stopped: For each sequence that its `stop_when` ends, by its turn, the condition and the row that met it.
     """
 
     sequences: list[Sequence]
     logits: torch.Tensor
     lens: Mapping[int, tuple[LayerTokens, ...]] = MappingProxyType({})
+    stopped: Mapping[int, tuple[Leaf, int]] = MappingProxyType({})
 
 
 class Runner:
@@ -46,6 +50,7 @@ class Runner:
         self._ring = ring
         self._plans = Plans()
         self._lenses = LensReader([])  # of the last decode
+        self._stacks = Stacks()
 
     def prefill(self, prefill: Prefill) -> ForwardResult:
         """Run prompts, or a piece of one, into slots behind those in use or the one it has."""
@@ -75,9 +80,16 @@ class Runner:
             for position in seq.lensed(start, start + counts[i])
         ]
         lenses = LensReader([*deciding, *reading])
+        readouts = ReadoutReader(
+            [
+                ReadSpan(seq.request, seq.readouts, start, counts[i], i * longest, i in whole)
+                for i, seq in enumerate(seqs)
+            ],
+            self._stacks,
+        )
 
         def visit(place: Place, value: torch.Tensor) -> torch.Tensor | None:
-            new = plan.apply(place, value)
+            new = plan.apply(place, value, readouts)
             seen = value if new is None else new
             came.add(place)
             for (i, recording), tokens in zip(recordings, fresh, strict=True):
@@ -85,16 +97,18 @@ class Runner:
                     at = readers[place].index(i) if place.grows else i
                     recording.write(place, seen[at, tokens], start + tokens.start)
             lenses.take(place, seen)
+            readouts.take(place, seen.flatten(0, 1))
             return new
 
         self._cache.prefill(first, start)
-        places = [*places, *plan.places, *lenses.places]
+        places = [*places, *plan.places, *lenses.places, *readouts.places]
         every = any(place.module == model.head for place in places)
         asked = spans_of([seq.scores for seq in seqs], start, counts)
         beside = [(one.row, one.span) for one in asked]
         logits = model.prefill(ids, lengths, self._cache, places, visit, every, start, beside, readers)
         scored = read(asked, logits[len(seqs) :])
         lens = lenses.read(model.unembedding)
+        stopped = readouts.keep()
         for (_, recording), tokens in zip(recordings, fresh, strict=True):
             recording.require(came)
             recording.keep(start + tokens.start, max(0, tokens.stop - tokens.start))
@@ -109,9 +123,9 @@ class Runner:
             if seq.recording:
                 seq.recording.rows = max(seq.recording.rows, seq.fed)
         by_row = {read_at.row: layers for read_at, layers in zip(deciding, lens, strict=False)}
-        return ForwardResult(
-            [seqs[i] for i in whole], logits[whole], {turn: by_row[i] for turn, i in enumerate(whole) if i in by_row}
-        )
+        ended = {turn: stopped[at] for turn, i in enumerate(whole) if (at := i * longest + counts[i] - 1) in stopped}
+        said = {turn: by_row[i] for turn, i in enumerate(whole) if i in by_row}
+        return ForwardResult([seqs[i] for i in whole], logits[whole], said, ended)
 
     def _reserve(self, seqs: list[Sequence], new: list[Sequence], stop: int) -> None:
         """Have room for a prefill up to position `stop`."""
@@ -140,27 +154,32 @@ class Runner:
         plan = self._plans.decode([Spans(seq.request.edits, seq.fed, seq.fed + 1) for seq in seqs])
         lenses = self._lenses_of([LensRow(i, 0, seq.lens) for i, seq in enumerate(seqs) if seq.lens])
         wanted = set(reading)
+        readouts = ReadoutReader(
+            [ReadSpan(seq.request, seq.readouts, seq.fed, 1, i, True) for i, seq in enumerate(seqs)], self._stacks
+        )
         readers = {place: ring.readers(place) for place in reading if place.grows}
 
         def visit(place: Place, value: torch.Tensor) -> torch.Tensor | None:
-            new = plan.apply(place, value)
+            new = plan.apply(place, value, readouts)
             seen = value if new is None else new
             if place in wanted:
                 ring.take(place, seen)
             lenses.take(place, seen)
+            readouts.take(place, seen.flatten(0, 1))
             return new
 
         for seq in seqs:
             seq.written = max(seq.written, seq.fed + 1)
-        places = [*reading, *plan.places, *lenses.places]
+        places = [*reading, *plan.places, *lenses.places, *readouts.places]
         logits = self._model.decode(ids, positions, longest, self._cache, places, visit, readers)
         read_lens = lenses.read(self._model.unembedding)  # before anything counts: it may find no memory
         lens = {one.row: layers for one, layers in zip(lenses.asking, read_lens, strict=True)}
+        stopped = readouts.keep()
         if reading:
             ring.end()
         for seq in seqs:
             seq.fed += 1
-        return ForwardResult(seqs, logits, lens)
+        return ForwardResult(seqs, logits, lens, stopped)
 
     def _lenses_of(self, asking: list[LensRow]) -> LensReader:
         """Those of a decode, which are the last one's while the same sequences ask."""

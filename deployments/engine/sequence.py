@@ -7,7 +7,8 @@ from dataclasses import dataclass, field
 
 from deployments.engine.capture.buffer import CaptureBuffer
 from deployments.engine.prompt_logprobs import PromptScores
-from deployments.engine.request import Delta, FinishReason, LayerTokens, LensLayers, MemoryUse, Request
+from deployments.engine.readouts import SequenceReadouts
+from deployments.engine.request import Delta, FinishReason, LayerTokens, LensLayers, MemoryUse, Request, StopReason
 from deployments.engine.sampling_state import SamplingState
 from deployments.engine.text import TextStream
 
@@ -33,6 +34,8 @@ class Sequence:
         unsaid: What it has to say at its end, where it is not streamed.
         ending: Decided; one more forward gives the last token its activations.
         prompt_lens: What its lens read of the prompt so far, by positions.
+        readouts: What its readouts gave; None where it asks for none.
+        stop_reason: Which row met its `stop_when`.
     """
 
     request: Request
@@ -49,6 +52,8 @@ class Sequence:
     unsaid: list[Delta] = field(default_factory=list)
     ending: FinishReason | None = None
     prompt_lens: list[tuple[int, tuple[LayerTokens, ...]]] = field(default_factory=list)
+    readouts: SequenceReadouts | None = None
+    stop_reason: StopReason | None = None
 
     @property
     def length(self) -> int:
@@ -65,6 +70,12 @@ class Sequence:
         """Whether its next forward is a decode: all but its last token is in, and that one is not recorded yet."""
         recorded = self.recording is not None and self.recording.rows >= self.length
         return bool(self.tokens) and self.fed >= self.length - 1 and not self.stalled and not recorded
+
+    @property
+    def wants_last(self) -> bool:
+        """Whether its last token is run through, too, for the token's own row."""
+        recorded = self.recording is not None and self.recording.wants_generated
+        return recorded or (self.readouts is not None and self.readouts.wants_generated)
 
     @property
     def records_prefill(self) -> bool:

@@ -10,13 +10,14 @@ from typing import NamedTuple
 
 import torch
 
-from deployments.engine.edits import Edit, Kind, Norms, Tokens
+from deployments.engine.edits import Edit, FeatureChange, Kind, Norms, Report, Tokens
 from deployments.errors import RequestError
 from deployments.interventions.stored_tensors import FetchedTensors
+from deployments.interventions.used_readouts import UsedReadouts
 from deployments.places.place import Point
 from deployments.places.points import Points
 from deployments.points.capture import Features
-from deployments.points.interventions import Add, Clamp, Intervention, ProjectOut, Replace, Scale
+from deployments.points.interventions import Add, Change, ChangeFeature, Clamp, Intervention, ProjectOut, Replace, Scale
 from deployments.points.token_choices import Ends, Positions, TokenChoice, placed, resolve_ahead
 
 
@@ -30,7 +31,13 @@ class EditResolver:
     """One request's interventions, looked up in one model; for each of its sequences some of them become edits."""
 
     def __init__(
-        self, points: Points, device: torch.device, changes: Mapping[str, Intervention], fetched: FetchedTensors
+        self,
+        points: Points,
+        device: torch.device,
+        changes: Mapping[str, Intervention],
+        fetched: FetchedTensors,
+        readouts: UsedReadouts | None = None,
+        report: bool = False,
     ) -> None:
         """Look up all points and lay out all vectors.
 
@@ -39,13 +46,19 @@ class EditResolver:
             device: The model's.
             changes: Interventions as they were sent, by their fields.
             fetched: What they name.
+            readouts: The readouts that the request uses.
+            report: Whether each edit tells what it did.
 
         Raises:
             RequestError: A point, head or feature that is not there, or a vector or rows of the wrong shape; names
                 the field.
         """
         self._prepared = dict[str, _Resolved]()
+        self._readouts, self._report = readouts or UsedReadouts({}, {}), report
         for field, spec in changes.items():
+            if isinstance(spec, ChangeFeature):
+                self._prepared[field] = _Resolved(spec, field, [self._feature(spec, field)])
+                continue
             named = points.named(spec.point, f"{field}.point")
             if field in fetched.rows:
                 edits = _patches(spec, fetched.rows[field], named, field, device)
@@ -73,11 +86,24 @@ class EditResolver:
             for edit in edits:
                 vector = _paired(edit.vector, choice, tokens, most, field) if edit.per_token else edit.vector
                 norms = Norms(field) if edit.kind == "add_norm" else None
-                found.append(replace(edit, tokens=tokens, vector=vector, norms=norms))
+                made = replace(edit, tokens=tokens, vector=vector, norms=norms, field=field)
+                if spec.when is not None:
+                    gate = self._readouts.gate(spec.when, edit.point, tokens, prompt, f"{field}.when")
+                    made = replace(made, gate=gate)
+                found.append(replace(made, report=Report()) if self._report else made)
         return tuple(found)
 
+    def _feature(self, spec: ChangeFeature, field: str) -> Edit:
+        """The edit that changes one feature."""
+        source, point = self._readouts.autoencoder(spec.sae, f"{field}.sae")
+        if spec.feature >= source.readout.count:
+            message = f"{spec.sae} has features 0 to {source.readout.count - 1}"
+            raise RequestError(message, f"{field}.feature")
+        change = FeatureChange(source.readout, spec.feature, spec.op)
+        return Edit(point, "feature", change=change, low=spec.value or 0.0)
 
-def _vector(spec: Intervention, tensors: Mapping[str, torch.Tensor], field: str) -> torch.Tensor:
+
+def _vector(spec: Change, tensors: Mapping[str, torch.Tensor], field: str) -> torch.Tensor:
     """What an operation has for a vector, in one row; of none where it has none."""
     if not isinstance(spec, (Add, ProjectOut, Replace)) or spec.vector is None:
         return torch.empty(0)
@@ -91,11 +117,11 @@ def _vector(spec: Intervention, tensors: Mapping[str, torch.Tensor], field: str)
     return vector / sent.flatten().float().norm() if _is_relative(spec) else vector
 
 
-def _is_relative(spec: Intervention) -> bool:
+def _is_relative(spec: Change) -> bool:
     return isinstance(spec, Add) and spec.unit == "residual_norm"
 
 
-def _edit(spec: Intervention, vector: torch.Tensor, point: Point, field: str, device: torch.device) -> Edit:
+def _edit(spec: Change, vector: torch.Tensor, point: Point, field: str, device: torch.device) -> Edit:
     heads, features = _part(spec, point, field)
     edit = functools.partial(Edit, point, features=features, heads=heads)
     if isinstance(spec, (Add, ProjectOut, Replace)):
@@ -108,7 +134,7 @@ def _edit(spec: Intervention, vector: torch.Tensor, point: Point, field: str, de
 
 
 def _patches(
-    spec: Intervention, fetched: Sequence[torch.Tensor], points: Sequence[Point], field: str, device: torch.device
+    spec: Change, fetched: Sequence[torch.Tensor], points: Sequence[Point], field: str, device: torch.device
 ) -> list[Edit]:
     """The edits that put a stored run's rows [tokens, ...] in the place of points', each its own or all the same."""
     if len(fetched) == len(points):
@@ -120,7 +146,7 @@ def _patches(
     return [replace(first, point=point) for point in points]  # which share the rows
 
 
-def _patch(spec: Intervention, rows: torch.Tensor, point: Point, field: str, device: torch.device) -> Edit:
+def _patch(spec: Change, rows: torch.Tensor, point: Point, field: str, device: torch.device) -> Edit:
     """The edit that puts a stored run's rows [tokens, ...] in the place of a point's."""
     heads, features = _part(spec, point, field)
     if math.prod(rows.shape[1:]) == math.prod(point.shape):
@@ -151,14 +177,14 @@ def _paired(rows: torch.Tensor | None, choice: TokenChoice, tokens: Tokens, most
     return rows[sorted(range(len(listed)), key=listed.__getitem__)]
 
 
-def _part(spec: Intervention, point: Point, field: str) -> tuple[tuple[int, ...] | None, tuple[int, ...] | None]:
+def _part(spec: Change, point: Point, field: str) -> tuple[tuple[int, ...] | None, tuple[int, ...] | None]:
     """The heads and features of a point that are changed; None for all."""
     if not point.place.dtype.is_floating_point:
         raise RequestError(f"{point.name} holds no activations but {point.place.dtype} numbers", f"{field}.point")
     return _heads(spec, point, field), _features(spec.features, point, field)
 
 
-def _heads(spec: Intervention, point: Point, field: str) -> tuple[int, ...] | None:
+def _heads(spec: Change, point: Point, field: str) -> tuple[int, ...] | None:
     if spec.heads is None:
         return None
     if not point.name.endswith(".attention.heads"):

@@ -8,6 +8,7 @@ from typing import Annotated, Any, Literal
 from pydantic import AfterValidator, BaseModel, ConfigDict, Discriminator, Field, Tag, model_validator
 
 from deployments.points.capture import Features, Heads
+from deployments.points.readouts import ReadoutName, When
 from deployments.points.strict import Strict
 from deployments.points.token_choices import TokenChoice
 
@@ -25,12 +26,13 @@ class _Spec(Strict):
 
 
 class _Intervention(_Spec):
-    """What all operations say: where, and of which tokens, entries and heads."""
+    """What all operations say: where, of which tokens, entries and heads, and on which condition."""
 
     point: str = Field(min_length=1, max_length=256)
     tokens: TokenChoice = "all"
     features: Features | None = None
     heads: Heads | None = None
+    when: When | None = None
 
 
 class Add(_Intervention):
@@ -100,12 +102,35 @@ class Replace(_Intervention):
         return self
 
 
+class ChangeFeature(_Spec):
+    """x + (v - f) * W_dec[feature]: one feature f of an autoencoder becomes v, and what it leaves out stays.
+
+    `add` makes it f + value, `scale` value * f, `clamp` value, `zero` 0.
+    """
+
+    op: Literal["add", "scale", "clamp", "zero"]
+    sae: ReadoutName
+    feature: int = Field(ge=0)
+    value: Number | None = None
+    tokens: TokenChoice = "all"
+    when: When | None = None
+
+    @model_validator(mode="after")
+    def _has_its_value(self) -> ChangeFeature:
+        if (self.value is None) != (self.op == "zero"):
+            raise ValueError("value goes with add, scale and clamp, and with each of them")
+        return self
+
+
+Change = Add | Scale | Zero | ProjectOut | Clamp | Replace  # of rows at a point
 # The tags name no field, so that an error's path holds fields alone.
 OPERATIONS = ("add", "scale", "zero", "project_out", "clamp", "replace")
 
 
 def _tag(value: Any) -> str | None:
     op = value.get("op") if isinstance(value, dict) else getattr(value, "op", None)
+    if isinstance(value, ChangeFeature) or (isinstance(value, dict) and "sae" in value):
+        return "op:feature" if op in OPERATIONS else None
     return f"op:{op}" if op in OPERATIONS else None
 
 
@@ -115,7 +140,8 @@ Intervention = Annotated[
     | Annotated[Zero, Tag("op:zero")]
     | Annotated[ProjectOut, Tag("op:project_out")]
     | Annotated[Clamp, Tag("op:clamp")]
-    | Annotated[Replace, Tag("op:replace")],
+    | Annotated[Replace, Tag("op:replace")]
+    | Annotated[ChangeFeature, Tag("op:feature")],
     Discriminator(
         _tag,
         custom_error_type="unknown_operation",

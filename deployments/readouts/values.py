@@ -65,22 +65,22 @@ class Readout:
     def encode(self, rows: torch.Tensor) -> torch.Tensor:
         """Its values of rows [rows, hidden]: [rows, count], in float32."""
         if self.spec.kind == "linear":
-            return Stack([self]).values(rows)[0]
+            return Stack([self]).values(rows)
         normal, _ = self._normalized(rows.float())
         return self._features(normal)
 
-    def change(self, rows: torch.Tensor, feature: int, kind: str, value: float) -> torch.Tensor:
+    def change(self, rows: torch.Tensor, feature: int, kind: str, value: torch.Tensor) -> torch.Tensor:
         """What to add to rows [rows, hidden] so that one feature becomes another value, in float32.
 
         Args:
             rows: The rows.
             feature: Which.
             kind: `add` to it, `scale` it, or put the value in its place: `clamp`; `zero` puts 0.
-            value: The number.
+            value: The number, [rows] or [1].
         """
         normal, scale = self._normalized(rows.float())
         now = self._features(normal)[:, feature]
-        wanted = {"add": now + value, "scale": now * value, "zero": now * 0}.get(kind, torch.full_like(now, value))
+        wanted = {"add": now + value, "scale": now * value, "zero": now * 0}.get(kind, value)
         direction = self._tensors["W_dec"][feature]
         if "norms" in self._tensors:
             direction = direction / self._tensors["norms"][feature]
@@ -139,24 +139,27 @@ def _folded(tensors: dict[str, torch.Tensor], dtype: torch.dtype) -> dict[str, t
 
 
 class Stack:
-    """Linear readouts of one point, side by side."""
+    """Linear readouts of one point, side by side.
+
+    Attributes:
+        first: Each one's first column.
+    """
 
     def __init__(self, readouts: Sequence[Readout]) -> None:
         self._weight = torch.cat([one.weight for one in readouts], dim=1)  # [hidden, all]
         self._bias = torch.cat([one.bias for one in readouts])
-        self._counts = [one.count for one in readouts]
-        self._activations = [one.spec.activation for one in readouts]
+        counts = [one.count for one in readouts]
+        self.first = {one: sum(counts[:i]) for i, one in enumerate(readouts)}
+        kinds = [one.spec.activation for one in readouts for _ in range(one.count)]
+        columns = {kind: [i for i, one in enumerate(kinds) if one == kind] for kind in ("sigmoid", "relu")}
+        self._columns = {
+            kind: slice(None) if len(found) == len(kinds) else found for kind, found in columns.items() if found
+        }
 
-    def values(self, rows: torch.Tensor) -> list[torch.Tensor]:
-        """Each one's values of rows [rows, hidden]: [rows, count], in float32."""
-        found = torch.addmm(self._bias, rows.to(self._weight.dtype), self._weight).float()
-        parts = torch.split(found, self._counts, dim=1)
-        if all(one == "none" for one in self._activations):
-            return list(parts)
-        return [_activated(part, one) for part, one in zip(parts, self._activations, strict=True)]
-
-
-def _activated(values: torch.Tensor, activation: str) -> torch.Tensor:
-    if activation == "none":
-        return values
-    return values.sigmoid() if activation == "sigmoid" else values.relu()
+    def values(self, rows: torch.Tensor) -> torch.Tensor:
+        """Their values of rows [rows, hidden]: [rows, all], in float32."""
+        found = torch.addmm(self._bias, rows.to(self._weight.dtype), self._weight)
+        for kind, columns in self._columns.items():
+            part = found[:, columns]
+            found[:, columns] = part.sigmoid() if kind == "sigmoid" else part.relu()
+        return found.float()

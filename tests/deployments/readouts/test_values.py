@@ -42,8 +42,11 @@ def test_a_probe_gives_the_offline_probes_values_calibrated(activation: str, mas
 def test_readouts_of_a_point_side_by_side_give_what_each_gives_alone() -> None:
     alone = [Readout(define(linear(HIDDEN, count, seed)), CPU) for seed, count in enumerate((1, 3, 2))]
     x = rows()
-    for got, one in zip(Stack(alone).values(x), alone, strict=True):
-        assert torch.equal(got, one.encode(x))
+    stack = Stack(alone)
+    together = stack.values(x)
+    for one in alone:
+        first = stack.first[one]
+        assert torch.equal(together[:, first : first + one.count], one.encode(x))
 
 
 def features(held: dict[str, torch.Tensor], x: torch.Tensor, activation: str) -> torch.Tensor:
@@ -85,4 +88,4 @@ def test_a_changed_feature_moves_a_row_along_its_direction_alone(kind: str, beco
     readout, x = Readout(define(data), CPU), rows()
     now = readout.encode(x)[:, 11]
     want = (becomes(now) - now)[:, None] * load(data)["W_dec"][11]
-    torch.testing.assert_close(readout.change(x, 11, kind, 2.0), want)
+    torch.testing.assert_close(readout.change(x, 11, kind, torch.tensor([2.0])), want)

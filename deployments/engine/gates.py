@@ -1,0 +1,221 @@
+"""Conditions on readouts as one sequence goes on: which of its rows met them.
+
+What a row decided stands: a sequence that is run again after it lost its place keeps what its rows decided before.
+Everything stays on the model's device.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Sequence
+from typing import TYPE_CHECKING, NamedTuple
+
+import torch
+
+from deployments.points.readouts import AllOf, AnyOf, Condition, Not, Threshold
+from deployments.points.token_choices import Tokens
+
+if TYPE_CHECKING:
+    from deployments.places.place import Place
+    from deployments.readouts.values import Readout
+
+
+_Met = Callable[[Sequence[int]], torch.Tensor]  # of positions, whether their rows met it
+
+
+class Source(NamedTuple):
+    """A readout, and where it reads.
+
+    Attributes:
+        readout: The readout.
+        place: Whose rows.
+        name: What the request calls it.
+    """
+
+    readout: Readout
+    place: Place
+    name: str
+
+
+class Leaf:
+    """A condition on one value of a readout.
+
+    Attributes:
+        source: The readout.
+        column: Which of its values.
+        lag: How many rows the one that it is for is behind the one that it reads: 0 or 1.
+        here: Whether it reads the row where it is changed, before that; then its rows are those that are changed, by
+            their turn.
+        known: Rows before this one are decided.
+        stop: It reads no row from here on; None where there is no end.
+        value: The value of the last row that was decided, [1].
+    """
+
+    def __init__(
+        self, source: Source, column: int, spec: Threshold, tokens: Tokens, lag: int = 0, here: bool = False
+    ) -> None:
+        """Have seen nothing.
+
+        Args:
+            source: As the attribute.
+            column: Likewise.
+            spec: The condition.
+            tokens: Of the rows that it is for; it reads from the first of them on.
+            lag: As the attribute.
+            here: Likewise.
+        """
+        self.source, self.column, self.lag, self.here = source, column, lag, here
+        self._tokens = tokens
+        begin = 0 if here else tokens.first - lag
+        self.known = begin
+        self.stop = None if tokens.stop is None else tokens.stop - lag
+        self.value: torch.Tensor | None = None
+        low, high = -math.inf, math.inf
+        if spec.above is not None:
+            low = spec.above
+        elif spec.below is not None:
+            high = spec.below
+        elif spec.between is not None:
+            low, high = (_beside(end, way) for end, way in zip(spec.between, (-math.inf, math.inf), strict=True))
+        until = math.inf if spec.until_below is None else spec.until_below
+        self.limits = low, high, until, spec.ema or 0.0, float(spec.rows)
+        self.remembers = spec.rows > 1 or spec.until_below is not None or bool(spec.ema)
+        self._begin = begin
+        self._state: torch.Tensor | None = None  # [average, open, rows in a row]
+        self._parts: list[torch.Tensor] = []  # whether rows met it, one part behind the other
+        self._last = begin  # the first row of the last part
+
+    def state(self, device: torch.device) -> torch.Tensor:
+        """What it remembers of the rows before, [3]."""
+        return torch.tensor([math.nan, 0.0, 0.0], device=device) if self._state is None else self._state
+
+    def decide(self, met: torch.Tensor, state: torch.Tensor | None, values: torch.Tensor) -> None:
+        """Take what the next rows decided.
+
+        Args:
+            met: Whether they met it, [rows].
+            state: As `state`, behind them.
+            values: What they were, [rows].
+        """
+        self._last, self._state, self.value = self.known, state, values[-1:]
+        self._parts.append(met)
+        self.known += len(met)
+
+    def met(self, positions: Sequence[int]) -> torch.Tensor:
+        """Whether it was met for the rows of some tokens, ascending, bool [positions]."""
+        first, count = positions[0] - self.lag, positions[-1] - positions[0] + 1
+        if self.here:
+            first, count = self._tokens.turn(positions[0]), len(positions)
+        assert self._begin <= first <= first + count <= self.known, "a gate is asked of a row that was not read"
+        if first < self._last:
+            self._parts, self._last = [torch.cat(self._parts)], self._begin
+        found = self._parts[-1][first - self._last : first - self._last + count]
+        return found if count == len(positions) else found[[at - positions[0] for at in positions]]
+
+    def turn(self, position: int) -> int:
+        """Which of its rows a token's is."""
+        return self._tokens.turn(position) if self.here else position - self.lag
+
+
+def _beside(number: float, way: float) -> float:
+    """The next float32 on the way."""
+    return float(torch.nextafter(torch.tensor(number), torch.tensor(way)))
+
+
+class Read(NamedTuple):
+    """Values of consecutive rows that a leaf reads, `[rows]`, from the position `first` on."""
+
+    leaf: Leaf
+    values: torch.Tensor
+    first: int
+
+
+def decide(reads: Sequence[Read]) -> None:
+    """Have leaves decide on the rows that they have not seen; single ones all at once."""
+    single, several = list[Read](), list[Read]()
+    for read in reads:
+        fresh = max(0, read.leaf.known - read.first)
+        if fresh < len(read.values):
+            assert read.leaf.known >= read.first, "a gate misses rows"
+            (single if len(read.values) - fresh == 1 else several).append(read._replace(values=read.values[fresh:]))
+    if single:
+        values = torch.cat([read.values for read in single])  # [leaves]
+        limits = torch.tensor([read.leaf.limits for read in single], device=values.device).T
+        if any(read.leaf.remembers for read in single):
+            before = torch.stack([read.leaf.state(values.device) for read in single])
+            met, after = _next(values, limits, before)
+            states: list[torch.Tensor | None] = list(after)
+        else:
+            met, states = (values > limits[0]) & (values < limits[1]), [None] * len(single)
+        for i, (read, state) in enumerate(zip(single, states, strict=True)):
+            read.leaf.decide(met[i : i + 1], state if read.leaf.remembers else None, values[i : i + 1])
+    for leaf, values, _ in several:
+        limits = torch.tensor([leaf.limits], device=values.device).T
+        if not leaf.remembers:
+            leaf.decide((values > limits[0]) & (values < limits[1]), None, values)
+            continue
+        state, found = leaf.state(values.device)[None], list[torch.Tensor]()
+        for i in range(len(values)):
+            met, state = _next(values[i : i + 1], limits, state)
+            found.append(met)
+        leaf.decide(torch.cat(found), state[0], values)
+
+
+def _next(values: torch.Tensor, limits: torch.Tensor, state: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """Whether one row of each leaf [leaves] meets it, and what it then remembers [leaves, 3]; limits [5, leaves]."""
+    low, high, until, weight, rows = limits
+    average, opened, run = state.unbind(1)
+    fresh = average.isnan() | (weight == 0)
+    average = torch.where(fresh, values, weight * average + (1 - weight) * values)
+    is_open = ((average > low) & (average < high)) | ((opened > 0) & (average >= until))
+    run = torch.where(is_open, run + 1, 0.0)
+    return run >= rows, torch.stack([average, is_open.float(), run], dim=1)
+
+
+class Gate:
+    """A condition for one sequence.
+
+    Attributes:
+        leaves: The conditions on single values in it.
+        lag: How many rows behind what it reads it acts, at the most.
+    """
+
+    def __init__(self, condition: Condition, leaf: Callable[[Threshold], Leaf]) -> None:
+        """Make the leaves.
+
+        Args:
+            condition: As the request has it.
+            leaf: Makes the leaf of a condition on one value.
+        """
+        self.leaves: list[Leaf] = []
+        self._tree = self._built(condition, leaf)
+        self.lag = max(one.lag for one in self.leaves)
+
+    def _built(self, condition: Condition, leaf: Callable[[Threshold], Leaf]) -> _Met:
+        if isinstance(condition, Threshold):
+            made = leaf(condition)
+            self.leaves.append(made)
+            return made.met
+        if isinstance(condition, Not):
+            negated = self._built(condition.negated, leaf)
+            return lambda positions: ~negated(positions)
+        parts = condition.all if isinstance(condition, AllOf) else condition.any
+        inner = [self._built(part, leaf) for part in parts]
+        combined = torch.logical_and if isinstance(condition, AllOf) else torch.logical_or
+
+        def met(positions: Sequence[int]) -> torch.Tensor:
+            found = inner[0](positions)
+            for one in inner[1:]:
+                found = combined(found, one(positions))
+            return found
+
+        assert isinstance(condition, AllOf | AnyOf)
+        return met
+
+    def opened(self, positions: Sequence[int]) -> torch.Tensor:
+        """Whether it is open for the rows of some tokens, ascending, bool [positions]."""
+        return self._tree(positions)
+
+    def reason(self, position: int) -> Leaf:
+        """A leaf that was met for a row at which the gate was open; the first where none is alone."""
+        return next((leaf for leaf in self.leaves if bool(leaf.met([position]))), self.leaves[0])

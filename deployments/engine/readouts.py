@@ -1,0 +1,337 @@
+"""Readouts in a forward: the values of rows, for answers, for gates, and for conditions that end an answer."""
+
+from __future__ import annotations
+
+from collections import OrderedDict
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, field
+from typing import NamedTuple
+
+import numpy as np
+import torch
+
+from deployments.engine.capture.captured import Captured
+from deployments.engine.gates import Leaf, Read, decide
+from deployments.engine.request import Asked, ReadoutRows, Request
+from deployments.places.place import Place
+from deployments.points.readouts import COLUMN
+from deployments.readouts.values import DENSE_BYTES, Readout, Stack
+
+MOST_STACKS = 64  # sets of readouts whose weights are kept side by side
+
+
+class Values(NamedTuple):
+    """Values of consecutive rows: [rows, count], or of features [rows, top] with their numbers."""
+
+    values: np.ndarray
+    features: np.ndarray | None = None
+
+
+class SequenceReadouts:
+    """What a sequence's readouts have given so far.
+
+    Attributes:
+        known: For each readout, rows before this one were read.
+    """
+
+    def __init__(self, request: Request) -> None:
+        """Hold nothing."""
+        self._asked, self._prompt = request.readouts, len(request.prompt)
+        self._parts: list[list[tuple[int, Values]]] = [[] for _ in self._asked]  # by first position, ascending
+        self.known = [one.tokens.first for one in self._asked]
+        self._said = [one.tokens.first for one in self._asked]
+
+    @property
+    def wants_generated(self) -> bool:
+        """Whether rows of generated tokens are wanted; then the last one is run through, too."""
+        return any(one.tokens.stop is None or one.tokens.stop > self._prompt for one in self._asked)
+
+    @property
+    def unread(self) -> int | None:
+        """The first row that was not read yet; None where there are no readouts."""
+        return min(self.known, default=None)
+
+    def add(self, index: int, first: int, values: Values) -> None:
+        """Take rows of one readout, the first of them at this position."""
+        self._parts[index].append((first, values))
+        self.known[index] = first + len(values.values)
+
+    def take(self, ended: bool = False) -> tuple[ReadoutRows, ...]:
+        """The rows that were not said yet; of those of which the last ones are wanted, nothing before the end."""
+        found = []
+        for index, one in enumerate(self._asked):
+            if (one.tokens.tail and not ended) or self._said[index] >= self.known[index]:
+                continue
+            positions = one.tokens.within(self._said[index], self.known[index])
+            if one.tokens.tail:
+                positions = positions[-one.tokens.tail :]
+            self._said[index] = self.known[index]
+            if len(positions):
+                found.append(ReadoutRows(index, positions, *self._rows(index, positions)))
+        return tuple(found)
+
+    def column(self, index: int, positions: Sequence[int]) -> Values:
+        """Rows at some positions, NaN where there is none."""
+        one, (values, features) = self._asked[index], self._all(index)
+        first = one.tokens.first
+        wanted = set(one.tokens.of(self.known[index]))
+        shape = (len(positions), values.shape[1])
+        found = np.full(shape, np.nan, np.float32), np.full(shape, -1, np.int32)
+        rows = [i for i, position in enumerate(positions) if position in wanted]
+        at = [positions[i] - first for i in rows]
+        found[0][rows] = values[at]
+        if features is not None:
+            found[1][rows] = features[at]
+        return Values(found[0], None if features is None else found[1])
+
+    def _rows(self, index: int, positions: Sequence[int]) -> tuple[list[list[float]], list[list[int]] | None]:
+        first = self._asked[index].tokens.first
+        values, features = self._all(index)
+        at = [position - first for position in positions]
+        return values[at].tolist(), None if features is None else features[at].tolist()
+
+    def _all(self, index: int) -> Values:
+        parts = self._parts[index]
+        if not parts:
+            width = self._asked[index].width
+            return Values(
+                np.zeros((0, width), np.float32), np.zeros((0, width), np.int32) if self._asked[index].top_k else None
+            )
+        if len(parts) > 1:
+            values = np.concatenate([part.values for _, part in parts])
+            features = [part.features for _, part in parts if part.features is not None]
+            joined = Values(values, np.concatenate(features) if features else None)
+            self._parts[index] = parts = [(parts[0][0], joined)]
+        return parts[0][1]
+
+
+@dataclass(frozen=True)
+class ReadSpan:
+    """A sequence's part in a forward.
+
+    Attributes:
+        request: Its request.
+        readouts: Takes its values; None where it asks for none.
+        start: The position of its first token that runs.
+        count: How many run.
+        row: The forward's row of the first.
+        decides: Whether its last row decides a token.
+    """
+
+    request: Request
+    readouts: SequenceReadouts | None
+    start: int
+    count: int
+    row: int
+    decides: bool
+
+
+@dataclass(frozen=True)
+class _Taker:
+    """Who reads consecutive rows at a place: a leaf, or a sequence's readout of this index."""
+
+    readout: Readout
+    row: int
+    first: int
+    count: int
+    leaf: Leaf | None = None
+    span: ReadSpan | None = None
+    index: int = 0
+
+
+class Stacks:
+    """The weights of linear readouts that were read together, side by side; the last ones used are kept."""
+
+    def __init__(self) -> None:
+        self._of: OrderedDict[tuple[Readout, ...], Stack] = OrderedDict()
+
+    def of(self, readouts: Iterable[Readout]) -> Stack:
+        """Those of these, each once."""
+        key = tuple(dict.fromkeys(readouts))
+        if key not in self._of:
+            self._of[key] = Stack(key)
+            if len(self._of) > MOST_STACKS:
+                self._of.popitem(last=False)
+        self._of.move_to_end(key)
+        return self._of[key]
+
+
+@dataclass
+class _Found:
+    """What a product gave for those who take of it: [rows, columns] on the device, and each one's part."""
+
+    values: torch.Tensor
+    features: torch.Tensor | None
+    parts: list[tuple[_Taker, slice, slice]] = field(default_factory=list)
+
+
+class ReadoutReader:
+    """What one forward's rows give.
+
+    Attributes:
+        places: What to visit.
+    """
+
+    def __init__(self, spans: Sequence[ReadSpan], stacks: Stacks) -> None:
+        """Find who reads what.
+
+        Args:
+            spans: The sequences that run.
+            stacks: Kept from forward to forward.
+        """
+        self._stacks = stacks
+        self._stops = [(span, span.request.stop_when) for span in spans if span.request.stop_when and span.decides]
+        self._takers: dict[Place, list[_Taker]] = {}
+        self._found: list[_Found] = []
+        for span in spans:
+            for place, taker in _takers(span):
+                self._takers.setdefault(place, []).append(taker)
+        self.places = list(self._takers)
+
+    def take(self, place: Place, rows: torch.Tensor) -> None:
+        """Read what is wanted of a place's rows [rows, ...], as they go on."""
+        if place in self._takers:
+            self._found += _read(self._takers[place], rows.flatten(1), self._stacks)
+
+    def read_here(self, leaves: Sequence[tuple[Leaf, int, int, int]], rows: torch.Tensor) -> None:
+        """Have leaves read rows [rows, ...] that are about to be changed.
+
+        Args:
+            leaves: With its first row among these, which of the leaf's that is, and how many.
+            rows: The rows.
+        """
+        takers = [_Taker(leaf.source.readout, row, first, count, leaf) for leaf, row, first, count in leaves]
+        _read(takers, rows.flatten(1), self._stacks)
+
+    def keep(self) -> dict[int, tuple[Leaf, int]]:
+        """Hand the values out.
+
+        Returns:
+            By the row of the forward that decides a token: the condition that ends the answer before it, and the
+            position of the row that met it.
+        """
+        for found in self._found:
+            values = found.values.cpu().numpy()
+            features = None if found.features is None else found.features.cpu().numpy().astype(np.int32)
+            for taker, rows, columns in found.parts:
+                assert taker.span
+                assert taker.span.readouts
+                held = Values(values[rows, columns], None if features is None else features[rows, columns])
+                taker.span.readouts.add(taker.index, taker.first, held)
+        ended = {}
+        if self._stops:
+            last = [span.start + span.count - 1 for span, _ in self._stops]
+            opened = torch.cat([gate.opened([at]) for (_, gate), at in zip(self._stops, last, strict=True)]).tolist()
+            for (span, gate), at, stops in zip(self._stops, last, opened, strict=True):
+                if stops:
+                    ended[span.row + span.count - 1] = gate.reason(at), at
+        return ended
+
+
+def _takers(span: ReadSpan) -> Iterable[tuple[Place, _Taker]]:
+    stop = span.start + span.count
+    for index, one in enumerate(span.request.readouts):
+        assert span.readouts is not None
+        first = max(span.start, span.readouts.known[index])
+        last = min(stop, one.tokens.stop or stop)
+        if first < last:
+            row = span.row + first - span.start
+            yield one.source.place, _Taker(one.source.readout, row, first, last - first, None, span, index)
+    gates = [edit.gate for edit in span.request.edits if edit.gate]
+    for gate in [*gates, *([span.request.stop_when] if span.request.stop_when else [])]:
+        for leaf in gate.leaves:
+            first, last = max(span.start, leaf.known), min(stop, leaf.stop or stop)
+            if first < last and not leaf.here:
+                row = span.row + first - span.start
+                yield leaf.source.place, _Taker(leaf.source.readout, row, first, last - first, leaf)
+
+
+def _read(takers: Sequence[_Taker], rows: torch.Tensor, stacks: Stacks) -> list[_Found]:
+    """Compute on rows [rows, hidden] what takers want; leaves decide at once."""
+    linear = [taker for taker in takers if taker.readout.spec.kind == "linear"]
+    found, reads = list[_Found](), list[Read]()
+    if linear:
+        found.append(_read_linear(linear, rows, stacks, reads))
+    others: dict[Readout, list[_Taker]] = {}
+    for taker in takers:
+        if taker.readout.spec.kind != "linear":
+            others.setdefault(taker.readout, []).append(taker)
+    for readout, wanted in others.items():
+        found += _read_features(readout, wanted, rows, reads)
+    decide(reads)
+    return [one for one in found if one.parts]
+
+
+def _compact(takers: Sequence[_Taker], rows: torch.Tensor) -> tuple[torch.Tensor, dict[int, int]]:
+    """The rows that any taker wants, and where each of the forward's rows is among them."""
+    wanted = sorted({row for taker in takers for row in range(taker.row, taker.row + taker.count)})
+    if len(wanted) == len(rows):
+        return rows, {row: row for row in wanted}
+    if wanted[-1] - wanted[0] == len(wanted) - 1:
+        return rows[wanted[0] : wanted[-1] + 1], {row: i for i, row in enumerate(wanted)}
+    return rows[torch.tensor(wanted, device=rows.device)], {row: i for i, row in enumerate(wanted)}
+
+
+def _read_linear(takers: Sequence[_Taker], rows: torch.Tensor, stacks: Stacks, reads: list[Read]) -> _Found:
+    stack = stacks.of(taker.readout for taker in takers)
+    some, at = _compact(takers, rows)
+    values = stack.values(some)
+    found = _Found(values, None)
+    for taker in takers:
+        first = stack.first[taker.readout]
+        rows_of = slice(at[taker.row], at[taker.row] + taker.count)
+        if taker.leaf is None:
+            found.parts.append((taker, rows_of, slice(first, first + taker.readout.count)))
+        else:
+            reads.append(Read(taker.leaf, values[rows_of, first + taker.leaf.column], taker.first))
+    return found
+
+
+def _read_features(readout: Readout, takers: Sequence[_Taker], rows: torch.Tensor, reads: list[Read]) -> list[_Found]:
+    """An autoencoder's features, a few rows at a time: of each row the largest, and those that leaves read."""
+    some, at = _compact(takers, rows)
+    tops = [asked.top_k or 0 for asked in map(_asked, takers) if asked]
+    most = min(max(tops, default=0), readout.count)
+    columns = [taker.leaf.column for taker in takers if taker.leaf]
+    values, index, read = list[torch.Tensor](), list[torch.Tensor](), list[torch.Tensor]()
+    step = max(1, DENSE_BYTES // (4 * readout.count))
+    for first in range(0, len(some), step):
+        dense = readout.encode(some[first : first + step])  # [step, features]
+        if most:
+            top = dense.topk(most, dim=-1)
+            values.append(top.values)
+            index.append(top.indices)
+        if columns:
+            read.append(dense[:, columns])
+    if columns:
+        joined, leaves = torch.cat(read), [taker for taker in takers if taker.leaf]
+        for i, taker in enumerate(leaves):
+            assert taker.leaf is not None
+            rows_of = slice(at[taker.row], at[taker.row] + taker.count)
+            reads.append(Read(taker.leaf, joined[rows_of, i], taker.first))
+    if not most:
+        return []
+    found = _Found(torch.cat(values), torch.cat(index))
+    for taker in takers:
+        if asked := _asked(taker):
+            rows_of = slice(at[taker.row], at[taker.row] + taker.count)
+            found.parts.append((taker, rows_of, slice(0, asked.width)))
+    return [found]
+
+
+def _asked(taker: _Taker) -> Asked | None:
+    return taker.span.request.readouts[taker.index] if taker.span else None
+
+
+def with_columns(captured: Captured, request: Request, readouts: SequenceReadouts | None) -> Captured:
+    """What was recorded, with the values of the request's readouts at the same tokens; NaN where a readout has none."""
+    if readouts is None or not captured.positions:
+        return captured
+    values = dict(captured.values)
+    for index, one in enumerate(request.readouts):
+        column = readouts.column(index, captured.positions)
+        name = f"{COLUMN}{one.source.name}"
+        values[name] = torch.from_numpy(column.values)
+        if column.features is not None:
+            values[f"{name}.features"] = torch.from_numpy(column.features)
+    return captured._replace(values=values)

@@ -1,0 +1,154 @@
+"""The readouts of one request, looked up in one model: its values, its gates, and what ends its answers."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+
+from deployments.engine.gates import Gate, Leaf, Source
+from deployments.engine.request import Asked
+from deployments.errors import RequestError
+from deployments.places.place import Point
+from deployments.places.points import Points
+from deployments.points.readouts import DEFAULT_TOP_K, AskedReadout, Condition, Threshold
+from deployments.points.token_choices import Ends, Positions, Tokens, placed, resolve
+from deployments.readouts.values import Readout
+
+
+class UsedReadouts:
+    """The readouts that a request's fields name."""
+
+    def __init__(self, sources: Mapping[str, tuple[Source, Point]], asked: Mapping[str, AskedReadout]) -> None:
+        """Take those that are there.
+
+        Args:
+            sources: By their names, with their points.
+            asked: Those whose values the request wants: conditions are on these.
+        """
+        self._sources = sources
+        self._asked = asked
+
+    @classmethod
+    def of(cls, points: Points, held: Mapping[str, Readout], asked: Sequence[AskedReadout]) -> UsedReadouts:
+        """Look up the points.
+
+        Args:
+            points: The model's.
+            held: Every readout that the request names.
+            asked: Those whose values it wants.
+
+        Raises:
+            RequestError: The model has no such point, or rows of another length there.
+        """
+        fields = {one.name: f"readouts[{i}]" for i, one in enumerate(asked)}
+        sources = {}
+        for name, readout in held.items():
+            field = fields.get(name, "interventions")
+            point = point_of(points, readout.spec.point, readout.hidden, field)
+            sources[name] = Source(readout, point.place, name), point
+        return cls(sources, {one.name: one for one in asked})
+
+    def values(self, prompt: int, most: int, ends: Ends) -> tuple[Asked, ...]:
+        """What a sequence asks for.
+
+        Args:
+            prompt: Tokens of its prompt.
+            most: Tokens of its prompt and the most that are generated.
+            ends: As `token_choices.placed` has it.
+
+        Raises:
+            RequestError: Tokens that it cannot have, or features of what has none; names the field.
+        """
+        found = []
+        for i, one in enumerate(self._asked.values()):
+            field = f"readouts[{i}]"
+            source, _ = self._sources[one.name]
+            is_sae = source.readout.spec.kind == "sae"
+            if one.top_k is not None and not is_sae:
+                raise RequestError(f"{one.name} has no features to choose from: all values come", f"{field}.top_k")
+            choice = placed(one.tokens, ends, f"{field}.tokens")
+            tokens = resolve(choice, prompt, f"{field}.tokens")
+            if isinstance(choice, Positions) and max(choice.positions) >= most:
+                raise RequestError(f"there are tokens 0 to {most - 1}, prompt and answer together", f"{field}.tokens")
+            found.append(Asked(source, tokens, (one.top_k or DEFAULT_TOP_K) if is_sae else None))
+        return tuple(found)
+
+    def autoencoder(self, name: str, field: str) -> tuple[Source, Point]:
+        """An autoencoder and its point.
+
+        Raises:
+            RequestError: The readout is none.
+        """
+        source, point = self._sources[name]
+        if source.readout.spec.kind != "sae":
+            raise RequestError(f"{name} is no sparse autoencoder", field)
+        return source, point
+
+    def gate(self, condition: Condition, point: Point, tokens: Tokens, prompt: int, field: str) -> Gate:
+        """The gate of one edit.
+
+        Args:
+            condition: As the request has it.
+            point: Where the edit is.
+            tokens: Of which tokens.
+            prompt: Tokens of the prompt.
+            field: The condition's.
+
+        Raises:
+            RequestError: It is on what the request does not use, or acts too late for the prompt's tokens.
+        """
+
+        def leaf(spec: Threshold) -> Leaf:
+            source, column = self._value(spec, field)
+            lag = int(source.place.order > point.place.order)
+            if lag and tokens.first < prompt:
+                message = (
+                    f"{spec.readout} is read behind {point.name}, so the gate acts on the next token's row: "
+                    "choose generated tokens"
+                )
+                raise RequestError(message, field, "gate_too_late")
+            return Leaf(source, column, spec, tokens, lag, here=source.place == point.place)
+
+        return Gate(condition, leaf)
+
+    def stop(self, condition: Condition, prompt: int, field: str = "stop_when") -> Gate:
+        """What ends a sequence's answer: it reads from the row on that decides the first token.
+
+        Raises:
+            RequestError: It is on what the request does not use.
+        """
+
+        def leaf(spec: Threshold) -> Leaf:
+            source, column = self._value(spec, field)
+            return Leaf(source, column, spec, Tokens(prompt - 1))
+
+        return Gate(condition, leaf)
+
+    def _value(self, spec: Threshold, field: str) -> tuple[Source, int]:
+        if spec.readout not in self._asked:
+            message = f"the request does not use the readout {spec.readout!r}: name it in readouts"
+            raise RequestError(message, f"{field}.readout", "readout_not_used")
+        source, _ = self._sources[spec.readout]
+        readout = source.readout
+        column = readout.column(spec.feature, spec.label)
+        if column is None:
+            has = f"labels {', '.join(readout.spec.labels)}" if readout.spec.labels else f"{readout.count} values"
+            name = "label" if spec.label is not None else "feature"
+            raise RequestError(f"{spec.readout} has {has}: name one of them", f"{field}.{name}")
+        return source, column
+
+
+def point_of(points: Points, name: str, hidden: int, field: str) -> Point:
+    """The point that a readout reads.
+
+    Raises:
+        RequestError: The model has none of the name, or rows of another length there.
+    """
+    found = points.named(name, field)
+    if len(found) != 1:
+        raise RequestError(f"{name} means {len(found)} points: a readout reads one", field)
+    if not found[0].place.dtype.is_floating_point:
+        raise RequestError(f"{name} holds no activations", field)
+    if (width := math.prod(found[0].shape)) != hidden:
+        raise RequestError(f"its rows have {hidden} entries, those of {name} {width}", field, "wrong_size")
+    return found[0]
