@@ -10,11 +10,12 @@ from itertools import groupby
 from typing import Any, NamedTuple
 
 from deployments.activations.accounts import OPERATOR, Account
-from deployments.engine.request import Sampling
+from deployments.engine.request import Sampling, StopReason
 from deployments.errors import RequestError
 from deployments.points.capture import Capture
 from deployments.points.interventions import Intervention
 from deployments.points.logit_lens import LogitLens
+from deployments.points.readouts import AskedReadout, Condition
 
 ENGINE_ENDED = "the replica's engine has ended; another takes its place: try again"  # a refusal's message
 
@@ -47,6 +48,9 @@ class Job:
         interventions: What to change on the way; the first ones are the profile's.
         variants: What to change besides in each choice, `n` of them; empty where all are alike.
         logit_lens: What to say of the layers with each token; None for nothing.
+        readouts: Readouts whose values it wants.
+        stop_when: The condition on them that ends an answer; None for none.
+        report: Whether to say what each intervention did.
         profile: The profile that it uses; None for none.
         profiled: How many of its interventions are the profile's.
         profile_account: Who may read what these name: an admin, where the profile is a default.
@@ -84,6 +88,9 @@ class Job:
     interventions: tuple[Intervention, ...] = ()
     variants: tuple[tuple[Intervention, ...], ...] = ()
     logit_lens: LogitLens | None = None
+    readouts: tuple[AskedReadout, ...] = ()
+    stop_when: Condition | None = None
+    report: bool = False
     profile: str | None = None
     profiled: int = 0
     profile_account: Account = OPERATOR
@@ -115,6 +122,12 @@ class Job:
         for number, variant in enumerate(self.variants):
             found |= _fields(f"variants[{number}]", variant)
         return found
+
+    @property
+    def conditions(self) -> dict[str, Condition]:
+        """Conditions on readouts, by the request's fields."""
+        found = {f"{field}.when": spec.when for field, spec in self.all_changes.items() if spec.when is not None}
+        return found | ({} if self.stop_when is None else {"stop_when": self.stop_when})
 
     def reader(self, field: str) -> Account:
         """Who may read what the intervention of this field names."""
@@ -204,6 +217,27 @@ class TokenLayers(NamedTuple):
     position: int | None = None
 
 
+@dataclass(frozen=True)
+class ReadoutValues:
+    """Rows of a readout, all of the prompt's tokens or all of generated ones.
+
+    Attributes:
+        name: The readout.
+        labels: What its values are of, where it says so.
+        generated: Whether they are of generated tokens.
+        index: Of each row's token, among the prompt's or the generated ones.
+        values: Of each row; of an autoencoder those of `features`.
+        features: Of each row the features, the largest first; None of a linear readout.
+    """
+
+    name: str
+    labels: tuple[str, ...] | None
+    generated: bool
+    index: list[int]
+    values: list[list[float]]
+    features: list[list[int]] | None = None
+
+
 class CallPart(NamedTuple):
     """More of a tool call: first its id and name, then text of its arguments, which join to JSON.
 
@@ -241,6 +275,7 @@ class Piece:
     prompt_ids: tuple[int, ...] = ()
     lens: tuple[TokenLayers, ...] | None = None
     reasoning: str = ""
+    readouts: tuple[ReadoutValues, ...] = ()
 
 
 @dataclass(frozen=True)
@@ -282,6 +317,28 @@ class ChangedNorm(NamedTuple):
     norm: float
 
 
+class EditReport(NamedTuple):
+    """What an intervention did at a point; rows and norms where the request asks for a report.
+
+    Attributes:
+        param: The intervention's field.
+        point: Where.
+        lag: How many rows its gate acts behind what it reads; None where it has none.
+        rows: How many rows it changed.
+        kept: How many its gate kept as they were.
+        mean_change: Of the norms of its changes, each relative to its row's.
+        largest_change: The largest of them.
+    """
+
+    param: str
+    point: str
+    lag: int | None = None
+    rows: int | None = None
+    kept: int | None = None
+    mean_change: float | None = None
+    largest_change: float | None = None
+
+
 @dataclass(frozen=True)
 class End:
     """The last message of one choice; `logprobs`, `token_ids` and `lens` are of tokens read since the last piece.
@@ -302,6 +359,9 @@ class End:
     prompt_lens: tuple[TokenLayers, ...] = ()
     norms: tuple[ChangedNorm, ...] = ()
     likeliness: float = 0.0
+    readouts: tuple[ReadoutValues, ...] = ()
+    edits: tuple[EditReport, ...] = ()
+    stop_reason: StopReason | None = None
 
 
 @dataclass(frozen=True)

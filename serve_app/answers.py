@@ -13,6 +13,7 @@ from deployments.messages import (
     End,
     Message,
     Piece,
+    ReadoutValues,
     Refusal,
     RunReport,
     TokenLayers,
@@ -21,6 +22,7 @@ from deployments.messages import (
 )
 from serve_app.http.errors import ApiError, render
 from serve_app.logprobs import of_chat, of_completion, of_lens
+from serve_app.readouts import of_edits, of_readouts
 
 Kind = Literal["chat", "completion"]
 
@@ -36,6 +38,7 @@ class AnswerChoice:
     token_ids: list[int] = field(default_factory=list)
     prompt_ids: tuple[int, ...] = ()
     lens: list[TokenLayers] | None = None
+    readouts: list[ReadoutValues] = field(default_factory=list)
     end: End | None = None
 
 
@@ -137,6 +140,7 @@ class Answer:
         choice.logprobs.extend(message.logprobs)
         choice.token_ids.extend(message.token_ids)
         choice.prompt_ids = choice.prompt_ids or message.prompt_ids
+        choice.readouts.extend(message.readouts)
         if message.lens is not None:
             choice.lens = choice.lens or []
             choice.lens.extend(message.lens)
@@ -167,7 +171,8 @@ class Answer:
         """What a choice says of its tokens beyond OpenAI's: their ids and what layers make of them, where asked for."""
         end = told.end if isinstance(told, AnswerChoice) else told
         prompt = end.prompt_lens if isinstance(end, End) else ()
-        return self._token_ids(told) | ({} if told.lens is None else {"logit_lens": of_lens(told.lens, prompt)})
+        lens = {} if told.lens is None else {"logit_lens": of_lens(told.lens, prompt)}
+        return self._token_ids(told) | lens | of_readouts(told.readouts)
 
     def _token_ids(self, told: AnswerChoice | Piece | End) -> dict[str, Any]:
         """What a choice says of its token ids, where they are asked for; a completion's says its prompt's, too."""
@@ -181,7 +186,7 @@ class Answer:
         where = _where(choice.end.run)
         scores = self._logprobs(choice.logprobs)
         common = {"index": index, "finish_reason": choice.end.finish_reason, "logprobs": scores}
-        common |= self._seen(choice) | _norms(choice.end)
+        common |= self._seen(choice) | _norms(choice.end) | of_edits(choice.end)
         if self._kind == "completion":
             return common | {"text": choice.text} | where
         message: dict[str, Any] = {"role": "assistant", "content": choice.text, "refusal": None}
@@ -227,6 +232,7 @@ class Answer:
         elif isinstance(message, End):
             where = _where(message.run)
             chunk = self._chunk(message.index, where, message.finish_reason, message) | _norms(message)
+            chunk |= of_edits(message)
             yield self._event([chunk])
 
     def _deltas(self, piece: Piece) -> Iterator[dict[str, Any]]:

@@ -22,6 +22,7 @@ from serve_app.routes.dependencies import known_query
 from serve_app.routes.generation import PROFILE, openai
 from serve_app.routes.models import explored, models, served
 from serve_app.routes.profiles import profiles
+from serve_app.routes.readouts import readouts
 from serve_app.routes.server import open_to_all, server
 from serve_app.routes.tensors import tensors
 from serve_app.routes.tokens import tokens
@@ -47,7 +48,10 @@ def build_api(backend: Backend, options: Options, keys: Keys) -> FastAPI:
     api.state.bodies = Bodies()
     # The last that is added comes first.
     api.add_middleware(
-        BodyLimits, max_body_bytes=options.max_body_bytes, max_tensor_file_bytes=options.max_tensor_file_bytes
+        BodyLimits,
+        max_body_bytes=options.max_body_bytes,
+        max_tensor_file_bytes=options.max_tensor_file_bytes,
+        max_readout_file_bytes=options.max_readout_file_bytes,
     )
     api.add_middleware(Guard, options=options, keys=keys)
     api.add_middleware(RequestIds)
@@ -66,7 +70,8 @@ def build_api(backend: Backend, options: Options, keys: Keys) -> FastAPI:
     if options.page:
         api.include_router(page_files.router)
     api.include_router(nnsight.sockets)  # the guard looks at its key, too
-    for router in (openai, served, tokens, explored, models, activations, tensors, profiles, nnsight.router, server):
+    vitrine = (tokens, explored, models, activations, tensors, readouts, profiles)
+    for router in (openai, served, *vitrine, nnsight.router, server):
         if keys:
             dependencies = [Security(BEARER), Depends(known_query)]
             api.include_router(router, dependencies=dependencies, responses=errors(401))

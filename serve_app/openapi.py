@@ -261,6 +261,14 @@ TENSOR_FILES = answers({"object": "list", "data": [_TENSORS], "has_more": False}
 TENSOR_FILE = _pages({"application/octet-stream": {"example": "a safetensors file"}})
 TENSORS_DELETED = answers({"id": _TENSORS["id"], "object": "tensors", "deleted": True})
 
+_READOUT: dict[str, Any] = {"object": "readout", "name": "truth", "model": "vitrine-demo", "point": "layers.3.output"}
+_READOUT |= {"kind": "linear", "activation": "sigmoid", "labels": ["true"]}
+_READOUT |= {"id": "readout-5f2b0a71c3d94e6688f1a2b3c4d5e6f7", "hidden": 192, "values": 1, "bytes": 2520}
+_READOUT |= {"created": 1763700000.0, "owner": "ann"}  # with API keys
+READOUT = answers(_READOUT)
+READOUTS = answers({"object": "list", "data": [_READOUT], "has_more": False})
+READOUT_DELETED = answers({"name": "truth", "object": "readout", "deleted": True})
+
 _PROFILE: dict[str, Any] = {"name": "formal", "object": "intervention_profile", "created": 1763700000.0}
 _PROFILE |= {"model": "vitrine-demo", "default": False, "description": "formal speech"}
 _PROFILE |= {"owner": "ann"}  # with API keys

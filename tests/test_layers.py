@@ -30,6 +30,7 @@ STAIRS = [
     "serve_app.openapi",
     "serve_app.answers",
     "serve_app.logprobs",
+    "serve_app.readouts",
     "serve_app.backend",
     "serve_app.http",
     "serve_app.schemas",
@@ -80,6 +81,7 @@ EVALS_MAY = {
     *(stair for stair in STAIRS if stair.startswith("deployments.activations")),
     "deployments.clusters",
     "deployments.points",
+    "deployments.readouts",
     "deployments.demo_model",
     "deployments.options",
 }

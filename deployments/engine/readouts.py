@@ -15,7 +15,7 @@ from deployments.engine.gates import Leaf, Read, decide
 from deployments.engine.request import Asked, ReadoutRows, Request
 from deployments.places.place import Place
 from deployments.points.readouts import COLUMN
-from deployments.readouts.values import DENSE_BYTES, Readout, Stack
+from deployments.readouts.values import DENSE_BYTES, Readout, Stack, largest
 
 MOST_STACKS = 64  # sets of readouts whose weights are kept side by side
 
@@ -298,9 +298,8 @@ def _read_features(readout: Readout, takers: Sequence[_Taker], rows: torch.Tenso
     for first in range(0, len(some), step):
         dense = readout.encode(some[first : first + step])  # [step, features]
         if most:
-            top = dense.topk(most, dim=-1)
-            values.append(top.values)
-            index.append(top.indices)
+            for found_of, part in zip((values, index), largest(dense, most), strict=True):
+                found_of.append(part)
         if columns:
             read.append(dense[:, columns])
     if columns:

@@ -69,6 +69,10 @@ class Readout:
         normal, _ = self._normalized(rows.float())
         return self._features(normal)
 
+    def largest(self, rows: torch.Tensor, count: int) -> tuple[torch.Tensor, torch.Tensor]:
+        """The largest values of rows [rows, hidden] and their numbers, [rows, count] each, in descending order."""
+        return largest(self.encode(rows), count)
+
     def change(self, rows: torch.Tensor, feature: int, kind: str, value: torch.Tensor) -> torch.Tensor:
         """What to add to rows [rows, hidden] so that one feature becomes another value, in float32.
 
@@ -118,6 +122,12 @@ class Readout:
             found = found * self._tensors["norms"]
         values, index = found.topk(self.spec.k, dim=-1, sorted=False)
         return torch.zeros_like(found).scatter_(-1, index, values.relu_())
+
+
+def largest(values: torch.Tensor, count: int) -> tuple[torch.Tensor, torch.Tensor]:
+    """The largest of values [rows, all] and their numbers, [rows, count] each, in descending order."""
+    top = values.topk(count, dim=-1)
+    return top.values, top.indices
 
 
 def _wide(device: torch.device) -> torch.dtype:

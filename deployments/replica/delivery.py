@@ -10,7 +10,19 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
 from deployments.engine.request import GRAMMAR_TOO_COMPLEX, Delta, Event, Finished, PromptLogprobs, Request, Rows
-from deployments.messages import CallPart, ChangedNorm, End, Job, Message, Piece, Refusal, TokenLayers, TokenLogprob
+from deployments.messages import (
+    CallPart,
+    ChangedNorm,
+    End,
+    Job,
+    Message,
+    Piece,
+    ReadoutValues,
+    Refusal,
+    TokenLayers,
+    TokenLogprob,
+)
+from deployments.replica.readouts import edit_reports, values_of
 
 if TYPE_CHECKING:  # Serve's controller and proxies import this module, and need no torch
     from deployments.chat.prompts import Echo
@@ -42,6 +54,7 @@ class RunningChoice:
         lens: Tokens whose layers go with it, where they are asked for.
         token_ids: Token ids that go with the next message.
         prompt_ids: Those of the prompt, which go with the first.
+        readouts: Rows of readouts that go with the next message.
         logprob: Of all its tokens together.
         ended: The engine has ended it.
     """
@@ -58,6 +71,7 @@ class RunningChoice:
     lens: list[TokenLayers] = field(default_factory=list)
     token_ids: list[int] = field(default_factory=list)
     prompt_ids: tuple[int, ...] = ()
+    readouts: list[ReadoutValues] = field(default_factory=list)
     logprob: float = 0.0
     ended: bool = False
 
@@ -93,7 +107,9 @@ class RunningChoice:
             "token_ids": tuple(self.token_ids),
             "prompt_ids": self.prompt_ids,
             "lens": tuple(self.lens) if self.request.lens else None,
+            "readouts": tuple(self.readouts),
         }
+        self.readouts = []
         self.scored, self.token_ids, self.prompt_ids, self.lens = [], [], (), []
         return taken
 
@@ -203,6 +219,7 @@ class Delivery:
             choice.lens.extend(self._token_texts.seen(delta.tokens, lens, delta.lens))
         if job.token_ids:
             choice.token_ids.extend(delta.tokens)
+        choice.readouts += values_of(choice.request, delta.readouts)
         choice.logprob += sum(one.logprob for one in delta.logprobs)
 
     def _written(self, event: Rows | Finished) -> None:
@@ -219,6 +236,7 @@ class Delivery:
                     for at in range(0, len(event.rest.text), SLICE):
                         choice.add(event.rest.text[at : at + SLICE])
                         await asyncio.sleep(0)  # the other requests' events
+                choice.readouts += values_of(choice.request, event.readouts)
                 choice.close()
                 ticket.say(choice)
             message = await self._last_message(ticket, choice, event)
@@ -241,6 +259,7 @@ class Delivery:
         likeliness = choice.logprob / max(1, tokens)
         more = {"norms": tuple(_norms(choice.request.edits)), "prompt_lens": self._prompt_lens(choice, event)}
         said = choice.take_tokens() | more
+        said |= {"edits": tuple(edit_reports(choice.request.edits)), "stop_reason": event.stop_reason}
         return End(choice.index, reason, len(event.prompt), tokens, run, **said, likeliness=likeliness)
 
     def _prompt_lens(self, choice: RunningChoice, event: Finished) -> tuple[TokenLayers, ...]:

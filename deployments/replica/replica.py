@@ -9,7 +9,7 @@ import logging
 import os
 import threading
 import time
-from collections.abc import AsyncGenerator, Callable, Sequence
+from collections.abc import AsyncGenerator, Callable, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import asdict, replace
 from typing import TYPE_CHECKING, Any
@@ -30,13 +30,16 @@ from deployments.options import SETTINGS, Options
 from deployments.replica.delivery import Delivery, RunningChoice, Ticket
 from deployments.replica.loading import description, load_engine
 from deployments.replica.metrics import EngineMetrics, RequestMetrics
+from deployments.replica.readouts import check_size
 
 if TYPE_CHECKING:  # Serve's controller and proxies import this module too, and need no torch
     from deployments.chat.reader import AnswerReader
     from deployments.client_code.runner import CodeRunner
     from deployments.engine.engine import Engine
     from deployments.interventions.stored_tensors import FetchedTensors
+    from deployments.interventions.used_readouts import UsedReadouts
     from deployments.points.capture import Capture
+    from deployments.readouts.values import Readout
 
 logger = logging.getLogger("ray.serve")
 EXIT_S = 5.0  # for which a replica whose engine has ended waits until its requests are answered
@@ -65,6 +68,7 @@ class ModelReplica:
         from deployments.chat.response_format import ResponseFormats
         from deployments.chat.template import ChatFormat
         from deployments.chat.tokens import TokenTexts
+        from deployments.interventions.held_readouts import HeldReadouts
         from deployments.interventions.resolve import EditResolver
         from deployments.interventions.stored_tensors import StoredTensors
         from deployments.places.structure import structure
@@ -94,6 +98,9 @@ class ModelReplica:
             self._model.points, self._prompts.plain_ids, self._model.vocabulary, options.max_inline_values
         )
         self._stored_tensors = StoredTensors(self._model.points, store, reader, options.max_intervention_bytes)
+        self._readouts = HeldReadouts(
+            options.served_name, self._model.device, store, options.max_readout_bytes, self._pool
+        )
         self._edit_resolver = functools.partial(EditResolver, self._model.points, self._model.device)
         self._delivery = Delivery(self._engine, token_texts)
         self._structure = structure(self._model.hf, self._model.points, self._model.context)
@@ -120,7 +127,8 @@ class ModelReplica:
     async def _run(self, job: Job, streamed: bool) -> AsyncGenerator[list[Message]]:
         if job.default_capture and not self._options.savepoints:
             job = replace(job, capture=job.default_capture, profile_captures=True)
-        with self._requests.measure(job, streamed) as meter, self._stored_tensors.lending(job.id):
+        lending = self._stored_tensors.lending(job.id), self._readouts.lending(job.id)
+        with self._requests.measure(job, streamed) as meter, lending[0], lending[1]:
             deadline = asyncio.get_running_loop().time() + self._options.request_timeout_s
             ticket = await self._admitted(job, streamed, deadline)
             if isinstance(ticket, Refusal):
@@ -193,15 +201,31 @@ class ModelReplica:
     async def check(self, job: Job) -> dict[str, Any] | Refusal:
         """Nothing, where what a job without prompts records and changes is there in the model."""
         try:
-            with self._stored_tensors.lending(job.id):
+            with self._stored_tensors.lending(job.id), self._readouts.lending(job.id):
                 fetched = await self._stored_tensors.fetch(job)
+                used = self._used_readouts(job, await self._readouts.fetch(job))
                 loop = asyncio.get_running_loop()
-                await loop.run_in_executor(self._pool, self._edit_resolver, job.all_changes, fetched)
+                await loop.run_in_executor(self._pool, self._edit_resolver, job.all_changes, fetched, used)
             if job.capture:
                 self._model.points.resolve(job.capture)
         except RequestError as refused:
             return job.refusal(refused)
         return {}
+
+    async def check_readout(self, point: str, hidden: int) -> dict[str, Any] | Refusal:
+        """Nothing, where a readout of so many entries fits a point of the model."""
+        from deployments.interventions.used_readouts import point_of
+
+        try:
+            point_of(self._model.points, point, hidden, "spec.point")
+        except RequestError as refused:
+            return Refusal(refused.message, refused.field, refused.code, refused.status)
+        return {}
+
+    def _used_readouts(self, job: Job, held: Mapping[str, Readout]) -> UsedReadouts:
+        from deployments.interventions.used_readouts import UsedReadouts
+
+        return UsedReadouts.of(self._model.points, held, job.readouts)
 
     async def describe(self) -> dict[str, Any]:
         """The model as `/v1/models` shows it."""
@@ -308,7 +332,8 @@ class ModelReplica:
         self._preparing += wanted
         try:
             fetched = await self._stored_tensors.fetch(job)
-            choices = await self._loop.run_in_executor(self._pool, self._choices, job, fetched, streamed)
+            held = await self._readouts.fetch(job)
+            choices = await self._loop.run_in_executor(self._pool, self._choices, job, fetched, held, streamed)
             await self._runs.check_room(job, [choice.request for choice in choices.values()])
         finally:
             self._preparing -= wanted
@@ -318,14 +343,17 @@ class ModelReplica:
             raise RequestError(ENGINE_ENDED, None, "unavailable", 503)
         return ticket
 
-    def _choices(self, job: Job, fetched: FetchedTensors, streamed: bool) -> dict[str, RunningChoice]:
+    def _choices(
+        self, job: Job, fetched: FetchedTensors, held: Mapping[str, Readout], streamed: bool
+    ) -> dict[str, RunningChoice]:
         """Everything that is to be done before the engine: off the event loop, since it takes time."""
         prompts = self._prompts.of(job)
         if job.capture:
             job.capture.check_prompts(len(prompts))
         points = self._model.points.resolve(job.capture) if job.capture else ()
         lens = self._lens_resolver.of(job.logit_lens)
-        resolver = self._edit_resolver(job.all_changes, fetched)
+        used = self._used_readouts(job, held)
+        resolver = self._edit_resolver(job.all_changes, fetched, used, job.report)
         grammars = [self._response_formats.grammar(job, prompt.text or "") for prompt in prompts]
         choices: dict[str, RunningChoice] = {}
         for index in range(len(prompts) * job.n):
@@ -343,7 +371,10 @@ class ModelReplica:
                 seen = lens
                 if lens and job.logit_lens:
                     seen = self._lens_resolver.placed(lens, job.logit_lens, len(prompt.ids), request.max_tokens, ends)
+                asked = used.values(len(prompt.ids), most, ends)
+                stop = used.stop(job.stop_when, len(prompt.ids)) if job.stop_when else None
                 request = replace(request, grammar=grammars[at], markers=markers, edits=edits, lens=seen)
+                request = replace(request, readouts=asked, stop_when=stop)
                 if index % job.n == 0:
                     self._engine.check(request)
                     echo = self._prompts.echo(prompt) if job.echo else None
@@ -354,6 +385,7 @@ class ModelReplica:
         requests = [choice.request for choice in choices.values()]
         self._runs.check(requests)
         self._lens_resolver.check(requests)
+        check_size(requests, self._options.max_inline_values)
         return choices
 
     def _reader(self, job: Job, text: str, streamed: bool) -> AnswerReader | None:

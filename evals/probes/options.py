@@ -44,6 +44,7 @@ class Options:
         ray: The address of a Ray cluster whose tasks probe the points; None for this process alone.
         out: Where results are written; None to write nothing.
         name: The probe's name; None is the label's.
+        install: The address of a server that the probe is installed on as a readout; None for none.
     """
 
     session: str | None = None
@@ -68,6 +69,7 @@ class Options:
     ray: str | None = None
     out: Path | None = None
     name: str | None = None
+    install: str | None = None
 
     def __post_init__(self) -> None:
         """Check what needs no store.
@@ -172,4 +174,5 @@ def parse(argv: Sequence[str] | None = None) -> Options:
     parser.add_argument("--ray", nargs="?", const="auto", metavar="ADDRESS", help="probe the points in tasks of Ray")
     parser.add_argument("--out", type=Path, required=True, help="a directory for the results")
     one("name", "the probe's name; without it the label's")
+    one("install", "the address of a server to install the probe on as a readout, http://127.0.0.1:8000")
     return Options(**vars(parser.parse_args(argv)))

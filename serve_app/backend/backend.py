@@ -26,6 +26,7 @@ from serve_app.backend.loading import Loader
 from serve_app.backend.models import Models
 from serve_app.backend.profiles import Profiles
 from serve_app.backend.prometheus import NodeMetrics
+from serve_app.backend.readouts import Readouts
 from serve_app.backend.waiting import answered, stored
 from serve_app.http.errors import UNAVAILABLE, ApiError
 from serve_app.http.paging import first_page
@@ -42,6 +43,7 @@ class Backend:
         loader: Loads and unloads others.
         jobs: Clients' own code; None where the operator does not allow it.
         profiles: Profiles of capture and interventions.
+        readouts: Readouts that clients install.
         reads_unowned: Whether every key may read what has no owner.
         metrics: Prometheus text of all nodes.
     """
@@ -59,6 +61,7 @@ class Backend:
         self.loader = Loader(options, self.models)
         self.jobs = CodeJobs(options, self.models, board()) if options.allow_client_code else None
         self.profiles = Profiles(store, options.max_owner_profiles)
+        self.readouts = Readouts(store, self.models, options.max_readout_store_bytes, options.max_owner_tensor_bytes)
         self.reads_unowned = options.unowned == "shared"
         self.metrics = NodeMetrics(_exporters)
         self._store = store

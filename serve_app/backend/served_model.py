@@ -193,6 +193,15 @@ class ServedModel:
         async with self._patience():
             _answered(await self._handle.check.remote(job))
 
+    async def check_readout(self, point: str, hidden: int) -> None:
+        """Have a replica look up a readout's point.
+
+        Raises:
+            ApiError: The model has none of the name, or rows of another length there.
+        """
+        async with self._patience():
+            _answered(await self._handle.check_readout.remote(point, hidden))
+
     async def describe(self) -> dict[str, Any]:
         """The model as OpenAI lists it, with `max_model_len` and `savepoints`."""
         async with self._patience(DESCRIBE_S):

@@ -11,8 +11,10 @@ from serve_app.http.errors import ApiError
 
 NO_SNIFF = (b"x-content-type-options", b"nosniff")
 TENSORS = "/v1/tensors"  # whose bodies are files, with a limit of their own
+READOUTS = "/v1/readouts"  # whose bodies are forms with a file, likewise
 JOBS = "/request"  # nnsight's route, whose bodies are forms
 BYTES = "application/octet-stream"
+FORM = "multipart/form-data"
 MOST_HEADERS = 64 << 10  # bytes of all headers of a request
 REQUEST_ID = re.compile(rb"[A-Za-z0-9._:/+=@-]{1,128}")
 
@@ -49,10 +51,13 @@ class RequestIds:
 class BodyLimits:
     """Passes on requests whose bodies have the right type and are within the limit. Plain ASGI, as above."""
 
-    def __init__(self, app: ASGIApp, max_body_bytes: int, max_tensor_file_bytes: int) -> None:
+    def __init__(
+        self, app: ASGIApp, max_body_bytes: int, max_tensor_file_bytes: int, max_readout_file_bytes: int
+    ) -> None:
         self._app = app
         self._max_body = max_body_bytes
         self._max_tensor_file = max_tensor_file_bytes
+        self._max_readout_file = max_readout_file_bytes
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         """Answer 400 where the type is wrong, and 413 where the body is too large: before it is read, where it says."""
@@ -98,6 +103,8 @@ class BodyLimits:
         """The most bytes of a request's body, and what is said of more."""
         if path_of(scope) == TENSORS and scope["method"] == "POST":
             most, what, code = self._max_tensor_file, "a tensor file", "tensor_too_large"
+        elif path_of(scope) == READOUTS and scope["method"] == "POST":
+            most, what, code = self._max_readout_file, "a readout with its form", "readout_too_large"
         else:
             most, what, code = self._max_body, "the body", "body_too_large"
         return most, ApiError(413, f"{what} is larger than this server's limit of {most} bytes", None, code)
@@ -105,7 +112,7 @@ class BodyLimits:
 
 def _content_type(scope: Scope) -> str:
     """The type of a route's bodies."""
-    return {TENSORS: BYTES, JOBS: "multipart/form-data"}.get(path_of(scope), "application/json")
+    return {TENSORS: BYTES, JOBS: FORM, READOUTS: FORM}.get(path_of(scope), "application/json")
 
 
 class NoSniff:

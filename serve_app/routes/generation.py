@@ -106,6 +106,9 @@ async def _job(
         interventions=tuple(body.interventions or ()),
         variants=tuple(map(tuple, body.variants or ())),
         logit_lens=body.logit_lens,
+        readouts=tuple(body.readouts or ()),
+        stop_when=body.stop_when,
+        report=body.report,
         session_id=body.session_id
         or by_headers.session_id
         or "-".join(filter(None, [f"auto-{datetime.now(UTC):%Y-%m-%d}", who.owner])),

@@ -78,6 +78,7 @@ class ActivationStore(TakesRuns):
         from deployments.activations.files.permissions import restrict
         from deployments.activations.files.uris import place_of
         from deployments.activations.nodes.files import NodeSegments
+        from deployments.activations.readouts.files import ReadoutFiles
         from deployments.activations.state.nodes import Nodes
         from deployments.activations.state.owners import Owners
         from deployments.activations.state.pins import Pins, saved_limits
@@ -110,6 +111,7 @@ class ActivationStore(TakesRuns):
             StoredProfiles(self._root),
             Room(self._root),
         )
+        self._readouts = ReadoutFiles(self._root)
         self._files_pool = ThreadPoolExecutor(1, thread_name_prefix="small-files")  # one changes them at a time
         self._watcher: threading.Thread | None = None
         if self._nodes.all():
@@ -360,6 +362,26 @@ class ActivationStore(TakesRuns):
     async def delete_tensors(self, *args: Any) -> bool:
         """As `TensorFiles.delete`."""
         return await self._changed(self._tensors.delete, *args)  # type: ignore[no-any-return]
+
+    async def readouts(self, *args: Any) -> list[dict[str, Any]]:
+        """As `ReadoutFiles.list`."""
+        return self._readouts.list(*args)
+
+    async def put_readout(self, *args: Any) -> dict[str, Any]:
+        """As `ReadoutFiles.put`."""
+        return await self._changed(self._readouts.put, *args)  # type: ignore[no-any-return]
+
+    async def readout(self, *args: Any) -> dict[str, Any] | None:
+        """As `ReadoutFiles.get`."""
+        return self._readouts.get(*args)
+
+    async def readout_file(self, *args: Any) -> bytes | None:
+        """As `ReadoutFiles.read`."""
+        return await asyncio.to_thread(self._readouts.read, *args)
+
+    async def delete_readout(self, *args: Any) -> bool:
+        """As `ReadoutFiles.delete`."""
+        return await self._changed(self._readouts.delete, *args)  # type: ignore[no-any-return]
 
     async def profiles(self, *args: Any) -> list[dict[str, Any]]:
         """As `StoredProfiles.list`."""

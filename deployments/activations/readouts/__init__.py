@@ -1,0 +1,1 @@
+"""Readouts that clients install."""

@@ -1,0 +1,114 @@
+"""The readouts whose tensors a replica holds on its device, within a number of bytes."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+from collections import OrderedDict
+from collections.abc import Iterator, Mapping
+from concurrent.futures import Executor
+from typing import Any
+
+import torch
+
+from deployments.errors import RequestError
+from deployments.messages import Job
+from deployments.points.interventions import ChangeFeature
+from deployments.points.readouts import thresholds
+from deployments.readouts.checks import define
+from deployments.readouts.values import Readout
+
+
+class HeldReadouts:
+    """Those that were used last; those that requests use now stay."""
+
+    def __init__(self, model: str, device: torch.device, store: Any, most: int, pool: Executor) -> None:
+        """Hold none.
+
+        Args:
+            model: What clients name the model by.
+            device: The model's.
+            store: The activation store's handle.
+            most: The most bytes of all that are held.
+            pool: Where tensors are laid out, off the event loop.
+        """
+        self._model, self._device, self._store, self._most, self._pool = model, device, store, most, pool
+        self._held: OrderedDict[str, Readout] = OrderedDict()  # by id
+        self._used: dict[str, set[str]] = {}  # job -> ids
+        self._bringing = asyncio.Lock()
+
+    @contextlib.contextmanager
+    def lending(self, job: str) -> Iterator[None]:
+        """Keep what a job uses until it is over."""
+        self._used[job] = set()
+        try:
+            yield
+        finally:
+            self._used.pop(job, None)
+
+    async def fetch(self, job: Job) -> dict[str, Readout]:
+        """The readouts that a job names, by their names.
+
+        Raises:
+            RequestError: There is none of a name, it is another model's, or there is no room; names the field.
+            StoreError: The disk refuses.
+        """
+        found = {}
+        for name, field in _named(job).items():
+            known: Mapping[str, Any] | None = await self._store.readout.remote(name, job.account)
+            if known is None:
+                raise RequestError(f"there is no readout {name!r}", field, "readout_not_found")
+            if known["model"] != self._model:
+                message = f"the readout {name!r} is for the model {known['model']!r}"
+                raise RequestError(message, field, "readout_not_found")
+            async with self._bringing:
+                found[name] = await self._one(job, name, known["id"], field)
+        return found
+
+    async def _one(self, job: Job, name: str, id: str, field: str) -> Readout:
+        if id not in self._held:
+            data: bytes | None = await self._store.readout_file.remote(name, job.account)
+            if data is None:
+                raise RequestError(f"there is no readout {name!r}", field, "readout_not_found")
+            self._make_room(len(data), job.id, field)
+            loop = asyncio.get_running_loop()
+            self._held[id] = await loop.run_in_executor(self._pool, lambda: Readout(define(data), self._device))
+            self._make_room(0, job.id, field, keep=id)
+        self._held.move_to_end(id)
+        self._used.setdefault(job.id, set()).add(id)
+        return self._held[id]
+
+    def _make_room(self, size: int, job: str, field: str, keep: str | None = None) -> None:
+        """Let go of what no request uses, the oldest first, until so many more bytes find room."""
+        used = {id for ids in self._used.values() for id in ids} | {keep}
+        for id in [id for id in self._held if id not in used]:
+            if self._bytes + size <= self._most:
+                return
+            del self._held[id]
+        if self._bytes + size <= self._most:
+            return
+        if keep:
+            del self._held[keep]
+        own = sum(self._held[id].bytes for id in self._used.get(job, ()))
+        if own + size > self._most or own == self._bytes:
+            message = f"readouts of {own + size} bytes and more, and the server's limit is {self._most}"
+            raise RequestError(message, field, "readouts_too_large")
+        raise RequestError("other requests' readouts leave no room for it now", field, "server_busy", 429)
+
+    @property
+    def _bytes(self) -> int:
+        return sum(one.bytes for one in self._held.values())
+
+
+def _named(job: Job) -> dict[str, str]:
+    """The names that a job's fields hold, each with the field."""
+    found = {one.name: f"readouts[{i}].name" for i, one in enumerate(job.readouts)}
+    for field, spec in job.all_changes.items():
+        if isinstance(spec, ChangeFeature):
+            found.setdefault(spec.sae, f"{field}.sae")
+    for field, condition in job.conditions.items():
+        for one in thresholds(condition):
+            if one.readout not in found:
+                message = f"the request does not use the readout {one.readout!r}: name it in readouts"
+                raise RequestError(message, f"{field}.readout", "readout_not_used")
+    return found

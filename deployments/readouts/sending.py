@@ -1,0 +1,43 @@
+"""Installing a readout on a server, over HTTP."""
+
+from __future__ import annotations
+
+import json
+import os
+from collections.abc import Mapping
+from typing import Any
+
+import httpx
+
+from deployments.errors import RequestError
+
+KEY = "VITRINE_API_KEY"  # the environment's variable that holds the key, where the server has keys
+
+
+def install(url: str, data: bytes, spec: Mapping[str, Any] | None = None) -> dict[str, Any]:
+    """Send a readout.
+
+    Args:
+        url: The server's address.
+        data: A safetensors file.
+        spec: What is said beside it.
+
+    Returns:
+        What the server says of it.
+
+    Raises:
+        RequestError: The server refuses it, or cannot be reached.
+    """
+    headers = {"Authorization": f"Bearer {os.environ[KEY]}"} if os.environ.get(KEY) else {}
+    form = {"spec": json.dumps(spec)} if spec else None
+    try:
+        answer = httpx.post(
+            f"{url.rstrip('/')}/v1/readouts", files={"file": ("readout", data)}, data=form, headers=headers, timeout=600
+        )
+        said: dict[str, Any] = answer.json()
+    except (httpx.HTTPError, ValueError) as error:
+        raise RequestError(f"{url}: {error}") from error
+    if answer.is_error:
+        error_body = said.get("error") or {}
+        raise RequestError(str(error_body.get("message")), error_body.get("param"), str(error_body.get("code")))
+    return said

@@ -1,0 +1,61 @@
+"""Readouts that clients install."""
+
+from __future__ import annotations
+
+import json
+from typing import Annotated, Any
+
+from fastapi import APIRouter, File, Form, Query, UploadFile
+
+import serve_app.openapi as openapi
+from deployments.errors import RequestError
+from serve_app.http.middleware import READOUTS
+from serve_app.openapi import errors
+from serve_app.routes.dependencies import AppBackend, CallerAccount
+from serve_app.routes.parameters import Id, PathId, listed
+
+readouts = APIRouter(prefix=READOUTS, tags=["Readouts"], responses=errors(503))
+
+
+@readouts.post("", responses=openapi.READOUT | errors(504))
+async def install_readout(
+    file: Annotated[UploadFile, File(description="safetensors")],
+    backend: AppBackend,
+    who: CallerAccount,
+    spec: Annotated[str | None, Form(max_length=1 << 20, description="JSON; without it, the file's metadata")] = None,
+) -> dict[str, Any]:
+    """Install a linear probe, a direction, or a sparse autoencoder; where its model is served, only what fits it."""
+    return await backend.readouts.install(who, await file.read(), _object(spec))
+
+
+@readouts.get("", responses=openapi.READOUTS)
+async def list_readouts(
+    backend: AppBackend, who: CallerAccount, limit: Annotated[int, Query(ge=1, le=1000)] = 100, after: Id | None = None
+) -> dict[str, Any]:
+    """Readouts in the order of their names, `limit` of them, behind the name `after`."""
+    return listed(await backend.readouts.list(who, limit + 1, after), limit)
+
+
+@readouts.get("/{name}", responses=openapi.READOUT | errors(404))
+async def retrieve_readout(name: PathId, backend: AppBackend, who: CallerAccount) -> dict[str, Any]:
+    """What a readout is, without its tensors."""
+    return await backend.readouts.get(who, name)
+
+
+@readouts.delete("/{name}", responses=openapi.READOUT_DELETED | errors(404))
+async def delete_readout(name: PathId, backend: AppBackend, who: CallerAccount) -> dict[str, Any]:
+    """Remove a readout; requests that use it go on."""
+    await backend.readouts.delete(who, name)
+    return {"name": name, "object": "readout", "deleted": True}
+
+
+def _object(spec: str | None) -> dict[str, Any] | None:
+    if spec is None:
+        return None
+    try:
+        value = json.loads(spec)
+    except (ValueError, RecursionError) as error:
+        raise RequestError("no JSON", "spec", "invalid_json") from error
+    if not isinstance(value, dict):
+        raise RequestError("a JSON object is needed", "spec")
+    return value
