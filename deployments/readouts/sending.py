@@ -14,6 +14,10 @@ from deployments.errors import RequestError
 KEY = "VITRINE_API_KEY"  # the environment's variable that holds the key, where the server has keys
 
 
+class InstallError(RequestError):
+    """A server refuses a readout, or cannot be reached."""
+
+
 def install(url: str, data: bytes, spec: Mapping[str, Any] | None = None) -> dict[str, Any]:
     """Send a readout.
 
@@ -26,7 +30,7 @@ def install(url: str, data: bytes, spec: Mapping[str, Any] | None = None) -> dic
         What the server says of it.
 
     Raises:
-        RequestError: The server refuses it, or cannot be reached.
+        InstallError: The server refuses it, or cannot be reached.
     """
     headers = {"Authorization": f"Bearer {os.environ[KEY]}"} if os.environ.get(KEY) else {}
     form = {"spec": json.dumps(spec)} if spec else None
@@ -36,8 +40,8 @@ def install(url: str, data: bytes, spec: Mapping[str, Any] | None = None) -> dic
         )
         said: dict[str, Any] = answer.json()
     except (httpx.HTTPError, ValueError) as error:
-        raise RequestError(f"{url}: {error}") from error
+        raise InstallError(f"{url}: {error}") from error
     if answer.is_error:
         error_body = said.get("error") or {}
-        raise RequestError(str(error_body.get("message")), error_body.get("param"), str(error_body.get("code")))
+        raise InstallError(str(error_body.get("message")), error_body.get("param"), str(error_body.get("code")))
     return said

@@ -36,13 +36,12 @@ def main(argv: Sequence[str] | None = None) -> int:
     print(render(result.document))
     print(options.out / "report.html")
     if options.install is not None:
-        from deployments.errors import RequestError
-        from deployments.readouts.sending import install
+        from deployments.readouts.sending import InstallError, install
 
         file = options.out / f"{options.probe_name}.safetensors"
         try:
             kept = install(options.install, file.read_bytes())
-        except RequestError as error:
+        except InstallError as error:
             print(f"evals.probes: {file} was not installed: {error}", file=sys.stderr)
             return 2
         print(f'installed as {kept["name"]}: send "readouts": ["{kept["name"]}"]')
