@@ -62,7 +62,7 @@ class ActivationReader:
         from deployments.activations.catalogue.shared import SharedCatalogue
         from deployments.activations.export.downloads import Readings
         from deployments.activations.files.uris import place_of
-        from deployments.activations.nodes.files import NodePlace, NodeSegments
+        from deployments.activations.nodes.files import NodePlace
         from deployments.activations.state.nodes import Nodes
         from deployments.activations.state.owners import Owners
         from deployments.activations.state.pins import Pins
@@ -70,8 +70,8 @@ class ActivationReader:
         self._root = Path(root).resolve()
         bucket = place_of(archive) if archive else None
         self._nodes = Nodes(self._root, read_only=True)
-        self._segments = NodeSegments(root, self._nodes)
-        self._places = [NodePlace(root, self._nodes, bucket), *([bucket] if bucket else [])]
+        self._on_nodes = NodePlace(root, self._nodes, bucket)
+        self._places = [self._on_nodes, *([bucket] if bucket else [])]
         self._catalogue = SharedCatalogue(self._root, wait or partial(_wait, root), archives=bool(archive))
         self._owners = Owners(self._root, read_only=True)
         self._pins = Pins(self._root, read_only=True)
@@ -114,7 +114,7 @@ class ActivationReader:
 
         def found() -> list[dict[str, Any]]:
             runs = self._catalogue.runs(self._readable(filter, account), limit, after)
-            if filter.runs and len(runs) < min(limit, len(filter.runs)) and self._nodes_told():
+            if filter.runs and len(runs) < min(limit, len(filter.runs)) and self._on_nodes.flush():
                 runs = self._catalogue.runs(self._readable(filter, account), limit, after)
             return described([run for run in runs if self._may_read(run["session_id"], account)], self._nodes)
 
@@ -200,7 +200,7 @@ class ActivationReader:
             except RequestError:
                 if not choice.runs:
                     raise
-            self._nodes_told()
+            self._on_nodes.flush()
             return self._readings.find(choice, tag)
 
         return await self._paged(choice, account, find)
@@ -218,11 +218,8 @@ class ActivationReader:
         return page
 
     def _find(self, run_id: str) -> Entry | None:
-        return self._catalogue.find(run_id) or (self._nodes_told() and self._catalogue.find(run_id)) or None
-
-    def _nodes_told(self) -> bool:
-        """Have other nodes tell what they have not told yet: a run is found as soon as it was answered."""
-        return self._segments.flush()
+        """A run, also one of which its node has not told yet."""
+        return self._catalogue.find(run_id) or (self._on_nodes.flush() and self._catalogue.find(run_id)) or None
 
     async def _paged(self, choice: Choice, account: Account, look: Callable[[], _T]) -> _T | None:
         most = MOST_WAITING if account.owner is None else MOST_OF_ONE

@@ -77,7 +77,7 @@ class ActivationStore(TakesRuns):
         from deployments.activations.catalogue.catalogue import Catalogue
         from deployments.activations.files.permissions import restrict
         from deployments.activations.files.uris import place_of
-        from deployments.activations.nodes.files import NodeSegments
+        from deployments.activations.nodes.files import NodePlace
         from deployments.activations.readouts.files import ReadoutFiles
         from deployments.activations.state.nodes import Nodes
         from deployments.activations.state.owners import Owners
@@ -103,7 +103,7 @@ class ActivationStore(TakesRuns):
         self._holds = uuid.uuid4().hex
         self._owners, self._nodes, self._pins = Owners(self._root), Nodes(self._root), Pins(self._root)
         if self._archive:
-            self._archive.begin(self._catalogue, self._owners, NodeSegments(root, self._nodes))
+            self._archive.begin(self._catalogue, self._owners, NodePlace(root, self._nodes))
         self._writer = self._begin_writer()
         self._deleting = asyncio.Lock()
         self._tensors, self._profiles, self._room = (

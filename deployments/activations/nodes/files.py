@@ -40,46 +40,6 @@ class NodeAwayError(OSError):
         self.lost = lost
 
 
-class NodeSegments:
-    """What the store has other nodes do with their segments, as `archive.Elsewhere`.
-
-    Args:
-        root: The store's directory, as it was asked for.
-        nodes: The nodes.
-    """
-
-    def __init__(self, root: str, nodes: Nodes) -> None:
-        self._root = root
-        self._nodes = nodes
-
-    def is_alive(self, node: str) -> bool:
-        """Whether a node can be asked."""
-        found = self._nodes.all().get(node)
-        return found is not None and self._nodes.is_alive(found)
-
-    def upload(self, uri: str, size: int) -> None:
-        """Upload a segment from its node."""
-        self._ask(uri, lambda writer: writer.upload.remote(name_of(uri), size), _UPLOAD_S)
-
-    def remove(self, uri: str) -> None:
-        """Remove a segment from its node's disk."""
-        self._ask(uri, lambda writer: writer.remove.remote(name_of(uri)), _ANSWER_S)
-
-    def flush(self) -> bool:
-        """Have nodes tell of the runs that they have not told of yet, those that answer soon; whether there are any."""
-        alive = [node for node in self._nodes.all().values() if self._nodes.is_alive(node)]
-        asked = []
-        for node in alive:
-            with contextlib.suppress(ray.exceptions.RayError, ValueError):
-                asked.append(writer_on(self._root, node.ray_id).flush.remote().future())
-        wait(asked, timeout=_FLUSH_S)
-        return bool(alive)
-
-    def _ask(self, uri: str, call: Callable[[Any], Any], seconds: float) -> None:
-        node = place_of_node(self._nodes, uri)
-        answered(node, lambda: call(writer_on(self._root, node.ray_id)), seconds)
-
-
 class SegmentReader:
     """Reads a node's own directory for others, in a process of its own: a damaged disk ends no writer.
 
@@ -127,7 +87,7 @@ def serve_segments(root: str, node: str) -> Any:
 
 
 class NodePlace(Place):
-    """All nodes' own directories, as a place whose files are read by ranges.
+    """All nodes' own directories: a place whose files are read by ranges, and `archive.Elsewhere`.
 
     Args:
         root: The store's directory, as it was asked for.
@@ -135,7 +95,7 @@ class NodePlace(Place):
         bucket: Where segments are read from whose node is away, if they are archived.
     """
 
-    def __init__(self, root: str, nodes: Nodes, bucket: Place | None) -> None:
+    def __init__(self, root: str, nodes: Nodes, bucket: Place | None = None) -> None:
         super().__init__(None, "", SCHEME.removesuffix("/"), restores=False)
         self._root = root
         self._nodes = nodes
@@ -179,6 +139,33 @@ class NodePlace(Place):
     def below(self, name: str) -> Place:
         """It: no directory of a node is listed by this."""
         return self
+
+    def is_alive(self, node: str) -> bool:
+        """Whether a node, by its key, can be asked."""
+        found = self._nodes.all().get(node)
+        return found is not None and self._nodes.is_alive(found)
+
+    def upload(self, uri: str, size: int) -> None:
+        """Upload a segment from its node; raises as `ask`."""
+        self._ask_writer(uri, lambda writer: writer.upload.remote(name_of(uri), size), _UPLOAD_S)
+
+    def remove(self, uri: str) -> None:
+        """Remove a segment from its node's disk; raises as `ask`."""
+        self._ask_writer(uri, lambda writer: writer.remove.remote(name_of(uri)), _ANSWER_S)
+
+    def flush(self) -> bool:
+        """Have nodes tell of the runs that they have not told of yet, those that answer soon; whether there are any."""
+        alive = [node for node in self._nodes.all().values() if self._nodes.is_alive(node)]
+        asked = []
+        for node in alive:
+            with contextlib.suppress(ray.exceptions.RayError, ValueError):
+                asked.append(writer_on(self._root, node.ray_id).flush.remote().future())
+        wait(asked, timeout=_FLUSH_S)
+        return bool(alive)
+
+    def _ask_writer(self, uri: str, call: Callable[[Any], Any], seconds: float) -> None:
+        node = place_of_node(self._nodes, uri)
+        answered(node, lambda: call(writer_on(self._root, node.ray_id)), seconds)
 
 
 class NodeFile(File):
