@@ -149,7 +149,7 @@ class Runner:
         longest = max(seq.fed for seq in seqs) + 1
         self._cache.decode(slots, positions, longest)
         ring, reading = self._ring, self._ring.places()
-        if reading:
+        if ring.recordings:
             ring.begin(reading, self._cache.window.slots)
         plan = self._plans.decode([Spans(seq.request.edits, seq.fed, seq.fed + 1) for seq in seqs])
         lenses = self._lenses_of([LensRow(i, 0, seq.lens) for i, seq in enumerate(seqs) if seq.lens])
@@ -175,7 +175,7 @@ class Runner:
         read_lens = lenses.read(self._model.unembedding)  # before anything counts: it may find no memory
         lens = {one.row: layers for one, layers in zip(lenses.asking, read_lens, strict=True)}
         stopped = readouts.keep()
-        if reading:
+        if ring.recordings:
             ring.end()
         for seq in seqs:
             seq.fed += 1

@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import uuid
 from collections.abc import AsyncGenerator, AsyncIterator
+from dataclasses import replace
 from datetime import UTC, datetime
 from typing import Annotated, Any
 
@@ -115,6 +116,8 @@ async def _job(
         **own,
     )
     job = await backend.profiles.applied(job, body.intervention_profile, body.model, body.capture, storing)
+    if job.capture is None and storing is not False and any(one.store for one in job.readouts):
+        job = replace(job, capture=Capture.model_construct(points=[]))  # of no point: readouts are recorded alone
     job = by_headers.tagged(job)
     if job.capture and body.sequences > body.choices:
         message = "what is not returned would be recorded, too: with a profile that records, it is n"

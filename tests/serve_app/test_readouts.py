@@ -91,6 +91,15 @@ def test_values_of_an_answer_are_the_probes_on_the_stored_rows_and_lie_with_them
     torch.testing.assert_close(stored["readouts.truth"], want, rtol=1e-5, atol=1e-5)
 
 
+def test_values_are_stored_without_a_point(served, truth):
+    answer = post(served, readouts=[{"name": "truth", "store": True}]).json()
+    told, (run,) = answer["choices"][0]["readouts"]["truth"], answer["activations_meta"]["runs"]
+    stored = load(run["run_id"])
+    assert list(run["points"]) == ["readouts.truth"]
+    values = torch.tensor(told["prompt"]["values"] + told["generated"]["values"])
+    torch.testing.assert_close(stored["readouts.truth"], values, rtol=1e-6, atol=1e-6)
+
+
 def test_a_stream_carries_the_rows_computed_so_far(served, truth):
     whole = post(served, readouts=["truth"]).json()["choices"][0]["readouts"]["truth"]
     got = [

@@ -109,6 +109,15 @@ def test_values_are_those_of_the_offline_probe_on_the_captured_rows(model) -> No
     assert captured["readouts.sae.features"].shape == (14, 10)
 
 
+def test_values_are_recorded_without_a_point(model) -> None:
+    asked = request(model, "a", PROMPT, 6, ["early"], capture=ALL)
+    asked = replace(asked, capture=Capture.model_construct(points=[]), points=())
+    (done,) = Engine(model).generate([asked])
+    rows = rows_of(done)
+    assert list(done.captured.positions) == list(range(len(PROMPT) + 6))
+    assert done.captured.values["readouts.early"].tolist() == [rows[at] for at in range(len(PROMPT) + 6)]
+
+
 @pytest.mark.parametrize(
     ("tokens", "want"),
     [

@@ -1,0 +1,75 @@
+"""Readouts on disk: kept by name and owner, found again, bounded."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors.torch import load, save
+
+from deployments.activations.accounts import Account
+from deployments.activations.readouts.files import ReadoutFiles
+from deployments.errors import RequestError
+
+ANN, BOB, ADMIN = Account("ann", is_admin=False), Account("bob", is_admin=False), Account("root")
+ROOM = 1 << 20
+
+
+def probe(name: str = "truth", value: float = 1.0) -> bytes:
+    spec = {"name": name, "model": "demo", "point": "layers.1.output", "kind": "linear"}
+    return save({"weight": torch.full((1, 8), value)}, {"spec": json.dumps(spec)})
+
+
+def test_a_readout_is_found_again_as_it_was_sent(tmp_path: Path) -> None:
+    files = ReadoutFiles(tmp_path)
+    kept = files.put(probe(), None, ROOM)
+    assert files.put(probe(), None, ROOM) == kept
+    again = ReadoutFiles(tmp_path)
+    assert again.get("truth") == kept
+    assert torch.equal(load(again.read("truth") or b"")["weight"], torch.ones(1, 8))
+    assert [one["name"] for one in again.list(10, None)] == ["truth"]
+    assert again.delete("truth")
+    assert ReadoutFiles(tmp_path).get("truth") is None
+
+
+def test_a_name_is_taken_until_it_is_free_again(tmp_path: Path) -> None:
+    files = ReadoutFiles(tmp_path)
+    files.put(probe(), None, ROOM)
+    with pytest.raises(RequestError, match="already") as refused:
+        files.put(probe(value=2.0), None, ROOM)
+    assert refused.value.field == "spec.name"
+    files.delete("truth")
+    files.put(probe(value=2.0), None, ROOM)
+
+
+def test_each_owner_has_names_of_their_own(tmp_path: Path) -> None:
+    files = ReadoutFiles(tmp_path)
+    first, second = (files.put(probe(value=value), None, ROOM, who)["id"] for value, who in ((1.0, ANN), (2.0, BOB)))
+    again = ReadoutFiles(tmp_path)
+    assert (again.get("truth", ANN) or {})["id"] == first
+    assert (again.get("truth", BOB) or {})["id"] == second
+    assert again.get("truth", ADMIN)
+    assert again.delete("truth", BOB)
+    assert again.get("truth", BOB) is None
+    assert again.get("truth", ANN)
+
+
+def test_a_full_table_says_so(tmp_path: Path) -> None:
+    files = ReadoutFiles(tmp_path)
+    size = files.put(probe(), None, ROOM)["bytes"]
+    for most, of_one in ((size + 1, None), (ROOM, size + 1)):
+        who = Account()
+        if of_one:
+            who = ANN
+            files.put(probe("other"), None, most, who, of_one)
+        with pytest.raises(RequestError, match="delete some") as refused:
+            files.put(probe("another"), None, most, who, of_one)
+        assert refused.value.code == "readout_store_full"
+
+
+def test_a_file_that_is_none_is_passed_over(tmp_path: Path) -> None:
+    ReadoutFiles(tmp_path).put(probe(), None, ROOM)
+    (tmp_path / ".readouts" / "broken.safetensors").write_bytes(b"nothing")
+    assert [one["name"] for one in ReadoutFiles(tmp_path).list(10, None)] == ["truth"]

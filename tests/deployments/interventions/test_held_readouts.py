@@ -1,0 +1,89 @@
+"""A replica's table of readouts: bounded, those in use stay, and what is not there is refused by field."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+from concurrent.futures import ThreadPoolExecutor
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import save
+
+from deployments.errors import RequestError
+from deployments.interventions.held_readouts import HeldReadouts
+from deployments.messages import Job
+from deployments.points.readouts import AskedReadout
+
+HIDDEN = 64
+
+
+class Method:
+    """A store's method, as Ray calls it."""
+
+    def __init__(self, call: Any) -> None:
+        self._call = call
+
+    async def remote(self, *args: Any) -> Any:
+        return self._call(*args)
+
+
+class Store:
+    """Keeps probes of one model; counts how often a file is fetched."""
+
+    def __init__(self, *names: str) -> None:
+        self.fetched = list[str]()
+        self.readout = Method(lambda name, _: {"id": name, "model": "demo"} if name in names else None)
+        self.readout_file = Method(self._file)
+
+    def _file(self, name: str, _: Any) -> bytes:
+        self.fetched.append(name)
+        spec = {"name": name, "model": "demo", "point": "layers.1.output", "kind": "linear"}
+        return save({"weight": torch.ones(1, HIDDEN)}, {"spec": json.dumps(spec)})
+
+
+def job(id: str, *names: str) -> Job:
+    return Job(id, prompts=["a"], readouts=tuple(AskedReadout(name=name) for name in names))
+
+
+def held(store: Store, most: int = 2000, model: str = "demo") -> HeldReadouts:
+    return HeldReadouts(model, torch.device("cpu"), store, most, ThreadPoolExecutor(1))
+
+
+def test_what_is_held_is_fetched_once_and_what_was_used_longest_ago_goes_first() -> None:
+    store = Store("a", "b", "c", "d")
+    table = held(store)  # room for three
+
+    async def run() -> None:
+        for number, name in enumerate("aabcdba"):
+            with table.lending(str(number)):
+                assert list(await table.fetch(job(str(number), name))) == [name]
+
+    asyncio.run(run())
+    assert store.fetched == ["a", "b", "c", "d", "a"]
+
+
+def test_readouts_in_use_stay_and_a_request_for_more_is_told_so() -> None:
+    store = Store("a", "b", "c", "d")
+    table = held(store)
+
+    async def run() -> None:
+        with table.lending("1"), table.lending("2"):
+            await table.fetch(job("1", "a", "b"))
+            with pytest.raises(RequestError, match="leave no room") as refused:
+                await table.fetch(job("2", "c", "d"))
+            assert (refused.value.status, refused.value.code) == (429, "server_busy")
+        with table.lending("3"), pytest.raises(RequestError, match="limit is 2000") as refused:
+            await table.fetch(job("3", "a", "b", "c", "d"))
+        assert refused.value.field == "readouts[3].name"
+
+    asyncio.run(run())
+
+
+@pytest.mark.parametrize(("model", "name"), [("demo", "other"), ("another", "a")])
+def test_what_is_not_there_for_the_model_is_refused_by_field(model: str, name: str) -> None:
+    table = held(Store("a"), model=model)
+    with pytest.raises(RequestError, match="readout") as refused:
+        asyncio.run(table.fetch(job("1", name)))
+    assert (refused.value.field, refused.value.code) == ("readouts[0].name", "readout_not_found")
