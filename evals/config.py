@@ -1,9 +1,11 @@
 """What one evaluation run is told, checked and frozen."""
 
+import json
 from pathlib import Path
 from typing import Annotated, Any, Literal, Self
 from urllib.parse import urlsplit
 
+import yaml
 from pydantic import AfterValidator, ConfigDict, Field, field_validator, model_validator
 
 from deployments.points.token_choices import parse
@@ -43,6 +45,8 @@ class Config(ServingConfig):
     split: str = "test"
     samples: Count | None = None
     seed: Whole | None = None
+    sampling_seed: Whole | None = None  # without it `seed`
+    epochs: Count = 1
     mode: Mode | Literal["both"] = "both"
     variants: tuple[Annotated[str, Field(pattern=NAME)], ...] = Field((CONTROL,), min_length=1)
     variants_file: Path | None = None
@@ -51,7 +55,15 @@ class Config(ServingConfig):
     parallel: Count = 16
     max_tokens: Count = 512  # per turn
     max_turns: Count = 12
-    temperature: Annotated[Number, Field(ge=0.0)] = 0.0
+    interventions: tuple[dict[str, Any], ...] = ()
+    sweep: dict[Literal["layer", "scale"], tuple[Annotated[Number, Field(ge=-MOST, le=MOST)], ...]] = {}
+    tools: Literal["native", "text"] = "native"
+    max_failures: Natural | None = None
+    temperature: Annotated[Number, Field(ge=0.0)] | None = None  # None until the run begins: the model's own
+    top_p: Annotated[Number, Field(gt=0.0, le=1.0)] | None = None
+    top_k: Natural | None = None
+    system: str = ""
+    chat_template_kwargs: dict[str, Any] = {}
     timeout: Annotated[Number, Field(gt=0.0)] = 300.0  # seconds, one attempt of one request
     retries: Natural = 8
     max_outage: Annotated[Number, Field(ge=0.0)] = 600.0  # seconds that a server that is away is waited for
@@ -103,6 +115,43 @@ class Config(ServingConfig):
         except ValueError:
             raise ValueError("all, or numbers with commas between them") from None
 
+    @field_validator("chat_template_kwargs", mode="before")
+    @classmethod
+    def _read_json(cls, value: object) -> object:
+        if not isinstance(value, str):
+            return value
+        try:
+            return json.loads(value)
+        except ValueError as error:
+            raise ValueError(f"not a JSON object: {error}") from None
+
+    @field_validator("interventions", mode="before")
+    @classmethod
+    def _read_interventions(cls, value: object) -> object:
+        """The list itself, or the YAML or JSON file that has it."""
+        if not isinstance(value, str):
+            return value
+        try:
+            found = yaml.safe_load(Path(value).expanduser().read_text(encoding="utf-8"))
+        except (OSError, ValueError, RuntimeError, yaml.YAMLError) as error:
+            raise ValueError(f"{value}: {error}") from None
+        if not isinstance(found, list) or not found:
+            raise ValueError(f"{value}: not a list of interventions")
+        return found
+
+    @field_validator("sweep", mode="before")
+    @classmethod
+    def _split_sweep(cls, value: object) -> object:
+        """`scale=-4,0,4 layer=8,12`, as one text or its words."""
+        words = value.split() if isinstance(value, str) else value
+        if not isinstance(words, list | tuple):
+            return value
+        try:
+            pairs = [str(word).split("=") for word in words]
+            return {name: [float(number) for number in numbers.split(",")] for name, numbers in pairs}
+        except ValueError:
+            raise ValueError("write it as scale=-4,0,4 layer=8,12") from None
+
     @field_validator("rewards", mode="before")
     @classmethod
     def _split_weights(cls, value: object) -> object:
@@ -134,6 +183,11 @@ class Config(ServingConfig):
                 "--points, --layers, --sites, --tokens, --transfer-activations and --inline-activations need "
                 "--collect-activations"
             )
+        if self.sweep and not self.interventions:
+            raise ValueError("--sweep needs --interventions")
+        swept = any("{layer}" in str(value) for one in self.interventions for value in one.values())
+        if swept != ("layer" in self.sweep):
+            raise ValueError("--sweep layer=... and {layer} in a point of --interventions go together")
         if self.split != "test" and self.dataset != HUB_DATASET:
             raise ValueError(f"--split belongs to --dataset {HUB_DATASET}; a file is one split")
         if self.few_shot_file and not self.few_shot:

@@ -44,6 +44,69 @@ def paired_difference(a: Mapping[str, bool], b: Mapping[str, bool]) -> dict[str,
     }
 
 
+def clustered(hits: Sequence[int], of: Sequence[int]) -> dict[str, Any]:
+    """As `proportion`, of several answers to each problem: the standard error is of problems, which are independent.
+
+    The interval is Wilson's for as many answers as would have that standard error.
+
+    Args:
+        hits: right answers by problem.
+        of: all answers by problem, at least one each.
+    """
+    right, total, n = sum(hits), sum(of), len(of)
+    found = proportion(right, total)
+    if total == n or n < 2:
+        return found
+    p = right / total
+    stderr = math.sqrt(n / (n - 1) * sum((h - p * k) ** 2 for h, k in zip(hits, of, strict=True))) / total
+    effective = p * (1 - p) / stderr**2 if stderr else n  # all right or all wrong: no more than there are problems
+    center = (p + Z95**2 / (2 * effective)) / (1 + Z95**2 / effective)
+    half = Z95 * math.sqrt(p * (1 - p) / effective + Z95**2 / (4 * effective**2)) / (1 + Z95**2 / effective)
+    return found | {"stderr": stderr, "ci95": [max(0.0, center - half), min(1.0, center + half)]}
+
+
+def clustered_difference(a: Mapping[str, Sequence[bool]], b: Mapping[str, Sequence[bool]]) -> dict[str, Any]:
+    """As `paired_difference`, of several answers to each problem: of their means, with a normal interval and p.
+
+    `only_a` and `only_b` count the problems of which one side has the larger share right.
+    """
+    shared = a.keys() & b.keys()
+    if all(len(a[i]) == len(b[i]) == 1 for i in shared):
+        return paired_difference({i: a[i][0] for i in shared}, {i: b[i][0] for i in shared})
+    each = np.array([sum(b[i]) / len(b[i]) - sum(a[i]) / len(a[i]) for i in sorted(shared)])
+    mean, n = float(each.mean()), len(each)
+    stderr = float(each.std(ddof=1) / math.sqrt(n)) if n > 1 else math.inf
+    known = 0 < stderr < math.inf
+    return {
+        "problems": n,
+        "difference": mean,
+        "ci95": [max(-1.0, mean - Z95 * stderr), min(1.0, mean + Z95 * stderr)],
+        "only_a": int((each < 0).sum()),
+        "only_b": int((each > 0).sum()),
+        "p": math.erfc(abs(mean) / stderr / math.sqrt(2)) if known else 1.0,
+    }
+
+
+def pass_at(k: int, hits: Sequence[int], of: Sequence[int]) -> float | None:
+    """The chance that at least one of k answers is right, over the problems with k or more; None without any.
+
+    The unbiased estimate of Chen et al. (2021), 1 - C(n - c, k) / C(n, k).
+    """
+    chances = [1 - math.comb(n - c, k) / math.comb(n, k) for c, n in zip(hits, of, strict=True) if n >= k]
+    return sum(chances) / len(chances) if chances else None
+
+
+def holm(values: Sequence[float | None]) -> list[float | None]:
+    """P values corrected for how many there are, as Holm (1979): each stands for itself, at any joint level."""
+    order = sorted((p, place) for place, p in enumerate(values) if p is not None)
+    found: list[float | None] = [None] * len(values)
+    least = 0.0
+    for rank, (p, place) in enumerate(order):
+        least = max(least, min(1.0, (len(order) - rank) * p))
+        found[place] = least
+    return found
+
+
 def _upper(only_a: int, only_b: int, n: int) -> float:
     """The upper bound of the 95% score interval of b less a: the largest difference that McNemar's score keeps.
 

@@ -85,6 +85,15 @@ def _engine(options: Options) -> Engine:
     )
 
 
+def _drawing(hf: Any) -> dict[str, Any]:
+    """How the model's publisher draws tokens; empty where they take the likeliest. No request is changed by it."""
+    own = getattr(hf, "generation_config", None)
+    if own is None or not own.do_sample:
+        return {}
+    settings = {"temperature": own.temperature or 1.0, "top_p": own.top_p, "top_k": own.top_k}
+    return {name: value for name, value in settings.items() if value is not None}
+
+
 def _threads(options: Options) -> int:
     return options.threads or max(1, (os.cpu_count() or 1) // options.num_replicas)
 
@@ -117,6 +126,7 @@ def description(options: Options, model: Model) -> dict[str, Any]:
         # Forwards of another shape add in another order: in 16 bits that is about the distance of two likely tokens.
         "tokens_depend_on_batch": model.dtype.itemsize < 4,
         "savepoints": [savepoint.model_dump() for savepoint in options.savepoints],
+        "generation_config": _drawing(model.hf),
         "revision": model.revision,
         "source": model.hf.name_or_path,
         "options": options.model_dump(mode="json", exclude={"api_keys_file"}) | came_out,

@@ -13,7 +13,7 @@ from evals.config import EvalError
 from evals.report.page import finished
 from evals.results.results import read_json
 from evals.scoring import Rule
-from evals.stats import paired_difference
+from evals.stats import clustered_difference
 
 BATCH = 8192  # rows
 MAX_SETTING = 300  # characters of a setting that are told
@@ -117,7 +117,7 @@ def _compared(title: str, of: list[tuple[Run, str]]) -> Compared:
     paired = []
     for run, condition in others:
         b = _correct(run.directory, condition["mode"], condition["variant"], rule)
-        paired.append((first.name, run.name, paired_difference(a, b)))
+        paired.append((first.name, run.name, clustered_difference(a, b)))
     return Compared(
         title,
         rule,
@@ -127,15 +127,15 @@ def _compared(title: str, of: list[tuple[Run, str]]) -> Compared:
     )
 
 
-def _correct(directory: Path, mode: str, variant: str, rule: Rule) -> dict[str, bool]:
-    """By problem whether the answer is right by a rule; failed samples are not in it."""
-    found: dict[str, bool] = {}
+def _correct(directory: Path, mode: str, variant: str, rule: Rule) -> dict[str, list[bool]]:
+    """By problem whether its answers are right by a rule; failed samples are not in it."""
+    found: dict[str, list[bool]] = {}
     column = f"correct_{rule}"
     with pq.ParquetFile(directory / "samples.parquet") as file:
         for batch in file.iter_batches(batch_size=BATCH, columns=["id", "mode", "variant", "correct", column]):
             for row in batch.to_pylist():
                 if row["mode"] == mode and row["variant"] == variant and row["correct"] is not None:
-                    found[row["id"]] = row[column]
+                    found.setdefault(row["id"], []).append(row[column])
     return found
 
 

@@ -23,6 +23,7 @@ def render(summary: dict[str, Any], directory: Path) -> str:
     lines += ["", others, "", _rules(summary)]
     if pairs := [_difference(pair) for pair in summary["paired"] if pair["difference"] is not None]:
         lines += ["", "accuracy less that of the same problems otherwise, in points", "", aligned(pairs)]
+    lines += _several(summary)
     if summary["not_paired"]:
         lines += ["", summary["not_paired"]]
     lines += ["", f"results      {where(directory)}", f"report       {directory / 'report.html'}"]
@@ -75,10 +76,23 @@ def _rules(summary: dict[str, Any]) -> str:
     return aligned(rows)
 
 
+def _several(summary: dict[str, Any]) -> list[str]:
+    """Of several answers to each problem, pass@k and the accuracy of the majority."""
+    conditions = [c for c in summary["conditions"].values() if c["epochs"]]
+    rows = [
+        [_name(c["mode"], c["variant"])]
+        + [f"pass@{k} {percent(share)}" for k, share in c["epochs"]["pass_at"].items()]
+        + [f"majority {score(c['epochs']['majority'])}"]
+        for c in conditions
+    ]
+    return ["", aligned(rows)] if rows else []
+
+
 def _difference(pair: dict[str, Any]) -> list[str]:
     low, high = (f"{100 * bound:+.1f}" for bound in pair["ci95"])
     a, b = (_name(*key.split(".")) for key in (pair["a"], pair["b"]))
-    return [f"{b} - {a}", f"{100 * pair['difference']:+.1f}", f"{low} to {high}", f"p = {pair['p']:.2g}"]
+    chance = f"p = {pair['p']:.2g}, {pair['p_holm']:.2g} by Holm"
+    return [f"{b} - {a}", f"{100 * pair['difference']:+.1f}", f"{low} to {high}", chance]
 
 
 def _name(mode: str, variant: str) -> str:
@@ -128,8 +142,8 @@ def percent(value: float | None) -> str:
 
 
 def score(by_rule: dict[str, Any]) -> str:
-    """A rule's accuracy with its standard error, as `71.5% ±3.2`."""
-    return percent(by_rule["accuracy"]) + (f" ±{100 * by_rule['stderr']:.1f}" if by_rule["stderr"] is not None else "")
+    """A rule's accuracy with its standard error, as `71.5% ±3.2`; of none or all right it is not known to be 0."""
+    return percent(by_rule["accuracy"]) + (f" ±{100 * by_rule['stderr']:.1f}" if by_rule["stderr"] else "")
 
 
 def number(value: float | None, form: str) -> str:

@@ -16,15 +16,16 @@ import pyarrow as pa
 import ray
 from tqdm import tqdm
 
+from deployments.demo_model.calculator import TOOL
 from evals.config import Config, EvalError, Mode
 from evals.gsm8k.options import in_ray_job
 from evals.gsm8k.progress import Progress
 from evals.gsm8k.screen import not_stored, render, where
 from evals.gsm8k.smoke import smoke
 from evals.gsm8k.summary import conclude, summarize
-from evals.results.provenance import MAY_DIFFER, Facts, changed, facts
+from evals.results.provenance import MAY_DIFFER, Facts, changed, facts, sampled_as_the_model
 from evals.results.results import Results, check_new, read_json, read_samples, write_views
-from evals.server.client import RequestFailed, first_model, wait_healthy
+from evals.server.client import RequestFailed, first_model, refused, wait_healthy
 from evals.server.serving import serving, tail_of
 from evals.serving_config import Stage
 from evals.task.few_shot import load_few_shot
@@ -32,6 +33,7 @@ from evals.task.problems import load_problems, locate
 from evals.task.prompts import Prompts, load_variants
 from evals.task.rewards import Rewarding, load_rewards
 from evals.task.rollouts import connect, run_all
+from evals.task.steering import asked
 from evals.task.trajectory import Sample, scored
 
 
@@ -69,6 +71,9 @@ def run_stages(config: Config) -> int:
     except (EvalError, RequestFailed) as error:
         _say(f"deploy: {error}")
         return 2
+    except OSError as error:  # a full disk, most likely: what is written is whole
+        _say(f"{error}; --resume goes on once that is mended")
+        return 2
     except KeyboardInterrupt:
         _say("interrupted")
         return 130
@@ -76,6 +81,10 @@ def run_stages(config: Config) -> int:
 
 class StageFailed(Exception):
     """A stage did not do what it is to do; the text names it and says why."""
+
+
+class TooManyFailed(Exception):
+    """More samples failed than may; the text says how many."""
 
 
 @contextmanager
@@ -117,7 +126,8 @@ def _named(config: Config) -> Config:
     """The options with the model's name, once the server answers."""
     if config.wait_healthy:
         wait_healthy(config.base_url, config.wait_healthy)
-    return config.model_copy(update={"model": config.model or first_model(config.base_url)})
+    config = config.model_copy(update={"model": config.model or first_model(config.base_url)})
+    return sampled_as_the_model(config)
 
 
 def prepare(config: Config) -> Work:
@@ -138,9 +148,11 @@ def prepare(config: Config) -> Work:
         rows = f"{chosen.repeated} rows of {path} repeat a question"
         _say(f"{rows}: each question is asked once")
     few_shot = load_few_shot(config, set(chosen.problems["id"].to_pylist()))
-    prompts = Prompts(load_variants(config.variants, config.variants_file), few_shot)
+    prompts = Prompts(load_variants(config.variants, config.variants_file), few_shot, system=config.system)
     told = facts(config, prompts, path, chosen)
     _check_room(config, told)
+    if "with-tools" in config.modes and config.tools == "native":
+        _check_tools(config, told)
     return Work(config, chosen.problems, prompts, reward, told)
 
 
@@ -151,12 +163,24 @@ def _check_room(config: Config, told: Facts) -> None:
         raise EvalError(f"--max-tokens {config.max_tokens}: the model's context is {context} tokens with the question")
 
 
+def _check_tools(config: Config, told: Facts) -> None:
+    """Refuse tools that the model's template does not know, where the server is one that says so."""
+    if not told["server"].get("versions"):  # of another server each request may cost
+        return
+    messages = [{"role": "user", "content": "1 + 1?"}]
+    body = {"model": config.model, "messages": messages, "tools": [TOOL], "max_tokens": 1, "store_activations": False}
+    refusal = refused(f"{config.base_url}/chat/completions", body)
+    if refusal and refusal.get("param") == "tools":
+        hint = "--tools text offers the calculator in plain text; or choose --mode no-tools"
+        raise EvalError(f"{config.model}: {refusal.get('message')}: {hint}")
+
+
 def _results(work: Work) -> Results:
     """The directory, new or gone on with."""
     config = work.config
     goes_on = config.resume or "configure" not in config.stages
     if goes_on:
-        results = Results.resume(config.results_dir, work.told, work.score)
+        results = Results.resume(config.results_dir, work.told, work.score, work.problems["id"].to_pylist())
         if results.again and "generate" in config.stages:
             _say(f"samples asked again, since they failed, were late or were not stored: {len(results.again)}")
     else:
@@ -192,6 +216,8 @@ def generate(work: Work, results: Results) -> str | None:
             _generate_mode(mode, work, results)
     except KeyboardInterrupt:
         return "interrupted"
+    except TooManyFailed as error:
+        return str(error)
     except ray.exceptions.RayError as error:
         return f"Ray: {str(error).strip().splitlines()[-1]}"
     return None
@@ -199,7 +225,8 @@ def generate(work: Work, results: Results) -> str | None:
 
 def _generate_mode(mode: Mode, work: Work, results: Results) -> None:
     """Writes and counts the samples of one mode as they finish, behind one progress bar."""
-    with Progress(mode, work.problems.num_rows * len(work.config.variants)) as progress:
+    failures = 0
+    with Progress(mode, work.problems.num_rows * len(asked(work.config)) * work.config.epochs) as progress:
         for sample in read_samples(results.directory, mode):
             if results.has(sample.key):
                 progress.earlier(sample)
@@ -207,6 +234,9 @@ def _generate_mode(mode: Mode, work: Work, results: Results) -> None:
             sample = work.reward(sample)
             results.add(sample)
             progress.add(sample)
+            failures += sample.outcome == "failed"
+            if work.config.max_failures is not None and failures > work.config.max_failures:
+                raise TooManyFailed(f"{failures} samples failed, and --max-failures is {work.config.max_failures}")
 
 
 def report(config: Config, incomplete: str | None) -> int:

@@ -1,7 +1,8 @@
 """What a run comes to: summary.json, made of a results directory's config.json and samples alone, and the rest."""
 
+from collections import Counter
 from datetime import UTC, datetime
-from itertools import chain
+from itertools import chain, product
 from pathlib import Path
 from typing import Any
 
@@ -13,7 +14,8 @@ from evals.results.results import read_json, read_samples, scored_earlier, write
 from evals.results.table import write_table
 from evals.results.tally import ActivationTally, ConditionTally, ModeTally
 from evals.results.transfer import FOLDER, TRANSFER_FILE, transfer, transferred_runs
-from evals.stats import covered, paired_difference
+from evals.stats import clustered_difference, covered, holm
+from evals.task.steering import asked, cells
 
 NOT_PAIRED = f"no variant is compared with {CONTROL}, which was not among --variants"
 Conditions = dict[tuple[Mode, str], ConditionTally]
@@ -75,7 +77,7 @@ def summarize(directory: Path, incomplete: str | None) -> dict[str, Any]:
     facts = read_json(directory / "config.json")
     config = Config.model_validate(facts["config"])
     conditions: Conditions = {
-        (mode, variant): ConditionTally(config.rule) for mode in config.modes for variant in config.variants
+        (mode, variant): ConditionTally(config.rule) for mode in config.modes for variant in asked(config)
     }
     modes = {mode: ModeTally() for mode in config.modes}
     activations = ActivationTally(config.session_id, config.tokens) if config.collect_activations else None
@@ -86,8 +88,10 @@ def summarize(directory: Path, incomplete: str | None) -> dict[str, Any]:
         modes[sample.mode].add(sample)
         if activations:
             activations.add(sample)
-    counts = _counts(conditions, facts["dataset"]["problems"])
+    counts = _counts(conditions, facts["dataset"]["problems"], config.epochs)
     reasons = [incomplete] if incomplete else [f"{counts['missing']} samples are missing"] * bool(counts["missing"])
+    if len(profiles := sum((tally.profiles for tally in conditions.values()), Counter[str]())) > 1:
+        reasons.append(f"answers were made with several intervention profiles: {', '.join(sorted(profiles))}")
     if unrewarded := sum(tally.unrewarded for tally in conditions.values()):
         reasons.append(f"{unrewarded} answers have no reward")
     return {
@@ -102,7 +106,8 @@ def summarize(directory: Path, incomplete: str | None) -> dict[str, Any]:
             for (mode, variant), tally in conditions.items()
         },
         "modes": {mode: tally.summary() for mode, tally in modes.items()},
-        "paired": _paired(conditions),
+        "paired": (paired := _paired(conditions, config)),
+        "sweep": _sweep(conditions, paired, config),
         "not_paired": None if CONTROL in config.variants else NOT_PAIRED,
         "activations": activations.summary() | {"transferred": _transferred(directory)} if activations else None,
         "config": facts["config"],
@@ -111,27 +116,57 @@ def summarize(directory: Path, incomplete: str | None) -> dict[str, Any]:
     }
 
 
-def _counts(conditions: Conditions, problems: int) -> dict[str, int]:
+def _counts(conditions: Conditions, problems: int, epochs: int) -> dict[str, int]:
     samples = sum(tally.outcomes.total() for tally in conditions.values())
     return {
         "problems": problems,
         "conditions": len(conditions),
         "samples": samples,
         "failed": sum(tally.outcomes["failed"] for tally in conditions.values()),
-        "missing": problems * len(conditions) - samples,
+        "missing": problems * epochs * len(conditions) - samples,
     }
 
 
-def _paired(conditions: Conditions) -> list[dict[str, Any]]:
-    """Each variant against the control in its mode, and with tools against without in its variant."""
-    pairs = [((mode, CONTROL), (mode, variant), "variant") for mode, variant in conditions if variant != CONTROL]
-    pairs += [(("no-tools", variant), (mode, variant), "mode") for mode, variant in conditions if mode == "with-tools"]
-    return [
+def _paired(conditions: Conditions, config: Config) -> list[dict[str, Any]]:
+    """In its mode each variant against the control, and steered against not; in its variant tools against none."""
+    plain = [(mode, variant) for mode, variant in conditions if variant in config.variants]
+    pairs = [((mode, CONTROL), (mode, variant), "variant") for mode, variant in plain if variant != CONTROL]
+    pairs += [(("no-tools", variant), (mode, variant), "mode") for mode, variant in plain if mode == "with-tools"]
+    pairs += [((mode, c.variant), (mode, c.name), "steering") for mode in config.modes for c in cells(config)]
+    found = [
         {"a": ".".join(a), "b": ".".join(b), "kind": kind}
-        | paired_difference(conditions[a].correct, conditions[b].correct)
+        | clustered_difference(conditions[a].correct, conditions[b].correct)
         for a, b, kind in pairs
         if a in conditions
     ]
+    corrected = holm([pair["p"] for pair in found])
+    return [pair | {"p_holm": p} for pair, p in zip(found, corrected, strict=True)]
+
+
+def _sweep(conditions: Conditions, paired: list[dict[str, Any]], config: Config) -> list[dict[str, Any]]:
+    """Of each mode and variant, the accuracy by layer (rows) and scale (columns); scale 0 is not steered."""
+    if not config.sweep:
+        return []
+    differences = {pair["b"]: pair for pair in paired if pair["kind"] == "steering"}
+    layers: list[int | None] = [int(layer) for layer in config.sweep.get("layer", ())] or [None]
+    scales: list[float | None] = [None]
+    if "scale" in config.sweep:
+        scales = [*sorted({*config.sweep["scale"], 0.0})]
+    found = []
+    for mode, variant in product(config.modes, config.variants):
+        names = {(cell.layer, cell.scale): cell.name for cell in cells(config) if cell.variant == variant}
+        rows = []
+        for layer in layers:
+            of = [names.get((layer, scale), variant) for scale in scales]
+            accuracies = [conditions[mode, name].summary()[config.rule]["accuracy"] for name in of]
+            pairs = [differences.get(f"{mode}.{name}", {}) for name in of]
+            cell = [
+                {"accuracy": accuracy, "difference": pair.get("difference"), "p_holm": pair.get("p_holm")}
+                for accuracy, pair in zip(accuracies, pairs, strict=True)
+            ]
+            rows.append({"layer": layer, "cells": cell})
+        found.append({"mode": mode, "variant": variant, "scales": scales, "rows": rows})
+    return found
 
 
 def _lacking(directory: Path, session_id: str) -> int:

@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+import pyarrow.compute as pc
 import pyarrow.parquet as pq
 
 BINS = 24
@@ -85,7 +86,10 @@ def histogram(directory: Path, column: str, usual: float) -> Histogram:
 
 def _batches(directory: Path, column: str) -> Iterable[tuple[np.ndarray, np.ndarray]]:
     with pq.ParquetFile(directory / "samples.parquet") as file:
-        for batch in file.iter_batches(batch_size=BATCH, columns=["mode", "variant", column]):
+        for batch in file.iter_batches(batch_size=BATCH, columns=["mode", "variant", "outcome", column]):
+            batch = batch.filter(pc.and_(pc.not_equal(batch["outcome"], "failed"), pc.greater(batch[column], 0)))
+            if not batch.num_rows:
+                continue
             names = zip(batch["mode"].to_pylist(), batch["variant"].to_pylist(), strict=True)
             keys = np.array([f"{mode}.{variant}" for mode, variant in names])
             yield keys, batch[column].to_numpy(zero_copy_only=False).astype(np.float64)

@@ -99,6 +99,7 @@ def report_context(directory: Path) -> Record:
         "rewards": list(dict.fromkeys(name for c in conditions.values() for name in c["rewards"])),
         "weights": summary["config"].get("rewards") or {},
         "stats": stats,
+        "several": [c for c in conditions.values() if c.get("epochs")],
         "sites": {site: lines(points) for site, points in sites.items()},
         "script": Markup(script),
         "script_hash": f"sha256-{base64.b64encode(hashlib.sha256(script.encode()).digest()).decode()}",
@@ -125,7 +126,10 @@ def _differences(paired: list[Record], conditions: Record) -> list[tuple[str, st
     tables: dict[str, tuple[str, str, str, str, list[tuple[str, Record]]]] = {}
     for pair in paired:
         a, b = conditions[pair["a"]], conditions[pair["b"]]
-        if pair["kind"] == "variant":
+        if pair["kind"] == "steering":
+            head = (f"Steered less {a['variant']}, {a['mode']}", "condition", f"{a['variant']} alone", "steered alone")
+            label = b["variant"]
+        elif pair["kind"] == "variant":
             head = (f"Variants less {a['variant']}, {a['mode']}", "variant", f"{a['variant']} alone", "variant alone")
             label = b["variant"]
         else:

@@ -20,7 +20,7 @@ STEPS_BYTES = 128 << 10  # of trajectories, uncompressed, that are opened togeth
 MAX_TRAJECTORY = 1 << 20  # bytes of a trajectory that is still in the page
 QUESTION = 120  # characters of it that the table has
 RATIO = 2  # how much smaller trajectories are in the page than in their files, at least
-COLUMNS = ["id", "mode", "variant", "outcome", "gold", *RULES, "reward", "turns", "tool_calls"]
+COLUMNS = ["id", "mode", "variant", "epoch", "outcome", "gold", *RULES, "reward", "turns", "tool_calls"]
 COLUMNS += ["prompt_tokens", "completion_tokens", "latency_s", "question"]
 DETAILS = ("question", "error", "finish_reason", "session_id", "run_ids")
 
@@ -48,15 +48,17 @@ def blocks(directory: Path, embed_bytes: int) -> Iterator[Block]:
     with pq.ParquetFile(directory / "samples.parquet") as file:
         rewards = [name for name in file.schema_arrow.names if name.startswith("reward_")]
         columns = [*dict.fromkeys([*COLUMNS, *DETAILS, *rewards])]
+        lacks = {"epoch": 1} if "epoch" not in file.schema_arrow.names else {}  # results of an earlier version
+        columns = [name for name in columns if name not in lacks]
         for table, batch in enumerate(file.iter_batches(batch_size=ROWS, columns=columns)):
-            rows = batch.to_pylist()
+            rows = [lacks | row for row in batch.to_pylist()]
             held: dict[str, Any] = {}
             size = 0
             for row in rows:
                 row["block"] = None
                 if left <= 0 or _place(row["id"]) >= share:
                     continue
-                key = sample_key(row["id"], row["mode"], row["variant"])
+                key = sample_key(row["id"], row["mode"], row["variant"], row["epoch"])
                 text = _read(directory / TRAJECTORIES / f"{key}.jsonl")
                 if text is None:
                     continue

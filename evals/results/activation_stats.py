@@ -21,7 +21,7 @@ NAME = "activation_stats.json"
 MOST_RUNS = 300
 BATCH_BYTES = 32 << 20  # of rows in memory at once, in the dtype that was stored
 LAYER = re.compile(r"(?:^|\.)(?:layers|h|blocks)\.(\d+)\.(.+)")
-GROUPS = ("correct", "other")
+GROUPS = ("correct", "other", "rest")  # rest: rows in which right answers and others are not compared
 
 
 class _Recorded(NamedTuple):
@@ -31,6 +31,8 @@ class _Recorded(NamedTuple):
     session_id: str
     correct: bool
     uris: list[str]
+    mode: str
+    is_last: bool  # of its sample's turns
 
 
 @dataclass
@@ -114,13 +116,15 @@ def write_stats(directory: Path, *, most_runs: int = MOST_RUNS, seed: int = 0) -
 
 
 def _recorded(directory: Path) -> Iterator[_Recorded]:
-    columns = ["run_ids", "session_id", "correct", "activation_uris"]
+    columns = ["run_ids", "session_id", "correct", "activation_uris", "mode"]
     with pq.ParquetFile(directory / "samples.parquet") as file:
         for batch in file.iter_batches(batch_size=1024, columns=columns):
             for row in batch.to_pylist():
                 if uris := row["activation_uris"]:
-                    for run_id in row["run_ids"] or []:
-                        yield _Recorded(run_id, row["session_id"], bool(row["correct"]), uris)
+                    ids = row["run_ids"] or []
+                    for run_id in ids:
+                        last = run_id == ids[-1]
+                        yield _Recorded(run_id, row["session_id"], bool(row["correct"]), uris, row["mode"], last)
 
 
 def _statistics(directory: Path, source: Path, most: int, seed: int) -> dict[str, Any]:
@@ -134,33 +138,44 @@ def _statistics(directory: Path, source: Path, most: int, seed: int) -> dict[str
     chosen = heapq.nsmallest(
         most, (run for run in _recorded(directory) if run.run_id in there), key=lambda run: _rank(run.run_id, seed)
     )
-    sums = _sums(source, {run.run_id: run.correct for run in chosen})
+    mode = min(run.mode for run in chosen)  # without tools, where there is that
+    sums = _sums(source, chosen, mode)
     points = {name: _point(name, of) for name, of in sums.items()}
-    return {"points": points, "of_runs": of_runs, "runs": len(chosen), "sampled": len(chosen) < of_runs}
+    compared = {"mode": mode, "turns": "last", "tokens": "those that the answer was drawn at"}
+    found = {"points": points, "of_runs": of_runs, "runs": len(chosen), "sampled": len(chosen) < of_runs}
+    return found | {"by_outcome": compared}
 
 
-def _sums(source: Path, correct: dict[str, bool]) -> dict[str, dict[str, tuple[set[int], _Sums]]]:
-    """By point and outcome, which runs there are and their sums."""
+def _sums(source: Path, chosen: list[_Recorded], mode: str) -> dict[str, dict[str, tuple[set[int], _Sums]]]:
+    """By point and group, which runs there are and their sums.
+
+    Right answers are compared with others in the last turns of one mode, from the prompt's last token on: of other turns
+    and modes, and of prompts, there would be more in one group than in the other, which alone would tell them apart.
+    """
     import torch
 
     from deployments.activations import load
     from deployments.activations.reader.training import ActivationRows
 
-    first = load(source, next(iter(correct)))
+    of = {run.run_id: run for run in chosen}
+    first = load(source, chosen[0].run_id)
     names = [name for name in first if isinstance(first[name], torch.Tensor)]  # attention patterns are none
     if not names:
         raise ValueError("attention patterns alone were recorded, which have no norm")
     row_bytes = sum(first[name][0].nbytes for name in names)
     sums = {name: {group: (set[int](), _Sums()) for group in GROUPS} for name in names}
     batch_size = max(1, BATCH_BYTES // row_bytes)
-    rows = ActivationRows(source, names, batch_size=batch_size, runs=set(correct), shuffle=False)
-    right = torch.tensor([correct[run.run_id] for run in rows.runs])
+    rows = ActivationRows(source, names, batch_size=batch_size, runs=set(of), shuffle=False)
+    right = torch.tensor([of[run.run_id].correct for run in rows.runs])
+    compared = torch.tensor([of[run.run_id].is_last and of[run.run_id].mode == mode for run in rows.runs])
+    begins = torch.tensor([run.prompt_tokens - 1 for run in rows.runs])
     for batch in rows:
-        for group, of in zip(GROUPS, (right[batch.run], ~right[batch.run]), strict=True):
+        drawn = compared[batch.run] & (batch.position >= begins[batch.run])
+        for group, its in zip(GROUPS, (drawn & right[batch.run], drawn & ~right[batch.run], ~drawn), strict=True):
             for name in names:
                 ids, sum_of = sums[name][group]
-                ids.update(batch.run[of].tolist())
-                sum_of.add(_floats(batch.points[name][of].flatten(1)))
+                ids.update(batch.run[its].tolist())
+                sum_of.add(_floats(batch.points[name][its].flatten(1)))
     return sums
 
 
@@ -169,13 +184,13 @@ def _floats(rows: "torch.Tensor") -> "torch.Tensor":
 
 
 def _point(name: str, of: dict[str, tuple[set[int], _Sums]]) -> dict[str, Any]:
-    whole = of["correct"][1].joined(of["other"][1])
+    whole = of["correct"][1].joined(of["other"][1]).joined(of["rest"][1])
     layer = LAYER.search(name)
-    by_outcome = {group: {"runs": len(ids), **sums.said()} for group, (ids, sums) in of.items()}
+    by_outcome = {group: {"runs": len(of[group][0]), **of[group][1].said()} for group in ("correct", "other")}
     return {
         "layer": int(layer[1]) if layer else None,
         "site": layer[2] if layer else name,
-        "runs": sum(each["runs"] for each in by_outcome.values()),
+        "runs": len(set().union(*(ids for ids, _ in of.values()))),
         **whole.said(),
         "by_outcome": by_outcome,
     }

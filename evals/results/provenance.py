@@ -4,7 +4,7 @@ import hashlib
 import os
 import platform
 import subprocess
-from collections.abc import Callable, Set
+from collections.abc import Callable, Sequence, Set
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -23,13 +23,16 @@ PACKAGES = ("ray", "pyarrow", "httpx", "pydantic", "torch", "transformers", "nns
 # files hold is compared for itself; answers that are there are scored and rewarded anew. With a longer timeout those
 # that were late are asked again; a shorter one is another run.
 MAY_DIFFER = {"base_url", "parallel", "timeout", "retries", "max_outage", "wait_healthy", "results_dir"}
-MAY_DIFFER |= {"dataset", "variants_file", "few_shot_file", "transfer_activations", "serve", "rule", "rewards"} | OF_ONE_CALL
+MAY_DIFFER |= {"max_failures", "dataset", "variants_file", "few_shot_file", "transfer_activations", "serve", "rule", "rewards"} | OF_ONE_CALL
 ROOT = Path(__file__).parents[2]
+DEFAULTS = Config.model_construct(session_id="", results_dir=Path()).model_dump(mode="json")
 GIT_S = 10.0  # that git may take: the checkout may lie on a slow disk
 Facts = dict[str, Any]
 SERVER_FACTS: dict[str, Callable[[Facts], Any]] = {  # what a server that told it once has to tell again
     "model.revision": lambda facts: facts["model"].get("revision"),
     "model.structure": lambda facts: facts["model"].get("structure"),
+    # Of a server that has the route this is never None: a default profile that is set in the middle shows.
+    "interventions": lambda facts: facts.get("interventions"),
     "server.options.dtype": lambda facts: (facts["server"].get("options") or {}).get("dtype"),
 }
 
@@ -53,6 +56,7 @@ def facts(config: Config, prompts: Prompts, path: Path, chosen: "ChosenProblems"
         "git": checkout(),
         "model": model,
         "server": server,
+        "interventions": _interventions(config),
         "prompts": prompts.record(),
         "dataset": {
             "path": str(path),
@@ -60,15 +64,30 @@ def facts(config: Config, prompts: Prompts, path: Path, chosen: "ChosenProblems"
             "split": config.split,
             "problems": chosen.problems.num_rows,
             "repeated": chosen.repeated,
-            "ids": hashlib.sha256("\n".join(chosen.problems["id"].to_pylist()).encode()).hexdigest(),
+            "ids": ids_hash(chosen.problems["id"].to_pylist()),
         },
         "host": platform.node(),
     }
 
 
-def differences(earlier: Facts, now: Facts) -> list[str]:
-    """Names of what changes answers or scores and is not the same in both."""
-    found = changed(earlier["config"], now["config"])
+def ids_hash(ids: Sequence[str]) -> str:
+    """What config.json has of the problems' ids, in the order in which they are asked."""
+    return hashlib.sha256("\n".join(ids).encode()).hexdigest()
+
+
+def differences(earlier: Facts, now: Facts, ids: Sequence[str] = ()) -> list[str]:
+    """Names of what changes answers or scores and is not the same in both.
+
+    A run may go on with more problems, where those that it had come first, and with more epochs.
+
+    Args:
+        earlier: what config.json says.
+        now: of the run as it is to go on.
+        ids: of its problems, in order.
+    """
+    options = DEFAULTS | earlier["config"]  # a run of an earlier version did not know all
+    found = changed(options, now["config"], MAY_DIFFER | {"samples", "epochs"})
+    found += ["epochs"] * (now["config"]["epochs"] < options["epochs"])
     if now["config"]["timeout"] < earlier["config"]["timeout"]:
         found.append("timeout")
     if _texts(earlier["prompts"]) != _texts(now["prompts"]):
@@ -79,7 +98,12 @@ def differences(earlier: Facts, now: Facts) -> list[str]:
             found.append(name)
     if earlier["versions"]["vitrine"] != now["versions"]["vitrine"]:
         found.append("versions.vitrine")
-    return found + [f"dataset.{part}" for part in ("sha256", "ids") if earlier["dataset"][part] != now["dataset"][part]]
+    had, asked = earlier["dataset"], now["dataset"]
+    found += ["dataset.sha256"] * (had["sha256"] != asked["sha256"])
+    goes_on = had["sha256"] == asked["sha256"] and had["ids"] == ids_hash(ids[: had["problems"]])
+    if had["ids"] != asked["ids"] and not goes_on:
+        found.append("dataset.ids" if options["samples"] == now["config"]["samples"] else "samples")
+    return found
 
 
 def changed(earlier: Facts, now: Facts, free: Set[str] = MAY_DIFFER) -> list[str]:
@@ -92,7 +116,7 @@ def resumed(earlier: Facts, now: Facts) -> Facts:
 
     Where the server, the machine or the evaluator's code is another one, `resumed` has them, too, for each such time.
     """
-    told = earlier | {"config": now["config"]}
+    told = earlier | {name: now[name] for name in ("config", "dataset") if name in now}
     parts = {name: now.get(name) for name in ("model", "server", "git", "versions", "host")}
     last = earlier.get("resumed", [earlier])[-1]
     if any(last.get(name) != part for name, part in parts.items()):
@@ -134,14 +158,42 @@ def _texts(prompts: Facts) -> Facts:
     return prompts | {"few_shot": few_shot and few_shot["examples"]}
 
 
+def sampled_as_the_model(config: Config) -> Config:
+    """The options with the model's own temperature, top_p and top_k, where no temperature is given.
+
+    Greedy where the server names no temperature of the model's.
+    """
+    own = _entry(config).get("generation_config") or {} if config.temperature is None else {}
+    given = {"temperature": own.get("temperature") or 0.0} if config.temperature is None else {}
+    for name in ("top_p", "top_k"):
+        if getattr(config, name) is None and own.get("temperature"):
+            given[name] = own.get(name)
+    return config.model_copy(update=given)
+
+
 def _model(config: Config) -> Facts:
     """The server's entry of the model, with its structure where the server tells it."""
+    structure = ask_json(f"{config.base_url}/model/structure", {"model": config.model}, is_absent)
+    return {**_entry(config), "structure": structure}
+
+
+def _entry(config: Config) -> Facts:
+    """The server's entry of the model; its id alone where there is none."""
     listed = ask_json(f"{config.base_url}/models", fails=is_closed) or {}
     entries = listed.get("data")
     found = [one for one in entries if isinstance(one, dict)] if isinstance(entries, list) else []
-    entry = next((one for one in found if one.get("id") == config.model), {"id": config.model})
-    structure = ask_json(f"{config.base_url}/model/structure", {"model": config.model}, is_absent)
-    return {**entry, "structure": structure}
+    return next((one for one in found if one.get("id") == config.model), {"id": config.model})
+
+
+def _interventions(config: Config) -> Facts | None:
+    """The profile of interventions that the server applies by default to the model; None where it has no profiles."""
+    listed = ask_json(f"{config.base_url}/interventions", {"limit": "1000"}, is_absent)
+    profiles = (listed or {}).get("data")
+    if not isinstance(profiles, list):
+        return None
+    own = (one for one in profiles if isinstance(one, dict) and one.get("default"))
+    default = next((one for one in own if one.get("model") == config.model), None)
+    return {"default": default and ask_json(f"{config.base_url}/interventions/{default.get('name')}")}
 
 
 def _server(base_url: str) -> Facts:

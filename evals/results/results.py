@@ -6,7 +6,7 @@ While a run goes on, a sample costs its own file and a line of the dataset, no m
 
 import json
 import os
-from collections.abc import Callable, Iterator, Set
+from collections.abc import Callable, Iterator, Sequence, Set
 from fnmatch import fnmatch
 from pathlib import Path
 from types import TracebackType
@@ -54,7 +54,13 @@ class Results:
         return cls(directory)
 
     @classmethod
-    def resume(cls, directory: Path, facts: Facts, score: Callable[[Sample], Sample] = lambda sample: sample) -> Self:
+    def resume(
+        cls,
+        directory: Path,
+        facts: Facts,
+        score: Callable[[Sample], Sample] = lambda sample: sample,
+        ids: Sequence[str] = (),
+    ) -> Self:
         """An earlier run's directory; what failed, also in being stored, is asked again.
 
         So is what was late, where the time limit is longer now.
@@ -63,12 +69,13 @@ class Results:
             directory: the run's.
             facts: of the run as it is to go on.
             score: scores and rewards an answered sample as the run goes on.
+            ids: of the problems, in order.
 
         Raises:
             EvalError: the run asked otherwise; the text names what differs.
         """
         earlier = read_json(directory / "config.json")
-        if differing := differences(earlier, facts):
+        if differing := differences(earlier, facts, ids):
             raise EvalError(f"--resume: {directory} is a run with other {', '.join(differing)}")
         if facts["config"]["timeout"] > earlier["config"]["timeout"]:
             _forget_late(directory)  # before config.json has the longer one: this call may be killed
@@ -136,7 +143,7 @@ def _forget_late(directory: Path) -> None:
     for sample in read_samples(directory):
         if sample.outcome == "timed_out":
             problem = Problem(sample.id, sample.question, sample.gold)
-            _write(directory, failed(problem, sample.mode, sample.variant, str(sample.error)))
+            _write(directory, failed(problem, sample.mode, sample.variant, str(sample.error), sample.epoch))
 
 
 def write_dataset(directory: Path, without: Set[str] = frozenset()) -> None:

@@ -18,9 +18,11 @@ COLUMNS = {
     "id": pa.string(),
     "mode": pa.string(),
     "variant": pa.string(),
+    "epoch": pa.int32(),
     "question": pa.string(),
     "gold": pa.string(),
     "completion": pa.string(),
+    "reasoning": pa.string(),
     **{rule: pa.string() for rule in RULES},
     "correct": pa.bool_(),
     **{f"correct_{rule}": pa.bool_() for rule in RULES},
@@ -32,6 +34,7 @@ COLUMNS = {
     "tool_calls": pa.int32(),
     "prompt_tokens": pa.int64(),
     "completion_tokens": pa.int64(),
+    "reasoning_tokens": pa.int64(),
     "latency_s": pa.float64(),
     "started": TIME,
     "ended": TIME,
@@ -62,4 +65,5 @@ def _row(sample: Sample) -> dict[str, Any]:
     row = dataset_row(sample)
     micros = {name: round(row[name] * 1e6) for name in ("started", "ended")}
     rewards = {f"reward_{name}": value for name, value in sample.rewards.items()}
-    return {**row, **row["usage"], **micros, **rewards}
+    thought = {"reasoning": sample.reasoning, "reasoning_tokens": sum(turn.reasoning_tokens for turn in sample.turns)}
+    return {**row, **row["usage"], **micros, **rewards, **thought}

@@ -7,7 +7,7 @@ from typing import Any
 
 from evals.activations_meta import item_bytes, points_of, runs_of, shape_of, tokens_of, values_of, why_not_stored
 from evals.scoring import RULES, Rule
-from evals.stats import covered, proportion, quantiles
+from evals.stats import clustered, covered, pass_at, proportion, quantiles
 from evals.task.trajectory import TIMEOUT, Outcome, Sample
 
 OUTCOMES: tuple[Outcome, ...] = ("correct", "wrong", "invalid", "truncated", "timed_out", "turn_limit", "failed")
@@ -25,11 +25,14 @@ class ConditionTally:
         Args:
             rule: the run's, which decides what is correct.
         """
-        self.correct: dict[str, bool] = {}  # by problem; failed ones are not in it
+        self.correct: defaultdict[str, list[bool]] = defaultdict(list)  # by problem; failed ones are not in it
+        self.profiles: Counter[str] = Counter()  # of interventions, by name, that answers were made with
         self.outcomes: Counter[str] = Counter()
         self.unrewarded = 0  # samples that count and have no reward, because a function failed
         self._rule: Rule = rule
         self._counts: Counter[str] = Counter()
+        self._right: defaultdict[str, Counter[str]] = defaultdict(Counter)  # by rule and problem
+        self._votes: defaultdict[str, Counter[tuple[str | None, bool]]] = defaultdict(Counter)
         self._agreement: Counter[str] = Counter()
         self._latencies = array("d")  # seconds
         self._tokens = array("l")
@@ -41,6 +44,8 @@ class ConditionTally:
         self.outcomes[sample.outcome] += 1
         self._counts["prompt"] += sample.prompt_tokens
         self._counts["completion"] += sample.completion_tokens
+        self._counts["reasoning"] += sum(turn.reasoning_tokens for turn in sample.turns)
+        self.profiles.update(turn.profile or "none" for turn in sample.turns)
         self.unrewarded += sample.outcome != "failed" and sample.reward is None
         if sample.correct is None:
             return
@@ -48,8 +53,12 @@ class ConditionTally:
             self._latencies.append(sample.latency_s)
         if sample.completion_tokens:  # else the server counts none: they are not known
             self._tokens.append(sample.completion_tokens)
-        self.correct[sample.id] = sample.correct
-        self._counts.update(rule for rule in RULES if sample.correct_by(rule))
+        self.correct[sample.id].append(sample.correct)
+        for rule in RULES:
+            self._right[rule][sample.id] += sample.correct_by(rule)
+        self._votes[sample.id][sample.answer(self._rule), sample.correct] += 1
+        self._counts["answered"] += 1
+        self._counts["thought"] += bool(sample.reasoning)
         self._agreement.update(pair_name(a, b) for a, b in PAIRS if sample.correct_by(a) == sample.correct_by(b))
         self._counts["invalid"] += sample.answer(self._rule) is None
         self._counts["truncated"] += sample.finish_reason == "length"
@@ -65,9 +74,11 @@ class ConditionTally:
 
         Of those, tokens and latency are of the ones with an answer, if to the first turn alone.
         """
-        answered, rewarded, tokens = len(self.correct), self._counts["rewarded"], sum(self._tokens)
+        answered, rewarded, tokens = self._counts["answered"], self._counts["rewarded"], sum(self._tokens)
+        of = [len(each) for each in self.correct.values()]
         return {
-            **{rule: proportion(self._counts[rule], answered) for rule in RULES},
+            **{rule: clustered([self._right[rule][i] for i in self.correct], of) for rule in RULES},
+            "epochs": self._epochs(of),
             "agreement": {pair_name(a, b): self._agreement[pair_name(a, b)] for a, b in PAIRS},
             "samples": self.outcomes.total(),
             "failed": self.outcomes["failed"],
@@ -80,6 +91,8 @@ class ConditionTally:
             "truncated_rate": self._counts["truncated"] / answered if answered else None,
             "prompt_tokens": self._counts["prompt"],
             "completion_tokens": self._counts["completion"],
+            "reasoning": {"samples": self._counts["thought"], "tokens": self._counts["reasoning"]},
+            "profiles": dict(self.profiles),
             "completion_tokens_per_sample": {
                 "mean": tokens / len(self._tokens) if self._tokens else None,
                 **quantiles(self._tokens),
@@ -88,6 +101,19 @@ class ConditionTally:
             "rewards": {name: total / rewarded for name, total in self._rewards.items()},
             "reward": self._reward / rewarded if rewarded else None,
         }
+
+
+    def _epochs(self, of: list[int]) -> dict[str, Any] | None:
+        """What several answers to a problem come to: pass@k, and the answer that most of them give."""
+        most = max(of, default=1)
+        if most == 1:
+            return None
+        hits = [sum(each) for each in self.correct.values()]
+        ks = [k for k in (1, 2, 4, 8, 16, 32, 64, 128) if k < most] + [most]
+        # Of as many votes the answer that came first; no answer is none.
+        elected = (max(votes, key=lambda vote: (vote[0] is not None, votes[vote])) for votes in self._votes.values())
+        majority = proportion(sum(correct for _, correct in elected), len(of))
+        return {"most": most, "pass_at": {str(k): pass_at(k, hits, of) for k in ks}, "majority": majority}
 
 
 def pair_name(a: Rule, b: Rule) -> str:

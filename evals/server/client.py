@@ -18,7 +18,8 @@ from evals.config import EvalError
 from evals.server.answers import Kind, asked_wait_s, error_of, is_late, kind_of, knows_no_max_tokens, message_of
 from evals.server.outage import Clock, Outage
 
-KEPT_HEADERS = ("Content-Type", "Retry-After", "Content-Range", "ETag")  # headers that anything hangs on
+PROFILE = "X-Intervention-Profile"  # header of an answer that a profile changed, and its name among the answer's fields
+KEPT_HEADERS = ("Content-Type", "Retry-After", "Content-Range", "ETag", PROFILE)  # headers that anything hangs on
 MAX_WAIT_S = 30.0  # seconds between two attempts, unless the server names a time
 MAX_DOUBLINGS = 8  # of the waits between attempts, more than any needs to be its longest
 SETTLED_S = 0.01  # seconds after the end of an outage at which it is surely over
@@ -76,6 +77,7 @@ class ChatClient:
         retries: int,
         parallel: int,
         max_outage: float = 0.0,
+        key: str | None = None,
         clock: Clock = time.monotonic,
         sleep: Callable[[float], Awaitable[None]] = asyncio.sleep,
     ) -> None:
@@ -87,6 +89,7 @@ class ChatClient:
             retries: further attempts of a request after the first, while the server is there.
             parallel: how many connections may be open.
             max_outage: seconds for which a server that is away is waited for, of all requests together.
+            key: the server's; by default that of the environment.
             clock: tells the seconds of an outage.
             sleep: waits for some seconds.
         """
@@ -99,7 +102,7 @@ class ChatClient:
         self._limit = "max_tokens"  # the field's name, as the server wants it
         # aiohttp: with many requests at once httpx takes many times the processor time, and the model has the same one.
         self._http = aiohttp.ClientSession(
-            headers=headers(),
+            headers=headers(key),
             timeout=aiohttp.ClientTimeout(total=timeout, connect=min(CONNECT_S, timeout / 2)),
             connector=aiohttp.TCPConnector(limit=parallel),
             trust_env=_has_proxy(base_url),
@@ -309,6 +312,15 @@ def ask_json(
     return body if isinstance(body, dict) else None
 
 
+def refused(url: str, body: dict[str, Any]) -> dict[str, Any] | None:
+    """OpenAI's error object, where a server refuses a request by 400; None for any other answer, and without one."""
+    try:
+        response = httpx.post(url, json=body, headers=headers(), timeout=30)
+    except httpx.HTTPError:
+        return None
+    return error_of(response) if response.status_code == 400 else None
+
+
 def wait_healthy(base_url: str, seconds: float) -> None:
     """Returns as soon as `/health` of the server is ok and a model is loaded.
 
@@ -334,9 +346,9 @@ def wait_healthy(base_url: str, seconds: float) -> None:
         time.sleep(0.5)
 
 
-def headers() -> dict[str, str]:
-    """Of every request, with the key if there is one."""
-    key = api_key()
+def headers(key: str | None = None) -> dict[str, str]:
+    """Of every request, with the key if there is one; without an argument that of the environment."""
+    key = key or api_key()
     return {"Authorization": f"Bearer {key}"} if key else {}
 
 
@@ -372,4 +384,4 @@ def _completion(response: httpx.Response) -> dict[str, Any]:
         body["choices"][0]["message"]["role"]
     except (ValueError, TypeError, KeyError, IndexError) as error:
         raise RequestFailed(f"not a chat completion: {response.text[:200]!r}") from error
-    return body
+    return body | ({PROFILE: response.headers[PROFILE]} if PROFILE in response.headers else {})

@@ -60,7 +60,8 @@ def look(base_url: str) -> FoundServer | None:
     """
     root = base_url.removesuffix("/v1")
     try:
-        with httpx.Client(base_url=root, headers=headers(), timeout=PATIENCE_S) as client:
+        # Without the key, which what listens there must not see before it is known.
+        with httpx.Client(base_url=root, timeout=PATIENCE_S) as client:
             if _is_vacant(client):
                 return None
             return _recognized(client, root)
@@ -119,6 +120,7 @@ def _recognized(client: httpx.Client, root: str) -> FoundServer:
 
 def _check_models(client: httpx.Client, root: str, found: FoundServer) -> None:
     """The list of models is OpenAI's, and each model's structure is told."""
+    client.headers.update(headers())
     answer = client.get("/v1/models")
     if answer.status_code == 401:
         raise EvalError(f"{root} takes a key: put it into OPENAI_API_KEY")

@@ -33,10 +33,11 @@ class Prompts(NamedTuple):
     variants: dict[str, str]  # prefixes by name
     few_shot: FewShot | None
     instruction: str = INSTRUCTION
+    system: str = ""
 
     def messages(self, question: str, variant: str) -> list[dict[str, Any]]:
         """The messages before the model's first: each example is a user's and an assistant's, without prefix."""
-        asked: list[dict[str, Any]] = []
+        asked: list[dict[str, Any]] = [{"role": "system", "content": self.system}] if self.system else []
         for example in self.few_shot.examples if self.few_shot else ():
             asked.append({"role": "user", "content": example.question + self.instruction})
             asked.append({"role": "assistant", "content": example.answer})
@@ -49,7 +50,8 @@ class Prompts(NamedTuple):
         few_shot = self.few_shot
         examples = [example._asdict() for example in few_shot.examples] if few_shot else []
         shown = few_shot and {"source": few_shot.source, "order": few_shot.order, "examples": examples}
-        return {"instruction": self.instruction, "variants": self.variants, "few_shot": shown}
+        told = {"instruction": self.instruction, "variants": self.variants, "few_shot": shown}
+        return told | ({"system": self.system} if self.system else {})
 
 
 def load_variants(names: tuple[str, ...], path: Path | None) -> dict[str, str]:

@@ -48,6 +48,7 @@ def agent_state(sample: Sample) -> Record:
         "id": sample.id,
         "mode": sample.mode,
         "variant": sample.variant,
+        "epoch": sample.epoch,
         "status": sample.outcome,
         "turns": len(sample.turns),
         "tool_calls": tool_calls(sample),

@@ -21,12 +21,14 @@ from ray.data import DataContext
 
 from deployments.clusters import join, quiet_ray_data, this_node
 from evals.config import Config, EvalError, Mode
-from evals.server.client import ChatClient
+from evals.server.client import ChatClient, api_key
 from evals.server.inline import sampled_values
+from evals.task import steering
 from evals.task.prompts import Prompts
 from evals.task.trajectory import Problem, Sample, failed, run_problem, sample_key
 
 ROWS = 64
+ASKED = pa.struct([("variant", pa.string()), ("epoch", pa.int32())])
 logger = logging.getLogger(__name__)
 START_S = 30.0  # seconds at most
 GATHER_S = 1.0  # seconds: each block costs Ray Data time and memory, on cores that the model may need
@@ -65,16 +67,21 @@ def run_all(
     """
     _wait_for_statistics()
     left = {
-        problem: tuple(variant for variant in config.variants if not has(sample_key(problem, mode, variant)))
+        problem: tuple(
+            (variant, epoch)
+            for epoch in range(1, config.epochs + 1)
+            for variant in steering.asked(config)
+            if not has(sample_key(problem, mode, variant, epoch))
+        )
         for problem in problems["id"].to_pylist()
     }
     while count := sum(map(len, left.values())):
-        variants = pa.array(left.values(), pa.list_(pa.string()))
-        for sample in _stream(problems.append_column("variants", variants), mode, config, prompts):
+        asked = pa.array(([{"variant": v, "epoch": e} for v, e in each] for each in left.values()), pa.list_(ASKED))
+        for sample in _stream(problems.append_column("asked", asked), mode, config, prompts):
             # If its process dies, Ray runs the task again and skips as many results as it had. Their order does
             # not repeat: some then come twice, and some are left for another round.
-            if sample.variant in left[sample.id]:
-                left[sample.id] = tuple(variant for variant in left[sample.id] if variant != sample.variant)
+            if (one := (sample.variant, sample.epoch)) in left[sample.id]:
+                left[sample.id] = tuple(other for other in left[sample.id] if other != one)
                 yield sample
         if count == sum(map(len, left.values())):
             return
@@ -92,7 +99,8 @@ def _wait_for_statistics() -> None:
 def _stream(work: pa.Table, mode: Mode, config: Config, prompts: Prompts) -> Iterator[Sample]:
     # Not from_arrow, which measures its tables in a task that wants a CPU.
     results = ray.data.from_blocks([work.combine_chunks()]).map_batches(
-        partial(roll_out, mode=mode, config=config, prompts=prompts),
+        # The key goes along: workers of a cluster that was there before have other environments.
+        partial(roll_out, mode=mode, config=config, prompts=prompts, key=api_key()),
         batch_size=None,
         batch_format="pyarrow",
         num_cpus=0,  # the model's replicas may hold them all
@@ -105,19 +113,22 @@ def _stream(work: pa.Table, mode: Mode, config: Config, prompts: Prompts) -> Ite
             yield from map(Sample.model_validate_json, texts)
 
 
-def roll_out(work: pa.Table, mode: Mode, config: Config, prompts: Prompts) -> Iterator[pa.Table]:
+def roll_out(
+    work: pa.Table, mode: Mode, config: Config, prompts: Prompts, key: str | None = None
+) -> Iterator[pa.Table]:
     """Runs a block of problems; each table has one row, the list of samples finished since the last, as JSON.
 
     Args:
-        work: rows of `Problem`, each with the `variants` that are wanted of it.
+        work: rows of `Problem`, each with the variants and epochs that are `asked` of it.
         mode: of all samples.
         config: the options.
         prompts: the texts.
+        key: the server's, if it has one.
     """
     finished: queue.SimpleQueue[str | None] = queue.SimpleQueue()
     loop = asyncio.new_event_loop()
     threading.Thread(target=loop.run_forever, daemon=True).start()
-    done = asyncio.run_coroutine_threadsafe(_work(work, mode, config, prompts, finished.put), loop)
+    done = asyncio.run_coroutine_threadsafe(_work(work, mode, config, prompts, key, finished.put), loop)
     done.add_done_callback(lambda _: finished.put(None))
     try:
         ended = False
@@ -143,18 +154,21 @@ def _gathered(finished: queue.SimpleQueue[str | None]) -> list[str | None]:
     return batch
 
 
-async def _work(work: pa.Table, mode: Mode, config: Config, prompts: Prompts, give: Callable[[str], None]) -> None:
+async def _work(
+    work: pa.Table, mode: Mode, config: Config, prompts: Prompts, key: str | None, give: Callable[[str], None]
+) -> None:
     client = ChatClient(
         config.base_url,
         timeout=config.timeout,
         retries=config.retries,
         parallel=config.parallel,
         max_outage=config.max_outage,
+        key=key,
     )
     waiting = _tasks(work)
 
-    async def rolled_out(problem: Problem, variant: str) -> Sample:
-        sample = await run_problem(client.chat, problem, mode, variant, config, prompts)
+    async def rolled_out(problem: Problem, variant: str, epoch: int) -> Sample:
+        sample = await run_problem(client.chat, problem, mode, variant, config, prompts, epoch)
         if not config.inline_activations:
             return sample
         metas = [turn.activations for turn in sample.turns]
@@ -162,13 +176,13 @@ async def _work(work: pa.Table, mode: Mode, config: Config, prompts: Prompts, gi
         return sample.model_copy(update={"activations": values or None})
 
     async def worker() -> None:
-        for problem, variant in waiting:  # shared: each worker takes the next one
+        for problem, variant, epoch in waiting:  # shared: each worker takes the next one
             try:
-                text = (await rolled_out(problem, variant)).model_dump_json()
+                text = (await rolled_out(problem, variant, epoch)).model_dump_json()
             except Exception as error:  # whatever one answer provokes must not end the others
-                logger.exception("%s could not be told", sample_key(problem.id, mode, variant))
+                logger.exception("%s could not be told", sample_key(problem.id, mode, variant, epoch))
                 reason = f"{type(error).__name__}: {error}".encode("ascii", "backslashreplace").decode()
-                text = failed(problem, mode, variant, reason).model_dump_json()
+                text = failed(problem, mode, variant, reason, epoch).model_dump_json()
             give(text)
 
     try:
@@ -179,11 +193,11 @@ async def _work(work: pa.Table, mode: Mode, config: Config, prompts: Prompts, gi
         await client.close()
 
 
-def _tasks(work: pa.Table) -> Iterator[tuple[Problem, str]]:
-    """All variants of a problem, then those of the next; few rows at a time are Python's."""
+def _tasks(work: pa.Table) -> Iterator[tuple[Problem, str, int]]:
+    """All variants and epochs of a problem, then those of the next; few rows at a time are Python's."""
     for batch in work.to_batches(max_chunksize=ROWS):
         for row in batch.to_pylist():
-            variants = row.pop("variants")
+            asked = row.pop("asked")
             problem = Problem(**row)
-            for variant in variants:
-                yield problem, variant
+            for one in asked:
+                yield problem, one["variant"], one["epoch"]

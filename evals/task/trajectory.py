@@ -13,8 +13,10 @@ from deployments.points.token_choices import as_json
 from evals.activations_meta import runs_of
 from evals.config import Config, Mode
 from evals.scoring import RULES, Rule, Score, score
-from evals.server.client import AnswerLate, RequestFailed
+from evals.server.client import PROFILE, AnswerLate, RequestFailed
+from evals.task import steering
 from evals.task.prompts import Prompts
+from evals.task.text_tools import END, as_text, read_call
 
 CONTEXT_EXCEEDED = "context_length_exceeded"  # OpenAI's word
 Chat = Callable[[dict[str, Any]], Awaitable[dict[str, Any]]]
@@ -36,7 +38,9 @@ class Turn(BaseModel):
     finish_reason: str | None
     prompt_tokens: int
     completion_tokens: int
+    reasoning_tokens: int = 0  # of the new tokens, where the server counts them
     latency_s: float  # retries included
+    profile: str | None = None  # of interventions, that the server used
     activations: dict[str, Any] | None  # activations_meta as the server gave it
 
 
@@ -50,6 +54,7 @@ class Sample(BaseModel):
     id: str
     mode: Mode
     variant: str
+    epoch: int = 1
     question: str
     gold: str
     outcome: Outcome = "failed"
@@ -77,7 +82,7 @@ class Sample(BaseModel):
     @property
     def key(self) -> str:
         """What the files of this sample are named by."""
-        return sample_key(self.id, self.mode, self.variant)
+        return sample_key(self.id, self.mode, self.variant, self.epoch)
 
     def answer(self, rule: Rule) -> str | None:
         """The answer that a rule finds."""
@@ -99,18 +104,25 @@ class Sample(BaseModel):
         return sum(turn.completion_tokens for turn in self.turns)
 
     @property
+    def reasoning(self) -> str:
+        """What the model thought, of all its answers."""
+        return "\n".join(
+            str(message["reasoning_content"]) for message in self.messages if "reasoning_content" in message
+        )
+
+    @property
     def runs(self) -> list[dict[str, Any]]:
         """What the server said of each recorded run, in the order of the turns."""
         return [run for turn in self.turns for run in runs_of(turn.activations or {})]
 
 
-def sample_key(problem: str, mode: str, variant: str) -> str:
+def sample_key(problem: str, mode: str, variant: str, epoch: int = 1) -> str:
     """What the files of one sample are named by."""
-    return f"{problem}.{mode}.{variant}"
+    return f"{problem}.{mode}.{variant}" + (f".{epoch}" if epoch > 1 else "")
 
 
 async def run_problem(
-    chat: Chat, problem: Problem, mode: Mode, variant: str, config: Config, prompts: Prompts
+    chat: Chat, problem: Problem, mode: Mode, variant: str, config: Config, prompts: Prompts, epoch: int = 1
 ) -> Sample:
     """Talks until an answer calls no tool, is cut, comes too late, or is the last allowed; a failure is in the sample.
 
@@ -119,19 +131,25 @@ async def run_problem(
     sample has failed.
     """
     started, clock = time.time(), time.perf_counter()
-    messages = prompts.messages(problem.question, variant)
+    prompt, interventions = steering.find(config, variant)
+    messages = prompts.messages(problem.question, prompt)
     turns: list[Turn] = []
     error: str | None = None
     cut: str | None = None  # a finish reason, where the conversation grew too long for the context or the time limit
     calls: list[dict[str, Any]] = []
-    tags = {"mode": mode, "variant": variant, "eval": "gsm8k"}
+    tags = {"mode": mode, "variant": variant, "eval": "gsm8k"} | ({"epoch": str(epoch)} if config.epochs > 1 else {})
     try:
         for number in range(config.max_turns if mode == "with-tools" else 1):
             capture = {"sample_id": problem.id, "tags": tags | {"turn": str(number)}}
             body = request_body(messages, mode, capture, config)
+            if interventions:
+                body["interventions"] = interventions
             if config.temperature:  # greedy answers need none
-                body["seed"] = request_seed(config.seed, sample_key(problem.id, mode, variant), number)
+                seed = config.seed if config.sampling_seed is None else config.sampling_seed
+                body["seed"] = request_seed(seed, sample_key(problem.id, mode, variant, epoch), number)
             turn, message = await _take_turn(chat, body)
+            if mode == "with-tools" and config.tools == "text":
+                message = read_call(message, number)
             turns.append(turn)
             messages.append(message)
             calls = message.get("tool_calls") or []
@@ -149,6 +167,7 @@ async def run_problem(
         id=problem.id,
         mode=mode,
         variant=variant,
+        epoch=epoch,
         question=problem.question,
         gold=problem.gold,
         finish_reason=cut or (turns[-1].finish_reason if turns else None),
@@ -163,13 +182,14 @@ async def run_problem(
     return sample if error and not cut else scored(sample, config.rule)
 
 
-def failed(problem: Problem, mode: Mode, variant: str, error: str) -> Sample:
+def failed(problem: Problem, mode: Mode, variant: str, error: str, epoch: int = 1) -> Sample:
     """The sample of a problem that could not be asked to an end."""
     now = time.time()
     return Sample(
         id=problem.id,
         mode=mode,
         variant=variant,
+        epoch=epoch,
         question=problem.question,
         gold=problem.gold,
         error=error,
@@ -210,10 +230,14 @@ def request_body(messages: list[dict[str, Any]], mode: Mode, capture: dict[str, 
         "model": config.model,
         "messages": messages,
         "max_tokens": config.max_tokens,
-        "temperature": config.temperature,
+        "temperature": config.temperature or 0.0,
     }
-    if mode == "with-tools":
+    if mode == "with-tools" and config.tools == "text":
+        body |= {"messages": as_text(messages), "stop": [END]}
+    elif mode == "with-tools":
         body["tools"] = [TOOL]
+    further = {"top_p": config.top_p, "top_k": config.top_k, "chat_template_kwargs": config.chat_template_kwargs}
+    body |= {name: value for name, value in further.items() if value not in (None, {})}
     if config.collect_activations:
         where = {"points": config.points, "layers": config.layers, "sites": config.sites}
         body["session_id"] = config.session_id
@@ -251,13 +275,16 @@ async def _take_turn(chat: Chat, body: dict[str, Any]) -> tuple[Turn, dict[str, 
         finish_reason=choice.get("finish_reason"),
         prompt_tokens=usage.get("prompt_tokens") or 0,
         completion_tokens=usage.get("completion_tokens") or 0,
+        reasoning_tokens=(usage.get("completion_tokens_details") or {}).get("reasoning_tokens") or 0,
         latency_s=time.perf_counter() - clock,
         activations=answer.get("activations_meta"),
+        profile=answer.get(PROFILE),
     )
-    # Only OpenAI's fields go back in the next turn: the server refuses fields it does not know.
+    # Only these go back in the next turn: the server refuses fields it does not know.
     message = {"role": "assistant", "content": choice["message"].get("content")}
-    if choice["message"].get("tool_calls"):
-        message["tool_calls"] = choice["message"]["tool_calls"]
+    for name in ("reasoning_content", "tool_calls"):  # thoughts go back, too: templates show them to the model again
+        if choice["message"].get(name):
+            message[name] = choice["message"][name]
     return turn, json.loads(
         json.dumps(message, ensure_ascii=False).encode("utf-8", "replace")
     )  # half an emoji is no text

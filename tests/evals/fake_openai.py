@@ -49,6 +49,8 @@ class FakeServer:
         self.models = ["fake/model"]
         self.told: Body = {}  # of each model, beside its id
         self.structure: Body | None = None
+        self.profiles: list[Body] | None = None  # of interventions; None without the route
+        self.without_tools = False  # refuses tools, as a model does whose template knows none
         self.closed: Response | None = None  # what it answers to who asks for models
         self.retry_after = "0"
         self.modern = False  # refuses max_tokens, as OpenAI's newer models do
@@ -65,6 +67,8 @@ class FakeServer:
         app.get("/health")(self._health)
         app.get("/v1/models")(self._models)
         app.get("/v1/model/structure")(self._structure)
+        app.get("/v1/interventions")(self._profiles)
+        app.get("/v1/interventions/{name}")(self._profile)
         app.post("/v1/chat/completions")(self._chat)
         config = uvicorn.Config(app, log_level="error", ws="none", timeout_graceful_shutdown=1)
         self._uvicorn = uvicorn.Server(config)
@@ -101,6 +105,14 @@ class FakeServer:
     async def _structure(self) -> Response:
         return JSONResponse(self.structure) if self.structure else PlainTextResponse("no such route", status_code=404)
 
+    async def _profiles(self) -> Response:
+        if self.profiles is None:
+            return PlainTextResponse("no such route", status_code=404)
+        return JSONResponse({"object": "list", "data": self.profiles})
+
+    async def _profile(self, name: str) -> Response:
+        return JSONResponse(next(one for one in self.profiles or () if one["name"] == name))
+
     async def _chat(self, request: Request) -> Response:
         body = await request.json()
         self.requests.append(body)
@@ -111,6 +123,8 @@ class FakeServer:
         if self.modern and "max_tokens" in body:
             message = "Unsupported parameter: 'max_tokens' is not supported with this model. Use another."
             return _error(400, message, param="max_tokens", code="unsupported_parameter")
+        if self.without_tools and "tools" in body:
+            return _error(400, "this model's form of tool calls is not known", param="tools")
         if label == "long":
             return _error(400, "max_tokens: too many", param="max_tokens", code="context_length_exceeded")
         if label == "refused" or (self.refused and self.refused in question):

@@ -47,7 +47,7 @@ def make_results(
     mode = modes[0] if len(modes) == 1 else "both"
     given = {"model": "fake/model", "dataset": "demo", "mode": mode, "variants": tuple(variants)}
     given |= {"session_id": "evaluated", "rewards": {"correctness": 1.0, "efficiency": 0.5, "tool_use": 0.1}}
-    given["collect_activations"] = activations is not None
+    given |= {"collect_activations": activations is not None, "temperature": 0.0}
     config = Config(**given | {"results_dir": directory} | options)
     facts = {
         "config": config.model_dump(mode="json"),

@@ -5,7 +5,18 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from evals.stats import Z95, covered, mcnemar, paired_difference, proportion, quantiles
+from evals.stats import (
+    Z95,
+    clustered,
+    clustered_difference,
+    covered,
+    holm,
+    mcnemar,
+    paired_difference,
+    pass_at,
+    proportion,
+    quantiles,
+)
 
 
 def test_the_interval_is_wilsons() -> None:
@@ -115,3 +126,32 @@ def test_p_is_the_same_from_both_sides_and_falls_with_the_difference(a: int, b: 
 def test_seconds_without_a_request_do_not_count(intervals: list[tuple[int, int]]) -> None:
     busy = {second for start, length in intervals for second in range(start, start + length)}
     assert covered([a for a, _ in intervals], [a + length for a, length in intervals]) == len(busy)
+
+
+def test_answers_that_repeat_their_problem_count_as_one_problem() -> None:
+    hits = [1, 0, 1, 1, 0, 1]
+    alone, repeated = clustered(hits, [1] * 6), clustered([4 * hit for hit in hits], [4] * 6)
+    assert alone == proportion(4, 6)
+    assert (repeated["correct"], repeated["of"], repeated["accuracy"]) == (16, 24, alone["accuracy"])
+    assert repeated["stderr"] == pytest.approx(alone["stderr"] * math.sqrt(6 / 5))
+    assert repeated["ci95"][1] - repeated["ci95"][0] > 0.9 * (alone["ci95"][1] - alone["ci95"][0])
+
+
+def test_a_difference_of_several_answers_is_of_the_problems_means() -> None:
+    a = {"1": [True, False], "2": [False, False], "3": [True, True]}
+    b = {"1": [True, True], "2": [True, False], "3": [True, True]}
+    got = clustered_difference(a, b)
+    assert (got["difference"], got["only_a"], got["only_b"]) == (pytest.approx(1 / 3), 0, 2)
+    assert got["p"] == pytest.approx(math.erfc(2 / math.sqrt(2)))
+    single = {i: each[:1] for i, each in a.items()}, {i: each[:1] for i, each in b.items()}
+    assert clustered_difference(*single) == paired_difference(*({i: e[0] for i, e in side.items()} for side in single))
+
+
+def test_pass_at_k_is_chens_estimate() -> None:
+    assert pass_at(1, [1, 0], [4, 4]) == pytest.approx(1 / 8)
+    assert pass_at(2, [1, 4], [4, 4]) == pytest.approx((1 - 3 / 6 + 1) / 2)
+    assert pass_at(8, [1], [4]) is None
+
+
+def test_holms_correction() -> None:
+    assert holm([0.01, None, 0.04, 0.03, 0.005]) == [pytest.approx(0.03), None, 0.06, 0.06, pytest.approx(0.02)]

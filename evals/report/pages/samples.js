@@ -34,7 +34,7 @@
       element.remove();
     }
   };
-  const keyOf = (i) => `${samples.id[i]}.${samples.mode[i]}.${samples.variant[i]}`;
+  const keyOf = (i) => `${samples.id[i]}.${samples.mode[i]}.${samples.variant[i]}${samples.epoch[i] > 1 ? `.${samples.epoch[i]}` : ""}`;
 
   let order = [], first = 0, sorted = null, down = false;
   const select = () => {
@@ -155,6 +155,7 @@
     if (step.latency_s !== undefined) told.push(`${step.latency_s.toFixed(2)} s`);
     if (step.finish_reason) told.push(`finish: ${step.finish_reason}`);
     if (told.length) head.append(" · " + told.join(" · "));
+    if (step.reasoning_content) part.append(make("pre", step.reasoning_content, "soft"));
     if (step.content !== null && step.content !== undefined && step.content !== "") {
       part.append(make("pre", typeof step.content === "string" ? step.content : JSON.stringify(step.content, null, 2)));
     }

@@ -22,11 +22,13 @@ def samples(directory: Path, runs: list[tuple[str, bool | None, list[str]]]) -> 
     """A samples.parquet with the columns that say which runs there are."""
     directory.mkdir(exist_ok=True)
     rows = [
-        {"run_ids": [run_id], "session_id": SESSION, "correct": correct, "activation_uris": uris}
+        {"run_ids": [run_id], "session_id": SESSION, "correct": correct, "activation_uris": uris, "mode": mode}
         for run_id, correct, uris in runs
+        for mode in [run_id.partition("@")[2] or "no-tools"]
     ]
     texts = pa.list_(pa.string())
     kinds = {"run_ids": texts, "session_id": pa.string(), "correct": pa.bool_(), "activation_uris": texts}
+    kinds["mode"] = pa.string()
     pq.write_table(pa.Table.from_pylist(rows, pa.schema(kinds)), directory / "samples.parquet")
 
 
@@ -45,13 +47,15 @@ def read(directory: Path, **options: Any) -> dict[str, Any]:
 
 def test_they_are_the_stored_values_own(tmp_path: Path) -> None:
     values = {f"r{i}": (i % 2 == 0, points(i, 3 + i)) for i in range(6)}
+    values["r6@with-tools"] = (True, points(6, 9))  # of another mode: right answers are not compared with it
     with Store(tmp_path / "store") as store:
         recorded(store, tmp_path / "results", values)
     found = read(tmp_path / "results")
-    assert (found["why_not"], found["of_runs"], found["runs"], found["sampled"]) == (None, 6, 6, False)
+    assert (found["why_not"], found["of_runs"], found["runs"], found["sampled"]) == (None, 7, 7, False)
     for name, of in found["points"].items():
         for group, wanted in {"correct": True, "other": False}.items():
-            rows = torch.cat([tensors[name].double() for right, tensors in values.values() if right == wanted])
+            answers = [tensors[name][-2:] for right, tensors in [*values.values()][:6] if right == wanted]
+            rows = torch.cat(answers).double()  # the prompt's last token, and the only one that was generated
             norms = rows.norm(dim=1)
             got = of["by_outcome"][group]
             assert (got["runs"], got["tokens"], got["not_finite"]) == (3, len(rows), 0)
@@ -60,7 +64,7 @@ def test_they_are_the_stored_values_own(tmp_path: Path) -> None:
             assert got["mean"] == pytest.approx(rows.mean().item(), rel=1e-5, abs=1e-7)
             assert got["std"] == pytest.approx(rows.std(unbiased=False).item(), rel=1e-6)
             assert got["absmax"] == rows.abs().max().item()
-        assert of["tokens"] == sum(of["by_outcome"][group]["tokens"] for group in ("correct", "other"))
+        assert (of["runs"], of["tokens"]) == (7, sum(len(tensors[name]) for _, tensors in values.values()))
     by_site = sites(found["points"])
     assert {site: [point["layer"] for point in each] for site, each in by_site.items()} == {
         "input_layernorm.output": [0, 2, 4],

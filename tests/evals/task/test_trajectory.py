@@ -1,4 +1,6 @@
 import asyncio
+import json
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -7,7 +9,8 @@ from fake_openai import FakeServer
 from deployments.demo_model.dialogues import INSTRUCTION
 from evals.config import Config, Mode
 from evals.gsm8k.options import parse_args
-from evals.server.client import ChatClient
+from evals.server.client import PROFILE, ChatClient
+from evals.task import steering
 from evals.task.prompts import Example, FewShot, Prompts
 from evals.task.records import agent_state, trajectory
 from evals.task.trajectory import Problem, Sample, run_problem
@@ -168,3 +171,71 @@ def test_capture_names_the_sample_the_turn_and_the_points(server: FakeServer) ->
     assert (last["tokens"], three["tokens"]) == ("last", {"last": 3})
     (layers,) = captured("no-tools", "--layers", "1,2", "--sites", "mlp.output")
     assert (layers["layers"], layers["sites"]) == ([1, 2], ["mlp.output"])
+
+
+def talk(said: list[dict[str, Any]], *options: str, mode: Mode = "with-tools") -> tuple[Sample, list[dict[str, Any]]]:
+    """A sample whose answers are given, and the bodies that were sent."""
+    bodies: list[dict[str, Any]] = []
+
+    async def chat(body: dict[str, Any]) -> dict[str, Any]:
+        bodies.append(json.loads(json.dumps(body)))
+        message = said.pop(0)
+        reason = "tool_calls" if message.get("tool_calls") else "stop"
+        usage = {"prompt_tokens": 3, "completion_tokens": 9, "completion_tokens_details": {"reasoning_tokens": 4}}
+        return {"choices": [{"message": message, "finish_reason": reason}], "usage": usage, PROFILE: "calm"}
+
+    config = parse_args(["--model", "fake/model", *options])
+    prompts = Prompts({"control": ""}, None, system=config.system)
+    problem = Problem("abc", "2 + 3?", "5")
+    return asyncio.run(run_problem(chat, problem, mode, steering.asked(config)[-1], config, prompts)), bodies
+
+
+def test_thoughts_are_kept_counted_and_go_back_in_a_tool_loop() -> None:
+    function = {"name": "calculator", "arguments": '{"expression": "2 + 3"}'}
+    call = {"id": "1", "type": "function", "function": function}
+    said = [{"content": None, "reasoning_content": "I add.", "tool_calls": [call]}, {"content": "#### 5"}]
+    sample, bodies = talk(said)
+    assert bodies[1]["messages"][1]["reasoning_content"] == "I add."
+    assert (sample.reasoning, [turn.reasoning_tokens for turn in sample.turns]) == ("I add.", [4, 4])
+    assert trajectory(sample)[1]["reasoning_content"] == "I add."
+    assert [turn.profile for turn in sample.turns] == ["calm", "calm"]
+
+
+def test_the_template_the_system_prompt_and_top_p_are_the_options_own() -> None:
+    told = ["--system", "Be brief.", "--chat-template-kwargs", '{"enable_thinking": false}']
+    _, (body,) = talk([{"content": "#### 5"}], *told, "--top-p", "0.9", "--temperature", "0.6", mode="no-tools")
+    assert body["messages"][0] == {"role": "system", "content": "Be brief."}
+    assert (body["chat_template_kwargs"], body["top_p"], body["temperature"]) == ({"enable_thinking": False}, 0.9, 0.6)
+
+
+def test_answers_are_drawn_by_a_seed_of_their_own() -> None:
+    drawn = ["--temperature", "1", "--seed", "1"]
+    seeds = [
+        talk([{"content": "#### 5"}], *drawn, *more, mode="no-tools")[1][0]["seed"]
+        for more in ([], ["--sampling-seed", "1"], ["--sampling-seed", "2"])
+    ]
+    assert seeds[0] == seeds[1] != seeds[2]
+
+
+def test_a_text_protocol_stands_for_tools() -> None:
+    said = [{"content": "Let me see: <calculator>2 + 3"}, {"content": "#### 5"}]
+    sample, bodies = talk(said, "--tools", "text")
+    assert all("tools" not in body and body["stop"] == ["</calculator>"] for body in bodies)
+    user, assistant, result = bodies[1]["messages"]
+    assert "<calculator>12 * 3</calculator>" in user["content"]
+    assert assistant["content"] == "Let me see: <calculator>2 + 3</calculator>"
+    assert result == {"role": "user", "content": "<result>5</result>"}
+    assert [message["role"] for message in sample.messages] == ["user", "assistant", "tool", "assistant"]
+    assert (sample.outcome, agent_state(sample)["tool_calls"][0]["result"]) == ("correct", "5")
+
+
+def test_a_sweep_steers_each_layer_with_each_scale(tmp_path: Path) -> None:
+    file = tmp_path / "calm.yaml"
+    file.write_text("[{op: add, point: 'layers.{layer}.output', vector: 'calm-{layer}', scale: 1}]")
+    told = ["--interventions", str(file), "--sweep", "scale=-4,0,4.5", "layer=8,12"]
+    config = parse_args(["--model", "fake/model", *told])
+    names = [f"control_layer{layer}_scale{scale}" for layer in (8, 12) for scale in ("-4", "4p5")]
+    assert steering.asked(config) == ("control", *names)
+    sample, (body,) = talk([{"content": "#### 5"}], *told, mode="no-tools")
+    expected = {"op": "add", "point": "layers.12.output", "vector": "calm-12", "scale": 4.5}
+    assert (sample.variant, body["interventions"]) == (names[-1], [expected])

@@ -1,0 +1,54 @@
+"""Steered conditions: the interventions of a run, as they are or for each layer and scale of a sweep.
+
+A steered condition is a variant of its own, named after the variant whose prompt it has: `control_layer8_scale-4`.
+"""
+
+from collections.abc import Iterator
+from itertools import product
+from typing import Any, NamedTuple
+
+from evals.config import Config
+
+LAYER = "{layer}"  # what a sweep's layer takes the place of, in points and tensors' names
+
+
+class Cell(NamedTuple):
+    """One condition of a variant: with which layer and scale; neither where nothing is swept."""
+
+    variant: str
+    name: str
+    layer: int | None
+    scale: float | None
+
+
+def cells(config: Config) -> Iterator[Cell]:
+    """The steered conditions of all variants. A scale of 0 changes nothing, so it is the variant itself."""
+    if not config.interventions:
+        return
+    layers: list[int | None] = [int(layer) for layer in config.sweep.get("layer", ())] or [None]
+    scales: list[float | None] = [float(scale) for scale in config.sweep.get("scale", ()) if scale] or [None]
+    for variant, layer, scale in product(config.variants, layers, scales):
+        parts = [f"layer{layer}"] * (layer is not None) + [f"scale{scale:g}"] * (scale is not None)
+        name = "_".join([variant, *(parts or ["steered"])])
+        yield Cell(variant, name.replace(".", "p").replace("+", ""), layer, scale)
+
+
+def asked(config: Config) -> tuple[str, ...]:
+    """The names of all that is asked of a problem in one mode: the variants, then what is steered."""
+    return (*config.variants, *(cell.name for cell in cells(config)))
+
+
+def find(config: Config, name: str) -> tuple[str, list[dict[str, Any]]]:
+    """The variant whose prompt a condition has, and its interventions, none of a variant itself."""
+    cell = next((cell for cell in cells(config) if cell.name == name), None)
+    return (cell.variant, [_filled(one, cell) for one in config.interventions]) if cell else (name, [])
+
+
+def _filled(intervention: dict[str, Any], cell: Cell) -> dict[str, Any]:
+    filled = {
+        name: value.replace(LAYER, str(cell.layer)) if isinstance(value, str) and cell.layer is not None else value
+        for name, value in intervention.items()
+    }
+    if cell.scale is not None and intervention.get("op") in ("add", "scale"):
+        filled["scale" if intervention["op"] == "add" else "factor"] = cell.scale
+    return filled

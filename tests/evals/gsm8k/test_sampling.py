@@ -1,0 +1,114 @@
+"""Several answers to each problem, runs that are extended or steered, and runs that end because too much fails."""
+
+import json
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+from fake_openai import FakeServer
+
+from evals.gsm8k.__main__ import main
+
+Write = Callable[..., Path]
+
+pytestmark = pytest.mark.usefixtures("cluster")
+
+
+@pytest.fixture
+def evaluate(server: FakeServer, tmp_path: Path) -> Callable[..., int]:
+    def run(dataset: Path, *options: str) -> int:
+        where = ["--base-url", server.base_url, "--dataset", str(dataset), "--results-dir", str(tmp_path / "results")]
+        return main([*where, "--mode", "no-tools", *options])
+
+    return run
+
+
+def read(directory: Path, name: str) -> Any:
+    return json.loads((directory / "results" / name).read_text())
+
+
+def test_a_run_is_extended_by_problems_and_epochs(
+    server: FakeServer, write_problems: Write, evaluate: Callable[..., int], tmp_path: Path
+) -> None:
+    dataset = write_problems("", "[wrong]", "", "[wrong]")
+    assert evaluate(dataset, "--samples", "2", "--epochs", "2") == 0
+    assert read(tmp_path, "summary.json")["counts"] == {
+        "problems": 2,
+        "conditions": 1,
+        "samples": 4,
+        "failed": 0,
+        "missing": 0,
+    }
+    assert evaluate(dataset, "--resume", "--samples", "4", "--epochs", "3") == 0
+    assert len(server.requests) == 12
+    found = read(tmp_path, "summary.json")
+    assert (found["counts"]["problems"], found["counts"]["samples"]) == (4, 12)
+    condition = found["conditions"]["no-tools.control"]
+    assert (condition["normalized"]["correct"], condition["normalized"]["of"]) == (6, 12)
+    assert condition["epochs"]["pass_at"] == {"1": 0.5, "2": 0.5, "3": 0.5}
+    assert condition["epochs"]["majority"]["accuracy"] == 0.5
+    page = (tmp_path / "results" / "report.html").read_text()
+    assert "Several answers to each problem" in page
+    assert evaluate(dataset, "--resume", "--samples", "2") == 2
+
+
+def test_each_layer_and_scale_of_a_sweep_is_paired_to_none(
+    server: FakeServer, write_problems: Write, evaluate: Callable[..., int], tmp_path: Path
+) -> None:
+    file = tmp_path / "calm.json"
+    file.write_text('[{"op": "add", "point": "layers.{layer}.output", "vector": "calm"}]')
+    told = ["--interventions", str(file), "--sweep", "scale=-4,0,4", "layer=1,2"]
+    assert evaluate(write_problems("", "[wrong]"), *told) == 0
+    steered = [body["interventions"][0] for body in server.requests if "interventions" in body]
+    assert {(one["point"], one["scale"]) for one in steered} == {
+        (f"layers.{layer}.output", scale) for layer in (1, 2) for scale in (-4.0, 4.0)
+    }
+    assert len(server.requests) == 10
+    (sweep,) = read(tmp_path, "summary.json")["sweep"]
+    assert sweep["scales"] == [-4.0, 0.0, 4.0]
+    assert [[cell["accuracy"] for cell in row["cells"]] for row in sweep["rows"]] == [[0.5] * 3] * 2
+    assert sweep["rows"][0]["cells"][0]["difference"] == 0.0
+    assert sweep["rows"][0]["cells"][1]["difference"] is None
+    assert "Steering by layer and scale" in (tmp_path / "results" / "report.html").read_text()
+    file.write_text('[{"op": "zero", "point": "layers.{layer}.output"}]')
+    assert evaluate(write_problems("", "[wrong]"), "--resume", *told) == 2
+
+
+def test_a_profile_that_becomes_the_default_stops_a_resume(
+    server: FakeServer, write_problems: Write, evaluate: Callable[..., int], capsys: pytest.CaptureFixture[str]
+) -> None:
+    dataset = write_problems("", "")
+    server.profiles = []
+    assert evaluate(dataset, "--samples", "1") == 0
+    server.profiles = [{"name": "calm", "model": "fake/model", "default": True}]
+    assert evaluate(dataset, "--resume", "--samples", "2") == 2
+    assert "a run with other interventions" in capsys.readouterr().err
+
+
+def test_a_run_ends_once_too_many_samples_failed(
+    server: FakeServer, write_problems: Write, evaluate: Callable[..., int], tmp_path: Path
+) -> None:
+    assert evaluate(write_problems(*["[refused]"] * 3, *[""] * 3), "--max-failures", "0", "--parallel", "1") == 1
+    assert "--max-failures is 0" in read(tmp_path, "summary.json")["incomplete"]
+
+
+def test_tools_that_the_template_does_not_know_are_refused_before_the_first_sample(
+    server: FakeServer, write_problems: Write, evaluate: Callable[..., int], capsys: pytest.CaptureFixture[str]
+) -> None:
+    server.told = {"versions": {"vitrine": "0.1.0"}}
+    server.without_tools = True
+    dataset = write_problems("")
+    assert evaluate(dataset, "--mode", "with-tools") == 2
+    assert "--tools text offers the calculator in plain text" in capsys.readouterr().err
+    assert evaluate(dataset, "--mode", "with-tools", "--tools", "text") == 0
+
+
+def test_answers_are_drawn_as_the_models_publisher_draws_them(
+    server: FakeServer, write_problems: Write, evaluate: Callable[..., int], tmp_path: Path
+) -> None:
+    server.told = {"generation_config": {"temperature": 0.6, "top_p": 0.95, "top_k": 20}}
+    assert evaluate(write_problems("")) == 0
+    (body,) = server.requests
+    assert (body["temperature"], body["top_p"], body["top_k"]) == (0.6, 0.95, 20)
+    assert read(tmp_path, "config.json")["config"]["temperature"] == 0.6
