@@ -18,7 +18,7 @@ import shutil
 import sys
 import tempfile
 import time
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from statistics import median
 from unittest import mock
@@ -53,10 +53,9 @@ class Noting(Catalogue):
         super().__init__()
         self.commits: list[Commit] = []
 
-    def add(self, session_id: str, entries: Iterable[Entry], file: StoredFile) -> int:
-        """Note a commit."""
-        self.commits.append((session_id, list(entries), file))
-        return 0
+    def add_all(self, added: Sequence[tuple[str, Sequence[Entry], StoredFile]]) -> None:
+        """Note commits."""
+        self.commits += [(session_id, list(entries), file) for session_id, entries, file in added if entries]
 
 
 def run(number: int, session_id: str) -> RunFacts:

@@ -169,13 +169,13 @@ def opened(root: Path, fill: Callable[[Path], None] | None = None) -> sqlite3.Co
     """
     path = root / NAME
     if path.is_file() and not path.is_symlink():
-        with contextlib.ExitStack() as closing:
+        with contextlib.ExitStack() as unless_kept:
             try:
-                database = closing.enter_context(contextlib.closing(connected(path)))
+                database = unless_kept.enter_context(closing(connected(path)))
                 if _is_laid_out(database, path.stat().st_ino):
                     _check_sound(database)
                     _logged(database)
-                    closing.pop_all()
+                    unless_kept.pop_all()
                     return database
                 logger.info("%s is another version's or another directory's: the files are read", path)
             except sqlite3.OperationalError:  # it is the disk that refuses
