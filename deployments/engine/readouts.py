@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections import OrderedDict
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
@@ -188,10 +189,10 @@ class ReadoutReader:
                 self._takers.setdefault(place, []).append(taker)
         self.places = list(self._takers)
 
-    def take(self, place: Place, rows: torch.Tensor) -> None:
-        """Read what is wanted of a place's rows [rows, ...], as they go on."""
+    def take(self, place: Place, value: torch.Tensor) -> None:
+        """Read what is wanted of a place's value [..., *row], as it goes on."""
         if place in self._takers:
-            self._found += _read(self._takers[place], rows.flatten(1), self._stacks)
+            self._found += _read(self._takers[place], value.reshape(-1, math.prod(place.shape)), self._stacks)
 
     def read_here(self, leaves: Sequence[tuple[Leaf, int, int, int]], rows: torch.Tensor) -> None:
         """Have leaves read rows [rows, ...] that are about to be changed.

@@ -97,7 +97,7 @@ class Runner:
                     at = readers[place].index(i) if place.grows else i
                     recording.write(place, seen[at, tokens], start + tokens.start)
             lenses.take(place, seen)
-            readouts.take(place, seen.flatten(0, 1))
+            readouts.take(place, seen)
             return new
 
         self._cache.prefill(first, start)
@@ -165,7 +165,7 @@ class Runner:
             if place in wanted:
                 ring.take(place, seen)
             lenses.take(place, seen)
-            readouts.take(place, seen.flatten(0, 1))
+            readouts.take(place, seen)
             return new
 
         for seq in seqs:
