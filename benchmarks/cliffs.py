@@ -108,7 +108,7 @@ def known(root: Path, runs: int, files: int) -> None:
     send(writer, files, lambda number: f"s{number % 100}", small)
     writer.close()
     database, each, new = catalogue._database, runs // files, "run_id || '+' || i"
-    columns = "session, {}, file, created, model, sample_id, tags, tokens, bytes, rows, first_row, offset, facts"
+    columns = "session, {}, file, created, model, sample_id, tags, tokens, bytes, rows, first_row, offset, batch, facts"
     database.execute("BEGIN")
     database.execute(
         f"INSERT INTO runs ({columns.format('run_id')}) WITH RECURSIVE n(i) AS "
