@@ -7,7 +7,7 @@ import re
 from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple
 
-from deployments.chat.tool_calls import ToolCallFormat
+from deployments.chat.tool_calls import Separators, ToolCallFormat
 
 # Any amount of whitespace would let a model write nothing else.
 OPTIONS = {"whitespace_pattern": r" |\n[ \t]{0,16}"}  # as JSON is written by hand
@@ -79,7 +79,8 @@ class GrammarWriter:
             lines.append(f"between: {self.literal(form.between or '')}")
         lines.append("one: " + " | ".join(f"call_{i}" for i in range(len(functions))))
         for i, function in enumerate(functions):
-            lines.append(f"call_{i}: {self.literal(function['name'] + form.middle)} {schema_rule(arguments(function))}")
+            written = schema_rule(arguments(function), form.separators)
+            lines.append(f"call_{i}: {self.literal(function['name'] + form.middle)} {written}")
         return lines
 
 
@@ -103,9 +104,17 @@ def arguments(function: Mapping[str, Any]) -> dict[str, Any]:
     return {**parameters, "type": "object"} if parameters else NO_ARGUMENTS
 
 
-def schema_rule(schema: Mapping[str, Any]) -> str:
-    """A JSON schema as a part of a grammar."""
-    return "%json " + json.dumps({**without_other_properties(schema), "x-guidance": OPTIONS})
+def schema_rule(schema: Mapping[str, Any], separators: Separators | None = None) -> str:
+    """A JSON schema as a part of a grammar.
+
+    Args:
+        schema: The schema.
+        separators: The only ones, where given: a model that learned `": "` goes astray behind `":"`.
+    """
+    options: dict[str, Any] = OPTIONS
+    if separators:
+        options = {"key_separator": separators.key, "item_separator": separators.item, "whitespace_flexible": False}
+    return "%json " + json.dumps({**without_other_properties(schema), "x-guidance": options})
 
 
 def without_other_properties(schema: Mapping[str, Any]) -> Mapping[str, Any]:

@@ -13,17 +13,28 @@ from transformers.utils.chat_parsing.response_templates import ResponseTemplate
 from deployments.chat.reader import AnswerReader
 from deployments.messages import whole_calls
 
-NAME, ARGUMENTS, ID = "probed_function", {"probed_key": "probed value"}, "probed0id"
+NAME, ID = "probed_function", "probed0id"
+ARGUMENTS = {"probed_key": "probed value", "probed_other": "probed value"}
 TOOL = {
     "type": "function",
     "function": {
         "name": NAME,
         "description": "Probe",
-        "parameters": {"type": "object", "properties": {"probed_key": {"type": "string", "description": "Probe"}}},
+        "parameters": {
+            "type": "object",
+            "properties": dict.fromkeys(ARGUMENTS, {"type": "string", "description": "Probe"}),
+        },
     },
 }
 QUESTION = {"role": "user", "content": "Question"}
 Render = Callable[[Sequence[dict[str, Any]], Sequence[dict[str, Any]]], str]
+
+
+class Separators(NamedTuple):
+    """What stands between a key and its value, and between two items, in JSON on one line."""
+
+    key: str
+    item: str
 
 
 class ToolCallFormat(NamedTuple):
@@ -34,12 +45,14 @@ class ToolCallFormat(NamedTuple):
         middle: Between a name and its arguments, a JSON object.
         between: Between arguments and the next call's name; None where a message has one call at most.
         end: Behind the last arguments.
+        separators: Those of the arguments; None where they are written over several lines, or otherwise.
     """
 
     begin: str
     middle: str
     between: str | None
     end: str
+    separators: Separators | None = None
 
     def text(self, calls: int) -> str:
         """So many calls of the probe."""
@@ -81,7 +94,8 @@ def _one(render: Render, template: ResponseTemplate, ends: Sequence[str]) -> Too
     end = _without_id(turn[stop:])
     closed = field.close_re.search(end) if field.close_re else None
     cut = closed.end() if closed else min((at for text in ends if (at := end.find(text)) >= 0), default=len(end))
-    return ToolCallFormat(turn[opened.start() : named].lstrip(), turn[after:start], None, end[:cut])
+    begin, middle = turn[opened.start() : named].lstrip(), turn[after:start]
+    return ToolCallFormat(begin, middle, None, end[:cut], _separators(turn[start:stop]))
 
 
 def _between(render: Render, template: ResponseTemplate) -> str | None:
@@ -111,6 +125,13 @@ def _arguments(turn: str, start: int) -> tuple[int, int] | None:
     except ValueError:
         return None
     return (at, stop) if value == ARGUMENTS else None
+
+
+def _separators(arguments: str) -> Separators | None:
+    for separators in (Separators(": ", ", "), Separators(":", ","), Separators(": ", ",")):
+        if arguments == json.dumps(ARGUMENTS, separators=(separators.item, separators.key)):
+            return separators
+    return None
 
 
 def _without_id(text: str) -> str:

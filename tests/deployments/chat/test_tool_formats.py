@@ -219,6 +219,13 @@ def test_a_required_call_is_made_and_its_arguments_obey_the_schema(model, chat, 
     jsonschema.validate(arguments, schemas[name])
 
 
+def test_arguments_are_spaced_as_the_template_writes_them(model, chat):
+    prompt, grammar = asked(model, chat, must_call=("get_weather",), parallel_calls=False)
+    _, text = generated(model, chat, prompt, grammar, sampling=Sampling(seed=3))
+    assert '{"city": "' in text
+    assert '", "days": ' in text
+
+
 def test_a_named_function_is_the_one_that_is_called(model, chat):
     guidance = ResponseFormats(chat, model)
     for name in ("get_weather", "get_time"):
