@@ -344,7 +344,7 @@ class End:
     """The last message of one choice; `logprobs`, `token_ids` and `lens` are of tokens read since the last piece.
 
     Where the job asks for them, `prompt_lens` is what layers make of the prompt, and `likeliness` the mean of its
-    tokens' logprobs.
+    tokens' logprobs. `cached_tokens` of the prompt were run for an earlier request.
     """
 
     index: int
@@ -362,6 +362,7 @@ class End:
     readouts: tuple[ReadoutValues, ...] = ()
     edits: tuple[EditReport, ...] = ()
     stop_reason: StopReason | None = None
+    cached_tokens: int = 0
 
 
 @dataclass(frozen=True)

@@ -124,7 +124,7 @@ class Options(BaseModel):
         max_running: The most sequences of a replica that share a forward pass.
         max_queued: The most sequences of a replica that wait beyond those; more get 429.
         prefill_tokens: The most prompt tokens of one forward pass; a fifth of it while streams decode. A longer prompt
-            runs in pieces between decodes. By default 1,024 on a CPU and 4,096 on a GPU.
+            runs in pieces. By default 1,024 on a CPU and 4,096 on a GPU.
         kv_bytes: The most memory for keys and values of a replica, in bytes.
         kv_fraction: The same as a fraction of the memory that is free at start, if `kv_bytes` is not set. On CPUs,
             the replicas divide that fraction among them.

@@ -205,7 +205,7 @@ class Answer:
             "prompt_tokens": prompt,
             "completion_tokens": completion,
             "total_tokens": prompt + completion,
-            "prompt_tokens_details": {"cached_tokens": 0},
+            "prompt_tokens_details": {"cached_tokens": sum(end.cached_tokens for end in ends[:: self._per_prompt])},
         }
 
     def _activations(self) -> dict[str, Any] | None:

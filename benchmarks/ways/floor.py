@@ -22,7 +22,7 @@ from deployments.engine.capture.ring import CaptureRing
 from deployments.engine.engine import Engine
 from deployments.engine.request import GREEDY, Finished, Request, Rows, Sampling
 from deployments.engine.text import TextStream
-from deployments.model.masks import Masks
+from deployments.model import attention
 from deployments.model.model import Model
 from deployments.points.capture import Capture
 
@@ -87,8 +87,7 @@ def _median(work: Callable[[], Any], device: str, repeats: int) -> float:
 
 # What belongs to which part: a class or module, and the names of what is timed there.
 PARTS: dict[str, list[tuple[Any, Sequence[str]]]] = {
-    "forward": [(Model, ("decode",))],
-    "mask": [(Masks, ("build",))],
+    "forward": [(Model, ("forward",))],
     "sampling": [(engine_module, ("choose",))],
     "capture": [(CaptureRing, ("begin", "take", "end")), (Engine, ("_send_rows",))],
     "text": [(TextStream, ("add",))],
@@ -188,6 +187,7 @@ KINDS = {
     "writing keys and values": ("index_put", "index_copy"),
 }
 SMALL = "small operations"
+KERNEL = "attention, compiled"
 
 
 @dataclass(frozen=True)
@@ -200,11 +200,17 @@ class Operations:
 
 def operations(running: Engine, work: Work, steps: int = 5) -> dict[str, Operations]:
     """A decode forward's operations by kind, as torch's profiler sees them; the profiler slows small ones down."""
-    schedule = [forward for forward in ours.forwards(running, work) if not forward.prefill]
-    schedule = [forward for forward in schedule if len(forward.args[0]) == len(work.prompts)][-steps:]
-    cache, model = running.model.new_cache(), running.model
+    schedule = [forward for forward in ours.forwards(running, work) if forward.decodes]
+    schedule = [forward for forward in schedule if len(forward.ids) == len(work.prompts)][-steps:]
+    cache, model = ours.cache_for(schedule, running), running.model
     activities = [ProfilerActivity.CPU] + [ProfilerActivity.CUDA] * (torch.device(work.device).type == "cuda")
-    with torch.inference_mode(), profile(activities=activities) as profiled:
+    clock = Clock(_device=work.device)
+    kernel = clock.timing(KERNEL, attention._by_kernel)  # which torch does not see
+    with (
+        mock.patch.object(attention, "_by_kernel", kernel),
+        torch.inference_mode(),
+        profile(activities=activities) as profiled,
+    ):
         for forward in schedule:
             forward.run(model, cache)
     found: dict[str, Operations] = {}
@@ -213,4 +219,6 @@ def operations(running: Engine, work: Work, steps: int = 5) -> dict[str, Operati
         kind = next((kind for kind, names in KINDS.items() if any(name in event.key for name in names)), SMALL)
         before = found.get(kind, Operations(0, 0.0))
         found[kind] = Operations(before.count + event.count / len(schedule), before.seconds + seconds / len(schedule))
+    if KERNEL in clock.spent:
+        found[KERNEL] = Operations(len(clock.spent[KERNEL]) / len(schedule), sum(clock.spent[KERNEL]) / len(schedule))
     return found

@@ -7,7 +7,7 @@ import dataclasses
 import itertools
 import random
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 from unittest import mock
@@ -20,7 +20,7 @@ from benchmarks.ways.storing import Store
 from deployments.engine.edits import Edit
 from deployments.engine.engine import Engine
 from deployments.engine.request import Delta, Finished, Request
-from deployments.model.kv_cache import SlotCache, Window
+from deployments.model.kv_cache import PagedCache, Segment
 from deployments.model.model import Model
 from deployments.points.capture import LAYERNORM_SITES, Capture
 
@@ -30,9 +30,10 @@ _ids = itertools.count()
 
 
 def requests(model: Model, work: Work, capture: Capture | None = None, streamed: bool = False) -> list[Request]:
-    """The work as the engine takes it, each time under ids of its own."""
+    """The work as the engine takes it, each time under ids of its own, and as nobody's that came before."""
     points = model.points.resolve(capture) if capture else ()
     common: dict[str, Any] = {"ignore_eos": True, "capture": capture, "points": points, "streamed": streamed}
+    common["owner"] = f"turn {next(_ids)}"  # else its prompts would be those of the turn before, and not be run
     return [Request(f"r{next(_ids)}", prompt, work.new_tokens, **common) for prompt in work.prompts]
 
 
@@ -93,52 +94,47 @@ def engine_storing(running: Engine, work: Work, capture: Capture, store: Store, 
 
 @dataclass(frozen=True)
 class Forward:
-    """One forward that the engine ran: which, over which part of the slots, with what."""
+    """One forward that the engine ran: which tokens, of which sequences, and the rows whose logits were wanted."""
 
-    prefill: bool
-    window: Window
-    args: tuple[Any, ...]  # those before the cache
-    start: Mapping[str, Any]  # where a piece of a prompt begins
+    ids: Sequence[int]
+    segments: Sequence[Segment]
+    wanted: Sequence[int]
 
-    def run(self, model: Model, cache: SlotCache) -> torch.Tensor:
-        """Run it once more, on a cache of its own: [batch, vocabulary] logits."""
-        window = self.window
-        cache.resize(window.slots, window.capacity)
-        if self.prefill:
-            cache.prefill(window.first, window.start)
-            return model.prefill(*self.args, cache, **self.start)  # type: ignore[call-arg]
-        assert window.rows is not None
-        assert window.positions is not None
-        cache.decode(window.rows, window.positions, window.length)
-        return model.decode(*self.args, cache)  # type: ignore[call-arg]
+    @property
+    def decodes(self) -> bool:
+        """Whether each sequence had one token."""
+        return len(self.ids) == len(self.segments)
+
+    def run(self, model: Model, cache: PagedCache) -> torch.Tensor:
+        """Run it once more, on a cache of its own: [wanted, vocabulary] logits."""
+        return model.forward(self.ids, self.segments, self.wanted, cache)
 
 
 def forwards(running: Engine, work: Work) -> list[Forward]:
     """What the engine runs for this work, forward by forward."""
     model, found = running.model, list[Forward]()
+    run = model.forward
 
-    def noting(forward: Callable[..., torch.Tensor], prefill: bool) -> Callable[..., torch.Tensor]:
-        def noted(*args: Any, **kwargs: Any) -> torch.Tensor:
-            at = next(i for i, arg in enumerate(args) if hasattr(arg, "window"))
-            # Copies: an engine may go on to use its tensors for the next step.
-            start = {"start": kwargs["start"]} if "start" in kwargs else {}
-            found.append(copy.deepcopy(Forward(prefill, args[at].window, args[:at], start)))
-            return forward(*args, **kwargs)
+    def noting(ids: Any, segments: Any, wanted: Any, *args: Any, **kwargs: Any) -> torch.Tensor:
+        # Copies: sequences' pages go to others later.
+        found.append(copy.deepcopy(Forward(ids, segments, wanted)))
+        return run(ids, segments, wanted, *args, **kwargs)
 
-        return noted
-
-    with (
-        mock.patch.object(model, "prefill", noting(model.prefill, prefill=True)),
-        mock.patch.object(model, "decode", noting(model.decode, prefill=False)),
-    ):
+    with mock.patch.object(model, "forward", noting):
         running.generate(requests(model, work))
     return found
+
+
+def cache_for(schedule: Sequence[Forward], running: Engine) -> PagedCache:
+    """Pages for these forwards."""
+    most = max(page for forward in schedule for segment in forward.segments for page in segment.kv.pages)
+    return PagedCache(most + 1, like=running.cache)
 
 
 def bare(running: Engine, work: Work) -> Way:
     """The engine's forwards in a loop with nothing around them but an argmax."""
     model, schedule = running.model, forwards(running, work)
-    cache = model.new_cache()
+    cache = cache_for(schedule, running)
 
     @torch.inference_mode()
     def run() -> Tokens:

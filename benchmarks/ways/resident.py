@@ -9,7 +9,6 @@ import time
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
-from unittest import mock
 
 import psutil
 import torch
@@ -19,13 +18,13 @@ from benchmarks.ways import ours, storing
 from benchmarks.ways.peers import Work
 from deployments.engine.engine import Engine
 from deployments.engine.request import Delta, Finished, Request
-from deployments.model.kv_cache import SlotLayer
 from deployments.model.model import Model
 from deployments.options import Options
 from deployments.points.capture import LAYERNORM_SITES, Capture
 
 NORMS = Capture(points=[f"layers.*.{site}" for site in LAYERNORM_SITES])
 EVERY_S = 0.05
+KV_BYTES = 256 << 20
 
 
 @dataclass(frozen=True)
@@ -61,7 +60,7 @@ class MemorySample:
 
     Attributes:
         times: [samples] seconds since the request was sent.
-        resident: [samples] bytes of resident memory but for the KV slots, which grow with any request.
+        resident: [samples] bytes of resident memory but for keys and values, which grow with any request.
         held: [samples] bytes of recorded rows that the engine says are in memory.
         marks: What happened when.
         stored: Bytes on disk at the end.
@@ -86,9 +85,10 @@ def watch(scenario: Scenario) -> MemorySample:
     torch.set_num_threads(scenario.threads)
     tokenizer = models.tokenizer(scenario.model)
     model = Model(models.build(scenario.model), tokenizer, scenario.model)
-    engine = Engine(model, capture_bytes=Options().capture_memory_bytes)
+    engine = Engine(model, kv_bytes=KV_BYTES, capture_bytes=Options().capture_memory_bytes)
+    engine.cache.touch()  # so that what is resident of it can be told from what else is
     slow = storing.slow_disk(scenario.disk) if scenario.disk else contextlib.nullcontext()
-    with storing.store(scenario.directory) as store, slow, _touched_slots():
+    with storing.store(scenario.directory) as store, slow:
         capture = NORMS if scenario.capture else None
         engine.generate(ours.requests(model, Work([scenario.prompt], 2), capture))  # what is made once is made
         return _run(scenario, engine, store, capture)
@@ -127,18 +127,6 @@ def _run(scenario: Scenario, engine: Engine, store: storing.Store, capture: Capt
 
 
 @contextlib.contextmanager
-def _touched_slots() -> Iterator[None]:
-    """Let KV slots be resident as soon as they are allocated, so that they can be told from what else is."""
-    allocate = SlotLayer._allocate
-
-    def touched(layer: SlotLayer, like: torch.Tensor) -> torch.Tensor:
-        return allocate(layer, like).zero_()
-
-    with mock.patch.object(SlotLayer, "_allocate", touched):
-        yield
-
-
-@contextlib.contextmanager
 def _sampling(engine: Engine, seen: MemorySample) -> Iterator[float]:
     """Look at the process's memory all the while; gives the beginning on `perf_counter`."""
     process, done, began = psutil.Process(), threading.Event(), time.perf_counter()
@@ -146,7 +134,7 @@ def _sampling(engine: Engine, seen: MemorySample) -> Iterator[float]:
     def sample() -> None:
         while True:
             seen.times.append(time.perf_counter() - began)
-            seen.resident.append(process.memory_info().rss - engine.statistics.kv_bytes)
+            seen.resident.append(process.memory_info().rss - engine.statistics.kv_budget_bytes)
             seen.held.append(engine.statistics.capture_bytes)
             if done.wait(EVERY_S):
                 return

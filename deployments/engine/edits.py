@@ -1,10 +1,10 @@
-"""Changing activations while a forward runs: one operation of a kind at a place, for all rows that ask for it."""
+"""Changing activations while a forward runs: one operation of a kind at a place, for all sequences that ask for it."""
 
 from __future__ import annotations
 
 import math
 from collections import Counter
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Literal, NamedTuple
 
@@ -150,7 +150,7 @@ class Edit:
 class _Key(NamedTuple):
     """What edits have in common that are done at once."""
 
-    turn: int  # among all of a row's edits at the place
+    turn: int  # among all of a sequence's edits at the place
     kind: Kind
     shape: tuple[int, ...]
     heads: Index
@@ -159,20 +159,28 @@ class _Key(NamedTuple):
 
 
 class _Part(NamedTuple):
-    """One row's edit of some of the tokens that a forward runs."""
+    """One sequence's edit of some of the tokens that a forward runs."""
 
     edit: Edit
-    row: int  # of the batch
     positions: Sequence[int]
-    start: int  # the position of the forward's first token
+    shift: int  # from a position to its row of the forward
 
 
-class Spans(NamedTuple):
-    """One row's part in a forward: its edits, and which of its tokens the forward runs."""
+@dataclass(frozen=True)
+class Span:
+    """One sequence's part in a forward.
+
+    Attributes:
+        edits: Its edits.
+        start: The position of its first token that runs.
+        count: How many run.
+        row: The forward's row of the first.
+    """
 
     edits: Sequence[Edit]
     start: int
-    stop: int
+    count: int
+    row: int
 
 
 class Plan:
@@ -182,21 +190,19 @@ class Plan:
         places: Where.
     """
 
-    def __init__(self, rows: Sequence[Spans]) -> None:
-        """Sort the rows' edits by place, turn, kind and features.
-
-        Args:
-            rows: By their place in the batch.
-        """
+    def __init__(self, spans: Sequence[Span]) -> None:
+        """Sort the sequences' edits by place, turn, kind and features."""
         stages: dict[Place, dict[_Key, list[_Part]]] = {}
-        for row, (edits, start, stop) in enumerate(rows):
+        for span in spans:
             turns: Counter[Place] = Counter()
-            for edit in edits:
+            for edit in span.edits:
                 place = edit.point.place
                 key = _Key(turns[place], edit.kind, edit.point.shape, edit.heads, edit.features, edit.change)
                 turns[place] += 1
-                if positions := edit.tokens.within(start, stop):
-                    stages.setdefault(place, {}).setdefault(key, []).append(_Part(edit, row, positions, start))
+                if positions := edit.tokens.within(span.start, span.start + span.count):
+                    stages.setdefault(place, {}).setdefault(key, []).append(
+                        _Part(edit, positions, span.row - span.start)
+                    )
         self._changes = {
             place: [change for key in sorted(found, key=lambda key: key.turn) for change in _changes(key, found[key])]
             for place, found in stages.items()
@@ -204,7 +210,7 @@ class Plan:
         self.places = list(self._changes)
 
     def apply(self, place: Place, value: torch.Tensor, reader: ReadoutReader | None = None) -> torch.Tensor | None:
-        """The value [batch, tokens, ...] with its changes; None where there are none.
+        """The value [rows, ...] with its changes; None where there are none.
 
         Args:
             place: The place.
@@ -218,44 +224,41 @@ class Plan:
             change.apply(changed, reader)
         return changed
 
-    def move(self, starts: Sequence[int]) -> None:
-        """Go on to other tokens, one of each row, at these positions."""
+    def move(self, positions: Mapping[int, int]) -> None:
+        """Go on to other tokens, one of each row, at these positions by row."""
         for changes in self._changes.values():
             for change in changes:
-                change.move(starts)
+                change.move(positions)
 
 
 def _changes(key: _Key, parts: Sequence[_Part]) -> Iterator[_Change]:
-    """Single tokens of all rows as one change, as a decode has them; and each row's span of tokens by itself.
+    """Single tokens of all sequences as one change, and each sequence's span of tokens by itself.
 
     A span is a slice, and one vector is broadcast over it: it is never repeated for each token.
     """
     single = [part for part in parts if len(part.positions) == 1]
     if single:
-        at = [part.positions[0] - part.start for part in single]
-        yield _Change(key, single, torch.tensor([part.row for part in single]), torch.tensor(at))
+        yield _Change(key, single, torch.tensor([part.positions[0] + part.shift for part in single]))
     for part in parts:
         if len(part.positions) > 1:
-            first, last = part.positions[0] - part.start, part.positions[-1] - part.start
-            at = [position - part.start for position in part.positions]
-            is_range = last - first == len(at) - 1
-            yield _Change(key, [part], part.row, slice(first, last + 1) if is_range else torch.tensor(at))
+            rows = [position + part.shift for position in part.positions]
+            is_range = rows[-1] - rows[0] == len(rows) - 1
+            yield _Change(key, [part], slice(rows[0], rows[-1] + 1) if is_range else torch.tensor(rows))
 
 
 class _Change:
     """Edits that are done at once, ready to be applied in one forward after the other."""
 
-    def __init__(self, key: _Key, parts: Sequence[_Part], rows: int | torch.Tensor, at: slice | torch.Tensor) -> None:
+    def __init__(self, key: _Key, parts: Sequence[_Part], rows: slice | torch.Tensor) -> None:
         """Prepare edits of a kind.
 
         Args:
             key: What they have in common.
             parts: One with all its tokens, or several of one token each.
-            rows: Their rows of the batch.
-            at: Their tokens among those that the forward runs.
+            rows: Their rows of the forward.
         """
         self._key = key
-        self._which = rows, at
+        self._rows = rows
         self._parts = parts
         self._is_watched = any(part.edit.is_watched for part in parts)
         self._norms = [(part.edit.norms, len(part.positions)) for part in parts if part.edit.norms is not None]
@@ -270,22 +273,23 @@ class _Change:
             if (index := getattr(key, name)) is not None:
                 self._tensors[name] = torch.tensor(index)
 
-    def move(self, starts: Sequence[int]) -> None:
+    def move(self, positions: Mapping[int, int]) -> None:
         """As `Plan.move`."""
         if self._is_watched:
-            self._parts = [part._replace(positions=(starts[part.row],), start=starts[part.row]) for part in self._parts]
+            rows = [part.positions[0] + part.shift for part in self._parts]
+            self._parts = [
+                _Part(part.edit, (positions[row],), row - positions[row])
+                for part, row in zip(self._parts, rows, strict=True)
+            ]
 
     def apply(self, value: torch.Tensor, reader: ReadoutReader | None) -> None:
-        """Change a value [batch, tokens, ...] in place."""
+        """Change a value [rows, ...] in place."""
         if self._tensors["low"].device != value.device:  # a model's layers may lie on several devices
             self._tensors = {name: tensor.to(value.device) for name, tensor in self._tensors.items()}
-            rows, at = self._which
-            self._which = (
-                rows.to(value.device) if isinstance(rows, torch.Tensor) else rows,
-                at.to(value.device) if isinstance(at, torch.Tensor) else at,
-            )
-        which = self._which
-        point = value.view(*value.shape[:2], *self._key.shape)  # by heads, at a point of heads
+            if isinstance(self._rows, torch.Tensor):
+                self._rows = self._rows.to(value.device)
+        which = self._rows
+        point = value.view(len(value), *self._key.shape)  # by heads, at a point of heads
         rows = point[which]  # [changed, ...]
         before, opened = rows, None
         if self._is_watched:
@@ -373,17 +377,24 @@ def _opened(part: _Part, device: torch.device) -> torch.Tensor:
 
 
 class Plans:
-    """The plan of each decode, which is the last one's while the same rows change in the same way."""
+    """The plan of each forward, which is the last one's while the same rows change in the same way."""
 
     def __init__(self) -> None:
-        self._of: list[list[Edit]] = []
+        self._of: list[tuple[int, list[Edit]]] | None = None
         self._plan = Plan([])
 
-    def decode(self, rows: Sequence[Spans]) -> Plan:
-        """The plan for one token of each row."""
-        active = [[edit for edit in edits if edit.tokens.within(start, stop)] for edits, start, stop in rows]
-        if active != self._of or any(edit.per_token for edits in active for edit in edits):
-            self._of, self._plan = active, Plan(rows)
-        elif any(edit.is_watched for edits in active for edit in edits):
-            self._plan.move([row.start for row in rows])
+    def of(self, spans: Sequence[Span]) -> Plan:
+        """The plan of a forward."""
+        if any(span.edits and span.count > 1 for span in spans):
+            self._of = None
+            return Plan(spans)
+        active = [
+            (span.row, edits)
+            for span in spans
+            if span.edits and (edits := [edit for edit in span.edits if edit.tokens.within(span.start, span.start + 1)])
+        ]
+        if active != self._of or any(edit.per_token for _, edits in active for edit in edits):
+            self._of, self._plan = active, Plan(spans)
+        elif any(edit.is_watched for _, edits in active for edit in edits):
+            self._plan.move({span.row: span.start for span in spans})
         return self._plan

@@ -1,14 +1,13 @@
 """The engine: admit -> forward -> sample -> emit, for all requests at once.
 
 One thread owns the model and calls `step` (or `run`, which does nothing else); any thread may `submit`,
-`cancel` and say what was `written`. Requests under way hold KV slots. Each step is one forward: a prefill of
-new requests, the next piece of a long prompt, or one token for all requests whose prompts are in.
+`cancel` and say what was `written`. Each step is one forward: a token of every request whose prompt is in, and beside
+them pieces of prompts. What happens when a forward fails is in `recovery.py`.
 """
 
 from __future__ import annotations
 
 import collections.abc
-import contextlib
 import itertools
 import logging
 import queue
@@ -21,7 +20,6 @@ from typing import NamedTuple
 import torch
 
 from deployments.engine import kv_memory
-from deployments.engine.batch import Batch
 from deployments.engine.capture.buffer import CaptureBuffer, CaptureError, joined
 from deployments.engine.capture.captured import Captured
 from deployments.engine.capture.ring import CaptureRing
@@ -31,6 +29,7 @@ from deployments.engine.kv_memory import KvMemory, held_bytes
 from deployments.engine.logit_lens import check_lens
 from deployments.engine.prompt_logprobs import PromptScores
 from deployments.engine.readouts import SequenceReadouts, with_columns
+from deployments.engine.recovery import Recovery
 from deployments.engine.request import (
     GRAMMAR_TOO_COMPLEX,
     Delta,
@@ -47,11 +46,12 @@ from deployments.engine.request import (
 from deployments.engine.runner import ForwardResult, Runner
 from deployments.engine.sampling import NOT_FINITE, check_sampling, choose
 from deployments.engine.sampling_state import SamplingState
-from deployments.engine.scheduler import Scheduler
+from deployments.engine.scheduler import Piece, Scheduler
 from deployments.engine.sequence import Sequence
 from deployments.engine.statistics import Statistics
 from deployments.engine.text import TextStream
 from deployments.errors import RequestError
+from deployments.model.kv_cache import PagedCache
 from deployments.model.model import Model
 from deployments.points.token_choices import resolve
 
@@ -81,7 +81,7 @@ class Engine:
         Args:
             model: The only copy of the weights.
             max_running: The most requests that share a decode.
-            prefill_tokens: The most tokens, padding included, of one prefill, of which a fifth is used while
+            prefill_tokens: The most prompt tokens of one forward, of which a fifth is used while
                 streamed requests decode; a longer prompt goes in pieces. By default 1,024 on a CPU and 4,096 on a GPU.
             kv_bytes: The most KV memory; without it, `kv_fraction` of what is free now.
             kv_fraction: A part of the free memory; half unless given.
@@ -93,18 +93,21 @@ class Engine:
         self.step_began: float | None = None  # monotonic seconds; None between steps
         self._queued = set[str]()  # requests that no forward has taken yet
         self._memory = KvMemory(model, max_running, kv_bytes, kv_fraction)
-        self._cache = self._memory.cache
-        ring = CaptureRing(model.device)
-        self._batch = Batch(self._cache, ring)
-        self._runner = Runner(model, self._memory, self._batch, ring)
+        self._ring = CaptureRing(model.device)
+        self._runner = Runner(model, self._memory, self._ring)
         prefill_tokens = prefill_tokens or (1024 if model.device.type == "cpu" else 4096)
         self._capture_budget = CaptureBudget(capture_bytes)
-        self._scheduler = Scheduler(self._memory, max_running, prefill_tokens, self._capture_budget)
+        self._scheduler = Scheduler(self._memory, max_running, prefill_tokens, self._capture_budget, model.packs)
+        self._recovery = Recovery(self._scheduler, self._memory, self._ring, self.statistics)
         self._inbox: queue.SimpleQueue[Request | str | _Written | None] = queue.SimpleQueue()
         self._arrivals = itertools.count()
-        self._prefilled = False
         self._idle = True
         self._stopping = False
+
+    @property
+    def cache(self) -> PagedCache:
+        """Where keys and values lie."""
+        return self._memory.cache
 
     # ---- for any thread
 
@@ -129,8 +132,8 @@ class Engine:
             message = f"{prompt} prompt tokens and {request.max_tokens} new ones exceed the context of {context}"
             raise RequestError(message, "max_tokens", "context_length_exceeded")
         most = prompt + request.max_tokens
-        if not self._memory.fits(1, most):
-            needed, held = most * self._memory.position_bytes, self._memory.budget * self._memory.position_bytes
+        if most > self._memory.longest:
+            needed, held = most * self._memory.position_bytes, self._memory.budget_bytes
             message = f"{most} tokens need {needed} bytes of KV memory or more, the server's budget is {held}"
             raise RequestError(message, "max_tokens", "kv_memory_exceeded")
         check_sampling(request, self.model.vocabulary)
@@ -141,7 +144,7 @@ class Engine:
 
     def room(self, prompt: int) -> int:
         """The most new tokens that a prompt of so many tokens leaves room for in context and KV memory."""
-        return max(1, min(self.model.context, self._memory.longest) - prompt)
+        return max(1, self._memory.longest - prompt)
 
     def submit(self, request: Request) -> None:
         """Queue a request that `check` let pass; its events come from `step`."""
@@ -223,19 +226,13 @@ class Engine:
         self.step_began = began = time.monotonic()
         self._receive(first, events)
         self._receive_all(events)
-        # A prefill is followed by a decode, so that running requests do not stand still behind new ones.
-        decoding = list(self._batch.decoding)
-        prefill = None if self._prefilled and decoding else self._scheduler.next_prefill(self._batch)
-        self._prefilled = prefill is not None
-        self._idle = not prefill and not decoding
+        pieces = self._scheduler.next_pieces()
+        self._idle = not pieces
         tokens = self.statistics.tokens
-        if prefill:
-            self._queued.difference_update(seq.request.id for seq in prefill.sequences)
-            self._capture_budget.divide({*self._scheduler.recording(self._batch), *prefill.sequences})
-            self._forward(lambda: self._runner.prefill(prefill), prefill.sequences, events)
-        elif decoding:
-            self._forward(self._decode, decoding, events)
-        if not self._idle:
+        if pieces:
+            self._queued.difference_update(piece.sequence.request.id for piece in pieces)
+            self._capture_budget.divide(self._scheduler.recording)
+            self._forward(pieces, events)
             self.statistics.count_step(time.monotonic() - began, self.statistics.tokens - tokens)
         self._note()
         self.step_began = None
@@ -265,64 +262,40 @@ class Engine:
             self._settle()
 
     def _cancel(self, request_id: str, events: list[Event]) -> None:
-        for seq in (*self._scheduler.waiting, *self._batch.sequences):
+        for seq in (*self._scheduler.waiting, *self._scheduler.running):
             if seq.request.id == request_id:
                 return self._finish(seq, "cancelled", events)
         return None
 
-    # ---- room
-
-    def _make_room(self) -> None:
-        """Grow for the next token of the longest; while that exceeds the budget, the youngest waits again."""
-        batch = self._batch
-        while (longest := max(seq.fed for seq in batch.decoding) + 1) > self._cache.window.capacity:
-            if len(batch) == 1 or self._memory.fits(len(batch), longest):
-                return self._memory.reserve(len(batch), longest, keep=True)
-            self._preempt(max(batch.sequences, key=lambda seq: seq.arrival))
-            if not batch.decoding:
-                return None
-        return None
-
-    def _preempt(self, seq: Sequence) -> None:
-        """Take a sequence's slot; its tokens and what it recorded stay, and it is run again from its beginning."""
-        self._batch.remove(seq)
-        seq.stalled = False
-        self._scheduler.put_back([seq])
-        self.statistics.preempted += 1
-
     # ---- one forward
 
-    def _forward(
-        self, run: Callable[[], ForwardResult], seqs: collections.abc.Sequence[Sequence], events: list[Event]
-    ) -> None:
-        """Run a forward and take what it brings; an error ends its sequences, and the engine goes on."""
+    def _forward(self, pieces: collections.abc.Sequence[Piece], events: list[Event]) -> None:
+        """Run a forward and take what it brings; an error ends the sequence at fault, and the engine goes on."""
         device = self.model.device
-        for seq in seqs:
-            seq.memory.before = seq.memory.before or held_bytes(device)
+        for piece in pieces:
+            memory = piece.sequence.memory
+            memory.before = memory.before or held_bytes(device)
         failed = out_of_memory = None
         try:
-            self._advance(run(), events)
+            self._advance(self._runner.run(pieces), events)
             self._scheduler.went_well()
         except Exception as error:
             if _breaks_an_invariant(error):
                 raise
-            logger.exception("a forward of %d requests failed", len(seqs))
+            logger.exception("a forward of %d requests failed", len(pieces))
             failed = f"{type(error).__name__}: {error}"
             out_of_memory = kv_memory.describe(device, error) if kv_memory.is_out_of_memory(error) else None
         if failed:  # outside of the handler, whose error holds on to the forward's tensors
-            self._recover(seqs, failed, out_of_memory, events)
+            for end in self._recovery.after(pieces, failed, out_of_memory):
+                self._finish(end.sequence, "error", events, end.message, end.code)
         peak = kv_memory.peak_bytes(device)
-        for seq in seqs:
-            seq.memory.peak = max(seq.memory.peak, peak)
+        for piece in pieces:
+            piece.sequence.memory.peak = max(piece.sequence.memory.peak, peak)
         self._send_rows(events)
         self._settle()
 
-    def _decode(self) -> ForwardResult:
-        self._make_room()
-        return self._runner.decode()
-
     def _send_rows(self, events: list[Event]) -> None:
-        seqs = self._scheduler.recording(self._batch)
+        seqs = self._scheduler.recording
         self._capture_budget.divide(seqs)
         for seq in seqs:
             assert seq.recording is not None
@@ -337,69 +310,12 @@ class Engine:
                     events.append(Rows(seq.request.id, captured))
 
     def _settle(self) -> None:
-        """Let sequences stand still that hold too many recorded bytes, and put each sequence where it belongs."""
-        share = self._capture_budget.share(self._scheduler.recording(self._batch))
-        for seq in list(self._batch.sequences):
+        """Let sequences stand still that hold too many recorded bytes."""
+        share = self._capture_budget.share(self._scheduler.recording)
+        for seq in self._scheduler.running:
             seq.stalled = self._capture_budget.stalls(seq, share)
-            self._batch.settle(seq)
-
-    # ---- what goes wrong
-
-    def _recover(
-        self, seqs: collections.abc.Sequence[Sequence], failed: str, out_of_memory: str | None, events: list[Event]
-    ) -> None:
-        """After a failed forward: end its sequences, or, where there was no memory, as few of them as can be."""
-        batch = self._batch
-        ended = {event.id for event in events if isinstance(event, Finished)}
-        seqs = [seq for seq in seqs if seq.request.id not in ended and seq not in self._scheduler.waiting]
-        for slot, seq in enumerate(seq for seq in seqs if seq not in batch):
-            if seq.written:  # in some layers
-                self._cache.clear(len(batch) + slot, seq.written)
-                seq.written = 0
-        if out_of_memory is None:
-            return self._fail(seqs, failed, "engine_error", events)
-        self.statistics.out_of_memory += 1
-        kv_memory.release_cached(self.model.device)
-        relieved = self._relieve(seqs)
-        with contextlib.suppress(RuntimeError, MemoryError):  # then it stays as large as it is
-            self._memory.trim(len(batch), max((seq.written for seq in batch.sequences), default=0) + 1)
-        for seq in () if relieved else seqs:
-            size = kv_memory.mib(seq.need * self._memory.position_bytes)
-            message = (
-                f"out of memory: {out_of_memory}; this request has {len(seq.request.prompt)} prompt and "
-                f"{len(seq.tokens)} generated tokens of up to {seq.request.max_tokens}, "
-                f"{size} of keys and values: "
-                "ask for less"
-            )
-            self._fail([seq], message, "out_of_memory", events)
-        return None
-
-    def _relieve(self, seqs: collections.abc.Sequence[Sequence]) -> bool:
-        """Ask less of the next forwards than of one that found no memory; false where that is not possible."""
-        batch, scheduler = self._batch, self._scheduler
-        decoded = all(seq in batch.decoding for seq in seqs)
-        tokens = sum(min(seq.length - seq.fed, scheduler.tokens) for seq in seqs)
-        scheduler.put_back([seq for seq in seqs if seq not in batch])
-        for seq in seqs:
-            if seq in batch and seq.fed == seq.length:  # run, but its next token was not drawn
-                self._preempt(seq)
-        if decoded:
-            youngest = sorted(batch.sequences, key=lambda seq: seq.arrival)[(len(batch) + 1) // 2 :]
-            for seq in reversed(youngest):
-                self._preempt(seq)
-            scheduler.limit_sequences(len(batch) or len(seqs) // 2)
-            return len(seqs) > 1 or bool(youngest)
-        if scheduler.halve_tokens(tokens):
-            return True
-        for seq in seqs:
-            if seq in batch:
-                self._preempt(seq)
-        scheduler.limit_sequences(len(batch) + len(seqs) // 2)
-        return len(seqs) > 1 or len(batch) > 0  # others have the memory: it waits for their end
-
-    def _fail(self, seqs: collections.abc.Sequence[Sequence], message: str, code: str, events: list[Event]) -> None:
-        for seq in seqs:
-            self._finish(seq, "error", events, message, code)
+            if seq.stalled and seq.recording:
+                self._ring.leave(seq.recording)
 
     # ---- what a forward brought
 
@@ -489,11 +405,9 @@ class Engine:
         code: str = "engine_error",
     ) -> None:
         self._queued.discard(seq.request.id)
-        if seq in self._batch:
-            self._batch.remove(seq)
-        else:
-            with contextlib.suppress(ValueError):  # it is on its way from the queue to a slot
-                self._scheduler.waiting.remove(seq)
+        if seq.recording:
+            self._ring.leave(seq.recording)
+        self._scheduler.remove(seq)
         captured = None
         if seq.recording and reason in ("stop", "length"):
             try:
@@ -506,7 +420,10 @@ class Engine:
         request = seq.request
         rest = Delta.of(seq.unsaid) if seq.unsaid else None
         seen = tuple(seq.prompt_lens)
-        end = Finished(request.id, reason, request.prompt, seq.tokens, captured, error, code, seq.memory, rest, seen)
+        end = Finished(
+            request.id, reason, request.prompt, seq.tokens, captured, error, code, seq.memory, rest, seen, seq.cached
+        )
+        self.statistics.cached_tokens += seq.cached
         if seq.readouts:
             end = replace(end, readouts=seq.readouts.take(ended=True))
         if seq.stop_reason:
@@ -514,13 +431,13 @@ class Engine:
         events.append(end)
 
     def _note(self) -> None:
-        numbers = self.statistics
-        numbers.running = len(self._batch)
-        numbers.waiting = len(self._scheduler.waiting)
-        numbers.slots = self._cache.window.slots
-        numbers.kv_bytes = self._cache.bytes
-        numbers.kv_budget_bytes = self._memory.budget * self._memory.position_bytes
-        gathered = sum(seq.recording.bytes for seq in self._scheduler.recording(self._batch) if seq.recording)
+        numbers, scheduler = self.statistics, self._scheduler
+        numbers.running = len(scheduler.running)
+        numbers.waiting = len(scheduler.waiting)
+        numbers.preempted = scheduler.preempted
+        numbers.kv_bytes = self._memory.bytes
+        numbers.kv_budget_bytes = self._memory.budget_bytes
+        gathered = sum(seq.recording.bytes for seq in scheduler.recording if seq.recording)
         numbers.capture_bytes = gathered + self._capture_budget.bytes
 
 

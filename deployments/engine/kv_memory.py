@@ -1,17 +1,20 @@
-"""Memory: the KV slots' size under one budget, what is held now, and what to say when there is none left."""
+"""Memory: pages of keys and values under one budget, what is held now, and what to say when there is none left."""
 
 from __future__ import annotations
 
+import itertools
 import re
-from collections import Counter
+from collections import Counter, OrderedDict
+from collections.abc import Hashable, Sequence
 from pathlib import Path
+from typing import Any
 
 import psutil
 import torch
 
+from deployments.model.kv_cache import PAGE, PagedCache, Segment, SequenceKv
 from deployments.model.model import Model
 
-FIRST_CAPACITY = 256  # positions of a slot's first bucket; each next one is twice as long
 CGROUPS = (  # versions 2 and 1: limit, use, and where that says what files hold of it
     ("memory.max", "memory.current", ("memory.stat", "inactive_file")),
     (
@@ -26,89 +29,174 @@ _ASKED = re.compile(r"allocate ([\d.]+ ?(?:[KMGT]i?B|bytes))", re.IGNORECASE)
 
 
 class KvMemory:
-    """The KV slots of all requests under way, grown and shrunk within a budget.
+    """Pages of keys and values: sequences take them as they grow, and share those of a beginning they have in common.
+
+    A page that is full is known by the tokens up to its end and by its owner. When no sequence holds it any more it
+    stays, as long as there are others to take, for a sequence that begins with the same tokens.
 
     Attributes:
-        cache: The slots.
-        budget: The most positions that all slots may have together.
+        cache: The pages.
+        pages: How many there are.
         position_bytes: Bytes of one position over all layers.
     """
 
     def __init__(
-        self, model: Model, max_slots: int, kv_bytes: int | None = None, kv_fraction: float | None = None
+        self, model: Model, max_running: int, kv_bytes: int | None = None, kv_fraction: float | None = None
     ) -> None:
         """Hold nothing yet.
 
         Args:
             model: Whose keys and values they are.
-            max_slots: The most slots.
+            max_running: The most sequences at once: more pages than they can fill are not made.
             kv_bytes: The budget.
             kv_fraction: The budget as a part of what is free now, where `kv_bytes` is not given; by default
                 half of it.
         """
-        self.cache = model.new_cache()
-        by_device = _position_bytes(model)
-        self.position_bytes = by_device.total()
+        probe, by_device = _one_page(model)
+        page_bytes = by_device.total()
+        self.position_bytes = page_bytes // PAGE
         free = min(int(free_bytes(device) * (kv_fraction or 0.5)) // size for device, size in by_device.items())
-        self.budget = kv_bytes // self.position_bytes if kv_bytes else free
-        self._max_slots = max_slots
+        most = max_running * pages_for(model.context)
+        self.pages = min(kv_bytes // page_bytes if kv_bytes else free, most)
+        self.cache = PagedCache(self.pages, like=probe)
         self._context = model.context
+        self._free = list(range(self.pages - 1, -1, -1))  # the lowest are taken first
+        self._holders: Counter[int] = Counter()  # page -> sequences that hold it
+        self._known: dict[tuple[Hashable, tuple[int, ...]], tuple[int, int]] = {}  # what a page has -> its number, page
+        self._names: dict[int, tuple[Hashable, tuple[int, ...]]] = {}  # page -> its key in `_known`
+        self._idle: OrderedDict[int, None] = OrderedDict()  # known pages that nobody holds, least lately used first
+        self._numbers = itertools.count(1)
+
+    @property
+    def budget_bytes(self) -> int:
+        """The most that all pages take."""
+        return self.pages * PAGE * self.position_bytes
+
+    @property
+    def bytes(self) -> int:
+        """What pages in use take, those that are kept for later prompts included."""
+        return (self.pages - len(self._free)) * PAGE * self.position_bytes
 
     @property
     def longest(self) -> int:
         """The most tokens that a sequence may have by itself."""
-        capacity = FIRST_CAPACITY
-        while capacity < self._context and self.fits(1, min(2 * capacity, self._context)):
-            capacity *= 2
-        return min(capacity, self._context)
+        return min(self.pages * PAGE, self._context)
 
-    def fits(self, slots: int, need: int) -> bool:
-        """Whether `slots` sequences of `need` tokens are within the budget."""
-        held, capacity = self._buckets(slots, need)
-        return held * capacity <= self.budget
+    @property
+    def available(self) -> int:
+        """Pages that a sequence could take now."""
+        return len(self._free) + len(self._idle)
 
-    def reserve(self, slots: int, need: int, keep: bool) -> None:
-        """Make room for `slots` sequences of `need` tokens.
+    def grow(self, kv: SequenceKv, tokens: int) -> bool:
+        """Give a sequence pages for so many tokens; false, and nothing is changed, where there are too few."""
+        missing = pages_for(tokens) - len(kv.pages)
+        if missing > self.available:
+            return False
+        for _ in range(missing):
+            page = self._free.pop() if self._free else self._forget_oldest()
+            self._holders[page] = 1
+            kv.pages.append(page)
+        return True
+
+    def release(self, kv: SequenceKv) -> None:
+        """Take all pages of a sequence."""
+        for page in reversed(kv.pages):
+            self._holders[page] -= 1
+            if not self._holders[page]:
+                del self._holders[page]
+                if page in self._names:
+                    self._idle[page] = None
+                else:
+                    self._free.append(page)
+        kv.pages.clear()
+        kv.lone = None
+        kv.known = 0
+        kv.chain = None
+
+    # ---- beginnings that sequences have in common
+
+    def share(self, kv: SequenceKv, tokens: Sequence[int], limit: int, owner: Hashable) -> int:
+        """Give a sequence without pages those that hold its beginning.
 
         Args:
-            slots: How many sequences.
-            need: Tokens of the longest.
-            keep: Stay as large as it is where the budget allows: there are sequences in it to copy otherwise.
+            kv: The sequence's keys and values.
+            tokens: Its tokens.
+            limit: No position from this one on is taken from another sequence.
+            owner: Whose pages it may share.
+
+        Returns:
+            How many positions they hold.
         """
-        window = self.cache.window
-        held, capacity = self._buckets(slots, need)
-        larger = max(held, window.slots), max(capacity, window.capacity)
-        if keep and larger[0] * larger[1] <= self.budget:
-            held, capacity = larger
-        self.cache.resize(held, capacity)
+        assert not kv.pages
+        kv.chain = owner
+        for start in range(0, limit - PAGE + 1, PAGE):
+            found = self._known.get((kv.chain, tuple(tokens[start : start + PAGE])))
+            if found is None:
+                break
+            kv.chain, page = found
+            self._idle.pop(page, None)
+            self._holders[page] += 1
+            kv.pages.append(page)
+        kv.known = len(kv.pages)
+        return kv.known * PAGE
 
-    def trim(self, slots: int, need: int) -> None:
-        """Give back all that `slots` sequences of `need` tokens do not need."""
-        held, capacity = self._buckets(slots, need) if slots else (0, 0)
-        window = self.cache.window
-        self.cache.resize(min(held, window.slots), min(capacity, window.capacity))
+    @staticmethod
+    def next_page(kv: SequenceKv, tokens: Sequence[int], limit: int) -> Hashable:
+        """The key of a sequence's first page that is not known yet; None where that is not below a limit."""
+        start = kv.known * PAGE
+        return (kv.chain, tuple(tokens[start : start + PAGE])) if start + PAGE <= limit else None
 
-    def _buckets(self, slots: int, need: int) -> tuple[int, int]:
-        return min(_bucket(slots, 1), self._max_slots), min(_bucket(need, FIRST_CAPACITY), max(need, self._context))
+    def remember(self, kv: SequenceKv, tokens: Sequence[int], limit: int) -> None:
+        """Know a sequence's full pages by their tokens.
+
+        Args:
+            kv: The sequence's keys and values, as `share` has begun them.
+            tokens: Its tokens.
+            limit: Positions that are written, and hold what any sequence with these tokens would write.
+        """
+        while (kv.known + 1) * PAGE <= limit:
+            key = kv.chain, tuple(tokens[kv.known * PAGE : (kv.known + 1) * PAGE])
+            if key not in self._known:
+                page = kv.pages[kv.known]
+                self._known[key] = next(self._numbers), page
+                self._names[page] = key
+            kv.chain = self._known[key][0]
+            kv.known += 1
+
+    @staticmethod
+    def completes_page(before: int, after: int) -> bool:
+        """Whether a sequence that has grown so much has filled a page."""
+        return after // PAGE > before // PAGE
+
+    def _forget_oldest(self) -> int:
+        page, _ = self._idle.popitem(last=False)
+        del self._known[self._names.pop(page)]
+        return page
+
+    def trim(self) -> None:
+        """Give back to the system what no sequence holds, where it can be."""
+        while self._idle:
+            self._free.append(self._forget_oldest())
+        self._free.sort(reverse=True)
+        release_cached(self.cache.device)
+        self.cache.release_from(max(self._holders, default=-1) + 1)
+
+
+def pages_for(tokens: int) -> int:
+    """Pages that so many tokens take."""
+    return -(-tokens // PAGE)
 
 
 @torch.inference_mode()
-def _position_bytes(model: Model) -> Counter[torch.device]:
-    """Bytes that one position takes on each device over all layers, as one token's prefill shows."""
-    cache = model.new_cache()
-    cache.resize(1, 1)
-    cache.prefill(0)
-    one = torch.ones(1, 1, dtype=torch.long, device=model.device)
-    model.prefill(one, one[0], cache)
-    return cache.bytes_by_device
-
-
-def _bucket(value: int, first: int) -> int:
-    """The smallest first * 2**k that holds `value`."""
-    bucket = first
-    while bucket < value:
-        bucket *= 2
-    return bucket
+def _one_page(model: Model) -> tuple[PagedCache, Counter[torch.device]]:
+    """A cache of one page that a token's forward has written to, and its bytes on each device."""
+    cache, kv = PagedCache(), SequenceKv([0])
+    model.forward([1 % model.vocabulary], [Segment(kv, 0, 1)], [0], cache)
+    sizes = cache.page_bytes
+    layers: list[Any] = kv.lone.layers if kv.lone else []
+    for layer in layers:
+        sizes[layer.keys.device] += PAGE * (layer.keys.nbytes + layer.values.nbytes)
+    return cache, sizes
 
 
 def free_bytes(device: torch.device) -> int:

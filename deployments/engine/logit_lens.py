@@ -33,13 +33,11 @@ class LensRow(NamedTuple):
     """A row of a forward that asks.
 
     Attributes:
-        row: Its place in the batch.
-        at: Which of the forward's tokens.
+        row: Its place in the forward.
         lens: What it asks for.
     """
 
     row: int
-    at: int
     lens: LensLayers
 
 
@@ -59,7 +57,7 @@ class LensReader:
                 self._of.setdefault(point.place, []).append(turn)
         self.places = list(self._of)
         # Most places have the same; a model's layers may lie on several devices.
-        self._index: dict[tuple[tuple[int, ...], torch.device], tuple[torch.Tensor, torch.Tensor]] = {}
+        self._index: dict[tuple[tuple[int, ...], torch.device], torch.Tensor] = {}
         self._taken: dict[Place, torch.Tensor] = {}  # [those who ask, hidden]
         turns = {(turn, place): i for i, (place, turn) in enumerate(self._turns())}
         self._rows = [[turns[turn, point.place] for point in one.lens.points] for turn, one in enumerate(asking)]
@@ -73,16 +71,14 @@ class LensReader:
         self._taken.clear()
 
     def take(self, place: Place, value: torch.Tensor) -> None:
-        """Copy what is asked for of a value [batch, tokens, hidden], where anything is."""
+        """Copy what is asked for of a value [rows, hidden], where anything is."""
         if place in self._of:
-            rows, at = self._where(tuple(self._of[place]), value.device)
-            self._taken[place] = value[rows, at]
+            self._taken[place] = value[self._where(tuple(self._of[place]), value.device)]
 
-    def _where(self, turns: tuple[int, ...], device: torch.device) -> tuple[torch.Tensor, torch.Tensor]:
-        """Rows and tokens, [those who ask] each, on a device."""
+    def _where(self, turns: tuple[int, ...], device: torch.device) -> torch.Tensor:
+        """[those who ask] rows, on a device."""
         if (turns, device) not in self._index:
-            pairs = torch.tensor([(self.asking[turn].row, self.asking[turn].at) for turn in turns], device=device)
-            self._index[turns, device] = pairs[:, 0], pairs[:, 1]
+            self._index[turns, device] = torch.tensor([self.asking[turn].row for turn in turns], device=device)
         return self._index[turns, device]
 
     def read(self, readout: Unembedding) -> list[tuple[LayerTokens, ...]]:

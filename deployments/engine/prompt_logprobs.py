@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import NamedTuple
+from typing import NamedTuple, Protocol
 
 import torch
 
@@ -11,17 +11,27 @@ from deployments.engine.request import Logprob, Request
 from deployments.engine.sampling import score
 from deployments.engine.sampling_state import NEG_INF
 
-LOGITS_BYTES = 256 << 20  # of the logits, as float32, that one prefill with such a prompt may have
+LOGITS_BYTES = 256 << 20  # of the logits, as float32, that one forward with such prompts may have
 CHUNK = 64  # rows of logits that are turned into logprobs at a time
+
+
+class Span(Protocol):
+    """Consecutive tokens of a sequence."""
+
+    @property
+    def start(self) -> int: ...  # noqa: D102
+
+    @property
+    def count(self) -> int: ...  # noqa: D102
 
 
 class PromptScores:
     """The logprobs of one prompt's tokens as they gather; the first token has none, with nothing before it.
 
-    It stays with its row when that loses its slot: what is run again is not scored again.
+    It stays with its sequence when that loses its pages: what is run again is not scored again.
 
     Attributes:
-        most_tokens: The most tokens, padding included, of a prefill that this prompt is part of.
+        most_tokens: The most tokens of scored prompts in one forward.
         logprobs: One for each token from the second on.
         finite: Whether the model gave a distribution for each.
     """
@@ -68,28 +78,35 @@ class PromptScores:
 
 
 class ScoredSpan(NamedTuple):
-    """What one row of a prefill brings to its prompt's scores.
+    """What one piece of a forward brings to its prompt's scores.
 
     Attributes:
-        row: Its place in the prefill.
         scores: What there is already.
-        span: The tokens of its piece, from 0, whose logits are wanted; at least one.
+        rows: The forward's rows whose logits are wanted; at least one.
     """
 
-    row: int
     scores: PromptScores
-    span: range
+    rows: range
 
 
-def spans_of(scores: Sequence[PromptScores | None], start: int, counts: Sequence[int]) -> list[ScoredSpan]:
-    """What is wanted of a prefill from position `start` on with `counts` tokens of each row; None wants nothing."""
-    asked = [ScoredSpan(i, one, one.wanted(start, counts[i])) for i, one in enumerate(scores) if one]
-    return [one for one in asked if one.span]
+def spans_of(scores: Sequence[PromptScores | None], pieces: Sequence[Span], firsts: Sequence[int]) -> list[ScoredSpan]:
+    """What is wanted of a forward.
+
+    Args:
+        scores: Of each piece; None wants nothing.
+        pieces: Their tokens.
+        firsts: The first row of each.
+    """
+    asked = []
+    for one, piece, row in zip(scores, pieces, firsts, strict=True):
+        if one and (wanted := one.wanted(piece.start, piece.count)):
+            asked.append(ScoredSpan(one, range(row + wanted.start, row + wanted.stop)))
+    return asked
 
 
 def read(asked: Sequence[ScoredSpan], logits: torch.Tensor) -> list[list[Logprob]]:
-    """Score the tokens that rows asked for, from their logits [tokens of all rows, vocabulary]."""
+    """Score the tokens that were asked for, from their logits [tokens of all rows, vocabulary]."""
     if not asked:
         return []
-    parts = torch.split(logits, [len(one.span) for one in asked])
+    parts = torch.split(logits, [len(one.rows) for one in asked])
     return [one.scores.read(part) for one, part in zip(asked, parts, strict=True)]

@@ -158,6 +158,8 @@ class Request:
         readouts: Readouts whose values are wanted.
         stop_when: The answer ends before the token that would follow a row that met it; None for never.
         streamed: Say what each step adds; without, all of it comes with the end.
+        owner: Keys and values of a beginning are shared with requests of the same owner alone: how many of a prompt's
+            tokens were there already would tell one of another's prompts.
     """
 
     id: str
@@ -178,6 +180,7 @@ class Request:
     readouts: tuple[Asked, ...] = ()
     stop_when: Gate | None = field(default=None, hash=False)
     streamed: bool = True
+    owner: str | None = None
 
 
 class Rows(NamedTuple):
@@ -274,6 +277,7 @@ class Finished:
         code: A stable word for the error.
         rest: What no `Delta` said before.
         prompt_lens: The lens' tokens of the prompt by their positions, ascending, and what comes of each layer there.
+        cached: Tokens of the prompt that were run for an earlier request with the same beginning.
         memory: What was held while it ran.
         readouts: Rows of readouts that no `Delta` had.
         stop_reason: Which row ended it, where its `stop_when` did.
@@ -291,6 +295,7 @@ class Finished:
     prompt_lens: tuple[tuple[int, tuple[LayerTokens, ...]], ...] = ()
     readouts: tuple[ReadoutRows, ...] = ()
     stop_reason: StopReason | None = None
+    cached: int = 0
 
 
 Event = PromptLogprobs | Delta | Rows | Finished

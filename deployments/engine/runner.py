@@ -1,24 +1,24 @@
-"""The two kinds of forward: prompts, and one token of every request whose prompt is in."""
+"""One forward: prompts' pieces and the next token of every sequence that decodes, packed one behind the other."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from types import MappingProxyType
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 
-from deployments.engine.batch import Batch
 from deployments.engine.capture.ring import CaptureRing, places_of
-from deployments.engine.edits import Plan, Plans, Spans
+from deployments.engine.edits import Plans, Span
 from deployments.engine.gates import Leaf
 from deployments.engine.kv_memory import KvMemory
 from deployments.engine.logit_lens import LensReader, LensRow
 from deployments.engine.prompt_logprobs import read, spans_of
 from deployments.engine.readouts import ReadoutReader, ReadSpan, Stacks
 from deployments.engine.request import LayerTokens
-from deployments.engine.scheduler import Prefill
-from deployments.engine.sequence import Sequence
+from deployments.engine.scheduler import Piece
+from deployments.engine.sequence import Sequence as EngineSequence
+from deployments.model.kv_cache import Segment
 from deployments.model.model import Model
 from deployments.places.place import Place
 
@@ -28,162 +28,187 @@ class ForwardResult(NamedTuple):
 
     Attributes:
         sequences: Those whose next token it decides; none where a prompt is not all in yet.
-        logits: [rows, vocabulary].
+        logits: [sequences, vocabulary].
         lens: For each sequence that asks, by its turn among these, what comes of each layer.
         stopped: For each sequence that its `stop_when` ends, by its turn, the condition and the row that met it.
     """
 
-    sequences: list[Sequence]
+    sequences: list[EngineSequence]
     logits: torch.Tensor
     lens: Mapping[int, tuple[LayerTokens, ...]] = MappingProxyType({})
     stopped: Mapping[int, tuple[Leaf, int]] = MappingProxyType({})
 
 
 class Runner:
-    """Runs sequences through the model. What fails leaves sequences, slots and recordings as they were."""
+    """Runs sequences through the model. What fails leaves sequences and recordings as they were."""
 
-    def __init__(self, model: Model, memory: KvMemory, batch: Batch, ring: CaptureRing) -> None:
+    def __init__(self, model: Model, memory: KvMemory, ring: CaptureRing) -> None:
         self._model = model
         self._memory = memory
-        self._cache = memory.cache
-        self._batch = batch
         self._ring = ring
         self._plans = Plans()
-        self._lenses = LensReader([])  # of the last decode
+        self._lenses = LensReader([])  # of the last forward
         self._stacks = Stacks()
 
-    def prefill(self, prefill: Prefill) -> ForwardResult:
-        """Run prompts, or a piece of one, into slots behind those in use or the one it has."""
-        seqs, start, counts = prefill
-        batch, model = self._batch, self._model
-        first = batch.sequences.index(seqs[0]) if start else len(batch)
-        new = [] if start else seqs
-        longest = max(counts)
-        self._reserve(seqs, new, start + longest)
-        pieces = [seq.token_ids[start : start + count] for seq, count in zip(seqs, counts, strict=True)]
-        padded = [piece + [0] * (longest - len(piece)) for piece in pieces]
-        ids = torch.tensor(padded, device=model.device)  # [rows, longest]
-        lengths = torch.tensor(counts, device=model.device)
-        recordings = [(i, seq.recording) for i, seq in enumerate(seqs) if seq.recording and seq.records_prefill]
-        fresh = [slice(max(0, recording.rows - start), counts[i]) for i, recording in recordings]  # not recorded before
-        places = places_of(recording for _, recording in recordings)
-        readers = {place: [i for i, one in recordings if one.reads(place)] for place in places if place.grows}
-        came = set()
-        plan = Plan([Spans(seq.request.edits, start, start + count) for seq, count in zip(seqs, counts, strict=True)])
+    def run(self, pieces: Sequence[Piece]) -> ForwardResult:
+        """Run one forward.
 
-        whole = [i for i, seq in enumerate(seqs) if start + counts[i] == seq.length]
-        deciding = [LensRow(i, counts[i] - 1, seq.lens) for i, seq in enumerate(seqs) if seq.lens and i in whole]
-        reading = [
-            LensRow(i, position - start, seq.request.lens)
-            for i, seq in enumerate(seqs)
-            if seq.request.lens
-            for position in seq.lensed(start, start + counts[i])
+        Args:
+            pieces: What it runs; there are pages for it.
+        """
+        model, ring = self._model, self._ring
+        pieces = self._in_order(pieces)
+        firsts, rows = [], 0  # each piece's first row
+        for piece in pieces:
+            firsts.append(rows)
+            rows += piece.count
+        capture = _Capture(ring, pieces, firsts)
+        plan = self._plans.of(
+            [Span(p.sequence.request.edits, p.start, p.count, row) for p, row in zip(pieces, firsts, strict=True)]
+        )
+        deciding = [(piece, row + piece.count - 1) for piece, row in zip(pieces, firsts, strict=True) if piece.decides]
+        drawn = [LensRow(row, asked) for piece, row in deciding if (asked := piece.sequence.lens)]
+        prompts = [
+            (piece.sequence, position, LensRow(row + position - piece.start, asked))
+            for piece, row in zip(pieces, firsts, strict=True)
+            if (asked := piece.sequence.request.lens)
+            for position in piece.sequence.lensed(piece.start, piece.start + piece.count)
         ]
-        lenses = LensReader([*deciding, *reading])
+        lenses = self._lenses_of([*drawn, *(row for _, _, row in prompts)])
+
         readouts = ReadoutReader(
             [
-                ReadSpan(seq.request, seq.readouts, start, counts[i], i * longest, i in whole)
-                for i, seq in enumerate(seqs)
+                ReadSpan(p.sequence.request, p.sequence.readouts, p.start, p.count, row, p.decides)
+                for p, row in zip(pieces, firsts, strict=True)
             ],
             self._stacks,
         )
 
-        def visit(place: Place, value: torch.Tensor) -> torch.Tensor | None:
+        def visit(place: Place, value: Any) -> torch.Tensor | None:
             new = plan.apply(place, value, readouts)
             seen = value if new is None else new
-            came.add(place)
-            for (i, recording), tokens in zip(recordings, fresh, strict=True):
-                if recording.reads(place):
-                    at = readers[place].index(i) if place.grows else i
-                    recording.write(place, seen[at, tokens], start + tokens.start)
+            capture.take(place, seen)
             lenses.take(place, seen)
             readouts.take(place, seen)
             return new
 
-        self._cache.prefill(first, start)
-        places = [*places, *plan.places, *lenses.places, *readouts.places]
-        every = any(place.module == model.head for place in places)
-        asked = spans_of([seq.scores for seq in seqs], start, counts)
-        beside = [(one.row, one.span) for one in asked]
-        logits = model.prefill(ids, lengths, self._cache, places, visit, every, start, beside, readers)
-        scored = read(asked, logits[len(seqs) :])
-        lens = lenses.read(model.unembedding)
-        stopped = readouts.keep()
-        for (_, recording), tokens in zip(recordings, fresh, strict=True):
-            recording.require(came)
-            recording.keep(start + tokens.start, max(0, tokens.stop - tokens.start))
-        for one, logprobs in zip(asked, scored, strict=True):
-            one.scores.add(logprobs)
-        for read_at, layers in zip(reading, lens[len(deciding) :], strict=True):
-            seqs[read_at.row].prompt_lens.append((start + read_at.at, layers))
-        for seq in new:
-            batch.add(seq)
-        for seq, count in zip(seqs, counts, strict=True):
-            seq.fed = start + count
-            if seq.recording:
-                seq.recording.rows = max(seq.recording.rows, seq.fed)
-        by_row = {read_at.row: layers for read_at, layers in zip(deciding, lens, strict=False)}
-        ended = {turn: stopped[at] for turn, i in enumerate(whole) if (at := i * longest + counts[i] - 1) in stopped}
-        said = {turn: by_row[i] for turn, i in enumerate(whole) if i in by_row}
-        return ForwardResult([seqs[i] for i in whole], logits[whole], said, ended)
-
-    def _reserve(self, seqs: list[Sequence], new: list[Sequence], stop: int) -> None:
-        """Have room for a prefill up to position `stop`."""
-        batch = self._batch
-        needs = [seq.need for seq in (*new, *batch.sequences)]
-        if not new:  # room for all of it was found when it was admitted
-            needs = [stop, *(seq.fed for seq in batch.sequences)]
-        self._memory.reserve(len(batch) + len(new), max(needs), keep=len(batch) > 0)
-        for seq in seqs:
-            seq.written = max(seq.written, stop)
-
-    def decode(self) -> ForwardResult:
-        """Run one token of all sequences that decode."""
-        seqs = list(self._batch.decoding)
-        device = self._model.device
-        if not seqs:  # all had to make room
-            return ForwardResult(seqs, torch.empty(0, 0, device=device))
-        slots = torch.arange(len(seqs), device=device)
-        positions = torch.tensor([seq.fed for seq in seqs], device=device)
-        ids = torch.tensor([seq.tokens[-1] for seq in seqs], device=device)
-        longest = max(seq.fed for seq in seqs) + 1
-        self._cache.decode(slots, positions, longest)
-        ring, reading = self._ring, self._ring.places()
-        if ring.recordings:
-            ring.begin(reading, self._cache.window.slots)
-        plan = self._plans.decode([Spans(seq.request.edits, seq.fed, seq.fed + 1) for seq in seqs])
-        lenses = self._lenses_of([LensRow(i, 0, seq.lens) for i, seq in enumerate(seqs) if seq.lens])
-        wanted = set(reading)
-        readouts = ReadoutReader(
-            [ReadSpan(seq.request, seq.readouts, seq.fed, 1, i, True) for i, seq in enumerate(seqs)], self._stacks
+        places = [*capture.places, *plan.places, *lenses.places, *readouts.places]
+        scored = spans_of([piece.sequence.scores for piece in pieces], pieces, firsts)
+        wanted = [row for _, row in deciding] + [row for one in scored for row in one.rows]
+        logits = model.forward(
+            [token for piece in pieces for token in _tokens(piece)],
+            [Segment(piece.sequence.kv, piece.start, piece.count) for piece in pieces],
+            wanted,
+            self._memory.cache,
+            places,
+            visit,
+            every_logit=any(place.module == model.head for place in places),
+            readers=capture.readers,
         )
-        readers = {place: ring.readers(place) for place in reading if place.grows}
+        logprobs = read(scored, logits[len(deciding) :])
+        layers = lenses.read(model.unembedding)  # before anything counts: it may find no memory
+        found = iter(layers)
+        by_turn = {turn: next(found) for turn, (piece, _) in enumerate(deciding) if piece.sequence.lens}
+        met = readouts.keep()
+        stopped = {turn: met[row] for turn, (_, row) in enumerate(deciding) if row in met}
+        capture.keep()
+        for span, scores in zip(scored, logprobs, strict=True):
+            span.scores.add(scores)
+        for (seq, position, _), found_layers in zip(prompts, layers[len(drawn) :], strict=True):
+            seq.prompt_lens.append((position, found_layers))
+        for piece in pieces:
+            self._fed(piece)
+        return ForwardResult([piece.sequence for piece, _ in deciding], logits[: len(deciding)], by_turn, stopped)
 
-        def visit(place: Place, value: torch.Tensor) -> torch.Tensor | None:
-            new = plan.apply(place, value, readouts)
-            seen = value if new is None else new
-            if place in wanted:
-                ring.take(place, seen)
-            lenses.take(place, seen)
-            readouts.take(place, seen)
-            return new
+    def _in_order(self, pieces: Sequence[Piece]) -> list[Piece]:
+        """Those whose row goes through the ring first, in its order."""
+        if not self._model.packs:
+            return list(pieces)
+        decoding = {
+            recording: piece
+            for piece in pieces
+            if (recording := piece.sequence.recording) and piece.sequence.decodes and recording.wants_generated
+        }
+        first = [decoding[recording] for recording in self._ring.arrange(list(decoding))]
+        return [*first, *(piece for piece in pieces if piece.sequence.recording not in decoding)]
 
-        for seq in seqs:
-            seq.written = max(seq.written, seq.fed + 1)
-        places = [*reading, *plan.places, *lenses.places, *readouts.places]
-        logits = self._model.decode(ids, positions, longest, self._cache, places, visit, readers)
-        read_lens = lenses.read(self._model.unembedding)  # before anything counts: it may find no memory
-        lens = {one.row: layers for one, layers in zip(lenses.asking, read_lens, strict=True)}
-        stopped = readouts.keep()
-        if ring.recordings:
-            ring.end()
-        for seq in seqs:
-            seq.fed += 1
-        return ForwardResult(seqs, logits, lens, stopped)
+    def _fed(self, piece: Piece) -> None:
+        """Count a piece whose forward went well."""
+        seq = piece.sequence
+        before, seq.fed = seq.fed, piece.start + piece.count
+        if seq.recording:
+            seq.recording.rows = max(seq.recording.rows, seq.fed)
+        if self._model.packs and self._memory.completes_page(before, seq.fed):
+            self._memory.remember(seq.kv, seq.token_ids, min(seq.fed, seq.unchanged))
 
     def _lenses_of(self, asking: list[LensRow]) -> LensReader:
-        """Those of a decode, which are the last one's while the same sequences ask."""
+        """Those of a forward, which are the last one's while the same rows ask."""
         if asking != self._lenses.asking:
             self._lenses = LensReader(asking)
         self._lenses.begin()
         return self._lenses
+
+
+def _tokens(piece: Piece) -> Sequence[int]:
+    """A piece's token ids."""
+    seq, stop, prompt = piece.sequence, piece.start + piece.count, len(piece.sequence.request.prompt)
+    if stop <= prompt:
+        return seq.request.prompt[piece.start : stop]
+    if piece.start >= prompt:
+        return seq.tokens[piece.start - prompt : stop - prompt]
+    return [*seq.request.prompt[piece.start :], *seq.tokens[: stop - prompt]]
+
+
+class _Capture:
+    """What one forward records: single decoded rows by way of the ring, prompts' rows at once.
+
+    Attributes:
+        places: What to visit.
+        readers: Of each place of attention patterns, the segments whose are read.
+    """
+
+    def __init__(self, ring: CaptureRing, pieces: Sequence[Piece], firsts: Sequence[int]) -> None:
+        self._ring = ring
+        self._through_ring = len(ring.recordings)
+        self._prompts = [
+            (index, recording, piece, slice(row + fresh, row + piece.count), piece.start + fresh)
+            for index, (piece, row) in enumerate(zip(pieces, firsts, strict=True))
+            if index >= self._through_ring and (recording := piece.sequence.recording)
+            if piece.sequence.records_prefill
+            for fresh in (min(piece.count, max(0, recording.rows - piece.start)),)  # not recorded before
+        ]
+        self._came = set[Place]()
+        recordings = [recording for _, recording, *_ in self._prompts]
+        ringing = ring.places()
+        self._ringing = set(ringing)
+        self.places = [*ringing, *(place for place in places_of(recordings) if place not in self._ringing)]
+        self.readers = {
+            place: [i for i, recording in enumerate(ring.recordings) if recording.reads(place)]
+            + [index for index, recording, *_ in self._prompts if recording.reads(place)]
+            for place in self.places
+            if place.grows
+        }
+        if ring.recordings:
+            ring.begin()
+
+    def take(self, place: Place, value: Any) -> None:
+        """Copy what is recorded of a place's value [rows, ...], of patterns a list of [tokens, heads, keys]."""
+        self._came.add(place)
+        shown = iter(value) if place.grows else None
+        if place in self._ringing:
+            if shown is None:
+                self._ring.take(place, value[: self._through_ring])
+            else:
+                self._ring.take_patterns(place, shown)
+        for _, recording, piece, rows, start in self._prompts:
+            if recording.reads(place):
+                found = value[rows] if shown is None else next(shown)[start - piece.start :]
+                recording.write(place, found, start)
+
+    def keep(self) -> None:
+        """Count what was copied, when the forward has gone well."""
+        for _, recording, _, rows, start in self._prompts:
+            recording.require(self._came)
+            recording.keep(start, rows.stop - rows.start)
+        if self._ring.recordings:
+            self._ring.end(self._came)

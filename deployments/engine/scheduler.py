@@ -1,137 +1,235 @@
-"""Which requests run next: the queue, and what one prefill takes of it."""
+"""Which tokens run next: the queue, the sequences under way, and what one forward takes of them."""
 
 from __future__ import annotations
 
+import collections.abc
 from collections import deque
-from typing import NamedTuple
+from collections.abc import Container, Hashable
+from dataclasses import dataclass
 
-from deployments.engine.batch import Batch
 from deployments.engine.capture_budget import CaptureBudget
-from deployments.engine.kv_memory import KvMemory
+from deployments.engine.kv_memory import KvMemory, pages_for
 from deployments.engine.sequence import Sequence
 
-MIN_PREFILL_TOKENS = 32  # of a prefill: with no memory for these, the request cannot be served
+MIN_PROMPT_TOKENS = 32  # of a forward: with no memory for these, a request cannot be served
 RECOVERY_FORWARDS = 64  # forwards without a failure after which limits are doubled again
 
 
-class Prefill(NamedTuple):
-    """What one prefill runs.
+@dataclass(frozen=True)
+class Piece:
+    """Consecutive tokens that a sequence has in a forward.
 
     Attributes:
-        sequences: Several from their first token to their last, or one from `start` on.
-        start: The position of the first token.
-        counts: Tokens of each sequence.
+        sequence: The sequence.
+        start: The position of the first.
+        count: How many.
     """
 
-    sequences: list[Sequence]
+    sequence: Sequence
     start: int
-    counts: list[int]
+    count: int
+
+    @property
+    def decides(self) -> bool:
+        """Whether it runs the sequence's last token, behind which the next is drawn."""
+        return self.start + self.count == self.sequence.length
 
 
 class Scheduler:
-    """Requests that wait, and the limits under which they are taken in.
+    """Sequences that wait and those under way, and the limits under which they are taken in.
 
     Attributes:
         waiting: First come, first served.
-        max_sequences: The most requests that may hold a slot at present.
-        tokens: The most tokens of one prefill at present, padding included; a fifth of it while streams decode.
-            Both are halved when memory runs out, and doubled again, up to what the operator set, while it does not.
+        running: Those that hold pages, in the order in which they were taken in.
+        preempted: How often a sequence lost its pages.
+        max_sequences: The most sequences that may be under way at present.
+        tokens: The most prompt tokens of one forward at present; a fifth of it while streams decode. Both are halved
+            when memory runs out, and doubled again, up to what the operator set, while it does not.
     """
 
-    def __init__(self, memory: KvMemory, max_running: int, prefill_tokens: int, capture_budget: CaptureBudget) -> None:
+    def __init__(
+        self, memory: KvMemory, max_running: int, prompt_tokens: int, capture_budget: CaptureBudget, packs: bool
+    ) -> None:
+        """Hold nothing yet.
+
+        Args:
+            memory: Where keys and values go.
+            max_running: The most sequences under way.
+            prompt_tokens: The most prompt tokens of a forward.
+            capture_budget: What may be recorded.
+            packs: Whether sequences share a forward.
+        """
         self.waiting: deque[Sequence] = deque()
+        self.running: list[Sequence] = []
+        self.preempted = 0
         self.max_sequences = self._most_sequences = max_running
-        self.tokens = self._most_tokens = prefill_tokens
+        self.tokens = self._most_tokens = prompt_tokens
         self._memory = memory
         self._capture_budget = capture_budget
+        self._packs = packs
         self._good = 0
-        self._after_piece = False  # the last prefill was a piece of a long prompt
+        self._turn = 0
+        self._suspects: list[list[Sequence]] = []  # groups of a forward that failed, each to run by itself
 
-    def recording(self, batch: Batch) -> list[Sequence]:
-        """Those that hold recorded rows, or may: they have slots, or lost them on the way."""
-        return [seq for seq in batch.sequences if seq.recording] + [
+    @property
+    def recording(self) -> list[Sequence]:
+        """Those that hold recorded rows, or may: they are under way, or were."""
+        return [seq for seq in self.running if seq.recording] + [
             seq for seq in self.waiting if seq.recording and seq.recording.bytes
         ]
 
-    def next_prefill(self, batch: Batch) -> Prefill | None:
-        """The next piece of a long prompt that is under way, else as many waiting requests as fit beside a batch."""
-        most = self.tokens
-        if any(seq.request.streamed for seq in batch.decoding):  # somebody sees how long they stand still meanwhile
-            most = min(most, max(MIN_PREFILL_TOKENS, most // 5))
-        room = self._capture_budget.left(self.recording(batch))
-        parked = next((seq for seq in batch.parked if not seq.stalled), None)
-        if parked is None or self._after_piece:  # pieces and admissions take turns: a long prompt stops no short one
-            admitted = self._admit(batch, most, room, whole=parked is not None) if self.waiting else None
-            self._after_piece = admitted is not None and admitted.counts[0] < admitted.sequences[0].length
-            if admitted or parked is None:
-                return admitted
-        self._after_piece = True
-        return Prefill([parked], parked.fed, [min(parked.length - parked.fed, most, self._bearable(parked, room))])
+    # ---- what runs next
 
-    def _admit(self, batch: Batch, most: int, room: int | None, whole: bool) -> Prefill | None:
-        """The request that waits longest, with others of about its length; one too long begins alone.
+    def next_pieces(self) -> list[Piece]:
+        """The next token of each sequence that decodes, and beside them pieces of prompts."""
+        decoding = self._decoding()
+        pieces = [Piece(seq, seq.fed, 1) for seq in decoding]
+        pieces += self._prompts(streams=any(seq.request.streamed for seq in decoding))
+        while not pieces and (stuck := [seq for seq in self.running if not seq.stalled]):
+            if len(stuck) == 1:
+                break
+            self.preempt(max(stuck, key=lambda seq: seq.arrival))  # none has room for its next tokens
+            pieces = self._prompts(streams=False)
+        if not self._packs:
+            pieces = sorted(pieces, key=lambda piece: piece.sequence.turn)[:1]
+        if self._suspects:
+            group = self._suspects.pop()
+            pieces = [piece for piece in pieces if piece.sequence in group] or pieces
+        self._turn += 1
+        for piece in pieces:
+            piece.sequence.turn = self._turn
+        return pieces
+
+    def suspect(self, pieces: collections.abc.Sequence[Piece]) -> None:
+        """Run the sequences of a forward that failed in two halves next: one of them may be at fault."""
+        seqs = [piece.sequence for piece in pieces]
+        self._suspects += [seqs[len(seqs) // 2 :], seqs[: len(seqs) // 2]]
+
+    def _decoding(self) -> list[Sequence]:
+        """Those that decode, with room for their next token; while there is none, the youngest waits again."""
+        for seq in sorted((seq for seq in self.running if seq.decodes), key=lambda seq: seq.arrival):
+            while seq in self.running and not self._memory.grow(seq.kv, seq.fed + 1):
+                self.preempt(max(self.running, key=lambda other: other.arrival))
+        return [seq for seq in self.running if seq.decodes]
+
+    def _prompts(self, streams: bool) -> list[Piece]:
+        """Pieces of prompts that are under way, then of those that wait, as far as they fit.
 
         Args:
-            batch: Those that have slots.
-            most: Tokens of the prefill.
-            room: Bytes for what is recorded; None without a limit.
-            whole: Only requests whose prompt is no longer than that: a longer one is under way.
+            streams: Whether somebody sees how long a decode stands still meanwhile.
         """
-        admitted: list[Sequence] = []
-        longest = 0
-        candidates = [seq for seq in self._fitting(batch) if not whole or seq.length <= most]
-        # Sequences are padded to the longest of their prefill: of 32 questions, in their order, half would be padding.
-        for seq in sorted(candidates, key=lambda seq: abs(seq.length - candidates[0].length)):
-            width, tokens = max(longest, seq.length), min(most, self._bearable(seq, room))
-            if admitted and width * (len(admitted) + 1) > tokens:
+        left = max(MIN_PROMPT_TOKENS, self.tokens // 5) if streams else self.tokens
+        room = self._capture_budget.left(self.recording)
+        scored = 0
+        coming = set[Hashable]()  # pages that this forward will fill, and that others may share in the next
+        pieces: list[Piece] = []
+        begun = [seq for seq in self.running if not seq.decodes and not seq.stalled and seq.fed < seq.length]
+        candidates = [*begun, *self._fitting()]
+        lengths = [seq.length - seq.fed for seq in candidates]
+        for i, seq in enumerate(candidates):
+            if left <= 0:
                 break
-            longest, most = width, tokens
-            admitted.append(seq)
-        for seq in admitted:
-            self.waiting.remove(seq)
-        return Prefill(admitted, 0, [min(seq.length, most) for seq in admitted]) if admitted else None
+            if i >= len(begun) and not self._admitted(seq, coming):
+                continue
+            most = left
+            if seq.length - seq.fed > left and min(lengths[i + 1 :], default=left) <= left // 2:
+                most = max(1, left // 2)  # a long prompt stops no short one
+            if seq.scores:  # its logits have to fit into memory, too
+                most = min(most, max(MIN_PROMPT_TOKENS, seq.scores.most_tokens) - scored)
+            if room is not None and seq.recording:
+                first = not pieces
+                fits = seq.recording.bearable(seq.fed, most, min(MIN_PROMPT_TOKENS, most) if first else 0, room)
+                most = min(most, fits if first or seq.recording.size(seq.fed, 1) <= room else 0)
+            count = min(seq.length - seq.fed, most)
+            while count > 0 and not self._memory.grow(seq.kv, seq.fed + count):
+                count //= 2
+            if count <= 0:
+                continue
+            left -= count
+            scored += count if seq.scores else 0
+            if room is not None and seq.recording:
+                room = max(0, room - seq.recording.size(seq.fed, count))
+            pieces.append(Piece(seq, seq.fed, count))
+            if self._packs:
+                coming.add(self._memory.next_page(seq.kv, seq.token_ids, min(seq.fed + count, seq.unchanged)))
+        return pieces
 
-    def _fitting(self, batch: Batch) -> list[Sequence]:
-        """Waiting requests, first come, first served, for which there is room: a slot, KV and capture memory."""
+    def _fitting(self) -> list[Sequence]:
+        """Those that wait and may come in, first come, first served, where there are pages and capture memory."""
         fitting: list[Sequence] = []
-        need = max((seq.need for seq in batch.sequences), default=0)
-        reserved = self._capture_budget.reserved(batch.sequences)
+        # Those under way will want these, too.
+        promised = sum(max(0, pages_for(seq.need) - len(seq.kv.pages)) for seq in self.running)
+        reserved = self._capture_budget.reserved(self.running)
         turn = True  # of who holds rows until its end: none overtakes another
         for seq in self.waiting:
             reserve = seq.recording.reserve if seq.recording else 0
             if (reserve and not turn) or not self._capture_budget.admits(seq, reserved):
                 turn = turn and not reserve
                 continue
-            slots, need = len(batch) + len(fitting) + 1, max(need, seq.need)
-            if slots > self.max_sequences or (slots > 1 and not self._memory.fits(slots, need)):
+            promised += pages_for(seq.need)
+            count = len(self.running) + len(fitting)
+            if count >= self.max_sequences or (count and promised > self._memory.available):
                 break
             fitting.append(seq)
             reserved += reserve
         return fitting
 
-    def _bearable(self, seq: Sequence, room: int | None) -> int:
-        """The most tokens of a prefill with it: logits and what is recorded have to fit into memory."""
-        most = max(MIN_PREFILL_TOKENS, seq.scores.most_tokens) if seq.scores else self.tokens
-        if room is None or seq.recording is None:
-            return most
-        return seq.recording.bearable(seq.fed, most, min(MIN_PREFILL_TOKENS, most), room)
+    def _admitted(self, seq: Sequence, coming: Container[Hashable]) -> bool:
+        """Take a sequence in, with the pages that are known of its beginning.
 
-    def put_back(self, seqs: list[Sequence]) -> None:
-        """Let requests wait again, before all others."""
-        self.waiting.extendleft(reversed(seqs))
+        Args:
+            seq: The sequence.
+            coming: Pages that others fill in this forward: who could share one waits for it.
+
+        Returns:
+            Whether it was taken in; else it waits on.
+        """
+        tokens, shared = seq.token_ids, 0
+        if self._packs:
+            shared = self._memory.share(seq.kv, tokens, seq.unshared, seq.request.owner)
+        following = self._memory.next_page(seq.kv, tokens, seq.unshared)
+        if (following is not None and following in coming) or not self._memory.grow(seq.kv, shared + 1):
+            self._memory.release(seq.kv)
+            return False
+        seq.fed = shared
+        if not seq.tokens:
+            seq.cached = shared
+        if seq.recording:
+            seq.recording.rows = max(seq.recording.rows, shared)
+        self.waiting.remove(seq)
+        self.running.append(seq)
+        return True
+
+    # ---- who leaves
+
+    def preempt(self, seq: Sequence) -> None:
+        """Take a sequence's pages; its tokens and what it recorded stay, and it is run again from its beginning."""
+        self.remove(seq)
+        seq.stalled = False
+        self.waiting.appendleft(seq)
+        self.preempted += 1
+
+    def remove(self, seq: Sequence) -> None:
+        """Free what a sequence holds, or its place in the queue."""
+        if seq in self.running:
+            self.running.remove(seq)
+            self._memory.release(seq.kv)
+            seq.fed = 0
+        elif seq in self.waiting:
+            self.waiting.remove(seq)
 
     # ---- memory
 
     def halve_tokens(self, tokens: int) -> bool:
-        """Take less than `tokens` in the next prefills; false where that is no use any more."""
+        """Take less than `tokens` of prompts in the next forwards; false where that is no use any more."""
         self._good = 0
-        if tokens <= MIN_PREFILL_TOKENS:
+        if tokens <= MIN_PROMPT_TOKENS:
             return False
-        self.tokens = max(MIN_PREFILL_TOKENS, tokens // 2)
+        self.tokens = max(MIN_PROMPT_TOKENS, tokens // 2)
         return True
 
     def limit_sequences(self, seqs: int) -> None:
-        """Let no more requests than so many hold a slot for now."""
+        """Let no more sequences than so many be under way for now."""
         self._good = 0
         self.max_sequences = max(1, seqs)
 

@@ -11,6 +11,7 @@ from deployments.engine.readouts import SequenceReadouts
 from deployments.engine.request import Delta, FinishReason, LayerTokens, LensLayers, MemoryUse, Request, StopReason
 from deployments.engine.sampling_state import SamplingState
 from deployments.engine.text import TextStream
+from deployments.model.kv_cache import SequenceKv
 
 RESERVED_TOKENS = 256  # tokens a request must find room for beyond its prompt, or fewer where it asks for fewer
 
@@ -28,8 +29,11 @@ class Sequence:
         arrival: Its turn.
         memory: What the process held when it was admitted, and since.
         tokens: Generated so far.
-        fed: Tokens in its KV slot.
-        written: Positions of its slot that were written to, padding included.
+        kv: Where its keys and values lie.
+        fed: Tokens whose keys and values are there.
+        cached: Tokens of its prompt that another sequence had run before.
+        turn: The engine's step in which it last ran.
+        no_memory_at: Its length when it last found no memory by itself.
         stalled: What it recorded waits to be written: it goes on when that is done.
         unsaid: What it has to say at its end, where it is not streamed.
         ending: Decided; one more forward gives the last token its activations.
@@ -46,8 +50,11 @@ class Sequence:
     scores: PromptScores | None = None
     memory: MemoryUse = field(default_factory=MemoryUse)
     tokens: list[int] = field(default_factory=list)
+    kv: SequenceKv = field(default_factory=SequenceKv)
     fed: int = 0
-    written: int = 0
+    cached: int = 0
+    turn: int = 0
+    no_memory_at: int = -1
     stalled: bool = False
     unsaid: list[Delta] = field(default_factory=list)
     ending: FinishReason | None = None
@@ -96,6 +103,28 @@ class Sequence:
             return ()
         known = self.prompt_lens[-1][0] + 1 if self.prompt_lens else 0
         return self.request.lens.prompt.within(max(start, known), min(stop, len(self.request.prompt)))
+
+    @property
+    def unshared(self) -> int:
+        """The first position that it must run itself: it is read or changed there, or decides the next token."""
+        request, prompt = self.request, len(self.request.prompt)
+        firsts = [self.length - 1, self.unchanged]
+        if self.recording:
+            firsts.append(self.recording.next_wanted)
+        if self.scores:
+            firsts.append(len(self.scores.logprobs))
+        gates = [edit.gate for edit in request.edits if edit.gate]
+        gates += [request.stop_when] if request.stop_when else []
+        firsts += [leaf.known for gate in gates for leaf in gate.leaves if not leaf.here]
+        firsts += self.readouts.known if self.readouts else []
+        if request.lens:
+            firsts += [next(iter(self.lensed(0, prompt)), prompt)]
+        return max(0, min(firsts))
+
+    @property
+    def unchanged(self) -> int:
+        """Up to which position its keys and values are those of any sequence with its tokens."""
+        return min((edit.tokens.first for edit in self.request.edits), default=self.length)
 
     @property
     def need(self) -> int:

@@ -12,23 +12,22 @@ class Statistics:
     """What the engine is doing.
 
     Attributes:
-        running: Requests that hold a slot.
-        waiting: Requests that wait for one.
-        slots: Slots there is KV memory for now.
-        kv_bytes: KV memory held.
+        running: Requests under way.
+        waiting: Requests that wait.
+        kv_bytes: KV memory in use, what is kept for later prompts included.
         kv_budget_bytes: The most KV memory that will be held.
         capture_bytes: Recorded rows in host memory: gathered, or handed out and not written yet.
         steps: Forwards so far.
         step_seconds: How long one takes, a mean of the latest.
         tokens: Tokens generated so far.
+        cached_tokens: Prompt tokens that were run for an earlier request with the same beginning.
         tokens_per_second: The rate of the latest steps.
-        preempted: Requests that lost their slot and were run again.
+        preempted: Requests that lost their pages and were run again.
         out_of_memory: Forwards that found no memory.
     """
 
     running: int = 0
     waiting: int = 0
-    slots: int = 0
     kv_bytes: int = 0
     kv_budget_bytes: int = 0
     capture_bytes: int = 0
@@ -36,6 +35,7 @@ class Statistics:
     step_seconds: float = 0.0
     tokens: int = 0
     tokens_per_second: float = 0.0
+    cached_tokens: int = 0
     preempted: int = 0
     out_of_memory: int = 0
 

@@ -11,8 +11,8 @@ from deployments.places.attention_patterns import showing
 from deployments.places.place import Place
 from deployments.places.watching import attention_weights, first_tensor, with_first
 
-Visit = Callable[[Place, torch.Tensor], torch.Tensor | None]  # gives what is to take the value's place, or nothing
-Readers = Mapping[Place, Sequence[int]]  # place of attention patterns -> rows of the batch, in ascending order
+Visit = Callable[[Place, Any], torch.Tensor | None]  # gives what is to take the value's place, or nothing
+Readers = Mapping[Place, Sequence[int]]  # place of attention patterns -> segments of the forward, in ascending order
 
 
 class Hooks:
@@ -79,10 +79,9 @@ class Hooks:
             return self._see(place, output)
 
         def weights(_: Any, args: tuple[Any, ...], output: Any) -> None:
-            patterns, rows = attention_weights(output), self._readers.get(place, ())
-            if patterns is not None and len(patterns) > len(rows):  # eager attention gives those of all rows
-                patterns = patterns[rows]
-            self._see(place, patterns)
+            patterns, readers = attention_weights(output), self._readers.get(place, ())
+            if patterns is not None and readers and self._visit is not None:
+                self._visit(place, list(patterns))  # [heads, tokens, keys] each
 
         if place.side == "weights":
             return [module.register_forward_hook(weights)]

@@ -1,200 +1,210 @@
-"""KV slots: one row of memory per request that is under way, each with its own length."""
+"""Keys and values of all sequences under way, in pages; and which of them one forward writes and reads."""
 
 from __future__ import annotations
 
+import ctypes
+import mmap
 from collections import Counter
-from dataclasses import dataclass
-from typing import Any
+from collections.abc import Hashable, Sequence
+from dataclasses import dataclass, field
+from functools import cached_property
+from typing import Any, NamedTuple
 
+import numpy as np
 import torch
-from transformers.cache_utils import Cache, CacheLayerMixin
+from transformers.cache_utils import Cache, DynamicCache
 
-BITS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
+PAGE = 16  # positions; the kernel's vectors are as wide
+LANES = 16  # a page's values are padded to a multiple of these features
+UNIT_ROWS = 8  # rows of a sequence that the kernel takes at once
+_DONTNEED = 4  # Linux's MADV_DONTNEED
 
 
-@dataclass
-class Window:
-    """Which part of the slots the next forward writes and reads; one for all layers.
+@dataclass(eq=False)
+class SequenceKv:
+    """Where one sequence's keys and values lie.
 
     Attributes:
-        first: The first slot a prefill fills; its rows are first, first + 1, ...
-        start: The position at which a prefill begins. Behind 0 its one row attends to what its slot holds.
-        rows: [batch] slot of each decoded row, always 0..batch-1; None in a prefill.
-        positions: [batch] where each decoded row writes; None in a prefill.
-        length: How many positions are read.
-        slots: Slots to allocate, at least.
-        capacity: Positions per slot to allocate, at least.
+        pages: Numbers of its pages, in order.
+        lone: Its own cache, of a model whose sequences share no forward.
+        known: How many of its pages other sequences may find by their tokens.
+        chain: What stands for the tokens of these.
     """
 
-    first: int = 0
-    start: int = 0
-    rows: torch.Tensor | None = None
-    positions: torch.Tensor | None = None
-    length: int = 0
-    slots: int = 0
-    capacity: int = 0
+    pages: list[int] = field(default_factory=list)
+    lone: DynamicCache | None = None
+    known: int = 0
+    chain: Hashable = None
 
 
-class SlotLayer(CacheLayerMixin):  # type: ignore[no-untyped-call]
-    """One layer's keys and values, [slots, kv_heads, capacity, head_dim]."""
+@dataclass(frozen=True)
+class Segment:
+    """Consecutive tokens of one sequence within a forward.
+
+    Attributes:
+        kv: The sequence's keys and values; there is room for these tokens'.
+        start: The position of the first.
+        count: How many.
+    """
+
+    kv: SequenceKv
+    start: int
+    count: int
+
+
+class Packed:
+    """The rows of one forward, a segment behind the other, and where each reads and writes.
+
+    Attributes:
+        segments: In order.
+        rows: How many tokens in all.
+        positions: [rows] position of each in its sequence.
+    """
+
+    def __init__(self, segments: Sequence[Segment]) -> None:
+        self.segments = segments
+        counts = [segment.count for segment in segments]
+        self.rows = sum(counts)
+        self.firsts = [0, *np.cumsum(counts)[:-1].tolist()]  # each segment's first row
+        if self.rows == len(segments):
+            self.positions = np.array([segment.start for segment in segments], dtype=np.int64)
+        else:
+            spans = [np.arange(one.start, one.start + one.count) for one in segments]
+            self.positions = np.concatenate(spans).astype(np.int64)
+
+    @cached_property
+    def pages(self) -> torch.Tensor:
+        """Page numbers of all sequences, int32, one sequence behind the other."""
+        return torch.from_numpy(np.concatenate([np.asarray(s.kv.pages, dtype=np.int32) for s in self.segments]))
+
+    @cached_property
+    def table(self) -> torch.Tensor:
+        """[rows] where each row's sequence begins in `pages`, int32."""
+        sizes = [len(segment.kv.pages) for segment in self.segments]
+        begins = np.concatenate([[0], np.cumsum(sizes)[:-1]]).astype(np.int32)
+        return torch.from_numpy(np.repeat(begins, [segment.count for segment in self.segments]))
+
+    @cached_property
+    def units(self) -> torch.Tensor:
+        """[units, 2] first row and number of rows that the kernel takes at once, int32."""
+        found = [
+            (first + at, min(UNIT_ROWS, segment.count - at))
+            for first, segment in zip(self.firsts, self.segments, strict=True)
+            for at in range(0, segment.count, UNIT_ROWS)
+        ]
+        return torch.tensor(found, dtype=torch.int32)
+
+    @cached_property
+    def position(self) -> torch.Tensor:
+        """[rows] positions, int32."""
+        return torch.from_numpy(self.positions.astype(np.int32))
+
+    @cached_property
+    def page_of(self) -> torch.Tensor:
+        """[rows] the page that each row is written to."""
+        at = self.table.long() + torch.from_numpy(self.positions // PAGE)
+        return self.pages.long()[at]
+
+    @cached_property
+    def offset(self) -> torch.Tensor:
+        """[rows] its place within that page."""
+        return torch.from_numpy(self.positions % PAGE)
+
+
+class _Layer(NamedTuple):
+    """One layer's pages: keys [pages, kv_heads, head_dim, PAGE], values [pages, kv_heads, PAGE, padded features]."""
 
     keys: torch.Tensor
     values: torch.Tensor
 
-    def __init__(self, window: Window) -> None:
-        super().__init__()  # type: ignore[no-untyped-call]
-        self.window = window
 
-    @property
-    def memories(self) -> list[torch.Tensor]:
-        """Keys and values, once there are any."""
-        return [self.keys, self.values] if self.is_initialized else []
+class PagedCache(Cache):
+    """The KV memory of all sequences: pages at fixed addresses, which sequences hold by number.
 
-    def lazy_initialization(self, key_states: torch.Tensor, value_states: torch.Tensor) -> None:
-        """Allocate for the window's slots and capacity; heads, sizes and dtype are the model's."""
-        self.keys, self.values = self._allocate(key_states), self._allocate(value_states)
-        self.is_initialized = True
+    On a CPU memory is taken by the system as pages are first written to, however many there are.
+    """
 
-    def _allocate(self, like: torch.Tensor) -> torch.Tensor:
-        # Zeros: what a masked position holds must be finite, since 0 x NaN is NaN.
-        return like.new_zeros(self.window.slots, like.shape[1], self.window.capacity, like.shape[3])
-
-    def update(
-        self, key_states: torch.Tensor, value_states: torch.Tensor, *args: Any, **kwargs: Any
-    ) -> tuple[torch.Tensor, torch.Tensor]:
-        """Write the new rows and give what attention reads.
+    def __init__(self, pages: int = 1, like: PagedCache | None = None) -> None:
+        """Have room for so many pages.
 
         Args:
-            key_states: [batch, kv_heads, tokens, head_dim].
-            value_states: The same.
+            pages: How many.
+            like: A cache that a forward has written to, which knows the layers' sizes; without, the first forward
+                makes room.
+        """
+        super().__init__(layers=[])
+        self._pages = pages
+        self._layers: dict[int, _Layer] = {}
+        self._new: tuple[int, torch.Tensor, torch.Tensor] | None = None
+        self.packed = Packed([])
+        for index, layer in (like._layers if like else {}).items():
+            self._layers[index] = _Layer(*(part.new_empty(pages, *part.shape[1:]) for part in layer))
+
+    def update(
+        self, key_states: torch.Tensor, value_states: torch.Tensor, layer_idx: int, *args: Any, **kwargs: Any
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """Take a layer's new keys and values, which attention writes and reads next.
+
+        Args:
+            key_states: [1, kv_heads, rows, head_dim].
+            value_states: [1, kv_heads, rows, features].
+            layer_idx: The layer.
             args: What some models pass beside them; unused.
             kwargs: The same.
         """
-        if not self.is_initialized:
-            self.lazy_initialization(key_states, value_states)
-        window = self.window
-        batch, _, tokens, _ = key_states.shape
-        if window.rows is None:
-            slots, stop = slice(window.first, window.first + batch), window.start + tokens
-            self.keys[slots, :, window.start : stop] = key_states
-            self.values[slots, :, window.start : stop] = value_states
-            if not window.start:
-                return key_states, value_states
-            return self.keys[slots, :, :stop], self.values[slots, :, :stop]
-        assert window.positions is not None
-        rows, positions = window.rows.to(self.keys.device), window.positions.to(self.keys.device)
-        self.keys[rows, :, positions] = key_states[:, :, 0]
-        self.values[rows, :, positions] = value_states[:, :, 0]
-        return self.keys[:batch, :, : window.length], self.values[:batch, :, : window.length]
+        self._new = layer_idx, key_states, value_states
+        return key_states, value_states
 
-    def resize(self) -> None:
-        """Grow or shrink to the window's slots and capacity, keeping what fits."""
-        if not self.is_initialized:
-            return
-        for name in ("keys", "values"):
-            old = getattr(self, name)
-            if (old.shape[0], old.shape[2]) == (self.window.slots, self.window.capacity):
-                continue
-            new = self._allocate(old)
-            slots, length = min(old.shape[0], new.shape[0]), min(old.shape[2], new.shape[2])
-            new[:slots, :, :length] = old[:slots, :, :length]
-            setattr(self, name, new)  # the old one is freed here, layer by layer: the transient is one layer's
-
-    def swap(self, a: int, b: int, length: int) -> None:
-        """Exchange the first `length` positions of two slots."""
-        for memory in self.memories:
-            bits = BITS[memory.element_size()]
-            one, other = memory[a, :, :length].view(bits), memory[b, :, :length].view(bits)
-            # By exclusive or, which needs no memory: a swap cannot end halfway.
-            one.bitwise_xor_(other)
-            other.bitwise_xor_(one)
-            one.bitwise_xor_(other)
-
-    def clear(self, slot: int, length: int) -> None:
-        """Zero the first `length` positions of a slot."""
-        for memory in self.memories:
-            memory[slot, :, :length].zero_()
-
-    def get_mask_sizes(self, query_length: int) -> tuple[int, int]:
-        """(keys read, offset of the first); transformers builds a whole prefill's own masks from it."""
-        if self.window.rows is None:
-            return self.window.start + query_length, 0
-        return self.window.length, 0
-
-    def get_seq_length(self) -> int:
-        """Where a prefill starts; in a decode the longest row's tokens before this one."""
-        return self.window.start if self.window.rows is None else self.window.length - 1
-
-    def get_max_length(self) -> int:
-        """-1: it grows."""
-        return -1
-
-
-class SlotCache(Cache):
-    """The KV memory of all requests that are under way.
-
-    Decoding requests hold slots 0..n-1 without gaps, so that a decode reads `[:n, :, :longest]` as a view.
-    """
-
-    def __init__(self, layers: int) -> None:
-        self.window = Window()
-        self._slots = [SlotLayer(self.window) for _ in range(layers)]
-        super().__init__(layers=list(self._slots))
-
-    def prefill(self, first: int, start: int = 0) -> None:
-        """Make the next forward fill slots from `first` on; from position `start` > 0 on, one slot."""
-        self.window.first, self.window.start = first, start
-        self.window.rows = self.window.positions = None
-
-    def decode(self, rows: torch.Tensor, positions: torch.Tensor, longest: int) -> None:
-        """Make the next forward add one token to each of slots 0..n-1.
-
-        Args:
-            rows: [n] 0..n-1, on the model's device.
-            positions: [n] where each row writes.
-            longest: The longest row after this token.
-        """
-        self.window.rows, self.window.positions, self.window.length = rows, positions, longest
-
-    def resize(self, slots: int, capacity: int) -> None:
-        """Reallocate to `slots` of `capacity` positions each.
+    def take_new(self, key: torch.Tensor) -> _Layer:
+        """The layer whose keys these are, which `update` has just got.
 
         Raises:
-            RuntimeError: torch's, where memory does not suffice; the size is then as it was.
+            TypeError: They are another layer's, or were changed since.
         """
-        before = self.window.slots, self.window.capacity
-        if (slots, capacity) == before:
-            return
-        self.window.slots, self.window.capacity = slots, capacity
-        try:
-            for layer in self._slots:
-                layer.resize()
-        except RuntimeError:  # out of memory: what has grown gives it back
-            self.window.slots, self.window.capacity = before
-            for layer in self._slots:
-                layer.resize()
-            raise
-
-    def swap(self, a: int, b: int, length: int) -> None:
-        """Exchange two slots, of which `length` positions are in use."""
-        for layer in self._slots:
-            layer.swap(a, b, length)
-
-    def clear(self, slot: int, length: int) -> None:
-        """Zero a slot, of which `length` positions were in use."""
-        for layer in self._slots:
-            layer.clear(slot, length)
+        new, self._new = self._new, None
+        if new is None or new[1] is not key:
+            raise TypeError("its attention reads other keys than those it has just kept")
+        index, keys, values = new
+        if index not in self._layers:
+            padded = -(-values.shape[3] // LANES) * LANES
+            self._layers[index] = _Layer(
+                keys.new_empty(self._pages, keys.shape[1], keys.shape[3], PAGE),
+                values.new_empty(self._pages, values.shape[1], PAGE, padded),
+            )
+        return self._layers[index]
 
     @property
-    def bytes(self) -> int:
-        """Memory held, in bytes."""
-        return self.bytes_by_device.total()
+    def device(self) -> torch.device:
+        """Where the first layer's pages lie."""
+        return next((layer.keys.device for layer in self._layers.values()), torch.device("cpu"))
+
+    def touch(self) -> None:
+        """Have all pages' memory taken now."""
+        for layer in self._layers.values():
+            for part in layer:
+                part.zero_()
+
+    def release_from(self, page: int) -> None:
+        """Give the memory of all pages from this one on back to the system, on a CPU; nothing of them is kept."""
+        libc = ctypes.CDLL(None) if hasattr(mmap, "MADV_DONTNEED") else None
+        for part in (part for layer in self._layers.values() for part in layer):
+            if libc is not None and part.device.type == "cpu" and page < len(part):
+                begin = -(-part[page].data_ptr() // mmap.PAGESIZE) * mmap.PAGESIZE
+                length = part.data_ptr() + part.nbytes - begin
+                if length > 0:
+                    libc.madvise(
+                        ctypes.c_void_p(begin), ctypes.c_size_t(length // mmap.PAGESIZE * mmap.PAGESIZE), _DONTNEED
+                    )
 
     @property
-    def bytes_by_device(self) -> Counter[torch.device]:
-        """Memory held, in bytes: a model's layers may lie on several devices."""
-        held: Counter[torch.device] = Counter()
-        for layer in self._slots:
-            for memory in layer.memories:
-                held[memory.device] += memory.nbytes
-        return held
+    def page_bytes(self) -> Counter[torch.device]:
+        """Bytes of one page over all layers, on each device: a model's layers may lie on several."""
+        sizes: Counter[torch.device] = Counter()
+        for layer in self._layers.values():
+            for part in layer:
+                sizes[part.device] += part[:1].nbytes
+        return sizes
+
+    def get_seq_length(self, layer_idx: int = 0) -> int:
+        """0: positions are given to each forward."""
+        return 0

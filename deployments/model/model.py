@@ -1,4 +1,4 @@
-"""One copy of a model's weights: loaded, instrumented by nnsight, and probed for how it may be batched."""
+"""One copy of a model's weights: loaded, instrumented by nnsight, and probed for how its sequences may run."""
 
 from __future__ import annotations
 
@@ -10,11 +10,12 @@ from typing import Any
 import torch
 from nnsight import LanguageModel
 from nnsight._c import unmount
+from transformers.cache_utils import DynamicCache
 
+from deployments.model.attention import packed_attention
 from deployments.model.hooks import Hooks, Readers, Visit
-from deployments.model.kv_cache import SlotCache
-from deployments.model.mask_search import UnsupportedModelError, find_masks
-from deployments.model.masks import Masks
+from deployments.model.kv_cache import Packed, PagedCache, Segment
+from deployments.model.packing import UnsupportedModelError, find_packing
 from deployments.model.unembedding import Unembedding
 from deployments.model.weights import SharedWeights
 from deployments.places.place import Place
@@ -44,6 +45,7 @@ class Model:
         longest_token: The most characters one token stands for.
         eos: Token ids that end a text.
         head: The path of the module that gives the logits.
+        packs: Whether sequences share a forward; others run one at a time.
         shared: What other processes need to run it on the same weights, where they may.
         revision: Which files it was loaded from, as `revision_of` says it.
         readout: From a layer's output to logits.
@@ -74,10 +76,10 @@ class Model:
         self.points = Points.learn(hf)
         self.nnsight = InstrumentedModel(hf, tokenizer=tokenizer)
         self._hooks = Hooks(hf)
-        self._wanted: tuple[torch.Tensor, torch.Tensor] | None = None
+        self._wanted: torch.Tensor | None = None
         hf.get_output_embeddings().register_forward_pre_hook(self._narrow)
-        self.masks: Masks
-        find_masks(self)
+        self.packs = True
+        find_packing(self)
         self.unembedding = Unembedding(hf, self.points)
 
     @property
@@ -95,118 +97,85 @@ class Model:
         """Token ids go from 0 to below this."""
         return self.hf.get_input_embeddings().num_embeddings  # type: ignore[no-any-return]
 
-    def new_cache(self) -> SlotCache:
-        """An empty KV memory for this model."""
-        return SlotCache(self.config.num_hidden_layers)
-
-    def prefill(
+    def forward(
         self,
-        ids: torch.Tensor,
-        lengths: torch.Tensor,
-        cache: SlotCache,
+        ids: Sequence[int],
+        segments: Sequence[Segment],
+        wanted: Sequence[int],
+        cache: PagedCache,
         places: Sequence[Place] = (),
         visit: Visit | None = None,
         every_logit: bool = False,
-        start: int = 0,
-        beside: Sequence[tuple[int, range]] = (),
         readers: Readers = NO_READERS,
     ) -> torch.Tensor:
-        """Run prompts, padded on the right, which causal attention never reads; or one prompt's next piece.
+        """Run tokens of many sequences, one behind the other, through the Hugging Face module.
 
         Args:
-            ids: [batch, longest] token ids.
-            lengths: [batch] tokens of each row.
-            cache: Set to prefill from `start` on.
+            ids: Token ids of all rows.
+            segments: Whose rows they are; a single one where the model's sequences share no forward.
+            wanted: The rows whose logits are wanted.
+            cache: Where their keys and values lie.
             places: What to visit.
-            visit: Called with each place and its value [batch, longest, ...], of attention patterns [readers, longest,
-                heads, keys]; may give what takes its place.
-            every_logit: Run the head over every token instead of those whose logits are wanted, for who reads its rows.
-            start: The first token's position; behind 0 the batch is one row, which attends to its slot.
-            beside: Rows and which of their tokens, from 0, have wanted logits, too.
-            readers: Of each place of attention patterns, whose are visited.
+            visit: Called with each place and its value [rows, ...], of attention patterns a list of
+                [tokens, heads, keys] for each reader; may give what takes its place.
+            every_logit: Run the head over every row instead of those whose logits are wanted, for who reads its rows.
+            readers: Of each place of attention patterns, the segments that are visited.
 
         Returns:
-            [batch + beside, vocabulary] logits of each row's last token, then of those beside.
+            [wanted, vocabulary] logits.
         """
-        rows, at = torch.arange(len(lengths), device=ids.device), lengths - 1
-        if beside:
-            more = torch.tensor([(row, token) for row, tokens in beside for token in tokens], device=ids.device)
-            rows, at = torch.cat([rows, more[:, 0]]), torch.cat([at, more[:, 1]])
-        stop = start + ids.shape[1]
-        positions = torch.arange(start, stop, device=ids.device).expand(ids.shape)
-        mask = self.masks.build(positions, stop) if start else None
-        self._wanted = None if every_logit else (rows, at)
+        packed = Packed(segments)
+        rows = torch.tensor(wanted, dtype=torch.long, device=self.device)
+        inputs: dict[str, Any] = {
+            "input_ids": torch.tensor([list(ids)], device=self.device),
+            "position_ids": torch.from_numpy(packed.positions)[None].to(self.device),
+        }
+        self._wanted = None if every_logit else rows
         try:
-            logits = self._forward(ids, positions, mask, cache, places, visit, readers)
+            if self.packs:
+                cache.packed = packed
+                with packed_attention(self.hf, cache):
+                    logits = self._visited(inputs | {"past_key_values": cache}, places, visit, readers)
+            else:
+                (segment,) = segments
+                lone = segment.kv.lone = segment.kv.lone or DynamicCache()
+                _cut_back(lone, segment.start)  # a forward that failed may have left more in some layers
+                logits = self._visited(inputs | {"past_key_values": lone}, places, visit, readers)
         finally:
             self._wanted = None
-        return logits[rows, at] if every_logit else logits[0]
+        return logits[0, rows] if every_logit else logits[0]
 
-    def decode(
-        self,
-        ids: torch.Tensor,
-        positions: torch.Tensor,
-        longest: int,
-        cache: SlotCache,
-        places: Sequence[Place] = (),
-        visit: Visit | None = None,
-        readers: Readers = NO_READERS,
+    def _visited(
+        self, inputs: dict[str, Any], places: Sequence[Place], visit: Visit | None, readers: Readers
     ) -> torch.Tensor:
-        """Run one token of each running row.
-
-        Args:
-            ids: [batch] token ids.
-            positions: [batch] their positions.
-            longest: The longest row after this token.
-            cache: Set to decode.
-            places: What to visit.
-            visit: Called with each place and its value [batch, 1, ...], of attention patterns [readers, 1, heads,
-                keys]; may give what takes its place.
-            readers: Of each place of attention patterns, whose are visited.
-
-        Returns:
-            [batch, vocabulary] logits.
-        """
-        positions = positions[:, None]
-        mask = self.masks.build(positions, longest)
-        return self._forward(ids[:, None], positions, mask, cache, places, visit, readers)[:, -1]
-
-    def _forward(
-        self,
-        ids: torch.Tensor,
-        positions: torch.Tensor,
-        mask: Any,
-        cache: SlotCache,
-        places: Sequence[Place],
-        visit: Visit | None,
-        readers: Readers,
-    ) -> torch.Tensor:
-        """One forward of the Hugging Face module."""
-        inputs = {"input_ids": ids, "position_ids": positions, "attention_mask": mask}
-        call = functools.partial(self.hf, **inputs, past_key_values=cache, use_cache=True)
+        """One forward of the Hugging Face module, [1, rows or wanted, vocabulary]."""
+        call = functools.partial(self.hf, **inputs, use_cache=True)
         if not places:
             self._hooks.rest()
             return call().logits  # type: ignore[no-any-return]
         assert visit is not None
-        batch = len(ids)
 
-        def shaped(place: Place, value: torch.Tensor) -> torch.Tensor | None:
-            if place.layout == "batched":
-                return visit(place, value)
-            if place.layout == "patterns":
-                return visit(place, value.transpose(1, 2))
-            new = visit(place, value.view(batch, -1, *place.shape))
+        def shaped(place: Place, value: Any) -> torch.Tensor | None:
+            if place.grows:
+                return visit(place, [patterns.transpose(0, 1) for patterns in value])
+            new = visit(place, value.view(-1, *place.shape))
             return None if new is None else new.view(value.shape)
 
         return self._hooks.visit(places, shaped, call, readers).logits  # type: ignore[no-any-return]
 
     def _narrow(self, _: Any, args: tuple[torch.Tensor, ...]) -> tuple[torch.Tensor, ...] | None:
-        """Narrow the head's input to the tokens whose logits are wanted: those of all of a prompt's are many."""
+        """Narrow the head's input to the rows whose logits are wanted: those of all of a prompt's are many."""
         if self._wanted is None:
             return None
-        rows, at = self._wanted  # [wanted] each
-        hidden = args[0]  # [batch, tokens, hidden]
-        return (hidden[rows.to(hidden.device), at.to(hidden.device)][None], *args[1:])
+        hidden = args[0]  # [1, rows, hidden]
+        return (hidden[:, self._wanted.to(hidden.device)], *args[1:])
+
+
+def _cut_back(cache: DynamicCache, length: int) -> None:
+    for layer in cache.layers:
+        held: Any = layer
+        if held.is_initialized and held.keys.shape[-2] > length:
+            held.keys, held.values = held.keys[..., :length, :], held.values[..., :length, :]
 
 
 def lay_out_for_few_rows(hf: Any) -> None:

@@ -8,7 +8,7 @@ import torch
 from torch import nn
 
 from deployments.errors import RequestError
-from deployments.model.mask_search import TOLERANCE, relative_error
+from deployments.model.packing import TOLERANCE, relative_error
 from deployments.places.points import Points
 from deployments.places.watching import first_tensor, with_first
 

@@ -53,7 +53,7 @@ def sdpa_with_patterns(
         query, key = query[rows], key[rows]
         if attention_mask is not None and len(attention_mask) > 1:
             attention_mask = attention_mask[rows]
-    return output, _patterns(query, key, attention_mask, options.get("scaling"))
+    return output, patterns_of(query, key, attention_mask, options.get("scaling"))
 
 
 AttentionInterface.register("sdpa", sdpa_with_patterns)
@@ -89,8 +89,27 @@ def eagerly(model: torch.nn.Module) -> Iterator[None]:
             config._attn_implementation = "sdpa"
 
 
-def _patterns(query: torch.Tensor, key: torch.Tensor, mask: torch.Tensor | None, scaling: float | None) -> torch.Tensor:
-    """[rows, heads, tokens, keys], computed as eager attention does, but some queries at a time to bound its copies."""
+def patterns_of(
+    query: torch.Tensor,
+    key: torch.Tensor,
+    mask: torch.Tensor | None,
+    scaling: float | None,
+    softcap: float | None = None,
+    sinks: torch.Tensor | None = None,
+) -> torch.Tensor:
+    """Attention patterns, computed as eager attention does, but some queries at a time to bound its copies.
+
+    Args:
+        query: [rows, heads, tokens, head_dim].
+        key: [rows, key heads, keys, head_dim].
+        mask: [rows or 1, heads or 1, tokens, keys], True where a key is read, or what is added to logits.
+        scaling: Of the products; the root of head_dim by default.
+        softcap: Bounds the products by its tanh.
+        sinks: [heads] logits that take weight beside the keys'.
+
+    Returns:
+        [rows, heads, tokens, keys].
+    """
     rows, heads, tokens, size = query.shape
     key_heads, keys = key.shape[1:3]
     scaling = size**-0.5 if scaling is None else scaling
@@ -101,9 +120,13 @@ def _patterns(query: torch.Tensor, key: torch.Tensor, mask: torch.Tensor | None,
         count = queries.shape[2]
         by_key_head = queries.reshape(rows, key_heads, heads // key_heads * count, size)
         logits = (by_key_head @ key.transpose(2, 3)).view(rows, heads, count, keys).mul_(scaling)
+        if softcap:
+            logits = logits.div_(softcap).tanh_().mul_(softcap)
         if mask is not None:
             part = mask[:, :, first : first + step]
             lowest = torch.finfo(logits.dtype).min
             logits = logits.masked_fill_(~part, lowest) if part.dtype == torch.bool else logits.add_(part)
-        patterns[:, :, first : first + step] = logits.softmax(-1, dtype=torch.float32)
+        if sinks is not None:
+            logits = torch.cat([logits, sinks.to(logits).view(1, -1, 1, 1).expand(rows, heads, count, 1)], -1)
+        patterns[:, :, first : first + step] = logits.softmax(-1, dtype=torch.float32)[..., :keys]
     return patterns

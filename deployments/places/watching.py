@@ -19,10 +19,15 @@ def first_tensor(value: Any) -> torch.Tensor | None:
     return value if isinstance(value, torch.Tensor) else None
 
 
-def attention_weights(value: Any) -> torch.Tensor | None:
-    """The attention patterns [batch, heads, queries, keys] in a module's output; None where there are none."""
+def attention_weights(value: Any) -> torch.Tensor | list[torch.Tensor] | None:
+    """The attention patterns in a module's output; None where there are none.
+
+    Returns:
+        [batch, heads, queries, keys], or a list of [heads, queries, keys] where rows are packed.
+    """
     weights = value[1] if isinstance(value, tuple) and len(value) > 1 else None
-    return weights if isinstance(weights, torch.Tensor) and weights.ndim == 4 else None
+    is_batch = isinstance(weights, torch.Tensor) and weights.ndim == 4
+    return weights if is_batch or isinstance(weights, list) else None
 
 
 def with_first(value: Any, new: torch.Tensor) -> Any:
@@ -35,7 +40,7 @@ def watch(model: Any, ids: torch.Tensor) -> dict[tuple[str, Side], torch.Tensor]
     seen: dict[tuple[str, Side], torch.Tensor | None] = {}
     calls: Counter[tuple[str, Side]] = Counter()
 
-    def note(path: str, side: Side, tensor: torch.Tensor | None) -> None:
+    def note(path: str, side: Side, tensor: Any) -> None:
         calls[path, side] += 1
         seen[path, side] = None if tensor is None else tensor.clone()  # others may write into it afterwards
 

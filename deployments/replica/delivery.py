@@ -257,7 +257,11 @@ class Delivery:
         reason = "tool_calls" if calls else event.reason
         tokens = len(event.tokens)
         likeliness = choice.logprob / max(1, tokens)
-        more = {"norms": tuple(_norms(choice.request.edits)), "prompt_lens": self._prompt_lens(choice, event)}
+        more = {
+            "norms": tuple(_norms(choice.request.edits)),
+            "prompt_lens": self._prompt_lens(choice, event),
+            "cached_tokens": event.cached,
+        }
         said = choice.take_tokens() | more
         said |= {"edits": tuple(edit_reports(choice.request.edits)), "stop_reason": event.stop_reason}
         return End(choice.index, reason, len(event.prompt), tokens, run, **said, likeliness=likeliness)

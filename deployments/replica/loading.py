@@ -30,7 +30,7 @@ def load_engine(options: Options) -> Engine:
     from huggingface_hub.errors import GatedRepoError, RevisionNotFoundError
 
     from deployments.engine.kv_memory import is_out_of_memory
-    from deployments.model.mask_search import UnsupportedModelError
+    from deployments.model.packing import UnsupportedModelError
 
     try:
         return _engine(options)

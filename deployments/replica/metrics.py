@@ -20,10 +20,9 @@ if TYPE_CHECKING:  # the controller and the proxies import the replica's module,
 
 PREFIX = "vitrine_"
 GAUGES = {
-    "running": "Requests that hold a slot.",
-    "waiting": "Requests that wait for a slot.",
-    "slots": "Slots there is KV memory for.",
-    "kv_bytes": "KV memory held.",
+    "running": "Requests under way.",
+    "waiting": "Requests that wait.",
+    "kv_bytes": "KV memory in use, what is kept for later prompts included.",
     "kv_budget_bytes": "The most KV memory that will be held.",
     "capture_bytes": "Recorded rows in host memory.",
     "step_seconds": "How long a forward takes, a mean of the latest.",
@@ -32,7 +31,8 @@ GAUGES = {
 COUNTERS = {
     "steps": "Forwards.",
     "tokens": "Tokens generated.",
-    "preempted": "Requests that lost their slot and were run again.",
+    "preempted": "Requests that lost their pages and were run again.",
+    "cached_tokens": "Prompt tokens that were run for an earlier request with the same beginning.",
     "out_of_memory": "Forwards that found no memory.",
 }
 

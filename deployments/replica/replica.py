@@ -416,6 +416,7 @@ class ModelReplica:
             capture=capture,
             points=points,
             streamed=streamed,
+            owner=job.account.owner,
         )
 
 

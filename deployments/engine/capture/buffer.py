@@ -81,6 +81,14 @@ class CaptureBuffer:
         tokens, generates = self._tokens, self._capture.mode == "generate"
         return generates and (tokens.stop is None or tokens.stop > self._prompt)
 
+    @property
+    def next_wanted(self) -> int:
+        """The first position whose row is still to be recorded, or may be."""
+        if not self.wants_prompt and not self.wants_generated:
+            return self._stop
+        first = max(self.rows, self._tokens.first)
+        return max(first, self._prompt - self._tokens.tail) if self._tokens.tail else first
+
     def reads(self, place: Place) -> bool:
         """Whether one of its points is there."""
         return place in self._at
@@ -131,6 +139,11 @@ class CaptureBuffer:
         if missed := sorted({point.module for point in self.points if point.place not in came}):
             self.give_up(f"a forward never came to {', '.join(missed)}")
 
+    def size(self, start: int, count: int) -> int:
+        """Bytes of the rows that so many tokens from position `start` on bring."""
+        first = max(start, self.rows, self._next)
+        return self._sizes.of(self._wanted(first, max(0, min(start + count, self._stop) - first)))
+
     def bearable(self, start: int, most: int, least: int, room: int) -> int:
         """How many tokens a prefill may have for their rows to fit into memory.
 
@@ -142,8 +155,7 @@ class CaptureBuffer:
         """
 
         def size(tokens: int) -> int:
-            first = max(start, self.rows, self._next)
-            return self._sizes.of(self._wanted(first, min(start + tokens, self._stop) - first))
+            return self.size(start, tokens)
 
         fitting = bisect_right(range(1, most + 1), room, key=size)
         return max(1, fitting, bisect_right(range(1, least + 1), PIECE_BYTES, key=size))

@@ -1,9 +1,9 @@
-"""Recording activations: one read per point and step for the whole batch, cut to each request's rows."""
+"""Recording activations: one read per point and step for the whole batch, cut to each sequence's rows."""
 
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Sequence
+from collections.abc import Collection, Iterable, Iterator, Sequence
 
 import torch
 
@@ -22,114 +22,115 @@ def places_of(recordings: Iterable[CaptureBuffer]) -> list[Place]:
 
 
 class CaptureRing:
-    """Gathers decoded rows of all recording requests in a ring on the model's device.
+    """Gathers decoded rows of all recording sequences in a ring on the model's device.
 
-    Each step writes one [batch, ...] block per place; a request's rows are cut out when the ring is full,
-    when the request changes its slot or ends. So a step costs one copy per place, however many requests
-    record, and tensors leave the device once per window. Attention patterns, of another width in each step,
-    leave it in that step, and so do the other rows of who records them.
+    Each step writes one [sequences, ...] block per place; a sequence's rows are cut out when the ring is full, or when
+    the sequence leaves. So a step costs one copy per place, however many sequences record, and tensors leave the device
+    once per window. Attention patterns, of another width in each step, leave it in that step, and so do the other rows
+    of who records them.
+
+    Attributes:
+        recordings: Those whose rows the next forward brings, by their column.
     """
 
     def __init__(self, device: torch.device) -> None:
         self._device = device
-        self._ring: dict[Place, torch.Tensor] = {}  # [steps, slots, ...]
+        self._ring: dict[Place, torch.Tensor] = {}  # [steps, columns, ...]
         self._steps = 0
         self._step = 0
-        self._places: list[Place] = []  # that the running requests read, in the order of execution
-        self._came: set[Place] = set()  # in this step
-        self.recordings: dict[int, CaptureBuffer] = {}  # slot -> the running request that records decoded rows
+        self._places: list[Place] = []  # that these read, in the order of execution
+        self.recordings: list[CaptureBuffer] = []
 
     def places(self) -> list[Place]:
-        """What the next decode reads."""
+        """What the next forward reads."""
         return self._places
 
-    def readers(self, place: Place) -> list[int]:
-        """The slots that record what is there, in ascending order."""
-        return sorted(slot for slot, recording in self.recordings.items() if recording.reads(place))
+    def arrange(self, decoding: Sequence[CaptureBuffer]) -> Sequence[CaptureBuffer]:
+        """Have columns for those whose rows the next forward brings, and for no others.
 
-    def begin(self, places: Sequence[Place], slots: int) -> None:
-        """Make room for one more step of these places."""
-        self._came.clear()
-        fits = all((place in self._ring and self._ring[place].shape[1] >= slots) or place.grows for place in places)
+        Returns:
+            These, by their column; who was there keeps it as far as can be.
+        """
+        coming, here = set(decoding), set(self.recordings)
+        if coming == here:
+            return self.recordings
+        for recording in [one for one in self.recordings if one not in coming]:
+            self.leave(recording)
+        for recording in decoding:
+            if recording not in here:
+                recording.since = self._step
+                self.recordings.append(recording)
+        self._places = places_of(self.recordings)
+        return self.recordings
+
+    def begin(self) -> None:
+        """Make room for one more step."""
+        columns, places = len(self.recordings), [place for place in self._places if not place.grows]
+        fits = all(place in self._ring and self._ring[place].shape[1] >= columns for place in places)
         if fits and self._step < self._steps:
             return
-        for slot in self.recordings:
-            self.cut(slot)
-        self._step = 0
-        for recording in self.recordings.values():
+        for recording in self.recordings:
+            self.cut(recording)
             recording.since = 0
+        self._step = 0
         if not fits:
-            places = [place for place in places if not place.grows]
-            step_bytes = slots * sum(math.prod(place.shape) * place.dtype.itemsize for place in places)
+            columns = 1 << (columns - 1).bit_length()  # room for those that join
+            step_bytes = columns * sum(math.prod(place.shape) * place.dtype.itemsize for place in places)
             steps = max(1, min(WINDOW_STEPS, WINDOW_BYTES // step_bytes))
             self._ring, self._steps = {}, 0  # the old one goes before the new one comes
             self._ring = {
-                place: torch.empty(steps, slots, *place.shape, dtype=place.dtype, device=self._device)
+                place: torch.empty(steps, columns, *place.shape, dtype=place.dtype, device=self._device)
                 for place in places
             }
             self._steps = steps
 
     def take(self, place: Place, value: torch.Tensor) -> None:
-        """Copy a decode's value [batch, 1, ...], of attention patterns [readers, 1, heads, keys].
+        """Copy a place's rows [columns, ...]. Modules may write over theirs afterwards."""
+        self._ring[place][self._step, : len(value)] = value
 
-        Modules may write over theirs afterwards.
+    def take_patterns(self, place: Place, shown: Iterator[torch.Tensor]) -> None:
+        """Copy attention patterns, [1, heads, keys] of each sequence that reads them: at once.
+
+        A row's way costs more than its bytes.
         """
-        self._came.add(place)
-        if place.grows:
-            slots = self.readers(place)
-            try:
-                rows = value.cpu()  # at once: a row's way costs more than its bytes
-            except (RuntimeError, MemoryError) as error:
-                for slot in slots:
-                    self.recordings[slot].give_up(str(error))
-                return
-            for slot, row in zip(slots, rows, strict=True):
-                with self.recordings[slot].giving_up():
-                    self.recordings[slot].write(place, row, self.recordings[slot].rows)
-        else:
-            self._ring[place][self._step, : len(value)] = value.view(len(value), *place.shape)
+        for recording in self.recordings:
+            if recording.reads(place):
+                with recording.giving_up():
+                    recording.write(place, next(shown).cpu(), recording.rows)
 
-    def end(self) -> None:
-        """Close the step."""
+    def end(self, came: Collection[Place]) -> None:
+        """Close the step of a forward that came to these places."""
         self._step += 1
-        for slot, recording in self.recordings.items():
+        missed = any(place not in came for place in self._places)
+        for recording in self.recordings:
             recording.rows += 1
-            if len(self._came) < len(self._places):
-                recording.require(self._came)
+            if missed:
+                recording.require(came)
             if recording.grows:
-                self.cut(slot)
+                self.cut(recording)
 
-    def join(self, slot: int, recording: CaptureBuffer) -> None:
-        """Record a slot from the next step on."""
-        recording.since = self._step
-        self.recordings[slot] = recording
-        self._places = places_of(self.recordings.values())
+    def leave(self, recording: CaptureBuffer) -> None:
+        """Cut out what a recording has here, and hold no column for it; the last one moves into its place."""
+        if recording not in self.recordings:
+            return
+        self.cut(recording)
+        column, last = self.recordings.index(recording), self.recordings[-1]
+        if last is not recording:
+            self.cut(last)
+            self.recordings[column] = last
+        self.recordings.pop()
+        self._places = places_of(self.recordings)
 
-    def leave(self, slot: int) -> CaptureBuffer | None:
-        """Cut out a slot's rows and record it no more; gives what was recorded there."""
-        self.cut(slot)
-        recording = self.recordings.pop(slot, None)
-        if recording is not None:
-            self._places = places_of(self.recordings.values())
-        return recording
-
-    def swap(self, a: int, b: int) -> None:
-        """Follow two requests that change places."""
-        moving = (b, self.leave(a)), (a, self.leave(b))
-        for slot, recording in moving:
-            if recording is not None:
-                self.join(slot, recording)
-
-    def cut(self, slot: int) -> None:
-        """Hand a slot's gathered rows to its recording, which gives up where there is no memory for them."""
-        recording = self.recordings.get(slot)
-        if recording is not None and recording.since < self._step:
+    def cut(self, recording: CaptureBuffer) -> None:
+        """Hand a recording its gathered rows; it gives up where there is no memory for them."""
+        if recording.since < self._step:
             window = slice(recording.since, self._step)
             steps = self._step - recording.since
             first = recording.rows - steps
             recording.since = self._step
+            column = self.recordings.index(recording)
             with recording.giving_up():
                 for place in places_of([recording]):
                     if not place.grows:
-                        recording.write(place, self._ring[place][window, slot], first)
+                        recording.write(place, self._ring[place][window, column], first)
                 recording.keep(first, steps)

@@ -56,13 +56,19 @@ def test_values_come_in_the_dtype_asked_for(dtype, tiny, prompt, capturing):
     torch.testing.assert_close(cast, exact.to(cast.dtype), rtol=2e-2, atol=1e-3)
 
 
-def test_the_models_own_dtype_comes_bit_exact(build, byte_tokenizer, prompt, capturing, lone_values):
+def test_the_models_own_dtype_comes_bit_exact(build, byte_tokenizer, prompt, capturing):
     model = Model(build("qwen3").to(torch.bfloat16), byte_tokenizer, "qwen3")
     request = capturing(model, "a", prompt(8), 0, points=["layers.*.output"])
-    (finished,) = Engine(model).generate([request])
-    for point, want in lone_values(model, request.prompt, request.points).items():
-        assert finished.captured.values[point].dtype == torch.bfloat16
-        assert torch.equal(finished.captured.values[point], want)
+    engine, seen = Engine(model), []
+    hooks = [
+        layer.register_forward_hook(lambda *_args: seen.append(_args[2].clone())) for layer in model.hf.model.layers
+    ]
+    (finished,) = engine.generate([request])
+    for hook in hooks:
+        hook.remove()
+    for value, want in zip(finished.captured.values.values(), seen, strict=True):
+        assert value.dtype == torch.bfloat16
+        assert torch.equal(value, want[0])
 
 
 def test_values_beyond_float16_are_refused_by_name_and_the_request_still_finishes(

@@ -8,7 +8,7 @@ import torch
 from by_hand import hooked
 from by_hand import point as point_of
 
-from deployments.engine.edits import Edit, Plan, Spans, Tokens
+from deployments.engine.edits import Edit, Plan, Span, Tokens
 from deployments.engine.engine import Engine
 from deployments.engine.kv_memory import KvMemory
 from deployments.engine.request import Request
@@ -139,6 +139,6 @@ def test_a_vector_for_all_tokens_is_not_repeated_for_each(tiny):
     at = point_of(tiny("qwen3"), "layers.0.output")
     steering = Edit(at, "add", vector=vector(at.shape[0]))
     with torch.profiler.profile(profile_memory=True) as profiled:
-        Plan([Spans([steering], 0, 10_000)])
+        Plan([Span([steering], 0, 10_000, 0)])
     taken = sum(max(0, event.self_cpu_memory_usage) for event in profiled.events())
     assert taken < 100 * steering.vector.nbytes

@@ -19,7 +19,7 @@ def test_a_request_whose_token_cannot_be_taken_ends_alone(tiny, prompt, drain, e
     for request in requests:
         engine.submit(replace(request, streamed=False))
     events = engine.step()
-    broken = next(seq for seq in engine._batch.sequences if seq.request.id == "1")
+    broken = next(seq for seq in engine._scheduler.running if seq.request.id == "1")
 
     def fails(*_, **__):
         raise ValueError("the tokenizer's own fault")
@@ -52,7 +52,7 @@ def test_a_broken_invariant_of_the_engine_ends_it(tiny, prompt, capturing, drain
     engine = Engine(tiny("qwen3"))
     engine.submit(capturing(engine.model, "a", prompt(4), 4, points=["layers.0.output"]))
     engine.step()
-    (seq,) = engine._batch.sequences
+    (seq,) = engine._scheduler.running
     seq.recording._filled += 1  # a row that no forward brought
     with pytest.raises(AssertionError):
         drain(engine)

@@ -82,7 +82,7 @@ def test_a_stop_string_ends_the_request_with_its_text_before_it(demo, drain, end
     assert list(finished.tokens) == list(whole.tokens[: len(finished.tokens)])
 
 
-def test_no_prefill_takes_more_tokens_than_set_padding_included(tiny, prompt, capturing):
+def test_no_forward_takes_more_prompt_tokens_than_set(tiny, prompt, capturing):
     model, sizes = tiny("qwen3"), []
     hook = model.hf.get_input_embeddings().register_forward_pre_hook(lambda _, args: sizes.append(args[0].numel()))
     plain = [Request(str(length), prompt(length), 8) for length in (40, 3, 2, 9, 5)]
@@ -91,4 +91,5 @@ def test_no_prefill_takes_more_tokens_than_set_padding_included(tiny, prompt, ca
         Engine(model, prefill_tokens=12, capture_bytes=1 << 16).generate([*plain, *recording])
     finally:
         hook.remove()
-    assert max(sizes) == 12
+    decoding = len(plain) + len(recording)
+    assert 12 <= max(sizes) < 12 + decoding

@@ -6,6 +6,7 @@ import pytest
 import torch
 
 from deployments.engine.engine import Engine
+from deployments.engine.kv_memory import KvMemory
 from deployments.engine.request import Request
 from deployments.errors import RequestError
 from deployments.model.model import Model
@@ -94,7 +95,7 @@ def test_a_token_id_the_model_has_not_is_refused(token, tiny):
 
 def test_what_the_kv_memory_can_never_hold_is_refused(build, byte_tokenizer, prompt):
     model = Model(build("qwen3", max_position_embeddings=1024), byte_tokenizer, "qwen3")
-    engine = Engine(model, kv_bytes=512 * 3 * 2 * 2 * 8 * 4)  # 512 positions of 3 layers x keys, values x 2 heads x 8
+    engine = Engine(model, kv_bytes=512 * KvMemory(model, 1, kv_bytes=1).position_bytes)
     engine.check(Request("fits", prompt(9), 500))
     with pytest.raises(RequestError) as refused:
         engine.check(Request("a", prompt(9), 600))
@@ -131,7 +132,7 @@ def test_a_decode_that_fails_ends_its_requests_and_leaves_no_rows_behind(
         raise torch.OutOfMemoryError("tried to allocate 9 GiB")
 
     hook = model.hf.get_submodule("model.layers.1.mlp").register_forward_pre_hook(fail)
-    assert endings(engine.step())["a"].reason == "error"
+    assert endings(drain(engine))["a"].reason == "error"
     hook.remove()
     (after,) = engine.generate([request])
     want = lone_values(model, [*request.prompt, *after.tokens], request.points)

@@ -11,7 +11,7 @@ from deployments.engine.engine import Engine
 from deployments.engine.kv_memory import left_in_container
 from deployments.engine.request import Request
 from deployments.engine.sampling import choose
-from deployments.model.kv_cache import SlotLayer
+from deployments.model.model import Model
 
 
 def test_a_newcomer_for_whom_memory_cannot_grow_waits_and_touches_nobody(tiny, monkeypatch, drain, endings):
@@ -21,14 +21,14 @@ def test_a_newcomer_for_whom_memory_cannot_grow_waits_and_touches_nobody(tiny, m
     engine = Engine(model)
     engine.submit(requests[0])
     engine.step()
-    allocate = SlotLayer._allocate
+    forward = Model.forward
 
-    def out_of_memory_while_another_runs(layer, like):
-        if len(engine._batch) and layer.window.slots * layer.window.capacity > 256:
+    def out_of_memory_while_another_runs(model, ids, segments, *rest, **options):
+        if len(segments) > 1 and len(ids) > 100:
             raise torch.OutOfMemoryError("Tried to allocate 9.00 GiB")
-        return allocate(layer, like)
+        return forward(model, ids, segments, *rest, **options)
 
-    monkeypatch.setattr(SlotLayer, "_allocate", out_of_memory_while_another_runs)
+    monkeypatch.setattr(Model, "forward", out_of_memory_while_another_runs)
     engine.submit(requests[1])
     done = endings(drain(engine))
     assert engine.statistics.out_of_memory > 0
@@ -38,19 +38,18 @@ def test_a_newcomer_for_whom_memory_cannot_grow_waits_and_touches_nobody(tiny, m
 
 
 def test_a_prompts_next_piece_takes_no_memory_that_a_neighbours_next_token_would(tiny, prompt, monkeypatch, endings):
-    monkeypatch.setattr(kv_memory, "FIRST_CAPACITY", 8)
     monkeypatch.setattr(sequence_module, "RESERVED_TOKENS", 1)
     model = tiny("qwen3")
     requests = [Request("a", prompt(4), 20, ignore_eos=True), Request("b", prompt(15), 1)]
     alone = [Engine(model).generate([request])[0].tokens for request in requests]
-    two_of_16 = 32 * kv_memory.KvMemory(model, 1, kv_bytes=1).position_bytes
-    engine = Engine(model, prefill_tokens=4, kv_bytes=two_of_16)
+    two_pages = 32 * kv_memory.KvMemory(model, 1, kv_bytes=1).position_bytes
+    engine = Engine(model, prefill_tokens=4, kv_bytes=two_pages)
     engine.submit(requests[0])
     events = [event for _ in range(10) for event in engine.step()]  # 16 of its tokens are in before b's last piece
     engine.submit(requests[1])
     while len(done := endings(events)) < 2:
         events += engine.step()
-        assert engine.statistics.kv_bytes <= two_of_16
+        assert engine.statistics.kv_bytes <= two_pages
     assert [done[request.id].tokens for request in requests] == alone
 
 
@@ -111,7 +110,7 @@ def test_a_containers_limit_bounds_what_is_free(files, left, tmp_path):
     assert left_in_container(tmp_path) == left
 
 
-@pytest.mark.parametrize(("failing", "prefill_tokens"), [(1, 64), *((at, 4) for at in range(4, 14))])
+@pytest.mark.parametrize(("failing", "prefill_tokens"), [(1, 64), *((at, 4) for at in range(4, 12))])
 def test_no_memory_for_the_draw_costs_no_request_and_no_row_twice(
     failing, prefill_tokens, tiny, prompt, capturing, lone_values, assert_rows_close, monkeypatch
 ):
@@ -142,13 +141,13 @@ def test_of_prompts_that_find_no_memory_together_none_is_refused(tiny, prompt, m
     model = tiny("qwen3")
     requests = [Request(str(i), prompt(4, i), 3) for i in range(8)]
     want = [list(done.tokens) for done in Engine(model).generate(requests)]
-    allocate = SlotLayer._allocate
+    forward = Model.forward
 
-    def room_for_three(layer, like):
-        if layer.window.slots > 3:
+    def room_for_three(model, ids, segments, *rest, **options):
+        if len(segments) > 3:
             raise torch.OutOfMemoryError("Tried to allocate 9.00 GiB")
-        return allocate(layer, like)
+        return forward(model, ids, segments, *rest, **options)
 
-    monkeypatch.setattr(SlotLayer, "_allocate", room_for_three)
+    monkeypatch.setattr(Model, "forward", room_for_three)
     done = Engine(model).generate(requests)
     assert [(one.error, list(one.tokens)) for one in done] == [(None, tokens) for tokens in want]

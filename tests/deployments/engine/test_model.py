@@ -6,21 +6,19 @@ import torch
 from deployments.demo_model import WEIGHTS
 from deployments.engine.engine import Engine
 from deployments.engine.request import Request
+from deployments.model import attention, native
 from deployments.model.load import load
-from deployments.model.mask_search import UnsupportedModelError
 from deployments.model.model import Model
+from deployments.model.packing import UnsupportedModelError
 
 
 @pytest.mark.parametrize(
     ("architecture", "reason"),
     [
-        ("falcon_alibi", "cannot be batched exactly"),  # ALiBi takes no mask of its own per row
-        ("bloom", "cannot be batched exactly"),
-        ("gpt_neo", "window_size"),  # it cuts its windows by the batch's longest row
         ("phi3_longrope", "with a context of 32"),  # the longest row would turn all rows' positions
     ],
 )
-def test_what_cannot_be_batched_exactly_is_refused_at_load(architecture, reason, build, byte_tokenizer):
+def test_what_cannot_be_served_exactly_is_refused_at_load(architecture, reason, build, byte_tokenizer):
     with pytest.raises(UnsupportedModelError, match=reason):
         Model(build(architecture), byte_tokenizer, architecture, context=64)
 
@@ -31,11 +29,17 @@ def test_a_recurrent_model_is_refused_at_load_with_the_reason(architecture, buil
         Model(build(architecture), byte_tokenizer, architecture)
 
 
-def test_a_model_of_layers_without_known_masks_is_refused_by_their_kinds(build, byte_tokenizer):
-    hf = build("llama")
-    hf.config.layer_types = ["chunked_attention", "full_attention", "chunked_attention"]
-    with pytest.raises(UnsupportedModelError, match="of the kinds chunked_attention, full_attention"):
-        Model(hf, byte_tokenizer, "llama")
+@pytest.mark.parametrize("architecture", ["falcon_parallel", "falcon_alibi", "bloom", "gpt_neo"])
+def test_a_model_whose_attention_cannot_be_packed_runs_one_sequence_at_a_time(
+    architecture, build, byte_tokenizer, prompt, alone, same_greedy
+):
+    model = Model(build(architecture), byte_tokenizer, architecture, context=64)
+    assert not model.packs
+    prompts = [prompt(length) for length in (3, 40, 9)]
+    engine = Engine(model, prefill_tokens=16)
+    done = engine.generate([Request(str(i), p, max_tokens=20) for i, p in enumerate(prompts)])
+    for p, finished in zip(prompts, done, strict=True):
+        assert same_greedy(model, p, finished.tokens, alone(model, p, 20))
 
 
 @pytest.mark.parametrize("architecture", ["gemma3", "llama"])  # a llama has none, whatever its config says
@@ -92,3 +96,24 @@ def test_float16_models_are_served(build, byte_tokenizer, prompt):
     model = Model(build("qwen3", torch.float16), byte_tokenizer, "qwen3")
     done = Engine(model).generate([Request(str(n), prompt(n), max_tokens=4) for n in (2, 9, 5)])
     assert [(finished.reason, finished.error) for finished in done] == [("length", None)] * 3
+
+
+@pytest.mark.parametrize("architecture", ["qwen3_windows", "gemma2", "gpt2"])
+def test_without_a_compiler_torchs_operations_give_the_same(
+    architecture, build, byte_tokenizer, prompt, capturing, lone_values, assert_rows_close, monkeypatch
+):
+    monkeypatch.setattr(attention, "kernel", lambda _: None)
+    model = Model(build(architecture), byte_tokenizer, architecture)
+    assert model.packs
+    points = ["layers.*.output", "layers.*.attention.weights"]
+    requests = [capturing(model, str(n), prompt(n), 20, points=points) for n in (40, 1, 9, 23)]
+    for request, done in zip(requests, Engine(model, prefill_tokens=16).generate(requests), strict=True):
+        for point, want in lone_values(model, [*request.prompt, *done.tokens], request.points).items():
+            assert_rows_close(done.captured.values[point], want, point)
+
+
+def test_a_compiler_that_fails_is_said_and_torch_stands_in(monkeypatch, tmp_path, caplog):
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    monkeypatch.setattr(native, "FLAGS", ("--no-such-flag",))
+    assert native.kernel.__wrapped__(torch.float32) is None
+    assert "no-such-flag" in caplog.text

@@ -8,6 +8,11 @@ import sys
 from pathlib import Path
 
 import pytest
+import torch
+
+from deployments.engine.engine import Engine
+from deployments.engine.request import Request
+from deployments.model.model import Model
 
 CHILD = """
 import json, resource, sys
@@ -20,7 +25,7 @@ from deployments.model.model import Model
 from deployments.engine.request import Request
 
 torch.set_num_threads(1)
-size = {{"max_position_embeddings": 16384, "num_hidden_layers": 2, "attn_implementation": "eager"}}
+size = {{"max_position_embeddings": 16384, "num_hidden_layers": 2, "intermediate_size": 16384}}
 model = Model(conftest._build("qwen3", **size), conftest._byte_tokenizer(), "qwen3")
 engine = Engine(model, prefill_tokens=4096, kv_bytes=8 << 30)
 requests = [Request(name, [9] * length, new, ignore_eos=True) for name, length, new in {requests}]
@@ -69,12 +74,19 @@ def test_a_prompt_for_which_one_forward_has_no_memory_is_run_in_smaller_pieces(r
     assert got["long"][0] == "length"
 
 
-@only_linux
-def test_a_request_that_finds_no_memory_at_all_ends_alone_and_says_how_much_it_needed(roomy):
-    got, failures = in_a_process([("short", 30, 8), ("huge", 15000, 4), ("other", 200, 8)], limit=30)
-    reason, code, message, _ = got.pop("huge")
-    assert got == {id: done for id, done in roomy.items() if id != "long"}
-    assert failures > 0
-    assert (reason, code) == ("error", "out_of_memory")
-    for said in ("allocated", "reserved", "asked for", "15000 prompt", "keys and values"):
-        assert said in message
+def test_a_request_that_finds_no_memory_at_all_ends_alone_and_says_how_much_it_needed(tiny, prompt, monkeypatch):
+    model, forward = tiny("qwen3", max_position_embeddings=1024), Model.forward
+    requests = [Request(str(length), prompt(length), 8, ignore_eos=True) for length in (30, 900, 200)]
+    want = [done.tokens for done in Engine(model).generate(requests)]
+
+    def no_memory_for_long_ones(model, ids, segments, *rest, **options):
+        if any(segment.start + segment.count > 500 for segment in segments):
+            raise torch.OutOfMemoryError("Tried to allocate 9.00 GiB")
+        return forward(model, ids, segments, *rest, **options)
+
+    monkeypatch.setattr(Model, "forward", no_memory_for_long_ones)
+    short, long, other = Engine(model).generate(requests)
+    assert [short.tokens, other.tokens] == [want[0], want[2]]
+    assert (long.reason, long.code) == ("error", "out_of_memory")
+    for said in ("allocated", "reserved", "asked for", "900 prompt", "keys and values"):
+        assert said in long.error

@@ -13,7 +13,7 @@ import torch
 from hypothesis import Phase, given, seed, settings
 from hypothesis import strategies as st
 
-from deployments.engine import kv_memory, sequence
+from deployments.engine import sequence
 from deployments.engine.engine import Engine
 from deployments.engine.kv_memory import KvMemory
 from deployments.engine.request import Event, Finished, LensLayers, Request, Rows, Sampling
@@ -136,10 +136,9 @@ def breaking(lone: Any, value: float) -> Iterator[None]:
 
 
 @pytest.fixture(scope="module", autouse=True)
-def _slots_grow_early():
-    """Slots double at these prompts' lengths, so that requests come to want more than there is."""
+def _little_is_reserved():
+    """So that requests come to want more than there is."""
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(kv_memory, "FIRST_CAPACITY", 8)
         patch.setattr(sequence, "RESERVED_TOKENS", 1)
         yield
 
@@ -163,6 +162,7 @@ def serve(architecture, attention, tiny, prompt, make_lone, capturing):
         "canonical": [*(name for name in names if name.startswith(CANONICAL)), "layers.*.attention.heads"],
         "few": ["layers.1.output", "embed.output"],
     }
+    reach = getattr(model.config, "sliding_window", None) or LENGTHS[-1]  # what lies behind a window changes nothing
     shows = {f"layers.{i}.attention.weights" for i in range(3)} < set(points["canonical"])
     assert shows or (attention == "auto" and architecture.startswith("falcon"))
     points["patterns"] = ["layers.*.attention.weights"] if shows else ["layers.2.output"]
@@ -170,7 +170,7 @@ def serve(architecture, attention, tiny, prompt, make_lone, capturing):
     def make(id: str, wanted: Submit) -> Request:
         ids, bias = list(lone.prompts[wanted.length]), {}
         if isinstance(wanted.breaks, float):
-            ids[int(wanted.breaks * (len(ids) - 1))] = lone.rare
+            ids[max(int(wanted.breaks * (len(ids) - 1)), len(ids) - reach)] = lone.rare
         elif wanted.breaks:
             bias[lone.rare] = float(wanted.breaks)
         said = {"logprobs": wanted.logprobs, "prompt_logprobs": wanted.prompt_logprobs}

@@ -11,6 +11,7 @@ from transformers import (
 )
 
 from deployments.engine.engine import Engine
+from deployments.engine.kv_memory import KvMemory
 from deployments.engine.request import Delta, Request, Sampling
 from deployments.engine.sampling import NO_TOKEN_LEFT, adjust, choose
 from deployments.engine.sampling_state import SamplingState
@@ -158,10 +159,9 @@ def test_settings_that_the_model_cannot_meet_are_refused_by_their_field(request_
     assert refused.value.field == field
 
 
-def test_a_request_that_loses_its_slot_goes_on_as_if_it_had_not(build, byte_tokenizer, prompt, drain, endings):
+def test_a_request_that_loses_its_pages_goes_on_as_if_it_had_not(build, byte_tokenizer, prompt, drain, endings):
     model = Model(build("qwen3", num_hidden_layers=2, max_position_embeddings=1024), byte_tokenizer, "qwen3")
-    config = model.config
-    position = 2 * config.num_hidden_layers * config.num_key_value_heads * config.head_dim * model.dtype.itemsize
+    position = KvMemory(model, 1, kv_bytes=1).position_bytes
     sampling = [
         Sampling(1.0, seed=3, repetition_penalty=1.2, min_p=0.02),
         Sampling(0.8, 0.9, seed=4, presence_penalty=0.5, frequency_penalty=0.3, min_tokens=290),
@@ -171,7 +171,7 @@ def test_a_request_that_loses_its_slot_goes_on_as_if_it_had_not(build, byte_toke
         Request(str(i), prompt(length), 300, settings, ignore_eos=i != 1, logprobs=2)
         for i, (length, settings) in enumerate(zip((242, 230, 100), sampling, strict=True))
     ]
-    tight, roomy = Engine(model, kv_bytes=1024 * position), Engine(model)
+    tight, roomy = Engine(model, kv_bytes=900 * position), Engine(model)
     for request in requests:
         tight.submit(request)
         roomy.submit(request)

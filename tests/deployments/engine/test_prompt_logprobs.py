@@ -73,14 +73,14 @@ def test_a_prompt_is_scored_without_an_answer_or_with_one_told_at_its_end(max_to
 
 
 @torch.inference_mode()
-def test_a_prompt_that_loses_its_slot_between_two_pieces_is_scored_once(tiny, prompt, drain):
+def test_a_prompt_that_loses_its_pages_between_two_pieces_is_scored_once(tiny, prompt, drain):
     model, ids = tiny("qwen3"), prompt(60)
     engine = Engine(model, prefill_tokens=32)
     engine.submit(Request("a", ids, 4, prompt_logprobs=2, ignore_eos=True))
     events = engine.step()
-    (row,) = engine._batch.sequences
-    assert 0 < row.fed < len(ids)
-    engine._preempt(row)
+    (seq,) = engine._scheduler.running
+    assert 0 < seq.fed < len(ids)
+    engine._recovery.preempt(seq)
     events += drain(engine)
     assert engine.statistics.preempted == 1
     assert_plain(model, ids, of(events, "a"), 2)
@@ -93,7 +93,7 @@ def test_the_head_runs_over_last_tokens_and_the_prompts_that_are_scored_alone(he
         engine.submit(Request(id, prompt(20), 2, prompt_logprobs=likeliest, ignore_eos=True))
     rows.clear()
     drain(engine)
-    assert rows == [3 + 19, 3]  # one prefill, one decode
+    assert rows == [3 + 19, 3]  # the prompts, and one decode
 
 
 def test_a_long_prompt_is_scored_within_the_memory_for_logits(head_rows, prompt, drain, monkeypatch):
@@ -103,7 +103,7 @@ def test_a_long_prompt_is_scored_within_the_memory_for_logits(head_rows, prompt,
     engine.submit(Request("a", prompt(90), 0, prompt_logprobs=1))
     rows.clear()
     events = drain(engine)
-    assert rows == [1 + 40, 1 + 40, 1 + 9]
+    assert rows == [40, 40, 1 + 9]
     assert_plain(model, prompt(90), of(events, "a"), 1)
 
 

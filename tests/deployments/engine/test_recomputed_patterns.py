@@ -9,11 +9,12 @@ from hypothesis import strategies as st
 from transformers.integrations.sdpa_attention import sdpa_attention_forward
 from transformers.models.llama import modeling_llama
 
-from deployments.engine import kv_memory, sequence
+from deployments.engine import sequence
 from deployments.engine.engine import Engine
 from deployments.engine.kv_memory import KvMemory
 from deployments.engine.request import Request
 from deployments.errors import RequestError
+from deployments.model import attention
 from deployments.model.model import Model
 from deployments.places import attention_patterns
 from deployments.places.attention_patterns import sdpa_with_patterns, showing
@@ -41,7 +42,6 @@ def test_in_any_company_patterns_are_eager_attentions(architecture, tiny, prompt
     if architecture.startswith("falcon"):  # whose attention is in no registry
         assert not any(point.place.grows for point in model.points)
         return
-    monkeypatch.setattr(kv_memory, "FIRST_CAPACITY", 8)
     monkeypatch.setattr(sequence, "RESERVED_TOKENS", 1)
     requests = [capturing(model, str(n), prompt(n), 9, points=EVERY, tokens=tokens) for n, tokens in LENGTHS]
     requests[2:2] = [Request("plain", prompt(20, 1), 12), capturing(model, "one", prompt(8), 30, points=WEIGHTS[1:2])]
@@ -77,10 +77,8 @@ def test_neighbours_keep_every_bit(name, tiny, prompt, capturing):
 
 def test_of_rows_and_layers_that_nobody_records_nothing_is_computed(tiny, prompt, capturing, monkeypatch):
     model, rows = tiny("qwen3"), []
-    compute = attention_patterns._patterns
-    monkeypatch.setattr(
-        attention_patterns, "_patterns", lambda query, *rest: rows.append(len(query)) or compute(query, *rest)
-    )
+    compute = attention_patterns.patterns_of
+    monkeypatch.setattr(attention, "patterns_of", lambda query, *rest: rows.append(len(query)) or compute(query, *rest))
     requests = [Request(str(i), prompt(9, i), 6) for i in range(3)]
     Engine(model).generate([*requests, capturing(model, "a", prompt(9), 6, points=WEIGHTS[1:2], tokens="generated")])
     assert rows == [1] * 6  # a decode for each token

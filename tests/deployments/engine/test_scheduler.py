@@ -117,7 +117,7 @@ def test_a_long_prompt_stops_no_short_one(tiny, prompt):
     engine = Engine(tiny("qwen3"), prefill_tokens=32)
     engine.submit(Request("stream", prompt(4), 60, ignore_eos=True, streamed=True))
     engine.step()
-    engine.submit(Request("long", prompt(60), 1))
+    engine.submit(Request("long", prompt(90), 1))
     engine.step()
     engine.submit(Request("short", prompt(3), 1))
     order = []

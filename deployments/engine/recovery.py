@@ -1,0 +1,95 @@
+"""What happens after a forward that failed: as few sequences as can be end with it."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import NamedTuple
+
+from deployments.engine import kv_memory
+from deployments.engine.capture.ring import CaptureRing
+from deployments.engine.kv_memory import KvMemory
+from deployments.engine.scheduler import Piece, Scheduler
+from deployments.engine.sequence import Sequence as EngineSequence
+from deployments.engine.statistics import Statistics
+
+
+class Failure(NamedTuple):
+    """A sequence that ends with an error.
+
+    Attributes:
+        sequence: The sequence.
+        message: What went wrong.
+        code: A stable word for it.
+    """
+
+    sequence: EngineSequence
+    message: str
+    code: str
+
+
+class Recovery:
+    """Finds the sequence at fault, or asks less of the next forwards."""
+
+    def __init__(self, scheduler: Scheduler, memory: KvMemory, ring: CaptureRing, statistics: Statistics) -> None:
+        self._scheduler = scheduler
+        self._memory = memory
+        self._ring = ring
+        self._statistics = statistics
+
+    def after(self, pieces: Sequence[Piece], failed: str, out_of_memory: str | None) -> list[Failure]:
+        """Prepare the next forwards, and say which sequences end.
+
+        Args:
+            pieces: What the forward ran.
+            failed: What went wrong.
+            out_of_memory: What memory was held and asked for, where there was none left.
+        """
+        pieces = [piece for piece in pieces if piece.sequence in self._scheduler.running]
+        for piece in pieces:
+            if piece.sequence.fed == piece.sequence.length:  # run, but its next token was not drawn
+                piece.sequence.fed -= 1  # its last token is run again
+        if out_of_memory is None:
+            if len(pieces) > 1:
+                self._scheduler.suspect(pieces)
+                return []
+            return [Failure(piece.sequence, failed, "engine_error") for piece in pieces]
+        self._statistics.out_of_memory += 1
+        relieved = self._relieve(pieces)
+        self._memory.trim()
+        return [] if relieved else [self._exhausted(piece.sequence, out_of_memory) for piece in pieces]
+
+    def preempt(self, seq: EngineSequence) -> None:
+        """Let a sequence wait again, with what it has recorded."""
+        if seq.recording:
+            self._ring.leave(seq.recording)
+        self._scheduler.preempt(seq)
+
+    def _relieve(self, pieces: Sequence[Piece]) -> bool:
+        """Ask less of the next forwards than of one that found no memory; false where that is not possible."""
+        scheduler = self._scheduler
+        prompts = [piece for piece in pieces if not piece.sequence.decodes]
+        if prompts and scheduler.halve_tokens(sum(piece.count for piece in prompts)):
+            return True
+        if prompts and len(scheduler.running) > len(prompts):  # the others have the memory: these wait for their end
+            leaving = prompts
+        else:
+            by_arrival = sorted(pieces, key=lambda piece: piece.sequence.arrival)
+            leaving = by_arrival[(len(by_arrival) + 1) // 2 :]
+        for piece in reversed(leaving):
+            self.preempt(piece.sequence)
+        scheduler.limit_sequences(len(scheduler.running))
+        if leaving or len(pieces) != 1:
+            return bool(leaving)
+        last = pieces[0].sequence
+        once_more = last.no_memory_at != last.length  # with what was given back meanwhile
+        last.no_memory_at = last.length
+        return once_more
+
+    def _exhausted(self, seq: EngineSequence, out_of_memory: str) -> Failure:
+        size = kv_memory.mib(seq.need * self._memory.position_bytes)
+        message = (
+            f"out of memory: {out_of_memory}; this request has {len(seq.request.prompt)} prompt and "
+            f"{len(seq.tokens)} generated tokens of up to {seq.request.max_tokens}, "
+            f"{size} of keys and values: ask for less"
+        )
+        return Failure(seq, message, "out_of_memory")

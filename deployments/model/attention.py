@@ -1,0 +1,242 @@
+"""Attention of packed rows: each reads the keys and values of its own sequence's pages, up to itself.
+
+transformers looks attention functions up by name; while the engine runs a forward, the model's config names the one
+registered here. For an unknown name transformers builds no mask, and none is needed.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from ctypes import byref
+from typing import Any
+
+import torch
+from torch.nn import functional
+from transformers.modeling_utils import AttentionInterface
+
+from deployments.model.kv_cache import PAGE, PagedCache, Segment
+from deployments.model.native import Call, kernel
+from deployments.places.attention_patterns import ROWS, patterns_of
+
+NAME = "vitrine_packed"
+SPREAD = 2  # single rows share a gathered batch while the longest has at most so many times the shortest's pages
+
+
+class _Running(threading.local):
+    cache: PagedCache | None = None
+
+
+_running = _Running()
+
+
+@contextmanager
+def packed_attention(model: torch.nn.Module, cache: PagedCache) -> Iterator[None]:
+    """While open, a model's attention reads and writes a cache's pages as its `packed` says.
+
+    Args:
+        model: The Hugging Face module.
+        cache: With `packed` set.
+    """
+    configs = {id(config): config for module in model.modules() if (config := getattr(module, "config", None))}
+    before = [(config, config._attn_implementation) for config in configs.values()]
+    try:
+        for config, _ in before:
+            config._attn_implementation = NAME
+        _running.cache = cache
+        yield
+    finally:
+        _running.cache = None
+        for config, name in before:
+            config._attn_implementation = name
+
+
+def _attend(
+    module: torch.nn.Module,
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    attention_mask: torch.Tensor | None,
+    scaling: float | None = None,
+    sliding_window: int | None = None,
+    softcap: float | None = None,
+    s_aux: torch.Tensor | None = None,
+    position_bias: torch.Tensor | None = None,
+    is_causal: bool | None = None,
+    **_options: Any,
+) -> tuple[torch.Tensor, list[torch.Tensor] | None]:
+    """Attention as transformers calls it, for one forward of packed rows.
+
+    Args:
+        module: The attention module.
+        query: [1, heads, rows, head_dim].
+        key: [1, kv_heads, rows, head_dim] of the same rows.
+        value: [1, kv_heads, rows, features].
+        attention_mask: None.
+        scaling: Of the products; the root of head_dim by default.
+        sliding_window: The most tokens that a row reads, itself included.
+        softcap: Bounds the products by its tanh.
+        s_aux: [heads] logits of sinks, which take weight and give nothing.
+        position_bias: None.
+        is_causal: Not False.
+
+    Returns:
+        [1, rows, heads, features]; and of each segment whose patterns are shown [heads, tokens, keys].
+
+    Raises:
+        TypeError: The model asks for what packed rows cannot have.
+    """
+    cache = _running.cache
+    assert cache is not None, "only an engine's forward runs with it"
+    if attention_mask is not None or position_bias is not None or is_causal is False or len(query) != 1:
+        raise TypeError("its attention has masks of its own")
+    layer = cache.take_new(key)
+    scaling = query.shape[3] ** -0.5 if scaling is None else scaling
+    found = kernel(query.dtype) if query.device.type == "cpu" else None
+    run = _by_kernel if found and query.stride(3) == key.stride(3) == value.stride(3) == 1 else _by_torch
+    out = run(cache, layer, query, key, value, scaling, sliding_window or 0, softcap or 0.0, s_aux)
+    shown = module.__dict__.get(ROWS)  # an attribute that is missing would cost a search of torch's
+    if shown is None:
+        return out[None], None
+    patterns = []
+    for index in shown:
+        segment, first = cache.packed.segments[index], cache.packed.firsts[index]
+        keys, _ = _gathered(layer, segment, value.shape[3])
+        mask = _reads(segment, sliding_window or 0, query.device)
+        queries = query[:, :, first : first + segment.count]
+        patterns.append(patterns_of(queries, keys[None], mask, scaling, softcap, s_aux)[0])
+    return out[None], patterns
+
+
+AttentionInterface.register(NAME, _attend)
+
+
+def _by_kernel(
+    cache: PagedCache,
+    layer: Any,
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    scaling: float,
+    window: int,
+    softcap: float,
+    sinks: torch.Tensor | None,
+) -> torch.Tensor:
+    """[rows, heads, features] by the compiled kernel, which writes keys and values, too."""
+    packed, (_, heads, rows, size), width = cache.packed, query.shape, value.shape[3]
+    out = query.new_empty(rows, heads, width)
+    sinks = None if sinks is None else sinks.float().contiguous()
+    run = kernel(query.dtype)
+    assert run is not None
+    call = Call(
+        *(tensor.data_ptr() for tensor in (query, key, value, layer.keys, layer.values, out)),
+        None if sinks is None else sinks.data_ptr(),
+        *(tensor.data_ptr() for tensor in (packed.position, packed.table, packed.pages, packed.units)),
+        *(stride for tensor in (query, key, value) for stride in (tensor.stride(2), tensor.stride(1))),
+        *(rows, len(packed.units), heads, key.shape[1], size, width, layer.values.shape[3]),
+        *(window, torch.get_num_threads(), scaling, softcap),
+    )
+    if run(byref(call)):
+        raise MemoryError("not enough memory for attention's products")
+    return out
+
+
+# ---- by torch's own operations, on a GPU and where there is no compiler
+
+
+def _by_torch(
+    cache: PagedCache,
+    layer: Any,
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    scaling: float,
+    window: int,
+    softcap: float,
+    sinks: torch.Tensor | None,
+) -> torch.Tensor:
+    """[rows, heads, features]: a prompt's rows by themselves, single rows together with those of about their length."""
+    packed, width, device = cache.packed, value.shape[3], query.device
+    pages, offsets = packed.page_of.to(device), packed.offset.to(device)
+    layer.keys[pages, :, :, offsets] = key[0].transpose(0, 1)
+    layer.values[pages, :, offsets, :width] = value[0].transpose(0, 1)
+    out = query.new_empty(packed.rows, query.shape[1], width)
+    singles: list[tuple[int, Segment]] = []
+    for first, segment in zip(packed.firsts, packed.segments, strict=True):
+        if segment.count == 1:
+            singles.append((first, segment))
+            continue
+        keys, values = _gathered(layer, segment, width)
+        mask = _reads(segment, window, device)
+        rows = slice(first, first + segment.count)
+        found = _products(query[:, :, rows], keys[None], values[None], mask, scaling, softcap, sinks)
+        out[rows] = found[0].transpose(0, 1)
+    for group in _alike(singles):
+        at = torch.tensor([first for first, _ in group], device=device)
+        tables = [segment.kv.pages[: segment.start // PAGE + 1] for _, segment in group]
+        longest = max(map(len, tables))
+        padded = torch.tensor([table + [0] * (longest - len(table)) for table in tables], device=device)
+        keys = layer.keys[padded].permute(0, 2, 3, 1, 4).flatten(3)  # [group, kv_heads, head_dim, keys]
+        values = layer.values[padded].permute(0, 2, 1, 3, 4).flatten(2, 3)[..., :width]
+        ends = torch.tensor([segment.start for _, segment in group], device=device)[:, None]
+        slots = torch.arange(longest * PAGE, device=device)
+        reads = slots <= ends  # [group, keys]
+        if window:
+            reads &= slots > ends - window
+        unread = ~reads[:, None]  # what lies there may not be finite, and 0 x NaN is NaN
+        keys, values = keys.masked_fill(unread[:, :, None], 0), values.masked_fill(unread[..., None], 0)
+        rows_of = query[0].transpose(0, 1)[at, :, None]  # [group, heads, 1, head_dim]
+        out[at] = _products(
+            rows_of, keys.transpose(2, 3), values, reads[:, None, None], scaling, softcap, sinks
+        ).squeeze(2)
+    return out
+
+
+def _alike(singles: Sequence[tuple[int, Segment]]) -> Iterator[list[tuple[int, Segment]]]:
+    """Single rows in groups of about the same length."""
+    group: list[tuple[int, Segment]] = []
+    for one in sorted(singles, key=lambda one: one[1].start):
+        if group and one[1].start // PAGE + 1 > SPREAD * (group[0][1].start // PAGE + 1):
+            yield group
+            group = []
+        group.append(one)
+    if group:
+        yield group
+
+
+def _gathered(layer: Any, segment: Segment, width: int) -> tuple[torch.Tensor, torch.Tensor]:
+    """A sequence's keys [kv_heads, keys, head_dim] and values [kv_heads, keys, features] up to a segment's end."""
+    stop = segment.start + segment.count
+    pages = torch.tensor(segment.kv.pages[: -(-stop // PAGE)], device=layer.keys.device)
+    keys = layer.keys[pages].permute(1, 0, 3, 2).flatten(1, 2)[:, :stop]
+    values = layer.values[pages].transpose(0, 1).flatten(1, 2)[:, :stop, :width]
+    return keys, values
+
+
+def _reads(segment: Segment, window: int, device: torch.device) -> torch.Tensor:
+    """[1, 1, tokens, keys] which keys each token of a segment reads."""
+    stop = segment.start + segment.count
+    keys, own = torch.arange(stop, device=device), torch.arange(segment.start, stop, device=device)[:, None]
+    reads = keys <= own
+    if window:
+        reads &= keys > own - window
+    return reads[None, None]
+
+
+def _products(
+    query: torch.Tensor,
+    keys: torch.Tensor,
+    values: torch.Tensor,
+    reads: torch.Tensor,
+    scaling: float,
+    softcap: float,
+    sinks: torch.Tensor | None,
+) -> torch.Tensor:
+    """[batch, heads, tokens, features] of a query [batch, heads, tokens, head_dim]."""
+    groups = query.shape[1] // keys.shape[1]
+    if softcap or sinks is not None:
+        weights = patterns_of(query, keys, reads, scaling, softcap, sinks)
+        return weights @ values.repeat_interleave(groups, 1)
+    keys, values = keys.repeat_interleave(groups, 1), values.repeat_interleave(groups, 1)
+    return functional.scaled_dot_product_attention(query, keys, values, attn_mask=reads, scale=scaling)

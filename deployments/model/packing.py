@@ -1,0 +1,138 @@
+"""Finds, at load, whether a model's sequences may share a forward, and refuses what is exact in no way."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any, Protocol
+
+import torch
+from torch import nn
+
+from deployments.model.kv_cache import PAGE, PagedCache, Segment, SequenceKv
+
+TOLERANCE = {torch.float32: 1e-3, torch.float16: 3e-2, torch.bfloat16: 1e-1}  # of the logits' norm
+PROBE_LENGTHS = (9, 4, 6)  # of the prompts
+PROBE_WINDOW = 3  # tokens of an attention window meanwhile, fewer than the prompts have
+# Windows that architectures have in fields of their own: wider than a probe is long, they would not show.
+OTHER_WINDOWS = ("window_size", "attention_chunk_size", "keep_window_size", "sliding_window_size")
+
+
+class UnsupportedModelError(ValueError):
+    """A model that this engine cannot serve exactly; the message says why."""
+
+
+class Model(Protocol):
+    """What the search needs of a model. `model.py` has more."""
+
+    hf: Any
+    config: Any
+    packs: bool
+
+    @property
+    def device(self) -> torch.device: ...  # noqa: D102
+
+    @property
+    def dtype(self) -> torch.dtype: ...  # noqa: D102
+
+    @property
+    def vocabulary(self) -> int: ...  # noqa: D102
+
+    def forward(  # noqa: D102
+        self, ids: list[int], segments: list[Segment], wanted: list[int], cache: PagedCache
+    ) -> torch.Tensor: ...
+
+
+@torch.inference_mode()
+def find_packing(model: Model) -> None:
+    """Set whether a model's sequences share forwards: where that gives each what a plain forward gives it alone.
+
+    Others run one at a time through transformers' own cache.
+
+    Raises:
+        UnsupportedModelError: That does not give it either.
+    """
+    if model.hf._is_stateful:
+        reason = "its layers keep a recurrent or compressed state, which cannot be paged or cut back"
+        raise UnsupportedModelError(f"{type(model.hf).__name__} cannot be served exactly: {reason}")
+    tried = []
+    for packs in (True, False) if not unknown_window(model.config) else (False,):
+        model.packs = packs
+        with windows_of(PROBE_WINDOW, model.hf):
+            if (failed := _failure(model)) is None:
+                return
+        tried.append(f"{'together' if model.packs else 'one at a time'}: {failed}")
+    raise UnsupportedModelError(f"{type(model.hf).__name__} cannot be served exactly: {'; '.join(tried)}")
+
+
+def _failure(model: Model) -> str | None:
+    """What is wrong with running prompts as the engine would; None where there is nothing."""
+    prompts = [[(7 * i + 3 * n) % model.vocabulary for i in range(n)] for n in PROBE_LENGTHS]
+    alone = [_alone(model, prompt) for prompt in prompts]
+    try:
+        together = _together(model, prompts) if model.packs else [_in_pieces(model, prompt) for prompt in prompts]
+    except (TypeError, ValueError, RuntimeError, AttributeError, KeyError, IndexError) as error:
+        return f"{type(error).__name__}: {error}"  # architectures refuse what they do not take in ways of their own
+    worst = max(relative_error(a, b) for a, b in zip(together, alone, strict=True))
+    if worst <= TOLERANCE.get(model.dtype, 1e-1):
+        return None
+    return f"logits differ from a lone forward's by {worst:.1%} of their norm"
+
+
+def _alone(model: Model, prompt: list[int]) -> torch.Tensor:
+    """[vocabulary] logits of the prompt's last token in a plain forward."""
+    ids = torch.tensor([prompt], device=model.device)
+    return model.hf(input_ids=ids, use_cache=False).logits[0, -1]  # type: ignore[no-any-return]
+
+
+def _together(model: Model, prompts: list[list[int]]) -> list[torch.Tensor]:
+    """[vocabulary] the same of each, after a forward of some pieces and one of the rest beside single tokens."""
+    cache = PagedCache(len(prompts))
+    held = [SequenceKv([number]) for number in range(len(prompts))]
+    assert max(map(len, prompts)) <= PAGE
+    cuts = [len(prompts[0]) - 4, *(len(prompt) - 1 for prompt in prompts[1:])]
+    first = [Segment(kv, 0, cut) for kv, cut in zip(held, cuts, strict=True)]
+    model.forward([id for prompt, cut in zip(prompts, cuts, strict=True) for id in prompt[:cut]], first, [0], cache)
+    rest = [Segment(kv, cut, len(prompt) - cut) for kv, cut, prompt in zip(held, cuts, prompts, strict=True)]
+    ends = torch.tensor([segment.count for segment in rest]).cumsum(0) - 1
+    ids = [id for prompt, cut in zip(prompts, cuts, strict=True) for id in prompt[cut:]]
+    return list(model.forward(ids, rest, ends.tolist(), cache))
+
+
+def _in_pieces(model: Model, prompt: list[int]) -> torch.Tensor:
+    """[vocabulary] the same of one, in three pieces, the last a single token."""
+    kv, cuts = SequenceKv(), (0, 2, len(prompt) - 1, len(prompt))
+    for start, stop in zip(cuts, cuts[1:], strict=False):
+        logits = model.forward(prompt[start:stop], [Segment(kv, start, stop - start)], [stop - start - 1], PagedCache())
+    return logits[0]
+
+
+def relative_error(a: torch.Tensor, b: torch.Tensor) -> float:
+    """How far a is from b, as a part of b's norm."""
+    return float((a.float() - b.float()).norm() / b.float().norm().clamp_min(1e-9))
+
+
+def unknown_window(config: Any) -> str | None:
+    """The field in which a config states an attention window of another kind; None where there is none."""
+    return next((field for field in OTHER_WINDOWS if getattr(config, field, None)), None)
+
+
+@contextmanager
+def windows_of(length: int, model: nn.Module) -> Iterator[None]:
+    """While open, a model's windows are so many tokens: then a few tokens show whether it has them.
+
+    Some configs state a window that their model does not have. Modules may hold a copy of their config's.
+    """
+    holders = {id(one): one for module in model.modules() for one in (module, getattr(module, "config", None)) if one}
+    stated = [
+        (one, window)
+        for one in holders.values()
+        if isinstance(window := getattr(one, "sliding_window", None), int) and window
+    ]
+    try:
+        for one, _ in stated:
+            one.sliding_window = length
+        yield
+    finally:
+        for one, window in stated:
+            one.sliding_window = window

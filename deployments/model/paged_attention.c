@@ -1,0 +1,276 @@
+// Attention over keys and values in pages, for rows of many sequences in one call.
+//
+// Each query row is computed by itself, in the order of absolute positions: what it gives does not depend on which
+// other rows there are. Layouts: keys [pages, kv_heads, head_dim, PAGE], values [pages, kv_heads, PAGE, value_dim]
+// with value_dim a multiple of LANES.
+
+#include <math.h>
+#include <stdint.h>
+#include <stdlib.h>
+#include <string.h>
+
+#define PAGE 16
+#define LANES 16
+#define MOST 8 // query vectors that share a pass over the keys
+
+typedef float vec __attribute__((vector_size(64)));
+typedef int32_t ivec __attribute__((vector_size(64)));
+typedef uint32_t uvec __attribute__((vector_size(64)));
+typedef uint16_t hvec __attribute__((vector_size(32)));
+
+#ifdef HALF // bfloat16
+typedef uint16_t number;
+static inline vec load(const number *from) {
+    hvec bits;
+    memcpy(&bits, from, sizeof bits);
+    return (vec)(__builtin_convertvector(bits, uvec) << 16);
+}
+static inline float wide(number x) {
+    uint32_t bits = (uint32_t)x << 16;
+    float y;
+    memcpy(&y, &bits, sizeof y);
+    return y;
+}
+static inline number narrow(float x) {
+    uint32_t bits;
+    memcpy(&bits, &x, sizeof bits);
+    if (x != x) return 0x7fc0;
+    return (number)((bits + 0x7fff + ((bits >> 16) & 1)) >> 16);
+}
+#else
+typedef float number;
+static inline vec load(const number *from) {
+    vec x;
+    memcpy(&x, from, sizeof x);
+    return x;
+}
+static inline float wide(number x) { return x; }
+static inline number narrow(float x) { return x; }
+#endif
+
+typedef struct {
+    const number *query, *key, *value; // of this forward's rows; strides below, in numbers
+    number *keys, *values;             // the pages of one layer
+    number *out;                       // [rows, heads, value_width]
+    const float *sinks;                // [heads], or NULL
+    const int32_t *position;           // [rows]
+    const int32_t *table;              // [rows] where the row's sequence begins in `pages`
+    const int32_t *pages;              // page numbers of all sequences
+    const int32_t *units;              // [unit_count, 2] first row and rows, of one sequence each
+    int64_t query_row, query_head, key_row, key_head, value_row, value_head;
+    int32_t rows, unit_count, heads, kv_heads, head_dim, value_width, value_dim, window, threads;
+    float scaling, softcap;
+} Call;
+
+static inline vec choose(ivec which, vec a, vec b) { return (vec)(((ivec)a & which) | ((ivec)b & ~which)); }
+
+static inline vec exponential(vec x) {
+    const vec low = (vec){} - 87.3f;
+    x = choose(x < low, low, x); // a NaN stays
+    vec n = x * 1.44269504088896341f;
+    ivec whole = __builtin_convertvector(n + choose(n < 0.0f, (vec){} - 0.5f, (vec){} + 0.5f), ivec);
+    vec k = __builtin_convertvector(whole, vec);
+    vec r = x - k * 0.693359375f + k * 2.12194440e-4f;
+    vec p = r * 1.9875691500e-4f + 1.3981999507e-3f;
+    p = p * r + 8.3334519073e-3f;
+    p = p * r + 4.1665795894e-2f;
+    p = p * r + 1.6666665459e-1f;
+    p = p * r + 5.0000001201e-1f;
+    p = p * r * r + r + 1.0f;
+    return p * (vec)((whole + 127) << 23);
+}
+
+static void store(const Call *c) {
+    const int64_t key_page = (int64_t)c->kv_heads * c->head_dim * PAGE;
+    const int64_t value_page = (int64_t)c->kv_heads * c->value_dim * PAGE;
+#pragma omp for schedule(static)
+    for (int32_t row = 0; row < c->rows; row++) {
+        const int32_t position = c->position[row], at = position % PAGE;
+        const int64_t page = c->pages[c->table[row] + position / PAGE];
+        for (int32_t head = 0; head < c->kv_heads; head++) {
+            const number *key = c->key + row * c->key_row + head * c->key_head;
+            const number *value = c->value + row * c->value_row + head * c->value_head;
+            number *to = c->keys + page * key_page + (int64_t)head * c->head_dim * PAGE + at;
+            for (int32_t d = 0; d < c->head_dim; d++) to[d * PAGE] = key[d];
+            to = c->values + page * value_page + ((int64_t)head * PAGE + at) * c->value_dim;
+            memcpy(to, value, c->value_width * sizeof(number));
+            memset(to + c->value_width, 0, (c->value_dim - c->value_width) * sizeof(number));
+        }
+    }
+}
+
+// `count` query vectors times one page of keys; query [head_dim][MOST].
+static inline __attribute__((always_inline)) void scores_of(
+    const float *query, const number *keys, int32_t head_dim, const int count, vec *scores, int64_t stride) {
+    vec sum[MOST];
+    for (int n = 0; n < count; n++) sum[n] = (vec){};
+    for (int32_t d = 0; d < head_dim; d++) {
+        const vec key = load(keys + d * PAGE);
+        for (int n = 0; n < count; n++) sum[n] += query[d * MOST + n] * key;
+    }
+    for (int n = 0; n < count; n++) scores[n * stride] = sum[n];
+}
+
+static inline __attribute__((always_inline)) void outputs_of(
+    const float *weights, int64_t stride, const number *values, int32_t dim, int32_t tokens, const int count, vec *out,
+    int32_t chunks, const int wide_by) {
+    // out [count][chunks], `wide_by` chunks of it in registers
+    vec sum[MOST * 2];
+    for (int n = 0; n < count; n++)
+        for (int w = 0; w < wide_by; w++) sum[n * wide_by + w] = out[n * chunks + w];
+    for (int32_t j = 0; j < tokens; j++) {
+        vec value[2];
+        for (int w = 0; w < wide_by; w++) value[w] = load(values + j * dim + w * LANES);
+        for (int n = 0; n < count; n++) {
+            const float weight = weights[n * stride + j];
+            for (int w = 0; w < wide_by; w++) sum[n * wide_by + w] += weight * value[w];
+        }
+    }
+    for (int n = 0; n < count; n++)
+        for (int w = 0; w < wide_by; w++) out[n * chunks + w] = sum[n * wide_by + w];
+}
+
+#define DISPATCH(count, call)                                                                                          \
+    switch (count) {                                                                                                   \
+    case 1: { enum { N = 1 }; call; } break;                                                                           \
+    case 2: { enum { N = 2 }; call; } break;                                                                           \
+    case 3: { enum { N = 3 }; call; } break;                                                                           \
+    case 4: { enum { N = 4 }; call; } break;                                                                           \
+    case 5: { enum { N = 5 }; call; } break;                                                                           \
+    case 6: { enum { N = 6 }; call; } break;                                                                           \
+    case 7: { enum { N = 7 }; call; } break;                                                                           \
+    default: { enum { N = 8 }; call; } break;                                                                          \
+    }
+
+// Which tokens of page `p` a row at `position` reads.
+static inline int32_t reads_from(const Call *c, int32_t position, int32_t p) {
+    const int32_t low = c->window ? position - c->window + 1 - p * PAGE : 0;
+    return low < 0 ? 0 : low > PAGE ? PAGE : low;
+}
+static inline int32_t reads_until(int32_t position, int32_t p) {
+    const int32_t high = position + 1 - p * PAGE;
+    return high < 0 ? 0 : high > PAGE ? PAGE : high;
+}
+
+static void add_values(const Call *c, const float *weights, int64_t stride, const number *values, int count, vec *out,
+                       int32_t position, int32_t p) {
+    const int32_t begin = reads_from(c, position, p), tokens = reads_until(position, p) - begin;
+    const int32_t dim = c->value_dim, chunks = dim / LANES;
+    weights += begin;
+    values += begin * dim;
+    int32_t w = 0;
+    for (; w + 2 <= chunks; w += 2)
+        DISPATCH(count, outputs_of(weights, stride, values + w * LANES, dim, tokens, N, out + w, chunks, 2));
+    for (; w < chunks; w++)
+        DISPATCH(count, outputs_of(weights, stride, values + w * LANES, dim, tokens, N, out + w, chunks, 1));
+}
+
+// `count` query vectors, at most MOST, of one key head: vector n is of row rows[n] and head heads[n].
+static void attend(const Call *c, int32_t kv_head, const int32_t *rows, const int32_t *heads, int count, float *query,
+                   vec *scores, int64_t stride, vec *out) {
+    const int64_t key_page = (int64_t)c->kv_heads * c->head_dim * PAGE;
+    const int64_t value_page = (int64_t)c->kv_heads * c->value_dim * PAGE;
+    const int32_t *pages = c->pages + c->table[rows[0]];
+    const int32_t last = c->position[rows[count - 1]], first = c->position[rows[0]];
+    const int32_t from = c->window && first - c->window + 1 > 0 ? (first - c->window + 1) / PAGE : 0;
+    const int32_t until = last / PAGE + 1, chunks = c->value_dim / LANES;
+    for (int n = 0; n < count; n++) {
+        const number *q = c->query + rows[n] * c->query_row + heads[n] * c->query_head;
+        for (int32_t d = 0; d < c->head_dim; d++) query[d * MOST + n] = wide(q[d]) * c->scaling;
+    }
+    for (int32_t p = from; p < until; p++) {
+        const number *keys = c->keys + pages[p] * key_page + (int64_t)kv_head * c->head_dim * PAGE;
+        DISPATCH(count, scores_of(query, keys, c->head_dim, N, scores + (p - from), stride));
+    }
+    float total[MOST];
+    const ivec lane = {0, 1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11, 12, 13, 14, 15};
+    for (int n = 0; n < count; n++) {
+        vec *mine = scores + n * stride;
+        const int32_t position = c->position[rows[n]], low = c->window ? position - c->window : -1;
+        const vec least = (vec){} - INFINITY;
+        vec most = least;
+        for (int32_t p = from; p < until; p++) {
+            const ivec key = lane + p * PAGE;
+            vec x = mine[p - from];
+            if (c->softcap > 0)
+                for (int l = 0; l < LANES; l++) x[l] = tanhf(x[l] / c->softcap) * c->softcap;
+            x = choose((key <= position) & (key > low), x, least);
+            mine[p - from] = x;
+            most = choose(x > most, x, most);
+        }
+        float top = c->sinks ? c->sinks[heads[n]] : -INFINITY;
+        for (int l = 0; l < LANES; l++) top = most[l] > top ? most[l] : top;
+        vec sum = {};
+        for (int32_t p = from; p < until; p++) {
+            const ivec key = lane + p * PAGE;
+            const vec weight = choose((key <= position) & (key > low), exponential(mine[p - from] - top), (vec){});
+            mine[p - from] = weight;
+            sum += weight;
+        }
+        total[n] = c->sinks ? expf(c->sinks[heads[n]] - top) : 0.0f;
+        for (int l = 0; l < LANES; l++) total[n] += sum[l];
+    }
+    for (int32_t i = 0; i < count * chunks; i++) out[i] = (vec){};
+    for (int32_t p = from; p < until; p++) {
+        const number *values = c->values + pages[p] * value_page + (int64_t)kv_head * PAGE * c->value_dim;
+        const float *weights = (const float *)(scores + (p - from));
+        if (reads_from(c, first, p) == reads_from(c, last, p) && reads_until(first, p) == reads_until(last, p))
+            add_values(c, weights, stride * LANES, values, count, out, first, p);
+        else // a value that a row does not read may not be finite, and would reach it even with a weight of 0
+            for (int n = 0; n < count; n++)
+                add_values(c, weights + n * stride * LANES, 0, values, 1, out + n * chunks, c->position[rows[n]], p);
+    }
+    for (int n = 0; n < count; n++) {
+        number *to = c->out + ((int64_t)rows[n] * c->heads + heads[n]) * c->value_width;
+        const float *from_out = (const float *)(out + n * chunks);
+        for (int32_t d = 0; d < c->value_width; d++) to[d] = narrow(from_out[d] / total[n]);
+    }
+}
+
+static void unit(const Call *c, int32_t first, int32_t rows, int32_t kv_head, float *query, vec *scores, int64_t stride,
+                 vec *out) {
+    const int32_t group = c->heads / c->kv_heads;
+    int32_t of_row[MOST], of_head[MOST];
+    int count = 0;
+    for (int32_t row = first; row < first + rows; row++)
+        for (int32_t g = 0; g < group; g++) {
+            of_row[count] = row;
+            of_head[count++] = kv_head * group + g;
+            if (count == MOST) {
+                attend(c, kv_head, of_row, of_head, count, query, scores, stride, out);
+                count = 0;
+            }
+        }
+    if (count) attend(c, kv_head, of_row, of_head, count, query, scores, stride, out);
+}
+
+// Writes the rows' keys and values into their pages, then attends. Returns 0, or 1 where there is no memory.
+int paged_attention(const Call *c) {
+    int failed = 0;
+    int32_t longest = 0;
+    for (int32_t row = 0; row < c->rows; row++)
+        if (c->position[row] >= longest) longest = c->position[row] + 1;
+    const int64_t stride = (longest + PAGE - 1) / PAGE + 1;
+#pragma omp parallel num_threads(c->threads)
+    {
+        store(c);
+        const int64_t sizes[3] = {MOST * c->head_dim * 4, MOST * stride * 64, MOST * c->value_dim * 4};
+        char *memory = aligned_alloc(64, (size_t)(sizes[0] + sizes[1] + sizes[2] + 191) / 64 * 64);
+        if (!memory) {
+#pragma omp atomic write
+            failed = 1;
+        }
+        vec *scores = (vec *)memory;
+        vec *out = (vec *)(memory + sizes[1]);
+        float *query = (float *)(memory + sizes[1] + sizes[2]);
+#pragma omp for schedule(dynamic, 1)
+        for (int64_t i = 0; i < (int64_t)c->unit_count * c->kv_heads; i++) {
+            if (!memory) continue;
+            // The longest rows of a prompt are its last: from them on, so that no thread is left with one at the end.
+            const int64_t u = c->unit_count - 1 - i / c->kv_heads;
+            unit(c, c->units[2 * u], c->units[2 * u + 1], (int32_t)(i % c->kv_heads), query, scores, stride, out);
+        }
+        free(memory);
+    }
+    return failed;
+}
