@@ -121,6 +121,8 @@ class Options(BaseModel):
             evaluator's tasks also find room. `threads` sets torch's threads.
         num_gpus: GPUs of each replica.
         threads: torch threads of each replica; by default the machine's cores divided by `num_replicas`.
+        batch_invariant: Give each sequence the same bits (tokens, logprobs, activations) whatever shares its forward
+            passes, on the same machine. On CPUs, in float32 and bfloat16; prompts run more slowly.
         max_running: The most sequences of a replica that share a forward pass.
         max_queued: The most sequences of a replica that wait beyond those; more get 429.
         prefill_tokens: The most prompt tokens of one forward pass; a fifth of it while streams decode. A longer prompt
@@ -209,6 +211,7 @@ class Options(BaseModel):
     num_cpus: float = Field(default=0.5, ge=0)
     num_gpus: float = Field(default=0, ge=0)
     threads: int | None = Field(default=None, ge=1)
+    batch_invariant: bool = False
     max_running: int = Field(default=64, ge=1)
     max_queued: int = Field(default=1024, ge=0)
     prefill_tokens: int | None = Field(default=None, ge=1)

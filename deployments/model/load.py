@@ -24,6 +24,7 @@ def load(
     context: int | None = None,
     attention: str = "auto",
     share: bool = False,
+    batch_invariant: bool = False,
 ) -> Model:
     """Load a model from the hub or a directory.
 
@@ -36,6 +37,7 @@ def load(
         trust_remote_code: Run the repository's own code.
         context: A context shorter than the model's own, in tokens.
         attention: `eager` or `sdpa`, which is faster; `auto` for what transformers takes.
+        batch_invariant: Give each sequence the same bits whatever shares its forwards.
         share: Keep the weights in memory that other processes can map: `Model.shared`.
 
     Raises:
@@ -58,4 +60,4 @@ def load(
     if share:  # while the module has no hooks, and its weights are where they will stay
         lay_out_for_few_rows(hf)
         shared = SharedWeights.of(hf.eval())
-    return Model(hf, tokenizer, name, context, shared, revision_of(source, revision))
+    return Model(hf, tokenizer, name, context, shared, revision_of(source, revision), batch_invariant)

@@ -14,6 +14,7 @@ from transformers.cache_utils import DynamicCache
 
 from deployments.model.attention import packed_attention
 from deployments.model.hooks import Hooks, Readers, Visit
+from deployments.model.invariance import make_batch_invariant
 from deployments.model.kv_cache import Packed, PagedCache, Segment
 from deployments.model.packing import UnsupportedModelError, find_packing
 from deployments.model.unembedding import Unembedding
@@ -46,6 +47,7 @@ class Model:
         eos: Token ids that end a text.
         head: The path of the module that gives the logits.
         packs: Whether sequences share a forward; others run one at a time.
+        batch_invariant: Whether a sequence has the same bits in any company.
         shared: What other processes need to run it on the same weights, where they may.
         revision: Which files it was loaded from, as `revision_of` says it.
         readout: From a layer's output to logits.
@@ -59,6 +61,7 @@ class Model:
         context: int | None = None,
         shared: SharedWeights | None = None,
         revision: str | None = None,
+        batch_invariant: bool = False,
     ) -> None:
         if getattr(tokenizer, "backend_tokenizer", None) is None:
             raise UnsupportedModelError(f"{name} has no fast tokenizer, which streaming text needs")
@@ -80,6 +83,9 @@ class Model:
         hf.get_output_embeddings().register_forward_pre_hook(self._narrow)
         self.packs = True
         find_packing(self)
+        self.batch_invariant = batch_invariant
+        if batch_invariant:
+            make_batch_invariant(hf, self.packs)
         self.unembedding = Unembedding(hf, self.points)
 
     @property

@@ -73,6 +73,7 @@ def _engine(options: Options) -> Engine:
         context=options.max_seq_len,
         attention=options.attention,
         share=options.allow_client_code,
+        batch_invariant=options.batch_invariant,
     )
     model.points.name(options.savepoints)
     return Engine(
@@ -124,7 +125,7 @@ def description(options: Options, model: Model) -> dict[str, Any]:
     return {
         "max_model_len": model.context,
         # Forwards of another shape add in another order: in 16 bits that is about the distance of two likely tokens.
-        "tokens_depend_on_batch": model.dtype.itemsize < 4,
+        "tokens_depend_on_batch": model.dtype.itemsize < 4 and not model.batch_invariant,
         "savepoints": [savepoint.model_dump() for savepoint in options.savepoints],
         "generation_config": _drawing(model.hf),
         "revision": model.revision,

@@ -225,7 +225,7 @@ def test_a_full_house_gets_what_each_gets_alone(serve):
         Submit(9, NEW, lens=20),
         Submit(30, 3, "prompt", "few"),
     ]
-    served = serve(schedule, Bounds(max_running=5, prefill_tokens=16, positions=64, capture_bytes=60_000), torch.inf)
+    served = serve(schedule, Bounds(max_running=5, prefill_tokens=16, positions=48, capture_bytes=60_000), torch.inf)
     assert served.engine.statistics.preempted > 0
     assert served.stood_still > 0  # until rows were written
     assert sum(isinstance(event, Rows) for event in served.events) > 4

@@ -89,8 +89,8 @@ def test_a_prompt_that_loses_its_pages_between_two_pieces_is_scored_once(tiny, p
 def test_the_head_runs_over_last_tokens_and_the_prompts_that_are_scored_alone(head_rows, prompt, drain):
     model, rows = head_rows
     engine = Engine(model)
-    for id, likeliest in (("a", None), ("b", 1), ("c", None)):
-        engine.submit(Request(id, prompt(20), 2, prompt_logprobs=likeliest, ignore_eos=True))
+    for seed, (id, likeliest) in enumerate((("a", None), ("b", 1), ("c", None))):
+        engine.submit(Request(id, prompt(20, seed), 2, prompt_logprobs=likeliest, ignore_eos=True))
     rows.clear()
     drain(engine)
     assert rows == [3 + 19, 3]  # the prompts, and one decode

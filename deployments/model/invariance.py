@@ -1,0 +1,83 @@
+"""The same bits for a sequence in any company: linear layers that multiply rows in tiles of one size.
+
+Libraries choose the order of a sum by the shape of a product. Tiles of always the same shape give each row the same
+bits, alone and among any others. The attention kernel computes each row by itself. Elementwise functions treat the numbers at the end of a loop
+otherwise than those before, so each row is filled up to whole vectors.
+"""
+
+from __future__ import annotations
+
+import functools
+from typing import Any
+
+import torch
+from torch import nn
+from torch.nn import functional
+from transformers.pytorch_utils import Conv1D
+
+from deployments.model.native import kernel
+from deployments.model.packing import UnsupportedModelError
+
+ACTIVATIONS = ("transformers.activations", "torch.nn.modules.activation")
+TILE = 32  # rows
+VECTOR = 64  # numbers that torch's elementwise loops take at once, at most; what is left over goes another way
+ALONE = 32768  # numbers up to which such a loop is one thread's
+
+
+def make_batch_invariant(hf: Any, packs: bool) -> None:
+    """Have a model give each row the same bits whatever other rows a forward has.
+
+    Args:
+        hf: The Hugging Face module, changed in place.
+        packs: Whether its sequences share forwards.
+
+    Raises:
+        UnsupportedModelError: Something in it sums in an order that depends on other rows.
+    """
+    if not packs:
+        raise UnsupportedModelError("batch_invariant needs a model whose sequences share forwards; this one's do not")
+    if hf.device.type != "cpu" or kernel(hf.dtype) is None:
+        raise UnsupportedModelError(
+            "batch_invariant needs the attention kernel: a CPU, float32 or bfloat16, and a C compiler (cc)"
+        )
+    for name, module in hf.named_modules():
+        if isinstance(module, nn.Linear):
+            module.forward = functools.partial(_linear, module)  # type: ignore[method-assign]
+        elif isinstance(module, Conv1D):
+            module.forward = functools.partial(_conv1d, module)  # type: ignore[method-assign]
+        elif type(module).__module__ in ACTIVATIONS:
+            module.forward = functools.partial(_by_vectors, module.forward)
+        elif any(weight.ndim > 2 for weight in module.parameters(recurse=False)):
+            message = (
+                f"batch_invariant does not hold for {name} ({type(module).__name__}), which multiplies rows in groups"
+            )
+            raise UnsupportedModelError(message)
+
+
+def _by_vectors(function: Any, x: torch.Tensor) -> torch.Tensor:
+    """An elementwise function of rows x [..., features], each number by the same vector instructions."""
+    width = x.shape[-1]
+    rows = functional.pad(x.reshape(-1, width), (0, -width % VECTOR))
+    tiles = rows.split(max(1, ALONE // rows.shape[-1]))
+    return torch.cat([function(tile) for tile in tiles])[:, :width].reshape(x.shape)
+
+
+def _linear(module: nn.Linear, x: torch.Tensor) -> torch.Tensor:
+    return _in_tiles(x, module.out_features, lambda tile: functional.linear(tile, module.weight, module.bias))
+
+
+def _conv1d(module: Conv1D, x: torch.Tensor) -> torch.Tensor:
+    return _in_tiles(x, module.nf, lambda tile: torch.addmm(module.bias, tile, module.weight))
+
+
+def _in_tiles(x: torch.Tensor, width: int, product: Any) -> torch.Tensor:
+    """[..., width] of rows x [..., features], `TILE` rows at a time, the last tile filled up with zeros."""
+    rows = x.reshape(-1, x.shape[-1])  # [rows, features]
+    out = x.new_empty(len(rows), width)
+    for first in range(0, len(rows), TILE):
+        tile = rows[first : first + TILE]
+        if len(tile) < TILE:
+            out[first:] = product(functional.pad(tile, (0, 0, 0, TILE - len(tile))))[: len(tile)]
+        else:
+            out[first : first + TILE] = product(tile.contiguous())
+    return out.view(*x.shape[:-1], width)
