@@ -421,7 +421,17 @@ class Engine:
         rest = Delta.of(seq.unsaid) if seq.unsaid else None
         seen = tuple(seq.prompt_lens)
         end = Finished(
-            request.id, reason, request.prompt, seq.tokens, captured, error, code, seq.memory, rest, seen, seq.cached
+            request.id,
+            reason,
+            request.prompt,
+            seq.tokens,
+            captured,
+            error,
+            code,
+            seq.memory,
+            rest,
+            seen,
+            cached=seq.cached,
         )
         self.statistics.cached_tokens += seq.cached
         if seq.readouts:

@@ -1,8 +1,8 @@
 """The same bits for a sequence in any company: linear layers that multiply rows in tiles of one size.
 
 Libraries choose the order of a sum by the shape of a product. Tiles of always the same shape give each row the same
-bits, alone and among any others. The attention kernel computes each row by itself. Elementwise functions treat the numbers at the end of a loop
-otherwise than those before, so each row is filled up to whole vectors.
+bits, alone and among any others. The attention kernel computes each row by itself. Elementwise functions treat the
+numbers at the end of a loop otherwise than those before, so each row is filled up to whole vectors.
 """
 
 from __future__ import annotations
@@ -58,7 +58,7 @@ def _by_vectors(function: Any, x: torch.Tensor) -> torch.Tensor:
     """An elementwise function of rows x [..., features], each number by the same vector instructions."""
     width = x.shape[-1]
     rows = functional.pad(x.reshape(-1, width), (0, -width % VECTOR))
-    tiles = rows.split(max(1, ALONE // rows.shape[-1]))
+    tiles = torch.split(rows, max(1, ALONE // rows.shape[-1]))
     return torch.cat([function(tile) for tile in tiles])[:, :width].reshape(x.shape)
 
 

@@ -333,9 +333,9 @@ def company(model, requests: list[Request], numbers: random.Random, **options: A
                 rows.setdefault(event.id, []).extend(event.readouts)
             if isinstance(event, Finished):
                 done[event.id] = replace(event, readouts=tuple(rows[event.id]))
-        if engine._batch.sequences and numbers.random() < 0.2:
-            engine._preempt(numbers.choice(list(engine._batch.sequences)))
-    assert engine.statistics.preempted
+        if engine._scheduler.running and numbers.random() < 0.4:
+            engine._recovery.preempt(numbers.choice(list(engine._scheduler.running)))
+    assert engine._scheduler.preempted
     return done
 
 
