@@ -39,7 +39,7 @@ def asked(headers: dict[str, str], keys: Keys = NO_KEYS, path: str = "/v1/models
 
     raw = [(name.encode(), value.encode()) for name, value in headers.items()]
     scope = {"type": "http", "method": "POST", "path": path, "root_path": "", "headers": raw}
-    guarded = Guard(BodyLimits(answers, 1000, 2000), Options(**options), keys)
+    guarded = Guard(BodyLimits(answers, 1000, 2000, 2000), Options(**options), keys)
     asyncio.run(guarded(scope, receive, send))
     return said[0]["status"], json.loads(said[1]["body"])["error"]["code"]
 
