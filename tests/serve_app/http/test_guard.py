@@ -162,7 +162,7 @@ def test_a_content_type_without_end_is_refused_and_read_to_no_more_than_its_begi
 
     headers = [(b"content-type", Counted(b"/" * (1 << 20))), (b"content-length", b"2")]
     scope = {"type": "http", "method": "POST", "path": path, "root_path": "", "headers": headers}
-    asyncio.run(BodyLimits(keep, 1000, 2000)(scope, lambda: None, send))
+    asyncio.run(BodyLimits(keep, 1000, 2000, 2000)(scope, lambda: None, send))
     assert (said[0]["status"], passed) == (400, [])
 
 
