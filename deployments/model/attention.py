@@ -21,6 +21,7 @@ from deployments.model.native import Call, kernel
 from deployments.places.attention_patterns import ROWS, patterns_of
 
 NAME = "vitrine_packed"
+THREAD_PRODUCTS = 500_000  # some 30 microseconds of a thread
 SPREAD = 2  # single rows share a gathered batch while the longest has at most so many times the shortest's pages
 
 
@@ -135,11 +136,16 @@ def _by_kernel(
         *(tensor.data_ptr() for tensor in (packed.position, packed.table, packed.pages, packed.units)),
         *(stride for tensor in (query, key, value) for stride in (tensor.stride(2), tensor.stride(1))),
         *(rows, len(packed.units), heads, key.shape[1], size, width, layer.values.shape[3]),
-        *(window, torch.get_num_threads(), scaling, softcap),
+        *(window, _threads(packed.reads * heads * (size + width)), scaling, softcap),
     )
     if run(byref(call)):
         raise MemoryError("not enough memory for attention's products")
     return out
+
+
+def _threads(products: int) -> int:
+    """How many threads are worth their start for so many products."""
+    return min(torch.get_num_threads(), 1 + products // THREAD_PRODUCTS)
 
 
 # ---- by torch's own operations, on a GPU and where there is no compiler

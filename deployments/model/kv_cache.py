@@ -73,6 +73,11 @@ class Packed:
             self.positions = np.concatenate(spans).astype(np.int64)
 
     @cached_property
+    def reads(self) -> int:
+        """Keys that all rows read together, without a window."""
+        return int(self.positions.sum()) + self.rows
+
+    @cached_property
     def pages(self) -> torch.Tensor:
         """Page numbers of all sequences, int32, one sequence behind the other."""
         return torch.from_numpy(np.concatenate([np.asarray(s.kv.pages, dtype=np.int32) for s in self.segments]))
