@@ -34,7 +34,7 @@ def test_a_tool_loop_of_the_openai_package_is_recorded_by_its_headers_alone(clie
         assert run["tags"] == TAGS
         results = [{"role": "tool", "tool_call_id": call.id, "content": "36"} for call in message.tool_calls or ()]
         messages += [message, *results]
-    assert any(said["role"] == "tool" for said in messages[2:])
+    assert any(isinstance(said, dict) and said["role"] == "tool" for said in messages)
 
 
 def test_completions_take_them_too_and_the_body_wins(client, tagged):

@@ -10,8 +10,10 @@ from typing import Any, NamedTuple, get_args
 
 import httpx
 import pytest
+import torch
 from openai.types import completion_create_params as of_completions
 from openai.types.chat import completion_create_params as of_chat
+from safetensors.torch import save
 from transformers import AutoTokenizer
 
 from benchmarks.common import models
@@ -99,6 +101,9 @@ EXAMPLES = {
     "interventions": Example([{"op": "zero", "point": "layers.1.output"}]),
     "variants": Example([[{"op": "zero", "point": "layers.1.output"}]]),
     "logit_lens": Example({"layers": [-1]}),
+    "readouts": Example(["fields"]),
+    "stop_when": Example({"readout": "fields", "above": -1e9}, {"readouts": ["fields"]}),
+    "report": Example(True, {"interventions": [{"op": "zero", "point": "layers.1.output"}]}),
     "intervention_profile": Example("fields"),
     "session_id": Example("fields", {"store_activations": True}),
 }
@@ -107,12 +112,18 @@ OF_COMPLETIONS = EXAMPLES | {"logprobs": Example(2)}
 
 @pytest.fixture(scope="module", autouse=True)
 def _profile(served):
-    """The one that the example names."""
+    """The one that the example names, and a readout."""
+    probe = save({"weight": torch.ones(1, 192), "bias": torch.zeros(1)})
+    spec = {"name": "fields", "model": "vitrine-demo", "point": "layers.3.output", "kind": "linear"}
+    files, form = {"file": ("probe.safetensors", probe)}, {"spec": json.dumps(spec)}
+    put = httpx.post(f"{served.root}/v1/readouts", files=files, data=form, timeout=60)
+    assert put.status_code == 200, put.text
     profile = {"name": "fields", "interventions": EXAMPLES["interventions"].value}
     kept = httpx.post(f"{served.base_url}/interventions", json=profile, timeout=60)
     assert kept.status_code == 200, kept.text
     yield
     httpx.delete(f"{served.base_url}/interventions/fields", timeout=60)
+    httpx.delete(f"{served.root}/v1/readouts/fields", timeout=60)
 
 
 def post(served, route: str, body: dict[str, Any]) -> httpx.Response:
@@ -123,7 +134,7 @@ def post(served, route: str, body: dict[str, Any]) -> httpx.Response:
 def content(answer: httpx.Response) -> str:
     """An answer without what differs from one request to the next."""
     assert answer.status_code == 200, answer.text
-    return re.sub(r'"(id|created|run_id|uri|first_row)": ?("[^"]*"|\d+)', "", answer.text)
+    return re.sub(r'"(id|created|run_id|uri|first_row|cached_tokens)": ?("[^"]*"|\d+)', "", answer.text)
 
 
 @pytest.fixture(scope="module")
