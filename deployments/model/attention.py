@@ -32,16 +32,21 @@ class _Running(threading.local):
 _running = _Running()
 
 
+def configs_of(model: torch.nn.Module) -> list[Any]:
+    """The configs by which a model's modules choose their attention, each once."""
+    found = {id(config): config for module in model.modules() if (config := getattr(module, "config", None))}
+    return list(found.values())
+
+
 @contextmanager
-def packed_attention(model: torch.nn.Module, cache: PagedCache) -> Iterator[None]:
+def packed_attention(configs: Sequence[Any], cache: PagedCache) -> Iterator[None]:
     """While open, a model's attention reads and writes a cache's pages as its `packed` says.
 
     Args:
-        model: The Hugging Face module.
+        configs: The model's, as `configs_of` finds them.
         cache: With `packed` set.
     """
-    configs = {id(config): config for module in model.modules() if (config := getattr(module, "config", None))}
-    before = [(config, config._attn_implementation) for config in configs.values()]
+    before = [(config, config._attn_implementation) for config in configs]
     try:
         for config, _ in before:
             config._attn_implementation = NAME

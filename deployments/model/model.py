@@ -12,7 +12,7 @@ from nnsight import LanguageModel
 from nnsight._c import unmount
 from transformers.cache_utils import DynamicCache
 
-from deployments.model.attention import packed_attention
+from deployments.model.attention import configs_of, packed_attention
 from deployments.model.hooks import Hooks, Readers, Visit
 from deployments.model.invariance import make_batch_invariant
 from deployments.model.kv_cache import Packed, PagedCache, Segment
@@ -79,6 +79,7 @@ class Model:
         self.points = Points.learn(hf)
         self.nnsight = InstrumentedModel(hf, tokenizer=tokenizer)
         self._hooks = Hooks(hf)
+        self._configs = configs_of(hf)
         self._wanted: torch.Tensor | None = None
         hf.get_output_embeddings().register_forward_pre_hook(self._narrow)
         self.packs = True
@@ -140,7 +141,7 @@ class Model:
         try:
             if self.packs:
                 cache.packed = packed
-                with packed_attention(self.hf, cache):
+                with packed_attention(self._configs, cache):
                     logits = self._visited(inputs | {"past_key_values": cache}, places, visit, readers)
             else:
                 (segment,) = segments
