@@ -60,6 +60,7 @@ class KvMemory:
         self.pages = min(kv_bytes // page_bytes if kv_bytes else free, most)
         self.cache = PagedCache(self.pages, like=probe)
         self._context = model.context
+        self._device = model.device
         self._free = list(range(self.pages - 1, -1, -1))  # the lowest are taken first
         self._holders: Counter[int] = Counter()  # page -> sequences that hold it
         self._known: dict[tuple[Hashable, tuple[int, ...]], tuple[int, int]] = {}  # what a page has -> its number, page
@@ -178,7 +179,7 @@ class KvMemory:
         while self._idle:
             self._free.append(self._forget_oldest())
         self._free.sort(reverse=True)
-        release_cached(self.cache.device)
+        release_cached(self._device)
         self.cache.release_from(max(self._holders, default=-1) + 1)
 
 

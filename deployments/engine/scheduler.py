@@ -61,6 +61,7 @@ class Scheduler:
         """
         self.waiting: deque[Sequence] = deque()
         self.running: list[Sequence] = []
+        self._back: dict[Sequence, None] = {}  # of those that wait, who were under way before
         self.preempted = 0
         self.max_sequences = self._most_sequences = max_running
         self.tokens = self._most_tokens = prompt_tokens
@@ -74,9 +75,8 @@ class Scheduler:
     @property
     def recording(self) -> list[Sequence]:
         """Those that hold recorded rows, or may: they are under way, or were."""
-        return [seq for seq in self.running if seq.recording] + [
-            seq for seq in self.waiting if seq.recording and seq.recording.bytes
-        ]
+        back = [seq for seq in self._back if seq.recording and seq.recording.bytes]
+        return [seq for seq in self.running if seq.recording] + back
 
     # ---- what runs next
 
@@ -197,6 +197,7 @@ class Scheduler:
         if seq.recording:
             seq.recording.rows = max(seq.recording.rows, shared)
         self.waiting.remove(seq)
+        self._back.pop(seq, None)
         self.running.append(seq)
         return True
 
@@ -207,10 +208,12 @@ class Scheduler:
         self.remove(seq)
         seq.stalled = False
         self.waiting.appendleft(seq)
+        self._back[seq] = None
         self.preempted += 1
 
     def remove(self, seq: Sequence) -> None:
         """Free what a sequence holds, or its place in the queue."""
+        self._back.pop(seq, None)
         if seq in self.running:
             self.running.remove(seq)
             self._memory.release(seq.kv)

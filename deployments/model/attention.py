@@ -97,6 +97,8 @@ def _attend(
     assert cache is not None, "only an engine's forward runs with it"
     if attention_mask is not None or position_bias is not None or is_causal is False or len(query) != 1:
         raise TypeError("its attention has masks of its own")
+    if not query.dtype == key.dtype == value.dtype or query.shape[1] % key.shape[1]:
+        raise TypeError("its queries, keys and values do not fit together")
     layer = cache.take_new(key)
     scaling = query.shape[3] ** -0.5 if scaling is None else scaling
     found = kernel(query.dtype) if query.device.type == "cpu" else None

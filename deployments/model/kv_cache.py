@@ -178,11 +178,6 @@ class PagedCache(Cache):
             )
         return self._layers[index]
 
-    @property
-    def device(self) -> torch.device:
-        """Where the first layer's pages lie."""
-        return next((layer.keys.device for layer in self._layers.values()), torch.device("cpu"))
-
     def touch(self) -> None:
         """Have all pages' memory taken now."""
         for layer in self._layers.values():

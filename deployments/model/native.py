@@ -51,7 +51,7 @@ def kernel(dtype: torch.dtype) -> Callable[[Any], int] | None:
         return None
     try:
         function = ctypes.CDLL(str(_built(KINDS[dtype]))).paged_attention
-    except (OSError, subprocess.SubprocessError) as error:
+    except (OSError, RuntimeError, subprocess.SubprocessError) as error:  # pathlib's, where there is no home directory
         said = getattr(error, "stderr", None)
         logger.warning(
             "the attention kernel could not be compiled, torch's slower operations stand in for it: %s", said or error

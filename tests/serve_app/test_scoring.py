@@ -44,6 +44,11 @@ def assert_scored(found, tokens, want):
     )
 
 
+def counts(usage):
+    """How many tokens; how many of them were run before is another matter each time."""
+    return usage.prompt_tokens, usage.completion_tokens, usage.total_tokens
+
+
 @pytest.mark.parametrize("max_tokens", [0, 1, 12])
 @pytest.mark.parametrize("prompt", [PROMPT, QUESTION], ids=["short", "long"])
 def test_an_echo_begins_with_the_prompt_and_its_logprobs(client, tokenizer, forced, prompt, max_tokens):
@@ -143,7 +148,7 @@ def test_best_of_returns_the_likeliest_and_counts_them_all(client):
         assert [choice.text for choice in picked.choices[2 * place : 2 * place + 2]] == best
     assert [choice.index for choice in picked.choices] == [0, 1, 2, 3]
     assert all(choice.logprobs is None for choice in picked.choices)
-    assert picked.usage == every.usage
+    assert counts(picked.usage) == counts(every.usage)
 
 
 BAD = [

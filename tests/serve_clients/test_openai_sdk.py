@@ -39,6 +39,11 @@ def chat(question=QUESTIONS[0], **fields):
     return {"model": MODEL, "messages": messages, "temperature": 0, "max_tokens": 48} | fields
 
 
+def counts(usage):
+    """How many tokens; how many of them were run before is another matter each time."""
+    return usage.prompt_tokens, usage.completion_tokens, usage.total_tokens
+
+
 def test_async_chats_whole_and_streamed_say_what_the_sync_client_hears(served, client):
     async def both(question):
         whole = await remote.chat.completions.create(**chat(question))
@@ -85,7 +90,7 @@ def test_the_stream_helper_gathers_text_usage_and_activations(client):
         assert streamed.message.content == choice.message.content
         assert streamed.finish_reason == choice.finish_reason
         assert streamed.message.run_id
-    assert final.usage == whole.usage
+    assert counts(final.usage) == counts(whole.usage)
     last = [event.chunk for event in events if event.type == "chunk"][-1]
     assert points(last) == points(whole)
 
@@ -144,7 +149,7 @@ def test_messages_are_taken_as_clients_write_them(client):
     messages = [{"role": "user", "content": "3*12?", "type": "text"}, said, {"role": "user", "content": "4*12?"}]
     plain = [{"role": message["role"], "content": message["content"]} for message in messages]
     usages = [client.chat.completions.create(**chat() | {"messages": m}).usage for m in (messages, plain)]
-    assert usages[0] == usages[1]
+    assert counts(usages[0]) == counts(usages[1])
 
 
 def test_completions_are_streamed_with_usage_like_whole_ones(client):
@@ -155,7 +160,7 @@ def test_completions_are_streamed_with_usage_like_whole_ones(client):
         for choice in last.choices:
             texts[choice.index] += choice.text
     assert texts == [choice.text for choice in whole.choices]
-    assert last.usage == whole.usage
+    assert counts(last.usage) == counts(whole.usage)
     assert whole.choices[0].logprobs.tokens
 
 

@@ -433,4 +433,5 @@ def test_a_large_body_is_answered_as_a_small_one(served):
     answers = [httpx.post(f"{served.base_url}/chat/completions", json=sent, timeout=60) for sent in (body, large)]
     assert [answer.status_code for answer in answers] == [200, 200]
     assert answers[0].json()["choices"] == answers[1].json()["choices"]
-    assert jiter.from_json(answers[0].content)["usage"] == answers[1].json()["usage"]
+    usages = [jiter.from_json(answer.content)["usage"]["total_tokens"] for answer in answers]
+    assert usages[0] == usages[1]

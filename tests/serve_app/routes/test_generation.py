@@ -44,6 +44,11 @@ def ask(client, question, **fields):
     return client.chat.completions.create(model=MODEL, messages=messages, **{"temperature": 0} | fields)
 
 
+def counts(usage):
+    """How many tokens; how many of them were run before is another matter each time."""
+    return usage.prompt_tokens, usage.completion_tokens, usage.total_tokens
+
+
 def test_16_chats_served_together_say_what_generate_says_alone(client, hf):
     eos = AutoTokenizer.from_pretrained(WEIGHTS).eos_token_id
     with ThreadPoolExecutor(16) as pool:
@@ -63,7 +68,7 @@ def test_a_stream_adds_up_to_the_whole_answer(client):
     assert chunks[0].choices[0].delta.role == "assistant"
     assert [c.choices[0].finish_reason for c in chunks if c.choices][-1] == whole.choices[0].finish_reason
     assert chunks[-1].choices == []
-    assert chunks[-1].usage == whole.usage
+    assert counts(chunks[-1].usage) == counts(whole.usage)
     assert len({chunk.id for chunk in chunks}) == 1
 
 
@@ -119,12 +124,13 @@ def test_tool_choice_none_hides_the_tools(client):
     plain = ask(client, QUESTIONS[0], max_tokens=16)
     hidden = ask(client, QUESTIONS[0], tools=[CALCULATOR], tool_choice="none", max_tokens=16)
     assert hidden.choices[0].message.content == plain.choices[0].message.content
-    assert hidden.usage == plain.usage
+    assert counts(hidden.usage) == counts(plain.usage)
 
 
 def test_content_parts_are_joined(client):
     parts = [{"type": "text", "text": QUESTIONS[0][:20]}, {"type": "text", "text": QUESTIONS[0][20:]}]
-    assert ask(client, parts, max_tokens=8).usage == ask(client, QUESTIONS[0], max_tokens=8).usage
+    in_parts, whole = (ask(client, asked, max_tokens=8).usage for asked in (parts, QUESTIONS[0]))
+    assert counts(in_parts) == counts(whole)
 
 
 def test_completions_take_texts_and_token_ids_alike(client):
@@ -134,7 +140,7 @@ def test_completions_take_texts_and_token_ids_alike(client):
     texts = client.completions.create(model=MODEL, prompt=prompts, temperature=0)
     tokens = client.completions.create(model=MODEL, prompt=ids, temperature=0)
     assert [choice.text for choice in texts.choices] == [choice.text for choice in tokens.choices]
-    assert texts.usage == tokens.usage
+    assert counts(texts.usage) == counts(tokens.usage)
     assert texts.usage.completion_tokens <= 2 * 16
     one = client.completions.create(model=MODEL, prompt=ids[1], temperature=0)
     assert one.choices[0].text == texts.choices[1].text
