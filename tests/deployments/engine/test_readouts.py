@@ -25,7 +25,7 @@ from deployments.readouts.checks import define
 from deployments.readouts.values import Readout
 
 sys.path.append(str(Path(__file__).parent.parent / "readouts"))  # importlib mode adds no folder
-from made import linear, sae
+from saes_by_hand import linear, sae
 
 NONE = FetchedTensors({}, {})
 

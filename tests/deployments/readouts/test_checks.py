@@ -11,7 +11,7 @@ import torch
 from safetensors.torch import load, save
 
 sys.path.append(str(Path(__file__).parent))  # importlib mode adds no folder
-from made import linear, sae
+from saes_by_hand import linear, sae
 
 from deployments.errors import RequestError
 from deployments.readouts.checks import define

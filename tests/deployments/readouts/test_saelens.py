@@ -12,7 +12,7 @@ import torch
 from safetensors.torch import load, save_file
 
 sys.path.append(str(Path(__file__).parent))  # importlib mode adds no folder
-from made import sae
+from saes_by_hand import sae
 
 from deployments.errors import RequestError
 from deployments.readouts.saelens import read

@@ -10,7 +10,7 @@ import torch
 from safetensors.torch import load
 
 sys.path.append(str(Path(__file__).parent))  # importlib mode adds no folder
-from made import linear, sae
+from saes_by_hand import linear, sae
 
 from deployments.readouts.checks import define
 from deployments.readouts.values import Readout, Stack
