@@ -27,7 +27,7 @@ from deployments.model.model import Model
 from deployments.points.readouts import ReadoutSpec, Threshold
 from deployments.points.token_choices import Tokens
 from deployments.readouts.checks import Definition
-from deployments.readouts.values import Readout
+from deployments.readouts.values import Readout, largest
 
 FEATURES, TOP_K, PROMPT = 16384, 10, 48
 _ids = itertools.count()
@@ -116,7 +116,7 @@ class Cases:
         bias = torch.zeros(FEATURES, device=self._model.device)
         ways: dict[str, Callable[[], object]] = {
             "product": lambda: torch.addmm(bias, rows, weight),
-            "top features": lambda: [part.cpu() for part in self._sae.readout.largest(rows, TOP_K)],
+            "top features": lambda: [part.cpu() for part in largest(self._sae.readout.encode(rows), TOP_K)],
         }
         found: dict[str, list[float]] = {name: [] for name in ways}
         for _ in range(10 * rounds):

@@ -16,13 +16,16 @@ CHUNK = 64  # rows of logits that are turned into logprobs at a time
 
 
 class Span(Protocol):
-    """Consecutive tokens of a sequence."""
+    """Consecutive tokens of a sequence, and the forward's row of the first."""
 
     @property
     def start(self) -> int: ...  # noqa: D102
 
     @property
     def count(self) -> int: ...  # noqa: D102
+
+    @property
+    def row(self) -> int: ...  # noqa: D102
 
 
 class PromptScores:
@@ -89,18 +92,17 @@ class ScoredSpan(NamedTuple):
     rows: range
 
 
-def spans_of(scores: Sequence[PromptScores | None], pieces: Sequence[Span], firsts: Sequence[int]) -> list[ScoredSpan]:
+def spans_of(scores: Sequence[PromptScores | None], pieces: Sequence[Span]) -> list[ScoredSpan]:
     """What is wanted of a forward.
 
     Args:
         scores: Of each piece; None wants nothing.
         pieces: Their tokens.
-        firsts: The first row of each.
     """
     asked = []
-    for one, piece, row in zip(scores, pieces, firsts, strict=True):
+    for one, piece in zip(scores, pieces, strict=True):
         if one and (wanted := one.wanted(piece.start, piece.count)):
-            asked.append(ScoredSpan(one, range(row + wanted.start, row + wanted.stop)))
+            asked.append(ScoredSpan(one, range(piece.row + wanted.start, piece.row + wanted.stop)))
     return asked
 
 

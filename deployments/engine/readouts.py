@@ -47,11 +47,6 @@ class SequenceReadouts:
         """Whether rows of generated tokens are wanted; then the last one is run through, too."""
         return any(one.tokens.stop is None or one.tokens.stop > self._prompt for one in self._asked)
 
-    @property
-    def unread(self) -> int | None:
-        """The first row that was not read yet; None where there are no readouts."""
-        return min(self.known, default=None)
-
     def add(self, index: int, first: int, values: Values) -> None:
         """Take rows of one readout, the first of them at this position."""
         self._parts[index].append((first, values))
@@ -238,8 +233,7 @@ def _takers(span: ReadSpan) -> Iterable[tuple[Place, _Taker]]:
         if first < last:
             row = span.row + first - span.start
             yield one.source.place, _Taker(one.source.readout, row, first, last - first, None, span, index)
-    gates = [edit.gate for edit in span.request.edits if edit.gate]
-    for gate in [*gates, *([span.request.stop_when] if span.request.stop_when else [])]:
+    for gate in span.request.gates:
         for leaf in gate.leaves:
             first, last = max(span.start, leaf.known), min(stop, leaf.stop or stop)
             if first < last and not leaf.here:

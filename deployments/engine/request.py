@@ -182,6 +182,12 @@ class Request:
     streamed: bool = True
     owner: str | None = None
 
+    @property
+    def gates(self) -> list[Gate]:
+        """The conditions of its edits, and the one that ends its answer."""
+        gates = [edit.gate for edit in self.edits if edit.gate]
+        return [*gates, self.stop_when] if self.stop_when else gates
+
 
 class Rows(NamedTuple):
     """Rows that a request has recorded and hands out before its end; the next follow behind them.

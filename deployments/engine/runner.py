@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from itertools import accumulate
 from types import MappingProxyType
 from typing import Any, NamedTuple
 
@@ -56,31 +57,21 @@ class Runner:
         Args:
             pieces: What it runs; there are pages for it.
         """
-        model, ring = self._model, self._ring
+        model = self._model
         pieces = self._in_order(pieces)
-        firsts, rows = [], 0  # each piece's first row
-        for piece in pieces:
-            firsts.append(rows)
-            rows += piece.count
-        capture = _Capture(ring, pieces, firsts)
-        plan = self._plans.of(
-            [Span(p.sequence.request.edits, p.start, p.count, row) for p, row in zip(pieces, firsts, strict=True)]
-        )
-        deciding = [(piece, row + piece.count - 1) for piece, row in zip(pieces, firsts, strict=True) if piece.decides]
-        drawn = [LensRow(row, asked) for piece, row in deciding if (asked := piece.sequence.lens)]
+        capture = _Capture(self._ring, pieces)
+        plan = self._plans.of([Span(p.sequence.request.edits, p.start, p.count, p.row) for p in pieces])
+        deciding = [piece for piece in pieces if piece.decides]
+        drawn = [LensRow(_last_row(piece), asked) for piece in deciding if (asked := piece.sequence.lens)]
         prompts = [
-            (piece.sequence, position, LensRow(row + position - piece.start, asked))
-            for piece, row in zip(pieces, firsts, strict=True)
+            (piece.sequence, position, LensRow(piece.row + position - piece.start, asked))
+            for piece in pieces
             if (asked := piece.sequence.request.lens)
             for position in piece.sequence.lensed(piece.start, piece.start + piece.count)
         ]
         lenses = self._lenses_of([*drawn, *(row for _, _, row in prompts)])
-
         readouts = ReadoutReader(
-            [
-                ReadSpan(p.sequence.request, p.sequence.readouts, p.start, p.count, row, p.decides)
-                for p, row in zip(pieces, firsts, strict=True)
-            ],
+            [ReadSpan(p.sequence.request, p.sequence.readouts, p.start, p.count, p.row, p.decides) for p in pieces],
             self._stacks,
         )
 
@@ -93,8 +84,8 @@ class Runner:
             return new
 
         places = [*capture.places, *plan.places, *lenses.places, *readouts.places]
-        scored = spans_of([piece.sequence.scores for piece in pieces], pieces, firsts)
-        wanted = [row for _, row in deciding] + [row for one in scored for row in one.rows]
+        scored = spans_of([piece.sequence.scores for piece in pieces], pieces)
+        wanted = [_last_row(piece) for piece in deciding] + [row for one in scored for row in one.rows]
         logits = model.forward(
             [token for piece in pieces for token in _tokens(piece)],
             [Segment(piece.sequence.kv, piece.start, piece.count) for piece in pieces],
@@ -108,9 +99,9 @@ class Runner:
         logprobs = read(scored, logits[len(deciding) :])
         layers = lenses.read(model.unembedding)  # before anything counts: it may find no memory
         found = iter(layers)
-        by_turn = {turn: next(found) for turn, (piece, _) in enumerate(deciding) if piece.sequence.lens}
+        by_turn = {turn: next(found) for turn, piece in enumerate(deciding) if piece.sequence.lens}
         met = readouts.keep()
-        stopped = {turn: met[row] for turn, (_, row) in enumerate(deciding) if row in met}
+        stopped = {turn: met[row] for turn, piece in enumerate(deciding) if (row := _last_row(piece)) in met}
         capture.keep()
         for span, scores in zip(scored, logprobs, strict=True):
             span.scores.add(scores)
@@ -118,19 +109,21 @@ class Runner:
             seq.prompt_lens.append((position, found_layers))
         for piece in pieces:
             self._fed(piece)
-        return ForwardResult([piece.sequence for piece, _ in deciding], logits[: len(deciding)], by_turn, stopped)
+        return ForwardResult([piece.sequence for piece in deciding], logits[: len(deciding)], by_turn, stopped)
 
     def _in_order(self, pieces: Sequence[Piece]) -> list[Piece]:
-        """Those whose row goes through the ring first, in its order."""
-        if not self._model.packs:
-            return list(pieces)
-        decoding = {
-            recording: piece
-            for piece in pieces
-            if (recording := piece.sequence.recording) and piece.sequence.decodes and recording.wants_generated
-        }
-        first = [decoding[recording] for recording in self._ring.arrange(list(decoding))]
-        return [*first, *(piece for piece in pieces if piece.sequence.recording not in decoding)]
+        """Pieces with their rows: those whose row goes through the ring first, in its order."""
+        ordered = list(pieces)
+        if self._model.packs:
+            decoding = {
+                recording: piece
+                for piece in pieces
+                if (recording := piece.sequence.recording) and piece.sequence.decodes and recording.wants_generated
+            }
+            ordered = [decoding[recording] for recording in self._ring.arrange(list(decoding))]
+            ordered += [piece for piece in pieces if piece.sequence.recording not in decoding]
+        firsts = accumulate((piece.count for piece in ordered), initial=0)
+        return [Piece(p.sequence, p.start, p.count, row) for p, row in zip(ordered, firsts, strict=False)]
 
     def _fed(self, piece: Piece) -> None:
         """Count a piece whose forward went well."""
@@ -147,6 +140,10 @@ class Runner:
             self._lenses = LensReader(asking)
         self._lenses.begin()
         return self._lenses
+
+
+def _last_row(piece: Piece) -> int:
+    return piece.row + piece.count - 1
 
 
 def _tokens(piece: Piece) -> Sequence[int]:
@@ -167,12 +164,12 @@ class _Capture:
         readers: Of each place of attention patterns, the segments whose are read.
     """
 
-    def __init__(self, ring: CaptureRing, pieces: Sequence[Piece], firsts: Sequence[int]) -> None:
+    def __init__(self, ring: CaptureRing, pieces: Sequence[Piece]) -> None:
         self._ring = ring
         self._through_ring = len(ring.recordings)
         self._prompts = [
-            (index, recording, piece, slice(row + fresh, row + piece.count), piece.start + fresh)
-            for index, (piece, row) in enumerate(zip(pieces, firsts, strict=True))
+            (index, recording, piece, slice(piece.row + fresh, piece.row + piece.count), piece.start + fresh)
+            for index, piece in enumerate(pieces)
             if index >= self._through_ring and (recording := piece.sequence.recording)
             if piece.sequence.records_prefill
             for fresh in (min(piece.count, max(0, recording.rows - piece.start)),)  # not recorded before

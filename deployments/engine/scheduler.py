@@ -23,11 +23,13 @@ class Piece:
         sequence: The sequence.
         start: The position of the first.
         count: How many.
+        row: The forward's row of the first, once pieces are in order.
     """
 
     sequence: Sequence
     start: int
     count: int
+    row: int = 0
 
     @property
     def decides(self) -> bool:

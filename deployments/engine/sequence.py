@@ -113,9 +113,7 @@ class Sequence:
             firsts.append(self.recording.next_wanted)
         if self.scores:
             firsts.append(len(self.scores.logprobs))
-        gates = [edit.gate for edit in request.edits if edit.gate]
-        gates += [request.stop_when] if request.stop_when else []
-        firsts += [leaf.known for gate in gates for leaf in gate.leaves if not leaf.here]
+        firsts += [leaf.known for gate in request.gates for leaf in gate.leaves if not leaf.here]
         firsts += self.readouts.known if self.readouts else []
         if request.lens:
             firsts += [next(iter(self.lensed(0, prompt)), prompt)]

@@ -69,10 +69,6 @@ class Readout:
         normal, _ = self._normalized(rows.float())
         return self._features(normal)
 
-    def largest(self, rows: torch.Tensor, count: int) -> tuple[torch.Tensor, torch.Tensor]:
-        """The largest values of rows [rows, hidden] and their numbers, [rows, count] each, in descending order."""
-        return largest(self.encode(rows), count)
-
     def change(self, rows: torch.Tensor, feature: int, kind: str, value: torch.Tensor) -> torch.Tensor:
         """What to add to rows [rows, hidden] so that one feature becomes another value, in float32.
 
