@@ -7,22 +7,38 @@ registered here. For an unknown name transformers builds no mask, and none is ne
 from __future__ import annotations
 
 import threading
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from ctypes import byref
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch.nn import functional
 from transformers.modeling_utils import AttentionInterface
 
-from deployments.model.kv_cache import PAGE, PagedCache, Segment
+from deployments.model.kv_cache import PAGE, Packed, PagedCache, Segment
 from deployments.model.native import Call, kernel
 from deployments.places.attention_patterns import ROWS, patterns_of
 
 NAME = "vitrine_packed"
 THREAD_PRODUCTS = 500_000  # some 30 microseconds of a thread
 SPREAD = 2  # single rows share a gathered batch while the longest has at most so many times the shortest's pages
+
+
+class _Weighting(NamedTuple):
+    """How a row's products with keys become weights.
+
+    Attributes:
+        scaling: Of the products.
+        window: The most tokens that a row reads, itself included; 0 for all before it.
+        softcap: Bounds the products by its tanh; 0 for none.
+        sinks: [heads] logits that take weight and give nothing.
+    """
+
+    scaling: float
+    window: int
+    softcap: float
+    sinks: torch.Tensor | None
 
 
 class _Running(threading.local):
@@ -101,9 +117,12 @@ def _attend(
         raise TypeError("its queries, keys and values do not fit together")
     layer = cache.take_new(key)
     scaling = query.shape[3] ** -0.5 if scaling is None else scaling
-    found = kernel(query.dtype) if query.device.type == "cpu" else None
-    run = _by_kernel if found and query.stride(3) == key.stride(3) == value.stride(3) == 1 else _by_torch
-    out = run(cache, layer, query, key, value, scaling, sliding_window or 0, softcap or 0.0, s_aux)
+    weighting = _Weighting(scaling, sliding_window or 0, softcap or 0.0, s_aux)
+    run = kernel(query.dtype) if query.device.type == "cpu" else None
+    if run and query.stride(3) == key.stride(3) == value.stride(3) == 1:
+        out = _by_kernel(run, cache.packed, layer, query, key, value, weighting)
+    else:
+        out = _by_torch(cache.packed, layer, query, key, value, weighting)
     shown = module.__dict__.get(ROWS)  # an attribute that is missing would cost a search of torch's
     if shown is None:
         return out[None], None
@@ -111,9 +130,8 @@ def _attend(
     for index in shown:
         segment, first = cache.packed.segments[index], cache.packed.firsts[index]
         keys, _ = _gathered(layer, segment, value.shape[3])
-        mask = _reads(segment, sliding_window or 0, query.device)
         queries = query[:, :, first : first + segment.count]
-        patterns.append(patterns_of(queries, keys[None], mask, scaling, softcap, s_aux)[0])
+        patterns.append(_patterns(queries, keys[None], _reads(segment, weighting.window, query.device), weighting)[0])
     return out[None], patterns
 
 
@@ -121,29 +139,25 @@ AttentionInterface.register(NAME, _attend)
 
 
 def _by_kernel(
-    cache: PagedCache,
+    run: Callable[[Any], int],
+    packed: Packed,
     layer: Any,
     query: torch.Tensor,
     key: torch.Tensor,
     value: torch.Tensor,
-    scaling: float,
-    window: int,
-    softcap: float,
-    sinks: torch.Tensor | None,
+    weighting: _Weighting,
 ) -> torch.Tensor:
     """[rows, heads, features] by the compiled kernel, which writes keys and values, too."""
-    packed, (_, heads, rows, size), width = cache.packed, query.shape, value.shape[3]
+    (_, heads, rows, size), width = query.shape, value.shape[3]
     out = query.new_empty(rows, heads, width)
-    sinks = None if sinks is None else sinks.float().contiguous()
-    run = kernel(query.dtype)
-    assert run is not None
+    sinks = None if weighting.sinks is None else weighting.sinks.float().contiguous()
     call = Call(
         *(tensor.data_ptr() for tensor in (query, key, value, layer.keys, layer.values, out)),
         None if sinks is None else sinks.data_ptr(),
         *(tensor.data_ptr() for tensor in (packed.position, packed.table, packed.pages, packed.units)),
         *(stride for tensor in (query, key, value) for stride in (tensor.stride(2), tensor.stride(1))),
         *(rows, len(packed.units), heads, key.shape[1], size, width, layer.values.shape[3]),
-        *(window, _threads(packed.reads * heads * (size + width)), scaling, softcap),
+        *(weighting.window, _threads(packed.reads * heads * (size + width)), weighting.scaling, weighting.softcap),
     )
     if run(byref(call)):
         raise MemoryError("not enough memory for attention's products")
@@ -159,18 +173,10 @@ def _threads(products: int) -> int:
 
 
 def _by_torch(
-    cache: PagedCache,
-    layer: Any,
-    query: torch.Tensor,
-    key: torch.Tensor,
-    value: torch.Tensor,
-    scaling: float,
-    window: int,
-    softcap: float,
-    sinks: torch.Tensor | None,
+    packed: Packed, layer: Any, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, weighting: _Weighting
 ) -> torch.Tensor:
     """[rows, heads, features]: a prompt's rows by themselves, single rows together with those of about their length."""
-    packed, width, device = cache.packed, value.shape[3], query.device
+    width, device = value.shape[3], query.device
     pages, offsets = packed.page_of.to(device), packed.offset.to(device)
     layer.keys[pages, :, :, offsets] = key[0].transpose(0, 1)
     layer.values[pages, :, offsets, :width] = value[0].transpose(0, 1)
@@ -181,9 +187,9 @@ def _by_torch(
             singles.append((first, segment))
             continue
         keys, values = _gathered(layer, segment, width)
-        mask = _reads(segment, window, device)
+        reads = _reads(segment, weighting.window, device)
         rows = slice(first, first + segment.count)
-        found = _products(query[:, :, rows], keys[None], values[None], mask, scaling, softcap, sinks)
+        found = _products(query[:, :, rows], keys[None], values[None], reads, weighting)
         out[rows] = found[0].transpose(0, 1)
     for group in _alike(singles):
         at = torch.tensor([first for first, _ in group], device=device)
@@ -192,17 +198,12 @@ def _by_torch(
         padded = torch.tensor([table + [0] * (longest - len(table)) for table in tables], device=device)
         keys = layer.keys[padded].permute(0, 2, 3, 1, 4).flatten(3)  # [group, kv_heads, head_dim, keys]
         values = layer.values[padded].permute(0, 2, 1, 3, 4).flatten(2, 3)[..., :width]
-        ends = torch.tensor([segment.start for _, segment in group], device=device)[:, None]
-        slots = torch.arange(longest * PAGE, device=device)
-        reads = slots <= ends  # [group, keys]
-        if window:
-            reads &= slots > ends - window
+        own = torch.tensor([segment.start for _, segment in group], device=device)[:, None]
+        reads = _read_by(own, longest * PAGE, weighting.window)  # [group, keys]
         unread = ~reads[:, None]  # what lies there may not be finite, and 0 x NaN is NaN
         keys, values = keys.masked_fill(unread[:, :, None], 0), values.masked_fill(unread[..., None], 0)
         rows_of = query[0].transpose(0, 1)[at, :, None]  # [group, heads, 1, head_dim]
-        out[at] = _products(
-            rows_of, keys.transpose(2, 3), values, reads[:, None, None], scaling, softcap, sinks
-        ).squeeze(2)
+        out[at] = _products(rows_of, keys.transpose(2, 3), values, reads[:, None, None], weighting).squeeze(2)
     return out
 
 
@@ -230,26 +231,27 @@ def _gathered(layer: Any, segment: Segment, width: int) -> tuple[torch.Tensor, t
 def _reads(segment: Segment, window: int, device: torch.device) -> torch.Tensor:
     """[1, 1, tokens, keys] which keys each token of a segment reads."""
     stop = segment.start + segment.count
-    keys, own = torch.arange(stop, device=device), torch.arange(segment.start, stop, device=device)[:, None]
-    reads = keys <= own
-    if window:
-        reads &= keys > own - window
-    return reads[None, None]
+    return _read_by(torch.arange(segment.start, stop, device=device)[:, None], stop, window)[None, None]
+
+
+def _read_by(own: torch.Tensor, keys: int, window: int) -> torch.Tensor:
+    """[rows, keys] which of so many keys rows at the positions `own` [rows, 1] read."""
+    positions = torch.arange(keys, device=own.device)
+    reads = positions <= own
+    return reads & (positions > own - window) if window else reads
 
 
 def _products(
-    query: torch.Tensor,
-    keys: torch.Tensor,
-    values: torch.Tensor,
-    reads: torch.Tensor,
-    scaling: float,
-    softcap: float,
-    sinks: torch.Tensor | None,
+    query: torch.Tensor, keys: torch.Tensor, values: torch.Tensor, reads: torch.Tensor, weighting: _Weighting
 ) -> torch.Tensor:
     """[batch, heads, tokens, features] of a query [batch, heads, tokens, head_dim]."""
-    groups = query.shape[1] // keys.shape[1]
-    if softcap or sinks is not None:
-        weights = patterns_of(query, keys, reads, scaling, softcap, sinks)
-        return weights @ values.repeat_interleave(groups, 1)
-    keys, values = keys.repeat_interleave(groups, 1), values.repeat_interleave(groups, 1)
-    return functional.scaled_dot_product_attention(query, keys, values, attn_mask=reads, scale=scaling)
+    values = values.repeat_interleave(query.shape[1] // keys.shape[1], 1)
+    if weighting.softcap or weighting.sinks is not None:
+        return _patterns(query, keys, reads, weighting) @ values
+    keys = keys.repeat_interleave(query.shape[1] // keys.shape[1], 1)
+    return functional.scaled_dot_product_attention(query, keys, values, attn_mask=reads, scale=weighting.scaling)
+
+
+def _patterns(query: torch.Tensor, keys: torch.Tensor, reads: torch.Tensor, weighting: _Weighting) -> torch.Tensor:
+    """[batch, heads, tokens, keys] of a query [batch, heads, tokens, head_dim]."""
+    return patterns_of(query, keys, reads, weighting.scaling, weighting.softcap, weighting.sinks)

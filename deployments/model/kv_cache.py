@@ -17,7 +17,6 @@ from transformers.cache_utils import Cache, DynamicCache
 PAGE = 16  # positions; the kernel's vectors are as wide
 LANES = 16  # a page's values are padded to a multiple of these features
 UNIT_ROWS = 8  # rows of a sequence that the kernel takes at once
-_DONTNEED = 4  # Linux's MADV_DONTNEED
 
 
 @dataclass(eq=False)
@@ -186,15 +185,16 @@ class PagedCache(Cache):
 
     def release_from(self, page: int) -> None:
         """Give the memory of all pages from this one on back to the system, on a CPU; nothing of them is kept."""
-        libc = ctypes.CDLL(None) if hasattr(mmap, "MADV_DONTNEED") else None
+        advice = getattr(mmap, "MADV_DONTNEED", None)
+        if advice is None:
+            return
+        libc = ctypes.CDLL(None)
         for part in (part for layer in self._layers.values() for part in layer):
-            if libc is not None and part.device.type == "cpu" and page < len(part):
+            if part.device.type == "cpu" and page < len(part):
                 begin = -(-part[page].data_ptr() // mmap.PAGESIZE) * mmap.PAGESIZE
-                length = part.data_ptr() + part.nbytes - begin
-                if length > 0:
-                    libc.madvise(
-                        ctypes.c_void_p(begin), ctypes.c_size_t(length // mmap.PAGESIZE * mmap.PAGESIZE), _DONTNEED
-                    )
+                size = (part.data_ptr() + part.nbytes - begin) // mmap.PAGESIZE * mmap.PAGESIZE
+                if size > 0:
+                    libc.madvise(ctypes.c_void_p(begin), ctypes.c_size_t(size), advice)
 
     @property
     def page_bytes(self) -> Counter[torch.device]:
