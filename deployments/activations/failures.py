@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import errno
+from collections.abc import Iterator
+from contextlib import contextmanager
 
 from deployments.activations.facts import StoreError
 
@@ -31,3 +33,16 @@ def explain(root: object, error: Exception) -> StoreError:
         "see that it can be reached and written, then send the request again",
     )
     return StoreError(f"The activation store at {root} failed ({error}): {advice}.")
+
+
+@contextmanager
+def explained(root: object) -> Iterator[None]:
+    """While open, an error of the disk below `root` is raised as `explain` says it.
+
+    Raises:
+        StoreError: The disk refuses.
+    """
+    try:
+        yield
+    except OSError as error:
+        raise explain(root, error) from error

@@ -8,7 +8,7 @@ from typing import Any, NamedTuple
 
 import torch
 from pydantic import ValidationError
-from safetensors import SafetensorError, deserialize
+from safetensors import SafetensorError
 from safetensors.torch import load
 
 from deployments.errors import RequestError
@@ -64,9 +64,8 @@ def define(data: bytes, spec: Mapping[str, Any] | None = None) -> Definition:
     Raises:
         RequestError: It is no such file, says what no readout is, or its tensors do not fit; names the field.
     """
-    said = metadata(data)
+    said, tensors = _read(data)
     read = _spec({**said, **(spec or {})})
-    tensors = load(data)
     sizes = _sizes(read, tensors)
     if read.labels is not None and len(read.labels) != sizes["k"]:
         raise RequestError(f"{len(read.labels)} labels of {sizes['k']} values", "spec.labels")
@@ -75,20 +74,21 @@ def define(data: bytes, spec: Mapping[str, Any] | None = None) -> Definition:
     return Definition(read, tensors, sizes["hidden"], sizes["k"])
 
 
-def metadata(data: bytes) -> dict[str, Any]:
-    """What a file's metadata says of the readout in it; nothing of any other file.
-
-    Raises:
-        RequestError: It is no whole safetensors file.
-    """
+def _read(data: bytes) -> tuple[dict[str, Any], dict[str, torch.Tensor]]:
+    """What a file's metadata says of the readout in it, and its tensors."""
     length = int.from_bytes(data[:8], "little")
     if length > MAX_HEADER_BYTES:
         raise _refused(f"no safetensors file: its header would be longer than {MAX_HEADER_BYTES} bytes")
     try:
-        deserialize(data)  # type: ignore[no-untyped-call]
+        tensors = load(data)
         found = json.loads(data[8 : 8 + length]).get("__metadata__") or {}
     except (SafetensorError, ValueError) as error:
         raise _refused(f"no whole safetensors file: {error}") from error
+    return _said(found), tensors
+
+
+def _said(found: Mapping[str, str]) -> dict[str, Any]:
+    """What a file's metadata says of the readout in it; nothing of any other file."""
     if "spec" in found:
         return _object(found["spec"], "spec")
     said: dict[str, Any] = {name: found[name] for name in _OF_METADATA if name in found}

@@ -19,7 +19,7 @@ import ray
 
 from deployments.activations.accounts import OPERATOR, Account
 from deployments.activations.facts import StoredPoint, StoredRun, StoreError
-from deployments.activations.failures import explain
+from deployments.activations.failures import explained
 from deployments.activations.limits import Retention
 from deployments.activations.nodes.releasing import releases_nodes
 from deployments.activations.nodes.reporting import Reply
@@ -201,10 +201,8 @@ class ActivationStore(TakesRuns):
 
     async def restore(self, uris: Sequence[str]) -> bool:
         """Fetch segments to the disk that are in the bucket alone, as `Archive.restore`: for the reader."""
-        try:
+        with explained(self._root):
             return self._archive is not None and await asyncio.to_thread(self._archive.restore, uris)
-        except OSError as error:
-            raise explain(self._root, error) from error
 
     async def check_archive(self, archive: str) -> None:
         """Refuse an application that archives to another bucket, by its URI or empty for none, than the store.

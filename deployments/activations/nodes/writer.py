@@ -17,7 +17,7 @@ from deployments.activations.archive.archive import upload_sealed
 from deployments.activations.catalogue.catalogue import Catalogue
 from deployments.activations.catalogue.database import can_hold
 from deployments.activations.facts import Entry, Note, StoredFile, StoreError, name_of
-from deployments.activations.failures import explain
+from deployments.activations.failures import explained
 from deployments.activations.files.atomic import write
 from deployments.activations.files.permissions import restrict
 from deployments.activations.files.uris import place_of
@@ -161,10 +161,8 @@ class NodeWriter(TakesRuns):
         Raises:
             StoreError: This node can take the lock that the store holds all the while.
         """
-        try:
+        with explained(self._root):
             taken = can_hold(self._root)
-        except OSError as error:
-            raise explain(self._root, error) from error
         if taken and await self._home() == home:
             raise StoreError(
                 f"Locks on {self._root} hold on each node alone, and nodes that share it would cut off each other's "
@@ -174,11 +172,9 @@ class NodeWriter(TakesRuns):
 
     def _open_own(self) -> None:
         """Open a directory of the node's own, as the store opens its."""
-        try:
+        with explained(self._root):
             key = open_directory(self._root)
             write(self._root, ".", _OWN, b"A node of a cluster keeps this directory for itself.\n")
-        except OSError as error:
-            raise explain(self._root, error) from error
         catalogue = Catalogue.rebuild(self._root)
         self._serve()  # before the store hears of the node
         self._open(key, catalogue)

@@ -5,6 +5,7 @@ One with an owner is `<name>@<owner>.safetensors`: each owner has names of their
 
 from __future__ import annotations
 
+import contextlib
 import hashlib
 import logging
 import os
@@ -18,11 +19,12 @@ from safetensors.torch import save
 
 from deployments.activations.accounts import OPERATOR, Account
 from deployments.activations.facts import page
-from deployments.activations.failures import explain
+from deployments.activations.failures import explained
 from deployments.activations.files.atomic import found, remove, write
+from deployments.activations.files.bounds import check_room
 from deployments.errors import RequestError
 from deployments.points.readouts import ReadoutSpec
-from deployments.readouts.checks import define
+from deployments.readouts.checks import Definition, define
 
 FOLDER = ".readouts"  # no session id begins with '.'
 MAX_READOUTS = 1 << 10
@@ -82,7 +84,7 @@ class ReadoutFiles:
         if match := _FILE.fullmatch(item.name):
             try:
                 data = Path(item.path).read_bytes()
-                self._files[match[1], match[2]] = _described(data, item.stat().st_mtime, match[2])
+                self._files[match[1], match[2]] = _described(define(data), data, item.stat().st_mtime, match[2])
             except (OSError, RequestError):  # one bad file must not keep the others from being served
                 logger.exception("readout %s cannot be read and is not listed", item.path)
 
@@ -115,7 +117,7 @@ class ReadoutFiles:
         """
         defined = define(data, spec)
         kept = save(defined.tensors, {"spec": defined.spec.model_dump_json(exclude_none=True, exclude_defaults=True)})
-        new = _described(kept, 0.0, account.owner)
+        new = _described(defined, kept, 0.0, account.owner)
         key = defined.spec.name, account.owner
         with self._lock:
             known, files = self._files.get(key), dict(self._files)
@@ -127,10 +129,8 @@ class ReadoutFiles:
         _check_room(list(files.values()), len(kept), most)
         if not account.is_admin and most_of_one is not None:
             _check_room([one for one in files.values() if one.owner == account.owner], len(kept), most_of_one)
-        try:
+        with explained(self._root):
             new = new._replace(created=write(self._root, FOLDER, _name(key), kept))
-        except OSError as error:
-            raise explain(self._root, error) from error
         with self._lock:
             self._files[key] = new
         return new.told(account)
@@ -151,12 +151,9 @@ class ReadoutFiles:
             seen = self._seen(name, account)
         if seen is None:
             return None
-        try:
+        with explained(self._root), contextlib.suppress(FileNotFoundError):
             return (self._root / FOLDER / _name((name, seen.owner))).read_bytes()
-        except FileNotFoundError:
-            return None
-        except OSError as error:
-            raise explain(self._root, error) from error
+        return None
 
     def delete(self, name: str, account: Account = OPERATOR) -> bool:
         """Delete a readout: true when it is gone, false if there was none that the account may change.
@@ -168,10 +165,8 @@ class ReadoutFiles:
             seen = self._seen(name, account)
         if seen is None or not account.may_change(seen.owner):
             return False
-        try:
+        with explained(self._root):
             remove(self._root, FOLDER, _name((name, seen.owner)))
-        except OSError as error:
-            raise explain(self._root, error) from error
         with self._lock:
             del self._files[name, seen.owner]
         return True
@@ -184,8 +179,7 @@ class ReadoutFiles:
         return next((one for one in own if account.may_read(one.owner)), None)
 
 
-def _described(data: bytes, created: float, owner: str | None) -> ReadoutFile:
-    defined = define(data)
+def _described(defined: Definition, data: bytes, created: float, owner: str | None) -> ReadoutFile:
     digest = hashlib.sha256(data).hexdigest()[:32]
     return ReadoutFile(defined.spec, f"readout-{digest}", defined.hidden, defined.size, len(data), created, owner)
 
@@ -196,10 +190,4 @@ def _name(key: _Key) -> str:
 
 
 def _check_room(others: list[ReadoutFile], size: int, most: int) -> None:
-    used = sum(one.bytes for one in others)
-    if used + size > most or len(others) >= MAX_READOUTS:
-        message = (
-            f"{len(others)} readouts take {used} bytes, and there is room for {MAX_READOUTS} of {most} bytes together: "
-            f"delete some before you install one of {size} bytes"
-        )
-        raise RequestError(message, None, "readout_store_full")
+    check_room("readouts", [one.bytes for one in others], size, MAX_READOUTS, most, "install", "readout_store_full")

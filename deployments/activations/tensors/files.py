@@ -11,7 +11,7 @@ import contextlib
 import hashlib
 import logging
 import re
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -19,8 +19,9 @@ from safetensors import SafetensorError
 
 from deployments.activations.accounts import OPERATOR, Account
 from deployments.activations.facts import page
-from deployments.activations.failures import explain
+from deployments.activations.failures import explained
 from deployments.activations.files.atomic import found, remove, write
+from deployments.activations.files.bounds import check_room
 from deployments.activations.tensors.tensors import TensorType, check, read_types
 from deployments.errors import RequestError
 
@@ -108,7 +109,7 @@ class TensorFiles:
             own = [file for file in others if file.owner == owner]
             _check_room(own, len(data), MAX_OF_ONE, most_of_one, " of yours")
         name = f"{id}@{owner}.safetensors" if owner else f"{id}.safetensors"
-        with self._explained():
+        with explained(self._root):
             created = write(self._root, FOLDER, name, data)
         self._files[id] = TensorFile(id, self._root / FOLDER / name, tensors, len(data), created, owner)
         return self._files[id].summary(account)
@@ -127,7 +128,7 @@ class TensorFiles:
         file = self._files.get(tensor_id)
         if file is None or not account.may_read(file.owner):
             return None
-        with self._explained(), contextlib.suppress(FileNotFoundError), file.path.open("rb") as opened:
+        with explained(self._root), contextlib.suppress(FileNotFoundError), file.path.open("rb") as opened:
             opened.seek(first)
             return opened.read(-1 if end is None else end - first)
         return None
@@ -141,24 +142,12 @@ class TensorFiles:
         file = self._files.get(tensor_id)
         if file is None or not account.may_change(file.owner):
             return False
-        with self._explained():
+        with explained(self._root):
             remove(self._root, FOLDER, file.path.name)
         del self._files[tensor_id]
         return True
 
-    @contextlib.contextmanager
-    def _explained(self) -> Iterator[None]:
-        try:
-            yield
-        except OSError as error:
-            raise explain(self._root, error) from error
-
 
 def _check_room(others: Sequence[TensorFile], size: int, count: int, most: int, whose: str = "") -> None:
-    used = sum(file.bytes for file in others)
-    if used + size > most or len(others) >= count:
-        message = (
-            f"{len(others)} tensor files{whose} take {used} bytes, and there is room for {count} of {most} bytes "
-            f"together: delete some before you send one of {size} bytes"
-        )
-        raise RequestError(message, None, "tensor_store_full")
+    sizes = [file.bytes for file in others]
+    check_room(f"tensor files{whose}", sizes, size, count, most, "send", "tensor_store_full")

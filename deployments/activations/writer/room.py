@@ -10,7 +10,7 @@ import time
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
-from deployments.activations.failures import explain
+from deployments.activations.failures import explained
 from deployments.activations.files.locks import NEW, create, directory
 from deployments.activations.files.mounts import Mount
 
@@ -29,10 +29,8 @@ class Room:
 
     async def check(self, size: int) -> None:
         """Raise StoreError where so many bytes cannot be written now; the message says why and what to do."""
-        try:
+        with explained(self._root):
             await asyncio.get_running_loop().run_in_executor(self._pool, self._check, size)
-        except OSError as error:
-            raise explain(self._root, error) from error
 
     def _check(self, size: int) -> None:
         if time.monotonic() - self._tried >= _EVERY_S:
