@@ -15,7 +15,7 @@ from evals.results.table import write_table
 from evals.results.tally import ActivationTally, ConditionTally, ModeTally
 from evals.results.transfer import FOLDER, TRANSFER_FILE, transfer, transferred_runs
 from evals.stats import clustered_difference, covered, holm
-from evals.task.steering import asked, cells
+from evals.task.steering import asked, cells, layers
 
 NOT_PAIRED = f"no variant is compared with {CONTROL}, which was not among --variants"
 Conditions = dict[tuple[Mode, str], ConditionTally]
@@ -148,7 +148,6 @@ def _sweep(conditions: Conditions, paired: list[dict[str, Any]], config: Config)
     if not config.sweep:
         return []
     differences = {pair["b"]: pair for pair in paired if pair["kind"] == "steering"}
-    layers: list[int | None] = [int(layer) for layer in config.sweep.get("layer", ())] or [None]
     scales: list[float | None] = [None]
     if "scale" in config.sweep:
         scales = [*sorted({*config.sweep["scale"], 0.0})]
@@ -156,7 +155,7 @@ def _sweep(conditions: Conditions, paired: list[dict[str, Any]], config: Config)
     for mode, variant in product(config.modes, config.variants):
         names = {(cell.layer, cell.scale): cell.name for cell in cells(config) if cell.variant == variant}
         rows = []
-        for layer in layers:
+        for layer in layers(config):
             of = [names.get((layer, scale), variant) for scale in scales]
             accuracies = [conditions[mode, name].summary()[config.rule]["accuracy"] for name in of]
             pairs = [differences.get(f"{mode}.{name}", {}) for name in of]

@@ -21,13 +21,17 @@ class Cell(NamedTuple):
     scale: float | None
 
 
+def layers(config: Config) -> list[int | None]:
+    """The layers of a sweep; None alone where none are swept."""
+    return [int(layer) for layer in config.sweep.get("layer", ())] or [None]
+
+
 def cells(config: Config) -> Iterator[Cell]:
     """The steered conditions of all variants. A scale of 0 changes nothing, so it is the variant itself."""
     if not config.interventions:
         return
-    layers: list[int | None] = [int(layer) for layer in config.sweep.get("layer", ())] or [None]
     scales: list[float | None] = [float(scale) for scale in config.sweep.get("scale", ()) if scale] or [None]
-    for variant, layer, scale in product(config.variants, layers, scales):
+    for variant, layer, scale in product(config.variants, layers(config), scales):
         parts = [f"layer{layer}"] * (layer is not None) + [f"scale{scale:g}"] * (scale is not None)
         name = "_".join([variant, *(parts or ["steered"])])
         yield Cell(variant, name.replace(".", "p").replace("+", ""), layer, scale)
