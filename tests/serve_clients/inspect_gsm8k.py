@@ -52,7 +52,11 @@ def main(log_dir: str) -> None:
             "correct": sample.scores["match"].value == "C",
             "stop_reason": sample.output.stop_reason,
             "calls": sum(len(message.tool_calls or ()) for message in sample.messages if message.role == "assistant"),
-            "tokens": [sample.output.usage.input_tokens, sample.output.usage.output_tokens],
+            # inspect_ai counts what the server had in its cache apart from the other input tokens.
+            "tokens": [
+                sample.output.usage.input_tokens + (sample.output.usage.input_tokens_cache_read or 0),
+                sample.output.usage.output_tokens,
+            ],
         }
         if sample.output.usage
         else {"stop_reason": sample.output.stop_reason}

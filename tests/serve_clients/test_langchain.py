@@ -5,6 +5,9 @@ from __future__ import annotations
 
 def test_chats_are_whole_streamed_batched_and_scored(told):
     said = told("langchain_chat.py", "plain")
+    # The second request finds its prompt in the cache, which changes nothing but this count.
+    cached = [usage.pop("input_token_details")["cache_read"] for _, usage, _ in (said["whole"], said["streamed"])]
+    assert cached[0] == 0 < cached[1]
     assert said["whole"] == said["streamed"]
     text, usage, finish_reason = said["whole"]
     assert text
