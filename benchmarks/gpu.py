@@ -63,6 +63,7 @@ class Case:
 
     def requests(self, rows: int, points: list[str] | None = None, **options: Any) -> list[Request]:
         """The first prompts, under new ids."""
+        options["owner"] = f"turn {next(_ids)}"  # a turn shares no prompt with an earlier one
         if points:
             capture = Capture(points=points)
             options |= {"capture": capture, "points": self.engine.model.points.resolve(capture)}

@@ -52,7 +52,8 @@ def source(model: Model, layer: int, seed: int, features: int = 0) -> Source:
 
 def rate(engine: Engine, requests: Sequence[Request]) -> float:
     """Tokens a second of requests that run together."""
-    requests = [dataclasses.replace(one, id=f"r{next(_ids)}") for one in requests]
+    turn = f"turn {next(_ids)}"  # each turn runs its prompts, and shares none with an earlier one
+    requests = [dataclasses.replace(one, id=f"r{next(_ids)}", owner=turn) for one in requests]
     began, tokens, left = time.perf_counter(), 0, len(requests)
     for one in requests:
         engine.submit(one)
