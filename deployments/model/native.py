@@ -71,7 +71,8 @@ def _built(flags: tuple[str, ...]) -> Path:
     compiler = next((found for name in ("cc", "gcc", "clang") if (found := shutil.which(name))), None)
     if compiler is None:
         raise FileNotFoundError("there is no C compiler: install gcc or clang")
-    parts = (SOURCE.read_text(), compiler, *FLAGS, *flags, platform.machine(), _processor())
+    version = subprocess.run([compiler, "--version"], check=True, capture_output=True, text=True, timeout=TIMEOUT_S)
+    parts = (SOURCE.read_text(), version.stdout, *FLAGS, *flags, platform.machine(), _processor())
     name = hashlib.sha256("\n".join(parts).encode()).hexdigest()[:24]
     folder = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "vitrine"
     built = folder / f"attention-{name}.so"

@@ -152,6 +152,11 @@ static inline int32_t reads_until(int32_t position, int32_t p) {
     return high < 0 ? 0 : high > PAGE ? PAGE : high;
 }
 
+// Pages lie anywhere: the processor's own prefetching ends with each.
+static inline void prefetch(const number *from, int64_t numbers) {
+    for (int64_t i = 0; i < numbers; i += 64 / sizeof(number)) __builtin_prefetch(from + i);
+}
+
 static void add_values(const Call *c, const float *weights, int64_t stride, const number *values, int count, vec *out,
                        int32_t position, int32_t p) {
     const int32_t begin = reads_from(c, position, p), tokens = reads_until(position, p) - begin;
@@ -180,6 +185,10 @@ static void attend(const Call *c, int32_t kv_head, const int32_t *rows, const in
     }
     for (int32_t p = from; p < until; p++) {
         const number *keys = c->keys + pages[p] * key_page + (int64_t)kv_head * c->head_dim * PAGE;
+        if (p + 1 < until)
+            prefetch(c->keys + pages[p + 1] * key_page + (int64_t)kv_head * c->head_dim * PAGE, c->head_dim * PAGE);
+        else
+            prefetch(c->values + pages[from] * value_page + (int64_t)kv_head * PAGE * c->value_dim, PAGE * c->value_dim);
         DISPATCH(count, scores_of(query, keys, c->head_dim, N, scores + (p - from), stride));
     }
     float total[MOST];
@@ -214,6 +223,8 @@ static void attend(const Call *c, int32_t kv_head, const int32_t *rows, const in
     for (int32_t p = from; p < until; p++) {
         const number *values = c->values + pages[p] * value_page + (int64_t)kv_head * PAGE * c->value_dim;
         const float *weights = (const float *)(scores + (p - from));
+        if (p + 1 < until)
+            prefetch(c->values + pages[p + 1] * value_page + (int64_t)kv_head * PAGE * c->value_dim, PAGE * c->value_dim);
         if (reads_from(c, first, p) == reads_from(c, last, p) && reads_until(first, p) == reads_until(last, p))
             add_values(c, weights, stride * LANES, values, count, out, first, p);
         else // a value that a row does not read may not be finite, and would reach it even with a weight of 0
