@@ -143,7 +143,8 @@ class Options(BaseModel):
         max_tensor_file_bytes: The largest tensor file that a client may send, at most 128 MiB (the limit of Serve's
             messages); larger ones get 413.
         max_tensor_store_bytes: The most bytes of all tensor files together.
-        max_readout_file_bytes: The largest file of a readout that a client may send, at most 128 MiB likewise.
+        max_readout_file_bytes: The largest file of a readout that a client may send, at most 1 GiB. The ingress holds
+            it in memory while it is sent.
         max_readout_store_bytes: The most bytes of all readouts' files together.
         max_readout_bytes: The most bytes of readouts' tensors that a replica holds on its device.
         capture_memory_bytes: Host memory of a replica for recorded rows on their way to the store. If the disk is
@@ -227,7 +228,7 @@ class Options(BaseModel):
     max_body_bytes: int = Field(default=16 << 20, ge=1)
     max_tensor_file_bytes: int = Field(default=64 << 20, ge=1, le=128 << 20)
     max_tensor_store_bytes: int = Field(default=4 << 30, ge=1)
-    max_readout_file_bytes: int = Field(default=128 << 20, ge=1, le=128 << 20)
+    max_readout_file_bytes: int = Field(default=256 << 20, ge=1, le=1 << 30)
     max_readout_store_bytes: int = Field(default=4 << 30, ge=1)
     max_readout_bytes: int = Field(default=1 << 30, ge=1)
     max_intervention_bytes: int = Field(default=256 << 20, ge=1)

@@ -14,7 +14,7 @@ from ray.serve import Application
 
 from deployments.errors import LoadError
 from deployments.model_files.names import located
-from serve_app.backend.deploying import ENVIRONMENT, GRPC, replicas
+from serve_app.backend.deploying import GRPC, environment, replicas
 from serve_app.http.keys import Keys
 from serve_app.ingress import Ingress
 
@@ -74,7 +74,7 @@ def _checked(given: dict[str, Any]) -> Options:
 
 def _composed(options: Options) -> Application:
     ingress = Ingress.options(  # type: ignore[attr-defined]
-        ray_actor_options={"num_cpus": 0, **ENVIRONMENT},
+        ray_actor_options={"num_cpus": 0, **environment(options)},
         graceful_shutdown_timeout_s=options.request_timeout_s + 30,  # the replicas' streams go through it
     )
     models = [] if options.model == NO_MODEL else [replicas(options)]

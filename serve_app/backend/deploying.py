@@ -9,15 +9,22 @@ from ray.serve import Application
 from deployments.options import Options
 from deployments.replica.replica import ModelReplica
 
-# Messages by gRPC (`models.py`) may be as large as bodies.
-GRPC = {"RAY_SERVE_REPLICA_GRPC_MAX_MESSAGE_LENGTH": str(256 << 20)}
+_MESSAGE_LENGTH = "RAY_SERVE_REPLICA_GRPC_MAX_MESSAGE_LENGTH"
+_MESSAGE_BYTES = 256 << 20
+GRPC = {_MESSAGE_LENGTH: str(_MESSAGE_BYTES)}
 
 # Ray Serve's own switches, for this project's actors alone: each serves on one event loop instead of three.
-FAST_PATH = GRPC | {
+FAST_PATH = {
     "RAY_SERVE_RUN_USER_CODE_IN_SEPARATE_THREAD": "0",
     "RAY_SERVE_RUN_ROUTER_IN_SEPARATE_LOOP": "0",
 }
-ENVIRONMENT = {"runtime_env": {"env_vars": FAST_PATH}}
+
+
+def environment(options: Options) -> dict[str, Any]:
+    """Ray's options of an actor that serves: its environment, in which messages may be as large as bodies."""
+    length = max(_MESSAGE_BYTES, 2 * max(options.max_body_bytes, options.max_readout_file_bytes))
+    length = min(length, (1 << 31) - 1)  # gRPC's own limit
+    return {"runtime_env": {"env_vars": FAST_PATH | {_MESSAGE_LENGTH: str(length)}}}
 
 
 def replicas(options: Options, **deployment: Any) -> Application:
@@ -27,7 +34,7 @@ def replicas(options: Options, **deployment: Any) -> Application:
         options: The model's.
         deployment: Further options of the Serve deployment.
     """
-    actor = {"num_cpus": options.num_cpus, "num_gpus": options.num_gpus, **ENVIRONMENT}
+    actor = {"num_cpus": options.num_cpus, "num_gpus": options.num_gpus, **environment(options)}
     replica = ModelReplica.options(  # type: ignore[attr-defined]
         num_replicas=options.num_replicas,
         ray_actor_options=actor,
