@@ -13,10 +13,10 @@ from sklearn.feature_extraction.text import TfidfVectorizer
 from sklearn.linear_model import LogisticRegression
 from sklearn.pipeline import make_union
 
+from evals.auroc import by_folds
 from evals.probes.examples import Example, RowPlace
 from evals.probes.features import standardized
 from evals.probes.fitting import Job, select
-from evals.probes.metrics import by_folds
 from evals.probes.solver import solve
 
 _C = (1.0, 100.0)

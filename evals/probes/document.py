@@ -7,11 +7,11 @@ from typing import Any
 
 import numpy as np
 
+from evals.auroc import Interval, band, by_folds, interval, resampled
 from evals.probes.baselines import Baseline
 from evals.probes.data import Data
 from evals.probes.fitting import Job, Outcome
 from evals.probes.headline import Headline, quantiles, summary
-from evals.probes.metrics import Interval, band, by_folds, interval, resampled
 from evals.probes.options import Options
 
 Record = dict[str, Any]

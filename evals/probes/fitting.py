@@ -9,9 +9,10 @@ import numpy as np
 import torch
 
 from deployments.activations.reader.row_index import RowIndex
+from evals.auroc import auroc, by_folds
 from evals.probes.features import features, largest, standardized
 from evals.probes.folds import Folds
-from evals.probes.metrics import auroc, by_folds, platt
+from evals.probes.metrics import platt
 from evals.probes.solver import Method, solve
 
 _PRECISE = 1 << 23  # numbers up to which rows are float64

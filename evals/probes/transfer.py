@@ -7,11 +7,11 @@ from typing import Any
 import numpy as np
 from sklearn.metrics import balanced_accuracy_score
 
+from evals.auroc import auroc, interval, resampled
 from evals.probes.data import Data
 from evals.probes.fitting import Rows, probability
 from evals.probes.folds import permuted
 from evals.probes.headline import Headline, quantiles
-from evals.probes.metrics import auroc, interval, resampled
 from evals.probes.options import Options
 
 

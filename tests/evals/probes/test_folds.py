@@ -7,9 +7,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from evals.auroc import auroc
 from evals.config import EvalError
 from evals.probes.folds import permuted, split
-from evals.probes.metrics import auroc
 
 
 @given(sizes=st.lists(st.integers(1, 6), min_size=30, max_size=60), seed=st.integers(0, 99))

@@ -7,7 +7,8 @@ from hypothesis import strategies as st
 from sklearn.linear_model import LogisticRegression
 from sklearn.metrics import roc_auc_score
 
-from evals.probes.metrics import auroc, band, bins, by_folds, interval, platt, rare, resampled
+from evals.auroc import auroc, band, by_folds, interval, resampled
+from evals.probes.metrics import bins, platt, rare
 
 
 @given(scores=st.lists(st.sampled_from([-1.0, 0.0, 0.5, 2.0, 3.0]), min_size=4, max_size=40), split=st.integers(1, 3))
