@@ -149,8 +149,9 @@ def _statistics(directory: Path, source: Path, most: int, seed: int) -> dict[str
 def _sums(source: Path, chosen: list[_Recorded], mode: str) -> dict[str, dict[str, tuple[set[int], _Sums]]]:
     """By point and group, which runs there are and their sums.
 
-    Right answers are compared with others in the last turns of one mode, from the prompt's last token on: of other turns
-    and modes, and of prompts, there would be more in one group than in the other, which alone would tell them apart.
+    Right answers are compared with others in the last turns of one mode, from the prompt's last token on: of other
+    turns and modes, and of prompts, there would be more in one group than in the other, which alone would tell them
+    apart.
     """
     import torch
 

@@ -10,10 +10,10 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from deployments import __version__
-from evals.server.client import ask_json, is_absent, is_closed
 from evals.config import Config
-from evals.task.prompts import Prompts
+from evals.server.client import ask_json, is_absent, is_closed
 from evals.serving_config import OF_ONE_CALL
+from evals.task.prompts import Prompts
 
 if TYPE_CHECKING:
     from evals.task.problems import ChosenProblems  # which imports Ray
@@ -23,7 +23,8 @@ PACKAGES = ("ray", "pyarrow", "httpx", "pydantic", "torch", "transformers", "nns
 # files hold is compared for itself; answers that are there are scored and rewarded anew. With a longer timeout those
 # that were late are asked again; a shorter one is another run.
 MAY_DIFFER = {"base_url", "parallel", "timeout", "retries", "max_outage", "wait_healthy", "results_dir"}
-MAY_DIFFER |= {"max_failures", "dataset", "variants_file", "few_shot_file", "transfer_activations", "serve", "rule", "rewards"} | OF_ONE_CALL
+MAY_DIFFER |= {"max_failures", "dataset", "variants_file", "few_shot_file", "transfer_activations", "serve"}
+MAY_DIFFER |= {"rule", "rewards"} | OF_ONE_CALL
 ROOT = Path(__file__).parents[2]
 DEFAULTS = Config.model_construct(session_id="", results_dir=Path()).model_dump(mode="json")
 GIT_S = 10.0  # that git may take: the checkout may lie on a slow disk

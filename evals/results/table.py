@@ -7,9 +7,9 @@ from typing import Any
 import pyarrow as pa
 import pyarrow.parquet as pq
 
-from evals.task.records import dataset_row
 from evals.results.results import read_samples
 from evals.scoring import RULES
+from evals.task.records import dataset_row
 from evals.task.trajectory import Sample
 
 BATCH = 1000  # rows

@@ -102,7 +102,6 @@ class ConditionTally:
             "reward": self._reward / rewarded if rewarded else None,
         }
 
-
     def _epochs(self, of: list[int]) -> dict[str, Any] | None:
         """What several answers to a problem come to: pass@k, and the answer that most of them give."""
         most = max(of, default=1)

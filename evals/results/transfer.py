@@ -15,11 +15,11 @@ from tqdm import tqdm
 
 from deployments.activations.facts import check_session_id
 from deployments.activations.reader.pulling import ChangedError, PullError, pull
+from evals.config import EvalError
+from evals.results.results import write_json
 from evals.server.answers import Kind, asked_wait_s, kind_of
 from evals.server.client import MAX_POLL_S, api_key, headers, is_absent
-from evals.config import EvalError
 from evals.server.outage import Outage
-from evals.results.results import write_json
 
 FOLDER = "activations"  # of the results directory; below it one named after the session
 TRANSFER_FILE = "transferred.json"  # beside it, once all of it is there: what `transfer` returns

@@ -11,11 +11,11 @@ import pytest
 from fake_openai import FakeServer
 from fastapi.responses import JSONResponse, PlainTextResponse, Response
 
-from evals.server.client import RequestFailed
 from evals.gsm8k.options import parse_args
+from evals.results.provenance import Facts, checkout, differences, facts, resumed
+from evals.server.client import RequestFailed
 from evals.task.problems import SCHEMA, ChosenProblems
 from evals.task.prompts import Example, FewShot, Prompts
-from evals.results.provenance import Facts, checkout, differences, facts, resumed
 
 Change = Callable[[Facts], object]
 FEW_SHOT = FewShot("/here/train.jsonl", "its order", (Example("e", "What is 1 + 1?", "#### 2"),))

@@ -10,10 +10,10 @@ import torch
 
 from deployments.activations import load
 from evals.results.activation_stats import write_stats
-from evals.server.client import ChatClient
-from evals.server.inline import sampled_values
 from evals.results.results import read_json
 from evals.results.transfer import transfer
+from evals.server.client import ChatClient
+from evals.server.inline import sampled_values
 
 POINTS = ["layers.*.output", "lm_head.output"]
 

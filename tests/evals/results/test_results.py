@@ -12,8 +12,8 @@ from fake_openai import FakeServer
 from made import make_results
 
 from evals.gsm8k.__main__ import main
-from evals.results.results import Results
 from evals.gsm8k.summary import conclude, summarize
+from evals.results.results import Results
 
 Write = Callable[..., Path]
 LABELS = ("", "[wrong]", "[invalid]", "[cut]", "[loop]", "[refused]")

@@ -11,13 +11,13 @@ import torch
 from made import make_results
 from stored import SESSION, Store, points
 
-from deployments.activations.reader import paging
 from deployments.activations import load, runs
+from deployments.activations.reader import paging
 from deployments.activations.reader.pulling import pull
-from evals.results import transfer as transferring
 from evals.config import Config, EvalError
-from evals.results.results import read_json
 from evals.gsm8k.summary import conclude
+from evals.results import transfer as transferring
+from evals.results.results import read_json
 from evals.results.transfer import transfer
 
 
