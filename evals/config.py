@@ -8,6 +8,7 @@ from urllib.parse import urlsplit
 import yaml
 from pydantic import AfterValidator, ConfigDict, Field, field_validator, model_validator
 
+from deployments.points.readouts import MOST_READOUTS, ReadoutName
 from deployments.points.token_choices import parse
 from evals.scoring import Rule
 from evals.serving_config import ServingConfig, Switch
@@ -57,6 +58,7 @@ class Config(ServingConfig):
     max_turns: Count = 12
     interventions: tuple[dict[str, Any], ...] = ()
     sweep: dict[Literal["layer", "scale"], tuple[Annotated[Number, Field(ge=-MOST, le=MOST)], ...]] = {}
+    readouts: tuple[ReadoutName, ...] = Field((), max_length=MOST_READOUTS)
     tools: Literal["native", "text"] = "native"
     max_failures: Natural | None = None
     temperature: Annotated[Number, Field(ge=0.0)] | None = None  # None until the run begins: the model's own
@@ -100,7 +102,7 @@ class Config(ServingConfig):
             raise ValueError("must be an address like http://127.0.0.1:8000/v1")
         return value.rstrip("/")
 
-    @field_validator("points", "sites", "variants", mode="before")
+    @field_validator("points", "sites", "variants", "readouts", mode="before")
     @classmethod
     def _split_names(cls, value: object) -> object:
         return tuple(part.strip() for part in value.split(",")) if isinstance(value, str) else value
@@ -165,7 +167,7 @@ class Config(ServingConfig):
         except ValueError as error:
             raise ValueError(f"a weight is a number: {error}") from None
 
-    @field_validator("variants", "points", "sites")
+    @field_validator("variants", "points", "sites", "readouts")
     @classmethod
     def _refuse_repeats(cls, names: tuple[str, ...]) -> tuple[str, ...]:
         if len(set(names)) < len(names):

@@ -10,6 +10,7 @@ from evals.activations_meta import runs_of, why_not_stored
 from evals.config import CONTROL, Config, EvalError, Mode
 from evals.report.page import write_report
 from evals.results.activation_stats import write_stats
+from evals.results.readouts import ReadoutTally
 from evals.results.results import read_json, read_samples, scored_earlier, write_dataset, write_json, write_views
 from evals.results.table import write_table
 from evals.results.tally import ActivationTally, ConditionTally, ModeTally
@@ -81,6 +82,7 @@ def summarize(directory: Path, incomplete: str | None) -> dict[str, Any]:
     }
     modes = {mode: ModeTally() for mode in config.modes}
     activations = ActivationTally(config.session_id, config.tokens) if config.collect_activations else None
+    readouts = ReadoutTally(facts["readouts"]) if config.readouts else None
     for sample in read_samples(directory):
         if sample.correct is not None and sample.correct_normalized is None:
             raise scored_earlier(directory)
@@ -88,6 +90,8 @@ def summarize(directory: Path, incomplete: str | None) -> dict[str, Any]:
         modes[sample.mode].add(sample)
         if activations:
             activations.add(sample)
+        if readouts:
+            readouts.add(sample)
     counts = _counts(conditions, facts["dataset"]["problems"], config.epochs)
     reasons = [incomplete] if incomplete else [f"{counts['missing']} samples are missing"] * bool(counts["missing"])
     if len(profiles := sum((tally.profiles for tally in conditions.values()), Counter[str]())) > 1:
@@ -110,6 +114,7 @@ def summarize(directory: Path, incomplete: str | None) -> dict[str, Any]:
         "sweep": _sweep(conditions, paired, config),
         "not_paired": None if CONTROL in config.variants else NOT_PAIRED,
         "activations": activations.summary() | {"transferred": _transferred(directory)} if activations else None,
+        "readouts": readouts.summary() if readouts else None,
         "config": facts["config"],
         "versions": facts["versions"],
         "times": _times(list(modes.values())),

@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Any
 from deployments import __version__
 from evals.config import Config
 from evals.server.client import ask_json, is_absent, is_closed
+from evals.server.readouts import installed
 from evals.serving_config import OF_ONE_CALL
 from evals.task.prompts import Prompts
 
@@ -34,6 +35,7 @@ SERVER_FACTS: dict[str, Callable[[Facts], Any]] = {  # what a server that told i
     "model.structure": lambda facts: facts["model"].get("structure"),
     # Of a server that has the route this is never None: a default profile that is set in the middle shows.
     "interventions": lambda facts: facts.get("interventions"),
+    "server.readouts": lambda facts: facts.get("readouts"),
     "server.options.dtype": lambda facts: (facts["server"].get("options") or {}).get("dtype"),
 }
 
@@ -58,6 +60,7 @@ def facts(config: Config, prompts: Prompts, path: Path, chosen: "ChosenProblems"
         "model": model,
         "server": server,
         "interventions": _interventions(config),
+        "readouts": installed(config.base_url, config.model, config.readouts),
         "prompts": prompts.record(),
         "dataset": {
             "path": str(path),

@@ -14,6 +14,7 @@ from evals.activations_meta import runs_of
 from evals.config import Config, Mode
 from evals.scoring import RULES, Rule, Score, score
 from evals.server.client import PROFILE, AnswerLate, RequestFailed
+from evals.server.readouts import Readings, fields, readings
 from evals.task import steering
 from evals.task.prompts import Prompts
 from evals.task.text_tools import END, as_text, read_call
@@ -41,6 +42,7 @@ class Turn(BaseModel):
     reasoning_tokens: int = 0  # of the new tokens, where the server counts them
     latency_s: float  # retries included
     profile: str | None = None  # of interventions, that the server used
+    readouts: Readings | None = None
     activations: dict[str, Any] | None  # activations_meta as the server gave it
 
 
@@ -164,12 +166,10 @@ async def run_problem(
             is_setting = not turns and failure.error.get("param") == "max_tokens"  # the question alone fits
             cut, error = (None, f"{error}: lower --max-tokens") if is_setting else ("length", error)
     sample = Sample(
-        id=problem.id,
+        **problem._asdict(),
         mode=mode,
         variant=variant,
         epoch=epoch,
-        question=problem.question,
-        gold=problem.gold,
         finish_reason=cut or (turns[-1].finish_reason if turns else None),
         turn_limit=mode == "with-tools" and len(turns) == config.max_turns and bool(calls),
         error=error,
@@ -186,12 +186,10 @@ def failed(problem: Problem, mode: Mode, variant: str, error: str, epoch: int = 
     """The sample of a problem that could not be asked to an end."""
     now = time.time()
     return Sample(
-        id=problem.id,
+        **problem._asdict(),
         mode=mode,
         variant=variant,
         epoch=epoch,
-        question=problem.question,
-        gold=problem.gold,
         error=error,
         started=now,
         ended=now,
@@ -238,6 +236,7 @@ def request_body(messages: list[dict[str, Any]], mode: Mode, capture: dict[str, 
         body["tools"] = [TOOL]
     further = {"top_p": config.top_p, "top_k": config.top_k, "chat_template_kwargs": config.chat_template_kwargs}
     body |= {name: value for name, value in further.items() if value not in (None, {})}
+    body |= fields(config.readouts)
     if config.collect_activations:
         where = {"points": config.points, "layers": config.layers, "sites": config.sites}
         body["session_id"] = config.session_id
@@ -279,6 +278,7 @@ async def _take_turn(chat: Chat, body: dict[str, Any]) -> tuple[Turn, dict[str, 
         latency_s=time.perf_counter() - clock,
         activations=answer.get("activations_meta"),
         profile=answer.get(PROFILE),
+        readouts=readings(choice),
     )
     # Only these go back in the next turn: the server refuses fields it does not know.
     message = {"role": "assistant", "content": choice["message"].get("content")}

@@ -1,0 +1,59 @@
+"""Which of the server's readouts a run asks for, and their values as answers have them."""
+
+from collections.abc import Iterable, Sequence
+from typing import Any
+
+from pydantic import BaseModel
+
+from evals.config import EvalError
+from evals.server.client import ask_json, is_closed
+
+TOLD = ("id", "model", "point", "activation", "labels", "values")  # of a readout, what config.json keeps
+
+
+class Readings(BaseModel):
+    """The values of a turn's generated tokens.
+
+    Attributes:
+        tokens: Their texts; empty where the server tells none.
+        values: By readout, a row for each token with a number for each label; None is a number that is not finite.
+    """
+
+    tokens: list[str]
+    values: dict[str, list[list[float | None]]]
+
+
+def installed(base_url: str, model: str, names: Sequence[str]) -> dict[str, dict[str, Any]] | None:
+    """What the server says of each readout, with its `id`, that is another one for other tensors; None without names.
+
+    Raises:
+        EvalError: The server lacks one, or it is of another model, or an autoencoder.
+    """
+    found = {}
+    for name in names:
+        told = ask_json(f"{base_url}/readouts/{name}", fails=is_closed)
+        if told is None:
+            raise EvalError(f"--readouts {name}: the server has none of this name; GET /v1/readouts lists those it has")
+        if told.get("model") != model:
+            raise EvalError(f"--readouts {name}: it is of the model {told.get('model')}, not of {model}")
+        if told.get("kind") != "linear":
+            raise EvalError(f"--readouts {name}: features of an autoencoder are no score; name linear readouts")
+        found[name] = {key: told.get(key) for key in TOLD}
+    return found or None
+
+
+def fields(names: Iterable[str]) -> dict[str, Any]:
+    """What a chat request has to have for their values, and for the texts of the tokens."""
+    asked = [{"name": name, "tokens": "generated"} for name in names]
+    return {"readouts": asked, "logprobs": True} if asked else {}
+
+
+def readings(choice: dict[str, Any]) -> Readings | None:
+    """What a choice of a chat's answer has of them; None where it has nothing."""
+    told = choice.get("readouts")
+    if not told:
+        return None
+    entries = (choice.get("logprobs") or {}).get("content") or ()
+    # Half an emoji is no text.
+    tokens = [str(entry["token"]).encode("utf-8", "replace").decode() for entry in entries]
+    return Readings(tokens=tokens, values={name: one["generated"]["values"] for name, one in told.items()})
