@@ -10,6 +10,7 @@ from evals.results.tally import pair_name
 from evals.scoring import RULES, Rule
 
 REASONS = 3  # told on the screen
+READOUTS = 20  # rows of them
 COUNTED = ("invalid", "truncated", "timed_out", "failed")  # outcomes
 
 
@@ -24,6 +25,7 @@ def render(summary: dict[str, Any], directory: Path) -> str:
     if pairs := [_difference(pair) for pair in summary["paired"] if pair["difference"] is not None]:
         lines += ["", "accuracy less that of the same problems otherwise, in points", "", aligned(pairs)]
     lines += _several(summary)
+    lines += _readouts(summary["readouts"])
     if summary["not_paired"]:
         lines += ["", summary["not_paired"]]
     lines += ["", f"results      {where(directory)}", f"report       {directory / 'report.html'}"]
@@ -86,6 +88,25 @@ def _several(summary: dict[str, Any]) -> list[str]:
         for c in conditions
     ]
     return ["", aligned(rows)] if rows else []
+
+
+def _readouts(found: dict[str, Any] | None) -> list[str]:
+    """AUROC of the readouts' scores of samples against the outcome."""
+    if not found:
+        return []
+    rows = [["", "mean of tokens", "95% interval", "last token", "95% interval", "right", "of"]]
+    for one in found["auroc"][:READOUTS]:
+        row = [
+            " ".join([_name(one["mode"], one["variant"]), one["readout"], *([one["label"]] if one["label"] else [])])
+        ]
+        for which in ("mean", "last"):
+            bounds = one[which]["ci95"]
+            row += [number(one[which]["auroc"], ".3f"), f"{bounds[0]:.3f} to {bounds[1]:.3f}" if bounds else "-"]
+        rows.append([*row, str(one["mean"]["correct"]), str(one["mean"]["samples"])])
+    more = len(found["auroc"]) - READOUTS
+    rest = [f"and {more} more in summary.json"] if more > 0 else []
+    reasons = dict.fromkeys(one[w]["why_not"] for one in found["auroc"] for w in ("mean", "last") if one[w]["why_not"])
+    return ["", "AUROC of readouts against the outcome", "", aligned(rows), *rest, *reasons]
 
 
 def _difference(pair: dict[str, Any]) -> list[str]:

@@ -96,8 +96,20 @@ def _read(path: Path) -> str | None:
 def _detail(row: dict[str, Any], text: str, rewards: list[str]) -> dict[str, Any]:
     found = {name: row[name] for name in DETAILS}
     found["rewards"] = {name.removeprefix("reward_"): row[name] for name in rewards}
-    found["steps"] = [json.loads(line) for line in text.rstrip("\n").split("\n")]  # no other line break
+    found["steps"] = [_shortened(json.loads(line)) for line in text.rstrip("\n").split("\n")]  # no other line break
     return found
+
+
+def _shortened(step: dict[str, Any]) -> dict[str, Any]:
+    """A step with as many digits of readouts' values as the page shows."""
+    readouts = step.get("readouts")
+    if not readouts:
+        return step
+    values = {
+        name: [[None if value is None else float(f"{value:.4g}") for value in row] for row in rows]
+        for name, rows in readouts["values"].items()
+    }
+    return step | {"readouts": readouts | {"values": values}}
 
 
 def _columns(rows: list[dict[str, Any]]) -> dict[str, list[Any]]:

@@ -25,15 +25,15 @@ class _Scored(NamedTuple):
 class _Spread:
     """Sums over the finite values of tokens, `[labels]` each."""
 
-    def __init__(self) -> None:
-        self._count, self._sum, self._squares = (np.zeros(1) for _ in range(3))
+    def __init__(self, labels: int) -> None:
+        self._count, self._sum, self._squares = np.zeros((3, labels))
 
     def add(self, rows: np.ndarray) -> None:
         finite = np.isfinite(rows)
         known = np.where(finite, rows, 0.0)
-        self._count = self._count + finite.sum(axis=0)
-        self._sum = self._sum + known.sum(axis=0)
-        self._squares = self._squares + (known**2).sum(axis=0)
+        self._count += finite.sum(axis=0)
+        self._sum += known.sum(axis=0)
+        self._squares += (known**2).sum(axis=0)
 
     def of(self, place: int) -> dict[str, Any]:
         count = int(self._count[place])
@@ -53,11 +53,8 @@ class ReadoutTally:
         Args:
             told: what config.json has of each readout.
         """
-        self._labels = {
-            name: one.get("labels") or [str(place) for place in range(one.get("values") or 1)]
-            for name, one in told.items()
-        }
-        self._spreads = {name: _Spread() for name in told}
+        self._labels = {name: _labels(one) for name, one in told.items()}
+        self._spreads = {name: _Spread(len(labels)) for name, labels in self._labels.items()}
         self._scored: defaultdict[tuple[str, str, str], list[_Scored]] = defaultdict(list)
 
     def add(self, sample: Sample) -> None:
@@ -81,9 +78,8 @@ class ReadoutTally:
         """The readouts' part of summary.json."""
         return {
             "tokens": [
-                {"readout": name, "label": label} | self._spreads[name].of(place)
+                {"readout": name, "label": label, "place": place} | self._spreads[name].of(place)
                 for name, labels in self._labels.items()
-                if self._scored_any(name)
                 for place, label in enumerate(labels)
             ],
             "auroc": [
@@ -93,8 +89,11 @@ class ReadoutTally:
             ],
         }
 
-    def _scored_any(self, name: str) -> bool:
-        return any(key[2] == name for key in self._scored)
+
+def _labels(told: dict[str, Any]) -> list[str | None]:
+    """What the values of a readout are of; None where there is one alone."""
+    many = told.get("values") or 1
+    return [None] if many == 1 else told.get("labels") or [str(place) for place in range(many)]
 
 
 def _areas(scored: list[_Scored], place: int) -> dict[str, Any]:

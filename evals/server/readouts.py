@@ -56,4 +56,5 @@ def readings(choice: dict[str, Any]) -> Readings | None:
     entries = (choice.get("logprobs") or {}).get("content") or ()
     # Half an emoji is no text.
     tokens = [str(entry["token"]).encode("utf-8", "replace").decode() for entry in entries]
-    return Readings(tokens=tokens, values={name: one["generated"]["values"] for name, one in told.items()})
+    values = {name: one.get("generated", {}).get("values", []) for name, one in told.items()}
+    return Readings(tokens=tokens, values=values)
