@@ -96,9 +96,7 @@ def _readouts(found: dict[str, Any] | None) -> list[str]:
         return []
     rows = [["", "mean of tokens", "95% interval", "last token", "95% interval", "right", "of"]]
     for one in found["auroc"][:READOUTS]:
-        row = [
-            " ".join([_name(one["mode"], one["variant"]), one["readout"], *([one["label"]] if one["label"] else [])])
-        ]
+        row = [f"{_name(one['mode'], one['variant'])} {one['readout']} {one['label'] or ''}".rstrip()]
         for which in ("mean", "last"):
             bounds = one[which]["ci95"]
             row += [number(one[which]["auroc"], ".3f"), f"{bounds[0]:.3f} to {bounds[1]:.3f}" if bounds else "-"]

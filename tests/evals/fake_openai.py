@@ -50,6 +50,7 @@ class FakeServer:
         self.told: Body = {}  # of each model, beside its id
         self.structure: Body | None = None
         self.profiles: list[Body] | None = None  # of interventions; None without the route
+        self.readouts: dict[str, Body] = {}  # by name, what it says of them
         self.without_tools = False  # refuses tools, as a model does whose template knows none
         self.closed: Response | None = None  # what it answers to who asks for models
         self.retry_after = "0"
@@ -69,6 +70,7 @@ class FakeServer:
         app.get("/v1/model/structure")(self._structure)
         app.get("/v1/interventions")(self._profiles)
         app.get("/v1/interventions/{name}")(self._profile)
+        app.get("/v1/readouts/{name}")(self._readout)
         app.post("/v1/chat/completions")(self._chat)
         config = uvicorn.Config(app, log_level="error", ws="none", timeout_graceful_shutdown=1)
         self._uvicorn = uvicorn.Server(config)
@@ -112,6 +114,11 @@ class FakeServer:
 
     async def _profile(self, name: str) -> Response:
         return JSONResponse(next(one for one in self.profiles or () if one["name"] == name))
+
+    async def _readout(self, name: str) -> Response:
+        if name not in self.readouts:
+            return _error(404, f"there is no readout {name!r}", param="name", code="readout_not_found")
+        return JSONResponse(self.readouts[name] | {"name": name})
 
     async def _chat(self, request: Request) -> Response:
         body = await request.json()
@@ -197,11 +204,22 @@ def _completion(body: Body, label: str, question: str, number: int) -> Body:
         "choices": [{"index": 0, "message": message, "finish_reason": finish}],
         "usage": {"prompt_tokens": 11, "completion_tokens": 5, "total_tokens": 16},
     }
+    if body.get("readouts"):
+        answer["choices"][0] |= _read(body, label)
     if label == "uncounted":
         del answer["usage"]
     if body.get("store_activations") and label != "silent":
         answer["activations_meta"] = _activations(body, label, number)
     return answer
+
+
+def _read(body: Body, label: str) -> Body:
+    """Each readout is surer of a right answer, token by token."""
+    values = [[(-0.5 if label == "wrong" else 0.5) + 0.1 * token] for token in range(5)]
+    one = {"labels": ["true"], "generated": {"first": 0, "values": values}}
+    entries = [{"token": token, "logprob": -0.1, "bytes": None, "top_logprobs": []} for token in "abcde"]
+    asked = {readout["name"]: one for readout in body["readouts"]}
+    return {"readouts": asked} | ({"logprobs": {"content": entries}} if body.get("logprobs") else {})
 
 
 def _activations(body: Body, label: str, number: int) -> Body:

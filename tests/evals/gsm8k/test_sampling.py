@@ -11,6 +11,14 @@ from fake_openai import FakeServer
 from evals.gsm8k.__main__ import main
 
 Write = Callable[..., Path]
+TRUTH = {
+    "id": "1",
+    "model": "fake/model",
+    "kind": "linear",
+    "point": "layers.1.output",
+    "labels": ["true"],
+    "values": 1,
+}
 
 pytestmark = pytest.mark.usefixtures("cluster")
 
@@ -84,6 +92,57 @@ def test_a_profile_that_becomes_the_default_stops_a_resume(
     server.profiles = [{"name": "calm", "model": "fake/model", "default": True}]
     assert evaluate(dataset, "--resume", "--samples", "2") == 2
     assert "a run with other interventions" in capsys.readouterr().err
+
+
+def test_readouts_are_asked_kept_and_compared_with_the_outcome(
+    server: FakeServer,
+    write_problems: Write,
+    evaluate: Callable[..., int],
+    tmp_path: Path,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    server.readouts = {"truth": TRUTH}
+    dataset = write_problems(*["", "[wrong]"] * 10)
+    assert evaluate(dataset, "--readouts", "truth", "--mode", "both") == 0
+    assert all(body["readouts"] == [{"name": "truth", "tokens": "generated"}] for body in server.requests)
+    assert "AUROC of readouts against the outcome" in capsys.readouterr().out
+    found = read(tmp_path, "summary.json")["readouts"]
+    plain, tools = found["auroc"]
+    assert (plain["mode"], plain["readout"], plain["label"]) == ("no-tools", "truth", None)
+    assert plain["mean"] | {"ci95": None} == {"samples": 20, "correct": 10, "auroc": 1.0, "ci95": None, "why_not": None}
+    assert 0.5 < plain["mean"]["ci95"][0] < plain["mean"]["ci95"][1] == 1.0
+    assert found["tokens"][0]["tokens"] == 5 * 20 + 5 * 40  # of each turn
+    assert tools["last"]["samples"] == 20
+    sample = json.loads(next((tmp_path / "results" / "samples").glob("*.with-tools.*")).read_text())
+    assert [turn["readouts"]["tokens"] for turn in sample["turns"]] == [list("abcde")] * 2
+    server.readouts["other"] = TRUTH
+    assert evaluate(dataset, "--mode", "both", "--resume", "--readouts", "truth,other") == 2
+    assert "a run with other readouts" in capsys.readouterr().err
+    server.readouts["truth"] = TRUTH | {"id": "2"}
+    assert evaluate(dataset, "--mode", "both", "--resume") == 2
+    assert "a run with other server.readouts" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("installed", "reason"),
+    [
+        ({}, "GET /v1/readouts lists"),
+        ({"truth": TRUTH | {"kind": "sae"}}, "features of an autoencoder"),
+        ({"truth": TRUTH | {"model": "other"}}, "of the model other"),
+    ],
+)
+def test_a_readout_that_scores_no_answer_is_refused_before_the_first_sample(
+    server: FakeServer,
+    write_problems: Write,
+    evaluate: Callable[..., int],
+    installed: dict[str, Any],
+    reason: str,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    server.readouts = installed
+    assert evaluate(write_problems(""), "--readouts", "truth") == 2
+    assert reason in capsys.readouterr().err
+    assert not server.requests
 
 
 def test_a_run_ends_once_too_many_samples_failed(

@@ -15,6 +15,8 @@ from evals.config import EvalError
 from evals.report.page import main, write_report
 from evals.results.activation_stats import write_stats
 from evals.results.results import read_json
+from evals.server.readouts import Readings
+from evals.task.trajectory import Sample
 
 VARIANTS = ("control", "calm", "anxiety")
 
@@ -137,6 +139,38 @@ def test_of_a_long_run_some_problems_are_in_the_page_and_the_others_named(page: 
     assert len(opened) == 50
     assert any("not in the page" in text for text in opened)
     assert any("Anna has" in text for text in opened)
+
+
+def test_answers_are_coloured_by_the_values_of_their_tokens(page: Page, tmp_path: Path) -> None:
+    def read(sample: Sample) -> Readings:
+        sure = 1.0 if sample.correct else -1.0
+        return Readings(tokens=[HOSTILE, "plain", "</s>"], values={"truth": [[3 * sure], [None], [0.123456 * sure]]})
+
+    directory = make_results(tmp_path / "run", 30, modes=("no-tools",), read=read)
+    page.open(f"file://{directory}/report.html")
+    summary = read_json(directory / "summary.json")["readouts"]
+    (found,) = summary["auroc"]
+    seen = page.look("document.querySelector('[aria-labelledby=readouts]').innerText")
+    assert found["mean"]["auroc"] == 1.0
+    assert f"{found['mean']['ci95'][0]:.3f} to 1.000" in seen
+    low = float(page.look("document.querySelector('#low').textContent"))
+    assert low == pytest.approx(summary["tokens"][0]["mean"] - 2 * summary["tokens"][0]["sd"], rel=1e-3)
+    tokens = "[...document.querySelectorAll('.token')]"
+    for outcome, side, sign in (("correct", "above", ""), ("wrong", "below", "-")):
+        page.fill("outcome", outcome)
+        page.look("document.querySelector('#rows button').click()")
+        page.until(f"{tokens}.length === 3")
+        assert page.look(f"{tokens}.map((one) => one.textContent)") == [HOSTILE, "plain", "</s>"]
+        colours = page.look(f"{tokens}.map((one) => one.style.background)")
+        assert side in colours[0]
+        assert colours[1] == ""
+        titles = page.look(f"{tokens}.map((one) => one.title)")
+        assert titles == [f"truth {sign}3", "truth –", f"truth {sign}0.1235"]
+    assert page.look("document.title") == "GSM8K: fake/model"
+    assert page.look("document.querySelectorAll('img').length") == 0
+    page.fill("colour", "nothing")
+    assert page.look(f"{tokens}.map((one) => one.style.background)") == [""] * 3
+    assert page.look("document.querySelector('#scale').hidden")
 
 
 def test_activations_are_drawn_by_layer_and_listed_by_point(page: Page, tmp_path: Path) -> None:
