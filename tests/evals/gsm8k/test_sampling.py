@@ -101,8 +101,11 @@ def test_readouts_are_asked_kept_and_compared_with_the_outcome(
     tmp_path: Path,
     capsys: pytest.CaptureFixture[str],
 ) -> None:
-    server.readouts = {"truth": TRUTH}
     dataset = write_problems(*["", "[wrong]"] * 10)
+    assert evaluate(dataset, "--readouts", "truth", "--mode", "both") == 2
+    assert "GET /v1/readouts lists" in capsys.readouterr().err
+    assert not server.requests
+    server.readouts = {"truth": TRUTH}
     assert evaluate(dataset, "--readouts", "truth", "--mode", "both") == 0
     assert all(body["readouts"] == [{"name": "truth", "tokens": "generated"}] for body in server.requests)
     assert "AUROC of readouts against the outcome" in capsys.readouterr().out
@@ -121,28 +124,6 @@ def test_readouts_are_asked_kept_and_compared_with_the_outcome(
     server.readouts["truth"] = TRUTH | {"id": "2"}
     assert evaluate(dataset, "--mode", "both", "--resume") == 2
     assert "a run with other server.readouts" in capsys.readouterr().err
-
-
-@pytest.mark.parametrize(
-    ("installed", "reason"),
-    [
-        ({}, "GET /v1/readouts lists"),
-        ({"truth": TRUTH | {"kind": "sae"}}, "features of an autoencoder"),
-        ({"truth": TRUTH | {"model": "other"}}, "of the model other"),
-    ],
-)
-def test_a_readout_that_scores_no_answer_is_refused_before_the_first_sample(
-    server: FakeServer,
-    write_problems: Write,
-    evaluate: Callable[..., int],
-    installed: dict[str, Any],
-    reason: str,
-    capsys: pytest.CaptureFixture[str],
-) -> None:
-    server.readouts = installed
-    assert evaluate(write_problems(""), "--readouts", "truth") == 2
-    assert reason in capsys.readouterr().err
-    assert not server.requests
 
 
 def test_a_run_ends_once_too_many_samples_failed(

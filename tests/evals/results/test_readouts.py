@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 from sklearn.metrics import roc_auc_score
 
 from evals.results.readouts import ReadoutTally
-from evals.server.readouts import Readings, readings
+from evals.server.readouts import Readings
 from evals.task.trajectory import Sample, Turn
 
 TOLD = {"truth": {"labels": ["true", "kind"], "values": 2}}
@@ -77,12 +77,3 @@ def test_failed_samples_and_answers_without_values_have_no_part() -> None:
     assert summary["auroc"][0]["mean"]["samples"] == 1
     assert summary["auroc"][0]["mean"]["why_not"] == "every answer is right"
     assert told(sample(1, None, []))["auroc"] == []
-
-
-def test_an_answer_without_readouts_has_no_readings_and_half_a_character_is_no_text() -> None:
-    assert readings({"message": {}}) is None
-    choice = {
-        "readouts": {"truth": {"generated": {"first": 0, "values": [[1.0]]}}, "empty": {}},
-        "logprobs": {"content": [{"token": "\ud83d"}]},
-    }
-    assert readings(choice) == Readings(tokens=["?"], values={"truth": [[1.0]], "empty": []})
