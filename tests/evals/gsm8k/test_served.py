@@ -4,6 +4,10 @@ import json
 from pathlib import Path
 from typing import Any
 
+import httpx
+import torch
+from safetensors.torch import save
+
 from deployments.activations import load
 from deployments.demo_model import WEIGHTS
 from deployments.model.revision import revision_of
@@ -33,6 +37,23 @@ def test_recorded_values_come_into_the_samples_and_the_files_into_the_results(se
             for values in points.values():
                 assert (values["format"], values["shape"][0]) == ("sampled", 3)
                 assert 1 <= sum(map(len, values["data"])) <= 6
+
+
+def test_readouts_have_a_value_for_each_generated_token_and_its_text(served: Any, tmp_path: Path) -> None:
+    spec = {"name": "evaluated", "model": "vitrine-demo", "point": "layers.3.output", "kind": "linear"}
+    form = {"spec": json.dumps(spec)}
+    files = {"file": ("r.safetensors", save({"weight": torch.ones(1, 192)}))}
+    assert httpx.post(f"{served.base_url}/readouts", files=files, data=form, timeout=60).is_success
+    argv = ["--base-url", served.base_url, "--samples", "2", "--results-dir", str(tmp_path / "results")]
+    try:
+        assert main([*argv, "--readouts", "evaluated"]) == 0
+    finally:
+        httpx.delete(f"{served.base_url}/readouts/evaluated", timeout=60)
+    turns = [turn for sample in read_samples(tmp_path / "results") for turn in sample.turns]
+    assert len(turns) >= 4
+    for turn in turns:
+        assert turn.readouts
+        assert len(turn.readouts.tokens) == len(turn.readouts.values["evaluated"]) == turn.completion_tokens
 
 
 def test_the_labels_of_a_real_run_name_the_tokens_of_answers_calls_and_results(served: Any, tmp_path: Path) -> None:
