@@ -63,7 +63,7 @@ export function view(app) {
 
   function renew() {
     running?.abort();
-    turns.length = 0;
+    drop(0);
     trouble.replaceChildren();
     about.replaceChildren(...details());
     welcome();
@@ -81,7 +81,10 @@ export function view(app) {
   }
 
   function drop(from) {
-    for (const turn of turns.splice(from)) turn.element.remove();
+    for (const turn of turns.splice(from)) {
+      turn.element.remove();
+      colours.forget(turn.strip);
+    }
   }
 
   async function submit() {
@@ -110,6 +113,7 @@ export function view(app) {
       logprobs: true,
       top_logprobs: LIKELIEST,
       return_token_ids: true,
+      ...(colours.asked().length ? { readouts: colours.asked() } : {}),
       ...(records.checked ? { capture, ...(session.value ? { session_id: session.value } : {}) } : {}),
     };
   }
@@ -121,9 +125,9 @@ export function view(app) {
     const turn = addTurn({ role: "assistant", content: "" });
     const strip = document.createElement("token-strip");
     strip.setAttribute("aria-label", "Tokens of the answer");
-    strip.colour(colours.atOnce());
     turn.strip = strip;
     turn.answer = { ids: [], offset: 0 };
+    strip.colour(colours.atOnce(turn.answer));
     const thinks = h("p", { class: "wait" }, "Waiting for the model…");
     turn.element.append(thinks, strip);
     strip.addEventListener("look", ({ detail }) => strip.pinned < 0 && look(turn, detail.index));
@@ -153,7 +157,7 @@ export function view(app) {
         turn.answer.ids = [...event.prompt_token_ids];
         turn.answer.offset = event.prompt_token_ids.length;
       }
-      for (const { delta, logprobs, token_ids: ids = [], finish_reason: reason } of event.choices) {
+      for (const { delta, logprobs, token_ids: ids = [], readouts, finish_reason: reason } of event.choices) {
         turn.content += delta.content ?? "";
         const tokens = (logprobs?.content ?? []).map(({ token, logprob, top_logprobs: top }, i) => ({
           text: token,
@@ -164,6 +168,7 @@ export function view(app) {
         turn.answer.ids.push(...ids);
         if (tokens.length) begun();
         turn.strip.add(tokens);
+        if (readouts) colours.arrived(turn.strip, turn.answer, readouts);
         if (delta.run_id) turn.run = { run_id: delta.run_id, session_id: delta.session_id };
         if (reason) turn.ended = reason;
       }
@@ -204,7 +209,7 @@ export function view(app) {
         turn === turns.at(-1) ? button("Answer again", again) : null,
       ),
     );
-    if (!colours.atOnce()) colours.apply(turn.strip, textOf(turn));
+    colours.apply(turn.strip, textOf(turn));
   }
 
   /** Asks for the last answer once more. */
@@ -222,16 +227,18 @@ export function view(app) {
   };
 
   function recolour() {
+    colours.prepare();
     for (const turn of turns) if (turn.strip) colours.apply(turn.strip, textOf(turn));
   }
 
   function look(turn, index) {
     const { strip, answer: of } = turn;
-    about.replaceChildren(...details(strip.tokens[index], of.offset + index, colours.scores(strip, index)).filter(Boolean));
+    about.replaceChildren(...details(strip.tokens[index], of.offset + index, colours.scores(strip, index, of)).filter(Boolean));
   }
 
   return {
     element,
+    ready: colours.prepare,
     read: () => ({
       messages: turns.map(({ role, content }) => ({ role, content })),
       draft: box.value,

@@ -1,10 +1,11 @@
-// What the tokens of a text are coloured by: numbers of their own, or of a captured point.
+// What the tokens of a text are coloured by: numbers of their own, of a captured point, or of a readout.
 
 import { isAbort } from "./api.js";
 import { choose, field, fill, h, newId, number } from "./dom.js";
-import { rows, span, storedRows, vector, vectors } from "./recompute.js";
+import { readouts, rows, scores, span, storedRows, vector, vectors } from "./recompute.js";
 import { legend, onTheme, scale } from "./scales.js";
-import { asText } from "./state.js";
+import { COLUMN, columns, mostOf, scoreScale, unitOf, valueOf } from "./scores.js";
+import { asNumber, asText } from "./state.js";
 import { dot, norm } from "./tensors.js";
 import { entropy } from "./tokens.js";
 
@@ -12,35 +13,57 @@ const OWN = {
   probability: [(token) => Math.exp(token.logprob), () => scale({ title: "probability", reversed: true })],
   entropy: [entropy, () => scale({ title: "entropy, at least", unit: "bits", high: 5 })],
 };
+const NAMES = [["none", "nothing"], ["probability"], ["entropy"], ["norm", "norm of a point"], ["projection", "projection on a vector"], ["readout", "a readout"]];
 
 /**
- * Chooses how strips are coloured. `apply(strip, text)` colours one; `text` is `{ ids, offset, run?, more? }`: all token
- * ids, and which of them is the strip's first. `scores(strip, index)` are the numbers for the details.
+ * Chooses how strips are coloured. `apply(strip, text)` colours one; `text` is all token ids `ids`, and which of them
+ * are the strip's: from `offset` on, or at `positions`; besides, of a stored run `run` and `isWhole`, and `readouts`,
+ * which came with the answer. `scores(strip, index, text)` are the numbers for the details.
  */
 export function colouring(app, { stored = false, onchange = () => {} } = {}) {
-  const names = [["none", "nothing"], ...(stored ? [] : [["probability"], ["entropy"]]), ["norm", "norm of a point"], ["projection", "projection on a vector"]];
+  const names = NAMES.filter(([value]) => !stored || !(value in OWN));
   const by = choose(names.map(([value, text]) => [value, text ?? value]));
   if (!stored) by.value = "probability";
   const points = h("datalist", { id: newId("points") });
   const point = stored ? choose([]) : h("input", { list: points.id, value: "layers.*.output", spellcheck: false });
   const direction = choose([["", "none is stored"]]);
+  const readout = choose([["", "none is installed"]]); // `name/column` of a linear one, `name` of an autoencoder
+  const feature = h("input", { type: "number", min: 0, value: 0 });
   const pointField = field("Point", point, stored ? "what the run recorded" : "such as layers.12.output");
   const directionField = field("Vector", direction, "a tensor file that was sent to /v1/tensors");
+  const readoutField = field("Readout", readout, "of this model; the view Readouts lists all");
+  const featureField = field("Feature", feature);
   const key = h("div");
   const trouble = h("div", { role: "status" });
-  const values = new WeakMap(); // by strip
-  const element = h("div", { class: "row colouring" }, field("Colour by", by), pointField, directionField, h("div", {}, key, trouble), points);
+  const held = new Map(); // by strip, `{ title, unit, found }`
+  const element = h("div", { class: "row colouring" }, field("Colour by", by), pointField, directionField, readoutField, featureField, h("div", {}, key, trouble), points);
+  let installed = [];
+  let live = null; // while an answer comes: the scale so far, and the most that it is made for
 
-  const needs = () => ({ point: ["norm", "projection"].includes(by.value), direction: by.value === "projection" });
+  const needs = () => ({ point: ["norm", "projection"].includes(by.value), direction: by.value === "projection", readout: by.value === "readout" });
+  const chosen = () => {
+    const [name, column] = readout.value.split("/");
+    const unknown = { name, kind: column === undefined ? "sae" : "linear", activation: "none", values: 1 }; // as long as the list was not read
+    return { name, column: Number(column ?? feature.value), linear: column !== undefined, spec: installed.find((one) => one.name === name) ?? unknown };
+  };
   function arrange() {
     pointField.hidden = !needs().point;
     directionField.hidden = !needs().direction;
+    readoutField.hidden = !needs().readout;
+    featureField.hidden = !needs().readout || !readout.value || chosen().linear;
     key.replaceChildren(by.value in OWN ? legend(OWN[by.value][1]()) : "");
   }
-  async function know() {
+  async function know(model) {
     if (needs().direction) {
       const found = await vectors();
       fill(direction, found.length ? found.map(([id, name, shape]) => [id, `${name} [${shape.join(", ")}] ${id}`]) : [["", "none is stored"]]);
+    }
+    if (needs().readout) {
+      installed = await readouts(model);
+      const options = installed.flatMap((one) => (one.kind === "sae" ? [[one.name, `${one.name}, an autoencoder`]] : columns(one).map(([at, name]) => [`${one.name}/${at}`, name])));
+      fill(readout, options.length ? options : [["", "none is installed"]]);
+      readoutField.querySelector("small").textContent = chosen().spec.point ? `at ${chosen().spec.point}` : "the view Readouts says how to install one";
+      arrange();
     }
     if (!stored && needs().point && !points.childElementCount) {
       const { points: all, layers } = await app.structure();
@@ -49,11 +72,12 @@ export function colouring(app, { stored = false, onchange = () => {} } = {}) {
     }
   }
 
-  async function numbersOf(strip, text, signal) {
+  async function numbersOf(strip, text, model, signal) {
     if (by.value in OWN) return strip.tokens.map(OWN[by.value][0]);
+    const wanted = text.positions ?? span(text.offset, text.offset + strip.tokens.length);
+    if (needs().readout) return readoutOf(strip, text, wanted, model, signal);
     const found = text.run ? await storedRows(text.run, point.value, signal) : null;
-    const wanted = span(text.offset, text.offset + strip.tokens.length);
-    const some = found ? wanted.map((at) => found.rows[found.positions.indexOf(at)]) : Object.values(await rows(app.model(), text.ids, [point.value], wanted, signal, text.more))[0];
+    const some = found ? wanted.map((at) => found.rows[found.positions.indexOf(at)]) : Object.values(await rows(model, text.ids, [point.value], wanted, signal))[0];
     if (by.value === "norm") return some.map((row) => (row ? norm(row) : NaN));
     const along = await vector(direction.value, signal);
     const length = norm(along);
@@ -63,64 +87,136 @@ export function colouring(app, { stored = false, onchange = () => {} } = {}) {
     });
   }
 
+  /** A readout's values of a strip: as they came with the answer or are stored; else the model runs the text once more. */
+  async function readoutOf(strip, text, wanted, model, signal) {
+    const { name, column, linear, spec } = chosen();
+    let some = text.readouts?.[name]?.rows;
+    if (!some && linear && text.run?.points?.[COLUMN + name]) {
+      const found = await storedRows(text.run, COLUMN + name, signal);
+      some = wanted.map((at) => found.rows[found.positions.indexOf(at)]);
+    }
+    if (!some) {
+      if (text.isWhole === false) throw new Error("Not all tokens of the run are stored: the readout cannot be computed now.");
+      some = await scores(model, text.ids, spec, wanted, signal);
+      if (stored) trouble.replaceChildren("Computed now, with interventions left out.");
+    }
+    return strip.tokens.map((_, i) => valueOf(spec, some[i], column));
+  }
+
   async function apply(strip, text, signal) {
     trouble.replaceChildren();
     arrange();
     try {
-      await know();
-      if (by.value === "none" || !strip.tokens.length || (needs().direction && !direction.value)) {
-        values.delete(strip);
+      const model = text.run?.model ?? app.model();
+      await know(model);
+      const asked = JSON.stringify(read());
+      if (by.value === "none" || !strip.tokens.length || (needs().direction && !direction.value) || (needs().readout && !readout.value)) {
+        held.delete(strip);
         key.replaceChildren();
         return strip.colour(null);
       }
-      if (needs().point) trouble.replaceChildren("Reading the point…");
-      const found = await numbersOf(strip, text, signal);
-      trouble.replaceChildren();
-      const of = scaleOf(by.value, found);
-      values.set(strip, [of.title, of.unit, found]);
-      key.replaceChildren(legend(of));
-      strip.colour((_, i) => of.colour(found[i]));
+      if (needs().point || needs().readout) trouble.replaceChildren(needs().point ? "Reading the point…" : "Reading the values…");
+      const said = trouble.firstChild;
+      const found = await numbersOf(strip, text, model, signal);
+      said?.remove();
+      if (asked === JSON.stringify(read())) paintAll(strip, found);
     } catch (error) {
       if (!isAbort(error)) trouble.replaceChildren(h("p", { class: "error" }, error.message));
     }
     return null;
   }
 
+  /** Colours every strip by one scale, which the legend shows. */
+  function paintAll(strip, found) {
+    held.set(strip, { found, state: JSON.stringify(read()) });
+    const same = [...held].filter(([, one]) => one.state === held.get(strip).state);
+    const of = scaleOf(same.flatMap(([, one]) => one.found));
+    key.replaceChildren(legend(of));
+    for (const [one, its] of same) {
+      Object.assign(its, { title: of.title, unit: of.unit });
+      one.colour((_, i) => of.colour(its.found[i]));
+    }
+  }
+
+  function scaleOf(found) {
+    const sound = found.filter(Number.isFinite);
+    const [low, high] = [Math.min(...sound), Math.max(...sound)];
+    if (by.value in OWN) return OWN[by.value][1]();
+    if (by.value === "norm") return scale({ title: "norm", low, high });
+    const most = mostOf(sound);
+    if (needs().readout) return scoreScale(chosen().spec, chosen().column, most);
+    return scale({ title: "projection", low: -most, high: most, signed: true });
+  }
+
   by.addEventListener("change", onchange);
-  point.addEventListener("change", onchange);
-  direction.addEventListener("change", onchange);
+  for (const one of [point, direction, readout, feature]) one.addEventListener("change", onchange);
   onTheme(onchange);
   arrange();
+
+  const read = () => ({ by: by.value, point: point.value, vector: direction.value, readout: readout.value, feature: feature.valueAsNumber || 0 });
   return {
     element,
     apply,
+    /** Reads what there is to choose from. */
+    prepare: async () => {
+      arrange();
+      try {
+        if (app.model()) await know(app.model());
+      } catch (error) {
+        if (error.status !== 401) trouble.replaceChildren(h("p", { class: "error" }, error.message));
+      }
+    },
     setPoints: (found) => fill(point, found.map((name) => [name])),
-    scores: (strip, index) => {
-      const [title, unit, found] = values.get(strip) ?? [];
-      return title && !(by.value in OWN) ? [[title, `${number(found[index], 4)} ${unit}`]] : [];
+    /** Forgets a strip that is not shown any more. */
+    forget: (strip) => held.delete(strip),
+    /** What a request asks for, so that values of a linear readout come with its answer. */
+    asked: () => (needs().readout && chosen().linear ? [chosen().name] : []),
+    scores: (strip, index, text) => {
+      const came = Object.entries(text?.readouts ?? {}).flatMap(([name, { labels, rows: its }]) => {
+        const spec = installed.find((one) => one.name === name) ?? { name, labels, values: its[index]?.length ?? 0 };
+        return columns(spec).map(([at, title]) => [title, `${number(its[index]?.[at] ?? NaN, 4)} ${spec.activation ? unitOf(spec) : ""}`]);
+      });
+      const { title, unit, found } = held.get(strip) ?? {};
+      const has = !title || by.value in OWN || came.some(([name]) => name === title);
+      return has ? came : [...came, [title, `${number(found[index], 4)} ${unit}`]];
     },
-    /** A colour for a token that has just come, where that takes no request. */
-    atOnce: () => {
+    /** A colour for a token that has just come, where that takes no request of its own. */
+    atOnce: (text) => {
       const own = OWN[by.value];
-      const of = own?.[1]();
-      return own ? (token) => of.colour(own[0](token)) : null;
+      if (own) {
+        const of = own[1]();
+        return (token) => of.colour(own[0](token));
+      }
+      const { name, column, linear, spec } = chosen();
+      if (!needs().readout || !linear) return null;
+      live = { most: 0, of: scoreScale(spec, column, 0), column, name, spec };
+      return (_, i) => live.of.colour(valueOf(spec, text.readouts?.[name]?.rows[i], column));
     },
-    read: () => ({ by: by.value, point: point.value, vector: direction.value }),
+    /** Takes a piece's values of readouts into the text, and colours the tokens that they are of. */
+    arrived: (strip, text, told) => {
+      for (const [name, { labels, generated }] of Object.entries(told)) {
+        const one = ((text.readouts ??= {})[name] ??= { labels, rows: [] });
+        if (!generated) continue;
+        const { first, index, values } = generated;
+        values.forEach((row, i) => (one.rows[index?.[i] ?? first + i] = row));
+        if (live?.name !== name) continue;
+        const most = mostOf(values.map((row) => valueOf(live.spec, row, live.column)));
+        if (most > live.most) {
+          // Room for the next ones, so that a long answer is seldom coloured as a whole.
+          Object.assign(live, { most: 1.5 * most, of: scoreScale(live.spec, live.column, 1.5 * most) });
+          key.replaceChildren(legend(live.of));
+          strip.repaint(0, Infinity);
+        } else strip.repaint(first, (index?.at(-1) ?? first + values.length - 1) + 1);
+      }
+    },
+    read,
     write: (state = {}) => {
       if (names.some(([value]) => value === state.by)) by.value = state.by;
       if (!stored) point.value = asText(state.point, point.value);
       if (state.vector) fill(direction, [[asText(state.vector)]]);
+      if (state.readout) fill(readout, [[asText(state.readout)]]);
+      feature.value = Math.max(0, Math.trunc(asNumber(state.feature, 0)));
       arrange();
     },
   };
-}
-
-function scaleOf(kind, found) {
-  const sound = found.filter(Number.isFinite);
-  const low = Math.min(...sound);
-  const high = Math.max(...sound);
-  if (kind in OWN) return OWN[kind][1]();
-  if (kind === "norm") return scale({ title: "norm", low, high });
-  const most = Math.max(Math.abs(low), Math.abs(high));
-  return scale({ title: "projection", low: -most, high: most, signed: true });
 }

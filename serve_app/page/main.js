@@ -10,6 +10,7 @@ const VIEWS = {
   steer: ["Steer", () => import("./steer.js")],
   attention: ["Attention", () => import("./attention.js")],
   runs: ["Stored runs", () => import("./runs.js")],
+  readouts: ["Readouts", () => import("./readouts.js")],
 };
 const AGAIN_MS = 2000; // between two looks whether the server is back
 

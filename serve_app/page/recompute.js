@@ -3,7 +3,8 @@
 import { bytes, get, post, stream } from "./api.js";
 import { rowsOf, tensors } from "./tensors.js";
 
-const LIMITS = new Set(["capture_too_large", "logit_lens_too_large"]);
+const LIMITS = new Set(["capture_too_large", "logit_lens_too_large", "readouts_too_large"]);
+const MOST_FEATURES = 1024; // that a request may ask of a token
 
 /** The tokens of a source form's text: `{ ids, texts, count }`, where `count` of them are the prompt's. */
 export async function tokenized(model, { text, chat, ids, count }, signal) {
@@ -83,19 +84,43 @@ export const rowsBody = (model, ids, points, positions, more = {}) => ({
 /** Rows of points, by the point's name; unless it is to be one, each request takes as many positions as the server lets it. */
 export async function rows(model, ids, points, positions, signal, more, isOne = false) {
   const found = {};
+  await inParts(positions, isOne, async (some) => {
+    const answer = await post("v1/completions", rowsBody(model, ids, points, some, more), signal);
+    for (const [name, { data }] of Object.entries(answer.activations_meta.runs[0].points)) (found[name] ??= []).push(...data);
+  });
+  return found;
+}
+
+/** The request for a readout's values at some positions. */
+export const scoresBody = (model, ids, { name, kind, values }, positions) => ({
+  model,
+  prompt: ids.slice(0, Math.max(...positions) + 1),
+  max_tokens: 0,
+  readouts: [{ name, tokens: { positions }, ...(kind === "sae" ? { top_k: Math.min(values, MOST_FEATURES) } : {}) }],
+});
+
+/** A readout's values at some positions: of each a list, or of an autoencoder `[{ feature, value }]`, the largest first. */
+export async function scores(model, ids, readout, positions, signal) {
+  const found = [];
+  await inParts(positions, false, async (some) => {
+    const answer = await post("v1/completions", scoresBody(model, ids, readout, some), signal);
+    found.push(...answer.choices[0].readouts[readout.name].prompt.values);
+  });
+  return found;
+}
+
+async function inParts(positions, isOne, read) {
   let step = positions.length;
   for (let first = 0; first < positions.length; ) {
     const some = positions.slice(first, first + step);
     try {
-      const answer = await post("v1/completions", rowsBody(model, ids, points, some, more), signal);
-      for (const [name, { data }] of Object.entries(answer.activations_meta.runs[0].points)) (found[name] ??= []).push(...data);
+      await read(some);
       first += some.length;
     } catch (error) {
       if (!LIMITS.has(error.code) || step === 1 || isOne) throw error;
       step = Math.ceil(step / 2);
     }
   }
-  return found;
 }
 
 export const isTooLarge = (error) => LIMITS.has(error?.code);
@@ -106,10 +131,27 @@ export async function stored({ session_id: session, run_id: run }, points, signa
   return tensors(await bytes(path, { run, points, format: "safetensors" }, { signal }));
 }
 
+/** The tokens that are stored of a run, by the smallest of its points. */
+export async function storedTokens(facts, signal) {
+  const names = Object.keys(facts.points);
+  const least = names.toSorted((a, b) => volume(facts.points[a]) - volume(facts.points[b]))[0];
+  const { tensors: found } = await stored(facts, [least], signal);
+  const [ids, positions] = [[...found.token_id.values], [...found.position.values]];
+  return { names, ids, positions, isWhole: positions.length === facts.tokens };
+}
+
+const volume = ({ shape }) => shape.slice(1).reduce((product, one) => product * (one ?? 1e6), 1);
+
 /** A stored run's token ids and the rows of a point at them. */
 export async function storedRows(run, point, signal) {
   const { tensors: found } = await stored(run, [point], signal);
   return { ids: [...found.token_id.values], positions: [...found.position.values], rows: rowsOf(found[point]) };
+}
+
+/** The readouts that are installed; of one model, where it is named. */
+export async function readouts(model, signal) {
+  const { data } = await get("v1/readouts", { limit: 1000 }, signal);
+  return model ? data.filter((one) => one.model === model) : data;
 }
 
 /** The vectors that were sent to the server: `[name, shape]` of each. */

@@ -4,7 +4,8 @@ import { bytes, get, isAbort } from "./api.js";
 import { colouring } from "./colouring.js";
 import { comparison } from "./compare.js";
 import { button, choose, empty, errorNote, field, h, number, table } from "./dom.js";
-import { complete, rowsBody, stored, tokenized } from "./recompute.js";
+import { complete, rowsBody, storedTokens, tokenized } from "./recompute.js";
+import { COLUMN } from "./scores.js";
 import { asText } from "./state.js";
 import { details } from "./tokens.js";
 import "./code.js";
@@ -133,11 +134,7 @@ export function view(app) {
     const { data } = await get("v1/activations/runs", { run: id, session }, signal);
     if (!data.length) throw new Error(`The session ${session} has no run ${id} any more.`);
     const [facts] = data;
-    const names = Object.keys(facts.points);
-    const least = names.toSorted((a, b) => volume(facts.points[a]) - volume(facts.points[b]))[0];
-    const { tensors: found } = await stored(facts, [least], signal);
-    const ids = [...found.token_id.values];
-    const positions = [...found.position.values];
+    const { names, ids, positions, isWhole } = await storedTokens(facts, signal);
     let texts = ids.map((one) => `‹${one}›`);
     let served = true;
     try {
@@ -147,7 +144,7 @@ export function view(app) {
       served = false;
     }
     const tokens = texts.map((text, i) => ({ text, id: ids[i], part: positions[i] < facts.prompt_tokens ? "prompt" : "answer" }));
-    return { facts, names, ids, positions, tokens, served, isWhole: positions.length === facts.tokens };
+    return { facts, names, ids, positions, tokens, served, isWhole };
   }
 
   function show(of) {
@@ -156,13 +153,10 @@ export function view(app) {
     strip.setAttribute("aria-label", "Tokens of the run");
     strip.set(tokens);
     const about = h("aside", { "aria-label": "Token" }, ...details());
-    const colours = colouring(app, { stored: true, onchange: recolour });
-    colours.setPoints(names.filter((name) => !name.endsWith(PATTERN)));
+    const colours = colouring(app, { stored: true, onchange: () => recolour() });
+    colours.setPoints(names.filter((name) => !name.endsWith(PATTERN) && !name.startsWith(COLUMN)));
     const extra = h("div");
-    const text = { ids, offset: 0, run: facts, positions: of.positions };
-    function recolour() {
-      return colours.apply(strip, { ...text, offset: of.positions[0] ?? 0 });
-    }
+    const recolour = () => colours.apply(strip, { ids, run: facts, positions: of.positions, isWhole: of.isWhole });
     const look = ({ detail }) => about.replaceChildren(...details(strip.tokens[detail.index], of.positions[detail.index] ?? "", colours.scores(strip, detail.index)).filter(Boolean));
     strip.addEventListener("look", (event) => strip.pinned < 0 && look(event));
     strip.addEventListener("pin", look);
@@ -260,5 +254,4 @@ export function view(app) {
 const sent = (query) => Object.fromEntries(Object.entries(query).filter(([, value]) => value !== "" && value !== undefined));
 const seconds = (text) => (text ? new Date(text).getTime() / 1000 : "");
 const time = (unix) => new Date(unix * 1000).toLocaleString();
-const volume = ({ shape }) => shape.slice(1).reduce((product, one) => product * (one ?? 1e6), 1);
 const size = (count) => (count < 1e6 ? `${number(count / 1e3)} kB` : count < 1e9 ? `${number(count / 1e6)} MB` : `${number(count / 1e9)} GB`);

@@ -1,24 +1,28 @@
 // Steering: the same answer with and without a direction added, side by side.
 
 import { isAbort, post } from "./api.js";
-import { button, choose, empty, errorNote, field, fill, h, number } from "./dom.js";
+import { button, choose, empty, errorNote, field, fill, h, number, percent } from "./dom.js";
 import { layers, source } from "./forms.js";
-import { complete, continuing, rows, tokenized, vector, vectors } from "./recompute.js";
+import { complete, continuing, readouts, rows, tokenized, vector, vectors } from "./recompute.js";
 import { legend, scale } from "./scales.js";
 import { asNumber, asText } from "./state.js";
 import { norm } from "./tensors.js";
 import { details } from "./tokens.js";
 import "./code.js";
 
+const KINDS = [["prompts", "difference of two prompts"], ["tensor", "a tensor on the server"], ["feature", "a feature of an autoencoder"]];
 const TOKENS = [["generated", "the answer’s tokens"], ["all", "all tokens"], ["prompt", "the prompt’s tokens"], ["prompt_last", "the prompt’s last token"]];
 
 export function view(app) {
   const from = source({ text: "I went to the park and", label: "Prompt", max: 60, onchange: app.changed });
-  const kind = choose([["prompts", "difference of two prompts"], ["tensor", "a tensor on the server"]]);
+  const kind = choose(KINDS);
   const toward = h("textarea", { rows: 2, placeholder: "I love this, it is wonderful" });
   const away = h("textarea", { rows: 2, placeholder: "I hate this, it is terrible" });
   const tensor = choose([["", "none is stored"]]);
   const upload = h("input", { type: "file", accept: ".safetensors" });
+  const sae = choose([["", "none is installed"]]);
+  const feature = h("input", { type: "number", min: 0, value: 0 });
+  const value = h("input", { type: "number", step: "any", value: 10 });
   const layer = layers(true);
   const tokens = choose(TOKENS);
   const strength = h("input", { type: "range", min: -2, max: 2, step: 0.05, value: 0.5 });
@@ -34,12 +38,15 @@ export function view(app) {
 
   const byPrompts = h("div", { class: "fields" }, field("Toward", toward), field("Away from", away));
   const byTensor = h("div", { class: "fields" }, field("Tensor", tensor), field("Send a safetensors file", upload, "it is kept on the server"));
+  const byFeature = h("div", { class: "fields" }, field("Autoencoder", sae, "at its own point"), field("Feature", feature), field("Added to its value", value, "the view Readouts shows how large it gets"));
+  const where = field("Where", layer.element);
+  const howMuch = field("Strength", h("span", { class: "slider" }, strength, shown), "in lengths of the residual stream; below 0 away from it");
   const form = h(
     "form",
     { noValidate: true, onsubmit: (event) => (event.preventDefault(), begin()) },
     from.element,
-    h("fieldset", {}, h("legend", {}, "Direction"), field("From", kind), byPrompts, byTensor),
-    h("div", { class: "fields" }, field("Where", layer.element), field("Which tokens", tokens), field("Strength", h("span", { class: "slider" }, strength, shown), "in lengths of the residual stream; below 0 away from it")),
+    h("fieldset", {}, h("legend", {}, "Direction"), field("From", kind), byPrompts, byTensor, byFeature),
+    h("div", { class: "fields" }, where, field("Which tokens", tokens), howMuch),
     h("div", { class: "row" }, run, stop),
   );
   const element = h("div", { class: "split" }, h("section", { "aria-label": "Steer" }, form, trouble, result, code), about);
@@ -55,13 +62,19 @@ export function view(app) {
   function arrange() {
     byPrompts.hidden = kind.value !== "prompts";
     byTensor.hidden = kind.value !== "tensor";
+    byFeature.hidden = kind.value !== "feature";
+    where.hidden = howMuch.hidden = kind.value === "feature";
     shown.textContent = strength.valueAsNumber.toFixed(2);
-    if (kind.value === "tensor") know().catch((error) => trouble.replaceChildren(errorNote(error)));
+    if (kind.value !== "prompts") know().catch((error) => trouble.replaceChildren(errorNote(error)));
   }
 
   async function know() {
+    if (kind.value === "feature") {
+      const held = app.model() ? (await readouts(app.model())).filter((one) => one.kind === "sae") : [];
+      return fill(sae, held.length ? held.map((one) => [one.name, `${one.name} at ${one.point}, ${one.values} features`]) : [["", "none is installed"]]);
+    }
     const found = await vectors();
-    fill(tensor, found.length ? found.map(([id, name, shape]) => [id, `${name} [${shape.join(", ")}] ${id}`]) : [["", "none is stored"]]);
+    return fill(tensor, found.length ? found.map(([id, name, shape]) => [id, `${name} [${shape.join(", ")}] ${id}`]) : [["", "none is stored"]]);
   }
 
   async function send() {
@@ -79,6 +92,10 @@ export function view(app) {
 
   /** The interventions: one for each layer, with the vector of that layer. */
   async function direction(signal) {
+    if (kind.value === "feature") {
+      if (!sae.value) throw new Error("No autoencoder of this model is installed: the view Readouts says how to install one.");
+      return [{ op: "add", sae: sae.value, feature: feature.valueAsNumber || 0, value: value.valueAsNumber || 0, tokens: tokens.value }];
+    }
     const all = layer.element.value === "all";
     const points = all ? ["layers.*.output"] : [`layers.${layer.element.value}.output`];
     const how = { op: "add", unit: "residual_norm", scale: strength.valueAsNumber, tokens: tokens.value };
@@ -115,11 +132,11 @@ export function view(app) {
       const interventions = await direction(signal);
       const { ids } = await tokenized(app.model(), asked, signal);
       report.textContent = "";
-      const bodies = [continuing(app.model(), ids, asked), continuing(app.model(), ids, asked, { interventions })];
+      const bodies = [continuing(app.model(), ids, asked), continuing(app.model(), ids, asked, { interventions, report: true })];
       code.note("Default", { method: "POST", path: "v1/completions", body: bodies[0] });
       code.note("Steered", { method: "POST", path: "v1/completions", body: bodies[1] });
       const ends = await Promise.all(bodies.map((body, i) => complete(body, (some) => panes[i][1].add(some), signal)));
-      tell(ends[1].norms ?? []);
+      tell(ends[1]);
     } catch (error) {
       report.textContent = "";
       if (!isAbort(error)) trouble.replaceChildren(errorNote(error, begin));
@@ -129,14 +146,16 @@ export function view(app) {
     return null;
   }
 
-  /** By how much: the operations' unit, as the server reports it. */
-  function tell(norms) {
-    const most = 4;
-    const each = norms.slice(0, most).map(({ point, norm: length }) => `${number(Math.abs(strength.valueAsNumber) * length)} at ${point}, where rows are ${number(length)} long`);
-    const others = norms.length > most ? `, and at ${norms.length - most} more points` : "";
-    report.textContent = each.length ? `Added a vector of length ${each.join("; ")}${others} (median).` : "";
+  /** By how much: the operations' unit and what they did, as the server reports it. */
+  function tell({ norms = [], report: done = [] }) {
+    const lengths = norms.map(({ point, norm: length }) => `${number(Math.abs(strength.valueAsNumber) * length)} at ${point}, where rows are ${number(length)} long`);
+    const changes = done.map(({ point, rows: count, mean_change: mean, largest_change: most }) => (count ? `${count} rows at ${point} by ${percent(mean)} of their length on average, by ${percent(most)} at the most` : `no row at ${point}`));
+    report.textContent = lengths.length ? `Added a vector of length ${some(lengths)} (median). ` : "";
+    if (changes.length) report.append(`Changed ${some(changes)}.`);
     if (app.info()?.tokens_depend_on_batch) report.append(" In this dtype a request’s tokens may depend on what shares its batch.");
   }
+
+  const some = (all, most = 4) => all.slice(0, most).join("; ") + (all.length > most ? `, and at ${all.length - most} more points` : "");
 
   function pane(name) {
     const strip = document.createElement("token-strip");
@@ -151,26 +170,35 @@ export function view(app) {
 
   return {
     element,
-    ready: () => layer.know(app, trouble),
+    ready: async () => {
+      await layer.know(app, trouble);
+      arrange();
+    },
     read: () => ({
       ...from.read(),
       kind: kind.value,
       toward: toward.value,
       away: away.value,
       tensor: tensor.value,
+      sae: sae.value,
+      feature: feature.valueAsNumber || 0,
+      value: value.valueAsNumber || 0,
       layer: layer.element.value,
       tokens: tokens.value,
       strength: strength.valueAsNumber,
     }),
     write: (state) => {
-      from.write(state);
-      if (["prompts", "tensor"].includes(state.kind)) kind.value = state.kind;
-      toward.value = asText(state.toward);
-      away.value = asText(state.away);
+      if ("text" in state || state.ids) from.write(state); // another view gives a feature alone: what was typed stays
+      if (KINDS.some(([name]) => name === state.kind)) kind.value = state.kind;
+      toward.value = asText(state.toward, toward.value);
+      away.value = asText(state.away, away.value);
       if (state.tensor) fill(tensor, [[asText(state.tensor)]]);
+      if (state.sae) fill(sae, [[asText(state.sae)]]);
+      feature.value = Math.max(0, Math.trunc(asNumber(state.feature, 0)));
+      value.value = asNumber(state.value, 10);
       if (/^(all|\d{1,4})$/.test(state.layer)) layer.element.replaceChildren(h("option", { value: state.layer }, state.layer));
       if (TOKENS.some(([value]) => value === state.tokens)) tokens.value = state.tokens;
-      strength.value = asNumber(state.strength, 0.5);
+      strength.value = asNumber(state.strength, strength.valueAsNumber);
       arrange();
     },
   };

@@ -54,7 +54,12 @@ class TokenStrip extends HTMLElement {
   colour(colours) {
     this.#colour = colours;
     this.#drawNew();
-    for (let i = 0; i < this.#drawn; i++) paint(this.children[i], colours?.(this.tokens[i], i));
+    this.repaint(0, this.#drawn);
+  }
+
+  /** Colours the tokens from `first` to before `last` anew, whose numbers have changed. */
+  repaint(first, last) {
+    for (let i = first; i < Math.min(last, this.#drawn); i++) paint(this.children[i], this.#colour?.(this.tokens[i], i));
   }
 
   /** Pins a token; -1 for none. */

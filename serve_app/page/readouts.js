@@ -1,0 +1,197 @@
+// Readouts: those that are installed, and the tokens of a session for which one's value is the largest.
+
+import { address, get, isAbort } from "./api.js";
+import { button, choose, empty, errorNote, field, fill, h, newId, number, table, visible } from "./dom.js";
+import { readouts, scores, scoresBody, span, storedTokens, tokenized } from "./recompute.js";
+import { legend, onTheme, paint } from "./scales.js";
+import { columns, mostOf, scoreScale, titleOf, valueOf } from "./scores.js";
+import { asNumber, asText } from "./state.js";
+import "./code.js";
+
+const KEPT = 30; // tokens that are shown
+const AROUND = 10; // tokens of the text on each side of one
+const MOST_RUNS = 1000; // that the server lists at a time
+const KINDS = { linear: "linear", sae: "sparse autoencoder" };
+
+export function view(app) {
+  const held = h("div");
+  const trouble = h("div");
+  const opened = h("div", { hidden: true });
+  const facts = h("div");
+  const feature = h("input", { type: "number", min: 0, value: 0 });
+  const value = choose([]);
+  const sessions = h("datalist", { id: newId("sessions") });
+  const session = h("input", { list: sessions.id, spellcheck: false, required: true });
+  const most = h("input", { type: "number", min: 1, max: MOST_RUNS, value: 10 });
+  const run = h("button", { class: "main" }, "Find the strongest tokens");
+  const stop = button("Stop", () => running?.abort(), { hidden: true });
+  const steer = button("Steer with the feature", () => app.open("steer", { kind: "feature", sae: name, feature: column() }));
+  const status = h("p", { class: "wait", role: "status" });
+  const result = h("div");
+  const code = document.createElement("request-code");
+  const featureField = field("Feature", feature);
+  const valueField = field("Value", value);
+  const form = h(
+    "form",
+    { noValidate: true, onsubmit: (event) => (event.preventDefault(), find()) },
+    h("div", { class: "fields" }, featureField, valueField, field("Session", session, "of stored runs"), field("First runs to read", most, "each goes through the model once more, without interventions")),
+    h("div", { class: "row" }, run, stop, steer),
+    sessions,
+  );
+  opened.append(facts, form, status, result);
+  const element = h("section", { "aria-label": "Readouts" }, held, trouble, opened, code);
+  form.addEventListener("input", app.changed);
+  onTheme(() => best.length && draw());
+
+  let installed = [];
+  let name = "";
+  let running = null;
+  let best = []; // the largest: `{ score, at, texts, facts }`
+
+  const readout = () => installed.find((one) => one.name === name);
+  const column = () => (readout()?.kind === "sae" ? feature.valueAsNumber || 0 : Number(value.value));
+
+  async function list() {
+    trouble.replaceChildren();
+    try {
+      installed = await readouts();
+    } catch (error) {
+      if (error.status !== 401) trouble.replaceChildren(errorNote(error, list));
+      return;
+    }
+    code.note("Readouts", { method: "GET", path: "v1/readouts", query: { limit: 1000 } });
+    const row = (one) => [button(one.name, () => open(one.name), { class: "link", "aria-pressed": String(one.name === name) }), KINDS[one.kind], one.model, one.point, String(one.values), (one.labels ?? []).join(", "), one.description ?? ""];
+    const heads = ["Name", "Kind", "Model", "Point", "Values", "Labels", "Description"];
+    held.replaceChildren(installed.length ? table("Readouts", heads, installed.map(row)) : howTo());
+    opened.hidden = !readout();
+    if (readout()) await show();
+    else if (name) trouble.replaceChildren(errorNote(new Error(`There is no readout ${name}.`)));
+  }
+
+  async function open(wanted) {
+    if (wanted !== name) clear();
+    name = wanted;
+    app.changed();
+    await list();
+    facts.querySelector("h2")?.scrollIntoView({ block: "nearest" });
+  }
+
+  function clear() {
+    running?.abort();
+    best = [];
+    result.replaceChildren();
+    status.textContent = "";
+  }
+
+  /** What the chosen one is, and what can be asked of it. */
+  async function show() {
+    const one = readout();
+    const isSae = one.kind === "sae";
+    const told = [
+      ["Kind", `${KINDS[one.kind]}, ${one.activation === "none" ? "no activation" : one.activation}`],
+      ["Model", one.model],
+      ["Point", one.point],
+      [isSae ? "Features" : "Values", String(one.values)],
+      ["Installed", new Date(one.created * 1000).toLocaleString()],
+    ];
+    facts.replaceChildren(h("h2", {}, one.name), h("dl", { class: "facts" }, ...told.flatMap(([term, said]) => [h("dt", {}, term), h("dd", {}, said)])));
+    feature.max = one.values - 1;
+    featureField.hidden = steer.hidden = !isSae;
+    valueField.hidden = isSae || one.values === 1;
+    if (!isSae) fill(value, columns(one));
+    try {
+      const { data } = await get("v1/activations/sessions", { model: one.model, limit: 100 });
+      sessions.replaceChildren(...data.map(({ id }) => h("option", { value: id })));
+      session.placeholder = data.length ? data[0].id : "none is stored";
+    } catch (error) {
+      if (error.status !== 401) trouble.replaceChildren(errorNote(error));
+    }
+  }
+
+  function howTo() {
+    const to = `--url ${address("").href.replace(/\/$/, "")}`;
+    const lines = [`python -m deployments.readouts add PROBE.safetensors ${to}`, `python -m deployments.readouts add SAE_DIRECTORY --name NAME --model MODEL ${to}`];
+    return h(
+      "div",
+      {},
+      empty("No readout is installed. A linear probe, as evals.probes writes it, or a sparse autoencoder in SAELens’ format is installed by"),
+      h("pre", { tabIndex: 0, role: "region", "aria-label": "How to install a readout" }, lines.join("\n")),
+      button("Look again", list),
+    );
+  }
+
+  async function find() {
+    clear();
+    if (!session.value) session.value = session.placeholder === "none is stored" ? "" : session.placeholder;
+    if (!session.value) return session.focus();
+    app.changed();
+    const mine = (running = new AbortController());
+    trouble.replaceChildren();
+    [run.disabled, stop.hidden] = [true, false];
+    try {
+      await read(mine.signal);
+    } catch (error) {
+      status.textContent = isAbort(error) && running === mine && best.length ? `Stopped. ${status.textContent}` : "";
+      if (!isAbort(error)) trouble.replaceChildren(errorNote(error, find));
+    } finally {
+      if (running === mine) [run.disabled, stop.hidden] = [false, true];
+    }
+    return null;
+  }
+
+  /** Reads one run after another, and shows the largest values so far. */
+  async function read(signal) {
+    const [one, at] = [readout(), column()];
+    const query = { session: session.value, model: one.model, limit: Math.min(Math.max(most.valueAsNumber || 1, 1), MOST_RUNS) };
+    const { data, has_more: more } = await get("v1/activations/runs", query, signal);
+    code.note("Runs", { method: "GET", path: "v1/activations/runs", query });
+    let [tokens, runs, skipped] = [0, 0, 0];
+    for (const [i, of] of data.entries()) {
+      status.textContent = `Reading run ${i + 1} of ${data.length}; ${tokens} tokens so far.`;
+      const { ids, isWhole } = await storedTokens(of, signal);
+      if (!isWhole) {
+        skipped += 1;
+        continue;
+      }
+      const positions = span(0, ids.length);
+      code.note("The values of a run", { method: "POST", path: "v1/completions", body: scoresBody(one.model, ids, one, positions) });
+      const [found, { texts }] = await Promise.all([scores(one.model, ids, one, positions, signal), tokenized(one.model, { ids }, signal)]);
+      best.push(...found.map((row, j) => ({ score: valueOf(one, row, at), at: j, texts, facts: of })).filter(({ score }) => (one.kind === "sae" ? score > 0 : Number.isFinite(score))));
+      best = best.sort((a, b) => b.score - a.score).slice(0, KEPT);
+      [tokens, runs] = [tokens + ids.length, runs + 1];
+      draw();
+    }
+    const rest = more ? "; there are more runs" : "";
+    const without = skipped ? `; ${skipped} more are left out, because not all of their tokens are stored` : "";
+    const none = best.length || !tokens ? "" : " None of them has it above 0.";
+    status.textContent = data.length ? `Read ${tokens} tokens of the first ${runs} runs${rest}${without}.${none}` : `The session ${session.value} has no run of ${one.model}.`;
+  }
+
+  function draw() {
+    const [one, at] = [readout(), column()];
+    const of = scoreScale(one, at, mostOf(best.map(({ score }) => score)));
+    const text = (found) => {
+      const piece = (from, to) => found.texts.slice(Math.max(from, 0), to).map(visible).join("");
+      const token = h("mark", {}, visible(found.texts[found.at]));
+      paint(token, of.colour(found.score));
+      return h("span", { class: "text" }, piece(found.at - AROUND, found.at), token, piece(found.at + 1, found.at + 1 + AROUND));
+    };
+    const row = (found) => [number(found.score, 4), text(found), String(found.at), button(found.facts.run_id, () => app.open("runs", { session: found.facts.session_id, run: found.facts.run_id }), { class: "link" })];
+    result.replaceChildren(...(best.length ? [legend(of), table(`The strongest tokens of ${titleOf(one, at)}`, ["Value", "Token in its text", "Position", "Run"], best.map(row))] : []));
+  }
+
+  return {
+    element,
+    ready: list,
+    read: () => ({ readout: name, feature: feature.valueAsNumber || 0, value: Number(value.value) || 0, session: session.value, runs: most.valueAsNumber || 10 }),
+    write: (state) => {
+      clear();
+      name = asText(state.readout);
+      feature.value = Math.max(0, Math.trunc(asNumber(state.feature, 0)));
+      const wanted = String(Math.max(0, Math.trunc(asNumber(state.value, 0))));
+      fill(value, [[wanted]]);
+      session.value = asText(state.session);
+      most.value = Math.min(Math.max(1, Math.trunc(asNumber(state.runs, 10))), MOST_RUNS);
+    },
+  };
+}
