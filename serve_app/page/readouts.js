@@ -47,6 +47,7 @@ export function view(app) {
   let name = "";
   let running = null;
   let best = []; // the largest: `{ score, at, texts, facts }`
+  let sought = null; // of which they are: `[readout, column]`
 
   const readout = () => installed.find((one) => one.name === name);
   const column = () => (readout()?.kind === "sae" ? feature.valueAsNumber || 0 : Number(value.value));
@@ -141,7 +142,8 @@ export function view(app) {
 
   /** Reads one run after another, and shows the largest values so far. */
   async function read(signal) {
-    const [one, at] = [readout(), column()];
+    const [one, at] = (sought = [readout(), column()]);
+    if (at >= one.values) throw new Error(`${one.name} has the features 0 to ${one.values - 1}.`);
     const query = { session: session.value, model: one.model, limit: Math.min(Math.max(most.valueAsNumber || 1, 1), MOST_RUNS) };
     const { data, has_more: more } = await get("v1/activations/runs", query, signal);
     code.note("Runs", { method: "GET", path: "v1/activations/runs", query });
@@ -168,7 +170,7 @@ export function view(app) {
   }
 
   function draw() {
-    const [one, at] = [readout(), column()];
+    const [one, at] = sought;
     const of = scoreScale(one, at, mostOf(best.map(({ score }) => score)));
     const text = (found) => {
       const piece = (from, to) => found.texts.slice(Math.max(from, 0), to).map(visible).join("");

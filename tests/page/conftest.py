@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import json
 import shutil
 from collections.abc import Callable, Iterator
 from typing import Any
 
 import pytest
+from axe_playwright_python.sync_playwright import Axe
 from playwright.sync_api import Browser, Page, expect, sync_playwright
 
 NAMES = ("chromium", "chromium-browser", "google-chrome", "chrome-headless-shell")
@@ -47,3 +49,18 @@ def opened(chromium: Browser, served: Any) -> Iterator[Callable[..., Page]]:
     for context in contexts:
         context.close()
     assert not failures, failures
+
+
+@pytest.fixture
+def accessible() -> Callable[[Page, str], None]:
+    """`accessible(page, view)`: no rule of axe is broken, in light and in dark; the page has to bypass its CSP."""
+
+    def check(page: Page, view: str) -> None:
+        results = [Axe().run(page)]
+        page.emulate_media(color_scheme="dark")
+        results.append(Axe().run(page, options={"runOnly": ["color-contrast"]}))
+        page.emulate_media(color_scheme="light")
+        broken = [one for result in results for one in result.response["violations"]]
+        assert not broken, f"{view}: {json.dumps([(one['id'], one['nodes'][0]['html'][:200]) for one in broken])}"
+
+    return check

@@ -1,0 +1,131 @@
+"""Readouts on the page: listed, searched in a session, coloured by, and steered with."""
+
+from __future__ import annotations
+
+import json
+import re
+
+import httpx
+import pytest
+import torch
+from playwright.sync_api import Page, expect
+from safetensors.torch import save
+
+MODEL, WIDTH, POINT = "vitrine-demo", 192, "layers.3.output"
+FEATURES = 64
+SESSION = "page-readouts"
+TEXTS = ("Tom has 3 boxes of 4 pens.", "Ann reads a book about the sea.", "Sam has 9 pens.")
+ANSWERED = 60_000  # milliseconds: the model may be busy with another test
+
+
+def install(served, tensors: dict[str, torch.Tensor], **spec: object) -> None:
+    form = {"spec": json.dumps(spec | {"model": MODEL, "point": POINT})}
+    files = {"file": ("readout.safetensors", save(tensors))}
+    assert httpx.post(f"{served.base_url}/readouts", files=files, data=form, timeout=60).status_code == 200
+
+
+@pytest.fixture(scope="module")
+def installed(served):
+    """A probe of two values, an autoencoder, and a session of three runs; the autoencoder's values of their tokens."""
+    random = torch.Generator().manual_seed(3)
+    weight = torch.randn(2, WIDTH, generator=random) / 20
+    install(served, {"weight": weight}, name="page-probe", kind="linear", activation="sigmoid", labels=["sum", "<b>"])
+    encoder = torch.randn(WIDTH, FEATURES, generator=random) / 14
+    tensors = {"W_enc": encoder, "W_dec": encoder.T.contiguous(), "b_enc": torch.zeros(FEATURES)}
+    install(served, tensors | {"b_dec": torch.zeros(WIDTH)}, name="page-sae", kind="sae", activation="relu")
+    said = []
+    for text in TEXTS:
+        body = {"model": MODEL, "prompt": text, "max_tokens": 0, "session_id": SESSION}
+        body |= {"capture": {"points": [POINT]}, "readouts": [{"name": "page-sae", "top_k": FEATURES}]}
+        answer = httpx.post(f"{served.base_url}/completions", json=body, timeout=60).json()
+        said += answer["choices"][0]["readouts"]["page-sae"]["prompt"]["values"]
+    yield [{one["feature"]: one["value"] for one in row} for row in said]
+    for name in ("page-probe", "page-sae"):
+        assert httpx.delete(f"{served.base_url}/readouts/{name}", timeout=60).json()["deleted"]
+
+
+def options(page: Page):
+    return page.get_by_role("listbox", name="Tokens of the answer").last.get_by_role("option")
+
+
+def ground(page: Page, index: int) -> str:
+    return options(page).nth(index).evaluate("one => one.style.backgroundColor")
+
+
+def test_a_features_strongest_tokens_are_found_in_a_session(opened, accessible, installed):
+    page = opened("#readouts", color_scheme="light", bypass_csp=True)
+    expect(page.get_by_role("row", name=re.compile("page-probe linear .* sum, <b>"))).to_be_visible()
+    page.get_by_role("button", name="page-sae").click()
+    feature = max(installed[-1], key=installed[-1].__getitem__)
+    want = sorted((row.get(feature, 0.0) for row in installed), reverse=True)
+    page.get_by_label("Feature", exact=True).fill(str(feature))
+    page.get_by_label("Session").fill(SESSION)
+    page.get_by_label("First runs to read").fill("2")
+    page.get_by_role("button", name="Find the strongest tokens").click()
+    expect(page.get_by_text("of the first 2 runs; there are more runs")).to_be_visible(timeout=ANSWERED)
+    page.get_by_label("First runs to read").fill("3")
+    page.get_by_role("button", name="Find the strongest tokens").press("Enter")
+    expect(page.get_by_text(re.compile(f"Read {len(installed)} tokens of the first 3 runs"))).to_be_visible()
+    found = page.get_by_role("table", name=f"The strongest tokens of feature {feature} of page-sae")
+    shown = [float(text) for text in found.locator("tbody tr td:first-child").all_text_contents()]
+    assert shown == pytest.approx([value for value in want if value > 0][:30], rel=1e-3)
+    assert found.locator("mark").first.evaluate("one => one.style.backgroundColor")
+    accessible(page, "readouts")
+
+    page.get_by_role("button", name="Copy link").click()
+    other = opened(page.url[page.url.index("#") :])
+    expect(other.get_by_label("Feature", exact=True)).to_have_value(str(feature))
+    expect(other.get_by_label("Session")).to_have_value(SESSION)
+    assert other.get_by_role("table").count() == 1  # the link has the model read nothing
+    found.get_by_role("button").first.click()
+    expect(page.get_by_role("listbox", name="Tokens of the run")).to_be_visible()
+
+
+def test_a_chat_is_coloured_by_a_readout_as_its_values_come_and_afterwards(opened, installed):
+    page = opened()
+    requests: list[str] = []
+    page.on("request", lambda request: request.method == "POST" and requests.append(request.post_data or ""))
+    page.get_by_label("Colour by").select_option("readout")
+    page.get_by_label("Readout", exact=True).select_option("page-probe/0")
+    page.get_by_label("Message", exact=True).fill(TEXTS[0])
+    page.keyboard.press("Enter")
+    expect(page.locator(".under")).to_be_visible(timeout=ANSWERED)
+    expect(page.locator("main .legend")).to_contain_text("page-probe: sum (probability)")
+    (asked,) = requests  # the values came with the answer
+    assert json.loads(asked)["readouts"] == ["page-probe"]
+    asked_for = [ground(page, 0), ground(page, 1)]
+    assert all(asked_for)
+    options(page).first.hover()
+    about = page.get_by_role("complementary", name="Token")
+    expect(about).to_contain_text(re.compile(r"page-probe: sum0\.\d+ probability.*page-probe: <b>0\.\d+ probability"))
+
+    page.get_by_label("Readout", exact=True).select_option("page-sae")
+    page.get_by_label("Feature", exact=True).fill("5")
+    page.get_by_label("Feature", exact=True).press("Enter")
+    expect(page.locator("main .legend")).to_contain_text("feature 5 of page-sae (activation)", timeout=ANSWERED)
+    computed = [json.loads(one) for one in requests[1:]]
+    assert computed
+    assert all(one["max_tokens"] == 0 and one["readouts"][0]["name"] == "page-sae" for one in computed)
+    options(page).first.hover()
+    expect(about).to_contain_text("feature 5 of page-sae")
+
+
+def test_a_feature_of_an_autoencoder_steers_and_the_report_says_by_how_much(opened, installed):
+    page = opened("#readouts")
+    page.get_by_role("button", name="page-sae").click()
+    page.get_by_label("Feature", exact=True).fill("7")
+    page.get_by_role("button", name="Steer with the feature").click()
+    expect(page.get_by_label("Autoencoder")).to_have_value("page-sae")
+    expect(page.get_by_label("Feature", exact=True)).to_have_value("7")
+    page.get_by_label("Added to its value").fill("60")
+    page.get_by_label("Prompt").fill("Tom has 3 boxes")
+    page.get_by_text("Answer and sampling").click()
+    page.get_by_label("Most new tokens").fill("8")
+    page.get_by_role("button", name="Answer with and without").click()
+    told = page.get_by_text(re.compile(rf"Changed [78] rows at {POINT} by \d+% of their length"))
+    expect(told).to_be_visible(timeout=ANSWERED)
+    default, steered = (
+        page.get_by_role("listbox", name=f"{name}: tokens of the answer").get_by_role("option").all_text_contents()
+        for name in ("Default", "Steered")
+    )
+    assert default != steered
