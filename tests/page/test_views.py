@@ -206,7 +206,6 @@ def test_a_link_opens_a_view_as_it_was_and_asks_the_model_nothing(opened, served
 
 def test_no_view_breaks_a_rule_of_accessibility(opened, accessible):
     page = opened(color_scheme="light", viewport={"width": 1280, "height": 900}, bypass_csp=True)
-
     ask(page)
     options(page).nth(1).click()
     accessible(page, "chat")
