@@ -63,7 +63,7 @@ export function view(app) {
     code.note("Readouts", { method: "GET", path: "v1/readouts", query: { limit: 1000 } });
     const row = (one) => [button(one.name, () => open(one.name), { class: "link", "aria-pressed": String(one.name === name) }), KINDS[one.kind], one.model, one.point, String(one.values), (one.labels ?? []).join(", "), one.description ?? ""];
     const heads = ["Name", "Kind", "Model", "Point", "Values", "Labels", "Description"];
-    held.replaceChildren(installed.length ? table("Readouts", heads, installed.map(row)) : howTo());
+    held.replaceChildren(installed.length ? table("Installed readouts", heads, installed.map(row)) : howTo());
     opened.hidden = !readout();
     if (readout()) await show();
     else if (name) trouble.replaceChildren(errorNote(new Error(`There is no readout ${name}.`)));
