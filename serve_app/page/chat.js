@@ -209,7 +209,7 @@ export function view(app) {
         turn === turns.at(-1) ? button("Answer again", again) : null,
       ),
     );
-    colours.apply(turn.strip, textOf(turn));
+    colour(turn);
   }
 
   /** Asks for the last answer once more. */
@@ -226,9 +226,14 @@ export function view(app) {
     return { ...turn.answer, run: has ? turn.run : null };
   };
 
+  async function colour(turn) {
+    await colours.apply(turn.strip, textOf(turn));
+    if (turn.strip.pinned >= 0) look(turn, turn.strip.pinned);
+  }
+
   function recolour() {
     colours.prepare();
-    for (const turn of turns) if (turn.strip) colours.apply(turn.strip, textOf(turn));
+    for (const turn of turns) if (turn.strip) colour(turn);
   }
 
   function look(turn, index) {

@@ -4,7 +4,7 @@ import { isAbort } from "./api.js";
 import { choose, field, fill, h, newId, number } from "./dom.js";
 import { readouts, rows, scores, span, storedRows, vector, vectors } from "./recompute.js";
 import { legend, onTheme, scale } from "./scales.js";
-import { COLUMN, columns, mostOf, scoreScale, unitOf, valueOf } from "./scores.js";
+import { COLUMN, columns, fitted, mostOf, scoreScale, unitOf, valueOf } from "./scores.js";
 import { asNumber, asText } from "./state.js";
 import { dot, norm } from "./tensors.js";
 import { entropy } from "./tokens.js";
@@ -38,6 +38,7 @@ export function colouring(app, { stored = false, onchange = () => {} } = {}) {
   const held = new Map(); // by strip, `{ title, unit, found }`
   const element = h("div", { class: "row colouring" }, field("Colour by", by), pointField, directionField, readoutField, featureField, h("div", {}, key, trouble), points);
   let installed = [];
+  let told = null; // the scale that the legend shows
   let live = null; // while an answer comes: the scale so far, and the most that it is made for
 
   const needs = () => ({ point: ["norm", "projection"].includes(by.value), direction: by.value === "projection", readout: by.value === "readout" });
@@ -51,7 +52,14 @@ export function colouring(app, { stored = false, onchange = () => {} } = {}) {
     directionField.hidden = !needs().direction;
     readoutField.hidden = !needs().readout;
     featureField.hidden = !needs().readout || !readout.value || chosen().linear;
-    key.replaceChildren(by.value in OWN ? legend(OWN[by.value][1]()) : "");
+  }
+  function tell(of) {
+    told = of;
+    key.replaceChildren(of ? legend(of) : "");
+  }
+  function begin() {
+    arrange();
+    tell(by.value in OWN ? OWN[by.value][1]() : null);
   }
   async function know(model) {
     if (needs().direction) {
@@ -105,14 +113,14 @@ export function colouring(app, { stored = false, onchange = () => {} } = {}) {
 
   async function apply(strip, text, signal) {
     trouble.replaceChildren();
-    arrange();
+    begin();
     try {
       const model = text.run?.model ?? app.model();
       await know(model);
       const asked = JSON.stringify(read());
       if (by.value === "none" || !strip.tokens.length || (needs().direction && !direction.value) || (needs().readout && !readout.value)) {
         held.delete(strip);
-        key.replaceChildren();
+        tell(null);
         return strip.colour(null);
       }
       if (needs().point || needs().readout) trouble.replaceChildren(needs().point ? "Reading the point…" : "Reading the values…");
@@ -131,9 +139,9 @@ export function colouring(app, { stored = false, onchange = () => {} } = {}) {
     held.set(strip, { found, state: JSON.stringify(read()) });
     const same = [...held].filter(([, one]) => one.state === held.get(strip).state);
     const of = scaleOf(same.flatMap(([, one]) => one.found));
-    key.replaceChildren(legend(of));
+    tell(of);
     for (const [one, its] of same) {
-      Object.assign(its, { title: of.title, unit: of.unit });
+      Object.assign(its, { title: of.title, unit: needs().readout ? unitOf(chosen().spec) : of.unit });
       one.colour((_, i) => of.colour(its.found[i]));
     }
   }
@@ -143,15 +151,16 @@ export function colouring(app, { stored = false, onchange = () => {} } = {}) {
     const [low, high] = [Math.min(...sound), Math.max(...sound)];
     if (by.value in OWN) return OWN[by.value][1]();
     if (by.value === "norm") return scale({ title: "norm", low, high });
+    if (needs().readout) return fitted(chosen().spec, chosen().column, sound);
     const most = mostOf(sound);
-    if (needs().readout) return scoreScale(chosen().spec, chosen().column, most);
     return scale({ title: "projection", low: -most, high: most, signed: true });
   }
 
+  by.addEventListener("change", begin);
   by.addEventListener("change", onchange);
   for (const one of [point, direction, readout, feature]) one.addEventListener("change", onchange);
-  onTheme(onchange);
-  arrange();
+  onTheme(() => tell(told));
+  begin();
 
   const read = () => ({ by: by.value, point: point.value, vector: direction.value, readout: readout.value, feature: feature.valueAsNumber || 0 });
   return {
@@ -159,7 +168,6 @@ export function colouring(app, { stored = false, onchange = () => {} } = {}) {
     apply,
     /** Reads what there is to choose from. */
     prepare: async () => {
-      arrange();
       try {
         if (app.model()) await know(app.model());
       } catch (error) {
@@ -193,8 +201,8 @@ export function colouring(app, { stored = false, onchange = () => {} } = {}) {
       return (_, i) => live.of.colour(valueOf(spec, text.readouts?.[name]?.rows[i], column));
     },
     /** Takes a piece's values of readouts into the text, and colours the tokens that they are of. */
-    arrived: (strip, text, told) => {
-      for (const [name, { labels, generated }] of Object.entries(told)) {
+    arrived: (strip, text, came) => {
+      for (const [name, { labels, generated }] of Object.entries(came)) {
         const one = ((text.readouts ??= {})[name] ??= { labels, rows: [] });
         if (!generated) continue;
         const { first, index, values } = generated;
@@ -204,7 +212,7 @@ export function colouring(app, { stored = false, onchange = () => {} } = {}) {
         if (most > live.most) {
           // Room for the next ones, so that a long answer is seldom coloured as a whole.
           Object.assign(live, { most: 1.5 * most, of: scoreScale(live.spec, live.column, 1.5 * most) });
-          key.replaceChildren(legend(live.of));
+          tell(live.of);
           strip.repaint(0, Infinity);
         } else strip.repaint(first, (index?.at(-1) ?? first + values.length - 1) + 1);
       }
@@ -216,7 +224,7 @@ export function colouring(app, { stored = false, onchange = () => {} } = {}) {
       if (state.vector) fill(direction, [[asText(state.vector)]]);
       if (state.readout) fill(readout, [[asText(state.readout)]]);
       feature.value = Math.max(0, Math.trunc(asNumber(state.feature, 0)));
-      arrange();
+      begin();
     },
   };
 }

@@ -74,5 +74,8 @@ export function legend(of) {
   return told(shown);
 }
 
-/** Calls back when the system changes between dark and light. */
-export const onTheme = (act) => dark.addEventListener("change", act);
+/** Calls back when the system changes between dark and light, until what it gives is called. */
+export function onTheme(act) {
+  dark.addEventListener("change", act);
+  return () => dark.removeEventListener("change", act);
+}

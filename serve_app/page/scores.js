@@ -23,12 +23,21 @@ export function valueOf(readout, row, column) {
   return row[column] ?? NaN;
 }
 
-/** A scale for values of a readout, the largest of which is `most` away from 0. */
-export function scoreScale(readout, column, most) {
-  const what = { title: titleOf(readout, column), unit: unitOf(readout) };
-  if (readout.activation === "sigmoid") return scale(what);
+/** A scale for values of a readout, the largest of which is `most` away from 0; `clipped` where some lie beyond. */
+export function scoreScale(readout, column, most, clipped = false) {
+  const what = { title: titleOf(readout, column), unit: unitOf(readout) + (clipped ? ", beyond the ends as the ends" : "") };
+  if (readout.activation === "sigmoid") return scale({ ...what, unit: unitOf(readout) });
   if (readout.activation === "none") return scale({ ...what, low: -most, high: most, signed: true });
   return scale({ ...what, high: most || 1 });
+}
+
+/** A scale for these values. A few that are far larger, as a text's first token often is, do not hide the others. */
+export function fitted(readout, column, values) {
+  const sizes = values.filter(Number.isFinite).map(Math.abs).sort((a, b) => a - b);
+  const largest = sizes.at(-1) ?? 0;
+  const usual = 1.5 * (sizes[Math.floor(0.95 * (sizes.length - 1))] ?? 0);
+  const clipped = usual > 0 && largest > 3 * usual;
+  return scoreScale(readout, column, clipped ? usual : largest, clipped);
 }
 
 export const mostOf = (values) => values.reduce((most, value) => (Number.isFinite(value) ? Math.max(most, Math.abs(value)) : most), 0);

@@ -4,7 +4,7 @@ import { isAbort, post } from "./api.js";
 import { button, choose, empty, errorNote, field, fill, h, number, percent } from "./dom.js";
 import { layers, source } from "./forms.js";
 import { complete, continuing, readouts, rows, tokenized, vector, vectors } from "./recompute.js";
-import { legend, scale } from "./scales.js";
+import { legend, onTheme, scale } from "./scales.js";
 import { asNumber, asText } from "./state.js";
 import { norm } from "./tensors.js";
 import { details } from "./tokens.js";
@@ -33,6 +33,8 @@ export function view(app) {
   const result = h("div", {}, empty("Give a prompt, and a direction by two short texts that differ in what you want to add. Both answers begin from one seed."));
   const about = h("aside", { "aria-label": "Token" }, ...details());
   const code = document.createElement("request-code");
+  const key = h("div");
+  const showKey = () => key.replaceChildren(legend(scale({ title: "probability", reversed: true })));
   let running = null;
   let report = null;
 
@@ -54,6 +56,8 @@ export function view(app) {
   strength.setAttribute("aria-label", "Strength");
   strength.addEventListener("input", () => (shown.textContent = strength.valueAsNumber.toFixed(2)));
   kind.addEventListener("change", arrange);
+  sae.addEventListener("change", arrange);
+  onTheme(() => key.childElementCount && showKey());
   upload.addEventListener("change", send);
   element.addEventListener("input", app.changed);
   element.addEventListener("change", app.changed);
@@ -71,7 +75,10 @@ export function view(app) {
   async function know() {
     if (kind.value === "feature") {
       const held = app.model() ? (await readouts(app.model())).filter((one) => one.kind === "sae") : [];
-      return fill(sae, held.length ? held.map((one) => [one.name, `${one.name} at ${one.point}, ${one.values} features`]) : [["", "none is installed"]]);
+      fill(sae, held.length ? held.map((one) => [one.name]) : [["", "none is installed"]]);
+      const chosen = held.find((one) => one.name === sae.value);
+      byFeature.querySelector("small").textContent = chosen ? `at ${chosen.point}, ${chosen.values} features` : "the view Readouts says how to install one";
+      return null;
     }
     const found = await vectors();
     return fill(tensor, found.length ? found.map(([id, name, shape]) => [id, `${name} [${shape.join(", ")}] ${id}`]) : [["", "none is stored"]]);
@@ -127,7 +134,8 @@ export function view(app) {
     [run.disabled, stop.hidden] = [true, false];
     const panes = [pane("Default"), pane("Steered")];
     report = h("p", { class: "from", role: "status" }, "Making the direction…");
-    result.replaceChildren(legend(scale({ title: "probability", reversed: true })), h("div", { class: "pair" }, ...panes.map(([made]) => made)), report);
+    showKey();
+    result.replaceChildren(key, h("div", { class: "pair" }, ...panes.map(([made]) => made)), report);
     try {
       const interventions = await direction(signal);
       const { ids } = await tokenized(app.model(), asked, signal);

@@ -1,7 +1,7 @@
 // `<token-strip>`: an answer as its tokens, each of which can be looked at and pinned.
 
 import { h, named, newId, perFrame, percent, visible } from "./dom.js";
-import { paint } from "./scales.js";
+import { onTheme, paint } from "./scales.js";
 
 /**
  * A token: `{ text, id?, logprob?, top?: [{ text, logprob }], part? }`; `part` is "prompt" or "answer".
@@ -15,6 +15,7 @@ class TokenStrip extends HTMLElement {
   #drawn = 0;
   #colour = null;
   #stem = newId("token");
+  #leave = null;
   #draw = perFrame(() => this.#drawNew());
 
   connectedCallback() {
@@ -27,6 +28,12 @@ class TokenStrip extends HTMLElement {
     this.onpointerover = (event) => this.#byPointer(event, (index) => this.#tell("look", index));
     this.onfocus = () => this.tokens.length && this.#go(this.#at < 0 ? Math.max(this.pinned, 0) : this.#at, false);
     this.onblur = () => this.#mark(this.#at, "at", false);
+    this.#leave = onTheme(() => this.repaint(0, this.#drawn));
+    this.repaint(0, this.#drawn);
+  }
+
+  disconnectedCallback() {
+    this.#leave?.();
   }
 
   /** Takes away all tokens. */
