@@ -176,7 +176,7 @@ export function view(app) {
       const piece = (from, to) => found.texts.slice(Math.max(from, 0), to).map(visible).join("");
       const token = h("mark", {}, visible(found.texts[found.at]));
       paint(token, of.colour(found.score));
-      return h("span", { class: "text" }, piece(found.at - AROUND, found.at), token, piece(found.at + 1, found.at + 1 + AROUND));
+      return h("span", { class: "text" }, piece(found.at - AROUND, found.at).trimStart(), token, piece(found.at + 1, found.at + 1 + AROUND));
     };
     const row = (found) => [number(found.score, 4), text(found), String(found.at), button(found.facts.run_id, () => app.open("runs", { session: found.facts.session_id, run: found.facts.run_id }), { class: "link" })];
     result.replaceChildren(...(best.length ? [legend(of), table(`The strongest tokens of ${titleOf(one, at)}`, ["Value", "Token in its text", "Position", "Run"], best.map(row))] : []));

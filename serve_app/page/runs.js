@@ -168,7 +168,7 @@ export function view(app) {
       of.served ? null : empty(`The model ${facts.model} is not served now, so that tokens show as their ids.`),
       h("p", { class: "row" }, ...downloads({ run: facts.run_id }, facts.run_id), button("Close", () => openSession(session))),
       h("div", { class: "split" }, h("div", {}, colours.element, strip, extra, more(of, strip, extra)), about),
-      h("details", {}, h("summary", {}, `${names.length} points`), table("Points", ["Point", "Shape", "Dtype"], shapes)),
+      h("details", {}, h("summary", {}, `Points: ${names.length}`), table("Points", ["Point", "Shape", "Dtype"], shapes)),
     ];
     opened.replaceChildren(...parts.filter(Boolean));
   }

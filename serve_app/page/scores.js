@@ -25,7 +25,7 @@ export function valueOf(readout, row, column) {
 
 /** A scale for values of a readout, the largest of which is `most` away from 0; `clipped` where some lie beyond. */
 export function scoreScale(readout, column, most, clipped = false) {
-  const what = { title: titleOf(readout, column), unit: unitOf(readout) + (clipped ? ", beyond the ends as the ends" : "") };
+  const what = { title: titleOf(readout, column), unit: unitOf(readout) + (clipped ? "; a few lie beyond the ends" : "") };
   if (readout.activation === "sigmoid") return scale({ ...what, unit: unitOf(readout) });
   if (readout.activation === "none") return scale({ ...what, low: -most, high: most, signed: true });
   return scale({ ...what, high: most || 1 });
