@@ -36,7 +36,7 @@ def installed(served):
     said = []
     for text in TEXTS:
         body = {"model": MODEL, "prompt": text, "max_tokens": 0, "session_id": SESSION}
-        body |= {"capture": {"points": [POINT]}, "readouts": [{"name": "page-sae", "top_k": FEATURES}]}
+        body |= {"capture": {"points": [POINT]}, "readouts": ["page-probe", {"name": "page-sae", "top_k": FEATURES}]}
         answer = httpx.post(f"{served.base_url}/completions", json=body, timeout=60).json()
         said += answer["choices"][0]["readouts"]["page-sae"]["prompt"]["values"]
     yield [{one["feature"]: one["value"] for one in row} for row in said]
@@ -78,7 +78,14 @@ def test_a_features_strongest_tokens_are_found_in_a_session(opened, accessible, 
     expect(other.get_by_label("Session")).to_have_value(SESSION)
     assert other.get_by_role("table").count() == 1  # the link has the model read nothing
     found.get_by_role("button").first.click()
-    expect(page.get_by_role("listbox", name="Tokens of the run")).to_be_visible()
+    tokens = page.get_by_role("listbox", name="Tokens of the run").get_by_role("option")
+    expect(tokens.last).to_be_visible()
+    for readout, computed in (("page-probe/1", 0), ("page-sae", 1)):  # the first is stored with the run
+        page.get_by_label("Colour by").select_option("readout")
+        page.get_by_label("Readout", exact=True).select_option(readout)
+        expect(page.locator("main .legend")).to_contain_text(readout.partition("/")[0])
+        expect(page.get_by_text("Computed now, with interventions left out")).to_have_count(computed)
+        assert tokens.first.evaluate("one => one.style.backgroundColor")
 
 
 def test_a_chat_is_coloured_by_a_readout_as_its_values_come_and_afterwards(opened, served, installed):
