@@ -26,14 +26,18 @@ SHIPPED = {
     "/v1/models/smollm2": "/v1/models/vitrine-demo",
     "layers.11.output": "layers.1.output",
     "layers.10.output": "layers.0.output",
+    "layers.12.output": "layers.1.output",
 }
+INSTALL = "deployments.readouts add results/truth/label.safetensors --name is-true"
 
 
 def test_every_cell_of_the_notebook_runs_on_the_shipped_model(served: Served, tmp_path: Path) -> None:
     (tmp_path / "statements.jsonl").write_text("".join(_first_groups()))
     changed = {"http://127.0.0.1:8000": served.root, STATEMENTS: "statements.jsonl"} | SHIPPED
+    changed |= {INSTALL: f"{INSTALL} --url {served.root}"}
     printed = run(_code(), tmp_path, served.cluster.env, changed)
-    assert len(printed.splitlines()[-6:]) == 6, "an answer for each prompt and scale"
+    assert len(_steered(printed)) == 6, "an answer for each prompt and scale"
+    assert "'lag': 0" in printed.splitlines()[-1], "the gate of the last answer"
     found = json.loads((tmp_path / "results" / "truth" / "probes.json").read_text())
     assert 0 <= found["headline"]["auroc_low"] <= 1
 
@@ -46,13 +50,13 @@ def test_the_notebook_finds_with_smollm2_what_it_says(smollm2: Path, served: Ser
     link.symlink_to(smollm2)
     httpx.post(f"{served.root}/models/load", json={"model_id": "smollm2"}, timeout=300).raise_for_status()
     changed = {"http://127.0.0.1:8000": served.root, STATEMENTS: "statements.jsonl"}
+    changed |= {INSTALL: f"{INSTALL} --url {served.root}", "is-true": "is-true-smollm2"}
     try:
         printed = run(_code(), tmp_path, served.cluster.env, changed)
     finally:
         httpx.post(f"{served.root}/models/unload", json={"model_id": "smollm2"}, timeout=300).raise_for_status()
         link.unlink()
-    steered = printed.splitlines()[-6:]
-    assert len({line[3:] for line in steered}) == 6, "each scale has its own answer"
+    assert len({line[3:] for line in _steered(printed)}) == 6, "each scale has its own answer"
     found = json.loads((tmp_path / "results" / "truth" / "probes.json").read_text())
     assert found["headline"]["auroc_low"] > found["headline"]["control"]["auroc"]["high"]
 
@@ -62,6 +66,11 @@ def _code() -> list[str]:
     code = [cell for cell in cells("tutorial") if not cell.startswith(tuple(ELSEWHERE))]
     assert len(code) == len(cells("tutorial")) - len(ELSEWHERE)
     return code
+
+
+def _steered(printed: str) -> list[str]:
+    """The lines that say what an answer became with a scale."""
+    return [line for line in printed.splitlines() if line[:3] in ("-1 ", "+0 ", "+1 ")]
 
 
 def _first_groups() -> list[str]:
