@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 from pathlib import Path
 
 import httpx
@@ -70,7 +71,7 @@ def _code() -> list[str]:
 
 def _steered(printed: str) -> list[str]:
     """The lines that say what an answer became with a scale."""
-    return [line for line in printed.splitlines() if line[:3] in ("-1 ", "+0 ", "+1 ")]
+    return re.findall("[-+][01] Th(?:is morning|e food).*", printed)
 
 
 def _first_groups() -> list[str]:
