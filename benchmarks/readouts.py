@@ -51,7 +51,7 @@ def source(model: Model, layer: int, seed: int, features: int = 0) -> Source:
 
 
 def rate(engine: Engine, requests: Sequence[Request]) -> float:
-    """Tokens a second of requests that run together; a step counts as the median of its kind does.
+    """Tokens a second of requests that run together; a step in which all decode counts as their median does.
 
     One step that another process delays would otherwise outweigh what is measured.
     """
@@ -65,7 +65,7 @@ def rate(engine: Engine, requests: Sequence[Request]) -> float:
         ended = [event for event in engine.step(wait=True) if isinstance(event, Finished)]
         steps[engine.statistics.tokens - before == len(requests)].append(time.perf_counter() - began)
         tokens, left = tokens + sum(len(event.tokens) for event in ended), left - len(ended)
-    return tokens / sum(len(times) * statistics.median(times) for times in steps.values() if times)
+    return tokens / (sum(steps[False]) + len(steps[True]) * statistics.median(steps[True]))
 
 
 class Cases:
