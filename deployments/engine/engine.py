@@ -349,6 +349,8 @@ class Engine:
 
     def _stop(self, seq: Sequence, leaf: Leaf, position: int, events: list[Event]) -> None:
         """End an answer at a row that met its `stop_when`: its token was said, and no other follows."""
+        if not self._say_scores(seq, events):
+            return
         value = float(leaf.value) if leaf.value is not None else float("nan")
         seq.stop_reason = StopReason(leaf.source.name, value, position)
         if text := seq.text.close(seq.tokens):
@@ -362,6 +364,16 @@ class Engine:
         else:
             seq.unsaid.append(delta)
 
+    def _say_scores(self, seq: Sequence, events: list[Event]) -> bool:
+        """Say a prompt's logprobs once they are there; false where they are not finite, which ends the sequence."""
+        scores, seq.scores = seq.scores, None
+        if scores and not scores.finite:
+            self._finish(seq, "error", events, NOT_FINITE)
+            return False
+        if scores:
+            events.append(PromptLogprobs(seq.request.id, tuple(scores.logprobs)))
+        return True
+
     def _accept(
         self,
         seq: Sequence,
@@ -371,11 +383,8 @@ class Engine:
         events: list[Event],
     ) -> None:
         request = seq.request
-        if seq.scores:
-            scores, seq.scores = seq.scores, None
-            if not scores.finite:
-                return self._finish(seq, "error", events, NOT_FINITE)
-            events.append(PromptLogprobs(request.id, tuple(scores.logprobs)))
+        if not self._say_scores(seq, events):
+            return None
         if request.max_tokens == 0:
             return self._finish(seq, "length", events)
         seq.tokens.append(token)

@@ -82,8 +82,10 @@ def _read(data: bytes) -> tuple[dict[str, Any], dict[str, torch.Tensor]]:
     try:
         tensors = load(data)
         found = json.loads(data[8 : 8 + length]).get("__metadata__") or {}
-    except (SafetensorError, ValueError) as error:
+    except (SafetensorError, ValueError, RecursionError) as error:
         raise _refused(f"no whole safetensors file: {error}") from error
+    except KeyError as error:  # of a dtype that torch lacks
+        raise _refused(f"it has tensors of a dtype that is not supported: {error}") from error
     return _said(found), tensors
 
 
@@ -95,7 +97,7 @@ def _said(found: Mapping[str, str]) -> dict[str, Any]:
     if "labels" in found:
         try:
             said["labels"] = json.loads(found["labels"])
-        except ValueError as error:
+        except (ValueError, RecursionError) as error:
             raise _refused("its metadata's labels are no JSON") from error
     return said
 
@@ -103,7 +105,7 @@ def _said(found: Mapping[str, str]) -> dict[str, Any]:
 def _object(text: str, field: str) -> dict[str, Any]:
     try:
         value = json.loads(text)
-    except ValueError as error:
+    except (ValueError, RecursionError) as error:
         raise RequestError("no JSON", field) from error
     if not isinstance(value, dict):
         raise RequestError("a JSON object is needed", field)

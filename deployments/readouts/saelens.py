@@ -67,6 +67,9 @@ def spec_of(config: Mapping[str, Any]) -> dict[str, Any]:
         raise RequestError(message, training[0])
     if config.get("finetuning_scaling_factor"):
         raise RequestError("it is fine-tuned by a scaling factor, which is not supported", "finetuning_scaling_factor")
+    if "hook_point" in about:
+        message = "this configuration's version does not say whether the model's weights were changed for training"
+        raise RequestError(f"{message}: load it with a current SAELens, and save it", "hook_point")
     if folded := [name for name in _FOLDING if (about.get("model_from_pretrained_kwargs") or {}).get(name)]:
         message = f"it was trained on a model whose weights were changed by {folded[0]}: the served model's rows differ"
         raise RequestError(message, f"model_from_pretrained_kwargs.{folded[0]}")
@@ -75,8 +78,11 @@ def spec_of(config: Mapping[str, Any]) -> dict[str, Any]:
 
 def _described(config: Mapping[str, Any], about: Mapping[str, Any], activation: str) -> dict[str, Any]:
     arguments = config.get("activation_fn_kwargs") or {}
-    if activation == "relu" and str(config.get("activation_fn") or config.get("activation_fn_str") or "relu") == "topk":
-        activation = "topk"  # of versions before 6
+    function = str(config.get("activation_fn") or config.get("activation_fn_str") or "relu")  # of versions before 6
+    if function not in ("relu", "topk"):
+        raise RequestError(f"the activation {function!r} is neither relu nor topk", "activation_fn")
+    if activation == "relu":
+        activation = function
     normalization = config.get("normalize_activations") or "none"
     if normalization == "expected_average_only_in":
         normalization = "none"  # SAELens folds its factor into the weights when it saves
@@ -105,6 +111,6 @@ def point_of(hook: str) -> str:
         RequestError: There is none.
     """
     point = canonical(hook)
-    if not re.fullmatch(r"layers\.\d+\.[\w.]+", point) or not hook.startswith("blocks."):
+    if not re.fullmatch(r"layers\.\d+\.[\w.]+", point):
         raise RequestError(f"{hook!r} means no point; docs/points.md lists the hooks that do", "hook_name")
     return point

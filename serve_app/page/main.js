@@ -41,7 +41,7 @@ const app = {
   changed: whenQuiet(() => history.replaceState(null, "", address())),
   /** Opens another view in a state, and has it begin, at a token. No link does the latter: it would have the model work. */
   open: async (name, state, at) => {
-    history.pushState(null, "", links.written(name, { ...state, model: app.model() }));
+    history.pushState(null, "", links.written(name, { model: app.model(), ...state }));
     await show();
     await made.get(name)?.begin?.(at);
   },

@@ -25,7 +25,7 @@ export function view(app) {
   const most = h("input", { type: "number", min: 1, max: MOST_RUNS, value: 10 });
   const run = h("button", { class: "main" }, "Find the strongest tokens");
   const stop = button("Stop", () => running?.abort(), { hidden: true });
-  const steer = button("Steer with the feature", () => app.open("steer", { kind: "feature", sae: name, feature: column() }));
+  const steer = button("Steer with the feature", () => app.open("steer", { kind: "feature", sae: name, feature: column(), model: readout().model }));
   const status = h("p", { class: "wait", role: "status" });
   const result = h("div");
   const code = document.createElement("request-code");

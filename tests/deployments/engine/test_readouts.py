@@ -14,7 +14,7 @@ import torch
 from pydantic import TypeAdapter
 
 from deployments.engine.engine import Engine
-from deployments.engine.request import Delta, Finished, Request
+from deployments.engine.request import Delta, Finished, PromptLogprobs, Request
 from deployments.interventions.resolve import EditResolver
 from deployments.interventions.stored_tensors import FetchedTensors
 from deployments.interventions.used_readouts import UsedReadouts
@@ -107,6 +107,20 @@ def test_values_are_those_of_the_offline_probe_on_the_captured_rows(model) -> No
         for feature, value in features.items():
             assert value == pytest.approx(float(dense[position, feature]), rel=1e-5, abs=1e-5)
     assert captured["readouts.sae.features"].shape == (14, 10)
+
+
+def test_an_answer_that_ends_before_its_first_token_has_the_prompts_logprobs(model) -> None:
+    engine = Engine(model)
+    engine.submit(
+        request(model, "a", PROMPT, 6, ["early"], stop={"readout": "early", "above": -1e9}, prompt_logprobs=0)
+    )
+    events = []
+    while not any(isinstance(event, Finished) for event in events):
+        events += engine.step(wait=True)
+    (scores,) = (event for event in events if isinstance(event, PromptLogprobs))
+    assert len(scores.logprobs) == len(PROMPT) - 1
+    assert events[-1].reason == "stop"
+    assert not events[-1].tokens
 
 
 def test_values_are_recorded_without_a_point(model) -> None:

@@ -34,6 +34,11 @@ def test_what_a_sweep_of_probes_writes_goes_in_as_it_is() -> None:
     assert define(data, {"name": "other"}).spec.name == "other"
 
 
+def unknown_dtype() -> bytes:
+    header = b'{"weight": {"dtype": "F8_E8M0", "shape": [1, 8], "data_offsets": [0, 8]}}'
+    return len(header).to_bytes(8, "little") + header + bytes(8)
+
+
 @pytest.mark.parametrize(
     ("data", "spec", "field", "says"),
     [
@@ -46,6 +51,9 @@ def test_what_a_sweep_of_probes_writes_goes_in_as_it_is() -> None:
         (changed(linear(HIDDEN), std=torch.zeros(HIDDEN)), {}, "file", "not above 0"),
         (changed(linear(HIDDEN), other=torch.zeros(1)), {}, "file", "'other'"),
         (changed(linear(HIDDEN), weight=torch.ones(1, HIDDEN, dtype=torch.int64)), {}, "file", "dtype"),
+        (unknown_dtype(), {}, "file", "dtype"),
+        (save(load(linear(HIDDEN)), {"spec": "[" * 200_000}), {}, "spec", "no JSON"),
+        (save(load(linear(HIDDEN)), {"labels": "[" * 200_000}), {}, "file", "labels"),
         (linear(HIDDEN), {"labels": ["a", "b"]}, "spec.labels", "2 labels of 1"),
         (linear(HIDDEN), {"name": "../x"}, "spec.name", "pattern"),
         (linear(HIDDEN), {"kind": "sae"}, "spec", "activation"),

@@ -67,6 +67,8 @@ def test_one_of_an_earlier_version_is_read(tmp_path: Path) -> None:
             {"metadata": {"hook_name": "blocks.3.hook_resid_pre", "hook_name_out": "blocks.3.hook_mlp_out"}},
             "architecture",
         ),
+        ({"metadata": {"hook_point": "blocks.3.hook_resid_pre"}}, "hook_point"),
+        ({"activation_fn_str": "tanh-relu"}, "activation_fn"),
         ({"d_in": 9}, "d_in"),
     ],
 )
