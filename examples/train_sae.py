@@ -26,7 +26,7 @@ from deployments.options import home
 
 TOP_TOKENS = 10  # of a feature
 MOMENTUM = 0.99  # of the threshold
-OUTLIERS = 10
+OUTLIERS = 10  # times the median length, from which on a row does not count for the explained variance
 
 
 class BatchTopK(torch.nn.Module):
@@ -95,10 +95,10 @@ def train(rows: Iterable[RowBatch], point: str, features: int, k: int, epochs: i
 def evaluate(sae: BatchTopK, rows: Iterable[RowBatch], point: str) -> tuple[dict[str, float], list[dict[str, Any]]]:
     """Explained variance, dead features, active features of a row; and each feature's top tokens, `[token, value]`.
 
-    The explained variance leaves out rows that are `OUTLIERS` times as long as most: those of a text's first token are,
-    in many models, and would be nearly all of it (Sun et al. 2024).
+    The explained variance leaves out the rows of massive activations, such as a text's first token has in many models:
+    they would be nearly all of it (Sun et al. 2024).
     """
-    error = squares = active = count_usual = torch.tensor(0.0)
+    error = squares = active = usual_count = torch.tensor(0.0)
     total, count = torch.zeros(sae.W_dec.shape[1]), 0
     fired = torch.zeros(len(sae.W_dec))
     best, tokens = torch.zeros(TOP_TOKENS, len(fired)), torch.full((TOP_TOKENS, len(fired)), -1)
@@ -106,19 +106,17 @@ def evaluate(sae: BatchTopK, rows: Iterable[RowBatch], point: str) -> tuple[dict
         own = batch.points[point].float()
         features = sae.features(own)
         lengths = own.norm(dim=1)
-        usual = lengths < OUTLIERS * lengths.median()
-        error = error + (own - features @ sae.W_dec - sae.b_dec)[usual].square().sum()
-        total, squares, count_usual = (
-            total + own[usual].sum(0),
-            squares + own[usual].square().sum(),
-            count_usual + usual.sum(),
-        )
+        kept = lengths < OUTLIERS * lengths.median()
+        usual = own[kept]  # [usual rows, hidden]
+        error = error + (usual - features[kept] @ sae.W_dec - sae.b_dec).square().sum()
+        squares, total = squares + usual.square().sum(), total + usual.sum(0)
+        usual_count = usual_count + len(usual)
         active, count = active + (features > 0).sum(), count + len(own)
         fired += (features > 0).sum(0)
         ids = batch.token_id.long()[:, None].expand(-1, len(fired))
         best, order = torch.cat([best, features]).topk(TOP_TOKENS, dim=0)
         tokens = torch.cat([tokens, ids]).gather(0, order)
-    variance = squares - total.square().sum() / count_usual
+    variance = squares - total.square().sum() / usual_count
     figures = {
         "explained_variance": 1 - float(error / variance),
         "dead_features": float((fired == 0).float().mean()),

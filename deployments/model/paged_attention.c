@@ -80,9 +80,15 @@ static inline vec exponential(vec x) {
     return p * (vec)((whole + 127) << 23);
 }
 
+// Where the keys and the values of a page and a key head begin.
+static inline int64_t keys_at(const Call *c, int64_t page, int32_t kv_head) {
+    return (page * c->kv_heads + kv_head) * c->head_dim * PAGE;
+}
+static inline int64_t values_at(const Call *c, int64_t page, int32_t kv_head) {
+    return (page * c->kv_heads + kv_head) * PAGE * c->value_dim;
+}
+
 static void store(const Call *c) {
-    const int64_t key_page = (int64_t)c->kv_heads * c->head_dim * PAGE;
-    const int64_t value_page = (int64_t)c->kv_heads * c->value_dim * PAGE;
 #pragma omp for schedule(static)
     for (int32_t row = 0; row < c->rows; row++) {
         const int32_t position = c->position[row], at = position % PAGE;
@@ -90,9 +96,9 @@ static void store(const Call *c) {
         for (int32_t head = 0; head < c->kv_heads; head++) {
             const number *key = c->key + row * c->key_row + head * c->key_head;
             const number *value = c->value + row * c->value_row + head * c->value_head;
-            number *to = c->keys + page * key_page + (int64_t)head * c->head_dim * PAGE + at;
+            number *to = c->keys + keys_at(c, page, head) + at;
             for (int32_t d = 0; d < c->head_dim; d++) to[d * PAGE] = key[d];
-            to = c->values + page * value_page + ((int64_t)head * PAGE + at) * c->value_dim;
+            to = c->values + values_at(c, page, head) + at * c->value_dim;
             memcpy(to, value, c->value_width * sizeof(number));
             memset(to + c->value_width, 0, (c->value_dim - c->value_width) * sizeof(number));
         }
@@ -173,8 +179,7 @@ static void add_values(const Call *c, const float *weights, int64_t stride, cons
 // `count` query vectors, at most MOST, of one key head: vector n is of row rows[n] and head heads[n].
 static void attend(const Call *c, int32_t kv_head, const int32_t *rows, const int32_t *heads, int count, float *query,
                    vec *scores, int64_t stride, vec *out) {
-    const int64_t key_page = (int64_t)c->kv_heads * c->head_dim * PAGE;
-    const int64_t value_page = (int64_t)c->kv_heads * c->value_dim * PAGE;
+    const int64_t key_numbers = c->head_dim * PAGE, value_numbers = PAGE * c->value_dim;
     const int32_t *pages = c->pages + c->table[rows[0]];
     const int32_t last = c->position[rows[count - 1]], first = c->position[rows[0]];
     const int32_t from = c->window && first - c->window + 1 > 0 ? (first - c->window + 1) / PAGE : 0;
@@ -184,11 +189,11 @@ static void attend(const Call *c, int32_t kv_head, const int32_t *rows, const in
         for (int32_t d = 0; d < c->head_dim; d++) query[d * MOST + n] = wide(q[d]) * c->scaling;
     }
     for (int32_t p = from; p < until; p++) {
-        const number *keys = c->keys + pages[p] * key_page + (int64_t)kv_head * c->head_dim * PAGE;
+        const number *keys = c->keys + keys_at(c, pages[p], kv_head);
         if (p + 1 < until)
-            prefetch(c->keys + pages[p + 1] * key_page + (int64_t)kv_head * c->head_dim * PAGE, c->head_dim * PAGE);
+            prefetch(c->keys + keys_at(c, pages[p + 1], kv_head), key_numbers);
         else
-            prefetch(c->values + pages[from] * value_page + (int64_t)kv_head * PAGE * c->value_dim, PAGE * c->value_dim);
+            prefetch(c->values + values_at(c, pages[from], kv_head), value_numbers);
         DISPATCH(count, scores_of(query, keys, c->head_dim, N, scores + (p - from), stride));
     }
     float total[MOST];
@@ -221,10 +226,9 @@ static void attend(const Call *c, int32_t kv_head, const int32_t *rows, const in
     }
     for (int32_t i = 0; i < count * chunks; i++) out[i] = (vec){};
     for (int32_t p = from; p < until; p++) {
-        const number *values = c->values + pages[p] * value_page + (int64_t)kv_head * PAGE * c->value_dim;
+        const number *values = c->values + values_at(c, pages[p], kv_head);
         const float *weights = (const float *)(scores + (p - from));
-        if (p + 1 < until)
-            prefetch(c->values + pages[p + 1] * value_page + (int64_t)kv_head * PAGE * c->value_dim, PAGE * c->value_dim);
+        if (p + 1 < until) prefetch(c->values + values_at(c, pages[p + 1], kv_head), value_numbers);
         if (reads_from(c, first, p) == reads_from(c, last, p) && reads_until(first, p) == reads_until(last, p))
             add_values(c, weights, stride * LANES, values, count, out, first, p);
         else // a value that a row does not read may not be finite, and would reach it even with a weight of 0

@@ -95,18 +95,20 @@ def _said(found: Mapping[str, str]) -> dict[str, Any]:
         return _object(found["spec"], "spec")
     said: dict[str, Any] = {name: found[name] for name in _OF_METADATA if name in found}
     if "labels" in found:
-        try:
-            said["labels"] = json.loads(found["labels"])
-        except (ValueError, RecursionError) as error:
-            raise _refused("its metadata's labels are no JSON") from error
+        said["labels"] = _json(found["labels"], _refused("its metadata's labels are no JSON"))
     return said
 
 
-def _object(text: str, field: str) -> dict[str, Any]:
+def _json(text: str, refusal: RequestError) -> Any:
+    """A client's JSON; raises the refusal where it is none, or nested too deeply to be read."""
     try:
-        value = json.loads(text)
+        return json.loads(text)
     except (ValueError, RecursionError) as error:
-        raise RequestError("no JSON", field) from error
+        raise refusal from error
+
+
+def _object(text: str, field: str) -> dict[str, Any]:
+    value = _json(text, RequestError("no JSON", field))
     if not isinstance(value, dict):
         raise RequestError("a JSON object is needed", field)
     return value

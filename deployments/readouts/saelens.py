@@ -37,7 +37,7 @@ def read(directory: Path) -> tuple[dict[str, Any], dict[str, torch.Tensor]]:
     try:
         config = json.loads((directory / "cfg.json").read_text())
         tensors = load_file(directory / "sae_weights.safetensors")
-    except (OSError, ValueError, SafetensorError) as error:
+    except (OSError, ValueError, RecursionError, KeyError, SafetensorError) as error:  # KeyError: torch lacks the dtype
         raise RequestError(f"{directory}: no SAELens directory: {error}", "file") from error
     if not isinstance(config, dict):
         raise RequestError(f"{directory}/cfg.json holds no JSON object", "file")

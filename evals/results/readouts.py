@@ -109,9 +109,9 @@ def _area(scores: np.ndarray, correct: np.ndarray, problems: np.ndarray) -> dict
     finite = np.isfinite(scores)
     scores, correct, problems = scores[finite], correct[finite], problems[finite]
     found = {"samples": len(scores), "correct": int(correct.sum()), "auroc": None, "ci95": None, "why_not": None}
-    area, pairs = auroc(scores, correct)
     if not len(scores):
         return found | {"why_not": "no sample has a value"}
+    area, pairs = auroc(scores, correct)
     if not pairs:
         return found | {"why_not": "no answer is right" if not correct.any() else "every answer is right"}
     one = np.zeros(len(scores))
