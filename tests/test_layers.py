@@ -73,6 +73,7 @@ STAIRS = [
     "deployments.options",
     "deployments.errors",
     "deployments.installed",
+    "deployments.tiles",
     "vitrine.points",
 ]
 # The evaluator reaches the server over HTTP, and stored files by their reader: of all that is below, it may use these.

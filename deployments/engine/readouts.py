@@ -16,7 +16,7 @@ from deployments.engine.gates import Leaf, Read, decide
 from deployments.engine.request import Asked, ReadoutRows, Request
 from deployments.places.place import Place
 from deployments.points.readouts import COLUMN
-from deployments.readouts.values import DENSE_BYTES, Readout, Stack, largest
+from deployments.readouts.values import Readout, Stack, largest
 
 MOST_STACKS = 64  # sets of readouts whose weights are kept side by side
 
@@ -67,7 +67,7 @@ class SequenceReadouts:
         return tuple(found)
 
     def column(self, index: int, positions: Sequence[int]) -> Values:
-        """Rows at some positions, NaN where there is none."""
+        """Rows at some positions: NaN where there is none, and the number -1 for a feature that is 0."""
         one, (values, features) = self._asked[index], self._all(index)
         first = one.tokens.first
         wanted = set(one.tokens.of(self.known[index]))
@@ -77,7 +77,7 @@ class SequenceReadouts:
         at = [positions[i] - first for i in rows]
         found[0][rows] = values[at]
         if features is not None:
-            found[1][rows] = features[at]
+            found[1][rows] = np.where(values[at] == 0, -1, features[at])  # which of the others is 0 means nothing
         return Values(found[0], None if features is None else found[1])
 
     def _rows(self, index: int, positions: Sequence[int]) -> tuple[list[list[float]], list[list[int]] | None]:
@@ -289,9 +289,8 @@ def _read_features(readout: Readout, takers: Sequence[_Taker], rows: torch.Tenso
     most = min(max(tops, default=0), readout.count)
     columns = [taker.leaf.column for taker in takers if taker.leaf]
     values, index, read = list[torch.Tensor](), list[torch.Tensor](), list[torch.Tensor]()
-    step = max(1, DENSE_BYTES // (4 * readout.count))
-    for first in range(0, len(some), step):
-        dense = readout.encode(some[first : first + step])  # [step, features]
+    for part_of in some.split(readout.rows_at_once):
+        dense = readout.encode(part_of)  # [rows, features]
         if most:
             for found_of, part in zip((values, index), largest(dense, most), strict=True):
                 found_of.append(part)

@@ -22,7 +22,15 @@ from deployments.readouts.values import Readout
 class HeldReadouts:
     """Those that were used last; those that requests use now stay."""
 
-    def __init__(self, model: str, device: torch.device, store: Any, most: int, pool: Executor) -> None:
+    def __init__(
+        self,
+        model: str,
+        device: torch.device,
+        store: Any,
+        most: int,
+        pool: Executor,
+        batch_invariant: bool = False,
+    ) -> None:
         """Hold none.
 
         Args:
@@ -31,8 +39,10 @@ class HeldReadouts:
             store: The activation store's handle.
             most: The most bytes of all that are held.
             pool: Where tensors are laid out, off the event loop.
+            batch_invariant: Give values the same bits in any batch.
         """
         self._model, self._device, self._store, self._most, self._pool = model, device, store, most, pool
+        self._batch_invariant = batch_invariant
         self._held: OrderedDict[str, Readout] = OrderedDict()  # by id
         self._used: dict[str, set[str]] = {}  # job -> ids
         self._bringing = asyncio.Lock()
@@ -72,7 +82,9 @@ class HeldReadouts:
                 raise RequestError(f"there is no readout {name!r}", field, "readout_not_found")
             self._make_room(len(data), job.id, field)
             loop = asyncio.get_running_loop()
-            self._held[id] = await loop.run_in_executor(self._pool, lambda: Readout(define(data), self._device))
+            self._held[id] = await loop.run_in_executor(
+                self._pool, lambda: Readout(define(data), self._device, self._batch_invariant)
+            )
             self._make_room(0, job.id, field, keep=id)
         self._held.move_to_end(id)
         self._used.setdefault(job.id, set()).add(id)

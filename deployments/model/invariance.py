@@ -17,9 +17,9 @@ from transformers.pytorch_utils import Conv1D
 
 from deployments.model.native import kernel
 from deployments.model.packing import UnsupportedModelError
+from deployments.tiles import in_tiles
 
 ACTIVATIONS = ("transformers.activations", "torch.nn.modules.activation")
-TILE = 32  # rows
 VECTOR = 64  # numbers that torch's elementwise loops take at once, at most; what is left over goes another way
 ALONE = 32768  # numbers up to which such a loop is one thread's
 
@@ -63,21 +63,8 @@ def _by_vectors(function: Any, x: torch.Tensor) -> torch.Tensor:
 
 
 def _linear(module: nn.Linear, x: torch.Tensor) -> torch.Tensor:
-    return _in_tiles(x, module.out_features, lambda tile: functional.linear(tile, module.weight, module.bias))
+    return in_tiles(x, module.out_features, lambda tile: functional.linear(tile, module.weight, module.bias))
 
 
 def _conv1d(module: Conv1D, x: torch.Tensor) -> torch.Tensor:
-    return _in_tiles(x, module.nf, lambda tile: torch.addmm(module.bias, tile, module.weight))
-
-
-def _in_tiles(x: torch.Tensor, width: int, product: Any) -> torch.Tensor:
-    """[..., width] of rows x [..., features], `TILE` rows at a time, the last tile filled up with zeros."""
-    rows = x.reshape(-1, x.shape[-1])  # [rows, features]
-    out = x.new_empty(len(rows), width)
-    for first in range(0, len(rows), TILE):
-        tile = rows[first : first + TILE]
-        if len(tile) < TILE:
-            out[first:] = product(functional.pad(tile, (0, 0, 0, TILE - len(tile))))[: len(tile)]
-        else:
-            out[first : first + TILE] = product(tile.contiguous())
-    return out.view(*x.shape[:-1], width)
+    return in_tiles(x, module.nf, lambda tile: torch.addmm(module.bias, tile, module.weight))

@@ -2,14 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 import torch
 
 from deployments.points.readouts import ReadoutSpec
 from deployments.readouts.checks import Definition
+from deployments.tiles import in_tiles
 
 DENSE_BYTES = 64 << 20  # of an autoencoder's features, as float32, that are made at a time
+ENCODERS = ("W_enc", "W_mag", "b_enc", "b_gate", "b_mag", "threshold")  # tensors with a column for each feature
 _EPSILON = 1e-5  # of SAELens' layer norm
 
 
@@ -21,15 +23,18 @@ class Readout:
         count: How many values it gives of a row.
         hidden: Entries of a row that it reads.
         bytes: Memory that its tensors take.
+        batch_invariant: Whether a row's values have the same bits whatever other rows and readouts are read with it.
     """
 
-    def __init__(self, definition: Definition, device: torch.device) -> None:
+    def __init__(self, definition: Definition, device: torch.device, batch_invariant: bool = False) -> None:
         """Lay out the tensors.
 
         Args:
             definition: The readout.
             device: Where rows come from.
+            batch_invariant: Give a row's values the same bits in any company, at some cost in speed.
         """
+        self.batch_invariant = batch_invariant
         self.spec: ReadoutSpec = definition.spec
         self.count, self.hidden = definition.size, definition.hidden
         tensors = definition.tensors
@@ -54,6 +59,11 @@ class Readout:
         """Of a linear readout, [count] likewise."""
         return self._tensors["bias"]
 
+    @property
+    def rows_at_once(self) -> int:
+        """Rows whose values are made at a time."""
+        return max(1, DENSE_BYTES // (4 * self.count))
+
     def column(self, feature: int | None, label: str | None) -> int | None:
         """Which of its values is meant; None where there is none, or several and none is named."""
         if label is not None:
@@ -67,7 +77,7 @@ class Readout:
         if self.spec.kind == "linear":
             return Stack([self]).values(rows)
         normal, _ = self._normalized(rows.float())
-        return self._features(normal)
+        return self._in_tiles(normal, self.count, self._features)
 
     def change(self, rows: torch.Tensor, feature: int, kind: str, value: torch.Tensor) -> torch.Tensor:
         """What to add to rows [rows, hidden] so that one feature becomes another value, in float32.
@@ -79,7 +89,7 @@ class Readout:
             value: The number, [rows] or [1].
         """
         normal, scale = self._normalized(rows.float())
-        now = self._features(normal)[:, feature]
+        now = self._feature(normal, feature)
         wanted = {"add": now + value, "scale": now * value, "zero": now * 0}.get(kind, value)
         direction = self._tensors["W_dec"][feature]
         if "norms" in self._tensors:
@@ -98,9 +108,21 @@ class Readout:
             rows = rows * scale
         return (rows - self._tensors["b_dec"] if self.spec.apply_b_dec_to_input else rows), scale
 
-    def _features(self, rows: torch.Tensor) -> torch.Tensor:
-        """Features [rows, count] of normalized rows."""
-        held = self._tensors
+    def _in_tiles(
+        self, rows: torch.Tensor, width: int, encoder: Callable[[torch.Tensor], torch.Tensor]
+    ) -> torch.Tensor:
+        return in_tiles(rows, width, encoder) if self.batch_invariant else encoder(rows)
+
+    def _feature(self, rows: torch.Tensor, feature: int) -> torch.Tensor:
+        """One feature [rows] of normalized rows; of all features only where they compete."""
+        if self.spec.activation != "topk":
+            return self._in_tiles(rows, 1, lambda tile: self._features(tile, slice(feature, feature + 1)))[:, 0]
+        parts = rows.split(self.rows_at_once)
+        return torch.cat([self._in_tiles(part, self.count, self._features)[:, feature] for part in parts])
+
+    def _features(self, rows: torch.Tensor, columns: slice = slice(None)) -> torch.Tensor:
+        """Features [rows, columns] of normalized rows; of `topk`, all columns."""
+        held = {name: self._tensors[name][..., columns] for name in ENCODERS if name in self._tensors}
         if self.spec.activation == "gated":
             opened = rows @ held["W_enc"] + held["b_gate"] > 0
             return opened * (rows @ held["W_mag"] + held["b_mag"]).relu_()
@@ -152,6 +174,7 @@ class Stack:
     """
 
     def __init__(self, readouts: Sequence[Readout]) -> None:
+        self._readouts = readouts
         self._weight = torch.cat([one.weight for one in readouts], dim=1)  # [hidden, all]
         self._bias = torch.cat([one.bias for one in readouts])
         counts = [one.count for one in readouts]
@@ -164,6 +187,13 @@ class Stack:
 
     def values(self, rows: torch.Tensor) -> torch.Tensor:
         """Their values of rows [rows, hidden]: [rows, all], in float32."""
+        if not any(one.batch_invariant for one in self._readouts):
+            return self._product(rows)
+        if len(self._readouts) > 1:
+            return torch.cat([one.encode(rows) for one in self._readouts], dim=1)
+        return in_tiles(rows.float(), len(self._bias), self._product)
+
+    def _product(self, rows: torch.Tensor) -> torch.Tensor:
         found = torch.addmm(self._bias, rows.to(self._weight.dtype), self._weight)
         for kind, columns in self._columns.items():
             part = found[:, columns]

@@ -99,7 +99,12 @@ class ModelReplica:
         )
         self._stored_tensors = StoredTensors(self._model.points, store, reader, options.max_intervention_bytes)
         self._readouts = HeldReadouts(
-            options.served_name, self._model.device, store, options.max_readout_bytes, self._pool
+            options.served_name,
+            self._model.device,
+            store,
+            options.max_readout_bytes,
+            self._pool,
+            self._model.batch_invariant,
         )
         self._edit_resolver = functools.partial(EditResolver, self._model.points, self._model.device)
         self._delivery = Delivery(self._engine, token_texts)

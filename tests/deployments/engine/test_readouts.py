@@ -18,6 +18,7 @@ from deployments.engine.request import Delta, Finished, PromptLogprobs, Request
 from deployments.interventions.resolve import EditResolver
 from deployments.interventions.stored_tensors import FetchedTensors
 from deployments.interventions.used_readouts import UsedReadouts
+from deployments.model.model import Model
 from deployments.points.capture import Capture
 from deployments.points.interventions import Interventions
 from deployments.points.readouts import Asked, When
@@ -36,8 +37,14 @@ def model(tiny):
     return tiny("qwen3")
 
 
+@pytest.fixture(scope="module")
+def invariant(build, byte_tokenizer):
+    """A model whose sequences have the same bits in any company."""
+    return Model(build("qwen3", max_position_embeddings=512), byte_tokenizer, "qwen3", batch_invariant=True)
+
+
 @functools.cache
-def held(hidden: int) -> dict[str, Readout]:
+def held(hidden: int, batch_invariant: bool = False) -> dict[str, Readout]:
     """Readouts of a model whose rows have so many entries."""
     cpu, last = torch.device("cpu"), "layers.1.output"
     files = {
@@ -47,7 +54,7 @@ def held(hidden: int) -> dict[str, Readout]:
         "sae": sae(hidden, 64, "topk", point="layers.0.output"),
         "relu": sae(hidden, 96, point=last),
     }
-    return {name: Readout(define(data, {"name": name}), cpu) for name, data in files.items()}
+    return {name: Readout(define(data, {"name": name}), cpu, batch_invariant) for name, data in files.items()}
 
 
 def request(
@@ -57,7 +64,7 @@ def request(
     asked = TypeAdapter(Asked).validate_python(list(readouts))
     specs = TypeAdapter(Interventions).validate_python(list(changes))
     hidden = model.points.named("layers.0.output", "")[0].shape[-1]
-    used = UsedReadouts.of(model.points, held(hidden), asked)
+    used = UsedReadouts.of(model.points, held(hidden, model.batch_invariant), asked)
     fields = {f"interventions[{i}]": spec for i, spec in enumerate(specs)}
     resolver = EditResolver(model.points, model.device, fields, NONE, used, report=True)
     ends = lambda: ("", [])  # noqa: E731
@@ -310,6 +317,9 @@ def random_request(model, id: str, numbers: random.Random) -> Request:
     readouts = numbers.sample(["early", "mid", "late", {"name": "sae", "top_k": 4}], numbers.randrange(1, 4))
     names = [one if isinstance(one, str) else one["name"] for one in readouts]
     changes = []
+    if numbers.random() < 0.3:
+        feature = {"feature": 5, "value": 1.5, "tokens": "generated"}
+        changes.append({"op": "clamp", "sae": "relu"} | feature)
     for _ in range(numbers.randrange(3)):
         name = numbers.choice(names)
         point = numbers.choice(["layers.0.output", "layers.1.output"])
@@ -372,6 +382,21 @@ def test_over_random_schedules_a_request_gives_alone_what_it_gives_in_company(mo
             if one.top_k is None:
                 rows = [torch.tensor([found[k] for k in sorted(found)]) for found in (mine, want)]
                 torch.testing.assert_close(*rows, rtol=1e-3, atol=1e-3)
+
+
+@pytest.mark.parametrize("seed", range(4))
+def test_batch_invariant_values_have_the_same_bits_in_any_company(invariant, seed) -> None:
+    def made() -> list[Request]:
+        numbers = random.Random(seed)
+        return [random_request(invariant, f"r{i}", numbers) for i in range(9)]
+
+    together = company(invariant, made(), random.Random(seed), max_running=5, prefill_tokens=32)
+    for asked in made():
+        (alone,) = Engine(invariant).generate([asked])
+        got = together[asked.id]
+        assert got.tokens == alone.tokens
+        for number in range(len(asked.readouts)):
+            assert rows_of(got, number) == rows_of(alone, number)
 
 
 def test_rows_come_once_when_a_sequence_is_run_again(model) -> None:
