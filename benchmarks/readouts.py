@@ -1,7 +1,7 @@
 """What readouts cost, in one process and without Ray: `python -m benchmarks.readouts [MODEL]`.
 
-Ratios of decode rates with readouts to those without, in turn within each round, as medians over the rounds; and the
-time that a sparse autoencoder takes beyond that of its product. MODEL is a directory; without it, random weights of 40M
+Ratios of the rates with readouts to those without, whose steps take turns: the median of the rounds, the least and the
+largest. Beside them, the time that a sparse autoencoder takes beyond that of its product. MODEL is a directory; without it, random weights of 40M
 parameters in float32.
 """
 
@@ -50,22 +50,44 @@ def source(model: Model, layer: int, seed: int, features: int = 0) -> Source:
     return Source(readout, point.place, spec.name)
 
 
-def rate(engine: Engine, requests: Sequence[Request]) -> float:
-    """Tokens a second of requests that run together; a step in which all decode counts as their median does.
+class Side:
+    """An engine and the requests that it runs, timed by itself.
 
-    One step that another process delays would otherwise outweigh what is measured.
+    Attributes:
+        seconds: That its steps took.
+        tokens: That it generated.
+        left: Requests that have not ended.
     """
-    turn = f"turn {next(_ids)}"  # each turn runs its prompts, and shares none with an earlier one
-    for one in requests:
-        engine.submit(dataclasses.replace(one, id=f"r{next(_ids)}", owner=turn))
-    tokens, left = 0, len(requests)
-    steps: dict[bool, list[float]] = {True: [], False: []}  # by whether all decode
-    while left:
-        before, began = engine.statistics.tokens, time.perf_counter()
-        ended = [event for event in engine.step(wait=True) if isinstance(event, Finished)]
-        steps[engine.statistics.tokens - before == len(requests)].append(time.perf_counter() - began)
-        tokens, left = tokens + sum(len(event.tokens) for event in ended), left - len(ended)
-    return tokens / (sum(steps[False]) + len(steps[True]) * statistics.median(steps[True]))
+
+    def __init__(self, engine: Engine, requests: Sequence[Request]) -> None:
+        turn = f"turn {next(_ids)}"  # each turn runs its prompts, and shares none with an earlier one
+        self._engine = engine
+        self.seconds, self.tokens, self.left = 0.0, 0, len(requests)
+        for one in requests:
+            engine.submit(dataclasses.replace(one, id=f"r{next(_ids)}", owner=turn))
+
+    def step(self) -> None:
+        """Run a step, if anything is left."""
+        if not self.left:
+            return
+        began = time.perf_counter()
+        ended = [event for event in self._engine.step(wait=True) if isinstance(event, Finished)]
+        self.seconds += time.perf_counter() - began
+        self.tokens += sum(len(event.tokens) for event in ended)
+        self.left -= len(ended)
+
+
+def ratio(ours: Side, base: Side) -> float:
+    """Tokens a second of one over those of the other, from the first prompt's row to the last token's.
+
+    They take turns step by step, so that a machine that slows down does so for both.
+    """
+    for number in itertools.count():
+        for side in (ours, base) if number % 2 else (base, ours):
+            side.step()
+        if not ours.left and not base.left:
+            return ours.tokens / ours.seconds * base.seconds / base.tokens
+    raise AssertionError
 
 
 class Cases:
@@ -117,8 +139,7 @@ class Cases:
     def product(self, rounds: int) -> dict[str, float]:
         """Milliseconds of an autoencoder's product alone, and with its largest features, on a decode's rows."""
         rows = torch.randn(self._count, self._sae.readout.hidden, device=self._model.device)
-        weight = torch.randn(self._sae.readout.hidden, FEATURES, device=self._model.device)
-        bias = torch.zeros(FEATURES, device=self._model.device)
+        weight, bias = (self._sae.readout._tensors[name] for name in ("W_enc", "b_enc"))
         ways: dict[str, Callable[[], object]] = {
             "product": lambda: torch.addmm(bias, rows, weight),
             "top features": lambda: [part.cpu() for part in largest(self._sae.readout.encode(rows), TOP_K)],
@@ -143,7 +164,7 @@ def main() -> None:
     given = parser.parse_args()
     name = "random-40m"
     model = load(given.model) if given.model else Model(models.build(name), models.tokenizer(name), name)
-    engine, cases = Engine(model), Cases(model, given.requests, given.new_tokens)
+    engines, cases = (Engine(model), Engine(model)), Cases(model, given.requests, given.new_tokens)
     pairs: dict[str, tuple[Callable[[], list[Request]], Callable[[], list[Request]]]] = {
         "one probe": (cases.one, cases.made),
         "32 probes at 8 layers": (cases.many, cases.made),
@@ -151,15 +172,11 @@ def main() -> None:
         "gated over ungated steering": (lambda: cases.steered(True), lambda: cases.steered(False)),
         "streamed with a probe": (lambda: cases.one(streamed=True), lambda: cases.made(streamed=True)),
     }
-    rate(engine, cases.made())
+    ratio(Side(engines[0], cases.made()), Side(engines[1], cases.made()))
     found: dict[str, object] = {"model": given.model or name, "requests": given.requests}
     for title, (ours, base) in pairs.items():
-        ratios = []
-        for _ in range(given.rounds):
-            first = rate(engine, base())
-            middle = rate(engine, ours())
-            ratios.append(2 * middle / (first + rate(engine, base())))
-        found[title] = round(statistics.median(ratios), 3)
+        ratios = [ratio(Side(engines[0], ours()), Side(engines[1], base())) for _ in range(given.rounds)]
+        found[title] = [round(statistics.median(ratios), 3), round(min(ratios), 3), round(max(ratios), 3)]
     times = cases.product(given.rounds)
     found["autoencoder, ms a step"] = times
     found["beyond its product"] = round(times["top features"] / times["product"] - 1, 3)
