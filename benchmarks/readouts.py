@@ -1,8 +1,8 @@
 """What readouts cost, in one process and without Ray: `python -m benchmarks.readouts [MODEL]`.
 
 Ratios of the rates with readouts to those without, whose steps take turns: the median of the rounds, the least and the
-largest. Beside them, the time that a sparse autoencoder takes beyond that of its product. MODEL is a directory; without it, random weights of 40M
-parameters in float32.
+largest. Beside them, the time that a sparse autoencoder takes beyond that of its product. MODEL is a directory; without
+it, random weights of 40M parameters in float32.
 """
 
 from __future__ import annotations

@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import hashlib
+import json
 import re
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, fields
+from functools import cached_property
 from typing import Any, NamedTuple
 from urllib.parse import parse_qsl, urlsplit
 
@@ -77,6 +79,15 @@ class RunFacts:
     messages_hash: str | None = None
     interventions: list[dict[str, Any]] = field(default_factory=list)
     text: str | None = None
+
+    @cached_property
+    def as_json(self) -> str:
+        """All of it, as it is stored; made once, since each write of the run asks for it.
+
+        Raises:
+            TypeError: It holds what JSON cannot.
+        """
+        return json.dumps({item.name: getattr(self, item.name) for item in fields(self)})
 
 
 class PointType(NamedTuple):

@@ -18,6 +18,7 @@ KEY = "xxh3"  # of a batch's metadata: the sums, apart by commas, in the order o
 LAYOUT = "xxh3_layout"  # the same: of its columns' lengths, nulls and words
 RUN = "xxh3_run"  # the same: of what the run is
 BATCH = "xxh3_batch"  # the same: of the schema, and of all else in the metadata
+_json = json.JSONEncoder(default=repr).encode  # a type that changed may be no word's
 _WORDS = ("run_id", "sample_id")  # the same in each row, and in the metadata
 
 
@@ -50,7 +51,7 @@ def layout(batch: pa.RecordBatch) -> str:
             said.append(column.unique().to_pylist())
         elif isinstance(column, pa.DictionaryArray):
             said.append(column.dictionary.to_pylist())
-        sum.update(json.dumps(said, default=repr).encode())  # a type that changed may be no word's
+        sum.update(_json(said).encode())
         if column.null_count:
             bits = np.unpackbits(np.frombuffer(column.buffers()[0], np.uint8), bitorder="little")
             sum.update(bits[column.offset : column.offset + len(column)].tobytes())

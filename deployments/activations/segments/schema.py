@@ -210,7 +210,7 @@ def batch_metadata(run_id: str, first: int, count: int, run: RunFacts | None = N
     """
     metadata = [{"run_id": run_id, "batch": str(number)} for number in range(first, first + count)]
     if run:
-        said = json.dumps(asdict(run))
+        said = run.as_json
         metadata[-1] |= {"run": said, "batches": str(first + count), checksums.RUN: checksums.of_run(said.encode())}
     return metadata
 
