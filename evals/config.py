@@ -54,6 +54,7 @@ class Config(ServingConfig):
     few_shot: Natural = 0
     few_shot_file: Path | None = None
     parallel: Count = 16
+    workers: Count = 1  # Ray tasks that share them
     max_tokens: Count = 512  # per turn
     max_turns: Count = 12
     interventions: tuple[dict[str, Any], ...] = ()

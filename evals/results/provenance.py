@@ -23,7 +23,7 @@ PACKAGES = ("ray", "pyarrow", "httpx", "pydantic", "torch", "transformers", "nns
 # How a run reaches the server, which files it reads and where it writes: the answers do not hang on these. What the
 # files hold is compared for itself; answers that are there are scored and rewarded anew. With a longer timeout those
 # that were late are asked again; a shorter one is another run.
-MAY_DIFFER = {"base_url", "parallel", "timeout", "retries", "max_outage", "wait_healthy", "results_dir"}
+MAY_DIFFER = {"base_url", "parallel", "workers", "timeout", "retries", "max_outage", "wait_healthy", "results_dir"}
 MAY_DIFFER |= {"max_failures", "dataset", "variants_file", "few_shot_file", "transfer_activations", "serve"}
 MAY_DIFFER |= {"rule", "rewards"} | OF_ONE_CALL
 ROOT = Path(__file__).parents[2]

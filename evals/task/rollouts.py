@@ -1,9 +1,12 @@
-"""Problems in, samples out as they finish: Ray Data around one task that keeps all slots busy.
+"""Problems in, samples out as they finish: Ray Data around tasks that keep all slots busy.
 
 Ray Data's own async functions give results in the order of their inputs, wait at the end of each block, and
-stop their event loop while the output is full. So the problems are one block, in one task with an event loop of its
-own on which `parallel` workers take the next problem as they become free. The task gives, each second, all that has
-finished since: how many requests are in flight never depends on how fast results are taken.
+stop their event loop while the output is full. So each of `workers` tasks has one block of the problems and an event
+loop of its own, on which its part of the `parallel` slots take the next problem as they become free. A task gives, each
+second, all that has finished since: how many requests are in flight never depends on how fast results are taken.
+
+Ray does not repeat a task whose process or node dies, since it would ask for the whole block again. A further round
+asks for what is missing, which is what was in flight.
 """
 
 import asyncio
@@ -11,13 +14,16 @@ import logging
 import queue
 import threading
 import time
+import warnings
 from collections.abc import Callable, Iterator
 from functools import partial
 from typing import cast
 
 import pyarrow as pa
+import pyarrow.compute as pc
 import ray
 from ray.data import DataContext
+from ray.util.annotations import RayDeprecationWarning
 
 from deployments.clusters import join, quiet_ray_data, this_node
 from evals.config import Config, EvalError, Mode
@@ -28,6 +34,7 @@ from evals.task.prompts import Prompts
 from evals.task.trajectory import Problem, Sample, failed, run_problem, sample_key
 
 ROWS = 64
+ANY, NONE = -1, 0  # of Ray Data's tasks that may fail
 ASKED = pa.struct([("variant", pa.string()), ("epoch", pa.int32())])
 logger = logging.getLogger(__name__)
 START_S = 30.0  # seconds at most
@@ -46,7 +53,7 @@ def connect() -> None:
         except ConnectionError as error:
             raise EvalError(f"{error}; does it want RAY_AUTH_MODE=token?") from error
     quiet_ray_data()
-    # One task needs no budgets, computed twenty times a second.
+    # Few tasks need no budgets, computed twenty times a second.
     DataContext.get_current().op_resource_reservation_enabled = False
 
 
@@ -63,7 +70,7 @@ def run_all(
         has: whether a sample of this key is there already.
 
     Raises:
-        ray.exceptions.RayError: Ray could not run the task.
+        ray.exceptions.RayError: Tasks died before they gave anything, twice.
     """
     _wait_for_statistics()
     left = {
@@ -75,16 +82,16 @@ def run_all(
         )
         for problem in problems["id"].to_pylist()
     }
+    lost = ANY  # tasks that may die before the run does
     while count := sum(map(len, left.values())):
         asked = pa.array(([{"variant": v, "epoch": e} for v, e in each] for each in left.values()), pa.list_(ASKED))
-        for sample in _stream(problems.append_column("asked", asked), mode, config, prompts):
-            # If its process dies, Ray runs the task again and skips as many results as it had. Their order does
-            # not repeat: some then come twice, and some are left for another round.
-            if (one := (sample.variant, sample.epoch)) in left[sample.id]:
-                left[sample.id] = tuple(other for other in left[sample.id] if other != one)
-                yield sample
-        if count == sum(map(len, left.values())):
-            return
+        for sample in _stream(problems.append_column("asked", asked), mode, config, prompts, lost):
+            left[sample.id] = tuple(one for one in left[sample.id] if one != (sample.variant, sample.epoch))
+            yield sample
+        missing = sum(map(len, left.values()))
+        lost = NONE if missing == count else ANY  # what dies at once, twice, is no accident
+        if missing:
+            logger.warning("%d samples are missing since a worker died: they are asked for again", missing)
 
 
 def _wait_for_statistics() -> None:
@@ -96,17 +103,28 @@ def _wait_for_statistics() -> None:
     ray.wait([actor.__ray_ready__.remote()], timeout=START_S)
 
 
-def _stream(work: pa.Table, mode: Mode, config: Config, prompts: Prompts) -> Iterator[Sample]:
-    # Not from_arrow, which measures its tables in a task that wants a CPU.
-    results = ray.data.from_blocks([work.combine_chunks()]).map_batches(
-        # The key goes along: workers of a cluster that was there before have other environments.
-        partial(roll_out, mode=mode, config=config, prompts=prompts, key=api_key()),
-        batch_size=None,
-        batch_format="pyarrow",
-        num_cpus=0,  # the model's replicas may hold them all
-        label_selector=this_node(),
-    )
+def _stream(work: pa.Table, mode: Mode, config: Config, prompts: Prompts, lost: int) -> Iterator[Sample]:
+    """What one round gives; `lost` tasks may die meanwhile."""
+    work = work.filter(pc.greater(pc.list_value_length(work["asked"]), 0)).combine_chunks()
+    workers = min(config.workers, config.parallel, len(work))
+    blocks = [work.take(pa.array(range(first, len(work), workers))) for first in range(workers)]
+    with warnings.catch_warnings():
+        # Ray Data has no named parameter for retries yet.
+        warnings.simplefilter("ignore", RayDeprecationWarning)
+        # Not from_arrow, which measures its tables in a task that wants a CPU.
+        results = ray.data.from_blocks(blocks).map_batches(
+            partial(
+                roll_out, mode=mode, config=config, prompts=prompts, slots=config.parallel // workers, key=api_key()
+            ),
+            batch_size=None,
+            batch_format="pyarrow",
+            num_cpus=0,  # the model's replicas may hold them all
+            # One worker runs where the command does, which surely reaches the server; several on any nodes.
+            label_selector=this_node() if workers == 1 else None,
+            max_retries=0,
+        )
     results.context.target_max_block_size = 1  # byte: whatever is given goes out at once
+    results.context.max_errored_blocks = lost
     # Without prefetching: it would keep each result until there is a next.
     for batch in results.iter_batches(prefetch_batches=0, batch_size=None, batch_format="pyarrow"):
         for texts in cast(pa.Table, batch)["samples"].to_pylist():
@@ -114,7 +132,7 @@ def _stream(work: pa.Table, mode: Mode, config: Config, prompts: Prompts) -> Ite
 
 
 def roll_out(
-    work: pa.Table, mode: Mode, config: Config, prompts: Prompts, key: str | None = None
+    work: pa.Table, mode: Mode, config: Config, prompts: Prompts, slots: int, key: str | None = None
 ) -> Iterator[pa.Table]:
     """Runs a block of problems; each table has one row, the list of samples finished since the last, as JSON.
 
@@ -123,12 +141,14 @@ def roll_out(
         mode: of all samples.
         config: the options.
         prompts: the texts.
-        key: the server's, if it has one.
+        slots: requests in flight.
+        key: the server's, if it has one. It comes along, since workers of a cluster that was there before have other
+            environments.
     """
     finished: queue.SimpleQueue[str | None] = queue.SimpleQueue()
     loop = asyncio.new_event_loop()
     threading.Thread(target=loop.run_forever, daemon=True).start()
-    done = asyncio.run_coroutine_threadsafe(_work(work, mode, config, prompts, key, finished.put), loop)
+    done = asyncio.run_coroutine_threadsafe(_work(work, mode, config, prompts, slots, key, finished.put), loop)
     done.add_done_callback(lambda _: finished.put(None))
     try:
         ended = False
@@ -155,13 +175,19 @@ def _gathered(finished: queue.SimpleQueue[str | None]) -> list[str | None]:
 
 
 async def _work(
-    work: pa.Table, mode: Mode, config: Config, prompts: Prompts, key: str | None, give: Callable[[str], None]
+    work: pa.Table,
+    mode: Mode,
+    config: Config,
+    prompts: Prompts,
+    slots: int,
+    key: str | None,
+    give: Callable[[str], None],
 ) -> None:
     client = ChatClient(
         config.base_url,
         timeout=config.timeout,
         retries=config.retries,
-        parallel=config.parallel,
+        parallel=slots,
         max_outage=config.max_outage,
         key=key,
     )
@@ -187,7 +213,7 @@ async def _work(
 
     try:
         async with asyncio.TaskGroup() as workers:
-            for _ in range(config.parallel):
+            for _ in range(slots):
                 workers.create_task(worker())
     finally:
         await client.close()

@@ -17,18 +17,21 @@ The label in brackets in a question says how it answers:
     [pending]    right, and its activations are neither stored nor failed
     [gather]     right, once `gather` such requests are here at the same time
     [wait]       right, once `release()` was called
-    [uncounted]  right, without `usage`
+    [uncounted]  right, without `usage`      [deadly]   kills the process that asks once, then right
 """
 
 import asyncio
 import json
+import os
 import re
+import signal
 import socket
 import threading
 from collections import Counter
 from types import TracebackType
 from typing import Any, Self
 
+import psutil
 import uvicorn
 from fastapi import FastAPI, Request
 from fastapi.responses import JSONResponse, PlainTextResponse, Response
@@ -154,6 +157,10 @@ class FakeServer:
             return _error(503 if label == "down" else 429, "no room", {"Retry-After": self.retry_after})
         if label == "torn" or (label == "flaky" and first):
             return Response("{", headers={"Content-Length": "100"})  # the rest never comes
+        if label == "deadly" and first:
+            assert request.client
+            asks = [one.pid for one in psutil.net_connections("tcp") if one.laddr and one.laddr == request.client]
+            os.kill(asks[0], signal.SIGKILL)
         if label == "gather":
             await self._gather()
         if label == "wait":

@@ -63,7 +63,8 @@ def counted(results: Path) -> dict[str, Any]:
         return {k: strip(v) for k, v in value.items() if k not in MEASURED} if isinstance(value, dict) else value
 
     stripped: dict[str, Any] = strip(summary(results))
-    stripped["config"].pop("results_dir")
+    for name in ("results_dir", "workers"):
+        stripped["config"].pop(name)
     return stripped
 
 
@@ -104,6 +105,19 @@ def test_a_killed_run_goes_on_to_the_summary_of_an_unbroken_one(
     resumed(tmp_path / "killed")
     assert main(options(server, dataset, tmp_path / "unbroken")) == 0
     assert counted(tmp_path / "killed") == counted(tmp_path / "unbroken")
+
+
+def test_a_worker_that_dies_costs_what_it_had_in_flight_and_the_number_of_workers_changes_no_result(
+    server: FakeServer, cluster: Any, write_problems: Write, tmp_path: Path
+) -> None:
+    dataset = write_problems("[deadly]", *["", "[wrong]", "[invalid]"] * 5)
+    where = ["--base-url", server.base_url, "--dataset", str(dataset), "--mode", "no-tools", "--parallel", "4"]
+    assert main([*where, "--workers", "2", "--results-dir", str(tmp_path / "two")]) == 0
+    others = [question for number, question in enumerate(server.attempts) if "[deadly]" not in question]
+    assert len(others) == 15
+    assert sum(server.attempts.values()) <= 2 + 15 + 7, "the other worker's eight problems are asked for once"
+    assert main([*where, "--workers", "1", "--results-dir", str(tmp_path / "one")]) == 0
+    assert counted(tmp_path / "two") == counted(tmp_path / "one")
 
 
 def test_an_interrupted_run_leaves_valid_results_and_goes_on(
