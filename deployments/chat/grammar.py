@@ -11,6 +11,9 @@ from deployments.chat.tool_calls import Separators, ToolCallFormat
 
 # Any amount of whitespace would let a model write nothing else.
 OPTIONS = {"whitespace_pattern": r" |\n[ \t]{0,16}"}  # as JSON is written by hand
+# Characters of text before a call that must be made. A model that learned to say first what it computes goes astray where
+# it has to call at once.
+MOST_BEFORE = 96
 ANY_OBJECT: dict[str, Any] = {"type": "object"}
 NO_ARGUMENTS: dict[str, Any] = {"type": "object", "properties": {}, "additionalProperties": False}
 
@@ -74,7 +77,11 @@ class GrammarWriter:
         parts = [("begin", form.begin), ("end", form.end)]
         lines = [f"{name}: {self.literal(text)}" for name, text in parts if text]
         more = "(between one)*" if several else ""
-        lines.append(f"calls: {'begin' if form.begin else ''} one {more} {'end' if form.end else ''}")
+        marked = bool(self._split and self._split.match(form.begin))  # by a token that no text holds
+        parts_of = ["before", "begin"] if marked else ["begin"] if form.begin else []
+        lines.append(f"calls: {' '.join(parts_of)} one {more} {'end' if form.end else ''}")
+        if marked:
+            lines.append(f"before: /(.|\\n){{0,{MOST_BEFORE}}}/")
         if several:
             lines.append(f"between: {self.literal(form.between or '')}")
         lines.append("one: " + " | ".join(f"call_{i}" for i in range(len(functions))))

@@ -10,6 +10,7 @@ import pytest
 from tokenizers import AddedToken
 from transformers.utils.chat_parsing.response_templates import load_response_template
 
+from deployments.chat.grammar import MOST_BEFORE
 from deployments.chat.reader import AnswerReader
 from deployments.chat.response_format import ResponseFormats
 from deployments.chat.template import ChatFormat
@@ -168,7 +169,7 @@ def asked(model, chat, guidance=None, **fields):
 
 def generated(model, chat, prompt, grammar, **fields):
     """What a random model says under a grammar: why it ended, and its text."""
-    settings = {"max_tokens": 200, "sampling": Sampling(seed=0)} | fields
+    settings = {"max_tokens": 500, "sampling": Sampling(seed=0)} | fields
     request = Request(
         "job", chat.tokenize(prompt), grammar=grammar, markers=chat.markers(TOOLS), streamed=False, **settings
     )
@@ -213,7 +214,7 @@ def test_a_required_call_is_made_and_its_arguments_obey_the_schema(model, chat, 
     reason, text = generated(model, chat, prompt, grammar, sampling=sampling)
     assert reason == "stop", text
     content, calls, _ = read(chat.reader(prompt, TOOLS), text)
-    assert content.strip() == ""
+    assert len(content) <= MOST_BEFORE, "little is said before a call"
     ((name, arguments),) = calls
     schemas = {"get_weather": WEATHER["function"]["parameters"], "get_time": {"maxProperties": 0}}
     jsonschema.validate(arguments, schemas[name])
@@ -238,7 +239,7 @@ def test_a_named_function_is_the_one_that_is_called(model, chat):
 def test_several_calls_may_be_made_where_the_template_writes_several(model, chat):
     prompt, grammar = asked(model, chat, must_call=("get_time",))
     counts = set()
-    for seed in range(6):
+    for seed in range(12):
         reason, text = generated(model, chat, prompt, grammar, sampling=Sampling(seed=seed, temperature=2.0))
         counts.add(len(read(chat.reader(prompt, TOOLS), text)[1]) if reason == "stop" else 2)
     assert (max(counts) > 1) == (model.name in PARALLEL)
