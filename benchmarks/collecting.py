@@ -28,7 +28,7 @@ from typing import Any
 import torch
 from safetensors.torch import load_file, save_file
 
-from benchmarks.common import prompts
+from benchmarks.common import questions
 from benchmarks.common.children import ROOT, terminate_as_interrupt
 from benchmarks.common.findings import Findings
 from benchmarks.common.measuring import Ratio, Run, Way
@@ -140,7 +140,7 @@ def main(arguments: list[str] | None = None) -> int:
     parser.add_argument("--results", type=Path, default=results, help="without a suffix")
     options = parser.parse_args(arguments)
     options.threads = torch.get_num_threads()
-    findings, texts = Findings(options), prompts.texts(prompts.source(), options.prompts)
+    findings, texts = Findings(options), questions.texts(questions.source(), options.prompts)
     compare(findings, options.model, texts[:COMPARED])
     for tokens in options.tokens:
         measure(findings, options, texts, tokens)

@@ -20,7 +20,7 @@ from typing import Any
 
 import torch
 
-from benchmarks.common import models, report, settings
+from benchmarks.common import measured_models, report, settings
 from benchmarks.common.findings import Findings
 from benchmarks.common.measuring import Ratio
 from benchmarks.ways import floor, ours, peers, storing
@@ -58,7 +58,7 @@ class Case:
 
     def hf(self) -> Any:
         """The model, new each time: nnsight instruments what it is given."""
-        return models.build(self.name, settings.DTYPES[self.dtype], self.device)
+        return measured_models.build(self.name, settings.DTYPES[self.dtype], self.device)
 
     def work(self, new_tokens: int | None = None) -> Work:
         """What it is to generate."""
@@ -66,14 +66,14 @@ class Case:
 
     def engine(self) -> Engine:
         """An engine that takes all requests at once."""
-        model = Model(self.hf(), models.tokenizer(self.name), self.name)
+        model = Model(self.hf(), measured_models.tokenizer(self.name), self.name)
         memory = Options().capture_memory_bytes  # as a server has it
         return Engine(model, max_running=max(64, self.options.requests), capture_bytes=memory)
 
 
 def measure_ways(case: Case, findings: Findings) -> None:
     """Everything that generates, in turn."""
-    work, plain, tokenizer = case.work(), case.hf(), models.tokenizer(case.name)
+    work, plain, tokenizer = case.work(), case.hf(), measured_models.tokenizer(case.name)
     running = case.engine()
     with storing.store(case.options.results.parent) as store:
         ways = [
@@ -183,7 +183,7 @@ MEASURES = {
 def cases(options: argparse.Namespace) -> list[tuple[str, Case]]:
     """Which part is measured on what; the wide one has a model of its own."""
     gpu = torch.device(options.device).type == "cuda"
-    named = options.model or (["qwen3-0.6b"] if gpu else ["random-40m", models.DEMO])
+    named = options.model or (["qwen3-0.6b"] if gpu else ["random-40m", measured_models.DEMO])
     wide = options.wide_model or ("qwen3-0.6b" if gpu else "qwen3-0.6b-small-vocabulary")
     return [
         (part, Case(name, dtype, options.device, options))
@@ -198,7 +198,7 @@ def main(arguments: list[str] | None = None) -> int:
     parser = settings.parser(__doc__, "benchmark-engine")
     parser.add_argument("--part", choices=PARTS, action="append", help="again for more than one; all but sweep")
     parser.add_argument("--device", default="cpu", help="cpu, cuda or a torch device")
-    parser.add_argument("--wide-model", choices=models.NAMES, help="the model of the part `wide`")
+    parser.add_argument("--wide-model", choices=measured_models.NAMES, help="the model of the part `wide`")
     options = parser.parse_args(arguments)
     torch.set_num_threads(options.threads)
     findings = Findings(options)

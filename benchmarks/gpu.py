@@ -23,7 +23,7 @@ from typing import Any
 import torch
 import transformers
 
-from benchmarks.common import models
+from benchmarks.common import measured_models
 from benchmarks.common.measuring import synchronize, timed
 from deployments.engine.edits import Edit
 from deployments.engine.engine import Engine
@@ -56,8 +56,8 @@ class Case:
         """Random weights, made on the device, and random prompts of 16 tokens."""
         dtype = torch.float32 if size == "tiny" else torch.bfloat16
         with torch.device(device):
-            hf = models.build(size, dtype, device)
-        model = Model(copy.deepcopy(hf), models.tokenizer(size), size)
+            hf = measured_models.build(size, dtype, device)
+        model = Model(copy.deepcopy(hf), measured_models.tokenizer(size), size)
         ids = torch.randint(1024, model.vocabulary, (rows, 16), generator=torch.Generator().manual_seed(0))
         return cls(hf, Engine(model, max_running=rows), device, ids.tolist(), new_tokens)
 
@@ -244,7 +244,7 @@ def measure(size: str, device: str, batches: list[int], new_tokens: int, copied:
     # A step looks up a few rows of the input embedding, and reads all other weights once.
     skipped = case.hf.get_input_embeddings().weight
     weights = sum(weight.nbytes for weight in case.hf.parameters() if weight is not skipped)
-    found: dict[str, Any] = {"shape": models.SHAPES[size], "dtype": str(case.hf.dtype), "weight_bytes": weights}
+    found: dict[str, Any] = {"shape": measured_models.SHAPES[size], "dtype": str(case.hf.dtype), "weight_bytes": weights}
     found["parity"] = parity(case)
     found["roofline_step_seconds"] = weights / copied
     found["rows"] = {str(rows): speeds(case, rows, weights / copied) for rows in batches}

@@ -17,7 +17,7 @@ from collections.abc import Callable, Sequence
 
 import torch
 
-from benchmarks.common import models
+from benchmarks.common import measured_models
 from deployments.engine.edits import Edit
 from deployments.engine.engine import Engine
 from deployments.engine.gates import Gate, Leaf, Source
@@ -163,7 +163,10 @@ def main() -> None:
     parser.add_argument("--rounds", type=int, default=5)
     given = parser.parse_args()
     name = "random-40m"
-    model = load(given.model) if given.model else Model(models.build(name), models.tokenizer(name), name)
+    if given.model:
+        model = load(given.model)
+    else:
+        model = Model(measured_models.build(name), measured_models.tokenizer(name), name)
     engines, cases = (Engine(model), Engine(model)), Cases(model, given.requests, given.new_tokens)
     pairs: dict[str, tuple[Callable[[], list[Request]], Callable[[], list[Request]]]] = {
         "one probe": (cases.one, cases.made),

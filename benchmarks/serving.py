@@ -21,7 +21,7 @@ from typing import Any
 
 import torch
 
-from benchmarks.common import models, processors, report, servers, settings, streams
+from benchmarks.common import measured_models, processors, report, servers, settings, streams
 from benchmarks.common.children import terminate_as_interrupt
 from benchmarks.common.findings import Findings
 from benchmarks.common.measuring import Ratio, Way
@@ -176,10 +176,10 @@ def main(arguments: list[str] | None = None) -> int:
     torch.set_num_threads(options.threads)
     findings = Findings(options)
     run = measure_flags if options.flags else measure
-    for name in options.model or ["random-40m", models.DEMO]:
+    for name in options.model or ["random-40m", measured_models.DEMO]:
         for dtype in settings.dtypes(options):
             with tempfile.TemporaryDirectory(prefix="vt-model-") as place:
-                models.save(name, Path(place), settings.DTYPES[dtype])
+                measured_models.save(name, Path(place), settings.DTYPES[dtype])
                 run(f"{name}, {dtype}", Path(place), Beside.of(Path(place), name, options), findings)
     return findings.close()
 

@@ -22,7 +22,7 @@ from deployments.messages import (
 )
 from serve_app.http.errors import ApiError, render
 from serve_app.logprobs import of_chat, of_completion, of_lens
-from serve_app.readouts import of_edits, of_readouts
+from serve_app.readout_answers import of_edits, of_readouts
 
 Kind = Literal["chat", "completion"]
 

@@ -23,7 +23,7 @@ from hypothesis import settings
 
 from deployments.model_files.smollm2 import FetchError, bring
 from deployments.options import default_models_dir
-from vitrine.serving import free_port
+from vitrine.own_server import free_port
 
 ROOT = Path(__file__).parent.parent
 BIN = Path(sys.executable).parent

@@ -13,8 +13,8 @@ import yaml
 from ray.serve.schema import ServeDeploySchema
 
 from deployments.options import Options
-from serve_app.backend.loading import REMOVAL_S
-from serve_app.backend.models import CONTROLLER_S
+from serve_app.backend.model_loader import REMOVAL_S
+from serve_app.backend.model_registry import CONTROLLER_S
 from serve_app.backend.served_model import DESCRIBE_S, GRACE_S
 
 ROOT = Path(__file__).parent.parent

@@ -30,7 +30,7 @@ STAIRS = [
     "serve_app.openapi",
     "serve_app.answers",
     "serve_app.logprobs",
-    "serve_app.readouts",
+    "serve_app.readout_answers",
     "serve_app.backend",
     "serve_app.http",
     "serve_app.schemas",

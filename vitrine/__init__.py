@@ -9,46 +9,46 @@ from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from vitrine.activations import Activations as Activations
-    from vitrine.attending import Attention as Attention
-    from vitrine.directions import Direction as Direction
-    from vitrine.directions import Steer as Steer
-    from vitrine.directions import difference_of_means as difference_of_means
-    from vitrine.errors import ServerError as ServerError
-    from vitrine.lenses import Lens as Lens
+    from vitrine.experiments.activations import Activations as Activations
+    from vitrine.experiments.attending import Attention as Attention
+    from vitrine.experiments.directions import Direction as Direction
+    from vitrine.experiments.directions import Steer as Steer
+    from vitrine.experiments.directions import difference_of_means as difference_of_means
+    from vitrine.server_error import ServerError as ServerError
+    from vitrine.experiments.lenses import Lens as Lens
     from vitrine.loading import load as load
     from vitrine.loading import load_runs as load_runs
     from vitrine.loading import load_stack as load_stack
     from vitrine.nnsight_models import nnsight_model as nnsight_model
-    from vitrine.patching import PatchGrid as PatchGrid
-    from vitrine.rows import Run as Run
+    from vitrine.experiments.patching import PatchGrid as PatchGrid
+    from vitrine.runs.rows import Run as Run
     from vitrine.server import AsyncServer as AsyncServer
     from vitrine.server import Server as Server
     from vitrine.server import connect as connect
     from vitrine.server import connect_async as connect_async
-    from vitrine.serving import serve as serve
-    from vitrine.sweeping import Sweep as Sweep
+    from vitrine.own_server import serve as serve
+    from vitrine.experiments.sweeping import Sweep as Sweep
 
 _MODULES = {
-    "Activations": "activations",
+    "Activations": "experiments.activations",
     "AsyncServer": "server",
-    "Attention": "attending",
-    "Direction": "directions",
-    "Lens": "lenses",
-    "PatchGrid": "patching",
-    "Run": "rows",
+    "Attention": "experiments.attending",
+    "Direction": "experiments.directions",
+    "Lens": "experiments.lenses",
+    "PatchGrid": "experiments.patching",
+    "Run": "runs.rows",
     "Server": "server",
-    "ServerError": "errors",
-    "Steer": "directions",
-    "Sweep": "sweeping",
+    "ServerError": "server_error",
+    "Steer": "experiments.directions",
+    "Sweep": "experiments.sweeping",
     "connect": "server",
     "connect_async": "server",
-    "difference_of_means": "directions",
+    "difference_of_means": "experiments.directions",
     "load": "loading",
     "load_runs": "loading",
     "load_stack": "loading",
     "nnsight_model": "nnsight_models",
-    "serve": "serving",
+    "serve": "own_server",
 }
 
 

@@ -11,8 +11,8 @@ import numpy as np
 import numpy.typing as npt
 
 from vitrine.points import listed
-from vitrine.reading import recorded
-from vitrine.rows import Run, of_files
+from vitrine.runs.reading import recorded
+from vitrine.runs.rows import Run, of_files
 from vitrine.server import Server
 
 Points = str | Sequence[str] | None

@@ -6,7 +6,7 @@ from pathlib import Path
 from typing import Any
 from urllib.parse import quote
 
-from vitrine.blocking import wait
+from vitrine.connection.blocking import wait
 from vitrine.server import Server
 
 

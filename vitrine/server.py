@@ -5,10 +5,10 @@ from __future__ import annotations
 import os
 from types import TracebackType
 
-from vitrine.attending import Attending
-from vitrine.blocking import blocking, wait
-from vitrine.lenses import Lensing
-from vitrine.sweeping import Sweeping
+from vitrine.experiments.attending import Attending
+from vitrine.connection.blocking import blocking, wait
+from vitrine.experiments.lenses import Lensing
+from vitrine.experiments.sweeping import Sweeping
 
 URL = "http://127.0.0.1:8000"
 TIMEOUT_S = 660.0  # a little more than the server's own limit, so that its error is what comes

@@ -14,7 +14,7 @@ from pathlib import Path
 
 from benchmarks.common.children import ROOT, answers, child, until
 from serve_app import RAY_ENVIRONMENT
-from vitrine.serving import free_port
+from vitrine.own_server import free_port
 
 BIN = Path(sys.executable).parent
 NEEDED = {"uvicorn": "uvicorn", "fastapi": "fastapi", "openai": "openai", "rich": "rich"}  # transformers[serving]

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import torch
 
-from benchmarks.common import models, prompts
+from benchmarks.common import measured_models, questions
 from benchmarks.ways.peers import Work
 
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
@@ -26,7 +26,7 @@ def parser(description: str | None, results: str) -> argparse.ArgumentParser:
     made.add_argument("--new-tokens", type=int, default=64)
     made.add_argument("--rounds", type=int, default=5)
     made.add_argument("--prompts", type=Path, help="a jsonl file in GSM8K's format; GSM8K if found, else those shipped")
-    made.add_argument("--model", choices=models.NAMES, action="append", help="again for more than one")
+    made.add_argument("--model", choices=measured_models.NAMES, action="append", help="again for more than one")
     made.add_argument("--dtype", choices=DTYPES, action="append", help="again for more than one")
     made.add_argument("--threads", type=int, default=os.cpu_count() or 1, help="of torch")
     made.add_argument("--results", type=Path, default=Path("results") / results, help="without a suffix")
@@ -42,8 +42,8 @@ def work(name: str, options: argparse.Namespace, device: str = "cpu", new_tokens
         device: Where the model is.
         new_tokens: Other than asked for.
     """
-    questions = prompts.texts(prompts.source(options.prompts), options.requests)
-    ids = prompts.ids(models.tokenizer(name), questions)
+    texts = questions.texts(questions.source(options.prompts), options.requests)
+    ids = questions.ids(measured_models.tokenizer(name), texts)
     return Work(ids, new_tokens or options.new_tokens, device)
 
 

@@ -8,7 +8,7 @@ import time
 from dataclasses import dataclass, replace
 from pathlib import Path
 
-from benchmarks.common import prompts, settings
+from benchmarks.common import questions, settings
 from benchmarks.common.measuring import Run, Way
 from benchmarks.common.served import Workload
 from benchmarks.ways import ours
@@ -33,7 +33,7 @@ class Beside:
         """Load a saved model."""
         running = Engine(load(str(directory), device="cpu"), max_running=max(64, options.requests))
         return cls(
-            running, settings.work(name, options), prompts.texts(prompts.source(options.prompts), options.requests)
+            running, settings.work(name, options), questions.texts(questions.source(options.prompts), options.requests)
         )
 
     @property

@@ -13,7 +13,7 @@ from pathlib import Path
 import psutil
 import torch
 
-from benchmarks.common import models
+from benchmarks.common import measured_models
 from benchmarks.ways import ours, storing
 from benchmarks.ways.peers import Work
 from deployments.engine.engine import Engine
@@ -83,8 +83,8 @@ class MemorySample:
 def watch(scenario: Scenario) -> MemorySample:
     """Run a scenario; in a process of its own, so that no earlier one's memory counts."""
     torch.set_num_threads(scenario.threads)
-    tokenizer = models.tokenizer(scenario.model)
-    model = Model(models.build(scenario.model), tokenizer, scenario.model)
+    tokenizer = measured_models.tokenizer(scenario.model)
+    model = Model(measured_models.build(scenario.model), tokenizer, scenario.model)
     engine = Engine(model, kv_bytes=KV_BYTES, capture_bytes=Options().capture_memory_bytes)
     engine.cache.touch()  # so that what is resident of it can be told from what else is
     slow = storing.slow_disk(scenario.disk) if scenario.disk else contextlib.nullcontext()

@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 from deployments.chat.template import ChatFormat
-from deployments.chat.tokens import TextOffsets, TokenTexts
+from deployments.chat.token_texts import TextOffsets, TokenTexts
 from deployments.errors import RequestError, naming
 from deployments.messages import Job, Text
 from deployments.model.model import Model

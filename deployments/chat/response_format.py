@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from deployments.chat.grammar import arguments, schema_rule
 from deployments.chat.template import ChatFormat
-from deployments.engine.guided import Grammar, GrammarCompiler
+from deployments.engine.decoding.guided import Grammar, GrammarCompiler
 from deployments.errors import RequestError
 from deployments.messages import Job
 from deployments.model.model import Model

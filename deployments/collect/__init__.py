@@ -3,6 +3,6 @@
 `collect(...)` is `python -m deployments.collect`; `docs/collecting.md` has both.
 """
 
-from deployments.collect.collecting import Collected, CollectError, collect
+from deployments.collect.collection import Collected, CollectError, collect
 
 __all__ = ["CollectError", "Collected", "collect"]

@@ -11,7 +11,7 @@ from pathlib import Path
 from tqdm import tqdm
 
 from deployments.activations.facts import StoreError
-from deployments.collect.collecting import CollectError, collect
+from deployments.collect.collection import CollectError, collect
 from deployments.collect.examples import DataError, count
 from deployments.collect.outcome import Outcome
 from deployments.errors import RequestError

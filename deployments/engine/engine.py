@@ -26,8 +26,8 @@ from deployments.engine.capture.ring import CaptureRing
 from deployments.engine.capture_budget import CaptureBudget
 from deployments.engine.gates import Leaf
 from deployments.engine.kv_memory import KvMemory, held_bytes
-from deployments.engine.logit_lens import check_lens
-from deployments.engine.prompt_logprobs import PromptScores
+from deployments.engine.decoding.lens_reader import check_lens
+from deployments.engine.decoding.prompt_logprobs import PromptScores
 from deployments.engine.readouts import SequenceReadouts, with_columns
 from deployments.engine.recovery import Recovery
 from deployments.engine.request import (
@@ -44,12 +44,12 @@ from deployments.engine.request import (
     StopReason,
 )
 from deployments.engine.runner import ForwardResult, Runner
-from deployments.engine.sampling import NOT_FINITE, check_sampling, choose
-from deployments.engine.sampling_state import SamplingState
+from deployments.engine.decoding.sampling import NOT_FINITE, check_sampling, choose
+from deployments.engine.decoding.sampling_state import SamplingState
 from deployments.engine.scheduler import Piece, Scheduler
 from deployments.engine.sequence import Sequence
 from deployments.engine.statistics import Statistics
-from deployments.engine.text import TextStream
+from deployments.engine.decoding.text import TextStream
 from deployments.errors import RequestError
 from deployments.model.kv_cache import PagedCache
 from deployments.model.model import Model

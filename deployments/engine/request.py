@@ -14,7 +14,7 @@ from deployments.points.token_choices import Tokens
 if TYPE_CHECKING:  # the HTTP face imports this module, and needs no torch
     from deployments.engine.edits import Edit
     from deployments.engine.gates import Gate, Source
-    from deployments.engine.guided import Grammar
+    from deployments.engine.decoding.guided import Grammar
     from deployments.places.place import Point
 
 FinishReason = Literal["stop", "length", "cancelled", "error"]

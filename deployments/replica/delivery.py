@@ -22,12 +22,12 @@ from deployments.messages import (
     TokenLayers,
     TokenLogprob,
 )
-from deployments.replica.readouts import edit_reports, values_of
+from deployments.replica.readout_messages import edit_reports, values_of
 
 if TYPE_CHECKING:  # Serve's controller and proxies import this module, and need no torch
     from deployments.chat.prompts import Echo
     from deployments.chat.reader import AnswerParts, AnswerReader
-    from deployments.chat.tokens import TokenTexts
+    from deployments.chat.token_texts import TokenTexts
     from deployments.engine.edits import Edit
     from deployments.engine.engine import Engine
     from deployments.replica.runs import OpenRun

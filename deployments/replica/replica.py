@@ -28,9 +28,9 @@ from deployments.exposure import check_ray
 from deployments.messages import ENGINE_ENDED, End, Job, Message, Refusal, Text
 from deployments.options import SETTINGS, Options
 from deployments.replica.delivery import Delivery, RunningChoice, Ticket
-from deployments.replica.loading import description, load_engine
+from deployments.replica.engine_loading import description, load_engine
 from deployments.replica.metrics import EngineMetrics, RequestMetrics
-from deployments.replica.readouts import check_size
+from deployments.replica.readout_messages import check_size
 
 if TYPE_CHECKING:  # Serve's controller and proxies import this module too, and need no torch
     from deployments.chat.reader import AnswerReader
@@ -67,12 +67,12 @@ class ModelReplica:
         from deployments.chat.prompts import Prompts
         from deployments.chat.response_format import ResponseFormats
         from deployments.chat.template import ChatFormat
-        from deployments.chat.tokens import TokenTexts
+        from deployments.chat.token_texts import TokenTexts
         from deployments.interventions.held_readouts import HeldReadouts
         from deployments.interventions.resolve import EditResolver
         from deployments.interventions.stored_tensors import StoredTensors
         from deployments.places.structure import structure
-        from deployments.replica.logit_lens import LensResolver
+        from deployments.replica.lens_resolver import LensResolver
         from deployments.replica.runs import Runs
 
         self._options = options

@@ -17,7 +17,7 @@ from ray.exceptions import RayError
 
 from deployments.activations.facts import RunFacts, ShardFacts, StoredRun, StoreError
 from deployments.activations.segments.schema import to_batch
-from deployments.chat.tokens import TextOffsets, TokenTexts
+from deployments.chat.token_texts import TextOffsets, TokenTexts
 from deployments.engine.capture.buffer import joined
 from deployments.engine.capture.captured import Captured
 from deployments.engine.capture.row_sizes import RowSizes

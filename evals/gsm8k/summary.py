@@ -10,7 +10,7 @@ from evals.activations_meta import runs_of, why_not_stored
 from evals.config import CONTROL, Config, EvalError, Mode
 from evals.report.page import write_report
 from evals.results.activation_stats import write_stats
-from evals.results.readouts import ReadoutTally
+from evals.results.readout_tally import ReadoutTally
 from evals.results.results import read_json, read_samples, scored_earlier, write_dataset, write_json, write_views
 from evals.results.table import write_table
 from evals.results.tally import ActivationTally, ConditionTally, ModeTally

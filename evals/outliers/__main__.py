@@ -11,7 +11,7 @@ from deployments.options import home
 from evals.config import EvalError
 from evals.outliers import features, massive
 from evals.outliers.census import Ablation, census
-from evals.outliers.report import summary
+from evals.outliers.census_report import summary
 from evals.report.page import NAME
 from evals.server.client import RequestFailed
 

@@ -1,8 +1,7 @@
 """Linear probes on stored activations: `python -m evals.probes`, or `evals.probes.sweep(...)`.
 
-Files, labels and folds come first (`data`, `labels`, `examples`, `folds`), then rows (`features`), fits (`solver`,
-`fitting`), what the folds choose and its controls (`headline`, `metrics`, `baselines`, `selectivity`, `transfer`), and
-what is written (`document`, `outputs`, `report`); `pipeline` puts them together.
+`inputs/` chooses stored runs and reads their rows, `fitting/` trains probes and their controls, `outputs/` writes the
+results, and `pipeline.py` puts them together.
 """
 
 from __future__ import annotations
@@ -11,7 +10,7 @@ from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from evals.probes.options import Options
+    from evals.probes.sweep_options import Options
     from evals.probes.pipeline import Result, sweep
 
 __all__ = ["Options", "Result", "sweep"]

@@ -23,7 +23,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         return 2
     from deployments.activations.files.permissions import restrict
     from evals.config import EvalError
-    from evals.probes.options import parse
+    from evals.probes.sweep_options import parse
 
     try:
         options = parse(argv)

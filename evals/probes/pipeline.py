@@ -16,15 +16,16 @@ import pyarrow as pa
 import torch
 from tqdm import tqdm
 
-from evals.probes import baselines, outputs, report
-from evals.probes.data import load
-from evals.probes.document import document
-from evals.probes.fitting import Job, Outcome, probe_point
-from evals.probes.folds import permuted, split
-from evals.probes.headline import choose
-from evals.probes.options import Options
-from evals.probes.selectivity import control_task, selectivity
-from evals.probes.transfer import transferred
+from evals.probes.fitting import baselines
+from evals.probes.outputs import files, report_page
+from evals.probes.inputs.data import load
+from evals.probes.outputs.document import document
+from evals.probes.fitting.fitting import Job, Outcome, probe_point
+from evals.probes.fitting.folds import permuted, split
+from evals.probes.fitting.headline import choose
+from evals.probes.sweep_options import Options
+from evals.probes.fitting.selectivity import control_task, selectivity
+from evals.probes.fitting.transfer import transferred
 
 _SMALL = 1 << 23  # bytes of a point's rows up to which points are probed side by side, each by one thread
 
@@ -84,19 +85,19 @@ def sweep(**options: Any) -> Result:
     found["headline"] |= selectivity(job, headline, task, found["headline"]["reasons"])
     found["transfer"] = [transferred(given, data, headline, test) for test in tests]
     found["seconds"] = round(time.monotonic() - started, 3)
-    scores = outputs.scores(data.examples, data.positive, folds.of, headline)
-    tensors = outputs.tensors(headline)
+    scores = files.scores(data.examples, data.positive, folds.of, headline)
+    tensors = files.tensors(headline)
     if given.out is not None:
         given.out.mkdir(parents=True, exist_ok=True)
-        outputs.write(given.out, found, scores, tensors, outputs.metadata(given.probe_name, found))
-        report.write(given.out, found, data.examples, job, headline)
+        files.write(given.out, found, scores, tensors, files.metadata(given.probe_name, found))
+        report_page.write(given.out, found, data.examples, job, headline)
     return Result(found, scores, tensors, given.out)
 
 
 def _probe(job: Job, points: Sequence[str], ray: str | None) -> list[Outcome]:
     """Every point's outcomes, in order."""
     if ray is not None:
-        from evals.probes.by_ray import probe_points
+        from evals.probes.fitting.by_ray import probe_points
 
         found = probe_points(job, points, ray)
     else:

@@ -14,7 +14,7 @@ from evals.activations_meta import runs_of
 from evals.config import Config, Mode
 from evals.scoring import RULES, Rule, Score, score
 from evals.server.client import PROFILE, AnswerLate, RequestFailed
-from evals.server.readouts import Readings, fields, readings
+from evals.server.readout_client import Readings, fields, readings
 from evals.task import steering
 from evals.task.prompts import Prompts
 from evals.task.text_tools import END, as_text, read_call

@@ -22,11 +22,11 @@ from deployments.messages import Job
 from deployments.options import Options
 from deployments.points.profiles import Profile
 from serve_app.backend.code_jobs import CodeJobs
-from serve_app.backend.loading import Loader
-from serve_app.backend.models import Models
-from serve_app.backend.profiles import Profiles
+from serve_app.backend.model_loader import Loader
+from serve_app.backend.model_registry import Models
+from serve_app.backend.profile_registry import Profiles
 from serve_app.backend.prometheus import NodeMetrics
-from serve_app.backend.readouts import Readouts
+from serve_app.backend.readout_registry import Readouts
 from serve_app.backend.waiting import answered, stored
 from serve_app.http.errors import UNAVAILABLE, ApiError
 from serve_app.http.paging import first_page

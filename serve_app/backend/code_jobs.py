@@ -10,7 +10,7 @@ from typing import Any
 from deployments.activations.accounts import Account
 from deployments.client_code.job import CodeJob, ModelKey, Update
 from deployments.options import Options
-from serve_app.backend.models import Models
+from serve_app.backend.model_registry import Models
 from serve_app.backend.served_model import ServedModel
 from serve_app.backend.waiting import answered
 from serve_app.http.budget import Budget

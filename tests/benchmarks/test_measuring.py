@@ -6,7 +6,7 @@ import json
 
 from benchmarks.common import report
 from benchmarks.common.measuring import Ratio, Run, Way, in_turn, ratio, same_outputs
-from benchmarks.common.prompts import texts
+from benchmarks.common.questions import texts
 
 
 def way(name: str, seconds: list[float], outputs: list[list[int]], log: list[str]) -> Way:

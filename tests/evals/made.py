@@ -9,7 +9,7 @@ from typing import Any
 from evals.config import Config
 from evals.gsm8k.summary import conclude
 from evals.results.results import Results
-from evals.server.readouts import Readings
+from evals.server.readout_client import Readings
 from evals.task.rewards import Rewarding, load_rewards
 from evals.task.trajectory import Problem, Sample, Turn, scored
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
-from vitrine import prompts
+from vitrine.experiments import prompt_batches
 
 TEXTS = [f"{name} has {'3 boxes of ' * (n % 5)}{n} pens" for n, name in enumerate(["Ann", "Tom", "Eva"] * 4)]
 CHATS = [[{"role": "user", "content": text}] for text in TEXTS[:3]]
@@ -13,7 +13,7 @@ CHATS = [[{"role": "user", "content": text}] for text in TEXTS[:3]]
 
 @pytest.fixture
 def small_requests(monkeypatch):
-    monkeypatch.setattr(prompts, "MOST", 4)
+    monkeypatch.setattr(prompt_batches, "MOST", 4)
 
 
 @pytest.mark.usefixtures("small_requests")
@@ -77,7 +77,7 @@ def test_a_mistake_names_its_argument(server, wrong, message):
 
 
 def test_requests_hold_texts_of_about_one_length(monkeypatch):
-    monkeypatch.setattr(prompts, "MOST", 2)
-    monkeypatch.setattr(prompts, "MOST_CHARACTERS", 20)
+    monkeypatch.setattr(prompt_batches, "MOST", 2)
+    monkeypatch.setattr(prompt_batches, "MOST_CHARACTERS", 20)
     chat = [{"role": "user", "content": "so?"}]
-    assert prompts.requests(["x" * 30, "x", chat, "x" * 9, "xx", "x" * 10, ""]) == [[6, 1], [4, 3], [5], [0], [2]]
+    assert prompt_batches.requests(["x" * 30, "x", chat, "x" * 9, "xx", "x" * 10, ""]) == [[6, 1], [4, 3], [5], [0], [2]]

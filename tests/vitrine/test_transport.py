@@ -15,7 +15,7 @@ import numpy as np
 import pytest
 
 import vitrine
-from vitrine import transport
+from vitrine.connection import transport
 
 MODELS = (200, {"data": [{"id": "first"}, {"id": "second"}]})
 TEXT = (200, {"choices": [{"index": 0, "text": "yes"}]})

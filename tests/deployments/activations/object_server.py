@@ -14,7 +14,7 @@ import time
 import urllib.request
 from collections.abc import Callable, Iterator
 
-from vitrine.serving import free_port
+from vitrine.own_server import free_port
 
 
 @contextlib.contextmanager

@@ -20,7 +20,7 @@ import pytest
 
 from tests.conftest import BIN
 from tests.deployments.activations.test_killed import Known
-from vitrine.serving import free_port
+from vitrine.own_server import free_port
 
 PROGRAM = Path(__file__).with_name("killed_client.py")
 KILLS = 20

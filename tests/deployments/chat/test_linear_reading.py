@@ -21,7 +21,7 @@ from deployments.chat.marks import MAX_MARK, MarkSearch, begun_answer
 from deployments.chat.reader import AnswerReader, TrimmedText
 from deployments.chat.template import ChatFormat
 from deployments.engine.request import Delta, Finished, Request
-from deployments.engine.text import MOST_WAITING, TextStream
+from deployments.engine.decoding.text import MOST_WAITING, TextStream
 from deployments.errors import RequestError
 from deployments.messages import Job, whole_calls
 from deployments.replica.delivery import SLICE, Delivery, RunningChoice

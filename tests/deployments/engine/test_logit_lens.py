@@ -9,7 +9,7 @@ import torch
 import transformers
 from transformers import AutoModelForCausalLM
 
-from deployments.engine import logit_lens as lens_module
+from deployments.engine.decoding import lens_reader
 from deployments.engine.edits import Edit, Tokens
 from deployments.engine.engine import Engine
 from deployments.engine.kv_memory import KvMemory
@@ -187,7 +187,7 @@ def test_what_is_made_a_few_rows_at_a_time_is_the_same(tiny, prompt, drain, monk
         return [said(events, str(i))[2] for i in range(3)]
 
     want = run()
-    monkeypatch.setattr(lens_module, "LOGITS_BYTES", 4 * 256 * 2)
+    monkeypatch.setattr(lens_reader, "LOGITS_BYTES", 4 * 256 * 2)
     for got, wanted in zip(run(), want, strict=True):
         for one, other in zip(got, wanted, strict=True):
             for top, its in zip(one, other, strict=True):

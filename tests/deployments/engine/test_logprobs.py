@@ -5,8 +5,8 @@ import torch
 
 from deployments.engine.engine import Engine
 from deployments.engine.request import Delta, Request, Sampling
-from deployments.engine.sampling import choose
-from deployments.engine.sampling_state import SamplingState
+from deployments.engine.decoding.sampling import choose
+from deployments.engine.decoding.sampling_state import SamplingState
 from deployments.model.model import Model
 
 SETTINGS = {

@@ -10,8 +10,8 @@ from transformers import MinPLogitsWarper, TemperatureLogitsWarper, TopKLogitsWa
 
 from deployments.engine.engine import Engine
 from deployments.engine.request import GREEDY, Request, Sampling
-from deployments.engine.sampling import NOT_FINITE, choose, draw, weigh
-from deployments.engine.sampling_state import SamplingState
+from deployments.engine.decoding.sampling import NOT_FINITE, choose, draw, weigh
+from deployments.engine.decoding.sampling_state import SamplingState
 
 VOCABULARY = 24
 

@@ -6,7 +6,7 @@ from hypothesis import strategies as st
 from tokenizers import Tokenizer, decoders, models
 from transformers import PreTrainedTokenizerFast
 
-from deployments.engine.text import TextStream
+from deployments.engine.decoding.text import TextStream
 
 
 def stream(tokenizer, tokens, stop=(), min_tokens=0):

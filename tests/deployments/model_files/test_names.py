@@ -8,7 +8,7 @@ from deployments.demo_model import WEIGHTS
 from deployments.errors import LoadError
 from deployments.model_files.names import source
 from deployments.options import DEMO, Options, default_models_dir
-from deployments.replica.loading import load_engine
+from deployments.replica.engine_loading import load_engine
 from tests.deployments.model_files.gguf_writing import write
 
 

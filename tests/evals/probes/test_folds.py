@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 
 from evals.auroc import auroc
 from evals.config import EvalError
-from evals.probes.folds import permuted, split
+from evals.probes.fitting.folds import permuted, split
 
 
 @given(sizes=st.lists(st.integers(1, 6), min_size=30, max_size=60), seed=st.integers(0, 99))

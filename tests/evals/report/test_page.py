@@ -15,7 +15,7 @@ from evals.config import EvalError
 from evals.report.page import main, write_report
 from evals.results.activation_stats import write_stats
 from evals.results.results import read_json
-from evals.server.readouts import Readings
+from evals.server.readout_client import Readings
 from evals.task.trajectory import Sample
 
 VARIANTS = ("control", "calm", "anxiety")

@@ -24,7 +24,7 @@ from deployments.activations.export.selectors import Choice
 from deployments.activations.filters import Filter
 from deployments.messages import Job
 from deployments.options import NO_MODEL, Options
-from serve_app.backend import backend, models, served_model, waiting
+from serve_app.backend import backend, model_registry, served_model, waiting
 from serve_app.backend.backend import Backend
 from serve_app.backend.served_model import GRACE_S, ServedModel
 from serve_app.http.errors import ApiError
@@ -105,7 +105,7 @@ def test_while_serves_controller_does_not_answer_it_is_said_and_requests_are_ser
     with ThreadPoolExecutor(3) as pool, stopped(ray.get_actor("SERVE_CONTROLLER_ACTOR", namespace="serve")):
         began = time.monotonic()
         assert list(pool.map(status, paths)) == [(503, "unavailable")] * 3
-        assert time.monotonic() - began < 3 * models.CONTROLLER_S
+        assert time.monotonic() - began < 3 * model_registry.CONTROLLER_S
         assert httpx.post(f"{served.base_url}/completions", json=BODY, timeout=60).status_code == 200
     eventually(lambda: status("/health"), lambda seen: seen[0] == 200)
 

@@ -15,12 +15,12 @@ import pytest
 from ray import serve
 from transformers import AutoModelForCausalLM, BloomConfig
 
-from benchmarks.common.models import save, tokenizer
+from benchmarks.common.measured_models import save, tokenizer
 from deployments.activations import load
 from deployments.options import DEMO, NO_MODEL, Options
 from serve_app import build_app
-from serve_app.backend import loading
-from serve_app.backend.models import Models
+from serve_app.backend import model_loader
+from serve_app.backend.model_registry import Models
 from serve_app.http.errors import ApiError
 
 TINY = "tests/tiny"
@@ -291,13 +291,13 @@ def test_an_unload_past_its_limit_says_so_and_goes_on(with_tiny, eventually, mon
     async def unload() -> ApiError:
         options = Options(model=NO_MODEL, request_timeout_s=0.2)
         with pytest.raises(ApiError) as late:
-            await loading.Loader(options, Models(options, "several")).unload(TINY)
+            await model_loader.Loader(options, Models(options, "several")).unload(TINY)
         return late.value
 
     with httpx.stream("POST", f"{with_tiny.root}/v1/completions", json=body, timeout=120) as answer:
         lines = (line.removeprefix("data: ") for line in answer.iter_lines() if line)
         next(lines)
-        monkeypatch.setattr(loading, "REMOVAL_S", 0)
+        monkeypatch.setattr(model_loader, "REMOVAL_S", 0)
         late = asyncio.run(unload())
         assert (late.status, late.code) == (504, "unload_timeout")
         assert list(lines)[-1] == "[DONE]"
@@ -310,7 +310,7 @@ def test_what_serve_says_of_a_failure_is_told_without_its_traceback():
     except RuntimeError:
         said = f"A replica failed to start with exception. Retrying. Error:\n{traceback.format_exc()}"
     assert __file__ in said
-    assert loading.reason(said).message == "RuntimeError: no room"
+    assert model_loader.reason(said).message == "RuntimeError: no room"
 
 
 FAILURES = [

@@ -16,8 +16,8 @@ from deployments.activations.accounts import OPERATOR
 from deployments.activations.actors.store import connect
 from deployments.messages import Job
 from deployments.options import home
-from serve_app.backend import profiles
-from serve_app.backend.profiles import Profiles
+from serve_app.backend import profile_registry
+from serve_app.backend.profile_registry import Profiles
 from serve_app.http.errors import ApiError
 
 MODEL = "vitrine-demo"
@@ -240,7 +240,7 @@ class Counted:
 
 def test_another_ingress_knows_of_a_default_within_a_second_and_asks_no_more_often(ask, keep, monkeypatch):
     store, now = Counted(connect(str(home() / "activations"))), [100.0]
-    monkeypatch.setattr(profiles.time, "monotonic", lambda: now[0])
+    monkeypatch.setattr(profile_registry.time, "monotonic", lambda: now[0])
     other = Profiles(store, 1024)
 
     async def default(times=1):
@@ -253,11 +253,11 @@ def test_another_ingress_knows_of_a_default_within_a_second_and_asks_no_more_oft
         assert store.asked == ["default_profiles"]
         await asyncio.to_thread(keep, "seen", model=MODEL, default=True, interventions=[HALF])
         assert await default() is None
-        now[0] += profiles.FRESH_S + 0.01
+        now[0] += profile_registry.FRESH_S + 0.01
         assert await default(50) == "seen"
         assert store.asked == ["default_profiles"] * 2
         await asyncio.to_thread(ask, "DELETE", "seen")
-        now[0] += profiles.FRESH_S + 0.01
+        now[0] += profile_registry.FRESH_S + 0.01
         assert await default() is None
 
     asyncio.run(scene())
@@ -302,7 +302,7 @@ def test_a_request_that_waits_for_defaults_outlives_a_change_of_profiles(monkeyp
 
 
 def test_before_the_store_has_answered_nothing_runs_without_a_default_it_should_have(monkeypatch):
-    monkeypatch.setattr(profiles, "PATIENCE_S", 0.01)
+    monkeypatch.setattr(profile_registry, "PATIENCE_S", 0.01)
 
     async def scene():
         with pytest.raises(ApiError) as refused:
@@ -313,8 +313,8 @@ def test_before_the_store_has_answered_nothing_runs_without_a_default_it_should_
 
 
 def test_while_the_store_does_not_answer_what_was_known_last_holds(tmp_path, monkeypatch):
-    monkeypatch.setattr(profiles, "PATIENCE_S", 0.2)
-    monkeypatch.setattr(profiles, "FRESH_S", 0.0)
+    monkeypatch.setattr(profile_registry, "PATIENCE_S", 0.2)
+    monkeypatch.setattr(profile_registry, "FRESH_S", 0.0)
     store = connect(str(tmp_path))
     asked = Profiles(store, 1024)
 
@@ -323,7 +323,7 @@ def test_while_the_store_does_not_answer_what_was_known_last_holds(tmp_path, mon
 
     async def scene():
         fields = {"name": "p", "model": "m", "default": True, "interventions": [HALF]}
-        await asked.put(OPERATOR, profiles.Profile.model_validate(fields))
+        await asked.put(OPERATOR, profile_registry.Profile.model_validate(fields))
         assert await default() == "p"
         ray.kill(store)
         assert [await default() for _ in range(3)] == ["p"] * 3

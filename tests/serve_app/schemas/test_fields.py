@@ -16,7 +16,7 @@ from openai.types.chat import completion_create_params as of_chat
 from safetensors.torch import save
 from transformers import AutoTokenizer
 
-from benchmarks.common import models
+from benchmarks.common import measured_models
 from deployments.demo_model import WEIGHTS
 from serve_app.schemas.generation import ChatRequest, CompletionRequest
 from serve_app.schemas.ignored import REFUSED_WITH_REASON
@@ -193,10 +193,10 @@ def test_a_supported_field_changes_the_answer(served, said, route, field):
 
 
 def test_what_a_chats_template_is_told_is_in_its_prompt(beside, tmp_path):
-    tokenizer = models.tokenizer("tiny")
+    tokenizer = measured_models.tokenizer("tiny")
     tokenizer.chat_template = "{{ messages[0].content }} {{ tone }}"
     tokenizer.save_pretrained(tmp_path)
-    models.build("tiny").save_pretrained(tmp_path)
+    measured_models.build("tiny").save_pretrained(tmp_path)
     with beside("told", f"model={tmp_path}", "model_id=vitrine-demo", "num_cpus=0.1", "threads=1") as root:
         body = BASE["chat"] | {"max_tokens": 1, "return_token_ids": True}
         for told in ({}, {"tone": "calm"}):

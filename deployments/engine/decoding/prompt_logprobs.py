@@ -1,0 +1,114 @@
+"""How likely the model held the tokens of a prompt, worked out as the prompt's pieces run."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import NamedTuple, Protocol
+
+import torch
+
+from deployments.engine.request import Logprob, Request
+from deployments.engine.decoding.sampling import score
+from deployments.engine.decoding.sampling_state import NEG_INF
+
+LOGITS_BYTES = 256 << 20  # of the logits, as float32, that one forward with such prompts may have
+CHUNK = 64  # rows of logits that are turned into logprobs at a time
+
+
+class Span(Protocol):
+    """Consecutive tokens of a sequence, and the forward's row of the first."""
+
+    @property
+    def start(self) -> int: ...  # noqa: D102
+
+    @property
+    def count(self) -> int: ...  # noqa: D102
+
+    @property
+    def row(self) -> int: ...  # noqa: D102
+
+
+class PromptScores:
+    """The logprobs of one prompt's tokens as they gather; the first token has none, with nothing before it.
+
+    It stays with its sequence when that loses its pages: what is run again is not scored again.
+
+    Attributes:
+        most_tokens: The most tokens of scored prompts in one forward.
+        logprobs: One for each token from the second on.
+        finite: Whether the model gave a distribution for each.
+    """
+
+    def __init__(self, request: Request, vocabulary: int) -> None:
+        """Hold nothing yet.
+
+        Args:
+            request: It says with how many likeliest tokens.
+            vocabulary: Logits of each token.
+        """
+        assert request.prompt_logprobs is not None
+        self._prompt = request.prompt
+        self._likeliest = request.prompt_logprobs
+        self.most_tokens = LOGITS_BYTES // (4 * vocabulary)
+        self.logprobs: list[Logprob] = []
+        self.finite = True
+
+    def wanted(self, start: int, count: int) -> range:
+        """Which of `count` tokens from position `start` on decide over tokens that are not scored yet, from 0."""
+        first = len(self.logprobs) - start  # position p decides over token p + 1
+        assert first >= 0 or start >= len(self._prompt) - 1, "a piece was run and not scored"
+        return range(first, max(first, min(count, len(self._prompt) - 1 - start)))
+
+    def read(self, logits: torch.Tensor) -> list[Logprob]:
+        """Score the next tokens, a few rows at a time.
+
+        Args:
+            logits: [tokens, vocabulary] of the positions before them, as `wanted`.
+        """
+        first = len(self.logprobs) + 1
+        tokens = torch.tensor(self._prompt[first : first + len(logits)], dtype=torch.long, device=logits.device)
+        found: list[Logprob] = []
+        for rows, ids in zip(torch.split(logits, CHUNK), torch.split(tokens, CHUNK), strict=True):
+            self.finite &= bool(rows.amax(dim=-1).isfinite().all())
+            found += score(rows, ids.clamp_max(rows.shape[-1] - 1), [self._likeliest] * len(ids))
+        # An embedding may know tokens beyond what the head can give.
+        known = (tokens < logits.shape[-1]).tolist()
+        return [one if here else one._replace(logprob=NEG_INF) for one, here in zip(found, known, strict=True)]
+
+    def add(self, logprobs: list[Logprob]) -> None:
+        """Take what `read` gave, when the forward has gone well."""
+        self.logprobs += logprobs
+
+
+class ScoredSpan(NamedTuple):
+    """What one piece of a forward brings to its prompt's scores.
+
+    Attributes:
+        scores: What there is already.
+        rows: The forward's rows whose logits are wanted; at least one.
+    """
+
+    scores: PromptScores
+    rows: range
+
+
+def spans_of(scores: Sequence[PromptScores | None], pieces: Sequence[Span]) -> list[ScoredSpan]:
+    """What is wanted of a forward.
+
+    Args:
+        scores: Of each piece; None wants nothing.
+        pieces: Their tokens.
+    """
+    asked = []
+    for one, piece in zip(scores, pieces, strict=True):
+        if one and (wanted := one.wanted(piece.start, piece.count)):
+            asked.append(ScoredSpan(one, range(piece.row + wanted.start, piece.row + wanted.stop)))
+    return asked
+
+
+def read(asked: Sequence[ScoredSpan], logits: torch.Tensor) -> list[list[Logprob]]:
+    """Score the tokens that were asked for, from their logits [tokens of all rows, vocabulary]."""
+    if not asked:
+        return []
+    parts = torch.split(logits, [len(one.rows) for one in asked])
+    return [one.scores.read(part) for one, part in zip(asked, parts, strict=True)]

@@ -1,0 +1,292 @@
+"""The next token of every row of a batch at once, each row by its own settings.
+
+What is done to a row's logits, and in which order, is what transformers' `generate` does (its
+`_get_logits_processor`; the penalties on presence and frequency, which it does not have, as in vLLM's
+`apply_penalties` behind the one on repetition, and as OpenAI's API defines them):
+
+1. `logit_bias` is added (`SequenceBiasLogitsProcessor`; OpenAI).
+2. `repetition_penalty` divides a positive logit and multiplies a negative one, of every token of the prompt and
+   the answer (Keskar et al. 2019, CTRL; `RepetitionPenaltyLogitsProcessor`).
+3. `frequency_penalty` times how often the answer has a token, and `presence_penalty` where it has it, are taken
+   off (OpenAI).
+4. A grammar rules out what does not fit it (`guided.py`).
+5. `min_tokens` rules out end tokens and stop token ids (`MinNewTokensLengthLogitsProcessor`).
+6. Temperature 0 takes the likeliest of what that leaves. Else the logits are divided by `temperature`, and what
+   is likely enough is kept by `top_k`, of that by `top_p` (Holtzman et al. 2019), of that by `min_p` (Nguyen et
+   al. 2024), and one token is drawn from the rest.
+
+A threshold keeps every token as likely as the last it lets pass: the result does not depend on the order of a sort.
+Rows touch each other nowhere; a row that asks for none of this costs one maximum.
+"""
+
+from __future__ import annotations
+
+from array import array
+from collections.abc import Iterable, Sequence
+from typing import NamedTuple
+
+import torch
+
+from deployments.engine.request import MOST_LOGPROBS, Likeliest, Logprob, Request, Sampling
+from deployments.engine.decoding.sampling_state import NEG_INF, SamplingState, TokenValues
+from deployments.errors import RequestError
+
+NOT_FINITE = "the model gave a value that is not finite for this request"
+NO_TOKEN_LEFT = "this request's settings leave no token to draw here: they rule out all that the model could give"
+TOP_WIDTH = 1024  # the likeliest tokens, among which top_k and top_p nearly always find their last
+
+
+class ChosenTokens(NamedTuple):
+    """What became of a batch's logits.
+
+    Attributes:
+        tokens: Each row's next token.
+        failed: Row -> why it has none.
+        logprobs: Row -> how likely its token was, for rows that ask.
+    """
+
+    tokens: list[int]
+    failed: dict[int, str]
+    logprobs: dict[int, Logprob]
+
+
+def check_sampling(request: Request, vocabulary: int) -> None:
+    """Refuse settings that this model, the request's own length or its grammar cannot meet.
+
+    Raises:
+        RequestError: A token id that is none, more `min_tokens` than `max_tokens`, too many logprobs, or
+            `ignore_eos` with a grammar, which says itself where the text ends.
+    """
+    sampling = request.sampling
+    for field, ids in (("logit_bias", sampling.logit_bias), ("stop_token_ids", request.stop_token_ids)):
+        if unknown := [id for id in ids if not 0 <= id < vocabulary]:
+            raise RequestError(f"{unknown[0]} is no token id; they go from 0 to {vocabulary - 1}", field)
+    if sampling.min_tokens > request.max_tokens:
+        message = f"{sampling.min_tokens} tokens at least are more than the {request.max_tokens} at most"
+        raise RequestError(message, "min_tokens")
+    if request.grammar and request.ignore_eos:
+        raise RequestError("a text whose form is given ends where its form does", "ignore_eos")
+    for field, likeliest in (("logprobs", request.logprobs), ("prompt_logprobs", request.prompt_logprobs)):
+        if likeliest is not None and not 0 <= likeliest <= MOST_LOGPROBS:
+            raise RequestError(f"from 0 to {MOST_LOGPROBS} likeliest tokens can be asked for", field)
+
+
+def choose(logits: torch.Tensor, sampling_states: Sequence[SamplingState | None]) -> ChosenTokens:
+    """Choose each row's next token.
+
+    Args:
+        logits: [rows, vocabulary], which stay as they are.
+        sampling_states: One per row; None where no token is wanted of it.
+    """
+    top, tokens = logits.max(dim=-1)  # [rows]; NaN wins a maximum
+    failed = {i: NOT_FINITE for i, finite in enumerate(top.isfinite().tolist()) if not finite}
+    special = [
+        (i, sampling_state)
+        for i, sampling_state in enumerate(sampling_states)
+        if sampling_state and sampling_state.special
+    ]
+    if special:
+        rows = [i for i, _ in special]
+        best, ids = _by_settings(logits[rows].float(), [sampling_state for _, sampling_state in special])
+        tokens[rows] = ids
+        reasons = {
+            i: sampling_state.grammar_state.error for i, sampling_state in special if sampling_state.grammar_state
+        }
+        for i, finite in zip(rows, best.isfinite().tolist(), strict=True):
+            if not finite:
+                failed.setdefault(i, reasons.get(i) or NO_TOKEN_LEFT)
+    asking = [
+        (i, sampling_state.logprobs)
+        for i, sampling_state in enumerate(sampling_states)
+        if sampling_state and sampling_state.logprobs is not None
+    ]
+    return ChosenTokens(tokens.tolist(), failed, _logprobs(logits, tokens, asking) if asking else {})
+
+
+def _by_settings(scores: torch.Tensor, sampling_states: Sequence[SamplingState]) -> tuple[torch.Tensor, torch.Tensor]:
+    """The highest score and the chosen token of each row, [rows] each; scores [rows, vocabulary] are used up."""
+    adjust(scores, sampling_states)
+    best, tokens = scores.max(dim=-1)
+    drawing = [i for i, sampling_state in enumerate(sampling_states) if sampling_state.draws]
+    if drawing:
+        all_draw = len(drawing) == len(sampling_states)
+        weights = weigh(scores if all_draw else scores[drawing], [sampling_states[i].sampling for i in drawing])
+        tokens[drawing] = draw(weights, [sampling_states[i].number() for i in drawing], tokens[drawing])
+    return best, tokens
+
+
+def adjust(scores: torch.Tensor, sampling_states: Sequence[SamplingState]) -> None:
+    """Add bias, take off penalties and rule out tokens, in place.
+
+    Args:
+        scores: [rows, vocabulary] float32.
+        sampling_states: One per row.
+    """
+    if biased := _flat([sampling_state.bias for sampling_state in sampling_states], scores.device):
+        rows, ids, bias = biased
+        scores[rows, ids] += bias
+    if counted := _flat([sampling_state.counts for sampling_state in sampling_states], scores.device):
+        rows, ids, counts = counted
+        repetition = _column(
+            scores, (sampling_state.sampling.repetition_penalty for sampling_state in sampling_states)
+        )[rows, 0]
+        frequency = _column(scores, (sampling_state.sampling.frequency_penalty for sampling_state in sampling_states))[
+            rows, 0
+        ]
+        presence = _column(scores, (sampling_state.sampling.presence_penalty for sampling_state in sampling_states))[
+            rows, 0
+        ]
+        value = scores[rows, ids]  # [entries]
+        value = torch.where(value < 0, value * repetition, value / repetition)
+        scores[rows, ids] = value - frequency * counts - presence * (counts > 0)
+    if guided := [
+        (row, sampling_state.grammar_state)
+        for row, sampling_state in enumerate(sampling_states)
+        if sampling_state.grammar_state
+    ]:
+        allowed = torch.stack([grammar_state.allowed() for _, grammar_state in guided]).to(
+            scores.device
+        )  # [guided, vocabulary]
+        at = [row for row, _ in guided]
+        scores[at] = scores[at].masked_fill(~allowed, NEG_INF)
+    if barred := _flat([sampling_state.barred for sampling_state in sampling_states], scores.device):
+        rows, ids, never = barred
+        scores[rows, ids] = never
+
+
+def _flat(
+    entries: Sequence[TokenValues | None], device: torch.device
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor] | None:
+    """Entries of several rows as rows, token ids and values, [entries] each; None where no row has any."""
+    rows, ids, values = array("q"), array("q"), array("f")
+    for row, entry in enumerate(entries):
+        if entry:
+            rows.extend(array("q", [row]) * len(entry.ids))
+            ids.extend(entry.ids)
+            values.extend(entry.values)
+    if not rows:
+        return None
+    return (
+        torch.frombuffer(rows, dtype=torch.int64).to(device),
+        torch.frombuffer(ids, dtype=torch.int64).to(device),
+        torch.frombuffer(values, dtype=torch.float32).to(device),
+    )
+
+
+def _column(like: torch.Tensor, values: Iterable[float]) -> torch.Tensor:
+    """[rows, 1] float32 beside `like`."""
+    return torch.tensor(list(values), device=like.device, dtype=torch.float32)[:, None]
+
+
+def weigh(scores: torch.Tensor, settings: Sequence[Sampling]) -> torch.Tensor:
+    """How likely each token is to be drawn, relative to the likeliest, which weighs 1; 0 for never.
+
+    Args:
+        scores: [rows, vocabulary] float32, adjusted; used up.
+        settings: One per row, of a temperature above 0.
+
+    Returns:
+        [rows, vocabulary] weights.
+    """
+    # Relative to the highest, so that a tiny temperature cannot overflow.
+    scores.sub_(scores.amax(dim=-1, keepdim=True))
+    weights = scores.div_(_column(scores, (max(setting.temperature, 1e-5) for setting in settings))).exp_()
+    least = _column(scores, (setting.min_p for setting in settings))
+    vocabulary = weights.shape[-1]
+    cut = [i for i, setting in enumerate(settings) if 0 < setting.top_k < vocabulary or setting.top_p < 1]
+    if cut:
+        some = weights if len(cut) == len(settings) else weights[cut]
+        least[cut] = least[cut].maximum(_cut(some, [settings[i] for i in cut], min(TOP_WIDTH, vocabulary)))
+    if cut or any(setting.min_p for setting in settings):
+        weights.mul_(weights >= least)
+    return weights
+
+
+def _cut(weights: torch.Tensor, settings: Sequence[Sampling], width: int) -> torch.Tensor:
+    """The least weight that top_k and top_p let pass, [rows, 1].
+
+    Args:
+        weights: [rows, vocabulary].
+        settings: One per row.
+        width: How many of the likeliest tokens to look among first; rows that need more get a full sort.
+    """
+    vocabulary = weights.shape[-1]
+    ordered = weights.topk(width, dim=-1).values if width < vocabulary else weights.sort(dim=-1, descending=True).values
+    kept = torch.tensor([setting.top_k or vocabulary for setting in settings], device=weights.device)[:, None]
+    share = _column(weights, (setting.top_p if setting.top_p < 1 else torch.inf for setting in settings))
+    ordered = ordered.masked_fill(torch.arange(width, device=weights.device) >= kept, 0.0)
+    whole = torch.where(kept <= width, ordered.sum(dim=-1, keepdim=True), weights.sum(dim=-1, keepdim=True))
+    # A token passes while those before it have not reached top_p of what top_k kept; the first always does.
+    passing = (ordered.cumsum(dim=-1) - ordered < share * whole) & (ordered > 0)
+    passed = passing.sum(dim=-1, keepdim=True)  # [rows, 1]
+    least = ordered.gather(-1, (passed - 1).clamp_min(0))
+    if width < vocabulary:
+        wider = ((passed == width) & (kept > width)).squeeze(-1).nonzero().squeeze(-1)  # [rows that need more]
+        if len(wider):
+            least[wider] = _cut(weights[wider], [settings[i] for i in wider.tolist()], vocabulary)
+    return least
+
+
+def draw(weights: torch.Tensor, numbers: Sequence[float], likeliest: torch.Tensor) -> torch.Tensor:
+    """Draw one token per row by inverting its cumulative distribution.
+
+    Args:
+        weights: [rows, vocabulary], of which at least one is above 0 in each row.
+        numbers: One from [0, 1) per row.
+        likeliest: [rows] token ids, of weight above 0.
+
+    Returns:
+        [rows] token ids, of weight above 0.
+    """
+    cumulative = weights.cumsum(dim=-1)
+    at = torch.searchsorted(cumulative, _column(weights, numbers) * cumulative[:, -1:], right=True)  # [rows, 1]
+    at = at.clamp_max_(weights.shape[-1] - 1)
+    # Rounding may carry a number near 1 past the end, or, on a GPU, put a step where there is no weight.
+    return torch.where(weights.gather(-1, at).squeeze(-1) > 0, at.squeeze(-1), likeliest)
+
+
+def _logprobs(
+    logits: torch.Tensor, tokens: torch.Tensor, asking: Sequence[tuple[int, int | None]]
+) -> dict[int, Logprob]:
+    """The logprob of each asking row's token and those of its likeliest tokens, by row.
+
+    Args:
+        logits: [rows, vocabulary], as the model gave them.
+        tokens: [rows] token ids.
+        asking: (row, how many likeliest tokens).
+    """
+    rows = [i for i, _ in asking]
+    found = score(logits[rows], tokens[rows], [likeliest or 0 for _, likeliest in asking])
+    return dict(zip(rows, found, strict=True))
+
+
+def score(logits: torch.Tensor, tokens: torch.Tensor, likeliest: Sequence[int]) -> list[Logprob]:
+    """How likely the model held each row's token, and which tokens it held likeliest there.
+
+    Args:
+        logits: [rows, vocabulary], as the model gave them.
+        tokens: [rows] token ids.
+        likeliest: How many likeliest tokens each row asks for.
+    """
+    logprobs = logits.float().log_softmax(dim=-1)  # [rows, vocabulary]
+    own = logprobs.gather(-1, tokens[:, None]).squeeze(-1).tolist()
+    if not any(likeliest):
+        return [Logprob(logprob, ()) for logprob in own]
+    top = ranked(logprobs, likeliest)
+    return [Logprob(logprob, tokens) for logprob, tokens in zip(own, top, strict=True)]
+
+
+def ranked(logprobs: torch.Tensor, most: Sequence[int]) -> list[Likeliest]:
+    """The likeliest tokens of each row, equal ones by their ids.
+
+    Args:
+        logprobs: [rows, vocabulary].
+        most: How many of each row.
+    """
+    # As many for every row, so that which of two equals comes last does not depend on the neighbours.
+    top = logprobs.topk(min(MOST_LOGPROBS, logprobs.shape[-1]), dim=-1)
+    ids, order = top.indices.sort(dim=-1)
+    values, order = top.values.gather(-1, order).sort(dim=-1, descending=True, stable=True)
+    widest = max(most)
+    rows = zip(ids.gather(-1, order)[:, :widest].tolist(), values[:, :widest].tolist(), most, strict=True)
+    return [tuple(zip(ids[:count], values[:count], strict=True)) for ids, values, count in rows]

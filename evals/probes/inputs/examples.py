@@ -1,0 +1,309 @@
+"""Which stored runs are examples, and which of their rows each choice of tokens means. No activation is read here."""
+
+from __future__ import annotations
+
+import re
+from collections import Counter
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import NamedTuple
+
+import numpy as np
+
+from deployments.activations.facts import PointType, RunFacts
+from deployments.activations.files.places import File
+from deployments.activations.reader.row_index import RowIndex, index_rows
+from deployments.activations.reader.selection import Wanted, by_schema, select
+from deployments.activations.reader.sources import shards
+from deployments.activations.segments.schema import point_types, shard_facts
+from deployments.activations.segments.segments import WholeRun
+from deployments.points.names import recorded
+from evals.config import EvalError
+from evals.probes.inputs.labels import RunLabels, Source
+
+_SPAN = re.compile(r"span:(-?\d*):(-?\d*)")
+
+
+class TokenColumn(NamedTuple):
+    """A choice of tokens: the last of some, `mean` or `max` over all, or the mean of a span.
+
+    Attributes:
+        name: As it was written.
+        kind: `prompt_last`, `generated_last`, `last` and `final` (of all), `mean`, `max`, `span` (of a labels table, by
+            `label`) or `positions` (`first`, `end`).
+    """
+
+    name: str
+    kind: str
+    label: str = ""
+    first: int | None = None
+    end: int | None = None
+
+    @classmethod
+    def parse(cls, name: str) -> TokenColumn:
+        """Read one choice.
+
+        Raises:
+            EvalError: It is none.
+        """
+        if name in ("prompt_last", "generated_last", "last", "final", "mean", "max"):
+            return cls(name, name)
+        if match := _SPAN.fullmatch(name):
+            first, end = (int(part) if part.lstrip("-") else None for part in match.groups())
+            return cls(name, "positions", first=first, end=end)
+        if name.startswith("span:") and name != "span:":
+            return cls(name, "span", name.removeprefix("span:"))
+        raise EvalError(
+            f"--tokens {name!r}: none of prompt_last, generated_last, last, mean, max, span:NAME, span:FIRST:END"
+        )
+
+    def positions(self, run: RunFacts, spans: Mapping[str, tuple[int, int]]) -> tuple[int, int] | None:
+        """The tokens' positions in prompt + generated, `[first, end)`; None where the run has none of them.
+
+        Raises:
+            EvalError: It is `last`, which once was the prompt's, and the run generated tokens.
+        """
+        if self.kind == "last" and run.tokens > run.prompt_tokens:
+            raise EvalError("--tokens last: the runs generated tokens: say prompt_last or generated_last")
+        if self.kind in ("last", "prompt_last"):
+            return run.prompt_tokens - 1, run.prompt_tokens
+        if self.kind == "final" or (self.kind == "generated_last" and run.tokens > run.prompt_tokens):
+            return run.tokens - 1, run.tokens
+        if self.kind == "generated_last":
+            return None
+        if self.kind == "span":
+            return spans.get(self.label)
+        first, end, _ = slice(self.first, self.end).indices(run.tokens)
+        return first, end
+
+
+class Example(NamedTuple):
+    """One run.
+
+    Attributes:
+        run_id: The run.
+        sample_id: Its sample.
+        label: Its label.
+        group: Its group; its own id without groups.
+        text: Prompt and generated text; None where it was not stored.
+        at: By choice of tokens, which of the run's stored rows it means.
+        file: Where it is stored.
+        offset: Where in the file.
+    """
+
+    run_id: str
+    sample_id: str | None
+    label: str
+    group: str
+    text: str | None
+    at: dict[str, RowPlace]
+    file: File
+    offset: int
+
+
+class RowPlace(NamedTuple):
+    """A run's stored rows `[first, end)`, and the text and tokens up to the last of them.
+
+    Attributes:
+        first: The first row.
+        end: The row after the last.
+        characters: Characters of the run's text up to the end of the last row's token.
+        tokens: Tokens up to and with that one.
+        token_id: That token.
+        cut: Whether `characters` are without that token's, since where it ends was not stored.
+    """
+
+    first: int
+    end: int
+    characters: int
+    tokens: int
+    token_id: int
+    cut: bool
+
+
+@dataclass(frozen=True, eq=False)
+class Examples:
+    """All examples of a session in one order.
+
+    Attributes:
+        session: The session.
+        model: The model's id.
+        revision: Its revision, where one was asked for.
+        points: Names of points, by site and layer.
+        runs: The examples, `[n]`.
+        ranges: By choice of tokens, each example's rows of `index`, `[n, 2]`.
+        index: Where the rows lie.
+        left_out: How many runs were left out, by reason.
+    """
+
+    session: str
+    model: str
+    revision: str | None
+    points: list[str]
+    runs: list[Example]
+    ranges: dict[str, np.ndarray]
+    index: RowIndex
+    left_out: dict[str, int]
+
+
+def find(
+    store: Path,
+    session: str,
+    source: Source,
+    points: Sequence[str],
+    tokens: Sequence[TokenColumn],
+    grouped: bool,
+    skip_missing: bool = False,
+) -> Examples:
+    """Look through a session once.
+
+    Args:
+        store: The store's directory.
+        session: The session.
+        source: Labels, groups and spans.
+        points: Names or wildcards; `*` is one part of a name.
+        tokens: Choices of tokens.
+        grouped: Whether each example needs a group.
+        skip_missing: Leave out runs that lack a label, a group, a point or the tokens' rows; else they are refused.
+
+    Raises:
+        EvalError: There are no such runs, they lack something, or are of several models or dtypes.
+        OSError: The disk refuses.
+    """
+    try:
+        files = shards(store, session)
+    except (FileNotFoundError, ValueError) as error:
+        raise EvalError(f"--session {session}: {error}") from error
+    (model, revision), names = _points(files, session, points)
+    runs, lacking, first = list[Example](), Counter[str](), dict[str, str]()
+    for chosen in select(files, Wanted(session)):
+        if (row := source.of(chosen.facts)) is None:
+            continue
+        example = _example(chosen, row, names, tokens, grouped)
+        if isinstance(example, str):
+            lacking[example] += 1
+            first.setdefault(example, chosen.facts.run_id)
+        else:
+            runs.append(example)
+    total = len(runs) + sum(lacking.values())
+    if not runs and not lacking:
+        raise EvalError(f"--session {session}: none of its runs has a label")
+    if lacking and not (skip_missing and runs):
+        reasons = ", ".join(f"{count} {reason} (as {first[reason]})" for reason, count in lacking.most_common())
+        advice = "" if skip_missing else "; --skip-missing leaves such runs out"
+        if not runs:  # an advice to leave out all helps nobody
+            tags = sorted({name for chosen in select(files, Wanted(session)) for name in chosen.facts.tags})
+            advice = f"; the session's tags are {', '.join(tags) or 'none'}"
+        raise EvalError(f"--session {session}: of {total} runs {reasons}{advice}")
+    index = index_rows(store, names, session=session, runs=[run.run_id for run in runs])
+    ranges = _ranges(index, runs, tokens)
+    light = replace(index, runs=[])  # it travels to other processes, and the examples have what is needed of them
+    return Examples(session, model, revision, names, runs, ranges, light, dict(lacking))
+
+
+def _points(files: Sequence[File], session: str, patterns: Sequence[str]) -> tuple[tuple[str, str | None], list[str]]:
+    """The one model of files and its revision, and the names of the points that are meant."""
+    schemas = by_schema(files)
+    models, kinds = Counter[tuple[str, str | None]](), dict[str, Counter[PointType]]()
+    for schema, of in schemas:
+        facts = shard_facts(schema)
+        count = sum(1 for _ in select(of, Wanted(session))) if len(schemas) > 1 else 1
+        models[facts.model, facts.revision] += count
+        for name, kind in point_types(schema).items():
+            kinds.setdefault(name, Counter())[kind] += count
+    if len(models) > 1:
+        listed = ", ".join(
+            f"{count} of {model}" + (f" ({revision})" if revision else "")
+            for (model, revision), count in models.most_common()
+        )
+        raise EvalError(f"--session {session}: runs of several models, {listed}: probe one at a time")
+    layers = max((shard_facts(schema).layers or 0 for schema, _ in schemas), default=0) or None
+    try:
+        names = recorded(patterns, sorted(kinds, key=by_site), layers)
+    except ValueError as error:
+        raise EvalError(f"--points {error}") from error
+    for name in names:
+        if len(kinds[name]) > 1:
+            listed = ", ".join(f"{count} of {kind.dtype} {kind.shape}" for kind, count in kinds[name].most_common())
+            raise EvalError(f"--session {session}: {name} has several dtypes or shapes, {listed}")
+        if len(shape := next(iter(kinds[name])).shape) > 1:
+            raise EvalError(f"--points {name}: its rows have the shape {shape}, and probes need vectors")
+    return next(iter(models), ("", None)), sorted(names, key=by_site)
+
+
+def by_site(name: str) -> tuple[str, int, str]:
+    """A key that sorts points by site, and those of a site by layer."""
+    match = re.search(r"\.(\d+)\.", name)
+    return (name[: match.start()] + name[match.end() :], int(match[1]), name) if match else ("", -1, name)
+
+
+def _example(
+    chosen: WholeRun, row: RunLabels, points: Sequence[str], tokens: Sequence[TokenColumn], grouped: bool
+) -> Example | str:
+    """A run as an example, or what it lacks."""
+    facts = chosen.facts
+    if row.label is None:
+        return "have no label"
+    if grouped and row.group is None:
+        return "have no group"
+    if any(point not in chosen.types for point in points):
+        return "did not record all points"
+    places = dict[str, RowPlace]()
+    positions, ids = (_column(chosen, name) for name in ("position", "token_id"))
+    offsets = _column(chosen, "text_offset") if "text_offset" in chosen.batches[0].schema.names else None
+    for choice in tokens:
+        rows = _rows(choice, facts, row, positions)
+        if rows is None:
+            return f"have no stored rows for --tokens {choice.name}"
+        last = rows[1] - 1
+        characters, cut = _characters(facts, positions, offsets, rows[1])
+        places[choice.name] = RowPlace(*rows, characters, int(positions[last]) + 1, int(ids[last]), cut)
+    return Example(
+        facts.run_id,
+        facts.sample_id,
+        row.label,
+        row.group if grouped and row.group is not None else facts.run_id,
+        facts.text,
+        places,
+        chosen.file,
+        chosen.offset,
+    )
+
+
+def _rows(choice: TokenColumn, facts: RunFacts, row: RunLabels, positions: np.ndarray) -> tuple[int, int] | None:
+    """The stored rows of a choice of tokens, `[first, end)`; None unless all of them are there."""
+    if choice.kind in ("mean", "max"):
+        return 0, len(positions)
+    wanted = choice.positions(facts, row.spans)
+    if wanted is None:
+        return None
+    first, end = np.searchsorted(positions, wanted).tolist()
+    return (first, end) if end - first == wanted[1] - wanted[0] > 0 else None
+
+
+def _column(chosen: WholeRun, name: str) -> np.ndarray:
+    parts = [batch[name].to_numpy(zero_copy_only=False) for batch in chosen.batches]
+    return parts[0] if len(parts) == 1 else np.concatenate(parts)
+
+
+def _characters(facts: RunFacts, positions: np.ndarray, offsets: np.ndarray | None, end: int) -> tuple[int, bool]:
+    """Characters of the text up to the end of the token of row `end - 1`, and whether they are without that token's.
+
+    A token ends where the next begins. Where the next one's row is not stored, the text ends before the token, since
+    all that follows is unknown to a probe of this row.
+    """
+    text, last = len(facts.text or ""), end - 1
+    if offsets is None or positions[last] + 1 == facts.tokens:
+        return text, False
+    cut = end == len(positions) or positions[end] != positions[last] + 1
+    offset = offsets[last if cut else end]
+    return (text, False) if np.isnan(offset) else (int(offset), cut)
+
+
+def _ranges(index: RowIndex, runs: Sequence[Example], tokens: Sequence[TokenColumn]) -> dict[str, np.ndarray]:
+    """By choice of tokens, the rows of the index that each example means, `[n, 2]`."""
+    blocks, of = np.unique(index.run, return_index=True)
+    first = {index.runs[run].run_id: int(index.starts[block]) for run, block in zip(blocks, of, strict=True)}
+    begins = np.array([first[run.run_id] for run in runs])
+    return {choice.name: begins[:, None] + np.array([run.at[choice.name][:2] for run in runs]) for choice in tokens}

@@ -1,0 +1,218 @@
+"""Loading and unloading models while the server runs.
+
+What is loaded is Serve's to know: nothing is kept here but the loads that this ingress waits for.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from typing import Any
+
+from ray import serve
+
+from deployments.errors import LoadError
+from deployments.options import Options
+from serve_app.backend.deploying import loaded
+from serve_app.backend.model_registry import Models
+from serve_app.backend.served_model import Phase
+from serve_app.http.errors import ApiError
+from serve_app.schemas.models import LoadRequest
+
+POLL_S = 0.2  # how often Serve is asked how far a model is
+REMOVAL_S = 30.0  # what the deletion of a model may take beside the requests that it lets end
+
+
+class Loader:
+    """Deploys models as Serve applications of their own, and deletes them."""
+
+    def __init__(self, options: Options, models: Models) -> None:
+        """Take what every load goes by.
+
+        Args:
+            options: The operator's, whose resources each replica gets.
+            models: The models there are.
+        """
+        self._options = options
+        self._models = models
+        self._loads: dict[str, tuple[LoadRequest, asyncio.Task[None]]] = {}
+        self._deletions: dict[str, asyncio.Task[None]] = {}
+
+    async def load(self, asked: LoadRequest) -> dict[str, Any]:
+        """Load a model and say what is loaded, at once where it is already.
+
+        Who stops waiting does not stop the load.
+
+        Raises:
+            ApiError: 403, where its own code would have to run; 409, where it is loaded otherwise; 504.
+            LoadError: It cannot be loaded, and nothing of it is left.
+        """
+        if asked.trust_remote_code and not self._options.allow_remote_code:
+            message = "this server runs no repository's own code: its operator would have to set allow_remote_code"
+            raise ApiError(403, message, "trust_remote_code", "remote_code_not_allowed")
+        await self._models.refresh()
+        model = self._models.get(asked.model_id)
+        if model is None or model.phase is not Phase.LOADED:
+            await asyncio.shield(self._joined(asked))
+        return await self._loaded(asked)
+
+    async def unload(self, model_id: str) -> dict[str, Any]:
+        """Finish what a model's replicas run, then delete them.
+
+        Raises:
+            ApiError: 404; 409 for the model that the server started with; 504, while the deletion goes on.
+        """
+        await self._models.refresh()
+        model = self._models.get(model_id)
+        if model is None:
+            raise ApiError(404, f"no model {model_id!r} is loaded", "model_id", "model_not_found")
+        if self._models.is_default(model):
+            message = "the server was started with this model: start one with model=none to load and unload at will"
+            raise ApiError(409, message, "model_id", "model_is_default")
+        deletion = self._deletion(model_id)
+        await asyncio.wait([deletion], timeout=self._options.request_timeout_s + REMOVAL_S)
+        if not deletion.done():
+            message = f"{model_id!r} takes no more requests, but what it runs has not ended yet; its deletion goes on"
+            raise ApiError(504, message, "model_id", "unload_timeout")
+        deletion.result()
+        return {"ok": True, "model": model_id}
+
+    def _joined(self, asked: LoadRequest) -> asyncio.Task[None]:
+        """The one load of a model that is under way, begun where there is none.
+
+        Raises:
+            ApiError: 409, where the one under way is another.
+        """
+        if asked.model_id in self._loads:
+            other, task = self._loads[asked.model_id]
+            under_way = other.model_dump(mode="json")
+            if any(under_way[name] != value for name, value in asked.settings.items()):
+                message = f"{asked.model_id!r} is being loaded with other settings; try again when it is there"
+                raise ApiError(409, message, "model_id", "model_loading")
+            return task
+        task = asyncio.create_task(self._deploy(asked))
+        self._loads[asked.model_id] = asked, task
+        task.add_done_callback(lambda _: self._loads.pop(asked.model_id))
+        task.add_done_callback(_retrieve)
+        return task
+
+    async def _deploy(self, asked: LoadRequest) -> None:
+        """Deploy a model and wait until all its replicas serve; where that fails, delete it again.
+
+        All of it has one deadline. A deletion may go on behind it, and who wants the model next waits for that.
+        """
+        deadline = asyncio.get_running_loop().time() + self._options.load_timeout_s
+        running: asyncio.Future[Any] | None = None
+        try:
+            async with asyncio.timeout_at(deadline):
+                model = self._models.get(asked.model_id)
+                over = model is not None and model.phase in (Phase.FAILED, Phase.UNLOADING)
+                if over or asked.model_id in self._deletions:
+                    await asyncio.shield(self._deletion(asked.model_id))
+                    model = self._models.get(asked.model_id)
+                if model is None:  # else another ingress loads it, or one did that is no more
+                    running = asyncio.ensure_future(self._run(asked))
+                    await asyncio.shield(running)
+                await self._until_loaded(asked.model_id)
+        except TimeoutError as error:
+            model = self._models.get(asked.model_id)
+            said = reason(model.message).message if model and model.phase is Phase.LOADING and model.message else ""
+            message = f"it did not load within this server's limit of {self._options.load_timeout_s:g} s. {said}"
+            await self._give_up(asked.model_id, deadline, running)
+            raise ApiError(504, message.strip(), "model_id", "load_timeout") from error
+        except Exception:
+            await self._give_up(asked.model_id, deadline, running)
+            raise
+
+    async def _run(self, asked: LoadRequest) -> None:
+        options = self._options.of_another(asked.model_id, asked.settings)
+        target = serve.RunTarget(loaded(options), name=self._models.name_of(asked.model_id), route_prefix=None)
+        # Serve blocks on its controller, hence a thread.
+        await asyncio.to_thread(
+            serve.run_many,
+            [target],
+            wait_for_ingress_deployment_creation=False,
+            wait_for_applications_running=False,
+        )
+
+    async def _until_loaded(self, model_id: str) -> None:
+        """Wait for a model that is being loaded.
+
+        Raises:
+            LoadError: Why it cannot be loaded.
+            ApiError: 409, where it is unloaded meanwhile.
+        """
+        while True:
+            await self._models.refresh(limit_s=None)
+            model = self._models.get(model_id)
+            if model is None or model.phase is Phase.UNLOADING:
+                raise ApiError(409, f"{model_id!r} was unloaded while it was loaded", "model_id", "model_unloaded")
+            # Serve counts failures until one replica has started; those of the others it repeats without end.
+            repeated = model.phase is Phase.LOADING and LoadError.quoted(model.message) is not None
+            if model.phase is Phase.FAILED or repeated:
+                raise reason(model.message)
+            if model.phase is Phase.LOADED:
+                return
+            await asyncio.sleep(POLL_S)
+
+    async def _give_up(self, model_id: str, deadline: float, running: asyncio.Future[Any] | None) -> None:
+        """Delete what a failed load has left, and wait for that no longer than `REMOVAL_S` past the deadline."""
+        left = deadline + REMOVAL_S - asyncio.get_running_loop().time()
+        await asyncio.wait([self._deletion(model_id, running)], timeout=left)
+
+    def _deletion(self, model_id: str, running: asyncio.Future[Any] | None = None) -> asyncio.Task[None]:
+        """The one deletion of a model that is under way, begun where there is none.
+
+        Args:
+            model_id: The model.
+            running: Its deployment, which has to come first.
+        """
+        if model_id not in self._deletions:
+            task = asyncio.create_task(self._delete(model_id, running))
+            self._deletions[model_id] = task
+            task.add_done_callback(lambda _: self._deletions.pop(model_id))
+            task.add_done_callback(_retrieve)
+        return self._deletions[model_id]
+
+    async def _delete(self, model_id: str, running: asyncio.Future[Any] | None) -> None:
+        """Delete a model's application; nothing of it is left when this returns. Serve lets requests end first."""
+        if running is not None:  # in a thread, which nothing stops
+            await asyncio.wait([running])
+            await self._models.refresh(limit_s=None)
+        model = self._models.get(model_id)
+        if model is None:
+            return
+        with self._models.going(model):
+            await asyncio.to_thread(serve.delete, model.app, _blocking=False)
+            while model is not None and model.phase is Phase.UNLOADING:  # another ingress may load it anew
+                await asyncio.sleep(POLL_S)
+                await self._models.refresh(limit_s=None)
+                model = self._models.get(model_id)
+
+    async def _loaded(self, asked: LoadRequest) -> dict[str, Any]:
+        """What is loaded, where it is what was asked for.
+
+        Raises:
+            ApiError: 409, with the first setting that differs.
+        """
+        model = await self._models.find(asked.model_id)
+        settings = await model.settings()
+        for name, value in asked.settings.items():
+            if settings[name] != value:
+                message = f"{asked.model_id!r} is loaded with {name} {settings[name]!r}: unload it first"
+                raise ApiError(409, message, name, "model_loaded_otherwise")
+        return {"ok": True, "model": model.id, "savepoints": settings["savepoints"]}
+
+
+def reason(message: str) -> LoadError:
+    """Why a model is not loaded: as its replica said, or else the last line of what Serve says."""
+    said = LoadError.quoted(message)
+    if said is not None:
+        return said
+    lines = [line.strip() for line in message.splitlines() if line.strip()]
+    return LoadError(lines[-1] if lines else "its replica did not start", None, "load_failed", 500)
+
+
+def _retrieve(task: asyncio.Task[None]) -> None:
+    """Take the error of what nobody waits for any more, which asyncio would complain of."""
+    if not task.cancelled():
+        task.exception()

@@ -1,0 +1,87 @@
+"""From options to an engine: what a name means, and why a model is not loaded."""
+
+from __future__ import annotations
+
+import importlib.metadata
+import json
+import traceback
+
+import pytest
+import torch
+
+from deployments.demo_model import WEIGHTS
+from deployments.errors import LoadError
+from deployments.model.revision import revision_of
+from deployments.options import Options
+from deployments.replica.engine_loading import description, load_engine
+
+
+def test_why_a_load_failed_is_read_back_from_a_traceback():
+    said = LoadError('no "point":\nthe nearest are a, b {c}', "savepoints[0].selector", "unknown_point", 400)
+    try:
+        try:
+            raise OSError("before it")
+        except OSError as error:
+            raise said from error
+    except LoadError:
+        text = f"The deployment failed to start. Error:\n{traceback.format_exc()}\nSee the logs."
+    read = LoadError.quoted(text)
+    assert (read.message, read.field, read.code, read.status) == said.args
+
+
+def test_a_text_without_a_load_error_quotes_none():
+    assert LoadError.quoted("The actor died unexpectedly before finishing this task.") is None
+
+
+def test_a_model_is_described_by_all_it_is_served_with_and_no_secret():
+    given = {"threads": 2, "api_keys_file": "/keys", "archive": "s3://bucket/p?region=x"}
+    options = Options(**given, public_url="https://host/v", model_id="mine", max_seq_len=100)
+    model = load_engine(options).model
+    told = description(options, model)
+    assert Options.model_fields.keys() - told["options"].keys() == {"api_keys_file"}
+    assert told["options"]["archive"] == "s3://bucket/p"
+    came_out = {name: told["options"][name] for name in ("dtype", "attention", "device", "max_seq_len", "threads")}
+    device = "cuda:0" if torch.cuda.is_available() else "cpu"
+    assert came_out == {"dtype": "float32", "attention": "sdpa", "device": device, "max_seq_len": 100, "threads": 2}
+    assert told["revision"] == model.revision == revision_of(str(WEIGHTS))
+    assert told["source"] == str(WEIGHTS)
+    assert told["versions"]["torch"] == importlib.metadata.version("torch")
+    assert "/keys" not in json.dumps(told)
+    assert told["tokens_depend_on_batch"] is False
+
+
+@pytest.mark.parametrize(("dtype", "depend"), [("float32", False), ("bfloat16", True), ("float16", True)])
+def test_a_model_in_16_bits_says_that_its_tokens_depend_on_the_batch(dtype, depend):
+    options = Options(dtype=dtype, threads=1)
+    assert description(options, load_engine(options).model)["tokens_depend_on_batch"] is depend
+
+
+def test_a_name_below_the_models_directory_is_that_model(tmp_path):
+    (tmp_path / "some").mkdir()
+    (tmp_path / "some" / "model").symlink_to(WEIGHTS)
+    options = {"model": "some/model", "models_dir": str(tmp_path), "dtype": "float32", "threads": 1}
+    engine = load_engine(Options(**options, savepoints=({"name": "last", "selector": "layers.-1"},)))
+    assert engine.model.points.default_names() == ["last"]
+
+
+def test_a_model_without_its_files_is_not_found(tmp_path):
+    with pytest.raises(LoadError) as refused:
+        load_engine(Options(model=str(tmp_path)))
+    assert refused.value.status in (400, 404)
+    assert refused.value.field == "model_id"
+
+
+def test_a_models_directory_has_to_be_absolute():
+    with pytest.raises(ValueError, match="models_dir"):
+        Options(models_dir="here")
+
+
+def test_replicas_of_one_machine_divide_the_memory_for_keys_and_values(monkeypatch):
+    monkeypatch.setattr("deployments.engine.kv_memory.free_bytes", lambda device: 1 << 30)
+    budgets = []
+    for replicas in (1, 2):
+        engine = load_engine(Options(threads=1, num_replicas=replicas, kv_fraction=0.8))
+        engine.step()
+        budgets.append(engine.statistics.kv_budget_bytes)
+    assert budgets[0] == pytest.approx(0.8 * 2**30, rel=0.01)
+    assert budgets[1] == pytest.approx(budgets[0] / 2, rel=0.01)

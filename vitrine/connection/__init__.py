@@ -1,0 +1,1 @@
+"""HTTP to one server: retries, downloads in pages, progress, and blocking calls."""

@@ -1,0 +1,177 @@
+"""Requests to one server: a bounded number at a time, sent again where that may help, downloads in pages."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import json
+import random
+import time
+from collections.abc import AsyncIterator, Awaitable, Iterable, Iterator, Mapping
+from typing import Any, TypeVar
+
+import httpx
+
+import vitrine.connection.sockets  # noqa: F401 - before the first request
+from vitrine.server_error import ServerError
+
+AT_ONCE = 32  # requests of one client
+SEQUENCES_AT_ONCE = 256  # of these requests: four batches of a replica, so that others find places there, too
+ATTEMPTS = 6  # where connections break
+LONGEST_PAUSE_S = 30.0
+BUSY = (429, 503)
+LOST = (httpx.ConnectError, httpx.ConnectTimeout, httpx.ReadError, httpx.RemoteProtocolError, httpx.WriteError)
+PAGE_BYTES = 4 << 20  # the most that the server answers at once
+
+_T = TypeVar("_T")
+
+
+class Transport:
+    """One server's HTTP.
+
+    Attributes:
+        url: The server's address, without `/v1`.
+        api_key: The key that is sent, if any.
+        timeout: Seconds to wait for each answer, and to go on asking a server that is busy.
+    """
+
+    def __init__(self, url: str, api_key: str | None, timeout: float) -> None:
+        if not url.startswith(("http://", "https://")):
+            raise ValueError(f"url: {url!r} does not begin with http:// or https://")
+        self.url = url.rstrip("/").removesuffix("/v1").rstrip("/")
+        self.api_key = api_key
+        self.timeout = timeout
+        self._room = _Room(SEQUENCES_AT_ONCE)
+        self._http = httpx.AsyncClient(
+            base_url=self.url,
+            headers={"Authorization": f"Bearer {api_key}"} if api_key else {},
+            timeout=httpx.Timeout(timeout, connect=10, pool=None),
+            limits=httpx.Limits(max_connections=AT_ONCE),
+        )
+
+    async def close(self) -> None:
+        """Close the connections."""
+        await self._http.aclose()
+
+    async def get(self, path: str, query: Mapping[str, Any] | None = None, attempts: int = ATTEMPTS) -> dict[str, Any]:
+        """The JSON that a route answers.
+
+        Raises:
+            ServerError: The server refuses.
+            ConnectionError: It does not answer.
+        """
+        answer: dict[str, Any] = (await self._answer("GET", path, attempts, params=query)).json()
+        return answer
+
+    async def post(self, path: str, body: Mapping[str, Any], sequences: int = 0) -> dict[str, Any]:
+        """The JSON that a route answers to a body, which may hold numpy's numbers and arrays. Raises as `get`.
+
+        Where a connection breaks before the answer, the request is sent again: what it records may be stored twice.
+
+        Args:
+            path: The route's.
+            body: The request's.
+            sequences: How many sequences the server runs for it: it waits while too many of this client's run.
+        """
+        content = json.dumps(body, default=_plain, allow_nan=False)
+        headers = {"Content-Type": "application/json"}
+        async with self._room.of(sequences):
+            answer: dict[str, Any] = (await self._answer("POST", path, content=content, headers=headers)).json()
+        return answer
+
+    async def download(self, path: str, query: Mapping[str, Any]) -> bytes:
+        """A download as a whole, fetched page by page. Raises as `get`."""
+        body = bytearray()
+        headers = {"Accept-Encoding": "identity"}  # compressed, a range would be of what is compressed
+        while True:
+            headers["Range"] = f"bytes={len(body)}-{len(body) + PAGE_BYTES - 1}"
+            try:
+                page = await self._answer("GET", path, params=query, headers=headers)
+            except ServerError as error:
+                if error.code != "download_changed":
+                    raise
+                del headers["If-Match"]  # its files were moved: begin again
+                body.clear()
+                continue
+            body += page.content
+            if len(body) >= int(page.headers["Content-Range"].rpartition("/")[2]):
+                return bytes(body)
+            headers["If-Match"] = page.headers["ETag"]
+
+    async def _answer(self, method: str, path: str, attempts: int = ATTEMPTS, **request: Any) -> httpx.Response:
+        """An answer of status 200 or 206: asked for again while the server is busy, and where a connection breaks."""
+        end, lost = time.monotonic() + self.timeout, 0
+        for pause in _pauses():
+            try:
+                answer = await self._http.request(method, path, **request)
+                if answer.is_success:
+                    return answer
+                pause = max(pause, _retry_after(answer))
+                if answer.status_code not in BUSY or attempts == 1 or time.monotonic() + pause > end:
+                    raise ServerError.of(answer)
+            except LOST as error:
+                lost += 1
+                if lost == attempts:
+                    reason = str(error) or type(error).__name__
+                    raise ConnectionError(f"{self.url} does not answer: {reason}; is it running?") from error
+            except httpx.TimeoutException as error:
+                raise TimeoutError(f"{self.url}{path} did not answer in time; connect(timeout=...) sets it") from error
+            await asyncio.sleep(pause)
+        raise AssertionError("the pauses do not end")
+
+
+async def together(calls: Iterable[Awaitable[_T]]) -> list[_T]:
+    """What calls return, in their order; the first that fails ends the others."""
+    tasks = [asyncio.ensure_future(call) for call in calls]
+    try:
+        return await asyncio.gather(*tasks)
+    finally:
+        for task in tasks:
+            task.cancel()
+
+
+class _Room:
+    """Bounds how many sequences run at once, by the requests that ask for them."""
+
+    def __init__(self, most: int) -> None:
+        self._most = self._left = most
+        self._changed = asyncio.Condition()
+
+    @contextlib.asynccontextmanager
+    async def of(self, sequences: int) -> AsyncIterator[None]:
+        """Have room for some; a request for more than there is waits until it is alone."""
+        taken = min(sequences, self._most)
+        async with self._changed:
+            await self._changed.wait_for(lambda: self._left >= taken)
+            self._left -= taken
+        try:
+            yield
+        finally:
+            self._left += taken
+            async with self._changed:
+                self._changed.notify_all()
+
+
+def _pauses() -> Iterator[float]:
+    """Seconds between attempts: random, and twice as long each time."""
+    longest = min(0.5, LONGEST_PAUSE_S)
+    while True:
+        yield random.uniform(0.5, 1) * longest
+        longest = min(2 * longest, LONGEST_PAUSE_S)
+
+
+def _retry_after(answer: httpx.Response) -> float:
+    """Seconds to wait, as the server asks; 0 where it does not."""
+    try:
+        return min(float(answer.headers["Retry-After"]), LONGEST_PAUSE_S)
+    except (KeyError, ValueError):  # none, or a date
+        return 0.0
+
+
+def _plain(value: Any) -> Any:
+    """JSON's form of what a request may hold besides: numpy's numbers and arrays, ranges, tuples of them."""
+    if hasattr(value, "tolist"):
+        return value.tolist()
+    if isinstance(value, range):
+        return list(value)
+    raise TypeError(f"{value!r:.60} of type {type(value).__name__} cannot be sent: give numbers, texts, lists or dicts")

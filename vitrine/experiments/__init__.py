@@ -1,0 +1,1 @@
+"""Experiments of one call each, as parts of `Server`, and what they return."""

@@ -1,0 +1,194 @@
+"""Directions in activation space, and steering along them."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+
+from vitrine.experiments.activations import Activations
+from vitrine.points import layer_of, listed
+
+
+@dataclass(frozen=True, eq=False)
+class Steer:
+    """A vector that is added to a point's activations while a text is generated: `direction.at(2) * 1.5`.
+
+    Attributes:
+        point: Where.
+        vector: `[hidden]`; at heads, `[heads, head_dim]`.
+        scale: By how much the vector is multiplied.
+        tokens: To which tokens it is added, as in `docs/points.md`.
+        unit: `absolute`, or `residual_norm`: the vector's direction times the norm of each row that is changed.
+
+    Examples:
+        >>> acts = server.collect(["Ann has 3", "Tom ran"], "layers.*.output", labels=[1, 0])
+        >>> steer = vitrine.difference_of_means(acts).at(3)
+        >>> (steer * -2).scale, (-steer).scale, steer.point
+        (-2.0, -1.0, 'layers.3.output')
+    """
+
+    point: str
+    vector: npt.NDArray[np.float32]
+    scale: float = 1.0
+    tokens: str | Mapping[str, Any] = "all"
+    unit: str = "absolute"
+
+    def __mul__(self, factor: float) -> Steer:
+        return replace(self, scale=self.scale * float(factor))
+
+    __rmul__ = __mul__
+
+    def __neg__(self) -> Steer:
+        return self * -1
+
+    def __repr__(self) -> str:
+        unit = "" if self.unit == "absolute" else f", unit={self.unit!r}"
+        return f"Steer({self.point!r}, scale={self.scale:g}, tokens={self.tokens!r}{unit})"
+
+    @property
+    def operation(self) -> dict[str, Any]:
+        """The intervention, as requests have it.
+
+        Examples:
+            >>> acts = server.collect(["Ann has 3", "Tom ran"], "layers.3.output", labels=[1, 0])
+            >>> steer = vitrine.difference_of_means(acts).at(3) * 2
+            >>> steer.operation["op"], steer.operation["point"], steer.operation["scale"]
+            ('add', 'layers.3.output', 2.0)
+        """
+        vector = self.vector.ravel().tolist()  # of heads one behind the other
+        how = {"scale": self.scale, "unit": self.unit, "tokens": self.tokens}
+        return {"op": "add", "point": self.point, "vector": vector, **how}
+
+
+@dataclass(frozen=True, eq=False)
+class Direction:
+    """A vector for each of several points, usually one a layer.
+
+    Attributes:
+        values: `[points, hidden]`, float32.
+        points: The points' names.
+
+    Examples:
+        >>> acts = server.collect(["Ann has 3", "Tom ran"], "layers.*.output", labels=[1, 0])
+        >>> direction = vitrine.difference_of_means(acts)
+        >>> direction.values.shape, direction.at(-1)
+        ((6, 192), Steer('layers.5.output', scale=1, tokens='all'))
+        >>> direction.save("direction.safetensors")
+        >>> bool((vitrine.Direction.load("direction.safetensors").values == direction.values).all())
+        True
+    """
+
+    values: npt.NDArray[np.float32]
+    points: list[str]
+
+    @property
+    def layers(self) -> list[int | None]:
+        """By point, the number of its layer; None where it is in none.
+
+        Examples:
+            >>> acts = server.collect(["Ann has 3", "Tom ran"], "resid_post", labels=[1, 0])
+            >>> vitrine.difference_of_means(acts).layers
+            [0, 1, 2, 3, 4, 5]
+        """
+        return [layer_of(point) for point in self.points]
+
+    def at(self, layer: int, unit: str = "absolute", tokens: str | Mapping[str, Any] = "all") -> Steer:
+        """Steering along the vector of one layer.
+
+        Args:
+            layer: Its number; -1 is the last layer that the direction has.
+            unit: As in `Steer`.
+            tokens: As in `Steer`.
+
+        Raises:
+            IndexError: The direction has no such layer, or several points in it.
+
+        Examples:
+            >>> acts = server.collect(["Ann has 3", "Tom ran"], "resid_post", labels=[1, 0])
+            >>> vitrine.difference_of_means(acts).at(-1, unit="residual_norm") * 0.5
+            Steer('layers.5.output', scale=0.5, tokens='all', unit='residual_norm')
+        """
+        layers = self.layers
+        wanted = sorted({own for own in layers if own is not None})[layer] if -len(layers) <= layer < 0 else layer
+        if layers.count(wanted) != 1:
+            count = layers.count(wanted)
+            raise IndexError(f"layer {layer}: the direction has {count} points there, of {listed(self.points)}")
+        place = layers.index(wanted)
+        return Steer(self.points[place], self.values[place], tokens=tokens, unit=unit)
+
+    def save(self, path: str | Path) -> None:
+        """Write a safetensors file, which holds `values` and, in its metadata, the points.
+
+        Examples:
+            >>> acts = server.collect(["Ann has 3", "Tom ran"], "resid_post", labels=[1, 0])
+            >>> vitrine.difference_of_means(acts).save("direction.safetensors")
+        """
+        from safetensors.numpy import save_file
+
+        save_file({"values": np.ascontiguousarray(self.values)}, path, {"points": json.dumps(self.points)})
+
+    @classmethod
+    def load(cls, path: str | Path) -> Direction:
+        """Read what `save` wrote.
+
+        Raises:
+            FileNotFoundError: There is no such file.
+            ValueError: Something else wrote the file.
+
+        Examples:
+            >>> acts = server.collect(["Ann has 3", "Tom ran"], "layers.3.output", labels=[1, 0])
+            >>> vitrine.difference_of_means(acts).save("direction.safetensors")
+            >>> vitrine.Direction.load("direction.safetensors").points
+            ['layers.3.output']
+        """
+        from safetensors import safe_open
+
+        with safe_open(path, "numpy") as file:
+            points = (file.metadata() or {}).get("points")
+            if points is None or "values" not in file.keys():  # noqa: SIM118 - it is no dict
+                raise ValueError(f"{path} was not written by Direction.save")
+            return cls(file.get_tensor("values"), json.loads(points))
+
+
+def difference_of_means(acts: Activations, positive: Any = 1) -> Direction:
+    """The mean of the activations with one label less the mean of all others, at each point.
+
+    Args:
+        acts: Of one token each, with labels.
+        positive: The label.
+
+    Raises:
+        ValueError: There are no labels or several tokens a prompt, or one side has no activations.
+
+    Examples:
+        >>> acts = server.collect(["Ann has 3", "Tom ran"], "layers.*.output", labels=["sum", "story"])
+        >>> vitrine.difference_of_means(acts, positive="sum").values.shape
+        (6, 192)
+    """
+    if acts.labels is None:
+        raise ValueError("the activations have no labels: collect(..., labels=[...])")
+    if not isinstance(acts.values, np.ndarray):
+        raise ValueError("the activations are of several tokens a prompt: collect(..., tokens='prompt_last') for one")
+    chosen = acts.labels == positive
+    if chosen.all() or not chosen.any():
+        there = ", ".join(map(repr, dict.fromkeys(acts.labels.tolist())))
+        count = f"{int(chosen.sum())} of {len(acts)} labels are {positive!r}"
+        raise ValueError(f"{count}: both sides need some; positive= names one of {there}")
+    means = [acts.values[side].mean(axis=0, dtype=np.float64) for side in (chosen, ~chosen)]
+    return Direction((means[0] - means[1]).astype(np.float32), list(acts.points))
+
+
+def operations(
+    steer: Steer | Sequence[Steer] | None, interventions: Iterable[Mapping[str, Any]] | None
+) -> list[Mapping[str, Any]] | None:
+    """A request's `interventions`: those given, and behind them the steering; None where there are none."""
+    steers = [steer] if isinstance(steer, Steer) else [] if steer is None else list(steer)
+    if any(not isinstance(one, Steer) for one in steers):
+        raise TypeError("steer: give direction.at(layer) * scale, or several in a list; a vector alone has no point")
+    return [*(interventions or ()), *(one.operation for one in steers)] or None

@@ -1,0 +1,158 @@
+"""Texts from the model."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any, overload
+
+from vitrine.experiments.directions import Steer, operations
+from vitrine.connection.progress import gathered
+from vitrine.experiments.prompt_batches import Chat, Prompt, asked, check, is_chat, named_by, requests, route
+from vitrine.connection.transport import Transport
+
+MOST_VARIANTS = 64  # of a request
+
+
+class Generating(Transport):
+    """A server that is asked for texts.
+
+    Attributes:
+        model: The id of the model that is asked.
+    """
+
+    model: str
+
+    async def complete(self, /, prompt: Prompt | Sequence[str], **fields: Any) -> dict[str, Any]:
+        """One request, and its answer as JSON.
+
+        Args:
+            prompt: A text, a list of texts, or a chat: a list of messages.
+            fields: The request's other fields, OpenAI's and those of docs/http.md; None leaves one out.
+
+        Raises:
+            ServerError: The server refuses.
+            ConnectionError: It does not answer.
+            ValueError: There is `stream`.
+
+        Examples:
+            >>> answer = server.complete("Ann has 3 boxes", max_tokens=4, temperature=0)
+            >>> answer["usage"]["completion_tokens"]
+            4
+        """
+        if fields.get("stream"):
+            raise ValueError("stream: complete gives whole answers; for streams use OpenAI's client")
+        path, field = route(prompt)
+        given = {name: value for name, value in fields.items() if value is not None}
+        return await self.post(path, {"model": self.model, **field, **given}, _sequences(prompt, given))
+
+    async def _variants(
+        self,
+        prompt: Prompt,
+        variants: Sequence[Sequence[Mapping[str, Any]]],
+        unit: str,
+        progress: bool | None,
+        **fields: Any,
+    ) -> list[dict[str, Any]]:
+        """The choice of each list of interventions over one prompt, in their order, many lists a request."""
+        groups = [variants[first : first + MOST_VARIANTS] for first in range(0, len(variants), MOST_VARIANTS)]
+        calls = [(len(group), self.complete(prompt, **fields, variants=group)) for group in groups]
+        answers = await gathered(calls, unit, progress)
+        return [choice for answer in answers for choice in sorted(answer["choices"], key=lambda one: one["index"])]
+
+    @overload
+    async def generate(
+        self,
+        /,
+        prompt: str | Chat,
+        *,
+        max_tokens: int = 64,
+        temperature: float = 0,
+        steer: Steer | Sequence[Steer] | None = None,
+        interventions: Sequence[Mapping[str, Any]] | None = None,
+        progress: bool | None = None,
+        **fields: Any,
+    ) -> str: ...
+    @overload
+    async def generate(
+        self,
+        /,
+        prompt: Sequence[str] | Sequence[Chat],
+        *,
+        max_tokens: int = 64,
+        temperature: float = 0,
+        steer: Steer | Sequence[Steer] | None = None,
+        interventions: Sequence[Mapping[str, Any]] | None = None,
+        progress: bool | None = None,
+        **fields: Any,
+    ) -> list[str]: ...
+    async def generate(
+        self,
+        /,
+        prompt: Prompt | Sequence[Prompt],
+        *,
+        max_tokens: int = 64,
+        temperature: float = 0,
+        steer: Steer | Sequence[Steer] | None = None,
+        interventions: Sequence[Mapping[str, Any]] | None = None,
+        progress: bool | None = None,
+        **fields: Any,
+    ) -> str | list[str]:
+        """What the model writes after a prompt; of a list of prompts, a list in its order.
+
+        Args:
+            prompt: A text or a chat (a list of messages), or a list of them.
+            max_tokens: The most tokens of each text.
+            temperature: 0 takes the likeliest token each time.
+            steer: Vectors to add on the way, such as `direction.at(2) * 1.5`, or several in a list.
+            interventions: Other interventions, as in docs/interventions.md.
+            progress: Whether to draw a progress bar; by default in terminals and notebooks, for several requests.
+            fields: Other fields of the requests, OpenAI's and those of docs/http.md. For `n` and `stream`, use
+                `complete` or OpenAI's client.
+
+        Raises:
+            ServerError: The server refuses.
+            ConnectionError: It does not answer.
+            ValueError: A prompt is none, or there is `n` or `stream`.
+
+        Examples:
+            >>> question = [{"role": "user", "content": "Tom has 3 boxes of 12 pens. How many pens is that?"}]
+            >>> print(server.generate(question))
+            Now Tom has 3*12=36 pens.
+            #### 36
+            >>> len(server.generate(["Ann has", "Tom has"], max_tokens=4))
+            2
+        """
+        if beyond := {"n", "stream"} & fields.keys():
+            raise ValueError(f"generate gives one text for each prompt, without {', '.join(beyond)}: use complete")
+        if "unit" in fields:
+            raise ValueError("unit: belongs to the vector, direction.at(layer, unit='residual_norm') * scale")
+        fields |= {"max_tokens": max_tokens, "temperature": temperature}
+        fields["interventions"] = operations(steer, interventions)
+        is_one = isinstance(prompt, str) or is_chat(prompt)
+        prompts: list[Any] = [prompt] if is_one else list(prompt)
+        check(prompts, "prompt")
+        groups = requests(prompts)
+
+        async def part(group: list[int]) -> dict[str, Any]:
+            with named_by(group):
+                return await self.complete(asked(prompts, group), **fields)
+
+        answers = await gathered([(len(group), part(group)) for group in groups], progress=progress)
+        texts = {
+            group[choice["index"]]: text_of(choice)
+            for group, answer in zip(groups, answers, strict=True)
+            for choice in answer["choices"]
+        }
+        return texts[0] if is_one else [texts[place] for place in range(len(prompts))]
+
+
+def _sequences(prompt: Prompt | Sequence[str], fields: Mapping[str, Any]) -> int:
+    """How many sequences the server runs for a request."""
+    prompts = 1 if isinstance(prompt, str) or is_chat(prompt) else len(prompt)
+    of_each = [fields.get("n"), fields.get("best_of"), len(fields.get("variants") or ())]
+    return prompts * max(1, *(count for count in of_each if isinstance(count, int)))
+
+
+def text_of(choice: Mapping[str, Any]) -> str:
+    """The text of a completion's choice or of a chat's."""
+    return choice["text"] if "text" in choice else choice["message"]["content"] or ""

@@ -1,0 +1,86 @@
+"""Prompts as requests have them."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from typing import Any
+
+from vitrine.server_error import ServerError
+
+Chat = Sequence[Mapping[str, Any]]  # messages, each with `role` and `content`
+Prompt = str | Chat
+
+MOST = 64  # prompts of a request: as many as share a forward of the server, by default
+MOST_CHARACTERS = 1 << 15  # of a request's prompts together, so that a request's activations stay within limits
+
+
+def is_chat(prompt: Any) -> bool:
+    """Whether it is one chat, and not a text or a list of prompts."""
+    is_list = isinstance(prompt, Sequence) and not isinstance(prompt, str)
+    return is_list and len(prompt) > 0 and isinstance(prompt[0], Mapping)
+
+
+def route(prompt: Prompt | Sequence[str]) -> tuple[str, dict[str, Any]]:
+    """The route of a request for a text, a list of texts or a chat, and the field that holds it."""
+    if is_chat(prompt):
+        return "/v1/chat/completions", {"messages": prompt}
+    return "/v1/completions", {"prompt": prompt}
+
+
+def requests(prompts: Sequence[Prompt]) -> list[list[int]]:
+    """For each request the places of its prompts: texts of about the same length together, each chat by itself."""
+    found: list[list[int]] = []
+    left = 0  # characters that fit into the last request
+    for place in sorted(range(len(prompts)), key=lambda place: (is_chat(prompts[place]), len(prompts[place]))):
+        size = MOST_CHARACTERS if is_chat(prompts[place]) else max(1, len(prompts[place]))
+        if size > left or len(found[-1]) >= MOST:
+            found.append([])
+            left = MOST_CHARACTERS
+        found[-1].append(place)
+        left -= size
+    return found
+
+
+def asked(prompts: Sequence[Prompt], group: Sequence[int]) -> Any:
+    """What one of the requests asks: one chat, or a list of texts."""
+    first = prompts[group[0]]
+    return first if is_chat(first) else [prompts[place] for place in group]
+
+
+@contextmanager
+def named_by(group: Sequence[int]) -> Iterator[None]:
+    """Name the prompt of a request that the server refuses by its place in the caller's list.
+
+    Raises:
+        ServerError: As within.
+    """
+    try:
+        yield
+    except ServerError as error:
+        message = re.sub(r"\bprompt\[(\d+)\]", lambda found: f"prompt[{group[int(found[1])]}]", error.message)
+        raise ServerError(message, error.status, error.param, error.code) from error
+
+
+def check_one(prompt: Any, name: str) -> None:
+    """Check that something is one prompt.
+
+    Raises:
+        ValueError: It is not; begins with `name`.
+    """
+    if not isinstance(prompt, str) and not is_chat(prompt):
+        raise ValueError(f"{name}: give one prompt, a text or a list of messages, not {prompt!r:.60}")
+
+
+def check(prompts: Sequence[Prompt], name: str) -> None:
+    """Check that a list holds prompts.
+
+    Raises:
+        ValueError: It is one prompt, is empty or holds something else; begins with `name`.
+    """
+    if isinstance(prompts, str) or is_chat(prompts) or not len(prompts):
+        raise ValueError(f"{name}: give a list of prompts, with at least one")
+    for place, prompt in enumerate(prompts):
+        if not isinstance(prompt, str) and not is_chat(prompt):
+            raise ValueError(f"{name}[{place}]: {prompt!r:.60} is neither a text nor a list of messages")

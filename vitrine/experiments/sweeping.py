@@ -1,0 +1,123 @@
+"""Sweeps of steering: layers by scales."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import numpy as np
+
+from vitrine.experiments.directions import Direction
+from vitrine.experiments.generating import Generating, text_of
+from vitrine.experiments.plots import heat_map
+from vitrine.points import layer_of
+from vitrine.experiments.prompt_batches import Prompt, check_one
+
+
+class Steered(NamedTuple):
+    """One text of a sweep."""
+
+    layer: int
+    scale: float
+    text: str
+    score: float | None
+
+
+@dataclass(frozen=True, repr=False)
+class Sweep:
+    """What a model writes with a direction added at several layers, by several scales.
+
+    Attributes:
+        rows: Layer by layer, by scale.
+
+    Examples:
+        >>> acts = server.collect(["Ann has 3", "Tom ran"], "resid_post", labels=[1, 0])
+        >>> direction = vitrine.difference_of_means(acts)
+        >>> sweep = server.sweep("Ann", direction, layers=[2], scales=[0, 1], max_tokens=4, score=len)
+        >>> [(row.layer, row.scale) for row in sweep.rows]
+        [(2, 0), (2, 1)]
+    """
+
+    rows: list[Steered]
+
+    def plot(self, path: str | Path | None = None) -> Any:
+        """A heat map of the scores.
+
+        Raises:
+            ValueError: The texts have no scores.
+            ImportError: matplotlib is not installed.
+
+        Examples:
+            >>> acts = server.collect(["Ann has 3", "Tom ran"], "resid_post", labels=[1, 0])
+            >>> direction = vitrine.difference_of_means(acts)
+            >>> sweep = server.sweep("Ann", direction, layers=[2], scales=[0, 1], max_tokens=4, score=len)
+            >>> figure = sweep.plot(path="sweep.png")
+        """
+        layers, scales = ([*dict.fromkeys(one[place] for one in self.rows)] for place in (0, 1))
+        if any(row.score is None for row in self.rows):
+            raise ValueError("the texts have no scores: sweep(..., score=...) with a function of a text")
+        values = np.array([row.score for row in self.rows], float).reshape(len(layers), len(scales))
+        return heat_map(values, layers, scales, title="score of the text", labels=("scale", "layer"), path=path)
+
+    def __repr__(self) -> str:
+        scored = any(row.score is not None for row in self.rows)
+        lines = [f"layer   scale  {'  score  ' if scored else ''}text"]
+        for layer, scale, text, score in self.rows:
+            told = f"{score:7.3g}  " if score is not None else " " * 9 if scored else ""
+            lines.append(f"{layer:5}  {scale:6g}  {told}{text!r}")
+        return "\n".join(lines)
+
+
+class Sweeping(Generating):
+    """A server that is asked for sweeps."""
+
+    async def sweep(
+        self,
+        /,
+        prompt: Prompt,
+        direction: Direction,
+        *,
+        layers: Sequence[int],
+        scales: Sequence[float],
+        unit: str = "absolute",
+        max_tokens: int = 32,
+        temperature: float = 0,
+        score: Callable[[str], float] | None = None,
+        progress: bool | None = None,
+        **fields: Any,
+    ) -> Sweep:
+        """Steer along a direction at each layer by each scale; all texts share the server's forwards.
+
+        Args:
+            prompt: A text or a chat.
+            direction: Its vectors are added at their points, to all tokens.
+            layers: Of the direction.
+            scales: By which its vectors are multiplied; 0 is the baseline.
+            unit: `residual_norm` scales by the norm of the rows that are changed, so that scales fit every layer.
+            max_tokens: The most tokens of each text.
+            temperature: 0 takes the likeliest token each time.
+            score: A number for a text; called on a thread of its own, so that it may ask the server, too.
+            progress: Whether to draw a progress bar; by default in terminals and notebooks, for several requests.
+            fields: Other fields of the request, such as `seed`.
+
+        Raises:
+            IndexError: The direction has no such layer.
+            ServerError: The server refuses.
+
+        Examples:
+            >>> acts = server.collect(["Ann has 3", "Tom ran"], "resid_post", labels=[1, 0])
+            >>> direction = vitrine.difference_of_means(acts)
+            >>> print(server.sweep("Ann has", direction, layers=[1, 3], scales=[0], max_tokens=1).rows[1].layer)
+            3
+        """
+        check_one(prompt, "prompt")
+        steers = [direction.at(layer, unit) for layer in layers]
+        cells = [(layer_of(steer.point) or 0, scale) for steer in steers for scale in scales]
+        variants = [[(steer * scale).operation] if scale else [] for steer in steers for scale in scales]
+        fields |= {"max_tokens": max_tokens, "temperature": temperature}
+        texts = [text_of(choice) for choice in await self._variants(prompt, variants, "text", progress, **fields)]
+        scores = await asyncio.to_thread(lambda: [float(score(text)) if score else None for text in texts])
+        return Sweep([Steered(*cell, text, own) for cell, text, own in zip(cells, texts, scores, strict=True)])

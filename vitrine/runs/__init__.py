@@ -1,0 +1,1 @@
+"""Stored runs as numpy arrays, fetched from a server or read from files."""

@@ -1,0 +1,112 @@
+"""Stored runs, fetched from the server."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from vitrine.runs.rows import Run, of_streams
+from vitrine.connection.transport import Transport, together
+
+MOST_RUNS = 64  # of a download
+
+
+class Reading(Transport):
+    """A server that hands over stored runs."""
+
+    async def load_runs(self, source: Any, points: str | Sequence[str] | None = None) -> list[Run]:
+        """Stored runs: in the order in which `source` names them; of a session, in that of the requests.
+
+        For the order of collected prompts, which are sent by length, give `acts.run_ids`.
+
+        Args:
+            source: An answer of this server (a dict, or an object of OpenAI's client), one of the `runs` of its
+                `activations_meta`, a run id, several in a list, or a session's name.
+            points: Names of recorded points, with `*` for every layer and -1 for the model's last; all by default.
+
+        Raises:
+            LookupError: There is no such run or session, or a run has no such point.
+            ServerError: The server refuses.
+
+        Examples:
+            >>> acts = server.collect(["Ann has", "Tom has"], ["layers.1.output", "layers.5.output"])
+            >>> [run.facts["text"] for run in server.load_runs(acts.run_ids[::-1], "layers.-1.output")]
+            ['Tom has', 'Ann has']
+        """
+        entries = await self._entries(source)
+        groups = [entries[first : first + MOST_RUNS] for first in range(0, len(entries), MOST_RUNS)]
+        sessions = [[e for e in group if e["session_id"] == name] for group in groups for name in _sessions(group)]
+        parts = await together(self._fetched(group, points) for group in sessions)
+        found = {run.run_id: run for part in parts for run in part}
+        if missing := [entry["run_id"] for entry in entries if entry["run_id"] not in found]:
+            raise LookupError(f"{', '.join(missing)} recorded none of the points {points}")
+        return [found[entry["run_id"]] for entry in entries]
+
+    async def _fetched(self, entries: Sequence[Mapping[str, Any]], points: str | Sequence[str] | None) -> list[Run]:
+        """Some runs of one session."""
+        query = {"run": ",".join(entry["run_id"] for entry in entries)}
+        if points is not None:
+            query["points"] = points if isinstance(points, str) else ",".join(points)
+        body = await self.download(f"/v1/activations/session/{entries[0]['session_id']}/data", query)
+        return [run.only(points) for run in of_streams(body)]
+
+    async def _entries(self, source: Any) -> list[dict[str, Any]]:
+        """The server's entries of the runs that a source names."""
+        names = run_ids(source)
+        groups = [names[first : first + MOST_RUNS] for first in range(0, len(names), MOST_RUNS)]
+        parts = await together(self._listed({"run": ",".join(group)}) for group in groups)
+        found = {entry["run_id"]: entry for part in parts for entry in part}
+        if isinstance(source, str) and not found and (entries := await self._listed({"session": source})):
+            return entries
+        if missing := [name for name in names if name not in found]:
+            kind = "run or session" if isinstance(source, str) else "run"
+            raise LookupError(f"{self.url} has no {kind} {', '.join(missing)}")
+        return [found[name] for name in names]
+
+    async def _listed(self, query: dict[str, Any]) -> list[dict[str, Any]]:
+        entries: list[dict[str, Any]] = []
+        while True:
+            page = await self.get("/v1/activations/runs", {**query, "limit": 1000})
+            entries += page["data"]
+            if not page["has_more"]:
+                return entries
+            query = {**query, "after": entries[-1]["run_id"]}
+
+
+def run_ids(source: Any) -> list[str]:
+    """The ids of the runs that a source names, in its order.
+
+    Raises:
+        ValueError: It recorded nothing.
+    """
+    if isinstance(source, str):
+        return [source]
+    if isinstance(source, Sequence):
+        return [name for one in source for name in run_ids(one)]
+    return [run["run_id"] for run in recorded(source)]
+
+
+def recorded(source: Any) -> list[Mapping[str, Any]]:
+    """The `runs` of an answer, or the one run or the runs that a source is.
+
+    Raises:
+        ValueError: It stored nothing; the message says why.
+    """
+    if isinstance(source, Mapping) and "run_id" in source:
+        return [source]
+    if isinstance(source, Sequence):
+        return [run for one in source for run in recorded(one)]
+    meta = source.get("activations_meta") if isinstance(source, Mapping) else getattr(source, "activations_meta", None)
+    if not meta or not meta.get("runs"):
+        raise ValueError("the answer recorded no activations: ask with capture={'points': [...]}")
+    if meta["status"] == "inline":
+        raise ValueError("the answer holds its activations itself: nothing is stored with capture's return: inline")
+    if meta["status"] != "stored":
+        raise ValueError(
+            f"not all of the answer's runs are stored ({meta.get('reason')}): give those of its runs that are"
+        )
+    return sorted(meta["runs"], key=lambda run: run["index"])
+
+
+def _sessions(entries: Sequence[Mapping[str, Any]]) -> list[str]:
+    return list(dict.fromkeys(entry["session_id"] for entry in entries))
