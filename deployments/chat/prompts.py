@@ -8,7 +8,7 @@ from typing import Any, NamedTuple
 from deployments.chat.template import ChatFormat
 from deployments.chat.token_texts import TextOffsets, TokenTexts
 from deployments.errors import RequestError, naming
-from deployments.messages import Job, Text
+from deployments.job import Job, Text
 from deployments.model.model import Model
 
 

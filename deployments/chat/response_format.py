@@ -6,7 +6,7 @@ from deployments.chat.grammar import arguments, schema_rule
 from deployments.chat.template import ChatFormat
 from deployments.engine.decoding.guided import Grammar, GrammarCompiler
 from deployments.errors import RequestError
-from deployments.messages import Job
+from deployments.job import Job
 from deployments.model.model import Model
 
 

@@ -25,8 +25,9 @@ from nnsight.schema.request import RequestModel
 from nnsight.tracing.tracer import dec, inc
 from nnsight.tracing.util import clean_traceback, filter_traceback
 
-from deployments.client_code.frames import Kind, receive, send
+from deployments.client_code.frames import Kind, receive
 from deployments.client_code.job import Limits
+from deployments.client_code.job_output import JobLog, ReplicaSocket
 from deployments.client_code.kernel import PR_SET_PDEATHSIG, call
 from deployments.client_code.namespaces import TMP_BYTES, count_threads
 from deployments.client_code.sandbox import Sandbox
@@ -34,10 +35,8 @@ from deployments.model.weights import SharedWeights
 
 NICE = 10  # the replica's own threads come first
 FIRST_KILLED = "1000"  # by the kernel, where the machine's memory ends
-LINE_BYTES = 100  # that a printed line counts for beside its text: each is a message
 FLUSH_S = 0.05
 MAX_ERROR_CHARACTERS = 1 << 16  # characters of a failure
-LONGEST_LINE = 1 << 14  # characters that wait for a line's end
 LEVEL = 3  # of zstd: a result is compressed once and sent once
 MOST_FILES = 1024
 MOST_THREADS = 1024
@@ -66,7 +65,7 @@ def run(replica: socket.socket, model: JobModel, weights_fd: int) -> NoReturn:
         model: What the job runs on.
         weights_fd: The file with its weights.
     """
-    to = _Replica(replica)
+    to = ReplicaSocket(replica)
     try:
         _leave_the_host(replica.fileno(), weights_fd)
         storage = model.weights.mapped(weights_fd)
@@ -78,7 +77,7 @@ def run(replica: socket.socket, model: JobModel, weights_fd: int) -> NoReturn:
         limits = Limits(**asked["limits"])
         module = model.weights.module(storage)
         wrapped = TransformersModel(module, tokenizer=model.tokenizer, task="text-generation")
-        log = _Log(to, limits.log_bytes)
+        log = JobLog(to, limits.log_bytes)
         sys.stdout = sys.stderr = log
         _limit(limits, model.sandbox)
         model.sandbox.seal()
@@ -94,7 +93,7 @@ def run(replica: socket.socket, model: JobModel, weights_fd: int) -> NoReturn:
 
 
 def _outcome(
-    model: TransformersModel, asked: dict[str, Any], block: bytes, limits: Limits, to: _Replica
+    model: TransformersModel, asked: dict[str, Any], block: bytes, limits: Limits, to: ReplicaSocket
 ) -> tuple[Kind, bytes]:
     """The frame with the job's result, or with its failure as the client is to read it."""
     try:
@@ -223,7 +222,7 @@ def _limit(limits: Limits, sandbox: Sandbox) -> None:
         resource.setrlimit(resource.RLIMIT_NPROC, (MOST_THREADS, MOST_THREADS))
 
 
-def _end_in_time(limits: Limits, to: _Replica) -> None:
+def _end_in_time(limits: Limits, to: ReplicaSocket) -> None:
     """Begin: what is not done at the limit fails where it is."""
 
     def late(*_: Any) -> None:
@@ -241,69 +240,3 @@ def _private_bytes() -> int:
     with open("/proc/self/status") as file:
         (line,) = [line for line in file if line.startswith("VmData:")]
     return int(line.split()[1]) << 10
-
-
-class _Replica:
-    """The socket to the replica, for any of the job's threads."""
-
-    def __init__(self, to: socket.socket) -> None:
-        self._to = to
-        self._lock = threading.Lock()
-
-    @property
-    def sending(self) -> bool:
-        """Whether a message is on its way."""
-        return self._lock.locked()
-
-    def send(self, kind: Kind, body: bytes) -> None:
-        """Send a frame whole."""
-        with self._lock:
-            send(self._to, kind, body)
-
-
-class _Log(io.TextIOBase):
-    """Sends what is printed, line by line, as long as that is not too much."""
-
-    encoding = "utf-8"
-
-    def __init__(self, to: _Replica, most: int) -> None:
-        self._to = to
-        self._left = most
-        self._begun: dict[int, str] = {}  # each thread's line that has no end yet
-        self._lock = threading.RLock()
-
-    def writable(self) -> bool:
-        """It is."""
-        return True
-
-    def write(self, text: str) -> int:
-        """Take text; whole lines go out, and long ones as they are."""
-        me = threading.get_ident()
-        with self._lock:
-            *lines, last = (self._begun.pop(me, "") + text).split("\n")
-            for line in lines:
-                self._send(line)
-            if last:
-                self._begun[me] = last
-            if len(last) > LONGEST_LINE:
-                self.flush()
-        return len(text)
-
-    def flush(self) -> None:
-        """Send this thread's line that has no end yet."""
-        with self._lock:
-            if line := self._begun.pop(threading.get_ident(), ""):
-                self._send(line)
-
-    def flush_all(self) -> None:
-        """Send every thread's."""
-        with self._lock:
-            while self._begun:
-                self._send(self._begun.popitem()[1])
-
-    def _send(self, line: str) -> None:
-        if self._left <= 0:
-            return
-        said = line.encode(errors="replace")
-        self._left -= len(said) + LINE_BYTES
-        self._to.send(Kind.LOG, said if self._left > 0 else b"(it prints too much: no more of it is sent)")

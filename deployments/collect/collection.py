@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import math
 import os
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -96,42 +97,21 @@ def collect(
         CollectError: An example could not be stored, and `on_error` is `stop`; or Ray failed.
         LoadError: The model cannot be loaded.
     """
-    if base_url is None and model is None:
-        raise DataError("--model names the model to load, --base-url a server to ask: give one of them")
-    if base_url is not None and (
-        ignored := [name for name, value in (("store", store), ("actors", actors), ("set", options)) if value]
-    ):
-        raise DataError(f"--{ignored[0]} is of engines that are loaded here: leave it out beside --base-url")
+    _check_where(model, base_url, store=store, actors=actors, set=options)
     rows = Path(data).expanduser().absolute() if isinstance(data, (str, os.PathLike)) else data
     if isinstance(rows, Path):
         check(rows)
     fields = Fields(label, group, tags)
-
-    def settings(model: str, loaded: str = "") -> Settings:
-        with _named_options():
-            found = Settings(
-                model=model, loaded=loaded, session=session, points=tuple(points), tokens=tokens, max_tokens=max_tokens
-            )
-            try:
-                found.capture([])  # which checks points and tokens
-            except TokensError as error:
-                raise DataError(f"--tokens: {error}") from error
-        try:
-            check_session_id(session)
-        except ValueError as error:
-            raise DataError(f"--session: {error}") from error
-        return found
-
+    settings = functools.partial(
+        _settings, session=session, points=tuple(points), tokens=tokens, max_tokens=max_tokens
+    )
     if base_url is not None:
         from deployments.collect import remote
 
         asked = remote.outcomes(rows, fields, settings(model or remote.first_model(base_url)), base_url)
         return _summed(asked, session, on_error, progress)
     assert model is not None
-    if model.endswith(GGUF):
-        model = os.fspath(Path(model).expanduser().absolute())  # an engine may have another directory
-    with _named_options():  # before Ray starts
-        loading = Options.model_validate({"model": model, "request_timeout_s": NEVER_S, **(options or {})})
+    loading = _loading(model, options)
     chosen = settings(loading.served_name, loading.model_dump_json(include=SETTINGS | {"model"}))
     with _cluster():
         from deployments.collect import local
@@ -140,6 +120,50 @@ def collect(
             placed = _placed(loading, {"activations_dir": _store(store)}, actors)
         made = local.outcomes(rows, fields, chosen, *placed)
         return _summed(made, session, on_error, progress)
+
+
+def _check_where(model: str | None, base_url: str | None, **of_engines: Any) -> None:
+    """Reject a collection without a model or a server, and options of engines beside a server.
+
+    Raises:
+        DataError: With the option.
+    """
+    if base_url is None and model is None:
+        raise DataError("--model names the model to load, --base-url a server to ask: give one of them")
+    for name, value in of_engines.items():
+        if value and base_url is not None:
+            raise DataError(f"--{name} is for engines that are loaded here: leave it out beside --base-url")
+
+
+def _settings(
+    model: str, loaded: str = "", *, session: str, points: tuple[str, ...], tokens: str, max_tokens: int
+) -> Settings:
+    """What each example's request says.
+
+    Raises:
+        DataError: An argument means nothing.
+    """
+    with _named_options():
+        found = Settings(
+            model=model, loaded=loaded, session=session, points=points, tokens=tokens, max_tokens=max_tokens
+        )
+        try:
+            found.capture([])  # which checks points and tokens
+        except TokensError as error:
+            raise DataError(f"--tokens: {error}") from error
+    try:
+        check_session_id(session)
+    except ValueError as error:
+        raise DataError(f"--session: {error}") from error
+    return found
+
+
+def _loading(model: str, options: Mapping[str, Any] | None) -> Options:
+    """The options of the model that is loaded here, checked before Ray starts."""
+    if model.endswith(GGUF):
+        model = os.fspath(Path(model).expanduser().absolute())  # an engine may have another directory
+    with _named_options():
+        return Options.model_validate({"model": model, "request_timeout_s": NEVER_S, **(options or {})})
 
 
 @contextmanager

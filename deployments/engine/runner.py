@@ -10,7 +10,7 @@ from typing import Any, NamedTuple
 import torch
 
 from deployments.engine.capture.ring import CaptureRing, places_of
-from deployments.engine.edits import Plans, Span
+from deployments.engine.edit_plans import Plans, Span
 from deployments.engine.gates import Leaf
 from deployments.engine.kv_memory import KvMemory
 from deployments.engine.decoding.lens_reader import LensReader, LensRow
@@ -63,13 +63,8 @@ class Runner:
         plan = self._plans.of([Span(p.sequence.request.edits, p.start, p.count, p.row) for p in pieces])
         deciding = [piece for piece in pieces if piece.decides]
         drawn = [LensRow(_last_row(piece), asked) for piece in deciding if (asked := piece.sequence.lens)]
-        prompts = [
-            (piece.sequence, position, LensRow(piece.row + position - piece.start, asked))
-            for piece in pieces
-            if (asked := piece.sequence.request.lens)
-            for position in piece.sequence.lensed(piece.start, piece.start + piece.count)
-        ]
-        lenses = self._lenses_of([*drawn, *(row for _, _, row in prompts)])
+        prompts = _prompt_lenses(pieces)
+        lenses = self._lenses_of([*drawn, *(lens.row for lens in prompts)])
         readouts = ReadoutReader(
             [ReadSpan(p.sequence.request, p.sequence.readouts, p.start, p.count, p.row, p.decides) for p in pieces],
             self._stacks,
@@ -105,8 +100,8 @@ class Runner:
         capture.keep()
         for span, scores in zip(scored, logprobs, strict=True):
             span.scores.add(scores)
-        for (seq, position, _), found_layers in zip(prompts, layers[len(drawn) :], strict=True):
-            seq.prompt_lens.append((position, found_layers))
+        for lens, found_layers in zip(prompts, layers[len(drawn) :], strict=True):
+            lens.sequence.prompt_lens.append((lens.position, found_layers))
         for piece in pieces:
             self._fed(piece)
         return ForwardResult([piece.sequence for piece in deciding], logits[: len(deciding)], by_turn, stopped)
@@ -140,6 +135,23 @@ class Runner:
             self._lenses = LensReader(asking)
         self._lenses.begin()
         return self._lenses
+
+
+class _PromptLens(NamedTuple):
+    """A token of a prompt at which a sequence reads the lens, and its row of the forward."""
+
+    sequence: EngineSequence
+    position: int
+    row: LensRow
+
+
+def _prompt_lenses(pieces: Sequence[Piece]) -> list[_PromptLens]:
+    return [
+        _PromptLens(piece.sequence, position, LensRow(piece.row + position - piece.start, asked))
+        for piece in pieces
+        if (asked := piece.sequence.request.lens)
+        for position in piece.sequence.lensed(piece.start, piece.start + piece.count)
+    ]
 
 
 def _last_row(piece: Piece) -> int:

@@ -12,7 +12,7 @@ from typing import Any
 import torch
 
 from deployments.errors import RequestError
-from deployments.messages import Job
+from deployments.job import Job
 from deployments.points.interventions import ChangeFeature
 from deployments.points.readouts import thresholds
 from deployments.readouts.checks import define

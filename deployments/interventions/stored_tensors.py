@@ -15,7 +15,7 @@ from deployments.activations.actors.reader import survived
 from deployments.activations.facts import StoreError
 from deployments.activations.tensors.tensors import pick, split
 from deployments.errors import RequestError
-from deployments.messages import Job
+from deployments.job import Job
 from deployments.places.points import Points
 from deployments.points.interventions import Replace, StoredRows
 

@@ -124,15 +124,21 @@ def _attend(
     else:
         out = _by_torch(cache.packed, layer, query, key, value, weighting)
     shown = module.__dict__.get(ROWS)  # an attribute that is missing would cost a search of torch's
-    if shown is None:
-        return out[None], None
+    patterns = None if shown is None else _shown_patterns(cache.packed, shown, layer, query, value.shape[3], weighting)
+    return out[None], patterns
+
+
+def _shown_patterns(
+    packed: Any, shown: Sequence[int], layer: Any, query: torch.Tensor, features: int, weighting: _Weighting
+) -> list[torch.Tensor]:
+    """Of each segment that is shown, its patterns [heads, tokens, keys]."""
     patterns = []
     for index in shown:
-        segment, first = cache.packed.segments[index], cache.packed.firsts[index]
-        keys, _ = _gathered(layer, segment, value.shape[3])
+        segment, first = packed.segments[index], packed.firsts[index]
+        keys, _ = _gathered(layer, segment, features)
         queries = query[:, :, first : first + segment.count]
         patterns.append(_patterns(queries, keys[None], _reads(segment, weighting.window, query.device), weighting)[0])
-    return out[None], patterns
+    return patterns
 
 
 AttentionInterface.register(NAME, _attend)

@@ -26,7 +26,7 @@ from deployments.places.architectures import (
     head_shape,
 )
 from deployments.places.place import Place, Point
-from deployments.places.watching import are_patterns, drop_wrong_patterns, follows_tokens, watch
+from deployments.places.watching import by_tokens, drop_wrong_patterns, follows_tokens, place_of, watch
 from deployments.points.capture import LAYERNORM_SITES, Capture
 from deployments.points.names import COLUMNS, canonical, hooks_like
 from vitrine.points import TRANSFORMER_LENS
@@ -80,9 +80,9 @@ class Points:
         drop_wrong_patterns(seen, model, ids)
         places = []
         for order, ((path, side), value) in enumerate(seen.items()):
-            place, other = _place(path, side, order, value, ids), again.get((path, side))
-            if place and other is not None and _place(path, side, order, other, longer) == place:
-                here, there = _by_tokens(place, value, ids), _by_tokens(place, other, longer)
+            place, other = place_of(path, side, order, value, ids), again.get((path, side))
+            if place and other is not None and place_of(path, side, order, other, longer) == place:
+                here, there = by_tokens(place, value, ids), by_tokens(place, other, longer)
                 if follows_tokens(here, there[1:, :5].flip(0)[..., : here.shape[-1]]):
                     places.append(place)
         return cls(model, places, seen)
@@ -289,25 +289,3 @@ class Points:
             names = [n for n in names if not n.startswith("layers.") or n.startswith(f"layers.{layer}.")]
             names += [f"layers.{layer}.attention.heads", f"layers.{layer}.resid_mid"]
         return [name for name in names if self._lookup(name)]
-
-
-def _place(path: str, side: Side, order: int, value: torch.Tensor, ids: torch.Tensor) -> Place | None:
-    """The place that a value shows in a forward of `ids` [batch, tokens], or None where rows cannot be told apart."""
-    if side == "weights":
-        shape = value.shape[:1] + value.shape[2:]
-        patterns = shape == (*ids.shape, ids.shape[1]) and are_patterns(value)
-        return Place(path, side, order, "patterns", (value.shape[1],), value.dtype) if patterns else None
-    if value.ndim < 2:
-        return None
-    if value.shape[:2] == ids.shape:
-        if value.ndim == 2 and not (value == ids.to(value.device)).all():
-            return None  # a mask, which has another shape in other forwards
-        return Place(path, side, order, "batched", tuple(value.shape[2:]) or (1,), value.dtype)
-    if value.shape[0] == ids.numel():
-        return Place(path, side, order, "flat", tuple(value.shape[1:]), value.dtype)
-    return None
-
-
-def _by_tokens(place: Place, value: torch.Tensor, ids: torch.Tensor) -> torch.Tensor:
-    """A place's value in a forward of `ids` [batch, tokens], as [batch, tokens, ...]."""
-    return value.transpose(1, 2) if place.grows else value.reshape(*ids.shape, *place.shape)

@@ -10,6 +10,7 @@ import torch
 
 from deployments.places.architectures import Side
 from deployments.places.attention_patterns import eagerly, showing
+from deployments.places.place import Place
 
 
 def first_tensor(value: Any) -> torch.Tensor | None:
@@ -86,7 +87,29 @@ def drop_wrong_patterns(seen: dict[tuple[str, Side], torch.Tensor], model: Any, 
             del seen[key]
 
 
-def are_patterns(value: torch.Tensor) -> bool:
+def place_of(path: str, side: Side, order: int, value: torch.Tensor, ids: torch.Tensor) -> Place | None:
+    """The place that a value shows in a forward of `ids` [batch, tokens], or None where rows cannot be told apart."""
+    if side == "weights":
+        shape = value.shape[:1] + value.shape[2:]
+        patterns = shape == (*ids.shape, ids.shape[1]) and _are_patterns(value)
+        return Place(path, side, order, "patterns", (value.shape[1],), value.dtype) if patterns else None
+    if value.ndim < 2:
+        return None
+    if value.shape[:2] == ids.shape:
+        if value.ndim == 2 and not (value == ids.to(value.device)).all():
+            return None  # a mask, which has another shape in other forwards
+        return Place(path, side, order, "batched", tuple(value.shape[2:]) or (1,), value.dtype)
+    if value.shape[0] == ids.numel():
+        return Place(path, side, order, "flat", tuple(value.shape[1:]), value.dtype)
+    return None
+
+
+def by_tokens(place: Place, value: torch.Tensor, ids: torch.Tensor) -> torch.Tensor:
+    """A place's value in a forward of `ids` [batch, tokens], as [batch, tokens, ...]."""
+    return value.transpose(1, 2) if place.grows else value.reshape(*ids.shape, *place.shape)
+
+
+def _are_patterns(value: torch.Tensor) -> bool:
     """Whether values [batch, heads, tokens, tokens] sum to 1 over each token and those before it, and are 0 behind."""
     if value.shape[2] != value.shape[3] or not value.is_floating_point():
         return False

@@ -4,12 +4,11 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import functools
 import logging
 import os
 import threading
 import time
-from collections.abc import AsyncGenerator, Callable, Mapping, Sequence
+from collections.abc import AsyncGenerator, Callable, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import asdict, replace
 from typing import TYPE_CHECKING, Any
@@ -22,24 +21,19 @@ from deployments.activations.actors.reader import connect_reader
 from deployments.activations.actors.store import connect
 from deployments.activations.nodes.submitting import connect_writer
 from deployments.client_code.job import CodeJob
-from deployments.engine.request import Request
-from deployments.errors import RequestError, naming
+from deployments.errors import RequestError
 from deployments.exposure import check_ray
-from deployments.messages import ENGINE_ENDED, End, Job, Message, Refusal, Text
+from deployments.job import Job, Text
+from deployments.messages import ENGINE_ENDED, End, Message, Refusal
 from deployments.options import SETTINGS, Options
-from deployments.replica.delivery import Delivery, RunningChoice, Ticket
+from deployments.replica.delivery import Delivery
+from deployments.replica.tickets import Ticket
 from deployments.replica.engine_loading import description, load_engine
 from deployments.replica.metrics import EngineMetrics, RequestMetrics
-from deployments.replica.readout_messages import check_size
 
 if TYPE_CHECKING:  # Serve's controller and proxies import this module too, and need no torch
-    from deployments.chat.reader import AnswerReader
     from deployments.client_code.runner import CodeRunner
     from deployments.engine.engine import Engine
-    from deployments.interventions.stored_tensors import FetchedTensors
-    from deployments.interventions.used_readouts import UsedReadouts
-    from deployments.points.capture import Capture
-    from deployments.readouts.values import Readout
 
 logger = logging.getLogger("ray.serve")
 EXIT_S = 5.0  # for which a replica whose engine has ended waits until its requests are answered
@@ -65,14 +59,10 @@ class ModelReplica:
         """
         check_ray(options)
         from deployments.chat.prompts import Prompts
-        from deployments.chat.response_format import ResponseFormats
         from deployments.chat.template import ChatFormat
         from deployments.chat.token_texts import TokenTexts
-        from deployments.interventions.held_readouts import HeldReadouts
-        from deployments.interventions.resolve import EditResolver
-        from deployments.interventions.stored_tensors import StoredTensors
         from deployments.places.structure import structure
-        from deployments.replica.lens_resolver import LensResolver
+        from deployments.replica.preparation import Preparation
         from deployments.replica.runs import Runs
 
         self._options = options
@@ -90,23 +80,12 @@ class ModelReplica:
             reader = connect_reader(options.activations_dir, options.archive)
             writer = connect_writer(options.activations_dir, store, options.archive)
         token_texts = TokenTexts(self._model.tokenizer)
-        self._runs = Runs(options, self._model, token_texts, writer, self._pool)
-        self._chat = ChatFormat(self._model.tokenizer, self._model.hf)
-        self._prompts = Prompts(self._model, self._chat, token_texts)
-        self._response_formats = ResponseFormats(self._chat, self._model)
-        self._lens_resolver = LensResolver(
-            self._model.points, self._prompts.plain_ids, self._model.vocabulary, options.max_inline_values
+        chat = ChatFormat(self._model.tokenizer, self._model.hf)
+        self._prompts = Prompts(self._model, chat, token_texts)
+        runs = Runs(options, self._model, token_texts, writer, self._pool)
+        self._preparation = Preparation(
+            options, self._engine, chat, self._prompts, runs, store=store, reader=reader, pool=self._pool
         )
-        self._stored_tensors = StoredTensors(self._model.points, store, reader, options.max_intervention_bytes)
-        self._readouts = HeldReadouts(
-            options.served_name,
-            self._model.device,
-            store,
-            options.max_readout_bytes,
-            self._pool,
-            self._model.batch_invariant,
-        )
-        self._edit_resolver = functools.partial(EditResolver, self._model.points, self._model.device)
         self._delivery = Delivery(self._engine, token_texts)
         self._structure = structure(self._model.hf, self._model.points, self._model.context)
         self._metrics = EngineMetrics(options.served_name)
@@ -132,8 +111,7 @@ class ModelReplica:
     async def _run(self, job: Job, streamed: bool) -> AsyncGenerator[list[Message]]:
         if job.default_capture and not self._options.savepoints:
             job = replace(job, capture=job.default_capture, profile_captures=True)
-        lending = self._stored_tensors.lending(job.id), self._readouts.lending(job.id)
-        with self._requests.measure(job, streamed) as meter, lending[0], lending[1]:
+        with self._requests.measure(job, streamed) as meter, self._preparation.lending(job.id):
             deadline = asyncio.get_running_loop().time() + self._options.request_timeout_s
             ticket = await self._admitted(job, streamed, deadline)
             if isinstance(ticket, Refusal):
@@ -206,13 +184,7 @@ class ModelReplica:
     async def check(self, job: Job) -> dict[str, Any] | Refusal:
         """Nothing, where what a job without prompts records and changes is there in the model."""
         try:
-            with self._stored_tensors.lending(job.id), self._readouts.lending(job.id):
-                fetched = await self._stored_tensors.fetch(job)
-                used = self._used_readouts(job, await self._readouts.fetch(job))
-                loop = asyncio.get_running_loop()
-                await loop.run_in_executor(self._pool, self._edit_resolver, job.all_changes, fetched, used)
-            if job.capture:
-                self._model.points.resolve(job.capture)
+            await self._preparation.check(job)
         except RequestError as refused:
             return job.refusal(refused)
         return {}
@@ -226,11 +198,6 @@ class ModelReplica:
         except RequestError as refused:
             return Refusal(refused.message, refused.field, refused.code, refused.status)
         return {}
-
-    def _used_readouts(self, job: Job, held: Mapping[str, Readout]) -> UsedReadouts:
-        from deployments.interventions.used_readouts import UsedReadouts
-
-        return UsedReadouts.of(self._model.points, held, job.readouts)
 
     async def describe(self) -> dict[str, Any]:
         """The model as `/v1/models` shows it."""
@@ -336,10 +303,7 @@ class ModelReplica:
             raise RequestError(f"all {room} places of this replica are taken", None, "server_busy", 429)
         self._preparing += wanted
         try:
-            fetched = await self._stored_tensors.fetch(job)
-            held = await self._readouts.fetch(job)
-            choices = await self._loop.run_in_executor(self._pool, self._choices, job, fetched, held, streamed)
-            await self._runs.check_room(job, [choice.request for choice in choices.values()])
+            choices = await self._preparation.choices(job, streamed)
         finally:
             self._preparing -= wanted
         ticket = self._delivery.open(job, choices)
@@ -347,82 +311,6 @@ class ModelReplica:
             self._delivery.drop(ticket)
             raise RequestError(ENGINE_ENDED, None, "unavailable", 503)
         return ticket
-
-    def _choices(
-        self, job: Job, fetched: FetchedTensors, held: Mapping[str, Readout], streamed: bool
-    ) -> dict[str, RunningChoice]:
-        """Everything that is to be done before the engine: off the event loop, since it takes time."""
-        prompts = self._prompts.of(job)
-        if job.capture:
-            job.capture.check_prompts(len(prompts))
-        points = self._model.points.resolve(job.capture) if job.capture else ()
-        lens = self._lens_resolver.of(job.logit_lens)
-        used = self._used_readouts(job, held)
-        resolver = self._edit_resolver(job.all_changes, fetched, used, job.report)
-        grammars = [self._response_formats.grammar(job, prompt.text or "") for prompt in prompts]
-        choices: dict[str, RunningChoice] = {}
-        for index in range(len(prompts) * job.n):
-            at = index // job.n
-            with naming(at, len(prompts)):
-                prompt = prompts[at]
-                reader = self._reader(job, prompt.text or "", streamed)
-                if index % job.n == 0:
-                    ends = functools.cache(functools.partial(self._prompts.offsets, prompt))
-                    capture = job.capture and job.capture.placed(ends)
-                request = self._request(job, index, prompt.ids, capture, points, streamed)
-                changes, most = job.changes(index % job.n), len(prompt.ids) + request.max_tokens
-                edits = resolver.of(changes, len(prompt.ids), most, ends)
-                markers = self._chat.markers(job.tools) if reader else {}
-                seen = lens
-                if lens and job.logit_lens:
-                    seen = self._lens_resolver.placed(lens, job.logit_lens, len(prompt.ids), request.max_tokens, ends)
-                asked = used.values(len(prompt.ids), most, ends)
-                stop = used.stop(job.stop_when, len(prompt.ids)) if job.stop_when else None
-                request = replace(request, grammar=grammars[at], markers=markers, edits=edits, lens=seen)
-                request = replace(request, readouts=asked, stop_when=stop)
-                if index % job.n == 0:
-                    self._engine.check(request)
-                    echo = self._prompts.echo(prompt) if job.echo else None
-                run = self._runs.open(job, request, index) if job.capture else None
-                said = tuple(prompt.ids) if job.token_ids else ()
-                choice = RunningChoice(index, request, reader, run, echo, echo.text if echo else "", prompt_ids=said)
-                choices[request.id] = choice
-        requests = [choice.request for choice in choices.values()]
-        self._runs.check(requests)
-        self._lens_resolver.check(requests)
-        check_size(requests, self._options.max_inline_values)
-        return choices
-
-    def _reader(self, job: Job, text: str, streamed: bool) -> AnswerReader | None:
-        """What takes a chat's answer apart."""
-        return None if job.messages is None else self._chat.reader(text, job.tools, job.parallel_calls, streamed)
-
-    def _request(
-        self, job: Job, index: int, prompt: list[int], capture: Capture | None, points: Any, streamed: bool
-    ) -> Request:
-        max_tokens = job.max_tokens
-        if max_tokens is None:
-            max_tokens = self._engine.room(len(prompt))
-        if capture and capture.mode == "trace":
-            max_tokens = 0
-        sampling = job.sampling
-        if sampling.seed is not None and index % job.n and not job.variants:
-            sampling = replace(sampling, seed=sampling.seed + index % job.n)
-        return Request(
-            id=f"{job.id}-{index}",
-            prompt=prompt,
-            max_tokens=max_tokens,
-            sampling=sampling,
-            stop=job.stop,
-            stop_token_ids=job.stop_token_ids,
-            ignore_eos=job.ignore_eos,
-            logprobs=0 if job.ranked and job.logprobs is None else job.logprobs,
-            prompt_logprobs=job.logprobs if job.echo else None,
-            capture=capture,
-            points=points,
-            streamed=streamed,
-            owner=job.account.owner,
-        )
 
 
 async def _gather(messages: asyncio.Queue[Message]) -> list[Message]:

@@ -18,7 +18,7 @@ import numpy as np
 from deployments.activations.reader.paging import Paging
 from evals.activations_meta import points_of, shape_of, why_not_stored
 from evals.config import Config, EvalError
-from evals.server.client import headers
+from evals.server.keys import headers
 
 # What an answer raises that is odd, or none of a server of models.
 STEP_ERRORS = (

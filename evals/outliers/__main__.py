@@ -13,7 +13,7 @@ from evals.outliers import features, massive
 from evals.outliers.census import Ablation, census
 from evals.outliers.census_report import summary
 from evals.report.page import NAME
-from evals.server.client import RequestFailed
+from evals.server.answers import RequestFailed
 
 
 def main(argv: Sequence[str] | None = None) -> int:

@@ -11,7 +11,9 @@ import numpy as np
 
 from evals.config import EvalError
 from evals.outliers.texts import Prompt
-from evals.server.client import ChatClient, RequestFailed, ask_json
+from evals.server.client import ChatClient
+from evals.server.answers import RequestFailed
+from evals.server.server_queries import ask_json
 
 Record = dict[str, Any]
 MOST_OPERATIONS = 256  # of a request

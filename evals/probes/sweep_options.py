@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from evals.config import EvalError
-from evals.probes.inputs.examples import TokenColumn
+from evals.probes.inputs.token_columns import TokenColumn
 from evals.probes.fitting.solver import METHODS, Method
 
 _UNFIT = re.compile(r"[^A-Za-z0-9._-]+")  # for a file's name

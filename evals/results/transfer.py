@@ -18,7 +18,9 @@ from deployments.activations.reader.pulling import ChangedError, PullError, pull
 from evals.config import EvalError
 from evals.results.results import write_json
 from evals.server.answers import Kind, asked_wait_s, kind_of
-from evals.server.client import MAX_POLL_S, api_key, headers, is_absent
+from evals.server.client import MAX_POLL_S
+from evals.server.keys import api_key, headers
+from evals.server.answers import is_absent
 from evals.server.outage import Outage
 
 FOLDER = "activations"  # of the results directory; below it one named after the session

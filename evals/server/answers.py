@@ -1,4 +1,4 @@
-"""What an answer that is no success says: whether to ask again, when, and why."""
+"""Failures of requests: what an answer that is no success means for another attempt, and why it failed."""
 
 import math
 from datetime import UTC, datetime
@@ -10,6 +10,22 @@ import httpx
 LONGEST_WAIT = 600.0  # seconds that a server may ask to wait
 NO_REPLICA, NOT_STARTED = "unavailable", "not_started"  # codes of a 504 of Vitrine's for which no model worked
 Kind = Literal["refused", "busy", "away"]
+
+
+class RequestFailed(Exception):
+    """A request that has no answer, after its retries; the text says why.
+
+    Attributes:
+        error: OpenAI's error object, where the server refused with one.
+    """
+
+    def __init__(self, text: str, error: dict[str, Any] | None = None) -> None:
+        super().__init__(text)
+        self.error = error or {}
+
+
+class AnswerLate(RequestFailed):
+    """An answer that did not come within the time that the client or the server allows one."""
 
 
 def kind_of(response: httpx.Response) -> Kind:
@@ -63,3 +79,10 @@ def asked_wait_s(response: httpx.Response) -> float:
         return min(LONGEST_WAIT, (parsedate_to_datetime(value) - datetime.now(UTC)).total_seconds())
     except (ValueError, TypeError):
         return 0.0
+
+
+def is_absent(response: httpx.Response) -> bool:
+    """Whether a server could not answer now, as one that is busy or starts, where it may have the route."""
+    if response.status_code == 404:
+        return response.text.startswith("Path '")  # Serve's proxy, before there is an application
+    return kind_of(response) != "refused"

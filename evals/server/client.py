@@ -1,7 +1,6 @@
-"""Requests to the server: chat with retries, and the two questions asked before a run."""
+"""Many requests to a server at once, each with retries."""
 
 import asyncio
-import os
 import random
 import time
 from collections.abc import Awaitable, Callable
@@ -13,9 +12,19 @@ import aiohttp
 import httpx
 
 from deployments.activations.reader.paging import NoPageError, Paging
-from deployments.options import fits_header
-from evals.config import EvalError
-from evals.server.answers import Kind, asked_wait_s, error_of, is_late, kind_of, knows_no_max_tokens, message_of
+from evals.server.answers import (
+    AnswerLate,
+    Kind,
+    RequestFailed,
+    asked_wait_s,
+    error_of,
+    is_absent,
+    is_late,
+    kind_of,
+    knows_no_max_tokens,
+    message_of,
+)
+from evals.server.keys import headers
 from evals.server.outage import Clock, Outage
 
 PROFILE = "X-Intervention-Profile"  # header of an answer that a profile changed, and its name among the answer's fields
@@ -28,22 +37,6 @@ CONNECT_S = 10.0  # that a connection may take: a machine that is off refuses no
 UNREACHABLE = (aiohttp.ConnectionTimeoutError, aiohttp.ClientConnectorError)
 MOST_BYTES = 64 << 20  # of an answer, which is held in memory
 BROKEN = (aiohttp.ClientConnectionError, aiohttp.ClientPayloadError, aiohttp.ClientHttpProxyError)
-
-
-class RequestFailed(Exception):
-    """A request that has no answer, after its retries; the text says why.
-
-    Attributes:
-        error: OpenAI's error object, where the server refused with one.
-    """
-
-    def __init__(self, text: str, error: dict[str, Any] | None = None) -> None:
-        super().__init__(text)
-        self.error = error or {}
-
-
-class AnswerLate(RequestFailed):
-    """An answer that did not come within the time that the client or the server allows one."""
 
 
 class _Failure(NamedTuple):
@@ -252,130 +245,10 @@ class ChatClient:
         await self._http.close()
 
 
-def first_model(base_url: str) -> str:
-    """The id of the first model that the server lists.
-
-    Raises:
-        RequestFailed: no server, no list, or an empty one.
-    """
-    try:
-        response = httpx.get(f"{base_url}/models", headers=headers(), timeout=30)
-    except httpx.HTTPError as error:
-        raise RequestFailed(f"no answer from {base_url}: {error}") from error
-    if not response.is_success:
-        hint = "; an OpenAI root ends in /v1" if not base_url.endswith("/v1") else ""
-        raise RequestFailed(f"{base_url}/models: HTTP {response.status_code}: {message_of(response)}{hint}")
-    try:
-        models = [str(model["id"]) for model in response.json()["data"]]
-    except (ValueError, TypeError, KeyError) as error:
-        raise RequestFailed(f"{base_url}/models is not a list of models; is it an OpenAI server?") from error
-    if not models:
-        raise RequestFailed(f"{base_url} serves no model yet")
-    return models[0]
-
-
-def is_absent(response: httpx.Response) -> bool:
-    """Whether a server could not answer now, as one that is busy or starts, where it may have the route."""
-    if response.status_code == 404:
-        return response.text.startswith("Path '")  # Serve's proxy, before there is an application
-    return kind_of(response) != "refused"
-
-
-def is_closed(response: httpx.Response) -> bool:
-    """Whether a server could not answer now, or only with a key."""
-    return is_absent(response) or response.status_code in {401, 403}
-
-
-def ask_json(
-    url: str, params: dict[str, str] | None = None, fails: Callable[[httpx.Response], bool] = lambda _: False
-) -> Any:
-    """The JSON object that a server tells of itself, or None where it has no such route.
-
-    Args:
-        url: of the route.
-        params: of the query.
-        fails: which answers are raised and not taken for None.
-
-    Raises:
-        RequestFailed: no server, or an answer that `fails`.
-    """
-    try:
-        response = httpx.get(url, params=params, headers=headers(), timeout=30)
-    except httpx.HTTPError as error:
-        raise RequestFailed(f"no answer from {url}: {error}") from error
-    if not response.is_success and fails(response):
-        raise RequestFailed(f"{url}: HTTP {response.status_code}: {message_of(response)}")
-    try:
-        body = response.json() if response.is_success else None
-    except ValueError:
-        return None
-    return body if isinstance(body, dict) else None
-
-
-def refused(url: str, body: dict[str, Any]) -> dict[str, Any] | None:
-    """OpenAI's error object, where a server refuses a request by 400; None for any other answer, and without one."""
-    try:
-        response = httpx.post(url, json=body, headers=headers(), timeout=30)
-    except httpx.HTTPError:
-        return None
-    return error_of(response) if response.status_code == 400 else None
-
-
-def wait_healthy(base_url: str, seconds: float) -> None:
-    """Returns as soon as `/health` of the server is ok and a model is loaded.
-
-    Args:
-        base_url: ends in `/v1`; health is asked beside it.
-        seconds: how long to go on asking.
-
-    Raises:
-        RequestFailed: not healthy in that time; the text has the last answer.
-    """
-    url = f"{base_url.removesuffix('/v1')}/health"
-    end = time.monotonic() + seconds
-    while True:
-        try:
-            response = httpx.get(url, timeout=10)
-            last = f"HTTP {response.status_code}: {response.text[:200]}"
-            if response.is_success and _is_ready(response):
-                return
-        except httpx.HTTPError as error:
-            last = str(error)
-        if time.monotonic() > end:
-            raise RequestFailed(f"{url} was not healthy within {seconds:g} s; last: {last}")
-        time.sleep(0.5)
-
-
-def headers(key: str | None = None) -> dict[str, str]:
-    """Of every request, with the key if there is one; without an argument that of the environment."""
-    key = key or api_key()
-    return {"Authorization": f"Bearer {key}"} if key else {}
-
-
-def api_key() -> str | None:
-    """The server's key. It stays in the environment: options are shown in results and process lists.
-
-    Raises:
-        EvalError: no header can hold it; the text does not show it.
-    """
-    key = os.environ.get("OPENAI_API_KEY") or None
-    if key and not fits_header(key):
-        raise EvalError("OPENAI_API_KEY has characters that no key has")
-    return key
-
-
 def _has_proxy(url: str) -> bool:
     """Whether the environment names a proxy for it; aiohttp asks anew for each request, which takes it two threads."""
     parts = urlsplit(url)
     return parts.scheme in getproxies() and not proxy_bypass(parts.hostname or "")
-
-
-def _is_ready(response: httpx.Response) -> bool:
-    try:
-        health = response.json()
-    except ValueError:
-        return False
-    return isinstance(health, dict) and health.get("status") == "ok" and bool(health.get("loaded_models"))
 
 
 def _completion(response: httpx.Response) -> dict[str, Any]:

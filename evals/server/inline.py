@@ -12,7 +12,7 @@ from zipfile import ZIP_DEFLATED, ZIP_STORED, BadZipFile, ZipFile
 import numpy as np
 
 from evals.activations_meta import ITEM_BYTES, points_of, runs_of, shape_of, tokens_of, why_not_stored
-from evals.server.client import RequestFailed
+from evals.server.answers import RequestFailed
 
 Download = Callable[[str, dict[str, Any]], Awaitable[bytes]]
 Record = dict[str, Any]

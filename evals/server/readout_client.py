@@ -6,7 +6,7 @@ from typing import Any
 from pydantic import BaseModel
 
 from evals.config import EvalError
-from evals.server.client import ask_json, is_closed
+from evals.server.server_queries import ask_json, is_closed
 
 TOLD = ("id", "model", "point", "activation", "labels", "values")  # of a readout, what config.json keeps
 

@@ -6,7 +6,7 @@ import httpx
 
 from deployments import __version__
 from evals.config import EvalError
-from evals.server.client import headers
+from evals.server.keys import headers
 
 ROUTES = frozenset(
     {

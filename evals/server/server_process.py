@@ -7,54 +7,24 @@ import socket
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
-from typing import NamedTuple
-from urllib.parse import urlsplit
 
 import psutil
 import ray
-from pydantic import BaseModel, ConfigDict, ValidationError
 from ray._raylet import Config as RayConfig  # type: ignore[attr-defined]
 
-from deployments.options import Options, home
+from deployments.options import Options
 from evals.config import Config, EvalError
 from evals.server.recognition import FoundServer, NotReady, check_asked, look
+from evals.server.server_record import Record, place_of, read_record, record_path
 
 HOST = "serve_app.hosting"  # a program: the evaluator itself knows the server by HTTP alone
 LOG = "server.log"
 START_S = 600.0  # the longest that a server may take to start unless --wait-healthy says
 STOP_S = 120.0  # the longest that one may take to end what runs
 LINES = 20  # of the log, where something failed
-
-
-class Record(NamedTuple):
-    """What a server that `--serve` started says of itself.
-
-    Attributes:
-        process: The one to end; it runs.
-        options: The operator's.
-        ray_address: Its cluster's.
-        ray_auth_mode: What `RAY_AUTH_MODE` is there.
-    """
-
-    process: psutil.Process
-    options: Options
-    ray_address: str
-    ray_auth_mode: str | None
-
-
-class _RecordFile(BaseModel):
-    """What `serve_app.hosting` writes of itself."""
-
-    model_config = ConfigDict(strict=True, hide_input_in_errors=True)  # a store's URI may hold a key
-
-    pid: int
-    created: float  # seconds since the epoch
-    options: Options
-    ray_address: str
-    ray_auth_mode: str | None
 
 
 @contextmanager
@@ -143,9 +113,9 @@ def _restart(base_url: str, record: Record | None) -> None:
 
 
 def _start(config: Config) -> tuple[subprocess.Popen[str], Path]:
-    host, port = _place(config.base_url)
+    host, port = place_of(config.base_url)
     _free_port(host)
-    record = _record_path(config.base_url)
+    record = record_path(config.base_url)
     try:
         record.parent.mkdir(parents=True, exist_ok=True, mode=0o700)
         record.unlink(missing_ok=True)  # of a server that was here before
@@ -240,32 +210,6 @@ def _end(process: psutil.Process | None) -> None:
         psutil.wait_procs(members, timeout=STOP_S)
 
 
-def read_record(base_url: str, say: Callable[[str], None] = lambda _: None) -> Record | None:
-    """What the server at a URL wrote of itself when `--serve` started it; None where no such process runs.
-
-    Args:
-        base_url: The server's.
-        say: Is told what is wrong with a file that stands in the record's place and is none.
-    """
-    path = _record_path(base_url)
-    try:
-        written = _RecordFile.model_validate_json(path.read_bytes())
-        process = psutil.Process(written.pid)
-        if process.create_time() != written.created:
-            return None  # the number is another process's by now
-    except (FileNotFoundError, psutil.NoSuchProcess):
-        return None
-    except ValidationError as error:
-        first = error.errors()[0]
-        where = ".".join(map(str, first["loc"]))
-        say(f"{path} is no record of a server that --serve started, and is not used: {where or 'all'}: {first['msg']}")
-        return None
-    except (OSError, ValueError, OverflowError, psutil.Error) as error:
-        say(f"{path} is no record of a server that can be read, and is not used: {error}")
-        return None
-    return Record(process, written.options, written.ray_address, written.ray_auth_mode)
-
-
 def tail_of(config: Config) -> str:
     """The last lines of the log of the server that a run has started, as the end of a message; else nothing."""
     log = config.results_dir / LOG
@@ -287,7 +231,7 @@ def _differing(there: Options, asked: Options) -> str:
 
 def _with_place(config: Config) -> Config:
     """The options with the model's id, and a free port in the place of port 0."""
-    host, port = _place(config.base_url)
+    host, port = place_of(config.base_url)
     model = config.served.served_name
     if config.model not in ("", model):
         raise EvalError(f"--serve serves {model}, and --model asks {config.model}")
@@ -307,22 +251,6 @@ def _free_port(host: str) -> int:
             return int(probe.getsockname()[1])
     except OSError as error:
         raise EvalError(f"--serve: nothing answers at {host}, and it is no address of this machine: {error}") from error
-
-
-def _place(base_url: str) -> tuple[str, int]:
-    url = urlsplit(base_url)
-    if url.scheme != "http" or url.path != "/v1" or not url.hostname:
-        raise EvalError(f"--serve serves at an address like http://127.0.0.1:8000/v1, not at {base_url}")
-    return url.hostname, 80 if url.port is None else url.port
-
-
-def _record_path(base_url: str) -> Path:
-    host, port = _place(base_url)
-    try:
-        address = socket.gethostbyname(host)
-    except OSError as error:
-        raise EvalError(f"--serve: {host} has no address: {error}") from error
-    return home() / "servers" / f"{address}-{port}.json"
 
 
 def _say(text: str) -> None:

@@ -13,7 +13,8 @@ from deployments.points.token_choices import as_json
 from evals.activations_meta import runs_of
 from evals.config import Config, Mode
 from evals.scoring import RULES, Rule, Score, score
-from evals.server.client import PROFILE, AnswerLate, RequestFailed
+from evals.server.client import PROFILE
+from evals.server.answers import AnswerLate, RequestFailed
 from evals.server.readout_client import Readings, fields, readings
 from evals.task import steering
 from evals.task.prompts import Prompts
@@ -139,10 +140,9 @@ async def run_problem(
     error: str | None = None
     cut: str | None = None  # a finish reason, where the conversation grew too long for the context or the time limit
     calls: list[dict[str, Any]] = []
-    tags = {"mode": mode, "variant": variant, "eval": "gsm8k"} | ({"epoch": str(epoch)} if config.epochs > 1 else {})
     try:
         for number in range(config.max_turns if mode == "with-tools" else 1):
-            capture = {"sample_id": problem.id, "tags": tags | {"turn": str(number)}}
+            capture = {"sample_id": problem.id, "tags": _tags(mode, variant, epoch, number, config)}
             body = request_body(messages, mode, capture, config)
             if interventions:
                 body["interventions"] = interventions
@@ -161,10 +161,7 @@ async def run_problem(
     except AnswerLate as late:
         cut, error = TIMEOUT, str(late)
     except RequestFailed as failure:
-        error = str(failure)
-        if failure.error.get("code") == CONTEXT_EXCEEDED:
-            is_setting = not turns and failure.error.get("param") == "max_tokens"  # the question alone fits
-            cut, error = (None, f"{error}: lower --max-tokens") if is_setting else ("length", error)
+        cut, error = _cut_by(failure, bool(turns))
     sample = Sample(
         **problem._asdict(),
         mode=mode,
@@ -180,6 +177,22 @@ async def run_problem(
         messages=messages,
     )
     return sample if error and not cut else scored(sample, config.rule)
+
+
+def _tags(mode: Mode, variant: str, epoch: int, turn: int, config: Config) -> dict[str, str]:
+    """The tags of a turn's runs."""
+    epochs = {"epoch": str(epoch)} if config.epochs > 1 else {}
+    return {"mode": mode, "variant": variant, "eval": "gsm8k"} | epochs | {"turn": str(turn)}
+
+
+def _cut_by(failure: RequestFailed, has_turns: bool) -> tuple[str | None, str]:
+    """The finish reason, where a request failed because the conversation outgrew the context, and the error."""
+    error = str(failure)
+    if failure.error.get("code") != CONTEXT_EXCEEDED:
+        return None, error
+    if not has_turns and failure.error.get("param") == "max_tokens":  # the question alone fits
+        return None, f"{error}: lower --max-tokens"
+    return "length", error
 
 
 def failed(problem: Problem, mode: Mode, variant: str, error: str, epoch: int = 1) -> Sample:

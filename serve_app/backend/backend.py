@@ -18,7 +18,7 @@ from deployments.activations.facts import StoreError
 from deployments.activations.filters import Filter
 from deployments.client_code.board import connect as board
 from deployments.errors import RequestError
-from deployments.messages import Job
+from deployments.job import Job
 from deployments.options import Options
 from deployments.points.profiles import Profile
 from serve_app.backend.code_jobs import CodeJobs

@@ -11,7 +11,7 @@ from typing import Any
 
 from deployments.activations.accounts import OPERATOR, Account
 from deployments.errors import RequestError
-from deployments.messages import Job
+from deployments.job import Job
 from deployments.points.capture import Capture
 from deployments.points.profiles import NONE, Profile
 from serve_app.backend.waiting import stored

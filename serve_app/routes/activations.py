@@ -7,7 +7,7 @@ from typing import Annotated, Any, Literal
 from fastapi import APIRouter, Depends, Query
 from fastapi.responses import Response
 
-import serve_app.openapi as openapi
+import serve_app.openapi_examples as examples
 from deployments.activations.export.selectors import Choice
 from deployments.activations.facts import check_session_id
 from deployments.activations.filters import Filter, tag_pairs
@@ -68,7 +68,7 @@ Filtered = Annotated[Filter, Depends(_filter)]
 activations = APIRouter(prefix="/v1/activations", tags=["Activations"], responses=errors(503))
 
 
-@activations.get("/sessions", responses=openapi.SESSIONS)
+@activations.get("/sessions", responses=examples.SESSIONS)
 async def sessions(
     backend: AppBackend,
     who: CallerAccount,
@@ -83,7 +83,7 @@ async def sessions(
     return listed(await backend.sessions(who, limit + 1, after, filter), limit)
 
 
-@activations.get("/runs", responses=openapi.RUNS)
+@activations.get("/runs", responses=examples.RUNS)
 async def runs(
     backend: AppBackend,
     who: CallerAccount,
@@ -98,7 +98,7 @@ async def runs(
     return listed(await backend.runs(who, filter, limit + 1, after), limit)
 
 
-@activations.get("/session/{session_id}", responses=openapi.SESSION | errors(404))
+@activations.get("/session/{session_id}", responses=examples.SESSION | errors(404))
 async def session(
     session_id: SessionId,
     backend: AppBackend,
@@ -114,7 +114,7 @@ async def session(
 @activations.get(
     "/session/{session_id}/data",
     response_class=Response,
-    responses=openapi.DATA | openapi.IS_GONE | errors(404, 429),
+    responses=examples.DATA | examples.IS_GONE | errors(404, 429),
 )
 async def session_data(
     session_id: SessionId,
@@ -133,11 +133,11 @@ async def session_data(
     """Download stored runs page by page: an Arrow IPC stream, or a file of named tensors."""
     data = await backend.data(who, Choice(session_id, _apart(run, "run"), _apart(points, "points"), format), asked.tag)
     name = f"{session_id}.{'arrows' if format == 'arrow' else format}"
-    kind = openapi.ARROW if format == "arrow" else BYTES
+    kind = examples.ARROW if format == "arrow" else BYTES
     return await page(asked, data, kind, {"Content-Disposition": f'attachment; filename="{name}"'})
 
 
-@activations.delete("/session/{session_id}", responses=openapi.DELETED | openapi.IS_PINNED | errors(404))
+@activations.delete("/session/{session_id}", responses=examples.DELETED | examples.IS_PINNED | errors(404))
 async def delete_session(
     session_id: SessionId, backend: AppBackend, who: CallerAccount, answer: Response
 ) -> dict[str, Any]:
@@ -152,28 +152,28 @@ async def delete_session(
     return deleted
 
 
-@activations.put("/session/{session_id}/pin", responses=openapi.PINNED | errors(404))
+@activations.put("/session/{session_id}/pin", responses=examples.PINNED | errors(404))
 async def pin_session(session_id: SessionId, backend: AppBackend, who: CallerAccount) -> dict[str, Any]:
     """Pin a session: neither a request nor a limit of the store deletes it."""
     await backend.pin_session(who, session_id, True)
     return {"id": session_id, "object": "session", "pinned": True}
 
 
-@activations.delete("/session/{session_id}/pin", responses=openapi.UNPINNED | errors(404))
+@activations.delete("/session/{session_id}/pin", responses=examples.UNPINNED | errors(404))
 async def unpin_session(session_id: SessionId, backend: AppBackend, who: CallerAccount) -> dict[str, Any]:
     """Take a session's pin away; one that has none stays as it is."""
     await backend.pin_session(who, session_id, False)
     return {"id": session_id, "object": "session", "pinned": False}
 
 
-@activations.put("/session/{session_id}/shared", responses=openapi.SHARED | errors(404))
+@activations.put("/session/{session_id}/shared", responses=examples.SHARED | errors(404))
 async def share_session(session_id: SessionId, backend: AppBackend, who: CallerAccount) -> dict[str, Any]:
     """Let every key list, read and download a session; to change it stays its owner's."""
     await backend.share_session(who, session_id, True)
     return {"id": session_id, "object": "session", "shared": True}
 
 
-@activations.delete("/session/{session_id}/shared", responses=openapi.UNSHARED | errors(404))
+@activations.delete("/session/{session_id}/shared", responses=examples.UNSHARED | errors(404))
 async def unshare_session(session_id: SessionId, backend: AppBackend, who: CallerAccount) -> dict[str, Any]:
     """Let its owner and admins alone read a session again."""
     await backend.share_session(who, session_id, False)

@@ -12,10 +12,11 @@ from typing import Annotated, Any
 from fastapi import APIRouter, Body, Request
 from fastapi.responses import JSONResponse, Response, StreamingResponse
 
-import serve_app.openapi as openapi
+import serve_app.openapi_examples as examples
 from deployments.activations.accounts import Account
 from deployments.errors import RequestError
-from deployments.messages import Job, Message
+from deployments.messages import Message
+from deployments.job import Job
 from deployments.points.capture import Capture
 from serve_app.answers import Answer, Kind
 from serve_app.backend.backend import Backend
@@ -31,12 +32,12 @@ PROFILE = "X-Intervention-Profile"  # of an answer: the profile that it used, wh
 openai = APIRouter(tags=["OpenAI"], responses=errors(503), route_class=JsonRoute)
 
 
-GENERATION = openapi.IS_GONE | errors(403, 404, 429, 504)
+GENERATION = examples.IS_GONE | errors(403, 404, 429, 504)
 
 
-@openai.post("/v1/chat/completions", responses=openapi.CHAT | GENERATION)
+@openai.post("/v1/chat/completions", responses=examples.CHAT | GENERATION)
 async def chat(
-    body: Annotated[ChatRequest, Body(openapi_examples=openapi.CHAT_EXAMPLES)],
+    body: Annotated[ChatRequest, Body(openapi_examples=examples.CHAT_EXAMPLES)],
     request: Request,
     backend: AppBackend,
     who: CallerAccount,
@@ -62,9 +63,9 @@ async def chat(
     return await _answer("chat", body, job, backend, prompts=1)
 
 
-@openai.post("/v1/completions", responses=openapi.COMPLETION | GENERATION)
+@openai.post("/v1/completions", responses=examples.COMPLETION | GENERATION)
 async def completions(
-    body: Annotated[CompletionRequest, Body(openapi_examples=openapi.COMPLETION_EXAMPLES)],
+    body: Annotated[CompletionRequest, Body(openapi_examples=examples.COMPLETION_EXAMPLES)],
     request: Request,
     backend: AppBackend,
     who: CallerAccount,

@@ -10,7 +10,7 @@ from pydantic import TypeAdapter, ValidationError
 
 from deployments.activations.facts import check_session_id
 from deployments.errors import RequestError
-from deployments.messages import Job
+from deployments.job import Job
 from deployments.points.capture import Capture, Tags
 
 SESSION, TAGS = "X-Vitrine-Session", "X-Vitrine-Tags"

@@ -19,7 +19,7 @@ from pydantic import ConfigDict, Field
 from starlette.requests import HTTPConnection
 from starlette.websockets import WebSocketDisconnect
 
-import serve_app.openapi as openapi
+import serve_app.openapi_examples as examples
 from deployments.activations.accounts import Account
 from deployments.client_code.job import ModelKey, Update
 from deployments.errors import RequestError
@@ -78,7 +78,7 @@ router = APIRouter(tags=["nnsight"], responses=errors(403, 503))
 sockets = APIRouter()
 
 
-@router.post("/request", dependencies=[CodeOnly, Depends(_is_nnsight)], responses=openapi.JOB | errors(404, 429))
+@router.post("/request", dependencies=[CodeOnly, Depends(_is_nnsight)], responses=examples.JOB | errors(404, 429))
 async def request(
     data: Annotated[str, Form(max_length=1 << 16)], blob: Annotated[UploadFile, File()], jobs: Jobs, who: CallerAccount
 ) -> dict[str, Any]:
@@ -92,13 +92,13 @@ async def request(
     return sent.told
 
 
-@router.get("/response/{job_id}", dependencies=[CodeOnly], responses=openapi.JOB | errors(410))
+@router.get("/response/{job_id}", dependencies=[CodeOnly], responses=examples.JOB | errors(410))
 async def response(job_id: JobId, connection: HTTPConnection, jobs: Jobs, who: CallerAccount) -> dict[str, Any]:
     """What became of a job last; where it is done, `data` is the address of its result."""
     return await jobs.told(who, job_id, _address(connection))
 
 
-@router.get("/response/{job_id}/result", response_class=Response, responses=openapi.RESULT | errors(404))
+@router.get("/response/{job_id}/result", response_class=Response, responses=examples.RESULT | errors(404))
 async def result(job_id: JobId, token: Annotated[str, Query(max_length=256)], jobs: Jobs) -> Response:
     """A finished job's saved values, for `torch.load`, compressed where the job was; the token is its key."""
     length, pieces = await jobs.result(job_id, token)
@@ -107,20 +107,20 @@ async def result(job_id: JobId, token: Annotated[str, Query(max_length=256)], jo
     return StreamingResponse(pieces, media_type=BYTES, headers=headers)
 
 
-@router.get("/status", responses=openapi.STATUS)
+@router.get("/status", responses=examples.STATUS)
 async def status(backend: AppBackend, jobs: Jobs) -> dict[str, Any]:
     """The models that nnsight code can be run on, as `nnsight.status()` reads them."""
     await backend.models.refresh()
     return {"deployments": {model.id: await model.deployment() for model in backend.models.loaded}}
 
 
-@router.get("/env", responses=openapi.ENVIRONMENT)
+@router.get("/env", responses=examples.ENVIRONMENT)
 async def env(jobs: Jobs) -> dict[str, Any]:
     """The server's Python and packages, by the names they are imported by, as `nnsight.compare()` reads them."""
     return await asyncio.to_thread(_environment)
 
 
-@router.get("/whoami", responses=openapi.WHOAMI)
+@router.get("/whoami", responses=examples.WHOAMI)
 async def whoami(connection: HTTPConnection, jobs: Jobs) -> dict[str, Any]:
     """What the key is: this server knows no persons, only what a key may do."""
     return {"email": None, "tags": [connection.state.caller.role]}

@@ -6,7 +6,7 @@ from typing import Annotated, Any
 
 from fastapi import APIRouter, Query
 
-import serve_app.openapi as openapi
+import serve_app.openapi_examples as examples
 from serve_app.http.bodies import JsonRoute
 from serve_app.openapi import errors
 from serve_app.routes.dependencies import AppBackend, CallerAccount
@@ -19,13 +19,13 @@ Owner = Annotated[Id | None, Query(description="For an admin: whose it is.")]
 profiles = APIRouter(prefix="/v1/interventions", tags=["Profiles"], responses=errors(503), route_class=JsonRoute)
 
 
-@profiles.post("", responses=openapi.PROFILE | errors(403, 429, 504))
+@profiles.post("", responses=examples.PROFILE | errors(403, 429, 504))
 async def keep_profile(body: ProfileBody, backend: AppBackend, who: CallerAccount) -> dict[str, Any]:
     """Keep a profile, in the place of one's own of its name; to make a default, or change one, takes an admin."""
     return await backend.keep_profile(who, body)
 
 
-@profiles.get("", responses=openapi.PROFILES)
+@profiles.get("", responses=examples.PROFILES)
 async def list_profiles(
     backend: AppBackend, who: CallerAccount, limit: Annotated[int, Query(ge=1, le=1000)] = 100, after: Id | None = None
 ) -> dict[str, Any]:
@@ -36,7 +36,7 @@ async def list_profiles(
     return listed(await backend.profiles.list(who, limit + 1, after), limit)
 
 
-@profiles.get("/{name}", responses=openapi.PROFILE | errors(404))
+@profiles.get("/{name}", responses=examples.PROFILE | errors(404))
 async def retrieve_profile(
     name: PathId, backend: AppBackend, who: CallerAccount, owner: Owner = None
 ) -> dict[str, Any]:
@@ -44,7 +44,7 @@ async def retrieve_profile(
     return await backend.profiles.get(who, name, owner)
 
 
-@profiles.delete("/{name}", responses=openapi.PROFILE_DELETED | errors(403, 404))
+@profiles.delete("/{name}", responses=examples.PROFILE_DELETED | errors(403, 404))
 async def delete_profile(name: PathId, backend: AppBackend, who: CallerAccount, owner: Owner = None) -> dict[str, Any]:
     """Delete a profile; it is gone when this answers. A default takes an admin."""
     await backend.profiles.delete(who, name, owner)

@@ -7,7 +7,7 @@ from typing import Annotated, Any
 
 from fastapi import APIRouter, File, Form, Query, UploadFile
 
-import serve_app.openapi as openapi
+import serve_app.openapi_examples as examples
 from deployments.errors import RequestError
 from serve_app.http.middleware import READOUTS
 from serve_app.openapi import errors
@@ -17,7 +17,7 @@ from serve_app.routes.parameters import Id, PathId, listed
 readouts = APIRouter(prefix=READOUTS, tags=["Readouts"], responses=errors(503))
 
 
-@readouts.post("", responses=openapi.READOUT | errors(504))
+@readouts.post("", responses=examples.READOUT | errors(504))
 async def install_readout(
     file: Annotated[UploadFile, File(description="safetensors")],
     backend: AppBackend,
@@ -28,7 +28,7 @@ async def install_readout(
     return await backend.readouts.install(who, await file.read(), _object(spec))
 
 
-@readouts.get("", responses=openapi.READOUTS)
+@readouts.get("", responses=examples.READOUTS)
 async def list_readouts(
     backend: AppBackend, who: CallerAccount, limit: Annotated[int, Query(ge=1, le=1000)] = 100, after: Id | None = None
 ) -> dict[str, Any]:
@@ -36,13 +36,13 @@ async def list_readouts(
     return listed(await backend.readouts.list(who, limit + 1, after), limit)
 
 
-@readouts.get("/{name}", responses=openapi.READOUT | errors(404))
+@readouts.get("/{name}", responses=examples.READOUT | errors(404))
 async def retrieve_readout(name: PathId, backend: AppBackend, who: CallerAccount) -> dict[str, Any]:
     """What a readout is, without its tensors."""
     return await backend.readouts.get(who, name)
 
 
-@readouts.delete("/{name}", responses=openapi.READOUT_DELETED | errors(404))
+@readouts.delete("/{name}", responses=examples.READOUT_DELETED | errors(404))
 async def delete_readout(name: PathId, backend: AppBackend, who: CallerAccount) -> dict[str, Any]:
     """Remove a readout; requests that use it go on."""
     await backend.readouts.delete(who, name)

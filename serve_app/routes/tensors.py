@@ -7,7 +7,7 @@ from typing import Annotated, Any
 from fastapi import APIRouter, Body, Query
 from fastapi.responses import Response
 
-import serve_app.openapi as openapi
+import serve_app.openapi_examples as examples
 from serve_app.http.middleware import BYTES, TENSORS
 from serve_app.http.ranges import Ranged, page
 from serve_app.openapi import errors
@@ -17,7 +17,7 @@ from serve_app.routes.parameters import Id, PathId, listed
 tensors = APIRouter(prefix=TENSORS, tags=["Tensors"], responses=errors(503))
 
 
-@tensors.post("", responses=openapi.TENSORS)
+@tensors.post("", responses=examples.TENSORS)
 async def upload_tensors(
     data: Annotated[bytes, Body(media_type=BYTES)], backend: AppBackend, who: CallerAccount
 ) -> dict[str, Any]:
@@ -25,7 +25,7 @@ async def upload_tensors(
     return await backend.put_tensors(who, data)
 
 
-@tensors.get("", responses=openapi.TENSOR_FILES)
+@tensors.get("", responses=examples.TENSOR_FILES)
 async def tensor_files(
     backend: AppBackend, who: CallerAccount, limit: Annotated[int, Query(ge=1, le=1000)] = 100, after: Id | None = None
 ) -> dict[str, Any]:
@@ -34,13 +34,13 @@ async def tensor_files(
 
 
 @tensors.head("/{tensor_id}", include_in_schema=False)
-@tensors.get("/{tensor_id}", response_class=Response, responses=openapi.TENSOR_FILE | errors(404))
+@tensors.get("/{tensor_id}", response_class=Response, responses=examples.TENSOR_FILE | errors(404))
 async def tensor_file(tensor_id: PathId, backend: AppBackend, who: CallerAccount, asked: Ranged) -> Response:
     """A tensor file page by page, as it was sent."""
     return await page(asked, await backend.tensor_file(who, tensor_id), BYTES)
 
 
-@tensors.delete("/{tensor_id}", responses=openapi.TENSORS_DELETED | errors(404))
+@tensors.delete("/{tensor_id}", responses=examples.TENSORS_DELETED | errors(404))
 async def delete_tensors(tensor_id: PathId, backend: AppBackend, who: CallerAccount) -> dict[str, Any]:
     """Delete a tensor file; it is gone when this answers."""
     await backend.delete_tensors(who, tensor_id)

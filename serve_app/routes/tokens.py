@@ -6,7 +6,7 @@ from typing import Any
 
 from fastapi import APIRouter
 
-import serve_app.openapi as openapi
+import serve_app.openapi_examples as examples
 from serve_app.http.bodies import JsonRoute
 from serve_app.openapi import errors
 from serve_app.routes.dependencies import AppBackend
@@ -15,14 +15,14 @@ from serve_app.schemas.tokens import DetokenizeRequest, TokenizeRequest
 tokens = APIRouter(tags=["Tokens"], responses=errors(404, 429, 503, 504), route_class=JsonRoute)
 
 
-@tokens.post("/tokenize", responses=openapi.TOKENS)
+@tokens.post("/tokenize", responses=examples.TOKENS)
 async def tokenize(body: TokenizeRequest, backend: AppBackend) -> dict[str, Any]:
     """The tokens of a prompt, or of a chat as the model's template writes it."""
     model = await backend.models.find(body.model)
     return await model.tokenize(body.text)
 
 
-@tokens.post("/detokenize", responses=openapi.TEXT)
+@tokens.post("/detokenize", responses=examples.TEXT)
 async def detokenize(body: DetokenizeRequest, backend: AppBackend) -> dict[str, Any]:
     """The text of tokens, and with `return_token_strs` of each of them."""
     model = await backend.models.find(body.model)

@@ -7,7 +7,7 @@ from typing import Annotated
 from pydantic import AfterValidator, Field, model_validator
 from pydantic_core import PydanticCustomError
 
-from deployments.messages import Text
+from deployments.job import Text
 from serve_app.schemas.base import MOST_TOKENS, LongText, TokenId, WireModel, packed_ids
 from serve_app.schemas.messages import Messages
 from serve_app.schemas.tools import TemplateKwargs, Tools

@@ -21,62 +21,7 @@ from deployments.activations.segments.segments import WholeRun
 from deployments.points.names import recorded
 from evals.config import EvalError
 from evals.probes.inputs.labels import RunLabels, Source
-
-_SPAN = re.compile(r"span:(-?\d*):(-?\d*)")
-
-
-class TokenColumn(NamedTuple):
-    """A choice of tokens: the last of some, `mean` or `max` over all, or the mean of a span.
-
-    Attributes:
-        name: As it was written.
-        kind: `prompt_last`, `generated_last`, `last` and `final` (of all), `mean`, `max`, `span` (of a labels table, by
-            `label`) or `positions` (`first`, `end`).
-    """
-
-    name: str
-    kind: str
-    label: str = ""
-    first: int | None = None
-    end: int | None = None
-
-    @classmethod
-    def parse(cls, name: str) -> TokenColumn:
-        """Read one choice.
-
-        Raises:
-            EvalError: It is none.
-        """
-        if name in ("prompt_last", "generated_last", "last", "final", "mean", "max"):
-            return cls(name, name)
-        if match := _SPAN.fullmatch(name):
-            first, end = (int(part) if part.lstrip("-") else None for part in match.groups())
-            return cls(name, "positions", first=first, end=end)
-        if name.startswith("span:") and name != "span:":
-            return cls(name, "span", name.removeprefix("span:"))
-        raise EvalError(
-            f"--tokens {name!r}: none of prompt_last, generated_last, last, mean, max, span:NAME, span:FIRST:END"
-        )
-
-    def positions(self, run: RunFacts, spans: Mapping[str, tuple[int, int]]) -> tuple[int, int] | None:
-        """The tokens' positions in prompt + generated, `[first, end)`; None where the run has none of them.
-
-        Raises:
-            EvalError: It is `last`, which once was the prompt's, and the run generated tokens.
-        """
-        if self.kind == "last" and run.tokens > run.prompt_tokens:
-            raise EvalError("--tokens last: the runs generated tokens: say prompt_last or generated_last")
-        if self.kind in ("last", "prompt_last"):
-            return run.prompt_tokens - 1, run.prompt_tokens
-        if self.kind == "final" or (self.kind == "generated_last" and run.tokens > run.prompt_tokens):
-            return run.tokens - 1, run.tokens
-        if self.kind == "generated_last":
-            return None
-        if self.kind == "span":
-            return spans.get(self.label)
-        first, end, _ = slice(self.first, self.end).indices(run.tokens)
-        return first, end
-
+from evals.probes.inputs.token_columns import TokenColumn
 
 class Example(NamedTuple):
     """One run.

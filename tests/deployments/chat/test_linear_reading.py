@@ -23,8 +23,10 @@ from deployments.chat.template import ChatFormat
 from deployments.engine.request import Delta, Finished, Request
 from deployments.engine.decoding.text import MOST_WAITING, TextStream
 from deployments.errors import RequestError
-from deployments.messages import Job, whole_calls
-from deployments.replica.delivery import SLICE, Delivery, RunningChoice
+from deployments.messages import whole_calls
+from deployments.job import Job
+from deployments.replica.delivery import SLICE, Delivery
+from deployments.replica.tickets import RunningChoice
 
 TOOLS = [{"type": "function", "function": {"name": "f", "parameters": {"properties": {"x": {"type": "integer"}}}}}]
 OURS = {

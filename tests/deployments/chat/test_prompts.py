@@ -12,7 +12,7 @@ from transformers import PreTrainedTokenizerFast
 from deployments.chat.prompts import Prompts
 from deployments.chat.template import ChatFormat
 from deployments.chat.token_texts import TokenTexts
-from deployments.messages import Job, Text
+from deployments.job import Job, Text
 
 TEXTS = ["Tom has 3 boxes.", "", "  two spaces", "Ünï 北京 🧮", "so <|im_end|> it is"]
 

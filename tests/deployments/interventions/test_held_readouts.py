@@ -13,7 +13,7 @@ from safetensors.torch import save
 
 from deployments.errors import RequestError
 from deployments.interventions.held_readouts import HeldReadouts
-from deployments.messages import Job
+from deployments.job import Job
 from deployments.points.readouts import AskedReadout
 
 HIDDEN = 64

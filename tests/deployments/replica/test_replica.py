@@ -10,7 +10,8 @@ import threading
 import pytest
 
 from deployments.engine.request import GREEDY
-from deployments.messages import End, Job, Refusal, Text
+from deployments.messages import End, Refusal
+from deployments.job import Job, Text
 from deployments.options import Options, Savepoint
 from deployments.points.capture import Capture
 from deployments.replica.replica import MOST_TEXTS, ModelReplica
@@ -85,8 +86,9 @@ def test_a_request_whose_answer_cannot_be_read_fails_alone(replica):
     def with_reader(choices, made):
         return {id: dataclasses.replace(choice, reader=made) for id, choice in choices.items()}
 
-    choose = replica._choices
-    replica._choices = lambda asked, *more: (
+    preparation = replica._preparation
+    choose = preparation._choices
+    preparation._choices = lambda asked, *more: (
         with_reader(choose(asked, *more), Unreadable()) if asked.id == "unreadable" else choose(asked, *more)
     )
 

@@ -15,7 +15,7 @@ from deployments.model.load import load
 from deployments.model.model import Model
 from evals.config import EvalError
 from evals.outliers.ablation import LEAST_TEXTS, _compared, ablate, read_prompts
-from evals.server.client import RequestFailed
+from evals.server.answers import RequestFailed
 
 TEXTS = [f"Ann has {n} boxes of {n + 2} pens. How many pens is that?" for n in range(3, 6)]
 POINTS = [f"layers.{layer}.input_layernorm.output" for layer in (0, 2)]

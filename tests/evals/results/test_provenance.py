@@ -13,7 +13,7 @@ from fastapi.responses import JSONResponse, PlainTextResponse, Response
 
 from evals.gsm8k.options import parse_args
 from evals.results.provenance import Facts, checkout, differences, facts, resumed
-from evals.server.client import RequestFailed
+from evals.server.answers import RequestFailed
 from evals.task.problems import SCHEMA, ChosenProblems
 from evals.task.prompts import Example, FewShot, Prompts
 

@@ -9,7 +9,7 @@ import psutil
 import pytest
 
 from deployments.options import Options
-from evals.server.server_process import read_record
+from evals.server.server_record import read_record
 
 BASE_URL = "http://127.0.0.1:8123/v1"
 

@@ -22,7 +22,7 @@ from deployments.activations.actors.reader import connect_reader
 from deployments.activations.actors.store import connect
 from deployments.activations.export.selectors import Choice
 from deployments.activations.filters import Filter
-from deployments.messages import Job
+from deployments.job import Job
 from deployments.options import NO_MODEL, Options
 from serve_app.backend import backend, model_registry, served_model, waiting
 from serve_app.backend.backend import Backend

@@ -14,7 +14,7 @@ import torch
 from deployments.activations import load
 from deployments.activations.accounts import OPERATOR
 from deployments.activations.actors.store import connect
-from deployments.messages import Job
+from deployments.job import Job
 from deployments.options import home
 from serve_app.backend import profile_registry
 from serve_app.backend.profile_registry import Profiles

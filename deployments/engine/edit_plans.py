@@ -1,0 +1,267 @@
+"""Edits in a forward: one operation of a kind at a place, for all sequences that ask for it."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import NamedTuple
+
+import torch
+
+from deployments.engine.edits import Edit, FeatureChange, Index, Kind
+from deployments.engine.readouts import ReadoutReader
+from deployments.places.place import Place
+
+
+class _Key(NamedTuple):
+    """What edits have in common that are done at once."""
+
+    turn: int  # among all of a sequence's edits at the place
+    kind: Kind
+    shape: tuple[int, ...]
+    heads: Index
+    features: Index
+    change: FeatureChange | None
+
+
+class _Part(NamedTuple):
+    """One sequence's edit of some of the tokens that a forward runs."""
+
+    edit: Edit
+    positions: Sequence[int]
+    shift: int  # from a position to its row of the forward
+
+
+@dataclass(frozen=True)
+class Span:
+    """One sequence's part in a forward.
+
+    Attributes:
+        edits: Its edits.
+        start: The position of its first token that runs.
+        count: How many run.
+        row: The forward's row of the first.
+    """
+
+    edits: Sequence[Edit]
+    start: int
+    count: int
+    row: int
+
+
+class Plan:
+    """What one forward changes. Rows and tokens that no edit names keep every bit.
+
+    Attributes:
+        places: Where.
+    """
+
+    def __init__(self, spans: Sequence[Span]) -> None:
+        """Sort the sequences' edits by place, turn, kind and features."""
+        stages: dict[Place, dict[_Key, list[_Part]]] = {}
+        for span in spans:
+            turns: Counter[Place] = Counter()
+            for edit in span.edits:
+                place = edit.point.place
+                key = _Key(turns[place], edit.kind, edit.point.shape, edit.heads, edit.features, edit.change)
+                turns[place] += 1
+                if positions := edit.tokens.within(span.start, span.start + span.count):
+                    stages.setdefault(place, {}).setdefault(key, []).append(
+                        _Part(edit, positions, span.row - span.start)
+                    )
+        self._changes = {
+            place: [change for key in sorted(found, key=lambda key: key.turn) for change in _changes(key, found[key])]
+            for place, found in stages.items()
+        }
+        self.places = list(self._changes)
+
+    def apply(self, place: Place, value: torch.Tensor, reader: ReadoutReader | None = None) -> torch.Tensor | None:
+        """The value [rows, ...] with its changes; None where there are none.
+
+        Args:
+            place: The place.
+            value: What is there.
+            reader: Reads what gates ask for; needed where an edit has one.
+        """
+        if place not in self._changes:
+            return None
+        changed = value.clone()
+        for change in self._changes[place]:
+            change.apply(changed, reader)
+        return changed
+
+    def move(self, positions: Mapping[int, int]) -> None:
+        """Go on to other tokens, one of each row, at these positions by row."""
+        for changes in self._changes.values():
+            for change in changes:
+                change.move(positions)
+
+
+def _changes(key: _Key, parts: Sequence[_Part]) -> Iterator[_Change]:
+    """Single tokens of all sequences as one change, and each sequence's span of tokens by itself.
+
+    A span is a slice, and one vector is broadcast over it: it is never repeated for each token.
+    """
+    single = [part for part in parts if len(part.positions) == 1]
+    if single:
+        yield _Change(key, single, torch.tensor([part.positions[0] + part.shift for part in single]))
+    for part in parts:
+        if len(part.positions) > 1:
+            rows = [position + part.shift for position in part.positions]
+            is_range = rows[-1] - rows[0] == len(rows) - 1
+            yield _Change(key, [part], slice(rows[0], rows[-1] + 1) if is_range else torch.tensor(rows))
+
+
+class _Change:
+    """Edits that are done at once, ready to be applied in one forward after the other."""
+
+    def __init__(self, key: _Key, parts: Sequence[_Part], rows: slice | torch.Tensor) -> None:
+        """Prepare edits of a kind.
+
+        Args:
+            key: What they have in common.
+            parts: One with all its tokens, or several of one token each.
+            rows: Their rows of the forward.
+        """
+        self._key = key
+        self._rows = rows
+        self._parts = parts
+        self._is_watched = any(part.edit.is_watched for part in parts)
+        self._norms = [(part.edit.norms, len(part.positions)) for part in parts if part.edit.norms is not None]
+        self._tensors = {
+            "low": torch.tensor([part.edit.low for part in parts])[:, None, None],
+            "high": torch.tensor([part.edit.high for part in parts])[:, None, None],
+        }
+        vectors = [part.edit.rows(part.positions) for part in parts if part.edit.vector is not None]
+        if vectors:
+            self._tensors["vectors"] = torch.cat(vectors)  # [changed or 1, heads or 1, features]
+        for name in ("heads", "features"):
+            if (index := getattr(key, name)) is not None:
+                self._tensors[name] = torch.tensor(index)
+
+    def move(self, positions: Mapping[int, int]) -> None:
+        """As `Plan.move`."""
+        if self._is_watched:
+            rows = [part.positions[0] + part.shift for part in self._parts]
+            self._parts = [
+                _Part(part.edit, (positions[row],), row - positions[row])
+                for part, row in zip(self._parts, rows, strict=True)
+            ]
+
+    def apply(self, value: torch.Tensor, reader: ReadoutReader | None) -> None:
+        """Change a value [rows, ...] in place."""
+        if self._tensors["low"].device != value.device:  # a model's layers may lie on several devices
+            self._tensors = {name: tensor.to(value.device) for name, tensor in self._tensors.items()}
+            if isinstance(self._rows, torch.Tensor):
+                self._rows = self._rows.to(value.device)
+        which = self._rows
+        point = value.view(len(value), *self._key.shape)  # by heads, at a point of heads
+        rows = point[which]  # [changed, ...]
+        before, opened = rows, None
+        if self._is_watched:
+            before, opened = rows.clone(), self._opened(rows, reader)
+        by_head = rows.view(len(rows), -1, rows.shape[-1])  # [changed, heads or 1, features]
+        heads, features = self._tensors.get("heads"), self._tensors.get("features")
+        part = by_head if heads is None else by_head[:, heads]
+        if features is None:
+            part = self._edited(part, opened)
+        else:
+            part = part.clone()
+            part[..., features] = self._edited(part[..., features], opened)
+        if heads is None:
+            by_head = part
+        else:
+            by_head[:, heads] = part
+        changed = by_head.view(rows.shape)
+        if opened is not None:
+            changed = torch.where(opened.view(-1, *(1 for _ in changed.shape[1:])), changed, before)
+            self._tell(before, changed, opened)
+        point[which] = changed
+
+    def _opened(self, rows: torch.Tensor, reader: ReadoutReader | None) -> torch.Tensor:
+        """Of rows [changed, ...] before they are changed, which are to be, bool [changed]."""
+        here, first = [], 0
+        for part in self._parts:
+            count = len(part.positions)
+            for leaf in part.edit.gate.leaves if part.edit.gate else ():
+                if leaf.here:
+                    here.append((leaf, first, leaf.turn(part.positions[0]), count))
+            first += count
+        if here:
+            assert reader is not None
+            reader.read_here(here, rows)
+        return torch.cat([_opened(part, rows.device) for part in self._parts])
+
+    def _tell(self, before: torch.Tensor, changed: torch.Tensor, opened: torch.Tensor) -> None:
+        """Report what was done to rows [changed, ...]."""
+        if not any(part.edit.report for part in self._parts):
+            return
+        before, changed = before.float().flatten(1), changed.float().flatten(1)
+        change = (changed - before).norm(dim=1) / before.norm(dim=1).clamp(min=torch.finfo(torch.float32).tiny)
+        change = torch.where(opened, change, torch.nan)
+        counts = [len(part.positions) for part in self._parts]
+        for part, changes in zip(self._parts, torch.split(change, counts), strict=True):
+            if part.edit.report:
+                part.edit.report.add(part.positions, changes)
+
+    def _edited(self, x: torch.Tensor, opened: torch.Tensor | None) -> torch.Tensor:
+        """What becomes of x [changed, heads or 1, features]: in its own dtype, computed in float32 or wider."""
+        wide = x.float() if x.dtype.itemsize < 4 else x
+        low, high, v = self._tensors["low"], self._tensors["high"], self._tensors.get("vectors", wide)
+        match self._key.kind:
+            case "add":
+                new = wide + v
+            case "add_norm":
+                norms = wide.norm(dim=-1, keepdim=True)  # [changed, heads or 1, 1]
+                new = wide + norms * v
+                mean = norms.mean(dim=(1, 2))
+                mean = mean if opened is None else torch.where(opened, mean, torch.nan)
+                parts = mean.split([count for _, count in self._norms])
+                for (gathered, _), part in zip(self._norms, parts, strict=True):
+                    gathered.add(part)
+            case "scale":
+                new = wide * low
+            case "project_out":
+                new = wide - (wide * v).sum(-1, keepdim=True) / (v * v).sum(-1, keepdim=True) * v
+            case "clamp":
+                new = wide.clamp(low, high)
+            case "replace":
+                new = v.expand_as(wide)
+            case "feature":
+                assert self._key.change is not None
+                sae, feature, how = self._key.change
+                new = wide + sae.change(wide.flatten(1), feature, how, low.flatten()).view_as(wide)
+        return new.to(x.dtype)
+
+
+def _opened(part: _Part, device: torch.device) -> torch.Tensor:
+    """Which of a part's rows are changed, bool [positions]."""
+    positions = part.positions
+    if part.edit.gate is None:
+        return torch.ones(len(positions), dtype=torch.bool, device=device)
+    return part.edit.gate.opened(positions).to(device)
+
+
+class Plans:
+    """The plan of each forward, which is the last one's while the same rows change in the same way."""
+
+    def __init__(self) -> None:
+        self._of: list[tuple[int, list[Edit]]] | None = None
+        self._plan = Plan([])
+
+    def of(self, spans: Sequence[Span]) -> Plan:
+        """The plan of a forward."""
+        if any(span.edits and span.count > 1 for span in spans):
+            self._of = None
+            return Plan(spans)
+        active = [
+            (span.row, edits)
+            for span in spans
+            if span.edits and (edits := [edit for edit in span.edits if edit.tokens.within(span.start, span.start + 1)])
+        ]
+        if active != self._of or any(edit.per_token for _, edits in active for edit in edits):
+            self._of, self._plan = active, Plan(spans)
+        elif any(edit.is_watched for _, edits in active for edit in edits):
+            self._plan.move({span.row: span.start for span in spans})
+        return self._plan

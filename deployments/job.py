@@ -1,0 +1,171 @@
+"""What the ingress sends to a replica: a request to generate, or a text to tokenize."""
+
+from __future__ import annotations
+
+import re
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+from deployments.activations.accounts import OPERATOR, Account
+from deployments.engine.request import Sampling
+from deployments.errors import RequestError
+from deployments.messages import Refusal
+from deployments.points.capture import Capture
+from deployments.points.interventions import Intervention
+from deployments.points.logit_lens import LogitLens
+from deployments.points.readouts import AskedReadout, Condition
+
+
+@dataclass(frozen=True)
+class Job:
+    """One HTTP request, validated.
+
+    Attributes:
+        id: A unique id; the runs it makes are named after it.
+        account: Who sends it.
+        messages: A chat, in OpenAI's form; None for a completion.
+        prompts: A completion's prompts, each text or token ids; empty for a chat.
+        tools: OpenAI's tool definitions that the model may call.
+        must_call: Names of functions of which it must call one; where it is empty, it need not.
+        parallel_calls: Whether it may make several calls.
+        schema: JSON schema that its text obeys; None where any text will do.
+        template_kwargs: What the chat template is told besides.
+        n: Choices per prompt.
+        max_tokens: New tokens at most; None for what the context leaves.
+        sampling: How tokens are drawn.
+        stop: Strings that end a text.
+        stop_token_ids: Token ids that end a text.
+        ignore_eos: Generate on behind the model's end tokens.
+        logprobs: With each token say its logprob and those of so many likeliest tokens; None for neither.
+        echo: Begin each text with its prompt, and its logprobs with the prompt's, where they are asked for.
+        ranked: Say with each choice how likely it was, for the best to be picked.
+        token_ids: Say the token ids of prompt and answer.
+        capture: What to record; None for nothing.
+        interventions: What to change on the way; the first ones are the profile's.
+        variants: What to change besides in each choice, `n` of them; empty where all are alike.
+        logit_lens: What to say of the layers with each token; None for nothing.
+        readouts: Readouts whose values it wants.
+        stop_when: The condition on them that ends an answer; None for none.
+        report: Whether to say what each intervention did.
+        profile: The profile that it uses; None for none.
+        profiled: How many of its interventions are the profile's.
+        profile_account: Who may read what these name: an admin, where the profile is a default.
+        profile_captures: Whether what to record is the profile's, too.
+        default_capture: What to record in place of `capture` where the model has no savepoints: the profile's.
+        session_id: The session its runs join.
+        run_ids: Names of its runs, one for each choice; empty where they are named after the job.
+        fence: What the store gave when it admitted the job to the session; None without keys.
+        unstorable: Why its runs cannot be stored, where that is known before.
+        request_id: What the client and the HTTP log call the request; not unique.
+        created: When it came, in Unix seconds.
+        fields: What the request calls a field that a refusal may name, where it is not that name.
+    """
+
+    id: str
+    account: Account = OPERATOR
+    messages: list[dict[str, Any]] | None = None
+    prompts: list[str | Sequence[int]] = field(default_factory=list)
+    tools: list[dict[str, Any]] | None = None
+    must_call: tuple[str, ...] = ()
+    parallel_calls: bool = True
+    schema: dict[str, Any] | None = None
+    template_kwargs: dict[str, Any] = field(default_factory=dict)
+    n: int = 1
+    max_tokens: int | None = None
+    sampling: Sampling = Sampling()
+    stop: tuple[str, ...] = ()
+    stop_token_ids: tuple[int, ...] = ()
+    ignore_eos: bool = False
+    logprobs: int | None = None
+    echo: bool = False
+    ranked: bool = False
+    token_ids: bool = False
+    capture: Capture | None = None
+    interventions: tuple[Intervention, ...] = ()
+    variants: tuple[tuple[Intervention, ...], ...] = ()
+    logit_lens: LogitLens | None = None
+    readouts: tuple[AskedReadout, ...] = ()
+    stop_when: Condition | None = None
+    report: bool = False
+    profile: str | None = None
+    profiled: int = 0
+    profile_account: Account = OPERATOR
+    profile_captures: bool = False
+    default_capture: Capture | None = None
+    session_id: str = ""
+    run_ids: tuple[str, ...] = ()
+    fence: str | None = None
+    unstorable: str | None = None
+    request_id: str = ""
+    created: float = field(default_factory=time.time)
+    fields: dict[str, str] = field(default_factory=dict)
+
+    @property
+    def may_store(self) -> bool:
+        """Whether it may store what it records."""
+        return any(capture and capture.destination != "inline" for capture in (self.capture, self.default_capture))
+
+    def changes(self, number: int) -> dict[str, Intervention]:
+        """What is changed in one of a prompt's choices, by the request's fields."""
+        return _fields("interventions", self.interventions) | (
+            _fields(f"variants[{number}]", self.variants[number]) if self.variants else {}
+        )
+
+    @property
+    def all_changes(self) -> dict[str, Intervention]:
+        """What is changed in any of its choices, by the request's fields."""
+        found = _fields("interventions", self.interventions)
+        for number, variant in enumerate(self.variants):
+            found |= _fields(f"variants[{number}]", variant)
+        return found
+
+    @property
+    def conditions(self) -> dict[str, Condition]:
+        """Conditions on readouts, by the request's fields."""
+        found = {f"{field}.when": spec.when for field, spec in self.all_changes.items() if spec.when is not None}
+        return found | ({} if self.stop_when is None else {"stop_when": self.stop_when})
+
+    def reader(self, field: str) -> Account:
+        """Who may read what the intervention of this field names."""
+        listed = re.fullmatch(r"interventions\[(\d+)\]", field)
+        return self.profile_account if listed and int(listed[1]) < self.profiled else self.account
+
+    def refusal(self, error: RequestError) -> Refusal:
+        """Why it cannot be served, by the fields of its request."""
+        message, name = error.message, self.fields.get(error.field or "", error.field)
+        listed = re.match(r"interventions\[(\d+)\]", name or "")
+        number = int(listed[1]) - self.profiled if listed else 0
+        if number < 0 or (self.profile_captures and re.match(r"capture\b", name or "")):
+            message, name = f"the profile {self.profile!r}, {name}: {message}", "intervention_profile"
+        elif listed:
+            name = f"interventions[{number}]{(name or '')[listed.end() :]}"
+        return Refusal(message, name, error.code, error.status)
+
+
+def _fields(name: str, specs: Sequence[Intervention]) -> dict[str, Intervention]:
+    return {f"{name}[{i}]": spec for i, spec in enumerate(specs)}
+
+
+@dataclass(frozen=True)
+class Text:
+    """What is to be written as tokens: a prompt, or a chat by the model's template.
+
+    Attributes:
+        prompt: The prompt; None for a chat.
+        messages: The chat, in OpenAI's form.
+        tools: OpenAI's tool definitions that the template shows.
+        template_kwargs: What the template is told besides.
+        add_special_tokens: Let the tokenizer add those with which it begins or ends a text.
+        add_generation_prompt: Let the template end a chat where an answer begins.
+        strings: Give each token as its vocabulary writes it, too.
+    """
+
+    prompt: str | None = None
+    messages: list[dict[str, Any]] | None = None
+    tools: list[dict[str, Any]] | None = None
+    template_kwargs: dict[str, Any] = field(default_factory=dict)
+    add_special_tokens: bool = True
+    add_generation_prompt: bool = True
+    strings: bool = False

@@ -1,0 +1,206 @@
+"""One run on its way to the store: its rows as the engine hands them out, and the report at its end."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+from typing import TYPE_CHECKING, Any
+
+from ray.exceptions import RayError
+
+from deployments.activations.facts import StoreError
+from deployments.chat.token_texts import TextOffsets
+from deployments.engine.capture.buffer import joined
+from deployments.engine.capture.captured import Captured
+from deployments.engine.capture.row_sizes import RowSizes
+from deployments.engine.request import Finished, Request
+from deployments.errors import RequestError
+from deployments.job import Job
+from deployments.messages import RunReport
+from deployments.points.capture import Capture
+from deployments.points.names import dtype_name
+from deployments.points.token_choices import Tokens, resolve
+
+if TYPE_CHECKING:
+    from deployments.replica.runs import Runs
+
+logger = logging.getLogger("ray.serve")
+RENEW_S = 120.0  # after which the store is told that a run goes on: far less than it waits for one
+
+
+class OpenRun:
+    """One choice's run on its way: rows go out in the order in which they come.
+
+    Attributes:
+        id: The run's name.
+        job: The job it is of.
+        number: Which of its prompt's choices it is.
+        request: The engine's request it records.
+        sample_id: The user's name for the sample.
+        tags: The user's strings by name.
+        created: When the job came, in Unix seconds, plus its index in microseconds: lists of runs are in the order of
+            requests and of their choices, whichever is done first.
+        most: The most bytes that it may record.
+    """
+
+    def __init__(self, runs: Runs, job: Job, request: Request, index: int, offsets: TextOffsets) -> None:
+        self.id = job.run_ids[index] if job.run_ids else f"run-{request.id}"
+        self.job = job
+        self.number = index % job.n
+        self.request = request
+        self.created = job.created + index * 1e-6
+        assert request.capture is not None
+        self.sample_id, self.tags = request.capture.labels_of(index // job.n)
+        self.most = RowSizes.bytes(request.capture, request.points).of(recordable(request))
+        self._runs = runs
+        self._offsets = offsets
+        self._pieces: list[Captured] = []  # of an inline answer
+        self._sending: asyncio.Task[None] | None = None
+        self._renewing: asyncio.TimerHandle | None = None
+        self._parts = 0
+        self._failed = job.unstorable if request.capture.destination != "inline" else None
+
+    def add(self, captured: Captured, done: Callable[[], None]) -> None:
+        """Take rows that the engine hands out before the request's end.
+
+        Args:
+            captured: The rows.
+            done: Called when they need no memory here any more, also where they could not be stored.
+        """
+        assert self.job.capture is not None
+        if self.job.capture.destination == "inline":  # a few numbers
+            self._pieces.append(captured)
+            done()
+            return
+        if self._renewing is None:
+            self._renewing = asyncio.get_running_loop().call_later(RENEW_S, self._renew)
+        self._sending = asyncio.ensure_future(self._send(self._sending, captured, done))
+
+    def _renew(self) -> None:
+        """However long the next rows take, the store keeps those that it has as long as the request goes on."""
+        self._renewing = asyncio.get_running_loop().call_later(RENEW_S, self._renew)
+        if self._failed is None:
+            self._runs.renew(self)
+
+    def _end_renewing(self) -> None:
+        if self._renewing is not None:
+            self._renewing.cancel()
+
+    async def _send(self, before: asyncio.Task[None] | None, captured: Captured, done: Callable[[], None]) -> None:
+        try:
+            if before is not None:
+                await before
+            if self._failed is None:
+                await self._runs.append(self, captured, self._parts)
+                self._parts += 1
+        except Exception as error:  # noqa: BLE001 - whatever it was, the answer comes and says so
+            self._fail(error)
+        finally:
+            done()
+
+    def _fail(self, error: Exception) -> None:
+        # The completion is worth having without its activations; the answer says what happened.
+        self._failed = str(getattr(error, "cause", None) or error)
+        logger.warning("run %s was not stored: %s", self.id, self._failed)
+
+    async def report(self, event: Finished) -> RunReport:
+        """Store what was recorded last and say where all of it lies; durable when it answers."""
+        assert self.job.capture is not None
+        if self._sending is not None:
+            await self._sending
+        try:
+            report = await self._settle(event)
+        finally:
+            self._end_renewing()
+        if report.status == "failed":
+            self.drop()
+        return report
+
+    async def _settle(self, event: Finished) -> RunReport:
+        assert self.job.capture is not None
+        tokens = len(event.prompt) + len(event.tokens)
+        report = RunReport(self.id, self.job.session_id, "failed", tokens, len(event.prompt))
+        if self._failed is not None:
+            return replace(report, reason=self._failed)
+        if event.captured is None or event.error:
+            return replace(report, reason=event.error or "nothing was recorded")
+        if not event.captured.positions and not self._parts and not self._pieces:
+            return replace(report, reason="no token was generated, and only those were asked for")
+        if self.job.capture.destination == "inline":
+            captured = joined([*self._pieces, event.captured])
+            return replace(report, status="inline", points=_inline(self.job.capture, captured))
+        try:
+            stored = await self._runs.write(self, event, self._parts)
+        except (StoreError, RayError, ValueError) as error:
+            self._fail(error)
+            return replace(report, reason=self._failed)
+        points = {name: point._asdict() for name, point in stored.points.items()}
+        return replace(report, status="stored", points=points, node=stored.node)
+
+    def text_offsets(self, captured: Captured, generated: Sequence[int]) -> list[int]:
+        """Characters of prompt + generated text before each recorded token.
+
+        Args:
+            captured: The rows, those of earlier calls behind it.
+            generated: All generated tokens, or none where the rows are contiguous with earlier ones.
+        """
+        ends, prompt = self._offsets.ends, self.request.prompt
+        if len(ends) == 1:
+            self._offsets.add(prompt)
+        known = len(ends) - 1
+        if generated:
+            self._offsets.add(generated[known - len(prompt) :])
+        else:
+            pairs = zip(captured.positions, captured.token_ids, strict=True)
+            self._offsets.add(token for position, token in pairs if position >= known)
+        return [ends[position] for position in captured.positions]
+
+    def text(self, event: Finished) -> str:
+        """Prompt and generated text, special tokens included."""
+        tokens, known = (*event.prompt, *event.tokens), len(self._offsets.ends) - 1
+        self._offsets.add(tokens[known:])
+        return self._offsets.close()
+
+    def drop(self) -> None:
+        """Forget the run: its client has gone, or it failed."""
+        self._end_renewing()
+        if self._sending is not None:
+            self._failed = self._failed or "the request was given up"
+            self._runs.abandon(self)
+
+
+def chosen_tokens(request: Request) -> Tokens:
+    """The tokens that a request captures."""
+    assert request.capture is not None
+    return resolve(request.capture.tokens, len(request.prompt), "capture.tokens")
+
+
+def recordable(request: Request) -> Sequence[int]:
+    """Positions of the tokens that one choice may record, at the most.
+
+    Raises:
+        RequestError: It cannot have such a token; names the field.
+    """
+    tokens, most = chosen_tokens(request), len(request.prompt) + request.max_tokens
+    if tokens.apart and tokens.stop is not None and tokens.stop > most:
+        raise RequestError(f"there are tokens 0 to {most - 1}, prompt and answer together", "capture.tokens")
+    return tokens.of(most)
+
+
+def _inline(capture: Capture, captured: Captured) -> dict[str, dict[str, Any]]:
+    features = capture.features
+    info = "all_features" if features is None else f"first_{features.first}_features"
+    if features and features.index:
+        info = f"{len(features.index)}_listed_features"
+    return {
+        name: {
+            "format": "sampled_tensor",
+            "shape": list(value.shape),
+            "dtype": dtype_name(value.dtype),
+            "data": [row.float().tolist() for row in value],
+            "sample_info": info,
+        }
+        for name, value in captured.values.items()
+    }

@@ -1,0 +1,191 @@
+"""From a job to the engine's requests: prompts, points, tensors, readouts and grammars, within the operator's limits."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import functools
+from collections.abc import Iterator, Mapping
+from concurrent.futures import Executor
+from dataclasses import replace
+from typing import Any
+
+from deployments.chat.prompts import Prompts
+from deployments.chat.reader import AnswerReader
+from deployments.chat.response_format import ResponseFormats
+from deployments.chat.template import ChatFormat
+from deployments.engine.engine import Engine
+from deployments.engine.request import Request
+from deployments.errors import naming
+from deployments.interventions.held_readouts import HeldReadouts
+from deployments.interventions.resolve import EditResolver
+from deployments.interventions.stored_tensors import FetchedTensors, StoredTensors
+from deployments.interventions.used_readouts import UsedReadouts
+from deployments.job import Job
+from deployments.options import Options
+from deployments.points.capture import Capture
+from deployments.readouts.values import Readout
+from deployments.replica.lens_resolver import LensResolver
+from deployments.replica.readout_messages import check_size
+from deployments.replica.runs import Runs
+from deployments.replica.tickets import RunningChoice
+
+
+class Preparation:
+    """Makes a job's requests, and rejects what cannot be served."""
+
+    def __init__(
+        self,
+        options: Options,
+        engine: Engine,
+        chat: ChatFormat,
+        prompts: Prompts,
+        runs: Runs,
+        *,
+        store: Any,
+        reader: Any,
+        pool: Executor,
+    ) -> None:
+        """Hold what requests are made with.
+
+        Args:
+            options: The operator's.
+            engine: It has the model.
+            chat: The model's chat format.
+            prompts: Turns jobs into prompts.
+            runs: The way to the activation store.
+            store: The activation store's handle, for tensors and readouts.
+            reader: The handle of the store's reader, for stored rows.
+            pool: Where the work is done, off the event loop.
+        """
+        self._options = options
+        self._engine = engine
+        self._model = engine.model
+        self._chat = chat
+        self._prompts = prompts
+        self._runs = runs
+        self._pool = pool
+        points = self._model.points
+        self._response_formats = ResponseFormats(chat, self._model)
+        self._lens_resolver = LensResolver(
+            points, prompts.plain_ids, self._model.vocabulary, options.max_inline_values
+        )
+        self._stored_tensors = StoredTensors(points, store, reader, options.max_intervention_bytes)
+        self._readouts = HeldReadouts(
+            options.served_name,
+            self._model.device,
+            store,
+            options.max_readout_bytes,
+            pool,
+            self._model.batch_invariant,
+        )
+        self._edit_resolver = functools.partial(EditResolver, points, self._model.device)
+
+    @contextlib.contextmanager
+    def lending(self, job_id: str) -> Iterator[None]:
+        """Hold the tensors and readouts that a job fetches in the block, until it ends."""
+        with self._stored_tensors.lending(job_id), self._readouts.lending(job_id):
+            yield
+
+    async def choices(self, job: Job, streamed: bool) -> dict[str, RunningChoice]:
+        """A job's choices, by the ids of their requests.
+
+        Raises:
+            RequestError: It cannot be served as it is.
+        """
+        fetched = await self._stored_tensors.fetch(job)
+        held = await self._readouts.fetch(job)
+        loop = asyncio.get_running_loop()
+        choices = await loop.run_in_executor(self._pool, self._choices, job, fetched, held, streamed)
+        await self._runs.check_room(job, [choice.request for choice in choices.values()])
+        return choices
+
+    async def check(self, job: Job) -> None:
+        """Reject a job without prompts whose captures or changes do not fit the model.
+
+        Raises:
+            RequestError: They do not.
+        """
+        with self.lending(job.id):
+            fetched = await self._stored_tensors.fetch(job)
+            used = UsedReadouts.of(self._model.points, await self._readouts.fetch(job), job.readouts)
+            loop = asyncio.get_running_loop()
+            await loop.run_in_executor(self._pool, self._edit_resolver, job.all_changes, fetched, used)
+        if job.capture:
+            self._model.points.resolve(job.capture)
+
+    def _choices(
+        self, job: Job, fetched: FetchedTensors, held: Mapping[str, Readout], streamed: bool
+    ) -> dict[str, RunningChoice]:
+        """Everything that is to be done before the engine: off the event loop, since it takes time."""
+        prompts = self._prompts.of(job)
+        if job.capture:
+            job.capture.check_prompts(len(prompts))
+        points = self._model.points.resolve(job.capture) if job.capture else ()
+        lens = self._lens_resolver.of(job.logit_lens)
+        used = UsedReadouts.of(self._model.points, held, job.readouts)
+        resolver = self._edit_resolver(job.all_changes, fetched, used, job.report)
+        grammars = [self._response_formats.grammar(job, prompt.text or "") for prompt in prompts]
+        choices: dict[str, RunningChoice] = {}
+        for index in range(len(prompts) * job.n):
+            at = index // job.n
+            with naming(at, len(prompts)):
+                prompt = prompts[at]
+                reader = self._reader(job, prompt.text or "", streamed)
+                if index % job.n == 0:
+                    ends = functools.cache(functools.partial(self._prompts.offsets, prompt))
+                    capture = job.capture and job.capture.placed(ends)
+                request = self._request(job, index, prompt.ids, capture, points, streamed)
+                changes, most = job.changes(index % job.n), len(prompt.ids) + request.max_tokens
+                edits = resolver.of(changes, len(prompt.ids), most, ends)
+                markers = self._chat.markers(job.tools) if reader else {}
+                seen = lens
+                if lens and job.logit_lens:
+                    seen = self._lens_resolver.placed(lens, job.logit_lens, len(prompt.ids), request.max_tokens, ends)
+                asked = used.values(len(prompt.ids), most, ends)
+                stop = used.stop(job.stop_when, len(prompt.ids)) if job.stop_when else None
+                request = replace(request, grammar=grammars[at], markers=markers, edits=edits, lens=seen)
+                request = replace(request, readouts=asked, stop_when=stop)
+                if index % job.n == 0:
+                    self._engine.check(request)
+                    echo = self._prompts.echo(prompt) if job.echo else None
+                run = self._runs.open(job, request, index) if job.capture else None
+                said = tuple(prompt.ids) if job.token_ids else ()
+                choice = RunningChoice(index, request, reader, run, echo, echo.text if echo else "", prompt_ids=said)
+                choices[request.id] = choice
+        requests = [choice.request for choice in choices.values()]
+        self._runs.check(requests)
+        self._lens_resolver.check(requests)
+        check_size(requests, self._options.max_inline_values)
+        return choices
+
+    def _reader(self, job: Job, text: str, streamed: bool) -> AnswerReader | None:
+        """What takes a chat's answer apart."""
+        return None if job.messages is None else self._chat.reader(text, job.tools, job.parallel_calls, streamed)
+
+    def _request(
+        self, job: Job, index: int, prompt: list[int], capture: Capture | None, points: Any, streamed: bool
+    ) -> Request:
+        max_tokens = job.max_tokens
+        if max_tokens is None:
+            max_tokens = self._engine.room(len(prompt))
+        if capture and capture.mode == "trace":
+            max_tokens = 0
+        sampling = job.sampling
+        if sampling.seed is not None and index % job.n and not job.variants:
+            sampling = replace(sampling, seed=sampling.seed + index % job.n)
+        return Request(
+            id=f"{job.id}-{index}",
+            prompt=prompt,
+            max_tokens=max_tokens,
+            sampling=sampling,
+            stop=job.stop,
+            stop_token_ids=job.stop_token_ids,
+            ignore_eos=job.ignore_eos,
+            logprobs=0 if job.ranked and job.logprobs is None else job.logprobs,
+            prompt_logprobs=job.logprobs if job.echo else None,
+            capture=capture,
+            points=points,
+            streamed=streamed,
+            owner=job.account.owner,
+        )

@@ -1,0 +1,83 @@
+"""The file in which a server that `--serve` started says what it is."""
+
+import socket
+from collections.abc import Callable
+from pathlib import Path
+from typing import NamedTuple
+from urllib.parse import urlsplit
+
+import psutil
+from pydantic import BaseModel, ConfigDict, ValidationError
+
+from deployments.options import Options, home
+from evals.config import EvalError
+
+
+class Record(NamedTuple):
+    """What a server that `--serve` started says of itself.
+
+    Attributes:
+        process: The one to end; it runs.
+        options: The operator's.
+        ray_address: Its cluster's.
+        ray_auth_mode: What `RAY_AUTH_MODE` is there.
+    """
+
+    process: psutil.Process
+    options: Options
+    ray_address: str
+    ray_auth_mode: str | None
+
+
+class _RecordFile(BaseModel):
+    """What `serve_app.hosting` writes of itself."""
+
+    model_config = ConfigDict(strict=True, hide_input_in_errors=True)  # a store's URI may hold a key
+
+    pid: int
+    created: float  # seconds since the epoch
+    options: Options
+    ray_address: str
+    ray_auth_mode: str | None
+
+
+def read_record(base_url: str, say: Callable[[str], None] = lambda _: None) -> Record | None:
+    """What the server at a URL wrote of itself when `--serve` started it; None where no such process runs.
+
+    Args:
+        base_url: The server's.
+        say: Is told what is wrong with a file that stands in the record's place and is none.
+    """
+    path = record_path(base_url)
+    try:
+        written = _RecordFile.model_validate_json(path.read_bytes())
+        process = psutil.Process(written.pid)
+        if process.create_time() != written.created:
+            return None  # the number is another process's by now
+    except (FileNotFoundError, psutil.NoSuchProcess):
+        return None
+    except ValidationError as error:
+        first = error.errors()[0]
+        where = ".".join(map(str, first["loc"]))
+        say(f"{path} is no record of a server that --serve started, and is not used: {where or 'all'}: {first['msg']}")
+        return None
+    except (OSError, ValueError, OverflowError, psutil.Error) as error:
+        say(f"{path} is no record of a server that can be read, and is not used: {error}")
+        return None
+    return Record(process, written.options, written.ray_address, written.ray_auth_mode)
+
+
+def record_path(base_url: str) -> Path:
+    host, port = place_of(base_url)
+    try:
+        address = socket.gethostbyname(host)
+    except OSError as error:
+        raise EvalError(f"--serve: {host} has no address: {error}") from error
+    return home() / "servers" / f"{address}-{port}.json"
+
+
+def place_of(base_url: str) -> tuple[str, int]:
+    url = urlsplit(base_url)
+    if url.scheme != "http" or url.path != "/v1" or not url.hostname:
+        raise EvalError(f"--serve serves at an address like http://127.0.0.1:8000/v1, not at {base_url}")
+    return url.hostname, 80 if url.port is None else url.port
