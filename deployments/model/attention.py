@@ -129,7 +129,7 @@ def _attend(
 
 
 def _shown_patterns(
-    packed: Any, shown: Sequence[int], layer: Any, query: torch.Tensor, features: int, weighting: _Weighting
+    packed: Packed, shown: Sequence[int], layer: Any, query: torch.Tensor, features: int, weighting: _Weighting
 ) -> list[torch.Tensor]:
     """Of each segment that is shown, its patterns [heads, tokens, keys]."""
     patterns = []
