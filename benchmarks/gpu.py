@@ -244,7 +244,8 @@ def measure(size: str, device: str, batches: list[int], new_tokens: int, copied:
     # A step looks up a few rows of the input embedding, and reads all other weights once.
     skipped = case.hf.get_input_embeddings().weight
     weights = sum(weight.nbytes for weight in case.hf.parameters() if weight is not skipped)
-    found: dict[str, Any] = {"shape": measured_models.SHAPES[size], "dtype": str(case.hf.dtype), "weight_bytes": weights}
+    shape = measured_models.SHAPES[size]
+    found: dict[str, Any] = {"shape": shape, "dtype": str(case.hf.dtype), "weight_bytes": weights}
     found["parity"] = parity(case)
     found["roofline_step_seconds"] = weights / copied
     found["rows"] = {str(rows): speeds(case, rows, weights / copied) for rows in batches}

@@ -271,7 +271,7 @@ class Options(BaseModel):
     def _are_origins(cls, value: tuple[str, ...]) -> tuple[str, ...]:
         for origin in value:
             if not re.fullmatch(r"\*|https?://[^/\s]+", origin):
-                raise ValueError(f"an origin is scheme://host or scheme://host:port, and {origin!r} is none")
+                raise ValueError(f"{origin!r} is not an origin: write scheme://host or scheme://host:port")
         return value
 
     @field_validator("allowed_hosts")
@@ -279,7 +279,7 @@ class Options(BaseModel):
     def _are_hosts(cls, value: tuple[str, ...]) -> tuple[str, ...]:
         for host in value:
             if not re.fullmatch(r"\*|[A-Za-z0-9._-]+|[0-9A-Fa-f:]+", host):
-                raise ValueError(f"a host is a name or an address without a port, and {host!r} is none")
+                raise ValueError(f"{host!r} is not a host: give a name or an address, without a port")
         return tuple(host.lower() for host in value)
 
     @field_validator("models_dir")

@@ -116,7 +116,7 @@ class Config(ServingConfig):
         try:
             return [int(part) for part in value.split(",")]
         except ValueError:
-            raise ValueError("all, or numbers with commas between them") from None
+            raise ValueError("give all, or numbers separated by commas") from None
 
     @field_validator("chat_template_kwargs", mode="before")
     @classmethod
@@ -172,7 +172,7 @@ class Config(ServingConfig):
     @classmethod
     def _refuse_repeats(cls, names: tuple[str, ...]) -> tuple[str, ...]:
         if len(set(names)) < len(names):
-            raise ValueError(f"a name comes twice in {','.join(names)}")
+            raise ValueError(f"a name appears twice in {','.join(names)}")
         return names
 
     @model_validator(mode="after")
@@ -192,9 +192,9 @@ class Config(ServingConfig):
         if swept != ("layer" in self.sweep):
             raise ValueError("--sweep layer=... and {layer} in a point of --interventions go together")
         if self.split != "test" and self.dataset != HUB_DATASET:
-            raise ValueError(f"--split belongs to --dataset {HUB_DATASET}; a file is one split")
+            raise ValueError(f"--split belongs to --dataset {HUB_DATASET}; a file has one split only")
         if self.few_shot_file and not self.few_shot:
-            raise ValueError("--few-shot-file needs --few-shot, the number of its examples to show")
+            raise ValueError("--few-shot-file needs --few-shot, the number of examples to show")
         return self
 
     def _says_what_to_record(self) -> bool:

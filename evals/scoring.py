@@ -127,7 +127,7 @@ def score(completion: str, gold: str, rule: Rule) -> Score:
         ValueError: `gold` holds no number, or there is no such rule.
     """
     if rule not in SCORING:
-        raise ValueError(f"no scoring rule {rule!r}; there are {', '.join(RULES)}")
+        raise ValueError(f"there is no scoring rule {rule!r}; the rules are {', '.join(RULES)}")
     expected = gold_number(gold)
     find, same = SCORING[rule]
     answer = find(completion)

@@ -40,7 +40,7 @@ class ServingConfig(BaseModel):
         pairs = [str(pair).partition("=") for pair in value]
         for name, equals, _ in pairs:
             if not equals:
-                raise ValueError(f"{name!r} is not written as name=value")
+                raise ValueError(f"{name!r} must be written as name=value")
         return {name: text for name, _, text in pairs}
 
     @field_validator("stages", mode="before")
@@ -60,9 +60,12 @@ class ServingConfig(BaseModel):
                     raise ValueError(f"--{name} needs --serve")
             return self
         if self.serve == NO_MODEL or "model" in self.server_options:
-            raise ValueError("--serve names the model that is served")
+            raise ValueError("--serve names the model that is served: leave --model out")
         if self.stages == ("deploy",) and not self.keep_running:
-            raise ValueError("--stages deploy needs --keep-running: the server would be stopped again at once")
+            raise ValueError(
+                "--stages deploy needs --keep-running: otherwise the server would be stopped "
+                "again at once",
+            )
         try:
             self.served  # noqa: B018 - its options are checked when it is made
         except ValidationError as error:
@@ -82,9 +85,9 @@ def in_order(value: object) -> tuple[Stage, ...]:
     if isinstance(value, str):
         value = [part.strip() for part in value.split(",")]
     if not isinstance(value, list | tuple) or not value:
-        raise ValueError(f"--stages: name some of {','.join(STAGES)}")
+        raise ValueError(f"--stages: choose from {','.join(STAGES)}")
     if unknown := [str(stage) for stage in value if stage not in STAGES]:
-        raise ValueError(f"--stages: {unknown[0]!r} is no stage; there are {','.join(STAGES)}")
+        raise ValueError(f"--stages: {unknown[0]!r} is not a stage; the stages are {','.join(STAGES)}")
     return tuple(stage for stage in STAGES if stage in value)
 
 
@@ -98,11 +101,13 @@ def add_serving_options(parser: argparse.ArgumentParser) -> None:
         dest="server_options",
         metavar="NAME=VALUE",
         action="append",
-        help="of deployments/options.py; repeat it for more",
+        help="an option of the server (docs/options.md) as name=value; repeat it for several",
     )
-    parser.add_argument("--fresh", action="store_true", default=None, help="restart a server that --serve left running")
     parser.add_argument(
-        "--keep-running", action="store_true", default=None, help="leave the server that --serve started"
+        "--fresh", action="store_true", default=None, help="restart the server if --serve left it running"
     )
-    parser.add_argument("--stages", help=f"some of {','.join(STAGES)} (default: all)")
+    parser.add_argument(
+        "--keep-running", action="store_true", default=None, help="let the server run on that --serve started"
+    )
+    parser.add_argument("--stages", help=f"the stages to run, from {','.join(STAGES)} (default: all)")
     parser.add_argument("--smoke", action="store_true", default=None, help="check one captured request and end")

@@ -112,7 +112,7 @@ def _pages(content: dict[str, Any]) -> Responses:
     texts = (
         "it changed since its first page: begin again without If-Match",
         "it has 271340544 bytes, and an answer has 4194304 at most: ask for pages",
-        "there are 271340544 bytes, and the range begins behind them",
+        "there are 271340544 bytes, and the range begins after them",
     )
     return {
         200: {"description": "All of it, where that is at most 4 MiB.", "content": content, "headers": own},
@@ -123,7 +123,7 @@ def _pages(content: dict[str, Any]) -> Responses:
         **failure(
             "It is larger than 4 MiB, and no `Range` is asked for.", ApiError(413, texts[1], "Range", "range_required")
         ),
-        **failure("The range begins behind the end.", ApiError(416, texts[2], "Range", "range_not_satisfiable")),
+        **failure("The range begins after the end.", ApiError(416, texts[2], "Range", "range_not_satisfiable")),
     }
 
 
@@ -143,7 +143,7 @@ IS_PINNED = failure(
 )
 IS_GONE = failure(
     "The file of stored runs was taken away, though nobody deleted them.",
-    ApiError(410, "the file ...-000001.arrow of stored runs is gone, and what was in it", None, "file_gone"),
+    ApiError(410, "the file ...-000001.arrow of stored runs was removed, with all of its runs", None, "file_gone"),
 )
 DELETED = answers({"id": "first-steps", "object": "session", "deleted": True})
 DELETED[202] = {

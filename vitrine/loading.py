@@ -123,7 +123,7 @@ def load_stack(
         shapes = [run[point][place].shape for point in names]
         if shapes != (first := first or shapes) or len(set(shapes)) > 1:
             raise ValueError(
-                f"{run.run_id}: its rows fit no array, or not the first run's: {listed(names)} have {shapes}"
+                f"{run.run_id}: its rows do not fit an array with those of the first run: {listed(names)} have {shapes}"
             )
         rows.append(np.stack([run[point][place] for point in names]))
     return np.stack(rows)
@@ -139,7 +139,7 @@ def _place(run: Run, tokens: str | int | Mapping[str, Any] | None) -> int:
         tokens = int(places[0])
     if not isinstance(tokens, int | None) and tokens not in ("prompt_last", "generated_last", "last"):
         message = f"tokens: {tokens!r} is not one row of each run: give prompt_last, generated_last, last or a position"
-        raise ValueError(f"{message}; collect takes all other choices")
+        raise ValueError(f"{message}; collect accepts all other choices")
     position = last.get(tokens, -1) if isinstance(tokens, str) else tokens
     places = np.flatnonzero(run.positions == position) if tokens is not None else np.arange(len(run.positions))
     if len(places) != 1:

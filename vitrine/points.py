@@ -51,7 +51,7 @@ def matching(pattern: str, names: Collection[str], layers: int | None = None) ->
     name = canonical(pattern)
     if match := re.fullmatch(r"(.*\blayers\.)(-\d+)(\..*)", name):
         if layers is None:
-            raise ValueError(f"{pattern}: these files do not say how many layers the model has: name the layer from 0")
+            raise ValueError(f"{pattern}: these files do not record the number of layers: count the layer from 0")
         name = f"{match[1]}{int(match[2]) + layers}{match[3]}"
     fits = re.compile("[^.]+".join(map(re.escape, name.split("*"))))
     return [one for one in names if fits.fullmatch(one)]

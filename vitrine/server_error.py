@@ -36,5 +36,5 @@ class ServerError(Exception):
             error = answer.json()["error"]
             return cls(error["message"], answer.status_code, error.get("param"), error.get("code"))
         except (ValueError, KeyError, TypeError, AttributeError):
-            message = f"{answer.url} answered {answer.status_code}, and not as a Vitrine server: {answer.text[:200]}"
+            message = f"{answer.url} answered {answer.status_code}, and is not a Vitrine server: {answer.text[:200]}"
             return cls(message, answer.status_code)

@@ -56,7 +56,7 @@ class CallValues:
     def _call(self, value: Mapping[str, Any]) -> tuple[str, str]:
         function = value["function"]
         if not (isinstance(function, dict) and isinstance(function.get("name"), str)):
-            raise ValueError("a tool call names its function")
+            raise ValueError("a tool call needs the name of its function")
         name, arguments = function["name"], function.get("arguments", {})
         if isinstance(arguments, dict):
             arguments = {key: self._typed(name, key, argument) for key, argument in arguments.items()}

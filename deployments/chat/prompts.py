@@ -136,5 +136,8 @@ class Prompts:
         """Refuse a text before its tokens are counted, where the longest of tokens could not make it fit."""
         most = self._model.context * self._model.longest_token
         if len(text) > most:
-            message = f"{len(text)} characters are more than this model's context of {self._model.context} tokens holds"
+            message = (
+                f"the text has {len(text)} characters, more than this model's context of {self._model.context} "
+                "tokens can hold"
+            )
             raise RequestError(message, field, "context_length_exceeded")

@@ -62,7 +62,7 @@ class ChatFormat:
         taken = TEMPLATE_DEFAULTS | set(self._tokenizer.special_tokens_map)
         if known := taken.intersection(more or ()):
             name = min(known)
-            raise RequestError(f"{name!r} is not a request's to set", f"chat_template_kwargs.{name}")
+            raise RequestError(f"{name!r} is set by the server: leave it out", f"chat_template_kwargs.{name}")
         try:
             told = {**(more or {}), "add_generation_prompt": add_generation_prompt}
             text = self._rendered(messages, tools, **told)
@@ -91,7 +91,7 @@ class ChatFormat:
         """
         template = self._template
         if tools and not (template and "tool_calls" in template.fields):
-            raise RequestError("this model's form of tool calls is not known", "tools")
+            raise RequestError("the chat template does not show how this model writes tool calls", "tools")
         if template is None or not (tools or response_templates.thoughts(template)):
             return None
         return AnswerReader(template, prompt, tools or (), parallel, streamed)
@@ -122,7 +122,9 @@ class ChatFormat:
         """
         form = self._form if tools else None
         if must_call and form is None:
-            raise RequestError("how this model writes tool calls is not known: none can be forced", "tool_choice")
+            raise RequestError(
+                "the chat template does not show how this model writes calls, so none can be required", "tool_choice"
+            )
         functions = [tool["function"] for tool in tools if not must_call or tool["function"]["name"] in must_call]
         asked = RequiredCalls(form, functions, parallel) if form else None
         thoughts = self._thoughts(prompt) if prompt is not None else None

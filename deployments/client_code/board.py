@@ -70,7 +70,9 @@ class Board:
         """
         self._sweep()
         if len(self._listeners) >= MOST_LISTENERS:
-            raise RequestError(f"{MOST_LISTENERS} clients listen already: try again", None, "server_busy", 429)
+            raise RequestError(
+                f"{MOST_LISTENERS} clients are connected already: try again later", None, "server_busy", 429
+            )
         name = uuid.uuid4().hex
         self._listeners[name] = _Listener(owner)
         return name
@@ -121,7 +123,9 @@ class Board:
         if len(self._jobs) >= MOST_JOBS:
             ended = [(name, job.owner) for name, job in self._jobs.items() if job.ended]  # the oldest first
             if not ended:
-                raise RequestError(f"{MOST_JOBS} jobs are under way: try again later", None, "server_busy", 429)
+                raise RequestError(
+                    f"{MOST_JOBS} jobs are running or waiting: try again later", None, "server_busy", 429
+                )
             [(most, _)] = Counter(of for _, of in ended).most_common(1)
             del self._jobs[next(name for name, of in ended if of == most)]
         name = uuid.uuid4().hex

@@ -105,7 +105,10 @@ def _outcome(
     except BaseException as error:  # noqa: BLE001 - the client's own, which goes back to it
         return Kind.FAILED, _cut(_error_text(error))
     if len(result) > limits.result_bytes:
-        message = f"ValueError: the saved values take {len(result)} bytes; this server gives back {limits.result_bytes}"
+        message = (
+            f"ValueError: the saved values take {len(result)} bytes; this server returns at most "
+            f"{limits.result_bytes}"
+        )
         return Kind.FAILED, f"{message}: save fewer, or parts of them".encode()
     return Kind.DONE, result
 

@@ -52,7 +52,7 @@ class ModelKey(BaseModel):
             path = ".".join(map(str, ("model_key", *worst["loc"])))
             raise RequestError(f"{path}: {worst['msg']}", "model_key") from error
         except (ValueError, RecursionError) as error:
-            raise RequestError(f"what follows the class is no JSON: {error}", "model_key") from error
+            raise RequestError(f"the text after the class is not JSON: {error}", "model_key") from error
 
     def written(self) -> str:
         """The key, as nnsight writes it."""

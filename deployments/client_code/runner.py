@@ -69,7 +69,7 @@ def _sandbox(options: Options, gpu: bool, host: str | None) -> Sandbox:
     try:
         found = sandbox(gpu)
     except RuntimeError as error:
-        message = f"{error}; to run clients' code all the same, as this server's user, set client_code_sandbox=none"
+        message = f"{error}; to run it without a sandbox, as this server's user, set client_code_sandbox=none"
         raise LoadError(message, "client_code_sandbox", "client_code_not_isolated", 500) from error
     if not found.isolates and not is_loopback(host):
         message = (
@@ -79,7 +79,7 @@ def _sandbox(options: Options, gpu: bool, host: str | None) -> Sandbox:
             "of the role code may have this server's rights, set client_code_sandbox=none"
         )
         raise LoadError(message, "client_code_sandbox", "client_code_not_isolated", 500)
-    logger.info("what holds clients' code: %s", found)
+    logger.info("layers of the sandbox for clients' code: %s", found)
     return found
 
 
@@ -110,7 +110,7 @@ class CodeRunner:
         """
         self._check(job)
         if self._waiting > self._options.max_client_jobs:
-            raise RequestError(f"{self._waiting} jobs are here already: try again later", None, "server_busy", 429)
+            raise RequestError(f"{self._waiting} jobs are waiting already: try again later", None, "server_busy", 429)
         self._waiting += 1
         try:
             async with _alive(self._board, job) as gone:
@@ -207,7 +207,7 @@ class CodeRunner:
             if kind is Kind.RUNNING:
                 begun.set()
             if left < 0:
-                raise ValueError("the job's process prints more than it may")
+                raise ValueError("the job's process printed more than its limit")
             said.put_nowait(Update(job.id, "LOG" if kind is Kind.LOG else "RUNNING", body.decode(errors="replace")))
 
     async def _pass_on(self, said: asyncio.Queue[Update]) -> None:
@@ -223,7 +223,7 @@ class CodeRunner:
     async def _frame(self, reader: asyncio.StreamReader) -> tuple[Kind, bytes]:
         kind, length = HEAD.unpack(await reader.readexactly(HEAD.size))
         if length > (self._limits.result_bytes if kind == Kind.DONE.value else self._limits.log_bytes):
-            raise ValueError("the job's process sends more than it may")
+            raise ValueError("the job's process sent more than its limit")
         return Kind(kind), await reader.readexactly(length)
 
 

@@ -221,7 +221,7 @@ def apply() -> None:
     buffer = ctypes.create_string_buffer(code, len(code))
     description = struct.pack("@HP", len(code) // 8, ctypes.addressof(buffer))
     if call("syscall", SECCOMP, SET_MODE_FILTER, ALL_THREADS, description):
-        raise OSError(errno.EPERM, "a thread of the process has a filter of its own")
+        raise OSError(errno.EPERM, "a thread of this process has another seccomp filter")
 
 
 def _program(pid: int) -> bytearray:

@@ -49,7 +49,7 @@ def main(arguments: list[str] | None = None) -> int:
         print(f"deployments.collect: {message}", file=sys.stderr)
         return 2
     except KeyboardInterrupt:
-        print("deployments.collect: interrupted: the same command goes on", file=sys.stderr)
+        print("deployments.collect: interrupted; run the same command again to continue", file=sys.stderr)
         return 130
     figures = {
         name: round(value, 1) if isinstance(value, float) else value for name, value in collected._asdict().items()
@@ -88,38 +88,48 @@ def _parser() -> argparse.ArgumentParser:
     add = parser.add_argument
     add("data", type=Path, help="jsonl, parquet or csv, with the field prompt, text or messages in each row")
     add("--model", help="the model to load; with --base-url, one that the server serves (by default its first)")
-    add("--base-url", help="ask this server in place of loading the model; OPENAI_API_KEY holds its key")
+    add("--base-url", help="use this server instead of loading the model; OPENAI_API_KEY holds its key")
     add("--points", nargs="+", required=True, metavar="POINT", help="what to record, as 'layers.*.output'")
-    add("--tokens", default="last", help=f"whose rows: {WORDS}")
+    add("--tokens", default="last", help=f"the tokens to record: {WORDS}")
     add("--session", required=True, help="the session to store the runs in")
     add("--label", metavar="FIELD", help="the field that becomes the tag label (by default the field label)")
     add("--group", metavar="FIELD", help="the field that becomes the tag group (by default the field group)")
-    add("--tags", metavar="FIELDS", help="the other fields that become tags, apart by commas (by default all)")
+    add("--tags", metavar="FIELDS", help="the other fields that become tags, separated by commas (by default all)")
     add("--max-tokens", type=int, default=0, metavar="N", help="tokens to generate after each prompt, greedily")
-    add("--on-error", choices=("stop", "skip"), default="stop", help="what an example that cannot be stored does")
+    add(
+        "--on-error",
+        choices=("stop", "skip"),
+        default="stop",
+        help="whether an example that cannot be stored stops the command or is skipped",
+    )
     add("--store", metavar="DIR", help="the store's directory or URI (by default the server's own default)")
-    add("--actors", type=_count, metavar="N", help="engines to load (by default one for each GPU, else for each node)")
+    add(
+        "--actors",
+        type=_count,
+        metavar="N",
+        help="engines to load (by default one for each GPU, or one for each node without GPUs)",
+    )
     add(
         "--set",
         action="append",
         default=[],
         type=_setting,
         metavar="NAME=VALUE",
-        help="an option of the model, as of the server",
+        help="an option of the model, as the server takes it",
     )
     return parser
 
 
 def _count(text: str) -> int:
     if not text.isdecimal() or not int(text):
-        raise argparse.ArgumentTypeError("it is a whole number from 1 on")
+        raise argparse.ArgumentTypeError("give a whole number of at least 1")
     return int(text)
 
 
 def _setting(text: str) -> tuple[str, str]:
     name, equals, value = text.partition("=")
     if not equals:
-        raise argparse.ArgumentTypeError("it is NAME=VALUE")
+        raise argparse.ArgumentTypeError("write it as NAME=VALUE")
     return name, value
 
 

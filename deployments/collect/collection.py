@@ -129,7 +129,7 @@ def _check_where(model: str | None, base_url: str | None, **of_engines: Any) -> 
         DataError: With the option.
     """
     if base_url is None and model is None:
-        raise DataError("--model names the model to load, --base-url a server to ask: give one of them")
+        raise DataError("give --model, the model to load, or --base-url, a server to use")
     for name, value in of_engines.items():
         if value and base_url is not None:
             raise DataError(f"--{name} is for engines that are loaded here: leave it out beside --base-url")
@@ -205,7 +205,7 @@ def _summed(outcomes: Iterator[Outcome], session: str, on_error: str, progress: 
             if outcome.refusal:
                 raise (DataError if outcome.refusal.startswith("--") else CollectError)(outcome.refusal)
             if outcome.failures and on_error == "stop":
-                raise CollectError(f"{outcome.failures[0]}; --on-error skip leaves such examples out")
+                raise CollectError(f"{outcome.failures[0]}; use --on-error skip to skip such examples")
     seconds = max(0.0, ended - began)
     rate = whole.tokens / seconds if seconds else 0.0
     return Collected(session, whole.runs, failed, whole.tokens, seconds, rate, whole.already_stored)
@@ -230,7 +230,7 @@ def _cluster() -> Iterator[None]:
         quiet_ray_data()
         yield
     except ConnectionError as error:
-        raise CollectError(f"{error}; does the cluster want RAY_AUTH_MODE=token?") from error
+        raise CollectError(f"{error}; does the cluster need RAY_AUTH_MODE=token?") from error
     except ray.exceptions.RayError as error:
         raise LoadError.quoted(str(error)) or CollectError(str(error).strip().splitlines()[-1]) from error
     finally:
@@ -272,6 +272,6 @@ def _placed(loading: Options, given: dict[str, Any], actors: int | None) -> tupl
     free = ray.available_resources()  # type: ignore[no-untyped-call]
     for name, each in (("CPU", options.num_cpus), ("GPU", options.num_gpus)):
         if count * each > free.get(name, 0):
-            wanted = f"{count} engines want {count * each:g} {name}, and {free.get(name, 0):g} are free"
-            raise CollectError(f"{wanted}: load fewer by --actors, or ask the server that has them by --base-url")
+            wanted = f"{count} engines need {count * each:g} {name}, and {free.get(name, 0):g} are free"
+            raise CollectError(f"{wanted}: load fewer with --actors, or use the server that holds them with --base-url")
     return options, count

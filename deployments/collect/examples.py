@@ -99,7 +99,7 @@ def check(data: Path) -> None:
         DataError: It is not, or has another.
     """
     if data.suffix not in _READERS:
-        raise DataError(f"{data}: a file of data ends in one of {', '.join(_READERS)}")
+        raise DataError(f"{data}: the name of a data file ends in one of {', '.join(_READERS)}")
     if not data.is_file():
         raise DataError(f"{data}: there is no such file")
 
@@ -184,7 +184,7 @@ def _example(row: Mapping[str, Any] | DataError, number: int, place: str, fields
     try:
         json.dumps(dict(row), ensure_ascii=False, default=str).encode()
     except UnicodeEncodeError as error:
-        raise DataError("it has characters that UTF-8 cannot hold") from error
+        raise DataError("it has characters that UTF-8 cannot encode") from error
     own = row.get("id")
     if not isinstance(own, (str, int, None.__class__)) or isinstance(own, bool) or len(str(own)) > MOST_CHARACTERS:
         raise DataError(f"id: it is not a string or a whole number of up to {MOST_CHARACTERS} characters")
@@ -204,7 +204,7 @@ def _tags(row: Mapping[str, Any], fields: Fields) -> dict[str, str]:
     tags = {name: _text(row[given]) for name, given in source.items()}
     if NAME_TAG in tags:
         raise DataError(
-            f"field {NAME_TAG!r}: a tag of this name is the command's own: rename it, or leave it out by --tags"
+            f"field {NAME_TAG!r}: the command uses a tag of this name: rename the field, or leave it out with --tags"
         )
     if len(tags) > MOST_TAGS:
         raise DataError(f"{len(tags)} fields would become tags, a run has at most {MOST_TAGS}: choose some with --tags")

@@ -69,7 +69,7 @@ def first_model(base_url: str) -> str:
     with _client(base_url) as http:
         models = _json(Server(http).get("/v1/models", {}))["data"]
     if not models:
-        raise DataError(f"--base-url {base_url}: the server has no model: load one")
+        raise DataError(f"--base-url {base_url}: the server serves no model: load one")
     return str(models[0]["id"])
 
 

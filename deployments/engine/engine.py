@@ -122,11 +122,14 @@ class Engine:
         if not prompt:
             raise RequestError("the prompt has no tokens", "prompt")
         if request.max_tokens < 0:
-            raise RequestError("there are no fewer than 0 new tokens", "max_tokens")
+            raise RequestError("max_tokens must be at least 0", "max_tokens")
         if min(request.prompt) < 0 or max(request.prompt) >= self.model.vocabulary:
             raise RequestError(f"token ids go from 0 to {self.model.vocabulary - 1}", "prompt")
         if prompt + min(request.max_tokens, 1) > context:
-            message = f"the prompt has {prompt} tokens, this model's context is {context} with the answer"
+            message = (
+                f"the prompt has {prompt} tokens; the context of this model, which also holds "
+                f"the answer, is {context}"
+            )
             raise RequestError(message, "prompt", "context_length_exceeded")
         if prompt + request.max_tokens > context:
             message = f"{prompt} prompt tokens and {request.max_tokens} new ones exceed the context of {context}"

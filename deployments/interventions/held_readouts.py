@@ -103,9 +103,11 @@ class HeldReadouts:
             del self._held[keep]
         own = sum(self._held[id].bytes for id in self._used.get(job, ()))
         if own + size > self._most or own == self._bytes:
-            message = f"readouts of {own + size} bytes and more, and the server's limit is {self._most}"
+            message = f"the request's readouts take at least {own + size} bytes, and the server's limit is {self._most}"
             raise RequestError(message, field, "readouts_too_large")
-        raise RequestError("other requests' readouts leave no room for it now", field, "server_busy", 429)
+        raise RequestError(
+            "there is no room now beside other requests' readouts: try again later", field, "server_busy", 429
+        )
 
     @property
     def _bytes(self) -> int:

@@ -142,7 +142,11 @@ def _patches(
     first = _patch(spec, fetched[0], points[0], field, device)
     alike = [point for point in points if point.shape == points[0].shape]
     if len(alike) < len(points):
-        raise RequestError("its points have rows of several shapes: name a point of the run for each", f"{field}.from")
+        raise RequestError(
+            "its points have rows of different shapes: give each its own operation with a point "
+            "of the run",
+            f"{field}.from",
+        )
     return [replace(first, point=point) for point in points]  # which share the rows
 
 
@@ -156,7 +160,7 @@ def _patch(spec: Change, rows: torch.Tensor, point: Point, field: str, device: t
         message = f"the run's rows have the shape {has}, those of {point.name} {needs}: record them whole"
         raise RequestError(message, f"{field}.from.point")
     if not rows.dtype.is_floating_point or not rows.isfinite().all():
-        raise RequestError("the run's rows hold what is no finite activation", f"{field}.from")
+        raise RequestError("the run's rows have values that are not finite", f"{field}.from")
     part = rows if heads is None else rows[:, list(heads)]
     part = part if features is None else part[..., list(features)]
     return Edit(point, "replace", features=features, heads=heads, vector=part.to(device))
@@ -167,7 +171,7 @@ def _paired(rows: torch.Tensor | None, choice: TokenChoice, tokens: Tokens, most
     assert rows is not None
     listed = choice.positions if isinstance(choice, Positions) else tokens.within(0, most)
     if len(set(listed)) < len(listed):
-        raise RequestError("a token is listed twice, and each gets one row", f"{field}.tokens")
+        raise RequestError("a token is listed twice: list each token once", f"{field}.tokens")
     if len(listed) != len(rows):
         counted = ", as many as prompt and max_tokens make at most" if tokens.stop is None and not tokens.few else ""
         message = f"{len(rows)} rows of the stored run for {len(listed)} tokens{counted}: both must be as many"
@@ -180,7 +184,7 @@ def _paired(rows: torch.Tensor | None, choice: TokenChoice, tokens: Tokens, most
 def _part(spec: Change, point: Point, field: str) -> tuple[tuple[int, ...] | None, tuple[int, ...] | None]:
     """The heads and features of a point that are changed; None for all."""
     if not point.place.dtype.is_floating_point:
-        raise RequestError(f"{point.name} holds no activations but {point.place.dtype} numbers", f"{field}.point")
+        raise RequestError(f"{point.name} has {point.place.dtype} numbers, which are not activations", f"{field}.point")
     return _heads(spec, point, field), _features(spec.features, point, field)
 
 

@@ -123,7 +123,7 @@ class StoredTensors:
             message = f"the activation store: {getattr(error, 'cause', error)}"
             raise RequestError(message, f"{field}.from.run_id", "store_failed", 500) from error
         if data is None:
-            message = f"there is no stored run {source.run_id!r}: it is not finished, came inline, or was deleted"
+            message = f"there is no stored run {source.run_id!r}: it is unfinished, was returned inline, or was deleted"
             raise RequestError(message, f"{field}.from.run_id", "run_not_found")
         found = load(data)
         place = {name: str(number) for number, name in enumerate(names)}
@@ -153,9 +153,9 @@ class StoredTensors:
         """Account for what a job was brought, where there is room for it."""
         own = self._lent.get(job, 0) + sum(tensor.nbytes for tensor in fetched)
         if own > self._most:
-            message = f"{own} bytes of tensors and stored rows, and there is room for {self._most}"
+            message = f"the request's tensors and stored rows take {own} bytes, and the server's limit is {self._most}"
             raise RequestError(message, field, "rows_too_large")
         if own + sum(size for other, size in self._lent.items() if other != job) > self._most:
-            message = "other requests' tensors and stored rows leave no room for these now"
+            message = "there is no room now beside other requests' tensors and stored rows: try again later"
             raise RequestError(message, field, "server_busy", 429)
         self._lent[job] = own

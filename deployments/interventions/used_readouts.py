@@ -65,7 +65,7 @@ class UsedReadouts:
             source, _ = self._sources[one.name]
             is_sae = source.readout.spec.kind == "sae"
             if one.top_k is not None and not is_sae:
-                raise RequestError(f"{one.name} has no features to choose from: all values come", f"{field}.top_k")
+                raise RequestError(f"{one.name} has no features to choose from: leave top_k out", f"{field}.top_k")
             choice = placed(one.tokens, ends, f"{field}.tokens")
             tokens = resolve(choice, prompt, f"{field}.tokens")
             if isinstance(choice, Positions) and max(choice.positions) >= most:
@@ -81,7 +81,7 @@ class UsedReadouts:
         """
         source, point = self._sources[name]
         if source.readout.spec.kind != "sae":
-            raise RequestError(f"{name} is no sparse autoencoder", field)
+            raise RequestError(f"{name} is not a sparse autoencoder", field)
         return source, point
 
     def gate(self, condition: Condition, point: Point, tokens: Tokens, prompt: int, field: str) -> Gate:
@@ -103,7 +103,7 @@ class UsedReadouts:
             lag = int(source.place.order > point.place.order)
             if lag and tokens.first < prompt:
                 message = (
-                    f"{spec.readout} is read behind {point.name}, so the gate acts on the next token's row: "
+                    f"{spec.readout} is read after {point.name}, so the gate acts on the next token's row: "
                     "choose generated tokens"
                 )
                 raise RequestError(message, field, "gate_too_late")

@@ -49,7 +49,8 @@ def make_batch_invariant(hf: Any, packs: bool) -> None:
             module.forward = functools.partial(_by_vectors, module.forward)
         elif any(weight.ndim > 2 for weight in module.parameters(recurse=False)):
             message = (
-                f"batch_invariant does not hold for {name} ({type(module).__name__}), which multiplies rows in groups"
+                f"batch_invariant does not hold for {name} ({type(module).__name__}), because it multiplies "
+                "rows in groups"
             )
             raise UnsupportedModelError(message)
 

@@ -54,7 +54,7 @@ def kernel(dtype: torch.dtype) -> Callable[[Any], int] | None:
     except (OSError, RuntimeError, subprocess.SubprocessError) as error:  # pathlib's, where there is no home directory
         said = getattr(error, "stderr", None)
         logger.warning(
-            "the attention kernel could not be compiled, torch's slower operations stand in for it: %s", said or error
+            "the attention kernel could not be compiled, so torch's slower operations are used: %s", said or error
         )
         return None
     function.argtypes, function.restype = [ctypes.POINTER(Call)], ctypes.c_int

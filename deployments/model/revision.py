@@ -37,7 +37,7 @@ def revision_of(source: str, asked: str | None = None) -> str | None:
         config = cached_file(source, "config.json", revision=asked, local_files_only=True)
         return extract_commit_hash(config, None)
     except OSError:
-        logger.warning("what revision %s is of cannot be told", source, exc_info=True)
+        logger.warning("the commit of %s cannot be determined", source, exc_info=True)
         return None
 
 

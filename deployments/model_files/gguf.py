@@ -80,7 +80,7 @@ def convert(file: Path, into: Path, digest: str) -> None:
     check_installed()
     with file.open("rb") as opened:
         if opened.read(4) != b"GGUF":
-            raise LoadError(f"{file} is no GGUF file", "model_id", "unsupported_model")
+            raise LoadError(f"{file} is not a GGUF file", "model_id", "unsupported_model")
     from gguf import GGUFReader
 
     try:
@@ -131,7 +131,11 @@ def _check_rotary(file: Path, tensors: list[Any], facts: dict[str, Any]) -> None
     scaling = facts.get(f"{architecture}.rope.scaling.type", "none")
     factors = [tensor for tensor in tensors if tensor.name.startswith("rope_") and (tensor.data != 1).any()]
     if factors or (scaling != "none" and architecture != "gpt-oss"):
-        raise _refused(file, "its rotary embedding is scaled, and transformers does not read that from such a file")
+        raise _refused(
+            file,
+            "its rotary embedding is scaled, and transformers does not read the scaling from "
+            "a GGUF file",
+        )
 
 
 def _check_whole(file: Path, tensors: list[Any], model: Any) -> None:

@@ -38,7 +38,7 @@ def tokenizer_of(file: Path, facts: dict[str, Any], context: int | None) -> Any:
             digits = pre_tokenizers.Digits(individual_digits=True)
             backend.pre_tokenizer = pre_tokenizers.Sequence([digits, pre_tokenizers.ByteLevel(add_prefix_space=False)])
         elif pre not in GPT2:
-            message = f"{file} splits text by the pre-tokenizer {pre!r}, which is not known here"
+            message = f"{file} splits text by the pre-tokenizer {pre!r}, which is not supported"
             raise LoadError(message, "model_id", "unsupported_model")
     if pre in LLAMA3:
         backend.model.ignore_merges = True

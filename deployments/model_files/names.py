@@ -37,12 +37,12 @@ def located(model: str, models_dir: str | None = None) -> Path | str:
     if (found := Path(models_dir or default_models_dir(), model)).is_dir():
         return found
     if model == SMOLLM2:
-        message = f"there is no {found}: run `make smollm2`, which makes {default_models_dir() / SMOLLM2}"
+        message = f"there is no {found}: run `make smollm2`, which writes {default_models_dir() / SMOLLM2}"
         raise LoadError(message, "model_id", "model_not_found", 404)
     given = Path(model).expanduser()
     if given.is_dir() and not given.is_absolute():
         # A client's name may be that of a directory here by chance; an operator cannot know where a replica runs.
-        message = f"{model!r} is a directory where the replica runs: name it by its absolute path"
+        message = f"{model!r} is a directory on the replica's machine: give its absolute path"
         raise LoadError(message, "model_id", "model_not_found", 404)
     if given.is_dir():
         return given

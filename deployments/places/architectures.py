@@ -35,7 +35,7 @@ def find_layers(model: Any, modules: dict[str, nn.Module]) -> str:
     for path, module in modules.items():
         if isinstance(module, nn.ModuleList) and len(module) == depth:
             return path
-    raise ValueError(f"{type(model).__name__} has no list of {depth} decoder layers: not a model served here")
+    raise ValueError(f"{type(model).__name__} has no list of {depth} decoder layers: this model cannot be served")
 
 
 def canonical_modules(model: Any, modules: dict[str, nn.Module], paths: dict[int, str], layers: str) -> dict[str, str]:

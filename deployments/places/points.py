@@ -138,7 +138,7 @@ class Points:
             field = f"savepoints[{i}].selector"
             name, *more = self._expand(savepoint.selector, field)
             if more:
-                raise RequestError("a savepoint is one point, and this means several", field)
+                raise RequestError("a savepoint is one point, and this names several", field)
             point = self._lookup(name) or self._lookup(f"{name}.output") or self._refuse(name, field)
             self._savepoints[savepoint.name] = replace(point, name=savepoint.name)
 
@@ -162,7 +162,7 @@ class Points:
             if heads and max(heads) >= point.shape[0]:
                 raise RequestError(f"{name} has heads 0 to {point.shape[0] - 1}", "capture.heads")
             if features and point.place.grows:
-                message = f"{name} has no features, but a number for each token that is seen: capture it without"
+                message = f"{name} is an attention pattern, which has no features: leave features out"
                 raise RequestError(message, "capture.features")
             most = max(features.index) + 1 if features and features.index else features and features.first
             if most and most > point.shape[-1]:
@@ -268,7 +268,7 @@ class Points:
         nearest = [side for side in sides if self._lookup(side)] or hooks_like(name)
         nearest = nearest or difflib.get_close_matches(name, known, 3, 0.4)
         hint = f"; the nearest names are {', '.join(nearest)}" if nearest else ""
-        raise RequestError(f"{name!r} is no capture point of this model{hint}", field, code="unknown_point")
+        raise RequestError(f"{name!r} is not a capture point of this model{hint}", field, code="unknown_point")
 
     def _refuse_patterns(self, name: str, field: str) -> None:
         """Raise, with how attention patterns are to be had."""
@@ -280,7 +280,7 @@ class Points:
         raise RequestError(message, field, "no_attention_patterns")
 
     def _refuse_change(self, name: str, field: str) -> None:
-        message = f"{name} is what attention has used already, and nothing further on reads it: change "
+        message = f"{name} cannot be changed, because nothing later in the model reads it: change "
         raise RequestError(message + "layers.{i}.attention.heads", field)
 
     def _canonical_names(self, layer: int | None = None) -> list[str]:

@@ -49,11 +49,11 @@ class Profile(Strict):
     @model_validator(mode="after")
     def _can_be_used(self) -> Profile:
         if self.name == NONE:
-            raise ValueError(f"{NONE!r} is what requests call no profile: choose another name")
+            raise ValueError(f"{NONE!r} means no profile in requests: choose another name")
         if self.capture is None and not self.interventions:
-            raise ValueError(f"give capture, interventions or both: requests call a profile of nothing {NONE!r}")
+            raise ValueError(f"give capture, interventions or both")
         if self.default and self.model is None:
-            raise ValueError("a default is one model's: name it as model")
+            raise ValueError("a default profile needs a model")
         return self
 
 

@@ -63,7 +63,7 @@ class LensResolver:
         choice = placed(spec.tokens or ("generated" if new else "prompt_last"), ends, field)
         tokens = resolve_ahead(choice, prompt, prompt + new, field)
         if isinstance(choice, Positions) and max(choice.positions) >= prompt:
-            raise RequestError(f"the prompt has tokens 0 to {prompt - 1}; generated ones are of generated", field)
+            raise RequestError(f"the prompt has tokens 0 to {prompt - 1}; generated tokens come after them", field)
         among = tokens.of(prompt)
         chosen = Tokens(among[0], among[-1] + 1, tokens.few) if among else Tokens(0, 0)
         return lens._replace(prompt=chosen, generated=choice in ("all", "generated"))

@@ -50,5 +50,8 @@ def check_size(requests: Sequence[Request], limit: int) -> None:
         for one in request.readouts:
             count += len(one.tokens.of(most)) * one.width * (2 if one.top_k else 1)
     if count > limit:
-        message = f"up to {count} numbers would come, the limit is {limit}: ask for fewer tokens, or set max_tokens"
+        message = (
+            f"up to {count} numbers would be returned; the limit is {limit}: choose fewer tokens, "
+            "or set max_tokens"
+        )
         raise RequestError(message, "readouts", "readouts_too_large")

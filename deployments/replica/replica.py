@@ -159,7 +159,7 @@ class ModelReplica:
             RequestError: The operator does not allow it, it asks for another model, or too many wait.
         """
         if self._client_code is None:
-            raise RequestError("this model was loaded without clients' code", None, "client_code_off", 403)
+            raise RequestError("this model was loaded without allow_client_code", None, "client_code_off", 403)
         await self._client_code.run(job)
 
     async def tokenize(self, text: Text) -> dict[str, Any] | Refusal:
@@ -172,7 +172,12 @@ class ModelReplica:
 
     async def _off_loop(self, call: Callable[..., dict[str, Any]], *args: Any) -> dict[str, Any] | Refusal:
         if self._texts >= MOST_TEXTS:
-            return Refusal(f"all {MOST_TEXTS} places of this replica for texts are taken", None, "server_busy", 429)
+            return Refusal(
+                f"all {MOST_TEXTS} places of this replica for texts are taken: try again later",
+                None,
+                "server_busy",
+                429,
+            )
         self._texts += 1
         try:
             return await asyncio.get_running_loop().run_in_executor(self._texts_pool, call, *args)
@@ -298,9 +303,11 @@ class ModelReplica:
         self._loop = asyncio.get_running_loop()
         wanted, room = max(1, len(job.prompts)) * job.n, self._options.max_running + self._options.max_queued
         if wanted > room:
-            raise RequestError(f"{wanted} choices are more than the {room} places of a replica: ask for fewer", "n")
+            raise RequestError(f"{wanted} choices are more than the {room} places of a replica: request fewer", "n")
         if len(self._delivery) + self._preparing + wanted > room:
-            raise RequestError(f"all {room} places of this replica are taken", None, "server_busy", 429)
+            raise RequestError(
+                f"all {room} places of this replica are taken: try again later", None, "server_busy", 429
+            )
         self._preparing += wanted
         try:
             choices = await self._preparation.choices(job, streamed)

@@ -68,21 +68,28 @@ class Runs:
         if any(isinstance(positions, tuple) for positions in rows) and (
             grown := next((point.name for point in points if point.place.grows), None)
         ):
-            message = f"{grown}: attention patterns are recorded of tokens that follow each other: choose such"
+            message = f"{grown}: attention patterns need consecutive tokens: choose a range"
             raise RequestError(message, "capture.tokens")
         sizes, numbers = RowSizes.bytes(capture, points), RowSizes.numbers(capture, points)
         size, limit = sum(map(sizes.of, rows)), self._options.max_capture_bytes
         if size > limit:
-            message = f"up to {size} bytes would be recorded, the limit is {limit}: capture less, or set max_tokens"
+            message = f"up to {size} bytes would be recorded; the limit is {limit}: capture less, or set max_tokens"
             raise RequestError(message, "capture", "capture_too_large")
-        held = max(sizes.until_end(chosen_tokens(request), len(request.prompt) + request.max_tokens) for request in requests)
+        lengths = [len(request.prompt) + request.max_tokens for request in requests]
+        held = max(map(sizes.until_end, map(chosen_tokens, requests), lengths))
         limit = self._options.capture_memory_bytes // 2
         if held > limit:
-            message = f"its rows take {held} bytes, {limit} can be held until the end: ask for fewer, or all"
+            message = (
+                f"the last tokens' rows take {held} bytes, and {limit} can be held until the end: "
+                "record fewer, or all tokens"
+            )
             raise RequestError(message, "capture.tokens", "capture_too_large")
         count, limit = sum(map(numbers.of, rows)), self._options.max_inline_values
         if capture.destination == "inline" and count > limit:
-            message = f"up to {count} numbers would come inline, the limit is {limit}: capture less, or by reference"
+            message = (
+                f"up to {count} numbers would be returned inline; the limit is {limit}: capture "
+                "less, or return by reference"
+            )
             raise RequestError(message, "capture.return", "capture_too_large")
 
     async def check_room(self, job: Job, requests: Sequence[Request]) -> None:

@@ -27,13 +27,13 @@ def main(argv: Sequence[str] | None = None) -> int:
         0; 2 where a directory holds no finished run, or they have nothing to compare.
     """
     parser = argparse.ArgumentParser(
-        prog="python -m evals.compare", description="Compare runs; each is set against the first.", allow_abbrev=False
+        prog="python -m evals.compare", description="Compare runs with the first one.", allow_abbrev=False
     )
     parser.add_argument("directories", metavar="DIR", nargs="+", type=Path, help="results directories, two or more")
-    parser.add_argument("--html", type=Path, help="write a self-contained page, too")
+    parser.add_argument("--html", type=Path, help="also write a self-contained page")
     args = parser.parse_args(argv)
     if len(args.directories) < 2:
-        parser.error("two results directories or more are needed")
+        parser.error("give at least two results directories")
     try:
         runs = load_runs(args.directories)
         found = compare(runs)

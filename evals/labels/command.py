@@ -59,7 +59,7 @@ def main(argv: Sequence[str] | None = None) -> int:
             table, place, told = inspect_log.labelled(args.inspect, turns=args.turns), args.inspect.parent, counted
         elif args.lm_eval:
             if not args.session:
-                raise EvalError("--lm-eval needs --session, which has the runs")
+                raise EvalError("--lm-eval needs --session, the session of its runs")
             table = lm_eval.labelled(args.lm_eval, args.session, args.store or Path(default_store()))
             place, told = args.lm_eval.parent, counted
         else:
@@ -90,15 +90,15 @@ def _parser() -> argparse.ArgumentParser:
     source.add_argument("--lm-eval", metavar="SAMPLES", type=Path, help="or a samples_*.jsonl of lm_eval --log_samples")
     parser.add_argument("--session", help="with --lm-eval: the session of the runs")
     parser.add_argument("--store", type=Path, help="with --lm-eval: the store's directory, if not this machine's")
-    parser.add_argument("--out", type=Path, help=f"the Parquet file to write; without it {NAME} beside what is read")
+    parser.add_argument("--out", type=Path, help=f"the Parquet file to write (by default {NAME} beside the input)")
     parser.add_argument(
-        "--turns", choices=["last", "all"], default="last", help="the runs of a conversation with tools"
+        "--turns", choices=["last", "all"], default="last", help="which runs of a conversation with tools get a row"
     )
     parser.add_argument(
         "--labels",
         type=Path,
         action="append",
         default=[],
-        help="a csv, parquet or jsonl file with run_id; again for more",
+        help="a csv, parquet or jsonl file with run_id; repeat it for several",
     )
     return parser

@@ -40,7 +40,7 @@ def labelled(path: str | Path, *, turns: Turns = "last") -> pa.Table:
     left = Counter(dict.fromkeys(LEFT_OUT, 0))
     rows = [row for sample in _samples(Path(path)) for row in _rows(sample, turns, left)]
     if not rows:
-        raise EvalError(f"{path} names no stored run: was it run with --model vitrine/... and -M capture=...?")
+        raise EvalError(f"{path} has no stored runs: run the task with --model vitrine/... and -M capture=...")
     return tabled(rows, COLUMNS, left)
 
 
@@ -119,7 +119,7 @@ def _rows(sample: dict[str, Any], turns: Turns, left: Counter[str]) -> Iterator[
 
 def _scores(scores: dict[str, dict[str, Any]]) -> dict[str, Any]:
     if taken := COLUMNS.keys() & scores:
-        raise EvalError(f"--inspect: a scorer is named {min(taken)}, as a column of the labels is")
+        raise EvalError(f"--inspect: a scorer has the name {min(taken)}, which is a column of the labels: rename it")
     found: dict[str, Any] = {}
     for name, score in scores.items():
         value = score["value"]

@@ -51,7 +51,7 @@ def labelled(path: str | Path, session: str, store: str | Path) -> pa.Table:
         raise EvalError(f"--lm-eval {path}: {error}") from error
     known = [(run, asked[run.messages_hash]) for run in there if run.messages_hash in asked]
     if not known:
-        raise EvalError(f"--lm-eval {path}: none of the {len(there)} runs of session {session} was asked by it")
+        raise EvalError(f"--lm-eval {path}: none of the {len(there)} runs of session {session} belongs to its samples")
     rows = [
         {
             "run_id": run.run_id,

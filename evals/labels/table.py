@@ -86,12 +86,12 @@ def joined(table: pa.Table, path: str | Path) -> pa.Table:
     other = _read(path)
     ids = other["run_id"]
     if repeated := [one["values"] for one in pc.value_counts(ids).to_pylist() if one["counts"] > 1]:
-        raise EvalError(f"{path}: {len(repeated)} run ids come more than once: {_some(repeated)}")
+        raise EvalError(f"{path}: {len(repeated)} run ids are repeated: {_some(repeated)}")
     known = set(table["run_id"].to_pylist())
     if unknown := [run_id for run_id in ids.to_pylist() if run_id not in known]:
-        raise EvalError(f"{path}: {len(unknown)} of {len(ids)} run ids are no run of the labels: {_some(unknown)}")
+        raise EvalError(f"{path}: {len(unknown)} of {len(ids)} run ids have no row in the labels: {_some(unknown)}")
     if taken := [name for name in other.column_names if name != "run_id" and name in table.column_names]:
-        raise EvalError(f"{path}: the labels have a column {', '.join(taken)} already; name it otherwise")
+        raise EvalError(f"{path}: the labels have a column {', '.join(taken)} already: rename it")
     rows = pc.index_in(table["run_id"], value_set=ids)
     for name in other.column_names:
         if name != "run_id":
@@ -107,7 +107,10 @@ def _labelled(directory: Path, turns: Turns, told: dict[str, int]) -> Iterator[_
             told["failed"] += 1
             continue
         if sample.correct is None:
-            raise EvalError(f"{directory} is being scored anew: wait, or where that was cut off, evals.gsm8k --resume")
+            raise EvalError(
+                f"{directory} is being scored again: wait; if the scoring was interrupted, run "
+                "evals.gsm8k --resume",
+            )
         if sample.correct_normalized is None:
             raise scored_earlier(directory)
         last = len(sample.turns) - 1

@@ -28,9 +28,9 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser = _parser()
     args = parser.parse_args(argv)
     if args.ablate and args.seeds < 2:
-        parser.error("--seeds: a spread is that of 2 draws or more")
+        parser.error("--seeds: give at least 2")
     if not args.ablate and args.texts:
-        parser.error("--texts: belongs to --ablate")
+        parser.error("--texts needs --ablate")
     restrict(args.out)
     try:
         found = census(
@@ -73,7 +73,11 @@ def _parser() -> argparse.ArgumentParser:
     option("--massive-points", _names, None, "the residual stream; without it all stored outputs of layers")
     option("--massive-magnitude", _positive, massive_rule.magnitude, "a massive activation is larger than this")
     option("--massive-ratio", _positive, massive_rule.ratio, "and so many times its hidden state's median magnitude")
-    parser.add_argument("--ablate", action="store_true", help="measure perplexity with outliers zeroed, by a server")
+    parser.add_argument(
+        "--ablate",
+        action="store_true",
+        help="measure perplexity with outliers set to zero, with the server at this URL",
+    )
     option("--base-url", str, "http://127.0.0.1:8000/v1", "the server's OpenAI root, with --ablate")
     option("--texts", Path, None, "JSON lines with text or prompt, with --ablate; without it the session's runs")
     option("--max-texts", _count, 100, "the most texts, with --ablate")
@@ -93,7 +97,7 @@ def _count(text: str) -> int:
 
 def _positive(text: str) -> float:
     if not 0 < (value := float(text)) < float("inf"):
-        raise argparse.ArgumentTypeError(f"{text} is not above 0")
+        raise argparse.ArgumentTypeError(f"{text} is not greater than 0")
     return value
 
 

@@ -54,16 +54,19 @@ def ablate(
     """
     others = np.setdiff1d(np.arange(width), features)
     if len(others) < len(features):
-        raise EvalError(f"--ablate: {len(features)} of {width} features are outliers: there are not as many others")
+        raise EvalError(
+            f"--ablate: {len(features)} of {width} features are outliers, so there are too few "
+            "other features to compare with",
+        )
     if len(points) > MOST_OPERATIONS:
         raise EvalError(
-            f"--ablate: {len(points)} points, and a request has {MOST_OPERATIONS} operations: fewer --points"
+            f"--ablate: {len(points)} points, and a request has {MOST_OPERATIONS} operations: choose fewer --points"
         )
     draws = [np.random.default_rng(seed).choice(others, len(features), replace=False) for seed in range(seeds)]
     drawn = [sorted(draw.tolist()) for draw in draws]
     nats, tokens = asyncio.run(_score(base_url, model, prompts, points, [[], list(features), *drawn]))
     if not tokens.sum():
-        raise EvalError("--ablate: no text has a second token, and the first of a text has no probability")
+        raise EvalError("--ablate: every text has one token only, and the first token of a text has no probability")
     return {
         "model": model,
         "points": list(points),
@@ -103,7 +106,7 @@ def read_prompts(file: Path, most: int) -> list[Prompt]:
             if line.strip() and len(found) < most:
                 found.append(_text(line, f"--texts {file}:{number}"))
     if not found:
-        raise EvalError(f"--texts {file}: no text in it")
+        raise EvalError(f"--texts {file}: the file has no text")
     return found
 
 
@@ -111,7 +114,7 @@ def _text(line: str, where: str) -> str:
     try:
         row = json.loads(line)
     except ValueError as error:
-        raise EvalError(f"{where}: no JSON: {error}") from error
+        raise EvalError(f"{where}: not JSON: {error}") from error
     text = (row.get("text") or row.get("prompt")) if isinstance(row, Mapping) else None
     if not isinstance(text, str):
         raise EvalError(f"{where}: an object with text or prompt is needed")
@@ -149,7 +152,7 @@ def _nats(answer: Record) -> tuple[float, int]:
     try:
         logprobs = [float(each) for each in answer["choices"][0]["logprobs"]["token_logprobs"] if each is not None]
     except (LookupError, TypeError, ValueError) as error:
-        raise RequestFailed("the server does not score prompts: no logprobs beside echo") from error
+        raise RequestFailed("the server does not score prompts: its answer to echo has no logprobs") from error
     return -sum(logprobs), len(logprobs)
 
 

@@ -169,5 +169,5 @@ def _prompts(source: str | os.PathLike[str], session: str, ablation: Ablation) -
         return read_prompts(ablation.texts, ablation.most)
     prompts, without = stored_prompts(source, session, ablation.most, seed=0)
     if not prompts:
-        raise EvalError(f"--ablate: none of {without} runs has all of its tokens stored, or its text: give --texts")
+        raise EvalError(f"--ablate: none of {without} runs has its text and all of its tokens stored: give --texts")
     return prompts

@@ -80,7 +80,7 @@ class Stored:
         groups = by_schema(shards(source, session))
         facts = [shard_facts(schema) for schema, _ in groups]
         if len(models := sorted({each.model for each in facts})) > 1:
-            raise EvalError(f"--session {session}: it has runs of {', '.join(models)}; a census is of one model")
+            raise EvalError(f"--session {session}: it has runs of {', '.join(models)}; choose runs of one model")
         modules = {  # attention patterns have no features
             name: each.modules.get(name, name)
             for each, (schema, _) in zip(facts, groups, strict=True)
@@ -100,7 +100,7 @@ class Stored:
         widths = {name: math.prod(self.index.columns[name].shape) for name in self.points}
         if len(set(widths.values())) > 1:
             listed = ", ".join(f"{name} {width}" for name, width in list(widths.items())[:MOST_NAMED])
-            raise EvalError(f"{option}: a census is of points of one width, and these have {listed}")
+            raise EvalError(f"{option}: all points need the same width; these have {listed}")
         self.width = widths[self.points[0]]
         self.most = max(1, BATCH_BYTES // self.index.row_bytes)
         self._reader = RowReader(self.index)

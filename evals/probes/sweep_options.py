@@ -83,9 +83,12 @@ class Options:
         if [self.results, self.inspect, self.session].count(None) != 2:
             raise EvalError("--session, --results or --inspect: give one of them")
         if self.evaluated and (self.labels is not None or self.test_sessions):
-            raise EvalError("--labels and --test-session go with --session, not with --results or --inspect")
+            raise EvalError(
+                "--labels and --test-session need --session, and cannot be combined with --results "
+                "or --inspect",
+            )
         if self.ungrouped and self.group:
-            raise EvalError("--ungrouped: not with --group")
+            raise EvalError("--ungrouped and --group exclude each other")
         if not (self.ungrouped or self.group or self.evaluated):
             raise EvalError(
                 "--group: name the tag of what runs have in common (a subject, a template, a problem), so that no "
@@ -94,7 +97,7 @@ class Options:
         if unknown := [method for method in self.methods if method not in METHODS]:
             raise EvalError(f"--methods {unknown[0]!r}: none of {', '.join(METHODS)}")
         if not self.c or not all(math.isfinite(value) and value > 0 for value in self.c):
-            raise EvalError("--c: positive numbers are needed")
+            raise EvalError("--c: give positive numbers")
         for name, least in {"permutations": 0, "resamples": 100, "seed": 0}.items():
             if getattr(self, name) < least:
                 raise EvalError(f"--{name} {getattr(self, name)}: less than {least}")
@@ -169,7 +172,11 @@ def parse(argv: Sequence[str] | None = None) -> Options:
     parser.add_argument(
         "--test-session", dest="test_sessions", action="append", metavar="SESSION", help="another session to test on"
     )
-    parser.add_argument("--skip-missing", action="store_true", help="leave out runs that lack what is needed")
+    parser.add_argument(
+        "--skip-missing",
+        action="store_true",
+        help="skip runs without a label, a group, one of the points or the tokens' rows",
+    )
     one("store", "the store's directory; without it $VITRINE_HOME/activations", Path)
     parser.add_argument("--ray", nargs="?", const="auto", metavar="ADDRESS", help="probe the points in tasks of Ray")
     parser.add_argument("--out", type=Path, required=True, help="a directory for the results")

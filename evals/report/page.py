@@ -114,7 +114,7 @@ def finished(directory: Path) -> Record:
     """
     path = directory / "summary.json"
     if not path.is_file():
-        raise EvalError(f"{directory} holds no finished run: there is no {path.name}")
+        raise EvalError(f"{directory} has no finished run: there is no {path.name}")
     summary = read_json(path)
     if "rule" not in summary:
         raise scored_earlier(directory)
@@ -156,7 +156,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     Returns:
         0; 2 where there is no finished run.
     """
-    parser = argparse.ArgumentParser(prog="python -m evals.report", description="Write report.html anew.")
+    parser = argparse.ArgumentParser(prog="python -m evals.report", description="Write report.html again.")
     parser.add_argument("directory", type=Path, help="the results directory")
     args = parser.parse_args(argv)
     restrict(args.directory)

@@ -134,7 +134,7 @@ def _statistics(directory: Path, source: Path, most: int, seed: int) -> dict[str
     there = {run.run_id for run in runs(source)}
     of_runs = sum(run.run_id in there for run in _recorded(directory))
     if not of_runs:
-        raise ValueError(f"{source} holds none of the runs that the samples name")
+        raise ValueError(f"{source} has none of the samples' runs")
     chosen = heapq.nsmallest(
         most, (run for run in _recorded(directory) if run.run_id in there), key=lambda run: _rank(run.run_id, seed)
     )
@@ -162,7 +162,7 @@ def _sums(source: Path, chosen: list[_Recorded], mode: str) -> dict[str, dict[st
     first = load(source, chosen[0].run_id)
     names = [name for name in first if isinstance(first[name], torch.Tensor)]  # attention patterns are none
     if not names:
-        raise ValueError("attention patterns alone were recorded, which have no norm")
+        raise ValueError("only attention patterns were recorded, which have no norm")
     row_bytes = sum(first[name][0].nbytes for name in names)
     sums = {name: {group: (set[int](), _Sums()) for group in GROUPS} for name in names}
     batch_size = max(1, BATCH_BYTES // row_bytes)

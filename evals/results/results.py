@@ -76,7 +76,7 @@ class Results:
         """
         earlier = read_json(directory / "config.json")
         if differing := differences(earlier, facts, ids):
-            raise EvalError(f"--resume: {directory} is a run with other {', '.join(differing)}")
+            raise EvalError(f"--resume: {directory} is a run with different {', '.join(differing)}")
         if facts["config"]["timeout"] > earlier["config"]["timeout"]:
             _forget_late(directory)  # before config.json has the longer one: this call may be killed
         again = set()
@@ -124,7 +124,7 @@ def check_new(directory: Path) -> None:
         EvalError: it does.
     """
     if any((directory / name).exists() for name in (SAMPLES, "config.json")):
-        raise EvalError(f"--results-dir {directory} has a run already; --resume goes on with it")
+        raise EvalError(f"--results-dir {directory} has a run already; use --resume to continue it")
 
 
 def read_samples(directory: Path, mode: str = "*") -> Iterator[Sample]:

@@ -174,7 +174,10 @@ def files_of(directory: Path, session_id: str, uri: str) -> Path:
     url = urlsplit(uri)
     folder = Path(unquote(url.path)).parent
     if url.scheme != "file" or url.netloc not in ("", "localhost") or not folder.is_dir():
-        raise ValueError(f"{uri.rpartition('/')[0]} cannot be read from here: --transfer-activations brings the files")
+        raise ValueError(
+            f"{uri.rpartition('/')[0]} cannot be read from this machine: use --transfer-activations "
+            "to copy the files",
+        )
     return folder
 
 

@@ -237,7 +237,7 @@ class ChatClient:
             async for piece in answer.content.iter_chunked(1 << 20):  # inflated, where the server compressed it
                 content += piece
                 if len(content) > MOST_BYTES:
-                    raise RequestFailed(f"HTTP {answer.status}: an answer of more than {MOST_BYTES >> 20} MiB")
+                    raise RequestFailed(f"HTTP {answer.status}: the answer has more than {MOST_BYTES >> 20} MiB")
             return httpx.Response(answer.status, headers=told, content=bytes(content))
 
     async def close(self) -> None:

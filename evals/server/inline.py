@@ -116,7 +116,7 @@ def _bytes(at: Record, run: Record) -> int:
     shape, tokens = shape_of(at), tokens_of(run)
     numbers = math.prod([tokens if size is None else size for size in shape])
     if not numbers:
-        raise ValueError(f"it holds no number: its shape is {shape}, in a run of {tokens} tokens")
+        raise ValueError(f"it has no numbers: its shape is {shape}, in a run of {tokens} tokens")
     return numbers * max(4, ITEM_BYTES.get(str(at.get("dtype")), 8))  # numpy has bfloat16 as float32
 
 
@@ -155,9 +155,9 @@ def _array(file: ZipFile, name: str, most: dict[str, int]) -> np.ndarray:
     """
     member = file.getinfo(f"{name}.npy")
     if member.compress_type not in (ZIP_STORED, ZIP_DEFLATED):
-        raise ValueError(f"{name} is compressed by the method {member.compress_type}")
+        raise ValueError(f"{name} is compressed with the unknown method {member.compress_type}")
     if member.file_size > most[name] + HEADER:
-        raise ValueError(f"{name} has {member.file_size} bytes, and at most {most[name]} belong to it")
+        raise ValueError(f"{name} has {member.file_size} bytes, more than the {most[name]} that it should have")
     with file.open(member) as values:
         found: np.ndarray = np.lib.format.read_array(values, allow_pickle=False)
     return found

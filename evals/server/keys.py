@@ -20,5 +20,5 @@ def api_key() -> str | None:
     """
     key = os.environ.get("OPENAI_API_KEY") or None
     if key and not fits_header(key):
-        raise EvalError("OPENAI_API_KEY has characters that no key has")
+        raise EvalError("OPENAI_API_KEY has characters that an HTTP header cannot hold")
     return key

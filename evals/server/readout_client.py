@@ -33,11 +33,14 @@ def installed(base_url: str, model: str, names: Sequence[str]) -> dict[str, dict
     for name in names:
         told = ask_json(f"{base_url}/readouts/{name}", fails=is_closed)
         if told is None:
-            raise EvalError(f"--readouts {name}: the server has none of this name; GET /v1/readouts lists those it has")
+            raise EvalError(
+                f"--readouts {name}: the server has no readout of this name; GET /v1/readouts "
+                "lists its readouts",
+            )
         if told.get("model") != model:
-            raise EvalError(f"--readouts {name}: it is of the model {told.get('model')}, not of {model}")
+            raise EvalError(f"--readouts {name}: it is for the model {told.get('model')}, not for {model}")
         if told.get("kind") != "linear":
-            raise EvalError(f"--readouts {name}: features of an autoencoder are no score; name linear readouts")
+            raise EvalError(f"--readouts {name}: an autoencoder's features are not scores; name linear readouts")
         found[name] = {key: told.get(key) for key in TOLD}
     return found or None
 

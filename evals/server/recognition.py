@@ -78,10 +78,10 @@ def check_asked(found: FoundServer, base_url: str, model: str) -> None:
         EvalError: It is not, or has not; with what was asked for and what is there.
     """
     if found.version != __version__:
-        raise EvalError(f"{base_url} is Vitrine {found.version}, and this is {__version__}; {HINT}")
+        raise EvalError(f"{base_url} is Vitrine {found.version}, and the evaluator is {__version__}; {HINT}")
     if model not in found.models:
         there = ", ".join(sorted(found.models)) or "no model"
-        raise EvalError(f"{base_url} serves {there}, and {model} was asked for; {HINT}")
+        raise EvalError(f"{base_url} serves {there}, not {model}; {HINT}")
 
 
 HINT = "--fresh restarts a server that --serve started; or give another --base-url"
@@ -123,7 +123,7 @@ def _check_models(client: httpx.Client, root: str, found: FoundServer) -> None:
     client.headers.update(headers())
     answer = client.get("/v1/models")
     if answer.status_code == 401:
-        raise EvalError(f"{root} takes a key: put it into OPENAI_API_KEY")
+        raise EvalError(f"{root} needs a key: set OPENAI_API_KEY")
     listed = _json(answer)
     try:
         ids = {model["id"] for model in listed["data"]}

@@ -57,10 +57,10 @@ def serving(config: Config) -> Iterator[Config]:
             yield config
     finally:
         if stays:
-            _say(f"{config.serve} stays at {config.base_url}; kill {process.pid} stops it")
+            _say(f"{config.serve} still runs at {config.base_url}; stop it with: kill {process.pid}")
         else:
             if is_healthy and process.poll() is not None:  # else that is what is raised
-                _say(f"the server had ended with {process.returncode}{tail(log)}")
+                _say(f"the server had exited with status {process.returncode}{tail(log)}")
             _end(psutil.Process(process.pid) if process.poll() is None else None)
             process.wait()
             _say("the server is stopped")
@@ -84,7 +84,7 @@ def _use(config: Config, limit_s: float) -> bool:
             "leave --server-option out to use it as it is, or give another --base-url"
         )
     if record is not None and (differing := _differing(record.options, config.served)):
-        raise EvalError(f"{config.base_url} was started with other options: {differing}; --fresh restarts it")
+        raise EvalError(f"{config.base_url} was started with other options: {differing}; use --fresh to restart it")
     _wait(config, limit_s)
     _say(f"using the server at {config.base_url}: Vitrine {found.version} with {config.serve}")
     return True
@@ -154,7 +154,7 @@ def _wait(
     end, model, last = time.monotonic() + limit_s, config.served.served_name, "nothing answers"
     while True:
         if process and process.poll() is not None:
-            raise EvalError(f"the server ended with {process.returncode} before it was healthy{tail(log)}")
+            raise EvalError(f"the server exited with status {process.returncode} before it was healthy{tail(log)}")
         try:
             # Before its record is there, what is being started cannot say what it is.
             found = look(config.base_url) if process is None or read_record(config.base_url) else None
@@ -203,7 +203,7 @@ def _end(process: psutil.Process | None) -> None:
     process.send_signal(signal.SIGTERM)
     _, left = psutil.wait_procs([process], timeout=STOP_S)
     if left:
-        _say(f"the server did not end within {STOP_S:g} s, and is killed")
+        _say(f"the server did not stop within {STOP_S:g} s; killing it")
         for member in members:
             if member.is_running():
                 member.kill()
@@ -234,7 +234,7 @@ def _with_place(config: Config) -> Config:
     host, port = place_of(config.base_url)
     model = config.served.served_name
     if config.model not in ("", model):
-        raise EvalError(f"--serve serves {model}, and --model asks {config.model}")
+        raise EvalError(f"--serve serves {model}, but --model is {config.model}")
     base_url = config.base_url if port else f"http://{host}:{_free_port(host)}/v1"
     return config.model_copy(update={"base_url": base_url, "model": model})
 
@@ -250,7 +250,9 @@ def _free_port(host: str) -> int:
             probe.bind((host, 0))
             return int(probe.getsockname()[1])
     except OSError as error:
-        raise EvalError(f"--serve: nothing answers at {host}, and it is no address of this machine: {error}") from error
+        raise EvalError(
+            f"--serve: nothing answers at {host}, which is not an address of this machine: {error}"
+        ) from error
 
 
 def _say(text: str) -> None:

@@ -28,7 +28,7 @@ def first_model(base_url: str) -> str:
     except (ValueError, TypeError, KeyError) as error:
         raise RequestFailed(f"{base_url}/models is not a list of models; is it an OpenAI server?") from error
     if not models:
-        raise RequestFailed(f"{base_url} serves no model yet")
+        raise RequestFailed(f"{base_url} serves no model yet: wait, or load one")
     return models[0]
 
 

@@ -59,10 +59,13 @@ def read_record(base_url: str, say: Callable[[str], None] = lambda _: None) -> R
     except ValidationError as error:
         first = error.errors()[0]
         where = ".".join(map(str, first["loc"]))
-        say(f"{path} is no record of a server that --serve started, and is not used: {where or 'all'}: {first['msg']}")
+        say(
+            f"{path} is ignored, because it is not a record of a server that --serve started: "
+            f"{where or 'all'}: {first['msg']}",
+        )
         return None
     except (OSError, ValueError, OverflowError, psutil.Error) as error:
-        say(f"{path} is no record of a server that can be read, and is not used: {error}")
+        say(f"{path} is ignored, because it cannot be read: {error}")
         return None
     return Record(process, written.options, written.ray_address, written.ray_auth_mode)
 

@@ -31,7 +31,10 @@ def load_few_shot(config: Config, asked: Container[str]) -> FewShot | None:
         if len(examples) == config.few_shot:
             order = "the first of the file that are not asked, in its order"
             return FewShot(source, order, tuple(examples.values()))
-    raise EvalError(f"--few-shot {config.few_shot}: {path} has only {len(examples)} that are not among the problems")
+    raise EvalError(
+        f"--few-shot {config.few_shot}: {path} has only {len(examples)} examples that are not "
+        "among the problems",
+    )
 
 
 def examples_file(config: Config) -> tuple[Path, str]:

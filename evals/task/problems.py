@@ -107,8 +107,8 @@ class Reading:
         for problem, _, number in read_rows(self._path):
             gold, before = seen.setdefault(problem.id, (problem.gold, number))
             if gold != problem.gold:
-                places = f"{_place(self._path, number)}: the question of {_place(self._path, before)}"
-                raise EvalError(f"{places} with another answer: {problem.gold}, and there {gold}")
+                here, there = _place(self._path, number), _place(self._path, before)
+                raise EvalError(f"{here}: the question of {there}, with another answer: {problem.gold} and {gold}")
             if before == number:
                 yield problem
             else:
@@ -159,7 +159,7 @@ def _text(row: dict[str, Any], name: str) -> str:
     if name not in row:
         raise EvalError(f"not GSM8K's format: a row has no field {name!r}, only {', '.join(row)}")
     if not isinstance(row[name], str) or not row[name].strip():
-        raise EvalError(f"not GSM8K's format: the {name} is {row[name]!r}, and no text")
+        raise EvalError(f"not GSM8K's format: the {name} is {row[name]!r}, not a text")
     return str(row[name])
 
 

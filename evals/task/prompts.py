@@ -73,7 +73,7 @@ def load_variants(names: tuple[str, ...], path: Path | None) -> dict[str, str]:
         raise EvalError(f"--variants-file {path}: not a map of texts by name")
     texts = {CONTROL: ""} | {str(name): text.strip() for name, text in texts.items()}
     if texts[CONTROL]:
-        raise EvalError(f"--variants-file {path}: {CONTROL} has a text; it is the question alone")
+        raise EvalError(f"--variants-file {path}: {CONTROL} has a text; it must be empty")
     if unknown := [name for name in names if name not in texts]:
         raise EvalError(f"--variants: {path} has no {', '.join(unknown)}, only {', '.join(texts)}")
     return {name: texts[name] for name in names}

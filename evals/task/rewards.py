@@ -52,7 +52,7 @@ def efficiency(sample: Sample) -> float:
     if not sample.correct:
         return 0.0
     if not sample.completion_tokens:
-        raise ValueError("the server's answers have no usage.completion_tokens; efficiency cannot be told")
+        raise ValueError("the server's answers have no usage.completion_tokens; efficiency cannot be computed")
     return float(2 ** (-sample.completion_tokens / HALVING))
 
 
@@ -118,7 +118,7 @@ class Rewarding:
             why = f"the reward {reward.name} failed for {sample.key}: {type(error).__name__}: {error}"
         if reward.name not in self._told:
             self._told.add(reward.name)
-            self._say(f"{why}; answers are kept: mend it or choose other --rewards, and go on with --resume")
+            self._say(f"{why}; the answers are kept: repair the function or choose other --rewards, then use --resume")
         return None
 
 
@@ -131,5 +131,5 @@ def _imported(name: str) -> Callable[[Sample], float]:
     except (ImportError, AttributeError, ValueError) as error:
         raise EvalError(f"--rewards: {name} cannot be imported: {error}") from error
     if not callable(function):
-        raise EvalError(f"--rewards: {name} is no function")
+        raise EvalError(f"--rewards: {name} is not a function")
     return function

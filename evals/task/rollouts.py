@@ -52,7 +52,7 @@ def connect() -> None:
         try:
             join()
         except ConnectionError as error:
-            raise EvalError(f"{error}; does it want RAY_AUTH_MODE=token?") from error
+            raise EvalError(f"{error}; does it need RAY_AUTH_MODE=token?") from error
     quiet_ray_data()
     # Few tasks need no budgets, computed twenty times a second.
     DataContext.get_current().op_resource_reservation_enabled = False
@@ -207,7 +207,7 @@ async def _work(
             try:
                 text = (await rolled_out(problem, variant, epoch)).model_dump_json()
             except Exception as error:  # whatever one answer provokes must not end the others
-                logger.exception("%s could not be told", sample_key(problem.id, mode, variant, epoch))
+                logger.exception("%s failed", sample_key(problem.id, mode, variant, epoch))
                 reason = f"{type(error).__name__}: {error}".encode("ascii", "backslashreplace").decode()
                 text = failed(problem, mode, variant, reason, epoch).model_dump_json()
             give(text)

@@ -47,7 +47,7 @@ class Loader:
             LoadError: It cannot be loaded, and nothing of it is left.
         """
         if asked.trust_remote_code and not self._options.allow_remote_code:
-            message = "this server runs no repository's own code: its operator would have to set allow_remote_code"
+            message = "this server does not run a repository's own code: its operator can set allow_remote_code"
             raise ApiError(403, message, "trust_remote_code", "remote_code_not_allowed")
         await self._models.refresh()
         model = self._models.get(asked.model_id)
@@ -66,12 +66,15 @@ class Loader:
         if model is None:
             raise ApiError(404, f"no model {model_id!r} is loaded", "model_id", "model_not_found")
         if self._models.is_default(model):
-            message = "the server was started with this model: start one with model=none to load and unload at will"
+            message = (
+                "the server was started with this model, which cannot be unloaded: start a server "
+                "with model=none to load and unload all of its models"
+            )
             raise ApiError(409, message, "model_id", "model_is_default")
         deletion = self._deletion(model_id)
         await asyncio.wait([deletion], timeout=self._options.request_timeout_s + REMOVAL_S)
         if not deletion.done():
-            message = f"{model_id!r} takes no more requests, but what it runs has not ended yet; its deletion goes on"
+            message = f"{model_id!r} takes no more requests, but some still run; its deletion continues"
             raise ApiError(504, message, "model_id", "unload_timeout")
         deletion.result()
         return {"ok": True, "model": model_id}
@@ -116,7 +119,7 @@ class Loader:
         except TimeoutError as error:
             model = self._models.get(asked.model_id)
             said = reason(model.message).message if model and model.phase is Phase.LOADING and model.message else ""
-            message = f"it did not load within this server's limit of {self._options.load_timeout_s:g} s. {said}"
+            message = f"it was not loaded within this server's limit of {self._options.load_timeout_s:g} s. {said}"
             await self._give_up(asked.model_id, deadline, running)
             raise ApiError(504, message.strip(), "model_id", "load_timeout") from error
         except Exception:

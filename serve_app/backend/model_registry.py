@@ -83,7 +83,7 @@ class Models:
             self._ask_again()
         if model is None or model.phase not in (Phase.LOADED, Phase.LOADING):
             there_are = ", ".join(repr(model.id) for model in self.loaded) or "none"
-            message = f"the model {model_id!r} is not served here; there are: {there_are}"
+            message = f"the model {model_id!r} is not served here; the served models are: {there_are}"
             raise ApiError(404, message, "model", "model_not_found")
         if model.phase is Phase.LOADING:
             raise ApiError(503, f"{model_id!r} is being loaded; try again", "model", "model_loading")
@@ -110,7 +110,7 @@ class Models:
         if self._default:
             return self._default.id
         if len(self.loaded) != 1:
-            raise ApiError(400, f"{len(self.loaded)} models are served: say which", "model", "invalid_value")
+            raise ApiError(400, f"{len(self.loaded)} models are served: name one as model", "model", "invalid_value")
         return self.loaded[0].id
 
     @property
@@ -203,10 +203,10 @@ async def _describe(model: ServedModel) -> dict[str, Any] | None:
     try:
         return await model.describe()
     except (ApiError, *UNAVAILABLE) as error:
-        logger.warning("%s is left out of the list of models: %s", model.id, error)
+        logger.warning("%s is missing from the list of models: %s", model.id, error)
         return None
 
 
 def _log_failure(asking: asyncio.Future[None]) -> None:
     if not asking.cancelled() and (error := asking.exception()):
-        logger.warning("Serve's controller does not say which models there are: %s", error)
+        logger.warning("Serve's controller does not answer which models there are: %s", error)

@@ -147,7 +147,7 @@ class Profiles:
             if not asking.done() and self._asking is asking:  # else they have been changed here since
                 self._asked = time.monotonic()
         if self._version is None:
-            message = "the activation store has not said yet which profiles are defaults; try again"
+            message = "the default profiles are not known yet, because the activation store does not answer; try again"
             raise ApiError(503, message, code="unavailable")
         profile = self._defaults.get(model)
         return None if profile is None else (profile, True)
@@ -157,7 +157,7 @@ class Profiles:
         try:
             news = await self._store.default_profiles.remote(self._version)
         except UNAVAILABLE as error:
-            logger.warning("the activation store does not say which profiles are defaults: %s", error)
+            logger.warning("the activation store does not answer which profiles are defaults: %s", error)
             news = None
         if news is not None and (self._version is None or news[0] > self._version):
             version, defaults = news

@@ -259,5 +259,5 @@ async def _asked(job: Job, ask: Callable[[], Awaitable[list[Message]]]) -> list[
     except GONE as error:
         if not may_repeat:
             raise
-        logger.warning("a replica ended before it answered request %s, which another one gets: %s", job.id, error)
+        logger.warning("a replica ended before it answered request %s; another replica gets it: %s", job.id, error)
     return await ask()

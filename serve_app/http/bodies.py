@@ -62,7 +62,7 @@ class Bodies:
         if len(raw) <= MOST_AT_ONCE:
             return parsed(kind, raw)
         if self._waiting[owner] > MOST_WAITING:
-            message = f"{MOST_WAITING} large bodies of yours wait to be read; send the next when one is answered"
+            message = f"{MOST_WAITING} large bodies of yours wait to be read; send the next one after an answer"
             raise ApiError(429, message, code="server_busy")
         turn = self._turns.setdefault(owner, asyncio.Lock())
         self._waiting[owner] += 1

@@ -69,5 +69,5 @@ async def start() -> Response:
 async def file(name: str) -> Response:
     """One of Swagger UI's files."""
     if name not in FILES:
-        raise ApiError(404, f"the documentation has no file {name[:200]!r}", code="not_found")
+        raise ApiError(404, f"there is no file of the documentation named {name[:200]!r}", code="not_found")
     return FileResponse(UI / name, headers=CACHED)

@@ -80,7 +80,7 @@ Sender = Annotated[Caller, Depends(_caller)]
 
 async def _admin_only(sender: Sender) -> None:
     if not sender.is_admin:
-        message = "this key may use the server; what changes it for all needs a key with the role admin"
+        message = "the key's role does not allow it: use a key with the role admin"
         raise ApiError(403, message, None, "insufficient_permissions")
 
 

@@ -63,8 +63,8 @@ class Hosts:
     def _of_names(self, headers: Headers) -> ApiError | None:
         host = _hostname(headers.get("host", ""))
         if not self._is_allowed(host):
-            message = f"this server has no API keys and answers its own machine alone, and Host names {host[:200]!r}"
-            return _refused(f"{message}: its operator sets keys with api_keys_file, or allows the name")
+            message = f"this server has no API keys and answers its own machine only, but Host is {host[:200]!r}"
+            return _refused(f"{message}: the operator can set keys with api_keys_file, or allow the name")
         told = [*_of_header(headers, "x-forwarded-host"), *_forwarded(headers, "host")]
         clients = [name for header in CLIENTS for name in _of_header(headers, header)] + [*_forwarded(headers, "for")]
         others = [name for name in told if not self._is_allowed(name)]
@@ -75,9 +75,9 @@ class Hosts:
         if not others:
             return None
         return _refused(
-            f"this server has no API keys and answers its own machine alone, and a proxy passed this on for "
-            f"{others[0][:200]!r}: its operator sets keys with api_keys_file, or allows the name that clients call the "
-            "proxy by, which the proxy sends as Host or X-Forwarded-Host,"
+            f"this server has no API keys and answers its own machine only, but a proxy forwarded this request for "
+            f"{others[0][:200]!r}: the operator can set keys with api_keys_file, or allow the proxy's name, which the proxy "
+            "must send as Host or X-Forwarded-Host,"
         )
 
     def _is_allowed(self, name: str) -> bool:

@@ -85,7 +85,7 @@ class Keys:
                 raise ValueError(f"{source} holds no API key; an entry is role:key or role@name:key")
             for digest, caller in found:
                 if callers.setdefault(digest, caller) != caller:
-                    raise ValueError(f"{source}: a key has one role and one name, and one of these has others already")
+                    raise ValueError(f"{source}: a key appears twice, with different roles or names")
         return cls(callers)
 
     def __bool__(self) -> bool:

@@ -68,13 +68,13 @@ def _values(raw: bytes) -> Any:
         return jiter.from_json(raw, catch_duplicate_keys=True)
     except ValueError as error:
         if not _is_utf8(raw):
-            raise RequestError("the body is no valid JSON: send UTF-8", None, "invalid_json") from None
+            raise RequestError("the body is not valid JSON: send UTF-8", None, "invalid_json") from None
         if "hex escape" not in str(error):
-            raise RequestError(f"the body is no valid JSON: {error}", None, "invalid_json") from None
+            raise RequestError(f"the body is not valid JSON: {error}", None, "invalid_json") from None
     try:
         return json.loads(raw)  # which takes half of a surrogate pair, so that the field is known that holds it
     except ValueError as error:
-        raise RequestError(f"the body is no valid JSON: {str(error)[:200]}", None, "invalid_json") from None
+        raise RequestError(f"the body is not valid JSON: {str(error)[:200]}", None, "invalid_json") from None
 
 
 def invalid(errors: Iterable[Mapping[str, Any]], kind: type[BaseModel] | None = None) -> RequestError:

@@ -56,17 +56,18 @@ async def _asked(
     range: Annotated[
         str | None,
         Header(
-            max_length=1024, description=f"`bytes=a-b`, one range; of a longer one come the first {PAGE_BYTES} bytes."
+            max_length=1024,
+            description=f"`bytes=a-b`, one range; of a longer range, the first {PAGE_BYTES} bytes are sent.",
         ),
     ] = None,
     if_match: Annotated[
-        str | None, Header(max_length=1024, description="The first page's `ETag`; 412 where it changed.")
+        str | None, Header(max_length=1024, description="The first page's `ETag`; 412 if it changed.")
     ] = None,
     if_none_match: Annotated[
-        str | None, Header(max_length=1024, description="304 where the `ETag` is still this.")
+        str | None, Header(max_length=1024, description="304 if the `ETag` is still this one.")
     ] = None,
     if_range: Annotated[
-        str | None, Header(max_length=1024, description="Ignore `Range` where the `ETag` is another.")
+        str | None, Header(max_length=1024, description="Ignore `Range` if the `ETag` differs.")
     ] = None,
 ) -> RequestedRange:
     return RequestedRange(request.method == "HEAD", range, if_match, if_none_match, if_range)
@@ -136,14 +137,14 @@ def _span(asked: str | None, length: int) -> tuple[int, int] | None:
         if match[2] and end <= first:
             return None
     if first >= length:
-        message = f"there are {length} bytes, and the range begins behind them"
+        message = f"there are {length} bytes, and the range begins after them"
         raise ApiError(416, message, "Range", "range_not_satisfiable", {"Content-Range": f"bytes */{length}"})
     return first, min(end, length, first + PAGE_BYTES)
 
 
 def _too_large(length: int, headers: dict[str, str]) -> ApiError:
     message = (
-        f"it has {length} bytes, and an answer has {PAGE_BYTES} at most: ask for pages, the first with "
+        f"it has {length} bytes, and an answer has at most {PAGE_BYTES}: request pages, the first with "
         f"`Range: bytes=0-{PAGE_BYTES - 1}`, the others from where `Content-Range` ends, with `If-Match: <its ETag>`"
     )
     return ApiError(413, message, "Range", "range_required", headers)

@@ -36,17 +36,17 @@ async def _session_id(session_id: PathId) -> str:
 
 
 async def _filter(
-    model: Annotated[Id | None, Query(description="Runs of this model alone.")] = None,
+    model: Annotated[Id | None, Query(description="Only runs of this model.")] = None,
     since: Annotated[float | None, Query(description="Created then or later, in Unix seconds.", **FINITE)] = None,
     until: Annotated[float | None, Query(description="Created before, in Unix seconds.", **FINITE)] = None,
-    sample_id: Annotated[Id | None, Query(description="Runs of this sample alone.")] = None,
+    sample_id: Annotated[Id | None, Query(description="Only runs of this sample.")] = None,
     tag: Annotated[
         list[Annotated[str, Query(max_length=513)]] | None,
-        Query(description="`name=value`; where repeated, all must hold.", max_length=MOST_TAGS),
+        Query(description="`name=value`; if repeated, all must match.", max_length=MOST_TAGS),
     ] = None,
     run: Annotated[
         list[Names] | None,
-        Query(description="These runs alone: ids, repeated or apart by commas.", max_length=MOST_NAMES),
+        Query(description="Only these runs: ids, repeated or separated by commas.", max_length=MOST_NAMES),
     ] = None,
 ) -> Filter:
     runs = _apart(run, "run")
@@ -104,7 +104,7 @@ async def session(
     backend: AppBackend,
     who: CallerAccount,
     limit: Annotated[int, Query(ge=1, le=1000, description="Of its runs.")] = 100,
-    after: Annotated[Id | None, Query(description="The run behind which they begin.")] = None,
+    after: Annotated[Id | None, Query(description="The id of the last run of the previous page.")] = None,
 ) -> dict[str, Any]:
     """One session: its runs, the oldest first, their points and shapes, and its files."""
     return await backend.session(who, session_id, limit, after)
@@ -123,10 +123,11 @@ async def session_data(
     asked: Ranged,
     run: Annotated[
         list[Names] | None,
-        Query(description="Ids of runs, repeated or apart by commas; all by default.", max_length=MOST_NAMES),
+        Query(description="Ids of runs, repeated or separated by commas; all by default.", max_length=MOST_NAMES),
     ] = None,
     points: Annotated[
-        list[Names] | None, Query(description="Names of points, likewise; all by default.", max_length=MOST_NAMES)
+        list[Names] | None,
+        Query(description="Names of points, repeated or separated by commas; all by default.", max_length=MOST_NAMES),
     ] = None,
     format: DataFormat = "arrow",
 ) -> Response:
@@ -193,7 +194,7 @@ def _apart(values: list[str] | None, field: str) -> tuple[str, ...] | None:
         return None
     parts = tuple(part for value in values for part in value.split(","))
     if not all(parts):
-        raise RequestError("a name is empty: leave the field out for all", field)
+        raise RequestError("a name is empty: leave the field out to get all", field)
     if len(parts) > MOST_NAMES:
-        raise RequestError(f"{len(parts)} names are more than the {MOST_NAMES} that one request may name", field)
+        raise RequestError(f"{len(parts)} names are more than the {MOST_NAMES} that one request may have", field)
     return parts

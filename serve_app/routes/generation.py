@@ -121,7 +121,10 @@ async def _job(
         job = replace(job, capture=Capture.model_construct(points=[]))  # of no point: readouts are recorded alone
     job = by_headers.tagged(job)
     if job.capture and body.sequences > body.choices:
-        message = "what is not returned would be recorded, too: with a profile that records, it is n"
+        message = (
+            "with a profile that records, best_of must equal n, because sequences that are not "
+            "returned would be recorded, too"
+        )
         raise RequestError(message, "best_of")
     return job
 

@@ -63,7 +63,7 @@ async def _jobs(backend: AppBackend) -> CodeJobs:
 
 async def _is_nnsight(connection: HTTPConnection) -> None:
     if NNSIGHT.decode() not in connection.headers:  # which no page of another origin may send unasked
-        raise RequestError("nnsight's clients send their version", NNSIGHT.decode())
+        raise RequestError("the form has no version: send the request with nnsight's client", NNSIGHT.decode())
 
 
 async def _runs_code(sender: Sender) -> None:

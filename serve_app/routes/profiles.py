@@ -13,7 +13,7 @@ from serve_app.routes.dependencies import AppBackend, CallerAccount
 from serve_app.routes.parameters import Id, PathId, listed
 from serve_app.schemas.profiles import ProfileBody
 
-Owner = Annotated[Id | None, Query(description="For an admin: whose it is.")]
+Owner = Annotated[Id | None, Query(description="For admins: the profile's owner.")]
 
 
 profiles = APIRouter(prefix="/v1/interventions", tags=["Profiles"], responses=errors(503), route_class=JsonRoute)

@@ -86,7 +86,7 @@ class Generation(WireModel):
     def _names_token_ids(cls, value: dict[str, float] | None) -> dict[str, float] | None:
         for key in value or ():
             if not re.fullmatch(r"0|[1-9][0-9]{0,9}", key):
-                raise ValueError(f"its keys are token ids, and {key[:20]!r} is none")
+                raise ValueError(f"its keys are token ids, and {key[:20]!r} is not one")
         return value
 
     @field_validator("stream_options")
@@ -107,7 +107,7 @@ class Generation(WireModel):
     def _has_one_answer_each(cls, value: Variants | None, info: ValidationInfo) -> Variants | None:
         for name, other in (("n", info.data.get("n") not in (None, 1)), ("stream", info.data.get("stream"))):
             if value is not None and other:
-                raise ValueError(f"each variant is one choice of a whole answer: leave {name} out")
+                raise ValueError(f"variants return one choice each, and whole answers: leave {name} out")
         return value
 
     @property
@@ -172,7 +172,7 @@ class ChatRequest(Generation, IgnoredFields):
     def _can_be_called(cls, value: str | NamedTool | None, info: ValidationInfo) -> str | NamedTool | None:
         names = {tool.function.name for tool in info.data.get("tools") or ()}
         if (value == "required" or isinstance(value, NamedTool)) and not names:
-            raise ValueError("there are no tools to call")
+            raise ValueError("tool_choice needs tools")
         if isinstance(value, NamedTool) and value.function.name not in names:
             message = "there is no function {name} among tools"
             told = {"name": repr(value.function.name), "field": "tool_choice.function.name"}
@@ -239,16 +239,19 @@ class CompletionRequest(Generation):
             raise ValueError(f"of {value} sequences n cannot return {told}")
         if value is not None and value > told:
             if info.data.get("stream"):
-                raise ValueError("which are the best is known at their end: with stream, it is n")
+                raise ValueError("with stream it must equal n, because the best are known only at the end")
             if info.data.get("capture") or info.data.get("store_activations"):
-                raise ValueError("what is not returned would be recorded, too: with activations, it is n")
+                raise ValueError(
+                    "with activations it must equal n, because sequences that are not returned "
+                    "would be recorded, too",
+                )
         return value
 
     @field_validator("suffix")
     @classmethod
     def _is_not_served(cls, value: str | None) -> None:
         if value is not None:
-            raise ValueError("a causal model goes on from a prompt and reads nothing behind it: leave suffix out")
+            raise ValueError("a causal model cannot read text after its prompt: leave suffix out")
 
     @property
     def sequences(self) -> int:

@@ -85,7 +85,7 @@ class ChatMessage(WireModel):
     @model_validator(mode="after")
     def _has_content(self) -> ChatMessage:
         if self.content is None and not (self.role == "assistant" and self.tool_calls):
-            raise ValueError("content is missing; only an assistant's message with tool_calls goes without")
+            raise ValueError("content is missing; only an assistant's message with tool_calls may omit it")
         return self
 
 

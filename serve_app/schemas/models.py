@@ -51,7 +51,7 @@ class LoadRequest(WireModel):
     @classmethod
     def _stays_in_its_repository(cls, value: str | None) -> str | None:
         if value is not None and ".." in value:
-            raise ValueError("a branch, tag or commit has no '..'")
+            raise ValueError("the name of a branch, tag or commit cannot contain '..'")
         return value
 
     @property

@@ -28,7 +28,7 @@ class TokenizeRequest(WireModel):
     @model_validator(mode="after")
     def _is_one_text(self) -> TokenizeRequest:
         if (self.prompt is None) == (self.messages is None):
-            raise _wrong("prompt", "one of prompt and messages is needed, and not both")
+            raise _wrong("prompt", "give either prompt or messages")
         if self.tools and self.messages is None:
             raise _wrong("tools", "goes with messages only")
         if self.chat_template_kwargs and self.messages is None:

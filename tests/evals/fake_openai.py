@@ -134,7 +134,7 @@ class FakeServer:
             message = "Unsupported parameter: 'max_tokens' is not supported with this model. Use another."
             return _error(400, message, param="max_tokens", code="unsupported_parameter")
         if self.without_tools and "tools" in body:
-            return _error(400, "this model's form of tool calls is not known", param="tools")
+            return _error(400, "the chat template does not show how this model writes tool calls", param="tools")
         if label == "long":
             return _error(400, "max_tokens: too many", param="max_tokens", code="context_length_exceeded")
         if label == "refused" or (self.refused and self.refused in question):

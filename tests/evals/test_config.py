@@ -212,7 +212,7 @@ def parsed(*argv: str) -> tuple[Config | None, object, str]:
         ("layers: [1.0]", "--layers: Input should be a valid integer"),
         ("rewards: {format: '1'}", "--rewards: Input should be a valid number"),
         ("server_options: 3", "--server-option: Input should be a valid dictionary"),
-        ("stages: 3", "--stages: name some of"),
+        ("stages: 3", "--stages: choose from"),
         ("samples: !!int x", "--config"),
         ("session_id: 2026-02-31", "--config"),
     ],

@@ -123,7 +123,7 @@ def test_points_that_the_model_has_not_are_refused_at_once(way: dict[str, str]) 
 
 def test_the_first_example_that_cannot_be_stored_ends_the_command(served: Served) -> None:
     rows = [{"prompt": TOO_LONG}, *problems(2)]
-    with pytest.raises(CollectError, match="data, row 1: .*; --on-error skip leaves such examples out"):
+    with pytest.raises(CollectError, match="data, row 1: .*; use --on-error skip to skip such examples"):
         collect(rows, session="ended", points=POINTS, base_url=served.base_url)
 
 
@@ -170,7 +170,7 @@ def test_a_killed_command_goes_on_and_stores_no_run_twice(
         ({"model": DEMO, "data": "missing.jsonl"}, DataError, "missing.jsonl: there is no such file"),
         ({"base_url": "127.0.0.1:9", "model": DEMO}, DataError, "--base-url"),
         ({"base_url": "http://127.0.0.1:9", "model": DEMO, "store": "/x"}, DataError, "--store"),
-        ({"model": DEMO, "actors": 100}, CollectError, "100 engines want"),
+        ({"model": DEMO, "actors": 100}, CollectError, "100 engines need"),
     ],
 )
 def test_wrong_arguments_are_refused_by_name(

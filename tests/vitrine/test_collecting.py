@@ -80,4 +80,5 @@ def test_requests_hold_texts_of_about_one_length(monkeypatch):
     monkeypatch.setattr(prompt_batches, "MOST", 2)
     monkeypatch.setattr(prompt_batches, "MOST_CHARACTERS", 20)
     chat = [{"role": "user", "content": "so?"}]
-    assert prompt_batches.requests(["x" * 30, "x", chat, "x" * 9, "xx", "x" * 10, ""]) == [[6, 1], [4, 3], [5], [0], [2]]
+    prompts = ["x" * 30, "x", chat, "x" * 9, "xx", "x" * 10, ""]
+    assert prompt_batches.requests(prompts) == [[6, 1], [4, 3], [5], [0], [2]]

@@ -130,7 +130,7 @@ def test_a_stream_is_refused(scripted):
 
 
 def test_what_is_no_vitrine_server_is_named(scripted):
-    with pytest.raises(vitrine.ServerError, match="not as a Vitrine server"):
+    with pytest.raises(vitrine.ServerError, match="is not a Vitrine server"):
         vitrine.connect(scripted((404, {"detail": "Not Found"})))
 
 

@@ -43,7 +43,10 @@ def wait(coroutine: Coroutine[Any, Any, _R]) -> _R:
         loop = _loop()
     if asyncio._get_running_loop() is loop:
         coroutine.close()
-        raise RuntimeError("a function that the client calls cannot wait for the server: await server.asynchronous's")
+        raise RuntimeError(
+            "a function that the client calls cannot block on the server: await the methods of "
+            "server.asynchronous",
+        )
     future = asyncio.run_coroutine_threadsafe(coroutine, loop)
     try:
         return future.result()

@@ -115,7 +115,9 @@ class Transport:
                     reason = str(error) or type(error).__name__
                     raise ConnectionError(f"{self.url} does not answer: {reason}; is it running?") from error
             except httpx.TimeoutException as error:
-                raise TimeoutError(f"{self.url}{path} did not answer in time; connect(timeout=...) sets it") from error
+                raise TimeoutError(
+                    f"{self.url}{path} did not answer in time; raise the limit with connect(timeout=...)"
+                ) from error
             await asyncio.sleep(pause)
         raise AssertionError("the pauses do not end")
 

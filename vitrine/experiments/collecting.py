@@ -122,10 +122,13 @@ def _rows(run: Run) -> _Rows:
     shapes = {point: rows.shape[1:] if isinstance(rows, np.ndarray) else None for point, rows in columns.items()}
     if len(set(shapes.values())) > 1 or None in shapes.values():
         if None in shapes.values():
-            raise ValueError("points: attention patterns grow with the tokens and fit no array: use server.attention")
+            raise ValueError(
+                "points: attention patterns grow with the tokens and do not fit an array: use "
+                "server.attention",
+            )
         by_shape = {shape: point for point, shape in shapes.items()}  # one point of each
         different = ", ".join(f"{shape} at {point}" for shape, point in by_shape.items())
-        raise ValueError(f"points: rows have different shapes, {different}: collect them apart, or use load")
+        raise ValueError(f"points: rows have different shapes, {different}: collect them separately, or use load")
     return _Rows(run.run_id, list(columns), np.stack(list(columns.values()), axis=1))
 
 

@@ -179,7 +179,7 @@ def difference_of_means(acts: Activations, positive: Any = 1) -> Direction:
     if chosen.all() or not chosen.any():
         there = ", ".join(map(repr, dict.fromkeys(acts.labels.tolist())))
         count = f"{int(chosen.sum())} of {len(acts)} labels are {positive!r}"
-        raise ValueError(f"{count}: both sides need some; positive= names one of {there}")
+        raise ValueError(f"{count}: both sides need activations; choose positive= from {there}")
     means = [acts.values[side].mean(axis=0, dtype=np.float64) for side in (chosen, ~chosen)]
     return Direction((means[0] - means[1]).astype(np.float32), list(acts.points))
 
@@ -190,5 +190,8 @@ def operations(
     """A request's `interventions`: those given, and behind them the steering; None where there are none."""
     steers = [steer] if isinstance(steer, Steer) else [] if steer is None else list(steer)
     if any(not isinstance(one, Steer) for one in steers):
-        raise TypeError("steer: give direction.at(layer) * scale, or several in a list; a vector alone has no point")
+        raise TypeError(
+            "steer: give direction.at(layer) * scale, or several in a list; a vector alone does "
+            "not name a point",
+        )
     return [*(interventions or ()), *(one.operation for one in steers)] or None

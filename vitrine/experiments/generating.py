@@ -123,9 +123,12 @@ class Generating(Transport):
             2
         """
         if beyond := {"n", "stream"} & fields.keys():
-            raise ValueError(f"generate gives one text for each prompt, without {', '.join(beyond)}: use complete")
+            raise ValueError(
+                f"generate returns one text for each prompt and cannot take {', '.join(beyond)}: "
+                "use complete",
+            )
         if "unit" in fields:
-            raise ValueError("unit: belongs to the vector, direction.at(layer, unit='residual_norm') * scale")
+            raise ValueError("unit: set it on the vector, direction.at(layer, unit='residual_norm') * scale")
         fields |= {"max_tokens": max_tokens, "temperature": temperature}
         fields["interventions"] = operations(steer, interventions)
         is_one = isinstance(prompt, str) or is_chat(prompt)

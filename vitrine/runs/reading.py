@@ -100,10 +100,10 @@ def recorded(source: Any) -> list[Mapping[str, Any]]:
     if not meta or not meta.get("runs"):
         raise ValueError("the answer recorded no activations: ask with capture={'points': [...]}")
     if meta["status"] == "inline":
-        raise ValueError("the answer holds its activations itself: nothing is stored with capture's return: inline")
+        raise ValueError("the answer contains its activations, because capture's return is inline: nothing is stored")
     if meta["status"] != "stored":
         raise ValueError(
-            f"not all of the answer's runs are stored ({meta.get('reason')}): give those of its runs that are"
+            f"not all of the answer's runs are stored ({meta.get('reason')}): load those of its runs that are"
         )
     return sorted(meta["runs"], key=lambda run: run["index"])
 

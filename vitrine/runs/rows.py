@@ -50,7 +50,7 @@ class Run(Mapping[str, Rows]):
         try:
             (name,) = self.matching(point)
         except (LookupError, ValueError) as error:
-            raise KeyError(f"{point!r} is not one point of {self.run_id}, which has {listed(self)}") from error
+            raise KeyError(f"{point!r} is not a point of {self.run_id}, which has {listed(self)}") from error
         return self._values[name]()
 
     def __iter__(self) -> Iterator[str]:

@@ -111,7 +111,7 @@ class Grammar:
         """Take the first two steps here, where they hold up nobody."""
         grammar_state = self.begin()
         if grammar_state.error is None and not grammar_state.allowed().any():
-            raise ValueError("there is no text that it allows")
+            raise ValueError("no text satisfies it")
         if grammar_state.error is None:
             grammar_state.add(int(grammar_state.allowed().nonzero()[0]))
             grammar_state.allowed()
@@ -160,7 +160,7 @@ class GrammarCompiler:
         with self._lock:
             if self._made is None:
                 if not self._eos:
-                    raise ValueError("this model has no end token, which a guided text needs")
+                    raise ValueError("this model has no end token, which response_format and tool_choice need")
                 backend = self._model.tokenizer.backend_tokenizer
                 size = max(self._vocabulary, backend.get_vocab_size(with_added_tokens=True))
                 self._made = LLTokenizer(backend.to_str(), n_vocab=size, eos_token=self._eos[0])

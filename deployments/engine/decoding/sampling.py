@@ -60,12 +60,12 @@ def check_sampling(request: Request, vocabulary: int) -> None:
     sampling = request.sampling
     for field, ids in (("logit_bias", sampling.logit_bias), ("stop_token_ids", request.stop_token_ids)):
         if unknown := [id for id in ids if not 0 <= id < vocabulary]:
-            raise RequestError(f"{unknown[0]} is no token id; they go from 0 to {vocabulary - 1}", field)
+            raise RequestError(f"{unknown[0]} is not a token id; token ids go from 0 to {vocabulary - 1}", field)
     if sampling.min_tokens > request.max_tokens:
-        message = f"{sampling.min_tokens} tokens at least are more than the {request.max_tokens} at most"
+        message = f"min_tokens is {sampling.min_tokens}, more than max_tokens, {request.max_tokens}"
         raise RequestError(message, "min_tokens")
     if request.grammar and request.ignore_eos:
-        raise RequestError("a text whose form is given ends where its form does", "ignore_eos")
+        raise RequestError("a structured answer ends where its form ends", "ignore_eos")
     for field, likeliest in (("logprobs", request.logprobs), ("prompt_logprobs", request.prompt_logprobs)):
         if likeliest is not None and not 0 <= likeliest <= MOST_LOGPROBS:
             raise RequestError(f"from 0 to {MOST_LOGPROBS} likeliest tokens can be asked for", field)

@@ -25,7 +25,7 @@ def solve(
     penalty: torch.Tensor,
     weights: bool,
 ) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
-    """As `evals.probes.fitting.solver.solve`: logits `[fits, n, k]`, weights `[fits, hidden or 0, k]`, bias `[fits, k]`."""
+    """As `solver.solve`: logits `[fits, n, k]`, weights `[fits, hidden or 0, k]`, bias `[fits, k]`."""
     k = labels.shape[1]
     logits = np.empty((len(mask), len(rows), k))
     directions = np.empty((len(mask), rows.shape[1] if weights else 0, k))

@@ -50,13 +50,13 @@ def split(positive: np.ndarray, groups: np.ndarray, count: int, seed: int, group
         EvalError: There are fewer than two groups a fold, or a fold has one class.
     """
     if count < 3:
-        raise EvalError(f"--folds {count}: nested cross-validation needs 3 or more")
+        raise EvalError(f"--folds {count}: nested cross-validation needs at least 3")
     there = len(np.unique(groups))
     if there < 2 * count:
-        raise EvalError(f"--group: {there} groups for {count} folds; each fold needs 2 or more")
+        raise EvalError(f"--group: {there} groups for {count} folds; each fold needs at least 2")
     few = min(positive.sum(), (~positive).sum())
     if few < count:
-        raise EvalError(f"--label: {few} examples of the smaller class for {count} folds: a fold would have one class")
+        raise EvalError(f"--label: {few} examples of the smaller class are too few for {count} folds: use fewer folds")
     kind, by = (StratifiedGroupKFold, groups) if grouped else (StratifiedKFold, None)
     of = np.empty(len(positive), dtype=np.int64)
     for fold, (_, held_out) in enumerate(kind(count, shuffle=True, random_state=seed).split(of, positive, by)):

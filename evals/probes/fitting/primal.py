@@ -58,7 +58,7 @@ def solve(
     penalty: torch.Tensor,
     weights: bool,
 ) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
-    """As `evals.probes.fitting.solver.solve`: logits `[fits, n, k]`, weights `[fits, hidden or 0, k]`, bias `[fits, k]`."""
+    """As `solver.solve`: logits `[fits, n, k]`, weights `[fits, hidden or 0, k]`, bias `[fits, k]`."""
     problems = _Problems(rows, mask, mean, std)
     count, k = len(mask), labels.shape[1]
     fits, column = (part.reshape(-1) for part in torch.meshgrid(torch.arange(count), torch.arange(k), indexing="ij"))

@@ -57,7 +57,7 @@ def load(given: Options) -> tuple[Data, list[Data]]:
             option = "--results" if given.results else "--inspect" if given.inspect else "--labels"
             raise EvalError(
                 f"{option}: {len(unused)} rows of labels have no stored run (as {min(unused)}); "
-                "--skip-missing leaves such rows out"
+                "use --skip-missing to skip such rows"
             )
         data.examples.left_out["are rows of labels without a stored run"] = len(unused)
     return data, tests
@@ -66,13 +66,13 @@ def load(given: Options) -> tuple[Data, list[Data]]:
 def _load_test(given: Options, session: str, data: Data) -> Data:
     test = _load(given, session, data.label, data.examples.points)
     if (model := _model(test)) != (own := _model(data)):
-        raise EvalError(f"--test-session {session}: its runs are of {model}, the probe is of {own}")
+        raise EvalError(f"--test-session {session}: its runs are of the model {model}, the probe is of {own}")
     known = {run.label for run in data.examples.runs}
     if given.positive is None and (other := Counter(run.label for run in test.examples.runs if run.label not in known)):
         listed = ", ".join(f"{value!r} ({count})" for value, count in other.most_common(labels.NAMED))
         raise EvalError(
-            f"--test-session {session}: labels that {data.examples.session} does not have, {listed}: "
-            "choose one label against the rest with --positive"
+            f"--test-session {session}: it has labels that {data.examples.session} does not have, {listed}: "
+            "choose one label with --positive; all others are then the negative class"
         )
     return test
 

@@ -136,7 +136,7 @@ def find(
         raise EvalError(f"--session {session}: none of its runs has a label")
     if lacking and not (skip_missing and runs):
         reasons = ", ".join(f"{count} {reason} (as {first[reason]})" for reason, count in lacking.most_common())
-        advice = "" if skip_missing else "; --skip-missing leaves such runs out"
+        advice = "" if skip_missing else "; use --skip-missing to skip such runs"
         if not runs:  # an advice to leave out all helps nobody
             tags = sorted({name for chosen in select(files, Wanted(session)) for name in chosen.facts.tags})
             advice = f"; the session's tags are {', '.join(tags) or 'none'}"
@@ -162,7 +162,10 @@ def _points(files: Sequence[File], session: str, patterns: Sequence[str]) -> tup
             f"{count} of {model}" + (f" ({revision})" if revision else "")
             for (model, revision), count in models.most_common()
         )
-        raise EvalError(f"--session {session}: runs of several models, {listed}: probe one at a time")
+        raise EvalError(
+            f"--session {session}: its runs are of several models, {listed}: collect each in a "
+            "session of its own",
+        )
     layers = max((shard_facts(schema).layers or 0 for schema, _ in schemas), default=0) or None
     try:
         names = recorded(patterns, sorted(kinds, key=by_site), layers)

@@ -85,7 +85,7 @@ def from_evaluation(
     sessions = table["session_id"].unique().to_pylist()
     if len(sessions) != 1:
         names = ", ".join(map(str, sessions[:NAMED])) or "none"
-        raise EvalError(f"{option}: the runs are of {len(sessions)} sessions ({names}); one is needed")
+        raise EvalError(f"{option}: the runs are of {len(sessions)} sessions ({names}): choose runs of one")
     rows = _columns(table, option.partition(" ")[0], label, group, spans)
     uri = next((uri for uri in table["uri"].to_pylist() if uri), None)
     try:
@@ -141,11 +141,14 @@ def classes(values: Sequence[str], positive: str | None) -> tuple[str, np.ndarra
     listed = ", ".join(f"{value!r} ({count})" for value, count in counts.most_common(NAMED))
     listed += ", ..." if len(counts) > NAMED else ""
     if len(counts) < 2:
-        raise EvalError(f"--label: {len(values)} examples of one class, {listed}; two are needed")
+        raise EvalError(f"--label: {len(values)} examples have one class, {listed}; two classes are needed")
     if positive is None and len(counts) > 2:
-        raise EvalError(f"--label: {len(counts)} labels, {listed}: choose one against the rest with --positive")
+        raise EvalError(
+            f"--label: {len(counts)} labels, {listed}: choose one with --positive; all others "
+            "are then the negative class",
+        )
     if positive is not None and positive not in counts:
-        raise EvalError(f"--positive {positive!r}: no example has it; there is {listed}")
+        raise EvalError(f"--positive {positive!r}: no example has this label; there are {listed}")
     chosen = positive or next((value for value in sorted(counts) if value.lower() in _TRUE), max(counts))
     return chosen, np.array([value == chosen for value in values])
 
@@ -217,4 +220,4 @@ def _span(column: str, value: Any) -> tuple[int, int]:
             return first, end
     except (TypeError, ValueError):
         pass
-    raise EvalError(f"--labels: {column} is {value!r}, not two positions as [3, 5]")
+    raise EvalError(f"--labels: {column} is {value!r}, not two positions such as [3, 5]")

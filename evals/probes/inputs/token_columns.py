@@ -52,7 +52,7 @@ class TokenColumn(NamedTuple):
             EvalError: It is `last`, which once was the prompt's, and the run generated tokens.
         """
         if self.kind == "last" and run.tokens > run.prompt_tokens:
-            raise EvalError("--tokens last: the runs generated tokens: say prompt_last or generated_last")
+            raise EvalError("--tokens last: the runs generated tokens: use prompt_last or generated_last")
         if self.kind in ("last", "prompt_last"):
             return run.prompt_tokens - 1, run.prompt_tokens
         if self.kind == "final" or (self.kind == "generated_last" and run.tokens > run.prompt_tokens):

@@ -128,7 +128,7 @@ def test_a_job_whose_client_leaves_makes_room_at_once_running_or_waiting(runner,
         jobs = [await sent(board, looping, listener) for _ in range(3)]
         running = [asyncio.ensure_future(runner.run(job)) for job in jobs]
         await begins(board, jobs[0])
-        with pytest.raises(RequestError, match="3 jobs are here already") as refused:
+        with pytest.raises(RequestError, match="3 jobs are waiting already") as refused:
             await runner.run(await sent(board, reading))
         assert refused.value.status == 429
         await board.board.leave(listener)

@@ -51,7 +51,7 @@ def test_savepoints_are_what_a_request_without_points_records(points):
         ([("a", "layers.*.output")], "savepoints[0].selector", "several"),
         ([("a", "norm.output"), ("a", "norm.input")], "savepoints[1].name", "taken"),
         ([("run_id", "norm.output")], "savepoints[0].name", "taken"),
-        ([("a", "__class__")], "savepoints[0].selector", "no capture point"),
+        ([("a", "__class__")], "savepoints[0].selector", "is not a capture point"),
     ],
 )
 def test_what_is_not_one_point_is_refused_by_its_field(points, savepoints, field, match):

@@ -56,5 +56,5 @@ def test_a_misspelt_name_of_transformer_lens_gets_the_nearest_one(name, meant):
 def test_what_means_nothing_names_the_nearest():
     with pytest.raises(ValueError, match=r"layers\.2\.output was not recorded; there is layers\..*\.output"):
         recorded(["blocks.2.hook_resid_post", "layers.2.output"][1:], NAMES)
-    with pytest.raises(ValueError, match="do not say how many layers"):
+    with pytest.raises(ValueError, match="do not record the number of layers"):
         recorded(["layers.-1.output"], NAMES)

@@ -190,7 +190,7 @@ def test_tokens_that_a_server_does_not_count_are_not_known_and_earn_nothing(
     )
     assert code == 1
     assert summary["incomplete"] == "1 answers have no reward"
-    assert "have no usage.completion_tokens; efficiency cannot be told" in capsys.readouterr().err
+    assert "have no usage.completion_tokens; efficiency cannot be computed" in capsys.readouterr().err
 
 
 def test_all_slots_are_in_use_at_once(server: FakeServer, write_problems: Write) -> None:

@@ -125,7 +125,7 @@ def test_what_is_left_out_is_counted(tmp_path: Path) -> None:
     [
         ({"last": 3}, "some", None),
         ({"text": False}, "none", r"40 runs were stored without their text"),
-        (None, "none", r"file://\S+/store/evaluated cannot be read from here: --transfer-activations brings the files"),
+        (None, "none", r"file://\S+/store/evaluated cannot be read from this machine: use --transfer-activations"),
     ],
 )
 def test_without_the_rows_or_texts_of_a_part_its_span_is_null_and_the_summary_says_why(
@@ -207,9 +207,9 @@ def test_labels_that_come_later_join_by_run(made: Path, tmp_path: Path, kind: st
 @pytest.mark.parametrize(
     ("rows", "says"),
     [
-        ([{"run_id": "x", "a": 1}, {"run_id": "y", "a": 2}], "2 of 2 run ids are no run of the labels: x, y"),
-        ([{"run_id": "{0}", "a": 1}, {"run_id": "{0}", "a": 2}], "1 run ids come more than once: {0}"),
-        ([{"run_id": None, "a": 1}], "1 of 1 run ids are no run of the labels: None"),
+        ([{"run_id": "x", "a": 1}, {"run_id": "y", "a": 2}], "2 of 2 run ids have no row in the labels: x, y"),
+        ([{"run_id": "{0}", "a": 1}, {"run_id": "{0}", "a": 2}], "1 run ids are repeated: {0}"),
+        ([{"run_id": None, "a": 1}], "1 of 1 run ids have no row in the labels: None"),
         ([{"run_id": "{0}", "correct": True}], "the labels have a column correct already"),
         ([{"run": "{0}", "a": 1}], "has no column run_id; it has run, a"),
     ],

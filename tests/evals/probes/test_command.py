@@ -84,22 +84,22 @@ BAD: dict[str, tuple[Change, dict[str, str | None], str]] = {
     "one class": (
         lambda runs: [one.tags.update(label="true") for one in runs],
         {},
-        "--label: 80 examples of one class, 'true' (80); two are needed",
+        "--label: 80 examples have one class, 'true' (80); two classes are needed",
     ),
     "three classes": (
         lambda runs: [one.tags.update(label=str(i % 3)) for i, one in enumerate(runs)],
         {},
-        "--label: 3 labels, '0' (27), '1' (27), '2' (26): choose one against the rest with --positive",
+        "--label: 3 labels, '0' (27), '1' (27), '2' (26): choose one with --positive",
     ),
     "no such class": (
         lambda runs: None,
         {"positive": "maybe"},
-        "--positive 'maybe': no example has it; there is 'true'",
+        "--positive 'maybe': no example has this label; there are 'true'",
     ),
     "labels are missing": (
         lambda runs: [one.tags.pop("label") for one in runs[:7]],
         {},
-        "of 80 runs 7 have no label (as run-0-0); --skip-missing leaves such runs out",
+        "of 80 runs 7 have no label (as run-0-0); use --skip-missing to skip such runs",
     ),
     "groups are missing": (lambda runs: [one.tags.pop("group") for one in runs[:3]], {}, "of 80 runs 3 have no group"),
     "not finite": (
@@ -110,7 +110,7 @@ BAD: dict[str, tuple[Change, dict[str, str | None], str]] = {
     "several models": (
         lambda runs: [setattr(one, "model", "other") for one in runs[:20]],
         {},
-        "runs of several models, 60 of fake/model, 20 of other: probe one at a time",
+        "its runs are of several models, 60 of fake/model, 20 of other: collect each",
     ),
     "several dtypes": (
         lambda runs: [one.rows.update({"layers.0.output": one.rows["layers.0.output"].half()}) for one in runs[:20]],
@@ -188,13 +188,13 @@ LABELS: dict[str, tuple[str, str, dict[str, str | None], str]] = {
         "csv",
         "\n".join(["id,label", *(f"s{i // 4}-{i % 4},{i % 2}" for i in range(84)), ",1"]),
         {},
-        "--labels: 5 rows of labels have no stored run (as row 85, without id); --skip-missing leaves such rows out",
+        "--labels: 5 rows of labels have no stored run (as row 85, without id); use --skip-missing to skip such rows",
     ),
     "no span": (
         "csv",
         'id,label,span.a\ns0-1,true,"[3, x]"',
         {"tokens": "span:a"},
-        "--labels: span.a is '[3, x]', not two positions as [3, 5]",
+        "--labels: span.a is '[3, x]', not two positions such as [3, 5]",
     ),
 }
 
@@ -258,7 +258,7 @@ def test_results_of_an_evaluation_are_labelled_by_their_problems(tmp_path: Path)
         (lambda one: setattr(one, "revision", "v2"), "its runs are of fake/model (v2), the probe is of fake/model"),
         (
             lambda one: one.tags.update(label="unknown") if one.run_id.endswith("3") else None,
-            "labels that here does not have, 'unknown' (20): choose one label against the rest with --positive",
+            "labels that here does not have, 'unknown' (20): choose one label with --positive",
         ),
     ],
 )

@@ -29,7 +29,7 @@ def test_no_group_is_in_two_folds_and_each_fit_leaves_out_its_folds(sizes: list[
     ("positive", "groups", "count", "message"),
     [
         ([1, 0] * 20, np.repeat(np.arange(8), 5), 5, "8 groups for 5 folds"),
-        ([1] * 3 + [0] * 37, np.arange(40) // 2, 5, "3 examples of the smaller class for 5 folds"),
+        ([1] * 3 + [0] * 37, np.arange(40) // 2, 5, "3 examples of the smaller class are too few for 5 folds"),
         ([1] * 20 + [0] * 80, np.repeat(np.arange(20), 5), 5, "a fold has one class (positive + negative: "),
         (
             ([1] * 3 + [0]) * 14,
@@ -37,7 +37,7 @@ def test_no_group_is_in_two_folds_and_each_fit_leaves_out_its_folds(sizes: list[
             3,
             "fewer than 2 groups (groups by fold: ",
         ),
-        ([1, 0] * 20, np.arange(40), 2, "--folds 2: nested cross-validation needs 3"),
+        ([1, 0] * 20, np.arange(40), 2, "--folds 2: nested cross-validation needs at least 3"),
     ],
 )
 def test_folds_that_cannot_be_are_refused_with_counts(

@@ -215,7 +215,7 @@ def test_why_there_are_no_statistics_is_said(tmp_path: Path) -> None:
     directory = make_results(tmp_path / "run", 2, activations=lambda run_id: meta)
     write_stats(directory)
     text = write_report(directory).read_text()
-    assert "file:///gone/evaluated cannot be read from here: --transfer-activations brings the files." in text
+    assert "file:///gone/evaluated cannot be read from this machine: use --transfer-activations" in text
 
 
 def test_what_is_not_complete_is_said(tmp_path: Path) -> None:

@@ -106,7 +106,7 @@ def test_attention_patterns_have_no_statistics_and_leave_those_of_the_other_poin
     assert (found["why_not"], list(found["points"])) == (None, list(points(1, 4)))
     assert {of["tokens"] for of in found["points"].values()} == {4}
     alone = read(tmp_path / "alone")
-    assert (alone["points"], alone["why_not"]) == ({}, "attention patterns alone were recorded, which have no norm")
+    assert (alone["points"], alone["why_not"]) == ({}, "only attention patterns were recorded, which have no norm")
 
 
 @pytest.mark.parametrize(
@@ -128,7 +128,7 @@ def test_a_directory_of_other_runs_is_the_reason_why_there_is_nothing(tmp_path: 
         recorded(store, tmp_path / "results", {"r1": (True, points(1, 4))})
         uri = f"file://{tmp_path}/store/{SESSION}/x.arrow"
     samples(tmp_path / "results", [("another", True, [uri])])
-    assert "holds none of the runs" in read(tmp_path / "results")["why_not"]
+    assert "has none of the samples' runs" in read(tmp_path / "results")["why_not"]
 
 
 def test_a_run_without_activations_has_no_statistics(tmp_path: Path) -> None:

@@ -157,7 +157,7 @@ def test_a_key_that_no_header_holds_is_refused_and_not_shown(
     store: Store, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("OPENAI_API_KEY", "secret\r")
-    with pytest.raises(EvalError, match="^OPENAI_API_KEY has characters that no key has$"):
+    with pytest.raises(EvalError, match="^OPENAI_API_KEY has characters that an HTTP header cannot hold$"):
         transfer(tmp_path, store.base_url, SESSION, max_outage=60.0)
 
 

@@ -276,7 +276,7 @@ def test_an_answer_larger_than_what_may_be_in_memory_is_not_read_to_its_end(
     server: FakeServer, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(client, "MOST_BYTES", 10)
-    with pytest.raises(RequestFailed, match="an answer of more than"):
+    with pytest.raises(RequestFailed, match="the answer has more than"):
         ask(server.base_url, "")
 
 

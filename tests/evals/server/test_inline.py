@@ -153,8 +153,8 @@ def test_whatever_shapes_a_server_says_and_sends_each_point_has_values_or_an_err
 @pytest.mark.parametrize(
     ("shape", "why"),
     [
-        ([0, 8], "it holds no number: its shape is [0, 8], in a run of 4 tokens"),
-        ([4, 0], "it holds no number: its shape is [4, 0], in a run of 4 tokens"),
+        ([0, 8], "it has no numbers: its shape is [0, 8], in a run of 4 tokens"),
+        ([4, 0], "it has no numbers: its shape is [4, 0], in a run of 4 tokens"),
         ([], "the server says that its shape is []"),
         (None, "the server says that its shape is None"),
         ([None, 8], "the server says that its shape is [None, 8]"),

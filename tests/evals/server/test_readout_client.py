@@ -25,7 +25,7 @@ def test_of_a_readout_is_kept_what_tells_it_from_another(server: FakeServer) -> 
     ("told", "reason"),
     [
         ({}, "has none of this name; GET /v1/readouts lists"),
-        ({"truth": TRUTH | {"kind": "sae"}}, "features of an autoencoder"),
+        ({"truth": TRUTH | {"kind": "sae"}}, "an autoencoder's features are not scores"),
         ({"truth": TRUTH | {"model": "other"}}, "of the model other"),
     ],
 )

@@ -112,7 +112,7 @@ def test_another_version_is_refused_with_both() -> None:
     with answering(pages, (404, "")) as other:
         found = look(other)
         assert found
-        with pytest.raises(EvalError, match=r"is Vitrine 9\.9, and this is"):
+        with pytest.raises(EvalError, match=r"is Vitrine 9\.9, and the evaluator is"):
             check_asked(found, other, "m")
 
 

@@ -108,7 +108,7 @@ def test_a_run_uses_the_server_that_is_there_and_leaves_it(kept: Place) -> None:
 
 def test_a_server_with_other_options_is_not_used(kept: Place, refusal: Callable[..., str]) -> None:
     said = refusal(kept, "third", "--server-option", "max_running=3")
-    assert "was started with other options: max_running is 64; --fresh restarts it" in said
+    assert "was started with other options: max_running is 64; use --fresh to restart it" in said
 
 
 def test_a_server_with_another_model_is_not_used(kept: Place, refusal: Callable[..., str]) -> None:

@@ -68,7 +68,7 @@ def test_a_record_of_another_or_no_process_is_none_and_nothing_to_tell(record: P
 def test_a_file_that_is_no_record_is_said_to_be_none_and_is_not_used(record: Path, text: bytes, reason: str) -> None:
     found, (said,) = read(record, text)
     assert found is None
-    assert said.startswith(f"{record} is no record of a server")
+    assert said.startswith(f"{record} is ignored, because it ")
     assert reason in said
 
 

@@ -62,12 +62,12 @@ def test_rows_that_repeat_a_question_are_counted_as_far_as_the_file_is_read(writ
 
 
 ODD_ROWS = [
-    ({"question": None, "answer": "#### 1"}, "the question is None, and no text"),
-    ({"question": " ", "answer": "#### 1"}, "the question is ' ', and no text"),
-    ({"question": "Why?", "answer": None}, "the answer is None, and no text"),
-    ({"question": "Why?", "answer": ""}, "the answer is '', and no text"),
+    ({"question": None, "answer": "#### 1"}, "the question is None, not a text"),
+    ({"question": " ", "answer": "#### 1"}, "the question is ' ', not a text"),
+    ({"question": "Why?", "answer": None}, "the answer is None, not a text"),
+    ({"question": "Why?", "answer": ""}, "the answer is '', not a text"),
     ({"question": "Why?", "answer": "It is 1."}, "an answer without #### and a number: 'It is 1.'"),
-    ({"question": " What is 1 + 1000?", "answer": "#### 7"}, "with another answer: 7, and there 1001"),
+    ({"question": " What is 1 + 1000?", "answer": "#### 7"}, "with another answer: 7 and 1001"),
 ]
 
 

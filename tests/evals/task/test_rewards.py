@@ -126,7 +126,7 @@ def test_tokens_that_were_not_counted_are_no_efficiency() -> None:
     told: list[str] = []
     reward = Rewarding(load_rewards({"efficiency": 1.0}), told.append)
     assert reward(sample("#### 5", tokens=0)).reward is None
-    assert "no usage.completion_tokens; efficiency cannot be told" in told[0]
+    assert "no usage.completion_tokens; efficiency cannot be computed" in told[0]
 
 
 def test_a_failed_sample_has_no_reward() -> None:
