@@ -46,7 +46,7 @@ Commit = tuple[str, list[Entry], StoredFile]
 
 
 class Noting(Catalogue):
-    """Keeps what it is told of."""
+    """Keeps the entries that it receives."""
 
     def __init__(self) -> None:
         """Nothing yet."""

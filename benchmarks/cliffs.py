@@ -3,7 +3,7 @@
   one session    runs per second of 0.1 MB each, in one session
   sessions       the same, with a session for each run
   deleting       the same in one session, while sessions of many files are deleted
-  start          seconds until a store has looked through its files, all of which its catalogue knows
+  start          seconds until a store has checked its files, which are all in its catalogue
 
 Each answer waits until its run is durable.
 """
@@ -101,7 +101,7 @@ def main() -> None:
 
 
 def known(root: Path, runs: int, files: int) -> None:
-    """Make a store whose catalogue knows many runs, and start over it."""
+    """Make a store with many runs in its catalogue, and start it."""
     catalogue = Catalogue.rebuild(root)
     writer = Writer(root, catalogue, shard_bytes=1, open_shards=64)
     small = torch.zeros(1, 2)

@@ -94,8 +94,8 @@ def load(name: str, server: Server, options: argparse.Namespace, captured: bool)
 
 def asked(model: str, options: argparse.Namespace, captured: bool) -> tuple[list[str], list[dict[str, Any]]]:
     """The ids of the first problems that ship, and the bodies that ask them."""
-    told = {"model": model, "max_tokens": options.new_tokens, "collect_activations": captured}
-    config = Config.model_validate(told | {"session_id": f"load-{uuid.uuid4().hex}", "results_dir": "unused"})
+    chosen = {"model": model, "max_tokens": options.new_tokens, "collect_activations": captured}
+    config = Config.model_validate(chosen | {"session_id": f"load-{uuid.uuid4().hex}", "results_dir": "unused"})
     prompts = Prompts(load_variants((CONTROL,), None), None)
     ids, bodies = [], []
     for line in PROBLEMS.read_text().splitlines()[: options.problems]:

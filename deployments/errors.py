@@ -46,7 +46,7 @@ class RequestError(ValueError):
 class LoadError(RequestError):
     """A model that cannot be loaded as it was asked for.
 
-    A replica that fails to start can tell of it by its traceback alone, which Serve's status quotes: so the error's
+    The only report of a replica that fails to start is its traceback, which Serve's status quotes: so the error's
     text is one line that `quoted` finds there and reads back.
     """
 

@@ -31,7 +31,7 @@ class Job:
         must_call: Names of functions of which it must call one; where it is empty, it need not.
         parallel_calls: Whether it may make several calls.
         schema: JSON schema that its text obeys; None where any text will do.
-        template_kwargs: What the chat template is told besides.
+        template_kwargs: Further variables for the chat template.
         n: Choices per prompt.
         max_tokens: New tokens at most; None for what the context leaves.
         sampling: How tokens are drawn.
@@ -156,7 +156,7 @@ class Text:
         prompt: The prompt; None for a chat.
         messages: The chat, in OpenAI's form.
         tools: OpenAI's tool definitions that the template shows.
-        template_kwargs: What the template is told besides.
+        template_kwargs: Further variables for the template.
         add_special_tokens: Let the tokenizer add those with which it begins or ends a text.
         add_generation_prompt: Let the template end a chat where an answer begins.
         strings: Give each token as its vocabulary writes it, too.

@@ -38,12 +38,12 @@ Attention = Literal["auto", "eager", "sdpa"]
 
 
 def home() -> Path:
-    """Where activations and results go unless told otherwise: `$VITRINE_HOME`, else `~/.vitrine`."""
+    """The default directory of activations and results: `$VITRINE_HOME`, else `~/.vitrine`."""
     return Path(os.environ.get("VITRINE_HOME") or "~/.vitrine").expanduser().absolute()
 
 
 def default_store() -> str:
-    """Where readers look for stored runs unless told otherwise: `$VITRINE_ACTIVATIONS`, else the server's default.
+    """The default store of readers: `$VITRINE_ACTIVATIONS`, else the server's default.
 
     It may be a directory, a URI of object storage, or a server's `http` address.
     """
@@ -51,7 +51,7 @@ def default_store() -> str:
 
 
 def default_models_dir() -> Path:
-    """Where models lie that are named without their path, unless told otherwise: `$VITRINE_HOME/models`."""
+    """The default directory of models that are named without a path: `$VITRINE_HOME/models`."""
     return home() / "models"
 
 

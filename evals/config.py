@@ -1,4 +1,4 @@
-"""What one evaluation run is told, checked and frozen."""
+"""The configuration of one evaluation run, checked and frozen."""
 
 import json
 from pathlib import Path
@@ -36,7 +36,7 @@ def _names_tokens(value: str) -> str:
 
 
 class Config(ServingConfig):
-    """All that a run is told. `model`, `results_dir` and `session_id` are never empty once it starts."""
+    """The configuration of a run. `model`, `results_dir` and `session_id` are never empty once it starts."""
 
     model_config = ConfigDict(frozen=True, extra="forbid", hide_input_in_errors=True)
 

@@ -46,7 +46,7 @@ class Answer:
     """One request's answer."""
 
     def __init__(
-        self, kind: Kind, job_id: str, model: str, sequences: int, per_prompt: int, told: int | None = None
+        self, kind: Kind, job_id: str, model: str, sequences: int, per_prompt: int, returned: int | None = None
     ) -> None:
         """Begin an answer.
 
@@ -56,13 +56,13 @@ class Answer:
             model: The model's id.
             sequences: How many sequences are run.
             per_prompt: How many of them share a prompt, which usage counts once.
-            told: How many of those become choices, the likeliest; by default all.
+            returned: How many of those become choices, the likeliest; by default all.
         """
         self._kind = kind
         self._logprobs = of_chat if kind == "chat" else of_completion
         self._choices = [AnswerChoice() for _ in range(sequences)]
         self._per_prompt = per_prompt
-        self._told = told or per_prompt
+        self._returned = returned or per_prompt
         self._head = {
             "id": f"{'chatcmpl' if kind == 'chat' else 'cmpl'}-{job_id}",
             "object": "",
@@ -154,13 +154,13 @@ class Answer:
     # ---- whole
 
     def _best(self) -> list[AnswerChoice]:
-        """Of each prompt's sequences those that are told, the likeliest first where there are more."""
-        if self._told == self._per_prompt:
+        """Of each prompt's sequences those that are returned, the likeliest first if there are more."""
+        if self._returned == self._per_prompt:
             return self._choices
         best = []
         for first in range(0, len(self._choices), self._per_prompt):
             ranked = sorted(self._choices[first : first + self._per_prompt], key=_likeliness, reverse=True)
-            best += ranked[: self._told]
+            best += ranked[: self._returned]
         return best
 
     def _prompt_ids(self, told: AnswerChoice | Piece | End) -> dict[str, Any]:

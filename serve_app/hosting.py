@@ -53,7 +53,7 @@ class Plan(BaseModel):
 
 
 def main() -> int:
-    """Serve the plan on standard input until told to stop."""
+    """Serve the plan on standard input until a signal stops it."""
     signal.signal(signal.SIGTERM, signal.default_int_handler)
     plan = Plan.model_validate_json(sys.stdin.readline())
     if plan.attached:

@@ -74,6 +74,6 @@ def _served_class(server: Server, key: str) -> Any:
             return RemoteBackend(key, host, server.asynchronous.api_key, env, blocking, job_id, verbose)
 
         def __reduce_ex__(self, protocol: Any) -> Any:
-            return object.__new__, (TransformersModel,), self.__getstate__()  # the server knows no other class
+            return object.__new__, (TransformersModel,), self.__getstate__()  # the server has no other class
 
     return Served

@@ -83,7 +83,7 @@ def tokenizer(name: str) -> PreTrainedTokenizerFast:
 def build(name: str, dtype: torch.dtype = torch.float32, device: str = "cpu") -> Any:
     """A Hugging Face model, the same weights each time, whose texts no token ends.
 
-    Not every peer can be told to generate on behind one. Random models generate whole words only: half a character
+    Not every peer can continue after one. Random models generate whole words only: half a character
     would be held back by every server that streams.
 
     Args:

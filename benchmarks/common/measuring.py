@@ -110,7 +110,7 @@ def timed(work: Callable[[], Tokens], device: str = "cpu") -> Run:
 
 
 def synchronize(device: str) -> None:
-    """Wait until a GPU has done what it was told; nothing on a CPU."""
+    """Wait until a GPU has finished its work; return at once on a CPU."""
     if torch.device(device).type == "cuda":
         torch.cuda.synchronize(device)
 
@@ -123,7 +123,7 @@ def in_turn(ways: Sequence[Way], rounds: int, say: Callable[[str], None] = print
     Args:
         ways: What is measured.
         rounds: How often.
-        say: Told of each way when it is ready, and of each round.
+        say: Called with a line when each way is ready, and for each round.
     """
     measured = {}
     for way in ways:

@@ -86,7 +86,7 @@ def watch(scenario: Scenario) -> MemorySample:
     tokenizer = measured_models.tokenizer(scenario.model)
     model = Model(measured_models.build(scenario.model), tokenizer, scenario.model)
     engine = Engine(model, kv_bytes=KV_BYTES, capture_bytes=Options().capture_memory_bytes)
-    engine.cache.touch()  # so that what is resident of it can be told from what else is
+    engine.cache.touch()  # so that its resident memory can be separated from other memory
     slow = storing.slow_disk(scenario.disk) if scenario.disk else contextlib.nullcontext()
     with storing.store(scenario.directory) as store, slow:
         capture = NORMS if scenario.capture else None

@@ -57,7 +57,7 @@ class Store:
         self._runs[request.id] = _Run(request, f"turn-{self._turn}")
 
     def take(self, engine: Engine, event: Event) -> None:
-        """Send what a request hands out to disk, and tell the engine when it is there; returns at once."""
+        """Send a request's rows to disk, and report to the engine when they are there; return at once."""
         if isinstance(event, Rows | Finished) and event.id in self._runs:
             sending = self._send(engine, event, self._runs[event.id])
             self._sent.append(asyncio.run_coroutine_threadsafe(sending, self._loop))

@@ -14,7 +14,7 @@ from deployments.chat.mark_patterns import compiled
 from deployments.messages import CallPart
 
 STRING = r'"(?:[^"\\\x00-\x1f]|\\["\\/bfnrt]|\\u[0-9A-Fa-f]{4})*"'
-MAX_HEAD = 512  # characters before arguments; a call with more there is told of once it is whole
+MAX_HEAD = 512  # characters before arguments; a call with a longer head is sent once it is complete
 
 
 class Head(NamedTuple):
@@ -52,18 +52,18 @@ def head(field: ResponseTemplateField) -> Head | None:
 class CallText:
     """Takes the text of one region apart; whether it is valid JSON is for others to find out.
 
-    A call is told of once its arguments begin. One whose name does not stand right before them is passed over, and
+    A call is sent once its arguments begin. One whose name is not right before them is skipped, and
     so are all behind it. What was passed over is bounded, since each brace makes RE2 read it again.
 
     Attributes:
-        begun: How many calls were told of.
+        begun: How many calls were sent.
     """
 
     def __init__(self, head: Head | None = None, marks: Mapping[str, str | None] | None = None) -> None:
         """Begin a region.
 
         Args:
-            head: What stands before arguments; without, no call is told of.
+            head: The text before arguments; without it, no call is sent.
             marks: The groups of the mark that opens the region.
         """
         self._head = head

@@ -92,8 +92,8 @@ class Prompts:
             RequestError: It is too long, or the model's template refuses the chat.
         """
         if text.messages is not None:
-            told, begins = text.template_kwargs, text.add_generation_prompt
-            written = self._chat.render(text.messages, text.tools, told, add_generation_prompt=begins)
+            variables, begins = text.template_kwargs, text.add_generation_prompt
+            written = self._chat.render(text.messages, text.tools, variables, add_generation_prompt=begins)
             field = "messages"
         else:
             assert text.prompt is not None

@@ -27,7 +27,7 @@ class AnswerParts(NamedTuple):
 
 
 class AnswerReader:
-    """Reads one answer as it is written; a malformed call is content, but for what was told of it already.
+    """Reads one answer as it is written; a malformed call is content, except for the parts that were sent already.
 
     It reads as transformers' `ResponseParser` does, which searches all that is undecided by expressions that backtrack,
     with each piece of text anew. Here an undecided text has at most `MAX_MARK` characters, and RE2 reads it.
@@ -79,17 +79,17 @@ class AnswerReader:
         """Take more text."""
         for at in range(0, len(text), MAX_MARK):
             self._read(text[at : at + MAX_MARK])
-        return self._told()
+        return self._gathered()
 
     def close(self) -> AnswerParts:
         """Take the end of the text."""
         self._read("", last=True)
         self._take(self._spaces())
         self._leave("")
-        return self._told()
+        return self._gathered()
 
     def _begin(self, text: str) -> None:
-        """Take what the prompt has of the answer: nobody is told of that."""
+        """Take the part of the answer that the prompt has; it is not sent."""
         self.add(text)
         if self._open in REASONING:
             self.thinking = True
@@ -102,12 +102,12 @@ class AnswerReader:
         self.called = False
 
     def _forget(self) -> None:
-        self._content: list[str] = []  # to be told, as the next two
+        self._content: list[str] = []  # to be sent, as the next two
         self._reasoning: list[str] = []
         self._parts: list[CallPart] = []
         self._thoughts = TrimmedText()
 
-    def _told(self) -> AnswerParts:
+    def _gathered(self) -> AnswerParts:
         parts = tuple(_merged(self._parts))
         written = AnswerParts("".join(self._content), parts, "".join(self._reasoning))
         self._content, self._reasoning, self._parts = [], [], []
@@ -169,7 +169,7 @@ class AnswerReader:
         elif field == "tool_calls":
             self._body.append(text)
             for part, end in self._text.add(text):
-                self._tell(part, self._length + end)
+                self._send(part, self._length + end)
             self._length += len(text)
 
     def _show(self, content: str) -> None:
@@ -191,27 +191,27 @@ class AnswerReader:
         self._body: list[str] = []
         self._length = len(mark)  # of mark and body
         self._text = CallText(self._head, groups)
-        self._sent = 0  # how much of mark and body was told of
-        self._held: list[CallPart] = []  # to be told where the region is well formed
+        self._sent = 0  # how much of mark and body was sent
+        self._held: list[CallPart] = []  # to be sent if the region is well formed
 
     def _leave_calls(self, mark: str) -> None:
-        """A region of calls ends; those that were not told of are now."""
+        """End a region of calls, and send the calls that were not sent yet."""
         body = "".join(self._body)
         try:
             calls = self._values.read(body, self._groups)
         except NOT_PARSED:
-            # What was told stands: text behind arguments is content, the end of arguments that never end is lost.
+            # Sent parts stay: text after arguments is content, and arguments that never end lose their end.
             lost = self._sent and self._text.inside
             self._show("" if lost else f"{self._mark}{body}{mark}"[self._sent :])
             self._before += self._text.begun if self._sent else 0
             return
         for number, (name, arguments) in list(enumerate(calls))[self._text.begun :]:
-            self._tell(CallPart(number, id=new_id(), name=name), self._length)
-            self._tell(CallPart(number, arguments), self._length)
+            self._send(CallPart(number, id=new_id(), name=name), self._length)
+            self._send(CallPart(number, arguments), self._length)
         self._parts += self._held
         self._before += len(calls)
 
-    def _tell(self, part: CallPart, end: int) -> None:
+    def _send(self, part: CallPart, end: int) -> None:
         """Tell a part of the open region's calls, which ends there in mark and body; at once, or where it closes."""
         part = part._replace(number=self._before + part.number)
         if part.number and not self._parallel:

@@ -25,7 +25,7 @@ class ResponseFormats:
             prompt: A chat's text.
 
         Raises:
-            RequestError: A schema is too large, not valid or not supported, or nobody knows how this model writes
+            RequestError: A schema is too large, not valid or not supported, or it is not known how this model writes
                 tool calls.
         """
         if job.schema is None and not job.must_call:

@@ -75,7 +75,7 @@ def response_template(tokenizer: Any, hf: Any) -> ResponseTemplate | None:
         hf: The model.
 
     Returns:
-        None where none of them knows one.
+        None if none of them has one.
     """
     known = get_response_template(tokenizer, hf) or _shown(tokenizer.chat_template)
     return _linear(load_response_template(known)) if known else None

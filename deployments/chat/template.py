@@ -45,12 +45,12 @@ class ChatFormat:
         more: Mapping[str, Any] | None = None,
         add_generation_prompt: bool = True,
     ) -> str:
-        """The prompt of a chat, which ends where an answer begins unless told not to.
+        """The prompt of a chat; by default it ends where an answer begins.
 
         Args:
             messages: In OpenAI's form.
             tools: OpenAI's definitions.
-            more: What the template is to be told besides.
+            more: Further variables for the template.
             add_generation_prompt: Whether an answer begins behind it.
 
         Raises:
@@ -64,8 +64,8 @@ class ChatFormat:
             name = min(known)
             raise RequestError(f"{name!r} is set by the server: leave it out", f"chat_template_kwargs.{name}")
         try:
-            told = {**(more or {}), "add_generation_prompt": add_generation_prompt}
-            text = self._rendered(messages, tools, **told)
+            variables = {**(more or {}), "add_generation_prompt": add_generation_prompt}
+            text = self._rendered(messages, tools, **variables)
             text.encode()  # arguments of earlier calls are JSON in JSON, which can write half of a surrogate pair
             return text
         except (TemplateError, TypeError, ValueError, KeyError, RecursionError) as error:
@@ -73,8 +73,8 @@ class ChatFormat:
             raise RequestError(f"the model's chat template refuses these messages: {error}", "messages") from error
 
     def _rendered(self, messages: Sequence[dict[str, Any]], tools: Any, **more: Any) -> str:
-        told = [_with_parsed_arguments(message) for message in messages]
-        return str(self._tokenizer.apply_chat_template(told, tools=tools, tokenize=False, **more))
+        parsed = [_with_parsed_arguments(message) for message in messages]
+        return str(self._tokenizer.apply_chat_template(parsed, tools=tools, tokenize=False, **more))
 
     def tokenize(self, prompt: str) -> list[int]:
         """Token ids of a rendered prompt, whose special tokens are already in it."""
@@ -87,7 +87,7 @@ class ChatFormat:
         """Take thoughts and tool calls out of an answer to `prompt`; None where it can have neither.
 
         Raises:
-            RequestError: Nobody knows how this model writes its tool calls.
+            RequestError: It is not known how this model writes its tool calls.
         """
         template = self._template
         if tools and not (template and "tool_calls" in template.fields):
@@ -118,7 +118,7 @@ class ChatFormat:
             parallel: Whether there may be several calls.
 
         Raises:
-            RequestError: Calls must be made and nobody knows how this model writes them.
+            RequestError: A call is required and it is not known how this model writes calls.
         """
         form = self._form if tools else None
         if must_call and form is None:

@@ -35,7 +35,7 @@ class _Job:
     latest: Update
     listener: str | None
     owner: str | None  # who sent it
-    heard: float  # when its replica last gave a sign of life, or it ended
+    heard: float  # when its replica last reported, or it ended
     result: list[bytes] = field(default_factory=list)
     token: str = field(default_factory=secrets.token_urlsafe)  # who fetches the result shows it
 
@@ -49,7 +49,7 @@ class _Listener:
     owner: str | None
     updates: deque[Update] = field(default_factory=lambda: deque(maxlen=MAX_PENDING_UPDATES))
     news: asyncio.Event = field(default_factory=asyncio.Event)
-    heard: float = field(default_factory=time.monotonic)  # when its ingress last gave a sign of life
+    heard: float = field(default_factory=time.monotonic)  # when its ingress last asked
 
 
 class Board:
@@ -78,7 +78,7 @@ class Board:
         return name
 
     async def updates(self, listener: str) -> list[Update]:
-        """What a listener has not heard; waits a while for it, and may give nothing.
+        """The updates that a listener has not received; waits a while for some, and may return none.
 
         Raises:
             RequestError: There is no such listener.
@@ -98,7 +98,7 @@ class Board:
         return gathered
 
     async def listens(self, listener: str) -> None:
-        """A listener is still there, whatever it does with what it is told."""
+        """Note that a listener is still connected."""
         self._sweep()
         if found := self._listeners.get(listener):
             found.heard = time.monotonic()
@@ -111,7 +111,7 @@ class Board:
         """A new job's id.
 
         Args:
-            listener: Who is told what becomes of it; None where its client will ask.
+            listener: The socket that gets its updates; None if its client polls.
             owner: Who sends it; None without API keys.
 
         Raises:

@@ -58,7 +58,7 @@ class JobModel:
 
 
 def run(replica: socket.socket, model: JobModel, weights_fd: int) -> NoReturn:
-    """Run the job that the replica sends, tell it what comes of it, and end the process.
+    """Run the job that the replica sends, send back its outcome, and end the process.
 
     Args:
         replica: The socket to it.
@@ -178,7 +178,7 @@ def _error_text(error: BaseException) -> str:
 
 
 def _cut(text: str) -> bytes:
-    """A text of no end, as long as is told of a failure."""
+    """A text, cut to the length that is sent of a failure."""
     if len(text) > MAX_ERROR_CHARACTERS:
         half, left_out = MAX_ERROR_CHARACTERS // 2, len(text) - MAX_ERROR_CHARACTERS
         text = f"{text[:half]}\n... ({left_out} characters are left out) ...\n{text[-half:]}"

@@ -56,8 +56,8 @@ class ModelKey(BaseModel):
 
     def written(self) -> str:
         """The key, as nnsight writes it."""
-        told = self.model_dump(exclude={"trust_remote_code"} if not self.trust_remote_code else set())
-        return f"{CLASS}:{json.dumps(told)}"
+        fields = self.model_dump(exclude={"trust_remote_code"} if not self.trust_remote_code else set())
+        return f"{CLASS}:{json.dumps(fields)}"
 
 
 @dataclass(frozen=True)
@@ -98,11 +98,11 @@ class Update:
     frame: bytes | None = None
 
     @property
-    def told(self) -> dict[str, Any]:
-        """What a client is told, as JSON values."""
-        told = asdict(self)
-        del told["frame"]
-        return told
+    def as_json(self) -> dict[str, Any]:
+        """The update as a client gets it, as JSON values."""
+        fields = asdict(self)
+        del fields["frame"]
+        return fields
 
 
 @dataclass(frozen=True)

@@ -36,7 +36,7 @@ def sandbox(gpu: bool) -> Sandbox:
         gpu: Whether the weights are on a GPU.
 
     Raises:
-        RuntimeError: It cannot be told, or none works.
+        RuntimeError: It cannot be found out, or none works.
     """
     command = [sys.executable, "-m", "deployments.client_code.sandbox", "gpu" if gpu else "cpu"]
     done = subprocess.run(command, env=_environment(), stdin=subprocess.DEVNULL, capture_output=True, timeout=WARM_S)
@@ -96,7 +96,7 @@ class JobProcesses:
         try:
             with self._lock:
                 self._ready_host()
-        except Exception:
+        except Exception:  # whatever it was: the first job makes another host, or fails with the reason
             logger.exception("clients' code cannot be run yet: its host process did not start")
 
     def _fork(self, to: socket.socket) -> int:

@@ -92,7 +92,7 @@ class CodeRunner:
         Args:
             options: The operator's.
             model: What they run on.
-            board: The board's handle, which is told what becomes of them.
+            board: The board's handle, which gets their updates.
             limits: What one job may take.
         """
         self._options = options
@@ -103,7 +103,7 @@ class CodeRunner:
         self._turn = asyncio.Lock()
 
     async def run(self, job: CodeJob) -> None:
-        """Run a job to its end, and tell the board what becomes of it; the caller need not wait.
+        """Run a job to its end, and send its updates to the board; the caller need not wait.
 
         Raises:
             RequestError: It is of another revision or of the repository's own code, or too many wait already.
@@ -114,10 +114,10 @@ class CodeRunner:
         self._waiting += 1
         try:
             async with _alive(self._board, job) as gone:
-                await self._tell(Update(job.id, "QUEUED", f"{self._waiting - 1} jobs before it"))
+                await self._send(Update(job.id, "QUEUED", f"{self._waiting - 1} jobs before it"))
                 async with _turn(self._turn, gone) as comes:
                     if comes:
-                        await self._tell(Update(job.id, "DISPATCHED"))
+                        await self._send(Update(job.id, "DISPATCHED"))
                         await self._run(job, gone)
         finally:
             self._waiting -= 1
@@ -135,7 +135,7 @@ class CodeRunner:
         """End the host and every job."""
         self._processes.close()
 
-    async def _tell(self, *updates: Update, result: bytes | None = None) -> None:
+    async def _send(self, *updates: Update, result: bytes | None = None) -> None:
         async with asyncio.timeout(BOARD_S):
             await self._board.tell.remote(list(updates), [result] if result is not None else [])
 
@@ -143,7 +143,7 @@ class CodeRunner:
         try:
             process = await asyncio.to_thread(self._processes.start, job, self._limits)
         except (OSError, EOFError) as error:
-            await self._tell(
+            await self._send(
                 Update(job.id, "ERROR", f"the job's process did not start: {type(error).__name__}: {error}")
             )
             return
@@ -162,7 +162,7 @@ class CodeRunner:
             await asyncio.gather(*tasks, return_exceptions=True)
         if late:
             message = f"TimeoutError: the job did not stop at the server's limit of {self._limits.seconds:g} s"
-            await self._tell(Update(job.id, "ERROR", message))
+            await self._send(Update(job.id, "ERROR", message))
         elif not talk.cancelled():
             talk.result()
 
@@ -187,7 +187,7 @@ class CodeRunner:
         finally:
             passing.cancel()
             writer.close()
-        await self._tell(last, result=result)
+        await self._send(last, result=result)
 
     async def _last_word(
         self, job: CodeJob, reader: asyncio.StreamReader, said: asyncio.Queue[Update], begun: asyncio.Event
@@ -211,12 +211,12 @@ class CodeRunner:
             said.put_nowait(Update(job.id, "LOG" if kind is Kind.LOG else "RUNNING", body.decode(errors="replace")))
 
     async def _pass_on(self, said: asyncio.Queue[Update]) -> None:
-        """Tell the board what gathers while it is being told."""
+        """Send updates to the board; those that come meanwhile go together."""
         while True:
             gathered = [await said.get()]
             while not said.empty():
                 gathered.append(said.get_nowait())
-            await self._tell(*gathered)
+            await self._send(*gathered)
             for _ in gathered:
                 said.task_done()
 

@@ -138,15 +138,15 @@ def _failure(sandbox: Sandbox) -> str:
             with open(os.__file__, "rb") as file:
                 file.read(1)
             os.write(its, b"+")
-        except BaseException as error:  # noqa: BLE001 - it is told, and the process ends
+        except BaseException as error:  # noqa: BLE001 - it is sent to the parent, and the process ends
             os.write(its, str(error).encode())
         finally:
             os._exit(0)
     os.close(its)
     with open(mine, "rb") as said:
-        told = said.read().decode(errors="replace")
+        answer = said.read().decode(errors="replace")
     os.waitpid(child, 0)
-    return "" if told == "+" else told or "a process in it was killed"
+    return "" if answer == "+" else answer or "a process in it was killed"
 
 
 def _reach(path: str) -> None:

@@ -151,7 +151,7 @@ OWN_PROCESS_ONLY = {
 }
 OWN_PROCESS_ONLY |= {"prlimit64": (302, 261), "sched_setaffinity": (203, 122)}
 
-ARCHITECTURE = 0xC00000B7 if ARM else 0xC000003E  # as the kernel tells a filter
+ARCHITECTURE = 0xC00000B7 if ARM else 0xC000003E  # as the kernel passes it to a filter
 X32 = 0x40000000  # x86-64's calls with short pointers have numbers from here on
 
 # BPF: load a word of the call's description, compare, combine by AND, and say what becomes of the call.

@@ -1,4 +1,4 @@
-"""The workbench a story is told on: it draws names and numbers and keeps question and steps."""
+"""A story in the making: it draws names and numbers, and holds question and steps."""
 
 from __future__ import annotations
 

@@ -176,7 +176,7 @@ class _Change:
         changed = by_head.view(rows.shape)
         if opened is not None:
             changed = torch.where(opened.view(-1, *(1 for _ in changed.shape[1:])), changed, before)
-            self._tell(before, changed, opened)
+            self._report(before, changed, opened)
         point[which] = changed
 
     def _opened(self, rows: torch.Tensor, reader: ReadoutReader | None) -> torch.Tensor:
@@ -193,7 +193,7 @@ class _Change:
             reader.read_here(here, rows)
         return torch.cat([_opened(part, rows.device) for part in self._parts])
 
-    def _tell(self, before: torch.Tensor, changed: torch.Tensor, opened: torch.Tensor) -> None:
+    def _report(self, before: torch.Tensor, changed: torch.Tensor, opened: torch.Tensor) -> None:
         """Report what was done to rows [changed, ...]."""
         if not any(part.edit.report for part in self._parts):
             return

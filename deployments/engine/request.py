@@ -65,9 +65,9 @@ class LensLayers(NamedTuple):
         layers: Which, from 0.
         points: Their outputs.
         top_k: How many likeliest tokens of each.
-        targets: Ids of tokens whose logprob and rank are told besides.
+        targets: Ids of tokens whose logprob and rank are returned as well.
         prompt: Behind which tokens of the prompt.
-        generated: Whether it is told of each new token, too.
+        generated: Whether each new token gets one, too.
     """
 
     layers: tuple[int, ...]

@@ -47,7 +47,7 @@ class EditResolver:
             changes: Interventions as they were sent, by their fields.
             fetched: What they name.
             readouts: The readouts that the request uses.
-            report: Whether each edit tells what it did.
+            report: Whether each edit reports what it did.
 
         Raises:
             RequestError: A point, head or feature that is not there, or a vector or rows of the wrong shape; names

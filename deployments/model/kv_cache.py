@@ -133,7 +133,7 @@ class PagedCache(Cache):
 
         Args:
             pages: How many.
-            like: A cache that a forward has written to, which knows the layers' sizes; without, the first forward
+            like: A cache that a forward has written to, which has the layers' sizes; without it, the first forward
                 makes room.
         """
         super().__init__(layers=[])

@@ -20,7 +20,7 @@ PIECES = 256  # of one file; files no larger than these together are read whole
 
 
 def revision_of(source: str, asked: str | None = None) -> str | None:
-    """What tells the files of a model that has just been loaded from others.
+    """The revision of a model that has just been loaded: a commit, or a digest of its files.
 
     Args:
         source: A directory or a repository of the hub.

@@ -40,7 +40,7 @@ def structure(hf: Any, points: Points, context: int) -> dict[str, Any]:
 
 
 def _module(path: str, module: nn.Module) -> dict[str, Any]:
-    """A module with those in it; siblings in a row that are built alike are told once, as `layers.0-27`.
+    """A module with those in it; neighbours of the same structure are listed once, as `layers.0-27`.
 
     This is how torch prints a model, and keeps one of thousands of modules within a page.
     """

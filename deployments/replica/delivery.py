@@ -1,4 +1,4 @@
-"""From the engine's events to what each job is told."""
+"""From the engine's events to each job's messages."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ class Delivery:
         return len(self._tickets)
 
     def open(self, job: Job, choices: Mapping[str, RunningChoice]) -> Ticket:
-        """Queue a job's requests; its ticket is told of them."""
+        """Queue a job's requests; their messages go to its ticket."""
         ticket = Ticket(job, choices, open=len(choices))
         self._tickets.update(dict.fromkeys(choices, ticket))
         for choice in choices.values():
@@ -67,7 +67,7 @@ class Delivery:
                 self._fail(ticket, error)
 
     def _let_go(self, event: Event) -> None:
-        """Take what the engine says of a request whose client has gone, or has been told that it is late."""
+        """Handle an event of a request whose client has disconnected or got a timeout."""
         if isinstance(event, Rows | Finished):
             self._written(event)
         if isinstance(event, Finished):
@@ -182,7 +182,7 @@ def _log(job: Job, choice: RunningChoice, event: Finished) -> None:
     logger.info(
         "request %s (%s): %s, %d prompt and %d generated tokens; memory before %s, peak %s, after %s",
         choice.request.id,
-        job.request_id,  # Serve adds it to its own lines; here the engine's thread began, which knows none
+        job.request_id,  # Serve adds it to its own lines; on the engine's thread there is none
         event.reason,
         len(event.prompt),
         len(event.tokens),

@@ -105,7 +105,7 @@ def _sharing(options: Options, device: str) -> int:
 
 
 def description(options: Options, model: Model) -> dict[str, Any]:
-    """A loaded model as `/v1/models` tells it: what it is and all that it is served with, so that it can be again.
+    """A loaded model as `/v1/models` shows it, with everything that is needed to serve it again.
 
     Of the options those that were left to the model or the machine are as they came out. The file of API keys is left
     out, and settings of URIs.

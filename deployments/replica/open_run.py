@@ -27,7 +27,7 @@ if TYPE_CHECKING:
     from deployments.replica.runs import Runs
 
 logger = logging.getLogger("ray.serve")
-RENEW_S = 120.0  # after which the store is told that a run goes on: far less than it waits for one
+RENEW_S = 120.0  # between two notes to the store that a run continues: far less than it waits for one
 
 
 class OpenRun:

@@ -1,4 +1,4 @@
-"""From what the engine says of readouts and edits to what a job is told; and how much one answer may hold of it."""
+"""Readouts' values and edits' reports as messages, and how much of them one answer may have."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ if TYPE_CHECKING:  # Serve's controller and proxies import this module, and need
 
 
 def values_of(request: Request, rows: Sequence[ReadoutRows]) -> Iterator[ReadoutValues]:
-    """Rows as a job is told them: those of the prompt's tokens, then those of generated ones."""
+    """Rows as messages: those of the prompt's tokens, then those of generated ones."""
     prompt = len(request.prompt)
     for part in rows:
         source = request.readouts[part.index].source
@@ -29,7 +29,7 @@ def values_of(request: Request, rows: Sequence[ReadoutRows]) -> Iterator[Readout
 
 
 def edit_reports(edits: Sequence[Edit]) -> Iterator[EditReport]:
-    """What is told of edits that have a gate or a report."""
+    """The reports of edits that have a gate or a report."""
     for edit in edits:
         lag = edit.gate.lag if edit.gate else None
         if edit.report:

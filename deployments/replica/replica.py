@@ -153,7 +153,7 @@ class ModelReplica:
         return Refusal(f"not {done} after the server's limit of {self._options.request_timeout_s:g} s", None, code, 504)
 
     async def run_code(self, job: CodeJob) -> None:
-        """Run a client's own code; the board of jobs is told what becomes of it.
+        """Run a client's own code; its updates go to the board of jobs.
 
         Raises:
             RequestError: The operator does not allow it, it asks for another model, or too many wait.
@@ -314,7 +314,7 @@ class ModelReplica:
         finally:
             self._preparing -= wanted
         ticket = self._delivery.open(job, choices)
-        if not self._thread.is_alive():  # after submitting: who came before its end is told by `fail_all`
+        if not self._thread.is_alive():  # after submitting: `fail_all` answers the jobs that came before its end
             self._delivery.drop(ticket)
             raise RequestError(ENGINE_ENDED, None, "unavailable", 503)
         return ticket

@@ -101,7 +101,7 @@ class Ticket:
     Attributes:
         job: The job.
         choices: Its choices by engine request id.
-        messages: What it is told.
+        messages: Its messages, as they come.
         open: Choices that have not said End.
         tasks: Choices that are ending.
     """

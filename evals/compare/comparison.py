@@ -16,9 +16,9 @@ from evals.scoring import Rule
 from evals.stats import clustered_difference
 
 BATCH = 8192  # rows
-MAX_SETTING = 300  # characters of a setting that are told
+MAX_SETTING = 300  # characters of a setting that are shown
 MIN_COMMON_PREFIX = 40  # characters that texts begin with alike, before these are left out
-CONTEXT = 10  # characters of them that are still told
+CONTEXT = 10  # characters of them that are still shown
 # What differs between any two runs, or says at length what other settings say in short.
 NOT_COMPARED = (
     *("config.results_dir", "config.session_id", "config.resume", "server.health"),
@@ -57,7 +57,7 @@ class Compared(NamedTuple):
 
 
 def load_runs(directories: Sequence[Path]) -> list[Run]:
-    """Results directories by their names, as they were given; as much of their paths as tells them apart.
+    """Results directories by their names, as they were given; with as much of their paths as distinguishes them.
 
     Raises:
         EvalError: one holds no finished run, or is named twice, perhaps by a link.
@@ -92,8 +92,8 @@ def compare(runs: Sequence[Run]) -> list[Compared]:
     if found:
         return found
     if any(len(run.summary["conditions"]) != 1 for run in runs):
-        told = "; ".join(f"{run.name} has {', '.join(run.summary['conditions'])}" for run in runs)
-        raise EvalError(f"the runs share no condition: {told}")
+        listed = "; ".join(f"{run.name} has {', '.join(run.summary['conditions'])}" for run in runs)
+        raise EvalError(f"the runs share no condition: {listed}")
     only = [(run, next(iter(run.summary["conditions"]))) for run in runs]
     return [_compared(" and ".join(key for _, key in only), only)]
 
@@ -101,11 +101,11 @@ def compare(runs: Sequence[Run]) -> list[Compared]:
 def differing(runs: Sequence[Run]) -> list[tuple[str, list[str]]]:
     """The settings that are not the same in all runs: name, and each run's value as text, `-` where it has none.
 
-    Whole texts are compared; of long ones that begin alike the part is told in which they differ.
+    Whole texts are compared; of long ones that begin alike, the part in which they differ is shown.
     """
-    told = [dict(_settings(run.config)) for run in runs]
-    names = dict.fromkeys(name for settings in told for name in settings)
-    rows = [(name, [settings.get(name, "-") for settings in told]) for name in names]
+    settings_of = [dict(_settings(run.config)) for run in runs]
+    names = dict.fromkeys(name for settings in settings_of for name in settings)
+    rows = [(name, [settings.get(name, "-") for settings in settings_of]) for name in names]
     return [(name, _short(values)) for name, values in rows if len(set(values)) > 1]
 
 

@@ -56,14 +56,14 @@ def main(argv: Sequence[str] | None = None) -> int:
     args = _parser().parse_args(argv)
     try:
         if args.inspect:
-            table, place, told = inspect_log.labelled(args.inspect, turns=args.turns), args.inspect.parent, counted
+            table, place, describe = inspect_log.labelled(args.inspect, turns=args.turns), args.inspect.parent, counted
         elif args.lm_eval:
             if not args.session:
                 raise EvalError("--lm-eval needs --session, the session of its runs")
             table = lm_eval.labelled(args.lm_eval, args.session, args.store or Path(default_store()))
-            place, told = args.lm_eval.parent, counted
+            place, describe = args.lm_eval.parent, counted
         else:
-            table, place, told = labelled(args.results, turns=args.turns), args.results, summary
+            table, place, describe = labelled(args.results, turns=args.turns), args.results, summary
         for path in args.labels:
             table = joined(table, path)
         restrict(place)
@@ -74,7 +74,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     except (EvalError, OSError) as error:
         print(f"evals.labels: {error}", file=sys.stderr)
         return 2
-    print(f"{told(table)}\n{out}")
+    print(f"{describe(table)}\n{out}")
     return 0
 
 

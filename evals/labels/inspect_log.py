@@ -79,11 +79,11 @@ def _samples(path: Path) -> Iterator[dict[str, Any]]:
     except ImportError:
         raise EvalError("--inspect reads logs with inspect_ai: pip install 'vitrine[inspect]'") from None
     try:
-        told = read_eval_log(str(path), header_only=True).eval
+        spec = read_eval_log(str(path), header_only=True).eval
         for sample in read_eval_log_samples(str(path), all_samples_required=False):
             yield sample.model_dump(mode="json", include={"id", "epoch", "scores", "events", "error"}) | {
-                "task": told.task,
-                "model": told.model,
+                "task": spec.task,
+                "model": spec.model,
             }
     except (OSError, ValueError, LookupError) as error:
         raise EvalError(f"{path} cannot be read: {error}") from error

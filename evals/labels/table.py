@@ -63,10 +63,10 @@ def labelled(results_dir: str | Path, *, turns: Turns = "last") -> pa.Table:
     config = Config.model_validate(read_json(directory / "config.json")["config"])
     if not config.collect_activations:
         raise EvalError(f"{directory} recorded no activations: run the evaluation with --collect-activations")
-    told = dict.fromkeys(("samples", "failed", "without_run", "earlier_turns"), 0)
-    found = list(_labelled(directory, turns, told))
+    counts = dict.fromkeys(("samples", "failed", "without_run", "earlier_turns"), 0)
+    found = list(_labelled(directory, turns, counts))
     why_no_spans, others = _read_spans(directory, found, config.rule)
-    facts = told | {"rule": config.rule, "turns": turns, "other_runs": others, "why_no_spans": why_no_spans}
+    facts = counts | {"rule": config.rule, "turns": turns, "other_runs": others, "why_no_spans": why_no_spans}
     schema = _schema(list(config.rewards)).with_metadata({"labels": json.dumps(facts)})
     return pa.Table.from_pylist([one.row for one in found], schema)
 
@@ -99,12 +99,12 @@ def joined(table: pa.Table, path: str | Path) -> pa.Table:
     return table
 
 
-def _labelled(directory: Path, turns: Turns, told: dict[str, int]) -> Iterator[_Labelled]:
-    """The runs that count, without what is read from stored files; counts in `told` those that do not."""
+def _labelled(directory: Path, turns: Turns, counts: dict[str, int]) -> Iterator[_Labelled]:
+    """The runs that count, without what is read from stored files; counts the others in `counts`."""
     for sample in read_samples(directory):
-        told["samples"] += 1
+        counts["samples"] += 1
         if sample.outcome == "failed":
-            told["failed"] += 1
+            counts["failed"] += 1
             continue
         if sample.correct is None:
             raise EvalError(
@@ -115,11 +115,11 @@ def _labelled(directory: Path, turns: Turns, told: dict[str, int]) -> Iterator[_
             raise scored_earlier(directory)
         last = len(sample.turns) - 1
         stored = [number for number, turn in enumerate(sample.turns) if why_not_stored(turn.activations) is None]
-        told["without_run"] += last not in stored
+        counts["without_run"] += last not in stored
         for number in stored:
             meta = sample.turns[number].activations or {}
             if number < last and turns == "last":
-                told["earlier_turns"] += len(runs_of(meta))
+                counts["earlier_turns"] += len(runs_of(meta))
                 continue
             for run in runs_of(meta):
                 yield _Labelled(_row(sample, number, str(meta.get("session_id")), run), sample, number)

@@ -31,7 +31,7 @@ ROOT = Path(__file__).parents[2]
 DEFAULTS = Config.model_construct(session_id="", results_dir=Path()).model_dump(mode="json")
 GIT_S = 10.0  # that git may take: the checkout may lie on a slow disk
 Facts = dict[str, Any]
-SERVER_FACTS: dict[str, Callable[[Facts], Any]] = {  # what a server that told it once has to tell again
+SERVER_FACTS: dict[str, Callable[[Facts], Any]] = {  # what a server must report again if it did before
     "model.revision": lambda facts: facts["model"].get("revision"),
     "model.structure": lambda facts: facts["model"].get("structure"),
     # Of a server that has the route this is never None: a default profile that is set in the middle shows.
@@ -97,9 +97,9 @@ def differences(earlier: Facts, now: Facts, ids: Sequence[str] = ()) -> list[str
         found.append("timeout")
     if _texts(earlier["prompts"]) != _texts(now["prompts"]):
         found.append("prompts")
-    for name, tell in SERVER_FACTS.items():
-        told = [what for facts in (earlier, *earlier.get("resumed", [])) if (what := tell(facts)) is not None]
-        if told and told[-1] != tell(now):
+    for name, fact in SERVER_FACTS.items():
+        reported = [what for facts in (earlier, *earlier.get("resumed", [])) if (what := fact(facts)) is not None]
+        if reported and reported[-1] != fact(now):
             found.append(name)
     if earlier["versions"]["vitrine"] != now["versions"]["vitrine"]:
         found.append("versions.vitrine")
@@ -121,12 +121,12 @@ def resumed(earlier: Facts, now: Facts) -> Facts:
 
     Where the server, the machine or the evaluator's code is another one, `resumed` has them, too, for each such time.
     """
-    told = earlier | {name: now[name] for name in ("config", "dataset") if name in now}
+    record = earlier | {name: now[name] for name in ("config", "dataset") if name in now}
     parts = {name: now.get(name) for name in ("model", "server", "git", "versions", "host")}
     last = earlier.get("resumed", [earlier])[-1]
     if any(last.get(name) != part for name, part in parts.items()):
-        told["resumed"] = [*earlier.get("resumed", []), parts]
-    return told
+        record["resumed"] = [*earlier.get("resumed", []), parts]
+    return record
 
 
 def checkout(root: Path = ROOT) -> Facts | None:
@@ -177,7 +177,7 @@ def sampled_as_the_model(config: Config) -> Config:
 
 
 def _model(config: Config) -> Facts:
-    """The server's entry of the model, with its structure where the server tells it."""
+    """The server's entry of the model, with its structure if the server reports it."""
     structure = ask_json(f"{config.base_url}/model/structure", {"model": config.model}, is_absent)
     return {**_entry(config), "structure": structure}
 
@@ -202,7 +202,7 @@ def _interventions(config: Config) -> Facts | None:
 
 
 def _server(base_url: str) -> Facts:
-    """What the server says of itself; None for what it does not tell."""
+    """What the server reports of itself; None for what it does not report."""
     root = base_url.removesuffix("/v1")
     described = ask_json(f"{root}/openapi.json") or {}
     return {

@@ -47,13 +47,13 @@ class _Spread:
 class ReadoutTally:
     """The values of a run's readouts, a few numbers for each sample."""
 
-    def __init__(self, told: dict[str, dict[str, Any]]) -> None:
+    def __init__(self, described: dict[str, dict[str, Any]]) -> None:
         """Counts nothing yet.
 
         Args:
-            told: what config.json has of each readout.
+            described: what config.json has of each readout.
         """
-        self._labels = {name: _labels(one) for name, one in told.items()}
+        self._labels = {name: _labels(one) for name, one in described.items()}
         self._spreads = {name: _Spread(len(labels)) for name, labels in self._labels.items()}
         self._scored: defaultdict[tuple[str, str, str], list[_Scored]] = defaultdict(list)
 
@@ -90,10 +90,10 @@ class ReadoutTally:
         }
 
 
-def _labels(told: dict[str, Any]) -> list[str | None]:
+def _labels(described: dict[str, Any]) -> list[str | None]:
     """What the values of a readout are of; None where there is one alone."""
-    many = told.get("values") or 1
-    return [None] if many == 1 else told.get("labels") or [str(place) for place in range(many)]
+    many = described.get("values") or 1
+    return [None] if many == 1 else described.get("labels") or [str(place) for place in range(many)]
 
 
 def _areas(scored: list[_Scored], place: int) -> dict[str, Any]:

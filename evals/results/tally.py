@@ -12,7 +12,7 @@ from evals.task.trajectory import TIMEOUT, Outcome, Sample
 
 OUTCOMES: tuple[Outcome, ...] = ("correct", "wrong", "invalid", "truncated", "timed_out", "turn_limit", "failed")
 PAIRS = tuple(combinations(RULES, 2))
-MOST_REASONS = 20  # that are told one by one
+MOST_REASONS = 20  # that are listed one by one
 OTHER = "other reasons"
 
 

@@ -182,7 +182,7 @@ def files_of(directory: Path, session_id: str, uri: str) -> Path:
 
 
 def _listed(base_url: str, session_id: str, patiently: Patience) -> tuple[list[str], int]:
-    """The ids of a session's runs, the oldest first, and the mean bytes of one, 0 where that is not told.
+    """The ids of a session's runs, the oldest first, and the mean bytes of one, 0 if the server does not report it.
 
     Raises:
         PullError: the server lists no runs, or says for ever that there are more.

@@ -83,7 +83,7 @@ class ChatClient:
             parallel: how many connections may be open.
             max_outage: seconds for which a server that is away is waited for, of all requests together.
             key: the server's; by default that of the environment.
-            clock: tells the seconds of an outage.
+            clock: gives the time in seconds.
             sleep: waits for some seconds.
         """
         self._base_url = base_url
@@ -111,7 +111,7 @@ class ChatClient:
         is waited for, `max_outage` seconds. One outage costs no retry, but each further one that others' answers set
         apart from it does: else a request that breaks its connection each time would go on for ever.
 
-        Where the server knows no `max_tokens`, it is asked for `max_completion_tokens` from then on.
+        If the server rejects `max_tokens`, later requests have `max_completion_tokens` instead.
 
         Raises:
             AnswerLate: the answer took too long.
@@ -232,13 +232,13 @@ class ChatClient:
 
     async def _answer(self, method: str, path: str, **given: Any) -> httpx.Response:
         async with self._http.request(method, f"{self._base_url}/{path}", **given) as answer:
-            told = {name: answer.headers[name] for name in KEPT_HEADERS if name in answer.headers}
+            kept = {name: answer.headers[name] for name in KEPT_HEADERS if name in answer.headers}
             content = bytearray()
             async for piece in answer.content.iter_chunked(1 << 20):  # inflated, where the server compressed it
                 content += piece
                 if len(content) > MOST_BYTES:
                     raise RequestFailed(f"HTTP {answer.status}: the answer has more than {MOST_BYTES >> 20} MiB")
-            return httpx.Response(answer.status, headers=told, content=bytes(content))
+            return httpx.Response(answer.status, headers=kept, content=bytes(content))
 
     async def close(self) -> None:
         """Closes the connections."""

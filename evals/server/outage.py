@@ -56,7 +56,7 @@ class Outage:
         return self.limit_s - self.seconds
 
     def given_up(self, reason: str) -> str:
-        """What to tell where it is waited for no longer.
+        """The error when the outage has lasted too long.
 
         Args:
             reason: what was met last.

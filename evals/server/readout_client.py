@@ -8,14 +8,14 @@ from pydantic import BaseModel
 from evals.config import EvalError
 from evals.server.server_queries import ask_json, is_closed
 
-TOLD = ("id", "model", "point", "activation", "labels", "values")  # of a readout, what config.json keeps
+RECORDED_FIELDS = ("id", "model", "point", "activation", "labels", "values")  # of a readout, what config.json keeps
 
 
 class Readings(BaseModel):
     """The values of a turn's generated tokens.
 
     Attributes:
-        tokens: Their texts; empty where the server tells none.
+        tokens: Their texts; empty if the server sends none.
         values: By readout, a row for each token with a number for each label; None is a number that is not finite.
     """
 
@@ -31,17 +31,17 @@ def installed(base_url: str, model: str, names: Sequence[str]) -> dict[str, dict
     """
     found = {}
     for name in names:
-        told = ask_json(f"{base_url}/readouts/{name}", fails=is_closed)
-        if told is None:
+        described = ask_json(f"{base_url}/readouts/{name}", fails=is_closed)
+        if described is None:
             raise EvalError(
                 f"--readouts {name}: the server has no readout of this name; GET /v1/readouts "
                 "lists its readouts",
             )
-        if told.get("model") != model:
-            raise EvalError(f"--readouts {name}: it is for the model {told.get('model')}, not for {model}")
-        if told.get("kind") != "linear":
+        if described.get("model") != model:
+            raise EvalError(f"--readouts {name}: it is for the model {described.get('model')}, not for {model}")
+        if described.get("kind") != "linear":
             raise EvalError(f"--readouts {name}: an autoencoder's features are not scores; name linear readouts")
-        found[name] = {key: told.get(key) for key in TOLD}
+        found[name] = {key: described.get(key) for key in RECORDED_FIELDS}
     return found or None
 
 
@@ -53,11 +53,11 @@ def fields(names: Iterable[str]) -> dict[str, Any]:
 
 def readings(choice: dict[str, Any]) -> Readings | None:
     """What a choice of a chat's answer has of them; None where it has nothing."""
-    told = choice.get("readouts")
-    if not told:
+    answered = choice.get("readouts")
+    if not answered:
         return None
     entries = (choice.get("logprobs") or {}).get("content") or ()
     # Half an emoji is no text.
     tokens = [str(entry["token"]).encode("utf-8", "replace").decode() for entry in entries]
-    values = {name: one.get("generated", {}).get("values", []) for name, one in told.items()}
+    values = {name: one.get("generated", {}).get("values", []) for name, one in answered.items()}
     return Readings(tokens=tokens, values=values)

@@ -55,7 +55,7 @@ def look(base_url: str) -> FoundServer | None:
     """The Vitrine server at a URL that ends in `/v1`; None where nothing listens, or Ray Serve without an application.
 
     Raises:
-        Stranger: Something else answers.
+        UnknownServer: Something else answers.
         NotReady: It cannot say yet what it is.
     """
     root = base_url.removesuffix("/v1")
@@ -119,7 +119,7 @@ def _recognized(client: httpx.Client, root: str) -> FoundServer:
 
 
 def _check_models(client: httpx.Client, root: str, found: FoundServer) -> None:
-    """The list of models is OpenAI's, and each model's structure is told."""
+    """Check that the list of models is OpenAI's, and that each model has a structure."""
     client.headers.update(headers())
     answer = client.get("/v1/models")
     if answer.status_code == 401:

@@ -20,7 +20,7 @@ from evals.config import Config, EvalError
 from evals.server.recognition import FoundServer, NotReady, check_asked, look
 from evals.server.server_record import Record, place_of, read_record, record_path
 
-HOST = "serve_app.hosting"  # a program: the evaluator itself knows the server by HTTP alone
+HOST = "serve_app.hosting"  # a program: the evaluator itself reaches the server only over HTTP
 LOG = "server.log"
 START_S = 600.0  # the longest that a server may take to start unless --wait-healthy says
 STOP_S = 120.0  # the longest that one may take to end what runs

@@ -40,7 +40,7 @@ def is_closed(response: httpx.Response) -> bool:
 def ask_json(
     url: str, params: dict[str, str] | None = None, fails: Callable[[httpx.Response], bool] = lambda _: False
 ) -> Any:
-    """The JSON object that a server tells of itself, or None where it has no such route.
+    """The JSON object of a server's route, or None if it has no such route.
 
     Args:
         url: of the route.

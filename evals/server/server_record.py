@@ -46,7 +46,7 @@ def read_record(base_url: str, say: Callable[[str], None] = lambda _: None) -> R
 
     Args:
         base_url: The server's.
-        say: Is told what is wrong with a file that stands in the record's place and is none.
+        say: Called with what is wrong with an invalid file in the record's place.
     """
     path = record_path(base_url)
     try:

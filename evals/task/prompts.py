@@ -50,8 +50,8 @@ class Prompts(NamedTuple):
         few_shot = self.few_shot
         examples = [example._asdict() for example in few_shot.examples] if few_shot else []
         shown = few_shot and {"source": few_shot.source, "order": few_shot.order, "examples": examples}
-        told = {"instruction": self.instruction, "variants": self.variants, "few_shot": shown}
-        return told | ({"system": self.system} if self.system else {})
+        shown_texts = {"instruction": self.instruction, "variants": self.variants, "few_shot": shown}
+        return shown_texts | ({"system": self.system} if self.system else {})
 
 
 def load_variants(names: tuple[str, ...], path: Path | None) -> dict[str, str]:

@@ -84,18 +84,21 @@ def load_rewards(weights: dict[str, float]) -> list[Reward]:
 
 
 class Rewarding:
-    """Rewards samples one after another. Where a function fails they stay without; each function tells so once."""
+    """Rewards samples one after another.
+
+    If a function fails, samples stay without a reward, and the first failure of each function is reported.
+    """
 
     def __init__(self, rewards: list[Reward], say: Callable[[str], None]) -> None:
         """Nothing has failed yet.
 
         Args:
             rewards: the functions.
-            say: is told of the first failure of each.
+            say: called with the first failure of each.
         """
         self._rewards = rewards
         self._say = say
-        self._told: set[str] = set()
+        self._reported: set[str] = set()
 
     def __call__(self, sample: Sample) -> Sample:
         """The sample with its rewards and their weighted sum; without, where it or one of them failed."""
@@ -116,8 +119,8 @@ class Rewarding:
             why = f"the reward {reward.name} is {value} for {sample.key}, not from 0 to 1"
         except Exception as error:  # noqa: BLE001 - whatever a user's function raises costs no answer
             why = f"the reward {reward.name} failed for {sample.key}: {type(error).__name__}: {error}"
-        if reward.name not in self._told:
-            self._told.add(reward.name)
+        if reward.name not in self._reported:
+            self._reported.add(reward.name)
             self._say(f"{why}; the answers are kept: repair the function or choose other --rewards, then use --resume")
         return None
 

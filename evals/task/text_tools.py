@@ -1,4 +1,4 @@
-"""The calculator by a plain text protocol, for models whose chat template knows no tools.
+"""The calculator by a plain text protocol, for models whose chat template has no tool calls.
 
 The model writes `<calculator>12 * 3</calculator>`, and the next user's message is `<result>36</result>`. A sample's
 messages have calls and results as OpenAI writes them; they become text when they are sent.
@@ -19,10 +19,10 @@ _CALL = re.compile(rf"<calculator>(.*?)(?:{END}|\Z)", re.DOTALL)
 
 
 def as_text(messages: list[Message]) -> list[Message]:
-    """The messages as the model is to see them, with the protocol told in the last message before its first."""
+    """The messages as the model sees them, with the protocol explained in the last user message before its first."""
     asked = next((n for n, message in enumerate(messages) if message.get("tool_calls")), len(messages))
-    told = max(n for n, message in enumerate(messages[:asked]) if message["role"] == "user")
-    return [_spoken(message, n == told) for n, message in enumerate(messages)]
+    explains = max(n for n, message in enumerate(messages[:asked]) if message["role"] == "user")
+    return [_spoken(message, n == explains) for n, message in enumerate(messages)]
 
 
 def read_call(message: Message, number: int) -> Message:
@@ -40,8 +40,8 @@ def read_call(message: Message, number: int) -> Message:
     return message | {"content": message["content"][: match.start()], "tool_calls": [call]}
 
 
-def _spoken(message: Message, told: bool) -> Message:
-    if told:
+def _spoken(message: Message, explains: bool) -> Message:
+    if explains:
         return message | {"content": message["content"] + INSTRUCTION}
     if message["role"] == "tool":
         return {"role": "user", "content": f"<result>{message['content']}</result>"}

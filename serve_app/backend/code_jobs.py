@@ -1,4 +1,4 @@
-"""Clients' own code: which model a job is for, sending it there, and what the board of jobs knows of it."""
+"""Clients' own code: finding the model of a job, sending it there, and asking the board of jobs for its status."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ BOARD_S = 60.0  # the longest that the board's answer is waited for; a listener'
 
 
 class CodeJobs:
-    """The way of clients' jobs to the replicas, and the board that knows them."""
+    """Sends clients' jobs to replicas, and asks the board of jobs about them."""
 
     def __init__(self, options: Options, models: Models, board: Any) -> None:
         """Know where to send them.
@@ -50,7 +50,7 @@ class CodeJobs:
             ApiError: 404, 503.
         """
         model = await self._models.of_repository(key.repo_id)
-        job_id: str = await _told(self._board.open.remote(listener or None, owner))
+        job_id: str = await _from_board(self._board.open.remote(listener or None, owner))
         job = CodeJob(job_id, block, compress, env, key, bool(listener))
         task = asyncio.ensure_future(self._run(model, job))
         self._sent.add(task)
@@ -60,9 +60,9 @@ class CodeJobs:
     async def _run(self, model: ServedModel, job: CodeJob) -> None:
         try:
             await model.run_code(job)
-        except Exception as error:  # noqa: BLE001 - whatever it was, the job's client is told
+        except Exception as error:  # noqa: BLE001 - whatever it was, the job's client gets the error
             message = render(error, job.id).message
-            await _told(self._board.tell.remote([Update(job.id, "ERROR", message)], []))
+            await _from_board(self._board.tell.remote([Update(job.id, "ERROR", message)], []))
 
     async def listen(self, owner: str | None) -> str:
         """A new listener's name.
@@ -73,23 +73,23 @@ class CodeJobs:
         Raises:
             RequestError: There are too many.
         """
-        return await _told(self._board.listen.remote(owner))  # type: ignore[no-any-return]
+        return await _from_board(self._board.listen.remote(owner))  # type: ignore[no-any-return]
 
     async def updates(self, listener: str) -> list[Update]:
-        """What a listener has not heard; may be nothing, after a while."""
-        return await _told(self._board.updates.remote(listener))  # type: ignore[no-any-return]
+        """The updates that a listener has not received; may be none, after a while."""
+        return await _from_board(self._board.updates.remote(listener))  # type: ignore[no-any-return]
 
     async def stay(self, listener: str) -> None:
         """Give the board signs of a listener's life, without end."""
         while True:
-            await _told(self._board.listens.remote(listener))
+            await _from_board(self._board.listens.remote(listener))
             await asyncio.sleep(STAY_S)
 
     async def leave(self, listener: str) -> None:
         """A listener has gone; its jobs are stopped."""
-        await _told(self._board.leave.remote(listener))
+        await _from_board(self._board.leave.remote(listener))
 
-    async def told(self, account: Account, job_id: str, base_url: str) -> dict[str, Any]:
+    async def status(self, account: Account, job_id: str, base_url: str) -> dict[str, Any]:
         """What became of a job last, with the address of its result where there is one.
 
         Args:
@@ -101,14 +101,14 @@ class CodeJobs:
             ApiError: 410, also where it is another's, or there never was such a job: nnsight takes 404 for one that has
                 not begun; 503.
         """
-        found: tuple[Update, str | None] | None = await _told(self._board.latest.remote(job_id, account))
+        found: tuple[Update, str | None] | None = await _from_board(self._board.latest.remote(job_id, account))
         if found is None:
             raise ApiError(410, f"there is no job {job_id[:64]!r} (any more)", "job_id", "job_not_found")
         update, token = found
         if token is None:
-            return update.told
+            return update.as_json
         base = (self._public_url or base_url).rstrip("/")
-        return update.told | {"data": f"{base}/response/{job_id}/result?token={token}"}
+        return update.as_json | {"data": f"{base}/response/{job_id}/result?token={token}"}
 
     async def result(self, job_id: str, token: str) -> tuple[int, AsyncGenerator[bytes]]:
         """The length of a finished job's result, and its bytes, which wait while others that are large are sent.
@@ -130,11 +130,11 @@ class CodeJobs:
 
     async def _piece(self, job_id: str, token: str, first: int, end: int) -> tuple[str | None, int, bytes]:
         found: tuple[str | None, int, bytes] | None
-        found = await _told(self._board.result.remote(job_id, token, first, end))
+        found = await _from_board(self._board.result.remote(job_id, token, first, end))
         if found is None:
             raise ApiError(404, "there is no such result (any more)", "job_id", "result_not_found")
         return found
 
 
-async def _told(asked: Awaitable[Any]) -> Any:
+async def _from_board(asked: Awaitable[Any]) -> Any:
     return await answered(asked, "the board of clients' jobs", BOARD_S)

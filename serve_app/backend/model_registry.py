@@ -30,7 +30,7 @@ class Models:
     """Every model, by its id."""
 
     def __init__(self, options: Options, app: str) -> None:
-        """Know the model that the server starts with; Serve tells of the others.
+        """Begin with the model that the server starts with; Serve's status lists the others.
 
         Args:
             options: The operator's.
@@ -181,7 +181,7 @@ class Models:
             if model is self._default:
                 phase = Phase.LOADED  # what the operator asked for is to be there
             elif model.id in self._going:
-                if phase is Phase.UNLOADING:  # Serve has heard: what it says from now on holds
+                if phase is Phase.UNLOADING:  # Serve has the request: its status is right from now on
                     self._going.discard(model.id)
                 phase = Phase.UNLOADING
             model.update(phase, app, asked)

@@ -12,7 +12,7 @@ from serve_app.http.errors import ApiError
 
 OWN_PREFIX = ("ray_vitrine_", "ray_serve_")
 KEPT_PREFIXES = tuple(f"{start}{name}".encode() for name in OWN_PREFIX for start in ("", "# HELP ", "# TYPE "))
-FRESH_S = 1.0  # for which a text is told again
+FRESH_S = 1.0  # for which a text is returned again
 READ_S = 5.0  # the longest that an exporter may take for all of it
 MOST_BYTES = 32 << 20  # of an exporter; Ray's own numbers of a node are under 1 MiB
 

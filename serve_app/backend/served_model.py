@@ -166,7 +166,7 @@ class ServedModel:
             return _answered(await self._handle.detokenize.remote(tokens, strings))
 
     async def run_code(self, job: CodeJob) -> None:
-        """Run a client's own code; the board of jobs is told what becomes of it.
+        """Run a client's own code; its updates go to the board of jobs.
 
         Raises:
             RequestError: It is not for this model, or too many jobs wait.

@@ -156,10 +156,10 @@ def _answer(process: subprocess.Popen[bytes], kind: type[BaseModel], raw: bytes)
     asked.write(raw)
     asked.flush()
     head = answered.read(SIZE.size)
-    told = answered.read(SIZE.unpack(head)[0]) if len(head) == SIZE.size else b""
-    if not told:
+    answer = answered.read(SIZE.unpack(head)[0]) if len(head) == SIZE.size else b""
+    if not answer:
         raise EOFError
-    found: BaseModel | RequestError = pickle.loads(told)  # noqa: S301, of our own process
+    found: BaseModel | RequestError = pickle.loads(answer)  # noqa: S301, of our own process
     return found
 
 

@@ -44,8 +44,8 @@ def serve(asked: IO[bytes], answered: IO[bytes]) -> None:
     """Answer until there is nothing more to come."""
     while head := asked.read(SIZES.size):
         name, raw = (asked.read(size) for size in SIZES.unpack(head))
-        told = answer(name, raw)
-        answered.write(SIZE.pack(len(told)) + told)
+        result = answer(name, raw)
+        answered.write(SIZE.pack(len(result)) + result)
         answered.flush()
 
 

@@ -103,7 +103,7 @@ class ApiError(Exception):
 
 
 def render(error: Exception, request_id: str) -> ApiError:
-    """Any exception as what the client is told."""
+    """Any exception as the error that the client gets."""
     if isinstance(error, ApiError):
         return error
     if isinstance(error, RequestValidationError):

@@ -26,7 +26,7 @@ NO_KEY = (
     "no valid API key: send one of this server's as `Authorization: Bearer <key>`, nnsight's client as NDIF_API_KEY"
 )
 NNSIGHT = b"ndif-api-key"  # the header in which nnsight's clients send theirs
-# nnsight's clients fetch results without a key; the address holds a token that only the job's client was told.
+# nnsight's clients fetch results without a key; the address holds a token that only the job's client has.
 RESULT = re.compile(r"/response/[0-9a-f]{32}/result")
 BEARER = HTTPBearer(auto_error=False, description="One of the operator's API keys.")  # for the documentation
 

@@ -2,7 +2,7 @@
 
 A website can have a browser send requests to a server that only its user's machine reaches: from a page of the site's
 own origin, or by a name of the site's that resolves to 127.0.0.1. And a proxy on the same machine can pass on requests
-from anywhere. A server without API keys tells them apart by these headers.
+from anywhere. A server without API keys distinguishes them by these headers.
 """
 
 from __future__ import annotations
@@ -65,19 +65,19 @@ class Hosts:
         if not self._is_allowed(host):
             message = f"this server has no API keys and answers its own machine only, but Host is {host[:200]!r}"
             return _refused(f"{message}: the operator can set keys with api_keys_file, or allow the name")
-        told = [*_of_header(headers, "x-forwarded-host"), *_forwarded(headers, "host")]
+        forwarded_names = [*_of_header(headers, "x-forwarded-host"), *_forwarded(headers, "host")]
         clients = [name for header in CLIENTS for name in _of_header(headers, header)] + [*_forwarded(headers, "for")]
-        others = [name for name in told if not self._is_allowed(name)]
-        is_proxied = told or clients or any(mark in headers for mark in ("forwarded", *OTHER_MARKS))
+        others = [name for name in forwarded_names if not self._is_allowed(name)]
+        is_proxied = forwarded_names or clients or any(mark in headers for mark in ("forwarded", *OTHER_MARKS))
         # Who passes a name on may have got it from the client: it does not vouch for the client's address.
-        if is_proxied and self._names.isdisjoint((host, *told)):
+        if is_proxied and self._names.isdisjoint((host, *forwarded_names)):
             others += [name for name in clients or ["somebody"] if not is_loopback(name)]
         if not others:
             return None
         return _refused(
             f"this server has no API keys and answers its own machine only, but a proxy forwarded this request for "
-            f"{others[0][:200]!r}: the operator can set keys with api_keys_file, or allow the proxy's name, which the proxy "
-            "must send as Host or X-Forwarded-Host,"
+            f"{others[0][:200]!r}: the operator can set keys with api_keys_file, or allow the proxy's name, which the "
+            "proxy must send as Host or X-Forwarded-Host,"
         )
 
     def _is_allowed(self, name: str) -> bool:

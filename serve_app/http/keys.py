@@ -102,7 +102,7 @@ class Keys:
 
 
 def _entries(source: str, text: str) -> Iterator[tuple[bytes, Caller]]:
-    """Each key's digest, and who sends it. What is wrong is told by its line alone, since it may hold a key."""
+    """Each key's digest, and who sends it. Errors name the line only, because it may hold a key."""
     for number, line in enumerate(text.splitlines(), 1):
         for entry in line.split() if not line.lstrip().startswith("#") else ():
             who, _, key = entry.partition(":")
@@ -126,5 +126,5 @@ def _digest(key: bytes) -> bytes:
 
 
 def _owner(key: bytes) -> str:
-    """The owner of a key without a name: a keyed hash, of which neither the key nor its digest can be told."""
+    """The owner of a key without a name: a keyed hash, from which neither the key nor its digest can be derived."""
     return UNNAMED_OWNER_PREFIX + hmac.new(key, b"owner", hashlib.sha256).hexdigest()[:32]

@@ -80,12 +80,12 @@ def _values(raw: bytes) -> Any:
 def invalid(errors: Iterable[Mapping[str, Any]], kind: type[BaseModel] | None = None) -> RequestError:
     """What does not fit, by the path of its field: one of pydantic's errors.
 
-    A value that fits no branch of a union brings an error for each; the deepest tells most. A field that was misspelt
-    tells more than that it is missing.
+    A value that fits no branch of a union brings an error for each; the deepest is the most specific. A misspelt field
+    is reported rather than that a field is missing.
 
     Args:
         errors: All of pydantic's.
-        kind: The body's; of an unknown field the nearest name that it has is told.
+        kind: The body's; the message on an unknown field has the nearest of its names.
     """
     first, *others = errors
     same = [first, *(one for one in others if one["loc"][:1] == first["loc"][:1])]

@@ -32,7 +32,7 @@ CallerAccount = Annotated[Account, Depends(_account)]
 
 
 async def known_query(request: Request) -> None:
-    """Let a request pass whose route knows all parameters of its query.
+    """Reject a request with a query parameter that its route does not have.
 
     Raises:
         RequestError: The first that it does not know: without a filter that was misspelt, a list would hold everything.

@@ -1,6 +1,6 @@
 """nnsight's remote protocol: clients' own code over the served models, where the operator allows it.
 
-A client opens a socket, is told its listener's name, posts its block with that, and hears on the socket what becomes of
+A client opens a socket, gets its listener's name, posts its block with that, and receives on the socket the status of
 it; or it posts without one and asks by the job's id. The messages are nnsight's `RequestModel` and `ResponseModel`.
 """
 
@@ -82,20 +82,20 @@ sockets = APIRouter()
 async def request(
     data: Annotated[str, Form(max_length=1 << 16)], blob: Annotated[UploadFile, File()], jobs: Jobs, who: CallerAccount
 ) -> dict[str, Any]:
-    """Take a client's block. What becomes of it is told on the socket of its `session_id`, or by `/response/{id}`."""
+    """Take a client's block. Its status comes on the socket of its `session_id`, or from `/response/{id}`."""
     try:
         envelope = parsed(Envelope, data.encode())
     except RequestError as error:
         raise RequestError(error.message, f"data.{error.field}" if error.field else "data", error.code) from error
     key = ModelKey.parse(envelope.model_key)
     sent = await jobs.send(key, await blob.read(), envelope.compress, envelope.env, envelope.session_id, who.owner)
-    return sent.told
+    return sent.as_json
 
 
 @router.get("/response/{job_id}", dependencies=[CodeOnly], responses=examples.JOB | errors(410))
 async def response(job_id: JobId, connection: HTTPConnection, jobs: Jobs, who: CallerAccount) -> dict[str, Any]:
     """What became of a job last; where it is done, `data` is the address of its result."""
-    return await jobs.told(who, job_id, _address(connection))
+    return await jobs.status(who, job_id, _address(connection))
 
 
 @router.get("/response/{job_id}/result", response_class=Response, responses=examples.RESULT | errors(404))
@@ -122,7 +122,7 @@ async def env(jobs: Jobs) -> dict[str, Any]:
 
 @router.get("/whoami", responses=examples.WHOAMI)
 async def whoami(connection: HTTPConnection, jobs: Jobs) -> dict[str, Any]:
-    """What the key is: this server knows no persons, only what a key may do."""
+    """What the key is: the server has no accounts of persons, only roles of keys."""
     return {"email": None, "tags": [connection.state.caller.role]}
 
 
@@ -168,13 +168,13 @@ async def _tell(socket: WebSocket, jobs: CodeJobs, who: Account, update: Update)
     if update.frame is not None:
         await socket.send_bytes(update.frame)
     elif update.status == "COMPLETED":
-        await socket.send_json(await jobs.told(who, update.id, _address(socket)))
+        await socket.send_json(await jobs.status(who, update.id, _address(socket)))
     else:
-        await socket.send_json(update.told)
+        await socket.send_json(update.as_json)
 
 
 def _address(connection: HTTPConnection) -> str:
-    """The server's address as the client knows it, for HTTP."""
+    """The server's address as the client reaches it, for HTTP."""
     return re.sub("^ws", "http", str(connection.base_url))
 
 

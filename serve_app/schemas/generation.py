@@ -175,8 +175,8 @@ class ChatRequest(Generation, IgnoredFields):
             raise ValueError("tool_choice needs tools")
         if isinstance(value, NamedTool) and value.function.name not in names:
             message = "there is no function {name} among tools"
-            told = {"name": repr(value.function.name), "field": "tool_choice.function.name"}
-            raise PydanticCustomError("unknown_function", message, told)
+            context = {"name": repr(value.function.name), "field": "tool_choice.function.name"}
+            raise PydanticCustomError("unknown_function", message, context)
         return value
 
     @property
@@ -234,10 +234,10 @@ class CompletionRequest(Generation):
     @field_validator("best_of")
     @classmethod
     def _is_picked_from(cls, value: int | None, info: ValidationInfo) -> int | None:
-        told = info.data.get("n") or 1
-        if value is not None and value < told:
-            raise ValueError(f"of {value} sequences n cannot return {told}")
-        if value is not None and value > told:
+        returned = info.data.get("n") or 1
+        if value is not None and value < returned:
+            raise ValueError(f"of {value} sequences n cannot return {returned}")
+        if value is not None and value > returned:
             if info.data.get("stream"):
                 raise ValueError("with stream it must equal n, because the best are known only at the end")
             if info.data.get("capture") or info.data.get("store_activations"):
@@ -261,8 +261,8 @@ class CompletionRequest(Generation):
     @model_validator(mode="after")
     def _variants_have_one_prompt(self) -> CompletionRequest:
         if self.variants and (len(self.prompts) > 1 or self.best_of):
-            told = {"field": "variants"}
-            raise PydanticCustomError("value_error", "send one prompt with variants, and leave out best_of", told)
+            context = {"field": "variants"}
+            raise PydanticCustomError("value_error", "send one prompt with variants, and leave out best_of", context)
         return self
 
     @property

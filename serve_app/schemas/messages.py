@@ -76,11 +76,12 @@ class ChatMessage(WireModel):
     @property
     def spoken(self) -> dict[str, Any]:
         """What the chat template sees."""
-        told = self.model_dump(include={"name", "tool_calls", "tool_call_id", "reasoning_content"}, exclude_none=True)
+        names = {"name", "tool_calls", "tool_call_id", "reasoning_content"}
+        further = self.model_dump(include=names, exclude_none=True)
         # Many templates know no other role for instructions, and drop contents that are no string.
         role = "system" if self.role == "developer" else self.role
         text = "".join(part.text for part in self.content) if isinstance(self.content, list) else self.content
-        return {"role": role, "content": text} | told
+        return {"role": role, "content": text} | further
 
     @model_validator(mode="after")
     def _has_content(self) -> ChatMessage:

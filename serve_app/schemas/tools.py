@@ -1,4 +1,4 @@
-"""What a chat tells its template, and what it says of its answer's form: tools, and JSON by a schema."""
+"""Fields of a chat about tools and about the form of its answer."""
 
 from __future__ import annotations
 

@@ -66,8 +66,8 @@ class Sweep:
         scored = any(row.score is not None for row in self.rows)
         lines = [f"layer   scale  {'  score  ' if scored else ''}text"]
         for layer, scale, text, score in self.rows:
-            told = f"{score:7.3g}  " if score is not None else " " * 9 if scored else ""
-            lines.append(f"{layer:5}  {scale:6g}  {told}{text!r}")
+            shown = f"{score:7.3g}  " if score is not None else " " * 9 if scored else ""
+            lines.append(f"{layer:5}  {scale:6g}  {shown}{text!r}")
         return "\n".join(lines)
 
 

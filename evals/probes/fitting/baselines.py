@@ -1,4 +1,4 @@
-"""What the text alone, and its length alone, tell of the labels: cross-validated in the same folds as the probes."""
+"""Baselines: how well the text alone and its length alone predict the labels, in the same folds as the probes."""
 
 from __future__ import annotations
 
