@@ -1,4 +1,4 @@
-"""Where the activation store's writer might fall off: `python -m benchmarks.cliffs`.
+"""Where the activation store's writer might become slow: `python -m benchmarks.cliffs`.
 
   one session    runs per second of 0.1 MB each, in one session
   sessions       the same, with a session for each run

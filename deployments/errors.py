@@ -1,4 +1,4 @@
-"""What a request can do wrong, in one type that names the field; and why a model could not be loaded."""
+"""The error of a bad request, which names the field, and the error of a model that cannot be loaded."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Who can reach the server: it refuses to start where strangers could run code or read what is stored.
+"""Checks before the start that nobody else can run code or read stored data.
 
 Two doors lead to it. HTTP takes API keys. Ray's own ports, which each replica opens on all addresses and which unpickle
 what they are sent, take Ray's token.

@@ -1,4 +1,4 @@
-"""Imported first by what needs the server's packages, it says how to install them where they are missing."""
+"""Imported before the server's packages: says how to install them if they are missing."""
 
 from importlib.util import find_spec
 

@@ -1,4 +1,4 @@
-"""The HTTP face: `serve run serve_app:app`, or `serve run serve_app:build_app name=value ...`."""
+"""The HTTP server: `serve run serve_app:app`, or `serve run serve_app:build_app name=value ...`."""
 
 import os
 from pathlib import Path

@@ -1,4 +1,4 @@
-"""A server of one's own, for as long as the program runs."""
+"""A server that runs as long as the program."""
 
 from __future__ import annotations
 

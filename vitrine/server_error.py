@@ -1,4 +1,4 @@
-"""What a server refuses."""
+"""The error of a request that a server rejects."""
 
 from __future__ import annotations
 

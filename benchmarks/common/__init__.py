@@ -1,4 +1,4 @@
-"""What the benchmarks share: child processes, servers, load, measuring in turn, tables and pictures.
+"""Shared parts of benchmarks: child processes, servers, load, measuring in turn, tables and pictures.
 
 Each command beside this package is one benchmark.
 """

@@ -1,4 +1,4 @@
-"""What the models are asked: the first questions of GSM8K, or of the set that ships."""
+"""The prompts of benchmarks: the first questions of GSM8K, or of the set that ships."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What this project is measured against, each on weights of its own and at its best settings."""
+"""The peers of this project, each with weights of its own and its best settings."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What a model writes, taken apart: thoughts, content and tool calls, by its response template, in linear time."""
+"""Splits a model's text into thoughts, content and tool calls by its response template, in linear time."""
 
 from __future__ import annotations
 

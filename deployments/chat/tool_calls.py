@@ -1,4 +1,4 @@
-"""How a model writes tool calls, learned from its own chat template, so that they can be forced."""
+"""How a model writes tool calls, learned from its own chat template, so that they can be required."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""How the replica and a job's process talk: frames over a socket. The process is not trusted: no frame is unpickled."""
+"""Frames between the replica and a job's process over a socket. The process is not trusted: no frame is unpickled."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""A client's job, and what is said of it on its way."""
+"""A client's job, its limits and its updates."""
 
 from __future__ import annotations
 

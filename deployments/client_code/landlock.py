@@ -1,4 +1,4 @@
-"""Landlock: a process gives up all files but some, for itself and all it starts."""
+"""Landlock: a process gives up access to all but some files, for itself and its children."""
 
 from __future__ import annotations
 

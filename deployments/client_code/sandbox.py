@@ -1,4 +1,4 @@
-"""What a job's process gives up before it opens anything of its client's."""
+"""The rights that a job's process gives up before it opens anything from its client."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What becomes of examples."""
+"""The outcome of a block of examples."""
 
 from __future__ import annotations
 

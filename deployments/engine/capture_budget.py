@@ -1,4 +1,4 @@
-"""Captured rows on their way out of the engine, under one budget of host memory."""
+"""The budget of host memory for captured rows that the store has not taken yet."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Conditions on readouts as one sequence goes on: which of its rows met them.
+"""Conditions on readouts: which rows of a sequence have met them.
 
 What a row decided stands: a sequence that is run again after it lost its place keeps what its rows decided before.
 Everything stays on the model's device.

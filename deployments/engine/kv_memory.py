@@ -1,4 +1,4 @@
-"""Memory: pages of keys and values under one budget, what is held now, and what to say when there is none left."""
+"""Memory: pages of keys and values under one budget, what is held now, and the error when none is left."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What happens after a forward that failed: as few sequences as can be end with it."""
+"""Recovery from a failed forward pass: as few sequences as possible end with it."""
 
 from __future__ import annotations
 

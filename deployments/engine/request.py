@@ -1,4 +1,4 @@
-"""What goes into the engine and what comes out: small typed messages."""
+"""Requests to the engine and its events: small typed messages."""
 
 from __future__ import annotations
 

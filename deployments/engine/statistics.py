@@ -1,4 +1,4 @@
-"""What the engine is doing, in numbers."""
+"""The engine's counters and sizes."""
 
 from __future__ import annotations
 

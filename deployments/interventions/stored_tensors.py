@@ -1,4 +1,4 @@
-"""What interventions name and the activation store holds: clients' tensors, and rows of stored runs."""
+"""The tensors and rows of stored runs that interventions name, fetched from the activation store."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The whole way: examples, folds, probes of every point, the headline, intervals, and what is written."""
+"""A whole sweep: examples, folds, probes of every point, the headline, intervals, and the files."""
 
 from __future__ import annotations
 

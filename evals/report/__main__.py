@@ -1,4 +1,4 @@
-"""`python -m evals.report DIR`: write a run's report.html anew."""
+"""`python -m evals.report DIR`: write a run's report.html again."""
 
 import sys
 

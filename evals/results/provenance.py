@@ -1,4 +1,4 @@
-"""All that is needed to repeat a run, as config.json holds it, and how two of these differ."""
+"""The record that repeats a run, config.json, and how two of them differ."""
 
 import hashlib
 import os

@@ -1,4 +1,4 @@
-"""What readouts say of the outcome: the score of a sample, its AUROC by condition, and the spread of tokens' values."""
+"""Readouts against outcomes: a sample's score, AUROC by condition, and the spread of tokens' values."""
 
 import math
 from collections import defaultdict

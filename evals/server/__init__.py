@@ -1,4 +1,4 @@
-"""The server that is evaluated: starting it, recognizing it, asking it, and waiting for it when it is away.
+"""The server under evaluation: starting and recognizing it, sending requests, waiting while it is away.
 
 All by HTTP.
 """

@@ -1,4 +1,4 @@
-"""How long a server has been away, by what all requests of one client met."""
+"""How long a server has been away, from the results of all requests of one client."""
 
 import time
 from collections.abc import Callable

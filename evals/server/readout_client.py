@@ -1,4 +1,4 @@
-"""Which of the server's readouts a run asks for, and their values as answers have them."""
+"""The readouts that a run requests, and their values in answers."""
 
 from collections.abc import Iterable, Sequence
 from typing import Any

@@ -1,4 +1,4 @@
-"""Who answers at a URL: a Vitrine server, or something else that must not be taken for one."""
+"""Whether a Vitrine server answers at a URL."""
 
 from typing import Any, NamedTuple
 

@@ -1,4 +1,4 @@
-"""The server that `--serve` brings: found and recognized, or started, and stopped again."""
+"""The server of `--serve`: an existing one is recognized and used, else one is started and stopped."""
 
 import json
 import os

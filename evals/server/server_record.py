@@ -1,4 +1,4 @@
-"""The file in which a server that `--serve` started says what it is."""
+"""The record of a server that `--serve` started: its process, options and cluster."""
 
 import socket
 from collections.abc import Callable

@@ -1,4 +1,4 @@
-"""What the model is asked: a variant's prefix, the question and the instruction, after any worked examples."""
+"""Prompts: worked examples, a variant's prefix, the question and the instruction."""
 
 from pathlib import Path
 from typing import Any, NamedTuple

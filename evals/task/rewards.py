@@ -1,4 +1,4 @@
-"""Rewards: small named functions over a sample, each from 0 to 1, added up by weights.
+"""Rewards: small named functions over a sample, each from 0 to 1, and their weighted sum.
 
     correctness   1 for the right number by the run's rule
     format        1 if the answer ends in its only `####` line, with a number

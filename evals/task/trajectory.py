@@ -1,4 +1,4 @@
-"""One problem in one mode and variant: a single turn, or the tool loop. What came of it is a `Sample`."""
+"""One problem in one mode and variant: a single turn, or the tool loop. The result is a `Sample`."""
 
 import hashlib
 import json

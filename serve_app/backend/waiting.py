@@ -1,4 +1,4 @@
-"""How long is waited for actors that are shared: the activation store, and the board of clients' jobs."""
+"""Time limits for calls of shared actors: the activation store, and the board of clients' jobs."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What every request and answer passes: keys, hosts, limits, parsing, errors, pages and ranges.
+"""HTTP around the routes: keys, hosts, limits, parsing, errors, pages and ranges.
 
 Nothing here depends on a model.
 """

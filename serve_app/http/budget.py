@@ -1,4 +1,4 @@
-"""A bound on what answers that are sent at once hold in memory."""
+"""A bound on the memory of answers that are being sent."""
 
 from __future__ import annotations
 

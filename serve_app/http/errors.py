@@ -1,4 +1,4 @@
-"""Every failure as OpenAI's error body; the one place that renders errors.
+"""Every failure as OpenAI's error body; the only place that renders errors.
 
 ApiError: what a route raises, with status, message and field.
 RequestError: what the deployments refuse; it says its own status.

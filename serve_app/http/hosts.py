@@ -1,4 +1,4 @@
-"""By which names the server may be called, and by pages of which origins.
+"""The host names and origins whose requests the server answers.
 
 A website can have a browser send requests to a server that only its user's machine reaches: from a page of the site's
 own origin, or by a name of the site's that resolves to 127.0.0.1. And a proxy on the same machine can pass on requests

@@ -1,4 +1,4 @@
-"""API keys: who may use the server, which role each key has, and whom what it makes belongs to."""
+"""API keys: the role of each, and the owner of what it creates."""
 
 from __future__ import annotations
 

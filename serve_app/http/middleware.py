@@ -1,4 +1,4 @@
-"""What every request passes on its way in: its id, and the limits on its body; and what every answer says."""
+"""Request ids, limits on bodies, and the headers of every answer."""
 
 from __future__ import annotations
 

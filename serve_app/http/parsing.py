@@ -1,4 +1,4 @@
-"""JSON as an object of a kind, or why it is none. It imports no Ray: other processes parse large bodies."""
+"""Parsing of JSON bodies into schemas, and the errors. It imports no Ray: other processes parse large bodies."""
 
 from __future__ import annotations
 

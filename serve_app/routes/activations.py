@@ -76,9 +76,9 @@ async def sessions(
     limit: Annotated[int, Query(ge=1, le=1000)] = 100,
     after: Id | None = None,
 ) -> dict[str, Any]:
-    """Sessions of stored activations in the order of their ids, `limit` of them, behind the id `after`.
+    """List stored sessions in the order of their ids: `limit` of them, after the id `after`.
 
-    With filters, those that hold a run which fits all of them, and the numbers count such runs alone.
+    With filters, list sessions with a run that matches all of them; the numbers then count only matching runs.
     """
     return listed(await backend.sessions(who, limit + 1, after, filter), limit)
 
@@ -92,7 +92,7 @@ async def runs(
     limit: Annotated[int, Query(ge=1, le=1000)] = 100,
     after: Id | None = None,
 ) -> dict[str, Any]:
-    """Stored runs of all sessions that fit all filters, the oldest first, `limit` of them, behind the run `after`."""
+    """List stored runs that match all filters, the oldest first: `limit` of them, after the run `after`."""
     if session is not None:
         filter = filter._replace(session=_checked(session, "session"))
     return listed(await backend.runs(who, filter, limit + 1, after), limit)
@@ -106,7 +106,7 @@ async def session(
     limit: Annotated[int, Query(ge=1, le=1000, description="Of its runs.")] = 100,
     after: Annotated[Id | None, Query(description="The id of the last run of the previous page.")] = None,
 ) -> dict[str, Any]:
-    """One session: its runs, the oldest first, their points and shapes, and its files."""
+    """Show one session: its files and its runs, the oldest first, with points and shapes."""
     return await backend.session(who, session_id, limit, after)
 
 
@@ -144,7 +144,7 @@ async def delete_session(
 ) -> dict[str, Any]:
     """Delete a session that is not pinned; its files are gone when this answers 200.
 
-    It is listed no more in any case. With 202, nodes that are away delete their part of it when they come back.
+    It is not listed any more in either case. With 202, nodes that are away delete their part when they come back.
     """
     deleted = {"id": session_id, "object": "session", "deleted": True}
     if away := await backend.delete_session(who, session_id):
@@ -155,28 +155,28 @@ async def delete_session(
 
 @activations.put("/session/{session_id}/pin", responses=examples.PINNED | errors(404))
 async def pin_session(session_id: SessionId, backend: AppBackend, who: CallerAccount) -> dict[str, Any]:
-    """Pin a session: neither a request nor a limit of the store deletes it."""
+    """Pin a session, so that neither a request nor a limit of the store deletes it."""
     await backend.pin_session(who, session_id, True)
     return {"id": session_id, "object": "session", "pinned": True}
 
 
 @activations.delete("/session/{session_id}/pin", responses=examples.UNPINNED | errors(404))
 async def unpin_session(session_id: SessionId, backend: AppBackend, who: CallerAccount) -> dict[str, Any]:
-    """Take a session's pin away; one that has none stays as it is."""
+    """Remove a session's pin, if it has one."""
     await backend.pin_session(who, session_id, False)
     return {"id": session_id, "object": "session", "pinned": False}
 
 
 @activations.put("/session/{session_id}/shared", responses=examples.SHARED | errors(404))
 async def share_session(session_id: SessionId, backend: AppBackend, who: CallerAccount) -> dict[str, Any]:
-    """Let every key list, read and download a session; to change it stays its owner's."""
+    """Let every key list, read and download a session; only its owner may change it."""
     await backend.share_session(who, session_id, True)
     return {"id": session_id, "object": "session", "shared": True}
 
 
 @activations.delete("/session/{session_id}/shared", responses=examples.UNSHARED | errors(404))
 async def unshare_session(session_id: SessionId, backend: AppBackend, who: CallerAccount) -> dict[str, Any]:
-    """Let its owner and admins alone read a session again."""
+    """End that: only its owner and admins may read the session."""
     await backend.share_session(who, session_id, False)
     return {"id": session_id, "object": "session", "shared": False}
 
@@ -189,7 +189,7 @@ def _checked(session_id: str, field: str) -> str:
 
 
 def _apart(values: list[str] | None, field: str) -> tuple[str, ...] | None:
-    """What a repeated field or commas set apart; None where the field is left out."""
+    """The names of a field that is repeated or has commas; None if the field is left out."""
     if values is None:
         return None
     parts = tuple(part for value in values for part in value.split(","))

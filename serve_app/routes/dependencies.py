@@ -1,4 +1,4 @@
-"""What routes ask FastAPI for."""
+"""Dependencies of routes."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ async def known_query(request: Request) -> None:
     """Reject a request with a query parameter that its route does not have.
 
     Raises:
-        RequestError: The first that it does not know: without a filter that was misspelt, a list would hold everything.
+        RequestError: It has one. If misspelt filters were ignored, a list would hold everything.
     """
     if request.query_params:
         known = sorted(_query_names(request.scope["route"].dependant))

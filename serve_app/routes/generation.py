@@ -43,7 +43,7 @@ async def chat(
     who: CallerAccount,
     named: ByHeaders,
 ) -> Response:
-    """Answer a chat, streamed or whole; record activations where `capture` or `store_activations` asks."""
+    """Answer a chat, streamed or whole, and record activations if `capture` or `store_activations` asks for it."""
     limit, name = body.limit
     job = await _job(
         body,
@@ -71,7 +71,7 @@ async def completions(
     who: CallerAccount,
     named: ByHeaders,
 ) -> Response:
-    """Continue one prompt or many, streamed or whole; record activations where asked."""
+    """Continue one prompt or several, streamed or whole, and record activations if the request asks for it."""
     job = await _job(
         body,
         request,
@@ -149,7 +149,7 @@ async def _answer(kind: Kind, body: Generation, job: Job, backend: Backend, prom
 
 
 async def _until_gone(events: AsyncIterator[str], gathered: AsyncGenerator[list[Message]]) -> AsyncIterator[str]:
-    """Pass on events; close the job's stream with the client's, so that its slot is freed at once."""
+    """Pass events on; close the job's stream when the client disconnects, so that its memory is freed at once."""
     async with contextlib.aclosing(gathered):
         async for event in events:
             yield event

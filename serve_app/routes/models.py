@@ -31,31 +31,31 @@ explored = APIRouter(prefix="/v1/model", tags=["Models"], responses=errors(404, 
 
 @served.get("/v1/models", responses=examples.MODELS)
 async def list_models(backend: AppBackend) -> dict[str, Any]:
-    """The models that are served."""
+    """List the models that are served."""
     return {"object": "list", "data": await backend.models.describe()}
 
 
 @served.get("/v1/models/{model_id:path}", responses=examples.MODEL | errors(404, 504))
 async def retrieve_model(model_id: PathId, backend: AppBackend) -> dict[str, Any]:
-    """One model; its id may hold slashes."""
+    """Show one model; its id may have slashes."""
     model = await backend.models.find(model_id)
     return await model.describe()
 
 
 @explored.get("/structure", responses=examples.STRUCTURE)
 async def model_structure(backend: AppBackend, model: Id | None = None) -> dict[str, Any]:
-    """What a model is made of: its sizes, every capture point and its modules."""
+    """Show a model's sizes, its capture points and its modules."""
     found = await backend.models.find(model)
     return await found.structure()
 
 
 @models.post("/load", responses=examples.LOADED | errors(409, 429))
 async def load_model(body: LoadRequest, backend: AppBackend) -> dict[str, Any]:
-    """Load a model beside the others; answers when it serves, at once where it does already."""
+    """Load a model beside the others; answer when it serves, at once if it does already."""
     return await backend.loader.load(body)
 
 
 @models.post("/unload", responses=examples.UNLOADED | errors(409, 429))
 async def unload_model(body: UnloadRequest, backend: AppBackend) -> dict[str, Any]:
-    """Finish what runs on a model, then let it go; answers when nothing of it is left."""
+    """Unload a model: finish its requests, then remove it; answer when nothing of it is left."""
     return await backend.loader.unload(body.model_id)

@@ -94,13 +94,13 @@ async def request(
 
 @router.get("/response/{job_id}", dependencies=[CodeOnly], responses=examples.JOB | errors(410))
 async def response(job_id: JobId, connection: HTTPConnection, jobs: Jobs, who: CallerAccount) -> dict[str, Any]:
-    """What became of a job last; where it is done, `data` is the address of its result."""
+    """Show a job's last status; when it is done, `data` is the address of its result."""
     return await jobs.status(who, job_id, _address(connection))
 
 
 @router.get("/response/{job_id}/result", response_class=Response, responses=examples.RESULT | errors(404))
 async def result(job_id: JobId, token: Annotated[str, Query(max_length=256)], jobs: Jobs) -> Response:
-    """A finished job's saved values, for `torch.load`, compressed where the job was; the token is its key."""
+    """Download a finished job's saved values for `torch.load`, compressed if the job was; the token authorizes it."""
     length, pieces = await jobs.result(job_id, token)
     # nnsight's clients ask for no ranges. A client that closes the connection behind the result is known to have it.
     headers = {"Content-Length": str(length), "Connection": "close"}
@@ -109,26 +109,26 @@ async def result(job_id: JobId, token: Annotated[str, Query(max_length=256)], jo
 
 @router.get("/status", responses=examples.STATUS)
 async def status(backend: AppBackend, jobs: Jobs) -> dict[str, Any]:
-    """The models that nnsight code can be run on, as `nnsight.status()` reads them."""
+    """List the models that can run nnsight code, as `nnsight.status()` reads them."""
     await backend.models.refresh()
     return {"deployments": {model.id: await model.deployment() for model in backend.models.loaded}}
 
 
 @router.get("/env", responses=examples.ENVIRONMENT)
 async def env(jobs: Jobs) -> dict[str, Any]:
-    """The server's Python and packages, by the names they are imported by, as `nnsight.compare()` reads them."""
+    """List the server's Python and packages by their import names, as `nnsight.compare()` reads them."""
     return await asyncio.to_thread(_environment)
 
 
 @router.get("/whoami", responses=examples.WHOAMI)
 async def whoami(connection: HTTPConnection, jobs: Jobs) -> dict[str, Any]:
-    """What the key is: the server has no accounts of persons, only roles of keys."""
+    """Show the key's role; the server has no accounts of persons."""
     return {"email": None, "tags": [connection.state.caller.role]}
 
 
 @sockets.websocket("/subscribe")
 async def subscribe(socket: WebSocket, backend: AppBackend, who: CallerAccount) -> None:
-    """Tell a listener its name, then all that becomes of its jobs; when it goes, they are stopped."""
+    """Send a listener its name, then each status of its jobs; stop the jobs when it disconnects."""
     if backend.jobs is None:
         return await _off().close(socket)
     if not socket.state.caller.may_run_code:

@@ -15,6 +15,6 @@ PathId = Annotated[str, Path(max_length=256)]
 
 
 def listed(found: list[dict[str, Any]], limit: int) -> dict[str, Any]:
-    """A list of at most so many, of which one more was looked for."""
+    """A page of a list; one more entry than its limit was looked up."""
     some, has_more = first_page(found, limit)
     return {"object": "list", "data": some, "has_more": has_more}

@@ -21,7 +21,7 @@ profiles = APIRouter(prefix="/v1/interventions", tags=["Profiles"], responses=er
 
 @profiles.post("", responses=examples.PROFILE | errors(403, 429, 504))
 async def keep_profile(body: ProfileBody, backend: AppBackend, who: CallerAccount) -> dict[str, Any]:
-    """Keep a profile, in the place of one's own of its name; to make a default, or change one, takes an admin."""
+    """Store a profile, replacing the sender's own of that name; making or changing a default needs an admin's key."""
     return await backend.keep_profile(who, body)
 
 
@@ -29,9 +29,9 @@ async def keep_profile(body: ProfileBody, backend: AppBackend, who: CallerAccoun
 async def list_profiles(
     backend: AppBackend, who: CallerAccount, limit: Annotated[int, Query(ge=1, le=1000)] = 100, after: Id | None = None
 ) -> dict[str, Any]:
-    """Profiles in the order of their names, `limit` of them, behind the name `after`; without what they do.
+    """List profiles without their contents, in the order of their names: `limit` of them, after the name `after`.
 
-    To an admin everybody's: `after` is `name@owner` then.
+    An admin gets everybody's; `after` is then `name@owner`.
     """
     return listed(await backend.profiles.list(who, limit + 1, after), limit)
 
@@ -40,12 +40,12 @@ async def list_profiles(
 async def retrieve_profile(
     name: PathId, backend: AppBackend, who: CallerAccount, owner: Owner = None
 ) -> dict[str, Any]:
-    """A profile, as it was sent: the sender's own, else a default of that name."""
+    """Show a profile as it was sent: the sender's own, else a default of that name."""
     return await backend.profiles.get(who, name, owner)
 
 
 @profiles.delete("/{name}", responses=examples.PROFILE_DELETED | errors(403, 404))
 async def delete_profile(name: PathId, backend: AppBackend, who: CallerAccount, owner: Owner = None) -> dict[str, Any]:
-    """Delete a profile; it is gone when this answers. A default takes an admin."""
+    """Delete a profile; it is gone when this answers. Deleting a default needs an admin's key."""
     await backend.profiles.delete(who, name, owner)
     return {"name": name, "object": "intervention_profile", "deleted": True}

@@ -24,7 +24,7 @@ async def install_readout(
     who: CallerAccount,
     spec: Annotated[str | None, Form(max_length=1 << 20, description="JSON; without it, the file's metadata")] = None,
 ) -> dict[str, Any]:
-    """Install a linear probe, a direction, or a sparse autoencoder; where its model is served, only what fits it."""
+    """Install a linear probe, a direction, or a sparse autoencoder; if its model is served, it must fit the model."""
     return await backend.readouts.install(who, await file.read(), _object(spec))
 
 
@@ -32,19 +32,19 @@ async def install_readout(
 async def list_readouts(
     backend: AppBackend, who: CallerAccount, limit: Annotated[int, Query(ge=1, le=1000)] = 100, after: Id | None = None
 ) -> dict[str, Any]:
-    """Readouts in the order of their names, `limit` of them, behind the name `after`."""
+    """List readouts in the order of their names: `limit` of them, after the name `after`."""
     return listed(await backend.readouts.list(who, limit + 1, after), limit)
 
 
 @readouts.get("/{name}", responses=examples.READOUT | errors(404))
 async def retrieve_readout(name: PathId, backend: AppBackend, who: CallerAccount) -> dict[str, Any]:
-    """What a readout is, without its tensors."""
+    """Show a readout, without its tensors."""
     return await backend.readouts.get(who, name)
 
 
 @readouts.delete("/{name}", responses=examples.READOUT_DELETED | errors(404))
 async def delete_readout(name: PathId, backend: AppBackend, who: CallerAccount) -> dict[str, Any]:
-    """Remove a readout; requests that use it go on."""
+    """Delete a readout; requests that use it continue."""
     await backend.readouts.delete(who, name)
     return {"name": name, "object": "readout", "deleted": True}
 

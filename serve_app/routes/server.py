@@ -18,12 +18,12 @@ open_to_all = APIRouter(tags=["Server"])
 
 @open_to_all.get("/health", responses=examples.HEALTH)
 async def health(backend: AppBackend) -> Response:
-    """200 while every loaded model has a replica that can serve, else 503."""
+    """Answer 200 while every loaded model has a replica that can serve, else 503."""
     healthy, body = await backend.models.health()
     return JSONResponse(body) if healthy else JSONResponse(body, 503, HEADERS[503])
 
 
 @server.get("/metrics", response_class=Response, responses=examples.METRICS)
 async def metrics(backend: AppBackend) -> Response:
-    """What Ray exports of this project and of Serve, of all nodes, as Prometheus text; at most a second old."""
+    """Return the metrics of Vitrine and of Serve, of all nodes, as Prometheus text; they are at most a second old."""
     return PlainTextResponse(await backend.metrics.text())

@@ -21,7 +21,7 @@ tensors = APIRouter(prefix=TENSORS, tags=["Tensors"], responses=errors(503))
 async def upload_tensors(
     data: Annotated[bytes, Body(media_type=BYTES)], backend: AppBackend, who: CallerAccount
 ) -> dict[str, Any]:
-    """Keep one safetensors file, of steering vectors or probe directions; the same bytes again have the same id."""
+    """Store a safetensors file of steering vectors or probe directions; the same bytes have the same id."""
     return await backend.put_tensors(who, data)
 
 
@@ -29,14 +29,14 @@ async def upload_tensors(
 async def tensor_files(
     backend: AppBackend, who: CallerAccount, limit: Annotated[int, Query(ge=1, le=1000)] = 100, after: Id | None = None
 ) -> dict[str, Any]:
-    """Tensor files in the order of their ids, `limit` of them, behind the id `after`."""
+    """List tensor files in the order of their ids: `limit` of them, after the id `after`."""
     return listed(await backend.tensor_files(who, limit + 1, after), limit)
 
 
 @tensors.head("/{tensor_id}", include_in_schema=False)
 @tensors.get("/{tensor_id}", response_class=Response, responses=examples.TENSOR_FILE | errors(404))
 async def tensor_file(tensor_id: PathId, backend: AppBackend, who: CallerAccount, asked: Ranged) -> Response:
-    """A tensor file page by page, as it was sent."""
+    """Download a tensor file as it was sent, page by page."""
     return await page(asked, await backend.tensor_file(who, tensor_id), BYTES)
 
 

@@ -17,13 +17,13 @@ tokens = APIRouter(tags=["Tokens"], responses=errors(404, 429, 503, 504), route_
 
 @tokens.post("/tokenize", responses=examples.TOKENS)
 async def tokenize(body: TokenizeRequest, backend: AppBackend) -> dict[str, Any]:
-    """The tokens of a prompt, or of a chat as the model's template writes it."""
+    """Return the tokens of a prompt, or of a chat as the model's template writes it."""
     model = await backend.models.find(body.model)
     return await model.tokenize(body.text)
 
 
 @tokens.post("/detokenize", responses=examples.TEXT)
 async def detokenize(body: DetokenizeRequest, backend: AppBackend) -> dict[str, Any]:
-    """The text of tokens, and with `return_token_strs` of each of them."""
+    """Return the text of tokens, and with `return_token_strs` the text of each."""
     model = await backend.models.find(body.model)
     return await model.detokenize(body.tokens, bool(body.return_token_strs))

@@ -1,4 +1,4 @@
-"""What requests may hold: pydantic models of every JSON body.
+"""The JSON bodies of requests, as pydantic models.
 
 No Ray and no torch: other processes parse large bodies with them.
 """

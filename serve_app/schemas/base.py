@@ -28,7 +28,7 @@ class WireModel(Strict):
 
 
 def packed_ids(tokens: Sequence[int]) -> Sequence[int]:
-    """Token ids as an array, which other processes get in no time where a list of as many holds an event loop."""
+    """Token ids as an array, which is sent to other processes much faster than a list."""
     return array("i", tokens)
 
 
@@ -44,7 +44,7 @@ class free_json:
         return inner
 
     def __get_pydantic_json_schema__(self, schema: CoreSchema, handler: GetJsonSchemaHandler) -> JsonSchemaValue:
-        """The bound has no word in JSON schema."""
+        """JSON schema cannot express the bound."""
         return handler(schema) | {"x-max-characters": self.most}
 
     def _checked(self, value: Any) -> Any:
@@ -62,7 +62,7 @@ class free_json:
 
 
 def unread(_: Any) -> None:
-    """What becomes of a value that no answer depends on, so that it costs nothing once it is checked."""
+    """Drop a value that no answer depends on, once it is checked."""
 
 
 FreeObject = Annotated[dict[Name, Any], Field(max_length=1024, fail_fast=True), free_json()]

@@ -1,4 +1,4 @@
-"""The wire: what OpenAI's routes take, with this project's fields. Answers are plain dicts (`answers.py`)."""
+"""The bodies of OpenAI's routes, with Vitrine's fields. Answers are plain dicts (`answers.py`)."""
 
 from __future__ import annotations
 

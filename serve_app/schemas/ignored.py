@@ -1,4 +1,4 @@
-"""OpenAI's documented fields that no answer here depends on, and those that are refused with a reason.
+"""OpenAI's documented fields that change no answer here, and those that are rejected with a reason.
 
 `docs/http.md` has a row for each.
 """
@@ -22,7 +22,7 @@ REFUSED_WITH_REASON = {
 
 
 class IgnoredFields(BaseModel):
-    """Fields of chats that are taken and change nothing, and fields that may only be null."""
+    """Fields of chats that are accepted and change nothing, and fields that must be null."""
 
     modalities: list[Literal["text"]] | None = Field(default=None, min_length=1, max_length=1)
     prediction: UnreadObject | None = None

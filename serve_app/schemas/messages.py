@@ -53,7 +53,7 @@ class ToolCall(WireModel):
 class ChatMessage(WireModel):
     """One message of a chat.
 
-    The fields after `reasoning_content` say nothing to the model: clients send back the assistant's messages as
+    The model does not see the fields after `reasoning_content`: clients send back the assistant's messages as
     they got them.
     """
 

@@ -1,4 +1,4 @@
-"""The wire of loading and unloading models."""
+"""The bodies of `/models/load` and `/models/unload`."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ DeviceMap = (
 class LoadRequest(WireModel):
     """`POST /models/load`.
 
-    `model_id` names a repository, never a path: what it means is the operator's and the hub's to say.
+    `model_id` names a repository or a model of the operator's, never a path.
     """
 
     model_id: str = Field(min_length=1, max_length=128)

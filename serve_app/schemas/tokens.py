@@ -1,4 +1,4 @@
-"""The wire of `/tokenize` and `/detokenize`, as vLLM's."""
+"""The bodies of `/tokenize` and `/detokenize`, as in vLLM."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ class TokenizeRequest(WireModel):
 
     @property
     def text(self) -> Text:
-        """What is to be written as tokens; a template's text has its special tokens in it already."""
+        """The text to tokenize; the text of a chat template has its special tokens already."""
         special = self.messages is None if self.add_special_tokens is None else self.add_special_tokens
         return Text(
             prompt=self.prompt,

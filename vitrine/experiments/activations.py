@@ -1,4 +1,4 @@
-"""What `Server.collect` gives."""
+"""The result of `Server.collect`."""
 
 from __future__ import annotations
 

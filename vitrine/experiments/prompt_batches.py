@@ -1,4 +1,4 @@
-"""Prompts as requests have them."""
+"""Prompts, and their grouping into requests."""
 
 from __future__ import annotations
 

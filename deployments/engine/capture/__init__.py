@@ -1,4 +1,4 @@
-"""What requests record while they run: a ring on the device, and a buffer on the host for each request.
+"""Recording: a ring on the device, and a buffer in host memory for each request.
 
 Rows are handed out in pieces; the sizes are known before anything is computed.
 """

@@ -1,4 +1,4 @@
-"""What one request records, as it grows and goes out."""
+"""The rows that one request records, until they are handed out."""
 
 from __future__ import annotations
 

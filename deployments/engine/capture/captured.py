@@ -1,4 +1,4 @@
-"""What was recorded of a request, as it is handed out."""
+"""Recorded rows as they are handed out."""
 
 from __future__ import annotations
 

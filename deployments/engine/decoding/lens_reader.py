@@ -1,4 +1,4 @@
-"""The logit lens: which tokens come of a layer's output where a token is decided."""
+"""The logit lens: each layer's likeliest tokens at the positions that predict a token."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""How likely the model held the tokens of a prompt, worked out as the prompt's pieces run."""
+"""Logprobs of a prompt's tokens, computed as the prompt's pieces run."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What one sequence brings to the draw of its next token; `sampling.py` draws for all sequences at once."""
+"""One sequence's state for drawing its next token; `sampling.py` draws for all sequences at once."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""From token ids to text, a token at a time: whole characters, and nothing of a stop string."""
+"""From token ids to text, one token at a time: whole characters only, and no part of a stop string."""
 
 from __future__ import annotations
 

@@ -1,1 +1,1 @@
-"""What probes are trained on: stored runs with their labels, the rows that are read, and features made of them."""
+"""The inputs of probes: stored runs with their labels, their rows, and features made of them."""
