@@ -42,6 +42,14 @@ def test_every_file_that_a_page_names_is_there() -> None:
             assert (ROOT / name).exists(), f"{page.name} names {name}"
 
 
+def test_every_name_that_the_life_of_a_request_gives_is_in_its_file() -> None:
+    named = re.findall(r"`([\w.]+)` in `([\w/]+\.py)`", (ROOT / "docs" / "request.md").read_text())
+    assert len(named) > 10
+    for name, file in named:
+        for part in name.split("."):
+            assert re.search(rf"(?:def|class) {part}\b", (ROOT / file).read_text()), f"{file} has no {name}"
+
+
 def test_every_page_that_the_code_names_is_there() -> None:
     for path in [*CODE, ROOT / "cluster.yaml", ROOT / "serve_config.yaml"]:
         for name in re.findall(r"docs/\w+\.md", path.read_text()):

@@ -58,11 +58,12 @@ class SlowStore:
         self.leave = asyncio.Semaphore(0)
         self.writer = Writer(root, Catalogue.rebuild(root))
         self.append, self.write, self.abandon = Method(self._append), Method(self._write), Method(self._abandon)
-        self.appended = 0
+        self.appended, self.arrived = 0, asyncio.Event()  # chunks; the first has come
 
     async def _append(self, session_id, run_id, part, batches, most, fence):
         await self.leave.acquire()
         self.appended += 1
+        self.arrived.set()
         await asyncio.wrap_future(self.writer.append(session_id, run_id, part, ray.get(batches)))
 
     async def _write(self, run, batches, part, fence, archived):
@@ -203,8 +204,7 @@ def test_a_run_whose_client_goes_leaves_nothing_in_the_store_and_frees_its_memor
         with serving(store, capture_memory_bytes=SHARE) as replica:
             going = asyncio.ensure_future(replica.complete(a_job("going", 200)))
             store.leave.release()
-            while not store.appended:
-                await asyncio.sleep(0.01)
+            await store.arrived.wait()
             going.cancel()
             with contextlib.suppress(asyncio.CancelledError):
                 await going
