@@ -1,4 +1,7 @@
-"""What an operator may set, in one typed place: `serve run serve_app:build_app name=value ...`."""
+"""The options of an operator, in one typed place: `serve run serve_app:build_app name=value ...`.
+
+More than 300 lines, because it has every option with its description and its check.
+"""
 
 from __future__ import annotations
 

@@ -3,6 +3,8 @@
 One thread owns the model and calls `step` (or `run`, which does nothing else); any thread may `submit`,
 `cancel` and say what was `written`. Each step is one forward: a token of every request whose prompt is in, and beside
 them pieces of prompts. What happens when a forward fails is in `recovery.py`.
+
+More than 300 lines, because each stage of a step changes the same state: the queue, the sequences and their events.
 """
 
 from __future__ import annotations

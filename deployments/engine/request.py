@@ -1,4 +1,7 @@
-"""Requests to the engine and its events: small typed messages."""
+"""Requests to the engine and its events: small typed messages.
+
+More than 300 lines, because most of them describe the messages' fields.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,7 @@
-"""One model's replica: asyncio in front of the engine's thread."""
+"""One model's replica: asyncio in front of the engine's thread.
+
+More than 300 lines, because Serve deploys one class: its calls, its health and the engine's thread belong together.
+"""
 
 from __future__ import annotations
 
