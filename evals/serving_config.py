@@ -63,8 +63,7 @@ class ServingConfig(BaseModel):
             raise ValueError("--serve names the model that is served: leave --model out")
         if self.stages == ("deploy",) and not self.keep_running:
             raise ValueError(
-                "--stages deploy needs --keep-running: otherwise the server would be stopped "
-                "again at once",
+                "--stages deploy needs --keep-running: otherwise the server would be stopped again at once",
             )
         try:
             self.served  # noqa: B018 - its options are checked when it is made

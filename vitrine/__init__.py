@@ -14,20 +14,20 @@ if TYPE_CHECKING:
     from vitrine.experiments.directions import Direction as Direction
     from vitrine.experiments.directions import Steer as Steer
     from vitrine.experiments.directions import difference_of_means as difference_of_means
-    from vitrine.server_error import ServerError as ServerError
     from vitrine.experiments.lenses import Lens as Lens
+    from vitrine.experiments.patching import PatchGrid as PatchGrid
+    from vitrine.experiments.sweeping import Sweep as Sweep
     from vitrine.loading import load as load
     from vitrine.loading import load_runs as load_runs
     from vitrine.loading import load_stack as load_stack
     from vitrine.nnsight_models import nnsight_model as nnsight_model
-    from vitrine.experiments.patching import PatchGrid as PatchGrid
+    from vitrine.own_server import serve as serve
     from vitrine.runs.rows import Run as Run
     from vitrine.server import AsyncServer as AsyncServer
     from vitrine.server import Server as Server
     from vitrine.server import connect as connect
     from vitrine.server import connect_async as connect_async
-    from vitrine.own_server import serve as serve
-    from vitrine.experiments.sweeping import Sweep as Sweep
+    from vitrine.server_error import ServerError as ServerError
 
 _MODULES = {
     "Activations": "experiments.activations",

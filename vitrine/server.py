@@ -5,8 +5,8 @@ from __future__ import annotations
 import os
 from types import TracebackType
 
-from vitrine.experiments.attending import Attending
 from vitrine.connection.blocking import blocking, wait
+from vitrine.experiments.attending import Attending
 from vitrine.experiments.lenses import Lensing
 from vitrine.experiments.sweeping import Sweeping
 

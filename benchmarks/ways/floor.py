@@ -19,9 +19,9 @@ from benchmarks.ways import ours
 from benchmarks.ways.peers import Work
 from deployments.engine import engine as engine_module
 from deployments.engine.capture.ring import CaptureRing
+from deployments.engine.decoding.text import TextStream
 from deployments.engine.engine import Engine
 from deployments.engine.request import GREEDY, Finished, Request, Rows, Sampling
-from deployments.engine.decoding.text import TextStream
 from deployments.model import attention
 from deployments.model.model import Model
 from deployments.points.capture import Capture

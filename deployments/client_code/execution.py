@@ -11,7 +11,6 @@ import resource
 import signal
 import socket
 import sys
-import threading
 import traceback
 import types
 from dataclasses import dataclass
@@ -106,8 +105,7 @@ def _outcome(
         return Kind.FAILED, _cut(_error_text(error))
     if len(result) > limits.result_bytes:
         message = (
-            f"ValueError: the saved values take {len(result)} bytes; this server returns at most "
-            f"{limits.result_bytes}"
+            f"ValueError: the saved values take {len(result)} bytes; this server returns at most {limits.result_bytes}"
         )
         return Kind.FAILED, f"{message}: save fewer, or parts of them".encode()
     return Kind.DONE, result

@@ -102,9 +102,7 @@ def collect(
     if isinstance(rows, Path):
         check(rows)
     fields = Fields(label, group, tags)
-    settings = functools.partial(
-        _settings, session=session, points=tuple(points), tokens=tokens, max_tokens=max_tokens
-    )
+    settings = functools.partial(_settings, session=session, points=tuple(points), tokens=tokens, max_tokens=max_tokens)
     if base_url is not None:
         from deployments.collect import remote
 

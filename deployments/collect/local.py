@@ -26,8 +26,8 @@ from deployments.collect.examples import Broken, Example, Fields, read, together
 from deployments.collect.outcome import Outcome
 from deployments.collect.settings import Settings
 from deployments.engine.request import GREEDY
-from deployments.messages import End, Refusal
 from deployments.job import Job
+from deployments.messages import End, Refusal
 from deployments.options import Options
 
 RECENT = 1 << 17  # examples, more than the engines have at once

@@ -26,10 +26,13 @@ from deployments.engine.capture.buffer import CaptureBuffer, CaptureError, joine
 from deployments.engine.capture.captured import Captured
 from deployments.engine.capture.ring import CaptureRing
 from deployments.engine.capture_budget import CaptureBudget
-from deployments.engine.gates import Leaf
-from deployments.engine.kv_memory import KvMemory, held_bytes
 from deployments.engine.decoding.lens_reader import check_lens
 from deployments.engine.decoding.prompt_logprobs import PromptScores
+from deployments.engine.decoding.sampling import NOT_FINITE, check_sampling, choose
+from deployments.engine.decoding.sampling_state import SamplingState
+from deployments.engine.decoding.text import TextStream
+from deployments.engine.gates import Leaf
+from deployments.engine.kv_memory import KvMemory, held_bytes
 from deployments.engine.readouts import SequenceReadouts, with_columns
 from deployments.engine.recovery import Recovery
 from deployments.engine.request import (
@@ -46,12 +49,9 @@ from deployments.engine.request import (
     StopReason,
 )
 from deployments.engine.runner import ForwardResult, Runner
-from deployments.engine.decoding.sampling import NOT_FINITE, check_sampling, choose
-from deployments.engine.decoding.sampling_state import SamplingState
 from deployments.engine.scheduler import Piece, Scheduler
 from deployments.engine.sequence import Sequence
 from deployments.engine.statistics import Statistics
-from deployments.engine.decoding.text import TextStream
 from deployments.errors import RequestError
 from deployments.model.kv_cache import PagedCache
 from deployments.model.model import Model
@@ -129,8 +129,7 @@ class Engine:
             raise RequestError(f"token ids go from 0 to {self.model.vocabulary - 1}", "prompt")
         if prompt + min(request.max_tokens, 1) > context:
             message = (
-                f"the prompt has {prompt} tokens; the context of this model, which also holds "
-                f"the answer, is {context}"
+                f"the prompt has {prompt} tokens; the context of this model, which also holds the answer, is {context}"
             )
             raise RequestError(message, "prompt", "context_length_exceeded")
         if prompt + request.max_tokens > context:

@@ -15,9 +15,9 @@ from deployments.points.logit_lens import MOST_LIKELIEST
 from deployments.points.token_choices import Tokens
 
 if TYPE_CHECKING:  # the HTTP face imports this module, and needs no torch
+    from deployments.engine.decoding.guided import Grammar
     from deployments.engine.edits import Edit
     from deployments.engine.gates import Gate, Source
-    from deployments.engine.decoding.guided import Grammar
     from deployments.places.place import Point
 
 FinishReason = Literal["stop", "length", "cancelled", "error"]

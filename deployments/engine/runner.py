@@ -10,11 +10,11 @@ from typing import Any, NamedTuple
 import torch
 
 from deployments.engine.capture.ring import CaptureRing, places_of
+from deployments.engine.decoding.lens_reader import LensReader, LensRow
+from deployments.engine.decoding.prompt_logprobs import read, spans_of
 from deployments.engine.edit_plans import Plans, Span
 from deployments.engine.gates import Leaf
 from deployments.engine.kv_memory import KvMemory
-from deployments.engine.decoding.lens_reader import LensReader, LensRow
-from deployments.engine.decoding.prompt_logprobs import read, spans_of
 from deployments.engine.readouts import ReadoutReader, ReadSpan, Stacks
 from deployments.engine.request import LayerTokens
 from deployments.engine.scheduler import Piece

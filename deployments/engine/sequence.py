@@ -7,10 +7,10 @@ from dataclasses import dataclass, field
 
 from deployments.engine.capture.buffer import CaptureBuffer
 from deployments.engine.decoding.prompt_logprobs import PromptScores
-from deployments.engine.readouts import SequenceReadouts
-from deployments.engine.request import Delta, FinishReason, LayerTokens, LensLayers, MemoryUse, Request, StopReason
 from deployments.engine.decoding.sampling_state import SamplingState
 from deployments.engine.decoding.text import TextStream
+from deployments.engine.readouts import SequenceReadouts
+from deployments.engine.request import Delta, FinishReason, LayerTokens, LensLayers, MemoryUse, Request, StopReason
 from deployments.model.kv_cache import SequenceKv
 
 RESERVED_TOKENS = 256  # tokens a request must find room for beyond its prompt, or fewer where it asks for fewer

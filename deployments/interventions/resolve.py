@@ -143,8 +143,7 @@ def _patches(
     alike = [point for point in points if point.shape == points[0].shape]
     if len(alike) < len(points):
         raise RequestError(
-            "its points have rows of different shapes: give each its own operation with a point "
-            "of the run",
+            "its points have rows of different shapes: give each its own operation with a point of the run",
             f"{field}.from",
         )
     return [replace(first, point=point) for point in points]  # which share the rows

@@ -133,8 +133,7 @@ def _check_rotary(file: Path, tensors: list[Any], facts: dict[str, Any]) -> None
     if factors or (scaling != "none" and architecture != "gpt-oss"):
         raise _refused(
             file,
-            "its rotary embedding is scaled, and transformers does not read the scaling from "
-            "a GGUF file",
+            "its rotary embedding is scaled, and transformers does not read the scaling from a GGUF file",
         )
 
 

@@ -88,7 +88,7 @@ def drop_wrong_patterns(seen: dict[tuple[str, Side], torch.Tensor], model: Any, 
 
 
 def place_of(path: str, side: Side, order: int, value: torch.Tensor, ids: torch.Tensor) -> Place | None:
-    """The place of a value seen in a forward of `ids` [batch, tokens]; None if tokens have no rows of their own in it."""
+    """The place of a value seen in a forward of `ids` [batch, tokens]; None if it has no row for each token."""
     if side == "weights":
         shape = value.shape[:1] + value.shape[2:]
         patterns = shape == (*ids.shape, ids.shape[1]) and _are_patterns(value)

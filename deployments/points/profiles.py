@@ -51,7 +51,7 @@ class Profile(Strict):
         if self.name == NONE:
             raise ValueError(f"{NONE!r} means no profile in requests: choose another name")
         if self.capture is None and not self.interventions:
-            raise ValueError(f"give capture, interventions or both")
+            raise ValueError("give capture, interventions or both")
         if self.default and self.model is None:
             raise ValueError("a default profile needs a model")
         return self

@@ -6,9 +6,9 @@ import asyncio
 import functools
 import logging
 from collections.abc import Iterator, Mapping, Sequence
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
-from deployments.engine.request import GRAMMAR_TOO_COMPLEX, Delta, Event, Finished, PromptLogprobs, Request, Rows
+from deployments.engine.request import GRAMMAR_TOO_COMPLEX, Delta, Event, Finished, PromptLogprobs, Rows
 from deployments.job import Job
 from deployments.messages import ChangedNorm, End, Message, Refusal, TokenLayers
 from deployments.replica.readout_messages import edit_reports, values_of

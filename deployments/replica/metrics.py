@@ -13,8 +13,8 @@ from typing import TYPE_CHECKING
 
 from ray.util.metrics import Counter, Gauge, Histogram
 
-from deployments.messages import End, Refusal
 from deployments.job import Job
+from deployments.messages import End, Refusal
 
 if TYPE_CHECKING:  # the controller and the proxies import the replica's module, and need no torch
     from deployments.engine.statistics import Statistics

@@ -67,9 +67,7 @@ class Preparation:
         self._pool = pool
         points = self._model.points
         self._response_formats = ResponseFormats(chat, self._model)
-        self._lens_resolver = LensResolver(
-            points, prompts.plain_ids, self._model.vocabulary, options.max_inline_values
-        )
+        self._lens_resolver = LensResolver(points, prompts.plain_ids, self._model.vocabulary, options.max_inline_values)
         self._stored_tensors = StoredTensors(points, store, reader, options.max_intervention_bytes)
         self._readouts = HeldReadouts(
             options.served_name,

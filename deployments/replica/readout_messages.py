@@ -51,7 +51,6 @@ def check_size(requests: Sequence[Request], limit: int) -> None:
             count += len(one.tokens.of(most)) * one.width * (2 if one.top_k else 1)
     if count > limit:
         message = (
-            f"up to {count} numbers would be returned; the limit is {limit}: choose fewer tokens, "
-            "or set max_tokens"
+            f"up to {count} numbers would be returned; the limit is {limit}: choose fewer tokens, or set max_tokens"
         )
         raise RequestError(message, "readouts", "readouts_too_large")

@@ -30,9 +30,9 @@ from deployments.job import Job, Text
 from deployments.messages import ENGINE_ENDED, End, Message, Refusal
 from deployments.options import SETTINGS, Options
 from deployments.replica.delivery import Delivery
-from deployments.replica.tickets import Ticket
 from deployments.replica.engine_loading import description, load_engine
 from deployments.replica.metrics import EngineMetrics, RequestMetrics
+from deployments.replica.tickets import Ticket
 
 if TYPE_CHECKING:  # Serve's controller and proxies import this module too, and need no torch
     from deployments.client_code.runner import CodeRunner

@@ -26,8 +26,8 @@ from evals.gsm8k.summary import conclude, summarize
 from evals.results.provenance import MAY_DIFFER, Facts, changed, facts, sampled_as_the_model
 from evals.results.results import Results, check_new, read_json, read_samples, write_views
 from evals.server.answers import RequestFailed
-from evals.server.server_queries import first_model, refused, wait_healthy
 from evals.server.server_process import serving, tail_of
+from evals.server.server_queries import first_model, refused, wait_healthy
 from evals.serving_config import Stage
 from evals.task.few_shot import load_few_shot
 from evals.task.problems import load_problems, locate

@@ -108,8 +108,7 @@ def _labelled(directory: Path, turns: Turns, counts: dict[str, int]) -> Iterator
             continue
         if sample.correct is None:
             raise EvalError(
-                f"{directory} is being scored again: wait; if the scoring was interrupted, run "
-                "evals.gsm8k --resume",
+                f"{directory} is being scored again: wait; if the scoring was interrupted, run evals.gsm8k --resume",
             )
         if sample.correct_normalized is None:
             raise scored_earlier(directory)

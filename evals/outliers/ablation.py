@@ -11,8 +11,8 @@ import numpy as np
 
 from evals.config import EvalError
 from evals.outliers.texts import Prompt
-from evals.server.client import ChatClient
 from evals.server.answers import RequestFailed
+from evals.server.client import ChatClient
 from evals.server.server_queries import ask_json
 
 Record = dict[str, Any]

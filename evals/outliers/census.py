@@ -11,8 +11,8 @@ import numpy as np
 from evals.config import EvalError
 from evals.outliers import features, massive
 from evals.outliers.ablation import ablate, check_widths, read_prompts
-from evals.outliers.counts import Counts
 from evals.outliers.census_report import write
+from evals.outliers.counts import Counts
 from evals.outliers.stored import INPUTS, RESIDUAL, Stored, some
 from evals.outliers.texts import add_tokens, stored_prompts
 

@@ -10,8 +10,8 @@ from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from evals.probes.sweep_options import Options
     from evals.probes.pipeline import Result, sweep
+    from evals.probes.sweep_options import Options
 
 __all__ = ["Options", "Result", "sweep"]
 

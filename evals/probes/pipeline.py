@@ -17,15 +17,15 @@ import torch
 from tqdm import tqdm
 
 from evals.probes.fitting import baselines
-from evals.probes.outputs import files, report_page
-from evals.probes.inputs.data import load
-from evals.probes.outputs.document import document
 from evals.probes.fitting.fitting import Job, Outcome, probe_point
 from evals.probes.fitting.folds import permuted, split
 from evals.probes.fitting.headline import choose
-from evals.probes.sweep_options import Options
 from evals.probes.fitting.selectivity import control_task, selectivity
 from evals.probes.fitting.transfer import transferred
+from evals.probes.inputs.data import load
+from evals.probes.outputs import files, report_page
+from evals.probes.outputs.document import document
+from evals.probes.sweep_options import Options
 
 _SMALL = 1 << 23  # bytes of a point's rows up to which points are probed side by side, each by one thread
 

@@ -11,8 +11,8 @@ from pathlib import Path
 from typing import Any
 
 from evals.config import EvalError
-from evals.probes.inputs.token_columns import TokenColumn
 from evals.probes.fitting.solver import METHODS, Method
+from evals.probes.inputs.token_columns import TokenColumn
 
 _UNFIT = re.compile(r"[^A-Za-z0-9._-]+")  # for a file's name
 
@@ -84,8 +84,7 @@ class Options:
             raise EvalError("--session, --results or --inspect: give one of them")
         if self.evaluated and (self.labels is not None or self.test_sessions):
             raise EvalError(
-                "--labels and --test-session need --session, and cannot be combined with --results "
-                "or --inspect",
+                "--labels and --test-session need --session, and cannot be combined with --results or --inspect",
             )
         if self.ungrouped and self.group:
             raise EvalError("--ungrouped and --group exclude each other")

@@ -12,8 +12,8 @@ from typing import TYPE_CHECKING, Any
 from deployments import __version__
 from evals.config import Config
 from evals.server.answers import is_absent
-from evals.server.server_queries import ask_json, is_closed
 from evals.server.readout_client import installed
+from evals.server.server_queries import ask_json, is_closed
 from evals.serving_config import OF_ONE_CALL
 from evals.task.prompts import Prompts
 

@@ -17,10 +17,9 @@ from deployments.activations.facts import check_session_id
 from deployments.activations.reader.pulling import ChangedError, PullError, pull
 from evals.config import EvalError
 from evals.results.results import write_json
-from evals.server.answers import Kind, asked_wait_s, kind_of
+from evals.server.answers import Kind, asked_wait_s, is_absent, kind_of
 from evals.server.client import MAX_POLL_S
 from evals.server.keys import api_key, headers
-from evals.server.answers import is_absent
 from evals.server.outage import Outage
 
 FOLDER = "activations"  # of the results directory; below it one named after the session
@@ -175,8 +174,7 @@ def files_of(directory: Path, session_id: str, uri: str) -> Path:
     folder = Path(unquote(url.path)).parent
     if url.scheme != "file" or url.netloc not in ("", "localhost") or not folder.is_dir():
         raise ValueError(
-            f"{uri.rpartition('/')[0]} cannot be read from this machine: use --transfer-activations "
-            "to copy the files",
+            f"{uri.rpartition('/')[0]} cannot be read from this machine: use --transfer-activations to copy the files",
         )
     return folder
 

@@ -34,8 +34,7 @@ def installed(base_url: str, model: str, names: Sequence[str]) -> dict[str, dict
         described = ask_json(f"{base_url}/readouts/{name}", fails=is_closed)
         if described is None:
             raise EvalError(
-                f"--readouts {name}: the server has no readout of this name; GET /v1/readouts "
-                "lists its readouts",
+                f"--readouts {name}: the server has no readout of this name; GET /v1/readouts lists its readouts",
             )
         if described.get("model") != model:
             raise EvalError(f"--readouts {name}: it is for the model {described.get('model')}, not for {model}")

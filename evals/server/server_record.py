@@ -71,6 +71,7 @@ def read_record(base_url: str, say: Callable[[str], None] = lambda _: None) -> R
 
 
 def record_path(base_url: str) -> Path:
+    """The file of the record of the server at a URL."""
     host, port = place_of(base_url)
     try:
         address = socket.gethostbyname(host)
@@ -80,6 +81,11 @@ def record_path(base_url: str) -> Path:
 
 
 def place_of(base_url: str) -> tuple[str, int]:
+    """The host and the port of a URL.
+
+    Raises:
+        EvalError: No server can be started at such a URL.
+    """
     url = urlsplit(base_url)
     if url.scheme != "http" or url.path != "/v1" or not url.hostname:
         raise EvalError(f"--serve serves at an address like http://127.0.0.1:8000/v1, not at {base_url}")

@@ -28,8 +28,8 @@ from ray.util.annotations import RayDeprecationWarning
 from deployments.clusters import join, quiet_ray_data, this_node
 from evals.config import Config, EvalError, Mode
 from evals.server.client import ChatClient
-from evals.server.keys import api_key
 from evals.server.inline import sampled_values
+from evals.server.keys import api_key
 from evals.task import steering
 from evals.task.prompts import Prompts
 from evals.task.trajectory import Problem, Sample, failed, run_problem, sample_key

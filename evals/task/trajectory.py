@@ -13,8 +13,8 @@ from deployments.points.token_choices import as_json
 from evals.activations_meta import runs_of
 from evals.config import Config, Mode
 from evals.scoring import RULES, Rule, Score, score
-from evals.server.client import PROFILE
 from evals.server.answers import AnswerLate, RequestFailed
+from evals.server.client import PROFILE
 from evals.server.readout_client import Readings, fields, readings
 from evals.task import steering
 from evals.task.prompts import Prompts

@@ -17,8 +17,8 @@ from ray.serve.handle import DeploymentResponseGenerator
 from ray.serve.schema import ApplicationStatusOverview
 
 from deployments.client_code.job import CodeJob, ModelKey
-from deployments.messages import ENGINE_ENDED, Message, Refusal
 from deployments.job import Job, Text
+from deployments.messages import ENGINE_ENDED, Message, Refusal
 from serve_app.http.errors import ApiError
 
 FRESH_S = 1.0  # for how long it is taken as known whether a replica runs: asking Serve takes 10 ms of processor time

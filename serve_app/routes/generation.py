@@ -15,8 +15,8 @@ from fastapi.responses import JSONResponse, Response, StreamingResponse
 import serve_app.openapi_examples as examples
 from deployments.activations.accounts import Account
 from deployments.errors import RequestError
-from deployments.messages import Message
 from deployments.job import Job
+from deployments.messages import Message
 from deployments.points.capture import Capture
 from serve_app.answers import Answer, Kind
 from serve_app.backend.backend import Backend

@@ -242,8 +242,7 @@ class CompletionRequest(Generation):
                 raise ValueError("with stream it must equal n, because the best are known only at the end")
             if info.data.get("capture") or info.data.get("store_activations"):
                 raise ValueError(
-                    "with activations it must equal n, because sequences that are not returned "
-                    "would be recorded, too",
+                    "with activations it must equal n, because sequences that are not returned would be recorded, too",
                 )
         return value
 

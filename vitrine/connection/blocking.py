@@ -44,8 +44,7 @@ def wait(coroutine: Coroutine[Any, Any, _R]) -> _R:
     if asyncio._get_running_loop() is loop:
         coroutine.close()
         raise RuntimeError(
-            "a function that the client calls cannot block on the server: await the methods of "
-            "server.asynchronous",
+            "a function that the client calls cannot block on the server: await the methods of server.asynchronous",
         )
     future = asyncio.run_coroutine_threadsafe(coroutine, loop)
     try:

@@ -12,9 +12,9 @@ from typing import Any, NamedTuple
 import numpy as np
 import numpy.typing as npt
 
+from vitrine.connection.progress import gathered
 from vitrine.experiments.activations import Activations
 from vitrine.experiments.generating import Generating
-from vitrine.connection.progress import gathered
 from vitrine.experiments.prompt_batches import Prompt, asked, check, is_chat, named_by, requests
 from vitrine.runs.rows import Run, of_streams
 
@@ -123,8 +123,7 @@ def _rows(run: Run) -> _Rows:
     if len(set(shapes.values())) > 1 or None in shapes.values():
         if None in shapes.values():
             raise ValueError(
-                "points: attention patterns grow with the tokens and do not fit an array: use "
-                "server.attention",
+                "points: attention patterns grow with the tokens and do not fit an array: use server.attention",
             )
         by_shape = {shape: point for point, shape in shapes.items()}  # one point of each
         different = ", ".join(f"{shape} at {point}" for shape, point in by_shape.items())

@@ -191,7 +191,6 @@ def operations(
     steers = [steer] if isinstance(steer, Steer) else [] if steer is None else list(steer)
     if any(not isinstance(one, Steer) for one in steers):
         raise TypeError(
-            "steer: give direction.at(layer) * scale, or several in a list; a vector alone does "
-            "not name a point",
+            "steer: give direction.at(layer) * scale, or several in a list; a vector alone does not name a point",
         )
     return [*(interventions or ()), *(one.operation for one in steers)] or None

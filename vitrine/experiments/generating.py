@@ -5,10 +5,10 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import Any, overload
 
-from vitrine.experiments.directions import Steer, operations
 from vitrine.connection.progress import gathered
-from vitrine.experiments.prompt_batches import Chat, Prompt, asked, check, is_chat, named_by, requests, route
 from vitrine.connection.transport import Transport
+from vitrine.experiments.directions import Steer, operations
+from vitrine.experiments.prompt_batches import Chat, Prompt, asked, check, is_chat, named_by, requests, route
 
 MOST_VARIANTS = 64  # of a request
 
@@ -124,8 +124,7 @@ class Generating(Transport):
         """
         if beyond := {"n", "stream"} & fields.keys():
             raise ValueError(
-                f"generate returns one text for each prompt and cannot take {', '.join(beyond)}: "
-                "use complete",
+                f"generate returns one text for each prompt and cannot take {', '.join(beyond)}: use complete",
             )
         if "unit" in fields:
             raise ValueError("unit: set it on the vector, direction.at(layer, unit='residual_norm') * scale")

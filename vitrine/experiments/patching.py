@@ -10,11 +10,11 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
+from vitrine.connection.transport import together
 from vitrine.experiments.collecting import Collecting
 from vitrine.experiments.plots import heat_map, shown
-from vitrine.points import layer_of
 from vitrine.experiments.prompt_batches import Prompt, check_one, is_chat
-from vitrine.connection.transport import together
+from vitrine.points import layer_of
 
 NO_WAY = 1e-3  # between the values of two prompts that differ by rounding alone
 

@@ -13,8 +13,8 @@ import numpy as np
 from vitrine.experiments.directions import Direction
 from vitrine.experiments.generating import Generating, text_of
 from vitrine.experiments.plots import heat_map
-from vitrine.points import layer_of
 from vitrine.experiments.prompt_batches import Prompt, check_one
+from vitrine.points import layer_of
 
 
 class Steered(NamedTuple):

@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from vitrine.runs.rows import Run, of_streams
 from vitrine.connection.transport import Transport, together
+from vitrine.runs.rows import Run, of_streams
 
 MOST_RUNS = 64  # of a download
 

@@ -7,8 +7,8 @@ from typing import NamedTuple
 
 import torch
 
-from deployments.engine.request import MOST_LOGPROBS, LayerTokens, LensLayers
 from deployments.engine.decoding.sampling import ranked
+from deployments.engine.request import MOST_LOGPROBS, LayerTokens, LensLayers
 from deployments.errors import RequestError
 from deployments.model.unembedding import Unembedding
 from deployments.places.place import Place

@@ -7,9 +7,9 @@ from typing import NamedTuple, Protocol
 
 import torch
 
-from deployments.engine.request import Logprob, Request
 from deployments.engine.decoding.sampling import score
 from deployments.engine.decoding.sampling_state import NEG_INF
+from deployments.engine.request import Logprob, Request
 
 LOGITS_BYTES = 256 << 20  # of the logits, as float32, that one forward with such prompts may have
 CHUNK = 64  # rows of logits that are turned into logprobs at a time

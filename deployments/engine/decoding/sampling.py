@@ -27,8 +27,8 @@ from typing import NamedTuple
 
 import torch
 
-from deployments.engine.request import MOST_LOGPROBS, Likeliest, Logprob, Request, Sampling
 from deployments.engine.decoding.sampling_state import NEG_INF, SamplingState, TokenValues
+from deployments.engine.request import MOST_LOGPROBS, Likeliest, Logprob, Request, Sampling
 from deployments.errors import RequestError
 
 NOT_FINITE = "the model gave a value that is not finite for this request"

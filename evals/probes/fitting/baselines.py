@@ -14,10 +14,10 @@ from sklearn.linear_model import LogisticRegression
 from sklearn.pipeline import make_union
 
 from evals.auroc import by_folds
-from evals.probes.inputs.examples import Example, RowPlace
-from evals.probes.inputs.features import standardized
 from evals.probes.fitting.fitting import Job, select
 from evals.probes.fitting.solver import solve
+from evals.probes.inputs.examples import Example, RowPlace
+from evals.probes.inputs.features import standardized
 
 _C = (1.0, 100.0)
 _TERMS = 50_000  # most words, and most pieces of words, that are features

@@ -10,10 +10,10 @@ import torch
 
 from deployments.activations.reader.row_index import RowIndex
 from evals.auroc import auroc, by_folds
-from evals.probes.inputs.features import features, largest, standardized
 from evals.probes.fitting.folds import Folds
 from evals.probes.fitting.score_figures import platt
 from evals.probes.fitting.solver import Method, solve
+from evals.probes.inputs.features import features, largest, standardized
 
 _PRECISE = 1 << 23  # numbers up to which rows are float64
 _LOGITS = 1 << 25  # numbers of scores in memory at once

@@ -10,9 +10,9 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from evals.probes.inputs.data import Data
 from evals.probes.fitting.fitting import Job
 from evals.probes.fitting.headline import Headline
+from evals.probes.inputs.data import Data
 from evals.probes.sweep_options import Options
 
 TYPES = 20  # of last tokens; of fewer there are too few labelings

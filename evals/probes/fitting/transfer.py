@@ -8,10 +8,10 @@ import numpy as np
 from sklearn.metrics import balanced_accuracy_score
 
 from evals.auroc import auroc, interval, resampled
-from evals.probes.inputs.data import Data
 from evals.probes.fitting.fitting import Rows, probability
 from evals.probes.fitting.folds import permuted
 from evals.probes.fitting.headline import Headline, quantiles
+from evals.probes.inputs.data import Data
 from evals.probes.sweep_options import Options
 
 

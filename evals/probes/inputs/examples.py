@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import re
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import NamedTuple
@@ -22,6 +22,7 @@ from deployments.points.names import recorded
 from evals.config import EvalError
 from evals.probes.inputs.labels import RunLabels, Source
 from evals.probes.inputs.token_columns import TokenColumn
+
 
 class Example(NamedTuple):
     """One run.
@@ -163,8 +164,7 @@ def _points(files: Sequence[File], session: str, patterns: Sequence[str]) -> tup
             for (model, revision), count in models.most_common()
         )
         raise EvalError(
-            f"--session {session}: its runs are of several models, {listed}: collect each in a "
-            "session of its own",
+            f"--session {session}: its runs are of several models, {listed}: collect each in a session of its own",
         )
     layers = max((shard_facts(schema).layers or 0 for schema, _ in schemas), default=0) or None
     try:

@@ -9,9 +9,9 @@ import numpy as np
 
 from evals.auroc import Interval, band, by_folds, interval, resampled
 from evals.probes.fitting.baselines import Baseline
-from evals.probes.inputs.data import Data
 from evals.probes.fitting.fitting import Job, Outcome
 from evals.probes.fitting.headline import Headline, quantiles, summary
+from evals.probes.inputs.data import Data
 from evals.probes.sweep_options import Options
 
 Record = dict[str, Any]

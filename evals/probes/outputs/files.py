@@ -12,8 +12,8 @@ import pyarrow.parquet as pq
 import torch
 from safetensors.torch import save_file
 
-from evals.probes.inputs.examples import Examples
 from evals.probes.fitting.headline import Headline
+from evals.probes.inputs.examples import Examples
 
 _ROWS = pa.schema(
     {

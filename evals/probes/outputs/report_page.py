@@ -11,10 +11,10 @@ import numpy as np
 from scipy.special import expit
 
 from deployments.activations import load
-from evals.probes.inputs.examples import Example, Examples, by_site
 from evals.probes.fitting.fitting import Job
 from evals.probes.fitting.headline import Headline
 from evals.probes.fitting.score_figures import bins
+from evals.probes.inputs.examples import Example, Examples, by_site
 from evals.report.charts import SHARES, Scale
 from evals.report.page import template
 

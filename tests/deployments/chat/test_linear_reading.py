@@ -20,11 +20,11 @@ from deployments.chat.call_values import parsed
 from deployments.chat.marks import MAX_MARK, MarkSearch, begun_answer
 from deployments.chat.reader import AnswerReader, TrimmedText
 from deployments.chat.template import ChatFormat
-from deployments.engine.request import Delta, Finished, Request
 from deployments.engine.decoding.text import MOST_WAITING, TextStream
+from deployments.engine.request import Delta, Finished, Request
 from deployments.errors import RequestError
-from deployments.messages import whole_calls
 from deployments.job import Job
+from deployments.messages import whole_calls
 from deployments.replica.delivery import SLICE, Delivery
 from deployments.replica.tickets import RunningChoice
 

@@ -17,8 +17,8 @@ from deployments.chat.template import ChatFormat
 from deployments.engine.engine import Engine
 from deployments.engine.request import Request, Sampling
 from deployments.errors import RequestError
-from deployments.messages import whole_calls
 from deployments.job import Job
+from deployments.messages import whole_calls
 from deployments.model.model import Model
 
 WEATHER = {

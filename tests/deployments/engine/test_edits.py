@@ -8,8 +8,8 @@ import torch
 from by_hand import hooked
 from by_hand import point as point_of
 
-from deployments.engine.edits import Edit, Tokens
 from deployments.engine.edit_plans import Plan, Span
+from deployments.engine.edits import Edit, Tokens
 from deployments.engine.engine import Engine
 from deployments.engine.kv_memory import KvMemory
 from deployments.engine.request import Request

@@ -6,9 +6,9 @@ from dataclasses import replace
 
 import pytest
 
+from deployments.engine.decoding.sampling_state import SamplingState
 from deployments.engine.engine import Engine
 from deployments.engine.request import Request, Sampling
-from deployments.engine.decoding.sampling_state import SamplingState
 
 
 def test_a_request_whose_token_cannot_be_taken_ends_alone(tiny, prompt, drain, endings, monkeypatch):

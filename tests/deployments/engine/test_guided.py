@@ -13,8 +13,8 @@ from llguidance import LLParserLimits
 
 from deployments.chat.grammar import schema_rule, without_other_properties
 from deployments.engine.decoding import guided as guided_module
-from deployments.engine.engine import Engine
 from deployments.engine.decoding.guided import MOST_CHARACTERS, GrammarCompiler
+from deployments.engine.engine import Engine
 from deployments.engine.kv_memory import KvMemory
 from deployments.engine.request import GRAMMAR_TOO_COMPLEX, GREEDY, Request, Sampling
 from deployments.errors import RequestError

@@ -3,10 +3,10 @@
 import pytest
 import torch
 
-from deployments.engine.engine import Engine
-from deployments.engine.request import Delta, Request, Sampling
 from deployments.engine.decoding.sampling import choose
 from deployments.engine.decoding.sampling_state import SamplingState
+from deployments.engine.engine import Engine
+from deployments.engine.request import Delta, Request, Sampling
 from deployments.model.model import Model
 
 SETTINGS = {

@@ -10,11 +10,11 @@ from transformers import (
     SequenceBiasLogitsProcessor,
 )
 
+from deployments.engine.decoding.sampling import NO_TOKEN_LEFT, adjust, choose
+from deployments.engine.decoding.sampling_state import SamplingState
 from deployments.engine.engine import Engine
 from deployments.engine.kv_memory import KvMemory
 from deployments.engine.request import Delta, Request, Sampling
-from deployments.engine.decoding.sampling import NO_TOKEN_LEFT, adjust, choose
-from deployments.engine.decoding.sampling_state import SamplingState
 from deployments.errors import RequestError
 from deployments.model.model import Model
 

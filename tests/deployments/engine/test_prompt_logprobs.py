@@ -4,8 +4,8 @@ import pytest
 import torch
 
 from deployments.engine.decoding import prompt_logprobs
-from deployments.engine.engine import Engine
 from deployments.engine.decoding.prompt_logprobs import PromptScores
+from deployments.engine.engine import Engine
 from deployments.engine.request import Delta, PromptLogprobs, Request
 from deployments.errors import RequestError
 from deployments.model.model import Model

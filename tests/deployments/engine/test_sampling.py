@@ -8,10 +8,10 @@ from hypothesis import given
 from hypothesis import strategies as st
 from transformers import MinPLogitsWarper, TemperatureLogitsWarper, TopKLogitsWarper, TopPLogitsWarper
 
-from deployments.engine.engine import Engine
-from deployments.engine.request import GREEDY, Request, Sampling
 from deployments.engine.decoding.sampling import NOT_FINITE, choose, draw, weigh
 from deployments.engine.decoding.sampling_state import SamplingState
+from deployments.engine.engine import Engine
+from deployments.engine.request import GREEDY, Request, Sampling
 
 VOCABULARY = 24
 

@@ -15,8 +15,8 @@ from deployments.activations.actors.reader import ActivationReader, connect_read
 from deployments.activations.actors.store import ActivationStore, connect
 from deployments.activations.reader.loading import load
 from deployments.engine.request import GREEDY, Sampling
-from deployments.messages import End, Refusal
 from deployments.job import Job
+from deployments.messages import End, Refusal
 from deployments.options import Options
 from deployments.points.capture import Capture
 from deployments.points.interventions import Interventions

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import pytest
 
-from deployments.messages import End, Refusal
 from deployments.job import Job
+from deployments.messages import End, Refusal
 from deployments.replica.metrics import RequestMeter
 
 

@@ -10,8 +10,8 @@ import threading
 import pytest
 
 from deployments.engine.request import GREEDY
-from deployments.messages import End, Refusal
 from deployments.job import Job, Text
+from deployments.messages import End, Refusal
 from deployments.options import Options, Savepoint
 from deployments.points.capture import Capture
 from deployments.replica.replica import MOST_TEXTS, ModelReplica

@@ -19,8 +19,8 @@ from deployments.activations.facts import StoreError
 from deployments.activations.reader.loading import load, runs
 from deployments.activations.writer.writer import Writer
 from deployments.engine.request import GREEDY
-from deployments.messages import End, Refusal
 from deployments.job import Job
+from deployments.messages import End, Refusal
 from deployments.options import Options
 from deployments.points.capture import Capture
 from deployments.replica.replica import ModelReplica

@@ -9,8 +9,8 @@ from sklearn.exceptions import ConvergenceWarning
 from sklearn.linear_model import LogisticRegression, RidgeClassifier
 from sklearn.preprocessing import StandardScaler
 
-from evals.probes.inputs.features import standardized
 from evals.probes.fitting.solver import Method, solve
+from evals.probes.inputs.features import standardized
 
 
 def made(n: int, hidden: int, seed: int) -> np.ndarray:

@@ -8,8 +8,8 @@ from fake_openai import FakeServer
 from fastapi.responses import JSONResponse
 
 from evals.server import client
-from evals.server.client import ChatClient
 from evals.server.answers import AnswerLate, RequestFailed
+from evals.server.client import ChatClient
 from evals.server.server_queries import first_model, wait_healthy
 
 Ask = Callable[[str], Awaitable[dict[str, Any]]]
