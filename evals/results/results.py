@@ -76,7 +76,7 @@ class Results:
         """
         earlier = read_json(directory / "config.json")
         if differing := differences(earlier, facts, ids):
-            raise EvalError(f"--resume: {directory} is a run with different {', '.join(differing)}")
+            raise EvalError(f"--resume: {directory} is a run with other {', '.join(differing)}")
         if facts["config"]["timeout"] > earlier["config"]["timeout"]:
             _forget_late(directory)  # before config.json has the longer one: this call may be killed
         again = set()

@@ -138,7 +138,7 @@ def test_a_file_that_is_cut_short_is_refused(tmp_path, kept_bytes):
 def test_a_file_of_another_kind_is_refused(tmp_path):
     file = tmp_path / "tiny.gguf"
     file.write_bytes(struct.pack("<Q", 8) + b"{}      ")
-    with pytest.raises(LoadError, match="is no GGUF file"):
+    with pytest.raises(LoadError, match="is not a GGUF file"):
         kept(file, tmp_path / "models")
 
 

@@ -87,8 +87,8 @@ def test_what_cannot_be_compared_is_said(tmp_path: Path, say: Say) -> None:
     (tmp_path / "empty").mkdir()
     for others, reason in {
         (b,): "share no condition: a has no-tools.control; b has with-tools.control, with-tools.calm",
-        (tmp_path / "empty",): "empty holds no finished run: there is no summary.json",
-        (tmp_path / "none",): "none holds no finished run",
+        (tmp_path / "empty",): "empty has no finished run: there is no summary.json",
+        (tmp_path / "none",): "none has no finished run",
         (a,): "named twice",
     }.items():
         status, printed, complaint = say(a, *others)

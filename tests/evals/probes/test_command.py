@@ -254,11 +254,11 @@ def test_results_of_an_evaluation_are_labelled_by_their_problems(tmp_path: Path)
 @pytest.mark.parametrize(
     ("change", "message"),
     [
-        (lambda one: setattr(one, "model", "another"), "its runs are of another, the probe is of fake/model"),
-        (lambda one: setattr(one, "revision", "v2"), "its runs are of fake/model (v2), the probe is of fake/model"),
+        (lambda one: setattr(one, "model", "another"), "its runs are of the model another, the probe is of fake/model"),
+        (lambda one: setattr(one, "revision", "v2"), "its runs are of the model fake/model (v2), the probe"),
         (
             lambda one: one.tags.update(label="unknown") if one.run_id.endswith("3") else None,
-            "labels that here does not have, 'unknown' (20): choose one label with --positive",
+            "it has labels that here does not have, 'unknown' (20): choose one label with --positive",
         ),
     ],
 )

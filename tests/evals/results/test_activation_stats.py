@@ -112,8 +112,8 @@ def test_attention_patterns_have_no_statistics_and_leave_those_of_the_other_poin
 @pytest.mark.parametrize(
     ("uri", "reason"),
     [
-        ("file:///nowhere/evaluated/000001.arrow", "file:///nowhere/evaluated cannot be read from here"),
-        ("s3://bucket/evaluated/000001.arrow", "s3://bucket/evaluated cannot be read from here"),
+        ("file:///nowhere/evaluated/000001.arrow", "file:///nowhere/evaluated cannot be read from this machine"),
+        ("s3://bucket/evaluated/000001.arrow", "s3://bucket/evaluated cannot be read from this machine"),
     ],
 )
 def test_files_that_are_elsewhere_are_the_reason_why_there_is_nothing(tmp_path: Path, uri: str, reason: str) -> None:

@@ -24,9 +24,9 @@ def test_of_a_readout_is_kept_what_tells_it_from_another(server: FakeServer) -> 
 @pytest.mark.parametrize(
     ("told", "reason"),
     [
-        ({}, "has none of this name; GET /v1/readouts lists"),
+        ({}, "has no readout of this name; GET /v1/readouts lists"),
         ({"truth": TRUTH | {"kind": "sae"}}, "an autoencoder's features are not scores"),
-        ({"truth": TRUTH | {"model": "other"}}, "of the model other"),
+        ({"truth": TRUTH | {"model": "other"}}, "for the model other"),
     ],
 )
 def test_a_readout_that_scores_no_answer_is_refused(server: FakeServer, told: dict[str, Any], reason: str) -> None:

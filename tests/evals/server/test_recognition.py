@@ -61,7 +61,7 @@ def test_the_real_server_is_known_by_its_routes_its_version_and_its_model(served
     assert found
     assert found.is_ready("vitrine-demo")
     check_asked(found, served.base_url, "vitrine-demo")
-    with pytest.raises(EvalError, match="serves vitrine-demo, and another/model was asked for"):
+    with pytest.raises(EvalError, match="serves vitrine-demo, not another/model"):
         check_asked(found, served.base_url, "another/model")
 
 

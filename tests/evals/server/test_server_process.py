@@ -113,7 +113,7 @@ def test_a_server_with_other_options_is_not_used(kept: Place, refusal: Callable[
 
 def test_a_server_with_another_model_is_not_used(kept: Place, refusal: Callable[..., str]) -> None:
     said = refusal(kept, "fourth", "--serve", "another/model")
-    assert "serves vitrine-demo, and another/model was asked for" in said
+    assert "serves vitrine-demo, not another/model" in said
 
 
 def test_fresh_restarts_it_and_sigterm_in_the_middle_stops_it(kept: Place) -> None:

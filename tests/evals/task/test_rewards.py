@@ -102,7 +102,7 @@ def test_a_function_of_ones_own_is_named_by_its_import_path(monkeypatch: pytest.
         ("kindness", "there are correctness, format, efficiency, tool_use"),
         ("absent_module:f", "absent_module:f cannot be imported"),
         ("math:absent", "math:absent cannot be imported"),
-        ("math:pi", "math:pi is no function"),
+        ("math:pi", "math:pi is not a function"),
     ],
 )
 def test_a_reward_that_is_not_there_is_refused_by_name(name: str, says: str) -> None:

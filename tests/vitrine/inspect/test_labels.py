@@ -46,7 +46,7 @@ def test_a_probe_is_trained_from_a_log(logs: dict[str, Path], tmp_path: Path) ->
 
 def test_a_log_without_runs_and_a_file_that_is_no_log_are_refused(evaluate, tmp_path: Path) -> None:
     (path,) = evaluate("tasks.py@choices")
-    with pytest.raises(EvalError, match="names no stored run"):
+    with pytest.raises(EvalError, match="has no stored runs"):
         labelled(path)
     (tmp_path / "none.eval").write_text("nothing")
     with pytest.raises(EvalError, match="cannot be read"):
