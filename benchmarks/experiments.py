@@ -77,7 +77,7 @@ class Both:
             for at in range(self.tokens)
             for point in self.points
         )
-        found = [one.prompt_lens[0][1][0].targets[0][0] for one in done]
+        found = [one.prompt_lens[0][1][0].targets[0][1] for one in done]
         return len(done), np.array(found).reshape(self.tokens, len(self.points))
 
     def sweep_by_client(self) -> tuple[int, Any]:

@@ -11,8 +11,8 @@ from deployments.chat.tool_calls import Separators, ToolCallFormat
 
 # Any amount of whitespace would let a model write nothing else.
 OPTIONS = {"whitespace_pattern": r" |\n[ \t]{0,16}"}  # as JSON is written by hand
-# Characters of text before a call that must be made. A model that learned to say first what it computes goes astray where
-# it has to call at once.
+# Characters of text before a call that must be made: a model that learned to say first what it computes goes astray
+# where it has to call at once.
 MOST_BEFORE = 96
 ANY_OBJECT: dict[str, Any] = {"type": "object"}
 NO_ARGUMENTS: dict[str, Any] = {"type": "object", "properties": {}, "additionalProperties": False}

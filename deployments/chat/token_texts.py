@@ -44,11 +44,9 @@ class TokenTexts:
         self, tokens: Sequence[int], asked: LensLayers, lens: Sequence[Sequence[LayerTokens]]
     ) -> list[TokenLayers]:
         """Tokens and, for each, what comes of the layers that were asked for."""
-        targets = [(id, self.of(id)) for id in asked.targets]
-
         def layer(number: int, one: LayerTokens) -> LayerTop:
             top = tuple((id, self.of(id), logprob) for id, logprob in one.top)
-            return LayerTop(number, top, tuple((*of, *value) for of, value in zip(targets, one.targets, strict=False)))
+            return LayerTop(number, top, tuple((id, self.of(id), logprob, rank) for id, logprob, rank in one.targets))
 
         return [
             TokenLayers(token, self.of(token), tuple(map(layer, asked.layers, layers)))

@@ -69,6 +69,7 @@ class LensLayers(NamedTuple):
         points: Their outputs.
         top_k: How many likeliest tokens of each.
         targets: Ids of tokens whose logprob and rank are returned as well.
+        last: The last layer's output, where the target of each token is what this puts first.
         prompt: Behind which tokens of the prompt.
         generated: Whether each new token gets one, too.
     """
@@ -77,6 +78,7 @@ class LensLayers(NamedTuple):
     points: tuple[Point, ...]
     top_k: int
     targets: tuple[int, ...] = ()
+    last: Point | None = None
     prompt: Tokens = Tokens(0, 0)
     generated: bool = True
 
@@ -86,11 +88,11 @@ class LayerTokens(NamedTuple):
 
     Attributes:
         top: The likeliest tokens; none where its values are not finite.
-        targets: (logprob, rank from 1) of each of the lens' targets, likewise.
+        targets: (token id, logprob, rank from 1) of each of the lens' targets, likewise.
     """
 
     top: Likeliest = ()
-    targets: tuple[tuple[float, int], ...] = ()
+    targets: tuple[tuple[int, float, int], ...] = ()
 
 
 class Asked(NamedTuple):

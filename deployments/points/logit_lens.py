@@ -23,7 +23,8 @@ class LogitLens(Strict):
         layers: Which, from 0; below 0 from the last.
         top_k: How many of the likeliest tokens.
         tokens: Which; without it the generated ones, or where none is generated the prompt's last.
-        targets: Tokens, by their text or id, whose logprob and rank are wanted besides.
+        targets: Tokens, by their text or id, whose logprob and rank are wanted besides; or at each token, that which
+            the model's last layer puts first.
     """
 
     model_config = ConfigDict(frozen=True)
@@ -31,6 +32,10 @@ class LogitLens(Strict):
     layers: Annotated[list[int], Field(min_length=1, max_length=1024, fail_fast=True)] | Literal["all"] = "all"
     top_k: int = Field(default=5, ge=0, le=MOST_LIKELIEST)
     tokens: TokenChoice | None = None
-    targets: list[Annotated[str, Field(min_length=1, max_length=256)] | Annotated[int, Field(ge=0, lt=2**31)]] = Field(
-        default_factory=list, max_length=MOST_TARGETS, fail_fast=True
-    )
+    targets: (
+        Annotated[
+            list[Annotated[str, Field(min_length=1, max_length=256)] | Annotated[int, Field(ge=0, lt=2**31)]],
+            Field(max_length=MOST_TARGETS, fail_fast=True),
+        ]
+        | Literal["last_layer"]
+    ) = Field(default_factory=list)

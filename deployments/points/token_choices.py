@@ -10,7 +10,7 @@ from bisect import bisect_left
 from collections.abc import Callable, Sequence
 from typing import Annotated, Any, Literal, NamedTuple, get_args
 
-from pydantic import ConfigDict, Discriminator, Field, Tag, TypeAdapter, ValidationError
+from pydantic import ConfigDict, Discriminator, Field, Tag, TypeAdapter, ValidationError, model_validator
 
 from deployments.errors import RequestError
 from deployments.points.strict import Strict
@@ -19,11 +19,13 @@ Name = Literal["all", "prompt", "generated", "last", "prompt_last", "generated_l
 NAMES = get_args(Name)
 FORMS = (
     ", ".join(NAMES)
-    + ', {"last": k}, {"prompt_last": k}, {"positions": [...]} or {"text": "...", "which": "last", "first" or "all"}'
+    + ', {"last": k}, {"prompt_last": k}, {"positions": [...]}, {"from": a, "to": b} '
+    'or {"text": "...", "which": "last", "first" or "all"}'
 )
 
 # Gives a prompt's text, special tokens included, and the characters before each token and behind the last.
 Ends = Callable[[], tuple[str, Sequence[int]]]
+MOST_POSITIONS = 65536
 AMBIGUOUS = (
     "the last token is not known before the answer ends: choose prompt_last or "
     '{"prompt_last": k} for the prompt\'s, generated for the whole answer'
@@ -53,7 +55,20 @@ class PromptLast(_Choice):
 class Positions(_Choice):
     """Tokens by their positions."""
 
-    positions: list[Annotated[int, Field(ge=0)]] = Field(min_length=1, max_length=65536, fail_fast=True)
+    positions: list[Annotated[int, Field(ge=0)]] = Field(min_length=1, max_length=MOST_POSITIONS, fail_fast=True)
+
+
+class Window(_Choice):
+    """The tokens from position `start` to before `to`."""
+
+    start: int = Field(ge=0, alias="from")
+    to: int
+
+    @model_validator(mode="after")
+    def _has_a_size(self) -> Window:
+        if not self.start < self.to <= self.start + MOST_POSITIONS:
+            raise ValueError(f"to is the position behind the last: 1 to {MOST_POSITIONS} above from")
+        return self
 
 
 class TextPiece(_Choice):
@@ -63,7 +78,14 @@ class TextPiece(_Choice):
     which: Literal["last", "first", "all"] = "last"
 
 
-_KINDS: dict[str, type[_Choice]] = {"last": Last, "prompt_last": PromptLast, "positions": Positions, "text": TextPiece}
+# By a field that no other kind has.
+_KINDS: dict[str, type[_Choice]] = {
+    "last": Last,
+    "prompt_last": PromptLast,
+    "positions": Positions,
+    "to": Window,
+    "text": TextPiece,
+}
 
 
 def _tag(value: Any) -> str | None:
@@ -78,6 +100,7 @@ TokenChoice = Annotated[
     | Annotated[Last, Tag("tokens:last")]
     | Annotated[PromptLast, Tag("tokens:prompt_last")]
     | Annotated[Positions, Tag("tokens:positions")]
+    | Annotated[Window, Tag("tokens:to")]
     | Annotated[TextPiece, Tag("tokens:text")],
     Discriminator(_tag, custom_error_type="unknown_tokens", custom_error_message=f"tokens are {FORMS}"),
 ]
@@ -120,7 +143,7 @@ class Tokens(NamedTuple):
 
 
 def resolve(choice: TokenChoice, prompt: int, field: str) -> Tokens:
-    """A choice in a sequence whose prompt has so many tokens; one by `text` is `placed` before.
+    """A choice in a sequence whose prompt has so many tokens; a window, and one by `text`, are `placed` before.
 
     Raises:
         RequestError: The prompt is shorter; names the field.
@@ -134,7 +157,7 @@ def resolve(choice: TokenChoice, prompt: int, field: str) -> Tokens:
     if isinstance(choice, Positions):
         few = tuple(sorted(set(choice.positions)))
         return Tokens(few[0], few[-1] + 1, None if len(few) == few[-1] + 1 - few[0] else few)
-    assert isinstance(choice, str), "a piece of text has positions once it is placed"
+    assert isinstance(choice, str), "a window and a piece of text have positions once they are placed"
     return {
         "all": Tokens(),
         "prompt": Tokens(0, prompt),
@@ -162,7 +185,7 @@ def resolve_ahead(choice: TokenChoice, prompt: int, most: int, field: str) -> To
 
 
 def placed(choice: TokenChoice, ends: Ends, field: str) -> TokenChoice:
-    """A choice by `text` as positions; others as they are.
+    """A window, or a choice by `text`, as positions; others as they are.
 
     Args:
         choice: The choice.
@@ -172,6 +195,8 @@ def placed(choice: TokenChoice, ends: Ends, field: str) -> TokenChoice:
     Raises:
         RequestError: The prompt has no such text.
     """
+    if isinstance(choice, Window):
+        return Positions(positions=list(range(choice.start, choice.to)))
     if not isinstance(choice, TextPiece):
         return choice
     text, offsets = ends()
@@ -196,12 +221,12 @@ def _found(text: str, choice: TextPiece) -> list[int]:
     return [found.start() for found in re.finditer(re.escape(choice.text), text)]
 
 
-WORDS = f"{', '.join(NAMES)}, last:K, prompt_last:K, positions:K,K,... or text:WORDS"
+WORDS = f"{', '.join(NAMES)}, last:K, prompt_last:K, positions:K,K,..., from:A,to:B or text:WORDS"
 _ADAPTER: TypeAdapter[Any] = TypeAdapter(TokenChoice)
 
 
 def parse(text: str) -> Any:
-    """A choice as a command's option has it: `prompt_last`, `last:3`, `positions:0,5`, `text:France`.
+    """A choice as a command's option has it: `prompt_last`, `last:3`, `positions:0,5`, `from:0,to:64`, `text:France`.
 
     Raises:
         TokensError: It is none; the message lists what there is.
@@ -213,6 +238,8 @@ def parse(text: str) -> Any:
     elif colon and kind == "positions":
         parts = rest.split(",")
         value = {kind: [int(part) if part.strip().isdecimal() else part for part in parts]}
+    elif window := re.fullmatch(r"from:([0-9]+),to:([0-9]+)", text):
+        value = {"from": int(window[1]), "to": int(window[2])}
     elif colon and kind == "text":
         value = {kind: rest}
     try:
@@ -239,4 +266,4 @@ def as_json(text: str) -> Any:
     Raises:
         TokensError: It names no tokens.
     """
-    return _ADAPTER.dump_python(parse(text), mode="json")
+    return _ADAPTER.dump_python(parse(text), mode="json", by_alias=True)

@@ -43,8 +43,12 @@ class LensResolver:
             field = "logit_lens.layers" if spec.layers == "all" else f"logit_lens.layers[{i}]"
             (found[layer % count],) = self._points.named(f"layers.{layer}.output", field)
         layers = sorted(found)
+        points = tuple(found[layer] for layer in layers)
+        if spec.targets == "last_layer":
+            (last,) = self._points.named(f"layers.{count - 1}.output", "logit_lens.targets")
+            return LensLayers(tuple(layers), points, spec.top_k, last=last)
         targets = tuple(self._target(one, f"logit_lens.targets[{i}]") for i, one in enumerate(spec.targets))
-        return LensLayers(tuple(layers), tuple(found[layer] for layer in layers), spec.top_k, targets)
+        return LensLayers(tuple(layers), points, spec.top_k, targets)
 
     def placed(self, lens: LensLayers, spec: LogitLens, prompt: int, new: int, ends: Ends) -> LensLayers:
         """The lens of one prompt.
@@ -96,7 +100,7 @@ class LensResolver:
             for one in requests
             if one.lens
         )
-        each = lens.top_k + len(lens.targets)
+        each = lens.top_k + len(lens.targets) + (lens.last is not None)
         count = len(lens.layers) * each * tokens
         if count * NUMBERS_PER_ENTRY > self._limit:
             message = (

@@ -15,9 +15,8 @@ from serve_app.backend.served_model import ServedModel
 from serve_app.backend.waiting import answered
 from serve_app.http.budget import Budget
 from serve_app.http.errors import ApiError, render
-from serve_app.http.ranges import PAGE_BYTES
+from serve_app.http.ranges import whole
 
-LONGEST_S, SLOWEST_BYTES = 60.0, 1 << 20  # a client that reads fewer bytes a second holds up its owner's others no more
 STAY_S = 10.0  # between signs of a listener's life
 RESULTS_BYTES = 128 << 20  # of an owner's larger results that are sent at once; of one that is still larger, one
 BOARD_S = 60.0  # the longest that the board's answer is waited for; a listener's is empty well before
@@ -117,16 +116,11 @@ class CodeJobs:
             ApiError: 404; 503.
         """
         owner, length, _ = await self._piece(job_id, token, 0, 0)
-        return length, self._pieces(job_id, token, owner, length)
 
-    async def _pieces(self, job_id: str, token: str, owner: str | None, length: int) -> AsyncGenerator[bytes]:
-        is_large = length > PAGE_BYTES
-        async with self._sent_at_once[owner].hold(length if is_large else 0):
-            for first in range(0, length, PAGE_BYTES):
-                _, _, piece = await self._piece(job_id, token, first, first + PAGE_BYTES)
-                yield piece
-            if is_large:  # Serve's proxy has what the client has not read; when the client goes, this is cancelled
-                await asyncio.sleep(LONGEST_S + length / SLOWEST_BYTES)
+        async def read(first: int, end: int) -> bytes:
+            return (await self._piece(job_id, token, first, end))[2]
+
+        return length, whole(read, length, self._sent_at_once[owner])
 
     async def _piece(self, job_id: str, token: str, first: int, end: int) -> tuple[str | None, int, bytes]:
         found: tuple[str | None, int, bytes] | None

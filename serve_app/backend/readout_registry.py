@@ -8,6 +8,7 @@ from deployments.activations.accounts import Account
 from serve_app.backend.model_registry import Models
 from serve_app.backend.waiting import stored
 from serve_app.http.errors import ApiError
+from serve_app.http.ranges import Download
 
 
 class Readouts:
@@ -62,6 +63,22 @@ class Readouts:
         if found is None:
             raise _none_such(name)
         return found
+
+    async def file(self, account: Account, name: str) -> Download:
+        """A readout's file.
+
+        Raises:
+            ApiError: 404; 503.
+        """
+        told = await self.get(account, name)
+
+        async def read(first: int, end: int) -> bytes:
+            found: bytes | None = await stored(self._store.readout_file.remote(name, account, first, end))
+            if found is None:
+                raise _none_such(name)
+            return found
+
+        return Download(told["id"], told["bytes"], read)
 
     async def delete(self, account: Account, name: str) -> None:
         """Remove a readout; it is gone when this returns.

@@ -6,18 +6,21 @@ stops to read costs.
 
 from __future__ import annotations
 
+import asyncio
 import re
-from collections.abc import AsyncIterator, Awaitable, Callable
+from collections.abc import AsyncGenerator, AsyncIterator, Awaitable, Callable
 from typing import Annotated, NamedTuple
 
 from fastapi import Depends, Header, Request
 from fastapi.responses import Response, StreamingResponse
 
 from deployments.activations.export.selectors import changed
+from serve_app.http.budget import Budget
 from serve_app.http.errors import ApiError
 
 PAGE_BYTES = 4 << 20  # of which the proxy holds about 1.4 times as much
 _PIECE_BYTES = 1 << 20
+LONGEST_S, SLOWEST_BYTES = 60.0, 1 << 20  # a client that reads fewer bytes a second holds up its owner's others no more
 _ONE_RANGE = re.compile(r"bytes=[ \t]*(\d{0,18})-(\d{0,18})[ \t]*", re.ASCII | re.IGNORECASE)
 
 
@@ -105,6 +108,25 @@ async def page(asked: RequestedRange, of: Download, media_type: str, headers: di
     if of.length > PAGE_BYTES:
         raise _too_large(of.length, headers)
     return _body(await of.read(0, of.length), 200, headers, media_type)
+
+
+async def whole(
+    read: Callable[[int, int], Awaitable[bytes]], length: int, budget: Budget
+) -> AsyncGenerator[bytes]:
+    """All bytes of a download, for a client that asks for no ranges; they wait while others that are large are sent.
+
+    Args:
+        read: Those from `first` to `end`: `await read(first, end)`.
+        length: How many there are.
+        budget: What such answers hold in memory. One of more than a page holds its part until the client has closed
+            the connection, or would have read it at a slow rate.
+    """
+    is_large = length > PAGE_BYTES
+    async with budget.hold(length if is_large else 0):
+        for first in range(0, length, PAGE_BYTES):
+            yield await read(first, min(first + PAGE_BYTES, length))
+        if is_large:  # Serve's proxy has what the client has not read; when the client goes, this is cancelled
+            await asyncio.sleep(LONGEST_S + length / SLOWEST_BYTES)
 
 
 def _body(data: bytes, status: int, headers: dict[str, str], media_type: str) -> Response:

@@ -102,7 +102,7 @@ async function broken(step) {
   }
 }
 
-/** All bytes of a download, fetched in pages with the key in a header, so that no address holds one. */
+/** All bytes of a download, fetched in pages with the key in a header. The browser may keep them on disk. */
 export async function bytes(path, query, { signal, progress = () => {} } = {}) {
   const pages = [];
   let have = 0;
@@ -110,16 +110,16 @@ export async function bytes(path, query, { signal, progress = () => {} } = {}) {
   for (;;) {
     const headers = { Range: `bytes=${have}-${have + PAGE - 1}`, ...(tag ? { "If-Match": tag } : {}) };
     const answer = await send("GET", path, { query, headers, signal });
-    const page = await broken(() => answer.arrayBuffer());
-    const whole = Number(/\/(\d+)$/.exec(answer.headers.get("Content-Range") ?? "")?.[1] ?? page.byteLength);
+    const page = await broken(() => answer.blob());
+    const whole = Number(/\/(\d+)$/.exec(answer.headers.get("Content-Range") ?? "")?.[1] ?? page.size);
     if (whole > MOST_DOWNLOAD) {
       throw new ApiError(`It has ${whole} bytes: too much for a browser. Use \`python -m deployments.activations pull\`.`);
     }
     pages.push(page);
-    have += page.byteLength;
+    have += page.size;
     tag = answer.headers.get("ETag");
     progress(have, whole);
-    if (have >= whole || !page.byteLength) return new Blob(pages, { type: "application/octet-stream" });
+    if (have >= whole || !page.size) return new Blob(pages, { type: "application/octet-stream" });
   }
 }
 

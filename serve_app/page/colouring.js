@@ -1,8 +1,9 @@
 // What the tokens of a text are coloured by: numbers of their own, of a captured point, or of a readout.
 
 import { isAbort } from "./api.js";
-import { choose, field, fill, h, newId, number } from "./dom.js";
-import { readouts, rows, scores, span, storedRows, vector, vectors } from "./recompute.js";
+import { choose, field, fill, h, newId, number, perFrame } from "./dom.js";
+import { fillTensors } from "./forms.js";
+import { readouts, rows, scores, span, storedRows, vector } from "./recompute.js";
 import { legend, onTheme, scale } from "./scales.js";
 import { COLUMN, columns, fitted, mostOf, scoreScale, unitOf, valueOf } from "./scores.js";
 import { asNumber, asText } from "./state.js";
@@ -35,7 +36,7 @@ export function colouring(app, { stored = false, onchange = () => {} } = {}) {
   const featureField = field("Feature", feature);
   const key = h("div");
   const trouble = h("div", { role: "status" });
-  const held = new Map(); // by strip, `{ title, unit, found }`
+  const held = new Map(); // by strip, `{ found, state, title, unit, ends }`, the last of which it is painted by
   const element = h("div", { class: "row colouring" }, field("Colour by", by), pointField, directionField, readoutField, featureField, h("div", {}, key, trouble), points);
   let installed = [];
   let told = null; // the scale that the legend shows
@@ -62,10 +63,7 @@ export function colouring(app, { stored = false, onchange = () => {} } = {}) {
     tell(by.value in OWN ? OWN[by.value][1]() : null);
   }
   async function know(model) {
-    if (needs().direction) {
-      const found = await vectors();
-      fill(direction, found.length ? found.map(([id, name, shape]) => [id, `${name} [${shape.join(", ")}] ${id}`]) : [["", "none is stored"]]);
-    }
+    if (needs().direction) await fillTensors(direction);
     if (needs().readout) {
       installed = await readouts(model);
       const options = installed.flatMap((one) => (one.kind === "sae" ? [[one.name, `${one.name}, an autoencoder`]] : columns(one).map(([at, name]) => [`${one.name}/${at}`, name])));
@@ -127,24 +125,30 @@ export function colouring(app, { stored = false, onchange = () => {} } = {}) {
       const said = trouble.firstChild;
       const found = await numbersOf(strip, text, model, signal);
       said?.remove();
-      if (asked === JSON.stringify(read())) paintAll(strip, found);
+      if (asked !== JSON.stringify(read())) return null;
+      const { title, unit } = scaleOf(found);
+      held.set(strip, { found, state: asked, title, unit: needs().readout ? unitOf(chosen().spec) : unit });
+      paintAll();
     } catch (error) {
       if (!isAbort(error)) trouble.replaceChildren(h("p", { class: "error" }, error.message));
     }
     return null;
   }
 
-  /** Colours every strip by one scale, which the legend shows. */
-  function paintAll(strip, found) {
-    held.set(strip, { found, state: JSON.stringify(read()) });
-    const same = [...held].filter(([, one]) => one.state === held.get(strip).state);
+  /** Colours every strip by one scale, which the legend shows, in the next frame; those that have it stay as they are. */
+  const paintAll = perFrame(() => {
+    const state = JSON.stringify(read());
+    const same = [...held].filter(([, one]) => one.state === state);
+    if (!same.length) return;
     const of = scaleOf(same.flatMap(([, one]) => one.found));
     tell(of);
-    for (const [one, its] of same) {
-      Object.assign(its, { title: of.title, unit: needs().readout ? unitOf(chosen().spec) : of.unit });
-      one.colour((_, i) => of.colour(its.found[i]));
+    const ends = `${of.at(0)} ${of.at(1)}`;
+    for (const [strip, its] of same) {
+      if (its.ends === ends) continue;
+      its.ends = ends;
+      strip.colour((_, i) => of.colour(its.found[i]));
     }
-  }
+  });
 
   function scaleOf(found) {
     const sound = found.filter(Number.isFinite);

@@ -5,8 +5,8 @@ import { storedRows } from "./recompute.js";
 import { legend, paint, scale } from "./scales.js";
 import { dot, norm } from "./tensors.js";
 
-/** What is shown of two runs, each as `runs.js` reads one. */
-export function comparison(app, one, two) {
+/** Shows in `place` two runs, each as `runs.js` reads one; gives what colours them anew after a change of theme. */
+export function comparison(place, one, two) {
   const shared = one.names.filter((name) => two.names.includes(name) && !name.endsWith(".attention.weights"));
   const last = Math.max(one.positions.at(-1) ?? 0, two.positions.at(-1) ?? 0);
   const cells = [];
@@ -16,40 +16,52 @@ export function comparison(app, one, two) {
     if (!a && !b) continue;
     const differs = a?.id !== b?.id;
     same += !differs;
-    const said = `token ${position}: ${differs ? "differs" : "the same"}`;
     const texts = [a, b].map((token) => h("span", {}, token ? visible(token.text) : "–"));
-    cells.push({ position, element: h("li", { class: differs ? "differs" : null, title: said }, ...texts, differs ? h("span", { class: "hidden" }, "differs") : null) });
+    const said = h("span", { class: "hidden" });
+    cells.push({ position, differs, said, element: h("li", { class: differs ? "differs" : null }, ...texts, said) });
   }
   const point = choose([["", "tokens alone"], ...shared.map((name) => [name])]);
   const key = h("div");
   const trouble = h("div", { role: "status" });
-  point.addEventListener("change", colour);
+  let apart = new Map(); // by position, how far the two rows are apart
+  point.addEventListener("change", measure);
 
-  async function colour() {
+  async function measure() {
     trouble.replaceChildren();
-    key.replaceChildren();
-    for (const { element } of cells) paint(element, null);
-    if (!point.value) return;
+    apart = new Map();
+    draw();
+    const wanted = point.value;
+    if (!wanted) return;
     try {
-      const [a, b] = await Promise.all([one, two].map(({ facts }) => storedRows(facts, point.value)));
-      const of = scale({ title: `1 – cosine at ${point.value}`, high: 1 });
-      key.replaceChildren(legend(of));
-      for (const { position, element } of cells) {
+      const [a, b] = await Promise.all([one, two].map(({ facts }) => storedRows(facts, wanted)));
+      if (wanted !== point.value) return;
+      for (const { position } of cells) {
         const [x, y] = [a, b].map(({ rows, positions }) => rows[positions.indexOf(position)]);
-        if (!x || !y || x.length !== y.length) continue;
-        const apart = 1 - dot(x, y) / (norm(x) * norm(y));
-        paint(element, of.colour(apart));
-        element.title = `token ${position}: 1 – cosine ${number(apart)}`;
+        if (x && y && x.length === y.length) apart.set(position, 1 - dot(x, y) / (norm(x) * norm(y)));
       }
+      draw();
     } catch (error) {
-      trouble.replaceChildren(errorNote(error, colour));
+      trouble.replaceChildren(errorNote(error, measure));
     }
   }
 
-  return [
+  function draw() {
+    const of = scale({ title: `1 – cosine at ${point.value}`, high: 1 });
+    key.replaceChildren(apart.size ? legend(of) : "");
+    for (const { position, differs, element, said } of cells) {
+      const far = apart.get(position);
+      paint(element, far === undefined ? null : of.colour(far));
+      element.title = `token ${position}: ${differs ? "differs" : "the same"}${far === undefined ? "" : `, 1 – cosine ${number(far)}`}`;
+      said.textContent = element.title;
+    }
+  }
+
+  draw();
+  place.replaceChildren(
     h("h2", {}, "Two runs, token by token"),
     h("p", { class: "from" }, `Above ${one.facts.run_id}, below ${two.facts.run_id}. ${same} of ${cells.length} tokens are the same; those that differ are underlined.`),
     h("div", { class: "row" }, field("How far apart at", point), key, trouble),
     h("ol", { class: "pairs", "aria-label": "Tokens of both runs" }, ...cells.map(({ element }) => element)),
-  ];
+  );
+  return draw;
 }

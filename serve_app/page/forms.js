@@ -1,6 +1,7 @@
 // Forms that several views have: sampling settings, and a text with the answer that follows it.
 
-import { check, choose, errorNote, field, h } from "./dom.js";
+import { check, choose, errorNote, field, fill, h } from "./dom.js";
+import { vectors } from "./recompute.js";
 import { asBool, asIds, asNumber, asText } from "./state.js";
 
 const numeric = (value, props) => h("input", { type: "number", value: value ?? "", ...props });
@@ -71,6 +72,12 @@ export function source({ text, label = "Text", max = 24, answers = true, onchang
       said();
     },
   };
+}
+
+/** Puts the tensors that were sent to the server into a select. */
+export async function fillTensors(select) {
+  const found = await vectors();
+  fill(select, found.length ? found.map(([id, name, shape]) => [id, `${name} [${shape.join(", ")}] ${id}`]) : [["", "none is stored"]]);
 }
 
 /** A choice of a layer, or of all. */

@@ -1,6 +1,6 @@
 // `<lens-grid>`: layers by tokens. Only the columns in view are elements, so that thousands of tokens scroll smoothly.
 
-import { h, newId, percent, perFrame, named } from "./dom.js";
+import { h, named, newId, perFrame } from "./dom.js";
 import { paint } from "./scales.js";
 
 const WIDTH = 78; // pixels of a column
@@ -9,8 +9,8 @@ const HEIGHT = 20; // of a cell, as the style sheet has them
 const MARGIN = 4; // columns beyond what is seen
 
 /**
- * Set `grid.show({ texts, layers, cell, colours, need })`: `cell(position, layer)` is `{ text, logprob, rank }` or undefined
- * where it is not known yet; `need(from, to)` hears which columns are seen.
+ * Set `grid.show({ texts, layers, cell, colours, need })`: `cell(position, layer)` is `{ text, said }`, shown and for its
+ * label, or undefined where it is not known yet; `need(from, to)` hears which columns are seen.
  * Events: `cell` with `detail.{position, layer}`, and `patch` with `detail.{from, to}` once a cell is dropped on another.
  */
 class LensGrid extends HTMLElement {
@@ -91,8 +91,7 @@ class LensGrid extends HTMLElement {
     const { layers, cell, colours, texts } = this.#of;
     const one = cell(position, layers[row]);
     const made = h("span", { role: "gridcell", id: `${this.#stem}-${position}-${row}`, "data-row": row }, one ? named(one.text) : "·");
-    const told = one ? `${named(one.text)}, ${percent(Math.exp(one.logprob))}` : "not read yet";
-    made.setAttribute("aria-label", `layer ${layers[row]} behind ${named(texts[position])}: ${told}`);
+    made.setAttribute("aria-label", `layer ${layers[row]} behind ${named(texts[position])}: ${one?.said ?? "not read yet"}`);
     if (one) paint(made, colours(one));
     if (this.#chosen?.[0] === position && this.#chosen[1] === row) made.classList.add("chosen");
     return made;

@@ -1,7 +1,7 @@
 // Lens: what each layer would put behind each token, and what becomes of the answer where one is patched into another.
 
 import { ApiError, isAbort, post } from "./api.js";
-import { button, choose, empty, errorNote, field, h, named, quoted } from "./dom.js";
+import { button, choose, empty, errorNote, field, h, named, percent, quoted } from "./dom.js";
 import { source } from "./forms.js";
 import { complete, continuing, isTooLarge, lens, lensBody, tokenized } from "./recompute.js";
 import { legend, onTheme, rankScale, scale } from "./scales.js";
@@ -14,12 +14,18 @@ const TOP = 5; // tokens of each cell
 const WINDOW = 64; // tokens that one request reads, halved where the server allows fewer
 const LONG = 20; // tokens of a cell that was chosen
 const PATCHED = 40; // new tokens behind a patch, at most
+const LAST = "the last layer’s token";
+const BY = {
+  probability: ["probability of the top token", () => scale({ title: "probability of the top token" }), ({ logprob }) => Math.exp(logprob)],
+  last: [`probability of ${LAST}`, () => scale({ title: `probability of ${LAST}` }), ({ last }) => Math.exp(last.logprob)],
+  rank: [`rank of ${LAST}`, () => rankScale(`rank of ${LAST}`), ({ last }) => last.rank],
+};
 
 export function view(app) {
   const from = source({ text: "The capital of France is", label: "Text", max: 24, onchange: app.changed });
   const run = h("button", { class: "main" }, "Read the layers");
   const stop = button("Stop", () => running?.abort(), { hidden: true });
-  const by = choose([["probability", "probability of the top token"], ["rank", "rank of the last layer's token"]]);
+  const by = choose(Object.entries(BY).map(([name, [title]]) => [name, title]));
   const key = h("div");
   const grid = document.createElement("lens-grid");
   const held = h("div", {}, empty("Give a text, or open one from a chat’s answer. Each column shows, layer by layer, which token the model would put behind that place."));
@@ -44,18 +50,18 @@ export function view(app) {
   );
   const element = h("div", { class: "split" }, h("section", { "aria-label": "Lens" }, form, trouble, held, status, result, code), about);
 
-  const topOf = (position, layer) => cells[position]?.layers.find((one) => one.layer === layer)?.top ?? [];
+  const at = (position, layer) => cells[position]?.layers[layer];
   function cell(position, layer) {
-    const [top] = topOf(position, layer);
+    const { top: [top] = [], targets: [last] = [] } = at(position, layer) ?? {};
     if (!top) return undefined;
-    const final = cells[position].layers.at(-1).top[0];
-    const rank = topOf(position, layer).findIndex(({ token_id: id }) => id === final?.token_id) + 1;
-    return { text: top.token, logprob: top.logprob, rank: rank || TOP + 1 };
+    const told = { probability: percent(Math.exp(top.logprob)), last: `${LAST} at ${percent(Math.exp(last.logprob))}`, rank: `${LAST} at rank ${last.rank}` };
+    return { text: top.token, said: `${named(top.token)}, ${told[by.value]}`, logprob: top.logprob, last };
   }
   function colours() {
-    const of = by.value === "rank" ? rankScale("rank of the last layer’s token", TOP) : scale({ title: "probability of the top token" });
+    const [, make, value] = BY[by.value];
+    const of = make();
     key.replaceChildren(legend(of));
-    return (one) => of.colour(by.value === "rank" ? one.rank : Math.exp(one.logprob));
+    return (one) => of.colour(value(one));
   }
   let colour = colours();
   const recolour = () => {
@@ -150,20 +156,23 @@ export function view(app) {
 
   async function look({ position, layer }) {
     const place = `layer ${layer}, behind token ${position}, ${quoted(text.texts[position])}`;
-    const list = h("div", {}, ranking(`Likeliest, ${place}`, listed(topOf(position, layer))));
+    const { top = [], targets: [last] = [] } = at(position, layer) ?? {};
+    const list = h("div", {}, ranking(`Likeliest, ${place}`, listed(top)));
     const target = choose(text.texts.map((one, at) => [at, `${at}: ${named(one)}`]).filter(([at]) => at !== position), { id: "patch-target" });
     const apply = button("Patch it there", () => patch({ position, layer }, { position: Number(target.value), layer }));
-    about.replaceChildren(
+    const parts = [
       h("h2", {}, `Layer ${layer}`),
       list,
+      last ? h("p", {}, `The last layer says ${quoted(last.token)}: here that has rank ${last.rank}, with ${percent(Math.exp(last.logprob))}.`) : null,
       h("h3", {}, "Patch"),
       h("p", {}, "Put this layer’s output at this token in the place of another token’s:"),
       h("div", { class: "row" }, h("label", { for: target.id }, "Token"), target, apply),
-    );
+    ];
+    about.replaceChildren(...parts.filter(Boolean));
     const body = lensBody(app.model(), text.ids, position, position + 1, LONG, [layer]);
     try {
       const [one] = await lens(body);
-      list.replaceChildren(ranking(`Likeliest, ${place}`, listed(one.layers[0].top)));
+      list.replaceChildren(ranking(`Likeliest, ${place}`, listed(one.layers[0].top), last?.token));
       code.note("The cell", { method: "POST", path: "v1/completions", body });
     } catch (error) {
       list.append(errorNote(error));
@@ -232,7 +241,7 @@ export function view(app) {
     },
     write: (state) => {
       from.write(state);
-      if (["probability", "rank"].includes(asText(state.by))) by.value = state.by;
+      if (Object.hasOwn(BY, asText(state.by))) by.value = state.by;
       colour = colours();
       text = null;
       held.replaceChildren(empty("Press “Read the layers”."));

@@ -25,7 +25,10 @@ export function view(app) {
   const most = h("input", { type: "number", min: 1, max: MOST_RUNS, value: 10 });
   const run = h("button", { class: "main" }, "Find the strongest tokens");
   const stop = button("Stop", () => running?.abort(), { hidden: true });
-  const steer = button("Steer with the feature", () => app.open("steer", { kind: "feature", sae: name, feature: column(), model: readout().model }));
+  const steer = button("", () => {
+    const what = readout().kind === "sae" ? { kind: "feature", sae: name, feature: column() } : { kind: "probe", probe: `${name}/${column()}` };
+    app.open("steer", { ...what, model: readout().model });
+  });
   const status = h("p", { class: "wait", role: "status" });
   const result = h("div");
   const code = document.createElement("request-code");
@@ -97,7 +100,8 @@ export function view(app) {
     ];
     facts.replaceChildren(h("h2", {}, one.name), h("dl", { class: "facts" }, ...told.flatMap(([term, said]) => [h("dt", {}, term), h("dd", {}, said)])));
     feature.max = one.values - 1;
-    featureField.hidden = steer.hidden = !isSae;
+    featureField.hidden = !isSae;
+    steer.textContent = isSae ? "Steer with the feature" : "Steer with the probe";
     valueField.hidden = isSae || one.values === 1;
     if (!isSae) fill(value, columns(one));
     try {

@@ -56,12 +56,15 @@ const ranked = (top) =>
     .map(([text, logprob]) => ({ text, logprob }))
     .sort((a, b) => b.logprob - a.logprob);
 
-/** The request for the lens at positions `from` to before `to` of these tokens. What stands behind is not run. */
+/**
+ * The request for the lens at positions `from` to before `to` of these tokens, with the rank of what the last layer says.
+ * What stands behind is not run.
+ */
 export const lensBody = (model, ids, from, to, top_k, layers = "all") => ({
   model,
   prompt: ids.slice(0, to),
   max_tokens: 0,
-  logit_lens: { layers, top_k, tokens: { positions: span(from, to) } },
+  logit_lens: { layers, top_k, tokens: { from, to }, targets: "last_layer" },
 });
 
 export const span = (from, to) => Array.from({ length: to - from }, (_, i) => from + i);
@@ -152,6 +155,13 @@ export async function storedRows(run, point, signal) {
 export async function readouts(model, signal) {
   const { data } = await get("v1/readouts", { limit: 1000 }, signal);
   return model ? data.filter((one) => one.model === model) : data;
+}
+
+/** The direction in which a value of a linear readout grows fastest, as numbers. */
+export async function directionOf({ name }, column, signal) {
+  const { tensors: found } = await tensors(await bytes(`v1/readouts/${encodeURIComponent(name)}/file`, {}, { signal }));
+  const row = rowsOf(found.weight)[column];
+  return Array.from(row, (weight, i) => weight / (found.std?.values[i] ?? 1)); // rows are standardized first
 }
 
 /** The vectors that were sent to the server: `[name, shape]` of each. */

@@ -1,17 +1,18 @@
 // Stored runs: which there are, and what of one is stored, in the same views as what is asked now.
 
-import { bytes, get, isAbort } from "./api.js";
+import { get, isAbort } from "./api.js";
 import { colouring } from "./colouring.js";
 import { comparison } from "./compare.js";
 import { button, choose, empty, errorNote, field, h, number, table } from "./dom.js";
+import { downloads } from "./downloads.js";
 import { complete, rowsBody, storedTokens, tokenized } from "./recompute.js";
+import { onTheme } from "./scales.js";
 import { COLUMN } from "./scores.js";
 import { asText } from "./state.js";
 import { details } from "./tokens.js";
 import "./code.js";
 
 const SHOWN = 50; // sessions or runs of a page
-const FORMATS = { arrow: "arrows", safetensors: "safetensors", npz: "npz", pt: "pt" };
 const PATTERN = ".attention.weights";
 
 export function view(app) {
@@ -39,6 +40,8 @@ export function view(app) {
   let other = "";
   let loaded = false;
   let reading = null;
+  let repaint = () => {}; // what is open, after a change between dark and light
+  onTheme(() => repaint());
 
   const filled = () => ({
     model: filters.model.value,
@@ -60,6 +63,7 @@ export function view(app) {
     }
   }
 
+  const failed = (error) => trouble.replaceChildren(errorNote(error));
   const list = () => (session ? openSession(session) : listSessions());
 
   function listSessions(after = "") {
@@ -105,7 +109,7 @@ export function view(app) {
     };
     const heads = ["Compare", "Run", "Made", "Model", "Tokens", "Points", "Sample", "Tags", "End"];
     held.replaceChildren(
-      h("p", { class: "row" }, button("All sessions", () => listSessions()), h("strong", {}, session), ...downloads({}, session)),
+      h("p", { class: "row" }, button("All sessions", () => listSessions()), h("strong", {}, session), ...downloads(session, "", failed)),
       data.length ? table(`Runs of ${session}`, heads, data.map(row)) : empty("No run fits the filters."),
       h("p", { class: "row" }, compare, more ? button("More", () => openSession(session, data.at(-1).run_id)) : null),
     );
@@ -119,7 +123,8 @@ export function view(app) {
       opened.replaceChildren(h("p", { class: "wait", role: "status" }, "Reading the run…"));
       try {
         const found = await Promise.all([id, second].filter(Boolean).map((one) => readRun(one, signal)));
-        if (second) opened.replaceChildren(...comparison(app, ...found));
+        repaint = () => {};
+        if (second) repaint = comparison(opened, ...found);
         else show(found[0]);
         opened.scrollIntoView({ block: "start" });
       } catch (error) {
@@ -166,7 +171,7 @@ export function view(app) {
       h("h2", {}, facts.run_id),
       h("p", { class: "from" }, `${facts.model}, ${time(facts.created)}, ${facts.prompt_tokens} + ${facts.tokens - facts.prompt_tokens} tokens${tags ? `, ${tags}` : ""}${of.isWhole ? "" : `; ${tokens.length} of them are stored`}`),
       of.served ? null : empty(`The model ${facts.model} is not served now, so that tokens show as their ids.`),
-      h("p", { class: "row" }, ...downloads({ run: facts.run_id }, facts.run_id), button("Close", () => openSession(session))),
+      h("p", { class: "row" }, ...downloads(session, facts.run_id, failed), button("Close", () => openSession(session))),
       h("div", { class: "split" }, h("div", {}, colours.element, strip, extra, more(of, strip, extra)), about),
       h("details", {}, h("summary", {}, `Points: ${names.length}`), table("Points", ["Point", "Shape", "Dtype"], shapes)),
     ];
@@ -209,28 +214,6 @@ export function view(app) {
     } catch (error) {
       extra.replaceChildren(errorNote(error, () => rescore(body, strip, extra)));
     }
-  }
-
-  /** Buttons that fetch what is stored as a file: with the key in a header, never in an address. */
-  function downloads(query, name) {
-    const format = choose(Object.keys(FORMATS).map((one) => [one]), { "aria-label": "Format" });
-    const start = button("Download", async () => {
-      const said = start.textContent;
-      start.disabled = true;
-      try {
-        const path = `v1/activations/session/${encodeURIComponent(session)}/data`;
-        const progress = (have, whole) => (start.textContent = `${Math.round((100 * have) / Math.max(whole, 1))}%`);
-        const blob = await bytes(path, { ...query, format: format.value }, { progress });
-        const link = h("a", { href: URL.createObjectURL(blob), download: `${name}.${FORMATS[format.value]}` });
-        link.click();
-        setTimeout(() => URL.revokeObjectURL(link.href), 60_000);
-      } catch (error) {
-        trouble.replaceChildren(errorNote(error));
-      }
-      start.textContent = said;
-      start.disabled = false;
-    });
-    return [start, format];
   }
 
   return {

@@ -43,9 +43,9 @@ export function scale({ low = 0, high = 1, title, unit = "", signed = false, rev
 }
 
 /** Colours for a rank, from 1 on, in steps. */
-export function rankScale(title, most) {
-  const steps = [[1, "1"], [2, "2"], [3, "3"], [most, `4 to ${most}`], [Infinity, `above ${most}`]];
-  const shares = [1, 0.72, 0.5, 0.28, 0];
+export function rankScale(title) {
+  const steps = [[1, "1"], [2, "2"], [3, "3"], [10, "4 to 10"], [100, "11 to 100"], [1000, "101 to 1000"], [Infinity, "above 1000"]];
+  const shares = [1, 0.84, 0.68, 0.52, 0.35, 0.18, 0];
   const colour = (rank) => (rank > 0 ? inks(mixed(ramp("one"), shares[steps.findIndex(([end]) => rank <= end)])) : null);
   return { title, unit: "", colour, steps: steps.map(([, text], i) => [text, () => inks(mixed(ramp("one"), shares[i]))]) };
 }

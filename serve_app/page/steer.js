@@ -2,15 +2,18 @@
 
 import { isAbort, post } from "./api.js";
 import { button, choose, empty, errorNote, field, fill, h, number, percent } from "./dom.js";
-import { layers, source } from "./forms.js";
-import { complete, continuing, readouts, rows, tokenized, vector, vectors } from "./recompute.js";
+import { fillTensors, layers, source } from "./forms.js";
+import { complete, continuing, directionOf, readouts, rows, tokenized, vector } from "./recompute.js";
 import { legend, onTheme, scale } from "./scales.js";
+import { columns } from "./scores.js";
 import { asNumber, asText } from "./state.js";
 import { norm } from "./tensors.js";
 import { details } from "./tokens.js";
 import "./code.js";
 
-const KINDS = [["prompts", "difference of two prompts"], ["tensor", "a tensor on the server"], ["feature", "a feature of an autoencoder"]];
+const KINDS = [["prompts", "difference of two prompts"], ["probe", "a probe"], ["tensor", "a tensor on the server"], ["feature", "a feature of an autoencoder"]];
+const NONE = [["", "none is installed"]];
+const HOW = "the view Readouts says how to install one";
 const TOKENS = [["generated", "the answer’s tokens"], ["all", "all tokens"], ["prompt", "the prompt’s tokens"], ["prompt_last", "the prompt’s last token"]];
 
 export function view(app) {
@@ -20,7 +23,8 @@ export function view(app) {
   const away = h("textarea", { rows: 2, placeholder: "I hate this, it is terrible" });
   const tensor = choose([["", "none is stored"]]);
   const upload = h("input", { type: "file", accept: ".safetensors" });
-  const sae = choose([["", "none is installed"]]);
+  const probe = choose(NONE); // `name/column` of a linear readout
+  const sae = choose(NONE);
   const feature = h("input", { type: "number", min: 0, value: 0 });
   const value = h("input", { type: "number", step: "any", value: 10 });
   const layer = layers(true);
@@ -37,8 +41,10 @@ export function view(app) {
   const showKey = () => key.replaceChildren(legend(scale({ title: "probability", reversed: true })));
   let running = null;
   let report = null;
+  let installed = []; // readouts of the model
 
   const byPrompts = h("div", { class: "fields" }, field("Toward", toward), field("Away from", away));
+  const byProbe = h("div", { class: "fields" }, field("Probe", probe, "at its own point"));
   const byTensor = h("div", { class: "fields" }, field("Tensor", tensor), field("Send a safetensors file", upload, "it is kept on the server"));
   const byFeature = h("div", { class: "fields" }, field("Autoencoder", sae, "at its own point"), field("Feature", feature), field("Added to its value", value, "the view Readouts shows how large it gets"));
   const where = field("Where", layer.element);
@@ -47,7 +53,7 @@ export function view(app) {
     "form",
     { noValidate: true, onsubmit: (event) => (event.preventDefault(), begin()) },
     from.element,
-    h("fieldset", {}, h("legend", {}, "Direction"), field("From", kind), byPrompts, byTensor, byFeature),
+    h("fieldset", {}, h("legend", {}, "Direction"), field("From", kind), byPrompts, byProbe, byTensor, byFeature),
     h("div", { class: "fields" }, where, field("Which tokens", tokens), howMuch),
     h("div", { class: "row" }, run, stop),
   );
@@ -56,7 +62,7 @@ export function view(app) {
   strength.setAttribute("aria-label", "Strength");
   strength.addEventListener("input", () => (shown.textContent = strength.valueAsNumber.toFixed(2)));
   kind.addEventListener("change", arrange);
-  sae.addEventListener("change", arrange);
+  for (const one of [probe, sae]) one.addEventListener("change", arrange);
   onTheme(() => key.childElementCount && showKey());
   upload.addEventListener("change", send);
   element.addEventListener("input", app.changed);
@@ -65,24 +71,28 @@ export function view(app) {
 
   function arrange() {
     byPrompts.hidden = kind.value !== "prompts";
+    byProbe.hidden = kind.value !== "probe";
     byTensor.hidden = kind.value !== "tensor";
-    byFeature.hidden = kind.value !== "feature";
-    where.hidden = howMuch.hidden = kind.value === "feature";
+    byFeature.hidden = howMuch.hidden = kind.value === "feature";
+    where.hidden = ["probe", "feature"].includes(kind.value);
     shown.textContent = strength.valueAsNumber.toFixed(2);
     if (kind.value !== "prompts") know().catch((error) => trouble.replaceChildren(errorNote(error)));
   }
 
   async function know() {
-    if (kind.value === "feature") {
-      const held = app.model() ? (await readouts(app.model())).filter((one) => one.kind === "sae") : [];
-      fill(sae, held.length ? held.map((one) => [one.name]) : [["", "none is installed"]]);
-      const chosen = held.find((one) => one.name === sae.value);
-      byFeature.querySelector("small").textContent = chosen ? `at ${chosen.point}, ${chosen.values} features` : "the view Readouts says how to install one";
-      return null;
-    }
-    const found = await vectors();
-    return fill(tensor, found.length ? found.map(([id, name, shape]) => [id, `${name} [${shape.join(", ")}] ${id}`]) : [["", "none is stored"]]);
+    if (kind.value === "tensor") return fillTensors(tensor);
+    installed = app.model() ? await readouts(app.model()) : [];
+    const probes = installed.filter((one) => one.kind === "linear").flatMap((one) => columns(one).map(([at, title]) => [`${one.name}/${at}`, title]));
+    const saes = installed.filter((one) => one.kind === "sae").map((one) => [one.name]);
+    fill(probe, probes.length ? probes : NONE);
+    fill(sae, saes.length ? saes : NONE);
+    const [linear, chosen] = [named(probe.value.split("/")[0]), named(sae.value)];
+    byProbe.querySelector("small").textContent = linear ? `at ${linear.point}` : HOW;
+    byFeature.querySelector("small").textContent = chosen ? `at ${chosen.point}, ${chosen.values} features` : HOW;
+    return null;
   }
+
+  const named = (name) => installed.find((one) => one.name === name);
 
   async function send() {
     const [file] = upload.files;
@@ -100,12 +110,17 @@ export function view(app) {
   /** The interventions: one for each layer, with the vector of that layer. */
   async function direction(signal) {
     if (kind.value === "feature") {
-      if (!sae.value) throw new Error("No autoencoder of this model is installed: the view Readouts says how to install one.");
+      if (!sae.value) throw new Error(`No autoencoder of this model is installed: ${HOW}.`);
       return [{ op: "add", sae: sae.value, feature: feature.valueAsNumber || 0, value: value.valueAsNumber || 0, tokens: tokens.value }];
+    }
+    const how = { op: "add", unit: "residual_norm", scale: strength.valueAsNumber, tokens: tokens.value };
+    if (kind.value === "probe") {
+      const [name, column] = probe.value.split("/");
+      if (!named(name)) throw new Error(`No probe of this model is chosen: ${HOW}.`);
+      return [{ ...how, point: named(name).point, vector: await directionOf(named(name), Number(column), signal) }];
     }
     const all = layer.element.value === "all";
     const points = all ? ["layers.*.output"] : [`layers.${layer.element.value}.output`];
-    const how = { op: "add", unit: "residual_norm", scale: strength.valueAsNumber, tokens: tokens.value };
     if (kind.value === "tensor") {
       if (!tensor.value) throw new Error("No tensor is chosen: send a safetensors file, or take the difference of two prompts.");
       await vector(tensor.value, signal); // an early word where it is gone
@@ -188,6 +203,7 @@ export function view(app) {
       toward: toward.value,
       away: away.value,
       tensor: tensor.value,
+      probe: probe.value,
       sae: sae.value,
       feature: feature.valueAsNumber || 0,
       value: value.valueAsNumber || 0,
@@ -201,6 +217,7 @@ export function view(app) {
       toward.value = asText(state.toward, toward.value);
       away.value = asText(state.away, away.value);
       if (state.tensor) fill(tensor, [[asText(state.tensor)]]);
+      if (state.probe) fill(probe, [[asText(state.probe)]]);
       if (state.sae) fill(sae, [[asText(state.sae)]]);
       feature.value = Math.max(0, Math.trunc(asNumber(state.feature, 0)));
       value.value = asNumber(state.value, 10);

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from typing import Annotated, Any, Literal
 
 from fastapi import APIRouter, Depends, Query
@@ -35,6 +36,9 @@ async def _session_id(session_id: PathId) -> str:
     return _checked(session_id, "session_id")
 
 
+SessionId = Annotated[str, Depends(_session_id)]
+
+
 async def _filter(
     model: Annotated[Id | None, Query(description="Only runs of this model.")] = None,
     since: Annotated[float | None, Query(description="Created then or later, in Unix seconds.", **FINITE)] = None,
@@ -59,10 +63,24 @@ async def _filter(
 DataFormat = Literal["arrow", "safetensors", "npz", "pt"]
 
 
-SessionId = Annotated[str, Depends(_session_id)]
+async def _choice(
+    session_id: SessionId,
+    run: Annotated[
+        list[Names] | None,
+        Query(description="Ids of runs, repeated or apart by commas; all by default.", max_length=MOST_NAMES),
+    ] = None,
+    points: Annotated[
+        list[Names] | None, Query(description="Names of points, likewise; all by default.", max_length=MOST_NAMES)
+    ] = None,
+    format: DataFormat = "arrow",
+) -> Choice:
+    return Choice(session_id, _apart(run, "run"), _apart(points, "points"), format)
 
 
 Filtered = Annotated[Filter, Depends(_filter)]
+
+
+Chosen = Annotated[Choice, Depends(_choice)]
 
 
 activations = APIRouter(prefix="/v1/activations", tags=["Activations"], responses=errors(503))
@@ -116,26 +134,9 @@ async def session(
     response_class=Response,
     responses=examples.DATA | examples.IS_GONE | errors(404, 429),
 )
-async def session_data(
-    session_id: SessionId,
-    backend: AppBackend,
-    who: CallerAccount,
-    asked: Ranged,
-    run: Annotated[
-        list[Names] | None,
-        Query(description="Ids of runs, repeated or separated by commas; all by default.", max_length=MOST_NAMES),
-    ] = None,
-    points: Annotated[
-        list[Names] | None,
-        Query(description="Names of points, repeated or separated by commas; all by default.", max_length=MOST_NAMES),
-    ] = None,
-    format: DataFormat = "arrow",
-) -> Response:
+async def session_data(chosen: Chosen, backend: AppBackend, who: CallerAccount, asked: Ranged) -> Response:
     """Download stored runs page by page: an Arrow IPC stream, or a file of named tensors."""
-    data = await backend.data(who, Choice(session_id, _apart(run, "run"), _apart(points, "points"), format), asked.tag)
-    name = f"{session_id}.{'arrows' if format == 'arrow' else format}"
-    kind = examples.ARROW if format == "arrow" else BYTES
-    return await page(asked, data, kind, {"Content-Disposition": f'attachment; filename="{name}"'})
+    return await page(asked, await backend.data(who, chosen, asked.tag), *file_of(chosen))
 
 
 @activations.delete("/session/{session_id}", responses=examples.DELETED | examples.IS_PINNED | errors(404))
@@ -179,6 +180,15 @@ async def unshare_session(session_id: SessionId, backend: AppBackend, who: Calle
     """End that: only its owner and admins may read the session."""
     await backend.share_session(who, session_id, False)
     return {"id": session_id, "object": "session", "shared": False}
+
+
+def file_of(choice: Choice) -> tuple[str, dict[str, str]]:
+    """The media type of a download, and the header that names its file."""
+    stem = choice.runs[0] if choice.runs and len(choice.runs) == 1 else choice.session_id
+    stem = re.sub(r"[^\w.-]", "_", stem, flags=re.ASCII)
+    is_arrow = choice.format == "arrow"
+    name = f"{stem}.{'arrows' if is_arrow else choice.format}"
+    return openapi.ARROW if is_arrow else BYTES, {"Content-Disposition": f'attachment; filename="{name}"'}
 
 
 def _checked(session_id: str, field: str) -> str:

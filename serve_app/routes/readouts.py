@@ -6,10 +6,12 @@ import json
 from typing import Annotated, Any
 
 from fastapi import APIRouter, File, Form, Query, UploadFile
+from fastapi.responses import Response
 
 import serve_app.openapi_examples as examples
 from deployments.errors import RequestError
-from serve_app.http.middleware import READOUTS
+from serve_app.http.middleware import BYTES, READOUTS
+from serve_app.http.ranges import Ranged, page
 from serve_app.openapi import errors
 from serve_app.routes.dependencies import AppBackend, CallerAccount
 from serve_app.routes.parameters import Id, PathId, listed
@@ -40,6 +42,13 @@ async def list_readouts(
 async def retrieve_readout(name: PathId, backend: AppBackend, who: CallerAccount) -> dict[str, Any]:
     """Show a readout, without its tensors."""
     return await backend.readouts.get(who, name)
+
+
+@readouts.head("/{name}/file", include_in_schema=False)
+@readouts.get("/{name}/file", response_class=Response, responses=examples.TENSOR_FILE | errors(404))
+async def readout_file(name: PathId, backend: AppBackend, who: CallerAccount, asked: Ranged) -> Response:
+    """A readout's file page by page: safetensors with its tensors, and what it is as the metadata `spec`."""
+    return await page(asked, await backend.readouts.file(who, name), BYTES)
 
 
 @readouts.delete("/{name}", responses=examples.READOUT_DELETED | errors(404))

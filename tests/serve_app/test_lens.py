@@ -189,6 +189,21 @@ def test_tokens_of_the_prompt_are_chosen_and_targets_have_their_rank(served):
                 assert (target["rank"] > 2) == (target["token_id"] not in ranks)
 
 
+def test_a_window_of_the_prompt_has_the_rank_of_what_the_last_layer_says(served):
+    asked = {"layers": "all", "top_k": 1, "tokens": {"from": 2, "to": 5}, "targets": "last_layer"}
+    seen = complete(served, logit_lens=asked, max_tokens=0).json()["choices"][0]["logit_lens"]["prompt"]
+    assert [one["position"] for one in seen] == [2, 3, 4]
+    for one in seen:
+        (said,) = one["layers"][-1]["top"]
+        for layer in one["layers"]:
+            (target,) = layer["targets"]
+            assert (target["token"], target["token_id"]) == (said["token"], said["token_id"])
+            assert (target["rank"] == 1) == (layer["top"][0]["token_id"] == target["token_id"])
+    generated = complete(served, logit_lens=asked | {"tokens": "generated"}, max_tokens=2).json()["choices"][0]
+    for one in generated["logit_lens"]["content"]:  # drawn greedily
+        assert one["layers"][-1]["targets"][0]["token_id"] == one["token_id"]
+
+
 def test_an_echoed_prompt_has_none(served):
     (choice,) = complete(served, logit_lens={}, echo=True, logprobs=1).json()["choices"]
     assert len(choice["logit_lens"]["content"]) == 8
@@ -208,6 +223,9 @@ BAD = [
     ({"targets": ["several tokens"]}, "logit_lens.targets[0]"),
     ({"tokens": "last"}, "logit_lens.tokens"),
     ({"tokens": {"text": "nowhere"}}, "logit_lens.tokens.text"),
+    ({"tokens": {"from": 3, "to": 3}}, "logit_lens.tokens"),
+    ({"tokens": {"from": 0, "to": 1000}}, "logit_lens.tokens"),
+    ({"targets": "last"}, "logit_lens.targets"),
     ({"top_k": 21}, "logit_lens.top_k"),
     ({"top_k": "5"}, "logit_lens.top_k"),
     ({"topk": 5}, "logit_lens.topk"),

@@ -141,8 +141,10 @@ class ReadoutFiles:
             seen = self._seen(name, account)
         return seen.told(account) if seen else None
 
-    def read(self, name: str, account: Account = OPERATOR) -> bytes | None:
-        """A readout's file, likewise.
+    def read(
+        self, name: str, account: Account = OPERATOR, first: int = 0, end: int | None = None
+    ) -> bytes | None:
+        """A readout's file, likewise: its bytes from `first` to `end`.
 
         Raises:
             StoreError: The disk refuses.
@@ -152,7 +154,9 @@ class ReadoutFiles:
         if seen is None:
             return None
         with explained(self._root), contextlib.suppress(FileNotFoundError):
-            return (self._root / FOLDER / _name((name, seen.owner))).read_bytes()
+            with (self._root / FOLDER / _name((name, seen.owner))).open("rb") as file:
+                file.seek(first)
+                return file.read(-1 if end is None else end - first)
         return None
 
     def delete(self, name: str, account: Account = OPERATOR) -> bool:

@@ -53,14 +53,16 @@ class LensReader:
         self.asking = asking
         self._of: dict[Place, list[int]] = {}  # who asks for each, by their turn
         for turn, one in enumerate(asking):
-            for point in one.lens.points:
-                self._of.setdefault(point.place, []).append(turn)
+            for place in _places(one.lens):
+                self._of.setdefault(place, []).append(turn)
         self.places = list(self._of)
         # Most places have the same; a model's layers may lie on several devices.
         self._index: dict[tuple[tuple[int, ...], torch.device], torch.Tensor] = {}
         self._taken: dict[Place, torch.Tensor] = {}  # [those who ask, hidden]
         turns = {(turn, place): i for i, (place, turn) in enumerate(self._turns())}
         self._rows = [[turns[turn, point.place] for point in one.lens.points] for turn, one in enumerate(asking)]
+        # By the turn of each whose target its last layer says, the row of that layer.
+        self._last = {turn: turns[turn, one.lens.last.place] for turn, one in enumerate(asking) if one.lens.last}
 
     def _turns(self) -> Iterator[tuple[Place, int]]:
         """Which row of all that are taken is whose."""
@@ -88,31 +90,51 @@ class LensReader:
         for place in self._of.keys() - self._taken.keys():
             self._taken[place] = torch.full((len(self._of[place]), *place.shape), torch.nan, dtype=place.dtype)
         rows = torch.cat([self._taken[place].to(readout.device) for place in self._of])  # [turns, hidden]
-        found = _read(rows, [self.asking[turn].lens for _, turn in self._turns()], readout)
+        last = dict(zip(self._last, _likeliest(rows[list(self._last.values())], readout), strict=True))
+        targets = [(last[turn],) if turn in last else one.lens.targets for turn, one in enumerate(self.asking)]
+        asked = [(self.asking[turn].lens.top_k, targets[turn]) for _, turn in self._turns()]
+        found = _read(rows, asked, readout)
         return [tuple(found[i] for i in rows) for rows in self._rows]
 
 
-def _read(rows: torch.Tensor, lenses: Sequence[LensLayers], readout: Unembedding) -> list[LayerTokens]:
-    """What comes of each row [rows, hidden], a few rows at a time."""
+def _places(lens: LensLayers) -> dict[Place, None]:
+    """Where a lens reads, each once."""
+    return dict.fromkeys(point.place for point in (*lens.points, lens.last) if point is not None)
+
+
+def _logits(rows: torch.Tensor, readout: Unembedding) -> Iterator[torch.Tensor]:
+    """The logits [count, vocabulary] of rows [rows, hidden], a few rows at a time."""
     count = max(1, LOGITS_BYTES // (4 * readout.vocabulary))
+    for some in rows.split(count) if len(rows) else ():
+        yield readout.logits(some).float()
+
+
+def _likeliest(rows: torch.Tensor, readout: Unembedding) -> list[int]:
+    """The likeliest token of each row [rows, hidden]."""
+    return [token for logits in _logits(rows, readout) for token in logits.argmax(dim=-1).tolist()]
+
+
+def _read(
+    rows: torch.Tensor, asked: Sequence[tuple[int, tuple[int, ...]]], readout: Unembedding
+) -> list[LayerTokens]:
+    """What comes of each row [rows, hidden], of each of which so many likeliest tokens, and targets, are asked for."""
     found: list[LayerTokens] = []
-    for first in range(0, len(rows), count):
-        some = lenses[first : first + count]
-        logits = readout.logits(rows[first : first + count]).float()  # [count, vocabulary]
+    for logits in _logits(rows, readout):
+        some = asked[len(found) : len(found) + len(logits)]
         finite = logits.amax(dim=-1).isfinite().tolist()
         logprobs = logits.log_softmax(dim=-1)
-        top = ranked(logprobs, [lens.top_k for lens in some])
-        targets = _targets(logprobs, [lens.targets for lens in some])
+        top = ranked(logprobs, [top_k for top_k, _ in some])
+        targets = _ranks(logprobs, [targets for _, targets in some])
         each = zip(top, targets, finite, strict=True)
         found += [LayerTokens(likely, own) if sound else LayerTokens() for likely, own, sound in each]
     return found
 
 
-def _targets(logprobs: torch.Tensor, targets: Sequence[tuple[int, ...]]) -> list[tuple[tuple[float, int], ...]]:
-    """The (logprob, rank) of each row's own tokens; of equals the first has the rank of all."""
-    found: dict[int, list[tuple[float, int]]] = {}
-    for token in {token for some in targets for token in some}:
-        values = logprobs[:, token, None]  # [rows, 1]
-        ranks = (logprobs > values).sum(-1) + 1
-        found[token] = list(zip(values.squeeze(1).tolist(), ranks.tolist(), strict=True))
-    return [tuple(found[token][row] for token in some) for row, some in enumerate(targets)]
+def _ranks(logprobs: torch.Tensor, targets: Sequence[tuple[int, ...]]) -> list[tuple[tuple[int, float, int], ...]]:
+    """The (id, logprob, rank) of each row's own tokens; equals have one rank."""
+    widest = max(map(len, targets))
+    ids = torch.tensor([[*some, *[0] * (widest - len(some))] for some in targets], device=logprobs.device)
+    values = logprobs.gather(-1, ids.long())  # [rows, widest]
+    columns = [(logprobs > column[:, None]).sum(dim=-1) + 1 for column in values.unbind(-1)]
+    ranks = torch.stack(columns, dim=-1).tolist() if columns else [[]] * len(targets)
+    return [tuple(zip(*row, strict=False)) for row in zip(targets, values.tolist(), ranks, strict=True)]

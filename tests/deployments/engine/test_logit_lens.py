@@ -323,9 +323,36 @@ def test_tokens_of_the_prompt_are_read_as_the_prompt_runs_with_targets_and_their
         for position, layers in seen:
             for layer, row in zip(layers, want[:, position], strict=True):
                 assert layer.top == ()
-                for token, (logprob, rank) in zip(request.lens.targets, layer.targets, strict=True):
+                assert [token for token, _, _ in layer.targets] == [*request.lens.targets]
+                for token, logprob, rank in layer.targets:
                     assert logprob == pytest.approx(row[token].item(), abs=CLOSE)
                     assert int((row > row[token] + CLOSE).sum()) < rank <= int((row > row[token] - CLOSE).sum()) + 1
+
+
+@pytest.mark.parametrize("layers", [(0, 1), (0, 2)], ids=["beside the last", "with the last"])
+def test_each_layer_ranks_what_the_last_layer_puts_first(tiny, prompt, endings, drain, monkeypatch, layers):
+    """At tokens of the prompt and generated ones, beside a request with targets of its own, a few rows at a time."""
+    monkeypatch.setattr(lens_module, "LOGITS_BYTES", 4 * 256 * 5)
+    model = tiny("qwen3")
+    lens = lens_of(model, layers, top_k=1)._replace(last=output(model, 2), prompt=Tokens(0, 9))
+    request = asking(model, "last", prompt(9), lens=lens)
+    engine = Engine(model)
+    engine.submit(request)
+    engine.submit(asking(model, "fixed", prompt(7, 1), lens=lens_of(model)._replace(targets=(7, 200))))
+    events = drain(engine)
+    done = endings(events)["last"]
+    deltas = [event for event in events if isinstance(event, Delta) and event.id == "last"]
+    generated = enumerate((one for delta in deltas for one in delta.lens), 8)
+    want = by_hand(model, [*prompt(9), *done.tokens])  # [layers, tokens, vocabulary]
+    seen = [*done.prompt_lens, *generated]
+    assert [position for position, _ in seen] == [*range(9), *range(8, 8 + NEW)]
+    for position, found in seen:
+        for number, layer in zip(layers, found, strict=True):
+            row = want[number, position]
+            [(token, logprob, rank)] = layer.targets
+            assert want[-1, position, token] == pytest.approx(want[-1, position].max().item(), abs=CLOSE)
+            assert logprob == pytest.approx(row[token].item(), abs=CLOSE)
+            assert int((row > row[token] + CLOSE).sum()) < rank <= int((row > row[token] - CLOSE).sum()) + 1
 
 
 def test_a_prompt_that_is_run_again_is_read_once(build, byte_tokenizer, prompt, endings, drain):

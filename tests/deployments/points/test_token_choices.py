@@ -8,7 +8,16 @@ from hypothesis import strategies as st
 from pydantic import TypeAdapter, ValidationError
 
 from deployments.errors import RequestError
-from deployments.points.token_choices import TextPiece, TokenChoice, Tokens, parse, placed, resolve, resolve_ahead
+from deployments.points.token_choices import (
+    TextPiece,
+    TokenChoice,
+    Tokens,
+    as_json,
+    parse,
+    placed,
+    resolve,
+    resolve_ahead,
+)
 
 CHOICE = TypeAdapter(TokenChoice)
 PROMPT, TOTAL = 5, 8
@@ -31,6 +40,21 @@ PROMPT, TOTAL = 5, 8
 )
 def test_each_choice_means_these_tokens(choice, positions):
     assert [*resolve(CHOICE.validate_python(choice), PROMPT, "tokens").of(TOTAL)] == [*positions]
+
+
+def unread():
+    raise AssertionError("the text was read")
+
+
+def test_a_window_is_its_positions_up_to_before_its_end():
+    assert placed(CHOICE.validate_python({"from": 2, "to": 5}), unread, "tokens").positions == [2, 3, 4]
+    assert as_json("from:0,to:64") == {"from": 0, "to": 64}
+
+
+@pytest.mark.parametrize("window", [{"from": 5, "to": 5}, {"from": -1, "to": 2}, {"from": 0, "to": 65537}, {"to": 3}])
+def test_a_window_that_holds_no_token_or_too_many_is_refused(window):
+    with pytest.raises(ValidationError):
+        CHOICE.validate_python(window)
 
 
 def test_where_nothing_is_generated_the_last_of_all_is_the_prompts_and_of_the_answer_there_is_none():
@@ -95,7 +119,7 @@ def test_commands_write_them_so():
     assert parse("last:3").last == 3
     assert parse("positions:4,1").positions == [4, 1]
     assert parse("text:the end") == TextPiece(text="the end")
-    for wrong in ("first", "last:x", "positions:1,x", "text:"):
+    for wrong in ("first", "last:x", "positions:1,x", "from:3", "from:3,to:3", "text:"):
         with pytest.raises(ValueError, match="prompt_last:K"):
             parse(wrong)
 

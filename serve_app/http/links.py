@@ -1,0 +1,82 @@
+"""Links that download one thing once, without a key: a browser's own downloads send none.
+
+An application has one ingress, so its links are a table in that process: a signed token would need a table of those
+that are used, too. They end with the process.
+"""
+
+from __future__ import annotations
+
+import secrets
+import time
+from collections import defaultdict
+from collections.abc import Callable
+from typing import NamedTuple
+
+from deployments.activations.accounts import Account
+from deployments.activations.export.selectors import Choice
+from serve_app.http.budget import Budget
+from serve_app.http.errors import ApiError
+
+LASTS_S = 60.0
+MOST = 64  # of an owner that nobody has used yet
+SENT_BYTES = 128 << 20  # of an owner's downloads that are sent at once, and the most of one
+
+
+class Link(NamedTuple):
+    """What a link downloads.
+
+    Attributes:
+        account: For whom.
+        choice: Which stored runs.
+        tag: Of the download.
+    """
+
+    account: Account
+    choice: Choice
+    tag: str
+
+
+class Links:
+    """Links by their tokens. One loop's.
+
+    Attributes:
+        budgets: By owner, what their downloads hold in memory.
+    """
+
+    def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
+        """There are none; `clock` gives seconds."""
+        self.budgets = defaultdict[str | None, Budget](lambda: Budget(SENT_BYTES))
+        self._clock = clock
+        self._links: dict[str, tuple[float, Link]] = {}  # by token, with the time of its end; the first ends first
+
+    def make(self, link: Link) -> str:
+        """The token of a new link.
+
+        Raises:
+            ApiError: 429, its owner has too many that nobody has used.
+        """
+        self._drop_ended()
+        owner = link.account.owner
+        if sum(other.account.owner == owner for _, other in self._links.values()) >= MOST:
+            message = f"{MOST} download links wait to be used: use them, or wait {LASTS_S:.0f} s"
+            raise ApiError(429, message, None, "server_busy")
+        token = secrets.token_urlsafe(32)
+        self._links[token] = (self._clock() + LASTS_S, link)
+        return token
+
+    def take(self, token: str) -> Link:
+        """What a token stands for, which is void from then on.
+
+        Raises:
+            ApiError: 404, it was used, is too old, or never was.
+        """
+        self._drop_ended()
+        if token not in self._links:
+            message = f"this link was used, or is older than {LASTS_S:.0f} s: ask for another"
+            raise ApiError(404, message, "token", "link_not_found")
+        return self._links.pop(token)[1]
+
+    def _drop_ended(self) -> None:
+        now = self._clock()
+        for token in [token for token, (end, _) in self._links.items() if end <= now]:
+            del self._links[token]

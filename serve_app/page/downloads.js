@@ -1,0 +1,44 @@
+// Downloads of stored runs: by a link that works once, which the browser fetches itself; what is too large for one, in pages.
+
+import { address, bytes, call } from "./api.js";
+import { button, choose, h } from "./dom.js";
+
+const FORMATS = { arrow: "arrows", safetensors: "safetensors", npz: "npz", pt: "pt" };
+
+/** A button that downloads a session, or one run of it, and a choice of the format; `onerror(error)` hears what fails. */
+export function downloads(session, run, onerror) {
+  const format = choose(Object.keys(FORMATS).map((one) => [one]), { "aria-label": "Format" });
+  const start = button("Download", async () => {
+    start.disabled = true;
+    try {
+      const path = `v1/activations/session/${encodeURIComponent(session)}/data`;
+      const query = { run, format: format.value };
+      const progress = (have, whole) => (start.textContent = `${Math.round((100 * have) / whole)}%`);
+      if (!(await linked(path, query))) save(await bytes(path, query, { progress }), `${run || session}.${FORMATS[format.value]}`);
+    } catch (error) {
+      onerror(error);
+    }
+    start.textContent = "Download";
+    start.disabled = false;
+  });
+  return [start, format];
+}
+
+/** Has the browser download by a link; false where it is too large for one. */
+async function linked(path, query) {
+  try {
+    const made = await call("POST", path, { query });
+    // With `download` an answer that is an error leaves the page as it is.
+    h("a", { href: address(made.path.slice(1)), download: "" }).click();
+    return true;
+  } catch (error) {
+    if (error.code === "link_too_large") return false;
+    throw error;
+  }
+}
+
+function save(blob, name) {
+  const link = h("a", { href: URL.createObjectURL(blob), download: name });
+  link.click();
+  setTimeout(() => URL.revokeObjectURL(link.href), 60_000);
+}
