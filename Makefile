@@ -6,7 +6,7 @@ BIN := $(VENV)/bin
 PIP := -m pip --quiet --disable-pip-version-check install --no-deps
 LOCKED := $(PIP) --require-hashes
 
-.PHONY: help demo serve smollm2 test test-fast test-all coverage lint format docs docs-serve lock bench bench-engine bench-gpu bench-serving bench-memory bench-catalogue bench-reading bench-writing bench-evaluating bench-collecting bench-experiments bench-attacks clean
+.PHONY: help demo serve smollm2 test test-fast test-all coverage lint format docs docs-serve lock bench bench-engine bench-gpu bench-serving bench-memory bench-catalogue bench-reading bench-writing bench-evaluating bench-collecting bench-experiments bench-page bench-attacks clean
 
 help:  ## list the targets
 	@sed -n 's/^\([a-z0-9-]*\):.*##  *\(.*\)/make \1\t\2/p' Makefile | expand -t 20
@@ -57,7 +57,7 @@ lock: $(VENV)/bin/python  ## write the files in locks/ anew, after a dependency 
 	$(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt uv packaging
 	$(BIN)/python locks/lock.py
 
-bench: bench-engine bench-serving bench-memory bench-catalogue bench-reading bench-writing bench-evaluating bench-collecting bench-experiments bench-attacks  ## all benchmarks, one after another
+bench: bench-engine bench-serving bench-memory bench-catalogue bench-reading bench-writing bench-evaluating bench-collecting bench-experiments bench-page bench-attacks  ## all benchmarks, one after another
 
 bench-engine: $(VENV)/.ready-dev  ## the engine beside transformers and nnsight
 	HF_HUB_OFFLINE=1 $(BIN)/python -m benchmarks.engine
@@ -88,6 +88,9 @@ bench-collecting: $(VENV)/.ready-dev  ## collecting activations beside a script 
 
 bench-experiments: $(VENV)/.ready-dev  ## patch grids and sweeps by the client beside the same forwards in the engine
 	HF_HUB_OFFLINE=1 $(BIN)/python -m benchmarks.experiments
+
+bench-page: $(VENV)/.ready-dev  ## the page in a browser: its first view, and scrolling
+	HF_HUB_OFFLINE=1 $(BIN)/python -m benchmarks.page
 
 bench-attacks: $(VENV)/.ready-dev  ## another client's latency beside attacks
 	HF_HUB_OFFLINE=1 $(BIN)/python -m benchmarks.attacks

@@ -188,7 +188,7 @@ def file_of(choice: Choice) -> tuple[str, dict[str, str]]:
     stem = re.sub(r"[^\w.-]", "_", stem, flags=re.ASCII)
     is_arrow = choice.format == "arrow"
     name = f"{stem}.{'arrows' if is_arrow else choice.format}"
-    return openapi.ARROW if is_arrow else BYTES, {"Content-Disposition": f'attachment; filename="{name}"'}
+    return examples.ARROW if is_arrow else BYTES, {"Content-Disposition": f'attachment; filename="{name}"'}
 
 
 def _checked(session_id: str, field: str) -> str:

@@ -9,7 +9,7 @@ import httpx
 import pytest
 import torch
 from playwright.sync_api import Page, expect
-from safetensors.torch import save
+from safetensors.torch import load, save
 
 MODEL, WIDTH, POINT = "vitrine-demo", 192, "layers.3.output"
 FEATURES = 64
@@ -88,6 +88,31 @@ def test_a_features_strongest_tokens_are_found_in_a_session(opened, accessible, 
         assert tokens.first.evaluate("one => one.style.backgroundColor")
 
 
+def test_stopping_a_search_keeps_what_was_found_and_asks_for_no_more(opened, installed):
+    page = opened("#readouts")
+    page.get_by_role("button", name="page-probe").click()
+    page.get_by_label("Session").fill(SESSION)
+    asked: list[str] = []
+
+    def held(route):
+        asked.append(route.request.post_data)
+        if len(asked) == 1:
+            route.continue_()  # the values of the second run never come
+
+    page.route("**/v1/completions", held)
+    page.get_by_role("button", name="Find the strongest tokens").click()
+    expect(page.get_by_text("Reading run 2 of 3")).to_be_visible(timeout=ANSWERED)
+    found = page.get_by_role("table", name="The strongest tokens")
+    expect(found).to_be_visible()
+    with page.expect_event("requestfailed", lambda request: "completions" in request.url):
+        page.get_by_role("button", name="Stop").click()  # which frees the server's place
+    expect(page.get_by_text("Stopped. Reading run 2 of 3")).to_be_visible()
+    expect(page.get_by_role("button", name="Stop")).to_be_hidden()
+    expect(page.get_by_role("button", name="Find the strongest tokens")).to_be_enabled()
+    assert found.locator("tbody tr").count()
+    assert len(asked) == 2
+
+
 def test_a_chat_is_coloured_by_a_readout_as_its_values_come_and_afterwards(opened, served, installed):
     page = opened()
     requests: list[str] = []
@@ -135,8 +160,29 @@ def test_a_feature_of_an_autoencoder_steers_and_the_report_says_by_how_much(open
     page.get_by_role("button", name="Answer with and without").click()
     told = page.get_by_text(re.compile(rf"Changed [78] rows at {POINT} by \d+% of their length"))
     expect(told).to_be_visible(timeout=ANSWERED)
-    default, steered = (
-        page.get_by_role("listbox", name=f"{name}: tokens of the answer").get_by_role("option").all_text_contents()
-        for name in ("Default", "Steered")
-    )
-    assert default != steered
+    assert answered(page, "Default") != answered(page, "Steered")
+
+
+def answered(page: Page, name: str) -> list[str]:
+    strip = page.get_by_role("listbox", name=f"{name}: tokens of the answer")
+    return strip.get_by_role("option").all_text_contents()
+
+
+def test_a_probe_steers_in_the_direction_in_which_its_value_grows(opened, served, installed):
+    page = opened("#readouts")
+    page.get_by_role("button", name="page-probe").click()
+    page.get_by_label("Value", exact=True).select_option("1")
+    page.get_by_role("button", name="Steer with the probe").click()
+    expect(page.get_by_label("Probe")).to_have_value("page-probe/1")
+    page.get_by_label("Prompt").fill("Tom has 3 boxes")
+    page.get_by_label("Strength").fill("2")
+    page.get_by_text("Answer and sampling").click()
+    page.get_by_label("Most new tokens").fill("8")
+    with page.expect_request(lambda request: "interventions" in (request.post_data or "")) as asked:
+        page.get_by_role("button", name="Answer with and without").click()
+    (change,) = asked.value.post_data_json["interventions"]
+    weight = load(httpx.get(f"{served.base_url}/readouts/page-probe/file", timeout=60).content)["weight"]
+    assert (change["point"], change["unit"], change["scale"]) == (POINT, "residual_norm", 2)
+    assert change["vector"] == pytest.approx(weight[1].tolist())
+    expect(page.get_by_text(re.compile(f"Added a vector of length .* at {POINT}"))).to_be_visible(timeout=ANSWERED)
+    assert answered(page, "Default") != answered(page, "Steered")

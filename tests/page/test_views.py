@@ -8,7 +8,7 @@ import sys
 
 import httpx
 import pytest
-from playwright.sync_api import Page, expect
+from playwright.sync_api import Page, Route, expect
 from safetensors.numpy import load
 
 QUESTION = "Ann has 3 boxes of 12 pens. How many pens is that?"
@@ -74,7 +74,7 @@ def test_a_lens_reads_every_layer_and_a_cell_is_dragged_onto_another_token(opene
     page.get_by_role("button", name="Read the layers").click()
     cells = page.get_by_role("gridcell")
     expect(cells.last).to_have_attribute("aria-label", re.compile("%$"))
-    lens = {"layers": "all", "top_k": 1, "tokens": "all"}
+    lens = {"layers": "all", "top_k": 1, "tokens": "all", "targets": "last_layer"}
     body = {"model": MODEL, "prompt": PROMPT, "max_tokens": 0, "logit_lens": lens}
     found = httpx.post(f"{served.base_url}/completions", json=body).json()["choices"][0]["logit_lens"]["prompt"]
     want = [one["layers"][-1]["top"][0]["token"] for one in found]
@@ -90,7 +90,10 @@ def test_a_lens_reads_every_layer_and_a_cell_is_dragged_onto_another_token(opene
     body = code(page, "The patched answer", "as curl")
     assert '"op":"replace","point":"layers.1.output","tokens":{"positions":[1]}' in body
     page.get_by_label("Colour by").select_option("rank")
-    expect(page.locator(".legend").first).to_contain_text("above 5")
+    expect(page.locator(".legend").first).to_contain_text("above 1000")
+    ranks = [one["targets"][0]["rank"] for one in found[-1]["layers"]]
+    labels = [cell.get_attribute("aria-label") or "" for cell in row.all()]
+    assert [int(label.rpartition("rank ")[2]) for label in labels] == ranks
 
 
 def test_a_patch_needs_no_mouse(opened):
@@ -150,24 +153,70 @@ def test_a_stored_run_opens_from_what_is_stored_and_downloads(opened, served):
     expect(strip.last).to_be_visible()
     page.get_by_label("Colour by").last.select_option("norm")
     expect(page.locator("main .legend")).to_contain_text("norm")
-    with page.expect_download() as begun:
-        page.get_by_label("Format").last.select_option("safetensors")
-        page.get_by_role("button", name="Download").last.click()
-    held = load(begun.value.path().read_bytes())
-    assert len(held["layers.1.output"]) == strip.count()
+    run = page.get_by_role("heading", level=2).first.text_content()
+    page.get_by_label("Format").last.select_option("safetensors")
+    for too_large in (False, True):  # by a link, or in pages
+        if too_large:
+            refuse = {"error": {"message": "too large", "code": "link_too_large", "param": None}}
+            page.route("**/data?*", lambda route: post_refused(route, refuse))
+        with page.expect_download() as begun:
+            page.get_by_role("button", name="Download").last.click()
+        assert begun.value.suggested_filename == f"{run}.safetensors"
+        assert ("/v1/activations/download/" in begun.value.url) == (not too_large)
+        held = load(begun.value.path().read_bytes())
+        assert len(held["layers.1.output"]) == strip.count()
     page.get_by_role("button", name="Score the tokens now").click()
     expect(page.get_by_text("Scored now")).to_be_visible()
     page.get_by_role("button", name="Attention, as stored").click()
     expect(page.get_by_role("heading", name="Layer 1, head 0")).to_be_visible()
 
-    page.get_by_role("link", name="Stored runs").click()
-    for box in page.get_by_role("checkbox", name="Compare").all()[:2]:
+
+def post_refused(route: Route, told: object) -> None:
+    if route.request.method == "POST":
+        route.fulfill(status=413, json=told)
+    else:
+        route.continue_()
+
+
+def test_two_runs_are_compared_token_by_token_in_light_and_dark(opened, served, accessible):
+    session = "page-compared"
+    capture = {"points": ["layers.1.output"], "mode": "trace"}
+    for prompt in (PROMPT, f"{PROMPT} of 4 pens"):
+        body = {"model": MODEL, "prompt": prompt, "capture": capture, "session_id": session}
+        assert httpx.post(f"{served.base_url}/completions", json=body, timeout=60).status_code == 200
+    page = opened("#runs", color_scheme="light", bypass_csp=True)
+    page.get_by_role("button", name=session).click()
+    for box in page.get_by_role("checkbox", name="Compare").all():
         box.check()
     page.get_by_role("button", name="Compare the two").click()
-    expect(page.get_by_role("list", name="Tokens of both runs")).to_be_visible()
-    assert page.locator(".pairs .differs").count()
+    tokens = page.get_by_role("list", name="Tokens of both runs").get_by_role("listitem")
+    expect(tokens.first).to_contain_text("token 0: the same")
+    expect(tokens.last).to_contain_text("differs")
     page.get_by_label("How far apart at").select_option("layers.1.output")
     expect(page.locator("main .legend")).to_contain_text("cosine")
+    expect(tokens.first).to_contain_text("1 – cosine 0")
+    light = tokens.first.evaluate("one => one.style.backgroundColor")
+    page.emulate_media(color_scheme="dark")
+    assert tokens.first.evaluate("one => one.style.backgroundColor") != light
+    page.emulate_media(color_scheme="light")
+    assert tokens.first.evaluate("one => one.style.backgroundColor") == light
+    accessible(page, "compare")
+
+
+def test_an_answer_keeps_its_colours_while_others_come(opened):
+    page = opened()
+    ask(page)
+    expect(options(page).first).to_have_attribute("style", re.compile("background"))
+    page.evaluate(
+        """() => {
+          window.painted = 0;
+          const look = new MutationObserver((seen) => (window.painted += seen.length));
+          look.observe(document.querySelector("token-strip"), { subtree: true, attributeFilter: ["style"] });
+        }"""
+    )
+    ask(page, "And of 5 boxes?")
+    expect(options(page).first).to_have_attribute("style", re.compile("background"))
+    assert page.evaluate("window.painted") == 0
 
 
 def test_runs_are_found_by_their_tags(opened, served):
@@ -223,3 +272,6 @@ def test_no_view_breaks_a_rule_of_accessibility(opened, accessible):
     page.get_by_role("button", name="API key").click()
     page.set_viewport_size({"width": 390, "height": 800})
     accessible(page, "narrow")
+    for name in ("Chat", "Lens", "Steer", "Attention", "Stored runs", "Readouts"):
+        page.get_by_role("link", name=name).click()
+        assert page.evaluate("document.documentElement.scrollWidth <= innerWidth"), name

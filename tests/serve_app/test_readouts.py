@@ -8,6 +8,7 @@ from typing import Any
 import httpx
 import pytest
 import torch
+from safetensors.torch import load as load_tensors
 from safetensors.torch import save
 
 from deployments.activations import load
@@ -49,6 +50,9 @@ def truth(served):
     answer = install(served, save({"weight": WEIGHT, "bias": BIAS}, ABOUT))
     assert answer.status_code == 200, answer.text
     yield answer.json()
+    sent = httpx.get(f"{served.root}/v1/readouts/truth/file", timeout=60)
+    assert torch.equal(load_tensors(sent.content)["weight"], WEIGHT)
+    assert len(sent.content) == answer.json()["bytes"]
     assert httpx.delete(f"{served.root}/v1/readouts/truth", timeout=60).json()["deleted"]
     assert httpx.get(f"{served.root}/v1/readouts/truth", timeout=60).status_code == 404
 

@@ -57,16 +57,16 @@ def processes(served, large):
 
 
 @contextlib.contextmanager
-def stalled(root: str, asked: str) -> Iterator[list[socket.socket]]:
-    """Clients each of whom has the beginning of an answer to read, and reads nothing."""
+def stalled(root: str, *asked: str) -> Iterator[list[socket.socket]]:
+    """Clients each of whom has the beginning of an answer to read, and reads nothing; one of them asks for each."""
     at = urlsplit(root)
     with contextlib.ExitStack() as stack:
         clients = []
-        for _ in range(READERS):
+        for one in asked:
             client = stack.enter_context(socket.socket())
             client.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 4096)
             client.connect((at.hostname, at.port))
-            client.sendall(asked.encode())
+            client.sendall(one.encode())
             clients.append(client)
         waiting = set(clients)
         while waiting:
@@ -84,7 +84,7 @@ def memory(process: psutil.Process) -> int:
 
 @pytest.mark.parametrize("times", [1, 8])
 def test_forty_stalled_readers_cost_little_and_others_are_served(served, large, processes, times):
-    with stalled(served.root, ASK.format(path=large) * times):
+    with stalled(served.root, *[ASK.format(path=large) * times] * READERS):
         for page in range(20):
             first = page * PAGE_BYTES
             asked = {"Range": f"bytes={first}-"}
@@ -93,6 +93,19 @@ def test_forty_stalled_readers_cost_little_and_others_are_served(served, large, 
             assert httpx.get(f"{served.root}/health", timeout=60).status_code == 200
             grown = {process.name(): memory(process) - before for process, before in processes.items()}
             assert all(size < MOST_BYTES for size in grown.values()), grown
+
+
+def test_forty_stalled_readers_of_links_cost_little_and_give_their_places_back(served, large, processes):
+    some = {"run": ",".join(f"r{i}" for i in range(4))}  # 32 MiB
+    links = [httpx.post(f"{served.root}{large}", params=some, timeout=60).json()["path"] for _ in range(READERS)]
+    with stalled(served.root, *(f"GET {path} HTTP/1.1\r\nHost: 127.0.0.1\r\n\r\n" for path in links)):
+        for _ in range(20):
+            assert httpx.get(f"{served.root}/health", timeout=60).status_code == 200
+            grown = {process.name(): memory(process) - before for process, before in processes.items()}
+            assert all(size < MOST_BYTES for size in grown.values()), grown
+    for _ in range(8):  # whoever has gone holds up nobody
+        path = httpx.post(f"{served.root}{large}", params=some, timeout=60).json()["path"]
+        assert len(httpx.get(served.root + path, timeout=60).content) > 32 << 20
 
 
 @pytest.fixture(scope="module")
@@ -112,7 +125,7 @@ def result(runs_code):
 def test_forty_stalled_readers_of_nnsights_results_cost_little_and_give_their_places_back(served, processes, result):
     large, small = result(32 << 20), result(1 << 20)
     asked = f"GET {large.removeprefix(served.root)} HTTP/1.1\r\nHost: 127.0.0.1\r\n\r\n"
-    with stalled(served.root, asked):
+    with stalled(served.root, *[asked] * READERS):
         for _ in range(30):
             assert len(httpx.get(small, timeout=60).content) == 1 << 20
             grown = {process.name(): memory(process) - before for process, before in processes.items()}

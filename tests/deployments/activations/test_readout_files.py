@@ -28,7 +28,9 @@ def test_a_readout_is_found_again_as_it_was_sent(tmp_path: Path) -> None:
     assert files.put(probe(), None, ROOM) == kept
     again = ReadoutFiles(tmp_path)
     assert again.get("truth") == kept
-    assert torch.equal(load(again.read("truth") or b"")["weight"], torch.ones(1, 8))
+    whole = again.read("truth") or b""
+    assert torch.equal(load(whole)["weight"], torch.ones(1, 8))
+    assert again.read("truth", first=3, end=9) == whole[3:9]
     assert [one["name"] for one in again.list(10, None)] == ["truth"]
     assert again.delete("truth")
     assert ReadoutFiles(tmp_path).get("truth") is None

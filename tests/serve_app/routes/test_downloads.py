@@ -199,6 +199,18 @@ def test_a_large_session_comes_in_pages_of_one_file(served, download, large, for
         assert all(torch.all(READ[format](bytes(body))[f"r{i}/{POINT}"] == float(i)) for i in range(MUCH))
 
 
+@pytest.mark.parametrize("format", ["arrow", "npz"])
+def test_a_link_downloads_a_large_session_once(served, download, large, format):
+    made = download(large, method="POST", format=format).json()
+    answer = httpx.get(served.root + made["path"], timeout=60)
+    assert answer.status_code == 200
+    assert len(answer.content) == made["bytes"] > 2 * PAGE_BYTES
+    assert answer.headers["content-disposition"].startswith("attachment; filename=")
+    if format == "npz":
+        assert (np.load(io.BytesIO(answer.content))[f"r1/{POINT}"] == 1).all()
+    assert httpx.get(served.root + made["path"], timeout=60).status_code == 404
+
+
 def test_a_download_goes_on_while_its_session_grows_and_ends_where_it_goes(served, download, large, put):
     begun = download(large, headers={"Range": "bytes=0-9"})
     put(large, "late", {POINT: torch.ones(1, 2048)})
