@@ -44,6 +44,7 @@ class TokenTexts:
         self, tokens: Sequence[int], asked: LensLayers, lens: Sequence[Sequence[LayerTokens]]
     ) -> list[TokenLayers]:
         """Tokens and, for each, what comes of the layers that were asked for."""
+
         def layer(number: int, one: LayerTokens) -> LayerTop:
             top = tuple((id, self.of(id), logprob) for id, logprob in one.top)
             return LayerTop(number, top, tuple((id, self.of(id), logprob, rank) for id, logprob, rank in one.targets))

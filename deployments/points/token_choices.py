@@ -18,8 +18,7 @@ from deployments.points.strict import Strict
 Name = Literal["all", "prompt", "generated", "last", "prompt_last", "generated_last"]
 NAMES = get_args(Name)
 FORMS = (
-    ", ".join(NAMES)
-    + ', {"last": k}, {"prompt_last": k}, {"positions": [...]}, {"from": a, "to": b} '
+    ", ".join(NAMES) + ', {"last": k}, {"prompt_last": k}, {"positions": [...]}, {"from": a, "to": b} '
     'or {"text": "...", "which": "last", "first" or "all"}'
 )
 

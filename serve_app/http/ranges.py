@@ -110,9 +110,7 @@ async def page(asked: RequestedRange, of: Download, media_type: str, headers: di
     return _body(await of.read(0, of.length), 200, headers, media_type)
 
 
-async def whole(
-    read: Callable[[int, int], Awaitable[bytes]], length: int, budget: Budget
-) -> AsyncGenerator[bytes]:
+async def whole(read: Callable[[int, int], Awaitable[bytes]], length: int, budget: Budget) -> AsyncGenerator[bytes]:
     """All bytes of a download, for a client that asks for no ranges; they wait while others that are large are sent.
 
     Args:

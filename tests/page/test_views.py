@@ -157,8 +157,7 @@ def test_a_stored_run_opens_from_what_is_stored_and_downloads(opened, served):
     page.get_by_label("Format").last.select_option("safetensors")
     for too_large in (False, True):  # by a link, or in pages
         if too_large:
-            refuse = {"error": {"message": "too large", "code": "link_too_large", "param": None}}
-            page.route("**/data?*", lambda route: post_refused(route, refuse))
+            page.route("**/data?*", makes_no_link)
         with page.expect_download() as begun:
             page.get_by_role("button", name="Download").last.click()
         assert begun.value.suggested_filename == f"{run}.safetensors"
@@ -171,9 +170,9 @@ def test_a_stored_run_opens_from_what_is_stored_and_downloads(opened, served):
     expect(page.get_by_role("heading", name="Layer 1, head 0")).to_be_visible()
 
 
-def post_refused(route: Route, told: object) -> None:
+def makes_no_link(route: Route) -> None:
     if route.request.method == "POST":
-        route.fulfill(status=413, json=told)
+        route.fulfill(status=413, json={"error": {"message": "too large", "code": "link_too_large", "param": None}})
     else:
         route.continue_()
 

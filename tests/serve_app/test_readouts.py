@@ -50,9 +50,6 @@ def truth(served):
     answer = install(served, save({"weight": WEIGHT, "bias": BIAS}, ABOUT))
     assert answer.status_code == 200, answer.text
     yield answer.json()
-    sent = httpx.get(f"{served.root}/v1/readouts/truth/file", timeout=60)
-    assert torch.equal(load_tensors(sent.content)["weight"], WEIGHT)
-    assert len(sent.content) == answer.json()["bytes"]
     assert httpx.delete(f"{served.root}/v1/readouts/truth", timeout=60).json()["deleted"]
     assert httpx.get(f"{served.root}/v1/readouts/truth", timeout=60).status_code == 404
 
@@ -78,6 +75,9 @@ def test_a_readout_is_listed_and_shown(served, truth):
     assert truth in httpx.get(f"{served.root}/v1/readouts", timeout=60).json()["data"]
     again = install(served, save({"weight": WEIGHT, "bias": BIAS}, ABOUT))
     assert again.json() == truth, "the same one again is left as it is"
+    sent = httpx.get(f"{served.root}/v1/readouts/truth/file", timeout=60)
+    assert torch.equal(load_tensors(sent.content)["weight"], WEIGHT)
+    assert len(sent.content) == truth["bytes"]
 
 
 @pytest.mark.parametrize("route", ["completions", "chat/completions"])

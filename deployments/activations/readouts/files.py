@@ -141,9 +141,7 @@ class ReadoutFiles:
             seen = self._seen(name, account)
         return seen.told(account) if seen else None
 
-    def read(
-        self, name: str, account: Account = OPERATOR, first: int = 0, end: int | None = None
-    ) -> bytes | None:
+    def read(self, name: str, account: Account = OPERATOR, first: int = 0, end: int | None = None) -> bytes | None:
         """A readout's file, likewise: its bytes from `first` to `end`.
 
         Raises:
@@ -153,10 +151,10 @@ class ReadoutFiles:
             seen = self._seen(name, account)
         if seen is None:
             return None
-        with explained(self._root), contextlib.suppress(FileNotFoundError):
-            with (self._root / FOLDER / _name((name, seen.owner))).open("rb") as file:
-                file.seek(first)
-                return file.read(-1 if end is None else end - first)
+        path = self._root / FOLDER / _name((name, seen.owner))
+        with explained(self._root), contextlib.suppress(FileNotFoundError), path.open("rb") as file:
+            file.seek(first)
+            return file.read(-1 if end is None else end - first)
         return None
 
     def delete(self, name: str, account: Account = OPERATOR) -> bool:

@@ -114,9 +114,7 @@ def _likeliest(rows: torch.Tensor, readout: Unembedding) -> list[int]:
     return [token for logits in _logits(rows, readout) for token in logits.argmax(dim=-1).tolist()]
 
 
-def _read(
-    rows: torch.Tensor, asked: Sequence[tuple[int, tuple[int, ...]]], readout: Unembedding
-) -> list[LayerTokens]:
+def _read(rows: torch.Tensor, asked: Sequence[tuple[int, tuple[int, ...]]], readout: Unembedding) -> list[LayerTokens]:
     """What comes of each row [rows, hidden], of each of which so many likeliest tokens, and targets, are asked for."""
     found: list[LayerTokens] = []
     for logits in _logits(rows, readout):
