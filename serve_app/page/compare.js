@@ -1,6 +1,6 @@
 // Two stored runs, token by token, and how far their activations lie apart.
 
-import { choose, errorNote, field, h, number, visible } from "./dom.js";
+import { choose, errorNote, field, h, visible } from "./dom.js";
 import { storedRows } from "./recompute.js";
 import { legend, paint, scale } from "./scales.js";
 import { dot, norm } from "./tensors.js";
@@ -37,7 +37,7 @@ export function comparison(place, one, two) {
       if (wanted !== point.value) return;
       for (const { position } of cells) {
         const [x, y] = [a, b].map(({ rows, positions }) => rows[positions.indexOf(position)]);
-        if (x && y && x.length === y.length) apart.set(position, 1 - dot(x, y) / (norm(x) * norm(y)));
+        if (x && y && x.length === y.length) apart.set(position, Math.max(1 - dot(x, y) / (norm(x) * norm(y)), 0));
       }
       draw();
     } catch (error) {
@@ -51,7 +51,7 @@ export function comparison(place, one, two) {
     for (const { position, differs, element, said } of cells) {
       const far = apart.get(position);
       paint(element, far === undefined ? null : of.colour(far));
-      element.title = `token ${position}: ${differs ? "differs" : "the same"}${far === undefined ? "" : `, 1 – cosine ${number(far)}`}`;
+      element.title = `token ${position}: ${differs ? "differs" : "the same"}${far === undefined ? "" : `, 1 – cosine ${far.toFixed(3)}`}`;
       said.textContent = element.title;
     }
   }

@@ -73,7 +73,8 @@ export function view(app) {
     byPrompts.hidden = kind.value !== "prompts";
     byProbe.hidden = kind.value !== "probe";
     byTensor.hidden = kind.value !== "tensor";
-    byFeature.hidden = howMuch.hidden = kind.value === "feature";
+    byFeature.hidden = kind.value !== "feature";
+    howMuch.hidden = kind.value === "feature";
     where.hidden = ["probe", "feature"].includes(kind.value);
     shown.textContent = strength.valueAsNumber.toFixed(2);
     if (kind.value !== "prompts") know().catch((error) => trouble.replaceChildren(errorNote(error)));

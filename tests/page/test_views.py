@@ -193,7 +193,7 @@ def test_two_runs_are_compared_token_by_token_in_light_and_dark(opened, served, 
     expect(tokens.last).to_contain_text("differs")
     page.get_by_label("How far apart at").select_option("layers.1.output")
     expect(page.locator("main .legend")).to_contain_text("cosine")
-    expect(tokens.first).to_contain_text("1 – cosine 0")
+    expect(tokens.first).to_contain_text("1 – cosine 0.000")
     light = tokens.first.evaluate("one => one.style.backgroundColor")
     page.emulate_media(color_scheme="dark")
     assert tokens.first.evaluate("one => one.style.backgroundColor") != light
