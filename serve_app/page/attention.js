@@ -1,7 +1,7 @@
 // Attention: where each token looks, by head. The heads of a layer side by side, and one of them large.
 
 import { isAbort } from "./api.js";
-import { button, empty, errorNote, field, h, named, percent } from "./dom.js";
+import { button, empty, errorNote, field, h, percent, quoted } from "./dom.js";
 import { layers, source } from "./forms.js";
 import { complete, continuing, isTooLarge, rows, rowsBody, span, stored, tokenized } from "./recompute.js";
 import { legend, onTheme, scale } from "./scales.js";
@@ -139,7 +139,7 @@ export function view(app) {
       const shares = pattern.at(head, row);
       strip.colour((_, i) => (i < shares.length ? ATTENTION.colour(shares[i]) : null));
       const most = [...shares.keys()].sort((a, b) => shares[b] - shares[a]).slice(0, 3);
-      return said.replaceChildren(`${named(text.texts[at])} (${at}) looks at ${most.map((i) => `${named(text.texts[i])} (${i}) ${percent(shares[i])}`).join(", ")}`);
+      return said.replaceChildren(`${quoted(text.texts[at])} (${at}) looks at ${most.map((i) => `${quoted(text.texts[i])} (${i}) ${percent(shares[i])}`).join(", ")}`);
     }
     strip.addEventListener("look", ({ detail }) => strip.pinned < 0 && look(detail.index));
     strip.addEventListener("pin", ({ detail }) => detail.index >= 0 && look(detail.index));

@@ -4,14 +4,14 @@ import { isAbort } from "./api.js";
 import { choose, field, fill, h, newId, number, perFrame } from "./dom.js";
 import { fillTensors } from "./forms.js";
 import { readouts, rows, scores, span, storedRows, vector } from "./recompute.js";
-import { legend, onTheme, scale } from "./scales.js";
+import { legend, scale, SURE } from "./scales.js";
 import { COLUMN, columns, fitted, mostOf, scoreScale, unitOf, valueOf } from "./scores.js";
 import { asNumber, asText } from "./state.js";
 import { dot, norm } from "./tensors.js";
 import { entropy } from "./tokens.js";
 
 const OWN = {
-  probability: [(token) => Math.exp(token.logprob), () => scale({ title: "probability", reversed: true })],
+  probability: [(token) => Math.exp(token.logprob), () => SURE],
   entropy: [entropy, () => scale({ title: "entropy, at least", unit: "bits", high: 5 })],
 };
 const NAMES = [["none", "nothing"], ["probability"], ["entropy"], ["norm", "norm of a point"], ["projection", "projection on a vector"], ["readout", "a readout"]];
@@ -39,7 +39,6 @@ export function colouring(app, { stored = false, onchange = () => {} } = {}) {
   const held = new Map(); // by strip, `{ found, state, title, unit, ends }`, the last of which it is painted by
   const element = h("div", { class: "row colouring" }, field("Colour by", by), pointField, directionField, readoutField, featureField, h("div", {}, key, trouble), points);
   let installed = [];
-  let told = null; // the scale that the legend shows
   let live = null; // while an answer comes: the scale so far, and the most that it is made for
 
   const needs = () => ({ point: ["norm", "projection"].includes(by.value), direction: by.value === "projection", readout: by.value === "readout" });
@@ -55,7 +54,6 @@ export function colouring(app, { stored = false, onchange = () => {} } = {}) {
     featureField.hidden = !needs().readout || !readout.value || chosen().linear;
   }
   function tell(of) {
-    told = of;
     key.replaceChildren(of ? legend(of) : "");
   }
   function begin() {
@@ -163,7 +161,6 @@ export function colouring(app, { stored = false, onchange = () => {} } = {}) {
   by.addEventListener("change", begin);
   by.addEventListener("change", onchange);
   for (const one of [point, direction, readout, feature]) one.addEventListener("change", onchange);
-  onTheme(() => tell(told));
   begin();
 
   const read = () => ({ by: by.value, point: point.value, vector: direction.value, readout: readout.value, feature: feature.valueAsNumber || 0 });

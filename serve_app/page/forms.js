@@ -35,7 +35,7 @@ export function sampling({ max = 200 } = {}) {
  * view. `read()` gives `{ text, chat, ids, count, ...sampling }`; with `ids` the text is only shown.
  */
 export function source({ text, label = "Text", max = 24, answers = true, onchange = () => {} }) {
-  const box = h("textarea", { rows: 3, spellcheck: false, placeholder: text });
+  const box = h("textarea", { rows: 2, spellcheck: false, placeholder: text });
   const [asChat, chatLabel] = check("as a chat message, by the model's template");
   const settings = sampling({ max });
   settings.write({ temperature: 0 });

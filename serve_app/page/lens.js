@@ -4,7 +4,7 @@ import { ApiError, isAbort, post } from "./api.js";
 import { button, choose, empty, errorNote, field, h, named, percent, quoted } from "./dom.js";
 import { source } from "./forms.js";
 import { complete, continuing, isTooLarge, lens, lensBody, tokenized } from "./recompute.js";
-import { legend, onTheme, rankScale, scale } from "./scales.js";
+import { legend, onTheme, rankScale, scale, SURE } from "./scales.js";
 import { asText } from "./state.js";
 import { details, ranking } from "./tokens.js";
 import "./code.js";
@@ -191,7 +191,7 @@ export function view(app) {
     const title = `Layer ${source.layer} at ${quoted(text.texts[source.position])} (${source.position}) in the place of layer ${target.layer} at ${quoted(text.texts[target.position])} (${target.position})`;
     const prompt = text.ids.slice(0, Math.max(text.count, target.position + 1));
     const strips = ["As it was", "Patched"].map((name) => pane(name));
-    result.replaceChildren(h("h2", {}, title), h("div", { class: "pair" }, ...strips.map(([made]) => made)), button("Stop", () => patching.abort()));
+    result.replaceChildren(h("h2", {}, title), legend(SURE), h("div", { class: "pair" }, ...strips.map(([made]) => made)), button("Stop", () => patching.abort()));
     result.scrollIntoView({ block: "nearest" });
     try {
       const record = {
@@ -220,8 +220,7 @@ export function view(app) {
   function pane(name) {
     const strip = document.createElement("token-strip");
     strip.setAttribute("aria-label", `${name}: tokens of the answer`);
-    const of = scale({ title: "probability", reversed: true });
-    strip.colour((token) => of.colour(Math.exp(token.logprob)));
+    strip.colour((token) => SURE.colour(Math.exp(token.logprob)));
     strip.addEventListener("look", ({ detail }) => about.replaceChildren(...details(strip.tokens[detail.index], detail.index).filter(Boolean)));
     return [h("section", { "aria-label": name }, h("h3", {}, name), strip), strip];
   }

@@ -42,6 +42,9 @@ export function scale({ low = 0, high = 1, title, unit = "", signed = false, rev
   return { title, unit, colour, at, rgb: (value) => mixed(ramp(kind), share(value)), steps: null };
 }
 
+/** The scale of tokens' probabilities: the less sure, the stronger. */
+export const SURE = scale({ title: "probability", reversed: true });
+
 /** Colours for a rank, from 1 on, in steps. */
 export function rankScale(title) {
   const steps = [[1, "1"], [2, "2"], [3, "3"], [10, "4 to 10"], [100, "11 to 100"], [1000, "101 to 1000"], [Infinity, "above 1000"]];
@@ -56,23 +59,42 @@ export function paint(element, colours) {
   element.style.color = colours?.ink ?? "";
 }
 
-/** A scale's legend: its title, unit and ends, or its steps. */
-export function legend(of) {
-  if (!of) return h("p", { class: "legend" });
-  const unit = of.unit ? ` (${of.unit})` : "";
-  const swatch = (colours, text) => {
-    const made = h("span", { class: "swatch" }, text);
-    paint(made, colours);
-    return made;
-  };
-  const told = (swatches) => h("p", { class: "legend" }, `${of.title}${unit}: `, h("span", { class: "swatches" }, ...swatches));
-  if (of.steps) return told(of.steps.map(([text, colours]) => swatch(colours(), text)));
-  const shown = Array.from({ length: 7 }, (_, i) => {
-    const value = of.at(i / 6);
-    return swatch(of.colour(value), i === 0 || i === 3 || i === 6 ? number(value) : " ");
-  });
-  return told(shown);
+/** `<scale-legend>`: a scale's title, unit and ends, or its steps, in the colours of the theme. */
+class ScaleLegend extends HTMLElement {
+  of = null;
+  #leave = null;
+
+  connectedCallback() {
+    this.#leave = onTheme(() => this.#draw());
+    this.#draw();
+  }
+
+  disconnectedCallback() {
+    this.#leave();
+  }
+
+  #draw() {
+    const { title, unit, steps } = this.of;
+    const shown = steps ? steps.map(([text, colours]) => swatch(colours(), text)) : Array.from({ length: 7 }, (_, i) => this.#part(i));
+    this.replaceChildren(`${title}${unit ? ` (${unit})` : ""}: `, h("span", { class: "swatches" }, ...shown));
+  }
+
+  #part(i) {
+    const value = this.of.at(i / 6);
+    return swatch(this.of.colour(value), i % 3 ? " " : number(value));
+  }
 }
+
+customElements.define("scale-legend", ScaleLegend);
+
+function swatch(colours, text) {
+  const made = h("span", { class: "swatch" }, text);
+  paint(made, colours);
+  return made;
+}
+
+/** A scale's legend. */
+export const legend = (of) => h("scale-legend", { class: "legend", of });
 
 /** Calls back when the system changes between dark and light, until what it gives is called. */
 export function onTheme(act) {

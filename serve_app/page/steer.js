@@ -4,7 +4,7 @@ import { isAbort, post } from "./api.js";
 import { button, choose, empty, errorNote, field, fill, h, number, percent } from "./dom.js";
 import { fillTensors, layers, source } from "./forms.js";
 import { complete, continuing, directionOf, readouts, rows, tokenized, vector } from "./recompute.js";
-import { legend, onTheme, scale } from "./scales.js";
+import { legend, SURE } from "./scales.js";
 import { columns } from "./scores.js";
 import { asNumber, asText } from "./state.js";
 import { norm } from "./tensors.js";
@@ -34,11 +34,9 @@ export function view(app) {
   const run = h("button", { class: "main" }, "Answer with and without");
   const stop = button("Stop", () => running?.abort(), { hidden: true });
   const trouble = h("div");
-  const result = h("div", {}, empty("Give a prompt, and a direction by two short texts that differ in what you want to add. Both answers begin from one seed."));
+  const result = h("div", {}, empty("Give a prompt, and a direction: two short texts that differ in what you want to add, or what is on the server. Both answers begin from one seed."));
   const about = h("aside", { "aria-label": "Token" }, ...details());
   const code = document.createElement("request-code");
-  const key = h("div");
-  const showKey = () => key.replaceChildren(legend(scale({ title: "probability", reversed: true })));
   let running = null;
   let report = null;
   let installed = []; // readouts of the model
@@ -63,7 +61,6 @@ export function view(app) {
   strength.addEventListener("input", () => (shown.textContent = strength.valueAsNumber.toFixed(2)));
   kind.addEventListener("change", arrange);
   for (const one of [probe, sae]) one.addEventListener("change", arrange);
-  onTheme(() => key.childElementCount && showKey());
   upload.addEventListener("change", send);
   element.addEventListener("input", app.changed);
   element.addEventListener("change", app.changed);
@@ -150,8 +147,7 @@ export function view(app) {
     [run.disabled, stop.hidden] = [true, false];
     const panes = [pane("Default"), pane("Steered")];
     report = h("p", { class: "from", role: "status" }, "Making the direction…");
-    showKey();
-    result.replaceChildren(key, h("div", { class: "pair" }, ...panes.map(([made]) => made)), report);
+    result.replaceChildren(legend(SURE), h("div", { class: "pair" }, ...panes.map(([made]) => made)), report);
     try {
       const interventions = await direction(signal);
       const { ids } = await tokenized(app.model(), asked, signal);
@@ -184,8 +180,7 @@ export function view(app) {
   function pane(name) {
     const strip = document.createElement("token-strip");
     strip.setAttribute("aria-label", `${name}: tokens of the answer`);
-    const of = scale({ title: "probability", reversed: true });
-    strip.colour((token) => of.colour(Math.exp(token.logprob)));
+    strip.colour((token) => SURE.colour(Math.exp(token.logprob)));
     const look = ({ detail }) => about.replaceChildren(...details(strip.tokens[detail.index], detail.index).filter(Boolean));
     strip.addEventListener("look", (event) => strip.pinned < 0 && look(event));
     strip.addEventListener("pin", look);
