@@ -69,18 +69,18 @@ class LensLayers(NamedTuple):
         points: Their outputs.
         top_k: How many likeliest tokens of each.
         targets: Ids of tokens whose logprob and rank are returned as well.
-        last: The last layer's output, where the target of each token is what this puts first.
         prompt: Behind which tokens of the prompt.
         generated: Whether each new token gets one, too.
+        last: The last layer's output, where the target of each token is what this puts first.
     """
 
     layers: tuple[int, ...]
     points: tuple[Point, ...]
     top_k: int
     targets: tuple[int, ...] = ()
-    last: Point | None = None
     prompt: Tokens = Tokens(0, 0)
     generated: bool = True
+    last: Point | None = None
 
 
 class LayerTokens(NamedTuple):

@@ -105,8 +105,8 @@ def _places(lens: LensLayers) -> dict[Place, None]:
 def _logits(rows: torch.Tensor, readout: Unembedding) -> Iterator[torch.Tensor]:
     """The logits [count, vocabulary] of rows [rows, hidden], a few rows at a time."""
     count = max(1, LOGITS_BYTES // (4 * readout.vocabulary))
-    for some in rows.split(count) if len(rows) else ():
-        yield readout.logits(some).float()
+    for first in range(0, len(rows), count):
+        yield readout.logits(rows[first : first + count]).float()
 
 
 def _likeliest(rows: torch.Tensor, readout: Unembedding) -> list[int]:
