@@ -177,15 +177,19 @@ def makes_no_link(route: Route) -> None:
         route.continue_()
 
 
-def test_two_runs_are_compared_token_by_token_in_light_and_dark(opened, served, accessible):
+def test_two_runs_are_compared_token_by_token_in_light_and_dark(opened, served, accessible, eventually):
     session = "page-compared"
     capture = {"points": ["layers.1.output"], "mode": "trace"}
     for prompt in (PROMPT, f"{PROMPT} of 4 pens"):
         body = {"model": MODEL, "prompt": prompt, "capture": capture, "session_id": session}
         assert httpx.post(f"{served.base_url}/completions", json=body, timeout=60).status_code == 200
+    listed = f"{served.base_url}/activations/runs?session={session}"
+    eventually(lambda: httpx.get(listed, timeout=60).json()["data"], lambda runs: len(runs) == 2)
     page = opened("#runs", color_scheme="light", bypass_csp=True)
     page.get_by_role("button", name=session).click()
-    for box in page.get_by_role("checkbox", name="Compare").all():
+    boxes = page.get_by_role("checkbox", name="Compare")
+    expect(boxes).to_have_count(2)
+    for box in boxes.all():
         box.check()
     page.get_by_role("button", name="Compare the two").click()
     tokens = page.get_by_role("list", name="Tokens of both runs").get_by_role("listitem")
