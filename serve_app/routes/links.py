@@ -7,19 +7,19 @@ from typing import Annotated, Any
 from fastapi import APIRouter, Depends, Request
 from fastapi.responses import Response, StreamingResponse
 
-import serve_app.openapi as openapi
+import serve_app.openapi_examples as examples
 from serve_app.http.errors import ApiError
 from serve_app.http.links import LASTS_S, SENT_BYTES, Link, Links
 from serve_app.http.ranges import whole
-from serve_app.openapi import Responses, answers, errors
+from serve_app.openapi import Responses, errors
 from serve_app.routes.activations import Chosen, file_of
 from serve_app.routes.dependencies import AppBackend, CallerAccount
 from serve_app.routes.parameters import PathId
 
-links = APIRouter(prefix="/v1/activations", tags=["Activations"], responses=errors(404, 429, 503) | openapi.IS_GONE)
+links = APIRouter(prefix="/v1/activations", tags=["Activations"], responses=errors(404, 429, 503) | examples.IS_GONE)
 _PATH = "/v1/activations/download/wzR2-cJ0bG9N4uYx8sQe7LrT1kVaM5pHd3FoI6tEgZU"
-_MADE = answers({"object": "download_link", "path": _PATH, "bytes": 271340, "expires_in": 60})
-_SENT: Responses = {200: {"description": "All of it.", "content": openapi.DATA[200]["content"]}}
+_MADE = examples.answers({"object": "download_link", "path": _PATH, "bytes": 271340, "expires_in": 60})
+_SENT: Responses = {200: {"description": "All of it.", "content": examples.DATA[200]["content"]}}
 
 
 async def _links(request: Request) -> Links:

@@ -332,7 +332,7 @@ def test_tokens_of_the_prompt_are_read_as_the_prompt_runs_with_targets_and_their
 @pytest.mark.parametrize("layers", [(0, 1), (0, 2)], ids=["beside the last", "with the last"])
 def test_each_layer_ranks_what_the_last_layer_puts_first(tiny, prompt, endings, drain, monkeypatch, layers):
     """At tokens of the prompt and generated ones, beside a request with targets of its own, a few rows at a time."""
-    monkeypatch.setattr(lens_module, "LOGITS_BYTES", 4 * 256 * 5)
+    monkeypatch.setattr(lens_reader, "LOGITS_BYTES", 4 * 256 * 5)
     model = tiny("qwen3")
     lens = lens_of(model, layers, top_k=1)._replace(last=output(model, 2), prompt=Tokens(0, 9))
     request = asking(model, "last", prompt(9), lens=lens)
