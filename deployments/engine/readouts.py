@@ -289,7 +289,7 @@ def _read_features(readout: Readout, takers: Sequence[_Taker], rows: torch.Tenso
     most = min(max(tops, default=0), readout.count)
     columns = [taker.leaf.column for taker in takers if taker.leaf]
     values, index, read = list[torch.Tensor](), list[torch.Tensor](), list[torch.Tensor]()
-    for part_of in some.split(readout.rows_at_once):
+    for part_of in torch.split(some, readout.rows_at_once):
         dense = readout.encode(part_of)  # [rows, features]
         if most:
             for found_of, part in zip((values, index), largest(dense, most), strict=True):

@@ -117,7 +117,7 @@ class Readout:
         """One feature [rows] of normalized rows; of all features only where they compete."""
         if self.spec.activation != "topk":
             return self._in_tiles(rows, 1, lambda tile: self._features(tile, slice(feature, feature + 1)))[:, 0]
-        parts = rows.split(self.rows_at_once)
+        parts = torch.split(rows, self.rows_at_once)
         return torch.cat([self._in_tiles(part, self.count, self._features)[:, feature] for part in parts])
 
     def _features(self, rows: torch.Tensor, columns: slice = slice(None)) -> torch.Tensor:
