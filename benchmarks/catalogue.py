@@ -31,7 +31,7 @@ from benchmarks.common.findings import Findings
 from deployments.activations import load
 from deployments.activations.catalogue.catalogue import Catalogue
 from deployments.activations.catalogue.database import NAME
-from deployments.activations.facts import Entry, RunFacts, ShardFacts, StoredFile
+from deployments.activations.facts import Entry, Note, RunFacts, ShardFacts, StoredFile
 from deployments.activations.filters import Filter
 from deployments.activations.segments.schema import to_batch
 from deployments.activations.writer.writer import Writer
@@ -163,7 +163,7 @@ def commit(folder: Path, commits: list[Commit], at_once: int) -> float:
     for session_id, entries, file in commits:
         for start in range(0, len(entries), at_once):
             some, now = entries[start : start + at_once], file._replace(rows=start + at_once, sealed=False)
-            spent += seconds(lambda: catalogue.add(session_id, some, now))  # noqa: B023
+            spent += seconds(lambda: catalogue.add(Note(session_id, some, now)))  # noqa: B023
             count += len(some)
     catalogue.close()
     shutil.rmtree(folder)

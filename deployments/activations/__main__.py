@@ -5,20 +5,17 @@ from __future__ import annotations
 import argparse
 import os
 import sys
-from collections.abc import Collection, Sequence
+from collections.abc import Sequence
 from datetime import datetime
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from deployments.activations.facts import StoreError, check_session_id
-from deployments.activations.filters import EVERYTHING, Filter, tag_pairs
-from deployments.activations.printing import size, table, time
+from deployments.activations.facts import StoreError
+from deployments.activations.filters import Filter
 from deployments.options import STORE_VARIABLE, default_store, home
 
 if TYPE_CHECKING:
     from deployments.activations.files.places import Place
-
-    AnyRoot = Path | Place
 
 FORMATS = ("pt", "safetensors", "npz", "parquet", "hf")
 
@@ -46,66 +43,34 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def _ls(args: argparse.Namespace) -> int:
-    filter = _filter(args)
-    if args.runs:
-        _print_runs(_catalogue(args.dir).runs(filter, None), "session_id")
+    from deployments.activations.catalogue.catalogue import Catalogue
+
+    catalogue = Catalogue.copied(args.dir)  # a server may run, whose database is its own
+    if args.session is None:
+        found = catalogue.sessions(sys.maxsize)
+        heads = ("session", "runs", "tokens", "size", "updated", "models")
+        rows = [(one["id"], one["runs"], one["tokens"], one["bytes"], one["updated"], one["models"]) for one in found]
+        told = [(*row[:3], size(row[3]), time(row[4]), ", ".join(row[5])) for row in rows]
+        table(heads, told, right="runs tokens size")
         return 0
-    found = _catalogue(args.dir).sessions(sys.maxsize, None, filter)
-    pins = _pins(args.dir)
-    rows = [
-        (
-            *(one["id"], one["runs"], one["tokens"], size(one["bytes"]), time(one["updated"])),
-            *("pinned" if one["id"] in pins else None, ", ".join(one["models"])),
-        )
-        for one in found
-    ]
-    table(("session", "runs", "tokens", "size", "updated", "pinned", "models"), rows, right="runs tokens size")
+    runs = catalogue.runs(Filter(args.session), None)
+    if not runs:
+        raise UserError(f"there is no session {args.session!r} in {args.dir}")
+    said = {"run_id": "run", "prompt_tokens": "prompt", "tokens": "tokens", "finish_reason": "finish"}
+    said |= {"model": "model", "sample_id": "sample"}
+    lines = []
+    for run in runs:
+        tags = ", ".join(f"{name}={value}" for name, value in run["tags"].items()) or None
+        lines.append((*(run[name] for name in said), time(run["created"]), tags, ", ".join(run["points"])))
+    table((*said.values(), "created", "tags", "points"), lines, right="prompt tokens")
     return 0
-
-
-def _show(args: argparse.Namespace) -> int:
-    filter, catalogue = _filter(args), _catalogue(args.dir)
-    found = catalogue.session(check_session_id(args.session), filter=filter)
-    if found is None and (entry := catalogue.find(args.session)):
-        found = catalogue.session(entry.facts.session_id, filter=filter._replace(runs=(args.session,)))
-    if found is None:
-        that_fits = "" if filter == EVERYTHING else " with a run that fits"
-        raise UserError(f"there is no session {args.session!r}{that_fits} in {args.dir}")
-    total = f"{len(found['runs'])} runs, {found['tokens']} tokens, {size(found['bytes'])}"
-    print(f"{found['id']}: {total}, {time(found['created'])} to {time(found['updated'])}\n")
-    kinds = {(name, _shape(point), point["dtype"]) for run in found["runs"] for name, point in run["points"].items()}
-    table(("point", "shape", "dtype"), sorted(kinds))
-    print()
-    _print_runs(found["runs"])
-    print()
-    files = [
-        (file["uri"].rpartition("/")[2], size(file["bytes"]), "sealed" if file["sealed"] else "open")
-        for file in found["files"]
-    ]
-    table(("file", "size", ""), files, right="size")
-    return 0
-
-
-def _print_runs(runs: Sequence[dict[str, Any]], *first: str) -> None:
-    said = {name: name.removesuffix("_id") for name in (*first, "run_id")}
-    said |= {"prompt_tokens": "prompt", "tokens": "tokens", "finish_reason": "finish", "model": "model"}
-    said |= {"sample_id": "sample"}
-    rows = [(*(run[name] for name in said), time(run["created"]), _tags(run["tags"])) for run in runs]
-    table((*said.values(), "created", "tags"), rows, right="prompt tokens")
 
 
 def _export(args: argparse.Namespace) -> int:
     from deployments.activations.export.exports import export
 
-    files = export(
-        args.dir,
-        args.to,
-        args.format,
-        session=args.session,
-        run=_apart(args.run_ids),
-        points=_apart(args.points),
-        overwrite=args.overwrite,
-    )
+    chosen = {"session": args.session, "run": _apart(args.run_ids), "points": _apart(args.points)}
+    files = export(args.dir, args.to, args.format, overwrite=args.overwrite, **chosen)
     written = [path for file in files for path in (file.iterdir() if file.is_dir() else [file])]
     print(f"{len(written)} files, {size(sum(path.stat().st_size for path in written))}, in {args.to}")
     return 0
@@ -139,7 +104,7 @@ def _pull(args: argparse.Namespace) -> int:
     return 0
 
 
-def _at(place: str, is_new: bool) -> AnyRoot:
+def _at(place: str, is_new: bool) -> Path | Place:
     """The store that `--dir` names; unless it may be new, it is there."""
     from deployments.activations.files.uris import place_of
 
@@ -153,51 +118,40 @@ def _at(place: str, is_new: bool) -> AnyRoot:
     return root.resolve()
 
 
-def _catalogue(root: AnyRoot) -> Any:
-    from deployments.activations.catalogue.catalogue import Catalogue
-
-    return Catalogue.copied(root)  # a server may run, whose database is its own
-
-
-def _pins(root: AnyRoot) -> Collection[str]:
-    from deployments.activations.catalogue.buckets import catalogue_of
-    from deployments.activations.state.pins import Pins
-
-    if isinstance(root, Path):
-        return Pins(root, read_only=True).names()
-    pinned = "SELECT session FROM records WHERE kind = 'pin' AND value IS NOT NULL"
-    return {session for (session,) in catalogue_of(root).execute(pinned)}
-
-
-def _filter(args: argparse.Namespace) -> Filter:
-    since, until = (
-        seconds(text, name) if text else None for text, name in ((args.since, "since"), (args.until, "until"))
-    )
-    return Filter(None, args.model, since, until, args.sample, tag_pairs(args.tags))
-
-
-def seconds(text: str, name: str) -> float:
-    """A time as Unix seconds: those, or an ISO date with or without a time of day, local where it names no zone.
-
-    Raises:
-        ValueError: It is neither; names `--name`.
-    """
-    try:
-        return float(text) if text.replace(".", "", 1).isdigit() else datetime.fromisoformat(text).timestamp()
-    except ValueError as error:
-        raise ValueError(f"--{name} {text!r} must be an ISO date, such as 2026-11-20T18:00, or Unix seconds") from error
-
-
-def _shape(point: dict[str, Any]) -> str:
-    return "[" + ", ".join("tokens" if size is None else str(size) for size in point["shape"][1:]) + "]"
-
-
-def _tags(tags: dict[str, str]) -> str | None:
-    return ", ".join(f"{name}={value}" for name, value in tags.items()) or None
-
-
 def _apart(values: Sequence[str]) -> list[str] | None:
     return [part for value in values for part in value.split(",") if part] or None
+
+
+def table(heads: Sequence[str], rows: Sequence[Sequence[Any]], right: str = "") -> None:
+    """Print rows as columns of text, those that `right` names to the right; None is a dash."""
+    cells = [tuple(heads), *(tuple("-" if cell is None else _printable(str(cell)) for cell in row) for row in rows)]
+    widths = [max(len(row[i]) for row in cells) for i in range(len(heads))]
+    rights = [head in right.split() for head in heads]
+    for row in cells:
+        aligned = [
+            cell.rjust(width) if to_right else cell.ljust(width)
+            for cell, width, to_right in zip(row, widths, rights, strict=True)
+        ]
+        print("  ".join(aligned).rstrip())
+
+
+def _printable(text: str) -> str:
+    """A user's text on one line, with nothing that a terminal would obey."""
+    return "".join(letter if letter.isprintable() else ascii(letter)[1:-1] for letter in text)
+
+
+def size(count: int) -> str:
+    """Bytes as people say them: `812 B`, `1.5 MiB`."""
+    value, units = float(count), ["B", "KiB", "MiB", "GiB", "TiB"]
+    while value >= 1024 and len(units) > 1:
+        value /= 1024
+        units.pop(0)
+    return f"{value:.0f} B" if units[0] == "B" else f"{value:.1f} {units[0]}"
+
+
+def time(seconds: float) -> str:
+    """Unix seconds as local time."""
+    return datetime.fromtimestamp(seconds).astimezone().isoformat(sep=" ", timespec="seconds")
 
 
 def _parser() -> argparse.ArgumentParser:
@@ -205,39 +159,28 @@ def _parser() -> argparse.ArgumentParser:
     parser.set_defaults(prog="deployments.activations")
     commands = parser.add_subparsers(required=True, metavar="COMMAND")
 
-    def command(name: str, run: Any, help: str) -> argparse.ArgumentParser:
+    def command(name: str, run: Any, help: str, session: str | None = None) -> argparse.ArgumentParser:
         added = commands.add_parser(name, help=help, description=help, allow_abbrev=False)
         where = "the store's directory, or its archive's URI, s3://bucket/prefix?region=...; by default"
         folder = home() / "activations"
         added.add_argument("--dir", default=default_store(), help=f"{where} ${STORE_VARIABLE}, else {folder}")
         added.set_defaults(run=run)
+        if session:
+            added.add_argument("session", nargs=session)
         return added
 
     def chosen(added: argparse.ArgumentParser) -> None:
         added.add_argument("--run", dest="run_ids", action="append", default=[], help="a run alone; may be repeated")
         added.add_argument("--points", action="append", default=[], help="points alone, apart by commas or repeated")
 
-    def filtered(added: argparse.ArgumentParser) -> None:
-        added.add_argument("--model", help="runs of this model alone")
-        added.add_argument("--since", help="created then or later: an ISO date or Unix seconds")
-        added.add_argument("--until", help="created before: likewise")
-        added.add_argument("--sample", help="runs of this sample alone")
-        added.add_argument("--tag", dest="tags", action="append", default=[], help="name=value; may be repeated")
-
-    added = command("ls", _ls, "list the sessions")
-    added.add_argument("--runs", action="store_true", help="list the runs instead, the oldest first")
-    filtered(added)
-    added = command("show", _show, "a session's points, runs and files")
-    added.add_argument("session", help="or the id of a run, to show it alone")
-    filtered(added)
+    command("ls", _ls, "list the sessions, or the runs of one", "?")
+    command("verify", _verify, "read everything, and say what is whole and what can still be read", "?")
     added = command("export", _export, "write runs as files of another format")
     added.add_argument("to", type=Path, help="the directory for the files")
     added.add_argument("--format", choices=FORMATS, required=True)
     added.add_argument("--session", help="this session alone")
     added.add_argument("--overwrite", action="store_true", help="write files anew that are there already")
     chosen(added)
-    added = command("verify", _verify, "read everything, and say what is whole and what can still be read")
-    added.add_argument("session", nargs="?")
     added = command("pull", _pull, "fetch a session from a server into the store's directory")
     added.add_argument("url", help="the server's address, http://host:8000")
     added.add_argument("session")

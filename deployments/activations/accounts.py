@@ -7,13 +7,7 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True)
 class Account:
-    """Who asks.
-
-    Attributes:
-        owner: Who owns what they make; None on a server without keys, where nothing has an owner.
-        is_admin: Whether they may read and change everything.
-        reads_unowned: Whether they may read what has no owner.
-    """
+    """Who asks: `owner` of what they make (None on a server without keys), `is_admin`, `reads_unowned`."""
 
     owner: str | None = None
     is_admin: bool = True

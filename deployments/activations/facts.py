@@ -21,63 +21,38 @@ class StoreError(Exception):
 
 @dataclass(frozen=True)
 class ShardFacts:
-    """What all runs of one file share.
-
-    Attributes:
-        session_id: The session whose directory holds the file.
-        model: The model's id.
-        revision: Its revision, where one was asked for.
-        architecture: The model's class in transformers.
-        versions: Library versions by name (torch, transformers, nnsight, vitrine).
-        modules: Point name to the model's own module path with `.input` or `.output`.
-        layers: How many layers the model has; None in files of earlier versions.
-    """
+    """What all runs of one file share."""
 
     session_id: str
     model: str
-    revision: str | None
-    architecture: str
-    versions: dict[str, str]
-    modules: dict[str, str]
-    layers: int | None = None
+    revision: str | None  # where one was asked for
+    architecture: str  # the model's class in transformers
+    versions: dict[str, str]  # of libraries, by name
+    modules: dict[str, str]  # for each point the model's own module path with `.input` or `.output`
+    layers: int | None = None  # of the model; None in files of earlier versions
 
 
 @dataclass(frozen=True)
 class RunFacts:
-    """What one run is.
+    """What one run is."""
 
-    Attributes:
-        run_id: Unique within the session.
-        session_id: The session that the run belongs to.
-        model: The model's id.
-        created: When the request came, in Unix seconds, plus the choice's index in microseconds: runs sort by it as
-            they were asked for. In older files, when the run was done.
-        prompt_tokens: Tokens of the prompt.
-        tokens: Tokens of prompt and generation together.
-        sample_id: The user's name for the sample.
-        tags: The user's strings by name.
-        sampling: The request's sampling fields, as JSON values.
-        finish_reason: Why generation ended.
-        request_id: The request that made the run.
-        messages_hash: Hash of the request's messages.
-        interventions: What the request changed on the way, as it was sent.
-        text: Prompt and generated text, special tokens included, where the request asked to keep it: what the rows'
-            `text_offset` counts characters of.
-    """
-
-    run_id: str
+    run_id: str  # unique within the session
     session_id: str
     model: str
+    # When the request came, in Unix seconds, plus the choice's index in microseconds: runs sort by it as they were
+    # asked for. In older files, when the run was done.
     created: float
     prompt_tokens: int
-    tokens: int
-    sample_id: str | None = None
+    tokens: int  # of prompt and generation together
+    sample_id: str | None = None  # the user's name for the sample
     tags: dict[str, str] = field(default_factory=dict)
-    sampling: dict[str, Any] = field(default_factory=dict)
+    sampling: dict[str, Any] = field(default_factory=dict)  # the request's sampling fields
     finish_reason: str | None = None
     request_id: str | None = None
-    messages_hash: str | None = None
-    interventions: list[dict[str, Any]] = field(default_factory=list)
+    messages_hash: str | None = None  # of the request's messages
+    interventions: list[dict[str, Any]] = field(default_factory=list)  # as they were sent
+    # Prompt and generated text, special tokens included, if the request asked to keep it: what the rows' `text_offset`
+    # counts characters of.
     text: str | None = None
 
     @cached_property
@@ -107,10 +82,7 @@ class StoredPoint(NamedTuple):
 
 
 class StoredRun(NamedTuple):
-    """A run that is on disk; `bytes` is what it takes in its file.
-
-    `node` names the node on whose disk it is, where nodes keep directories of their own.
-    """
+    """A run that is on disk, perhaps on another node's; `bytes` is what it takes in its file."""
 
     run_id: str
     session_id: str
@@ -127,10 +99,7 @@ class RunName(NamedTuple):
 
 
 class StoredFile(NamedTuple):
-    """One shard; `bytes` is its length, `rows` those of its whole runs.
-
-    `modified_ns` is when it last changed in Unix nanoseconds, None where it may have changed since.
-    """
+    """A file, of so many bytes and rows of whole runs; `modified_ns` is None where it may have changed since."""
 
     uri: str
     bytes: int
@@ -142,8 +111,8 @@ class StoredFile(NamedTuple):
 class Entry(NamedTuple):
     """One stored run; `points` is shared by all runs of its file, and its interventions and text are left to the file.
 
-    `offset` is where in its file it begins: 0 for the first run, else the byte of its first batch, whose number is
-    `batch`. `archived` says whether the file is in the bucket.
+    In its file it begins at byte `offset` (0 for the first run), with batch number `batch`. `archived`: the file is in
+    the bucket.
     """
 
     facts: RunFacts
@@ -194,26 +163,14 @@ def name_of(uri: str) -> str:
 
 
 def store_id(uri: str) -> str:
-    """What tells a store from others, as 32 hex digits: settings that say nothing of where it lies count not.
-
-    Args:
-        uri: The store's, with its settings.
-    """
-    return hashlib.sha256("?".join([public_uri(uri), *_server(uri)]).encode()).hexdigest()[:32]
-
-
-def _server(uri: str) -> list[str]:
-    """Those settings of a URI that say which server it means."""
+    """What tells a store from others, by its URI: settings that say nothing of where it lies do not count."""
     settings = parse_qsl(urlsplit(uri).query) if "://" in uri else []
-    return sorted(f"{name}={value}" for name, value in settings if name in _SERVERS)
+    server = sorted(f"{name}={value}" for name, value in settings if name in _SERVERS)
+    return hashlib.sha256("?".join([public_uri(uri), *server]).encode()).hexdigest()[:32]
 
 
 def check_session_id(value: str) -> str:
-    """Return `value` if it may name a session.
-
-    Raises:
-        ValueError: If it may not; the message names `session_id`.
-    """
+    """Return `value` if it may name a session; else ValueError names `session_id`."""
     if not names_a_session(value):
         raise ValueError(
             f"session_id {value[:140]!r} must be 1 to 128 letters, digits, '.', '_' or '-', and must not begin with '.'"

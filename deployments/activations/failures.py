@@ -29,19 +29,14 @@ _ADVICE = {
 def explain(root: object, error: Exception) -> StoreError:
     """The error that says what failed below `root`, and what to do."""
     advice = _ADVICE.get(
-        getattr(error, "errno", None) or 0,
-        "see that it can be reached and written, then send the request again",
+        getattr(error, "errno", None) or 0, "see that it can be reached and written, then send the request again"
     )
     return StoreError(f"The activation store at {root} failed ({error}): {advice}.")
 
 
 @contextmanager
 def explained(root: object) -> Iterator[None]:
-    """While open, an error of the disk below `root` is raised as `explain` says it.
-
-    Raises:
-        StoreError: The disk refuses.
-    """
+    """While open, an OSError below `root` is raised as the StoreError of `explain`."""
     try:
         yield
     except OSError as error:

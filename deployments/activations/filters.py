@@ -1,9 +1,13 @@
-"""Which stored runs are asked for, in plain types that import neither torch nor Arrow."""
+"""Which stored runs are asked for, as a list or as a file, in plain types that import neither torch nor Arrow."""
 
 from __future__ import annotations
 
 from collections.abc import Iterable
 from typing import NamedTuple
+
+from deployments.errors import RequestError
+
+IDLE_S = 60.0  # after which the plan of a download is dropped that no page is asked of: it keeps deleted files on disk
 
 
 class Filter(NamedTuple):
@@ -24,12 +28,35 @@ EVERYTHING = Filter()
 
 
 def tag_pairs(texts: Iterable[str]) -> tuple[tuple[str, str], ...]:
-    """Tags written as `name=value`; the name ends at the first `=`.
-
-    Raises:
-        ValueError: One has no name or no `=`.
-    """
+    """Tags written as `name=value`; the name ends at the first `=`. ValueError if one has no name or no `=`."""
     pairs = [text.partition("=") for text in texts]
     if (wrong := next(("".join(pair) for pair in pairs if not (pair[0] and pair[1])), None)) is not None:
         raise ValueError(f"tag {wrong[:140]!r} must be name=value")
     return tuple((name, value) for name, _, value in pairs)
+
+
+class Choice(NamedTuple):
+    """Stored runs as a file: these alone, these points alone, where any are named."""
+
+    session_id: str
+    runs: tuple[str, ...] | None = None
+    points: tuple[str, ...] | None = None
+    format: str = "arrow"  # or `safetensors`, `npz` or `pt`
+
+
+class Found(NamedTuple):
+    """A download: a tag that changes when its bytes would, and how many they are."""
+
+    tag: str
+    length: int
+
+
+def changed() -> RequestError:
+    """What refuses a page of something else than the pages before it: 412."""
+    message = "it changed since its first page: begin again without If-Match; named runs change only when they move"
+    return RequestError(message, "If-Match", "download_changed", 412)
+
+
+def gone(file: object, field: str | None = None) -> RequestError:
+    """What refuses to read a run whose file was taken away, though nobody deleted the run: 410."""
+    return RequestError(f"the file {file} of stored runs is gone, and what was in it", field, "file_gone", 410)

@@ -9,23 +9,13 @@ from typing import NamedTuple
 
 @dataclass(frozen=True)
 class Retention:
-    """An operator's limits; None is none.
+    """An operator's limits; None is none."""
 
-    Attributes:
-        max_store_bytes: The most bytes of all sessions together.
-        max_session_bytes: The most bytes of one session.
-        max_session_age_s: Seconds since its last run after which a session is deleted.
-        delete_oldest: Whether a store that is full deletes the oldest sessions of a run's owner, instead of refusing
-            the run.
-        max_owner_bytes: The most bytes of all sessions of one owner together.
-        max_owner_sessions: The most sessions of one owner.
-    """
-
-    max_store_bytes: int | None = None
+    max_store_bytes: int | None = None  # of all sessions together
     max_session_bytes: int | None = None
-    max_session_age_s: float | None = None
-    delete_oldest: bool = False
-    max_owner_bytes: int | None = None
+    max_session_age_s: float | None = None  # seconds since its last run, after which a session is deleted
+    delete_oldest: bool = False  # whether a full store deletes the oldest sessions of a run's owner, or refuses the run
+    max_owner_bytes: int | None = None  # of all sessions of one owner together
     max_owner_sessions: int | None = None
 
     def said(self) -> str:

@@ -13,7 +13,7 @@ from safetensors.torch import load
 from deployments.activations.accounts import Account
 from deployments.activations.actors.reader import survived
 from deployments.activations.facts import StoreError
-from deployments.activations.tensors.tensors import pick, split
+from deployments.activations.uploads.tensors import pick, split
 from deployments.errors import RequestError
 from deployments.job import Job
 from deployments.places.points import Points
@@ -99,7 +99,7 @@ class StoredTensors:
         return FetchedTensors(tensors, rows)
 
     async def _tensor(self, reference: str, field: str, reader: Account) -> torch.Tensor:
-        data = await self._store.tensor_file.remote(split(reference)[0], reader)
+        data = await self._store.kept.remote("tensors", "read", split(reference)[0], reader)
         if data is None:
             raise RequestError(f"there is no tensor {reference!r}", field, "tensor_not_found")
         try:

@@ -13,9 +13,8 @@ import ray
 from deployments.activations.accounts import Account
 from deployments.activations.actors.reader import survived
 from deployments.activations.actors.store import Deleted
-from deployments.activations.export.selectors import Choice, Found
 from deployments.activations.facts import StoreError
-from deployments.activations.filters import Filter
+from deployments.activations.filters import Choice, Filter, Found
 from deployments.client_code.board import connect as board
 from deployments.errors import RequestError
 from deployments.job import Job
@@ -184,7 +183,7 @@ class Backend:
             ApiError: 503.
         """
         most, most_of_one = self._max_tensor_bytes
-        kept: dict[str, Any] = await stored(self._store.put_tensors.remote(data, most, account, most_of_one))
+        kept: dict[str, Any] = await stored(self._store.kept.remote("tensors", "put", data, most, account, most_of_one))
         return kept
 
     async def tensor_files(self, account: Account, limit: int, after: str | None) -> list[dict[str, Any]]:
@@ -193,7 +192,7 @@ class Backend:
         Raises:
             ApiError: 503.
         """
-        return await stored(self._store.tensor_files.remote(limit, after, account))  # type: ignore[no-any-return]
+        return await stored(self._store.kept.remote("tensors", "list", limit, after, account))  # type: ignore[no-any-return]
 
     async def tensor_file(self, account: Account, tensor_id: str) -> Download:
         """A tensor file as it was sent.
@@ -201,17 +200,19 @@ class Backend:
         Raises:
             ApiError: 404; 503.
         """
-        length: int | None = await stored(self._store.tensor_file_bytes.remote(tensor_id, account))
-        if length is None:
+        known: dict[str, Any] | None = await stored(self._store.kept.remote("tensors", "get", tensor_id, account))
+        if known is None:
             raise _no_tensors(tensor_id)
 
         async def read(first: int, end: int) -> bytes:
-            found: bytes | None = await stored(self._store.tensor_file.remote(tensor_id, account, first, end))
+            found: bytes | None = await stored(
+                self._store.kept.remote("tensors", "read", tensor_id, account, first, end)
+            )
             if found is None:
                 raise _no_tensors(tensor_id)
             return found
 
-        return Download(tensor_id, length, read)
+        return Download(tensor_id, known["bytes"], read)
 
     async def delete_tensors(self, account: Account, tensor_id: str) -> None:
         """Delete a tensor file; it is gone when this returns.
@@ -219,7 +220,7 @@ class Backend:
         Raises:
             ApiError: 404; 503.
         """
-        if not await stored(self._store.delete_tensors.remote(tensor_id, account)):
+        if not await stored(self._store.kept.remote("tensors", "delete", tensor_id, account)):
             raise _no_tensors(tensor_id)
 
     async def keep_profile(self, account: Account, profile: Profile) -> dict[str, Any]:

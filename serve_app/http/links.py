@@ -13,7 +13,7 @@ from collections.abc import Callable
 from typing import NamedTuple
 
 from deployments.activations.accounts import Account
-from deployments.activations.export.selectors import Choice
+from deployments.activations.filters import Choice
 from serve_app.http.budget import Budget
 from serve_app.http.errors import ApiError
 

@@ -14,7 +14,7 @@ from typing import Annotated, NamedTuple
 from fastapi import Depends, Header, Request
 from fastapi.responses import Response, StreamingResponse
 
-from deployments.activations.export.selectors import changed
+from deployments.activations.filters import changed
 from serve_app.http.budget import Budget
 from serve_app.http.errors import ApiError
 

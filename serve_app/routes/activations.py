@@ -9,9 +9,8 @@ from fastapi import APIRouter, Depends, Query
 from fastapi.responses import Response
 
 import serve_app.openapi_examples as examples
-from deployments.activations.export.selectors import Choice
 from deployments.activations.facts import check_session_id
-from deployments.activations.filters import Filter, tag_pairs
+from deployments.activations.filters import Choice, Filter, tag_pairs
 from deployments.errors import RequestError
 from serve_app.http.middleware import BYTES
 from serve_app.http.ranges import Ranged, page

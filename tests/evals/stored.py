@@ -14,8 +14,8 @@ from fastapi.responses import JSONResponse, Response, StreamingResponse
 
 from deployments.activations.catalogue.catalogue import Catalogue
 from deployments.activations.export.downloads import Readings
-from deployments.activations.export.selectors import Choice
 from deployments.activations.facts import RunFacts, ShardFacts
+from deployments.activations.filters import Choice
 from deployments.activations.segments.schema import to_batch
 from deployments.activations.writer.writer import Writer
 from deployments.points.patterns import Patterns

@@ -9,6 +9,7 @@ it is looked at: so its record is compared before and behind.
 from __future__ import annotations
 
 import asyncio
+import contextlib
 from collections import Counter
 from collections.abc import Awaitable, Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
@@ -20,11 +21,10 @@ import ray
 
 from deployments.activations.accounts import OPERATOR, Account
 from deployments.activations.actors.store import connect
-from deployments.activations.export.selectors import IDLE_S, Choice, Found, changed, gone
 from deployments.activations.facts import StoreError
 from deployments.activations.failures import explain
-from deployments.activations.filters import EVERYTHING, Filter
-from deployments.activations.state.nodes import described, described_files
+from deployments.activations.filters import EVERYTHING, IDLE_S, Choice, Filter, Found, changed, gone
+from deployments.activations.state.nodes import described
 from deployments.clusters import ON_HEAD, detached
 from deployments.errors import RequestError
 from deployments.points.token_choices import TokenChoice
@@ -33,9 +33,7 @@ if TYPE_CHECKING:  # Serve's controller and the ingress import this module too, 
     from deployments.activations.facts import Entry
     from deployments.activations.state.owners import Record
 
-
 _T = TypeVar("_T")
-
 MOST_WAITING = 64  # requests for pages that are not answered yet
 MOST_OF_ONE = 16  # the same of one owner
 _RESTORE_S = 600.0  # that a reader waits for segments that are fetched from the bucket
@@ -43,14 +41,7 @@ _START_S = 20.0  # that a reader waits for the store's process, which keeps the 
 
 
 class ActivationReader:
-    """What is answered of stored runs. All methods raise StoreError where the disk refuses.
-
-    Args:
-        root: As the store's.
-        archive: The URI of the bucket that the store archives to.
-        wait: Waits until the store's process has started; by default the actor.
-        restore: Has the store's process fetch segments from the bucket; by default the actor.
-    """
+    """What is answered of stored runs. `wait` returns once the store runs, `restore` fetches files to its disk."""
 
     def __init__(
         self,
@@ -59,7 +50,7 @@ class ActivationReader:
         wait: Callable[[], None] | None = None,
         restore: Callable[[Sequence[str]], bool] | None = None,
     ) -> None:
-        from deployments.activations.catalogue.shared import SharedCatalogue
+        from deployments.activations.catalogue.catalogue import SharedCatalogue
         from deployments.activations.export.downloads import Readings
         from deployments.activations.files.uris import place_of
         from deployments.activations.nodes.files import NodePlace
@@ -72,25 +63,18 @@ class ActivationReader:
         self._nodes = Nodes(self._root, read_only=True)
         self._on_nodes = NodePlace(root, self._nodes, bucket)
         self._places = [self._on_nodes, *([bucket] if bucket else [])]
-        self._catalogue = SharedCatalogue(self._root, wait or partial(_wait, root), archives=bool(archive))
-        self._owners = Owners(self._root, read_only=True)
-        self._pins = Pins(self._root, read_only=True)
+        started = partial(_asked, root, "code", (), _START_S, "the activation store starts; try again")
+        self._catalogue = SharedCatalogue(self._root, wait or started, archives=bool(archive))
+        self._owners, self._pins = Owners(self._root, read_only=True), Pins(self._root, read_only=True)
         self._readings = Readings(self._catalogue, self._places, restore or partial(_restore, root), self._root)
         self._rows_pool = ThreadPoolExecutor(2, thread_name_prefix="stored-rows")  # what they read is in memory at once
         self._data_pool = ThreadPoolExecutor(2, thread_name_prefix="downloads")  # as many pages are in memory at once
         self._waiting = Counter[str | None]()  # requests for pages that are not answered yet, by owner
 
     async def sessions(
-        self,
-        limit: int = 100,
-        after: str | None = None,
-        filter: Filter = EVERYTHING,
-        account: Account = OPERATOR,
+        self, limit: int = 100, after: str | None = None, filter: Filter = EVERYTHING, account: Account = OPERATOR
     ) -> list[dict[str, Any]]:
-        """Up to `limit` sessions that hold a run of the filter, as `Catalogue.sessions`, with `pinned`.
-
-        With keys there are `owner` and `shared`, too.
-        """
+        """Up to `limit` sessions of the filter, as `Catalogue.sessions`, with `pinned`, `owner` and `shared`."""
 
         def found() -> list[dict[str, Any]]:
             told = self._catalogue.sessions(limit, after, self._readable(filter, account))
@@ -100,17 +84,9 @@ class ActivationReader:
         return await self._found(None, found)
 
     async def runs(
-        self,
-        filter: Filter = EVERYTHING,
-        limit: int = 100,
-        after: str | None = None,
-        account: Account = OPERATOR,
+        self, filter: Filter = EVERYTHING, limit: int = 100, after: str | None = None, account: Account = OPERATOR
     ) -> list[dict[str, Any]]:
-        """Up to `limit` runs of the filter, as `Catalogue.runs`.
-
-        Raises:
-            RequestError: There is no run `after`; names `after`.
-        """
+        """Up to `limit` runs of the filter, as `Catalogue.runs`; RequestError if there is no run `after`."""
 
         def found() -> list[dict[str, Any]]:
             runs = self._catalogue.runs(self._readable(filter, account), limit, after)
@@ -127,44 +103,20 @@ class ActivationReader:
     async def session(
         self, session_id: str, limit: int | None = None, after: str | None = None, account: Account = OPERATOR
     ) -> dict[str, Any] | None:
-        """One session with its runs, all or `limit` of them behind the run `after`, and files; None if there is none.
-
-        With keys there are `owner` and `shared`, too.
-
-        Raises:
-            RequestError: The session has no run `after`; names `after`.
-        """
+        """One session, `limit` of its runs behind the run `after`, and files; None if there is none."""
 
         def found() -> dict[str, Any] | None:
             if told := self._catalogue.session(session_id, limit, after):
                 told["runs"] = described(told["runs"], self._nodes)
-                told["files"] = described_files(told["files"], self._nodes)
+                told["files"] = described(told["files"], self._nodes)
             return told and self._told(told, self._pins.names(), account)
 
         return await self._found(None, lambda: self._of_session(session_id, account, found))
 
     async def rows(
-        self,
-        run_id: str,
-        points: Sequence[Sequence[str]],
-        tokens: TokenChoice,
-        most: int,
-        account: Account = OPERATOR,
+        self, run_id: str, points: Sequence[Sequence[str]], tokens: TokenChoice, most: int, account: Account = OPERATOR
     ) -> bytes | None:
-        """Some rows of a stored run, as `stored_rows.read_rows` gives them; None if there is no such run.
-
-        Args:
-            run_id: The run.
-            points: Each by the names that it may have been recorded by.
-            tokens: Which of the run's tokens.
-            most: The most bytes.
-            account: Who asks.
-
-        Raises:
-            RequestError: The run has no such point or token, or there are more bytes; names the field of `from`. Its
-                file is gone: 410.
-            StoreError: Its file is damaged; names the file.
-        """
+        """Rows of a stored run, as `read_rows`; None if there is no such run. RequestError 410 if its file is gone."""
         from deployments.activations.files.uris import file_at
         from deployments.activations.reader.stored_rows import read_rows
 
@@ -185,33 +137,20 @@ class ActivationReader:
         return await self._found(self._rows_pool, found)
 
     async def find_data(self, choice: Choice, tag: str | None = None, account: Account = OPERATOR) -> Found | None:
-        """What a download would be, as `Readings.find`; None if there is no such session.
-
-        Raises:
-            RequestError: There is no such run or point, too much for one file, or too many wait for pages; 410, a file
-                is gone.
-            StoreError: A file is damaged; names the file.
-        """
+        """What a download would be, as `Readings.find`; RequestError also if too many wait for pages."""
 
         def find() -> Found | None:
-            try:
-                if (found := self._readings.find(choice, tag)) or not choice.runs:
-                    return found
-            except RequestError:
-                if not choice.runs:
-                    raise
-            self._on_nodes.flush()
+            if choice.runs:
+                with contextlib.suppress(RequestError):
+                    if found := self._readings.find(choice, tag):
+                        return found
+                self._on_nodes.flush()  # a node may not have told of a run yet
             return self._readings.find(choice, tag)
 
         return await self._paged(choice, account, find)
 
     async def data_page(self, choice: Choice, tag: str, first: int, end: int, account: Account = OPERATOR) -> bytes:
-        """A range of a download, as `Readings.page`.
-
-        Raises:
-            RequestError: 412, the session holds something else by now; 410, a file is gone; or too many wait for pages.
-            StoreError: A file is damaged; names the file.
-        """
+        """A range of a download, as `Readings.page`; raises as `find_data`, and 412 if it has changed."""
         page = await self._paged(choice, account, lambda: self._readings.page(choice, tag, first, end))
         if page is None:
             raise changed()
@@ -278,19 +217,14 @@ def _may_read(record: Record | None, account: Account) -> bool:
     return account.may_read(record.owner, record.shared) if record else account.may_read(None)
 
 
-def _wait(root: str) -> None:
-    _answered(connect(root).code.remote(), _START_S, "the activation store starts; try again")
-
-
 def _restore(root: str, uris: Sequence[str]) -> bool:
-    asked = connect(root).restore.remote(uris)
-    return bool(_answered(asked, _RESTORE_S, "archived runs are being fetched; try again"))
+    return bool(_asked(root, "restore", (uris,), _RESTORE_S, "archived runs are being fetched; try again"))
 
 
-def _answered(asked: Any, timeout_s: float, late: str) -> Any:
+def _asked(root: str, method: str, args: Sequence[Any], timeout_s: float, late: str) -> Any:
     """What the store's process answers to a call; where it does not in time, 503 with the message `late`."""
     try:
-        return asked.future().result(timeout=timeout_s)
+        return getattr(connect(root), method).remote(*args).future().result(timeout=timeout_s)
     except ray.exceptions.RayTaskError as error:
         raise error.cause from error
     except (ray.exceptions.RayError, TimeoutError) as error:
@@ -298,30 +232,14 @@ def _answered(asked: Any, timeout_s: float, late: str) -> Any:
 
 
 def connect_reader(root: str, archive: str | None = None) -> Any:
-    """A handle to the actor that reads what the store of `root` keeps; made by whoever asks first.
-
-    Like the store it is a named actor on the head node that ends with the cluster. It comes back by itself, and is
-    then asked once more for what it had not answered.
-
-    Args:
-        root: The store's directory.
-        archive: The URI of the bucket that it archives to.
-    """
+    """A handle to the reader of the store of `root`, a named actor as the store; made by whoever asks first."""
     name = f"activation reader of {root}"
     reader = detached(ActivationReader, name, max_task_retries=1, max_concurrency=10_000, resources=ON_HEAD)
     return reader.remote(root, archive)
 
 
 async def survived(asked: Awaitable[Any], what: str) -> Any:
-    """What a reader answers that reads files, some of which may end its process.
-
-    Args:
-        asked: The call.
-        what: What it reads, in words.
-
-    Raises:
-        StoreError: The reader ended while it did.
-    """
+    """What a reader answers; StoreError, which names `what` it read, if the file ended its process."""
     try:
         return await asked
     except ray.exceptions.RayActorError as error:

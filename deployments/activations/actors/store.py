@@ -18,7 +18,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple, TypeVar
 import ray
 
 from deployments.activations.accounts import OPERATOR, Account
-from deployments.activations.facts import StoredPoint, StoredRun, StoreError
+from deployments.activations.facts import StoreError
 from deployments.activations.failures import explained
 from deployments.activations.limits import Retention
 from deployments.activations.nodes.releasing import releases_nodes
@@ -36,12 +36,11 @@ if TYPE_CHECKING:
 _T = TypeVar("_T")
 _ACTOR = "activation store of "  # what a store's name begins with
 _ARCHIVE_S = 60.0  # for which an answer waits for its run to be archived
+_POLL_S = 0.05  # between two looks whether it is
 _WATCH_S = 2.0  # between two looks for nodes that have come back
 _FLUSH_S = 30.0  # for which a node's writer is waited for
 
 logger = logging.getLogger(__name__)
-
-__all__ = ["ActivationStore", "StoreError", "StoredPoint", "StoredRun"]
 
 
 class Deleted(NamedTuple):
@@ -51,19 +50,12 @@ class Deleted(NamedTuple):
 
 
 class ActivationStore(TakesRuns):
-    """Keeps runs in Arrow files below one directory, and archives them to a bucket; `ActivationReader` reads them.
+    """Keeps runs in Arrow files below one absolute directory, and archives them to a bucket.
 
-    It keeps clients' tensor files and profiles, too. All methods raise StoreError where the disk refuses or the store
-    is shutting down.
-
-    Args:
-        root: An absolute directory, made if it is missing.
-        life: The same again where the store comes back by itself, which then keeps to its last limits.
-        archive: The URI of the bucket that sealed segments are uploaded to; empty for none.
-        archive_cache_bytes: The most bytes of segments that stay on the disk though they are in the bucket.
-
-    Raises:
-        ValueError: The directory or the bucket cannot be used, or another server uses the bucket.
+    Clients' files and profiles, too. `life` is the same again where the store comes back by itself, which then keeps to
+    its last limits; `archive` is the URI of the bucket, of which at most `archive_cache_bytes` stay on the disk. All
+    methods raise StoreError where the disk refuses; the constructor a ValueError if the directory or the bucket cannot
+    be used.
     """
 
     def __init__(self, root: str, life: str = "", archive: str = "", archive_cache_bytes: int = 64 << 30) -> None:
@@ -78,12 +70,12 @@ class ActivationStore(TakesRuns):
         from deployments.activations.files.permissions import restrict
         from deployments.activations.files.uris import place_of
         from deployments.activations.nodes.files import NodePlace
-        from deployments.activations.readouts.files import ReadoutFiles
         from deployments.activations.state.nodes import Nodes
         from deployments.activations.state.owners import Owners
         from deployments.activations.state.pins import Pins, saved_limits
         from deployments.activations.state.profiles import StoredProfiles
-        from deployments.activations.tensors.files import TensorFiles
+        from deployments.activations.uploads.readouts import ReadoutFiles
+        from deployments.activations.uploads.tensors import TensorFiles
         from deployments.activations.writer.recovery import open_directory
         from deployments.activations.writer.room import Room
 
@@ -106,12 +98,9 @@ class ActivationStore(TakesRuns):
             self._archive.begin(self._catalogue, self._owners, NodePlace(root, self._nodes))
         self._writer = self._begin_writer()
         self._deleting = asyncio.Lock()
-        self._tensors, self._profiles, self._room = (
-            TensorFiles(self._root),
-            StoredProfiles(self._root),
-            Room(self._root),
-        )
-        self._readouts = ReadoutFiles(self._root)
+        self._room = Room(self._root)
+        self._kept: dict[str, Any] = {"tensors": TensorFiles(self._root), "readouts": ReadoutFiles(self._root)}
+        self._kept["profiles"] = StoredProfiles(self._root)
         self._files_pool = ThreadPoolExecutor(1, thread_name_prefix="small-files")  # one changes them at a time
         self._watcher: threading.Thread | None = None
         if self._nodes.all():
@@ -135,15 +124,7 @@ class ActivationStore(TakesRuns):
     # ---- sessions; an account that may not change one is answered as if there were none
 
     async def check_room(self, session_id: str, size: int) -> None:
-        """Find out whether a run can be stored now; nothing is kept free for it.
-
-        Args:
-            session_id: The session that it would belong to.
-            size: The most bytes that it may have.
-
-        Raises:
-            StoreError: The disk refuses or has less room, or a quota has; the message says what to do.
-        """
+        """Raise StoreError if a run of `size` bytes cannot be stored now; nothing is kept free for it."""
         if self._writing().has_quotas:
             await self._ask(lambda keeper: keeper.check(session_id, size))
         await self._room.check(size)
@@ -164,14 +145,7 @@ class ActivationStore(TakesRuns):
         return await self._ask(lambda keeper: keeper.pin(session_id, pinned, account))
 
     async def delete(self, session_id: str, account: Account = OPERATOR) -> Deleted | None:
-        """Delete a session; None if there is none.
-
-        Returns:
-            What became of it: it is listed no more, and its files are gone, but for those of nodes that are away.
-
-        Raises:
-            RequestError: It is pinned.
-        """
+        """Delete a session, at once but on nodes that are away; None if there is none, RequestError if pinned."""
         record = await asyncio.to_thread(self._owners.of, session_id)
         if not account.may_change(record and record.owner):
             return None
@@ -202,14 +176,10 @@ class ActivationStore(TakesRuns):
     async def restore(self, uris: Sequence[str]) -> bool:
         """Fetch segments to the disk that are in the bucket alone, as `Archive.restore`: for the reader."""
         with explained(self._root):
-            return self._archive is not None and await asyncio.to_thread(self._archive.restore, uris)
+            return self._archive is not None and await asyncio.to_thread(self._archive.cache.restore, uris)
 
     async def check_archive(self, archive: str) -> None:
-        """Refuse an application that archives to another bucket, by its URI or empty for none, than the store.
-
-        Raises:
-            StoreError: It does; says what to do.
-        """
+        """Raise StoreError unless the store archives to this bucket, a URI or empty for none."""
         from deployments.activations.files.uris import place_of
 
         bucket = self._archive and self._archive.place
@@ -220,21 +190,17 @@ class ActivationStore(TakesRuns):
             )
 
     async def wait_archived(self, uri: str) -> None:
-        """Return once a segment, by its URI, is in the bucket.
-
-        Raises:
-            StoreError: It is not within `_ARCHIVE_S`, or there is no bucket; says why.
-        """
+        """Return once a segment, by its URI, is in the bucket; StoreError if it is not in time."""
         if self._archive is None:
             raise StoreError("There is no archive: set archive=s3://bucket/prefix, or answer_when=stored.")
-        try:
-            archived = await asyncio.to_thread(self._archive.wait, uri)
-            await asyncio.wait_for(asyncio.wrap_future(archived), _ARCHIVE_S)
-        except TimeoutError:
-            raise StoreError(
-                f"The run is stored, but not in the bucket {self._archive.place} within {_ARCHIVE_S:g} s "
-                f"({self._archive.trouble}): it will be once the bucket takes it."
-            ) from None
+        until = time.monotonic() + _ARCHIVE_S
+        while not await asyncio.to_thread(self._archive.is_archived, uri):
+            if time.monotonic() > until:
+                raise StoreError(
+                    f"The run is stored, but not in the bucket {self._archive.place} within {_ARCHIVE_S:g} s "
+                    f"({self._archive.trouble}): it will be once the bucket takes it."
+                )
+            await asyncio.sleep(_POLL_S)
 
     # ---- other nodes
 
@@ -245,14 +211,7 @@ class ActivationStore(TakesRuns):
         )
 
     async def join(self, node: Node) -> Reply:
-        """A node's writer has started, or could not reach the store for a while: it tells of its runs from now on.
-
-        Args:
-            node: The node; its key is empty where it writes into the store's own directory.
-
-        Returns:
-            What it is to delete before it tells of anything, and which of its files are known.
-        """
+        """A node's writer, of an empty key in the store's own directory, tells of its runs from now on."""
         if not node.key:  # it may have stored runs before of which it had no time to tell
             await asyncio.to_thread(self._catalogue.look)
             return Reply(self._node_life(), {}, [], {})
@@ -290,12 +249,7 @@ class ActivationStore(TakesRuns):
             self._watcher.start()
 
     def open_returned(self) -> None:
-        """Open the directories of nodes that have come back.
-
-        Raises:
-            RayError: Ray does not answer.
-            ValueError: The store has no actor of its name.
-        """
+        """Open the directories of nodes that have come back; RayError or ValueError if Ray refuses."""
         self._nodes.mark_lost()
         known = [node for node in self._nodes.all().values() if not node.lost]
         away = {node.name: node.ray_id for node in known if not self._nodes.is_alive(node)}
@@ -308,16 +262,8 @@ class ActivationStore(TakesRuns):
     async def retain(self, retention: Retention, now: float | None = None, application: str | None = None) -> list[str]:
         """Keep to these limits from now on, also when started again; as `Writer.retain`.
 
-        Limits delete everybody's sessions: so one application does not change another's, as long as that runs. Of
-        limits of owners, which only applications with keys have, the strictest hold.
-
-        Args:
-            retention: The limits.
-            now: As `Writer.retain` takes it.
-            application: Whose limits they are; None where they hold whoever has set others.
-
-        Raises:
-            StoreError: Another application that runs has set other limits.
+        Limits delete everybody's sessions: so StoreError if another application that runs has set others. Of limits of
+        owners, which only applications with keys have, the strictest hold. `application` None sets them in any case.
         """
         from deployments.activations.state.pins import save_limits
 
@@ -336,73 +282,16 @@ class ActivationStore(TakesRuns):
             retention = retention.with_owners_of(self._limits_of.values())
         self._limits = retention  # also those of a writer that takes the place of this one
         gone = asyncio.wrap_future(self._writing().retain(retention, now))
-        await self._changed(save_limits, self._root, self._life, retention)
+        await asyncio.to_thread(save_limits, self._root, self._life, retention)
         return await gone
 
     # ---- what clients keep beside runs
 
-    async def tensor_files(self, *args: Any) -> list[dict[str, Any]]:
-        """As `TensorFiles.list`."""
-        return self._tensors.list(*args)
-
-    async def put_tensors(self, *args: Any) -> dict[str, Any]:
-        """As `TensorFiles.put`."""
-        return await self._changed(self._tensors.put, *args)  # type: ignore[no-any-return]
-
-    async def tensor_file(self, *args: Any) -> bytes | None:
-        """As `TensorFiles.read`; `tensors.pick` finds a tensor in a whole file."""
-        return await asyncio.to_thread(self._tensors.read, *args)
-
-    async def tensor_file_bytes(self, *args: Any) -> int | None:
-        """As `TensorFiles.size`."""
-        return self._tensors.size(*args)
-
-    async def delete_tensors(self, *args: Any) -> bool:
-        """As `TensorFiles.delete`."""
-        return await self._changed(self._tensors.delete, *args)  # type: ignore[no-any-return]
-
-    async def readouts(self, *args: Any) -> list[dict[str, Any]]:
-        """As `ReadoutFiles.list`."""
-        return self._readouts.list(*args)
-
-    async def put_readout(self, *args: Any) -> dict[str, Any]:
-        """As `ReadoutFiles.put`."""
-        return await self._changed(self._readouts.put, *args)  # type: ignore[no-any-return]
-
-    async def readout(self, *args: Any) -> dict[str, Any] | None:
-        """As `ReadoutFiles.get`."""
-        return self._readouts.get(*args)
-
-    async def readout_file(self, *args: Any) -> bytes | None:
-        """As `ReadoutFiles.read`."""
-        return await asyncio.to_thread(self._readouts.read, *args)
-
-    async def delete_readout(self, *args: Any) -> bool:
-        """As `ReadoutFiles.delete`."""
-        return await self._changed(self._readouts.delete, *args)  # type: ignore[no-any-return]
-
-    async def profiles(self, *args: Any) -> list[dict[str, Any]]:
-        """As `StoredProfiles.list`."""
-        return await asyncio.to_thread(self._profiles.list, *args)
-
-    async def put_profile(self, *args: Any) -> dict[str, Any]:
-        """As `StoredProfiles.put`."""
-        return await asyncio.to_thread(self._profiles.put, *args)
-
-    async def profile(self, *args: Any) -> dict[str, Any] | None:
-        """As `StoredProfiles.get`."""
-        return await asyncio.to_thread(self._profiles.get, *args)
-
-    async def default_profiles(self, known: int | None = None) -> tuple[int, dict[str, dict[str, Any]]] | None:
-        """As `StoredProfiles.defaults`."""
-        return await asyncio.to_thread(self._profiles.defaults, known)
-
-    async def delete_profile(self, *args: Any) -> bool:
-        """As `StoredProfiles.delete`."""
-        return await asyncio.to_thread(self._profiles.delete, *args)
-
-    async def _changed(self, change: Callable[..., Any], *args: Any) -> Any:
-        return await asyncio.get_running_loop().run_in_executor(self._files_pool, change, *args)
+    async def kept(self, what: str, method: str, *args: Any) -> Any:
+        """What a method of `tensors`, `readouts` or `profiles` gives, as in `kept("tensors", "read", id)`."""
+        call = functools.partial(getattr(self._kept[what], method), *args)
+        pool = self._files_pool if method in ("put", "delete") else None
+        return await asyncio.get_running_loop().run_in_executor(pool, call)
 
 
 def _running(applications: Set[str]) -> Set[str]:
@@ -428,14 +317,9 @@ def _watch(of: weakref.ref[ActivationStore]) -> None:
 def connect(root: str, archive: str | None = None, archive_cache_bytes: int = 64 << 30) -> Any:
     """A handle to the actor that keeps `root`: one for all applications, made by whoever asks first.
 
-    It is a named actor and no Serve deployment. Serve stops all deployments of an application at once, and
-    this one has to outlive the requests that are being finished then. It needs no CPU, stays on the head node,
-    whose disk the operator knows, and ends with the cluster. Its methods are awaited as `handle.name.remote()`.
-
-    Args:
-        root: The store's directory.
-        archive: The URI of the bucket that it archives to, if it is made by this call.
-        archive_cache_bytes: As for `ActivationStore`.
+    It is a named actor and no Serve deployment: Serve stops all deployments of an application at once, and this one has
+    to outlive the requests that are being finished then. It takes no core, stays on the head node, and ends with the
+    cluster.
     """
     # Admission is the replicas' business: the store's own limit only stands above it.
     made = detached(ActivationStore, _ACTOR + root, max_concurrency=10_000, resources=ON_HEAD)
@@ -452,13 +336,7 @@ def code_version() -> str:
 
 
 async def check_code(root: str, store: Any) -> None:
-    """Warn of a store that runs other code than this process: it outlives an application, and so an update of it.
-
-    It is not restarted here: that would fail other applications' runs that are under way.
-
-    Raises:
-        StoreError: Its code is older than any that says so, and this version's calls would fail.
-    """
+    """Warn of a store that runs other code than this process, as after an update; StoreError if it is too old."""
     advice = "restart Ray once no request records (stored runs stay)"
     try:
         code = await store.code.remote()

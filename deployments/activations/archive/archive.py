@@ -16,12 +16,12 @@ import threading
 import time
 from collections import defaultdict
 from collections.abc import Collection, Iterable, Mapping, Sequence
-from concurrent.futures import Future, ThreadPoolExecutor, wait
+from concurrent.futures import ThreadPoolExecutor, wait
 from pathlib import Path
 from typing import Any
 from urllib.parse import unquote
 
-from deployments.activations.archive.cache import Cache, Elsewhere, path_of, select
+from deployments.activations.archive.cache import Cache
 from deployments.activations.archive.claim import BucketClaim, InUseError
 from deployments.activations.catalogue.catalogue import Catalogue
 from deployments.activations.catalogue.database import NAME
@@ -36,10 +36,10 @@ from deployments.activations.catalogue.replaying import (
     write_snapshot,
 )
 from deployments.activations.facts import StoredFile, name_of
-from deployments.activations.files.atomic import write
+from deployments.activations.files.disk import scan_session, write
 from deployments.activations.files.places import File, Place
-from deployments.activations.files.scan import scan_session
 from deployments.activations.files.sqlite import transaction
+from deployments.activations.files.uris import path_of
 from deployments.activations.state.nodes import node_of
 from deployments.activations.state.owners import Owners, Record
 from deployments.activations.state.pins import Pins
@@ -61,24 +61,15 @@ class ArchiveError(OSError):
 class Archive:
     """What goes to one bucket and comes from there. Safe to use from several threads.
 
-    Args:
-        root: The store's directory, absolute and no link.
-        place: The bucket, or a directory in it.
-        name: What tells this server from others, also when it starts again.
-        cache_bytes: The most bytes of segments that stay on the disk though they are in the bucket.
-
-    Raises:
-        InUseError: Another server archives to the bucket.
-        ValueError: The directory archives to another bucket.
-        OSError: The directory was never archived, and the bucket refuses.
+    `name` tells this server from others, also when it starts again; `cache_bytes` of segments stay on the disk at most
+    though they are in the bucket. Raises InUseError if another server archives there, ValueError if the directory
+    archives elsewhere, OSError if the bucket refuses a directory that was never archived.
     """
 
     def __init__(self, root: Path, place: Place, name: str, cache_bytes: int) -> None:
         if place.uri.startswith("file:"):
             raise ValueError("archive names a bucket, and file: is none: such as s3://bucket/prefix?region=us-east-1")
-        self.place = place
-        self._cache_bytes = cache_bytes
-        self._root = root
+        self.place, self._cache_bytes, self._root = place, cache_bytes, root
         self.manifest = Manifest(place, name, root)
         self._bases = self.manifest.bases
         self._claim = BucketClaim(place, name)
@@ -86,11 +77,9 @@ class Archive:
         self._stopped: str | None = None  # why nothing is archived any more
         self.trouble = "it has only begun"  # why the last request to the bucket failed
         self._writing = threading.RLock()  # one part of the manifest at a time, and what it changes in the catalogue
-        self._answering = threading.Lock()  # for what follows
-        self._waiting: defaultdict[str, list[Future[None]]] = defaultdict(list)  # by segment
         self._pauses: dict[str, tuple[float, float]] = {}  # by segment: until when, and how long the next one is
         self._wake, self._ending = threading.Event(), False
-        self._copied = (0, 0)  # the state's version that was copied
+        self._copied: object = None  # the state's version that was copied
         self._pool = ThreadPoolExecutor(UPLOADS, thread_name_prefix="archive")
         known = check_bucket(root, place)
         try:
@@ -107,14 +96,10 @@ class Archive:
 
     # ---- what the store calls
 
-    def begin(self, catalogue: Catalogue, owners: Owners, elsewhere: Elsewhere | None = None) -> None:
-        """Archive what the store's catalogue says is sealed, from now on; `elsewhere` also what is on other nodes.
-
-        Raises:
-            ValueError: The bucket's manifest is damaged.
-        """
+    def begin(self, catalogue: Catalogue, owners: Owners, elsewhere: Any = None) -> None:
+        """Archive what is sealed from now on; `elsewhere`, a `NodePlace`, uploads and removes what other nodes have."""
         self._catalogue, self._owners, self._elsewhere = catalogue, owners, elsewhere
-        self._cache = Cache(self._root, self.manifest, catalogue, elsewhere, self._cache_bytes)
+        self.cache = Cache(self._root, self.manifest, catalogue, elsewhere, self._cache_bytes)
         self._pins = Pins(self._root)
         self._copies_of = Owners(self._root, read_only=True)  # apart: the writer's wait for no copying
         if self._claim.is_held:
@@ -141,48 +126,33 @@ class Archive:
     def has(self, file: StoredFile) -> bool:
         """Whether a node's segment is in the bucket, and then listed on its node, or was before it was deleted."""
         name = name_of(file.uri)
-        if self._all("SELECT 1 FROM deleted WHERE segment = ?", name):
+        if self._catalogue.select("SELECT 1 FROM deleted WHERE segment = ?", name):
             return True
-        found = self._all("SELECT bytes FROM files WHERE uri = ? AND archived", self._bases.bucket + name)
+        found = self._catalogue.select("SELECT bytes FROM files WHERE uri = ? AND archived", self._bases.bucket + name)
         if found and found[0][0] == file.bytes:
-            self._cache.move(self._bases.bucket + name, file.uri)
+            self.cache.move(self._bases.bucket + name, file.uri)
         return bool(found)
 
-    def wait(self, uri: str) -> Future[None]:
-        """A future that is done when a segment, by its URI, is in the bucket."""
-        future: Future[None] = Future()
-        with self._answering:
-            self._waiting[name_of(uri)].append(future)
-        if self._is_archived(uri):
-            self._answer([name_of(uri)])
-        self._wake.set()
-        return future
+    def is_archived(self, uri: str) -> bool:
+        """Whether a segment, by its URI, is in the bucket; if not, it is looked for at once."""
+        names = [uri, self._bases.disk + name_of(uri), self._bases.bucket + name_of(uri)]
+        found = self._catalogue.select("SELECT 1 FROM files WHERE uri IN (?, ?, ?) AND archived", *names)
+        if not found:
+            self._wake.set()
+        return bool(found)
 
     def delete(self, session_id: str) -> bool:
-        """Have the manifest say that a session is deleted; its objects are removed afterwards.
-
-        Nothing of it is listed any more when this returns, whatever crashes then.
-
-        Returns:
-            Whether the session had segments.
-
-        Raises:
-            OSError: The bucket refuses; the session is as it was.
-        """
+        """Have the manifest say that a session, if it has segments, is deleted and listed no more; objects go later."""
         with self._writing:
             self._check()
             # What is on a node alone is in no bucket, and stays there if the node has a later run.
-            known = [uri for uri in self._catalogue.files(session_id) if not node_of(uri) or self._is_archived(uri)]
-            there = [seen.file.as_uri() for seen in scan_session(self._root, session_id)]
+            known = [uri for uri in self._catalogue.files(session_id) if not node_of(uri) or self.is_archived(uri)]
+            there = [seen.uri for seen in scan_session(self._root, session_id)]
             segments = {name_of(uri) for uri in (*known, *there)}
             if segments:
                 self._write([deletion(session_id, segments)], [session_id])
         self._wake.set()
         return bool(segments)
-
-    def restore(self, uris: Iterable[str]) -> bool:
-        """As `Cache.restore`."""
-        return self._cache.restore(uris)
 
     # ---- the manager's thread
 
@@ -216,7 +186,7 @@ class Archive:
         self._finish_deletions()
         self._copy_records()
         self._merge()
-        self._cache.evict()
+        self.cache.evict()
 
     def _connect(self) -> None:
         """Learn what the manifest says, behind the claim."""
@@ -231,7 +201,8 @@ class Archive:
         now = time.monotonic()
         paused = {segment for segment, (until, _) in self._pauses.items() if until > now}
         found = "SELECT uri, bytes FROM files WHERE sealed AND NOT archived AND rows IS NOT 0 ORDER BY id LIMIT ?"
-        files = [(uri, size) for uri, size in self._all(found, 8 * UPLOADS + len(paused)) if name_of(uri) not in paused]
+        files = self._catalogue.select(found, 8 * UPLOADS + len(paused))
+        files = [(uri, size) for uri, size in files if name_of(uri) not in paused]
         uploads = {self._pool.submit(self._upload, uri, size): uri for uri, size in files}
         while uploads:
             done, _ = wait(uploads, return_when="FIRST_COMPLETED")
@@ -250,34 +221,28 @@ class Archive:
 
     def _upload(self, uri: str, size: int) -> None:
         if node_of(uri):
-            assert self._elsewhere is not None
             self._elsewhere.upload(uri, size)
-            return
-        path = path_of(uri)
-        if self._all("SELECT 1 FROM files WHERE uri = ?", self._bases.bucket + name_of(uri)):
-            raise OSError(
-                f"the bucket has another file of the name of {path}: the next start takes it in under another"
-            )
-        upload_sealed(path, size, self._object(name_of(uri)))
+        elif self._catalogue.select("SELECT 1 FROM files WHERE uri = ?", self._bases.bucket + name_of(uri)):
+            raise OSError(f"the bucket has another file named as {uri}: the next start takes it in under another name")
+        else:
+            upload_sealed(path_of(uri), size, self._object(name_of(uri)))
 
     def _add(self, uris: Sequence[str]) -> None:
         """Have the manifest say that segments are there, but for those whose session was deleted meanwhile."""
         with self._writing:
             self._check()
-            known = {uri for uri in uris if self._all("SELECT 1 FROM files WHERE uri = ?", uri)}
+            known = {uri for uri in uris if self._catalogue.select("SELECT 1 FROM files WHERE uri = ?", uri)}
             lines = self._catalogue.change((), lambda database: [segment_line(database, uri) for uri in sorted(known)])
             if lines:
                 self._write(lines, {uri.rsplit("/", 2)[-2] for uri in known})
-            names = [name_of(uri) for uri in known]
-            self._answer(names)
-            for name in names:
-                self._pauses.pop(name, None)
-            self._cache.grow()
+            for uri in known:
+                self._pauses.pop(name_of(uri), None)
+            self.cache.grown = True
         remove_all([self._object(name_of(uri)) for uri in uris if uri not in known])
 
     def _finish_deletions(self) -> None:
         pending = defaultdict(list)
-        for (segment,) in self._all("SELECT segment FROM deleted WHERE pending"):
+        for (segment,) in self._catalogue.select("SELECT segment FROM deleted WHERE pending"):
             pending[segment.rpartition("/")[0]].append(segment)
         for session_id, segments in pending.items():
             self._check()
@@ -308,12 +273,12 @@ class Archive:
         self._owners.add({name: Record(**value) for (kind, name), value in records.items() if kind == "owner"})
 
     def _records(self) -> Mapping[tuple[str, str], Any]:
-        found = self._all("SELECT kind, session, value FROM records WHERE value IS NOT NULL")
+        found = self._catalogue.select("SELECT kind, session, value FROM records WHERE value IS NOT NULL")
         return {(kind, session_id): json.loads(value) for kind, session_id, value in found}
 
     def _merge(self) -> None:
         """Have one snapshot stand for the parts of the manifest, where there are many."""
-        applied = self._all("SELECT name FROM applied")
+        applied = self._catalogue.select("SELECT name FROM applied")
         if len(applied) < MANY_PARTS:
             return
         names = self.manifest.names()
@@ -325,9 +290,14 @@ class Archive:
             merged = write_snapshot(self._root / NAME, made, self._bases)
             self._check()
             snapshot = self.manifest.put_snapshot(made)
-        gone = [(name,) for name in merged]
+
+        def take(database: sqlite3.Connection) -> None:
+            with transaction(database):
+                database.execute("INSERT OR IGNORE INTO applied VALUES (?)", (snapshot,))
+                database.executemany("DELETE FROM applied WHERE name = ?", [(name,) for name in merged])
+
         with self._writing:
-            self._catalogue.change((), lambda database: _merged(database, snapshot, gone))
+            self._catalogue.change((), take)
             self._check()
             self.manifest.remove(merged & names.keys())
 
@@ -359,34 +329,12 @@ class Archive:
         _, pause = self._pauses.get(segment, (0.0, PAUSES_S[0]))
         self._pauses[segment] = time.monotonic() + pause, min(2 * pause, PAUSES_S[1])
 
-    def _answer(self, names: Iterable[str]) -> None:
-        with self._answering:
-            waiting = [future for name in names for future in self._waiting.pop(name, ())]
-        for future in waiting:
-            if future.set_running_or_notify_cancel():
-                future.set_result(None)
-
-    def _is_archived(self, uri: str) -> bool:
-        names = [uri, self._bases.disk + name_of(uri), self._bases.bucket + name_of(uri)]
-        return bool(self._all("SELECT 1 FROM files WHERE uri IN (?, ?, ?) AND archived", *names))
-
     def _object(self, segment: str) -> Any:
         return self.place.file(unquote(segment))
 
-    def _all(self, statement: str, *values: Any) -> list[Any]:
-        return select(self._catalogue, statement, *values)
-
 
 def check_bucket(root: Path, place: Place | None) -> bool:
-    """Whether a directory was archived to this bucket before.
-
-    Args:
-        root: The store's directory.
-        place: The bucket, None where it is not to be archived.
-
-    Raises:
-        ValueError: It was archived to another one, where alone some of its segments may be; says which.
-    """
+    """Whether a directory was archived to this bucket before; ValueError if it was to another one."""
     try:
         before, _, uri = (root / _OF).read_text().partition(" ")
     except FileNotFoundError:
@@ -400,17 +348,7 @@ def check_bucket(root: Path, place: Place | None) -> bool:
 
 
 def upload_sealed(path: Path, size: int, file: File) -> None:
-    """Upload a segment that was sealed with this many bytes.
-
-    Raises:
-        OSError: The bucket or the disk refuses, or it has another size.
-    """
+    """Upload a segment that was sealed with `size` bytes; OSError if it has others, or as `upload`."""
     if (found := path.stat().st_size) != size:
         raise OSError(f"{path} has {found} bytes, and was sealed with {size}")
     upload(path, file)
-
-
-def _merged(database: sqlite3.Connection, snapshot: str, gone: Sequence[tuple[str]]) -> None:
-    with transaction(database):
-        database.execute("INSERT OR IGNORE INTO applied VALUES (?)", (snapshot,))
-        database.executemany("DELETE FROM applied WHERE name = ?", gone)

@@ -31,12 +31,7 @@ class InUseError(ValueError):
 
 
 class BucketClaim:
-    """One server's claim to a bucket.
-
-    Args:
-        place: The bucket.
-        name: The server's, the same when it starts again: it takes the place of its own claim at once.
-    """
+    """One server's claim to a bucket; a server that starts again has the same name, and its claim."""
 
     def __init__(self, place: Place, name: str) -> None:
         self._place = place
@@ -52,12 +47,7 @@ class BucketClaim:
         return _now() < self._until
 
     def acquire(self) -> None:
-        """Claim the bucket, for `STALE_S` from now on.
-
-        Raises:
-            InUseError: Another server has.
-            OSError: The bucket refuses.
-        """
+        """Claim the bucket for `STALE_S`; InUseError if another server has it, OSError if it refuses."""
         began = _now()
         before = {info.base_name: info for info in self._folder.infos()}
         own = before.get(self._file.name)
@@ -75,11 +65,7 @@ class BucketClaim:
         self._until = began + STALE_S
 
     def begin(self, lost: Callable[[], None]) -> None:
-        """Renew the claim every `EVERY_S`, on a thread of its own.
-
-        Args:
-            lost: Called on that thread while the claim is not held: it was not renewed in time.
-        """
+        """Renew the claim every `EVERY_S` on a thread, which calls `lost` while it is not held."""
 
         def beat() -> None:
             while not self._ending.wait(EVERY_S):

@@ -11,12 +11,11 @@ from pathlib import Path
 from urllib.parse import unquote
 
 from deployments.activations.catalogue import old_buckets
-from deployments.activations.catalogue.database import lay_out
+from deployments.activations.catalogue.database import in_memory
 from deployments.activations.catalogue.manifest import Bases, Manifest
 from deployments.activations.catalogue.replaying import bring, replay
 from deployments.activations.facts import name_of
 from deployments.activations.files.places import File, Place
-from deployments.activations.files.sqlite import connected
 
 _read: dict[str, tuple[frozenset[str], sqlite3.Connection]] = {}  # by place, what was read of it last
 
@@ -29,8 +28,7 @@ def read_manifest(place: Place) -> sqlite3.Connection | None:
         return None
     before = _read.get(key := f"{place.id} {place.path}")
     if before is None or before[0] != names:
-        database = connected(":memory:")
-        lay_out(database, 0)
+        database = in_memory()
         bring(database, manifest, sorted(names), Path(tempfile.gettempdir()))
         before = _read[key] = names, database
     return before[1]
@@ -38,11 +36,8 @@ def read_manifest(place: Place) -> sqlite3.Connection | None:
 
 def catalogue_of(place: Place) -> sqlite3.Connection:
     """The same, or of a bucket of an earlier version what its objects say."""
-    database = read_manifest(place)
-    if database is None:
-        database = connected(":memory:")
-        lay_out(database, 0)
-        replay(database, None, old_buckets.lines(place), Bases(place.uri))
+    if (database := read_manifest(place)) is None:
+        replay(database := in_memory(), None, old_buckets.lines(place), Bases(place.uri))
     return database
 
 

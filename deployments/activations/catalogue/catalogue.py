@@ -9,19 +9,19 @@ import os
 import sqlite3
 import time
 import weakref
-from collections.abc import Callable, Collection, Iterable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from functools import partial
 from pathlib import Path
 from threading import Lock
 from typing import Any, TypeVar
 
 from deployments.activations.catalogue.buckets import catalogue_of
-from deployments.activations.catalogue.database import copied, in_memory, keep, opened
+from deployments.activations.catalogue.database import NAME, copied, in_memory, keep, opened, read_only
 from deployments.activations.catalogue.manifest import Manifest
 from deployments.activations.catalogue.queries import Queries
 from deployments.activations.catalogue.replaying import catch_up, fill_new
-from deployments.activations.catalogue.updates import forget, put, refresh
-from deployments.activations.facts import Entry, StoredFile, StoreError
+from deployments.activations.catalogue.rows import forget, put, refresh
+from deployments.activations.facts import Note, StoreError
 from deployments.activations.failures import explain
 from deployments.activations.files.places import Place
 from deployments.activations.files.sqlite import transaction
@@ -30,22 +30,12 @@ _T = TypeVar("_T")
 _NOTHING: Any = object()  # no answer
 
 _AGAIN_S = 30.0  # after which files that could not be read are tried again
-# Primary result codes that mean that the database or the disk fails, whatever the statement.
-_FAULTS = {
-    sqlite3.SQLITE_PERM,
-    sqlite3.SQLITE_BUSY,
-    sqlite3.SQLITE_LOCKED,
-    sqlite3.SQLITE_READONLY,
-    sqlite3.SQLITE_IOERR,
-    sqlite3.SQLITE_CORRUPT,
-    sqlite3.SQLITE_FULL,
-    sqlite3.SQLITE_CANTOPEN,
-    sqlite3.SQLITE_PROTOCOL,
-    sqlite3.SQLITE_NOTADB,
+_REFUSED = {sqlite3.SQLITE_FULL, sqlite3.SQLITE_READONLY}  # codes of a disk that refuses writes alone
+# Codes that mean that the database or the disk fails, whatever the statement.
+_FAULTS = _REFUSED | {
+    *(sqlite3.SQLITE_PERM, sqlite3.SQLITE_BUSY, sqlite3.SQLITE_LOCKED, sqlite3.SQLITE_IOERR, sqlite3.SQLITE_CORRUPT),
+    *(sqlite3.SQLITE_CANTOPEN, sqlite3.SQLITE_PROTOCOL, sqlite3.SQLITE_NOTADB),
 }
-Added = Sequence[tuple[str, Sequence[Entry], StoredFile]]
-"""Runs that were added, by session and file."""
-
 logger = logging.getLogger(__name__)
 
 
@@ -53,18 +43,14 @@ class Catalogue(Queries):
     """Sessions, runs and files. Safe to use from several threads.
 
     Where the disk refuses to write the database, the catalogue answers with what it had, and reads the files again
-    later. A database that is damaged is made again of the files. The log says why.
-
-    Attributes:
-        looks: How often the files were scanned: cached results from before may be outdated.
-        tell: Called with runs after they were added.
-        remade: How often the database was made again: of runs on other nodes the files of this one say nothing.
+    later. A damaged database is made again of the files: `remade` counts how often, since a new one knows nothing of
+    other nodes' runs. `tell` is called with runs that were added.
     """
 
     def __init__(self, database: sqlite3.Connection | None = None) -> None:
         """A catalogue of no directory, in `database` or in memory."""
-        self.looks = self.remade = 0
-        self.tell: Callable[[Added], None] = lambda added: None
+        self.remade = 0
+        self.tell: Callable[[Sequence[Note]], None] = lambda added: None
         self._lock = Lock()
         self._root: Path | None = None  # the directory whose files it lists
         self._manifest: Manifest | None = None
@@ -75,22 +61,16 @@ class Catalogue(Queries):
 
     @classmethod
     def rebuild(cls, root: Path, manifest: Manifest | None = None) -> Catalogue:
-        """The catalogue of a directory and, if there is one, of the bucket it archives to.
+        """The catalogue of a directory, and of the bucket that it archives to; links are not followed.
 
-        Only files that the directory's database does not know are read; links are not followed.
-
-        Args:
-            root: The store's directory.
-            manifest: Of the bucket. Where it cannot be read, the catalogue is without its news until `catch_up`.
-
-        Raises:
-            StoreError: The database cannot be kept in the directory, or another process keeps it.
+        Only files that its database does not know are read. Where the manifest cannot be read, the catalogue is without
+        its news until `catch_up`. StoreError if the database cannot be kept here, or another process keeps it.
         """
+        fill = partial(fill_new, manifest) if manifest else None
         try:
             root.mkdir(parents=True, exist_ok=True)
             lock = keep(root)
             try:
-                fill = partial(_fill, manifest) if manifest else None
                 catalogue = cls(opened(root, fill))
             except BaseException:
                 os.close(lock)
@@ -114,11 +94,7 @@ class Catalogue(Queries):
         return catalogue
 
     def catch_up(self) -> bool:
-        """Apply what is new in the bucket's manifest; whether anything was.
-
-        Raises:
-            OSError: The bucket refuses.
-        """
+        """Apply what is new in the bucket's manifest; whether anything was. OSError if the bucket refuses."""
         manifest, root = self._manifest, self._root
         if manifest is None or root is None:
             return False
@@ -138,25 +114,18 @@ class Catalogue(Queries):
             self._database.close()
             self._release()
 
-    def add(self, session_id: str, entries: Iterable[Entry], file: StoredFile) -> int:
-        """Add runs of one file, and the file's current state; by how many bytes it has grown."""
-        added = list(entries)
-        # No later scan finds the file of another node, which has to report it again: so that is an error.
-        otherwise = 0 if file.uri.startswith("file:") else _NOTHING
-        more: int = self._guarded(lambda database: put(database, session_id, added, file), otherwise)
-        self.tell([(session_id, added, file)])
-        return more
+    def add(self, *added: Note) -> int:
+        """Add runs of files, and the files' current state: all or nothing; by how many bytes they have grown."""
 
-    def add_all(self, added: Added) -> None:
-        """As `add`, for runs of several files: all or nothing."""
-
-        def put_in(database: sqlite3.Connection) -> None:
+        def put_in(database: sqlite3.Connection) -> int:
             with transaction(database):
-                for session_id, entries, file in added:
-                    put(database, session_id, entries, file)
+                return sum(put(database, *note) for note in added)
 
-        self._guarded(put_in, None)
+        # No later scan finds the file of another node, which has to report it again: so that is an error.
+        is_here = all(note.file.uri.startswith("file:") for note in added)
+        more = self._guarded(put_in, 0 if is_here else _NOTHING)
         self.tell(added)
+        return more
 
     def drop(self, session_id: str) -> bool:
         """Forget a session; whether it was known."""
@@ -172,8 +141,7 @@ class Catalogue(Queries):
     def forget_files(self, beginning: str) -> None:
         """Forget all files whose URIs begin so, and their runs."""
         begin = "SELECT uri FROM files WHERE substr(uri, 1, ?) = ?"
-        found = [uri for (uri,) in self._all(begin, len(beginning), beginning)]
-        if found:
+        if found := [uri for (uri,) in self.select(begin, len(beginning), beginning)]:
             self._guarded(lambda database: forget(database, found))
 
     def look(self) -> None:
@@ -193,31 +161,22 @@ class Catalogue(Queries):
 
         return self._guarded(changed)
 
-    def _all(self, statement: str, *values: Any) -> list[Any]:
+    def select(self, statement: str, *values: Any) -> list[Any]:
+        """The rows that a statement selects."""
         return self._guarded(lambda database: database.execute(statement, values).fetchall())
 
     def _guarded(self, work: Callable[[sqlite3.Connection], _T], otherwise: _T = _NOTHING) -> _T:
-        """Use the database; where it is damaged, use one that is made again of the files.
-
-        Args:
-            work: What to do.
-            otherwise: The result where the disk refuses a write that a later scan of the files makes up for.
-
-        Raises:
-            StoreError: SQLite refuses the statement, or the disk a write, and `otherwise` is not given.
-        """
+        """Use the database, or one made again of the files; `otherwise` is the result if the disk refuses a write."""
         with self._lock:
             try:
                 if time.monotonic() >= self._again:
                     self._look(self._database)
                 return work(self._database)
             except sqlite3.Error as error:
-                if not is_at_fault(self._database, error):
-                    raise StoreError(f"The catalogue cannot look for that: {error}.") from error
-                root = self._root
-                if root is None:
+                _check_fault(self._database, error)
+                if (root := self._root) is None:
                     raise
-                if _is_refused(error):
+                if _code(error) in _REFUSED:
                     logger.error("the catalogue of %s is not up to date until it can be written: %s", root, error)
                     self._again = time.monotonic() + _AGAIN_S
                     if otherwise is _NOTHING:
@@ -236,36 +195,52 @@ class Catalogue(Queries):
     def _look(self, database: sqlite3.Connection) -> None:
         """Read new and changed files; what cannot be read is tried again after a while, and stays as it is."""
         assert self._root is not None
-        self.looks += 1
         self._again = time.monotonic() + _AGAIN_S
         try:
             if refresh(database, self._root, self._manifest.bases if self._manifest else None):
                 self._again = math.inf
         except (OSError, sqlite3.Error) as error:
-            if isinstance(error, sqlite3.Error) and not _is_refused(error):
+            if isinstance(error, sqlite3.Error) and _code(error) not in _REFUSED:
                 raise
             logger.exception("%s cannot be looked through: the catalogue is as it was, or empty", self._root)
 
 
-def _fill(manifest: Manifest, path: Path) -> None:
-    """Make a new database of the bucket's newest snapshot."""
-    try:
-        fill_new(path, manifest)
-    except OSError:
-        logger.exception("the manifest of %s cannot be read: only files of the disk are listed", manifest.place)
+class SharedCatalogue(Queries):
+    """Reads the database of a store's directory beside its writer; `wait` returns once a store has started."""
+
+    def __init__(self, root: Path, wait: Callable[[], None], archives: bool = False) -> None:
+        self.archives = archives
+        self._root, self._wait, self._lock = root, wait, Lock()
+        self._database: sqlite3.Connection | None = None
+        self._inode = 0
+
+    def select(self, statement: str, *values: Any) -> list[Any]:
+        """The rows that a statement selects."""
+        with self._lock:
+            try:
+                path = self._root / NAME
+                if self._database is None or not path.exists() or path.stat().st_ino != self._inode:  # it was replaced
+                    self._database = None
+                    self._wait()
+                    self._database, self._inode = read_only(self._root), path.stat().st_ino
+                return self._database.execute(statement, values).fetchall()
+            except sqlite3.Error as error:
+                if self._database is not None:
+                    _check_fault(self._database, error)
+                self._database = None
+                raise explain(self._root, error) from error
 
 
-def is_at_fault(database: sqlite3.Connection, error: sqlite3.Error) -> bool:
-    """Whether the database failed, and not the statement: then the plainest one fails, too."""
-    if getattr(error, "sqlite_errorcode", 0) & 0xFF in _FAULTS:  # the rest of an extended code is detail
-        return True
+def _code(error: sqlite3.Error) -> int:
+    return getattr(error, "sqlite_errorcode", 0) & 0xFF  # the rest of an extended code is detail
+
+
+def _check_fault(database: sqlite3.Connection, error: sqlite3.Error) -> None:
+    """Raise StoreError where not the database failed but the statement: then the plainest one works."""
+    if _code(error) in _FAULTS:
+        return
     try:
         database.execute("SELECT 1 FROM files, runs LIMIT 1")
     except sqlite3.Error:
-        return True
-    return False
-
-
-def _is_refused(error: sqlite3.Error) -> bool:
-    """Whether the disk refused to write to the database, which can still be read."""
-    return getattr(error, "sqlite_errorcode", 0) & 0xFF in (sqlite3.SQLITE_FULL, sqlite3.SQLITE_READONLY)
+        return
+    raise StoreError(f"The catalogue cannot look for that: {error}.") from error

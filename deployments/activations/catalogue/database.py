@@ -13,7 +13,7 @@ from dataclasses import fields
 from pathlib import Path
 
 from deployments.activations.facts import RunFacts
-from deployments.activations.files.locks import locked
+from deployments.activations.files.disk import locked
 from deployments.activations.files.sqlite import connected, transaction
 
 NAME = ".catalogue.sqlite3"  # no session id begins with '.'
@@ -21,7 +21,7 @@ _LOCK = ".catalogue.lock"
 
 # `files.rows` counts the rows of the file's known runs, NULL where another file has some of them as well; a file
 # without `modified_ns` is read again at the next start. The indexes cover what filters and sums use, so that neither
-# reads the runs themselves. `sums` are totals by session and model, updated by `entries.add_runs` and a trigger; their
+# reads the runs themselves. `sums` are totals by session and model, updated by `rows.add_runs` and a trigger; their
 # `mark` changes with each change. From a bucket's manifest come `archived`, which files are in it, `applied`, the parts
 # that were read, `deleted`, segments that are gone for good (their objects too unless `pending`), and `records`, copies
 # of pins and owners.
@@ -78,20 +78,12 @@ logger = logging.getLogger(__name__)
 
 
 def keep(root: Path) -> int:
-    """Hold a directory's database, which one process at a time writes, until the descriptor is closed.
-
-    Raises:
-        OSError: Another process holds it, or the file system has no locks.
-    """
+    """Hold a directory's database until the descriptor is closed; OSError if another process does."""
     return locked(root / _LOCK)
 
 
 def can_hold(root: Path) -> bool:
-    """Whether no process keeps a directory's database now.
-
-    Raises:
-        OSError: The file system has no locks.
-    """
+    """Whether no process keeps a directory's database; OSError if the file system has no locks."""
     try:
         os.close(locked(root / _LOCK, make=False))
     except FileNotFoundError:
@@ -102,12 +94,7 @@ def can_hold(root: Path) -> bool:
 
 
 def read_only(root: Path) -> sqlite3.Connection:
-    """A connection that reads a directory's database, also beside the process that writes it.
-
-    Raises:
-        OSError: There is no database.
-        sqlite3.Error: It cannot be read, or is another version's or another directory's.
-    """
+    """A connection that reads a directory's database beside its writer; sqlite3.Error if it cannot be trusted."""
     path = root / NAME
     inode = path.stat(follow_symlinks=False).st_ino
     database = sqlite3.connect(f"{path.as_uri()}?mode=ro", uri=True, isolation_level=None, check_same_thread=False)
@@ -134,20 +121,14 @@ def copied(root: Path) -> sqlite3.Connection:
         with closing(read_only(root)) as kept:
             kept.backup(copy)
         _check_sound(copy)
-        return copy
     except (sqlite3.Error, OSError) as error:
         logger.info("%s cannot be copied (%s): the files are read", root / NAME, error)
-        copy.close()
         return in_memory()
+    return copy
 
 
 def sealed_files(root: Path) -> dict[str, tuple[int, int]]:
-    """The bytes and modification times in Unix nanoseconds, by URI, of the sealed files in a directory's database.
-
-    Nothing where there is no database that can be trusted.
-    """
-    if not (root / NAME).exists():
-        return {}
+    """Bytes and modification times in Unix nanoseconds, by URI, of sealed files, as far as a database is known."""
     try:
         with closing(read_only(root)) as kept:
             found = kept.execute("SELECT uri, bytes, modified_ns FROM files WHERE sealed AND modified_ns IS NOT NULL")
@@ -158,15 +139,7 @@ def sealed_files(root: Path) -> dict[str, tuple[int, int]]:
 
 
 def opened(root: Path, fill: Callable[[Path], None] | None = None) -> sqlite3.Connection:
-    """A connection that writes a directory's database; one that is damaged or of another layout is replaced.
-
-    Args:
-        root: The directory, whose database this process holds.
-        fill: Creates a new database at a path, or leaves it.
-
-    Raises:
-        sqlite3.Error: It cannot be written.
-    """
+    """A connection that writes a directory's database; one that cannot be trusted is replaced, perhaps by `fill`."""
     path = root / NAME
     if path.is_file() and not path.is_symlink():
         with contextlib.ExitStack() as unless_kept:

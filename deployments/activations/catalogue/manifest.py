@@ -32,12 +32,7 @@ _PART_BYTES = 16 << 20  # that are sent or fetched at once
 
 
 class Bases:
-    """What stands before a segment's name in URIs.
-
-    Args:
-        bucket: In the bucket's.
-        disk: In those of files of the store's directory.
-    """
+    """What stands before a segment's name in URIs of the bucket and of the store's directory."""
 
     def __init__(self, bucket: str, disk: str = "") -> None:
         self.bucket = bucket and f"{bucket}/"
@@ -45,13 +40,7 @@ class Bases:
 
 
 class Manifest:
-    """The manifest of a bucket, or of a directory in it.
-
-    Args:
-        place: The bucket.
-        writer: What tells this server's parts from those of others.
-        root: The store's directory, where the segments are read from there as well.
-    """
+    """The manifest of a bucket; `writer` tells this server's parts from others', `root` is its directory."""
 
     def __init__(self, place: Place, writer: str = "reader", root: Path | None = None) -> None:
         self.place = place
@@ -62,11 +51,8 @@ class Manifest:
 
     def names(self) -> dict[str, int]:
         """The bytes of each part and snapshot by its name; empty where the bucket has no manifest."""
-        return {
-            info.base_name: info.size
-            for info in self._folder.infos()
-            if info.base_name.endswith(_PART) or is_snapshot(info.base_name)
-        }
+        sizes = {info.base_name: info.size for info in self._folder.infos()}
+        return {name: size for name, size in sizes.items() if name.endswith(_PART) or is_snapshot(name)}
 
     def write(self, lines: Iterable[Line]) -> str:
         """Add a part, durable when this returns, and return its name."""
@@ -74,7 +60,8 @@ class Manifest:
         data = "".join(json.dumps(line) + "\n" for line in lines).encode()
         file = self._folder.file(name)
         try:
-            put_whole(file, data)
+            file.write(data)
+            _check_size(file, len(data))
         except OSError:
             with contextlib.suppress(OSError):  # perhaps only the answer was lost, and it would count later
                 file.remove()
@@ -82,11 +69,7 @@ class Manifest:
         return name
 
     def read(self, names: Sequence[str]) -> Iterator[tuple[str, list[Line]]]:
-        """Parts, each with its lines.
-
-        Raises:
-            ValueError: One is damaged; the message names it.
-        """
+        """Parts, each with its lines; ValueError names one that is damaged."""
 
         def read_one(name: str) -> tuple[str, list[Line]]:
             try:
@@ -98,16 +81,11 @@ class Manifest:
             yield from pool.map(read_one, names)
 
     def fetch(self, snapshot: str, to: Path) -> None:
-        """Write a snapshot's database to a file.
-
-        Raises:
-            OSError: The bucket or the disk refuses, or the snapshot is damaged.
-        """
+        """Write a snapshot's database to a file; OSError if the snapshot is damaged."""
         file = self._folder.file(snapshot)
         packed = file.fs.open_input_stream(file.path, compression=None, buffer_size=_PART_BYTES)
         with pa.CompressedInputStream(packed, "zstd") as data, to.open("wb") as out:
-            while piece := data.read(_PIECE):
-                out.write(piece)
+            shutil.copyfileobj(data, out, _PIECE)
 
     def put_snapshot(self, database: Path) -> str:
         """Compress a database and put it into the bucket as a snapshot, durable when this returns; return its name."""
@@ -115,8 +93,7 @@ class Manifest:
         file = self._folder.file(name)
         packed = database.with_suffix(".zst")
         with database.open("rb") as data, pa.CompressedOutputStream(str(packed), "zstd") as squeezed:
-            while piece := data.read(_PIECE):
-                squeezed.write(piece)
+            shutil.copyfileobj(data, squeezed, _PIECE)
         try:
             upload(packed, file)
         except OSError:
@@ -138,23 +115,11 @@ def is_snapshot(name: str) -> bool:
     return name.startswith(_SNAPSHOT) and name.endswith(_SNAPSHOT_END)
 
 
-def put_whole(file: File, data: bytes) -> None:
-    """Write a small object, and see that all of it is there."""
-    file.write(data)
-    _check_size(file, len(data))
-
-
 def upload(path: Path, file: File) -> None:
-    """Copy a file into the bucket, in parts that are sent several times where that is needed.
-
-    Raises:
-        OSError: The disk or the bucket refuses, or the object is not as long as the file.
-    """
+    """Copy a file into the bucket; OSError if the object is then not as long as the file."""
     size = path.stat().st_size
-    with (
-        path.open("rb") as data,
-        file.fs.open_output_stream(file.path, compression=None, buffer_size=_PART_BYTES) as out,
-    ):
+    to = file.fs.open_output_stream(file.path, compression=None, buffer_size=_PART_BYTES)
+    with to as out, path.open("rb") as data:
         shutil.copyfileobj(data, out, _PIECE)
     _check_size(file, size)
 

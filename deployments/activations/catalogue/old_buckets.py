@@ -10,14 +10,14 @@ from __future__ import annotations
 import json
 import logging
 import posixpath
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 import pyarrow as pa
 
 from deployments.activations.facts import names_a_session
-from deployments.activations.files.locks import DELETED
+from deployments.activations.files.disk import DELETED
 from deployments.activations.files.places import DamagedError, File, Place
 
 _JOINED, _ARROW = ".joined", ".arrow"
@@ -27,14 +27,13 @@ logger = logging.getLogger(__name__)
 
 
 def counted(place: Place, deep: bool = False) -> list[File]:
-    """The Arrow files in a directory by their names, without those that marks take away.
-
-    Args:
-        place: The bucket, or one of its sessions.
-        deep: Also those in the directories in it.
-    """
+    """The Arrow files in a bucket and, if `deep`, its sessions by their names, without those that marks take away."""
     infos = place.infos(deep)
-    gone = _uncounted(place, infos)
+    sizes, gone = {info.path: info.size for info in infos}, set[str]()
+    for path, mark in _marks(place, infos):
+        folder = posixpath.join(place.path, mark["session"]) if mark["session"] else posixpath.dirname(path)
+        named, large = [posixpath.join(folder, name) for name in mark["objects"]], path.removesuffix(_JOINED) + _ARROW
+        gone.update(named if mark["session"] or sizes.get(large) == mark["bytes"] else [large])
     names = sorted(posixpath.relpath(info.path, place.path) for info in infos if info.path not in gone)
     return [place.file(name) for name in names if name.endswith(_ARROW) and not name.startswith(".")]
 
@@ -51,9 +50,7 @@ def lines(place: Place) -> Iterator[dict[str, Any]]:
 
 
 def _line(file: File) -> dict[str, Any] | None:
-    from deployments.activations.segments.segments import (
-        whole_runs,  # whose Arrow and torch a bucket of this version needs not
-    )
+    from deployments.activations.segments.segments import whole_runs  # which a bucket of this version needs not
 
     found = list[dict[str, Any]]()
     points: dict[str, Any] = {}
@@ -68,24 +65,8 @@ def _line(file: File) -> dict[str, Any] | None:
         logger.error("%s holds no whole run and is not listed", file)
         return None
     rows = sum(run["rows"] for run in found)
-    return {"segment": f"{file.folder.name}/{file.name}", "bytes": file.size, "rows": rows, "points": points} | {
-        "runs": found
-    }
-
-
-def _uncounted(root: Place, infos: Sequence[Any]) -> set[str]:
-    """Of objects, the paths of those that count no more, or not yet."""
-    sizes = {info.path: info.size for info in infos}
-    found = set[str]()
-    for path, mark in _marks(root, infos):
-        if mark["session"]:
-            found.update(posixpath.join(root.path, mark["session"], name) for name in mark["objects"])
-            continue
-        large = path.removesuffix(_JOINED) + _ARROW
-        whole = sizes.get(large) == mark["bytes"]
-        folder = posixpath.dirname(path)
-        found.update([posixpath.join(folder, name) for name in mark["objects"]] if whole else [large])
-    return found
+    segment = f"{file.folder.name}/{file.name}"
+    return {"segment": segment, "bytes": file.size, "rows": rows, "points": points, "runs": found}
 
 
 def _marks(root: Place, infos: Iterable[Any]) -> list[tuple[str, dict[str, Any]]]:

@@ -7,7 +7,7 @@ from abc import ABC, abstractmethod
 from collections.abc import Collection, Sequence
 from typing import Any
 
-from deployments.activations.catalogue.entries import ENTRIES, entries_of, tag_line
+from deployments.activations.catalogue.rows import ENTRIES, entries_of, tag_line
 from deployments.activations.facts import Entry, StoredFile, name_of
 from deployments.activations.filters import EVERYTHING, Filter
 from deployments.errors import RequestError
@@ -25,152 +25,127 @@ class Queries(ABC):
     archives: bool = False  # whether files also go to a bucket, so that it is listed whether each is there
 
     @abstractmethod
-    def _all(self, statement: str, *values: Any) -> list[Any]:
+    def select(self, statement: str, *values: Any) -> list[Any]:
         """The rows that a statement selects."""
 
     def holds(self, session_id: str, run_id: str) -> bool:
         """Whether the session has a run of this id."""
-        return bool(self._all("SELECT 1 FROM runs WHERE run_id = ? AND session = ?", run_id, session_id))
+        return bool(self.select("SELECT 1 FROM runs WHERE run_id = ? AND session = ?", run_id, session_id))
 
     def holding(self, session_id: str, names: Sequence[str]) -> set[str]:
         """Those of `names` that are, with a `-` behind them, the beginning of an id of one of the session's runs."""
-        named = (
-            "SELECT value FROM json_each(?) WHERE EXISTS "
-            "(SELECT 1 FROM runs WHERE run_id BETWEEN value || '-' AND value || '.' AND session = ?)"  # `.` follows `-`
-        )
-        return {name for (name,) in self._all(named, _listed(names), session_id)}
+        named = """SELECT value FROM json_each(?) WHERE EXISTS
+            (SELECT 1 FROM runs WHERE run_id BETWEEN value || '-' AND value || '.' AND session = ?)"""
+        return {name for (name,) in self.select(named, _listed(names), session_id)}
 
     def version(self, session_id: str) -> tuple[int, ...]:
         """A value that changes whenever the session's runs do."""
-        return tuple(mark for (mark,) in self._all("SELECT mark FROM sums WHERE session = ?", session_id))
+        return tuple(mark for (mark,) in self.select("SELECT mark FROM sums WHERE session = ?", session_id))
 
     def knows(self, session_id: str) -> bool:
         """Whether the session has a run."""
-        return bool(self._all("SELECT 1 FROM runs WHERE session = ? LIMIT 1", session_id))
+        return bool(self.select("SELECT 1 FROM runs WHERE session = ? LIMIT 1", session_id))
 
     def sizes(self, but: Collection[str] = ()) -> dict[str, int]:
         """The bytes of each session's files, except those with these URIs."""
         others = "uri NOT IN (SELECT value FROM json_each(?))"
-        return dict(self._all(f"SELECT session, sum(bytes) FROM files WHERE {others} GROUP BY session", _listed(but)))
+        return dict(self.select(f"SELECT session, sum(bytes) FROM files WHERE {others} GROUP BY session", _listed(but)))
 
     def files(self, session_id: str) -> dict[str, int]:
         """The bytes of a session's files by their URIs."""
-        return dict(self._all("SELECT uri, bytes FROM files WHERE session = ?", session_id))
+        return dict(self.select("SELECT uri, bytes FROM files WHERE session = ?", session_id))
 
     def files_of(self, beginning: str) -> dict[str, tuple[int, int]]:
         """The bytes and numbers of runs of all files whose URIs begin so, by `<session>/<segment>`."""
         counted = "SELECT uri, bytes, (SELECT count(*) FROM runs WHERE file = files.id) FROM files"
-        found = self._all(f"{counted} WHERE substr(uri, 1, ?) = ?", len(beginning), beginning)
+        found = self.select(f"{counted} WHERE substr(uri, 1, ?) = ?", len(beginning), beginning)
         return {name_of(uri): (size, runs) for uri, size, runs in found}
 
     def all_files(self) -> list[tuple[str, StoredFile]]:
         """All files that hold runs, each with its session."""
-        found = self._all("SELECT session, uri, bytes, sealed, rows, modified_ns FROM files WHERE rows IS NOT 0")
+        found = self.select("SELECT session, uri, bytes, sealed, rows, modified_ns FROM files WHERE rows IS NOT 0")
         return [(row[0], StoredFile(row[1], row[2], bool(row[3]), *row[4:])) for row in found]
 
     def of_file(self, uri: str) -> list[Entry]:
         """The runs of one file, in the order in which they were added."""
-        return entries_of(self._all(f"{ENTRIES} WHERE files.uri = ? ORDER BY runs.rowid", uri))
+        return entries_of(self.select(f"{ENTRIES} WHERE files.uri = ? ORDER BY runs.rowid", uri))
 
     def last_runs(self, session_id: str | None = None) -> list[tuple[str, float]]:
         """The Unix time of the last run of one session, or of each that has a run."""
         last = "SELECT max(created) FROM runs WHERE session = known.session"
-        if session_id is None:
-            found = self._all(f"SELECT session, ({last}) FROM (SELECT DISTINCT session FROM files) AS known")
-        else:
-            found = self._all(f"SELECT session, ({last}) FROM (SELECT ? AS session) AS known", session_id)
+        of, values = (
+            ("SELECT DISTINCT session FROM files", []) if session_id is None else ("SELECT ? AS session", [session_id])
+        )
+        found = self.select(f"SELECT session, ({last}) FROM ({of}) AS known", *values)
         return [(session_id, created) for session_id, created in found if created is not None]
 
     def find(self, run_id: str) -> Entry | None:
         """A run by its id; None if there is none."""
-        return next(iter(entries_of(self._all(f"{ENTRIES} WHERE runs.run_id = ? LIMIT 1", run_id))), None)
+        return next(iter(entries_of(self.select(f"{ENTRIES} WHERE runs.run_id = ? LIMIT 1", run_id))), None)
 
     def entries(self, session_id: str | None, runs: Collection[str] | None = None) -> list[Entry]:
         """The runs of a session, or of all, or those of `runs` that there are, the oldest first."""
         where, values = _chosen(session_id, runs)
-        return entries_of(self._all(f"{ENTRIES} WHERE {where} ORDER BY runs.created, runs.run_id", *values))
+        return entries_of(self.select(f"{ENTRIES} WHERE {where} ORDER BY runs.created, runs.run_id", *values))
 
     def places(
         self, session_id: str, runs: Collection[str] | None = None, most: int | None = None
     ) -> list[tuple[str, str, int, int]]:
         """Id, file URI, offset and bytes of the runs of `entries`, or of the `most` added first, ordered by id."""
         where, values = _chosen(session_id, runs)
-        return sorted(
-            self._all(
-                f"""SELECT runs.run_id, files.uri, runs.offset, runs.bytes FROM runs JOIN files ON files.id = runs.file
-                WHERE {where} ORDER BY runs.rowid LIMIT ?""",
-                *values,
-                -1 if most is None else most,
-            )
-        )
+        found = f"""SELECT runs.run_id, files.uri, runs.offset, runs.bytes FROM runs JOIN files ON files.id = runs.file
+            WHERE {where} ORDER BY runs.rowid LIMIT ?"""
+        return sorted(self.select(found, *values, -1 if most is None else most))
 
     def sessions(self, limit: int = 100, after: str | None = None, filter: Filter = EVERYTHING) -> list[dict[str, Any]]:
-        """Up to `limit` sessions with a run that matches, ordered by id, from behind the id `after`.
-
-        Their numbers count the matching runs; only without a filter `bytes` are the files'.
-        """
+        """Up to `limit` sessions with a matching run, by id, behind `after`; all numbers are of matching runs."""
         where, values = _where(filter)
-        where, values = (f"{where} AND session > ?", [*values, after]) if after is not None else (where, values)
+        if after is not None:
+            where, values = f"{where} AND session > ?", [*values, after]
         is_of_all = filter._replace(session=None, among=None, without=()) == EVERYTHING
         of = _ALL_SUMS if is_of_all else _SUMS
-        found = self._all(f"{of} WHERE {where} GROUP BY session ORDER BY session LIMIT ?", *values, limit)
-        sums = [
-            {
-                "id": session_id,
-                "runs": runs,
-                "tokens": tokens,
-                "bytes": size,
-                "models": sorted(json.loads(models)),
-                "created": created,
-                "updated": updated,
-            }
-            for session_id, runs, tokens, size, models, created, updated in found
-        ]
-        if sums and is_of_all:
-            between = "SELECT session, sum(bytes) FROM files WHERE session BETWEEN ? AND ? AND rows IS NOT 0"
-            sizes = dict(self._all(f"{between} GROUP BY session", sums[0]["id"], sums[-1]["id"]))
-            sums = [one | {"bytes": sizes.get(one["id"], one["bytes"])} for one in sums]
-        if sums and self.archives:
-            between = "SELECT session, min(archived) FROM files WHERE session BETWEEN ? AND ? AND rows IS NOT 0"
-            archived = dict(self._all(f"{between} GROUP BY session", sums[0]["id"], sums[-1]["id"]))
-            sums = [one | {"archived": bool(archived.get(one["id"]))} for one in sums]
+        found = self.select(f"{of} WHERE {where} GROUP BY session ORDER BY session LIMIT ?", *values, limit)
+        names = ("id", "runs", "tokens", "bytes", "models", "created", "updated")
+        sums = [dict(zip(names, row, strict=True)) for row in found]
+        for one in sums:
+            one["models"] = sorted(json.loads(one["models"]))
+        if sums and (is_of_all or self.archives):
+            between = """SELECT session, sum(bytes), min(archived) FROM files
+                WHERE session BETWEEN ? AND ? AND rows IS NOT 0 GROUP BY session"""
+            files = {row[0]: row[1:] for row in self.select(between, sums[0]["id"], sums[-1]["id"])}
+            for one in sums:
+                size, archived = files.get(one["id"], (one["bytes"], 0))
+                one |= {"bytes": size} if is_of_all else {}
+                one |= {"archived": bool(archived)} if self.archives else {}
         return sums
 
     def runs(
         self, filter: Filter = EVERYTHING, limit: int | None = 100, after: str | None = None
     ) -> list[dict[str, Any]]:
-        """Up to `limit` runs that match, or all, ordered by time and id, from behind the run `after`.
-
-        Raises:
-            RequestError: There is no run `after` in the filter's session, or in any; names `after`.
-        """
+        """Up to `limit` runs that match, ordered by time and id, behind the run `after`, which RequestError names."""
         where, values = _where(filter)
         if after is not None:
             only, named = _where(Filter(filter.session, among=filter.among, without=filter.without))
-            place = self._all(f"SELECT min(created) FROM runs WHERE run_id = ? AND {only}", after, *named)[0][0]
+            place = self.select(f"SELECT min(created) FROM runs WHERE run_id = ? AND {only}", after, *named)[0][0]
             if place is None:
                 raise RequestError(f"there is no run {after!r}", "after", "run_not_found")
             where, values = f"{where} AND (created, run_id) > (?, ?)", [*values, place, after]
         # The index finds which, so that no run's facts are read but theirs.
         order = "ORDER BY runs.created, runs.run_id, runs.session"
         which = f"SELECT runs.rowid FROM runs WHERE {where} {order} LIMIT ?"
-        found = self._all(f"{ENTRIES} WHERE runs.rowid IN ({which}) {order}", *values, -1 if limit is None else limit)
+        found = self.select(f"{ENTRIES} WHERE runs.rowid IN ({which}) {order}", *values, -1 if limit is None else limit)
         return [_run(entry, self.archives) for entry in entries_of(found)]
 
     def session(
         self, session_id: str, limit: int | None = None, after: str | None = None, filter: Filter = EVERYTHING
     ) -> dict[str, Any] | None:
-        """One session with its files and, as of `runs`, its runs; None if no run of it matches.
-
-        Raises:
-            RequestError: It has no run `after`; names `after`.
-        """
+        """One session with its files and, as of `runs`, its runs; None if no run of it matches."""
         own = filter._replace(session=session_id)
         if not (found := self.sessions(1, None, own)):
             return None
         listed = "SELECT uri, bytes, sealed FROM files WHERE session = ? AND rows IS NOT 0 ORDER BY uri"
         files = [
-            {"uri": uri, "bytes": size, "sealed": bool(sealed)} for uri, size, sealed in self._all(listed, session_id)
+            {"uri": uri, "bytes": size, "sealed": bool(sealed)} for uri, size, sealed in self.select(listed, session_id)
         ]
         return {**found[0], "runs": self.runs(own, limit, after), "files": files}
 
@@ -181,47 +156,53 @@ def _listed(values: Collection[str]) -> str:
 
 def _chosen(session_id: str | None, runs: Collection[str] | None) -> tuple[str, list[str]]:
     """What holds for a session's runs, or those of `runs` that it has, in SQL, and its values."""
-    held = {
-        "runs.session = ?": session_id,
-        "runs.run_id IN (SELECT value FROM json_each(?))": None if runs is None else _listed(runs),
-    }
-    found = {condition: value for condition, value in held.items() if value is not None}
+    return _held(
+        {
+            "runs.session = ?": session_id,
+            "runs.run_id IN (SELECT value FROM json_each(?))": None if runs is None else _listed(runs),
+        }
+    )
+
+
+def _held(conditions: dict[str, Any]) -> tuple[str, list[Any]]:
+    found = {condition: value for condition, value in conditions.items() if value is not None}
     return " AND ".join(["1", *found]), list(found.values())
 
 
 def _where(filter: Filter) -> tuple[str, list[Any]]:
     """What holds for the runs of a filter, in SQL, and its values."""
-    held = {
-        "session = ?": filter.session,
-        "model = ?": filter.model,
-        "created >= ?": filter.since,
-        "created < ?": filter.until,
-        "sample_id = ?": filter.sample_id,
-        "session IN (SELECT value FROM json_each(?))": None if filter.among is None else _listed(filter.among),
-        "session NOT IN (SELECT value FROM json_each(?))": _listed(filter.without) if filter.without else None,
-        "run_id IN (SELECT value FROM json_each(?))": None if filter.runs is None else _listed(filter.runs),
-    }
-    conditions = {condition: value for condition, value in held.items() if value is not None}
+    where, values = _held(
+        {
+            "session = ?": filter.session,
+            "model = ?": filter.model,
+            "created >= ?": filter.since,
+            "created < ?": filter.until,
+            "sample_id = ?": filter.sample_id,
+            "session IN (SELECT value FROM json_each(?))": None if filter.among is None else _listed(filter.among),
+            "session NOT IN (SELECT value FROM json_each(?))": _listed(filter.without) if filter.without else None,
+            "run_id IN (SELECT value FROM json_each(?))": None if filter.runs is None else _listed(filter.runs),
+        }
+    )
     tags = [f"\n{tag_line(name, value)}\n" for name, value in filter.tags]
-    where = " AND ".join(["1", *conditions, *["instr(tags, ?)"] * len(tags)])
-    return where, [*conditions.values(), *tags]
+    return " AND ".join([where, *["instr(tags, ?)"] * len(tags)]), [*values, *tags]
 
 
 def _run(entry: Entry, archives: bool) -> dict[str, Any]:
-    facts = entry.facts
+    names = (
+        "run_id",
+        "session_id",
+        "model",
+        "created",
+        "prompt_tokens",
+        "tokens",
+        "sample_id",
+        "tags",
+        "finish_reason",
+    )
+    points = entry.stored().points.items()
     return {
-        "run_id": facts.run_id,
-        "session_id": facts.session_id,
-        "model": facts.model,
-        "created": facts.created,
-        "prompt_tokens": facts.prompt_tokens,
-        "tokens": facts.tokens,
-        "sample_id": facts.sample_id,
-        "tags": facts.tags,
-        "finish_reason": facts.finish_reason,
+        **{name: getattr(entry.facts, name) for name in names},
         "offset": entry.offset,
         **({"archived": entry.archived} if archives else {}),
-        "points": {
-            name: {**point._asdict(), "shape": list(point.shape)} for name, point in entry.stored().points.items()
-        },
+        "points": {name: {**point._asdict(), "shape": list(point.shape)} for name, point in points},
     }

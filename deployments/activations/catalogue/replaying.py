@@ -18,8 +18,8 @@ from typing import Any
 
 from deployments.activations.catalogue import old_buckets
 from deployments.activations.catalogue.database import LAYOUT
-from deployments.activations.catalogue.entries import SUM_AGAIN, add_runs, facts_of
 from deployments.activations.catalogue.manifest import Bases, Line, Manifest, is_snapshot
+from deployments.activations.catalogue.rows import SUM_AGAIN, add_runs, facts_of, forget
 from deployments.activations.facts import Entry, name_of
 from deployments.activations.files.places import Place
 from deployments.activations.files.sqlite import connected, transaction
@@ -58,7 +58,9 @@ def replay(database: sqlite3.Connection, part: str | None, lines: Iterable[Line]
             if "segment" in line:
                 _add(database, line, bases)
             elif "deleted" in line:
-                _delete(database, line, bases)
+                rows = [(name, not line.get("done"), line["at"]) for name in line["segments"]]
+                database.executemany(_GONE, rows)
+                _forget(database, bases, line["segments"])
             elif "record" in line:
                 value = None if line["value"] is None else json.dumps(line["value"])
                 database.execute(_KEEP, (line["record"], line["session"], value, line["at"]))
@@ -66,15 +68,16 @@ def replay(database: sqlite3.Connection, part: str | None, lines: Iterable[Line]
             database.execute("INSERT OR IGNORE INTO applied VALUES (?)", (part,))
 
 
+_GONE = "INSERT INTO deleted VALUES (?, ?, ?) ON CONFLICT DO UPDATE SET pending = min(pending, excluded.pending)"
 _KEEP = """INSERT INTO records VALUES (?, ?, ?, ?) ON CONFLICT DO UPDATE SET value = excluded.value, at = excluded.at
     WHERE excluded.at > at"""
 
 
 def _add(database: sqlite3.Connection, line: Line, bases: Bases) -> None:
     name = line["segment"]
+    session_id, _, _ = name.partition("/")
     if database.execute("SELECT 1 FROM deleted WHERE segment = ?", (name,)).fetchone():
         return
-    session_id = name.partition("/")[0]
     of_disk = """UPDATE files SET archived = 1 WHERE session = ? AND bytes = ?
         AND (uri = ? OR uri LIKE 'node://%' AND substr(uri, -length(?)) = ?)"""
     if database.execute(of_disk, (session_id, line["bytes"], bases.disk + name, f"/{name}", f"/{name}")).rowcount:
@@ -82,38 +85,19 @@ def _add(database: sqlite3.Connection, line: Line, bases: Bases) -> None:
     new = """INSERT OR IGNORE INTO files (session, uri, bytes, sealed, rows, modified_ns, points, archived)
         VALUES (?, ?, ?, 1, ?, 0, ?, 1)"""
     values = (session_id, bases.bucket + name, line["bytes"], line["rows"], json.dumps(line["points"]))
-    added = database.execute(new, values)
-    if added.rowcount:
-        entries = [
-            Entry(facts_of(run["facts"]), "", points={}, **{name: run[name] for name in _PLACE}) for run in line["runs"]
-        ]
+    if (added := database.execute(new, values)).rowcount:
+        runs = [(facts_of(run["facts"]), {name: run[name] for name in _PLACE}) for run in line["runs"]]
+        entries = [Entry(facts, "", points={}, **place) for facts, place in runs]
         add_runs(database, session_id, added.lastrowid or 0, entries)
-
-
-def _delete(database: sqlite3.Connection, line: Line, bases: Bases) -> None:
-    pending = not line.get("done")
-    for name in line["segments"]:
-        database.execute(
-            "INSERT INTO deleted VALUES (?, ?, ?) ON CONFLICT DO UPDATE SET pending = min(pending, excluded.pending)",
-            (name, pending, line["at"]),
-        )
-    _forget(database, bases, line["segments"])
 
 
 def _forget(database: sqlite3.Connection, bases: Bases, segments: Iterable[str]) -> None:
     """Forget files that were deleted, and the runs in them."""
-    for uri in [base + name for name in segments for base in {bases.bucket, bases.disk}]:
-        for id, session_id in database.execute("SELECT id, session FROM files WHERE uri = ?", (uri,)).fetchall():
-            database.execute("DELETE FROM runs WHERE session = ? AND file = ?", (session_id, id))
-            database.execute("DELETE FROM files WHERE id = ?", (id,))
+    forget(database, [base + name for name in segments for base in {bases.bucket, bases.disk}])
 
 
 def merge_snapshot(database: sqlite3.Connection, snapshot: Path, name: str, bases: Bases) -> None:
-    """Bring what a snapshot says into a catalogue's database.
-
-    Raises:
-        sqlite3.Error: It is damaged, or of no version that is known.
-    """
+    """Bring what a snapshot says into a catalogue's database; sqlite3.Error if it is damaged."""
     database.create_function("name_of", 1, name_of, deterministic=True)
     database.execute("ATTACH ? AS snapshot", (str(snapshot),))
     try:
@@ -145,16 +129,7 @@ INSERT OR IGNORE INTO runs (session, file, {_RUN})
 
 
 def write_snapshot(catalogue: Path, to: Path, bases: Bases) -> set[str]:
-    """Copy what a catalogue's database says of the bucket, as it is at one moment.
-
-    Args:
-        catalogue: The database, which may be written meanwhile.
-        to: The copy.
-        bases: What stands before segments' names.
-
-    Returns:
-        The parts and snapshots that the copy stands for.
-    """
+    """Copy what a catalogue's database says of the bucket; the names of the parts that the copy stands for."""
     kept = sqlite3.connect(f"{catalogue.as_uri()}?mode=ro", uri=True)
     with contextlib.closing(kept), contextlib.closing(connected(to)) as made:
         kept.backup(made)
@@ -176,18 +151,10 @@ _KEEP_ARCHIVED = (
 
 
 def catch_up(database: sqlite3.Connection, manifest: Manifest, names: Collection[str], folder: Path) -> bool:
-    """Bring into a catalogue's database what the manifest says and it does not know yet.
+    """Bring what the manifest says, and is not known yet, into a catalogue's database.
 
-    A bucket of an earlier version, which has none, is looked through instead, and gets one.
-
-    Args:
-        database: The catalogue's.
-        manifest: The bucket's.
-        names: What `Manifest.names` gave.
-        folder: Where a snapshot is unpacked.
-
-    Returns:
-        Whether copies of pins and owners are yet to be `restored`.
+    A bucket of an earlier version, which has none, is looked through instead, and gets one. Snapshots are unpacked in
+    `folder`. Returns whether copies of pins and owners are yet to be `restored`.
     """
     known = {name for (name,) in database.execute("SELECT name FROM applied")}
     if {*names} - known or not names:
@@ -228,18 +195,16 @@ def bring(database: sqlite3.Connection, manifest: Manifest, names: Sequence[str]
         replay(database, name, lines, manifest.bases)
 
 
-def fill_new(path: Path, manifest: Manifest) -> None:
-    """Have the newest snapshot be a catalogue's database, where that is new; a snapshot of another layout is left.
-
-    Args:
-        path: The database's file, which is replaced.
-        manifest: The bucket's.
-    """
-    snapshots = sorted(filter(is_snapshot, manifest.names()))
-    if not snapshots:
-        return
+def fill_new(manifest: Manifest, path: Path) -> None:
+    """Have the newest snapshot be a new catalogue's database; one of another layout, or out of reach, is left."""
     unpacked = path.with_name(".new-" + path.name)
-    manifest.fetch(snapshots[-1], unpacked)
+    try:
+        if not (snapshots := sorted(filter(is_snapshot, manifest.names()))):
+            return
+        manifest.fetch(snapshots[-1], unpacked)
+    except OSError:
+        logger.exception("the manifest of %s cannot be read: only files of the disk are listed", manifest.place)
+        return
     with contextlib.closing(connected(unpacked)) as database:
         if database.execute("PRAGMA user_version").fetchone() != (LAYOUT,):
             unpacked.unlink()

@@ -60,12 +60,7 @@ def as_arrow(files: Sequence[File], wanted: Wanted, left: set[str] | None = None
     """Concatenated Arrow IPC streams, each with all wanted runs of one schema.
 
     Each batch's metadata names its run, and a run's last one has its facts. Only the lengths of batches are in memory:
-    a run is looked up in its file again when it is read.
-
-    Args:
-        files: The files.
-        wanted: Which runs and points.
-        left: As for `select`.
+    a run is looked up in its file again when it is read. `left` is as for `select`.
     """
     parts = list[Part]()
     for _, group in by_schema(files):
@@ -86,14 +81,7 @@ def as_arrow(files: Sequence[File], wanted: Wanted, left: set[str] | None = None
 
 
 class _Sink:
-    """A file object for Arrow that collects what is written as parts.
-
-    Values of points are not copied: their parts read them from the segment.
-
-    Args:
-        batch: The batch that is written.
-        places: Byte offsets of its points' values in the segment, by their addresses in memory.
-    """
+    """A file object for Arrow that collects parts; values of points stay in the batch, at their `places` by address."""
 
     closed = False
 
@@ -135,11 +123,7 @@ def _outline(run: WholeRun, number: int) -> tuple[pa.RecordBatch, dict[str, str]
 
 
 def _messages(file: File, wanted: Wanted, sizes: Sequence[int], first: int, end: int) -> Iterator[Buffer]:
-    """Bytes `first` to `end` of a run's messages in a stream, given the messages' sizes.
-
-    Raises:
-        StoreError: The run has changed since the sizes were computed.
-    """
+    """Bytes of a run's messages in a stream, by the messages' sizes; StoreError if the run has changed."""
     run = next(select([file], wanted), None)
     if run is None or len(run.batches) != len(sizes):
         raise StoreError(f"{file} changed while it was read")

@@ -21,11 +21,11 @@ from xxhash import xxh3_128_hexdigest
 from deployments import __version__
 from deployments.activations.catalogue.queries import Queries
 from deployments.activations.export.arrow_streams import Part, Parts, as_arrow
-from deployments.activations.export.selectors import IDLE_S, Choice, Found, changed, gone
 from deployments.activations.export.tensor_files import WRITERS, Member, Tensors, tensors
 from deployments.activations.facts import Entry, StoreError
 from deployments.activations.files.places import DamagedError, File, Place
 from deployments.activations.files.uris import file_at
+from deployments.activations.filters import IDLE_S, Choice, Found, changed, gone
 from deployments.activations.reader.selection import Wanted, select
 from deployments.errors import RequestError
 
@@ -50,11 +50,7 @@ def _size(member: Member) -> int:
 
 
 def _copy(found: Tensors, format: str, folder: Path | None) -> memoryview:
-    """A file of named tensors, mapped; it has no name.
-
-    Raises:
-        RequestError: It would take most of what is free on a disk where others record.
-    """
+    """A file of named tensors, mapped, without a name; RequestError if it takes most of what is free on the disk."""
     size, free = sum(map(_size, found.members)), shutil.disk_usage(folder or tempfile.gettempdir()).free
     if 4 * size > free:  # float32 is twice as large as bfloat16, and pt is written twice
         message = f"{size} bytes of rows are too many for a copy, with {free} bytes free: name fewer, or take arrow"
@@ -78,15 +74,10 @@ class _Plan:
 class Readings:
     """Serves ranges of downloads. Safe to use from several threads.
 
-    A download is planned once, and its plan is valid while the catalogue lists the same runs at the same places. A plan
-    that was dropped is made again, with the same bytes. Arrow streams are read out of the segments page by page; files
-    of other formats are written as a whole to a file without a name.
-
-    Args:
-        catalogue: Lists the runs.
-        places: Where segments are that are on no local disk.
-        restore: Fetches segments to the disk that a place should not serve itself, by their URIs; whether it did.
-        folder: Of files without a name; by default the system's for temporary ones.
+    A download is planned once, and its plan is valid while the catalogue lists the same runs at the same places; one
+    that was dropped is made again, with the same bytes. Arrow streams are read out of the segments page by page; other
+    formats are written as a whole to a file without a name in `folder`. `restore` fetches segments to the disk that a
+    place should not serve itself.
     """
 
     def __init__(
@@ -106,26 +97,14 @@ class Readings:
     def find(self, choice: Choice, tag: str | None = None) -> Found | None:
         """The tag and length of a download; None if there is no such session.
 
-        Args:
-            choice: What is downloaded.
-            tag: Of a download that has begun: runs that were added since are left out.
-
-        Raises:
-            RequestError: There is no such run or point, or there are too many tensors for one file; 410, a file is
-                gone.
-            DamagedError: A file is damaged; names it.
+        `tag` is of a download that has begun: runs that were added since are left out. RequestError if there is no such
+        run or point, or too many tensors for one file; 410 if a file is gone. DamagedError names a file.
         """
         plan = self._plan(choice, _runs_of(tag))
         return None if plan is None else Found(plan.tag, plan.parts.length)
 
     def page(self, choice: Choice, tag: str, first: int, end: int) -> bytes:
-        """The bytes from `first` to `end`, at most its length, of the download with this tag.
-
-        Raises:
-            RequestError: 412, the session has changed; 410, a file is gone.
-            StoreError: A file has changed.
-            DamagedError: The same; names the file.
-        """
+        """Bytes `first` to `end` of the download with this tag; RequestError 412 if it changed, 410 if gone."""
         plan = self._plan(choice, _runs_of(tag))
         if plan is None or plan.tag != tag:
             raise changed()
@@ -223,10 +202,7 @@ class Readings:
 
 
 def _tag(choice: Choice, places: Sequence[tuple[str, str, int, int]]) -> str:
-    """A tag that is the same for the same bytes: runs never change, but versions may encode them differently.
-
-    It ends with the number of runs, so that the next page leaves out runs that are added later.
-    """
+    """The same for the same bytes, as this version encodes them; it ends with the number of runs, for later pages."""
     content = json.dumps([__version__, pa.__version__, choice, places])
     return f"{xxh3_128_hexdigest(content.encode())}-{len(places)}"
 

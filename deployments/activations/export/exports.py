@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-import contextlib
 import os
 import re
 import shutil
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from functools import partial
+from itertools import chain
 from pathlib import Path
 from typing import Literal, get_args
 
@@ -16,7 +16,7 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import torch
 
-from deployments.activations.export.tensor_files import WRITERS, Member, points_of, tensors
+from deployments.activations.export.tensor_files import WRITERS, points_of, tensors
 from deployments.activations.files.places import File
 from deployments.activations.reader.selection import Wanted, by_schema, checked, select
 from deployments.activations.reader.sources import chosen
@@ -40,36 +40,21 @@ def export(
     points: Sequence[str] | None = None,
     overwrite: bool = False,
 ) -> list[Path]:
-    """Write stored runs as files of another format.
+    """Write stored runs as files of another format into a directory, which is made if it is missing.
 
-    `pt`: `activations_{session}_{run}_layer_12_input_layernorm_output.pt` for each run and point, one tensor
-    `[1, rows, ...features]`. `safetensors`, `npz`: `activations_{session}_{run}.npz` for each run, with each point by
-    its name, `position` and `token_id`; numpy has no bfloat16, which becomes float32 there, of the same values.
-    `parquet`: `activations_{session}.parquet`, and `..._2.parquet` and so on for runs of other points; a row for each
-    token, points as lists of fixed size, bfloat16 as its bits in uint16 with the dtype in the field's metadata.
-    `hf`: the same as directories `activations_{session}.hf` that `datasets.load_from_disk` opens, points as lists
-    nested as they are shaped, bfloat16 as float32 of the same values.
+    `pt`: for each run and point `activations_{session}_{run}_layer_12_input_layernorm_output.pt`, one tensor `[1, rows,
+    ...features]`. `safetensors`, `npz`: for each run `activations_{session}_{run}.npz`, with each point by its name,
+    `position` and `token_id`; numpy has no bfloat16, which becomes float32 there. `parquet`:
+    `activations_{session}.parquet`, and `..._2.parquet` and so on for runs of other points; a row for each token,
+    points as lists of fixed size, bfloat16 as its bits in uint16 with the dtype in the field's metadata. `hf`: the same
+    as directories `activations_{session}.hf` that `datasets.load_from_disk` opens, points as lists nested as they are
+    shaped, bfloat16 as float32. Attention patterns are padded, `[rows, heads, widest]`, with `<point>.lengths` beside
+    them (of `pt`, a file `..._lengths.pt`); `parquet` and `hf` have them as lists of their own length.
 
-    Attention patterns are padded, `[rows, heads, widest]`, with `<point>.lengths` beside them (of `pt`, a file
-    `..._lengths.pt`); `parquet` and `hf` have them as lists of their own length.
-
-    Args:
-        source: A store's or session's directory, or one file, as a path or `file://` URI; or the id of a run.
-        to: The directory for the files; made if it is missing.
-        format: Of the files.
-        session: This session's runs alone.
-        run: These runs alone.
-        points: These points alone.
-        overwrite: Whether files that are there may be written anew.
-
-    Returns:
-        The files; of `hf`, the directories.
-
-    Raises:
-        RequestError: There is no such run or point; a ValueError.
-        ValueError: There is no such format, or the package that it needs is not installed.
-        FileNotFoundError: There is no such source or session.
-        FileExistsError: A file is there already; then none is written.
+    `source`, `session`, `run` and `points` are as for `index_rows`. Returns the files; of `hf`, the directories.
+    RequestError, a ValueError, if there is no such run or point; ValueError if there is no such format, or its package
+    is not installed; FileNotFoundError if there is no such source or session; FileExistsError, before any is written,
+    if a file is there already and `overwrite` is not set.
     """
     if format not in get_args(Format):
         raise ValueError(f"{format!r} is no format of an export: choose one of {', '.join(get_args(Format))}")
@@ -82,13 +67,13 @@ def export(
     wanted = Wanted(session, None if runs is None else set(runs), None if points is None else set(points))
     for _ in checked(files, wanted):
         pass
-    target = _Target(Path(to).expanduser(), overwrite)
+    folder, written = Path(to).expanduser(), list[Path]()
     named = _tables if format in ("parquet", "hf") else _split
-    target.claim(name for name, _ in named(files, wanted, format))
+    _claim(folder, (name for name, _ in named(files, wanted, format)), overwrite)
     for name, write in named(files, wanted, format):
-        with target.new(name) as path:
-            write(path)
-    return target.written
+        _make(folder / name, write, overwrite)
+        written.append(folder / name)
+    return written
 
 
 def pt_name(session: str, run: str, point: str) -> str:
@@ -97,38 +82,29 @@ def pt_name(session: str, run: str, point: str) -> str:
     return _file_name(session, f"{run}_{short.replace('.', '_')}", "pt")
 
 
-class _Target:
-    """A directory that files are written to, each whole or not at all."""
+def _claim(folder: Path, names: Iterable[str], overwrite: bool) -> None:
+    """Refuse, before anything is written, names that are taken or that two files would have."""
+    seen = set[str]()
+    for name in names:
+        if name in seen:
+            raise ValueError(f"two points or runs would both be written to {name}: export them by themselves")
+        seen.add(name)
+        if not overwrite and os.path.lexists(folder / name):
+            raise FileExistsError(f"{folder / name} is there already: take another directory, or overwrite")
 
-    def __init__(self, folder: Path, overwrite: bool) -> None:
-        self.written = list[Path]()
-        self._folder = folder
-        self._overwrite = overwrite
 
-    def claim(self, names: Iterable[str]) -> None:
-        """Refuse, before anything is written, names that are taken or that two files would have."""
-        seen = set[str]()
-        for name in names:
-            if name in seen:
-                raise ValueError(f"two points or runs would both be written to {name}: export them by themselves")
-            seen.add(name)
-            if not self._overwrite and os.path.lexists(self._folder / name):
-                raise FileExistsError(f"{self._folder / name} is there already: take another directory, or overwrite")
-
-    @contextlib.contextmanager
-    def new(self, name: str) -> Iterator[Path]:
-        """A file or directory to make; it has its name once it is whole."""
-        self._folder.mkdir(parents=True, exist_ok=True)
-        path, unfinished = self._folder / name, self._folder / f".{name}.part"
-        try:
-            yield unfinished
-            self.claim([name])  # somebody else may have been quicker
-            if path.is_dir() and not path.is_symlink():
-                shutil.rmtree(path)  # a directory with files in it cannot be replaced
-            unfinished.replace(path)
-        finally:
-            shutil.rmtree(unfinished, ignore_errors=True) if unfinished.is_dir() else unfinished.unlink(missing_ok=True)
-        self.written.append(path)
+def _make(path: Path, write: _Write, overwrite: bool) -> None:
+    """Write a file or directory, which has its name once it is whole."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    unfinished = path.with_name(f".{path.name}.part")
+    try:
+        write(unfinished)
+        _claim(path.parent, [path.name], overwrite)  # somebody else may have been quicker
+        if path.is_dir() and not path.is_symlink():
+            shutil.rmtree(path)  # a directory with files in it cannot be replaced
+        unfinished.replace(path)
+    finally:
+        shutil.rmtree(unfinished, ignore_errors=True) if unfinished.is_dir() else unfinished.unlink(missing_ok=True)
 
 
 def _split(files: Sequence[File], wanted: Wanted, format: Format) -> Iterator[tuple[str, _Write]]:
@@ -137,13 +113,9 @@ def _split(files: Sequence[File], wanted: Wanted, format: Format) -> Iterator[tu
         session, id = run.facts.session_id, run.facts.run_id
         if format == "pt":
             for member in points_of(run):
-                yield pt_name(session, id, member.name), partial(_write_pt, member)
+                yield pt_name(session, id, member.name), lambda path, own=member: torch.save(own.make()[None], path)
         else:
             yield _file_name(session, id, format), partial(_write_tensors, run, format)
-
-
-def _write_pt(member: Member, path: Path) -> None:
-    torch.save(member.make()[None], path)
 
 
 def _write_tensors(run: WholeRun, format: Format, path: Path) -> None:
@@ -196,7 +168,7 @@ def _write_hf(schema: pa.Schema, files: Sequence[File], wanted: Wanted, path: Pa
     datasets.utils.disable_progress_bars()  # as the other formats draw none
     try:
         with pa.ipc.new_stream(str(spool), first.schema.remove_metadata()) as writer:
-            for batch in (one for some in ([first], rows) for one in some):
+            for batch in chain([first], rows):
                 writer.write_batch(batch)
         datasets.Dataset.from_file(str(spool)).save_to_disk(str(path))
     finally:

@@ -22,14 +22,6 @@ from deployments.points.patterns import Patterns
 
 MOST_TENSORS = 20_000  # of one file, whose names are in one header
 FACTS = "run.facts"  # no point's name: those with a dot end in `input`, `output` or `weights`
-_SAFETENSORS = {
-    torch.float16: "F16",
-    torch.bfloat16: "BF16",
-    torch.float32: "F32",
-    torch.float64: "F64",
-    torch.int32: "I32",
-    torch.int64: "I64",
-}
 
 
 class Member(NamedTuple):
@@ -64,15 +56,7 @@ def points_of(run: WholeRun, prefix: str = "") -> list[Member]:
 
 
 def tensors(runs: Iterable[WholeRun], prefixed: bool) -> Tensors:
-    """Runs as named tensors: their points, and each row's `position` and `token_id`.
-
-    Args:
-        runs: The runs.
-        prefixed: Whether names begin with the run's id and a slash, as they have to for several runs.
-
-    Raises:
-        RequestError: They are too many for one file.
-    """
+    """Runs as named tensors, perhaps `prefixed` by run: points, `position`, `token_id`; RequestError if too many."""
     members, facts = list[Member](), dict[str, str]()
     for run in runs:
         prefix = f"{run.facts.run_id}/" if prefixed else ""
@@ -106,12 +90,9 @@ def write_safetensors(found: Tensors, file: IO[bytes]) -> None:
     members = sorted(found.members, key=lambda member: -member.dtype.itemsize)
     ends = [*accumulate((math.prod(member.shape) * member.dtype.itemsize for member in members), initial=0)]
     header: dict[str, object] = {"__metadata__": found.facts}
-    for i, member in enumerate(members):
-        header[member.name] = {
-            "dtype": _SAFETENSORS[member.dtype],
-            "shape": member.shape,
-            "data_offsets": ends[i : i + 2],
-        }
+    for i, (name, dtype, shape, _) in enumerate(members):
+        kind = "BF" if dtype == torch.bfloat16 else "F" if dtype.is_floating_point else "I"
+        header[name] = {"dtype": f"{kind}{8 * dtype.itemsize}", "shape": shape, "data_offsets": ends[i : i + 2]}
     text = json.dumps(header).encode()
     text += b" " * (-len(text) % 8)
     file.write(len(text).to_bytes(8, "little") + text)
@@ -139,9 +120,5 @@ def write_pt(found: Tensors, file: IO[bytes]) -> None:
     torch.save({member.name: member.make()[None] for member in found.members} | found.facts, file)
 
 
-WRITERS: dict[str, Callable[[Tensors, IO[bytes]], None]] = {
-    "safetensors": write_safetensors,
-    "npz": write_npz,
-    "pt": write_pt,
-}
+WRITERS = {"safetensors": write_safetensors, "npz": write_npz, "pt": write_pt}
 """By format, what writes one file of named tensors."""

@@ -26,27 +26,13 @@ class DamagedError(ValueError):
 
 
 class File:
-    """One file that is read by byte ranges. Two are equal if their URIs are.
-
-    Args:
-        fs: Its `pyarrow.fs` file system.
-        path: Its path there.
-        uri: Its URI, without settings.
-        folder: The directory that it is in.
-
-    Attributes:
-        name: Its name within its directory.
-        local: Its path on this machine; None where it is elsewhere.
-    """
+    """One file that is read by byte ranges; `local` is its path on this machine. Two are equal if their URIs are."""
 
     local: Path | None = None
 
     def __init__(self, fs: Any, path: str, uri: str, folder: Place) -> None:
-        self.fs = fs
-        self.path = path
-        self.uri = uri
+        self.fs, self.path, self.uri, self.folder = fs, path, uri, folder
         self.name = posixpath.basename(path)
-        self.folder = folder
 
     def __repr__(self) -> str:
         return self.uri
@@ -92,22 +78,14 @@ class File:
 
 
 class Place:
-    """A directory.
+    """A directory of a `pyarrow.fs` file system; `path` has no slash at its end, `uri` no settings.
 
-    Args:
-        fs: Its `pyarrow.fs` file system.
-        path: Its path there, without a slash at its end.
-        uri: Its URI, without settings.
-        id: Distinguishes its store from others, also from one with the same URI on another server.
-        restores: Whether its files are fetched to the disk, where there is room, before much of them is read.
+    `id` distinguishes its store from others, also on another server. `restores`: its files are fetched to the disk,
+    where there is room, before much of them is read.
     """
 
     def __init__(self, fs: Any, path: str, uri: str, id: str = "", restores: bool = True) -> None:
-        self.fs = fs
-        self.path = path
-        self.uri = uri
-        self.id = id
-        self.restores = restores
+        self.fs, self.path, self.uri, self.id, self.restores = fs, path, uri, id, restores
 
     def __repr__(self) -> str:
         return self.uri
@@ -139,14 +117,7 @@ class Place:
 
 
 class Bytes:
-    """A file open for reading. Small reads are served from cached blocks.
-
-    Args:
-        file: Arrow's random access file.
-
-    Attributes:
-        size: Its length when it was opened.
-    """
+    """A file open for reading, which had `size` bytes then. Small reads are served from cached blocks."""
 
     def __init__(self, file: Any) -> None:
         self.size = int(file.size())
@@ -222,8 +193,7 @@ class _Mapped(Bytes):
         self._path = path
         self._file = path.open("rb")
         self.size = os.fstat(self._file.fileno()).st_size
-        empty = memoryview(b"")
-        self._map = memoryview(mmap.mmap(self._file.fileno(), 0, access=mmap.ACCESS_COPY)) if self.size else empty
+        self._map = memoryview(mmap.mmap(self._file.fileno(), 0, access=mmap.ACCESS_COPY) if self.size else b"")
 
     def read(self, at: int, count: int) -> bytes:
         return os.pread(self._file.fileno(), count, at)

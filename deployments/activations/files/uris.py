@@ -21,11 +21,8 @@ ATTEMPTS = 5  # of each request to S3, with growing pauses
 def place_of(uri: str) -> Place:
     """The directory that a URI names, opened with the settings in its query.
 
-    `s3://bucket/prefix?region=...&endpoint_override=host:port&scheme=http`; AWS's own environment variables and files
-    give the keys. All other schemes are those of `pyarrow.fs`.
-
-    Raises:
-        ValueError: No file system has such URIs, or it may contain a key.
+    `s3://bucket/prefix?region=...&endpoint_override=host:port&scheme=http`; all other schemes are those of
+    `pyarrow.fs`. ValueError if no file system has such URIs, or it may contain a key.
     """
     public = public_uri(check_uri(uri))
     if urlsplit(uri).scheme == "s3":
@@ -53,20 +50,21 @@ def _s3(uri: str) -> tuple[Any, str]:
     return fs, f"{url.hostname}{unquote(url.path)}"
 
 
+def path_of(uri: str) -> Path:
+    """The path of a `file:` URI of this machine."""
+    return Path(unquote(urlsplit(uri).path))
+
+
 def file_at(uri: str, places: Sequence[Place] = ()) -> File:
     """A store's file by its URI in a catalogue: below one of `places`, else on a local disk."""
     for place in places:
         if uri.startswith(f"{place.uri}/"):
             return place.file(unquote(uri.removeprefix(f"{place.uri}/")))
-    return DiskFile(Path(unquote(urlsplit(uri).path)))
+    return DiskFile(path_of(uri))
 
 
 def source_of(source: str | os.PathLike[str] | Source) -> Source:
-    """The file or directory that a path or URI names; in object storage, names of files end in `.arrow`.
-
-    Raises:
-        ValueError: It is a `file://` URI of another machine, or no URI of a file system.
-    """
+    """The file or directory that a path or URI names; ValueError if it is on another machine or of no file system."""
     if isinstance(source, (File, Place)):
         return source
     text = os.fspath(source)
@@ -79,5 +77,5 @@ def source_of(source: str | os.PathLike[str] | Source) -> Source:
     elif url.netloc not in ("", "localhost"):
         raise ValueError(f"{text!r} is not a file:// URI of this machine")
     else:
-        path = Path(unquote(url.path))
+        path = path_of(text)
     return DiskFile(path) if path.is_file() else Directory(path)

@@ -29,11 +29,7 @@ _PIECE = 8 << 20  # bytes that are read by one call
 
 
 class NodeAwayError(OSError):
-    """The node on whose disk a segment lies cannot be asked; names it.
-
-    Attributes:
-        lost: Whether it never will.
-    """
+    """The node on whose disk a segment lies cannot be asked, or is `lost`; names it."""
 
     def __init__(self, message: str, lost: bool = False) -> None:
         super().__init__(message)
@@ -41,13 +37,7 @@ class NodeAwayError(OSError):
 
 
 class SegmentReader:
-    """Reads a node's own directory for others, in a process of its own: a damaged disk ends no writer.
-
-    Segments are named `<session>/<segment>`. All methods raise OSError where the disk refuses.
-
-    Args:
-        root: The node's directory.
-    """
+    """Reads a node's `<session>/<segment>` for others, in a process of its own; OSError where the disk refuses."""
 
     def __init__(self, root: str) -> None:
         self._root = Path(root).resolve()
@@ -75,39 +65,22 @@ class SegmentReader:
 
 
 def serve_segments(root: str, node: str) -> Any:
-    """The reader of a node's own directory, made by whoever asks first.
-
-    Args:
-        root: The store's directory, as it was asked for, and the node's.
-        node: The node's id in Ray.
-    """
+    """The reader of a node's own directory, made by whoever asks first; `node` is the node's id in Ray."""
     on_it = NodeAffinitySchedulingStrategy(node, soft=False)
     options = {"max_task_retries": 1, "max_concurrency": 8, "scheduling_strategy": on_it}
     return detached(SegmentReader, _named(root, node), **options).remote(root)
 
 
 class NodePlace(Place):
-    """All nodes' own directories: a place whose files are read by ranges, and `archive.Elsewhere`.
-
-    Args:
-        root: The store's directory, as it was asked for.
-        nodes: The nodes.
-        bucket: Where segments are read from whose node is away, if they are archived.
-    """
+    """All nodes' own directories, read by ranges, uploaded and removed; files of nodes that are away from `bucket`."""
 
     def __init__(self, root: str, nodes: Nodes, bucket: Place | None = None) -> None:
         super().__init__(None, "", SCHEME.removesuffix("/"), restores=False)
-        self._root = root
-        self._nodes = nodes
-        self._bucket = bucket
+        self._root, self._nodes, self._bucket = root, nodes, bucket
         self._readers: dict[str, Any] = {}  # by their nodes' ids in Ray
 
     def file(self, name: str) -> File:
-        """A node's segment, `<key>/<session>/<segment>`, or its copy in the bucket.
-
-        Raises:
-            NodeAwayError: Its node does not answer, and it is in no bucket.
-        """
+        """A node's segment, `<key>/<session>/<segment>`, or its copy in the bucket; NodeAwayError if neither."""
         uri = f"{self.uri}/{name}"
         file = NodeFile(self, uri)
         if self._bucket is None:
@@ -121,12 +94,7 @@ class NodePlace(Place):
             raise
 
     def ask(self, uri: str, method: str, *args: int) -> Any:
-        """What the `SegmentReader` of a segment's node answers; after the node came back, that is another one.
-
-        Raises:
-            NodeAwayError: The node does not answer.
-            OSError: Its disk refuses.
-        """
+        """What the `SegmentReader` of a segment's node answers; raises as `answered`."""
         node = place_of_node(self._nodes, uri)
 
         def asked() -> Any:
@@ -169,12 +137,7 @@ class NodePlace(Place):
 
 
 class NodeFile(File):
-    """A segment on another node's disk, of which ranges are read there.
-
-    Args:
-        folder: The place that it is of.
-        uri: Its URI.
-    """
+    """A segment on another node's disk, of which ranges are read there."""
 
     def __init__(self, folder: NodePlace, uri: str) -> None:
         super().__init__(None, uri.removeprefix(SCHEME), uri, folder)
@@ -195,9 +158,7 @@ class _Ranges(io.RawIOBase):
     """A file of so many bytes that is read by ranges, `ask("read", first, size)`, as Python's files are."""
 
     def __init__(self, ask: Callable[..., Any], size: int) -> None:
-        self._ask = ask
-        self._size = size
-        self._at = 0
+        self._ask, self._size, self._at = ask, size, 0
 
     def tell(self) -> int:
         return self._at
@@ -216,11 +177,7 @@ class _Ranges(io.RawIOBase):
 
 
 def place_of_node(nodes: Nodes, uri: str) -> Node:
-    """The node on whose disk a segment lies.
-
-    Raises:
-        NodeAwayError: It is not in the cluster, or has lost its disk.
-    """
+    """The node on whose disk a segment lies; NodeAwayError if it is not in the cluster or lost its disk."""
     node = nodes.all().get(node_of(uri) or "")
     if node is None:
         raise NodeAwayError("the run lies on a node that is not known any more", lost=True)
@@ -232,12 +189,7 @@ def place_of_node(nodes: Nodes, uri: str) -> Node:
 
 
 def answered(node: Node, ask: Callable[[], Any], seconds: float) -> Any:
-    """What an actor of a node answers to the call that `ask` makes, within some seconds.
-
-    Raises:
-        NodeAwayError: It does not answer.
-        OSError: Its disk refuses.
-    """
+    """What an actor of a node answers in time; NodeAwayError if it does not, OSError if its disk refuses."""
     try:
         return ask().future().result(timeout=seconds)
     except ray.exceptions.RayTaskError as error:

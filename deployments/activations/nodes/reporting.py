@@ -27,13 +27,10 @@ logger = logging.getLogger(__name__)
 
 
 class Reply(NamedTuple):
-    """What the store answers to a node.
+    """What the store answers to a node: another `life` when the store has started again, and what the node is to do.
 
-    Attributes:
-        life: Another one each time that the store starts.
-        refused: Sessions of the node that may get no more runs, and why.
-        deletions: Sessions that the node is to delete.
-        known: Of the node's files that the store knows, by name, the bytes and how many runs; where the node joins.
+    `refused`: sessions that may get no more runs, and why. `known`: bytes and runs of the node's files that the store
+    knows, by name, where the node joins.
     """
 
     life: str
@@ -45,16 +42,9 @@ class Reply(NamedTuple):
 class Teller:
     """Tells the store of a node's runs, on a thread of its own. The store may be away for as long as it likes.
 
-    Args:
-        store: The store's handle.
-        node: The node; its key is empty where it writes into the store's own directory.
-        stored: Gives the node's files and runs but for the files that the store knows as they are.
-        delete: Deletes a session; whether it did.
-        told: Called with what the store knows now.
-        beat: Called now and then.
-
-    Attributes:
-        refused: The sessions that may get no more runs, and why.
+    The node's key is empty where it writes into the store's own directory. `stored` gives its files and runs but for
+    the files that the store knows as they are; `delete` deletes a session, and says whether; `told` is called with what
+    the store knows now, `beat` now and then. `refused` are sessions that may get no more runs, and why.
     """
 
     def __init__(
@@ -67,15 +57,10 @@ class Teller:
         beat: Callable[[], None],
     ) -> None:
         self.refused: dict[str, str] = {}
-        self._store = store
-        self._node = node
-        self._stored = stored
-        self._delete = delete
-        self._told = told
-        self._beat = beat
+        self._store, self._node = store, node
+        self._stored, self._delete, self._told, self._beat = stored, delete, told, beat
         self._lock = threading.Lock()  # for the next two
-        self._notes = deque[Note]()
-        self._flushes: list[Future[None]] = []
+        self._notes, self._flushes = deque[Note](), list[Future[None]]()
         self._done: list[int] = []  # deletions that the store need not ask for again
         self._life: str | None = None  # of the store that knows the node
         self._news, self._hurry = threading.Event(), threading.Event()
@@ -187,11 +172,10 @@ class Teller:
                 if notes and runs > BATCH:
                     break
                 notes.append(note)
-        return [_short(note) for note in notes]
+        return notes
 
     def _asked(self, method: Any, *args: Any) -> Reply:
-        reply: Reply = method.remote(*args).future().result(timeout=_ANSWER_S)
-        return reply
+        return method.remote(*args).future().result(timeout=_ANSWER_S)  # type: ignore[no-any-return]
 
 
 def _parts(note: Note) -> Iterable[Note]:
@@ -199,10 +183,6 @@ def _parts(note: Note) -> Iterable[Note]:
     for first in range(0, last + 1, BATCH):
         is_last = first == last  # a file is sealed for the store once it knows all its runs
         file = note.file if is_last else note.file._replace(sealed=False, modified_ns=None)
-        yield note._replace(entries=note.entries[first : first + BATCH], file=file)
-
-
-def _short(note: Note) -> Note:
-    """Without what the file alone has of a run."""
-    entries = [entry._replace(facts=replace(entry.facts, interventions=[], text=None)) for entry in note.entries]
-    return note._replace(entries=entries)
+        some = note.entries[first : first + BATCH]  # without what the file alone has of a run
+        bare = [one._replace(facts=replace(one.facts, interventions=[], text=None)) for one in some]
+        yield note._replace(entries=bare, file=file)

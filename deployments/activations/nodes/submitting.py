@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import logging
 from collections.abc import Awaitable, Callable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any, NamedTuple
@@ -15,6 +16,8 @@ from deployments.clusters import HEAD, NAMESPACE, detached
 
 if TYPE_CHECKING:  # Serve's controller and the ingress import this module too, and need no Arrow
     from deployments.activations.writer.writer import Writer
+
+    Ref = ray.ObjectRef[Any]
 
 _READY_S = 60.0  # that a replica waits for its node's writer
 
@@ -31,6 +34,7 @@ class TakesRuns:
     _begin_writer: Callable[[], Writer]
     _writer: Writer
     _node_name: str | None = None  # of the node on whose own disk the runs are
+    _opened = True  # whether there is a writer
 
     def _writing(self) -> Writer:
         """The writer; another where it has ended by a fault, of which all who waited were told."""
@@ -39,38 +43,17 @@ class TakesRuns:
         return self._writer
 
     async def append(
-        self,
-        session_id: str,
-        run_id: str,
-        part: int,
-        batches: list[ray.ObjectRef[Any]],
-        most: int = 0,
-        fence: str | None = None,
+        self, session_id: str, run_id: str, part: int, batches: list[Ref], most: int = 0, fence: str | None = None
     ) -> None:
-        """Take more of a run that is not finished, as `Writer.append`; not durable yet when it answers.
-
-        Who waits for the answer before they send the next part sends no faster than the disk writes.
-
-        Raises:
-            StoreError: As from `Writer.append`, or a batch is lost. The run cannot be finished then.
-        """
+        """Take more of a run that is not finished, as `Writer.append`; not durable yet when it answers."""
         await self._admit(session_id, run_id, fence)
         found = await _fetch(run_id, batches)
         await asyncio.wrap_future(self._writing().append(session_id, run_id, part, found, most, fence))
 
     async def write(
-        self,
-        run: RunFacts,
-        batches: list[ray.ObjectRef[Any]],
-        part: int = 0,
-        fence: str | None = None,
-        archived: bool = False,
+        self, run: RunFacts, batches: list[Ref], part: int = 0, fence: str | None = None, archived: bool = False
     ) -> StoredRun:
-        """Store a run, or the end of one, as `Writer.submit`; durable when it answers, and if asked, `archived`.
-
-        Raises:
-            StoreError: As for `append`; or the run is stored, and not archived in time.
-        """
+        """Store a run, or the end of one, as `Writer.submit`; durable when it answers, and if asked, `archived`."""
         await self._admit(run.session_id, run.run_id, fence)
         found = await _fetch(run.run_id, batches)
         stored = await asyncio.wrap_future(self._writing().submit(run, found, part, fence))
@@ -88,21 +71,20 @@ class TakesRuns:
 
     async def abandon(self, session_id: str, run_id: str) -> None:
         """As `Writer.abandon`."""
-        await asyncio.wrap_future(self._writing().abandon(session_id, run_id))
+        if self._opened:
+            await asyncio.wrap_future(self._writing().abandon(session_id, run_id))
 
     async def renew(self, session_id: str, run_id: str) -> None:
         """As `Writer.renew`."""
-        await asyncio.wrap_future(self._writing().renew(session_id, run_id))
+        if self._opened:
+            await asyncio.wrap_future(self._writing().renew(session_id, run_id))
 
 
 class Home(NamedTuple):
-    """Where the store is.
+    """Where the store is, by its node's id in Ray and its directory's `mark`.
 
-    Attributes:
-        node: Its node's id in Ray.
-        mark: What tells its directory from all others.
-        hold: What tells its hold of the directory's lock from that of a store that was started again.
-        releases: Whether other nodes can be released while the cluster runs.
+    `hold` tells its hold of the directory's lock from that of a store that was started again; `releases` says whether
+    other nodes can be released while the cluster runs.
     """
 
     node: str
@@ -112,21 +94,13 @@ class Home(NamedTuple):
 
 
 def connect_writer(root: str, store: Any, archive: str | None = None) -> Any:
-    """Who takes this node's runs: the store on its own node, elsewhere a writer of the node for all its replicas.
+    """Who takes this node's runs: the store on its own node, elsewhere a writer of the node.
 
-    Where the store does not answer yet, each run asks again, and fails with the reason until it does.
-
-    Args:
-        root: The store's directory.
-        store: The store's handle.
-        archive: The URI of the bucket that it archives to, if any.
-
-    Raises:
-        StoreError: The node cannot keep runs; the message says what to do.
+    Where the store does not answer yet, each run asks again, and fails with the reason until it does. StoreError if the
+    node cannot keep runs; the message says what to do.
     """
     own = ray.get_runtime_context().get_node_id()
-    nodes: list[dict[str, Any]] = ray.nodes()  # type: ignore[no-untyped-call]
-    node = next(node for node in nodes if node["NodeID"] == own)
+    node = next(node for node in ray.nodes() if node["NodeID"] == own)  # type: ignore[no-untyped-call]
     if HEAD in node["Resources"]:  # where the store is
         return store
     writer = _open_writer(root, store, archive, own, node["NodeManagerAddress"])
@@ -142,14 +116,7 @@ def connect_writer(root: str, store: Any, archive: str | None = None) -> Any:
 
 
 def open_returned(root: str, store: Any, archive: str | None, away: Mapping[str, str]) -> None:
-    """Open the directories of nodes that have come back, also where no replica runs on them yet.
-
-    Args:
-        root: As for `connect_writer`, with the next two.
-        store: The store's handle.
-        archive: The bucket's URI.
-        away: The ids in Ray that nodes had, by their addresses.
-    """
+    """Open the directories of nodes that have come back, given the ids in Ray that they had by their addresses."""
     for node in ray.nodes():  # type: ignore[no-untyped-call]
         address, own = node["NodeManagerAddress"], node["NodeID"]
         if node["Alive"] and address in away and away[address] != own:
@@ -165,11 +132,7 @@ def _open_writer(root: str, store: Any, archive: str | None, node: str, address:
 
 
 def writer_on(root: str, node: str) -> Any:
-    """The handle of the writer of a node, by its id in Ray.
-
-    Raises:
-        ValueError: There is none.
-    """
+    """The handle of the writer of a node, by its id in Ray; ValueError if there is none."""
     return ray.get_actor(f"{_named(root)} {node}", namespace=NAMESPACE)
 
 
@@ -183,10 +146,8 @@ def node_writers(root: str) -> list[Any]:
     """The handles of all nodes' writers of a store."""
     found = []
     for name in actors(_named(root)):
-        try:
+        with contextlib.suppress(ValueError):  # it has ended meanwhile, and its node with it
             found.append(ray.get_actor(name, namespace=NAMESPACE))
-        except ValueError:
-            continue  # it has ended meanwhile, and its node with it
     return found
 
 
@@ -194,7 +155,7 @@ def _named(root: str) -> str:
     return f"activation writer of {root} on"
 
 
-async def _fetch(run_id: str, batches: Sequence[ray.ObjectRef[Any]]) -> list[Any]:
+async def _fetch(run_id: str, batches: Sequence[Ref]) -> list[Any]:
     try:
         return await asyncio.gather(*batches)
     except ray.exceptions.RayError as error:

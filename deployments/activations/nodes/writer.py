@@ -16,9 +16,9 @@ import ray
 from deployments.activations.archive.archive import upload_sealed
 from deployments.activations.catalogue.catalogue import Catalogue
 from deployments.activations.catalogue.database import can_hold
-from deployments.activations.facts import Entry, Note, StoredFile, StoreError, name_of
+from deployments.activations.facts import Note, StoreError, name_of
 from deployments.activations.failures import explained
-from deployments.activations.files.atomic import write
+from deployments.activations.files.disk import write
 from deployments.activations.files.permissions import restrict
 from deployments.activations.files.uris import place_of
 from deployments.activations.nodes.files import serve_segments
@@ -43,18 +43,10 @@ class NodeWriter(TakesRuns):
 
     Where the node sees the store's directory, it writes into it, into files of its own, and forgets what the store
     knows. Elsewhere it keeps a directory of its own, of the same path, with a catalogue of its own.
-
-    Args:
-        root: The store's directory.
-        store: The store's handle.
-        archive: The URI of the bucket that the store archives to, if any.
-        ray_id: The node's id in Ray.
-        address: Its address in the cluster.
     """
 
     def __init__(self, root: str, store: Any, archive: str | None, ray_id: str, address: str) -> None:
-        self._store = store
-        self._archive, self._ray_id, self._address = archive, ray_id, address
+        self._store, self._archive, self._ray_id, self._address = store, archive, ray_id, address
         self._asked, self._root = root, Path(root).resolve()
         self._fences = OrderedDict[str, None]()  # of deleted sessions, the oldest first
         self._opening = asyncio.Lock()
@@ -67,11 +59,7 @@ class NodeWriter(TakesRuns):
                 logger.exception("%s is opened with the next run", self._root)
 
     async def ready(self) -> None:
-        """Return once it is known where the node's runs go.
-
-        Raises:
-            StoreError: The store does not say where it is yet, or the directory cannot be used; says what to do.
-        """
+        """Return once it is known where the node's runs go; StoreError says what to do."""
         async with self._opening:
             if self._opened:
                 return
@@ -79,11 +67,19 @@ class NodeWriter(TakesRuns):
                 await asyncio.to_thread(self._open_own)
                 return
             home = await self._home()
-            if _sees(self._root, home.mark):
+            try:
+                sees = (self._root / MARK).read_text() == home.mark
+            except OSError:
+                sees = False
+            if sees:
                 await self._check_locks(home)
                 self._open("", Catalogue())
             else:
-                self._check_release(home)
+                if home.releases and not self._archive:  # the directory would go with its node
+                    raise StoreError(
+                        f"Ray's autoscaler can release this node, and with it the runs in {self._root}: set archive to "
+                        "a bucket (archive=s3://bucket/prefix), or activations_dir to a directory that all nodes share."
+                    )
                 await asyncio.to_thread(self._open_own)
 
     async def wait_archived(self, uri: str) -> None:
@@ -95,23 +91,8 @@ class NodeWriter(TakesRuns):
         await self._check(session_id, None)
         await self._room.check(size)
 
-    async def abandon(self, session_id: str, run_id: str) -> None:
-        """As `Writer.abandon`."""
-        if self._opened:
-            await super().abandon(session_id, run_id)
-
-    async def renew(self, session_id: str, run_id: str) -> None:
-        """As `Writer.renew`."""
-        if self._opened:
-            await super().renew(session_id, run_id)
-
     async def flush(self, session_id: str | None = None, fence: str | None = None) -> None:
-        """Tell the store of all runs that are stored by now, and delete what it asks for.
-
-        Args:
-            session_id: A session that is being deleted: its runs that go on in the store's directory end.
-            fence: Its fence: runs that show it are refused from now on.
-        """
+        """Tell the store of all runs, and delete what it asks for; runs of `session_id` that show `fence` end."""
         self._bar(fence)
         if self._opened:
             if session_id and not self._node.key:
@@ -147,20 +128,8 @@ class NodeWriter(TakesRuns):
             raise StartingError(f"The activation store has not started ({reason}): send the request again.") from error
         return answer
 
-    def _check_release(self, home: Home) -> None:
-        """Refuse a directory that goes with its node, where nodes can go."""
-        if home.releases and not self._archive:
-            raise StoreError(
-                f"Ray's autoscaler can release this node, and with it the runs in {self._root}: set archive to a "
-                "bucket (archive=s3://bucket/prefix), or activations_dir to a directory that all nodes share."
-            )
-
     async def _check_locks(self, home: Home) -> None:
-        """Refuse a directory whose locks hold on each node alone: a store that starts would cut off other nodes' files.
-
-        Raises:
-            StoreError: This node can take the lock that the store holds all the while.
-        """
+        """Raise StoreError if this node can take the lock that the store holds: locks hold on each node alone."""
         with explained(self._root):
             taken = can_hold(self._root)
         if taken and await self._home() == home:
@@ -180,7 +149,6 @@ class NodeWriter(TakesRuns):
         self._open(key, catalogue)
 
     def _serve(self) -> None:
-        """Have others read the node's segments."""
         serve_segments(self._asked, self._ray_id)
 
     def _open(self, key: str, catalogue: Catalogue) -> None:
@@ -207,7 +175,7 @@ class NodeWriter(TakesRuns):
         for session_id, file in self._catalogue.all_files():
             name = name_of(file.uri)
             if known.get(name) != counts.get(name):
-                yield from self._notes([(session_id, self._catalogue.of_file(file.uri), file)])
+                yield from self._notes([Note(session_id, self._catalogue.of_file(file.uri), file)])
 
     def _forget_told(self, notes: Sequence[Note]) -> None:
         for file in (note.file for note in notes if note.file.sealed and not self._node.key):
@@ -227,13 +195,8 @@ class NodeWriter(TakesRuns):
         self._writing().delete(session_id, unless=goes_on).result()
         return not catalogue.knows(session_id)
 
-    def _notes(self, added: Iterable[tuple[str, Sequence[Entry], StoredFile]]) -> list[Note]:
-        return [
-            Note(session_id, list(entries), file._replace(uri=self._told_uri(file.uri)))
-            for session_id, entries, file in added
-        ]
-
-    # ----
+    def _notes(self, added: Iterable[Note]) -> list[Note]:
+        return [note._replace(file=note.file._replace(uri=self._told_uri(note.file.uri))) for note in added]
 
     def _told_uri(self, uri: str) -> str:
         """A segment's URI as the store is told it: relative to the node's directory, where that is its own."""
@@ -261,10 +224,3 @@ class NodeWriter(TakesRuns):
             self._fences[fence] = None
             while len(self._fences) > _FENCES:
                 self._fences.popitem(last=False)
-
-
-def _sees(root: Path, marked: str) -> bool:
-    try:
-        return (root / MARK).read_text() == marked
-    except OSError:
-        return False

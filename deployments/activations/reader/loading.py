@@ -29,24 +29,16 @@ class Run(Mapping[str, Any]):
     """One stored run: point name to tensor `[rows, ...features]`, one row per captured token.
 
     Attention patterns come as `Patterns`: a sequence of tensors `[heads, tokens seen]`, one for each captured token.
-    Tensors of a run of one batch lie over a private map of the file if they are large; others are copies.
-    Writing to them is allowed and never reaches the file.
-
-    Attributes:
-        facts: What the run is.
-        shard: What it shares with the other runs of its file.
-        positions: Each row's index in prompt + generated, int32 `[rows]`.
-        token_ids: Each row's token, int32 `[rows]`.
-        text_offsets: Characters of prompt + generated text before each row's token, int32 `[rows]`; None if unknown.
-        phases: Each row's phase, `"prompt"` or `"generated"`.
+    Tensors of a run of one batch lie over a private map of the file if they are large; others are copies. Writing to
+    them is allowed and never reaches the file.
     """
 
     facts: RunFacts
-    shard: ShardFacts
-    positions: torch.Tensor
-    token_ids: torch.Tensor
-    text_offsets: torch.Tensor | None
-    phases: list[str]
+    shard: ShardFacts  # what it shares with the other runs of its file
+    positions: torch.Tensor  # each row's index in prompt + generated, int32 `[rows]`
+    token_ids: torch.Tensor  # int32 `[rows]`
+    text_offsets: torch.Tensor | None  # characters of prompt + generated text before each token, int32 `[rows]`
+    phases: list[str]  # each row's, `"prompt"` or `"generated"`
     tensors: dict[str, torch.Tensor | Patterns]
 
     def __getitem__(self, point: str) -> Any:
@@ -73,20 +65,16 @@ def load(
 ) -> Run:
     """Load one run.
 
-    Args:
-        source: A `file://` URI or path of one file, or of a session's directory; or the id of a run.
-        run_id: The run; may be left out where the source holds only one.
-        points: The points to load, in this order, as `names.recorded` reads them: `layers.*.output`, `resid_post`,
-            `layers.-1.output`. All of them where left out.
-        offset: Where in a file the run begins, as lists of runs say it: nothing before it is looked at.
-        verify: Whether to read all of it and compare checksums.
-        root: Where to look for a run that is named by its id alone: the store's directory or URI, or the `http` address
-            of a server. By default the variable `VITRINE_ACTIVATIONS`, or where a server of this machine stores.
+    `source` is a `file://` URI or path of one file, or of a session's directory; or the id of a run, which is looked
+    for in `root`: the store's directory or URI, or the `http` address of a server, by default the variable
+    `VITRINE_ACTIVATIONS`, or where a server of this machine stores. `run_id` may be left out where the source holds
+    only one run. `points` come in this order, as `names.recorded` reads them: `layers.*.output`, `resid_post`,
+    `layers.-1.output`. `offset` is where in a file the run begins, as lists of runs say it: nothing before it is looked
+    at. `verify` reads all of it and compares checksums.
 
-    Raises:
-        ValueError: If no one run is meant, or it has no such point; the message lists what there is. A DamagedError
-            if values lie outside of the file, or are not those that were written; the message says which points are.
-        FileNotFoundError: If the source does not exist.
+    ValueError, which lists what there is, if no one run is meant, or it has no such point; a DamagedError, which names
+    points, if values lie outside of the file or are not those that were written. FileNotFoundError if the source does
+    not exist.
     """
     if is_run_id(source) and run_id in (None, source):
         run_id = str(source)
@@ -120,11 +108,7 @@ def load(
 
 
 def values_of(run: WholeRun, point: str) -> torch.Tensor | Patterns:
-    """A run's values at a point, `[rows, ...features]`.
-
-    Raises:
-        DamagedError: They are not all there.
-    """
+    """A run's values at a point, `[rows, ...features]`; DamagedError if they are not all there."""
     return _values(point, run.types[point], [batch.select(["position", point]) for batch in run.batches])
 
 
@@ -146,21 +130,13 @@ def _check(run: WholeRun, batches: Sequence[pa.RecordBatch], points: Sequence[st
 
 
 def runs(source: str | os.PathLike[str]) -> list[RunFacts]:
-    """The whole runs of a file or directory (as for `load`), in the order of their requests and of their choices.
-
-    Raises:
-        FileNotFoundError: If the source does not exist.
-    """
+    """The whole runs of a file or directory (as for `load`), in the order of their requests and of their choices."""
     found = (run.facts for run in _runs_in(source_of(source)))
     return sorted(found, key=lambda facts: facts.created)
 
 
 def whole_run(source: str | os.PathLike[str] | Source, run_id: str, offset: int = 0) -> WholeRun | None:
-    """One whole run of a file or directory (as for `load`); no tensor is read. None if it is not there.
-
-    Raises:
-        FileNotFoundError: If the source does not exist.
-    """
+    """One whole run of a file or directory (as for `load`), None if it is not there; no tensor is read."""
     place, offset = _holding(source_of(source), run_id, offset)
     return next(_matching(place, run_id, offset), None)
 

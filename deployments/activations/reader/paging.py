@@ -14,11 +14,7 @@ class NoPageError(ValueError):
 
 
 class Paging:
-    """How much of a download has come, and what to ask for next. All pages have the first one's tag.
-
-    Attributes:
-        length: Bytes of the whole; 0 until the first page has come.
-    """
+    """How much of a download has come, and what to ask for next; `length` is 0 until the first page has come."""
 
     def __init__(self) -> None:
         """Nothing has come."""
@@ -39,11 +35,7 @@ class Paging:
         return asked | ({"If-Match": self._tag} if self._tag else {})
 
     def size(self, headers: Mapping[str, str]) -> int:
-        """The bytes of an answer of status 206, by its headers: at most `PAGE_BYTES`.
-
-        Raises:
-            NoPageError: It is not the next page, or of another download.
-        """
+        """The bytes of an answer of status 206, at most `PAGE_BYTES`; NoPageError if it is not the next page."""
         span = _SPAN.fullmatch(headers.get("content-range", ""))
         first, last, length = map(int, span.groups()) if span else (0, -1, 0)
         tag, size = headers.get("etag", ""), last + 1 - first
@@ -54,11 +46,7 @@ class Paging:
         return size
 
     def take(self, headers: Mapping[str, str], page: bytes) -> bytes:
-        """Take an answer's bytes as the next page.
-
-        Raises:
-            NoPageError: As of `size`, or there are more or fewer bytes than that.
-        """
+        """Take an answer's bytes as the next page; NoPageError as of `size`, or if they are more or fewer."""
         if len(page) != (size := self.size(headers)):
             raise NoPageError(f"the answer has {len(page)} bytes and says that there are {size}")
         self._next += size

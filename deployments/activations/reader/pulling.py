@@ -15,21 +15,18 @@ import pyarrow as pa
 from tqdm import tqdm
 
 from deployments.activations.facts import check_session_id
-from deployments.activations.files.locks import PULLED, held
+from deployments.activations.files.disk import PULLED, held
 from deployments.activations.reader.paging import NoPageError, Paging
 from deployments.activations.segments import checksums
 from deployments.options import fits_header
 
 _TIMEOUT = httpx.Timeout(30, read=330)  # a server may look through a large session first
 _BUFFER = 1 << 20
+Patiently = Callable[[Callable[[], bytes]], bytes]
 
 
 class PullError(Exception):
-    """What could not be fetched, and why.
-
-    Attributes:
-        answer: The server's, where there was one: a refusal, or the beginning of what then broke off.
-    """
+    """What could not be fetched, and why; `answer` is the server's, or the beginning of what then broke off."""
 
     def __init__(self, text: str, answer: httpx.Response | None = None) -> None:
         """`text` says what and why."""
@@ -54,28 +51,16 @@ def pull(
     points: Sequence[str] = (),
     api_key: str | None = None,
     progress: bool | None = None,
-    patiently: Callable[[Callable[[], bytes]], bytes] = lambda fetch: fetch(),
+    patiently: Patiently = lambda fetch: fetch(),
 ) -> Path:
-    """Fetch a session into a directory of its name, as sealed Arrow files; whole or not at all.
+    """Fetch a server's session into a directory of its name below `to`, as sealed Arrow files; whole or not at all.
 
-    Args:
-        url: The server's address, with or without `/v1`.
-        session: The session.
-        to: The directory for its directory; made if it is missing.
-        runs: These runs alone.
-        points: These points alone.
-        api_key: The key, where the server asks for one.
-        progress: Whether to draw a bar; by default on a terminal.
-        patiently: Calls what fetches one page, again after a PullError that may pass; by default once.
+    `url` is the server's address, with or without `/v1`; `runs` and `points` limit what is fetched. `progress` draws a
+    bar, by default on a terminal. `patiently` calls what fetches one page, again after a PullError that may pass; by
+    default once. Returns the session's directory.
 
-    Returns:
-        The session's directory.
-
-    Raises:
-        FileExistsError: It is there already.
-        PullError: The server refuses, cannot be reached, or an answer is cut off. A ChangedError where the session
-            changed meanwhile.
-        ValueError: The session's name, the address or the key can be none.
+    FileExistsError if it is there already. PullError if the server refuses, cannot be reached, or an answer is cut off;
+    a ChangedError if the session changed meanwhile. ValueError if the name, the address or the key can be none.
     """
     folder = to / check_session_id(session)
     if folder.exists():
@@ -91,7 +76,9 @@ def pull(
         params = {"run": list(runs), "points": list(points), "format": "arrow"}
         headers = {"Authorization": f"Bearer {api_key}"} if api_key else {}
         with held(unfinished), httpx.Client(params=params, headers=headers, timeout=_TIMEOUT) as http:
-            _keep(_Body(http, address, patiently, session, progress), unfinished)
+            quiet = None if progress is None else not progress
+            bar = tqdm(unit="iB", unit_scale=True, unit_divisor=1024, desc=session, disable=quiet)
+            _keep(_Body(http, address, patiently, bar), unfinished)
         unfinished.chmod(to.stat().st_mode & 0o777)
         unfinished.rename(folder)
     finally:
@@ -102,26 +89,10 @@ def pull(
 class _Body(io.RawIOBase):
     """A download, fetched page by page, as a file that is read once."""
 
-    def __init__(
-        self,
-        http: httpx.Client,
-        address: str,
-        patiently: Callable[[Callable[[], bytes]], bytes],
-        session: str,
-        progress: bool | None,
-    ) -> None:
-        self.address = address
-        self.bar = tqdm(
-            unit="iB",
-            unit_scale=True,
-            unit_divisor=1024,
-            desc=session,
-            disable=None if progress is None else not progress,
-        )
-        self._http = http
-        self._patiently = patiently
-        self._paging = Paging()
-        self._held = memoryview(b"")
+    def __init__(self, http: httpx.Client, address: str, patiently: Patiently, bar: tqdm[Any]) -> None:
+        self.address, self.bar = address, bar
+        self._http, self._patiently = http, patiently
+        self._paging, self._held = Paging(), memoryview(b"")
 
     def readable(self) -> bool:
         return True

@@ -30,21 +30,10 @@ def ray_dataset(
 ) -> ray.data.Dataset:
     """Rows with the columns `run_id`, `position`, `phase`, `token_id`, and each point as a tensor.
 
-    Nothing is read before the dataset is used. The files must lie at the same path on every node that reads.
-
-    Args:
-        source: A store's or session's directory, or one file, as a path or `file://` URI; or the id of a run.
-        points: The points each row is to have; runs that did not record them all are left out.
-        session: This session's runs alone.
-        runs: These runs alone.
-        tokens: `"prompt"`, `"generated"` or `"all"`.
-        bfloat16: What bfloat16 becomes, which numpy and Arrow do not have: float32 of the same values, or its bits
-            in uint16, half as large; of a torch tensor of these, `.view(torch.bfloat16)` is what was stored.
-        read: Further arguments of `ray.data.range`, as `override_num_blocks`.
-
-    Raises:
-        ValueError: As `index_rows` says, or of `bfloat16`.
-        FileNotFoundError: There is no such source or session.
+    Nothing is read before the dataset is used. The files must lie at the same path on every node that reads. Arguments
+    are as for `index_rows`; bfloat16, which numpy and Arrow do not have, becomes float32 of the same values, or its
+    `bits` in uint16, half as large: of a torch tensor of these, `.view(torch.bfloat16)` is what was stored. `read` are
+    further arguments of `ray.data.range`, as `override_num_blocks`.
     """
     if bfloat16 not in ("float32", "bits"):
         raise ValueError(f"bfloat16: {bfloat16!r} is neither 'float32' nor 'bits'")
@@ -71,10 +60,8 @@ def _table(index: RowIndex, batch: RowBatch, bits: bool) -> pa.Table:
         "phase": phase.cast(pa.string()),
         "token_id": pa.array(batch.token_id.numpy()),
     }
-    return pa.table(columns | {name: _tensors(value, bits) for name, value in batch.points.items()})
-
-
-def _tensors(values: torch.Tensor, bits: bool) -> pa.Array:
-    if values.dtype == torch.bfloat16:
-        values = values.view(torch.uint16) if bits else values.float()
-    return pa.FixedShapeTensorArray.from_numpy_ndarray(values.numpy())
+    for name, values in batch.points.items():
+        if values.dtype == torch.bfloat16:
+            values = values.view(torch.uint16) if bits else values.float()
+        columns[name] = pa.FixedShapeTensorArray.from_numpy_ndarray(values.numpy())
+    return pa.table(columns)

@@ -71,21 +71,16 @@ def index_rows(
     runs: Collection[str] | None = None,
     tokens: Chosen = "all",
 ) -> RowIndex:
-    """Look through files once; of a run's tensors nothing is read.
+    """Look through files once, for the rows of such points and tokens; of a run's tensors nothing is read.
 
-    Args:
-        source: A store's or session's directory, or one file, as a path or `file://` URI; or the id of a run.
-        points: The points each row is to have, as `names.recorded` reads them; a pattern means what the first run with
-            any such point recorded. Runs that did not record them all are left out.
-        session: This session's runs alone.
-        runs: These runs alone.
-        tokens: Whose rows, as `token_choices` defines them: `all`, `prompt_last`, `{"last": 3}`, `{"text": "France"}`.
+    `source` is a store's or session's directory, or one file, as a path or `file://` URI; or the id of a run. `points`
+    are read as by `names.recorded`; a pattern means what the first run with any such point recorded. Runs that did not
+    record them all are left out. `session` and `runs` limit the runs; `tokens` is `all`, `prompt`, `prompt_last`,
+    `{"last": 3}`, `{"text": "France"}` and so on, as `token_choices` defines it.
 
-    Raises:
-        RequestError: There is no such run or point; a ValueError.
-        ValueError: No point is named, one is an attention pattern, differs in shape or dtype from run to run, or
-            was not recorded by a run that `runs` names; or no row is left.
-        FileNotFoundError: There is no such source or session.
+    RequestError, a ValueError, if there is no such run or point. ValueError if no point is named, one is an attention
+    pattern, differs in shape or dtype from run to run, or was not recorded by a run that `runs` names; or if no row is
+    left. FileNotFoundError if there is no such source or session.
     """
     if isinstance(points, str) or not points:
         raise ValueError("points: name at least one, as a list")
@@ -104,21 +99,11 @@ def index_rows(
     return found.index()
 
 
-class _Block(NamedTuple):
-    file: int
-    run: int
-    generated: bool
-    rows: int
-    offsets: list[int]
+_Block = tuple[int, int, bool, int, list[int]]  # as in `RowIndex`: file, run, generated, rows and offsets
 
 
 class _Found:
-    """The rows of runs that were looked at.
-
-    Attributes:
-        lacking: What the first run without all of the points did not record, in words.
-        blocks: The rows.
-    """
+    """The rows of runs that were looked at, and what the first run without all of the points lacks."""
 
     def __init__(self, points: list[str], are_named: bool) -> None:
         self.lacking = ""
@@ -146,17 +131,9 @@ class _Found:
         """All of it."""
         if not self.blocks:
             raise ValueError(f"points, tokens: no run has rows of {', '.join(self._points)} for such tokens")
-        file, run, generated, rows, offsets = zip(*self.blocks, strict=True)
-        return RowIndex(
-            paths=self._paths,
-            runs=self._runs,
-            columns=self._columns,
-            file=np.array(file),
-            run=np.array(run),
-            generated=np.array(generated),
-            starts=np.concatenate([[0], np.cumsum(rows)]),
-            offsets=np.array(offsets).T.copy(),
-        )
+        file, run, generated, rows, offsets = (np.array(each) for each in zip(*self.blocks, strict=True))
+        starts = np.concatenate([[0], np.cumsum(rows)])
+        return RowIndex(self._paths, self._runs, self._columns, file, run, generated, starts, offsets.T.copy())
 
     def _has_all(self, run: WholeRun) -> bool:
         lacking = [name for name in self._points if name not in run.types]
@@ -186,23 +163,19 @@ class _Found:
         """Add those of a batch's rows that are of such tokens, in blocks of rows that lie one behind the other."""
         rows = batch.select(["phase", *self._columns])
         generated = rows["phase"].indices.to_numpy() == PHASES.index("generated")
-        kinds = np.where(_within(rows["position"].to_numpy(), positions), generated, -1)
+        at = rows["position"].to_numpy()
+        if isinstance(positions, range):
+            taken = (at >= positions.start) & (at < positions.stop)
+        else:
+            taken = np.isin(at, positions)
+        kinds = np.where(taken, generated, -1)
         widths = np.array([column.width for column in self._columns.values()])
         offsets = np.array([batch.place(rows[name], column.width) for name, column in self._columns.items()])
         firsts = [0, *(np.flatnonzero(np.diff(kinds)) + 1).tolist()]
         for first, end in zip(firsts, [*firsts[1:], len(kinds)], strict=True):
             if kinds[first] >= 0:
-                begin = (offsets + first * widths).tolist()
-                self.blocks.append(
-                    _Block(len(self._paths) - 1, len(self._runs) - 1, bool(kinds[first]), end - first, begin)
-                )
-
-
-def _within(values: np.ndarray, positions: Sequence[int]) -> np.ndarray:
-    """Which values are among ascending positions, bool `[n]`."""
-    if isinstance(positions, range):
-        return (values >= positions.start) & (values < positions.stop)
-    return np.isin(values, positions)
+                begin, is_generated = (offsets + first * widths).tolist(), bool(kinds[first])
+                self.blocks.append((len(self._paths) - 1, len(self._runs) - 1, is_generated, end - first, begin))
 
 
 def _column(name: str, kind: PointType) -> Column:

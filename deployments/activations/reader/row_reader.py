@@ -45,15 +45,9 @@ class _Lying(NamedTuple):
 class RowReader:
     """Reads rows by their numbers; maps the files once, for as long as it lives.
 
-    The maps' pages are the operating system's cache of the files, and go when memory is short. Batches are in
-    memory of their own, which is used again once nothing holds any of a batch's tensors.
-
-    Args:
-        index: Where the rows lie.
-
-    Raises:
-        FileNotFoundError: A file is gone.
-        ValueError: One is shorter than it was when it was indexed.
+    The maps' pages are the operating system's cache of the files. Batches are in memory of their own, which is used
+    again once nothing holds any of a batch's tensors. FileNotFoundError if a file is gone, ValueError if one has become
+    shorter.
     """
 
     def __init__(self, index: RowIndex) -> None:

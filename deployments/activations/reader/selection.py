@@ -22,8 +22,8 @@ MOST_NAMED = 10  # runs or points that a refusal lists
 class Wanted(NamedTuple):
     """Which runs and points to read; None is all.
 
-    `offsets` are the byte offsets in files of the first of `runs`, where a catalogue knows them: reading begins there
-    and ends with the last of `runs`, which are then in no other file.
+    `offsets` are the bytes in files of the first of `runs`, where a catalogue knows them: reading begins there and ends
+    with the last of `runs`, which are then in no other file.
     """
 
     session: str | None = None
@@ -32,11 +32,7 @@ class Wanted(NamedTuple):
     offsets: Mapping[File, int] | None = None
 
     def of(self, schema: pa.Schema) -> dict[str, PointType]:
-        """The wanted points of a file.
-
-        Raises:
-            RequestError: A layer is counted from the last, and the file does not say how many there are.
-        """
+        """The wanted points of a file; RequestError if it does not say how many layers a negative one counts from."""
         types = point_types(schema)
         if self.points is None:
             return types
@@ -48,12 +44,7 @@ class Wanted(NamedTuple):
         return {name: kind for name, kind in types.items() if name in chosen}
 
     def check(self, runs: Collection[str], points: Collection[str]) -> None:
-        """Raise RequestError, which lists some that exist, if a wanted run or point does not.
-
-        Args:
-            runs: The existing runs.
-            points: The points that the wanted ones of them recorded.
-        """
+        """Raise RequestError, which lists some that exist, if a wanted run or point is not among these."""
         if self.runs is not None and (unknown := [run for run in self.runs if run not in runs]):
             raise RequestError(f"there is no run {unknown[0]!r}; there is {_some(runs)}", "run", "run_not_found", 404)
         any_layer = (re.sub(r"\.-\d+\.", ".*.", name) for name in self.points or ())  # whichever it is in its file
@@ -64,13 +55,7 @@ class Wanted(NamedTuple):
 
 
 def select(files: Iterable[File], wanted: Wanted, left: set[str] | None = None) -> Iterator[WholeRun]:
-    """The wanted runs of files, in file order; those without a wanted point are left out.
-
-    Args:
-        files: The files.
-        wanted: Which runs, and which of their points.
-        left: The wanted runs that were not found yet; those that are found are removed from it.
-    """
+    """The wanted runs of files that have a wanted point, in file order; those found are removed from `left`."""
     offsets, left = wanted.offsets or {}, set(wanted.runs or ()) if left is None else left
     for file in files:
         types: Mapping[str, PointType] | None = None
@@ -103,18 +88,11 @@ def checked(files: Iterable[File], wanted: Wanted) -> Iterator[WholeRun]:
 
 def by_schema(files: Iterable[File]) -> list[tuple[pa.Schema, list[File]]]:
     """Group files by schema: by session, model, points and dtypes."""
-    groups = list[tuple[pa.Schema, list[File]]]()
+    groups = dict[bytes, tuple[pa.Schema, list[File]]]()
     for file in files:
-        first = next(batches_of(file), None)
-        if first is None:
-            continue
-        schema = first.schema
-        group = next((group for known, group in groups if known.equals(schema, check_metadata=True)), None)
-        if group is None:
-            groups.append((schema, [file]))
-        else:
-            group.append(file)
-    return groups
+        if first := next(batches_of(file), None):
+            groups.setdefault(first.schema.serialize().to_pybytes(), (first.schema, []))[1].append(file)
+    return list(groups.values())
 
 
 def _some(names: Collection[str]) -> str:

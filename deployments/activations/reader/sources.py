@@ -18,8 +18,8 @@ from deployments.activations.catalogue import buckets
 from deployments.activations.catalogue.catalogue import Catalogue
 from deployments.activations.catalogue.database import read_only
 from deployments.activations.facts import Entry, check_session_id
+from deployments.activations.files.disk import files_of, scan
 from deployments.activations.files.places import Directory, DiskFile, File, Place, Source
-from deployments.activations.files.scan import files_of, scan
 from deployments.activations.files.uris import file_at, place_of, source_of
 from deployments.activations.reader.pulling import PullError, pull
 from deployments.activations.segments.segments import whole_runs
@@ -37,16 +37,7 @@ class Located(NamedTuple):
 
 
 def shards(source: AnySource, session: str | None = None) -> list[File]:
-    """The Arrow files of a store or session, or the one file that `source` names; links are not followed.
-
-    Args:
-        source: A path or URI.
-        session: Of a store, only this session's.
-
-    Raises:
-        FileNotFoundError: There is no such source, or no such session in the store.
-        ValueError: `session` is not a valid id.
-    """
+    """The Arrow files of a store or session, or one file; FileNotFoundError if there is none."""
     source = source_of(source)
     if isinstance(source, File):
         return [source]
@@ -93,16 +84,11 @@ def is_run_id(source: object) -> bool:
 
 
 def locate(run_id: str, root: str | os.PathLike[str] | None = None) -> Located:
-    """Find a run's file in a store, or fetch it from a server.
+    """Find a run's file in a store, or fetch it from a server into a temporary directory.
 
-    Args:
-        run_id: The run.
-        root: The store's directory or URI, or a server's `http` address, from which the run is fetched into a
-            temporary directory; the key is the variable `VITRINE_API_KEY`. By default `default_store`.
-
-    Raises:
-        FileNotFoundError: There is no such store or run, or the run's file is gone.
-        ValueError: The server refuses.
+    `root` is the store's directory or URI, or a server's `http` address, by default `default_store`; a server's key is
+    the variable `VITRINE_API_KEY`. FileNotFoundError if there is no such store, run or file; ValueError if the server
+    refuses.
     """
     given = os.fspath(root) if root is not None else default_store()
     if given.startswith(("http://", "https://")):
@@ -131,15 +117,8 @@ def chosen(
 ) -> tuple[list[File], Collection[str] | None]:
     """The files in which to look for runs, and the ids of the runs to take, None for all.
 
-    Args:
-        source: A store's or session's directory, or one file, as a path or `file://` URI; or the id of a run, which
-            `locate` finds.
-        session: Only this session's runs.
-        runs: Only these runs. Where a store's catalogue knows them all, only their files are listed.
-
-    Raises:
-        FileNotFoundError: There is no such source, session or run.
-        ValueError: `session` is not a valid id, or `runs` is one string.
+    `source` is as for `shards`, or the id of a run, which `locate` finds. Where a store's catalogue knows all of
+    `runs`, only their files are listed. FileNotFoundError if there is no such source, session or run.
     """
     if isinstance(runs, str):
         raise ValueError("runs: name them as a list")

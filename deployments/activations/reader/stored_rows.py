@@ -20,23 +20,11 @@ MOST_NAMED = 20  # points of a run that a refusal lists
 
 
 def read_rows(file: File, entry: Entry, points: Sequence[Sequence[str]], tokens: TokenChoice, most: int) -> bytes:
-    """Rows of a stored run, bit for bit.
+    """Rows of a stored run, bit for bit: a safetensors file whose tensor `i` is [tokens, ...] of the i-th point.
 
-    Args:
-        file: Where the run is.
-        entry: What the catalogue says of the run.
-        points: Each by the names that it may have been recorded by, the likeliest first; a name may also be the
-            module's path with its side, as the file says it.
-        tokens: Which of the run's tokens, in their order; `all` are those that it recorded.
-        most: The most bytes.
-
-    Returns:
-        A safetensors file, whose tensor `i` is [tokens, ...] of the i-th point.
-
-    Raises:
-        RequestError: The run has no such point or token, or there are more bytes; names the field of `from`.
-        FileNotFoundError: The file is gone.
-        DamagedError: It does not hold the run, or not all of it; names the file.
+    Each point comes as the names that it may have been recorded by, the likeliest first, or the module's path with its
+    side. RequestError names the field of `from` if there is no such point or token, or more than `most` bytes;
+    FileNotFoundError if the file is gone, DamagedError if it does not hold all of the run.
     """
     run = whole_run(file, entry.facts.run_id, entry.offset)
     if run is None:
@@ -90,11 +78,7 @@ def _named(run: WholeRun, tokens: TokenChoice) -> Sequence[int]:
 
 
 def positions_of(run: WholeRun, tokens: TokenChoice, field: str) -> Sequence[int]:
-    """Tokens of a stored run by their positions, ascending.
-
-    Raises:
-        RequestError: The run has no such tokens; names the field.
-    """
+    """Tokens of a stored run by their positions, ascending; RequestError names `field` if it has none such."""
     choice = placed(tokens, lambda: _text(run, field), field)
     return resolve(choice, run.facts.prompt_tokens, field).of(run.facts.tokens)
 

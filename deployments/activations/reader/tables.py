@@ -51,21 +51,13 @@ def table(
 ) -> pa.Table:
     """A row for each captured token, over the maps of the files; batches below 64 KiB are copies.
 
-    A point's field says its `dtype` and `shape` in its metadata.
+    `source`, `session` and `runs` are as for `index_rows`. `columns` are columns of the files and points, in this
+    order, by default all; runs that did not record the points that are named are left out. A point's field says its
+    `dtype` and `shape` in its metadata; `plain` points are lists of float32 in place of tensors of float16 or of
+    bfloat16's bits, which SQL and data frames can compute with, and copied.
 
-    Args:
-        source: A store's or session's directory, or one file, as a path or `file://` URI; or the id of a run.
-        columns: Columns of the files and points, in this order, points as `names.recorded` reads them; all where left
-            out. Runs that did not record the points that are named are left out.
-        session: This session's runs alone.
-        runs: These runs alone.
-        plain: Points as lists of float32 in place of tensors of float16 or of bfloat16's bits, which SQL and data
-            frames can compute with; their values are copied.
-
-    Raises:
-        RequestError: There is no such run or column; a ValueError.
-        ValueError: The runs differ in points, shapes or dtypes.
-        FileNotFoundError: There is no such source or session.
+    RequestError, a ValueError, if there is no such run or column; ValueError if the runs differ in points, shapes or
+    dtypes; FileNotFoundError if there is no such source or session.
     """
     if isinstance(columns, str):
         raise ValueError("columns: name them as lists")
@@ -111,16 +103,7 @@ def runs_table(
 ) -> pa.Table:
     """A row for each whole run: what it is, how many rows were captured and of which points; no tensor is read.
 
-    `created` is in UTC, `tags` a map; `sampling` and `interventions` are JSON.
-
-    Args:
-        source: A store's or session's directory, or one file, as a path or `file://` URI; or the id of a run.
-        session: This session's runs alone.
-        runs: These runs alone.
-
-    Raises:
-        RequestError: There is no such run; a ValueError.
-        FileNotFoundError: There is no such source or session.
+    `created` is in UTC, `tags` a map; `sampling` and `interventions` are JSON. Arguments and errors are as for `table`.
     """
     files, runs = chosen(source, session, runs)
     wanted = Wanted(session, None if runs is None else set(runs))
@@ -137,21 +120,16 @@ class Layout(NamedTuple):
 
 
 def record_batches(run: WholeRun, names: Sequence[str], layout: Layout) -> Iterator[pa.RecordBatch]:
-    """A run's rows with these columns; a point's field says its `dtype` and `shape` in its metadata.
-
-    Raises:
-        DamagedError: They are not all there.
-    """
+    """A run's rows with these columns; a point's field says its `dtype` and `shape` in its metadata."""
     for batch in run.batches:
         rows = batch.select(names)
-        arrays = [_array(rows[name], run.types.get(name), layout) for name in names]
-        fields = [_field(name, array, run.types.get(name)) for name, array in zip(names, arrays, strict=True)]
+        arrays, fields = list[pa.Array](), list[pa.Field]()
+        for name in names:
+            kind = run.types.get(name)
+            arrays.append(_array(rows[name], kind, layout))
+            said = {"dtype": kind.dtype, "shape": json.dumps(kind.shape)} if kind else None
+            fields.append(pa.field(name, arrays[-1].type, metadata=said))
         yield pa.record_batch(arrays, schema=pa.schema(fields))
-
-
-def _field(name: str, array: pa.Array, kind: PointType | None) -> pa.Field:
-    said = {"dtype": kind.dtype, "shape": json.dumps(kind.shape)} if kind else None
-    return pa.field(name, array.type, metadata=said)
 
 
 def _array(column: Any, kind: PointType | None, layout: Layout) -> pa.Array:

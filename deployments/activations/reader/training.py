@@ -19,32 +19,18 @@ _PIECE = 256 << 10  # bytes of rows that stay together on their way into a windo
 
 
 class ActivationRows(IterableDataset[RowBatch]):
-    """Batches of rows, each row once an epoch.
+    """Batches of rows, each row once an epoch. Use `DataLoader(rows, batch_size=None)`, or iterate it as it is.
 
-    Shuffled, pieces of a run's rows (256 KiB) come in random order out of all files and make up windows. The rows of
-    a window are permuted, and batches cut from them; what is left goes into the next. The order follows from the seed,
-    the epoch, and how many workers and ranks there are. Use `DataLoader(rows, batch_size=None)`, with workers or
-    without, or iterate it as it is.
+    Shuffled, pieces of a run's rows (256 KiB) come in random order out of all files and make up windows of
+    `window_bytes`. The rows of a window are permuted, and batches cut from them; what is left goes into the next. The
+    order follows from the seed, the epoch, and how many workers and ranks there are. Not shuffled, it is that of the
+    files, of which each worker has a share. Memory holds a batch, and 8 bytes for each row of a window: the window
+    itself stays in its files.
 
-    Memory holds a batch, and 8 bytes for each row of a window: the window itself stays in its files.
-
-    Args:
-        source: A store's or session's directory, or one file, as a path or `file://` URI; or the id of a run.
-        points: The points each row is to have; runs that did not record them all are left out.
-        batch_size: Rows of a batch; the last one of each worker may have fewer.
-        session: This session's runs alone.
-        runs: These runs alone.
-        tokens: `"prompt"`, `"generated"` or `"all"`.
-        shuffle: Whether the order is random; else it is that of the files, of which each worker has a share.
-        seed: Of the order.
-        window_bytes: Rows of this size are permuted together; of at least the session's size, all of them.
-        drop_last: Leave out batches that are not full. Then all ranks have as many: none, where a share is smaller.
-        rank: Which of `world_size` shares of the rows this process gets; by default as torch.distributed says.
-        world_size: How many shares there are.
-
-    Raises:
-        ValueError: As `index_rows` says, or a size is none.
-        FileNotFoundError: There is no such source or session.
+    `source`, `points`, `session`, `runs` and `tokens` are as for `index_rows`, as are errors. A batch has `batch_size`
+    rows, the last one of each worker perhaps fewer; `drop_last` leaves such out, and all ranks have as many: none,
+    where a share is smaller. `rank` is which of `world_size` shares of the rows this process gets, by default as
+    torch.distributed says.
     """
 
     def __init__(

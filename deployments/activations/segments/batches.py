@@ -8,11 +8,11 @@ from __future__ import annotations
 
 import mmap
 import os
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import closing
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from contextlib import closing, contextmanager
 from functools import lru_cache
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any
 
 import numpy as np
 import pyarrow as pa
@@ -31,20 +31,11 @@ _GAP = 32 << 10  # bytes that are fetched along rather than by another request
 
 AnyFile = File | str | os.PathLike[str]
 
-_T = TypeVar("_T")
-
 
 class Batch:
-    """A record batch of a segment; large values are read when they are asked for.
+    """A record batch of a segment, at bytes `begin` to `end`; large values are read when they are asked for.
 
-    Args:
-        file: The segment.
-        opened: The same, open.
-        view: The batch over the segment's map or over blank memory.
-        metadata: The batch's own.
-        begin: The byte offset in the segment of its message.
-        end: The byte offset behind it.
-        blank: Whether the view is over blank memory.
+    `view` is the batch over the segment's map or, if `blank`, over blank memory; `opened` is the file, open.
     """
 
     def __init__(
@@ -57,8 +48,7 @@ class Batch:
         end: int,
         blank: bool,
     ) -> None:
-        self.schema = view.schema
-        self.num_rows = view.num_rows
+        self.schema, self.num_rows = view.schema, view.num_rows
         self.metadata: Mapping[bytes, bytes] = metadata or {}
         self.begin, self.end = begin, end
         self._file, self._opened, self._view, self._blank = file, opened, view, blank
@@ -67,11 +57,7 @@ class Batch:
         return self.select([name])[name]
 
     def select(self, names: Sequence[str] | None = None) -> pa.RecordBatch:
-        """These columns, in this order, by default all.
-
-        Raises:
-            DamagedError: Their values are outside of the batch, or it is cut off.
-        """
+        """These columns, by default all; DamagedError if their values are outside of the batch, or cut off."""
         return self._checked(self.schema.names if names is None else names, whole=True)
 
     def outline(self, names: Sequence[str]) -> pa.RecordBatch:
@@ -80,14 +66,11 @@ class Batch:
 
     def check(self) -> None:
         """Raise DamagedError if buffers are shorter than the metadata says; no value is read."""
-        self._guarded(self._view.validate)
+        with self._guarded():
+            self._view.validate()
 
     def read(self, at: int, count: int) -> memoryview:
-        """`count` bytes of the segment from offset `at`, which are within this batch.
-
-        Raises:
-            DamagedError: The segment is cut short.
-        """
+        """`count` bytes of the segment from offset `at` within this batch; DamagedError if it is cut short."""
         self._opened.check(self.end)
         mapped = self._opened.mapped(at, count)
         data = memoryview(bytearray(self._opened.read(at, count))) if mapped is None else mapped
@@ -96,11 +79,7 @@ class Batch:
         return data
 
     def place(self, column: pa.Array, width: int = 0) -> int:
-        """The byte offset in the segment of the contiguous values of a column that `select` or `outline` gave.
-
-        Raises:
-            DamagedError: It has nulls, or fewer than `width` bytes a row.
-        """
+        """The byte offset of a column's contiguous values; DamagedError if they are less than `width` bytes a row."""
         values = column.buffers()[-1]
         if column.null_count or values is None or values.size < width * len(column):
             raise DamagedError(f"{self._file}: a batch has not all values of a column")
@@ -117,17 +96,14 @@ class Batch:
         if not self._blank:
             return self._view
         stream = _Stream(self._opened)
-
-        def again() -> pa.RecordBatch:
-            reader = pa.ipc.open_stream(stream)
-            if stream.position < self.begin:
-                reader.read_next_batch()  # dictionaries come with the first batch
-                stream.position = self.begin
-            stream.filled = self._ranges(names, whole)
-            return reader.read_next_batch()
-
         try:
-            return self._guarded(again)
+            with self._guarded():
+                reader = pa.ipc.open_stream(stream)
+                if stream.position < self.begin:
+                    reader.read_next_batch()  # dictionaries come with the first batch
+                    stream.position = self.begin
+                stream.filled = self._ranges(names, whole)
+                return reader.read_next_batch()
         except OSError as error:
             if stream.error:
                 raise stream.error from None
@@ -152,17 +128,15 @@ class Batch:
     def _checked(self, names: Sequence[str], whole: bool) -> pa.RecordBatch:
         """Columns, validated: Arrow trusts a file's metadata, and would crash the process."""
         batch = self._read(names, whole)
-
-        def select() -> pa.RecordBatch:
+        with self._guarded():
             rows = batch.select(list(names))
             rows.validate(full=True)
-            return rows
+        return rows
 
-        return self._guarded(select)
-
-    def _guarded(self, work: Callable[[], _T]) -> _T:
+    @contextmanager
+    def _guarded(self) -> Iterator[None]:
         try:
-            return work()
+            yield
         except (pa.ArrowException, ValueError, KeyError, StopIteration) as error:
             raise DamagedError(f"{self._file}: {error}") from error
 
@@ -220,16 +194,8 @@ def _of_stream(file: File, opened: Bytes, stream: _Stream, offset: int) -> Itera
 class _Stream:
     """A file object from which Arrow reads a segment's stream: metadata is copied, and values are not.
 
-    Values are views of the map; where there is none, blank memory that takes no pages, except for the ranges in
-    `filled`.
-
-    Attributes:
-        position: Of the next byte.
-        short: Whether the last read went beyond the end.
-        closes: Whether the last read ended the stream: a footer, or part of one, follows.
-        blank: Whether the last batch's values are blank.
-        filled: The ranges of the next batch's values to fetch; None for none.
-        error: Why a read failed.
+    Values are views of the map; where there is none, blank memory that takes no pages, except for the ranges of the
+    next batch's values in `filled`. `short`: the last read went beyond the end; `closes`: it ended the stream.
     """
 
     closed = False

@@ -79,15 +79,7 @@ def is_of_run(metadata: Mapping[bytes, bytes]) -> bool:
 
 
 def read(metadata: Mapping[bytes, bytes] | None, names: Sequence[str]) -> dict[str, str]:
-    """The inverse of `written`; nothing for batches of a version that wrote none.
-
-    Args:
-        metadata: The batch's own.
-        names: All of its columns.
-
-    Raises:
-        ValueError: There are not as many as columns.
-    """
+    """The inverse of `written`, by all columns' names; empty for a version that wrote none. ValueError if one lacks."""
     said = (metadata or {}).get(KEY.encode())
     if said is None:
         return {}
@@ -95,11 +87,7 @@ def read(metadata: Mapping[bytes, bytes] | None, names: Sequence[str]) -> dict[s
 
 
 def damaged(batch: pa.RecordBatch, sums: Mapping[str, str]) -> list[str]:
-    """The columns of a batch whose values are not those that were written.
-
-    Raises:
-        pa.ArrowInvalid: What describes its columns is damaged.
-    """
+    """The columns whose values are not those that were written; pa.ArrowInvalid if their layout is damaged."""
     batch.validate(full=True)  # Arrow trusts offsets, and would end the process
     return [name for name in sums if xxh3_64_hexdigest(_values(batch[name])) != sums[name]]
 

@@ -54,19 +54,10 @@ def to_batch(
 ) -> pa.RecordBatch:
     """Lay captured rows out as one record batch, without copying contiguous tensors.
 
-    Args:
-        shard: What the batch shares with the file it will be written to.
-        run_id: The run that the rows belong to.
-        sample_id: The user's name for the sample.
-        positions: Each row's index in prompt + generated, `[rows]`.
-        token_ids: Each row's token, `[rows]`.
-        prompt_tokens: Rows at this position and after count as generated.
-        points: Point name to CPU tensor `[rows, ...features]`, or patterns; bfloat16 is kept as its bits.
-        text_offsets: Characters of prompt + generated text before each row's token, special tokens included, `[rows]`;
-            null where they are not known.
-
-    Raises:
-        ValueError: If there are no rows, lengths differ, or a name, shape, device or dtype is unfit.
+    Of each row come its position in prompt + generated, its token and its `text_offset` (characters before it, special
+    tokens included; null where not known), all `[rows]`; tokens from position `prompt_tokens` on count as generated.
+    `points` are CPU tensors `[rows, ...features]`, or patterns; bfloat16 is kept as its bits. ValueError if there are
+    no rows, lengths differ, or a name, shape, device or dtype is unfit.
     """
     rows = len(positions)
     offsets = [None] * rows if text_offsets is None else text_offsets
@@ -143,11 +134,7 @@ def to_patterns(column: pa.LargeListArray, kind: PointType, first: int) -> Patte
 
 
 def shard_facts(schema: pa.Schema) -> ShardFacts:
-    """What the runs of a file with this schema share.
-
-    Raises:
-        ValueError: If the schema is not one that `to_batch` made.
-    """
+    """What the runs of a file with this schema share; ValueError if `to_batch` did not make it."""
     facts = json.loads(_text(schema))
     return ShardFacts(**{item.name: facts[item.name] for item in fields(ShardFacts) if item.name in facts})
 
@@ -164,11 +151,7 @@ def _owner(text: bytes) -> tuple[str, str]:
 
 
 def point_types(schema: pa.Schema) -> dict[str, PointType]:
-    """Each point's feature shape and dtype.
-
-    Raises:
-        ValueError: If the schema is not one that `to_batch` made.
-    """
+    """Each point's feature shape and dtype; ValueError if `to_batch` did not make the schema."""
     facts = json.loads(_text(schema))
     names = [name for name in schema.names if name not in COLUMNS]
     try:
@@ -187,11 +170,7 @@ def _text(schema: pa.Schema) -> bytes:
 
 
 def free_batch(batch: pa.RecordBatch) -> pa.RecordBatch:
-    """The same rows, with a dictionary of phases that shares no memory with them.
-
-    A file's writer keeps the dictionaries of its first batch; one out of Ray's object store would keep all of that
-    batch's object there.
-    """
+    """The same rows, whose dictionary shares no memory with them: a file's writer keeps its first batch's."""
     place = batch.schema.get_field_index("phase")
     phases = pa.DictionaryArray.from_arrays(batch.column(place).indices, PHASES)
     return batch.set_column(place, batch.schema.field(place), phases)
@@ -203,11 +182,7 @@ def empty_batch(schema: pa.Schema) -> pa.RecordBatch:
 
 
 def batch_metadata(run_id: str, first: int, count: int, run: RunFacts | None = None) -> list[dict[str, str]]:
-    """The metadata of a run's batches `first` to `first + count`; `run` if the last of them is the run's last.
-
-    Raises:
-        TypeError: If the run's facts hold what JSON cannot.
-    """
+    """The metadata of a run's batches `first` to `first + count`; `run` if the last of them is its last."""
     metadata = [{"run_id": run_id, "batch": str(number)} for number in range(first, first + count)]
     if run:
         said = run.as_json
@@ -216,11 +191,7 @@ def batch_metadata(run_id: str, first: int, count: int, run: RunFacts | None = N
 
 
 def batch_facts(metadata: Mapping[bytes, bytes] | None) -> BatchFacts:
-    """The inverse of `batch_metadata`; facts that a later version added are left out.
-
-    Raises:
-        ValueError: If the metadata is not of that making.
-    """
+    """The inverse of `batch_metadata`, without facts that a later version added; ValueError if it is another's."""
     try:
         metadata = metadata or {}
         run_id, number = metadata[b"run_id"].decode(), int(metadata[b"batch"])

@@ -12,7 +12,7 @@ from typing import Any, NamedTuple
 import pyarrow as pa
 
 from deployments.activations.facts import Entry, RunFacts, StoredFile
-from deployments.activations.files.locks import create, directory
+from deployments.activations.files.disk import create, directory
 from deployments.activations.segments.batches import batches_of
 from deployments.activations.segments.checksums import BATCH, described, of_batch
 from deployments.activations.segments.schema import batch_metadata, empty_batch, free_batch, point_types
@@ -20,22 +20,19 @@ from deployments.activations.segments.schema import batch_metadata, empty_batch,
 VERSION = "pyarrow"  # of a footer's metadata
 _PIECES = 512  # that are written by one call; systems take 1,024
 
+Batches = Sequence[pa.RecordBatch]
+Sums = Sequence[Mapping[str, str]]  # of each batch, the checksums of its columns
+
 
 class Shard:
-    """One Arrow IPC file, appended to by this process alone.
+    """One Arrow IPC file of a session, appended to by this process alone.
 
-    Attributes:
-        session_id: The session whose directory holds it.
-        schema: Of all its batches.
-        rows: Rows of whole runs in it.
-        length: Bytes up to the end of the last whole run, the footer included once sealed.
-        broken: Whether it takes no more runs.
-        sealed: Whether the footer is on disk.
+    It has `rows` and, up to the end of the last whole run, `length` bytes, the footer included once `sealed`; a
+    `broken` one takes no more runs.
     """
 
     def __init__(self, root: Path, session_id: str, name: str, schema: pa.Schema) -> None:
-        self.session_id = session_id
-        self.schema = schema
+        self.session_id, self.schema = session_id, schema
         self.rows = self.length = 0
         self.broken = self.sealed = False
         self._path = root / session_id / name
@@ -43,7 +40,7 @@ class Shard:
         self._batches = self._new_rows = 0  # of the run that is not finished
         self._whole = 0  # batches of whole runs
         self._sink = _Sink(_create(root, session_id, name))
-        self._named = False  # whether its name is durable
+        self.is_named = False  # whether its name is durable
         self._said = schema.serialize().to_pybytes()  # as it lies in the file
         self._writer = new_file(self._sink, schema)  # writes nothing before the first batch
         self._synced = self._syncing = _Place(0, 0, 0)
@@ -64,20 +61,12 @@ class Shard:
         """The file as far as it is durable."""
         return StoredFile(self._path.as_uri(), self._synced.length, self.sealed, self._synced.rows, self._modified_ns)
 
-    def append(self, run_id: str, batches: Sequence[pa.RecordBatch], sums: Sequence[Mapping[str, str]] = ()) -> None:
-        """Write more of the run at the end, or begin one; it counts once it is finished.
-
-        Raises:
-            OSError: If the disk refuses; the shard is then broken, and ends with the last whole run.
-        """
+    def append(self, run_id: str, batches: Batches, sums: Sums = ()) -> None:
+        """Write more of the run at the end, or begin one. OSError breaks the shard, which ends with the last run."""
         self._write(batches, batch_metadata(run_id, self._batches, len(batches)), sums)
 
-    def finish(self, run: RunFacts, batches: Sequence[pa.RecordBatch], sums: Sequence[Mapping[str, str]] = ()) -> Entry:
-        """Write the last batches, if any, of the run at the end; not durable before `sync`.
-
-        Raises:
-            OSError: As for `append`.
-        """
+    def finish(self, run: RunFacts, batches: Batches, sums: Sums = ()) -> Entry:
+        """Write the last batches, if any, of the run at the end; not durable before `sync`. Raises as `append`."""
         # The facts need a batch to stand on.
         batches = batches or [empty_batch(self.schema)]
         self._write(batches, batch_metadata(run.run_id, self._batches, len(batches), run), sums)
@@ -109,21 +98,10 @@ class Shard:
         """What is written by now is what `sync` makes durable."""
         self._syncing = _Place(self.length, self.rows, self._sink.length)
 
-    @property
-    def is_named(self) -> bool:
-        """Whether the file's name is durable."""
-        return self._named
-
     def sync(self) -> None:
-        """Make it durable, and its name within the session's directory; on any thread, while more is written.
-
-        The directory's own name, which may be new as well, is the caller's to make durable.
-
-        Raises:
-            OSError: If that failed: `fall_back` then, since what a failed fsync left behind cannot be known.
-        """
+        """Make it and its name durable, while more is written; after an OSError nobody knows what is: `fall_back`."""
         os.fsync(self._sink.descriptor)
-        if not self._named:
+        if not self.is_named:
             with directory(self._path.parent) as folder:
                 os.fsync(folder)
         self._check_place()
@@ -132,7 +110,7 @@ class Shard:
     def end_sync(self) -> None:
         """It is durable."""
         self._synced = self._syncing
-        self._named = True
+        self.is_named = True
 
     def fall_back(self) -> None:
         """It cannot be made durable: take no more runs, and end with those that were before."""
@@ -163,9 +141,7 @@ class Shard:
             finally:
                 os.close(self._sink.descriptor)
 
-    def _write(
-        self, batches: Sequence[pa.RecordBatch], metadata: Sequence[dict[str, str]], sums: Sequence[Mapping[str, str]]
-    ) -> None:
+    def _write(self, batches: Batches, metadata: Sequence[dict[str, str]], sums: Sums) -> None:
         try:
             for number, (batch, facts) in enumerate(zip(batches, metadata, strict=True)):
                 said = {**facts, **(sums[number] if sums else described(batch))}
@@ -210,19 +186,12 @@ class _Place(NamedTuple):
 
 
 class _Sink:
-    """What Arrow writes to: a descriptor. The pieces of a batch are held back and written by one call.
-
-    Args:
-        descriptor: Of the file, at the place of the next byte to write.
-        written: Of what Arrow writes, the first bytes, which the file has already.
-    """
+    """What Arrow writes to: the pieces of a batch are written by one call, without the first `written` bytes."""
 
     closed = False
 
     def __init__(self, descriptor: int, written: int = 0) -> None:
-        self.descriptor = descriptor
-        self.length = 0
-        self._written = written
+        self.descriptor, self.length, self._written = descriptor, 0, written
         self._held: list[memoryview] = []
 
     def write(self, data: bytes) -> None:
@@ -260,20 +229,7 @@ def new_file(sink: Any, schema: pa.Schema) -> Any:
 
 
 def seal(descriptor: int, path: Path, schema: pa.Schema, length: int) -> int:
-    """Write a footer that lists what a file holds; not durable yet.
-
-    Args:
-        descriptor: Of the file, at its end.
-        path: The file.
-        schema: Of its batches.
-        length: How long it is, all of which are whole batches.
-
-    Returns:
-        How long it is then.
-
-    Raises:
-        ArrowInvalid: Its batches would be written otherwise than they are: another version of Arrow wrote them.
-    """
+    """Write a footer behind `length` bytes, and return the new length; ArrowInvalid if another Arrow wrote the file."""
     sink = _Sink(descriptor, written=length)
     writer = new_file(sink, schema)
     for batch in batches_of(path):

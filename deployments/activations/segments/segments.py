@@ -7,7 +7,7 @@ from typing import Any, NamedTuple
 
 import pyarrow as pa
 
-from deployments.activations.facts import PointType, RunFacts
+from deployments.activations.facts import Entry, PointType, RunFacts
 from deployments.activations.files.places import DamagedError, File
 from deployments.activations.segments import checksums
 from deployments.activations.segments.batches import AnyFile, Batch, as_file, batches_of
@@ -33,17 +33,13 @@ class WholeRun(NamedTuple):
         """Captured tokens."""
         return sum(batch.num_rows for batch in self.batches)
 
+    def entry(self, uri: str) -> Entry:
+        """The same as the catalogue lists it, of the file that has this URI there."""
+        return Entry(self.facts, uri, self.first_row, self.rows, self.bytes, self.types, self.offset, self.batch)
+
 
 def whole_runs(source: AnyFile, offset: int = 0) -> Iterator[WholeRun]:
-    """The whole runs of a segment; no tensor is read. Runs that lack batches or their end are left out.
-
-    Args:
-        source: The segment.
-        offset: The byte of a run from which on to read; rows count from there.
-
-    Raises:
-        DamagedError: Its points are not described; names the file.
-    """
+    """The whole runs of a segment from byte `offset` on; rows count from there. DamagedError names another's file."""
     file = as_file(source)
     rows = first_row = seen = first_batch = 0
     start = offset
@@ -63,17 +59,13 @@ def whole_runs(source: AnyFile, offset: int = 0) -> Iterator[WholeRun]:
             batches.append(batch)
             sums.append(own)
         if facts.run and facts.run_id == run_id and facts.number + 1 == facts.batches == seen and batches:
-            types = _types(file, batch.schema) if types is None else types
+            try:
+                types = point_types(batch.schema) if types is None else types
+            except ValueError as error:
+                raise DamagedError(f"{file}: {error}") from error
             size, intact = batch.end - start, checksums.is_of_run(batch.metadata)
             yield WholeRun(facts.run, first_row, size, batches, sums, types, file, start, first_batch, intact)
             start = batch.end
-
-
-def _types(file: File, schema: pa.Schema) -> Mapping[str, PointType]:
-    try:
-        return point_types(schema)
-    except ValueError as error:
-        raise DamagedError(f"{file}: {error}") from error
 
 
 def is_sealed(source: AnyFile) -> bool:
@@ -90,9 +82,5 @@ def is_sealed(source: AnyFile) -> bool:
 
 
 def footer(source: AnyFile) -> Any:
-    """Open a segment by its footer, as Arrow's file reader.
-
-    Raises:
-        pa.ArrowInvalid: It has none.
-    """
+    """Open a segment by its footer, as Arrow's file reader; pa.ArrowInvalid if it has none."""
     return pa.ipc.open_file(as_file(source).input())

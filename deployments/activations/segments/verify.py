@@ -21,11 +21,7 @@ from deployments.activations.segments.batches import AnyFile, as_file, batches_o
 from deployments.activations.segments.checksums import BATCH, KEY, LAYOUT, RUN
 from deployments.activations.segments.schema import BatchFacts, batch_facts
 from deployments.activations.segments.segment_writer import VERSION
-from deployments.activations.segments.segments import (
-    footer,
-    is_sealed,
-    whole_runs,
-)
+from deployments.activations.segments.segments import footer, is_sealed, whole_runs
 
 State = Literal["whole", "open", "cut short", "damaged", "unreadable"]
 _CHUNK = 1 << 20
@@ -34,27 +30,18 @@ _KEYS = {"run_id", "batch", "run", "batches", KEY, LAYOUT, RUN, BATCH}
 
 @dataclass
 class Verified:
-    """What a look at every byte of a file found.
-
-    Attributes:
-        path: The file.
-        state: `whole` with its footer; `open` without it, every run whole (of a server that still writes, or was killed
-            and has not started again); `cut short` within a run; `damaged` where values changed, batches that the
-            footer lists do not read, or there is nothing of ours; `unreadable` where the disk refuses.
-        reason: What is wrong, in words; empty where nothing is.
-        runs: Whole runs, of which no value changed.
-        rows: Their rows.
-        unfinished: Rows of whole batches by the run that has no end.
-        damaged: By whole run, what is not as it was written: columns by their names, whose others can be read; `facts`,
-            what the run is; `layout`, lengths and nulls; `metadata`, of a batch or the file's schema.
-    """
+    """What a look at every byte of a file found."""
 
     path: AnyFile
+    # `whole` with its footer; `open` without it, every run whole; `cut short` within a run; `damaged` where values
+    # changed, batches that the footer lists do not read, or nothing is ours; `unreadable` where the disk refuses.
     state: State = "whole"
-    reason: str = ""
-    runs: int = 0
-    rows: int = 0
-    unfinished: dict[str, int] = field(default_factory=dict)
+    reason: str = ""  # what is wrong, in words
+    runs: int = 0  # whole ones, of which no value changed
+    rows: int = 0  # of these
+    unfinished: dict[str, int] = field(default_factory=dict)  # rows of whole batches by the run that has no end
+    # By whole run, what is not as it was written: columns by their names, whose others can be read; `facts`, what the
+    # run is; `layout`, lengths and nulls; `metadata`, of a batch or the file's schema.
     damaged: dict[str, list[str]] = field(default_factory=dict)
 
     @property
@@ -89,14 +76,7 @@ def _on_disk(file: File) -> Iterator[DiskFile]:
 
 
 def _changed(batch: pa.RecordBatch, metadata: Mapping[bytes, bytes], facts: BatchFacts, schema: bytes) -> list[str]:
-    """What of a batch is not as it was written: columns by their names, `facts`, `layout` or `metadata`.
-
-    Args:
-        batch: A batch.
-        metadata: Its own.
-        facts: What that says.
-        schema: The message of the file's schema.
-    """
+    """What of a batch is not as it was written: columns by their names, `facts`, `layout` or `metadata`."""
     words = {"run_id": facts.run_id} | ({"sample_id": facts.run.sample_id} if facts.run else {})
     bad = [name for name, word in words.items() if not _all_are(batch[name], word)]
     bad += checksums.damaged(batch, checksums.read(metadata, batch.schema.names))
@@ -149,7 +129,7 @@ class _Compared:
 
 
 def _written_otherwise(path: Path) -> int | None:
-    """The first byte of a sealed file that Arrow would write otherwise, None where there is none or cannot be said.
+    """The first byte of a sealed file that Arrow would write otherwise, None if it cannot be said.
 
     That is what no checksum covers: padding, how batches are framed, and the footer. Another version of Arrow than the
     footer names, or none, may write another file of the same rows.
@@ -172,11 +152,7 @@ def _written_otherwise(path: Path) -> int | None:
 
 
 def read_all(path: Path) -> None:
-    """Read every byte of a file.
-
-    Raises:
-        OSError: The disk cannot give one.
-    """
+    """Read every byte of a file; OSError if the disk cannot give one."""
     with path.open("rb", buffering=0) as file:
         while file.read(_CHUNK):
             pass
@@ -219,11 +195,7 @@ def _look_through(found: Verified, file: DiskFile) -> None:
 
 
 def _look_at_batches(found: Verified, file: DiskFile, rows_of: dict[str, int]) -> tuple[int, int, bool]:
-    """Count each run's rows up to where batches are damaged.
-
-    Returns:
-        How many batches they are, the place behind them, and whether all have the checksums of this version.
-    """
+    """Count each run's rows; batches, the byte behind them, and whether all have this version's checksums."""
     batches, end, is_summed = 0, 0, True
     try:
         schema = _schema_of(file.local)

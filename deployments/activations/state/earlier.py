@@ -14,8 +14,7 @@ from pathlib import Path
 from typing import Any
 
 from deployments.activations.facts import names_a_session
-from deployments.activations.files.atomic import found
-from deployments.activations.files.locks import directory
+from deployments.activations.files.disk import directory, found
 from deployments.points.profiles import Profile, body_of
 
 _FOLDERS = (".pins", ".owners", ".profiles")
@@ -27,18 +26,7 @@ logger = logging.getLogger(__name__)
 
 
 def take_over(database: sqlite3.Connection, root: Path) -> list[str]:
-    """Put into the state's database what files say and it does not know; links are not followed.
-
-    Args:
-        database: With its tables, within a transaction.
-        root: The store's directory.
-
-    Returns:
-        The folders that were read.
-
-    Raises:
-        OSError: The disk refuses.
-    """
+    """Put into the state's database what files say and it does not know; the folders that were read."""
     pins, owners, profiles = ({item.name: Path(item.path) for item in found(root, folder)} for folder in _FOLDERS)
     tables = {
         "pins": [(name,) for name in pins if names_a_session(name)],
@@ -52,11 +40,7 @@ def take_over(database: sqlite3.Connection, root: Path) -> list[str]:
 
 
 def put_aside(root: Path, folders: Iterable[str]) -> None:
-    """Give folders that were taken over other names, under which nothing reads them; durable when this returns.
-
-    Raises:
-        OSError: The disk refuses.
-    """
+    """Give folders that were taken over other names, under which nothing reads them; durable when this returns."""
     for name in folders:
         with contextlib.suppress(FileNotFoundError):
             (root / name).rename(root / f"{name}.taken-over-{secrets.token_hex(4)}")

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Collection, Mapping
+from collections.abc import Collection
 from pathlib import Path
 from typing import Any, NamedTuple
 from urllib.parse import quote, unquote
@@ -17,14 +17,10 @@ _ALIVE_S = 1.0  # for which it is believed which nodes are alive
 
 
 class Node(NamedTuple):
-    """A node with a directory of its own.
+    """A node with a directory of its own, `root`, by a `key` that is made with the directory.
 
-    Attributes:
-        key: What tells its directory from all others; it is made with the directory.
-        name: The node's address in the cluster.
-        root: The directory there.
-        ray_id: The node's id in Ray, another one each time that it joins the cluster.
-        lost: Whether the node came back without this directory.
+    `name` is its address; `ray_id` is another one each time that it joins the cluster. `lost`: it came back without
+    this directory.
     """
 
     key: str
@@ -35,15 +31,7 @@ class Node(NamedTuple):
 
 
 class Deletion(NamedTuple):
-    """A session that a node has yet to delete.
-
-    Attributes:
-        id: Counts the deletions.
-        session_id: The session.
-        fence: The fence of its owner's record: runs that show it are refused from now on.
-        last: When the last run was made that the store knew of, in Unix seconds: where there is a later one on the
-            node, the session stays. None where somebody asked for the deletion.
-    """
+    """A session that a node has yet to delete, unless it has a run later than `last` (Unix seconds; None for never)."""
 
     id: int
     session_id: str
@@ -65,8 +53,7 @@ class Nodes(State):
 
     def join(self, node: Node) -> None:
         """A node is there, perhaps again."""
-        with self.change() as database:
-            database.execute("INSERT OR REPLACE INTO nodes VALUES (?, ?, ?, ?, 0)", node[:4])
+        self.write("INSERT OR REPLACE INTO nodes VALUES (?, ?, ?, ?, 0)", [node[:4]])
         self.mark_lost()
 
     def mark_lost(self) -> None:
@@ -75,14 +62,12 @@ class Nodes(State):
         there = {node.name for node in nodes if self.is_alive(node)}
         lost = [(one.key,) for one in nodes if not one.lost and one.name in there and not self.is_alive(one)]
         if lost:
-            with self.change() as database:
-                database.executemany("UPDATE nodes SET lost = 1 WHERE key = ?", lost)
+            self.write("UPDATE nodes SET lost = 1 WHERE key = ?", lost)
 
     def begin_deletion(self, session_id: str, fence: str | None, last: float | None) -> None:
         """Have all nodes delete a session; those that are away do when they come back."""
         each = "INSERT INTO deletions (node, session, fence, last) SELECT key, ?, ?, ? FROM nodes"
-        with self.change() as database:
-            database.execute(each, (session_id, fence, last))
+        self.write(each, [(session_id, fence, last)])
 
     def deletions(self, key: str) -> list[Deletion]:
         """What a node has yet to delete, in order."""
@@ -95,9 +80,7 @@ class Nodes(State):
 
     def end_deletions(self, key: str, done: Collection[int]) -> None:
         """A node has deleted sessions."""
-        with self.change() as database:
-            gone = [(key, number) for number in done]
-            database.executemany("DELETE FROM deletions WHERE node = ? AND id = ?", gone)
+        self.write("DELETE FROM deletions WHERE node = ? AND id = ?", [(key, number) for number in done])
 
     def is_alive(self, node: Node) -> bool:
         """Whether a node is in the cluster, as it was within the last second."""
@@ -121,36 +104,21 @@ def node_of(uri: str) -> str | None:
     return unquote(uri[len(SCHEME) :].partition("/")[0]) if uri.startswith(SCHEME) else None
 
 
-def described(runs: list[dict[str, Any]], nodes: Nodes) -> list[dict[str, Any]]:
-    """Runs as the catalogue lists them, with their place on their node, its name, and whether they can be read now.
-
-    Runs of the store's own disk, or of a bucket, stay as they are.
-    """
+def described(listed: list[dict[str, Any]], nodes: Nodes) -> list[dict[str, Any]]:
+    """Runs or files as the catalogue lists them, with their place on their node, its name, and if they can be read."""
     known = nodes.all()
 
-    def said(run: dict[str, Any]) -> dict[str, Any]:
-        uri = next((point["uri"] for point in run["points"].values()), "")
-        node, place = _located(uri, known)
-        if node is None:
-            return run
-        points = {name: {**point, "uri": place} for name, point in run["points"].items()}
-        readable = nodes.is_alive(node) or bool(run.get("archived"))
+    def said(one: dict[str, Any]) -> dict[str, Any]:
+        uri = one["uri"] if "uri" in one else next((point["uri"] for point in one["points"].values()), "")
+        if (key := node_of(uri)) is None:  # of the store's own disk, or of a bucket
+            return one
+        node = known.get(key) or Node(key, "unknown", "/", "", lost=True)
+        place = f"{Path(node.root).as_uri()}/{uri.removeprefix(uri_of(key, ''))}"
+        if "uri" in one:
+            return {**one, "uri": place, "node": node.name}
+        points = {name: {**point, "uri": place} for name, point in one["points"].items()}
+        readable = nodes.is_alive(node) or bool(one.get("archived"))
         lost = {"lost": True} if node.lost and not readable else {}
-        return {**run, "points": points, "node": node.name, "available": readable, **lost}
+        return {**one, "points": points, "node": node.name, "available": readable, **lost}
 
-    return [said(run) for run in runs]
-
-
-def described_files(files: list[dict[str, Any]], nodes: Nodes) -> list[dict[str, Any]]:
-    """The same of files of a session."""
-    known = nodes.all()
-    located = [(file, *_located(file["uri"], known)) for file in files]
-    return [{**file, "uri": place, **({"node": node.name} if node else {})} for file, node, place in located]
-
-
-def _located(uri: str, known: Mapping[str, Node]) -> tuple[Node | None, str]:
-    """The node on whose disk a segment lies, and its URI there; None and the same URI where that is no other node's."""
-    if (key := node_of(uri)) is None:
-        return None, uri
-    node = known.get(key) or Node(key, "unknown", "/", "", lost=True)
-    return node, f"{Path(node.root).as_uri()}/{uri.removeprefix(uri_of(key, ''))}"
+    return [said(one) for one in listed]

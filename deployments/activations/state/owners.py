@@ -19,15 +19,10 @@ _AUTOMATIC = re.compile(r"auto-\d{4}-\d\d-\d\d-(.+)")  # the session of the day 
 
 
 class Record(NamedTuple):
-    """Whose a session is.
+    """Whose a session is; `owner` is None where an admin has shared a session that has none.
 
-    Attributes:
-        owner: The owner; None where an admin has shared a session that has none.
-        shared: Whether everybody may read it.
-        limited: Whether the owner's quotas count it.
-        fence: Random; what a request that records shows of the session it was admitted to. A session that is deleted
-            and claimed again has another one, so that no late run of the first becomes part of the second.
-        claimed: When it was claimed, in Unix seconds.
+    The owner's quotas count it if `limited`; everybody may read it if `shared`. A session that is deleted and `claimed`
+    again (Unix seconds) has another random `fence`, so that no late run of the first becomes part of the second.
     """
 
     owner: str | None
@@ -63,72 +58,49 @@ class Owners(State):
         return (None, tuple(others)) if account.reads_unowned else (tuple(readable), ())
 
     def claim(self, session_id: str, account: Account, there: Callable[[], Set[str]], most: int | None) -> str:
-        """Admit a request that records into a session; who comes first owns it. Durable when it returns.
+        """Admit a request that records into a session; who comes first owns it. Returns the session's fence.
 
-        Args:
-            session_id: The session.
-            account: Who sends the request.
-            there: Gives the sessions that have runs, or are about to.
-            most: The most sessions that an owner may have.
-
-        Returns:
-            The session's fence, which its runs show.
-
-        Raises:
-            RequestError: It is another's, or has no owner; 403.
-            StoreError: The owner has too many.
+        `there` gives the sessions that have runs, or are about to; `most` sessions may be an owner's. RequestError 403
+        if it is another's; StoreError if the owner has too many.
         """
         check_session_id(session_id)
         with self.change():
             if (record := self.of(session_id)) is None and session_id not in there():
                 named = _AUTOMATIC.fullmatch(session_id)
-                record = Record(
-                    named[1] if named else account.owner,
-                    limited=not account.is_admin or bool(named and named[1] != account.owner),
-                    fence=secrets.token_hex(16),
-                    claimed=time.time(),
-                )
+                owner = named[1] if named else account.owner
+                limited = not account.is_admin or bool(named and owner != account.owner)
+                record = Record(owner, False, limited, fence=secrets.token_hex(16), claimed=time.time())
                 if account.may_change(record.owner):
                     self._check_room(record, there, most)
-                    self.write({session_id: record})
+                    self.put({session_id: record})
         if not account.may_change(record and record.owner):
             message = f"session {session_id!r} is not yours: record into another one"
             raise RequestError(message, "session_id", NOT_YOURS, 403)
         return record.fence if record else ""
 
     def check(self, session_id: str, fence: str | None) -> None:
-        """Refuse a run of a session that was deleted since its request was admitted.
-
-        Args:
-            session_id: The session.
-            fence: What `claim` gave; None of a server without keys, whose runs join whatever session there is.
-
-        Raises:
-            StoreError: It was.
-        """
+        """Raise StoreError if a session was deleted since `claim` gave this fence; None is of a server without keys."""
         if fence is not None and fence != ((record := self.of(session_id)) and record.fence or ""):
             raise StoreError(f"Session {session_id} was deleted while the run went on: send the request again.")
 
     def share(self, session_id: str, shared: bool) -> None:
         """Let everybody read a session, or no more; durable when it returns."""
         with self.change():
-            self.write({session_id: (self.of(session_id) or Record(None))._replace(shared=shared)})
+            self.put({session_id: (self.of(session_id) or Record(None))._replace(shared=shared)})
 
     def add(self, records: Mapping[str, Record]) -> None:
         """Put down the owners of sessions that have none; durable when it returns."""
         with self.change():
-            self.write({name: records[name] for name in records.keys() - self.all().keys()})
+            self.put({name: records[name] for name in records.keys() - self.all().keys()})
 
-    def write(self, records: Mapping[str, Record]) -> None:
+    def put(self, records: Mapping[str, Record]) -> None:
         """Put down the owners of sessions; durable when it returns."""
-        with self.change() as database:
-            rows = [(session_id, *record) for session_id, record in records.items()]
-            database.executemany("INSERT OR REPLACE INTO owners VALUES (?, ?, ?, ?, ?, ?)", rows)
+        rows = [(session_id, *record) for session_id, record in records.items()]
+        self.write("INSERT OR REPLACE INTO owners VALUES (?, ?, ?, ?, ?, ?)", rows)
 
     def forget(self, session_id: str) -> None:
         """A session was deleted: its name is free again when this returns."""
-        with self.change() as database:
-            database.execute("DELETE FROM owners WHERE session = ?", (session_id,))
+        self.write("DELETE FROM owners WHERE session = ?", [(session_id,)])
 
     def _check_room(self, new: Record, there: Callable[[], Set[str]], most: int | None) -> None:
         """Raise where an owner has too many sessions; those that never got a run are dropped before."""

@@ -27,22 +27,16 @@ class Pins(State):
         return session_id in self.names()
 
     def set(self, session_id: str, pinned: bool) -> None:
-        """Pin a session, or take its pin away; durable when it returns.
-
-        Raises:
-            ValueError: The id can name no session.
-        """
+        """Pin a session, or take its pin away; durable when it returns. ValueError if the id can name no session."""
         check_session_id(session_id)
         if pinned:
             self.add([session_id])
         else:
-            with self.change() as database:
-                database.execute("DELETE FROM pins WHERE session = ?", (session_id,))
+            self.write("DELETE FROM pins WHERE session = ?", [(session_id,)])
 
     def add(self, session_ids: Iterable[str]) -> None:
         """Pin sessions; durable when it returns."""
-        with self.change() as database:
-            database.executemany("INSERT OR IGNORE INTO pins VALUES (?)", [(name,) for name in session_ids])
+        self.write("INSERT OR IGNORE INTO pins VALUES (?)", [(name,) for name in session_ids])
 
     def check(self, session_id: str) -> None:
         """Raise RequestError where a session is pinned: it may not be deleted."""
@@ -62,13 +56,7 @@ def saved_limits(root: Path, life: str) -> Retention:
 
 
 def save_limits(root: Path, life: str, retention: Retention) -> None:
-    """Save limits for a store that comes back by itself; a disk that refuses, full as it may be, is logged.
-
-    Args:
-        root: The store's, absolute and no link.
-        life: What no store has that was started anew: its operator may have chosen other limits.
-        retention: The limits.
-    """
+    """Save limits for a store that comes back by itself, which alone has this `life`; a full disk is logged."""
     try:
         with State(root).change() as database:
             database.execute("DELETE FROM limits")

@@ -36,11 +36,7 @@ class _Kept(NamedTuple):
 
 
 class StoredProfiles(State):
-    """Every profile of a store; each owner has names of their own.
-
-    Args:
-        root: As for `State`.
-    """
+    """Every profile of a store; each owner has names of their own."""
 
     def __init__(self, root: Path) -> None:
         super().__init__(root)
@@ -48,13 +44,7 @@ class StoredProfiles(State):
         self._version = time.time_ns()  # of the defaults
 
     def list(self, limit: int, after: str | None, account: Account = OPERATOR) -> list[dict[str, Any]]:
-        """Up to `limit` profiles that the account may read in the order of their names; without what they do.
-
-        Args:
-            limit: How many.
-            after: The name behind which they begin; for an admin `name@owner`, since names may be there several times.
-            account: Who asks. Of what has no owner they see what no profile of their own hides.
-        """
+        """Up to `limit` profiles that the account may read, by name, behind `after` (an admin's is `name@owner`)."""
         kept = self._kept("ORDER BY name, owner")
         own = {one.name for one in kept if one.owner == account.owner}
         seen = [
@@ -68,18 +58,10 @@ class StoredProfiles(State):
         return [one.told(account) for one in seen[:limit]]
 
     def put(self, profile: Profile, account: Account = OPERATOR, most: int = MAX_PROFILES) -> dict[str, Any]:
-        """Keep a profile, in the place of one of its name; durable when it returns.
+        """Keep a profile, in the place of one of its name, and of the model's last default if it is one.
 
-        Args:
-            profile: The profile; where it is a default, it takes the place of the model's last one.
-            account: Whose it is. An admin may change defaults: they change what others are answered.
-            most: The most profiles of an owner who is no admin.
-
-        Returns:
-            What `get` says of it.
-
-        Raises:
-            RequestError: It is too large, there are too many, or defaults may not change.
+        Durable when it returns; what `get` says of it. RequestError if it is too large, there are more than `most` of
+        an owner who is no admin, or one who is none changes defaults, which change what others are answered.
         """
         body = profile.model_dump_json(by_alias=True, exclude_unset=True, exclude={"default"})
         if (size := len(body.encode())) > MAX_BYTES:
@@ -102,13 +84,7 @@ class StoredProfiles(State):
         return {**json.loads(body), **new.told(account)}
 
     def get(self, name: str, account: Account = OPERATOR, owner: str | None = None) -> dict[str, Any] | None:
-        """A profile as it was sent, with when, and whether it is a default; None if the account may read none.
-
-        Args:
-            name: Its name.
-            account: Who asks. Their own comes first, then the one without an owner, then a default.
-            owner: Whose it is, where it is none of these; for an admin.
-        """
+        """A profile: their own, else one without an owner, else a default; an admin may name its `owner`."""
         kept = self._find(name, account, owner)
         return self._whole(kept, account) if kept else None
 
@@ -121,11 +97,7 @@ class StoredProfiles(State):
         return version, {model: whole for model, whole in found.items() if model and whole}
 
     def delete(self, name: str, account: Account = OPERATOR, owner: str | None = None) -> bool:
-        """Delete a profile, found as by `get`: true when it is gone, false if the account may change none of the name.
-
-        Raises:
-            RequestError: It is a default, and the account is no admin's.
-        """
+        """Delete a profile, found as by `get`; false if the account may change none. Defaults are admins'."""
         with self.change() as database:
             kept = self._find(name, account, owner)
             if kept is None or not account.may_change(kept.owner):

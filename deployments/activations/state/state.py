@@ -7,11 +7,10 @@ alone writes it, and each change is durable when the call returns. Other process
 from __future__ import annotations
 
 import errno
-import os
 import sqlite3
 import stat
 import weakref
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from threading import RLock
@@ -56,11 +55,8 @@ _DAMAGED = (
 class State:
     """A connection to a store's database, opened when it is first used. Safe to use from several threads.
 
-    All methods, also of those that inherit, wait for the disk and raise StoreError where it refuses.
-
-    Args:
-        root: The store's directory, absolute and no link.
-        read_only: Whether nothing is written. Where there is no database yet, files of earlier versions are read.
+    With `read_only` nothing is written, and nothing found before a store has made the database. All methods, also of
+    those that inherit, wait for the disk and raise StoreError where it refuses.
     """
 
     def __init__(self, root: Path, read_only: bool = False) -> None:
@@ -73,26 +69,31 @@ class State:
     def rows(self, statement: str, *values: Any) -> list[Any]:
         """What a statement finds."""
         with self._connection() as database:
-            return database.execute(statement, values).fetchall()
+            return database.execute(statement, values).fetchall() if database else []
 
     @contextmanager
     def change(self) -> Iterator[sqlite3.Connection]:
         """One transaction, durable at its end; within another one, part of that."""
-        with self._connection(to_write=True) as database, transaction(database):
-            yield database
+        with self._connection(to_write=True) as database:
+            assert database is not None
+            with transaction(database):
+                yield database
 
-    def version(self) -> tuple[int, int]:
+    def write(self, statement: str, rows: Iterable[Sequence[Any]]) -> None:
+        """Execute a statement with each of some values: one change."""
+        with self.change() as database:
+            database.executemany(statement, rows)
+
+    def version(self) -> tuple[int, ...]:
         """Another one after each change, whoever made it."""
         with self._connection() as database:
-            [[others]] = database.execute("PRAGMA data_version")
-            return others, database.total_changes
+            return (*database.execute("PRAGMA data_version").fetchone(), database.total_changes) if database else (0, 0)
 
     @contextmanager
-    def _connection(self, to_write: bool = False) -> Iterator[sqlite3.Connection]:
+    def _connection(self, to_write: bool = False) -> Iterator[sqlite3.Connection | None]:
         with self._lock:
-            database = None
             try:
-                yield (database := self._opened(to_write))
+                yield self._opened(to_write)
             except sqlite3.Error as error:
                 code = getattr(error, "sqlite_errorcode", 0) & 0xFF  # the rest of an extended code is detail
                 said = _DAMAGED if code in (sqlite3.SQLITE_CORRUPT, sqlite3.SQLITE_NOTADB) else str(error)
@@ -100,11 +101,8 @@ class State:
                 raise explain(self._path.parent, failed) from error
             except OSError as error:
                 raise explain(self._path.parent, error) from error
-            finally:
-                if database is not None and database is not self._database:  # made of files, for once
-                    database.close()
 
-    def _opened(self, to_write: bool) -> sqlite3.Connection:
+    def _opened(self, to_write: bool) -> sqlite3.Connection | None:
         try:
             found = self._path.lstat()
         except FileNotFoundError:
@@ -113,31 +111,25 @@ class State:
                     raise
                 return self._database
             if self._read_only:
-                return self._taken_over(":memory:")
+                return None
         else:
             if stat.S_ISLNK(found.st_mode):
                 raise OSError(errno.ELOOP, "a link is not followed", str(self._path))
             if self._database is not None and found.st_ino == self._inode:
                 return self._database
-        database = self._read() if self._read_only else self._taken_over(self._path.as_uri())
-        if database.execute("PRAGMA user_version").fetchone() == (0,):  # it is being made
+        database = connected(f"{self._path.as_uri()}?mode=ro") if self._read_only else self._made()
+        if database.execute("PRAGMA user_version").fetchone() == (0,):  # a store is making it
             database.close()
-            return self._taken_over(":memory:")
+            return None
         weakref.finalize(self, database.close).atexit = False  # a thread may still need it
         self._database, self._inode = database, self._path.stat().st_ino
         return database
 
-    def _read(self) -> sqlite3.Connection:
-        place = f"{self._path.as_uri()}?mode=ro"
-        if not os.access(self._path.parent, os.W_OK) and not self._path.with_name(f"{NAME}-wal").exists():
-            place += "&immutable=1"  # nobody writes, and SQLite could not make the files that tell it so
-        return connected(place)
-
-    def _taken_over(self, place: str) -> sqlite3.Connection:
+    def _made(self) -> sqlite3.Connection:
         """A database with its tables, and with what files of earlier versions say."""
         from deployments.activations.state import earlier  # needs Arrow, and the ingress none
 
-        database = connected(place)
+        database = connected(self._path.as_uri())
         try:
             database.execute("PRAGMA journal_mode = WAL")
             database.execute("PRAGMA synchronous = FULL")
@@ -145,8 +137,7 @@ class State:
                 for statement in _TABLES.split(";"):
                     database.execute(statement)
                 folders = earlier.take_over(database, self._path.parent)
-            if not self._read_only:
-                earlier.put_aside(self._path.parent, folders)
+            earlier.put_aside(self._path.parent, folders)
         except BaseException:
             database.close()
             raise

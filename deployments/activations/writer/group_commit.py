@@ -9,9 +9,9 @@ from pathlib import Path
 from typing import NamedTuple
 
 from deployments.activations.catalogue.catalogue import Catalogue
-from deployments.activations.facts import Entry, StoredRun
+from deployments.activations.facts import Entry, Note, StoredRun
 from deployments.activations.failures import explain
-from deployments.activations.files.locks import directory
+from deployments.activations.files.disk import directory
 from deployments.activations.segments.segment_writer import Shard
 from deployments.activations.writer.open_runs import OpenRuns
 
@@ -31,20 +31,12 @@ class _Sync(NamedTuple):
 class Commits:
     """The runs that are written and not durable yet. For one thread; those that wait for the disk are its own.
 
-    One group is made durable at a time; what is written meanwhile is the next one.
-
-    Args:
-        root: Where the files are.
-        catalogue: Told of each run once it is on disk.
-        runs: Told which of its runs are.
-        wake: Called, on any thread, each time a file is durable or cannot be made so: the group may be `ready`.
+    One group is made durable at a time; what is written meanwhile is the next one. `wake` is called, on any thread,
+    each time a file is durable or cannot be made so: the group may be `ready`.
     """
 
     def __init__(self, root: Path, catalogue: Catalogue, runs: OpenRuns, wake: Callable[[], None]) -> None:
-        self._root = root
-        self._catalogue = catalogue
-        self._runs = runs
-        self._wake = wake
+        self._root, self._catalogue, self._runs, self._wake = root, catalogue, runs, wake
         self._written: dict[Shard, list[_Answer]] = {}
         self._syncs: list[_Sync] = []
         self._threads = ThreadPoolExecutor(_SYNCS, thread_name_prefix="activation-sync")
@@ -76,7 +68,7 @@ class Commits:
         for shard in written:
             shard.begin_sync()
         new = any(not shard.is_named for shard in written)
-        root = self._threads.submit(self._sync_root) if new else None  # once for all; before those that wait for it
+        root = self._threads.submit(_sync_root, self._root) if new else None  # once for all, before who waits for it
         self._syncs = [_Sync(shard, self._threads.submit(_sync, shard, root), runs) for shard, runs in written.items()]
         for sync in self._syncs:
             sync.done.add_done_callback(lambda _: self._wake())
@@ -96,8 +88,8 @@ class Commits:
                 sync.shard.end_sync()
                 durable += [sync] if sync.runs else []
         if durable:
-            shards = ((sync.shard, [entry for _, entry in sync.runs]) for sync in durable)
-            self._catalogue.add_all([(shard.session_id, entries, shard.facts()) for shard, entries in shards])
+            stored = [(sync.shard, [entry for _, entry in sync.runs]) for sync in durable]
+            self._catalogue.add(*(Note(shard.session_id, entries, shard.facts()) for shard, entries in stored))
         for sync in durable:
             for future, entry in sync.runs:
                 future.set_result(entry.stored())
@@ -114,10 +106,6 @@ class Commits:
         """Wait for the disk, and end the threads; nobody is answered any more."""
         self._threads.shutdown()
 
-    def _sync_root(self) -> None:
-        with directory(self._root) as top:
-            os.fsync(top)
-
     def _fail(self, sync: _Sync, error: OSError) -> None:
         """Its file now ends with what was durable before: what was written since is gone as well."""
         sync.shard.fall_back()
@@ -126,6 +114,11 @@ class Commits:
             future.set_exception(explain(self._root, error.with_traceback(None)))
         self._runs.forget(entry.facts for _, entry in since)
         self._runs.abandon_those(lambda name, run: run.shard is sync.shard, str(explain(self._root, error)))
+
+
+def _sync_root(root: Path) -> None:
+    with directory(root) as top:
+        os.fsync(top)
 
 
 def _sync(shard: Shard, root: Future[None] | None) -> None:

@@ -21,11 +21,7 @@ from deployments.activations.writer.retention import Keeper
 
 
 class Chunk(NamedTuple):
-    """Number `part` of a run's chunks, from 0; `run` is what the run is, on the last one.
-
-    `sums` are the batches' checksums, `most` is the most bytes that all chunks may have, 0 where that is not known.
-    `fence` is what the run shows of its session, as `Owners.check` takes it.
-    """
+    """Number `part` of a run's chunks, with `run` on the last one; `most` bytes have all chunks, 0 if unknown."""
 
     name: RunName
     part: int
@@ -64,23 +60,10 @@ class OpenRun:
 
 
 class OpenRuns:
-    """The runs that are being written. For one thread.
-
-    Args:
-        root: Where the files are.
-        catalogue: Knows the runs that are stored.
-        pool: Where shards come from.
-        keeper: Says whether there is room.
-        lease_s: Seconds without a chunk after which a run is abandoned; for as long it is remembered why a
-            run cannot go on.
-    """
+    """The runs that are being written, for one thread; after `lease_s` seconds without a chunk they are given up."""
 
     def __init__(self, root: Path, catalogue: Catalogue, pool: Pool, keeper: Keeper, lease_s: float) -> None:
-        self._root = root
-        self._catalogue = catalogue
-        self._pool = pool
-        self._keeper = keeper
-        self._lease_s = lease_s
+        self._root, self._catalogue, self._pool, self._keeper, self._lease_s = root, catalogue, pool, keeper, lease_s
         self._open: OrderedDict[RunName, OpenRun] = OrderedDict()  # the longest without a chunk first
         self._lost: OrderedDict[RunName, tuple[str, float]] = OrderedDict()  # why and when, the oldest first
         self._finished: set[RunName] = set()  # not yet in the catalogue
@@ -97,36 +80,36 @@ class OpenRuns:
         return self._written | {name.session_id for name in self._open}
 
     def write(self, chunk: Chunk) -> tuple[Shard, Entry | None]:
-        """Write one chunk to its run's shard; with the last one the run becomes an entry, not durable yet.
-
-        Raises:
-            StoreError: If the run cannot go on, a quota is reached, or the disk refuses; after that it cannot either.
-        """
+        """Write one chunk; with the last one the run becomes an entry, not durable yet. StoreError ends the run."""
         self._check(chunk)
-        name, size = chunk.name, sum(batch.nbytes for batch in chunk.batches)
+        name, entry = chunk.name, None
         try:
-            before = self._open[name].bytes if name in self._open else 0
             self._keeper.check_fence(name.session_id, chunk.fence)
+            before = self._open[name].bytes if name in self._open else 0
+            size = sum(batch.nbytes for batch in chunk.batches)
             self._keeper.make_room(name.session_id, size, chunk.most - before)
             self._written.add(name.session_id)
             if chunk.part == 0:
                 self._open[name] = OpenRun(self._pool.take(name.session_id, chunk.batches[0].schema))
             run = self._open[name]
+            length = run.shard.size
             if chunk.run:
                 entry = run.shard.finish(chunk.run, chunk.batches, chunk.sums)
                 self._pool.give_back(self._open.pop(name).shard)
                 self._finished.add(name)
-                return run.shard, entry
-            run.shard.append(name.run_id, chunk.batches, chunk.sums)
-            run.chunks += 1
-            run.bytes += size
-            self.renew(name)
-            return run.shard, None
+            else:
+                run.shard.append(name.run_id, chunk.batches, chunk.sums)
+                run.chunks += 1
+                run.bytes += size
+                self.renew(name)
+            self._keeper.grow(name.session_id, run.shard.size - length)
+            return run.shard, entry
         except (OSError, pa.ArrowException) as error:
             reason = explain(self._root, error)
         except StoreError as error:
             reason = error.with_traceback(None)
         self._end(name)
+        self._keeper.recount()
         if not chunk.run:  # there may be more to come
             self._remember(name, str(reason))
         raise reason  # out here without a context, whose frames would keep the batches alive
@@ -185,7 +168,9 @@ class OpenRuns:
 
     def _end(self, name: RunName) -> None:
         if run := self._open.pop(name, None):
+            length = run.shard.size
             run.shard.rewind()
+            self._keeper.grow(name.session_id, (run.shard.size if run.shard.rows else 0) - length)
             self._pool.give_back(run.shard)
 
     def _remember(self, name: RunName, reason: str) -> None:

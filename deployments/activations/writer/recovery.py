@@ -19,8 +19,7 @@ import pyarrow as pa
 
 from deployments.activations.catalogue.database import can_hold, sealed_files
 from deployments.activations.facts import StoreError, names_a_session
-from deployments.activations.files.atomic import remove_unfinished, write
-from deployments.activations.files.locks import DELETED, NEW, PULLED, directory, take
+from deployments.activations.files.disk import DELETED, NEW, PULLED, directory, files_of, remove_unfinished, take, write
 from deployments.activations.files.places import DamagedError
 from deployments.activations.segments.batches import ends_cut
 from deployments.activations.segments.checksums import damaged
@@ -38,18 +37,7 @@ logger = logging.getLogger(__name__)
 
 
 def open_directory(root: Path) -> str:
-    """Make a directory that is missing, and put right what a killed process left in it.
-
-    Args:
-        root: The directory, absolute and no link.
-
-    Returns:
-        Its `mark`.
-
-    Raises:
-        StoreError: Another server has it.
-        OSError: The disk refuses.
-    """
+    """Make a directory, put right what a killed process left in it, return its `mark`; StoreError if it is held."""
     make_root(root)
     _check_alone(root)
     recover(root, sealed_files(root))
@@ -57,10 +45,7 @@ def open_directory(root: Path) -> str:
 
 
 def mark(root: Path) -> str:
-    """What tells a store's directory from any other, also from another node; made if it is missing.
-
-    A disk that refuses it leaves one that no other node finds: then other nodes keep directories of their own.
-    """
+    """What tells a store's directory from any other, also from another node; no node finds one that cannot be kept."""
     try:
         if not (root / MARK).exists():
             write(root, ".", MARK, secrets.token_hex(16).encode())
@@ -84,11 +69,7 @@ def _check_alone(root: Path) -> None:
 
 
 def make_root(root: Path) -> None:
-    """Make a store's directory where it is missing; durable when this returns.
-
-    Raises:
-        OSError: The disk refuses.
-    """
+    """Make a store's directory where it is missing; durable when this returns."""
     missing = [folder for folder in (root, *root.parents) if not folder.exists()]
     root.mkdir(parents=True, exist_ok=True)
     for folder in missing:
@@ -99,15 +80,9 @@ def make_root(root: Path) -> None:
 def recover(root: Path, sealed: Mapping[str, tuple[int, int]] = MappingProxyType({})) -> None:
     """Seal the files of writers that were killed, behind their last whole run, and remove what else they left.
 
-    Names and rows of whole runs stay as they are. What the disk refuses is logged and left as it is.
-
-    Args:
-        root: The store's directory, absolute and no link; links below it are not followed.
-        sealed: Files that are known to be sealed, by URI: bytes, and when they changed in Unix nanoseconds. Those that
-            are still so are not opened.
-
-    Raises:
-        OSError: The root cannot be read.
+    Names and rows of whole runs stay as they are; links are not followed. What the disk refuses is logged. `sealed` has
+    files that are known to be sealed, by URI their bytes and time of change in ns; those that are still so are not
+    opened.
     """
     for item in list(os.scandir(root)):
         if item.name.startswith(NEW):
@@ -117,7 +92,9 @@ def recover(root: Path, sealed: Mapping[str, tuple[int, int]] = MappingProxyType
         elif item.name.startswith(DELETED):
             shutil.rmtree(item.path, ignore_errors=True)  # a deletion that was cut short
         elif item.name.startswith(PULLED):
-            _remove_pulled(item.path)
+            with contextlib.suppress(OSError), directory(item.path) as folder:
+                if take(folder):  # a download that was cut short
+                    shutil.rmtree(item.path, ignore_errors=True)
         elif names_a_session(item.name):
             try:
                 _recover_session(Path(item.path), sealed)
@@ -125,25 +102,15 @@ def recover(root: Path, sealed: Mapping[str, tuple[int, int]] = MappingProxyType
                 logger.exception("session %s cannot be looked through", item.name)
 
 
-def _remove_pulled(path: str) -> None:
-    """Remove what a download left that was cut short."""
-    with contextlib.suppress(OSError), directory(path) as folder:
-        if take(folder):
-            shutil.rmtree(path, ignore_errors=True)
-
-
 def _recover_session(path: Path, sealed: Mapping[str, tuple[int, int]]) -> None:
-    begins = f"{path.as_uri()}/"  # names of files need no quoting
     with directory(path) as folder:
-        for item in sorted(os.scandir(path), key=lambda item: item.name):
-            if FILE_NAME.fullmatch(item.name) and item.is_file(follow_symlinks=False):
-                file, state = path / item.name, item.stat(follow_symlinks=False)
-                try:
-                    is_known = sealed.get(begins + item.name) == (state.st_size, state.st_mtime_ns)
-                    if not is_known and not is_sealed(file):
-                        _recover_file(file, folder)
-                except Exception:
-                    logger.exception("%s could not be looked through or given a footer: it is left as it is", file)
+        for seen in files_of(path):
+            is_known = sealed.get(seen.uri) == (seen.bytes, seen.modified_ns)
+            try:
+                if not is_known and FILE_NAME.fullmatch(seen.file.name) and not is_sealed(seen.file):
+                    _recover_file(seen.file, folder)
+            except Exception:
+                logger.exception("%s could not be looked through or given a footer: it is left as it is", seen.file)
 
 
 def _recover_file(path: Path, folder: int) -> None:

@@ -6,17 +6,18 @@ import logging
 import os
 import secrets
 import shutil
+import time
+from collections import Counter
 from collections.abc import Callable, Collection, Sequence, Set
 from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
 from typing import TYPE_CHECKING
-from urllib.parse import unquote, urlsplit
 
 from deployments.activations.accounts import OPERATOR, Account
 from deployments.activations.catalogue.catalogue import Catalogue
 from deployments.activations.facts import Note, StoreError
-from deployments.activations.files.locks import DELETED, directory
-from deployments.activations.files.scan import scan_session
+from deployments.activations.files.disk import DELETED, directory, scan_session
+from deployments.activations.files.uris import path_of
 from deployments.activations.limits import Held, Retention, oldest
 from deployments.activations.state.nodes import node_of
 from deployments.activations.state.owners import Owners, Record
@@ -34,19 +35,8 @@ class Keeper:
     """Holds a store to its limits. For the writer's thread, but for `retention` and `old`, which all may use.
 
     Not deleted by themselves are sessions that are pinned or written to, also by another node: their files are
-    otherwise than is known then. What an account may not change is answered as if it were not there.
-
-    Args:
-        root: Where the files are.
-        catalogue: What is known of them.
-        pool: What is written to.
-        owners: Whose sessions are; None in a node's writer, which leaves that to the store's.
-        archive: Told of deletions before anything is deleted, where there is a bucket.
-        nodes: Told of them, too, where other nodes may have runs on disks of their own.
-
-    Attributes:
-        retention: The limits.
-        busy: Gives the sessions that are being written to.
+    otherwise than is known then. What an account may not change is answered as if it were not there. A node's writer
+    has no `owners`. `archive` and `nodes` are told of deletions; `busy` gives the sessions that are being written to.
     """
 
     def __init__(
@@ -60,57 +50,55 @@ class Keeper:
     ) -> None:
         self.retention = Retention()
         self.busy: Callable[[], Set[str]] = frozenset
-        self._pins = Pins(root)
-        self._root = root
-        self._catalogue = catalogue
-        self._pool = pool
-        self._owners = owners
-        self._archive = archive
-        self._nodes = nodes
+        self._root, self._catalogue, self._pool, self._pins = root, catalogue, pool, Pins(root)
+        self._owners, self._archive, self._nodes = owners, archive, nodes
         self._removals = ThreadPoolExecutor(1, thread_name_prefix="activation-removal")
-        self._at_most: dict[str | None, int] = {}  # a bound on the bytes of an owner, whose sum takes long
-        self._looks = catalogue.looks
+        self._used, self._total, self._until = Counter[str](), 0, 0.0  # bytes, and until when they are taken as right
+        self._owned: dict[str | None, int] = {}  # a bound on the bytes of an owner, whose sum takes long
 
     # ---- room
 
+    def used(self) -> Counter[str]:
+        """The bytes of each session's files: counted now and then, and what is written in between is added."""
+        if (began := time.monotonic()) >= self._until:
+            self._used = self._pool.sizes()
+            self._total = self._used.total()
+            self._owned.clear()
+            self._until = (ended := time.monotonic()) + max(1.0, 100 * (ended - began))
+        return self._used
+
+    def grow(self, session_id: str, size: int) -> None:
+        """A session's files have so many bytes more."""
+        self._used[session_id] += size
+        self._total += size
+
+    def recount(self) -> None:
+        """It is not known how many bytes files have: count them when it is asked next."""
+        self._until = 0.0
+
     def check(self, session_id: str, size: int, most: int = 0, stay: Set[str] = frozenset()) -> list[Held]:
-        """Find out whether a session may get more bytes.
+        """The sessions to delete before a session gets `size` bytes more; StoreError if a quota refuses.
 
-        Args:
-            session_id: The session.
-            size: How many.
-            most: The most bytes that its run may get from now on: nothing is deleted for one that cannot fit.
-            stay: Sessions that are not deleted in any case.
-
-        Returns:
-            The sessions that have to be deleted before.
-
-        Raises:
-            StoreError: It may not; the message names the quota and says what to do.
+        Nothing is deleted for a run that may get more than fits, `most` bytes from now on; sessions in `stay` are not.
         """
         limits = self.retention
-        limit, used = limits.max_session_bytes, 0
-        if limit is not None and (used := self._pool.used(session_id)) + size > limit:
+        limit, used = limits.max_session_bytes, self.used()[session_id] if limits.has_quotas else 0
+        if limit is not None and used + size > limit:
             what = "store in another session, delete this one, or raise max_session_bytes"
             raise StoreError(_full(f"quota of session {session_id}", used, limit, size, what))
         self._check_owner(session_id, size)
         limit = limits.max_store_bytes
-        if limit is None or (missing := (used := self._pool.used()) + size - limit) <= 0:
+        if limit is None or (missing := self._total + size - limit) <= 0:
             return []
         if limits.delete_oldest:
             deletable = self._deletable_for(session_id, stay)
             if sum(session.bytes for session in deletable) >= missing + max(0, most - size):
                 return oldest(deletable, missing)
         what = "delete sessions that are not needed, or raise max_store_bytes"
-        raise StoreError(_full("store's quota", used, limit, size, what))
+        raise StoreError(_full("store's quota", self._total, limit, size, what))
 
     def make_room(self, session_id: str, size: int, most: int = 0) -> None:
-        """The same, and delete what has to be deleted.
-
-        Raises:
-            StoreError: There is no room.
-            OSError: The disk refuses a deletion.
-        """
+        """The same, and delete what has to be deleted; OSError if the disk refuses that."""
         if not self.retention.has_quotas or not size:
             return
         stay = set[str]()
@@ -125,7 +113,7 @@ class Keeper:
         others = self._owners.all() if self._owners else {}
         nobodys = Record(None)
         owner = others.get(session_id, nobodys).owner
-        sizes, stay = self._pool.sizes(), {session_id} | stay | self.busy() | self._pins.names()
+        sizes, stay = self.used(), {session_id} | stay | self.busy() | self._pins.names()
         return [
             Held(name, sizes[name], last)
             for name, last in self._catalogue.last_runs()
@@ -136,50 +124,33 @@ class Keeper:
         limit = self.retention.max_owner_bytes
         if self._owners is None or limit is None or not (record := self._owners.of(session_id)) or not record.limited:
             return
-        if self._looks != self._catalogue.looks:  # others may have written
-            self._looks = self._catalogue.looks
-            self._at_most.clear()
-        used = self._at_most.get(record.owner, limit)
-        if used + size > limit:
-            sizes = self._pool.sizes()
-            used = sum(sizes[one] for one in self._owners.limited(record.owner))
+        if (used := self._owned.get(record.owner, limit)) + size > limit:
+            used = sum(self.used()[one] for one in self._owners.limited(record.owner))
         if used + size > limit:
             what = "delete sessions that are not needed, or raise max_owner_bytes"
             raise StoreError(_full(f"quota of {record.owner}", used, limit, size, what))
-        self._at_most[record.owner] = used + size
+        self._owned[record.owner] = used + size
 
     def _is_as_known(self, session_id: str) -> bool:
         """Whether the files of a session, of which no run is open here, are as is known."""
         known = self._pool.own | {f"{uri} {size}" for uri, size in self._catalogue.files(session_id).items()}
-        files = [(seen.file.as_uri(), seen.bytes) for seen in scan_session(self._root, session_id)]
+        files = [(seen.uri, seen.bytes) for seen in scan_session(self._root, session_id)]
         return all(uri in known or f"{uri} {size}" in known for uri, size in files)
 
     # ---- other nodes
 
     def note(self, key: str, notes: Sequence[Note], asked: Collection[str]) -> dict[str, str]:
-        """List runs that another node's writer has made durable, unless they were deleted since.
-
-        Args:
-            key: As `Node.key`.
-            notes: The runs, by file.
-            asked: Sessions of which it is asked whether they may get more.
-
-        Returns:
-            The sessions of these that may get no more runs, and why.
-
-        Raises:
-            OSError: The disk refuses to say whether they were.
-        """
+        """List runs that another node's writer stored; which sessions of these and of `asked` get no more, and why."""
         gone = {deletion.session_id for deletion in self._nodes.deletions(key)} if key and self._nodes else set[str]()
         refused = {session_id: f"Session {session_id} is being deleted: send the request again." for session_id in gone}
         notes = [note for note in notes if note.session_id not in gone]
-        for session_id, entries, file in notes:
-            if node_of(file.uri):
-                is_new = not (self._archive and self._archive.has(file))
+        for note in notes:
+            if node_of(uri := note.file.uri):
+                is_gone = self._archive and self._archive.has(note.file)
             else:
-                is_new = Path(unquote(urlsplit(file.uri).path)).exists()  # else its session was deleted since
-            if is_new:
-                self._pool.count(session_id, self._catalogue.add(session_id, entries, file))
+                is_gone = not path_of(uri).exists()
+            if not is_gone:  # nor its session deleted since
+                self.grow(note.session_id, self._catalogue.add(note))
         for session_id in {note.session_id for note in notes} | set(asked) - gone:
             try:
                 self.make_room(session_id, 1)
@@ -195,11 +166,7 @@ class Keeper:
         return [] if age is None else [name for name, last in self._catalogue.last_runs() if last < now - age]
 
     def expire(self, old: Sequence[str], now: float) -> list[str]:
-        """Delete those of `old` whose last run is too old, and say which; where the disk refuses, they stay.
-
-        Raises:
-            StoreError: It cannot be known which are pinned.
-        """
+        """Delete those of `old` whose last run is too old, and say which; where the disk refuses, they stay."""
         age = self.retention.max_session_age_s
         if age is None or not old:
             return []
@@ -246,11 +213,7 @@ class Keeper:
         return True
 
     def may_delete(self, session_id: str, account: Account) -> bool:
-        """Whether a session may be deleted for somebody.
-
-        Raises:
-            RequestError: It is pinned.
-        """
+        """Whether a session may be deleted for somebody; RequestError if it is pinned."""
         if self._may_change(session_id, account):
             self._pins.check(session_id)
             return True
@@ -265,15 +228,9 @@ class Keeper:
     def delete(self, session_id: str, automatic: bool = False) -> Future[bool]:
         """Delete a session of which no run is open: it is none any more when this returns.
 
-        Its files are removed in the background: the future is false if there was none, and an OSError where the disk
-        refuses. After a crash, the next start goes on.
-
-        Args:
-            session_id: The session.
-            automatic: Whether nobody asked for it: then it stays on a node that has a later run of it.
-
-        Raises:
-            OSError: The disk refuses; the session is then as it was.
+        Its files are removed in the background; after a crash, the next start goes on. The future is false if there was
+        none. OSError if the disk refuses; the session is then as it was. An `automatic` deletion leaves it on nodes
+        that have a later run of it.
         """
         self._pool.close(session_id)
         if self._nodes and self._catalogue.knows(session_id):
@@ -283,7 +240,8 @@ class Keeper:
         archived = self._archive.delete(session_id) if self._archive else False
         trash = self._put_aside(session_id)
         known = self._catalogue.drop(session_id) or archived
-        self._pool.forget(session_id)
+        self._total -= self._used.pop(session_id, 0)
+        self._owned.clear()
         if self._owners:  # behind the files: a crash between them leaves no session without its owner
             self._owners.forget(session_id)
         if trash:

@@ -39,13 +39,13 @@ if TYPE_CHECKING:
     from deployments.activations.state.nodes import Nodes
 
 _T = TypeVar("_T")
+Batches = Sequence[pa.RecordBatch]
 
 logger = logging.getLogger(__name__)
 
 _GATHER_S = 0.02  # for which a commit waits for what still comes, as long as anything does
 _LOOK_S = 60.0  # between two looks for sessions that are too old
 _SYNC_BYTES = 64 << 20  # an open run's bytes are fsynced in pieces of this size, so that no commit waits for gigabytes
-_LATER = object()  # what work gives whose future is answered otherwise
 
 
 class _Request(NamedTuple):
@@ -57,24 +57,14 @@ class _Request(NamedTuple):
 
 
 class Writer:
-    """Writes and deletes under one root, on a thread of its own; the catalogue follows.
+    """Writes and deletes below one existing root, on a thread of its own; the catalogue follows.
 
-    All that waits when the thread comes round is appended. While one group of runs is made durable, each of its
-    files by one fsync, the next is written. Then the futures of the group are answered.
+    All that waits when the thread comes round is appended. While one group of runs is made durable, each of its files
+    by one fsync, the next is written; then the group's futures are answered.
 
-    All methods raise StoreError at once if the writer is closed, or where `session_id` can name no session; errors of
-    the disk come from the future, as StoreErrors.
-
-    Args:
-        root: An existing directory, absolute and no link.
-        catalogue: Told of each run once it is on disk.
-        shard_bytes: A shard of at least this length is sealed; one run is never split.
-        open_shards: How many shards stay open; the one idle the longest is sealed first.
-        idle_s: Seconds without a run after which a shard is sealed.
-        lease_s: Seconds without a chunk after which a run that is not finished is abandoned.
-        owners: Whose sessions are, where this is the store's writer.
-        archive: Where it deletes from as well.
-        nodes: Those that delete as well.
+    A shard of `shard_bytes` is sealed (a run is never split), also after `idle_s` seconds without a run, or if more
+    than `open_shards` are open. A run without a chunk for `lease_s` seconds is abandoned. All methods raise StoreError
+    at once if the writer is closed or `session_id` can name no session; errors of the disk come from the future.
     """
 
     def __init__(
@@ -90,20 +80,16 @@ class Writer:
         archive: Archive | None = None,
         nodes: Nodes | None = None,
     ) -> None:
-        self._root = root
-        self._catalogue = catalogue
+        self._root, self._catalogue = root, catalogue
         self._queue: SimpleQueue[_Request | None] = SimpleQueue()  # None: something is synced, closed, or at its end
         wake = partial(self._queue.put, None)
-        limits = {"shard_bytes": shard_bytes, "open_shards": open_shards}
-        self._pool = Pool(root, catalogue, **limits, idle_s=idle_s, wake=wake)
+        self._pool = Pool(root, catalogue, shard_bytes, open_shards, idle_s, wake)
         self._keeper = Keeper(root, catalogue, self._pool, owners, archive, nodes)
         self._runs = OpenRuns(root, catalogue, self._pool, self._keeper, lease_s)
         self._commits = Commits(root, catalogue, self._runs, wake)
         self._looks = ThreadPoolExecutor(1, thread_name_prefix="activation-expiry")
         self._look = math.inf  # when to look for sessions that are too old, in the monotonic clock's seconds
         self._asked: list[Future[Any]] = []  # and perhaps not answered
-        self._abandoned: list[Future[None]] = []  # answered at the end of the round
-        self._drains = False  # whether the round ends with all durable
         self._closing = threading.Lock()
         self._closed = self._failed = False
         self._thread = threading.Thread(target=self._loop, name="activation-writer", daemon=True)
@@ -115,59 +101,27 @@ class Writer:
         return self._thread.is_alive() and not self._failed
 
     def append(
-        self,
-        session_id: str,
-        run_id: str,
-        part: int,
-        batches: Sequence[pa.RecordBatch],
-        most: int = 0,
-        fence: str | None = None,
+        self, session_id: str, run_id: str, part: int, batches: Batches, most: int = 0, fence: str | None = None
     ) -> Future[None]:
-        """Queue a chunk of a run that is not finished; answered when it is in the file, if not yet durable.
+        """Queue a chunk, behind `part` others, of a run that is not finished; answered when it is in the file.
 
-        Args:
-            session_id: The session that the run belongs to.
-            run_id: Unique within the session.
-            part: How many chunks of the run came before. Each is sent when the one before is answered.
-            batches: The run's next rows, of one schema.
-            most: The most bytes that the whole run may have, where that is known: nothing is deleted for a run that
-                would not fit even so.
-            fence: What the run's request was told of its session, as `Owners.check` takes it.
-
-        Raises:
-            StoreError: At once if the batches are not this session's; from the future if chunks before it are missing
-                or the disk refused. The run cannot be finished then.
+        `most` bytes may the whole run have, if that is known; `fence` is as for `Owners.check`. StoreError, at once or
+        from the future, means that the run cannot be finished.
         """
         if not batches:
             raise StoreError(f"Part {part} of run {run_id} has no rows: send it when there are some")
         return self._put_chunk(Chunk(RunName(session_id, run_id), part, list(batches), None, (), most, fence))
 
-    def submit(
-        self, run: RunFacts, batches: Sequence[pa.RecordBatch], part: int = 0, fence: str | None = None
-    ) -> Future[StoredRun]:
-        """Queue a whole run, or the end of one; answered when all of it is on disk.
-
-        Args:
-            run: What the run is.
-            batches: Its rows behind those appended before; may be empty only where there are some.
-            part: How many chunks were appended before.
-            fence: As for `append`.
-
-        Raises:
-            StoreError: As for `append`.
-        """
+    def submit(self, run: RunFacts, batches: Batches, part: int = 0, fence: str | None = None) -> Future[StoredRun]:
+        """Queue a whole run, or its end behind `part` chunks; answered when it is durable. Raises as `append`."""
         if not batches and not part:
             raise StoreError(f"Run {run.run_id} has no rows: capture at least one token")
         batch_metadata(run.run_id, 0, 1, run)  # what JSON cannot hold is the caller's to hear of
         return self._put_chunk(Chunk(RunName(run.session_id, run.run_id), part, list(batches), run, (), fence=fence))
 
     def abandon(self, session_id: str, run_id: str) -> Future[None]:
-        """Queue the end of a run that will not be finished; answered when nothing of it is left.
-
-        What comes of the run later is refused. A run that is stored, or not known, is no error.
-        """
-        future: Future[None] = Future()
-        return self._put(partial(self._abandon, RunName(session_id, run_id), future), future=future)
+        """Queue the end of a run that is not finished, known or not; answered when nothing of it is left."""
+        return self._put(partial(self._abandon, RunName(session_id, run_id)))
 
     def renew(self, session_id: str, run_id: str) -> Future[None]:
         """Queue: a run that is not finished goes on, though nothing of it may come for longer than the lease."""
@@ -176,16 +130,7 @@ class Writer:
     def delete(
         self, session_id: str, account: Account = OPERATOR, unless: Callable[[Set[str]], bool] | None = None
     ) -> Future[bool]:
-        """Queue a deletion: true when the session's files are gone, false if the account may change none of the name.
-
-        Args:
-            session_id: The session.
-            account: Who asks.
-            unless: Whether it stays after all, asked behind all that is queued, by the sessions that are written to.
-
-        Raises:
-            RequestError: From the future if the session is pinned.
-        """
+        """Queue a deletion; false if there is none, or `unless` keeps it, given the sessions that are written to."""
         check_name(session_id)
         return self._put(partial(self._delete, session_id, account, unless), behind=unless is not None)
 
@@ -194,15 +139,14 @@ class Writer:
         return self._put(lambda: work(self._keeper))
 
     def retain(self, retention: Retention, now: float | None = None) -> Future[list[str]]:
-        """Queue other limits; answered with the sessions that were too old by them, once these are deleted.
+        """Queue other limits, looked after each minute; answered with the sessions too old by `now`, once deleted."""
 
-        From then on it is looked for such sessions each minute.
+        def work() -> Future[list[str]]:
+            self._keeper.retention = retention
+            self._look = math.inf if retention.max_session_age_s is None else time.monotonic() + _LOOK_S
+            return self._expire(time.time() if now is None else now)
 
-        Args:
-            retention: The limits.
-            now: Unix seconds, of which age is told; by default those of the clock.
-        """
-        return self._put(lambda: self._retain(retention, time.time() if now is None else now))
+        return self._put(work)
 
     def end_runs(self, session_id: str) -> Future[None]:
         """Queue: abandon a session's open runs, and end its files: another node's writer is about to delete it."""
@@ -238,8 +182,7 @@ class Writer:
     def _put_chunk(self, chunk: Chunk) -> Future[Any]:
         chunk.check()
         sums = [described(batch) for batch in chunk.batches]  # here: beside what the writer's thread is at
-        future: Future[Any] = Future()
-        return self._put(partial(self._write, chunk._replace(sums=sums), future), future=future)
+        return self._put(partial(self._write, chunk._replace(sums=sums)))
 
     # ---- the thread
 
@@ -265,9 +208,7 @@ class Writer:
         self._failed = True  # who is told may ask another writer at once
         for future in self._asked:
             if not future.done():
-                future.set_exception(
-                    StoreError("The activation store failed, its log says why: send the request again")
-                )
+                future.set_exception(StoreError("The activation store failed, its log says why: send it again"))
 
     def _round(self) -> bool:
         """Serve all that waits; false once the end was among it. Keeps no batch alive once it is written."""
@@ -289,14 +230,10 @@ class Writer:
         if self._commits.ready:
             self._commits.end()
         self._commits.begin()
-        if behind or self._drains or last:
+        if behind or last:
             self._commits.drain()
-        self._drains = False
         self._runs.settle(self._commits.shards)
         self._pool.settle(self._commits.shards)
-        abandoned, self._abandoned = self._abandoned, []
-        for future in abandoned:
-            future.set_result(None)
         for request in behind:
             self._do(request)
         if time.monotonic() >= self._look:
@@ -334,7 +271,7 @@ class Writer:
         else:
             if isinstance(result, Future):
                 result.add_done_callback(lambda done: self._pass_on(done, request.future))
-            elif result is not _LATER:
+            else:
                 request.future.set_result(result)
 
     def _pass_on(self, done: Future[Any], to: Future[Any]) -> None:
@@ -346,24 +283,24 @@ class Writer:
         else:
             to.set_exception(explain(self._root, error) if isinstance(error, OSError) else error)
 
-    def _write(self, chunk: Chunk, future: Future[StoredRun]) -> object:
+    def _write(self, chunk: Chunk) -> Future[StoredRun] | None:
         try:
             shard, entry = self._runs.write(chunk)
         finally:
             chunk.batches.clear()
         if entry:
-            self._commits.add(shard, (future, entry))
-            return _LATER
+            durable = Future[StoredRun]()
+            self._commits.add(shard, (durable, entry))
+            return durable
         if shard.unsynced >= _SYNC_BYTES:
             self._commits.add(shard)
         return None
 
-    def _abandon(self, name: RunName, future: Future[None]) -> object:
+    def _abandon(self, name: RunName) -> None:
         shard = self._runs.abandon(name, f"Run {name.run_id} was abandoned: send the request again.")
-        self._abandoned.append(future)
-        # A file that no run is in goes once it is closed, which is when nothing of it is being synced.
-        self._drains = self._drains or bool(shard and not shard.rows and shard in self._commits.shards)
-        return _LATER
+        if shard and not shard.rows and shard in self._commits.shards:
+            self._commits.drain()  # a file that no run is in goes once nothing of it is being synced
+        self._pool.settle(self._commits.shards)
 
     def _delete(
         self, session_id: str, account: Account, unless: Callable[[Set[str]], bool] | None
@@ -397,8 +334,3 @@ class Writer:
     def _log(self, expired: Future[list[str]]) -> None:
         if not self._closed and (error := expired.exception()):
             logger.error("sessions of %s that are too old stay for now", self._root, exc_info=error)
-
-    def _retain(self, retention: Retention, now: float) -> Future[list[str]]:
-        self._keeper.retention = retention
-        self._look = math.inf if retention.max_session_age_s is None else time.monotonic() + _LOOK_S
-        return self._expire(now)

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import sys
+import time
 from collections.abc import Callable, Iterator
 from concurrent.futures import wait
+from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -28,6 +30,14 @@ from deployments.activations.writer.writer import Writer
 
 sys.path.append(str(Path(__file__).parent))  # importlib mode adds no folder; helpers stand beside this file
 from object_server import Proxy, object_server
+
+
+def until(condition: Callable[[], object]) -> None:
+    """Return once a condition holds."""
+    end = time.monotonic() + 60
+    while not condition():
+        assert time.monotonic() < end, "it has not come in a minute"
+        time.sleep(0.01)
 
 
 class Made(NamedTuple):
@@ -67,7 +77,7 @@ def _make(
 def _reader_of(store: ActivationStore) -> ActivationReader:
     """The reader of a store that is in this process."""
     archive = store._archive
-    reader = ActivationReader(store._asked, wait=lambda: None, restore=archive and archive.restore)
+    reader = ActivationReader(store._asked, wait=lambda: None, restore=archive and archive.cache.restore)
     reader._places[1:] = [archive.place] if archive else []  # whose URI, with its settings, is not kept
     reader._places[0]._bucket = archive and archive.place
     reader._catalogue.archives = archive is not None
@@ -174,7 +184,7 @@ class Head(NamedTuple):
         """The same, and wait until they are in the bucket."""
         stored = self.store(*made)
         for uri in {point.uri for run in stored for point in run.points.values()}:
-            self.archive.wait(uri).result(60)
+            until(partial(self.archive.is_archived, uri))
         return stored
 
     def close(self) -> None:

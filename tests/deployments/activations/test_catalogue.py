@@ -24,10 +24,10 @@ from hypothesis import strategies as st
 
 import deployments.activations
 from deployments.activations import load, runs
-from deployments.activations.catalogue import updates as filling
+from deployments.activations.catalogue import rows as filling
 from deployments.activations.catalogue.catalogue import Catalogue
 from deployments.activations.catalogue.database import NAME
-from deployments.activations.facts import StoredFile, StoreError
+from deployments.activations.facts import Note, StoredFile, StoreError
 from deployments.activations.filters import EVERYTHING, Filter, tag_pairs
 from deployments.activations.segments.segments import whole_runs
 from deployments.activations.writer.writer import Writer
@@ -313,7 +313,7 @@ def test_runs_that_the_catalogue_was_never_told_of_are_found_at_the_next_start(r
     shutil.move(tmp_path / "c", root / "c")
     [path] = (root / "c").iterdir()
     state = path.stat()
-    catalogue.add("c", [], StoredFile(path.as_uri(), state.st_size, True, 3, state.st_mtime_ns))
+    catalogue.add(Note("c", [], StoredFile(path.as_uri(), state.st_size, True, 3, state.st_mtime_ns)))
     catalogue.close()
     assert ("c", "lost") in listed(opened(root))
 
@@ -512,7 +512,7 @@ def test_a_file_that_could_not_be_read_is_listed_once_it_can_be(root, monkeypatc
     monkeypatch.setattr("deployments.activations.catalogue.catalogue._AGAIN_S", 0.0)
     with monkeypatch.context() as patched:
         patched.setattr(
-            "deployments.activations.catalogue.updates.whole_runs", lambda path: (_ for _ in ()).throw(OSError(5, ""))
+            "deployments.activations.catalogue.rows.whole_runs", lambda path: (_ for _ in ()).throw(OSError(5, ""))
         )
         catalogue = opened(root)
     assert listed(catalogue) == said_by_files(root)

@@ -12,14 +12,13 @@ from safetensors.torch import save
 
 from deployments.activations.accounts import OPERATOR, Account
 from deployments.activations.actors.store import ActivationStore
-from deployments.activations.export.selectors import Choice
 from deployments.activations.facts import StoreError
-from deployments.activations.filters import EVERYTHING
+from deployments.activations.filters import EVERYTHING, Choice
 from deployments.activations.limits import Retention
 from deployments.activations.state import owners as owners_module
 from deployments.activations.state.owners import Owners
 from deployments.activations.state.profiles import StoredProfiles
-from deployments.activations.tensors.files import TensorFiles
+from deployments.activations.uploads.tensors import TensorFiles
 from deployments.errors import RequestError
 from deployments.points.profiles import Profile
 
@@ -272,7 +271,7 @@ def test_a_tensor_file_is_its_owners_alone_and_the_same_bytes_of_another_are_ano
 
 
 def test_one_owners_tensor_files_leave_room_for_anothers(tmp_path, monkeypatch):
-    monkeypatch.setattr("deployments.activations.tensors.files.MAX_OF_ONE", 2)
+    monkeypatch.setattr(TensorFiles, "most_of_one", 2)
     files, room = TensorFiles(tmp_path), 3 * len(FILE)
     for number in range(2):
         files.put(save({"v": torch.full((4,), float(number))}), 1 << 20, ALICE, room)

@@ -14,9 +14,9 @@ from safetensors.torch import load as tensors
 
 from deployments.activations.catalogue.catalogue import Catalogue
 from deployments.activations.export.downloads import Readings
-from deployments.activations.export.selectors import Choice
 from deployments.activations.export.tensor_files import WRITERS
 from deployments.activations.files.places import DamagedError, Place
+from deployments.activations.filters import Choice
 from deployments.activations.reader.loading import load
 from deployments.activations.reader.stored_rows import read_rows
 from deployments.activations.writer.writer import Writer

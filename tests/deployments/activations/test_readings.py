@@ -18,9 +18,9 @@ from deployments.activations.export import downloads as readings
 from deployments.activations.export import selectors as downloads
 from deployments.activations.export.arrow_streams import as_arrow
 from deployments.activations.export.downloads import Readings
-from deployments.activations.export.selectors import Choice
 from deployments.activations.export.tensor_files import WRITERS, tensors
 from deployments.activations.facts import StoreError
+from deployments.activations.filters import Choice
 from deployments.activations.reader.selection import Wanted, select
 from deployments.activations.reader.sources import shards
 from deployments.activations.segments.batches import batches_of

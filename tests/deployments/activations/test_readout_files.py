@@ -10,7 +10,8 @@ import torch
 from safetensors.torch import load, save
 
 from deployments.activations.accounts import Account
-from deployments.activations.readouts.files import ReadoutFiles
+from deployments.activations.uploads import readouts
+from deployments.activations.uploads.readouts import ReadoutFiles
 from deployments.errors import RequestError
 
 ANN, BOB, ADMIN = Account("ann", is_admin=False), Account("bob", is_admin=False), Account("root")
@@ -75,3 +76,22 @@ def test_a_file_that_is_none_is_passed_over(tmp_path: Path) -> None:
     ReadoutFiles(tmp_path).put(probe(), None, ROOM)
     (tmp_path / ".readouts" / "broken.safetensors").write_bytes(b"nothing")
     assert [one["name"] for one in ReadoutFiles(tmp_path).list(10, None)] == ["truth"]
+
+
+def test_a_start_reads_no_values_of_what_was_checked_before(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    kept = ReadoutFiles(tmp_path).put(probe(), None, ROOM)
+
+    def read(*_: object) -> None:
+        raise AssertionError("the whole file is read")
+
+    monkeypatch.setattr(readouts, "define", read)
+    assert ReadoutFiles(tmp_path).get("truth") == kept
+
+
+def test_a_file_of_an_earlier_version_is_found(tmp_path: Path) -> None:
+    (tmp_path / ".readouts").mkdir()
+    (tmp_path / ".readouts" / "truth.safetensors").write_bytes(probe())
+    found = ReadoutFiles(tmp_path).get("truth") or {}
+    assert (found["kind"], found["hidden"], found["values"]) == ("linear", 8, 1)
+    (tmp_path / "other").mkdir()
+    assert found["id"] == ReadoutFiles(tmp_path / "other").put(probe(), None, ROOM)["id"]

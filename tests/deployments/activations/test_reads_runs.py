@@ -19,9 +19,9 @@ from deployments.activations import load
 from deployments.activations.actors.reader import ActivationReader, survived
 from deployments.activations.actors.store import ActivationStore
 from deployments.activations.catalogue.catalogue import Catalogue
-from deployments.activations.export.selectors import Choice
 from deployments.activations.facts import StoreError
 from deployments.activations.files.places import DamagedError
+from deployments.activations.filters import Choice
 from deployments.activations.reader import sources
 from deployments.activations.reader.tables import runs_table, table
 from deployments.errors import RequestError

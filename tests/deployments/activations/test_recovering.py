@@ -13,7 +13,7 @@ import torch
 from deployments.activations import load, runs
 from deployments.activations.catalogue.catalogue import Catalogue
 from deployments.activations.catalogue.database import sealed_files
-from deployments.activations.files.locks import create, directory, held
+from deployments.activations.files.disk import create, directory, held
 from deployments.activations.segments.segments import is_sealed, whole_runs
 from deployments.activations.segments.verify import verify
 from deployments.activations.writer.recovery import recover

@@ -14,8 +14,8 @@ from hypothesis import strategies as st
 from deployments.activations import load, runs
 from deployments.activations.catalogue.catalogue import Catalogue
 from deployments.activations.export.downloads import Readings
-from deployments.activations.export.selectors import Choice
 from deployments.activations.facts import StoreError, names_a_session
+from deployments.activations.filters import Choice
 from deployments.activations.limits import Held, Retention, oldest
 from deployments.activations.reader.training import ActivationRows
 from deployments.activations.state.pins import Pins, save_limits, saved_limits
@@ -138,9 +138,8 @@ def test_what_is_used_is_what_the_files_have(big, settle, tmp_path_factory, step
                 writer.delete(name).result()
         settle(writer)  # what was full is closed
         files = {name: sum(file.stat().st_size for file in root.glob(f"{name}/*.arrow")) for name in ("s0", "s1", "s2")}
-        used = {name: writer._pool.used(name) for name in files}
-        assert used == files
-        assert writer._pool.used() == sum(files.values())
+        used = writer.ask(lambda keeper: keeper.recount() or keeper.used()).result()
+        assert {name: used[name] for name in files} == files
         assert sum(files.values()) <= quota * RUN + 5 * 2048  # metadata of runs comes on top
     writer.close()
 

@@ -11,11 +11,11 @@ import torch
 from safetensors.torch import save
 
 from deployments.activations.catalogue.catalogue import Catalogue
-from deployments.activations.tensors.files import FOLDER, TensorFiles
-from deployments.activations.tensors.tensors import MAX_TENSORS, check, pick
+from deployments.activations.uploads.tensors import MAX_TENSORS, TensorFiles, check, pick
 from deployments.errors import RequestError
 
 ROOM = 1 << 20
+FOLDER = TensorFiles.folder
 DTYPES = [torch.float16, torch.bfloat16, torch.float32, torch.float64]
 
 

@@ -34,10 +34,13 @@ class Store:
 
     def __init__(self, *names: str) -> None:
         self.fetched = list[str]()
-        self.readout = Method(lambda name, _: {"id": name, "model": "demo"} if name in names else None)
-        self.readout_file = Method(self._file)
+        self.kept = Method(self._kept)
+        self._names = names
 
-    def _file(self, name: str, _: Any) -> bytes:
+    def _kept(self, what: str, method: str, name: str, _: Any) -> Any:
+        assert what == "readouts"
+        if method == "get":
+            return {"id": name, "model": "demo"} if name in self._names else None
         self.fetched.append(name)
         spec = {"name": name, "model": "demo", "point": "layers.1.output", "kind": "linear"}
         return save({"weight": torch.ones(1, HIDDEN)}, {"spec": json.dumps(spec)})

@@ -20,8 +20,7 @@ from ray import serve
 from deployments.activations.accounts import OPERATOR
 from deployments.activations.actors.reader import connect_reader
 from deployments.activations.actors.store import connect
-from deployments.activations.export.selectors import Choice
-from deployments.activations.filters import Filter
+from deployments.activations.filters import Choice, Filter
 from deployments.job import Job
 from deployments.options import NO_MODEL, Options
 from serve_app.backend import backend, model_registry, served_model, waiting

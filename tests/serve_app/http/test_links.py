@@ -8,7 +8,7 @@ import pytest
 from starlette.testclient import TestClient
 
 from deployments.activations.accounts import Account
-from deployments.activations.export.selectors import Choice
+from deployments.activations.filters import Choice
 from deployments.options import NO_MODEL, Options
 from serve_app.api import build_api
 from serve_app.http.errors import ApiError

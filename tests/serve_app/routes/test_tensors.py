@@ -12,7 +12,7 @@ import torch
 from safetensors.torch import load, save
 
 from deployments.activations.actors.store import connect
-from deployments.activations.tensors.tensors import pick
+from deployments.activations.uploads.tensors import pick
 from deployments.demo_model import WEIGHTS
 from deployments.options import home
 
@@ -57,9 +57,9 @@ def test_a_file_comes_back_as_it_was_sent(tensors, kept):
 
 def test_a_replica_finds_a_tensor_by_its_reference(kept):
     store = connect(str(home() / "activations"))
-    data = ray.get(store.tensor_file.remote(kept["id"]))
+    data = ray.get(store.kept.remote("tensors", "read", kept["id"]))
     assert torch.equal(pick(f"{kept['id']}/half", data), TENSORS["half"])
-    assert ray.get(store.tensor_file.remote("tensor-none")) is None
+    assert ray.get(store.kept.remote("tensors", "read", "tensor-none")) is None
 
 
 def test_a_store_that_is_started_again_knows_the_files(tensors, kept, eventually):

@@ -1,13 +1,17 @@
-"""Tensors that clients bring, as safetensors files: what such a file may hold, and one tensor of it by its name."""
+"""Tensors that clients bring: safetensors files below `<root>/.tensors/`, each as it was sent, and single tensors."""
 
 from __future__ import annotations
 
-from typing import NamedTuple
+import hashlib
+from pathlib import Path
+from typing import Any, NamedTuple
 
 import torch
 from safetensors import SafetensorError, deserialize, safe_open
 from safetensors.torch import load
 
+from deployments.activations.accounts import OPERATOR, Account
+from deployments.activations.uploads.files import ClientFile, ClientFiles
 from deployments.errors import RequestError
 from deployments.points.names import dtype_name
 
@@ -25,15 +29,37 @@ class TensorType(NamedTuple):
     dtype: str
 
 
+class TensorFiles(ClientFiles):
+    """Every tensor file below one root. Its id is made of its bytes and owner, so that the same is kept once."""
+
+    folder, kind, verb, full = ".tensors", "tensor files", "send", "tensor_store_full"
+    most_files, most_of_one = 1 << 16, 1 << 12
+
+    def described(self, path: Path) -> tuple[str, dict[str, Any]]:
+        """What the header of a file says, which was checked when it was sent."""
+        with safe_open(path, "pt") as file:
+            slices = {name: file.get_slice(name) for name in file.keys()}  # noqa: SIM118 - no mapping
+            types = {name: _type(name, found.get_shape(), found.get_dtype()) for name, found in slices.items()}
+        return path.name.partition(".")[0].partition("@")[0], _about(types)
+
+    def put(
+        self, data: bytes, most: int, account: Account = OPERATOR, most_of_one: int | None = None
+    ) -> dict[str, Any]:
+        """Keep a file, as `keep`; RequestError if it may not be kept."""
+        about, owner = _about(check(data)), account.owner
+        digest = hashlib.sha256(data)
+        if owner is not None:
+            digest.update(f"@{owner}".encode())
+        id = f"tensor-{digest.hexdigest()[:32]}"
+        return self.keep(ClientFile(id, owner, id, len(data), 0.0, about), data, most, account, most_of_one)
+
+
+def _about(types: dict[str, TensorType]) -> dict[str, Any]:
+    return {"tensors": {name: {"shape": list(kind.shape), "dtype": kind.dtype} for name, kind in types.items()}}
+
+
 def check(data: bytes) -> dict[str, TensorType]:
-    """The tensors of a file that may be kept.
-
-    Args:
-        data: A client's bytes.
-
-    Raises:
-        RequestError: It is no safetensors file, or holds what is of no use here; names the tensor.
-    """
+    """The tensors of a file that may be kept; RequestError names the tensor that may not."""
     if int.from_bytes(data[:8], "little") > MAX_HEADER_BYTES:
         raise _refused(f"no safetensors file: its header would be longer than {MAX_HEADER_BYTES} bytes")
     try:
@@ -49,19 +75,6 @@ def check(data: bytes) -> dict[str, TensorType]:
     return types
 
 
-def read_types(path: str) -> dict[str, TensorType]:
-    """What the header of a file on disk says, checked against the file's length.
-
-    Raises:
-        SafetensorError: It is no whole safetensors file.
-        OSError: It cannot be read.
-        RequestError: It holds what `check` would have refused.
-    """
-    with safe_open(path, "pt") as file:
-        slices = {name: file.get_slice(name) for name in file.keys()}  # noqa: SIM118 - no mapping
-        return {name: _type(name, found.get_shape(), found.get_dtype()) for name, found in slices.items()}
-
-
 def split(reference: str) -> tuple[str, str | None]:
     """A file's id, and the name of a tensor of it, of `id/name`; no name where there is no `/`."""
     tensor_id, slash, name = reference.partition("/")
@@ -69,15 +82,7 @@ def split(reference: str) -> tuple[str, str | None]:
 
 
 def pick(reference: str, data: bytes) -> torch.Tensor:
-    """The tensor that a request means, on the CPU.
-
-    Args:
-        reference: `id`, where the file holds one tensor, or `id/name`.
-        data: The file of that id, as the store keeps it.
-
-    Raises:
-        RequestError: The file has no such tensor, or several where none is named; says which there are.
-    """
+    """The tensor `id` or `id/name` of a file, on the CPU; RequestError lists what there is if that means none."""
     tensors = load(data)
     _, name = split(reference)
     if name is None and len(tensors) == 1:

@@ -1,4 +1,4 @@
-"""What goes into the catalogue's database: what the files say, and what the writer tells of them."""
+"""Runs and files as rows of the catalogue's database: what the files say, and what the writer tells of them."""
 
 from __future__ import annotations
 
@@ -7,17 +7,32 @@ import logging
 import secrets
 import sqlite3
 import time
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import fields
 from pathlib import Path
+from typing import Any
 
-from deployments.activations.catalogue.entries import add_runs
 from deployments.activations.catalogue.manifest import Bases
-from deployments.activations.facts import Entry, PointType, StoredFile, name_of
+from deployments.activations.facts import Entry, PointType, RunFacts, StoredFile, name_of
+from deployments.activations.files.disk import Seen, scan
 from deployments.activations.files.places import DamagedError
-from deployments.activations.files.scan import Seen, scan
 from deployments.activations.files.sqlite import transaction
-from deployments.activations.segments.schema import point_types
 from deployments.activations.segments.segments import is_sealed, whole_runs
+
+ENTRIES = """SELECT runs.facts, files.uri, runs.first_row, runs.rows, runs.bytes, files.points, runs.offset, runs.batch,
+    files.archived FROM runs JOIN files ON files.id = runs.file"""
+
+# A run that another file holds already stays that file's.
+_ADD = """INSERT INTO runs (session, run_id, file, created, model, sample_id, tags, tokens, bytes, rows, first_row,
+    offset, batch, facts) VALUES (?, ?, ?, ?, ?, ?, ?, ?, ?, ?, ?, ?, ?, ?) ON CONFLICT DO NOTHING"""
+_SUM = """INSERT INTO sums VALUES (?, ?, ?, ?, ?, random()) ON CONFLICT (session, model) DO UPDATE SET
+    runs = runs + excluded.runs, tokens = tokens + excluded.tokens, bytes = bytes + excluded.bytes,
+    mark = excluded.mark"""
+SUM_AGAIN = """INSERT OR REPLACE INTO sums SELECT session, model, count(*), sum(tokens), sum(bytes), random()
+    FROM runs GROUP BY session, model"""
+_SUM_ONE_AGAIN = SUM_AGAIN.replace("GROUP", "WHERE session = ? GROUP")
+_FACTS = {item.name for item in fields(RunFacts)}
+_KEPT = [item.name for item in fields(RunFacts) if item.name not in ("interventions", "text")]
 
 # A file that changed less than this before it was looked at may change again without showing another time.
 _TICK_NS = 2_000_000_000
@@ -25,32 +40,80 @@ _TICK_NS = 2_000_000_000
 logger = logging.getLogger(__name__)
 
 
+def add_runs(database: sqlite3.Connection, session_id: str, file: int, entries: Sequence[Entry]) -> int:
+    """Add runs of a file, by its number, to the catalogue's tables, and to the sums; how many were not known."""
+    if not entries:
+        return 0
+    added = database.executemany(_ADD, [_row(session_id, file, entry) for entry in entries]).rowcount
+    if added == len(entries):
+        database.executemany(_SUM, _sums(session_id, entries))
+    elif added:
+        database.execute(_SUM_ONE_AGAIN, (session_id,))
+    return added
+
+
+def _row(session_id: str, file: int, entry: Entry) -> tuple[Any, ...]:
+    """A run as the table holds it, without what may be a thousand times as long as all else."""
+    facts = entry.facts
+    tags = "\n".join(["", *(tag_line(name, value) for name, value in facts.tags.items()), ""])
+    said = json.dumps({name: getattr(facts, name) for name in _KEPT} | {"session_id": session_id})
+    return (
+        *(session_id, facts.run_id, file, float(facts.created), str(facts.model), facts.sample_id, tags),
+        *(int(facts.tokens), entry.bytes, entry.rows, entry.first_row, entry.offset, entry.batch, said),
+    )
+
+
+def _sums(session_id: str, entries: Sequence[Entry]) -> Iterator[tuple[str, str, int, int, int]]:
+    """Of runs of a session how many there are, their tokens and bytes, by model."""
+    for model in dict.fromkeys(entry.facts.model for entry in entries):
+        own = [entry for entry in entries if entry.facts.model == model]
+        tokens, size = sum(int(entry.facts.tokens) for entry in own), sum(entry.bytes for entry in own)
+        yield session_id, str(model), len(own), tokens, size
+
+
+def facts_of(said: Mapping[str, Any]) -> RunFacts:
+    """A run's facts, without what a later version says of it."""
+    return RunFacts(**{name: said[name] for name in _FACTS & said.keys()})
+
+
+def tag_line(name: str, value: str) -> str:
+    """A tag on a line of its own: JSON writes no line break."""
+    return f"{json.dumps(name)}:{json.dumps(value)}"
+
+
+def entries_of(found: Iterable[tuple[Any, ...]]) -> list[Entry]:
+    """Runs by what `ENTRIES` selects; those of one file share its points."""
+    points: dict[str, dict[str, PointType]] = {}
+    entries = []
+    for facts, uri, first_row, rows, size, said, offset, batch, archived in found:
+        if uri not in points:
+            points[uri] = {name: PointType(tuple(shape), dtype) for name, (shape, dtype) in json.loads(said).items()}
+        run = facts_of(json.loads(facts))
+        entries.append(Entry(run, uri, first_row, rows, size, points[uri], offset, batch, bool(archived)))
+    return entries
+
+
 def refresh(database: sqlite3.Connection, root: Path, bases: Bases | None = None) -> bool:
     """Make the database say what the files say; false if some could not be read, which may be otherwise later.
 
-    A file that is gone and in the bucket is one of the bucket's from then on, and the other way round where it is back.
-
-    Args:
-        database: The catalogue's.
-        root: The store's directory.
-        bases: What stands before segments' names, where there is a bucket.
+    With a bucket, a file that is gone and archived is one of the bucket's from then on, and back where it is there
+    again.
     """
     missed = list[str]()
     on_disk = "SELECT uri, bytes, modified_ns FROM files WHERE uri LIKE 'file:%'"
     known = {uri: (size, modified_ns) for uri, size, modified_ns in database.execute(on_disk)}
     now, changed = time.time_ns(), list[Seen]()
     for file in scan(root, missed):
-        uri = file.file.as_uri()
-        if known.get(uri) == (file.bytes, file.modified_ns):
-            del known[uri]
+        if known.get(file.uri) == (file.bytes, file.modified_ns):
+            del known[file.uri]
             continue
         settled = _settle(database, file, bases) if bases else file
         if settled is not file:
-            known.pop(uri, None)
+            known.pop(file.uri, None)
         if settled:
             changed.append(settled)
     if bases:
-        there = {file.file.as_uri() for file in changed}
+        there = {file.uri for file in changed}
         for uri in [uri for uri in known if uri not in there and move(database, uri, bases.bucket + name_of(uri))]:
             del known[uri]
     if known:  # those that are gone, or to be read again
@@ -64,9 +127,9 @@ def refresh(database: sqlite3.Connection, root: Path, bases: Bases | None = None
                 raise  # it is the database that failed
             logger.exception("%s cannot be read and is not listed", file.file)
             if isinstance(error, OSError):
-                missed.append(file.file.as_uri())
+                missed.append(file.uri)
             else:  # its bytes count all the same
-                put(database, file.session_id, [], StoredFile(file.file.as_uri(), file.bytes, False, 0, None))
+                put(database, file.session_id, [], StoredFile(file.uri, file.bytes, False, 0, None))
     return not missed
 
 
@@ -85,8 +148,7 @@ def _settle(database: sqlite3.Connection, file: Seen, bases: Bases) -> Seen | No
 
     One whose name the bucket has, or had, for another file gets a new one: somebody copied it here, or changed it.
     """
-    uri, path = file.file.as_uri(), file.file
-    name = name_of(uri)
+    uri, path, name = file.uri, file.file, name_of(file.uri)
     deleted = database.execute("SELECT at FROM deleted WHERE segment = ?", (name,)).fetchone()
     if deleted and path.stat().st_ctime <= deleted[0]:
         logger.warning("%s is removed: its session was deleted", path)  # a crash came between
@@ -119,28 +181,20 @@ def forget(database: sqlite3.Connection, uris: Iterable[str]) -> None:
 
 
 def _read(database: sqlite3.Connection, seen: Seen, now: int) -> None:
-    uri = seen.file.as_uri()
-    sealed = is_sealed(seen.file)
-    entries, points, rows = list[Entry](), dict[str, PointType](), 0
+    entries, sealed = list[Entry](), is_sealed(seen.file)
     settled = seen.modified_ns if seen.modified_ns < now - _TICK_NS else None
     try:
         for run in whole_runs(seen.file):
-            points = points or point_types(run.batches[0].schema)
-            own = sum(batch.num_rows for batch in run.batches)
-            rows += own
-            entries.append(Entry(run.facts, uri, run.first_row, own, run.bytes, points, run.offset, run.batch))
+            entries.append(run.entry(seen.uri))
     except DamagedError:
-        logger.exception("%s is not read to its end: the runs before are listed", uri)
+        logger.exception("%s is not read to its end: the runs before are listed", seen.uri)
         settled = None  # perhaps it only came so, and the next look finds more
-    put(database, seen.session_id, entries, StoredFile(uri, seen.bytes, sealed, rows, settled))
+    rows = sum(entry.rows for entry in entries)
+    put(database, seen.session_id, entries, StoredFile(seen.uri, seen.bytes, sealed, rows, settled))
 
 
 def put(database: sqlite3.Connection, session_id: str, entries: Sequence[Entry], file: StoredFile) -> int:
-    """Add runs of one file, and the file as it is now: all or nothing.
-
-    Returns:
-        How many bytes more the file has than was known.
-    """
+    """Add runs of one file, and the file as it is now: all or nothing; by how many bytes it has grown."""
     with transaction(database):
         found = database.execute("SELECT id, rows, bytes FROM files WHERE uri = ?", (file.uri,)).fetchone()
         if found is None:

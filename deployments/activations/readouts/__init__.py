@@ -1,1 +1,0 @@
-"""Readouts that clients install."""

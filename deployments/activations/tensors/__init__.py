@@ -1,1 +1,0 @@
-"""Tensor files that clients upload."""

@@ -1,0 +1,1 @@
+"""The safetensors files that clients send: tensors and readouts."""

@@ -1,0 +1,168 @@
+"""Files that clients send, below the store's root: `<folder>/<name>.safetensors`, with an owner `<name>@<owner>`.
+
+What a client calls a file is only ever looked up among those that are known: no path is made of it.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+import re
+from pathlib import Path
+from threading import Lock
+from typing import Any, NamedTuple
+
+from safetensors import SafetensorError
+
+from deployments.activations.accounts import OPERATOR, Account
+from deployments.activations.facts import page
+from deployments.activations.failures import explained
+from deployments.activations.files.disk import found, remove, write
+from deployments.errors import RequestError
+
+_FILE = re.compile(r"([A-Za-z0-9_-][A-Za-z0-9._-]{0,63})(?:@([A-Za-z0-9_.-]+))?\.safetensors")
+
+logger = logging.getLogger(__name__)
+
+
+class ClientFile(NamedTuple):
+    """One file; `about` is what answers say of it besides, `created` is in Unix seconds."""
+
+    name: str
+    owner: str | None
+    id: str
+    bytes: int
+    created: float
+    about: dict[str, Any]
+
+    def told(self, account: Account) -> dict[str, Any]:
+        """The same for an answer."""
+        told = {**self.about, "id": self.id, "bytes": self.bytes, "created": self.created}
+        return told if account.owner is None else told | {"owner": self.owner}
+
+    @property
+    def file_name(self) -> str:
+        """Its name on the disk."""
+        return f"{self.name}@{self.owner}.safetensors" if self.owner else f"{self.name}.safetensors"
+
+
+class ClientFiles:
+    """All files of one kind. Reads may come from several threads, changes from one at a time.
+
+    All methods raise StoreError where the disk refuses. What an account may not read or change is not there for it.
+    """
+
+    folder: str  # no session id begins with '.'
+    kind: str  # in the plural, for messages
+    verb: str  # for bringing one
+    full: str  # the code of a refusal for want of room
+    most_files: int
+    most_of_one: int  # files of an owner who has a quota
+
+    def __init__(self, root: Path) -> None:
+        """Read what there is in the store's directory; links are not followed, other names are passed over."""
+        self._root = root
+        self._lock = Lock()
+        self._files: dict[tuple[str, str | None], ClientFile] = {}
+        for item in found(root, self.folder):
+            if match := _FILE.fullmatch(item.name):
+                try:
+                    id, about = self.described(Path(item.path))
+                    stat = item.stat()
+                except (
+                    OSError,
+                    ValueError,
+                    KeyError,
+                    SafetensorError,
+                ):  # one bad file must not keep others from being served
+                    logger.exception("%s cannot be read and is not listed", item.path)
+                    continue
+                file = ClientFile(match[1], match[2], id, stat.st_size, stat.st_mtime, about)
+                self._files[file.name, file.owner] = file
+
+    def described(self, path: Path) -> tuple[str, dict[str, Any]]:
+        """A file's id, and what answers say of it."""
+        raise NotImplementedError
+
+    def list(self, limit: int, after: str | None, account: Account = OPERATOR) -> list[dict[str, Any]]:
+        """Up to `limit` files that the account may read in the order of their names, behind the name `after`."""
+        with self._lock:
+            files = [file for file in self._files.values() if account.may_read(file.owner)]
+        files.sort(key=lambda file: (file.owner == account.owner, file.owner is None))
+        seen = {file.name: file for file in files}  # their own of a name, else the one without an owner
+        return [seen[name].told(account) for name in page(seen, limit, after)]
+
+    def get(self, name: str, account: Account = OPERATOR) -> dict[str, Any] | None:
+        """What a file is; None if there is none."""
+        file = self._found(name, account)
+        return file.told(account) if file else None
+
+    def read(self, name: str, account: Account = OPERATOR, first: int = 0, end: int | None = None) -> bytes | None:
+        """A file, or its bytes from `first` to `end`; None if there is none."""
+        if (file := self._found(name, account)) is None:
+            return None
+        with explained(self._root), contextlib.suppress(FileNotFoundError), self._path(file).open("rb") as opened:
+            opened.seek(first)
+            return opened.read(-1 if end is None else end - first)
+        return None
+
+    def delete(self, name: str, account: Account = OPERATOR) -> bool:
+        """Delete a file: true when it is gone, false if there was none that the account may change."""
+        file = self._found(name, account)
+        if file is None or not account.may_change(file.owner):
+            return False
+        with explained(self._root):
+            remove(self._root, self.folder, file.file_name)
+        with self._lock:
+            del self._files[file.name, file.owner]
+        return True
+
+    def keep(
+        self, new: ClientFile, data: bytes, most: int, account: Account, most_of_one: int | None
+    ) -> dict[str, Any]:
+        """Write a file, durable when it returns; the same one again is left as it is.
+
+        RequestError if its name is another's, or if all files would have more than `most` bytes, or those of its owner,
+        unless an admin, more than `most_of_one`.
+        """
+        key = new.name, new.owner
+        known = self._files.get(key)
+        if known and self._path(known).is_file():
+            if known.id == new.id:
+                return known.told(account)
+            # A tensor file's name is its id.
+            message = f"there is a readout {new.name!r} already: delete it first, or choose another name"
+            raise RequestError(message, "spec.name", "readout_exists")
+        others = [file for place, file in self._files.items() if place != key]
+        self._check_room(others, new.bytes, self.most_files, most)
+        if not account.is_admin and most_of_one is not None:
+            own = [file for file in others if file.owner == new.owner]
+            self._check_room(own, new.bytes, self.most_of_one, most_of_one)
+        with explained(self._root):
+            new = new._replace(created=write(self._root, self.folder, new.file_name, data))
+        with self._lock:
+            self._files[key] = new
+        return new.told(account)
+
+    def _path(self, file: ClientFile) -> Path:
+        return self._root / self.folder / file.file_name
+
+    def _found(self, name: str, account: Account) -> ClientFile | None:
+        with self._lock:
+            return self._seen(name, account)
+
+    def _seen(self, name: str, account: Account) -> ClientFile | None:
+        """Their own of a name, else the one without an owner; to an admin, else anybody's."""
+        own = [one for owner in (account.owner, None) if (one := self._files.get((name, owner)))]
+        if account.is_admin and not own:
+            own = [one for (called, _), one in self._files.items() if called == name]
+        return next((one for one in own if account.may_read(one.owner)), None)
+
+    def _check_room(self, others: list[ClientFile], size: int, count: int, most: int) -> None:
+        used = sum(file.bytes for file in others)
+        if used + size > most or len(others) >= count:
+            message = (
+                f"{len(others)} {self.kind} take {used} bytes, and there is room for {count} of {most} bytes together: "
+                f"delete some before you {self.verb} one of {size} bytes"
+            )
+            raise RequestError(message, None, self.full)

@@ -1,0 +1,72 @@
+"""Readouts on disk: `<root>/.readouts/<name>.safetensors`, whose metadata say what it is. Each owner has own names."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors import safe_open
+from safetensors.torch import save
+
+from deployments.activations.accounts import OPERATOR, Account
+from deployments.activations.uploads.files import ClientFile, ClientFiles
+from deployments.points.readouts import ReadoutSpec
+from deployments.readouts.checks import Definition, define
+
+_KEPT = "vitrine"  # of a file's metadata: the readout's id, the entries of a row that it reads, and its values
+
+
+class ReadoutFiles(ClientFiles):
+    """Every readout below one root."""
+
+    folder, kind, verb, full = ".readouts", "readouts", "install", "readout_store_full"
+    most_files = most_of_one = 1 << 10
+
+    def described(self, path: Path) -> tuple[str, dict[str, Any]]:
+        """What the file's metadata say; a file of an earlier version, without them, is read as a whole."""
+        with safe_open(path, "pt") as file:
+            metadata = file.metadata() or {}
+        if _KEPT not in metadata:
+            defined = define(path.read_bytes())
+            return _id(defined), _about(defined.spec, defined.hidden, defined.size)
+        id, hidden, values = json.loads(metadata[_KEPT])
+        return id, _about(ReadoutSpec.model_validate_json(metadata["spec"]), hidden, values)
+
+    def put(
+        self,
+        data: bytes,
+        spec: Mapping[str, Any] | None,
+        most: int,
+        account: Account = OPERATOR,
+        most_of_one: int | None = None,
+    ) -> dict[str, Any]:
+        """Keep a readout, with what the spec says beside it; as `keep`. RequestError if it is none."""
+        defined = define(data, spec)
+        id = _id(defined)
+        metadata = {"spec": _said(defined.spec), _KEPT: json.dumps([id, defined.hidden, defined.size])}
+        kept = save(defined.tensors, metadata)
+        about = _about(defined.spec, defined.hidden, defined.size)
+        new = ClientFile(defined.spec.name, account.owner, id, len(kept), 0.0, about)
+        return self.keep(new, kept, most, account, most_of_one)
+
+
+def _said(spec: ReadoutSpec) -> str:
+    return spec.model_dump_json(exclude_none=True, exclude_defaults=True)
+
+
+def _id(defined: Definition) -> str:
+    """Another one for other tensors or another spec."""
+    digest = hashlib.sha256(_said(defined.spec).encode())
+    for name, tensor in sorted(defined.tensors.items()):
+        digest.update(f"{name} {tensor.dtype} {list(tensor.shape)}".encode())
+        digest.update(tensor.reshape(-1).view(torch.uint8).numpy())
+    return f"readout-{digest.hexdigest()[:32]}"
+
+
+def _about(spec: ReadoutSpec, hidden: int, values: int) -> dict[str, Any]:
+    said = spec.model_dump(mode="json", exclude_none=True, exclude_defaults=True)
+    return {"object": "readout", **said, "activation": spec.activation, "hidden": hidden, "values": values}
