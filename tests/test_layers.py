@@ -59,7 +59,6 @@ STAIRS = [
     "deployments.activations.uploads",
     "deployments.activations.state",
     "deployments.activations.files",
-    "deployments.activations.failures",
     "deployments.activations.facts",
     "deployments.activations.accounts",
     "deployments.activations.filters",

@@ -106,7 +106,7 @@ def _pull(args: argparse.Namespace) -> int:
 
 def _at(place: str, is_new: bool) -> Path | Place:
     """The store that `--dir` names; unless it may be new, it is there."""
-    from deployments.activations.files.uris import place_of
+    from deployments.activations.files.places import place_of
 
     if "://" in place:
         return place_of(place)

@@ -1,11 +1,13 @@
-"""What is said of stored activations, in plain types that import neither torch nor Arrow."""
+"""What is said of stored activations and of failures, in plain types that import neither torch nor Arrow."""
 
 from __future__ import annotations
 
+import errno
 import hashlib
 import json
 import re
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, field, fields
 from functools import cached_property
 from typing import Any, NamedTuple
@@ -17,6 +19,41 @@ _SESSION_ID = re.compile(r"[A-Za-z0-9_-][A-Za-z0-9._-]{0,127}")
 
 class StoreError(Exception):
     """Activations that could not be stored or deleted; the message says why and what to do."""
+
+
+_ADVICE = {
+    errno.ENOSPC: "free space on the disk, or delete sessions",
+    errno.EDQUOT: "free space under the quota, or delete sessions",
+    errno.EFBIG: "raise the limit on file sizes, or make shards smaller",
+    errno.EACCES: "let the server's user write there",
+    errno.EPERM: "let the server's user write there",
+    errno.EROFS: "remount the file system for writing",
+    errno.ENOENT: "put the directory back, or mount it again",
+    errno.ENOTDIR: "remove what stands where the session's directory belongs",
+    errno.ELOOP: "remove the link where the session's directory belongs",
+    errno.ENOLCK: "mount the file system with locks",
+    errno.ENOSYS: "mount the file system with locks",
+    errno.EOPNOTSUPP: "take a file system that has locks",
+    errno.EAGAIN: "end the other process, or take another directory",
+    errno.EMFILE: "raise the limit on open files",
+}
+
+
+def explain(root: object, error: Exception) -> StoreError:
+    """The error that says what failed below `root`, and what to do."""
+    advice = _ADVICE.get(
+        getattr(error, "errno", None) or 0, "see that it can be reached and written, then send the request again"
+    )
+    return StoreError(f"The activation store at {root} failed ({error}): {advice}.")
+
+
+@contextmanager
+def explained(root: object) -> Iterator[None]:
+    """While open, an OSError below `root` is raised as the StoreError of `explain`."""
+    try:
+        yield
+    except OSError as error:
+        raise explain(root, error) from error
 
 
 @dataclass(frozen=True)
@@ -57,11 +94,7 @@ class RunFacts:
 
     @cached_property
     def as_json(self) -> str:
-        """All of it, as it is stored; made once, since each write of the run asks for it.
-
-        Raises:
-            TypeError: It holds what JSON cannot.
-        """
+        """All of it, as it is stored, made once for all writes; TypeError if it holds what JSON cannot."""
         return json.dumps({item.name: getattr(self, item.name) for item in fields(self)})
 
 
@@ -109,21 +142,16 @@ class StoredFile(NamedTuple):
 
 
 class Entry(NamedTuple):
-    """One stored run; `points` is shared by all runs of its file, and its interventions and text are left to the file.
-
-    In its file it begins at byte `offset` (0 for the first run), with batch number `batch`. `archived`: the file is in
-    the bucket.
-    """
+    """One stored run; interventions and text are left to its file."""
 
     facts: RunFacts
     uri: str
     first_row: int
     rows: int
     bytes: int
-    points: Mapping[str, PointType]
-    offset: int
-    batch: int
-    archived: bool = False
+    points: Mapping[str, PointType]  # shared by all runs of the file
+    offset: int  # the byte where it begins in the file, 0 for the first run
+    archived: bool = False  # whether the file is in the bucket
 
     def stored(self) -> StoredRun:
         """The run with each point's place spelled out."""

@@ -21,8 +21,7 @@ import ray
 
 from deployments.activations.accounts import OPERATOR, Account
 from deployments.activations.actors.store import connect
-from deployments.activations.facts import StoreError
-from deployments.activations.failures import explain
+from deployments.activations.facts import StoreError, explain
 from deployments.activations.filters import EVERYTHING, IDLE_S, Choice, Filter, Found, changed, gone
 from deployments.activations.state.nodes import described
 from deployments.clusters import ON_HEAD, detached
@@ -52,11 +51,11 @@ class ActivationReader:
     ) -> None:
         from deployments.activations.catalogue.catalogue import SharedCatalogue
         from deployments.activations.export.downloads import Readings
-        from deployments.activations.files.uris import place_of
+        from deployments.activations.files.places import place_of
         from deployments.activations.nodes.files import NodePlace
         from deployments.activations.state.nodes import Nodes
         from deployments.activations.state.owners import Owners
-        from deployments.activations.state.pins import Pins
+        from deployments.activations.state.state import Pins
 
         self._root = Path(root).resolve()
         bucket = place_of(archive) if archive else None
@@ -117,7 +116,7 @@ class ActivationReader:
         self, run_id: str, points: Sequence[Sequence[str]], tokens: TokenChoice, most: int, account: Account = OPERATOR
     ) -> bytes | None:
         """Rows of a stored run, as `read_rows`; None if there is no such run. RequestError 410 if its file is gone."""
-        from deployments.activations.files.uris import file_at
+        from deployments.activations.files.places import file_at
         from deployments.activations.reader.stored_rows import read_rows
 
         def found() -> bytes | None:

@@ -18,8 +18,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple, TypeVar
 import ray
 
 from deployments.activations.accounts import OPERATOR, Account
-from deployments.activations.facts import StoreError
-from deployments.activations.failures import explained
+from deployments.activations.facts import StoreError, explained
 from deployments.activations.limits import Retention
 from deployments.activations.nodes.releasing import releases_nodes
 from deployments.activations.nodes.reporting import Reply
@@ -68,12 +67,12 @@ class ActivationStore(TakesRuns):
         from deployments.activations.archive.archive import Archive, check_bucket
         from deployments.activations.catalogue.catalogue import Catalogue
         from deployments.activations.files.permissions import restrict
-        from deployments.activations.files.uris import place_of
+        from deployments.activations.files.places import place_of
         from deployments.activations.nodes.files import NodePlace
         from deployments.activations.state.nodes import Nodes
         from deployments.activations.state.owners import Owners
-        from deployments.activations.state.pins import Pins, saved_limits
         from deployments.activations.state.profiles import StoredProfiles
+        from deployments.activations.state.state import Pins, saved_limits
         from deployments.activations.uploads.readouts import ReadoutFiles
         from deployments.activations.uploads.tensors import TensorFiles
         from deployments.activations.writer.recovery import open_directory
@@ -180,7 +179,7 @@ class ActivationStore(TakesRuns):
 
     async def check_archive(self, archive: str) -> None:
         """Raise StoreError unless the store archives to this bucket, a URI or empty for none."""
-        from deployments.activations.files.uris import place_of
+        from deployments.activations.files.places import place_of
 
         bucket = self._archive and self._archive.place
         if (archive and place_of(archive).id) != (bucket.id if bucket else ""):
@@ -265,7 +264,7 @@ class ActivationStore(TakesRuns):
         Limits delete everybody's sessions: so StoreError if another application that runs has set others. Of limits of
         owners, which only applications with keys have, the strictest hold. `application` None sets them in any case.
         """
-        from deployments.activations.state.pins import save_limits
+        from deployments.activations.state.state import save_limits
 
         if application is not None:
             others = self._limits_of.keys() - {application}

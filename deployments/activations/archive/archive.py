@@ -37,12 +37,11 @@ from deployments.activations.catalogue.replaying import (
 )
 from deployments.activations.facts import StoredFile, name_of
 from deployments.activations.files.disk import scan_session, write
-from deployments.activations.files.places import File, Place
+from deployments.activations.files.places import File, Place, path_of
 from deployments.activations.files.sqlite import transaction
-from deployments.activations.files.uris import path_of
 from deployments.activations.state.nodes import node_of
 from deployments.activations.state.owners import Owners, Record
-from deployments.activations.state.pins import Pins
+from deployments.activations.state.state import Pins
 
 UPLOADS = 8  # segments that are uploaded beside each other
 LOOK_S = 1.0  # between two looks for segments to upload

@@ -16,7 +16,7 @@ from deployments.activations.catalogue.manifest import Manifest
 from deployments.activations.catalogue.rows import move
 from deployments.activations.facts import name_of
 from deployments.activations.files.disk import NEW
-from deployments.activations.files.uris import path_of
+from deployments.activations.files.places import path_of
 from deployments.activations.state.nodes import node_of
 
 _FETCHES = 8  # segments that are fetched beside each other

@@ -21,8 +21,7 @@ from deployments.activations.catalogue.manifest import Manifest
 from deployments.activations.catalogue.queries import Queries
 from deployments.activations.catalogue.replaying import catch_up, fill_new
 from deployments.activations.catalogue.rows import forget, put, refresh
-from deployments.activations.facts import Note, StoreError
-from deployments.activations.failures import explain
+from deployments.activations.facts import Note, StoreError, explain
 from deployments.activations.files.places import Place
 from deployments.activations.files.sqlite import transaction
 

@@ -41,7 +41,7 @@ CREATE INDEX files_to_archive ON files (id) WHERE sealed AND NOT archived;
 CREATE TABLE runs (
     session TEXT NOT NULL, run_id TEXT NOT NULL, file INTEGER NOT NULL, created REAL NOT NULL, model TEXT NOT NULL,
     sample_id TEXT, tags TEXT NOT NULL, tokens INTEGER NOT NULL, bytes INTEGER NOT NULL, rows INTEGER NOT NULL,
-    first_row INTEGER NOT NULL, offset INTEGER NOT NULL, batch INTEGER NOT NULL, facts TEXT NOT NULL,
+    first_row INTEGER NOT NULL, offset INTEGER NOT NULL, facts TEXT NOT NULL,
     UNIQUE (run_id, session)
 );
 

@@ -57,7 +57,7 @@ def _line(file: File) -> dict[str, Any] | None:
     try:
         for run in whole_runs(file):
             points = points or dict(run.types)
-            told = {name: getattr(run, name) for name in ("first_row", "rows", "bytes", "offset", "batch")}
+            told = {name: getattr(run, name) for name in ("first_row", "rows", "bytes", "offset")}
             found.append({"facts": vars(run.facts) | {"interventions": [], "text": None}, **told})
     except (DamagedError, pa.ArrowException) as error:
         logger.error("%s is damaged (%s): %d runs before the damage are listed", file, error, len(found))

@@ -25,9 +25,9 @@ from deployments.activations.files.places import Place
 from deployments.activations.files.sqlite import connected, transaction
 from deployments.options import home
 
-_PLACE = ("bytes", "rows", "first_row", "offset", "batch")  # what a line says of a run beside its facts
+_PLACE = ("bytes", "rows", "first_row", "offset")  # what a line says of a run beside its facts
 _UNRESTORED = "pins and owners"  # beside the names of parts, until `restored`
-_RUN = "run_id, created, model, sample_id, tags, tokens, bytes, rows, first_row, offset, batch, facts"
+_RUN = "run_id, created, model, sample_id, tags, tokens, bytes, rows, first_row, offset, facts"
 
 logger = logging.getLogger(__name__)
 
@@ -46,8 +46,8 @@ def segment_line(database: sqlite3.Connection, uri: str) -> Line:
     """The line that says that a file of the catalogue is in the bucket."""
     known = "SELECT id, bytes, rows, points FROM files WHERE uri = ?"
     id, size, rows, points = database.execute(known, (uri,)).fetchone()
-    found = database.execute("SELECT bytes, rows, first_row, offset, batch, facts FROM runs WHERE file = ?", (id,))
-    runs = [dict(zip(_PLACE, row[:5], strict=True)) | {"facts": json.loads(row[5])} for row in found]
+    found = database.execute("SELECT bytes, rows, first_row, offset, facts FROM runs WHERE file = ?", (id,))
+    runs = [dict(zip(_PLACE, row[:4], strict=True)) | {"facts": json.loads(row[4])} for row in found]
     return {"segment": name_of(uri), "bytes": size, "rows": rows, "points": json.loads(points), "runs": runs}
 
 

@@ -19,12 +19,12 @@ from deployments.activations.files.places import DamagedError
 from deployments.activations.files.sqlite import transaction
 from deployments.activations.segments.segments import is_sealed, whole_runs
 
-ENTRIES = """SELECT runs.facts, files.uri, runs.first_row, runs.rows, runs.bytes, files.points, runs.offset, runs.batch,
+ENTRIES = """SELECT runs.facts, files.uri, runs.first_row, runs.rows, runs.bytes, files.points, runs.offset,
     files.archived FROM runs JOIN files ON files.id = runs.file"""
 
 # A run that another file holds already stays that file's.
 _ADD = """INSERT INTO runs (session, run_id, file, created, model, sample_id, tags, tokens, bytes, rows, first_row,
-    offset, batch, facts) VALUES (?, ?, ?, ?, ?, ?, ?, ?, ?, ?, ?, ?, ?, ?) ON CONFLICT DO NOTHING"""
+    offset, facts) VALUES (?, ?, ?, ?, ?, ?, ?, ?, ?, ?, ?, ?, ?) ON CONFLICT DO NOTHING"""
 _SUM = """INSERT INTO sums VALUES (?, ?, ?, ?, ?, random()) ON CONFLICT (session, model) DO UPDATE SET
     runs = runs + excluded.runs, tokens = tokens + excluded.tokens, bytes = bytes + excluded.bytes,
     mark = excluded.mark"""
@@ -59,7 +59,7 @@ def _row(session_id: str, file: int, entry: Entry) -> tuple[Any, ...]:
     said = json.dumps({name: getattr(facts, name) for name in _KEPT} | {"session_id": session_id})
     return (
         *(session_id, facts.run_id, file, float(facts.created), str(facts.model), facts.sample_id, tags),
-        *(int(facts.tokens), entry.bytes, entry.rows, entry.first_row, entry.offset, entry.batch, said),
+        *(int(facts.tokens), entry.bytes, entry.rows, entry.first_row, entry.offset, said),
     )
 
 
@@ -85,11 +85,11 @@ def entries_of(found: Iterable[tuple[Any, ...]]) -> list[Entry]:
     """Runs by what `ENTRIES` selects; those of one file share its points."""
     points: dict[str, dict[str, PointType]] = {}
     entries = []
-    for facts, uri, first_row, rows, size, said, offset, batch, archived in found:
+    for facts, uri, first_row, rows, size, said, offset, archived in found:
         if uri not in points:
             points[uri] = {name: PointType(tuple(shape), dtype) for name, (shape, dtype) in json.loads(said).items()}
         run = facts_of(json.loads(facts))
-        entries.append(Entry(run, uri, first_row, rows, size, points[uri], offset, batch, bool(archived)))
+        entries.append(Entry(run, uri, first_row, rows, size, points[uri], offset, bool(archived)))
     return entries
 
 

@@ -23,8 +23,7 @@ from deployments.activations.catalogue.queries import Queries
 from deployments.activations.export.arrow_streams import Part, Parts, as_arrow
 from deployments.activations.export.tensor_files import WRITERS, Member, Tensors, tensors
 from deployments.activations.facts import Entry, StoreError
-from deployments.activations.files.places import DamagedError, File, Place
-from deployments.activations.files.uris import file_at
+from deployments.activations.files.places import DamagedError, File, Place, file_at
 from deployments.activations.filters import IDLE_S, Choice, Found, changed, gone
 from deployments.activations.reader.selection import Wanted, select
 from deployments.errors import RequestError

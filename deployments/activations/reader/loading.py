@@ -13,8 +13,7 @@ import torch
 from torch.utils.dlpack import from_dlpack
 
 from deployments.activations.facts import PointType, RunFacts, ShardFacts
-from deployments.activations.files.places import DamagedError, File, Source
-from deployments.activations.files.uris import source_of
+from deployments.activations.files.places import DamagedError, File, Source, source_of
 from deployments.activations.reader.sources import find_runs, is_run_id, locate, shards
 from deployments.activations.segments.batches import Batch
 from deployments.activations.segments.checksums import damaged

@@ -19,8 +19,7 @@ from deployments.activations.catalogue.catalogue import Catalogue
 from deployments.activations.catalogue.database import read_only
 from deployments.activations.facts import Entry, check_session_id
 from deployments.activations.files.disk import files_of, scan
-from deployments.activations.files.places import Directory, DiskFile, File, Place, Source
-from deployments.activations.files.uris import file_at, place_of, source_of
+from deployments.activations.files.places import Directory, DiskFile, File, Place, Source, file_at, place_of, source_of
 from deployments.activations.reader.pulling import PullError, pull
 from deployments.activations.segments.segments import whole_runs
 from deployments.options import STORE_VARIABLE, default_store

@@ -38,7 +38,6 @@ class Shard:
         self._path = root / session_id / name
         self._points = point_types(schema)
         self._batches = self._new_rows = 0  # of the run that is not finished
-        self._whole = 0  # batches of whole runs
         self._sink = _Sink(_create(root, session_id, name))
         self.is_named = False  # whether its name is durable
         self._said = schema.serialize().to_pybytes()  # as it lies in the file
@@ -71,10 +70,9 @@ class Shard:
         batches = batches or [empty_batch(self.schema)]
         self._write(batches, batch_metadata(run.run_id, self._batches, len(batches), run), sums)
         size = self._sink.length - self.length
-        entry = Entry(run, self._path.as_uri(), self.rows, self._new_rows, size, self._points, self.length, self._whole)
+        entry = Entry(run, self._path.as_uri(), self.rows, self._new_rows, size, self._points, self.length)
         self.rows += self._new_rows
         self.length = self._sink.length
-        self._whole += self._batches
         self._batches = self._new_rows = 0
         return entry
 

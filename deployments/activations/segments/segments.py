@@ -25,7 +25,6 @@ class WholeRun(NamedTuple):
     types: Mapping[str, PointType]  # the selected points, by default all
     file: File
     offset: int  # the byte where it begins
-    batch: int  # the number of its first batch, counted from where reading began
     intact: bool  # whether `facts` match their checksum, if they have one
 
     @property
@@ -35,24 +34,24 @@ class WholeRun(NamedTuple):
 
     def entry(self, uri: str) -> Entry:
         """The same as the catalogue lists it, of the file that has this URI there."""
-        return Entry(self.facts, uri, self.first_row, self.rows, self.bytes, self.types, self.offset, self.batch)
+        return Entry(self.facts, uri, self.first_row, self.rows, self.bytes, self.types, self.offset)
 
 
 def whole_runs(source: AnyFile, offset: int = 0) -> Iterator[WholeRun]:
     """The whole runs of a segment from byte `offset` on; rows count from there. DamagedError names another's file."""
     file = as_file(source)
-    rows = first_row = seen = first_batch = 0
+    rows = first_row = seen = 0
     start = offset
     run_id, batches, sums = "", list[Batch](), list[dict[str, str]]()
     types: Mapping[str, PointType] | None = None  # all runs of a segment have the same points
-    for number, batch in enumerate(batches_of(file, offset)):
+    for batch in batches_of(file, offset):
         try:
             facts = batch_facts(batch.metadata)
             own = checksums.read(batch.metadata, batch.schema.names)
         except ValueError:
             return  # another program's: nothing behind it counts
         if facts.number == 0:
-            run_id, first_row, batches, sums, seen, first_batch = facts.run_id, rows, [], [], 0, number
+            run_id, first_row, batches, sums, seen = facts.run_id, rows, [], [], 0
         seen += 1
         rows += batch.num_rows
         if batch.num_rows:
@@ -64,7 +63,7 @@ def whole_runs(source: AnyFile, offset: int = 0) -> Iterator[WholeRun]:
             except ValueError as error:
                 raise DamagedError(f"{file}: {error}") from error
             size, intact = batch.end - start, checksums.is_of_run(batch.metadata)
-            yield WholeRun(facts.run, first_row, size, batches, sums, types, file, start, first_batch, intact)
+            yield WholeRun(facts.run, first_row, size, batches, sums, types, file, start, intact)
             start = batch.end
 
 

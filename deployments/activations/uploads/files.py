@@ -15,8 +15,7 @@ from typing import Any, NamedTuple
 from safetensors import SafetensorError
 
 from deployments.activations.accounts import OPERATOR, Account
-from deployments.activations.facts import page
-from deployments.activations.failures import explained
+from deployments.activations.facts import explained, page
 from deployments.activations.files.disk import found, remove, write
 from deployments.errors import RequestError
 

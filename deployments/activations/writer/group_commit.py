@@ -9,8 +9,7 @@ from pathlib import Path
 from typing import NamedTuple
 
 from deployments.activations.catalogue.catalogue import Catalogue
-from deployments.activations.facts import Entry, Note, StoredRun
-from deployments.activations.failures import explain
+from deployments.activations.facts import Entry, Note, StoredRun, explain
 from deployments.activations.files.disk import directory
 from deployments.activations.segments.segment_writer import Shard
 from deployments.activations.writer.open_runs import OpenRuns

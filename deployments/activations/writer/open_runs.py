@@ -12,8 +12,7 @@ from typing import NamedTuple
 import pyarrow as pa
 
 from deployments.activations.catalogue.catalogue import Catalogue
-from deployments.activations.facts import Entry, RunFacts, RunName, StoreError, check_session_id
-from deployments.activations.failures import explain
+from deployments.activations.facts import Entry, RunFacts, RunName, StoreError, check_session_id, explain
 from deployments.activations.segments.schema import owner
 from deployments.activations.segments.segment_writer import Shard
 from deployments.activations.writer.pool import Pool

@@ -17,11 +17,11 @@ from deployments.activations.accounts import OPERATOR, Account
 from deployments.activations.catalogue.catalogue import Catalogue
 from deployments.activations.facts import Note, StoreError
 from deployments.activations.files.disk import DELETED, directory, scan_session
-from deployments.activations.files.uris import path_of
+from deployments.activations.files.places import path_of
 from deployments.activations.limits import Held, Retention, oldest
 from deployments.activations.state.nodes import node_of
 from deployments.activations.state.owners import Owners, Record
-from deployments.activations.state.pins import Pins
+from deployments.activations.state.state import Pins
 from deployments.activations.writer.pool import Pool
 
 if TYPE_CHECKING:

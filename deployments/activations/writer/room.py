@@ -10,7 +10,7 @@ import time
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
-from deployments.activations.failures import explained
+from deployments.activations.facts import explained
 from deployments.activations.files.disk import NEW, Mount, create, directory
 
 _EVERY_S = 1.0  # a disk is tried so often at most, however many ask

@@ -22,8 +22,7 @@ import pyarrow as pa
 
 from deployments.activations.accounts import OPERATOR, Account
 from deployments.activations.catalogue.catalogue import Catalogue
-from deployments.activations.facts import RunFacts, RunName, StoredRun, StoreError
-from deployments.activations.failures import explain
+from deployments.activations.facts import RunFacts, RunName, StoredRun, StoreError, explain
 from deployments.activations.limits import Retention
 from deployments.activations.segments.checksums import described
 from deployments.activations.segments.schema import batch_metadata

@@ -21,7 +21,7 @@ from deployments.activations.archive import archive
 from deployments.activations.archive.archive import Archive
 from deployments.activations.catalogue.catalogue import Catalogue
 from deployments.activations.facts import RunFacts, ShardFacts, StoredRun
-from deployments.activations.files import uris
+from deployments.activations.files import places as uris
 from deployments.activations.files.places import Place
 from deployments.activations.segments.schema import to_batch
 from deployments.activations.state.owners import Owners

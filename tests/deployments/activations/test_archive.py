@@ -29,7 +29,7 @@ from deployments.activations.filters import Choice, Filter
 from deployments.activations.limits import Retention
 from deployments.activations.reader.sources import shards
 from deployments.activations.segments.verify import verify
-from deployments.activations.state.pins import Pins
+from deployments.activations.state.state import Pins
 from deployments.errors import RequestError
 
 POINT, OTHER = "layers.0.output", "layers.1.output"

@@ -13,9 +13,9 @@ import torch
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
+from deployments.activations import filters as downloads
 from deployments.activations.catalogue.catalogue import Catalogue
 from deployments.activations.export import downloads as readings
-from deployments.activations import filters as downloads
 from deployments.activations.export.arrow_streams import as_arrow
 from deployments.activations.export.downloads import Readings
 from deployments.activations.export.tensor_files import WRITERS, tensors

@@ -18,7 +18,7 @@ from deployments.activations.facts import StoreError, names_a_session
 from deployments.activations.filters import Choice
 from deployments.activations.limits import Held, Retention, oldest
 from deployments.activations.reader.training import ActivationRows
-from deployments.activations.state.pins import Pins, save_limits, saved_limits
+from deployments.activations.state.state import Pins, save_limits, saved_limits
 from deployments.activations.writer.recovery import recover
 from deployments.activations.writer.writer import Writer
 from deployments.errors import RequestError

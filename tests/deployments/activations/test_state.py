@@ -13,9 +13,8 @@ from deployments.activations.accounts import Account
 from deployments.activations.facts import StoreError
 from deployments.activations.state import earlier as old_state
 from deployments.activations.state.owners import Owners, Record
-from deployments.activations.state.pins import Pins
 from deployments.activations.state.profiles import StoredProfiles
-from deployments.activations.state.state import NAME
+from deployments.activations.state.state import NAME, Pins
 from deployments.points.profiles import Profile
 
 ALICE, BOB = Account("alice", is_admin=False), Account("bob", is_admin=False)
@@ -141,7 +140,7 @@ from pathlib import Path
 from deployments.activations.state import earlier as old_state
 from deployments.activations.accounts import Account
 from deployments.activations.state.owners import Owners
-from deployments.activations.state.pins import Pins
+from deployments.activations.state.state import Pins
 root = Path({str(tmp_path)!r})
 Pins(root).set("s", True)
 Owners(root).claim("s", Account("alice"), set, None)

@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 from safetensors.torch import load
 
 from deployments.activations.catalogue.catalogue import Catalogue
-from deployments.activations.files.uris import file_at
+from deployments.activations.files.places import file_at
 from deployments.activations.reader.stored_rows import read_rows
 from deployments.activations.writer.writer import Writer
 from deployments.errors import RequestError
