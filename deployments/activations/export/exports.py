@@ -16,7 +16,7 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import torch
 
-from deployments.activations.export.tensor_files import WRITERS, points_of, tensors
+from deployments.activations.export.tensor_files import WRITERS, Member, points_of, tensors
 from deployments.activations.files.places import File
 from deployments.activations.reader.selection import Wanted, by_schema, checked, select
 from deployments.activations.reader.sources import chosen
@@ -113,9 +113,13 @@ def _split(files: Sequence[File], wanted: Wanted, format: Format) -> Iterator[tu
         session, id = run.facts.session_id, run.facts.run_id
         if format == "pt":
             for member in points_of(run):
-                yield pt_name(session, id, member.name), lambda path, own=member: torch.save(own.make()[None], path)
+                yield pt_name(session, id, member.name), partial(_write_pt, member)
         else:
             yield _file_name(session, id, format), partial(_write_tensors, run, format)
+
+
+def _write_pt(member: Member, path: Path) -> None:
+    torch.save(member.make()[None], path)
 
 
 def _write_tensors(run: WholeRun, format: Format, path: Path) -> None:

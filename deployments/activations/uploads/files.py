@@ -8,6 +8,7 @@ from __future__ import annotations
 import contextlib
 import logging
 import re
+from collections.abc import Sequence
 from pathlib import Path
 from threading import Lock
 from typing import Any, NamedTuple
@@ -157,7 +158,7 @@ class ClientFiles:
             own = [one for (called, _), one in self._files.items() if called == name]
         return next((one for one in own if account.may_read(one.owner)), None)
 
-    def _check_room(self, others: list[ClientFile], size: int, count: int, most: int) -> None:
+    def _check_room(self, others: Sequence[ClientFile], size: int, count: int, most: int) -> None:
         used = sum(file.bytes for file in others)
         if used + size > most or len(others) >= count:
             message = (

@@ -63,7 +63,7 @@ def _id(defined: Definition) -> str:
     digest = hashlib.sha256(_said(defined.spec).encode())
     for name, tensor in sorted(defined.tensors.items()):
         digest.update(f"{name} {tensor.dtype} {list(tensor.shape)}".encode())
-        digest.update(tensor.reshape(-1).view(torch.uint8).numpy())
+        digest.update(tensor.reshape(-1).view(torch.uint8).numpy().data)
     return f"readout-{digest.hexdigest()[:32]}"
 
 
