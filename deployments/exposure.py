@@ -7,6 +7,9 @@ what they are sent, take Ray's token.
 from __future__ import annotations
 
 import ipaddress
+import os
+import stat
+from pathlib import Path
 
 from deployments.errors import LoadError
 from deployments.options import Options
@@ -73,3 +76,17 @@ def is_loopback(host: str | None) -> bool:
         return ipaddress.ip_address(host or "").is_loopback
     except ValueError:
         return False  # another name, or none
+
+
+def make_private(file: Path) -> None:
+    """Take a file from all but its user, where it is this user's; links are not followed, a missing file is none."""
+    try:
+        descriptor = os.open(file, os.O_RDONLY | os.O_NOFOLLOW)
+    except OSError:
+        return  # missing, a link, or somebody else's
+    try:
+        found = os.fstat(descriptor)
+        if stat.S_ISREG(found.st_mode) and found.st_uid == os.geteuid():
+            os.fchmod(descriptor, 0o600)
+    finally:
+        os.close(descriptor)

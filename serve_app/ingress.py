@@ -14,9 +14,8 @@ from ray.serve.handle import DeploymentHandle
 
 from deployments.activations.actors.reader import connect_reader
 from deployments.activations.actors.store import check_code, connect
-from deployments.activations.files.permissions import make_private
 from deployments.activations.limits import Retention
-from deployments.exposure import check_http, check_ray
+from deployments.exposure import check_http, check_ray, make_private
 from deployments.options import Options
 from serve_app.api import build_api
 from serve_app.backend.backend import Backend

@@ -26,7 +26,7 @@ class UserError(Exception):
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Run a command; 0 where it did what was asked, 1 where it could not, 2 where it was not understood."""
-    from deployments.activations.files.permissions import restrict
+    from deployments.activations.files.disk import restrict
     from deployments.activations.reader.pulling import PullError
 
     args = _parser().parse_args(argv)

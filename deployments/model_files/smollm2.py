@@ -8,7 +8,7 @@ import tempfile
 import zipfile
 from pathlib import Path
 
-from deployments.activations.files.permissions import restrict
+from deployments.activations.files.disk import restrict
 from deployments.errors import LoadError
 from deployments.model_files.made_once import made_once
 from deployments.options import SMOLLM2, default_models_dir, home

@@ -8,7 +8,7 @@ The scoring rules can be imported from here.
 import sys
 from collections.abc import Sequence
 
-from deployments.activations.files.permissions import restrict
+from deployments.activations.files.disk import restrict
 from evals.gsm8k.options import parse_args
 from evals.gsm8k.stages import run_stages
 from evals.scoring import flexible_match, is_correct, strict_match

@@ -10,7 +10,7 @@ import pyarrow as pa
 import pyarrow.compute as pc
 import pyarrow.parquet as pq
 
-from deployments.activations.files.permissions import restrict
+from deployments.activations.files.disk import restrict
 from deployments.options import default_store
 from evals.config import EvalError
 from evals.labels import inspect_log, lm_eval

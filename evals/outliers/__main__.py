@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from deployments.activations.files.permissions import restrict
+from deployments.activations.files.disk import restrict
 from deployments.options import home
 from evals.config import EvalError
 from evals.outliers import features, massive

@@ -13,7 +13,7 @@ import pytest
 import torch
 from safetensors.torch import save
 
-from deployments.activations.files.permissions import make_private
+from deployments.exposure import make_private
 
 TENSORS = save({"formal": torch.ones(4)})
 OTHERS = stat.S_IRWXG | stat.S_IRWXO

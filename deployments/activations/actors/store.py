@@ -66,7 +66,7 @@ class ActivationStore(TakesRuns):
         # Serve's controller and the ingress import this module too, and need no Arrow.
         from deployments.activations.archive.archive import Archive, check_bucket
         from deployments.activations.catalogue.catalogue import Catalogue
-        from deployments.activations.files.permissions import restrict
+        from deployments.activations.files.disk import restrict
         from deployments.activations.files.places import place_of
         from deployments.activations.nodes.files import NodePlace
         from deployments.activations.state.nodes import Nodes

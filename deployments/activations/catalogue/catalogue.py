@@ -16,12 +16,13 @@ from threading import Lock
 from typing import Any, TypeVar
 
 from deployments.activations.catalogue.buckets import catalogue_of
-from deployments.activations.catalogue.database import NAME, copied, in_memory, keep, opened, read_only
+from deployments.activations.catalogue.database import LOCK, NAME, copied, in_memory, opened, read_only
 from deployments.activations.catalogue.manifest import Manifest
 from deployments.activations.catalogue.queries import Queries
 from deployments.activations.catalogue.replaying import catch_up, fill_new
 from deployments.activations.catalogue.rows import forget, put, refresh
 from deployments.activations.facts import Note, StoreError, explain
+from deployments.activations.files.disk import locked
 from deployments.activations.files.places import Place
 from deployments.activations.files.sqlite import transaction
 
@@ -68,7 +69,7 @@ class Catalogue(Queries):
         fill = partial(fill_new, manifest) if manifest else None
         try:
             root.mkdir(parents=True, exist_ok=True)
-            lock = keep(root)
+            lock = locked(root / LOCK)  # one process at a time writes the database
             try:
                 catalogue = cls(opened(root, fill))
             except BaseException:

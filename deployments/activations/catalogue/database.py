@@ -17,7 +17,7 @@ from deployments.activations.files.disk import locked
 from deployments.activations.files.sqlite import connected, transaction
 
 NAME = ".catalogue.sqlite3"  # no session id begins with '.'
-_LOCK = ".catalogue.lock"
+LOCK = ".catalogue.lock"
 
 # `files.rows` counts the rows of the file's known runs, NULL where another file has some of them as well; a file
 # without `modified_ns` is read again at the next start. The indexes cover what filters and sums use, so that neither
@@ -77,15 +77,10 @@ LAYOUT = zlib.crc32(repr((_TABLES, [item.name for item in fields(RunFacts)])).en
 logger = logging.getLogger(__name__)
 
 
-def keep(root: Path) -> int:
-    """Hold a directory's database until the descriptor is closed; OSError if another process does."""
-    return locked(root / _LOCK)
-
-
 def can_hold(root: Path) -> bool:
     """Whether no process keeps a directory's database; OSError if the file system has no locks."""
     try:
-        os.close(locked(root / _LOCK, make=False))
+        os.close(locked(root / LOCK, make=False))
     except FileNotFoundError:
         return True  # no store was ever there
     except BlockingIOError:

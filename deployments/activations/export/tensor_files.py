@@ -46,9 +46,9 @@ def points_of(run: WholeRun, prefix: str = "") -> list[Member]:
     An attention pattern is padded with zeros to `[rows, heads, widest]`; `<name>.lengths` says how many tokens each
     row's token sees.
     """
-    members = list[Member]()
+    members, widest = list[Member](), int(run.batches[-1]["position"][-1].as_py()) + 1
     for name, kind in run.types.items():
-        shape = (run.rows, *(_widest(run) if size is None else size for size in kind.shape))
+        shape = (run.rows, *(widest if size is None else size for size in kind.shape))
         members.append(Member(prefix + name, dtype_of(kind.dtype), shape, partial(_dense, run, name)))
         if None in kind.shape:
             members.append(_ids(run, f"{prefix}{name}.lengths", "position", 1))
@@ -68,10 +68,6 @@ def tensors(runs: Iterable[WholeRun], prefixed: bool) -> Tensors:
             message = f"more than {MOST_TENSORS} tensors in one file: name fewer runs or points, or take arrow"
             raise RequestError(message, "format", "too_many_tensors")
     return Tensors(members, facts)
-
-
-def _widest(run: WholeRun) -> int:
-    return int(run.batches[-1]["position"][-1].as_py()) + 1
 
 
 def _dense(run: WholeRun, name: str) -> torch.Tensor:

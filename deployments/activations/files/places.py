@@ -40,7 +40,7 @@ class File:
         self.name = posixpath.basename(path)
 
     def __repr__(self) -> str:
-        return self.uri
+        return str(self.local or self.uri)
 
     def __eq__(self, other: object) -> bool:
         return isinstance(other, File) and self.uri == other.uri
@@ -89,11 +89,13 @@ class Place:
     where there is room, before much of them is read.
     """
 
+    local: Path | None = None
+
     def __init__(self, fs: Any, path: str, uri: str, id: str = "", restores: bool = True) -> None:
         self.fs, self.path, self.uri, self.id, self.restores = fs, path, uri, id, restores
 
     def __repr__(self) -> str:
-        return self.uri
+        return str(self.local or self.uri)
 
     def below(self, name: str) -> Place:
         """A directory below this one."""
@@ -168,9 +170,6 @@ class DiskFile(File):
         super().__init__(_DISK, str(path), path.absolute().as_uri(), Directory(path.parent))
         self.local: Path = path
 
-    def __repr__(self) -> str:
-        return self.path
-
     def open(self) -> Bytes:
         """Map it."""
         return _Mapped(self.local)
@@ -181,10 +180,7 @@ class Directory(Place):
 
     def __init__(self, path: Path) -> None:
         super().__init__(_DISK, str(path), path.absolute().as_uri(), restores=False)
-        self.local = path
-
-    def __repr__(self) -> str:
-        return self.path
+        self.local: Path = path
 
 
 class _Mapped(Bytes):

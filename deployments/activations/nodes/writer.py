@@ -17,8 +17,7 @@ from deployments.activations.archive.archive import upload_sealed
 from deployments.activations.catalogue.catalogue import Catalogue
 from deployments.activations.catalogue.database import can_hold
 from deployments.activations.facts import Note, StoreError, explained, name_of
-from deployments.activations.files.disk import write
-from deployments.activations.files.permissions import restrict
+from deployments.activations.files.disk import restrict, write
 from deployments.activations.files.places import place_of
 from deployments.activations.nodes.files import serve_segments
 from deployments.activations.nodes.releasing import is_released

@@ -17,10 +17,7 @@ class Paging:
     """How much of a download has come, and what to ask for next; `length` is 0 until the first page has come."""
 
     def __init__(self) -> None:
-        """Nothing has come."""
-        self.length = 0
-        self._tag = ""
-        self._next = 0
+        self.length, self._tag, self._next = 0, "", 0
 
     @property
     def is_whole(self) -> bool:

@@ -29,7 +29,6 @@ class PullError(Exception):
     """What could not be fetched, and why; `answer` is the server's, or the beginning of what then broke off."""
 
     def __init__(self, text: str, answer: httpx.Response | None = None) -> None:
-        """`text` says what and why."""
         super().__init__(text)
         self.answer = answer
 
@@ -38,7 +37,6 @@ class ChangedError(PullError):
     """What was fetched changed before all of it was: nothing of it is kept, and another pull begins anew."""
 
     def __init__(self) -> None:
-        """The text says what to do."""
         super().__init__("the session changed while it was pulled, nothing of it is kept: pull it again, or name runs")
 
 
