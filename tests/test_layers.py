@@ -60,7 +60,6 @@ STAIRS = [
     "deployments.activations.state",
     "deployments.activations.files",
     "deployments.activations.facts",
-    "deployments.activations.accounts",
     "deployments.activations.filters",
     "deployments.activations.limits",
     "deployments.readouts",

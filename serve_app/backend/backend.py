@@ -10,10 +10,9 @@ from typing import Any
 
 import ray
 
-from deployments.activations.accounts import Account
 from deployments.activations.actors.reader import survived
 from deployments.activations.actors.store import Deleted
-from deployments.activations.facts import StoreError
+from deployments.activations.facts import Account, StoreError
 from deployments.activations.filters import Choice, Filter, Found
 from deployments.client_code.board import connect as board
 from deployments.errors import RequestError

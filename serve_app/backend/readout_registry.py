@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from deployments.activations.accounts import Account
+from deployments.activations.facts import Account
 from serve_app.backend.model_registry import Models
 from serve_app.backend.waiting import stored
 from serve_app.http.errors import ApiError

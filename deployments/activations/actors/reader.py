@@ -1,6 +1,4 @@
-"""The reader of a store as an actor: it tells of runs and hands them over, to each account what it may read.
-
-It is a process of its own, so that no file that it reads, whoever made it, ends the one that writes. It writes nothing.
+"""The reader of a store as an actor: a process of its own, so that no file that it reads ends the one that writes.
 
 What an account may not read is not there for it. A session may be deleted, and its name claimed by somebody else, while
 it is looked at: so its record is compared before and behind.
@@ -19,9 +17,8 @@ from typing import TYPE_CHECKING, Any, TypeVar
 
 import ray
 
-from deployments.activations.accounts import OPERATOR, Account
 from deployments.activations.actors.store import connect
-from deployments.activations.facts import StoreError, explain
+from deployments.activations.facts import OPERATOR, Account, StoreError, explain
 from deployments.activations.filters import EVERYTHING, IDLE_S, Choice, Filter, Found, changed, gone
 from deployments.activations.state.nodes import described
 from deployments.clusters import ON_HEAD, detached

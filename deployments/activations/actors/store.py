@@ -17,12 +17,18 @@ from typing import TYPE_CHECKING, Any, NamedTuple, TypeVar
 
 import ray
 
-from deployments.activations.accounts import OPERATOR, Account
-from deployments.activations.facts import StoreError, explained
+from deployments.activations.facts import OPERATOR, Account, StoreError, explained
 from deployments.activations.limits import Retention
-from deployments.activations.nodes.releasing import releases_nodes
 from deployments.activations.nodes.reporting import Reply
-from deployments.activations.nodes.submitting import Home, TakesRuns, actors, awaited, node_writers, open_returned
+from deployments.activations.nodes.submitting import (
+    Home,
+    TakesRuns,
+    actors,
+    awaited,
+    node_writers,
+    open_returned,
+    releases_nodes,
+)
 from deployments.activations.state.nodes import uri_of
 from deployments.clusters import NAMESPACE, ON_HEAD, detached
 
@@ -316,9 +322,8 @@ def _watch(of: weakref.ref[ActivationStore]) -> None:
 def connect(root: str, archive: str | None = None, archive_cache_bytes: int = 64 << 30) -> Any:
     """A handle to the actor that keeps `root`: one for all applications, made by whoever asks first.
 
-    It is a named actor and no Serve deployment: Serve stops all deployments of an application at once, and this one has
-    to outlive the requests that are being finished then. It takes no core, stays on the head node, and ends with the
-    cluster.
+    It is no Serve deployment: Serve stops all of an application at once, and this has to outlive requests that are
+    finished then.
     """
     # Admission is the replicas' business: the store's own limit only stands above it.
     made = detached(ActivationStore, _ACTOR + root, max_concurrency=10_000, resources=ON_HEAD)

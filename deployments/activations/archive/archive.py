@@ -1,8 +1,7 @@
 """The archive: sealed segments go to a bucket beside the store's writer, and the bucket's manifest names them.
 
-`<bucket>/<session>/<segment>.arrow` are the same bytes as on the disk. A segment's object is there whole before the
-manifest says so: what a crash cuts off between the two is uploaded again. Segments that are in the bucket stay on the
-disk as a cache.
+A segment's object, the same bytes as on the disk, is there whole before the manifest says so: what a crash cuts off
+between the two is uploaded again. Segments that are in the bucket stay on the disk as a cache.
 """
 
 from __future__ import annotations

@@ -47,14 +47,13 @@ class Catalogue(Queries):
     other nodes' runs. `tell` is called with runs that were added.
     """
 
-    def __init__(self, database: sqlite3.Connection | None = None) -> None:
-        """A catalogue of no directory, in `database` or in memory."""
-        self.remade = 0
+    def __init__(
+        self, database: sqlite3.Connection | None = None, root: Path | None = None, manifest: Manifest | None = None
+    ) -> None:
+        """A catalogue in `database`, or in memory, of the files of a directory, if any, and of its bucket."""
+        self.remade, self.archives = 0, manifest is not None
         self.tell: Callable[[Sequence[Note]], None] = lambda added: None
-        self._lock = Lock()
-        self._root: Path | None = None  # the directory whose files it lists
-        self._manifest: Manifest | None = None
-        self._fill: Callable[[Path], None] | None = None
+        self._lock, self._root, self._manifest = Lock(), root, manifest
         self._again = math.inf  # when to scan the files again, by the monotonic clock
         self._release: Callable[[], object] = lambda: None
         self._database = database or in_memory()
@@ -66,12 +65,11 @@ class Catalogue(Queries):
         Only files that its database does not know are read. Where the manifest cannot be read, the catalogue is without
         its news until `catch_up`. StoreError if the database cannot be kept here, or another process keeps it.
         """
-        fill = partial(fill_new, manifest) if manifest else None
         try:
             root.mkdir(parents=True, exist_ok=True)
             lock = locked(root / LOCK)  # one process at a time writes the database
             try:
-                catalogue = cls(opened(root, fill))
+                catalogue = cls(opened(root, manifest and partial(fill_new, manifest)), root, manifest)
             except BaseException:
                 os.close(lock)
                 raise
@@ -79,8 +77,6 @@ class Catalogue(Queries):
             raise explain(root, error) from error
         catalogue._release = release = weakref.finalize(catalogue, os.close, lock)
         release.atexit = False  # a writer's thread may still need it
-        catalogue._root, catalogue._manifest, catalogue._fill = root, manifest, fill
-        catalogue.archives = manifest is not None
         catalogue._guarded(catalogue._look)
         return catalogue
 
@@ -185,7 +181,7 @@ class Catalogue(Queries):
                 logger.error("the catalogue of %s is made again of the files: %s", root, error)
             try:
                 self._database.close()
-                self._database = opened(root, self._fill)
+                self._database = opened(root, self._manifest and partial(fill_new, self._manifest))
                 self.remade += 1
                 self._look(self._database)
                 return work(self._database)

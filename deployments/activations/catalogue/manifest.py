@@ -1,10 +1,8 @@
 """A bucket's manifest: which segments it holds, the runs in them, what was deleted, and copies of pins and owners.
 
 `<bucket>/.manifest/` has *parts*, JSON lines that one writer adds, and *snapshots*, a catalogue's database compressed
-by Zstandard, each of which stands for parts and snapshots that are removed then. Segments are added once under names
-that never come again, and a deletion names its segments for good. So parts and snapshots mean the same in any order and
-any number of times: a crash between two requests, or two writers by mistake, lose nothing.
-
+by Zstandard, which stand for parts that are removed then. Segments are added once under names that never come again,
+and a deletion names its segments for good: so parts and snapshots mean the same in any order and any number of times.
 All raise OSError where the bucket or the disk refuses.
 """
 

@@ -151,10 +151,9 @@ _KEEP_ARCHIVED = (
 
 
 def catch_up(database: sqlite3.Connection, manifest: Manifest, names: Collection[str], folder: Path) -> bool:
-    """Bring what the manifest says, and is not known yet, into a catalogue's database.
+    """Bring news of the manifest into a catalogue's database; whether copies of records are yet to be `restored`.
 
-    A bucket of an earlier version, which has none, is looked through instead, and gets one. Snapshots are unpacked in
-    `folder`. Returns whether copies of pins and owners are yet to be `restored`.
+    A bucket of an earlier version, which has none, is looked through instead, and gets one. `folder` is for snapshots.
     """
     known = {name for (name,) in database.execute("SELECT name FROM applied")}
     if {*names} - known or not names:

@@ -27,10 +27,9 @@ logger = logging.getLogger(__name__)
 
 
 class Reply(NamedTuple):
-    """What the store answers to a node: another `life` when the store has started again, and what the node is to do.
+    """What the store answers to a node, with another `life` each time that it has started.
 
-    `refused`: sessions that may get no more runs, and why. `known`: bytes and runs of the node's files that the store
-    knows, by name, where the node joins.
+    `refused` sessions may get no more runs; `known` are bytes and runs of the node's files, by name, where it joins.
     """
 
     life: str

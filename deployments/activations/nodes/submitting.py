@@ -1,4 +1,4 @@
-"""How runs reach a writer over Ray: by reference, in parts, on the node where they are made."""
+"""How runs reach a writer over Ray: by reference, in parts, on the node where they are made, if that stays."""
 
 from __future__ import annotations
 
@@ -8,7 +8,9 @@ import logging
 from collections.abc import Awaitable, Callable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any, NamedTuple
 
+import psutil
 import ray
+from ray.experimental.internal_kv import _internal_kv_get
 from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
 from deployments.activations.facts import RunFacts, StoredRun, StoreError
@@ -20,6 +22,9 @@ if TYPE_CHECKING:  # Serve's controller and the ingress import this module too, 
     Ref = ray.ObjectRef[Any]
 
 _READY_S = 60.0  # that a replica waits for its node's writer
+
+_MONITORS = ("autoscaler/_private/monitor.py", "autoscaler/v2/monitor.py")
+_STATUS = b"__autoscaling_status"  # ray._private.ray_constants.DEBUG_AUTOSCALING_STATUS
 
 logger = logging.getLogger(__name__)
 
@@ -81,10 +86,9 @@ class TakesRuns:
 
 
 class Home(NamedTuple):
-    """Where the store is, by its node's id in Ray and its directory's `mark`.
+    """Where the store is: its node's id in Ray, its directory's `mark`, and its `hold` of the directory's lock.
 
-    `hold` tells its hold of the directory's lock from that of a store that was started again; `releases` says whether
-    other nodes can be released while the cluster runs.
+    `releases` says whether other nodes can be released while the cluster runs.
     """
 
     node: str
@@ -96,8 +100,7 @@ class Home(NamedTuple):
 def connect_writer(root: str, store: Any, archive: str | None = None) -> Any:
     """Who takes this node's runs: the store on its own node, elsewhere a writer of the node.
 
-    Where the store does not answer yet, each run asks again, and fails with the reason until it does. StoreError if the
-    node cannot keep runs; the message says what to do.
+    While the store does not answer, each run fails with the reason. StoreError if the node cannot keep runs.
     """
     own = ray.get_runtime_context().get_node_id()
     node = next(node for node in ray.nodes() if node["NodeID"] == own)  # type: ignore[no-untyped-call]
@@ -168,3 +171,27 @@ async def _fetch(run_id: str, batches: Sequence[Ref]) -> list[Any]:
 async def awaited(answer: Awaitable[Any]) -> Any:
     """A reference of Ray's as a coroutine, which asyncio's limits of time take."""
     return await answer
+
+
+def releases_nodes() -> bool:
+    """Whether Ray's autoscaler can release nodes of this cluster; for a process on the head node.
+
+    Ray's monitor runs on each head node, and scales only if it has a configuration. On Kubernetes it shows by its
+    status.
+    """
+    monitors = list[list[str]]()
+    for process in psutil.process_iter():
+        try:
+            command = process.cmdline()
+        except psutil.Error:
+            continue  # it has ended, or is another user's
+        if any(word.endswith(_MONITORS) for word in command):
+            monitors.append(command)
+    if monitors:
+        return any(word.startswith("--autoscaling-config") for command in monitors for word in command)
+    return bool(_internal_kv_get(_STATUS))
+
+
+def is_released() -> bool:
+    """Whether this node is about to be released."""
+    return ray.get_runtime_context().get_node_id() in ray._private.state.state.get_draining_nodes()

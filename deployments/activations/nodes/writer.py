@@ -20,9 +20,8 @@ from deployments.activations.facts import Note, StoreError, explained, name_of
 from deployments.activations.files.disk import restrict, write
 from deployments.activations.files.places import place_of
 from deployments.activations.nodes.files import serve_segments
-from deployments.activations.nodes.releasing import is_released
 from deployments.activations.nodes.reporting import Teller
-from deployments.activations.nodes.submitting import Home, StartingError, TakesRuns, awaited
+from deployments.activations.nodes.submitting import Home, StartingError, TakesRuns, awaited, is_released
 from deployments.activations.state.nodes import Deletion, Node, uri_of
 from deployments.activations.writer.recovery import MARK, open_directory
 from deployments.activations.writer.room import Room

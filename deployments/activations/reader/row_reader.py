@@ -45,9 +45,8 @@ class _Lying(NamedTuple):
 class RowReader:
     """Reads rows by their numbers; maps the files once, for as long as it lives.
 
-    The maps' pages are the operating system's cache of the files. Batches are in memory of their own, which is used
-    again once nothing holds any of a batch's tensors. FileNotFoundError if a file is gone, ValueError if one has become
-    shorter.
+    Batches are in memory of their own, which is used again once nothing holds any of a batch's tensors.
+    FileNotFoundError if a file is gone, ValueError if one has become shorter.
     """
 
     def __init__(self, index: RowIndex) -> None:

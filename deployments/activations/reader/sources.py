@@ -83,18 +83,19 @@ def is_run_id(source: object) -> bool:
 
 
 def locate(run_id: str, root: str | os.PathLike[str] | None = None) -> Located:
-    """Find a run's file in a store, or fetch it from a server into a temporary directory.
+    """Find a run's file in a store, or fetch it from a server into a temporary directory; by default `default_store`.
 
-    `root` is the store's directory or URI, or a server's `http` address, by default `default_store`; a server's key is
-    the variable `VITRINE_API_KEY`. FileNotFoundError if there is no such store, run or file; ValueError if the server
-    refuses.
+    FileNotFoundError if there is no such store, run or file; ValueError if the server refuses.
     """
     given = os.fspath(root) if root is not None else default_store()
     if given.startswith(("http://", "https://")):
         return Located(run_id, DiskFile(_fetched(given, run_id)), 0)
     store = place_of(given) if "://" in given else Directory(Path(given).expanduser().resolve())
     try:
-        found = next(iter(find_runs(store, [run_id])), None) or _scanned(store, run_id)
+        found = next(iter(find_runs(store, [run_id])), None)
+        if found is None:
+            runs = (run for file in shards(store) for run in whole_runs(file) if run.facts.run_id == run_id)
+            found = next((Located(run_id, run.file, run.offset) for run in runs), None)
     except FileNotFoundError as error:
         raise FileNotFoundError(f"there is no store at {store}: name one as root, or by {STORE_VARIABLE}") from error
     if found is None:
@@ -106,18 +107,12 @@ def locate(run_id: str, root: str | os.PathLike[str] | None = None) -> Located:
     return found
 
 
-def _scanned(store: Source, run_id: str) -> Located | None:
-    runs = (run for file in shards(store) for run in whole_runs(file))
-    return next((Located(run_id, run.file, run.offset) for run in runs if run.facts.run_id == run_id), None)
-
-
 def chosen(
     source: AnySource, session: str | None, runs: Collection[str] | None
 ) -> tuple[list[File], Collection[str] | None]:
     """The files in which to look for runs, and the ids of the runs to take, None for all.
 
-    `source` is as for `shards`, or the id of a run, which `locate` finds. Where a store's catalogue knows all of
-    `runs`, only their files are listed. FileNotFoundError if there is no such source, session or run.
+    Where a store's catalogue knows all of `runs`, only their files are listed. A run's id may be the source, too.
     """
     if isinstance(runs, str):
         raise ValueError("runs: name them as a list")

@@ -19,8 +19,7 @@ _ALIVE_S = 1.0  # for which it is believed which nodes are alive
 class Node(NamedTuple):
     """A node with a directory of its own, `root`, by a `key` that is made with the directory.
 
-    `name` is its address; `ray_id` is another one each time that it joins the cluster. `lost`: it came back without
-    this directory.
+    `ray_id` is another one each time that it joins the cluster; it is `lost` if it came back without the directory.
     """
 
     key: str

@@ -8,8 +8,7 @@ import time
 from collections.abc import Callable, Mapping, Set
 from typing import Any, NamedTuple
 
-from deployments.activations.accounts import Account
-from deployments.activations.facts import StoreError, check_session_id, names_a_session
+from deployments.activations.facts import Account, StoreError, check_session_id, names_a_session
 from deployments.activations.state.state import State
 from deployments.errors import RequestError
 
@@ -21,8 +20,8 @@ _AUTOMATIC = re.compile(r"auto-\d{4}-\d\d-\d\d-(.+)")  # the session of the day 
 class Record(NamedTuple):
     """Whose a session is; `owner` is None where an admin has shared a session that has none.
 
-    The owner's quotas count it if `limited`; everybody may read it if `shared`. A session that is deleted and `claimed`
-    again (Unix seconds) has another random `fence`, so that no late run of the first becomes part of the second.
+    The owner's quotas count it if `limited`; everybody may read it if `shared`. Each time that it is `claimed` (Unix
+    seconds) it gets another random `fence`, so that no late run of a deleted session becomes part of it.
     """
 
     owner: str | None

@@ -15,8 +15,7 @@ from typing import Any, NamedTuple
 
 from safetensors import SafetensorError
 
-from deployments.activations.accounts import OPERATOR, Account
-from deployments.activations.facts import explained, page
+from deployments.activations.facts import OPERATOR, Account, explained, page
 from deployments.activations.files.disk import found, remove, write
 from deployments.errors import RequestError
 
@@ -122,8 +121,7 @@ class ClientFiles:
     ) -> dict[str, Any]:
         """Write a file, durable when it returns; the same one again is left as it is.
 
-        RequestError if its name is another's, or if all files would have more than `most` bytes, or those of its owner,
-        unless an admin, more than `most_of_one`.
+        RequestError if its name is taken, or files would take more than `most` bytes, or `most_of_one` of its owner.
         """
         key = new.name, new.owner
         known = self._files.get(key)

@@ -26,9 +26,8 @@ _MOST_SEALS = 256  # that wait for one: each is an open file
 class Pool:
     """Hands out shards and seals them. For one thread.
 
-    Each pool names its files after itself and creates them exclusively: no two writers share a file, and none of an
-    earlier writer is appended to. Shards that are taken are never sealed; the others are at `shard_bytes`, after
-    `idle_s` seconds, or if more than `open_shards` are open. `wake` is called, on any thread, each time one is closed.
+    No two writers share a file. A shard that no run has taken is sealed at `shard_bytes`, after `idle_s` seconds, or if
+    more than `open_shards` are open; `wake` is called, on any thread, each time one is closed.
     """
 
     def __init__(

@@ -80,9 +80,8 @@ def make_root(root: Path) -> None:
 def recover(root: Path, sealed: Mapping[str, tuple[int, int]] = MappingProxyType({})) -> None:
     """Seal the files of writers that were killed, behind their last whole run, and remove what else they left.
 
-    Names and rows of whole runs stay as they are; links are not followed. What the disk refuses is logged. `sealed` has
-    files that are known to be sealed, by URI their bytes and time of change in ns; those that are still so are not
-    opened.
+    What the disk refuses is logged. `sealed` has files that are known to be sealed, by URI their bytes and time of
+    change in ns; those that are still so are not opened.
     """
     for item in list(os.scandir(root)):
         if item.name.startswith(NEW):

@@ -13,9 +13,8 @@ from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from deployments.activations.accounts import OPERATOR, Account
 from deployments.activations.catalogue.catalogue import Catalogue
-from deployments.activations.facts import Note, StoreError
+from deployments.activations.facts import OPERATOR, Account, Note, StoreError
 from deployments.activations.files.disk import DELETED, directory, scan_session
 from deployments.activations.files.places import path_of
 from deployments.activations.limits import Held, Retention, oldest
@@ -32,11 +31,10 @@ logger = logging.getLogger(__name__)
 
 
 class Keeper:
-    """Holds a store to its limits. For the writer's thread, but for `retention` and `old`, which all may use.
+    """Holds a store to its limits, on the writer's thread but for `retention` and `old`. A node's has no `owners`.
 
     Not deleted by themselves are sessions that are pinned or written to, also by another node: their files are
-    otherwise than is known then. What an account may not change is answered as if it were not there. A node's writer
-    has no `owners`. `archive` and `nodes` are told of deletions; `busy` gives the sessions that are being written to.
+    otherwise than is known then. What an account may not change is answered as if it were not there.
     """
 
     def __init__(

@@ -20,9 +20,8 @@ from typing import TYPE_CHECKING, Any, NamedTuple, TypeVar
 
 import pyarrow as pa
 
-from deployments.activations.accounts import OPERATOR, Account
 from deployments.activations.catalogue.catalogue import Catalogue
-from deployments.activations.facts import RunFacts, RunName, StoredRun, StoreError, explain
+from deployments.activations.facts import OPERATOR, Account, RunFacts, RunName, StoredRun, StoreError, explain
 from deployments.activations.limits import Retention
 from deployments.activations.segments.checksums import described
 from deployments.activations.segments.schema import batch_metadata
@@ -59,11 +58,9 @@ class Writer:
     """Writes and deletes below one existing root, on a thread of its own; the catalogue follows.
 
     All that waits when the thread comes round is appended. While one group of runs is made durable, each of its files
-    by one fsync, the next is written; then the group's futures are answered.
-
-    A shard of `shard_bytes` is sealed (a run is never split), also after `idle_s` seconds without a run, or if more
-    than `open_shards` are open. A run without a chunk for `lease_s` seconds is abandoned. All methods raise StoreError
-    at once if the writer is closed or `session_id` can name no session; errors of the disk come from the future.
+    by one fsync, the next is written; then the group's futures are answered. A run without a chunk for `lease_s`
+    seconds is abandoned. All methods raise StoreError at once if the writer is closed or `session_id` can name no
+    session; errors of the disk come from the future.
     """
 
     def __init__(

@@ -17,14 +17,13 @@ from safetensors.torch import load as tensors
 
 from deployments.activations import load, runs
 from deployments.activations.__main__ import main
-from deployments.activations.accounts import Account
 from deployments.activations.actors.store import ActivationStore
 from deployments.activations.archive import archive
 from deployments.activations.archive import claim as bucket_claim
 from deployments.activations.archive.claim import InUseError
 from deployments.activations.catalogue.manifest import Manifest
 from deployments.activations.export.exports import export
-from deployments.activations.facts import StoreError
+from deployments.activations.facts import Account, StoreError
 from deployments.activations.filters import Choice, Filter
 from deployments.activations.limits import Retention
 from deployments.activations.reader.sources import shards

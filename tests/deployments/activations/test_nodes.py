@@ -14,13 +14,12 @@ import pytest
 import torch
 
 from deployments.activations import load, runs
-from deployments.activations.accounts import Account
 from deployments.activations.actors.store import ActivationStore
 from deployments.activations.catalogue.catalogue import Catalogue
 from deployments.activations.catalogue.database import NAME
 from deployments.activations.catalogue.manifest import Bases
 from deployments.activations.catalogue.replaying import merge_snapshot, write_snapshot
-from deployments.activations.facts import Note, StoreError, names_a_session
+from deployments.activations.facts import Account, Note, StoreError, names_a_session
 from deployments.activations.limits import Retention
 from deployments.activations.nodes.submitting import Home
 from deployments.activations.nodes.writer import NodeWriter

@@ -9,7 +9,7 @@ import pytest
 import torch
 from safetensors.torch import load, save
 
-from deployments.activations.accounts import Account
+from deployments.activations.facts import Account
 from deployments.activations.uploads import readouts
 from deployments.activations.uploads.readouts import ReadoutFiles
 from deployments.errors import RequestError

@@ -9,8 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from deployments.activations.accounts import Account
-from deployments.activations.facts import StoreError
+from deployments.activations.facts import Account, StoreError
 from deployments.activations.state import earlier as old_state
 from deployments.activations.state.owners import Owners, Record
 from deployments.activations.state.profiles import StoredProfiles
@@ -138,7 +137,7 @@ def test_what_was_answered_is_there_after_a_kill(tmp_path):
     script = f"""
 from pathlib import Path
 from deployments.activations.state import earlier as old_state
-from deployments.activations.accounts import Account
+from deployments.activations.facts import Account
 from deployments.activations.state.owners import Owners
 from deployments.activations.state.state import Pins
 root = Path({str(tmp_path)!r})

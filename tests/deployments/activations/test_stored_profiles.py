@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from deployments.activations.accounts import OPERATOR, Account
+from deployments.activations.facts import OPERATOR, Account
 from deployments.activations.state import profiles as stored_profiles
 from deployments.activations.state.profiles import MAX_BYTES, StoredProfiles
 from deployments.errors import RequestError

@@ -12,8 +12,8 @@ import ray
 import torch
 
 from deployments.activations import load
-from deployments.activations.accounts import OPERATOR
 from deployments.activations.actors.store import connect
+from deployments.activations.facts import OPERATOR
 from deployments.job import Job
 from deployments.options import home
 from serve_app.backend import profile_registry
