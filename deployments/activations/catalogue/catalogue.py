@@ -69,7 +69,7 @@ class Catalogue(Queries):
             root.mkdir(parents=True, exist_ok=True)
             lock = locked(root / LOCK)  # one process at a time writes the database
             try:
-                catalogue = cls(opened(root, manifest and partial(fill_new, manifest)), root, manifest)
+                catalogue = cls(opened(root, partial(fill_new, manifest) if manifest else None), root, manifest)
             except BaseException:
                 os.close(lock)
                 raise
@@ -181,7 +181,8 @@ class Catalogue(Queries):
                 logger.error("the catalogue of %s is made again of the files: %s", root, error)
             try:
                 self._database.close()
-                self._database = opened(root, self._manifest and partial(fill_new, self._manifest))
+                fill = partial(fill_new, self._manifest) if self._manifest else None
+                self._database = opened(root, fill)
                 self.remade += 1
                 self._look(self._database)
                 return work(self._database)
