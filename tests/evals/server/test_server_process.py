@@ -86,7 +86,7 @@ def kept(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Place]:
     where = place(tmp_path_factory.mktemp("kept"))
     done = where.run("first", "--keep-running", "--smoke")
     assert done.returncode == 0, done.stdout + done.stderr
-    assert f"vitrine-demo stays at {where.base_url}; kill {where.process.pid} stops it" in done.stdout
+    assert f"vitrine-demo still runs at {where.base_url}; stop it with: kill {where.process.pid}" in done.stdout
     yield where
     if look(where.base_url):
         process = where.process
