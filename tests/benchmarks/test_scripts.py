@@ -106,3 +106,18 @@ def test_writing_is_measured_beside_the_disk_and_leaves_nothing(tmp_path):
     told = {"writer, small / disk", "disk, summed / disk", "writer / disk, summed"}
     assert set(case["writing"]["ratios"]) == required | told
     assert [item.name for item in tmp_path.iterdir()] == ["results"]
+
+
+@pytest.mark.long
+def test_the_page_is_measured_in_a_browser(tmp_path):
+    results = tmp_path / "page"
+    command = [sys.executable, "-m", "benchmarks.page", "--tokens=100", "--rounds=1", f"--results={results}"]
+    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=300)
+    if "to open the page with" in done.stderr:
+        pytest.skip(done.stderr)
+    assert "Traceback" not in done.stderr, done.stderr
+    found = json.loads(results.with_suffix(".json").read_text())
+    assert done.returncode == bool(found["failed"]), done.stdout + done.stderr
+    views, coming, there = found["cases"]["page"].values()
+    assert 0 < views["lowest"] <= views["median"] <= views["highest"]
+    assert coming["frames"] == there["frames"] > 100
