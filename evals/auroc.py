@@ -9,7 +9,6 @@ from __future__ import annotations
 from typing import NamedTuple
 
 import numpy as np
-from scipy.stats import rankdata
 
 GROUPS = 20  # below, no interval
 _RESAMPLED = 1 << 22  # numbers of one step of the bootstrap
@@ -38,11 +37,21 @@ def auroc(scores: np.ndarray, positive: np.ndarray) -> tuple[np.ndarray, np.ndar
         The area, 0 where there is no pair, and the pairs, `[...]` each.
     """
     positive = np.broadcast_to(positive, scores.shape)
-    ranks = rankdata(scores, axis=-1)
+    ranks = _ranks(scores)
     yes = positive.sum(axis=-1)
     pairs = yes * (scores.shape[-1] - yes)
     above = (ranks * positive).sum(axis=-1) - yes * (yes + 1) / 2
     return above / np.maximum(pairs, 1), pairs
+
+
+def _ranks(scores: np.ndarray) -> np.ndarray:
+    """Ranks from 1 of scores `[..., n]` among the last axis; ties share their mean."""
+    rows = scores.reshape(-1, scores.shape[-1]) if scores.size else scores.reshape(0, scores.shape[-1])
+    ranks = np.empty(rows.shape)
+    for row, own in zip(rows, ranks, strict=True):
+        _, which, counts = np.unique(row, return_inverse=True, return_counts=True)
+        own[:] = (np.cumsum(counts) - (counts - 1) / 2)[which]
+    return ranks.reshape(scores.shape)
 
 
 def by_folds(scores: np.ndarray, positive: np.ndarray, folds: np.ndarray) -> np.ndarray:

@@ -184,3 +184,18 @@ def test_the_engine_holds_no_ray(name):
 def test_a_part_does_without_what_it_is_to_do_without(imported, absent):
     code = f"import sys, {imported}; sys.exit({absent!r} in sys.modules)"
     subprocess.run([sys.executable, "-c", code], cwd=ROOT, check=True)
+
+
+def test_only_probes_need_scikit_learn():
+    """It comes with the extra `probes`, and whoever serves or evaluates does not have it."""
+    heavy = {"scipy", "sklearn"}
+    needing = {
+        path.relative_to(ROOT).as_posix()
+        for top in ("deployments", "evals", "serve_app", "vitrine")
+        for path in (ROOT / top).rglob("*.py")
+        for node in ast.walk(ast.parse(path.read_text()))
+        if isinstance(node, (ast.Import, ast.ImportFrom))
+        for name in ([node.module or ""] if isinstance(node, ast.ImportFrom) else [one.name for one in node.names])
+        if name.split(".")[0] in heavy
+    }
+    assert all(path.startswith("evals/probes/") for path in needing), needing
