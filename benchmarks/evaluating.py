@@ -30,7 +30,7 @@ from deployments.options import DEMO
 from evals.config import CONTROL, Config
 from evals.task.problems import to_problem
 from evals.task.prompts import Prompts, load_variants
-from evals.task.trajectory import request_body
+from evals.task.turn_request import request_body
 
 MIN_RATIO = 0.95
 LOAD, EVALUATOR = "load generator", "evaluator"

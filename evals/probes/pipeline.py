@@ -23,7 +23,7 @@ from evals.probes.fitting.headline import choose
 from evals.probes.fitting.selectivity import control_task, selectivity
 from evals.probes.fitting.transfer import transferred
 from evals.probes.inputs.data import load
-from evals.probes.outputs import files, report_page
+from evals.probes.outputs import report_page, sweep_files
 from evals.probes.outputs.document import document
 from evals.probes.sweep_options import Options
 
@@ -85,11 +85,11 @@ def sweep(**options: Any) -> Result:
     found["headline"] |= selectivity(job, headline, task, found["headline"]["reasons"])
     found["transfer"] = [transferred(given, data, headline, test) for test in tests]
     found["seconds"] = round(time.monotonic() - started, 3)
-    scores = files.scores(data.examples, data.positive, folds.of, headline)
-    tensors = files.tensors(headline)
+    scores = sweep_files.scores(data.examples, data.positive, folds.of, headline)
+    tensors = sweep_files.tensors(headline)
     if given.out is not None:
         given.out.mkdir(parents=True, exist_ok=True)
-        files.write(given.out, found, scores, tensors, files.metadata(given.probe_name, found))
+        sweep_files.write(given.out, found, scores, tensors, sweep_files.metadata(given.probe_name, found))
         report_page.write(given.out, found, data.examples, job, headline)
     return Result(found, scores, tensors, given.out)
 

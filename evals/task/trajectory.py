@@ -1,6 +1,5 @@
 """One problem in one mode and variant: a single turn, or the tool loop. The result is a `Sample`."""
 
-import hashlib
 import json
 import time
 from collections.abc import Awaitable, Callable
@@ -8,17 +7,17 @@ from typing import Any, Literal, NamedTuple
 
 from pydantic import BaseModel
 
-from deployments.demo_model.calculator import TOOL, answer_call
-from deployments.points.token_choices import as_json
+from deployments.demo_model.calculator import answer_call
 from evals.activations_meta import runs_of
 from evals.config import Config, Mode
 from evals.scoring import RULES, Rule, Score, score
 from evals.server.answers import AnswerLate, RequestFailed
 from evals.server.client import PROFILE
-from evals.server.readout_client import Readings, fields, readings
+from evals.server.readout_client import Readings, readings
 from evals.task import steering
 from evals.task.prompts import Prompts
-from evals.task.text_tools import END, as_text, read_call
+from evals.task.text_tools import read_call
+from evals.task.turn_request import request_body, request_seed
 
 CONTEXT_EXCEEDED = "context_length_exceeded"  # OpenAI's word
 Chat = Callable[[dict[str, Any]], Awaitable[dict[str, Any]]]
@@ -226,43 +225,6 @@ def scored(sample: Sample, rule: Rule) -> Sample:
     for name, its in by.items():
         found |= {name: its.answer.text if its.answer else None, f"correct_{name}": its.correct}
     return sample.model_copy(update=found | {"outcome": _outcome(sample, by[rule])})
-
-
-def request_body(messages: list[dict[str, Any]], mode: Mode, capture: dict[str, Any], config: Config) -> dict[str, Any]:
-    """The chat request of one turn, with the capture fields where activations are collected.
-
-    Args:
-        messages: all so far.
-        mode: whether the calculator is offered.
-        capture: what the run is to be found by.
-        config: the run's options.
-    """
-    body: dict[str, Any] = {
-        "model": config.model,
-        "messages": messages,
-        "max_tokens": config.max_tokens,
-        "temperature": config.temperature or 0.0,
-    }
-    if mode == "with-tools" and config.tools == "text":
-        body |= {"messages": as_text(messages), "stop": [END]}
-    elif mode == "with-tools":
-        body["tools"] = [TOOL]
-    further = {"top_p": config.top_p, "top_k": config.top_k, "chat_template_kwargs": config.chat_template_kwargs}
-    body |= {name: value for name, value in further.items() if value not in (None, {})}
-    body |= fields(config.readouts)
-    if config.collect_activations:
-        where = {"points": config.points, "layers": config.layers, "sites": config.sites}
-        body["session_id"] = config.session_id
-        body["store_activations"] = True
-        body["capture"] = {name: value for name, value in where.items() if value} | capture | {"store_text": True}
-        if config.tokens != "all":
-            body["capture"]["tokens"] = as_json(config.tokens)
-    return body
-
-
-def request_seed(seed: int | None, key: str, turn: int) -> int:
-    """What a turn's sampling hangs on: the run's seed, the sample and the turn, so that a run repeats."""
-    return int.from_bytes(hashlib.sha256(f"{seed}:{key}:{turn}".encode()).digest()[:4], "big") >> 1
 
 
 def _outcome(sample: Sample, by_rule: Score) -> Outcome:
