@@ -85,7 +85,9 @@ def opened(browser: Browser, url: str, tokens: int, layers: int) -> Page:
         return {"layer": layer, "top": top, "targets": [top[layer % 5] | {"rank": 1 + layer % 5}]}
 
     def read(route: Route) -> None:
-        window = route.request.post_data_json["logit_lens"]["tokens"]
+        body = route.request.post_data_json
+        assert body
+        window = body["logit_lens"]["tokens"]
         found = [
             {"position": at, "token": texts[at], "layers": [cell(at, layer) for layer in range(layers)]}
             for at in range(window["from"], window["to"])
