@@ -82,12 +82,11 @@ def ratio(ours: Side, base: Side) -> float:
 
     They take turns step by step, so that a machine that slows down does so for both.
     """
-    for number in itertools.count():
-        for side in (ours, base) if number % 2 else (base, ours):
+    turns = itertools.cycle(((base, ours), (ours, base)))
+    while ours.left or base.left:
+        for side in next(turns):
             side.step()
-        if not ours.left and not base.left:
-            return ours.tokens / ours.seconds * base.seconds / base.tokens
-    raise AssertionError
+    return ours.tokens / ours.seconds * base.seconds / base.tokens
 
 
 class Cases:

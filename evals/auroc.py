@@ -46,12 +46,11 @@ def auroc(scores: np.ndarray, positive: np.ndarray) -> tuple[np.ndarray, np.ndar
 
 def _ranks(scores: np.ndarray) -> np.ndarray:
     """Ranks from 1 of scores `[..., n]` among the last axis; ties share their mean."""
-    rows = scores.reshape(-1, scores.shape[-1]) if scores.size else scores.reshape(0, scores.shape[-1])
-    ranks = np.empty(rows.shape)
-    for row, own in zip(rows, ranks, strict=True):
-        _, which, counts = np.unique(row, return_inverse=True, return_counts=True)
-        own[:] = (np.cumsum(counts) - (counts - 1) / 2)[which]
-    return ranks.reshape(scores.shape)
+    ranks = np.empty(scores.shape)
+    for place in np.ndindex(scores.shape[:-1]):
+        _, which, counts = np.unique(scores[place], return_inverse=True, return_counts=True)
+        ranks[place] = (np.cumsum(counts) - (counts - 1) / 2)[which]
+    return ranks
 
 
 def by_folds(scores: np.ndarray, positive: np.ndarray, folds: np.ndarray) -> np.ndarray:

@@ -90,6 +90,7 @@ def run_all(
             left[sample.id] = tuple(one for one in left[sample.id] if one != (sample.variant, sample.epoch))
             yield sample
         missing = sum(map(len, left.values()))
+        assert missing < count or lost == ANY, "a task that does not die gives a sample of each problem"
         lost = NONE if missing == count else ANY  # what dies at once, twice, is no accident
         if missing:
             logger.warning("%d samples are missing since a worker died: they are asked for again", missing)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import functools
 import random
 import sys
+from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -363,8 +364,9 @@ def company(model, requests: list[Request], numbers: random.Random, **options: A
     return done
 
 
-@pytest.mark.parametrize("seed", range(6))
-def test_over_random_schedules_a_request_gives_alone_what_it_gives_in_company(model, seed) -> None:
+def together_and_alone(model, seed: int) -> Iterator[tuple[Request, Finished, Finished]]:
+    """Random requests, each with what it gives in the others' company and alone."""
+
     def made() -> list[Request]:
         numbers = random.Random(seed)
         return [random_request(model, f"r{i}", numbers) for i in range(9)]
@@ -372,7 +374,12 @@ def test_over_random_schedules_a_request_gives_alone_what_it_gives_in_company(mo
     together = company(model, made(), random.Random(seed), max_running=5, prefill_tokens=32)
     for asked in made():
         (alone,) = Engine(model).generate([asked])
-        got = together[asked.id]
+        yield asked, together[asked.id], alone
+
+
+@pytest.mark.parametrize("seed", range(6))
+def test_over_random_schedules_a_request_gives_alone_what_it_gives_in_company(model, seed) -> None:
+    for asked, got, alone in together_and_alone(model, seed):
         assert list(got.tokens) == list(alone.tokens), asked.id
         ended = alone.stop_reason and alone.stop_reason.token
         assert (got.reason, got.stop_reason and got.stop_reason.token) == (alone.reason, ended)
@@ -386,14 +393,7 @@ def test_over_random_schedules_a_request_gives_alone_what_it_gives_in_company(mo
 
 @pytest.mark.parametrize("seed", range(4))
 def test_batch_invariant_values_have_the_same_bits_in_any_company(invariant, seed) -> None:
-    def made() -> list[Request]:
-        numbers = random.Random(seed)
-        return [random_request(invariant, f"r{i}", numbers) for i in range(9)]
-
-    together = company(invariant, made(), random.Random(seed), max_running=5, prefill_tokens=32)
-    for asked in made():
-        (alone,) = Engine(invariant).generate([asked])
-        got = together[asked.id]
+    for asked, got, alone in together_and_alone(invariant, seed):
         assert got.tokens == alone.tokens
         for number in range(len(asked.readouts)):
             assert rows_of(got, number) == rows_of(alone, number)
