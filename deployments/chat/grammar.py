@@ -11,8 +11,8 @@ from deployments.chat.tool_calls import Separators, ToolCallFormat
 
 # Any amount of whitespace would let a model write nothing else.
 OPTIONS = {"whitespace_pattern": r" |\n[ \t]{0,16}"}  # as JSON is written by hand
-# Characters of text before a call that must be made: a model that learned to say first what it computes goes astray
-# where it has to call at once.
+# Characters of one line of text before a call that must be made: a model that learned to say first what it computes
+# goes astray where it has to call at once, and one that would have ended there goes on and on where lines may follow.
 MOST_BEFORE = 96
 ANY_OBJECT: dict[str, Any] = {"type": "object"}
 NO_ARGUMENTS: dict[str, Any] = {"type": "object", "properties": {}, "additionalProperties": False}
@@ -81,7 +81,7 @@ class GrammarWriter:
         parts_of = ["before", "begin"] if marked else ["begin"] if form.begin else []
         lines.append(f"calls: {' '.join(parts_of)} one {more} {'end' if form.end else ''}")
         if marked:
-            lines.append(f"before: /(.|\\n){{0,{MOST_BEFORE}}}/")
+            lines.append(f"before: /[^\\n]{{0,{MOST_BEFORE}}}\\n{{0,2}}/")
         if several:
             lines.append(f"between: {self.literal(form.between or '')}")
         lines.append("one: " + " | ".join(f"call_{i}" for i in range(len(functions))))

@@ -76,10 +76,11 @@ export function colouring(app, { stored = false, onchange = () => {} } = {}) {
     }
   }
 
-  async function numbersOf(strip, text, model, signal) {
+  /** A number a token, and what to say of them is added to `notes`. */
+  async function numbersOf(strip, text, model, signal, notes) {
     if (by.value in OWN) return strip.tokens.map(OWN[by.value][0]);
     const wanted = text.positions ?? span(text.offset, text.offset + strip.tokens.length);
-    if (needs().readout) return readoutOf(strip, text, wanted, model, signal);
+    if (needs().readout) return readoutOf(strip, text, wanted, model, signal, notes);
     const found = text.run ? await storedRows(text.run, point.value, signal) : null;
     const some = found ? wanted.map((at) => found.rows[found.positions.indexOf(at)]) : Object.values(await rows(model, text.ids, [point.value], wanted, signal))[0];
     if (by.value === "norm") return some.map((row) => (row ? norm(row) : NaN));
@@ -92,7 +93,7 @@ export function colouring(app, { stored = false, onchange = () => {} } = {}) {
   }
 
   /** A readout's values of a strip: as they came with the answer or are stored; else the model runs the text once more. */
-  async function readoutOf(strip, text, wanted, model, signal) {
+  async function readoutOf(strip, text, wanted, model, signal, notes) {
     const { name, column, linear, spec } = chosen();
     let some = text.readouts?.[name]?.rows;
     if (!some && linear && text.run?.points?.[COLUMN + name]) {
@@ -102,7 +103,7 @@ export function colouring(app, { stored = false, onchange = () => {} } = {}) {
     if (!some) {
       if (text.isWhole === false) throw new Error("Not all tokens of the run are stored: the readout cannot be computed now.");
       some = await scores(model, text.ids, spec, wanted, signal);
-      if (stored) trouble.replaceChildren("Computed now, with interventions left out.");
+      if (stored) notes.push("Computed now, with interventions left out.");
     }
     return strip.tokens.map((_, i) => valueOf(spec, some[i], column));
   }
@@ -121,9 +122,11 @@ export function colouring(app, { stored = false, onchange = () => {} } = {}) {
       }
       if (needs().point || needs().readout) trouble.replaceChildren(needs().point ? "Reading the point…" : "Reading the values…");
       const said = trouble.firstChild;
-      const found = await numbersOf(strip, text, model, signal);
+      const notes = [];
+      const found = await numbersOf(strip, text, model, signal, notes);
       said?.remove();
-      if (asked !== JSON.stringify(read())) return null;
+      if (asked !== JSON.stringify(read())) return null; // another colour was chosen meanwhile
+      if (notes.length) trouble.replaceChildren(...notes);
       const { title, unit } = scaleOf(found);
       held.set(strip, { found, state: asked, title, unit: needs().readout ? unitOf(chosen().spec) : unit });
       paintAll();

@@ -65,7 +65,7 @@ EXAMPLES = {
     "stream_options.include_usage": Example(True, {"stream": True}),
     "stream_options.include_obfuscation": Example(True, {"stream": True}),
     "tools": Example([TOOL]),
-    "tool_choice": Example("required", {"tools": [TOOL]}),
+    "tool_choice": Example("required", {"tools": [TOOL], "max_tokens": 64}),
     "parallel_tool_calls": Example(False, CALLING),
     "response_format": Example({"type": "json_object"}),
     "user": Example("somebody"),
