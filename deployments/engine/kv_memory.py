@@ -5,7 +5,7 @@ from __future__ import annotations
 import itertools
 import re
 from collections import Counter, OrderedDict
-from collections.abc import Hashable, Sequence
+from collections.abc import Hashable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -130,16 +130,32 @@ class KvMemory:
         """
         assert not kv.pages
         kv.chain = owner
-        for start in range(0, limit - PAGE + 1, PAGE):
-            found = self._known.get((kv.chain, tuple(tokens[start : start + PAGE])))
-            if found is None:
-                break
-            kv.chain, page = found
+        for page, kv.chain in self._known_pages(tokens, limit, owner):
             self._idle.pop(page, None)
             self._holders[page] += 1
             kv.pages.append(page)
         kv.known = len(kv.pages)
         return kv.known * PAGE
+
+    def held(self, tokens: Sequence[int], limit: int, owner: Hashable) -> int:
+        """How many pages of a sequence's beginning others hold now, so that it takes none for them.
+
+        Args:
+            tokens: Its tokens.
+            limit: No position from this one on is taken from another sequence.
+            owner: Whose pages it may share.
+        """
+        return sum(page in self._holders for page, _ in self._known_pages(tokens, limit, owner))
+
+    def _known_pages(self, tokens: Sequence[int], limit: int, owner: Hashable) -> Iterator[tuple[int, Hashable]]:
+        """The pages that hold a beginning, each with the key under which the next one is known."""
+        chain = owner
+        for start in range(0, limit - PAGE + 1, PAGE):
+            found = self._known.get((chain, tuple(tokens[start : start + PAGE])))
+            if found is None:
+                return
+            chain, page = found
+            yield page, chain
 
     @staticmethod
     def next_page(kv: SequenceKv, tokens: Sequence[int], limit: int) -> Hashable:

@@ -12,6 +12,8 @@ from deployments.engine.kv_memory import KvMemory, pages_for
 from deployments.engine.sequence import Sequence
 
 MIN_PROMPT_TOKENS = 32  # of a forward: with no memory for these, a request cannot be served
+MOST_OVERTAKING = 64  # later sequences that are taken in before one that does not fit yet
+MOST_BLOCKED = 16  # that do not fit: a step looks at no others behind them
 RECOVERY_FORWARDS = 64  # forwards without a failure after which limits are doubled again
 
 
@@ -162,16 +164,28 @@ class Scheduler:
         # Those under way will want these, too.
         promised = sum(max(0, pages_for(seq.need) - len(seq.kv.pages)) for seq in self.running)
         reserved = self._capture_budget.reserved(self.running)
+        blocked = 0  # that find too few pages
         turn = True  # of who holds rows until its end: none overtakes another
         for seq in self.waiting:
             reserve = seq.recording.reserve if seq.recording else 0
             if (reserve and not turn) or not self._capture_budget.admits(seq, reserved):
                 turn = turn and not reserve
                 continue
-            promised += pages_for(seq.need)
             count = len(self.running) + len(fitting)
-            if count >= self.max_sequences or (count and promised > self._memory.available):
+            if count >= self.max_sequences:
                 break
+            pages = pages_for(seq.need)
+            if count and promised + pages > self._memory.available:
+                pages -= self._memory.held(seq.token_ids, seq.unshared, seq.request.owner)
+            if count and promised + pages > self._memory.available:
+                if seq in self._back or seq.overtaken >= MOST_OVERTAKING:
+                    break  # what others give back is for this one
+                blocked += 1
+                if blocked > MOST_BLOCKED:
+                    break
+                turn = turn and not reserve
+                continue
+            promised += pages
             fitting.append(seq)
             reserved += reserve
         return fitting
@@ -198,6 +212,8 @@ class Scheduler:
             seq.cached = shared
         if seq.recording:
             seq.recording.rows = max(seq.recording.rows, shared)
+        if self.waiting[0] is not seq:
+            self.waiting[0].overtaken += 1
         self.waiting.remove(seq)
         self._back.pop(seq, None)
         self.running.append(seq)

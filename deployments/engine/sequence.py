@@ -33,6 +33,7 @@ class Sequence:
         fed: Tokens whose keys and values are there.
         cached: Tokens of its prompt that another sequence had run before.
         turn: The engine's step in which it last ran.
+        overtaken: How many later sequences were taken in while it waited for pages.
         no_memory_at: Its length when it last found no memory by itself.
         stalled: What it recorded waits to be written: it goes on when that is done.
         unsaid: What it has to say at its end, where it is not streamed.
@@ -54,6 +55,7 @@ class Sequence:
     fed: int = 0
     cached: int = 0
     turn: int = 0
+    overtaken: int = 0
     no_memory_at: int = -1
     stalled: bool = False
     unsaid: list[Delta] = field(default_factory=list)

@@ -9,7 +9,9 @@ import torch
 
 from deployments.engine.engine import Engine
 from deployments.engine.kv_memory import KvMemory
-from deployments.engine.request import Delta, Request
+from deployments.engine.request import Delta, Finished, Request
+from deployments.engine.scheduler import MOST_OVERTAKING
+from deployments.model.kv_cache import PAGE
 from deployments.model.model import Model
 
 
@@ -124,3 +126,47 @@ def test_a_long_prompt_stops_no_short_one(tiny, prompt):
     while len(order) < 2:
         order += [event.id for event in engine.step() if isinstance(event, Delta) and event.id != "stream"]
     assert order == ["short", "long"]
+
+
+def with_pages(build, byte_tokenizer, pages: int) -> Engine:
+    """An engine with so many pages of keys and values."""
+    model = Model(build("qwen3", num_hidden_layers=1, max_position_embeddings=2048), byte_tokenizer, "qwen3")
+    return Engine(model, kv_bytes=pages * PAGE * KvMemory(model, 1, kv_bytes=1).position_bytes)
+
+
+def test_what_waits_for_pages_stops_no_request_that_fits(build, byte_tokenizer, prompt):
+    engine = with_pages(build, byte_tokenizer, 20)
+    engine.submit(Request("running", prompt(10 * PAGE), PAGE, ignore_eos=True))
+    engine.step()
+    engine.submit(Request("large", prompt(15 * PAGE), 1))
+    engine.submit(Request("short", prompt(PAGE), 1))
+    order = []
+    while len(order) < 3:
+        order += [event.id for event in engine.step() if isinstance(event, Finished)]
+    assert order == ["short", "running", "large"]
+
+
+def test_what_waits_for_pages_is_overtaken_a_bounded_number_of_times(build, byte_tokenizer, prompt):
+    engine = with_pages(build, byte_tokenizer, 20)
+    engine.submit(Request("running", prompt(4), 2, ignore_eos=True))
+    engine.step()
+    engine.submit(Request("large", prompt(19 * PAGE), 1))
+    ended, sent = [], 0
+    while "large" not in ended:
+        while sent - len(ended) < 3:  # there is always a next one that fits
+            engine.submit(Request(f"short {sent}", prompt(2 * PAGE, sent), 8, ignore_eos=True))
+            sent += 1
+        ended += [event.id for event in engine.step() if isinstance(event, Finished)]
+        assert sent < 2 * MOST_OVERTAKING
+
+
+def test_pages_that_others_hold_are_not_asked_for_again(build, byte_tokenizer, prompt):
+    engine = with_pages(build, byte_tokenizer, 16)
+    beginning = prompt(8 * PAGE)
+    for i in range(4):
+        engine.submit(Request(str(i), [*beginning, *prompt(5, i)], PAGE, ignore_eos=True))
+    most = 0
+    while engine.statistics.running or not most:
+        engine.step()
+        most = max(most, engine.statistics.running)
+    assert most == 4  # 8 pages of the beginning and two of each
