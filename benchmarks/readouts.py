@@ -9,19 +9,19 @@ from __future__ import annotations
 
 import argparse
 import dataclasses
-import itertools
 import json
 import statistics
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 
 import torch
 
 from benchmarks.common import measured_models
+from benchmarks.common.sides import Side, ratio
 from deployments.engine.edits import Edit
 from deployments.engine.engine import Engine
 from deployments.engine.gates import Gate, Leaf, Source
-from deployments.engine.request import Asked, Finished, Request
+from deployments.engine.request import Asked, Request
 from deployments.model.load import load
 from deployments.model.model import Model
 from deployments.points.readouts import ReadoutSpec, Threshold
@@ -30,7 +30,6 @@ from deployments.readouts.checks import Definition
 from deployments.readouts.values import Readout, largest
 
 FEATURES, TOP_K, PROMPT = 16384, 10, 48
-_ids = itertools.count()
 
 
 def source(model: Model, layer: int, seed: int, features: int = 0) -> Source:
@@ -48,45 +47,6 @@ def source(model: Model, layer: int, seed: int, features: int = 0) -> Source:
     spec = ReadoutSpec.model_validate(fields)
     readout = Readout(Definition(spec, tensors, hidden, features or 1), model.device)
     return Source(readout, point.place, spec.name)
-
-
-class Side:
-    """An engine and the requests that it runs, timed by itself.
-
-    Attributes:
-        seconds: That its steps took.
-        tokens: That it generated.
-        left: Requests that have not ended.
-    """
-
-    def __init__(self, engine: Engine, requests: Sequence[Request]) -> None:
-        turn = f"turn {next(_ids)}"  # each turn runs its prompts, and shares none with an earlier one
-        self._engine = engine
-        self.seconds, self.tokens, self.left = 0.0, 0, len(requests)
-        for one in requests:
-            engine.submit(dataclasses.replace(one, id=f"r{next(_ids)}", owner=turn))
-
-    def step(self) -> None:
-        """Run a step, if anything is left."""
-        if not self.left:
-            return
-        began = time.perf_counter()
-        ended = [event for event in self._engine.step(wait=True) if isinstance(event, Finished)]
-        self.seconds += time.perf_counter() - began
-        self.tokens += sum(len(event.tokens) for event in ended)
-        self.left -= len(ended)
-
-
-def ratio(ours: Side, base: Side) -> float:
-    """Tokens a second of one over those of the other, from the first prompt's row to the last token's.
-
-    They take turns step by step, so that a machine that slows down does so for both.
-    """
-    turns = itertools.cycle(((base, ours), (ours, base)))
-    while ours.left or base.left:
-        for side in next(turns):
-            side.step()
-    return ours.tokens / ours.seconds * base.seconds / base.tokens
 
 
 class Cases:

@@ -111,6 +111,7 @@ class RunFacts:
     # Prompt and generated text, special tokens included, if the request asked to keep it: what the rows' `text_offset`
     # counts characters of.
     text: str | None = None
+    batch_invariant: bool = False  # whether its bits are the same in any company, on the same machine and versions
 
     @cached_property
     def as_json(self) -> str:

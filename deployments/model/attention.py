@@ -43,6 +43,7 @@ class _Weighting(NamedTuple):
 
 class _Running(threading.local):
     cache: PagedCache | None = None
+    batch_invariant = False
 
 
 _running = _Running()
@@ -55,18 +56,19 @@ def configs_of(model: torch.nn.Module) -> list[Any]:
 
 
 @contextmanager
-def packed_attention(configs: Sequence[Any], cache: PagedCache) -> Iterator[None]:
+def packed_attention(configs: Sequence[Any], cache: PagedCache, batch_invariant: bool = False) -> Iterator[None]:
     """While open, a model's attention reads and writes a cache's pages as its `packed` says.
 
     Args:
         configs: The model's, as `configs_of` finds them.
         cache: With `packed` set.
+        batch_invariant: Compute each token's pattern by itself, so that its bits are the same in any company.
     """
     before = [(config, config._attn_implementation) for config in configs]
     try:
         for config, _ in before:
             config._attn_implementation = NAME
-        _running.cache = cache
+        _running.cache, _running.batch_invariant = cache, batch_invariant
         yield
     finally:
         _running.cache = None
@@ -132,12 +134,23 @@ def _shown_patterns(
     packed: Packed, shown: Sequence[int], layer: Any, query: torch.Tensor, features: int, weighting: _Weighting
 ) -> list[torch.Tensor]:
     """Of each segment that is shown, its patterns [heads, tokens, keys]."""
+
+    def pattern(segment: Segment, first: int) -> torch.Tensor:
+        keys, _ = _gathered(layer, segment, features)
+        queries = query[:, :, first : first + segment.count].contiguous()
+        return _patterns(queries, keys[None], _reads(segment, weighting.window, query.device), weighting)[0]
+
     patterns = []
     for index in shown:
         segment, first = packed.segments[index], packed.firsts[index]
-        keys, _ = _gathered(layer, segment, features)
-        queries = query[:, :, first : first + segment.count]
-        patterns.append(_patterns(queries, keys[None], _reads(segment, weighting.window, query.device), weighting)[0])
+        if not _running.batch_invariant:
+            patterns.append(pattern(segment, first))
+            continue
+        stop = segment.start + segment.count
+        patterns.append(query.new_zeros(query.shape[1], segment.count, stop))
+        for row in range(segment.count):
+            own = Segment(segment.kv, segment.start + row, 1)
+            patterns[-1][:, row, : own.start + 1] = pattern(own, first + row)[:, 0]
     return patterns
 
 

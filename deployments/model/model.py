@@ -83,8 +83,8 @@ class Model:
         self._wanted: torch.Tensor | None = None
         hf.get_output_embeddings().register_forward_pre_hook(self._narrow)
         self.packs = True
-        find_packing(self)
         self.batch_invariant = batch_invariant
+        find_packing(self)
         if batch_invariant:
             make_batch_invariant(hf, self.packs)
         self.unembedding = Unembedding(hf, self.points)
@@ -141,7 +141,7 @@ class Model:
         try:
             if self.packs:
                 cache.packed = packed
-                with packed_attention(self._configs, cache):
+                with packed_attention(self._configs, cache, self.batch_invariant):
                     logits = self._visited(inputs | {"past_key_values": cache}, places, visit, readers)
             else:
                 (segment,) = segments

@@ -197,4 +197,5 @@ class Runs:
             messages_hash=hashlib.sha256(spoken.encode()).hexdigest(),
             interventions=as_sent(job.changes(run.number).values()),
             text=run.text(event) if job.capture.store_text else None,
+            batch_invariant=self._model.batch_invariant,
         )

@@ -15,9 +15,10 @@ from deployments.engine.request import Sampling
 from deployments.model.kv_cache import PAGE
 from deployments.model.model import Model
 from deployments.model.packing import UnsupportedModelError
+from deployments.points.patterns import Patterns
 
 EXAMPLES = settings().max_examples // 4  # of schedules, for each model
-POINTS = ["layers.*.output", "layers.*.attention.heads", "lm_head.output"]
+POINTS = ["layers.*.output", "layers.*.attention.heads", "layers.*.attention.weights", "lm_head.output"]
 SIZES = {"hidden_size": 96, "intermediate_size": 200, "max_position_embeddings": 512}
 
 
@@ -41,7 +42,9 @@ def requests(model, prompt, capturing, lengths):
 
 
 def bits(done):
-    return list(done.tokens), {name: value.view(torch.uint8) for name, value in done.captured.values.items()}
+    values = done.captured.values.items()
+    flat = {name: value.values if isinstance(value, Patterns) else value for name, value in values}
+    return list(done.tokens), {name: value.view(torch.uint8) for name, value in flat.items()}
 
 
 def differing(model, asked, engine):
