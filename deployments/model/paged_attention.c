@@ -2,21 +2,34 @@
 //
 // Each query row is computed by itself, in the order of absolute positions: what it gives does not depend on which
 // other rows there are. Layouts: keys [pages, kv_heads, head_dim, PAGE], values [pages, kv_heads, PAGE, value_dim]
-// with value_dim a multiple of LANES.
+// with value_dim a multiple of 16.
 
 #include <math.h>
 #include <stdint.h>
 #include <stdlib.h>
 #include <string.h>
 
+// A vector is as wide as the processor's registers: of wider ones compilers make code that is several times as slow.
+#if defined(__AVX512F__)
+#define WIDTH 64
+#elif defined(__AVX__)
+#define WIDTH 32
+#else
+#define WIDTH 16
+#endif
 #define PAGE 16
-#define LANES 16
-#define MOST 8 // query vectors that share a pass over the keys
+#define LANES (WIDTH / 4)
+#define PARTS (PAGE / LANES) // vectors of a page's scores
+#if WIDTH == 64
+#define MOST 8 // query vectors that share a pass over the keys; their sums stay in registers, of which there are 32
+#else
+#define MOST 6 // of 32 registers with 4 lanes (24 sums), or 16 with 8 (12)
+#endif
 
-typedef float vec __attribute__((vector_size(64)));
-typedef int32_t ivec __attribute__((vector_size(64)));
-typedef uint32_t uvec __attribute__((vector_size(64)));
-typedef uint16_t hvec __attribute__((vector_size(32)));
+typedef float vec __attribute__((vector_size(WIDTH)));
+typedef int32_t ivec __attribute__((vector_size(WIDTH)));
+typedef uint32_t uvec __attribute__((vector_size(WIDTH)));
+typedef uint16_t hvec __attribute__((vector_size(WIDTH / 2)));
 
 #ifdef HALF // bfloat16
 typedef uint16_t number;
@@ -108,13 +121,16 @@ static void store(const Call *c) {
 // `count` query vectors times one page of keys; query [head_dim][MOST].
 static inline __attribute__((always_inline)) void scores_of(
     const float *query, const number *keys, int32_t head_dim, const int count, vec *scores, int64_t stride) {
-    vec sum[MOST];
-    for (int n = 0; n < count; n++) sum[n] = (vec){};
+    vec sum[MOST * PARTS];
+    for (int i = 0; i < count * PARTS; i++) sum[i] = (vec){};
     for (int32_t d = 0; d < head_dim; d++) {
-        const vec key = load(keys + d * PAGE);
-        for (int n = 0; n < count; n++) sum[n] += query[d * MOST + n] * key;
+        vec key[PARTS];
+        for (int v = 0; v < PARTS; v++) key[v] = load(keys + d * PAGE + v * LANES);
+        for (int n = 0; n < count; n++)
+            for (int v = 0; v < PARTS; v++) sum[n * PARTS + v] += query[d * MOST + n] * key[v];
     }
-    for (int n = 0; n < count; n++) scores[n * stride] = sum[n];
+    for (int n = 0; n < count; n++)
+        for (int v = 0; v < PARTS; v++) scores[n * stride + v] = sum[n * PARTS + v];
 }
 
 static inline __attribute__((always_inline)) void outputs_of(
@@ -136,17 +152,18 @@ static inline __attribute__((always_inline)) void outputs_of(
         for (int w = 0; w < wide_by; w++) out[n * chunks + w] = sum[n * wide_by + w];
 }
 
+#define CASE(count, call)                                                                                              \
+    case count: { enum { N = count }; call; } break;
 #define DISPATCH(count, call)                                                                                          \
     switch (count) {                                                                                                   \
-    case 1: { enum { N = 1 }; call; } break;                                                                           \
-    case 2: { enum { N = 2 }; call; } break;                                                                           \
-    case 3: { enum { N = 3 }; call; } break;                                                                           \
-    case 4: { enum { N = 4 }; call; } break;                                                                           \
-    case 5: { enum { N = 5 }; call; } break;                                                                           \
-    case 6: { enum { N = 6 }; call; } break;                                                                           \
-    case 7: { enum { N = 7 }; call; } break;                                                                           \
-    default: { enum { N = 8 }; call; } break;                                                                          \
+    CASE(1, call) CASE(2, call) CASE(3, call) CASE(4, call) CASE(5, call) MORE(call)                                   \
+    default: { enum { N = MOST }; call; } break;                                                                       \
     }
+#if MOST == 8
+#define MORE(call) CASE(6, call) CASE(7, call)
+#else
+#define MORE(call)
+#endif
 
 // Which tokens of page `p` a row at `position` reads.
 static inline int32_t reads_from(const Call *c, int32_t position, int32_t p) {
@@ -194,31 +211,33 @@ static void attend(const Call *c, int32_t kv_head, const int32_t *rows, const in
             prefetch(c->keys + keys_at(c, pages[p + 1], kv_head), key_numbers);
         else
             prefetch(c->values + values_at(c, pages[from], kv_head), value_numbers);
-        DISPATCH(count, scores_of(query, keys, c->head_dim, N, scores + (p - from), stride));
+        DISPATCH(count, scores_of(query, keys, c->head_dim, N, scores + (p - from) * PARTS, stride));
     }
     float total[MOST];
-    const ivec lane = {0, 1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11, 12, 13, 14, 15};
+    ivec lane;
+    for (int l = 0; l < LANES; l++) lane[l] = l;
+    const int32_t begin = from * PARTS, end = until * PARTS; // vectors of scores
     for (int n = 0; n < count; n++) {
         vec *mine = scores + n * stride;
         const int32_t position = c->position[rows[n]], low = c->window ? position - c->window : -1;
         const vec least = (vec){} - INFINITY;
         vec most = least;
-        for (int32_t p = from; p < until; p++) {
-            const ivec key = lane + p * PAGE;
-            vec x = mine[p - from];
+        for (int32_t v = begin; v < end; v++) {
+            const ivec key = lane + v * LANES;
+            vec x = mine[v - begin];
             if (c->softcap > 0)
                 for (int l = 0; l < LANES; l++) x[l] = tanhf(x[l] / c->softcap) * c->softcap;
             x = choose((key <= position) & (key > low), x, least);
-            mine[p - from] = x;
+            mine[v - begin] = x;
             most = choose(x > most, x, most);
         }
         float top = c->sinks ? c->sinks[heads[n]] : -INFINITY;
         for (int l = 0; l < LANES; l++) top = most[l] > top ? most[l] : top;
         vec sum = {};
-        for (int32_t p = from; p < until; p++) {
-            const ivec key = lane + p * PAGE;
-            const vec weight = choose((key <= position) & (key > low), exponential(mine[p - from] - top), (vec){});
-            mine[p - from] = weight;
+        for (int32_t v = begin; v < end; v++) {
+            const ivec key = lane + v * LANES;
+            const vec weight = choose((key <= position) & (key > low), exponential(mine[v - begin] - top), (vec){});
+            mine[v - begin] = weight;
             sum += weight;
         }
         total[n] = c->sinks ? expf(c->sinks[heads[n]] - top) : 0.0f;
@@ -227,7 +246,7 @@ static void attend(const Call *c, int32_t kv_head, const int32_t *rows, const in
     for (int32_t i = 0; i < count * chunks; i++) out[i] = (vec){};
     for (int32_t p = from; p < until; p++) {
         const number *values = c->values + values_at(c, pages[p], kv_head);
-        const float *weights = (const float *)(scores + (p - from));
+        const float *weights = (const float *)(scores + (p - from) * PARTS);
         if (p + 1 < until) prefetch(c->values + values_at(c, pages[p + 1], kv_head), value_numbers);
         if (reads_from(c, first, p) == reads_from(c, last, p) && reads_until(first, p) == reads_until(last, p))
             add_values(c, weights, stride * LANES, values, count, out, first, p);
@@ -265,11 +284,11 @@ int paged_attention(const Call *c) {
     int32_t longest = 0;
     for (int32_t row = 0; row < c->rows; row++)
         if (c->position[row] >= longest) longest = c->position[row] + 1;
-    const int64_t stride = (longest + PAGE - 1) / PAGE + 1;
+    const int64_t stride = ((longest + PAGE - 1) / PAGE + 1) * PARTS;
 #pragma omp parallel num_threads(c->threads)
     {
         store(c);
-        const int64_t sizes[3] = {MOST * c->head_dim * 4, MOST * stride * 64, MOST * c->value_dim * 4};
+        const int64_t sizes[3] = {MOST * c->head_dim * 4, MOST * stride * WIDTH, MOST * c->value_dim * 4};
         char *memory = aligned_alloc(64, (size_t)(sizes[0] + sizes[1] + sizes[2] + 191) / 64 * 64);
         if (!memory) {
 #pragma omp atomic write
