@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 from pathlib import Path
 from typing import Any
 
@@ -11,6 +12,10 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 from deployments.model.model import Model, lay_out_for_few_rows
 from deployments.model.revision import revision_of
 from deployments.model.weights import SharedWeights
+
+BFLOAT16 = ("avx512_bf16", "amx_bf16", "arm_bf16")  # what torch calls a processor's instructions for it
+
+logger = logging.getLogger(__name__)
 
 
 def load(
@@ -56,6 +61,13 @@ def load(
     )
     if device_map is None:
         hf = hf.to(device or ("cuda" if torch.cuda.is_available() else "cpu"))
+    has_bfloat16 = any(map(torch.cpu.get_capabilities().get, BFLOAT16))
+    if hf.device.type == "cpu" and hf.dtype == torch.bfloat16 and not has_bfloat16:
+        logger.warning(
+            "this processor has no instructions for bfloat16, the dtype of %s: with dtype=float32 it takes twice the "
+            "memory and is several times as fast",
+            name,
+        )
     shared = None
     if share:  # while the module has no hooks, and its weights are where they will stay
         lay_out_for_few_rows(hf)
