@@ -83,13 +83,13 @@ def loads() -> dict[str, tuple[Load, Load]]:
         asked = {"model": "measured", "messages": [{"role": "user", "content": "Go"}], "max_tokens": 8}
         return json.dumps(asked | more).encode()
 
-    def said(size: int) -> Load:
+    def message_of(size: int) -> Load:
         text = (FILLER * (size // len(FILLER) + 1))[:size]
         return Load(CHAT, chat(messages=[{"role": "user", "content": text}]))
 
     def reads(tokens: int) -> Load:
         each = len(tokenizer(FILLER, add_special_tokens=False)["input_ids"])
-        return said(tokens // each * len(FILLER))
+        return message_of(tokens // each * len(FILLER))
 
     def writes(token: int, **more: Any) -> Load:
         return Load(CHAT, chat(tools=[tool], logit_bias={str(token): 100}, max_tokens=1000, **more))
@@ -105,15 +105,15 @@ def loads() -> dict[str, tuple[Load, Load]]:
     return {
         "spaces with tools, whole": (writes(letter), writes(space)),
         "spaces with tools, streamed": (writes(letter, stream=True), writes(space, stream=True)),
-        "half a MiB of wrong messages": (said(half), Load(CHAT, chat(messages=[1] * (half // 3)))),
-        "15 MiB of wrong messages": (said(large), Load(CHAT, chat(messages=[1] * (large // 3)))),
-        "right: 55 tools": (said(MIB), Load(CHAT, chat(tools=[numbers] * 55))),
+        "half a MiB of wrong messages": (message_of(half), Load(CHAT, chat(messages=[1] * (half // 3)))),
+        "15 MiB of wrong messages": (message_of(large), Load(CHAT, chat(messages=[1] * (large // 3)))),
+        "right: 55 tools": (message_of(MIB), Load(CHAT, chat(tools=[numbers] * 55))),
         "right: tool calls": (reads(4000), Load(CHAT, calls)),
-        "right: annotations": (said(len(noted)), Load(CHAT, noted)),
-        "deep JSON": (said(MIB), Load(CHAT, deep)),
-        "many unknown keys": (said(MIB), Load(CHAT, chat(**{f"key{number}": 1 for number in range(MIB // 14)}))),
-        "an oversized body": (said(large), Load(CHAT, b" " * MIB, pieces=64)),
-        "chat_template_kwargs": (said(13_000), Load(CHAT, chat(chat_template_kwargs=kwargs))),
+        "right: annotations": (message_of(len(noted)), Load(CHAT, noted)),
+        "deep JSON": (message_of(MIB), Load(CHAT, deep)),
+        "many unknown keys": (message_of(MIB), Load(CHAT, chat(**{f"key{number}": 1 for number in range(MIB // 14)}))),
+        "an oversized body": (message_of(large), Load(CHAT, b" " * MIB, pieces=64)),
+        "chat_template_kwargs": (message_of(13_000), Load(CHAT, chat(chat_template_kwargs=kwargs))),
         "wrong keys": (Load("/v1/models", at_once=8), Load("/v1/models", at_once=8, key="wrong")),
         "/metrics": (Load("/v1/models", at_once=8), Load("/metrics", at_once=8)),
         "forty stalled downloads": (Load(data), Load(data, at_once=40, stalled=True)),
@@ -157,7 +157,7 @@ def send(root: str, load: Load, statuses: Any) -> None:
 
 
 @contextlib.contextmanager
-def beside(root: str, load: Load) -> Iterator[Any]:
+def under_load(root: str, load: Load) -> Iterator[Any]:
     """Send a load from a process of its own; gives how often each status came, 0 for a connection that broke."""
     context = multiprocessing.get_context("spawn")
     statuses = context.Array(c_int, 600)
@@ -191,7 +191,7 @@ def measure(root: str, load: Load, seconds: float, into: Latencies) -> None:
     """Ask for short completions beside a load, and wait until the server is rid of it."""
     with client_of(root) as client:
         short(client)
-        with beside(root, load) as statuses:
+        with under_load(root, load) as statuses:
             until = time.perf_counter() + seconds
             into.seconds.append(short(client))
             while time.perf_counter() < until:

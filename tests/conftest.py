@@ -185,8 +185,8 @@ def statistics(served: Served) -> Callable[[], dict[str, Any]]:
 
 
 @pytest.fixture(scope="session")
-def beside(served: Served) -> Callable[..., AbstractContextManager[str]]:
-    """`beside(name, *options, **env)`: another application below `/name` while the block runs; gives its root.
+def another_app(served: Served) -> Callable[..., AbstractContextManager[str]]:
+    """`another_app(name, *options, **env)`: another application below `/name` while the block runs; gives its root.
 
     Each takes seconds to start: tests that need the same options share one, such as `runs_code`. A store that it
     started ends with it: tools that ask for the cluster's one store would find two.
@@ -217,10 +217,10 @@ def beside(served: Served) -> Callable[..., AbstractContextManager[str]]:
 
 
 @pytest.fixture(scope="session")
-def runs_code(beside: Callable[..., AbstractContextManager[str]]) -> Iterator[str]:
+def runs_code(another_app: Callable[..., AbstractContextManager[str]]) -> Iterator[str]:
     """The root of an application that runs clients' code, with little memory and time for each job."""
     options = ("allow_client_code=true", "client_code_timeout_s=10", "client_code_memory_bytes=1000000000")
-    with beside("code", *options, "client_code_result_bytes=8000000") as root:
+    with another_app("code", *options, "client_code_result_bytes=8000000") as root:
         yield root
 
 

@@ -44,19 +44,19 @@ class Choice(NamedTuple):
     format: str = "arrow"  # or `safetensors`, `npz` or `pt`
 
 
-class Found(NamedTuple):
+class DownloadInfo(NamedTuple):
     """A download: a tag that changes when its bytes would, and how many they are."""
 
     tag: str
     length: int
 
 
-def changed() -> RequestError:
+def download_changed() -> RequestError:
     """What refuses a page of something else than the pages before it: 412."""
     message = "it changed since its first page: begin again without If-Match; named runs change only when they move"
     return RequestError(message, "If-Match", "download_changed", 412)
 
 
-def gone(file: object, field: str | None = None) -> RequestError:
+def file_gone(file: object, field: str | None = None) -> RequestError:
     """What refuses to read a run whose file was taken away, though nobody deleted the run: 410."""
     return RequestError(f"the file {file} of stored runs is gone, and what was in it", field, "file_gone", 410)

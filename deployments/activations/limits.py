@@ -18,7 +18,7 @@ class Retention:
     max_owner_bytes: int | None = None  # of all sessions of one owner together
     max_owner_sessions: int | None = None
 
-    def said(self) -> str:
+    def described(self) -> str:
         """The limits that there are, as the options are given."""
         held = {name: value for name, value in asdict(self).items() if value not in (None, False)}
         return ", ".join(f"{name}={value}" for name, value in held.items()) or "no limits"
@@ -41,7 +41,7 @@ class Retention:
         return any(most is not None for most in (self.max_store_bytes, self.max_session_bytes, self.max_owner_bytes))
 
 
-class Held(NamedTuple):
+class SessionSize(NamedTuple):
     """A session: the bytes of its files, and when its last run was made, in Unix seconds."""
 
     id: str
@@ -49,9 +49,9 @@ class Held(NamedTuple):
     last: float
 
 
-def oldest(sessions: Iterable[Held], missing: int) -> list[Held]:
+def oldest(sessions: Iterable[SessionSize], missing: int) -> list[SessionSize]:
     """Those whose last run is oldest, as few as take `missing` bytes; all where they take less."""
-    found = list[Held]()
+    found = list[SessionSize]()
     for session in sorted(sessions, key=lambda session: (session.last, session.id)):
         if missing <= 0:
             break

@@ -35,7 +35,7 @@ class _Job:
     latest: Update
     listener: str | None
     owner: str | None  # who sent it
-    heard: float  # when its replica last reported, or it ended
+    last_seen: float  # when its replica last reported, or it ended
     result: list[bytes] = field(default_factory=list)
     token: str = field(default_factory=secrets.token_urlsafe)  # who fetches the result shows it
 
@@ -49,7 +49,7 @@ class _Listener:
     owner: str | None
     updates: deque[Update] = field(default_factory=lambda: deque(maxlen=MAX_PENDING_UPDATES))
     news: asyncio.Event = field(default_factory=asyncio.Event)
-    heard: float = field(default_factory=time.monotonic)  # when its ingress last asked
+    last_seen: float = field(default_factory=time.monotonic)  # when its ingress last asked
 
 
 class Board:
@@ -101,7 +101,7 @@ class Board:
         """Note that a listener is still connected."""
         self._sweep()
         if found := self._listeners.get(listener):
-            found.heard = time.monotonic()
+            found.last_seen = time.monotonic()
 
     async def leave(self, listener: str) -> None:
         """A listener has gone; nobody waits for its jobs."""
@@ -132,7 +132,7 @@ class Board:
         self._jobs[name] = _Job(Update(name, "RECEIVED"), listener, owner, time.monotonic())
         return name
 
-    async def tell(self, updates: list[Update], result: list[bytes]) -> None:
+    async def post(self, updates: list[Update], result: list[bytes]) -> None:
         """Something becomes of jobs.
 
         Args:
@@ -144,12 +144,12 @@ class Board:
             if job is not None:
                 self._note(job, update, result)
 
-    async def heard(self, job_id: str) -> bool:
+    async def heartbeat(self, job_id: str) -> bool:
         """A replica works on a job; whether anybody waits for it."""
         job = self._jobs.get(job_id)
         if job is None or job.ended or (job.listener is not None and job.listener not in self._listeners):
             return False
-        job.heard = time.monotonic()
+        job.last_seen = time.monotonic()
         return True
 
     async def latest(self, job_id: str, account: Account = OPERATOR) -> tuple[Update, str | None] | None:
@@ -173,7 +173,7 @@ class Board:
     def _note(self, job: _Job, update: Update, result: list[bytes]) -> None:
         if job.ended:
             return
-        job.heard = time.monotonic()
+        job.last_seen = time.monotonic()
         if update.status != "LOG":
             job.latest = Update(update.id, update.status, update.description)
             job.result = result
@@ -185,12 +185,12 @@ class Board:
         """Forget what is old, and give up who gives no sign of life."""
         now = time.monotonic()
         for name, listener in list(self._listeners.items()):
-            if now - listener.heard > LISTENER_TIMEOUT_S:
+            if now - listener.last_seen > LISTENER_TIMEOUT_S:
                 del self._listeners[name]
         for name, job in list(self._jobs.items()):
-            if job.ended and now - job.heard > KEEP_S:
+            if job.ended and now - job.last_seen > KEEP_S:
                 del self._jobs[name]
-            elif not job.ended and now - job.heard > JOB_TIMEOUT_S:
+            elif not job.ended and now - job.last_seen > JOB_TIMEOUT_S:
                 self._note(job, Update(name, "ERROR", "the replica that ran the job has gone: send it again"), [])
         held = Counter[str | None]()
         for job in self._jobs.values():

@@ -137,7 +137,7 @@ class CodeRunner:
 
     async def _send(self, *updates: Update, result: bytes | None = None) -> None:
         async with asyncio.timeout(BOARD_S):
-            await self._board.tell.remote(list(updates), [result] if result is not None else [])
+            await self._board.post.remote(list(updates), [result] if result is not None else [])
 
     async def _run(self, job: CodeJob, gone: asyncio.Event) -> None:
         try:
@@ -252,7 +252,7 @@ async def _alive(board: Any, job: CodeJob) -> AsyncIterator[asyncio.Event]:
         while time.monotonic() - answered < LOST_S:
             try:
                 async with asyncio.timeout(LOST_S):
-                    waits = await board.heard.remote(job.id)
+                    waits = await board.heartbeat.remote(job.id)
             except (RayError, TimeoutError):
                 logger.warning("the board of clients' jobs does not answer", exc_info=True)
             else:

@@ -86,10 +86,10 @@ def _read(data: bytes) -> tuple[dict[str, Any], dict[str, torch.Tensor]]:
         raise _refused(f"no whole safetensors file: {error}") from error
     except KeyError as error:  # of a dtype that torch lacks
         raise _refused(f"it has tensors of a dtype that is not supported: {error}") from error
-    return _said(found), tensors
+    return _metadata_spec(found), tensors
 
 
-def _said(found: Mapping[str, str]) -> dict[str, Any]:
+def _metadata_spec(found: Mapping[str, str]) -> dict[str, Any]:
     """What a file's metadata says of the readout in it; nothing of any other file."""
     if "spec" in found:
         return _object(found["spec"], "spec")

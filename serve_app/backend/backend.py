@@ -13,7 +13,7 @@ import ray
 from deployments.activations.actors.reader import survived
 from deployments.activations.actors.store import Deleted
 from deployments.activations.facts import Account, StoreError
-from deployments.activations.filters import Choice, Filter, Found
+from deployments.activations.filters import Choice, DownloadInfo, Filter
 from deployments.client_code.board import connect as board
 from deployments.errors import RequestError
 from deployments.job import Job
@@ -164,7 +164,7 @@ class Backend:
         """
         what = f"session {choice.session_id}"
         asked = survived(self._reader.find_data.remote(choice, tag, account), what)
-        found: Found | None = await answered(asked, "the activation store", PLAN_S)
+        found: DownloadInfo | None = await answered(asked, "the activation store", PLAN_S)
         if found is None:
             raise _no_session(choice.session_id)
 

@@ -61,7 +61,7 @@ class CodeJobs:
             await model.run_code(job)
         except Exception as error:  # noqa: BLE001 - whatever it was, the job's client gets the error
             message = render(error, job.id).message
-            await _from_board(self._board.tell.remote([Update(job.id, "ERROR", message)], []))
+            await _from_board(self._board.post.remote([Update(job.id, "ERROR", message)], []))
 
     async def listen(self, owner: str | None) -> str:
         """A new listener's name.

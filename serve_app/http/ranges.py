@@ -14,7 +14,7 @@ from typing import Annotated, NamedTuple
 from fastapi import Depends, Header, Request
 from fastapi.responses import Response, StreamingResponse
 
-from deployments.activations.filters import changed
+from deployments.activations.filters import download_changed
 from serve_app.http.budget import Budget
 from serve_app.http.errors import ApiError
 
@@ -95,7 +95,7 @@ async def page(asked: RequestedRange, of: Download, media_type: str, headers: di
     tag = f'"{of.tag}"'
     headers = {"Accept-Ranges": "bytes", "ETag": tag, **(headers or {})}
     if asked.if_match is not None and not {"*", tag} & _listed(asked.if_match):
-        raise changed()
+        raise download_changed()
     if asked.if_none_match is not None and {"*", tag, f"W/{tag}"} & _listed(asked.if_none_match):
         return Response(status_code=304, headers=headers)
     if asked.is_head:

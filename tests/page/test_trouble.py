@@ -82,10 +82,10 @@ def test_a_link_that_is_damaged_or_hostile_opens_a_view_all_the_same(opened):
     expect(page.get_by_label("Message", exact=True)).to_have_value("")
 
 
-def test_a_key_is_asked_for_and_stays_in_the_tab(beside, opened, tmp_path):
+def test_a_key_is_asked_for_and_stays_in_the_tab(another_app, opened, tmp_path):
     path = tmp_path / "keys"
     path.write_text(f"use:{KEY}\n")
-    with beside("page-keys", f"api_keys_file={path}", f"model={NO_MODEL}") as root:
+    with another_app("page-keys", f"api_keys_file={path}", f"model={NO_MODEL}") as root:
         page = opened(root=root)
         expect(page.get_by_label("The server asks for an API key")).to_be_visible()
         say(page, "What I typed")

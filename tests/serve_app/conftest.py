@@ -16,7 +16,7 @@ def tokenizer():
 
 
 @pytest.fixture(scope="session")
-def keyed(beside, tmp_path_factory):
+def keyed(another_app, tmp_path_factory):
     """The root of an application on the shared store with keys from a file and from the environment.
 
     It is for pages of one origin, has little room for each owner, and runs clients' code.
@@ -25,16 +25,16 @@ def keyed(beside, tmp_path_factory):
     path.write_text(IN_FILE)
     options = [f"api_keys_file={path}", f"cors_origins={ORIGIN}", "allow_client_code=true"]
     options += ["max_owner_tensor_bytes=4096", "max_owner_profiles=3"]
-    with beside("keyed", *options, **{VARIABLE: IN_ENVIRONMENT}) as root:
+    with another_app("keyed", *options, **{VARIABLE: IN_ENVIRONMENT}) as root:
         yield root
 
 
 @pytest.fixture(scope="session")
-def small_store(beside, tmp_path_factory):
+def small_store(another_app, tmp_path_factory):
     """The root of an application with little room for tensors, and its store's directory, which is open to a group."""
     activations = tmp_path_factory.mktemp("small") / "activations"
     activations.mkdir()
     activations.chmod(0o2750)
     options = (f"activations_dir={activations}", "max_tensor_file_bytes=1400", "max_tensor_store_bytes=1500")
-    with beside("small", *options, "max_body_bytes=1000") as root:
+    with another_app("small", *options, "max_body_bytes=1000") as root:
         yield root, activations

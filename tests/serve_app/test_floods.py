@@ -27,13 +27,13 @@ def llama_form(tmp_path_factory):
     return directory
 
 
-def test_a_chat_with_tools_that_writes_nothing_but_spaces_is_read_like_any_other(beside, llama_form, tokenizer):
+def test_a_chat_with_tools_that_writes_nothing_but_spaces_is_read_like_any_other(another_app, llama_form, tokenizer):
     """By expressions that backtrack, these spaces would take several times as long as the same number of letters."""
     space, letter = (tokenizer(text, add_special_tokens=False)["input_ids"][0] for text in (" ", "a"))
     chat = {"model": "flooded", "messages": [{"role": "user", "content": "Go"}], "tools": [TOOL], "max_tokens": 1500}
     short = {"model": "flooded", "prompt": "Two and two", "max_tokens": 8, "temperature": 0}
     limit_s = 500.0
-    with beside("flooded", f"model={llama_form}", "model_id=flooded") as root, ThreadPoolExecutor() as threads:
+    with another_app("flooded", f"model={llama_form}", "model_id=flooded") as root, ThreadPoolExecutor() as threads:
         for token, text in ((letter, "a"), (space, " ")):
             body = chat | {"logit_bias": {str(token): 100}}
             began = time.monotonic()

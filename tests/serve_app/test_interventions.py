@@ -97,12 +97,12 @@ def recorded(served, **fields):
 
 
 @pytest.fixture(params=["float32", "bfloat16"])
-def of_dtype(request, served, beside):
+def of_dtype(request, served, another_app):
     """The shipped model, served in a dtype."""
     if request.param == "float32":
         yield served, torch.float32
     else:
-        with beside("half", "dtype=bfloat16", "num_cpus=0.1", "threads=1") as root:
+        with another_app("half", "dtype=bfloat16", "num_cpus=0.1", "threads=1") as root:
             yield replace(served, root=root), torch.bfloat16
 
 

@@ -44,14 +44,14 @@ def usual_umask():
     os.umask(before)
 
 
-def test_nobody_else_reads_what_a_server_an_evaluation_and_the_commands_wrote(beside, served, tmp_path):
+def test_nobody_else_reads_what_a_server_an_evaluation_and_the_commands_wrote(another_app, served, tmp_path):
     home = tmp_path / "home"
     activations = home / "activations"
 
     def run(*command: str | Path) -> None:
         subprocess.run([sys.executable, "-m", *command], env=served.cluster.env, check=True, capture_output=True)
 
-    with beside("private", f"activations_dir={activations}", "threads=1") as root:
+    with another_app("private", f"activations_dir={activations}", "threads=1") as root:
         fill(root)
         evaluation = ["--base-url", f"{root}/v1", "--samples=2", "--mode=no-tools", "--max-tokens=8"]
         run("evals.gsm8k", *evaluation, "--collect-activations", "--results-dir", home / "results" / "one")

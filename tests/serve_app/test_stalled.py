@@ -115,7 +115,7 @@ def result(runs_code):
     def put(size: int) -> str:
         jobs = board()
         job = ray.get(jobs.open.remote(None))
-        ray.get(jobs.tell.remote([Update(job, "COMPLETED")], [bytes(size)]))
+        ray.get(jobs.post.remote([Update(job, "COMPLETED")], [bytes(size)]))
         _, token = ray.get(jobs.latest.remote(job))
         return f"{runs_code}/response/{job}/result?token={token}"
 

@@ -39,7 +39,7 @@ def clients(served, tmp_path_factory) -> dict[str, str]:
 
 
 @pytest.fixture(scope="session")
-def told(clients) -> Callable[..., Any]:
+def run_script(clients) -> Callable[..., Any]:
     """Run one of this folder's scripts as a process of its own; gives the JSON of its last line."""
 
     def run(script: str, *arguments: object) -> Any:

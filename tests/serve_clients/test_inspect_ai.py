@@ -6,8 +6,8 @@ import pytest
 
 
 @pytest.fixture(scope="module")
-def log(told, tmp_path_factory):
-    return told("inspect_gsm8k.py", tmp_path_factory.mktemp("inspect"))
+def log(run_script, tmp_path_factory):
+    return run_script("inspect_gsm8k.py", tmp_path_factory.mktemp("inspect"))
 
 
 def test_an_evaluation_with_a_calculator_says_what_evals_gsm8k_says(log, evaluated):

@@ -19,7 +19,15 @@ import ray
 
 from deployments.activations.actors.store import connect
 from deployments.activations.facts import OPERATOR, Account, StoreError, explain
-from deployments.activations.filters import EVERYTHING, IDLE_S, Choice, Filter, Found, changed, gone
+from deployments.activations.filters import (
+    EVERYTHING,
+    IDLE_S,
+    Choice,
+    DownloadInfo,
+    Filter,
+    download_changed,
+    file_gone,
+)
 from deployments.activations.state.nodes import described
 from deployments.clusters import ON_HEAD, detached
 from deployments.errors import RequestError
@@ -75,7 +83,7 @@ class ActivationReader:
         def found() -> list[dict[str, Any]]:
             told = self._catalogue.sessions(limit, after, self._readable(filter, account))
             pinned = self._pins.names()
-            return [self._told(one, pinned, account) for one in told if self._may_read(one["id"], account)]
+            return [self._with_owner(one, pinned, account) for one in told if self._may_read(one["id"], account)]
 
         return await self._found(None, found)
 
@@ -105,7 +113,7 @@ class ActivationReader:
             if told := self._catalogue.session(session_id, limit, after):
                 told["runs"] = described(told["runs"], self._nodes)
                 told["files"] = described(told["files"], self._nodes)
-            return told and self._told(told, self._pins.names(), account)
+            return told and self._with_owner(told, self._pins.names(), account)
 
         return await self._found(None, lambda: self._of_session(session_id, account, found))
 
@@ -127,15 +135,17 @@ class ActivationReader:
                 except FileNotFoundError:  # it was deleted meanwhile, or went from the disk to the bucket
                     missing = file
             if entry and missing:
-                raise gone(missing, "from.run_id")
+                raise file_gone(missing, "from.run_id")
             return None
 
         return await self._found(self._rows_pool, found)
 
-    async def find_data(self, choice: Choice, tag: str | None = None, account: Account = OPERATOR) -> Found | None:
+    async def find_data(
+        self, choice: Choice, tag: str | None = None, account: Account = OPERATOR
+    ) -> DownloadInfo | None:
         """What a download would be, as `Readings.find`; RequestError also if too many wait for pages."""
 
-        def find() -> Found | None:
+        def find() -> DownloadInfo | None:
             if choice.runs:
                 with contextlib.suppress(RequestError):
                     if found := self._readings.find(choice, tag):
@@ -149,7 +159,7 @@ class ActivationReader:
         """A range of a download, as `Readings.page`; raises as `find_data`, and 412 if it has changed."""
         page = await self._paged(choice, account, lambda: self._readings.page(choice, tag, first, end))
         if page is None:
-            raise changed()
+            raise download_changed()
         return page
 
     def _find(self, run_id: str) -> Entry | None:
@@ -201,7 +211,7 @@ class ActivationReader:
         among, without = self._owners.readable(account)
         return filter._replace(among=among, without=without)
 
-    def _told(self, session: dict[str, Any], pinned: frozenset[str], account: Account) -> dict[str, Any]:
+    def _with_owner(self, session: dict[str, Any], pinned: frozenset[str], account: Account) -> dict[str, Any]:
         told = session | {"pinned": session["id"] in pinned}
         if account.owner is None:
             return told

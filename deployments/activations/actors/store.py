@@ -22,7 +22,7 @@ from deployments.activations.limits import Retention
 from deployments.activations.nodes.reporting import Reply
 from deployments.activations.nodes.submitting import (
     Home,
-    TakesRuns,
+    RunReceiver,
     actors,
     awaited,
     node_writers,
@@ -35,7 +35,7 @@ from deployments.clusters import NAMESPACE, ON_HEAD, detached
 if TYPE_CHECKING:
     from deployments.activations.facts import Note
     from deployments.activations.state.nodes import Node
-    from deployments.activations.writer.retention import Keeper
+    from deployments.activations.writer.retention import SessionManager
     from deployments.activations.writer.writer import Writer
 
 _T = TypeVar("_T")
@@ -54,7 +54,7 @@ class Deleted(NamedTuple):
     away: tuple[str, ...] = ()
 
 
-class ActivationStore(TakesRuns):
+class ActivationStore(RunReceiver):
     """Keeps runs in Arrow files below one absolute directory, and archives them to a bucket.
 
     Clients' files and profiles, too. `life` is the same again where the store comes back by itself, which then keeps to
@@ -118,8 +118,8 @@ class ActivationStore(TakesRuns):
         writer.retain(self._limits)
         return writer
 
-    async def _ask(self, work: Callable[[Keeper], _T]) -> _T:
-        """What the writer's `Keeper` does in the writer's turn."""
+    async def _ask(self, work: Callable[[SessionManager], _T]) -> _T:
+        """What the writer's `SessionManager` does in the writer's turn."""
         return await asyncio.wrap_future(self._writing().ask(work))
 
     async def code(self) -> str:
@@ -131,7 +131,7 @@ class ActivationStore(TakesRuns):
     async def check_room(self, session_id: str, size: int) -> None:
         """Raise StoreError if a run of `size` bytes cannot be stored now; nothing is kept free for it."""
         if self._writing().has_quotas:
-            await self._ask(lambda keeper: keeper.check(session_id, size))
+            await self._ask(lambda manager: manager.check(session_id, size))
         await self._room.check(size)
 
     async def claim(self, session_id: str, account: Account) -> str:
@@ -139,15 +139,15 @@ class ActivationStore(TakesRuns):
         record = await asyncio.to_thread(self._owners.of, session_id)
         if record is not None and account.may_change(record.owner):
             return record.fence
-        return await self._ask(lambda keeper: keeper.assign(session_id, account))
+        return await self._ask(lambda manager: manager.assign(session_id, account))
 
     async def share(self, session_id: str, shared: bool, account: Account) -> bool:
         """Let everybody read a session, or no more: true when durable, false if there is none."""
-        return await self._ask(lambda keeper: keeper.share(session_id, shared, account))
+        return await self._ask(lambda manager: manager.share(session_id, shared, account))
 
     async def pin(self, session_id: str, pinned: bool, account: Account = OPERATOR) -> bool:
         """Pin a session, or take its pin away; answered as `share`."""
-        return await self._ask(lambda keeper: keeper.pin(session_id, pinned, account))
+        return await self._ask(lambda manager: manager.pin(session_id, pinned, account))
 
     async def delete(self, session_id: str, account: Account = OPERATOR) -> Deleted | None:
         """Delete a session, at once but on nodes that are away; None if there is none, RequestError if pinned."""
@@ -228,11 +228,11 @@ class ActivationStore(TakesRuns):
             self._archive.retry()
         return Reply(self._node_life(), {}, deletions, known)
 
-    async def tell(self, key: str, notes: list[Note], deleted: list[int], asked: list[str]) -> Reply:
-        """As `Keeper.note`; `deleted` are the deletions that the node has done before these runs, by their ids."""
+    async def report(self, key: str, notes: list[Note], deleted: list[int], asked: list[str]) -> Reply:
+        """As `SessionManager.note`; `deleted` are ids of deletions that the node did before it wrote these runs."""
         if deleted:
             await asyncio.to_thread(self._end_deletions, key, deleted)
-        refused = await self._ask(lambda keeper: keeper.note(key, notes, asked))
+        refused = await self._ask(lambda manager: manager.note(key, notes, asked))
         waiting = await asyncio.to_thread(self._nodes.deletions, key) if key else []
         return Reply(self._node_life(), refused, waiting)
 
@@ -280,8 +280,8 @@ class ActivationStore(TakesRuns):
                 if name != application and limits.of_all != retention.of_all:
                     raise StoreError(
                         f"The activation store at {self._asked} keeps to the limits of the application "
-                        f"{name!r}, {limits.of_all.said()}, and {application!r} has {retention.of_all.said()}: give "
-                        "both the same, or this one another activations_dir."
+                        f"{name!r}, {limits.of_all.described()}, and {application!r} has "
+                        f"{retention.of_all.described()}: give both the same, or this one another activations_dir."
                     )
             self._limits_of[application] = retention
             retention = retention.with_owners_of(self._limits_of.values())

@@ -44,7 +44,7 @@ class Catalogue(Queries):
 
     Where the disk refuses to write the database, the catalogue answers with what it had, and reads the files again
     later. A damaged database is made again of the files: `remade` counts how often, since a new one knows nothing of
-    other nodes' runs. `tell` is called with runs that were added.
+    other nodes' runs. `on_added` is called with runs that were added.
     """
 
     def __init__(
@@ -52,7 +52,7 @@ class Catalogue(Queries):
     ) -> None:
         """A catalogue in `database`, or in memory, of the files of a directory, if any, and of its bucket."""
         self.remade, self.archives = 0, manifest is not None
-        self.tell: Callable[[Sequence[Note]], None] = lambda added: None
+        self.on_added: Callable[[Sequence[Note]], None] = lambda added: None
         self._lock, self._root, self._manifest = Lock(), root, manifest
         self._again = math.inf  # when to scan the files again, by the monotonic clock
         self._release: Callable[[], object] = lambda: None
@@ -120,7 +120,7 @@ class Catalogue(Queries):
         # No later scan finds the file of another node, which has to report it again: so that is an error.
         is_here = all(note.file.uri.startswith("file:") for note in added)
         more = self._guarded(put_in, 0 if is_here else _NOTHING)
-        self.tell(added)
+        self.on_added(added)
         return more
 
     def drop(self, session_id: str) -> bool:

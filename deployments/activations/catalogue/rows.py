@@ -14,7 +14,7 @@ from typing import Any
 
 from deployments.activations.catalogue.manifest import Bases
 from deployments.activations.facts import Entry, PointType, RunFacts, StoredFile, name_of
-from deployments.activations.files.disk import Seen, scan
+from deployments.activations.files.disk import SessionFile, scan
 from deployments.activations.files.places import DamagedError
 from deployments.activations.files.sqlite import transaction
 from deployments.activations.segments.segments import is_sealed, whole_runs
@@ -102,7 +102,7 @@ def refresh(database: sqlite3.Connection, root: Path, bases: Bases | None = None
     missed = list[str]()
     on_disk = "SELECT uri, bytes, modified_ns FROM files WHERE uri LIKE 'file:%'"
     known = {uri: (size, modified_ns) for uri, size, modified_ns in database.execute(on_disk)}
-    now, changed = time.time_ns(), list[Seen]()
+    now, changed = time.time_ns(), list[SessionFile]()
     for file in scan(root, missed):
         if known.get(file.uri) == (file.bytes, file.modified_ns):
             del known[file.uri]
@@ -143,7 +143,7 @@ def move(database: sqlite3.Connection, uri: str, to: str, modified_ns: int = 0) 
     return True
 
 
-def _settle(database: sqlite3.Connection, file: Seen, bases: Bases) -> Seen | None:
+def _settle(database: sqlite3.Connection, file: SessionFile, bases: Bases) -> SessionFile | None:
     """A file on the disk as it is to be read; None where nothing is: the bucket has it, or its session was deleted.
 
     One whose name the bucket has, or had, for another file gets a new one: somebody copied it here, or changed it.
@@ -180,7 +180,7 @@ def forget(database: sqlite3.Connection, uris: Iterable[str]) -> None:
         database.execute("DROP TABLE gone")
 
 
-def _read(database: sqlite3.Connection, seen: Seen, now: int) -> None:
+def _read(database: sqlite3.Connection, seen: SessionFile, now: int) -> None:
     entries, sealed = list[Entry](), is_sealed(seen.file)
     settled = seen.modified_ns if seen.modified_ns < now - _TICK_NS else None
     try:

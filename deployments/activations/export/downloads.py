@@ -24,7 +24,7 @@ from deployments.activations.export.arrow_streams import Part, Parts, as_arrow
 from deployments.activations.export.tensor_files import WRITERS, Member, Tensors, tensors
 from deployments.activations.facts import Entry, StoreError
 from deployments.activations.files.places import DamagedError, File, Place, file_at
-from deployments.activations.filters import IDLE_S, Choice, Found, changed, gone
+from deployments.activations.filters import IDLE_S, Choice, DownloadInfo, download_changed, file_gone
 from deployments.activations.reader.selection import Wanted, select
 from deployments.errors import RequestError
 
@@ -93,28 +93,28 @@ class Readings:
         self._lock = threading.Lock()
         self._plans: dict[tuple[Choice, int], _Plan] = {}  # by choice and number of runs; the last used at the end
 
-    def find(self, choice: Choice, tag: str | None = None) -> Found | None:
+    def find(self, choice: Choice, tag: str | None = None) -> DownloadInfo | None:
         """The tag and length of a download; None if there is no such session.
 
         `tag` is of a download that has begun: runs that were added since are left out. RequestError if there is no such
         run or point, or too many tensors for one file; 410 if a file is gone. DamagedError names a file.
         """
         plan = self._plan(choice, _runs_of(tag))
-        return None if plan is None else Found(plan.tag, plan.parts.length)
+        return None if plan is None else DownloadInfo(plan.tag, plan.parts.length)
 
     def page(self, choice: Choice, tag: str, first: int, end: int) -> bytes:
         """Bytes `first` to `end` of the download with this tag; RequestError 412 if it changed, 410 if gone."""
         plan = self._plan(choice, _runs_of(tag))
         if plan is None or plan.tag != tag:
-            raise changed()
+            raise download_changed()
         page = bytearray()
         try:
             for piece in plan.parts.read(first, end):
                 page += piece
         except FileNotFoundError as error:
             if self._catalogue.version(choice.session_id) != plan.version:
-                raise changed() from error
-            raise gone(error.filename or error) from error
+                raise download_changed() from error
+            raise file_gone(error.filename or error) from error
         if len(page) != end - first:
             raise StoreError(f"Session {choice.session_id} gives {len(page)} of {end - first} bytes: its files changed")
         return bytes(page)
@@ -143,7 +143,7 @@ class Readings:
                     return self._plan(choice, most)  # runs were deleted or have moved meanwhile
                 if isinstance(error, DamagedError):
                     raise
-                raise gone(error.filename or error) from error
+                raise file_gone(error.filename or error) from error
         if plan is None:
             return None
         plan.touched, plan.version = time.monotonic(), version

@@ -149,7 +149,7 @@ class Mount:
             raise FileNotFoundError(errno.ENOENT, "nothing is mounted there any more", str(self._root))
 
 
-class Seen(NamedTuple):
+class SessionFile(NamedTuple):
     """A file of a session: its length in bytes, and when it last changed in Unix nanoseconds."""
 
     session_id: str
@@ -163,7 +163,7 @@ class Seen(NamedTuple):
         return self.file.as_uri()
 
 
-def scan(root: Path, missed: list[str] | None = None) -> Iterator[Seen]:
+def scan(root: Path, missed: list[str] | None = None) -> Iterator[SessionFile]:
     """The Arrow files of all sessions below `root`; links are not followed. `missed` collects what cannot be read."""
     for folder in sorted(os.scandir(root), key=lambda item: item.name):
         if names_a_session(folder.name) and folder.is_dir(follow_symlinks=False):
@@ -175,19 +175,19 @@ def scan(root: Path, missed: list[str] | None = None) -> Iterator[Seen]:
                     missed.append(folder.name)
 
 
-def scan_session(root: Path, session_id: str) -> Iterator[Seen]:
+def scan_session(root: Path, session_id: str) -> Iterator[SessionFile]:
     """The same of one session; nothing where it has no directory. OSError if it cannot be read."""
     if (root / session_id).is_dir():
         yield from files_of(root / session_id)
 
 
-def files_of(folder: Path) -> Iterator[Seen]:
+def files_of(folder: Path) -> Iterator[SessionFile]:
     """The Arrow files of one directory, by their names. OSError if it cannot be read."""
     for item in sorted(os.scandir(folder), key=lambda item: item.name):
         if item.name.endswith(".arrow") and item.is_file(follow_symlinks=False):
             with contextlib.suppress(FileNotFoundError):  # deleted since it was listed
                 state = item.stat(follow_symlinks=False)
-                yield Seen(folder.name, Path(item.path), state.st_size, state.st_mtime_ns)
+                yield SessionFile(folder.name, Path(item.path), state.st_size, state.st_mtime_ns)
 
 
 def restrict(folder: Path) -> None:

@@ -1,4 +1,4 @@
-"""How a node's writer tells the store of the runs that it has stored: afterwards, in batches, as often as it takes."""
+"""Reports of a node's writer to the store: which runs it has stored, in batches, repeated until the store has them."""
 
 from __future__ import annotations
 
@@ -17,11 +17,11 @@ import ray
 from deployments.activations.facts import Note
 from deployments.activations.state.nodes import Deletion, Node
 
-BATCH = 50  # runs that are told of by one call, which Ray then passes without its object store
-TELL_S = 0.2  # for which more runs are waited for
-BEAT_S = 2.0  # between two calls where there is nothing to tell
-PAUSE_S = (0.5, 10.0)  # between two tries, at first and at the most
-_ANSWER_S = 20.0  # that the store has to answer
+BATCH = 50  # runs in one call; Ray passes so few without its object store
+GATHER_S = 0.2  # wait for more runs before a report
+BEAT_S = 2.0  # between two calls with nothing to report
+PAUSE_S = (0.5, 10.0)  # between two attempts: the first pause, and the longest
+_ANSWER_S = 20.0  # time limit of a call to the store
 
 logger = logging.getLogger(__name__)
 
@@ -38,12 +38,19 @@ class Reply(NamedTuple):
     known: dict[str, tuple[int, int]] | None = None
 
 
-class Teller:
-    """Tells the store of a node's runs, on a thread of its own. The store may be away for as long as it likes.
+class RunReporter:
+    """Reports a node's runs to the store, on its own thread. While the store does not answer, it tries again.
 
-    The node's key is empty where it writes into the store's own directory. `stored` gives its files and runs but for
-    the files that the store knows as they are; `delete` deletes a session, and says whether; `told` is called with what
-    the store knows now, `beat` now and then. `refused` are sessions that may get no more runs, and why.
+    Args:
+        store: The store's actor.
+        node: Its key is empty if the node writes into the store's directory.
+        stored: Gives the node's files and runs, without files of which the store has the same size and run count.
+        delete: Deletes a session; returns whether it is gone.
+        on_reported: Called with the notes that the store has now.
+        beat: Called after each round, at least every `BEAT_S` seconds while the store answers.
+
+    Attributes:
+        refused: Sessions that may get no more runs, with the reason.
     """
 
     def __init__(
@@ -52,30 +59,30 @@ class Teller:
         node: Node,
         stored: Callable[[Mapping[str, tuple[int, int]]], Iterable[Note]],
         delete: Callable[[Deletion], bool],
-        told: Callable[[list[Note]], None],
+        on_reported: Callable[[list[Note]], None],
         beat: Callable[[], None],
     ) -> None:
         self.refused: dict[str, str] = {}
         self._store, self._node = store, node
-        self._stored, self._delete, self._told, self._beat = stored, delete, told, beat
+        self._stored, self._delete, self._on_reported, self._beat = stored, delete, on_reported, beat
         self._lock = threading.Lock()  # for the next two
         self._notes, self._flushes = deque[Note](), list[Future[None]]()
-        self._done: list[int] = []  # deletions that the store need not ask for again
+        self._done: list[int] = []  # ids of deletions that are done and not reported yet
         self._life: str | None = None  # of the store that knows the node
         self._news, self._hurry = threading.Event(), threading.Event()
         self._joined, self._began = threading.Event(), time.monotonic()
         self._ended = False
-        self._thread = threading.Thread(target=self._loop, name="activation-teller", daemon=True)
+        self._thread = threading.Thread(target=self._loop, name="activation-reporter", daemon=True)
         self._thread.start()
 
     def add(self, notes: Iterable[Note]) -> None:
-        """Tell of these, soon."""
+        """Report these within a second."""
         with self._lock:
             self._notes.extend(part for note in notes for part in _parts(note))
         self._news.set()
 
     def flush(self) -> Future[None]:
-        """Tell at once; answered when the store knows all, and what it asked to delete is deleted, or it is away."""
+        """Report at once; done when the store has all notes and its deletions are done, or when it does not answer."""
         future = Future[None]()
         with self._lock:
             self._flushes.append(future)
@@ -84,13 +91,13 @@ class Teller:
         return future
 
     async def joined(self, seconds: float) -> None:
-        """Return once the store knew the node, or after some seconds from the teller's beginning."""
+        """Return once the node has joined the store, or that many seconds after this object was made."""
         left = self._began + seconds - time.monotonic()
         if not self._joined.is_set() and left > 0:
             await asyncio.to_thread(self._joined.wait, left)
 
     def close(self) -> None:
-        """End; what was not told yet is when the node joins again."""
+        """End the thread; the next join reports what is missing."""
         self._ended = True
         self.flush()
         self._thread.join()
@@ -103,13 +110,15 @@ class Teller:
                 flushes, self._flushes = self._flushes, []
             failed = True
             try:
-                self._tell()
+                self._report()
                 self._beat()
                 failed, pause = False, PAUSE_S[0]
-            except Exception as error:  # whatever it was, the store must hear of what is stored in the end
+            except Exception as error:  # after any error, the next round reports again: no stored run may stay unlisted
                 is_away = isinstance(error, (ray.exceptions.RayActorError, TimeoutError))
                 if self._life is not None or not is_away:
-                    logger.warning("the activation store is told of runs later: %s", error, exc_info=not is_away)
+                    logger.warning(
+                        "stored runs are reported to the activation store later: %s", error, exc_info=not is_away
+                    )
                 self._life = None
             for future in flushes:
                 future.set_result(None)
@@ -118,20 +127,20 @@ class Teller:
                 pause = min(2 * pause, PAUSE_S[1])
             else:
                 self._news.wait(BEAT_S)
-                self._hurry.wait(TELL_S)
+                self._hurry.wait(GATHER_S)
                 self._news.clear()
 
-    def _tell(self) -> None:
+    def _report(self) -> None:
         while not self._ended:
             if self._life is None:
                 self._join()
             notes = self._next()
-            reply = self._asked(self._store.tell, self._node.key, notes, self._done, list(self.refused))
+            reply = self._call(self._store.report, self._node.key, notes, self._done, list(self.refused))
             self._done = []
             with self._lock:
                 for _ in notes:
                     self._notes.popleft()
-            self._told(notes)
+            self._on_reported(notes)
             if reply.life != self._life:
                 self._life = None
             self._take(reply)
@@ -139,11 +148,11 @@ class Teller:
                 return
 
     def _join(self) -> None:
-        """Delete what the store asks for, and only then tell of all that it does not know."""
-        reply = self._asked(self._store.join, self._node)
+        """Do the store's deletions first, then report everything that it does not have."""
+        reply = self._call(self._store.join, self._node)
         self._take(reply)
         with self._lock:
-            self._notes.clear()  # what is stored by now is told of in any case
+            self._notes.clear()  # `_stored` reports everything that is stored by now
         stored = [part for note in self._stored(reply.known or {}) for part in _parts(note)]
         with self._lock:
             self._notes.extendleft(reversed(stored))
@@ -159,7 +168,9 @@ class Teller:
             self._done.append(deletion.id)
             with self._lock:
                 kept = [note for note in self._notes if note.session_id != deletion.session_id]
-                if not is_deleted or len(kept) < len(self._notes):  # what came since is not known there
+                if not is_deleted or len(kept) < len(
+                    self._notes
+                ):  # runs that came since have to be reported by a new join
                     self._life = None
                 self._notes = deque(kept)
 
@@ -173,7 +184,7 @@ class Teller:
                 notes.append(note)
         return notes
 
-    def _asked(self, method: Any, *args: Any) -> Reply:
+    def _call(self, method: Any, *args: Any) -> Reply:
         return method.remote(*args).future().result(timeout=_ANSWER_S)  # type: ignore[no-any-return]
 
 

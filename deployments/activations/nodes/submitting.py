@@ -1,10 +1,11 @@
-"""How runs reach a writer over Ray: by reference, in parts, on the node where they are made, if that stays."""
+"""Sending runs to a writer over Ray: by reference, in parts, on the node of the replica unless that may be removed."""
 
 from __future__ import annotations
 
 import asyncio
 import contextlib
 import logging
+from abc import ABC, abstractmethod
 from collections.abc import Awaitable, Callable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any, NamedTuple
 
@@ -33,8 +34,11 @@ class StartingError(StoreError):
     """The store has not started yet."""
 
 
-class TakesRuns:
-    """What a replica sends its runs to. Batches come as references in a list, so that Ray passes them on unresolved."""
+class RunReceiver(ABC):
+    """The actor that a replica sends its runs to: the store on its own node, else the node's writer.
+
+    Batches come as references in a list, so that Ray passes them on unresolved.
+    """
 
     _begin_writer: Callable[[], Writer]
     _writer: Writer
@@ -42,7 +46,7 @@ class TakesRuns:
     _opened = True  # whether there is a writer
 
     def _writing(self) -> Writer:
-        """The writer; another where it has ended by a fault, of which all who waited were told."""
+        """The writer. One that ended by an error is replaced; its callers have got the error."""
         if not self._writer.alive:
             self._writer = self._begin_writer()
         return self._writer
@@ -68,11 +72,12 @@ class TakesRuns:
         return stored._replace(node=self._node_name)
 
     async def _admit(self, session_id: str, run_id: str, fence: str | None) -> None:
-        """Raise StoreError where no run of a session may be written here; nothing of the run is kept then."""
+        """Raise StoreError if the session may get no run here; parts of the run that are there are dropped."""
+        return  # the store has checks of its own
 
+    @abstractmethod
     async def wait_archived(self, uri: str) -> None:
         """Return once a segment is in the bucket, as `ActivationStore.wait_archived`."""
-        raise NotImplementedError
 
     async def abandon(self, session_id: str, run_id: str) -> None:
         """As `Writer.abandon`."""

@@ -20,8 +20,8 @@ from deployments.activations.facts import Note, StoreError, explained, name_of
 from deployments.activations.files.disk import restrict, write
 from deployments.activations.files.places import place_of
 from deployments.activations.nodes.files import serve_segments
-from deployments.activations.nodes.reporting import Teller
-from deployments.activations.nodes.submitting import Home, StartingError, TakesRuns, awaited, is_released
+from deployments.activations.nodes.reporting import RunReporter
+from deployments.activations.nodes.submitting import Home, RunReceiver, StartingError, awaited, is_released
 from deployments.activations.state.nodes import Deletion, Node, uri_of
 from deployments.activations.writer.recovery import MARK, open_directory
 from deployments.activations.writer.room import Room
@@ -35,7 +35,7 @@ _FENCES = 10_000  # of deleted sessions, which are remembered
 logger = logging.getLogger(__name__)
 
 
-class NodeWriter(TakesRuns):
+class NodeWriter(RunReceiver):
     """Writes the runs of one node's replicas on that node, and tells the store of them afterwards.
 
     Where the node sees the store's directory, it writes into it, into files of its own, and forgets what the store
@@ -81,7 +81,7 @@ class NodeWriter(TakesRuns):
 
     async def wait_archived(self, uri: str) -> None:
         """As `ActivationStore.wait_archived`: the store archives what all writers seal."""
-        await self._store.wait_archived.remote(self._told_uri(uri))
+        await self._store.wait_archived.remote(self._reported_uri(uri))
 
     async def check_room(self, session_id: str, size: int) -> None:
         """As `ActivationStore.check_room`, by the quotas that the store told of last."""
@@ -94,7 +94,7 @@ class NodeWriter(TakesRuns):
         if self._opened:
             if session_id and not self._node.key:
                 await asyncio.wrap_future(self._writing().end_runs(session_id))
-            await asyncio.wrap_future(self._teller.flush())
+            await asyncio.wrap_future(self._reporter.flush())
 
     async def upload(self, name: str, size: int) -> None:
         """As `upload_sealed`, of a segment by its name `<session>/<segment>`, quoted as in URIs."""
@@ -111,7 +111,7 @@ class NodeWriter(TakesRuns):
     def close(self) -> None:
         """End; what was not told yet is when the writer starts again."""
         if self._opened:
-            self._teller.close()
+            self._reporter.close()
             self._writer.close()
             self._catalogue.close()
 
@@ -155,11 +155,13 @@ class NodeWriter(TakesRuns):
         self._begin_writer = functools.partial(Writer, self._root, catalogue)
         self._writer = self._begin_writer()
         self._room = Room(self._root)
-        self._teller = Teller(self._store, self._node, self._stored, self._delete, self._forget_told, self._beat)
-        catalogue.tell = lambda added: self._teller.add(self._notes(added))
+        self._reporter = RunReporter(
+            self._store, self._node, self._stored, self._delete, self._forget_reported, self._beat
+        )
+        catalogue.on_added = lambda added: self._reporter.add(self._notes(added))
         self._opened = True
 
-    # ---- for the teller's thread
+    # ---- for the reporter's thread
 
     def _beat(self) -> None:
         """End all files that no run is being written to where the node is about to go, so that they are uploaded."""
@@ -174,7 +176,7 @@ class NodeWriter(TakesRuns):
             if known.get(name) != counts.get(name):
                 yield from self._notes([Note(session_id, self._catalogue.of_file(file.uri), file)])
 
-    def _forget_told(self, notes: Sequence[Note]) -> None:
+    def _forget_reported(self, notes: Sequence[Note]) -> None:
         for file in (note.file for note in notes if note.file.sealed and not self._node.key):
             self._catalogue.forget_files(file.uri)
 
@@ -193,23 +195,23 @@ class NodeWriter(TakesRuns):
         return not catalogue.knows(session_id)
 
     def _notes(self, added: Iterable[Note]) -> list[Note]:
-        return [note._replace(file=note.file._replace(uri=self._told_uri(note.file.uri))) for note in added]
+        return [note._replace(file=note.file._replace(uri=self._reported_uri(note.file.uri))) for note in added]
 
-    def _told_uri(self, uri: str) -> str:
+    def _reported_uri(self, uri: str) -> str:
         """A segment's URI as the store is told it: relative to the node's directory, where that is its own."""
         return uri_of(self._node.key, name_of(uri)) if self._node.key else uri
 
     async def _check(self, session_id: str, fence: str | None) -> None:
         """Raise StoreError where no run of a session may be written."""
         await self.ready()
-        await self._teller.joined(_JOIN_S)
+        await self._reporter.joined(_JOIN_S)
         if fence in self._fences:
             raise StoreError(f"Session {session_id} was deleted while the run went on: send the request again.")
-        if reason := self._teller.refused.get(session_id):
+        if reason := self._reporter.refused.get(session_id):
             raise StoreError(reason)
 
     async def _admit(self, session_id: str, run_id: str, fence: str | None) -> None:
-        """As `TakesRuns._admit`."""
+        """As `RunReceiver._admit`; an open run that is refused is dropped."""
         try:
             await self._check(session_id, fence)
         except StoreError:

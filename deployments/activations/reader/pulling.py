@@ -111,7 +111,7 @@ class _Body(io.RawIOBase):
             with self._http.stream("GET", self.address, headers=self._paging.headers) as begun:
                 if begun.status_code != 206:
                     begun.read()
-                    raise ChangedError if begun.status_code == 412 else PullError(_said(begun), begun)
+                    raise ChangedError if begun.status_code == 412 else PullError(_reason(begun), begun)
                 return self._paging.take(begun.headers, _limited(begun, self._paging.size(begun.headers)))
         except NoPageError as error:
             raise PullError(f"{self.address}: {error}") from error
@@ -131,7 +131,7 @@ def _limited(answer: httpx.Response, size: int) -> bytes:
     return bytes(body)
 
 
-def _said(answer: httpx.Response) -> str:
+def _reason(answer: httpx.Response) -> str:
     try:
         return f"{answer.status_code}: {answer.json()['error']['message']}"
     except (json.JSONDecodeError, UnicodeDecodeError, KeyError, TypeError):

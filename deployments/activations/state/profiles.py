@@ -28,7 +28,7 @@ class _Kept(NamedTuple):
     created: float
     is_default: bool
 
-    def told(self, account: Account) -> dict[str, Any]:
+    def as_json(self, account: Account) -> dict[str, Any]:
         """The same for an answer."""
         told = {name: value for name, value in self._asdict().items() if name not in ("owner", "is_default")}
         told |= {"object": "intervention_profile", "default": bool(self.is_default)}
@@ -55,7 +55,7 @@ class StoredProfiles(State):
         name, at, owner = (after or "").partition("@")
         if after is not None:
             seen = [one for one in seen if ((one.name, one.owner or "") > (name, owner) if at else one.name > name)]
-        return [one.told(account) for one in seen[:limit]]
+        return [one.as_json(account) for one in seen[:limit]]
 
     def put(self, profile: Profile, account: Account = OPERATOR, most: int = MAX_PROFILES) -> dict[str, Any]:
         """Keep a profile, in the place of one of its name, and of the model's last default if it is one.
@@ -81,7 +81,7 @@ class StoredProfiles(State):
             row = new._replace(owner=new.owner or "")
             database.execute("INSERT OR REPLACE INTO profiles VALUES (?, ?, ?, ?, ?, ?, ?)", (*row, body))
         self._tell(is_news)
-        return {**json.loads(body), **new.told(account)}
+        return {**json.loads(body), **new.as_json(account)}
 
     def get(self, name: str, account: Account = OPERATOR, owner: str | None = None) -> dict[str, Any] | None:
         """A profile: their own, else one without an owner, else a default; an admin may name its `owner`."""
@@ -124,7 +124,7 @@ class StoredProfiles(State):
         """A profile with what it does; None where it is deleted by now."""
         key = kept.name, kept.owner or ""
         for (body,) in self.rows("SELECT body FROM profiles WHERE name = ? AND owner = ?", *key):
-            return {**json.loads(body), **kept.told(account)}
+            return {**json.loads(body), **kept.as_json(account)}
         return None
 
     def _tell(self, is_news: bool) -> None:

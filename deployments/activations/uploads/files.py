@@ -1,6 +1,6 @@
-"""Files that clients send, below the store's root: `<folder>/<name>.safetensors`, with an owner `<name>@<owner>`.
+"""Files that clients upload, below the store's root: `<folder>/<name>.safetensors`, with an owner `<name>@<owner>`.
 
-What a client calls a file is only ever looked up among those that are known: no path is made of it.
+A name that a client sends is looked up among the names of known files. It never becomes part of a path.
 """
 
 from __future__ import annotations
@@ -8,6 +8,7 @@ from __future__ import annotations
 import contextlib
 import logging
 import re
+from abc import ABC, abstractmethod
 from collections.abc import Sequence
 from pathlib import Path
 from threading import Lock
@@ -34,10 +35,10 @@ class ClientFile(NamedTuple):
     created: float
     about: dict[str, Any]
 
-    def told(self, account: Account) -> dict[str, Any]:
-        """The same for an answer."""
-        told = {**self.about, "id": self.id, "bytes": self.bytes, "created": self.created}
-        return told if account.owner is None else told | {"owner": self.owner}
+    def as_json(self, account: Account) -> dict[str, Any]:
+        """The file as answers describe it; `owner` is there for accounts that have keys."""
+        answer = {**self.about, "id": self.id, "bytes": self.bytes, "created": self.created}
+        return answer if account.owner is None else answer | {"owner": self.owner}
 
     @property
     def file_name(self) -> str:
@@ -45,10 +46,10 @@ class ClientFile(NamedTuple):
         return f"{self.name}@{self.owner}.safetensors" if self.owner else f"{self.name}.safetensors"
 
 
-class ClientFiles:
+class ClientFiles(ABC):
     """All files of one kind. Reads may come from several threads, changes from one at a time.
 
-    All methods raise StoreError where the disk refuses. What an account may not read or change is not there for it.
+    All methods raise StoreError on a disk error. A file that an account may not read or change does not exist for it.
     """
 
     folder: str  # no session id begins with '.'
@@ -79,9 +80,9 @@ class ClientFiles:
                 file = ClientFile(match[1], match[2], id, stat.st_size, stat.st_mtime, about)
                 self._files[file.name, file.owner] = file
 
+    @abstractmethod
     def described(self, path: Path) -> tuple[str, dict[str, Any]]:
-        """A file's id, and what answers say of it."""
-        raise NotImplementedError
+        """A file's id, and the fields that answers have of it."""
 
     def list(self, limit: int, after: str | None, account: Account = OPERATOR) -> list[dict[str, Any]]:
         """Up to `limit` files that the account may read in the order of their names, behind the name `after`."""
@@ -89,12 +90,12 @@ class ClientFiles:
             files = [file for file in self._files.values() if account.may_read(file.owner)]
         files.sort(key=lambda file: (file.owner == account.owner, file.owner is None))
         seen = {file.name: file for file in files}  # their own of a name, else the one without an owner
-        return [seen[name].told(account) for name in page(seen, limit, after)]
+        return [seen[name].as_json(account) for name in page(seen, limit, after)]
 
     def get(self, name: str, account: Account = OPERATOR) -> dict[str, Any] | None:
         """What a file is; None if there is none."""
         file = self._found(name, account)
-        return file.told(account) if file else None
+        return file.as_json(account) if file else None
 
     def read(self, name: str, account: Account = OPERATOR, first: int = 0, end: int | None = None) -> bytes | None:
         """A file, or its bytes from `first` to `end`; None if there is none."""
@@ -127,7 +128,7 @@ class ClientFiles:
         known = self._files.get(key)
         if known and self._path(known).is_file():
             if known.id == new.id:
-                return known.told(account)
+                return known.as_json(account)
             # A tensor file's name is its id.
             message = f"there is a readout {new.name!r} already: delete it first, or choose another name"
             raise RequestError(message, "spec.name", "readout_exists")
@@ -140,7 +141,7 @@ class ClientFiles:
             new = new._replace(created=write(self._root, self.folder, new.file_name, data))
         with self._lock:
             self._files[key] = new
-        return new.told(account)
+        return new.as_json(account)
 
     def _path(self, file: ClientFile) -> Path:
         return self._root / self.folder / file.file_name

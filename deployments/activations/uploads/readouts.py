@@ -47,20 +47,20 @@ class ReadoutFiles(ClientFiles):
         """Keep a readout, with what the spec says beside it; as `keep`. RequestError if it is none."""
         defined = define(data, spec)
         id = _id(defined)
-        metadata = {"spec": _said(defined.spec), _KEPT: json.dumps([id, defined.hidden, defined.size])}
+        metadata = {"spec": _spec_json(defined.spec), _KEPT: json.dumps([id, defined.hidden, defined.size])}
         kept = save(defined.tensors, metadata)
         about = _about(defined.spec, defined.hidden, defined.size)
         new = ClientFile(defined.spec.name, account.owner, id, len(kept), 0.0, about)
         return self.keep(new, kept, most, account, most_of_one)
 
 
-def _said(spec: ReadoutSpec) -> str:
+def _spec_json(spec: ReadoutSpec) -> str:
     return spec.model_dump_json(exclude_none=True, exclude_defaults=True)
 
 
 def _id(defined: Definition) -> str:
     """Another one for other tensors or another spec."""
-    digest = hashlib.sha256(_said(defined.spec).encode())
+    digest = hashlib.sha256(_spec_json(defined.spec).encode())
     for name, tensor in sorted(defined.tensors.items()):
         digest.update(f"{name} {tensor.dtype} {list(tensor.shape)}".encode())
         digest.update(tensor.reshape(-1).view(torch.uint8).numpy().data)

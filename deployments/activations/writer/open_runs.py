@@ -16,7 +16,7 @@ from deployments.activations.facts import Entry, RunFacts, RunName, StoreError, 
 from deployments.activations.segments.schema import owner
 from deployments.activations.segments.segment_writer import Shard
 from deployments.activations.writer.pool import Pool
-from deployments.activations.writer.retention import Keeper
+from deployments.activations.writer.retention import SessionManager
 
 
 class Chunk(NamedTuple):
@@ -61,13 +61,19 @@ class OpenRun:
 class OpenRuns:
     """The runs that are being written, for one thread; after `lease_s` seconds without a chunk they are given up."""
 
-    def __init__(self, root: Path, catalogue: Catalogue, pool: Pool, keeper: Keeper, lease_s: float) -> None:
-        self._root, self._catalogue, self._pool, self._keeper, self._lease_s = root, catalogue, pool, keeper, lease_s
+    def __init__(self, root: Path, catalogue: Catalogue, pool: Pool, manager: SessionManager, lease_s: float) -> None:
+        self._root, self._catalogue, self._pool, self._manager, self._lease_s = (
+            root,
+            catalogue,
+            pool,
+            manager,
+            lease_s,
+        )
         self._open: OrderedDict[RunName, OpenRun] = OrderedDict()  # the longest without a chunk first
         self._lost: OrderedDict[RunName, tuple[str, float]] = OrderedDict()  # why and when, the oldest first
         self._finished: set[RunName] = set()  # not yet in the catalogue
         self._written: set[str] = set()  # sessions whose files are yet to be synced
-        keeper.busy = self.busy
+        manager.busy = self.busy
 
     @property
     def due(self) -> float:
@@ -83,10 +89,10 @@ class OpenRuns:
         self._check(chunk)
         name, entry = chunk.name, None
         try:
-            self._keeper.check_fence(name.session_id, chunk.fence)
+            self._manager.check_fence(name.session_id, chunk.fence)
             before = self._open[name].bytes if name in self._open else 0
             size = sum(batch.nbytes for batch in chunk.batches)
-            self._keeper.make_room(name.session_id, size, chunk.most - before)
+            self._manager.make_room(name.session_id, size, chunk.most - before)
             self._written.add(name.session_id)
             if chunk.part == 0:
                 self._open[name] = OpenRun(self._pool.take(name.session_id, chunk.batches[0].schema))
@@ -101,14 +107,14 @@ class OpenRuns:
                 run.chunks += 1
                 run.bytes += size
                 self.renew(name)
-            self._keeper.grow(name.session_id, run.shard.size - length)
+            self._manager.grow(name.session_id, run.shard.size - length)
             return run.shard, entry
         except (OSError, pa.ArrowException) as error:
             reason = explain(self._root, error)
         except StoreError as error:
             reason = error.with_traceback(None)
         self._end(name)
-        self._keeper.recount()
+        self._manager.recount()
         if not chunk.run:  # there may be more to come
             self._remember(name, str(reason))
         raise reason  # out here without a context, whose frames would keep the batches alive
@@ -169,7 +175,7 @@ class OpenRuns:
         if run := self._open.pop(name, None):
             length = run.shard.size
             run.shard.rewind()
-            self._keeper.grow(name.session_id, (run.shard.size if run.shard.rows else 0) - length)
+            self._manager.grow(name.session_id, (run.shard.size if run.shard.rows else 0) - length)
             self._pool.give_back(run.shard)
 
     def _remember(self, name: RunName, reason: str) -> None:

@@ -17,7 +17,7 @@ from deployments.activations.catalogue.catalogue import Catalogue
 from deployments.activations.facts import OPERATOR, Account, Note, StoreError
 from deployments.activations.files.disk import DELETED, directory, scan_session
 from deployments.activations.files.places import path_of
-from deployments.activations.limits import Held, Retention, oldest
+from deployments.activations.limits import Retention, SessionSize, oldest
 from deployments.activations.state.nodes import node_of
 from deployments.activations.state.owners import Owners, Record
 from deployments.activations.state.state import Pins
@@ -30,11 +30,19 @@ if TYPE_CHECKING:
 logger = logging.getLogger(__name__)
 
 
-class Keeper:
-    """Holds a store to its limits, on the writer's thread but for `retention` and `old`. A node's has no `owners`.
+class SessionManager:
+    """Quotas, deletion, pins and owners of a store's sessions. On the writer's thread, except `retention` and `old`.
 
-    Not deleted by themselves are sessions that are pinned or written to, also by another node: their files are
-    otherwise than is known then. What an account may not change is answered as if it were not there.
+    Quotas and age never delete a session that is pinned or being written, also by another node. For an account, a
+    session that it may not change does not exist.
+
+    Args:
+        root: The directory of the sessions.
+        catalogue: Its runs and files.
+        pool: Its open files.
+        owners: Who owns which session; None on a node that is not the store's.
+        archive: The bucket, if the store has one.
+        nodes: The nodes with directories of their own, if any.
     """
 
     def __init__(
@@ -74,7 +82,7 @@ class Keeper:
         """It is not known how many bytes files have: count them when it is asked next."""
         self._until = 0.0
 
-    def check(self, session_id: str, size: int, most: int = 0, stay: Set[str] = frozenset()) -> list[Held]:
+    def check(self, session_id: str, size: int, most: int = 0, stay: Set[str] = frozenset()) -> list[SessionSize]:
         """The sessions to delete before a session gets `size` bytes more; StoreError if a quota refuses.
 
         Nothing is deleted for a run that may get more than fits, `most` bytes from now on; sessions in `stay` are not.
@@ -106,14 +114,14 @@ class Keeper:
             logger.warning("session %s is deleted: the store's quota is reached, and it is the oldest", session.id)
             self.delete(session.id, automatic=True).add_done_callback(_log)
 
-    def _deletable_for(self, session_id: str, stay: Set[str]) -> list[Held]:
+    def _deletable_for(self, session_id: str, stay: Set[str]) -> list[SessionSize]:
         """The sessions that may go for a run of a session: its owner's alone."""
         others = self._owners.all() if self._owners else {}
         nobodys = Record(None)
         owner = others.get(session_id, nobodys).owner
         sizes, stay = self.used(), {session_id} | stay | self.busy() | self._pins.names()
         return [
-            Held(name, sizes[name], last)
+            SessionSize(name, sizes[name], last)
             for name, last in self._catalogue.last_runs()
             if name not in stay and others.get(name, nobodys).owner == owner
         ]

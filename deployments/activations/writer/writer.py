@@ -29,7 +29,7 @@ from deployments.activations.state.owners import Owners
 from deployments.activations.writer.group_commit import Commits
 from deployments.activations.writer.open_runs import Chunk, OpenRuns, check_name
 from deployments.activations.writer.pool import Pool
-from deployments.activations.writer.retention import Keeper
+from deployments.activations.writer.retention import SessionManager
 from deployments.errors import RequestError
 
 if TYPE_CHECKING:
@@ -80,8 +80,8 @@ class Writer:
         self._queue: SimpleQueue[_Request | None] = SimpleQueue()  # None: something is synced, closed, or at its end
         wake = partial(self._queue.put, None)
         self._pool = Pool(root, catalogue, shard_bytes, open_shards, idle_s, wake)
-        self._keeper = Keeper(root, catalogue, self._pool, owners, archive, nodes)
-        self._runs = OpenRuns(root, catalogue, self._pool, self._keeper, lease_s)
+        self._manager = SessionManager(root, catalogue, self._pool, owners, archive, nodes)
+        self._runs = OpenRuns(root, catalogue, self._pool, self._manager, lease_s)
         self._commits = Commits(root, catalogue, self._runs, wake)
         self._looks = ThreadPoolExecutor(1, thread_name_prefix="activation-expiry")
         self._look = math.inf  # when to look for sessions that are too old, in the monotonic clock's seconds
@@ -130,15 +130,15 @@ class Writer:
         check_name(session_id)
         return self._put(partial(self._delete, session_id, account, unless), behind=unless is not None)
 
-    def ask(self, work: Callable[[Keeper], _T]) -> Future[_T]:
-        """Queue: what the writer's `Keeper` says or does, as in `ask(lambda keeper: keeper.pin("s", True))`."""
-        return self._put(lambda: work(self._keeper))
+    def ask(self, work: Callable[[SessionManager], _T]) -> Future[_T]:
+        """Queue a call of the writer's `SessionManager`, as in `ask(lambda manager: manager.pin("s", True))`."""
+        return self._put(lambda: work(self._manager))
 
     def retain(self, retention: Retention, now: float | None = None) -> Future[list[str]]:
         """Queue other limits, looked after each minute; answered with the sessions too old by `now`, once deleted."""
 
         def work() -> Future[list[str]]:
-            self._keeper.retention = retention
+            self._manager.retention = retention
             self._look = math.inf if retention.max_session_age_s is None else time.monotonic() + _LOOK_S
             return self._expire(time.time() if now is None else now)
 
@@ -155,7 +155,7 @@ class Writer:
     @property
     def has_quotas(self) -> bool:
         """Whether any bytes are limited; any thread may ask."""
-        return self._keeper.retention.has_quotas
+        return self._manager.retention.has_quotas
 
     def close(self) -> None:
         """Finish what is queued, abandon open runs, seal all files, end the thread. May be called twice."""
@@ -164,7 +164,7 @@ class Writer:
         self._queue.put(None)
         self._thread.join()
         self._looks.shutdown()
-        self._keeper.close()
+        self._manager.close()
         self._commits.close()
 
     def _put(self, work: Callable[[], Any], behind: bool = False, future: Future[Any] | None = None) -> Future[Any]:
@@ -301,12 +301,12 @@ class Writer:
     def _delete(
         self, session_id: str, account: Account, unless: Callable[[Set[str]], bool] | None
     ) -> bool | Future[bool]:
-        if (unless and unless(self._runs.busy())) or not self._keeper.may_delete(session_id, account):
+        if (unless and unless(self._runs.busy())) or not self._manager.may_delete(session_id, account):
             return False
         if any(shard.session_id == session_id for shard in self._commits.shards):
             self._commits.drain()
         self._end_runs(session_id)
-        return self._keeper.delete(session_id)
+        return self._manager.delete(session_id)
 
     def _end_runs(self, session_id: str) -> None:
         reason = f"Session {session_id} was deleted while the run went on."
@@ -319,8 +319,8 @@ class Writer:
 
         def look() -> None:
             try:
-                old = self._keeper.old(now)
-                self._put(lambda: self._keeper.expire(old, now), future=future)
+                old = self._manager.old(now)
+                self._put(lambda: self._manager.expire(old, now), future=future)
             except (OSError, StoreError) as error:
                 future.set_exception(error)
 

@@ -23,10 +23,10 @@ from deployments.activations import load
 from deployments.activations.catalogue.catalogue import Catalogue
 from deployments.activations.writer.recovery import recover
 from tests.deployments.activations.killed_writer import made
-from tests.deployments.activations.test_killed import KILLS, Known, forking, moments
+from tests.deployments.activations.test_killed import KILLS, ClientLog, forking, moments
 
 
-def looked_through(root: Path, known: Known) -> tuple[int, int, int]:
+def looked_through(root: Path, known: ClientLog) -> tuple[int, int, int]:
     """How many runs are listed, how many that were stored are not, and how many that are cannot be read."""
     recover(root)
     catalogue = Catalogue.rebuild(root)
@@ -58,7 +58,7 @@ def main() -> int:
     killed = stored = lost = unreadable = turn = 0
     with tempfile.TemporaryDirectory(prefix="kills-") as folder, forking() as run:
         while killed < options.kills and time.monotonic() < until:
-            root, known = Path(folder) / f"root-{turn}", Known()
+            root, known = Path(folder) / f"root-{turn}", ClientLog()
             root.mkdir()
             for moment in moments(chance, KILLS):
                 turn += 1
@@ -66,7 +66,7 @@ def main() -> int:
                 said, code = run(job | {"shard_bytes": chance.choice([4_000, 20_000, 100_000])} | moment)
                 killed += code == -signal.SIGKILL
                 stored += sum(words[0] == "stored" for words in said)
-                known.hear(said)
+                known.read(said)
                 copy = shutil.copytree(root, Path(folder) / "after")
                 _, gone, bad = looked_through(copy, known)
                 shutil.rmtree(copy)

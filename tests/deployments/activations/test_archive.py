@@ -179,7 +179,7 @@ def test_pins_and_owners_outlive_a_head(bucket, head, make):
     one = head()
     one.owners.claim("hers", alice, set, None)
     one.archived(make("r", session_id="hers"), make("p", session_id="pinned"), make("o", session_id="old"))
-    assert one.writer.ask(lambda keeper: keeper.pin("pinned", True)).result()
+    assert one.writer.ask(lambda manager: manager.pin("pinned", True)).result()
     until(lambda: len(one.archive._records()) == 2)
     one.close()
     new = head("new head")
@@ -296,7 +296,7 @@ def test_a_deletion_is_finished_after_a_crash_and_nothing_of_it_is_listed_again(
         raise KeyboardInterrupt
 
     with monkeypatch.context() as patched:
-        patched.setattr("deployments.activations.writer.retention.Keeper._put_aside", dies)
+        patched.setattr("deployments.activations.writer.retention.SessionManager._put_aside", dies)
         patched.setattr(archive.Archive, "_finish_deletions", lambda self: None)
         assert one.archive.delete("session")  # the manifest says so, and then the process is killed
         one.close()
@@ -370,7 +370,7 @@ def test_a_snapshot_takes_the_place_of_many_parts_also_where_a_crash_leaves_both
     made = [make(f"r{i}", {POINT: torch.randn(3, 2)}) for i in range(5)]
     for each in made:
         one.archived(each)
-    one.writer.ask(lambda keeper: keeper.pin("session", True)).result()
+    one.writer.ask(lambda manager: manager.pin("session", True)).result()
     until(lambda: kept and one.archive._records())
     monkeypatch.setattr(Manifest, "remove", remove)
     one.close()

@@ -106,13 +106,13 @@ def test_an_application_does_not_change_the_limits_of_another_that_runs(tmp_path
     retain("one", max_session_age_s=60.0)
     with pytest.raises(StoreError, match=r"'one', max_session_age_s=60.0, and 'two' has no limits: give both the same"):
         retain("two")
-    assert store._writer._keeper.retention.max_session_age_s == 60
+    assert store._writer._manager.retention.max_session_age_s == 60
     retain("two", max_session_age_s=60.0)
     running.remove("two")
     retain("one")  # its own may change
     running.remove("one")
     retain("two", max_session_age_s=30.0)
-    assert store._writer._keeper.retention.max_session_age_s == 30
+    assert store._writer._manager.retention.max_session_age_s == 30
     store._writer.close()
     store._catalogue.close()
 

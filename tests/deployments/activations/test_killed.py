@@ -57,7 +57,7 @@ def forked() -> Iterator[Callable[[dict[str, Any]], tuple[list[list[str]], int]]
         yield run
 
 
-class Known:
+class ClientLog:
     """What the clients of a store below one root were told."""
 
     def __init__(self) -> None:
@@ -65,8 +65,8 @@ class Known:
         self.stored: set[tuple[str, str]] = set()
         self.deleting: set[str] = set()  # sessions whose deletion was not answered
 
-    def hear(self, said: list[list[str]]) -> None:
-        for what, session, *run_id in said:
+    def read(self, lines: list[list[str]]) -> None:
+        for what, session, *run_id in lines:
             name = (session, *run_id)
             if what == "begin":
                 self.begun.add(name)
@@ -123,7 +123,7 @@ def moments(chance: random.Random, number: int) -> Iterator[dict[str, Any]]:
 
 def kill_again_and_again(forked, folder: Path, seed: int) -> tuple[int, int]:
     """Kill writers below one root, each where the one before was killed; how many were, and what was stored."""
-    root, known, chance, killed, stored = folder / "root", Known(), random.Random(seed), 0, 0
+    root, known, chance, killed, stored = folder / "root", ClientLog(), random.Random(seed), 0, 0
     root.mkdir()
     for turn, moment in enumerate(moments(chance, KILLS)):
         job = {"root": str(root), "prefix": f"{seed}-{turn}", "seed": chance.random(), "steps": 30}
@@ -131,7 +131,7 @@ def kill_again_and_again(forked, folder: Path, seed: int) -> tuple[int, int]:
         assert code in (0, -signal.SIGKILL)
         killed += code != 0
         stored += sum(words[0] == "stored" for words in said)
-        known.hear(said)
+        known.read(said)
         kept = Catalogue.copied(root)  # by the database as it was left, and the files
         sure = {name for name in known.stored if name[0] not in known.deleting}
         assert sure <= {(run["session_id"], run["run_id"]) for run in kept.runs(limit=None)} <= known.begun

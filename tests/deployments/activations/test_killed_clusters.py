@@ -19,7 +19,7 @@ import psutil
 import pytest
 
 from tests.conftest import BIN
-from tests.deployments.activations.test_killed import Known
+from tests.deployments.activations.test_killed import ClientLog
 from vitrine.own_server import free_port
 
 PROGRAM = Path(__file__).with_name("killed_client.py")
@@ -71,7 +71,7 @@ class Machine:
 @pytest.mark.long
 @pytest.mark.timeout(1800)
 def test_what_was_answered_before_all_of_ray_is_killed_reads_back_whole(tmp_path: Path, eventually: Callable) -> None:
-    root, known, chance, stored = tmp_path / "root", Known(), random.Random(1), 0
+    root, known, chance, stored = tmp_path / "root", ClientLog(), random.Random(1), 0
     root.mkdir()
     for turn in range(KILLS):
         notes = tmp_path / f"notes-{turn}"
@@ -89,7 +89,7 @@ def test_what_was_answered_before_all_of_ray_is_killed_reads_back_whole(tmp_path
                 assert machine.kill() > 4  # the GCS, the raylet, the store, the client, ...
         said = [line.split() for line in notes.read_text().splitlines()]
         stored += sum(words[0] == "stored" for words in said)
-        known.hear(said)
+        known.read(said)
         copy = shutil.copytree(root, tmp_path / f"after-{turn}")  # the next store finds all as it was left
         known.check(copy)
         shutil.rmtree(copy)

@@ -115,11 +115,11 @@ class Nodes:
         return self.begin(made).result(60)
 
     def append(self, made, part, fence=None):
-        return self.ask(self.there.append(*made.facts_and_id, part, [Given(made.batches[part])], 0, fence))
+        return self.ask(self.there.append(*made.facts_and_id, part, [FakeReference(made.batches[part])], 0, fence))
 
     def store_run(self, made, part=0, where=None, fence=None):
         where = where or self.there
-        return self.ask(where.write(made.facts, [Given(batch) for batch in made.batches[part:]], part, fence))
+        return self.ask(where.write(made.facts, [FakeReference(batch) for batch in made.batches[part:]], part, fence))
 
     def keep(self, now=None, **limits):
         return self.ask(self.here.retain(Retention(**limits), now))
@@ -152,7 +152,7 @@ class Nodes:
         self._loop.close()
 
 
-class Given:
+class FakeReference:
     """A batch, as a reference of Ray's gives it."""
 
     def __init__(self, batch):
@@ -325,7 +325,7 @@ def test_the_oldest_sessions_of_a_node_make_room(nodes, big, eventually):
         lambda: sorted(item.name for item in there.iterdir() if names_a_session(item.name)),
         lambda found: found == ["s5", "s6", "s7"],
     )
-    used = lambda: nodes.here._writer.ask(lambda keeper: keeper.used().total()).result()  # noqa: E731
+    used = lambda: nodes.here._writer.ask(lambda manager: manager.used().total()).result()  # noqa: E731
     eventually(lambda: used() == sum(file.stat().st_size for file in there.glob("*/*.arrow")))
 
 
@@ -344,13 +344,13 @@ def test_a_pinned_session_that_is_not_deleted_keeps_the_runs_on_their_way(nodes,
 @only_own
 def test_what_is_told_to_the_store_is_small(nodes, big, eventually, monkeypatch):
     told = []
-    tell = nodes.here.tell
+    tell = nodes.here.report
 
     async def noted(key, notes, *more):
         told.extend(notes)
         return await tell(key, notes, *more)
 
-    monkeypatch.setattr(nodes.here, "tell", noted)
+    monkeypatch.setattr(nodes.here, "report", noted)
     for number in range(120):
         nodes.store_run(big(f"r{number}"))
     eventually(lambda: len(nodes.ask(nodes._reader_of(nodes.here).session("session"))["runs"]), lambda n: n >= 100)
@@ -366,7 +366,7 @@ def test_runs_of_a_file_that_was_told_in_part_are_listed_when_the_node_joins_aga
     nodes.store.reached.clear()
     for number in range(4):
         nodes.store_run(big(f"r{number}"))
-    tell, told = nodes.here.tell, []
+    tell, told = nodes.here.report, []
 
     async def once(key, notes, *more):
         if len(told) == 2:
@@ -375,7 +375,7 @@ def test_runs_of_a_file_that_was_told_in_part_are_listed_when_the_node_joins_aga
         told.append(notes)
         return await tell(key, notes, *more)
 
-    monkeypatch.setattr(nodes.here, "tell", once)
+    monkeypatch.setattr(nodes.here, "report", once)
     nodes.store.reached.set()
     eventually(lambda: sorted(nodes.listed()), lambda found: found == ["first", "r0", "r1", "r2", "r3"])
     assert None in told

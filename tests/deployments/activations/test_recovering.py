@@ -1,4 +1,4 @@
-"""What a store does at its start with what a killed one left, and what it leaves alone."""
+"""What a store does at its start with what a killed one left_files, and what it leaves alone."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ POINT = "layers.0.output"
 
 
 @pytest.fixture
-def left(make, long, open_sender, tmp_path):
+def left_files(make, long, open_sender, tmp_path):
     """A session's files as a killed writer leaves them: two runs and a beginning in one, a beginning in another."""
     sender = open_sender()
     for name in ("a", "b"):
@@ -39,8 +39,8 @@ def left(make, long, open_sender, tmp_path):
     return sorted(tmp_path / "session" / name for name in files)
 
 
-def test_a_file_is_sealed_behind_its_last_whole_run_or_removed_where_it_has_none(left, tmp_path):
-    kept, removed = left
+def test_a_file_is_sealed_behind_its_last_whole_run_or_removed_where_it_has_none(left_files, tmp_path):
+    kept, removed = left_files
     before = {run.facts.run_id: run.first_row for run in whole_runs(kept)}
     values = {name: load(kept, name)[POINT].clone() for name in before}
     recover(tmp_path)
@@ -51,8 +51,8 @@ def test_a_file_is_sealed_behind_its_last_whole_run_or_removed_where_it_has_none
     assert pa.ipc.open_file(str(kept)).read_all()["run_id"].unique().to_pylist() == ["a", "b"]
 
 
-def test_a_file_cut_at_any_byte_keeps_the_runs_before_it(left, tmp_path):
-    kept, _ = left
+def test_a_file_cut_at_any_byte_keeps_the_runs_before_it(left_files, tmp_path):
+    kept, _ = left_files
     data, ends, end = kept.read_bytes(), [], 0
     for run in whole_runs(kept):
         ends.append(end := end + run.bytes)
@@ -101,8 +101,8 @@ def test_stores_that_start_beside_a_writer_take_none_of_its_files(make, open_sen
     assert len(sender.files()) == 60
 
 
-def test_one_file_that_cannot_be_recovered_keeps_no_other_from_it(left, tmp_path, monkeypatch, caplog):
-    kept, other = left
+def test_one_file_that_cannot_be_recovered_keeps_no_other_from_it(left_files, tmp_path, monkeypatch, caplog):
+    kept, other = left_files
     other.rename(kept.with_name(f"20000101T000000-00000000-{1:06}.arrow"))
     bad, real = kept.with_name(f"20000101T000000-00000000-{1:06}.arrow"), os.open
     data = bad.read_bytes()
@@ -119,8 +119,8 @@ def test_one_file_that_cannot_be_recovered_keeps_no_other_from_it(left, tmp_path
     assert bad.name in caplog.text
 
 
-def test_links_and_files_of_other_names_are_left_alone(left, tmp_path, tmp_path_factory):
-    kept, torn = left
+def test_links_and_files_of_other_names_are_left_alone(left_files, tmp_path, tmp_path_factory):
+    kept, torn = left_files
     outside = tmp_path_factory.mktemp("outside")
     data = torn.read_bytes()
     for path in (outside / torn.name, outside / "x", kept.with_name("notes.arrow")):

@@ -74,11 +74,11 @@ def test_a_store_at_its_quota_deletes_nothing_and_has_room_once_something_is_del
         with pytest.raises(StoreError, match=r"store's quota .*delete sessions .*max_store_bytes"):
             store(writer, big("c"))
         with pytest.raises(StoreError, match="store's quota"):
-            writer.ask(lambda keeper: keeper.check("three", RUN)).result()
+            writer.ask(lambda manager: manager.check("three", RUN)).result()
     assert sessions(tmp_path) == ["one", "two"]
-    writer.ask(lambda keeper: keeper.check("three", RUN // 4)).result()
+    writer.ask(lambda manager: manager.check("three", RUN // 4)).result()
     assert writer.delete("one").result()
-    writer.ask(lambda keeper: keeper.check("three", RUN)).result()
+    writer.ask(lambda manager: manager.check("three", RUN)).result()
     store(writer, big("c"))
     assert sessions(tmp_path) == ["session", "two"]
 
@@ -138,7 +138,7 @@ def test_what_is_used_is_what_the_files_have(big, settle, tmp_path_factory, step
                 writer.delete(name).result()
         settle(writer)  # what was full is closed
         files = {name: sum(file.stat().st_size for file in root.glob(f"{name}/*.arrow")) for name in ("s0", "s1", "s2")}
-        used = writer.ask(lambda keeper: keeper.recount() or keeper.used()).result()
+        used = writer.ask(lambda manager: manager.recount() or manager.used()).result()
         assert {name: used[name] for name in files} == files
         assert sum(files.values()) <= quota * RUN + 5 * 2048  # metadata of runs comes on top
     writer.close()
@@ -147,15 +147,15 @@ def test_what_is_used_is_what_the_files_have(big, settle, tmp_path_factory, step
 def test_with_delete_oldest_the_oldest_sessions_go_but_for_pinned_and_open_ones(keep, big, tmp_path):
     writer = keep(max_store_bytes=5 * RUN, delete_oldest=True)
     store(writer, *(big(name, name, created) for created, name in enumerate(("pinned", "open", "old", "new"), 1)))
-    assert writer.ask(lambda keeper: keeper.pin("pinned", True)).result()
+    assert writer.ask(lambda manager: manager.pin("pinned", True)).result()
     going_on = big("going-on", "open")
     writer.append("open", "going-on", 0, [going_on.batches[0]]).result()
-    writer.ask(lambda keeper: keeper.check("next", RUN)).result()
+    writer.ask(lambda manager: manager.check("next", RUN)).result()
     assert sessions(tmp_path) == ["new", "old", "open", "pinned"]  # asking alone deletes nothing
     store(writer, big("next", "next", 9.0))
     assert sessions(tmp_path) == ["new", "next", "open", "pinned"]
     with pytest.raises(StoreError, match="store's quota"):
-        writer.ask(lambda keeper: keeper.check("huge", 4 * RUN)).result()
+        writer.ask(lambda manager: manager.check("huge", 4 * RUN)).result()
     with pytest.raises(StoreError, match="store's quota"):
         writer.append("huge", "r", 0, [batch for run in "abcd" for batch in big(run, "huge").batches]).result()
     assert sessions(tmp_path) == ["new", "next", "open", "pinned"]  # nothing goes where it would not help
@@ -208,13 +208,13 @@ def test_sessions_are_deleted_by_the_age_of_their_last_run_unless_pinned(keep, b
     store(writer, big("a", "old", 10.0), big("b", "pinned", 10.0), big("c", "again", 10.0), big("d", "again", 90.0))
     store(writer, big("e", "open", 10.0))
     writer.append("open", "going-on", 0, [big("going-on", "open").batches[0]]).result()
-    assert writer.ask(lambda keeper: keeper.pin("pinned", True)).result()
+    assert writer.ask(lambda manager: manager.pin("pinned", True)).result()
     limits = Retention(max_session_age_s=50)
     assert writer.retain(limits, now=60.0).result() == []
     assert writer.retain(limits, now=61.0).result() == ["old"]
     assert sessions(tmp_path) == ["again", "open", "pinned"]
     writer.abandon("open", "going-on").result()
-    assert writer.ask(lambda keeper: keeper.pin("pinned", False)).result()
+    assert writer.ask(lambda manager: manager.pin("pinned", False)).result()
     assert sorted(writer.retain(limits, now=141.0).result()) == ["again", "open", "pinned"]
     assert sessions(tmp_path) == []
 
@@ -229,8 +229,8 @@ def test_a_store_looks_by_itself_for_sessions_that_are_too_old(keep, big, tmp_pa
 def test_a_pinned_session_is_deleted_by_nobody_until_it_is_unpinned_also_after_a_start(keep, big, tmp_path):
     writer = keep()
     store(writer, big("a"))
-    assert writer.ask(lambda keeper: keeper.pin("session", True)).result()
-    assert writer.ask(lambda keeper: keeper.pin("none-such", True)).result() is False
+    assert writer.ask(lambda manager: manager.pin("session", True)).result()
+    assert writer.ask(lambda manager: manager.pin("none-such", True)).result() is False
     with pytest.raises(RequestError, match="unpin it") as refused:
         writer.delete("session").result()
     assert (refused.value.status, refused.value.code) == (409, "session_pinned")
@@ -240,7 +240,7 @@ def test_a_pinned_session_is_deleted_by_nobody_until_it_is_unpinned_also_after_a
     writer = keep(max_session_age_s=1)
     assert "session" in Pins(tmp_path)
     assert sessions(tmp_path) == ["session"]
-    assert writer.ask(lambda keeper: keeper.pin("session", False)).result()
+    assert writer.ask(lambda manager: manager.pin("session", False)).result()
     assert writer.delete("session").result()
     assert Pins(tmp_path).names() == frozenset()
 
@@ -349,8 +349,8 @@ def test_no_id_and_no_link_leads_out_of_the_store(make, tmp_path_factory, sessio
     writer = Writer(root, Catalogue.rebuild(root))
     for ask in (
         lambda: writer.delete(session_id),
-        lambda: writer.ask(lambda keeper: keeper.pin(session_id, True)),
-        lambda: writer.ask(lambda keeper: keeper.pin(session_id, False)),
+        lambda: writer.ask(lambda manager: manager.pin(session_id, True)),
+        lambda: writer.ask(lambda manager: manager.pin(session_id, False)),
         lambda: writer.submit(*make("r", session_id=session_id)[:2]),
         lambda: writer.retain(Retention(max_session_age_s=1)),
     ):

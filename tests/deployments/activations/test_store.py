@@ -145,9 +145,9 @@ def test_limits_and_pins_hold_also_for_the_writer_that_takes_the_place_of_one_th
         await store.write(made.facts, [ray.put(made.batches[0])])
         await store.retain(Retention(max_session_bytes=10))
         with monkeypatch.context() as patched:
-            patched.setattr("deployments.activations.writer.retention.Keeper.note", lambda *args: 1 / 0)
+            patched.setattr("deployments.activations.writer.retention.SessionManager.note", lambda *args: 1 / 0)
             with pytest.raises(StoreError, match="log says why"):
-                await store.tell("", [], [], [])
+                await store.report("", [], [], [])
         assert await store.pin("session", True)
         with pytest.raises(StoreError, match="quota of session"):
             await store.check_room("session", 11)

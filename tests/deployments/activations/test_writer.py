@@ -259,7 +259,7 @@ def test_names_of_new_files_are_durable_before_their_runs_are_answered_and_not_m
     monkeypatch.setattr("deployments.activations.segments.segment_writer.os.fsync", seen)
     first = writer.submit(*make("first", session_id="s0")[:2])  # its group is held up, so that the next ones are one
     others = [writer.submit(*make(f"r{n}", session_id=f"s{n}")[:2]) for n in range(1, 20)]
-    writer.ask(lambda keeper: keeper.check("s", 0)).result()
+    writer.ask(lambda manager: manager.check("s", 0)).result()
     assert not any(future.done() for future in (first, *others))
     gate.set()
     for future in (first, *others):
@@ -293,7 +293,7 @@ def test_an_abandoned_run_and_a_question_for_room_wait_for_no_commit(make, open_
     )
     stored = writer.submit(*make("r")[:2])
     writer.abandon("other", "long").result()
-    assert writer.ask(lambda keeper: keeper.check("other", 1 << 20)).result() == []
+    assert writer.ask(lambda manager: manager.check("other", 1 << 20)).result() == []
     assert not stored.done()
     gate.set()
     assert stored.result().run_id == "r"

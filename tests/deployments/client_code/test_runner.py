@@ -37,7 +37,7 @@ class Kept(Backend):
         self.block = RequestModel.serialize(tracer)
 
 
-class Near:
+class LocalBoard:
     """The board as its actor's handle is called."""
 
     def __init__(self) -> None:
@@ -75,7 +75,7 @@ def looping(client):
 
 @pytest.fixture
 def board():
-    return Near()
+    return LocalBoard()
 
 
 @pytest.fixture(scope="module")
@@ -90,17 +90,17 @@ def runner(shared, board, sandbox):
     made.close()
 
 
-async def sent(board: Near, block: bytes, listener: str | None = None) -> CodeJob:
+async def sent(board: LocalBoard, block: bytes, listener: str | None = None) -> CodeJob:
     key = ModelKey(repo_id="vitrine-demo")
     return CodeJob(await board.board.open(listener), block, False, {}, key, listener is not None)
 
 
-async def status(board: Near, job: CodeJob) -> str:
+async def status(board: LocalBoard, job: CodeJob) -> str:
     update, _ = await board.board.latest(job.id)
     return update.status
 
 
-async def begins(board: Near, job: CodeJob) -> None:
+async def begins(board: LocalBoard, job: CodeJob) -> None:
     while (reached := await status(board, job)) != "RUNNING":
         assert reached != "ERROR", await board.board.latest(job.id)
         await asyncio.sleep(0.01)

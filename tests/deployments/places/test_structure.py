@@ -18,7 +18,7 @@ def model(request, tiny):
 
 
 @pytest.fixture
-def told(model):
+def described(model):
     return structure(model.hf, model.points, model.context)
 
 
@@ -28,14 +28,19 @@ def walk(module):
         yield from walk(child)
 
 
-def test_it_tells_the_models_sizes(model, told):
-    assert told["architecture"] == type(model.hf).__name__
-    assert (told["layers"], told["hidden_size"], told["max_model_len"], told["dtype"]) == (3, 32, 96, "float32")
-    json.dumps(told)
+def test_it_tells_the_models_sizes(model, described):
+    assert described["architecture"] == type(model.hf).__name__
+    assert (described["layers"], described["hidden_size"], described["max_model_len"], described["dtype"]) == (
+        3,
+        32,
+        96,
+        "float32",
+    )
+    json.dumps(described)
 
 
-def test_every_point_it_names_is_one_that_a_request_may_capture(model, told):
-    listed = told["points"]
+def test_every_point_it_names_is_one_that_a_request_may_capture(model, described):
+    listed = described["points"]
     names = [point["name"] for point in listed]
     assert len(set(names)) == len(names)
     found = {point.name: point for point in model.points.resolve(Capture(points=names))}
@@ -46,23 +51,23 @@ def test_every_point_it_names_is_one_that_a_request_may_capture(model, told):
         assert point["dtype"] == str(known.place.dtype).removeprefix("torch.")
 
 
-def test_every_point_of_the_model_is_named_canonically_where_it_can_be(model, told):
-    names = {point["name"] for point in told["points"]}
+def test_every_point_of_the_model_is_named_canonically_where_it_can_be(model, described):
+    names = {point["name"] for point in described["points"]}
     assert {point.name for point in model.points} <= names
     assert {"embed.output", "layers.0.input", "layers.2.attention.output", "norm.output", "lm_head.output"} <= names
-    heads = {point["name"]: point["shape"] for point in told["points"] if point["name"].endswith(".heads")}
+    heads = {point["name"]: point["shape"] for point in described["points"] if point["name"].endswith(".heads")}
     assert heads == {f"layers.{i}.attention.heads": [4, 8] for i in range(3)}
 
 
-def test_modules_are_told_once_where_they_are_built_alike(model, told):
-    told_paths = {module["path"]: module["class"] for module in walk(told["modules"])}
+def test_modules_are_told_once_where_they_are_built_alike(model, described):
+    paths = {module["path"]: module["class"] for module in walk(described["modules"])}
     layers = model.points.layers
-    assert told_paths[""] == told["architecture"]
-    assert told_paths[f"{layers}.0-2"] == type(model.hf.get_submodule(f"{layers}.0")).__name__
-    assert f"{layers}.1" not in told_paths
+    assert paths[""] == described["architecture"]
+    assert paths[f"{layers}.0-2"] == type(model.hf.get_submodule(f"{layers}.0")).__name__
+    assert f"{layers}.1" not in paths
     for path, module in model.hf.named_modules():
         if path.startswith(f"{layers}.0.") and "experts" not in path:
-            assert told_paths[path.replace(f"{layers}.0.", f"{layers}.0-2.", 1)] == type(module).__name__
+            assert paths[path.replace(f"{layers}.0.", f"{layers}.0-2.", 1)] == type(module).__name__
 
 
 def test_modules_that_differ_are_told_apart(build, byte_tokenizer):

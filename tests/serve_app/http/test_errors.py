@@ -180,9 +180,9 @@ def test_the_server_goes_on_after_all_of_it(served):
     assert answer.json()["choices"][0]["finish_reason"] == "length"
 
 
-def test_a_request_past_the_servers_time_limit_gets_504_and_a_stream_that_has_begun_ends_with_it(beside):
+def test_a_request_past_the_servers_time_limit_gets_504_and_a_stream_that_has_begun_ends_with_it(another_app):
     body = {"model": "vitrine-demo", "prompt": "Tom has", "max_tokens": 4000, "ignore_eos": True}
-    with beside("hurried", "request_timeout_s=0.5", "num_cpus=0.1", "threads=1") as root:
+    with another_app("hurried", "request_timeout_s=0.5", "num_cpus=0.1", "threads=1") as root:
         whole = httpx.post(f"{root}/v1/completions", json=body, timeout=60)
         assert whole.status_code == 504, whole.text
         assert (whole.json()["error"]["type"], whole.json()["error"]["code"]) == ("server_error", "timeout")

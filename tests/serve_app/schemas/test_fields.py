@@ -192,12 +192,12 @@ def test_a_supported_field_changes_the_answer(served, said, route, field):
         assert content(post(served, route, with_it)) != said(route, without)
 
 
-def test_what_a_chats_template_is_told_is_in_its_prompt(beside, tmp_path):
+def test_what_a_chats_template_is_told_is_in_its_prompt(another_app, tmp_path):
     tokenizer = measured_models.tokenizer("tiny")
     tokenizer.chat_template = "{{ messages[0].content }} {{ tone }}"
     tokenizer.save_pretrained(tmp_path)
     measured_models.build("tiny").save_pretrained(tmp_path)
-    with beside("told", f"model={tmp_path}", "model_id=vitrine-demo", "num_cpus=0.1", "threads=1") as root:
+    with another_app("told", f"model={tmp_path}", "model_id=vitrine-demo", "num_cpus=0.1", "threads=1") as root:
         body = BASE["chat"] | {"max_tokens": 1, "return_token_ids": True}
         for told in ({}, {"tone": "calm"}):
             answer = httpx.post(f"{root}/v1/chat/completions", json=body | {"chat_template_kwargs": told}, timeout=60)

@@ -1,4 +1,4 @@
-"""The engine in this process beside a server of the same model: what serving costs is measured against it."""
+"""The engine without a server: the baseline for the cost of serving."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ ENGINE, STREAMING = "engine in process", "engine in process, streaming"
 
 
 @dataclass(frozen=True)
-class Beside:
+class InProcessEngine:
     """An engine, and the work that it and servers are given."""
 
     engine: Engine
@@ -29,7 +29,7 @@ class Beside:
     texts: list[str]
 
     @classmethod
-    def of(cls, directory: Path, name: str, options: argparse.Namespace) -> Beside:
+    def of(cls, directory: Path, name: str, options: argparse.Namespace) -> InProcessEngine:
         """Load a saved model."""
         running = Engine(load(str(directory), device="cpu"), max_running=max(64, options.requests))
         return cls(
@@ -37,8 +37,8 @@ class Beside:
         )
 
     @property
-    def asked(self) -> Workload:
-        """The same work, as servers are asked for it."""
+    def workload(self) -> Workload:
+        """The same work as requests to a server."""
         return Workload(self.texts, self.work.new_tokens, len(self.texts))
 
     @property
