@@ -8,7 +8,6 @@ import signal
 import subprocess
 import sys
 import tempfile
-import time
 import warnings
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager
@@ -23,6 +22,7 @@ from hypothesis import settings
 
 from deployments.model_files.smollm2 import FetchError, bring
 from deployments.options import default_models_dir
+from tests import waiting
 from vitrine.own_server import free_port
 
 ROOT = Path(__file__).parent.parent
@@ -205,7 +205,7 @@ def another_app(served: Served) -> Callable[..., AbstractContextManager[str]]:
         own: set[str] = set()
         try:
             root = f"{served.root}/{name}"
-            _eventually(lambda: healthy(root))
+            waiting.until(lambda: healthy(root))
             own = set(running()) - others
             yield root
         finally:
@@ -227,7 +227,7 @@ def runs_code(another_app: Callable[..., AbstractContextManager[str]]) -> Iterat
 @pytest.fixture(scope="session")
 def eventually() -> Callable[..., Any]:
     """`eventually(look, fits=bool, limit_s=60)`: what `look()` gives as soon as it fits."""
-    return _eventually
+    return waiting.until
 
 
 @pytest.fixture(scope="session")
@@ -273,25 +273,12 @@ def healthy(root: str) -> bool:
         return False
 
 
-def _eventually(
-    look: Callable[[], Any],
-    fits: Callable[[Any], bool] = bool,
-    limit_s: float = 60,
-    said: Callable[[Any], str] = "it is still {}".format,
-) -> Any:
-    deadline = time.monotonic() + limit_s
-    while not fits(seen := look()):
-        assert time.monotonic() < deadline, f"after {limit_s} s: {said(seen)}"
-        time.sleep(0.05)
-    return seen
-
-
 def until(ready: Callable[[], bool], process: subprocess.Popen[bytes], log: Path) -> None:
     def is_ready() -> bool:
         assert process.poll() is None, f"it ended with {process.returncode}:\n{log.read_text()[-3000:]}"
         return ready()
 
-    _eventually(is_ready, limit_s=180, said=lambda _: f"not ready:\n{log.read_text()[-3000:]}")
+    waiting.until(is_ready, limit_s=180, describe=lambda _: f"not ready:\n{log.read_text()[-3000:]}")
 
 
 with warnings.catch_warnings():

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import sys
-import time
 from collections.abc import Callable, Iterator
 from concurrent.futures import wait
 from functools import partial
@@ -27,17 +26,10 @@ from deployments.activations.segments.schema import to_batch
 from deployments.activations.state.owners import Owners
 from deployments.activations.writer.recovery import make_root, mark, recover
 from deployments.activations.writer.writer import Writer
+from tests.waiting import until
 
 sys.path.append(str(Path(__file__).parent))  # importlib mode adds no folder; helpers stand beside this file
 from object_server import Proxy, object_server
-
-
-def until(condition: Callable[[], object]) -> None:
-    """Return once a condition holds."""
-    end = time.monotonic() + 60
-    while not condition():
-        assert time.monotonic() < end, "it has not come in a minute"
-        time.sleep(0.01)
 
 
 class Made(NamedTuple):

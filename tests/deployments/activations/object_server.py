@@ -10,10 +10,10 @@ import socket
 import subprocess
 import sys
 import threading
-import time
 import urllib.request
 from collections.abc import Callable, Iterator
 
+from tests.waiting import until
 from vitrine.own_server import free_port
 
 
@@ -25,16 +25,20 @@ def object_server() -> Iterator[int]:
     env = os.environ | {"MOTO_S3_DEFAULT_MAX_KEYS": "7"}  # lists come in pages
     server = subprocess.Popen(command, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL, env=env)
     try:
-        for _ in range(600):
-            with contextlib.suppress(OSError):
-                urllib.request.urlopen(f"http://127.0.0.1:{port}/moto-api/data.json", timeout=10).close()
-                break
-            assert server.poll() is None, "moto's server has ended"
-            time.sleep(0.05)
+        until(lambda: _answers(server, port))
         yield port
     finally:
         server.terminate()
         server.wait()
+
+
+def _answers(server: subprocess.Popen[bytes], port: int) -> bool:
+    assert server.poll() is None, "moto's server has ended"
+    try:
+        urllib.request.urlopen(f"http://127.0.0.1:{port}/moto-api/data.json", timeout=10).close()
+    except OSError:
+        return False
+    return True
 
 
 class Proxy:

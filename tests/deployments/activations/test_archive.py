@@ -8,7 +8,6 @@ import shutil
 import socket
 import subprocess
 import sys
-import time
 from pathlib import Path
 
 import pytest
@@ -30,15 +29,9 @@ from deployments.activations.reader.sources import shards
 from deployments.activations.segments.verify import verify
 from deployments.activations.state.state import Pins
 from deployments.errors import RequestError
+from tests.waiting import until
 
 POINT, OTHER = "layers.0.output", "layers.1.output"
-
-
-def until(condition) -> None:
-    end = time.monotonic() + 60
-    while not condition():
-        assert time.monotonic() < end, "it has not come in a minute"
-        time.sleep(0.01)
 
 
 def same(run, made) -> bool:

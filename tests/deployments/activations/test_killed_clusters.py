@@ -79,7 +79,7 @@ def test_what_was_answered_before_all_of_ray_is_killed_reads_back_whole(tmp_path
             machine = Machine(Path(folder), root, str(turn), notes)
             try:
                 wait = functools.partial(
-                    eventually, limit_s=120, said=lambda _, log=machine.log: log.read_text()[-3000:]
+                    eventually, limit_s=120, describe=lambda _, log=machine.log: log.read_text()[-3000:]
                 )
                 wait(notes.exists)
                 lines = chance.randrange(60)

@@ -16,7 +16,7 @@ from deployments.activations.catalogue.catalogue import Catalogue
 from deployments.activations.export.downloads import Readings
 from deployments.activations.facts import StoreError, names_a_session
 from deployments.activations.filters import Choice
-from deployments.activations.limits import Held, Retention, oldest
+from deployments.activations.limits import Retention, SessionSize, oldest
 from deployments.activations.reader.training import ActivationRows
 from deployments.activations.state.state import Pins, save_limits, saved_limits
 from deployments.activations.writer.recovery import recover
@@ -317,7 +317,7 @@ def test_who_reads_keeps_what_is_mapped_and_hears_of_the_rest(keep, big, make, t
     missing=st.integers(-3, 40),
 )
 def test_the_oldest_that_suffice_are_chosen_and_no_more(held, missing):
-    all_held = [Held(f"s{n}", size, float(last)) for n, (size, last) in enumerate(held)]
+    all_held = [SessionSize(f"s{n}", size, float(last)) for n, (size, last) in enumerate(held)]
     chosen = oldest(all_held, missing)
     assert max((one.last for one in chosen), default=-1.0) <= min(
         (one.last for one in all_held if one not in chosen), default=10.0

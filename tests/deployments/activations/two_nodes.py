@@ -2,11 +2,9 @@
 
 from __future__ import annotations
 
-import contextlib
 import os
 import signal
 import sys
-import time
 from pathlib import Path
 
 import psutil
@@ -24,6 +22,7 @@ from deployments.activations.actors.store import connect
 from deployments.activations.facts import StoreError
 from deployments.activations.nodes.submitting import connect_writer, node_writers
 from deployments.errors import RequestError
+from tests.waiting import until
 
 
 @ray.remote(num_cpus=0)
@@ -66,15 +65,15 @@ def pid_of_writer() -> int:
 
 def wait_for(reader, session: str, expected: set[str]) -> None:
     """Return once the session's runs are these."""
-    found: set[str] = set()
-    for _ in range(600):
-        with contextlib.suppress(ray.exceptions.ActorUnavailableError, RequestError):  # it starts
+
+    def found() -> set[str]:
+        try:
             listed = ray.get(reader.session.remote(session))
-            found = {run["run_id"] for run in listed["runs"]} if listed else set()
-        if found == expected:
-            return
-        time.sleep(0.1)
-    raise AssertionError(f"{found} is not {expected}")
+        except (ray.exceptions.ActorUnavailableError, RequestError):  # it starts
+            return set()
+        return {run["run_id"] for run in listed["runs"]} if listed else set()
+
+    until(found, lambda runs: runs == expected)
 
 
 def main(root: str) -> None:

@@ -24,6 +24,7 @@ from deployments.demo_model import WEIGHTS
 from deployments.errors import RequestError
 from deployments.model.load import load
 from deployments.options import Options
+from tests.waiting import wait_until
 
 LIMITS = Limits(seconds=30, memory_bytes=1 << 30, result_bytes=1 << 20, log_bytes=1 << 20, threads=1)
 
@@ -101,9 +102,12 @@ async def status(board: LocalBoard, job: CodeJob) -> str:
 
 
 async def begins(board: LocalBoard, job: CodeJob) -> None:
-    while (reached := await status(board, job)) != "RUNNING":
-        assert reached != "ERROR", await board.board.latest(job.id)
-        await asyncio.sleep(0.01)
+    def is_running() -> bool:
+        latest = board.board._jobs[job.id].latest
+        assert latest.status != "ERROR", latest
+        return latest.status == "RUNNING"
+
+    await wait_until(is_running)
 
 
 def test_a_host_that_was_killed_or_stands_still_is_replaced(runner, board, reading, monkeypatch):

@@ -15,6 +15,7 @@ from deployments.messages import End, Refusal
 from deployments.options import Options, Savepoint
 from deployments.points.capture import Capture
 from deployments.replica.replica import MOST_TEXTS, ModelReplica
+from tests.waiting import wait_until
 
 Replica = ModelReplica.func_or_class  # the class beneath the deployment
 
@@ -106,12 +107,11 @@ def test_a_requests_memory_is_in_the_log_whether_its_client_waits_or_goes(replic
         stream = replica.stream(job(id="left", request_id="left", max_tokens=2000, ignore_eos=True))
         await anext(stream)
         await stream.aclose()
-        while not any("(left)" in line for line in caplog.messages):
-            await asyncio.sleep(0.01)
+        await wait_until(lambda: any("(left)" in line for line in caplog.messages))
         return kept
 
     with caplog.at_level("INFO", logger="ray.serve"):
-        asyncio.run(asyncio.wait_for(both(), 60))
+        asyncio.run(both())
     said = {name: next(line for line in caplog.messages if f"({name})" in line) for name in ("kept", "left")}
     for line in said.values():
         numbers = re.search(r"memory before ([\d.]+) MiB, peak ([\d.]+) MiB, after ([\d.]+) MiB", line)
@@ -164,9 +164,7 @@ def test_a_stuck_engine_fails_the_health_check():
     async def ask():
         waiting = asyncio.ensure_future(replica.complete(job()))
         await asyncio.to_thread(entered.wait, 60)
-        async with asyncio.timeout(30):
-            while not unhealthy():
-                await asyncio.sleep(0)
+        await wait_until(unhealthy)
         go_on()
         return await waiting
 
@@ -179,9 +177,7 @@ def test_a_job_past_its_time_gets_504_and_frees_its_slot():
 
     async def ask():
         messages = await replica.complete(job(max_tokens=4000, ignore_eos=True))
-        async with asyncio.timeout(30):
-            while replica._engine.statistics.running:
-                await asyncio.sleep(0)
+        await wait_until(lambda: not replica._engine.statistics.running)
         return messages
 
     assert asyncio.run(ask())[-1].status == 504
@@ -212,9 +208,7 @@ def test_more_requests_than_places_get_429_and_one_that_is_too_large_for_them_40
         refused = await full.complete(job(id="second"))
         never = await full.complete(job(id="third", n=3))
         await first.aclose()
-        async with asyncio.timeout(30):
-            while full._engine.statistics.running:
-                await asyncio.sleep(0)
+        await wait_until(lambda: not full._engine.statistics.running)
         return refused[-1], never[-1]
 
     refused, never = asyncio.run(both())

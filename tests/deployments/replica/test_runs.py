@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import time
 from collections.abc import Awaitable, Callable
 from dataclasses import replace
 from pathlib import Path
@@ -24,6 +23,7 @@ from deployments.messages import End, Refusal
 from deployments.options import Options
 from deployments.points.capture import Capture
 from deployments.replica.replica import ModelReplica
+from tests.waiting import wait_until
 
 pytestmark = pytest.mark.usefixtures("cluster")  # rows go through the object store
 
@@ -211,15 +211,16 @@ def test_a_run_whose_client_goes_leaves_nothing_in_the_store_and_frees_its_memor
             for _ in range(200):
                 store.leave.release()
             last = (await replica.complete(a_job("next", 200)))[-1]
-            deadline = time.monotonic() + 30
-            while (numbers := await replica.statistics())["capture_bytes"] and time.monotonic() < deadline:
-                await asyncio.sleep(0.01)  # the engine hears of it at its next step
-            return last, numbers
 
-    last, numbers = asyncio.run(scene())
+            async def is_freed() -> bool:  # by the engine's next step
+                return not (await replica.statistics())["capture_bytes"]
+
+            await wait_until(is_freed)
+            return last
+
+    last = asyncio.run(scene())
     assert last.run.status == "stored"
     assert [facts.run_id for facts in runs(tmp_path / "s")] == [last.run.run_id]
-    assert numbers["capture_bytes"] == 0
 
 
 def test_more_last_rows_than_can_be_held_until_the_end_are_refused(tmp_path):

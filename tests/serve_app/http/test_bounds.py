@@ -32,6 +32,7 @@ from serve_app.schemas import base
 from serve_app.schemas.generation import ChatRequest, CompletionRequest
 from serve_app.schemas.models import LoadRequest
 from serve_app.schemas.tokens import DetokenizeRequest
+from tests.waiting import wait_until
 
 APP = build_api(SimpleNamespace(data=None, reads_unowned=False), Options(), Keys())  # type: ignore[arg-type]
 DESCRIPTION = APP.openapi()
@@ -258,8 +259,7 @@ def test_an_owner_has_one_body_in_work_and_others_pass_those_that_wait(own, monk
     async def asked() -> list[Any]:
         read = [own.read(CompletionRequest, large + b"a", "a") for _ in range(bodies.MOST_WAITING + 2)]
         tasks = [asyncio.create_task(one) for one in (*read, own.read(CompletionRequest, large + b"b", "b"))]
-        while len(began) < 2:
-            await asyncio.sleep(0)
+        await wait_until(lambda: len(began) == 2)
         may.set()
         return await asyncio.gather(*tasks, return_exceptions=True)
 
