@@ -43,7 +43,15 @@ CLOSE = 1e-3  # of a row's length, in float32
 
 
 class Script:
-    """transformers, batches sorted by length, safetensors."""
+    """The script: transformers over batches sorted by length, rows saved with safetensors.
+
+    Args:
+        model: A name or directory.
+        texts: The prompts.
+        tokens: `last` or `all`, the rows of each prompt that are saved.
+        directory: Where the files go.
+        dtype: Of the weights, as torch names it.
+    """
 
     def __init__(self, model: str, texts: list[str], tokens: str, directory: Path, dtype: str = "auto") -> None:
         from transformers import AutoModelForCausalLM, AutoTokenizer
@@ -89,7 +97,7 @@ class Script:
 
 
 class Collect:
-    """`python -m deployments.collect`."""
+    """`python -m deployments.collect` over the same prompts; arguments as for `Script`."""
 
     def __init__(self, model: str, texts: list[str], tokens: str, directory: Path, dtype: str = "auto") -> None:
         self._data, self._store = directory / "data.jsonl", directory / "store"

@@ -62,7 +62,7 @@ def rows(first: int, count: int, run_id: str, session: str) -> pa.RecordBatch:
 
 
 class Disk:
-    """A directory of the disk, and what is written to it."""
+    """A directory on the disk, and the runs that are written there: `runs` in all, `at_once` of them in one group."""
 
     def __init__(self, folder: Path, runs: int, at_once: int) -> None:
         self._folder = folder

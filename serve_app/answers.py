@@ -122,7 +122,7 @@ class Answer:
                 for message in messages:
                     for event in self._events(message):
                         yield event
-        except Exception as error:  # noqa: BLE001 - the head is sent: all that is left is to say it here
+        except Exception as error:  # noqa: BLE001 - the status is sent already: the error goes into the stream
             yield f"data: {json.dumps(render(error, request_id).body)}\n\n"
             return
         # One chunk for both: the openai package keeps the usage of the last chunk alone.

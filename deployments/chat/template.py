@@ -1,4 +1,4 @@
-"""Chats as the model reads and writes them: its template going in, thoughts and tool calls coming out."""
+"""One model's chat format: renders messages by its template, and reads thoughts and tool calls in its answers."""
 
 from __future__ import annotations
 
@@ -28,7 +28,12 @@ TEMPLATE_DEFAULTS = {  # what a template is given besides what a request may add
 
 
 class ChatFormat:
-    """One model's chat template, and the reverse of it."""
+    """One model's chat format: messages to a prompt, and an answer's text to a message.
+
+    Args:
+        tokenizer: Hugging Face's, with the chat template.
+        hf: The Hugging Face model, whose name helps to recognize the format.
+    """
 
     def __init__(self, tokenizer: Any, hf: Any) -> None:
         self._tokenizer = tokenizer

@@ -1,6 +1,6 @@
-"""Every client's job and what became of it, in one named actor.
+"""The board: status, updates and results of all clients' jobs, in one named actor of the cluster.
 
-A client's socket and its requests may reach different ingresses, and its job another node.
+A client's socket and its requests may reach different ingresses, and its job may run on another node.
 """
 
 from __future__ import annotations
@@ -18,14 +18,14 @@ from deployments.client_code.job import LAST, Update
 from deployments.clusters import ON_HEAD, detached
 from deployments.errors import RequestError
 
-MOST_JOBS = 1024  # that are known at once; of who has most that have ended, the oldest makes room for a new one
+MOST_JOBS = 1024  # kept at once; for a new one, the oldest ended job of the owner with most of them is removed
 MOST_LISTENERS = 1024
 MAX_PENDING_UPDATES = 10_000  # updates that wait for a listener; the oldest go
-KEEP_S = 3600.0  # for which what became of a job is known
+KEEP_S = 3600.0  # an ended job and its result are kept
 JOB_TIMEOUT_S = 30.0  # without a sign of life from the replica after which a job is lost
 POLL_S = 20.0  # the longest that a listener's call waits
 LISTENER_TIMEOUT_S = 60.0  # without a sign of life from its ingress after which a listener has gone
-RESULTS_BYTES = 1 << 30  # of all results together; of who holds most, the oldest make room for new ones
+RESULTS_BYTES = 1 << 30  # of all results together; the oldest of the owner with most bytes are removed first
 
 _NOBODY = "nobody listens by this id: subscribe first", "session_id", "session_not_found", 404
 
@@ -41,6 +41,7 @@ class _Job:
 
     @property
     def ended(self) -> bool:
+        """Whether its last status is final."""
         return self.latest.status in LAST
 
 
@@ -53,7 +54,10 @@ class _Listener:
 
 
 class Board:
-    """Jobs by their ids, and who listens to what becomes of them."""
+    """All clients' jobs with their latest status and result, and the listeners that receive updates.
+
+    One actor for the cluster: a client's socket, its requests and its job may be on three different processes.
+    """
 
     def __init__(self) -> None:
         self._jobs: dict[str, _Job] = {}
@@ -104,7 +108,7 @@ class Board:
             found.last_seen = time.monotonic()
 
     async def leave(self, listener: str) -> None:
-        """A listener has gone; nobody waits for its jobs."""
+        """Remove a listener. Its jobs stop at their next heartbeat."""
         self._listeners.pop(listener, None)
 
     async def open(self, listener: str | None, owner: str | None = None) -> str:
@@ -133,11 +137,11 @@ class Board:
         return name
 
     async def post(self, updates: list[Update], result: list[bytes]) -> None:
-        """Something becomes of jobs.
+        """Record updates of jobs and pass them to the jobs' listeners. Unknown and ended jobs are ignored.
 
         Args:
-            updates: What it is, in order.
-            result: A finished job's result, where it is to be fetched.
+            updates: In order.
+            result: The result of the job that finished, if the client is to fetch it; else empty.
         """
         for update in updates:
             job = self._jobs.get(update.id)
@@ -145,7 +149,7 @@ class Board:
                 self._note(job, update, result)
 
     async def heartbeat(self, job_id: str) -> bool:
-        """A replica works on a job; whether anybody waits for it."""
+        """A replica reports that it still runs a job; false if the job may stop, as no client waits for it."""
         job = self._jobs.get(job_id)
         if job is None or job.ended or (job.listener is not None and job.listener not in self._listeners):
             return False
@@ -153,9 +157,9 @@ class Board:
         return True
 
     async def latest(self, job_id: str, account: Account = OPERATOR) -> tuple[Update, str | None] | None:
-        """What became of a job last, and its result's token where there is one to fetch.
+        """A job's latest update, and the token that fetches its result, if it has one.
 
-        None where there is no job that is the account's.
+        None if the account has no such job.
         """
         self._sweep()
         job = self._jobs.get(job_id)
@@ -182,7 +186,7 @@ class Board:
             listener.news.set()
 
     def _sweep(self) -> None:
-        """Forget what is old, and give up who gives no sign of life."""
+        """Remove expired listeners and jobs, fail jobs whose replica is silent, and bound the results' bytes."""
         now = time.monotonic()
         for name, listener in list(self._listeners.items()):
             if now - listener.last_seen > LISTENER_TIMEOUT_S:
@@ -200,9 +204,11 @@ class Board:
             name, job = next((name, job) for name, job in self._jobs.items() if job.owner == most and job.result)
             held[most] -= sum(map(len, job.result))
             job.result = []
-            job.latest = Update(name, "ERROR", "its result made room for others before it was fetched")
+            job.latest = Update(
+                name, "ERROR", "its result was removed to make room for others before it was fetched: run the job again"
+            )
 
 
 def connect() -> Any:
-    """A handle to the cluster's board: made by whoever asks first, on the head node, to end with the cluster."""
+    """The handle of the cluster's board, an actor on the head node. The first call starts it."""
     return detached(Board, "clients' jobs", max_concurrency=10_000, resources=ON_HEAD).remote()

@@ -85,7 +85,7 @@ def run(replica: socket.socket, model: JobModel, weights_fd: int) -> NoReturn:
         signal.setitimer(signal.ITIMER_REAL, 0)
         log.flush_all()
         to.send(*outcome)
-    except BaseException:  # noqa: BLE001 - whatever it was, it is said, and the process ends
+    except BaseException:  # noqa: BLE001 - the error goes to the replica, and the process ends
         to.send(Kind.FAILED, _cut(traceback.format_exc()))
     finally:
         os._exit(0)
@@ -101,7 +101,7 @@ def _outcome(
         tracer = RequestModel.deserialize(block, persistent, compress=asked["compress"])
         saved = _saved(tracer)
         result = _written(saved, asked["compress"])
-    except BaseException as error:  # noqa: BLE001 - the client's own, which goes back to it
+    except BaseException as error:  # noqa: BLE001 - the client's code may raise anything; the error goes back to the client
         return Kind.FAILED, _cut(_error_text(error))
     if len(result) > limits.result_bytes:
         message = (

@@ -96,7 +96,7 @@ class JobProcesses:
         try:
             with self._lock:
                 self._ready_host()
-        except Exception:  # whatever it was: the first job makes another host, or fails with the reason
+        except Exception:  # this thread has no caller: the first job starts another host, or fails with the reason
             logger.exception("clients' code cannot be run yet: its host process did not start")
 
     def _fork(self, to: socket.socket) -> int:

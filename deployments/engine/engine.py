@@ -283,7 +283,7 @@ class Engine:
         try:
             self._advance(self._runner.run(pieces), events)
             self._scheduler.went_well()
-        except Exception as error:
+        except Exception as error:  # of the model's code or the device: ends as few requests as possible, below
             if _breaks_an_invariant(error):
                 raise
             logger.exception("a forward of %d requests failed", len(pieces))

@@ -30,17 +30,19 @@ class Model(Protocol):
     packs: bool
 
     @property
-    def device(self) -> torch.device: ...  # noqa: D102
+    def device(self) -> torch.device:
+        """Where token ids go in."""
 
     @property
-    def dtype(self) -> torch.dtype: ...  # noqa: D102
+    def dtype(self) -> torch.dtype:
+        """The dtype of the weights."""
 
     @property
-    def vocabulary(self) -> int: ...  # noqa: D102
+    def vocabulary(self) -> int:
+        """How many token ids the model has."""
 
-    def forward(  # noqa: D102
-        self, ids: list[int], segments: list[Segment], wanted: list[int], cache: PagedCache
-    ) -> torch.Tensor: ...
+    def forward(self, ids: list[int], segments: list[Segment], wanted: list[int], cache: PagedCache) -> torch.Tensor:
+        """Run packed tokens; logits `[wanted, vocabulary]` of the wanted rows."""
 
 
 @torch.inference_mode()

@@ -90,7 +90,7 @@ def convert(file: Path, into: Path, digest: str) -> None:
         tokenizer = tokenizer_of(file, facts, getattr(model.config, "max_position_embeddings", None))
     except (LoadError, OSError):
         raise
-    except Exception as error:  # whatever a file that is cut short, or of another kind, makes its readers raise
+    except Exception as error:  # a truncated or foreign file makes the readers raise anything
         raise _refused(file, f"transformers cannot read it: {error}") from error
     model.save_pretrained(into)
     tokenizer.save_pretrained(into)

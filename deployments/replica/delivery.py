@@ -63,7 +63,7 @@ class Delivery:
             ticket = self._tickets[event.id]
             try:
                 self._deliver(ticket, ticket.choices[event.id], event)
-            except Exception as error:  # noqa: BLE001 - a parser's; the other requests' events go on
+            except Exception as error:  # noqa: BLE001 - fails this request alone; the others' events are delivered
                 self._fail(ticket, error)
 
     def _let_go(self, event: Event) -> None:

@@ -40,7 +40,7 @@ def load_engine(options: Options) -> Engine:
         raise LoadError(error.message, error.field, error.code, error.status) from error
     except UnsupportedModelError as error:
         raise LoadError(str(error), "model_id", "unsupported_model") from error
-    except Exception as error:
+    except Exception as error:  # of any library; each becomes a LoadError with a code
         if is_out_of_memory(error):
             raise LoadError(f"there is no memory for it: {error}", None, "out_of_memory", 500) from error
         if isinstance(error.__cause__, GatedRepoError):

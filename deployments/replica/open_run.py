@@ -31,7 +31,14 @@ RENEW_S = 120.0  # between two notes to the store that a run continues: far less
 
 
 class OpenRun:
-    """One choice's run on its way: rows go out in the order in which they come.
+    """The run of one choice while it is recorded. Rows are stored in the order in which the engine hands them out.
+
+    Args:
+        runs: The replica's way to the store.
+        job: The job that the choice is of.
+        request: The engine's request of the choice; it has a `capture`.
+        index: The choice's number among all of the job, prompt by prompt.
+        offsets: Where the tokens begin in the text, as it grows.
 
     Attributes:
         id: The run's name.
@@ -95,7 +102,7 @@ class OpenRun:
             if self._failed is None:
                 await self._runs.append(self, captured, self._parts)
                 self._parts += 1
-        except Exception as error:  # noqa: BLE001 - whatever it was, the answer comes and says so
+        except Exception as error:  # noqa: BLE001 - the answer comes all the same, with the error in its `activations_meta`
             self._fail(error)
         finally:
             done()

@@ -59,7 +59,7 @@ class CodeJobs:
     async def _run(self, model: ServedModel, job: CodeJob) -> None:
         try:
             await model.run_code(job)
-        except Exception as error:  # noqa: BLE001 - whatever it was, the job's client gets the error
+        except Exception as error:  # noqa: BLE001 - this task has no caller: the client gets the error from the board
             message = render(error, job.id).message
             await _from_board(self._board.post.remote([Update(job.id, "ERROR", message)], []))
 

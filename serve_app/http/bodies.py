@@ -87,7 +87,7 @@ class Bodies:
             async with asyncio.timeout(LIMIT_S):
                 loop = asyncio.get_running_loop()
                 found = await loop.run_in_executor(self._threads, process.parsed, kind, raw)
-        except BaseException as error:  # also where the client is gone: nobody waits for what it is at
+        except BaseException as error:  # also if the client disconnects: the process must not go on with its body
             process.end()
             if isinstance(error, TimeoutError):
                 raise ApiError(503, f"the body was not read within {LIMIT_S:g} s", code="timeout") from error

@@ -162,7 +162,7 @@ class Archive:
                     self._pauses.pop("", None)
             except OSError as error:
                 self._failed(error)
-            except Exception:  # whatever it was, what is stored must reach the bucket in the end
+            except Exception:  # nothing is above this thread, and uploads must go on after any error
                 logger.exception("archiving to %s goes on later", self.place)
                 self._pause("")
             self._wake.wait(LOOK_S)

@@ -1,4 +1,4 @@
-"""Segments that are in the bucket and stay on disks all the same, as a cache of it."""
+"""The cache of a bucket: segments that were uploaded and stay on disks."""
 
 from __future__ import annotations
 
@@ -23,7 +23,15 @@ _FETCHES = 8  # segments that are fetched beside each other
 
 
 class Cache:
-    """The disks' segments that are in the bucket; at most `most` bytes of each disk stay."""
+    """Segments on disks that are in the bucket too, so that they can be removed.
+
+    Args:
+        root: The store's directory.
+        manifest: The bucket's.
+        catalogue: The store's.
+        elsewhere: The directories of other nodes.
+        most: Bytes of such segments that stay on each disk.
+    """
 
     def __init__(self, root: Path, manifest: Manifest, catalogue: Catalogue, elsewhere: Any, most: int) -> None:
         self._root, self._catalogue, self._elsewhere, self._most = root, catalogue, elsewhere, most

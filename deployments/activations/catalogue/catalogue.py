@@ -203,7 +203,13 @@ class Catalogue(Queries):
 
 
 class SharedCatalogue(Queries):
-    """Reads the database of a store's directory beside its writer; `wait` returns once a store has started."""
+    """The catalogue as another process reads it while the store writes.
+
+    Args:
+        root: The store's directory.
+        wait: Returns once a store has made the database.
+        archives: Whether the store has a bucket.
+    """
 
     def __init__(self, root: Path, wait: Callable[[], None], archives: bool = False) -> None:
         self.archives = archives

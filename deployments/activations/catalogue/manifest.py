@@ -30,7 +30,7 @@ _PART_BYTES = 16 << 20  # that are sent or fetched at once
 
 
 class Bases:
-    """What stands before a segment's name in URIs of the bucket and of the store's directory."""
+    """The prefixes of segments' URIs: `bucket` in the bucket, `disk` in the store's directory; '' for none."""
 
     def __init__(self, bucket: str, disk: str = "") -> None:
         self.bucket = bucket and f"{bucket}/"
@@ -38,7 +38,13 @@ class Bases:
 
 
 class Manifest:
-    """The manifest of a bucket; `writer` tells this server's parts from others', `root` is its directory."""
+    """The manifest of one bucket.
+
+    Args:
+        place: The bucket.
+        writer: This server's name, part of the names of the parts that it writes.
+        root: The store's directory, if this server has one.
+    """
 
     def __init__(self, place: Place, writer: str = "reader", root: Path | None = None) -> None:
         self.place = place

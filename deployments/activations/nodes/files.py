@@ -29,7 +29,7 @@ _PIECE = 8 << 20  # bytes that are read by one call
 
 
 class NodeAwayError(OSError):
-    """The node on whose disk a segment lies cannot be asked, or is `lost`; names it."""
+    """The node whose disk has a segment does not answer. With `lost`, the segment is gone for good."""
 
     def __init__(self, message: str, lost: bool = False) -> None:
         super().__init__(message)

@@ -1,4 +1,4 @@
-"""The writer of a node that is not the store's: runs stay on the node where their rows are made."""
+"""The writer of a node other than the store's. Runs stay on the disk of the node that computes them."""
 
 from __future__ import annotations
 
@@ -36,10 +36,17 @@ logger = logging.getLogger(__name__)
 
 
 class NodeWriter(RunReceiver):
-    """Writes the runs of one node's replicas on that node, and tells the store of them afterwards.
+    """Writes the runs of one node's replicas on that node, and reports them to the store.
 
-    Where the node sees the store's directory, it writes into it, into files of its own, and forgets what the store
-    knows. Elsewhere it keeps a directory of its own, of the same path, with a catalogue of its own.
+    If the node sees the store's directory, it writes its own files there and drops from its catalogue what the store
+    lists. Otherwise it keeps a directory of the same path, with its own catalogue.
+
+    Args:
+        root: The store's directory, on the store's node.
+        store: The store's actor.
+        archive: The URI of the bucket, or None.
+        ray_id: The node's id in Ray.
+        address: The node's IP address, which names it in listings.
     """
 
     def __init__(self, root: str, store: Any, archive: str | None, ray_id: str, address: str) -> None:
@@ -56,7 +63,7 @@ class NodeWriter(RunReceiver):
                 logger.exception("%s is opened with the next run", self._root)
 
     async def ready(self) -> None:
-        """Return once it is known where the node's runs go; StoreError says what to do."""
+        """Return once the node can write runs. StoreError if it cannot; the message says what to change."""
         async with self._opening:
             if self._opened:
                 return
@@ -84,12 +91,12 @@ class NodeWriter(RunReceiver):
         await self._store.wait_archived.remote(self._reported_uri(uri))
 
     async def check_room(self, session_id: str, size: int) -> None:
-        """As `ActivationStore.check_room`, by the quotas that the store told of last."""
+        """As `ActivationStore.check_room`, by the quotas in the store's last reply."""
         await self._check(session_id, None)
         await self._room.check(size)
 
     async def flush(self, session_id: str | None = None, fence: str | None = None) -> None:
-        """Tell the store of all runs, and delete what it asks for; runs of `session_id` that show `fence` end."""
+        """Report all runs to the store and do its deletions; open runs of `session_id` with this `fence` end."""
         self._bar(fence)
         if self._opened:
             if session_id and not self._node.key:
@@ -109,7 +116,7 @@ class NodeWriter(RunReceiver):
         await asyncio.to_thread(self._catalogue.forget_files, path.as_uri())
 
     def close(self) -> None:
-        """End; what was not told yet is when the writer starts again."""
+        """End. What was not reported is reported when the writer starts again."""
         if self._opened:
             self._reporter.close()
             self._writer.close()
@@ -198,7 +205,7 @@ class NodeWriter(RunReceiver):
         return [note._replace(file=note.file._replace(uri=self._reported_uri(note.file.uri))) for note in added]
 
     def _reported_uri(self, uri: str) -> str:
-        """A segment's URI as the store is told it: relative to the node's directory, where that is its own."""
+        """A segment's URI as the store lists it; relative to the node's directory if the node has its own."""
         return uri_of(self._node.key, name_of(uri)) if self._node.key else uri
 
     async def _check(self, session_id: str, fence: str | None) -> None:

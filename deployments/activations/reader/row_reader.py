@@ -117,12 +117,13 @@ def _values(buffer: np.ndarray, begin: int, dtype: torch.dtype, shape: tuple[int
 
 
 class _Buffers(threading.local):
-    """Memory for a thread's batches: fresh pages cost as much as filling them, so a batch's are used again."""
+    """Reused memory for one thread's batches. New pages cost as much time as filling them."""
 
     def __init__(self) -> None:
         self._kept = list[np.ndarray]()
 
     def take(self, size: int) -> np.ndarray:
+        """A buffer of `size` bytes, uint8, that no batch holds; its content is arbitrary."""
         self._kept = [buffer for buffer in self._kept if buffer.size == size]
         for i in range(len(self._kept)):
             if sys.getrefcount(self._kept[i]) == _UNUSED:

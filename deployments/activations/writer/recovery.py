@@ -108,7 +108,7 @@ def _recover_session(path: Path, sealed: Mapping[str, tuple[int, int]]) -> None:
             try:
                 if not is_known and FILE_NAME.fullmatch(seen.file.name) and not is_sealed(seen.file):
                     _recover_file(seen.file, folder)
-            except Exception:
+            except Exception:  # one bad file must not keep the store from starting
                 logger.exception("%s could not be looked through or given a footer: it is left as it is", seen.file)
 
 

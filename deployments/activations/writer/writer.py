@@ -188,7 +188,7 @@ class Writer:
                 pass
             self._runs.abandon_those(lambda *_: True, "the writer was closed")
             self._pool.end()
-        except Exception:
+        except Exception:  # nothing is above this thread: all callers that wait get the error
             logger.exception("the writer of %s has ended", self._root)
             self._fail_all()
 
@@ -198,7 +198,7 @@ class Writer:
             self._closed = True
         self._queued()
         self._commits.close()
-        with contextlib.suppress(Exception):  # what it was at may be what is broken
+        with contextlib.suppress(Exception):  # the error may come from these very files
             self._runs.abandon_those(lambda *_: True, "the writer has failed")
             self._pool.end()
         self._failed = True  # who is told may ask another writer at once

@@ -19,13 +19,16 @@ class Span(Protocol):
     """Consecutive tokens of a sequence, and the forward's row of the first."""
 
     @property
-    def start(self) -> int: ...  # noqa: D102
+    def start(self) -> int:
+        """The position of its first token in the sequence."""
 
     @property
-    def count(self) -> int: ...  # noqa: D102
+    def count(self) -> int:
+        """How many tokens it has."""
 
     @property
-    def row(self) -> int: ...  # noqa: D102
+    def row(self) -> int:
+        """The row of its first token in the forward."""
 
 
 class PromptScores:

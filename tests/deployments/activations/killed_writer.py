@@ -167,7 +167,7 @@ def main() -> None:
             try:
                 child(job)
                 os._exit(0)
-            except BaseException:  # noqa: BLE001 - told to the test, which fails
+            except BaseException:  # noqa: BLE001 - printed for the test, which fails
                 say("error", json.dumps(traceback.format_exc()))
                 os._exit(1)
         if "after_s" in job:
