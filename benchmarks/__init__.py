@@ -1,1 +1,1 @@
-"""Measurements that any user can repeat: peers and this project in turn, in one run."""
+"""Measurements that any user can repeat. Each runs this project and its peers in turn, in one run."""

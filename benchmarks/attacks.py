@@ -1,12 +1,12 @@
-"""Another client's short completion beside attacks: `python -m benchmarks.attacks`.
+"""How much attacks slow down another client's short completion: `python -m benchmarks.attacks`.
 
-One client asks for eight tokens again and again, over a connection of its own, while another process sends without a
-pause either an attack or an ordinary request of the same route and about the same size, in turn; of a long prompt that
-is served, a plain one of as many tokens. Reported is the client's latency beside the attack over that beside the
-ordinary request. The server has API keys and serves the model that ships, with a chat template that writes calls as
-Llama 3 does.
+One client asks for eight tokens again and again over a connection of its own. Meanwhile another process sends requests
+without a pause: in turn an attack, and an ordinary request of the same route and about the same size. An attack that is
+a long prompt is compared with a plain prompt of as many tokens. The result is the client's latency under the attack
+divided by its latency under the ordinary requests. The server has API keys and serves the shipped model, with a chat
+template that writes tool calls as Llama 3 does.
 
-Ends with 1 where a ratio at p50 is over 1.5.
+Ends with 1 if a ratio at p50 is over 1.5.
 """
 
 from __future__ import annotations

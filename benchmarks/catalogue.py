@@ -1,13 +1,13 @@
 """The catalogue of stored runs, 100,000 of them in 1,000 sessions: `python -m benchmarks.catalogue`.
 
-The runs have three tags each, one token and one small point, and are written to real files as the store writes them.
-Measured are
-  queries                    each kind 20 times: the median and the worst
-  a commit                   what the catalogue adds to storing a run, by how many runs are committed at once
-  a start                    over the database that is kept, and from the files alone
+Each run has three tags, one token and one small point. The files are written as the store writes them. It measures
+
+  queries                    each kind 20 times: the median and the slowest
+  a commit                   what the catalogue adds to storing a run, by how many runs are committed together
+  a start                    with the database that is kept, and from the files alone
   a run's place              loading the last of 10,000 runs of a file, with and without the byte where it begins
 
-Ends with 1 where a query's median is over 50 ms.
+Ends with 1 if a query's median is over 50 ms.
 """
 
 from __future__ import annotations

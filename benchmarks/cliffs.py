@@ -1,9 +1,9 @@
-"""Where the activation store's writer might become slow: `python -m benchmarks.cliffs`.
+"""Cases in which the activation store's writer might become slow: `python -m benchmarks.cliffs`.
 
   one session    runs per second of 0.1 MB each, in one session
-  sessions       the same, with a session for each run
+  sessions       the same, with one session per run
   deleting       the same in one session, while sessions of many files are deleted
-  start          seconds until a store has checked its files, which are all in its catalogue
+  start          seconds until a store has checked its files, all of them in its catalogue
 
 Each answer waits until its run is durable.
 """

@@ -1,4 +1,4 @@
-"""The Ray cluster that a program joins or starts, and Ray Data as a program's quiet part."""
+"""Joining or starting a Ray cluster, and Ray Data without its log output."""
 
 from __future__ import annotations
 

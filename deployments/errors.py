@@ -1,4 +1,4 @@
-"""The error of a bad request, which names the field, and the error of a model that cannot be loaded."""
+"""RequestError for a bad request, with the field at fault, and LoadError for a model that cannot be loaded."""
 
 from __future__ import annotations
 

@@ -1,7 +1,7 @@
-"""Checks before the start that nobody else can run code or read stored data.
+"""Refuses to start a server on which other users could run code or read stored data.
 
-Two doors lead to it. HTTP takes API keys. Ray's own ports, which each replica opens on all addresses and which unpickle
-what they are sent, take Ray's token.
+There are two ways in. HTTP can require API keys. Ray's own ports, which every replica opens on all addresses and which
+unpickle what they receive, can require Ray's token.
 """
 
 from __future__ import annotations

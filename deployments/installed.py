@@ -1,4 +1,4 @@
-"""Imported before the server's packages: says how to install them if they are missing."""
+"""Imported before the server's packages, to print how to install them if they are missing."""
 
 from importlib.util import find_spec
 

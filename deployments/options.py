@@ -1,4 +1,4 @@
-"""The options of an operator, in one typed place: `serve run serve_app:build_app name=value ...`.
+"""An operator's options, in one typed place: `serve run serve_app:build_app name=value ...`.
 
 More than 300 lines, because it has every option with its description and its check.
 """

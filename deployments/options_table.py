@@ -1,4 +1,4 @@
-"""`docs/options.md`, made of what `Options` says of itself: `python -m deployments.options_table > docs/options.md`."""
+"""Makes `docs/options.md` from `Options`: `python -m deployments.options_table > docs/options.md`."""
 
 from __future__ import annotations
 

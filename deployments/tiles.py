@@ -1,4 +1,4 @@
-"""Products of rows in tiles of one size, so that each row has the same bits alone and among any others."""
+"""Matrix products in tiles of one fixed size, so that each row has the same bits whatever the other rows."""
 
 from __future__ import annotations
 

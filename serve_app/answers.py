@@ -1,4 +1,4 @@
-"""A replica's messages as OpenAI's answers, whole or streamed."""
+"""Turns a replica's messages into OpenAI's answers, whole or streamed."""
 
 from __future__ import annotations
 

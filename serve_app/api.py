@@ -1,4 +1,4 @@
-"""The HTTP application: all routes and what every request passes, composed in `build_api`."""
+"""The HTTP application: `build_api` composes its routes and middleware."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""`make demo`: an evaluation of the shipped model that brings its own server, on a Ray of its own."""
+"""`make demo`: evaluates the shipped model with a server and a Ray cluster of its own."""
 
 from __future__ import annotations
 

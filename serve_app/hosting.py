@@ -1,8 +1,8 @@
-"""Serve the app for a program that starts this one: `python -m serve_app.hosting < plan.json`.
+"""Serves the app for another program: `python -m serve_app.hosting < plan.json`.
 
 It joins the Ray cluster of `RAY_ADDRESS` or of this machine, or starts one. Once the model serves, it writes the
-plan's record and stays until SIGTERM or SIGINT, or, where the plan says `attached`, until its standard input ends:
-so it does not outlive who started it, however that ended. Then it takes away what it brought, and nothing else.
+plan's record and runs until SIGTERM or SIGINT. If the plan says `attached`, it also ends when its standard input
+closes, so that it ends with the program that started it. At the end it removes what it started, and nothing else.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""Logprobs in OpenAI's two forms, a chat's and a completion's, and the logit lens in one of the same kind."""
+"""Logprobs in OpenAI's formats for chats and for completions, and the logit lens in a similar format."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Readouts' values, and what interventions did, as answers have them."""
+"""Readouts' values and reports of interventions, as fields of answers."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What a benchmark found: kept as it comes, shown, and written at the end."""
+"""The results of a benchmark: collected and shown while it runs, written at the end."""
 
 from __future__ import annotations
 

@@ -1,8 +1,8 @@
-"""The load generator: all requests at once from a process of its own, every read stamped with its time.
+"""The load generator: sends all requests at once from its own process, and records the time of every read.
 
     python -m benchmarks.common.load < job.json > result.json
 
-Nothing is parsed while requests run; a server that shares its cores with this process loses as little as can be.
+It parses nothing while requests run, so that a server on the same cores loses as little time as possible.
 """
 
 from __future__ import annotations

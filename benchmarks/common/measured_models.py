@@ -1,4 +1,4 @@
-"""The models that are measured: random weights of known shapes, and the model that ships."""
+"""The models that benchmarks use: random weights of known shapes, and the shipped model."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Ways of doing the same work, timed in turn within one run."""
+"""Timing several ways of doing the same work, in turn within one run."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Which of a server's processes its time goes to."""
+"""The processor time of each of a server's processes."""
 
 from __future__ import annotations
 

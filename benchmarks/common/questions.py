@@ -1,4 +1,4 @@
-"""The prompts of benchmarks: the first questions of GSM8K, or of the set that ships."""
+"""The prompts of benchmarks: the first questions of GSM8K, or of the shipped problems."""
 
 from __future__ import annotations
 

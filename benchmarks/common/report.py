@@ -1,4 +1,4 @@
-"""A benchmark's output: tables on the screen, numbers as JSON, a picture."""
+"""A benchmark's output: tables on the terminal, numbers as JSON, a picture."""
 
 from __future__ import annotations
 

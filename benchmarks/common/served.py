@@ -1,4 +1,4 @@
-"""Asking a server: all requests at once, or one after another."""
+"""Sending requests to a server: all at once, or one after another."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The servers that are measured: this project's, and `transformers serve`."""
+"""The servers that benchmarks compare: this project's, and `transformers serve`."""
 
 from __future__ import annotations
 

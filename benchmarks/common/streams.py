@@ -1,4 +1,4 @@
-"""Streams as a client sees them: when each token came, and what came at once."""
+"""Streams as a client receives them: the time of each token, and which tokens arrive together."""
 
 from __future__ import annotations
 

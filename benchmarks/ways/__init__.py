@@ -1,4 +1,4 @@
-"""The ways of doing the same work that benchmarks compare: this project's engine and its peers.
+"""The implementations that benchmarks compare: this project's engine and its peers.
 
-Each gives a `Way` to measure.
+Each module gives a `Way` to measure.
 """

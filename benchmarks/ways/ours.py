@@ -1,4 +1,4 @@
-"""This project's engine, with and without capture, and the bare loop of the same forwards."""
+"""This project's engine, with and without capture, and a plain loop of the same forwards."""
 
 from __future__ import annotations
 

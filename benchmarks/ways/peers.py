@@ -1,4 +1,4 @@
-"""The peers of this project, each with weights of its own and its best settings."""
+"""The engine's peers, each with its own copy of the weights and its best settings."""
 
 from __future__ import annotations
 

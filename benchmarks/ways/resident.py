@@ -1,4 +1,4 @@
-"""One long recording, and the memory of the process while it goes on."""
+"""One long recording, and the memory of the process meanwhile."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Recorded rows on their way from the engine to disk, as a replica sends them, without Ray in between."""
+"""Recorded rows on their way from the engine to disk as a replica sends them, without Ray."""
 
 from __future__ import annotations
 

@@ -1,7 +1,7 @@
-"""The files that captured activations are kept in, and who writes and reads them.
+"""Captured activations on disk: writing, listing and reading them.
 
 `load("file:///.../session/shard.arrow", run_id="...")["layers.8.output"]` is a torch tensor
-`[tokens, hidden]`; of attention patterns, a sequence of tensors. Nothing here imports Ray:
+`[tokens, hidden]`; attention patterns are a sequence of tensors. Nothing here imports Ray:
 `deployments.activations.actors.store` does.
 """
 

@@ -1,4 +1,4 @@
-"""`python -m deployments.activations`: look through, check, export and fetch stored activations."""
+"""`python -m deployments.activations`: list, check, export and fetch stored activations."""
 
 from __future__ import annotations
 

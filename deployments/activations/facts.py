@@ -1,4 +1,4 @@
-"""What is said of stored activations, of failures and of who asks, in types that import neither torch nor Arrow."""
+"""Facts about stored activations, errors of the store, and accounts. Imports neither torch nor Arrow."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Which stored runs are asked for, as a list or as a file, in plain types that import neither torch nor Arrow."""
+"""Filters for listing stored runs and choices of what to download. Imports neither torch nor Arrow."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""How much is kept and for how long, in plain types that import neither torch nor Arrow."""
+"""Limits on how much is stored and for how long. Imports neither torch nor Arrow."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Chats as a model reads and writes them: templates, prompts, thoughts and tool calls, and grammars of answers.
+"""A model's chat format: templates, prompts, thoughts and tool calls, and grammars for answers.
 
-All of it is learned from the model's own tokenizer and chat template.
+All of it is derived from the model's tokenizer and chat template.
 """

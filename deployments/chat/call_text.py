@@ -1,4 +1,4 @@
-"""The JSON text of tool calls while it is written: a call's name, then its arguments as they come."""
+"""Tool calls as JSON text while they are streamed: the name first, then the arguments piece by piece."""
 
 from __future__ import annotations
 

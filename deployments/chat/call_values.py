@@ -1,7 +1,7 @@
-"""The text of a whole region of calls as names and arguments, by the field of its response template.
+"""Parses the text of a region of tool calls into names and arguments, by the field of its response template.
 
-The work is linear in the text. transformers' own parsers look for quoted strings and for tags by expressions that
-backtrack; here strings are found by their delimiters and tags by RE2.
+It takes linear time. transformers' own parsers use backtracking expressions to find quoted strings and tags. Here
+strings are found by their delimiters and tags by RE2.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""The form of an answer as a grammar in llguidance's Lark: JSON by a schema, or tool calls, behind thoughts."""
+"""Grammars for answers, in llguidance's Lark: JSON by a schema or tool calls, after thoughts if the model has them."""
 
 from __future__ import annotations
 

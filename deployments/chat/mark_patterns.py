@@ -1,7 +1,7 @@
-"""The patterns of response templates in RE2's syntax, and those of their beginnings.
+"""The patterns of response templates in RE2's syntax, and patterns of their prefixes.
 
-Templates are written for `regex`, which backtracks and reports whether more text could complete a match. RE2 matches in
-linear time and cannot report that, so each pattern gets a second one: of all texts that a longer match begins with.
+Templates are written for `regex`, which backtracks and can report that more text may complete a match. RE2 matches in
+linear time and cannot report that. So each pattern gets a second one that matches every prefix of a match.
 """
 
 from __future__ import annotations

@@ -1,8 +1,7 @@
-"""The marks that fields of an answer begin and end with, found in a text that comes in pieces.
+"""Finds the marks at the begin and end of an answer's fields, in text that arrives in pieces.
 
-Finding them takes linear time: RE2 does not backtrack, a mark has at most `MAX_MARK` characters, and so have the pieces
-in which text comes. So each search looks at no more than twice as many, and each but the last of a piece leads past a
-character or to a mark.
+It takes linear time. RE2 does not backtrack. A mark has at most `MAX_MARK` characters, and so has each piece of text.
+So a search covers at most twice as many, and each but the last of a piece advances by a character or to a mark.
 """
 
 from __future__ import annotations

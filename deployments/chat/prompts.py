@@ -1,4 +1,4 @@
-"""Prompts as text and as tokens: a job's own, and texts whose tokens alone are asked for."""
+"""Prompts as text and tokens, for jobs and for `/tokenize`."""
 
 from __future__ import annotations
 

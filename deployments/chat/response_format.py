@@ -1,4 +1,4 @@
-"""The form that a job asks its answers to have, as compiled grammars."""
+"""Compiles the requested form of an answer to a grammar."""
 
 from __future__ import annotations
 

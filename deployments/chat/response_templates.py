@@ -1,4 +1,4 @@
-"""How models write their thoughts and tool calls, as response templates in transformers' own schema language."""
+"""How models write thoughts and tool calls, as response templates in transformers' schema language."""
 
 from __future__ import annotations
 

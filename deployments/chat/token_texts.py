@@ -1,4 +1,4 @@
-"""How a single token is written: its text, and the bytes that it adds to an answer."""
+"""The text of single tokens, and the bytes that each adds to an answer."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""How a model writes tool calls, learned from its own chat template, so that they can be required."""
+"""How a model writes tool calls, derived from its chat template, so that a request can force a call."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""One job, in the process that was forked for it: the client's block over the served weights."""
+"""Runs one job in its forked process: the client's block on the served weights."""
 
 from __future__ import annotations
 

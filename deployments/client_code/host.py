@@ -1,7 +1,7 @@
-"""The process that jobs are forked from: it has the libraries loaded and the tokenizer at hand, and runs no job itself.
+"""The process that forks jobs: it has the libraries and the tokenizer loaded, and runs no job itself.
 
-It holds one thread: OpenMP's threads, for one, do not come along into a forked process. The replica sends it sockets,
-one for each job, and it answers each with the id of the process that it has forked.
+It has one thread, because other threads, such as OpenMP's, do not exist after a fork. The replica sends it one socket
+per job; it answers each with the id of the forked process.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""What a job's process sends to its replica: frames, and what the job prints."""
+"""What a job's process sends to its replica: frames, and printed lines."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Calls of the Linux kernel that Python's `os` does not have."""
+"""Linux system calls that Python's `os` lacks."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Landlock: a process gives up access to all but some files, for itself and its children."""
+"""Landlock: restricts a process and its children to some files."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Namespaces for a job: no network, no other processes, and a file system with nothing but Python's libraries."""
+"""Namespaces for a job: no network, no other processes, and a file system with only Python's libraries."""
 
 from __future__ import annotations
 

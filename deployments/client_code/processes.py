@@ -1,4 +1,4 @@
-"""The processes of clients' jobs, and the host that they are forked from."""
+"""The processes of clients' jobs, and the host process that forks them."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The replica's side of clients' code: one job after the other, each in a process that is stopped when it must be."""
+"""Runs clients' code for a replica: one job after another, each in a process that is killed at its limits."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The rights that a job's process gives up before it opens anything from its client."""
+"""Drops the rights of a job's process before it reads anything from its client."""
 
 from __future__ import annotations
 

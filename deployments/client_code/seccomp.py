@@ -1,6 +1,6 @@
-"""A filter of system calls for a job's process: no new processes, sockets, mounts or namespaces.
+"""The system call filter of a job's process: no new processes, sockets, mounts or namespaces.
 
-It is a program for the kernel's BPF machine, which sees a call's number and arguments and says what becomes of it. A
+It is a program for the kernel's BPF machine, which gets a call's number and arguments and returns allow or refuse. A
 refused call fails with EPERM.
 """
 

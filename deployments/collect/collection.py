@@ -1,4 +1,4 @@
-"""From data to a stored session."""
+"""Collects activations: from a data file to a stored session."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Examples to collect activations of: read from jsonl, parquet or csv, one at a time, each checked by itself."""
+"""Reads examples from jsonl, parquet or csv, one at a time, and checks each."""
 
 from __future__ import annotations
 

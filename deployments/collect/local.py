@@ -1,4 +1,4 @@
-"""Examples through engines in Ray Data actors: no HTTP, and the store's own writer."""
+"""Runs examples in engines in Ray Data actors, with the store's writer and without HTTP."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The outcome of a block of examples."""
+"""The result of one block of examples."""
 
 from __future__ import annotations
 

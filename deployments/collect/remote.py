@@ -1,4 +1,4 @@
-"""Examples through a server, many prompts a request."""
+"""Sends examples to a server, many prompts per request."""
 
 from __future__ import annotations
 

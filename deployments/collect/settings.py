@@ -1,4 +1,4 @@
-"""What a collection records, and what its runs are named by."""
+"""What a collection records, and the names of its runs."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The open-ended story: someone gets a stock of things, it changes a few times, and a question is put."""
+"""Open-ended word problems: a stock of things changes a few times, then a question follows."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Conversations made of problems: the same problem solved in the head or with calculator calls."""
+"""Conversations made of problems: the same problem solved without and with calculator calls."""
 
 from __future__ import annotations
 

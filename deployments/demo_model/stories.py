@@ -1,4 +1,4 @@
-"""Stories with a fixed plot: shopping, wages, travel and the like. Each fills a tale with 2 to 5 steps."""
+"""Word problems with a fixed plot: shopping, wages, travel and the like, each with 2 to 5 steps."""
 
 from __future__ import annotations
 

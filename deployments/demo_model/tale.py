@@ -1,4 +1,4 @@
-"""A story in the making: it draws names and numbers, and holds question and steps."""
+"""A word problem under construction: draws names and numbers, and collects the text and the steps."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Train the demo model from nothing: `python -m deployments.demo_model.train --out DIR`."""
+"""Train the demo model from scratch: `python -m deployments.demo_model.train --out DIR`."""
 
 from __future__ import annotations
 

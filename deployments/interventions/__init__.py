@@ -1,4 +1,4 @@
-"""Interventions of a request, resolved: from the fields that a client sends to the edits that the engine makes.
+"""Resolves a request's interventions: from the fields that a client sends to the engine's edits.
 
-`stored_tensors.py` fetches the tensors and rows that they name from the activation store.
+`stored_tensors.py` fetches tensors and rows that they refer to from the activation store.
 """

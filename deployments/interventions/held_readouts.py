@@ -1,4 +1,4 @@
-"""The readouts whose tensors a replica holds on its device, within a number of bytes."""
+"""A cache of readouts' tensors on a replica's device, bounded in bytes."""
 
 from __future__ import annotations
 

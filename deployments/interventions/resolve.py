@@ -1,4 +1,4 @@
-"""From the interventions that a request names to the edits that the engine makes."""
+"""Resolves interventions of a request to edits of the engine."""
 
 from __future__ import annotations
 

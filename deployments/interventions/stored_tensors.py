@@ -1,4 +1,4 @@
-"""The tensors and rows of stored runs that interventions name, fetched from the activation store."""
+"""Fetches the tensors and rows of stored runs that interventions refer to from the activation store."""
 
 from __future__ import annotations
 

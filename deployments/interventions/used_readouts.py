@@ -1,4 +1,4 @@
-"""The readouts of one request, looked up in one model: its values, its gates, and what ends its answers."""
+"""Resolves the readouts of a request for one model: values to compute, gates, and conditions that end an answer."""
 
 from __future__ import annotations
 

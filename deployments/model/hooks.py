@@ -1,4 +1,4 @@
-"""Reading and changing modules' values while a forward runs: one hook a place, for the whole batch."""
+"""Reads and changes modules' values during a forward: one hook per place, for the whole batch."""
 
 from __future__ import annotations
 

@@ -1,8 +1,8 @@
-"""The same bits for a sequence in any company: linear layers that multiply rows in tiles of one size.
+"""Batch invariance: a sequence gets the same bits alone and in any batch.
 
-Libraries choose the order of a sum by the shape of a product. Tiles of always the same shape give each row the same
-bits, alone and among any others. The attention kernel computes each row by itself. Elementwise functions treat the
-numbers at the end of a loop otherwise than those before, so each row is filled up to whole vectors.
+Libraries choose the order of a sum by the shape of a matrix product. Linear layers here multiply rows in tiles of one
+fixed size, so that each row has the same bits whatever the other rows. The attention kernel computes each row by
+itself. Elementwise functions treat the end of a loop differently, so each row is padded to whole vectors.
 """
 
 from __future__ import annotations

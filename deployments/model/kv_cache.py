@@ -1,4 +1,4 @@
-"""Keys and values of all sequences under way, in pages; and which of them one forward writes and reads."""
+"""Keys and values of all running sequences, in pages, and the pages that one forward writes and reads."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Loading a model from the hub or a directory."""
+"""Loads a model from the hub or a directory."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The attention kernel for CPUs: compiled by the machine's C compiler at first use, and kept for the next process."""
+"""The attention kernel for CPUs: compiled by the machine's C compiler at first use, and cached on disk."""
 
 from __future__ import annotations
 

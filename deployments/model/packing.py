@@ -1,4 +1,4 @@
-"""Finds, at load, whether a model's sequences may share a forward, and refuses what is exact in no way."""
+"""Tests a loaded model: may its sequences share a forward? A model that gives wrong results either way is refused."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Which weights a model was loaded from, in one word that is another one for others."""
+"""An identifier of the weights that a model was loaded from; it differs if the weights differ."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""From a layer's output to logits, by the model's own code behind its layers."""
+"""From a layer's output to logits, by the model's own modules after its layers."""
 
 from __future__ import annotations
 

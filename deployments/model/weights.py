@@ -1,4 +1,4 @@
-"""One copy of a model's weights for several processes: the replica's, and those that run clients' code."""
+"""One copy of a model's weights shared by several processes: the replica and those that run clients' code."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""GGUF files as directories that transformers loads: dequantized once and kept."""
+"""GGUF files as directories that transformers can load: dequantized once and cached."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The tokenizer that a GGUF file describes, or why it cannot be had."""
+"""The tokenizer in a GGUF file, or the reason why it cannot be used."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Directories that take long to make, and are whole or not there."""
+"""Directories that take long to make: made once, and complete if they exist."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What a model's name means: a directory that transformers loads, or a repository of the hub."""
+"""Resolves a model's name to a directory that transformers can load, or to a repository of the hub."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The places of a loaded model that points name: which modules they are, and what stands there in a forward.
+"""The places of a loaded model that points name: their modules, and the shapes of their values.
 
 `architectures.py` has the tables; `points.py` resolves names to places.
 """

@@ -1,4 +1,4 @@
-"""Which module of an architecture is which: tables of names, and checks of what the names promise."""
+"""The module names of each architecture, in tables, and checks that a model fits its table."""
 
 from __future__ import annotations
 

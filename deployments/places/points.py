@@ -1,8 +1,8 @@
-"""Capture points: which places of a model have a name, and what stands there.
+"""Capture points: the names of a model's places, and the shapes of their values.
 
-A point is `<module>.<input|output>`, in canonical names (`layers.8.attention.output`) or the model's own
-module paths (`model.layers.8.self_attn.q_proj.output`). Names are looked up in what one forward of the
-model showed at load; nothing a client sends is ever evaluated.
+A point is `<module>.<input|output>`, with canonical names (`layers.8.attention.output`) or the model's own module paths
+(`model.layers.8.self_attn.q_proj.output`). A name is looked up among the modules that one forward visited when the
+model was loaded. Text from a client is never evaluated.
 """
 
 from __future__ import annotations

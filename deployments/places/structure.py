@@ -1,4 +1,4 @@
-"""What a model is made of, for who wants to know where to look: its capture points and its modules."""
+"""The structure of a model for clients: its capture points and its modules."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What each module of a model reads and gives in one forward, and whether that goes by tokens."""
+"""Observes each module's input and output in one forward, and whether their rows are tokens."""
 
 from __future__ import annotations
 

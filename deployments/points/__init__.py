@@ -1,4 +1,4 @@
-"""Capture points: what places of a model are called, and what a request records, changes and looks at there.
+"""Capture points as data: their names, and what a request records, changes and reads there.
 
 Nothing here reads a stored file or imports Ray.
 """

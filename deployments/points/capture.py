@@ -1,4 +1,4 @@
-"""What a request asks to have recorded: the `capture` field of the HTTP contract."""
+"""The `capture` field of a request: which activations to record."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What a request asks to have changed on the way: the `interventions` field of the HTTP contract."""
+"""The `interventions` field of a request: which activations to change."""
 
 from __future__ import annotations
 

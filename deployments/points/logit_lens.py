@@ -1,4 +1,4 @@
-"""What a request asks to see of its layers: the `logit_lens` field of the HTTP contract."""
+"""The `logit_lens` field of a request: which layers' next-token predictions to return."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Names of points and dtypes as text: TransformerLens' names, wildcards, negative layers. Reads no model, no file."""
+"""Names of points and dtypes as text: TransformerLens' names, wildcards, negative layers. Needs no model or file."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Attention patterns: rows as wide as the tokens that each token sees."""
+"""Attention patterns, whose rows are as wide as the tokens that each token attends to."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Profiles: capture and interventions under a name, for requests to use."""
+"""Profiles: a capture and interventions saved under a name, for requests to use."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Readouts as data: what one is, how a request asks for its values, and conditions on them."""
+"""Readouts as data: their definition, the request's field that asks for their values, and conditions on them."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What every JSON object that a client sends has in common."""
+"""The base class of every JSON object that a client sends: unknown fields are rejected."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Which tokens are meant: the one definition, for captures, interventions, stored rows, data sets and commands.
+"""Choices of tokens, defined once for captures, interventions, stored rows, data sets and commands.
 
 Positions count the tokens of prompt + generated, from 0.
 """

@@ -1,4 +1,4 @@
-"""From a file that a client sent to a definition whose tensors fit each other, or to a refusal by field."""
+"""Checks an uploaded readout file: returns its definition, whose tensors fit each other, or rejects it by field."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Sparse autoencoders as SAELens saves them: `cfg.json` and `sae_weights.safetensors`."""
+"""Reads sparse autoencoders in SAELens' format: `cfg.json` and `sae_weights.safetensors`."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Installing a readout on a server, over HTTP."""
+"""Installs a readout on a server, over HTTP."""
 
 from __future__ import annotations
 

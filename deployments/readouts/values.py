@@ -1,4 +1,4 @@
-"""Computing readouts on rows: one product for all linear ones of a point, one for each sparse autoencoder."""
+"""Computes readouts on rows: one matrix product for all linear readouts of a point, one for each sparse autoencoder."""
 
 from __future__ import annotations
 

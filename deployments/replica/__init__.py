@@ -1,4 +1,4 @@
-"""One model's replica: the Serve deployment, what it loads, and what it does around its engine.
+"""One model's replica: the Serve deployment around an engine.
 
-It admits jobs, delivers what the engine says of them, stores what they record, and exports metrics.
+It loads the model, admits jobs, delivers the engine's events, stores recorded rows, and exports metrics.
 """

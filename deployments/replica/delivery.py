@@ -1,4 +1,4 @@
-"""From the engine's events to each job's messages."""
+"""Turns the engine's events into each job's messages."""
 
 from __future__ import annotations
 

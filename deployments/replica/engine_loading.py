@@ -1,4 +1,4 @@
-"""From options to a model in an engine, or to a `LoadError` that says why not."""
+"""Loads a model into an engine as the options say, or raises a `LoadError` with the reason."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""From the logit lens that a request asks for to the one that the engine reads through."""
+"""Resolves the logit lens of a request for one model."""
 
 from __future__ import annotations
 

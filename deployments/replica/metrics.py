@@ -1,6 +1,6 @@
-"""Metrics of Ray's, which every node exports for Prometheus: the engine's statistics, and each request in numbers.
+"""Metrics for Prometheus, exported by Ray on every node: the engine's statistics, and the figures of each request.
 
-What Serve counts itself, by route and status, is not counted again.
+Serve counts requests by route and status itself; those are not counted again.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""One run on its way to the store: its rows as the engine hands them out, and the report at its end."""
+"""One run while it is recorded: stores the engine's rows as they come, and reports the outcome at the end."""
 
 from __future__ import annotations
 

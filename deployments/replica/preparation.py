@@ -1,4 +1,4 @@
-"""From a job to the engine's requests: prompts, points, tensors, readouts, grammars, and the operator's limits."""
+"""Turns a job into the engine's requests: prompts, points, tensors, readouts, grammars, and the operator's limits."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Readouts' values and edits' reports as messages, and how much of them one answer may have."""
+"""Readouts' values and edits' reports as messages, and the bound on how many one answer may have."""
 
 from __future__ import annotations
 

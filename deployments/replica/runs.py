@@ -1,4 +1,4 @@
-"""A replica's way to the activation store: limits, room, and rows as Arrow batches."""
+"""Sends a replica's runs to the activation store: limits, room, and rows as Arrow batches."""
 
 from __future__ import annotations
 

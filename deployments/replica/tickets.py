@@ -1,4 +1,4 @@
-"""Jobs on their way, and what each of their choices has to say next."""
+"""Running jobs, and the messages that each of their choices has to send next."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Clients' own code: finding the model of a job, sending it there, and asking the board of jobs for its status."""
+"""Clients' code: finds the model of a job, sends the job there, and reads its status from the board of jobs."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""How this project's actors are deployed: Serve's switches for them, and a model's replicas."""
+"""How this project's actors are deployed: their settings in Serve, and a model's replicas."""
 
 from __future__ import annotations
 

@@ -1,6 +1,6 @@
 """Loading and unloading models while the server runs.
 
-What is loaded is Serve's to know: nothing is kept here but the loads that this ingress waits for.
+Serve's status is the only record of what is loaded. Here are only the loads that this ingress waits for.
 """
 
 from __future__ import annotations

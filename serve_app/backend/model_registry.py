@@ -1,7 +1,7 @@
-"""The models that are served: which there are, by Serve's status alone, and how to ask each.
+"""The served models, from Serve's status alone, and the handles to call them.
 
-The model that the server started with belongs to the ingress's own application. Each other one is an application of
-its own, named after the ingress's and the model: `default.models.Qwen--Qwen3-0.6B` is `Qwen/Qwen3-0.6B`.
+The model that the server started with belongs to the ingress's application. Each other model is its own application,
+named after the ingress's and the model: `default.models.Qwen--Qwen3-0.6B` is `Qwen/Qwen3-0.6B`.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""Profiles of capture and interventions: kept by the activation store, used by requests."""
+"""Profiles of capture and interventions: stored by the activation store, applied to requests."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Prometheus text of several nodes as one, read at most once a second."""
+"""The Prometheus text of all nodes as one text, fetched at most once a second."""
 
 from __future__ import annotations
 

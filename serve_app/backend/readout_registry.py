@@ -1,4 +1,4 @@
-"""Readouts that clients install: kept by the activation store, used by requests."""
+"""Readouts that clients install: stored by the activation store, used by requests."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""One model that is served: its phase, and calls of its replicas with their limits."""
+"""One served model: its phase, and calls of its replicas with time limits."""
 
 from __future__ import annotations
 

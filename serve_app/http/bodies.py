@@ -1,4 +1,4 @@
-"""How JSON bodies are read: small ones at once, large ones in other processes, so that no event loop is held."""
+"""Reading JSON bodies: small ones directly, large ones in other processes, so that the event loop stays free."""
 
 from __future__ import annotations
 

@@ -1,7 +1,7 @@
-"""The process that parses large bodies: `parsed` on each that comes by its standard input, one after the other.
+"""The process that parses large bodies: reads them one after another from its standard input and calls `parsed`.
 
-It is run as a script with the most bytes of memory that it may take, and imports what a body is and no more: the
-package itself imports Ray.
+It is run as a script with its memory limit as argument. It imports only the schemas and the parser: the package itself
+imports Ray.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""The page `/docs`: Swagger UI from an installed package, so that no other origin's code runs beside the API."""
+"""The page `/docs`: Swagger UI from an installed package, so that no script of another origin runs next to the API."""
 
 from __future__ import annotations
 

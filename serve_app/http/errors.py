@@ -1,12 +1,12 @@
-"""Every failure as OpenAI's error body; the only place that renders errors.
+"""Every failure as OpenAI's error body. This is the only place that renders errors.
 
-ApiError: what a route raises, with status, message and field.
-RequestError: what the deployments refuse; it says its own status.
-RequestValidationError: pydantic's, of what stands in an address: 400, `param` names the field.
-HTTPException: starlette's, an unknown route or a wrong method.
-StoreError: what the activation store could not do, and why: 500.
-RayTaskError: an actor's own failure: 500.
-RayError, RayServeException, AioRpcError: no replica can answer, or it died while it did: 503 with Retry-After.
+ApiError: raised by a route, with status, message and field.
+RequestError: a request that the deployments reject; it has its own status.
+RequestValidationError: pydantic's, for values in the address: 400, `param` names the field.
+HTTPException: starlette's, for an unknown route or a wrong method.
+StoreError: the activation store failed, with the reason: 500.
+RayTaskError: an actor failed: 500.
+RayError, RayServeException, AioRpcError: no replica can answer, or it died meanwhile: 503 with Retry-After.
 Anything else: 500 with the request's id; the traceback goes to the log.
 """
 

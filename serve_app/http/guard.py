@@ -1,4 +1,4 @@
-"""What every request passes before its body is read: the allowed hosts and origins, and the API keys."""
+"""Checks of every request before its body is read: allowed hosts and origins, and API keys."""
 
 from __future__ import annotations
 

@@ -1,8 +1,8 @@
-"""The host names and origins whose requests the server answers.
+"""The host names and origins from which the server accepts requests.
 
-A website can have a browser send requests to a server that only its user's machine reaches: from a page of the site's
-own origin, or by a name of the site's that resolves to 127.0.0.1. And a proxy on the same machine can pass on requests
-from anywhere. A server without API keys distinguishes them by these headers.
+A website can make a browser send requests to a server that only its user's machine reaches: from a page of the site's
+own origin, or by a host name of the site that resolves to 127.0.0.1. A proxy on the same machine can pass on requests
+from anywhere. Without API keys, the server recognizes such requests only by these headers.
 """
 
 from __future__ import annotations

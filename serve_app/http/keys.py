@@ -1,4 +1,4 @@
-"""API keys: the role of each, and the owner of what it creates."""
+"""API keys: the role of each, and the owner of the data that it creates."""
 
 from __future__ import annotations
 

@@ -1,7 +1,7 @@
-"""Links that download one thing once, without a key: a browser's own downloads send none.
+"""Links that download one thing once without a key, because a browser sends no key with its own downloads.
 
-An application has one ingress, so its links are a table in that process: a signed token would need a table of those
-that are used, too. They end with the process.
+An application has one ingress, so its links are a table in that process. A signed token would need a table of used
+tokens as well. Links end with the process.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""Request ids, limits on bodies, and the headers of every answer."""
+"""Request ids, limits on bodies, and headers of every answer."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The page `/`: its files in `serve_app/page/`, which any browser may fetch; what they show comes by the API."""
+"""The page `/`: serves the files in `serve_app/page/` to any browser. The data that they show comes from the API."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Lists in pages, each of which is an answer of a few MiB at most."""
+"""Lists in pages of at most a few MiB each."""
 
 from __future__ import annotations
 

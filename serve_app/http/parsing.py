@@ -1,4 +1,4 @@
-"""Parsing of JSON bodies into schemas, and the errors. It imports no Ray: other processes parse large bodies."""
+"""Parses JSON bodies into schemas, and makes the errors. It imports no Ray: other processes parse large bodies."""
 
 from __future__ import annotations
 

@@ -1,7 +1,7 @@
-"""Downloads in pages, by the range requests of RFC 9110: no answer has more than `PAGE_BYTES`.
+"""Downloads in pages, by the range requests of RFC 9110: no answer is longer than `PAGE_BYTES`.
 
-Serve's proxy keeps in memory what a client has not read yet, so the length of an answer bounds what a client that
-stops to read costs.
+Serve's proxy keeps in memory what a client has not read yet. The length of an answer so bounds the memory that a
+client costs which stops reading.
 """
 
 from __future__ import annotations

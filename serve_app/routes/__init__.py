@@ -1,4 +1,4 @@
-"""The routes, a file for each subject, and the parameters and dependencies that they share.
+"""The routes, one file per subject, and the parameters and dependencies that they share.
 
-A route checks, asks the backend, and answers; what it takes is in `schemas`.
+A route checks the request, calls the backend, and answers. The bodies are in `schemas`.
 """

@@ -1,4 +1,4 @@
-"""Request headers that stand for fields of the body, for clients whose bodies cannot be changed."""
+"""Request headers that replace fields of the body, for clients whose bodies cannot be changed."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Links by which a browser downloads stored activations itself, without a key."""
+"""Links with which a browser downloads stored activations without a key."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Models: those that are served, what they are made of, loading and unloading."""
+"""Models: listing, structure, loading and unloading."""
 
 from __future__ import annotations
 

@@ -1,7 +1,8 @@
-"""nnsight's remote protocol: clients' own code over the served models, where the operator allows it.
+"""nnsight's remote protocol: clients' code on the served models, if the operator allows it.
 
-A client opens a socket, gets its listener's name, posts its block with that, and receives on the socket the status of
-it; or it posts without one and asks by the job's id. The messages are nnsight's `RequestModel` and `ResponseModel`.
+A client opens a socket, receives the listener's name, posts its block with that name, and receives the job's status on
+the socket. Or it posts without a socket and polls by the job's id. The messages are nnsight's `RequestModel` and
+`ResponseModel`.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""Texts as tokens, and tokens as text."""
+"""Tokenizing text, and detokenizing tokens."""
 
 from __future__ import annotations
 

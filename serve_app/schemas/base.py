@@ -1,4 +1,4 @@
-"""What every JSON body has in common: the bounds of texts, of lists of tokens and of free values."""
+"""The base class of every JSON body: bounds on texts, on lists of tokens and on free values."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""OpenAI's documented fields that change no answer here, and those that are rejected with a reason.
+"""OpenAI's documented fields that have no effect here, and those that are rejected with a reason.
 
 `docs/http.md` has a row for each.
 """

@@ -1,4 +1,4 @@
-"""The messages of a chat, as OpenAI's clients send them."""
+"""The messages of a chat, in OpenAI's format."""
 
 from __future__ import annotations
 

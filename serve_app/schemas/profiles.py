@@ -1,4 +1,4 @@
-"""A profile, as a client sends it."""
+"""The body of a profile."""
 
 from __future__ import annotations
 

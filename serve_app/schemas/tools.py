@@ -1,4 +1,4 @@
-"""Fields of a chat about tools and about the form of its answer."""
+"""The fields of a chat for tools and for the format of its answer."""
 
 from __future__ import annotations
 

@@ -1,1 +1,1 @@
-"""The Ray actors: the store, which writes, and the reader, which answers questions."""
+"""The Ray actors: the store writes, the reader answers queries."""

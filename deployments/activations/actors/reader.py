@@ -1,7 +1,7 @@
-"""The reader of a store as an actor: a process of its own, so that no file that it reads ends the one that writes.
+"""The reader of a store as an actor: its own process, so that a bad file cannot crash the process that writes.
 
-What an account may not read is not there for it. A session may be deleted, and its name claimed by somebody else, while
-it is looked at: so its record is compared before and behind.
+For an account, a session that it may not read does not exist. A session may be deleted and its name claimed by another
+owner during a query, so its record is compared before and after.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""The activation store as an actor: batches come by reference and end on disk, clients' tensor files beside them."""
+"""The activation store as an actor: stores runs, whose batches come by reference, and clients' tensor files."""
 
 from __future__ import annotations
 

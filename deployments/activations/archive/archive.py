@@ -1,7 +1,7 @@
-"""The archive: sealed segments go to a bucket beside the store's writer, and the bucket's manifest names them.
+"""The archive: copies sealed segments to a bucket while the store writes, and lists them in the bucket's manifest.
 
-A segment's object, the same bytes as on the disk, is there whole before the manifest says so: what a crash cuts off
-between the two is uploaded again. Segments that are in the bucket stay on the disk as a cache.
+The manifest lists a segment only once its object is complete, with the same bytes as on disk. After a crash between the
+two, the segment is uploaded again. Segments in the bucket stay on the disk as a cache.
 """
 
 from __future__ import annotations

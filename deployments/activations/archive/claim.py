@@ -1,8 +1,8 @@
-"""Whose a bucket is: one server's at a time.
+"""The claim to a bucket: only one server at a time may archive there.
 
-Buckets have no write that depends on what is there. So each server writes a claim under a name of its own,
-`<bucket>/.claims/<name>`, lists them all, and begins only if no other is live; two that begin at the same moment both
-see the other, and neither does. Times are the bucket's own.
+Buckets have no conditional write. So each server writes a claim under its own name, `<bucket>/.claims/<name>`, lists
+all claims, and begins only if no other is live. Of two servers that begin at the same moment, each sees the other's
+claim, and neither begins. Times are the bucket's.
 """
 
 from __future__ import annotations

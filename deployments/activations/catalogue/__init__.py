@@ -1,1 +1,1 @@
-"""The SQLite database that lists sessions, runs and segments. It is rebuilt from the segments at any time."""
+"""The SQLite database that lists sessions, runs and segments. It can be rebuilt from the segments at any time."""

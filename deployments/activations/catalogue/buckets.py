@@ -1,6 +1,6 @@
-"""The runs and segments of a bucket, by its manifest; by its objects where an earlier version wrote it.
+"""The runs and segments in a bucket: from its manifest, or from its objects if an earlier version wrote it.
 
-All raise OSError where the bucket refuses.
+Every function raises OSError if the bucket cannot be read.
 """
 
 from __future__ import annotations

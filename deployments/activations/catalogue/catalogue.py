@@ -1,4 +1,4 @@
-"""The catalogue of a store in an SQLite database, which can be rebuilt from the files alone."""
+"""The catalogue of a store: which sessions, runs and segments it has, in an SQLite database rebuilt from the files."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The catalogue's SQLite database: it keeps what the files say, and is thrown away where it cannot be trusted."""
+"""The catalogue's SQLite database. It repeats what the files contain, and is rebuilt if damaged or out of date."""
 
 from __future__ import annotations
 

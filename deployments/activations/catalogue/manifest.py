@@ -1,9 +1,10 @@
-"""A bucket's manifest: which segments it holds, the runs in them, what was deleted, and copies of pins and owners.
+"""A bucket's manifest: its segments with their runs, its deletions, and copies of pins and owners.
 
-`<bucket>/.manifest/` has *parts*, JSON lines that one writer adds, and *snapshots*, a catalogue's database compressed
-by Zstandard, which stand for parts that are removed then. Segments are added once under names that never come again,
-and a deletion names its segments for good: so parts and snapshots mean the same in any order and any number of times.
-All raise OSError where the bucket or the disk refuses.
+`<bucket>/.manifest/` has *parts*, JSON lines written by one server each, and *snapshots*, a catalogue's database
+compressed with Zstandard, which replace older parts. A segment's name is never used again, and a deletion names its
+segments. So parts and snapshots may be applied in any order and any number of times.
+
+Every function raises OSError on an error of the bucket or the disk.
 """
 
 from __future__ import annotations

@@ -1,8 +1,8 @@
-"""Buckets of earlier versions, which wrote to them directly: small objects, and marks that say which of them go.
+"""Buckets of earlier versions, which have no manifest: small objects, and marks of those that are deleted.
 
-`.deleted-<session>-<random>` beside the sessions names objects of a session that was deleted; in a session, beside an
-object `<name>.arrow` that smaller ones became, `<name>.joined` names these. A server that starts on such a bucket looks
-through it once and writes a manifest; until then readers look through it each time.
+`.deleted-<session>-<random>`, next to the sessions, lists objects of a deleted session. `<name>.joined`, in a session
+next to the object `<name>.arrow`, lists the small objects that were merged into it. A server that starts on such a
+bucket scans it once and writes a manifest. Until then readers scan it each time.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""What is asked of a catalogue's database."""
+"""Queries of a catalogue's database."""
 
 from __future__ import annotations
 

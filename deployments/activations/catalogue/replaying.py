@@ -1,6 +1,6 @@
-"""What a manifest's lines and snapshots mean for a catalogue's database, and the snapshots that are made of one.
+"""Applying a manifest's lines and snapshots to a catalogue's database, and making snapshots of one.
 
-All raise OSError where the bucket or the disk refuses, and change all or nothing.
+Every function raises OSError on an error of the bucket or the disk. Each changes everything or nothing.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""Runs and files as rows of the catalogue's database: what the files say, and what the writer tells of them."""
+"""Runs and files as rows of the catalogue's database, from the files and from the writer's reports."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Stored runs as Arrow IPC streams, of which any range of bytes can be read alone."""
+"""Stored runs as Arrow IPC streams; any byte range can be read without the rest."""
 
 from __future__ import annotations
 

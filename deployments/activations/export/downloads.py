@@ -1,4 +1,4 @@
-"""Downloads of stored runs by byte ranges of a file in some format."""
+"""Downloads of stored runs, as byte ranges of a file of the requested format."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Stored runs as files of other formats: pt, safetensors, npz, parquet, hf; written with bounded memory."""
+"""Stored runs as files of other formats (pt, safetensors, npz, parquet, hf), written with bounded memory."""
 
 from __future__ import annotations
 

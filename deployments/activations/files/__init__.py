@@ -1,1 +1,1 @@
-"""Where files lie and how they are handled: places, locks, atomic replacement, permissions."""
+"""Files and directories: places, locks, atomic replacement, permissions."""

@@ -1,7 +1,8 @@
-"""Directories and files of a store's disk: listed, held while they are written, and small ones whole or not there.
+"""Directories and files on a store's disk: listing, locking, and atomic writes of small files.
 
-A file is held by an exclusive `flock`, on this machine or, over a shared file system, on any, so that a store that
-starts can tell it from what a crash left. The kernel lets go of it when the process ends, however it ends.
+A file that is being written has an exclusive `flock`, which holds on this machine or, on a shared file system, on all
+machines. A store that starts can so tell such a file from one that a crash left. The kernel releases the lock when the
+process ends, however it ends.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""Files and directories on disk or in object storage, and how ranges of their bytes are read.
+"""Files and directories on disk or in object storage, read by byte ranges.
 
 A `Place` is a directory and a `File` a file of any `pyarrow.fs` file system; `Directory` and `DiskFile` are local ones.
 """

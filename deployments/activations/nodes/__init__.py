@@ -1,1 +1,1 @@
-"""Writers on the cluster's other nodes: their own directories, and how the store hears of their runs."""
+"""Writers on the cluster's other nodes: their directories, and their reports to the store."""

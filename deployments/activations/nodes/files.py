@@ -1,4 +1,4 @@
-"""Segments that lie on other nodes' disks: uploaded, removed and read where they are."""
+"""Segments on other nodes' disks: uploaded, removed and read there."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Read stored activations back as torch tensors, from files that are sealed, still open or cut short."""
+"""Reads stored activations as torch tensors, from files that are sealed, still open or truncated."""
 
 from __future__ import annotations
 

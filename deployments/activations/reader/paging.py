@@ -1,4 +1,4 @@
-"""How a client asks for a download page by page, whatever it asks with. Needs no Arrow."""
+"""Fetching a download page by page, for any HTTP client. Needs no Arrow."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""A server's session to a directory of this machine, page by page, where `load` and exports read it. Needs no torch."""
+"""Copies a server's session to a local directory, page by page, for `load` and exports. Needs no torch."""
 
 from __future__ import annotations
 

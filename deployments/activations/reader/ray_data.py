@@ -1,4 +1,4 @@
-"""Stored rows as a Ray dataset, whose tasks read pieces of the files where they run."""
+"""Stored rows as a Ray dataset. Its tasks read pieces of the files on the nodes where they run."""
 
 from __future__ import annotations
 

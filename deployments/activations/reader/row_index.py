@@ -1,4 +1,4 @@
-"""Where the rows of stored runs lie in their files: enough to read any of them without Arrow."""
+"""An index of the rows of stored runs: file and byte of each, so that any row can be read without Arrow."""
 
 from __future__ import annotations
 

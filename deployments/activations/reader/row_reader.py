@@ -1,4 +1,4 @@
-"""Batches of stored rows, copied once: from the map of their files into the batch."""
+"""Reads batches of stored rows with one copy, from mapped files."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Selects stored runs and points out of files."""
+"""Selecting stored runs and points from files."""
 
 from __future__ import annotations
 

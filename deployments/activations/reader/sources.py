@@ -1,4 +1,4 @@
-"""The files in which stored runs are looked for: those of a path or URI, and the one of a run named by its id."""
+"""The files to search for stored runs: those at a path or URI, or the one that has a run id."""
 
 from __future__ import annotations
 

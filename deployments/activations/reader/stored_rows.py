@@ -1,4 +1,4 @@
-"""Some rows of a stored run, read batch by batch: what an intervention puts in the place of others."""
+"""Some rows of a stored run, read batch by batch, for interventions that replace other rows by them."""
 
 from __future__ import annotations
 

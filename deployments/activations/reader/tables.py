@@ -1,4 +1,4 @@
-"""Stored runs as Arrow tables, which pandas, Polars and DuckDB take as they are: a row a token, and a row a run."""
+"""Stored runs as Arrow tables with a row per token or a row per run, for pandas, Polars and DuckDB."""
 
 from __future__ import annotations
 

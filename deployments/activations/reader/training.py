@@ -1,4 +1,4 @@
-"""Stored rows for training: batches in order or shuffled, over workers and ranks, as torch's DataLoader takes them."""
+"""Stored rows as training batches, in order or shuffled, split over workers and ranks, for torch's DataLoader."""
 
 from __future__ import annotations
 

@@ -1,7 +1,7 @@
-"""The record batches of one segment, be it sealed, still open or cut short, on disk or elsewhere.
+"""The record batches of one segment: sealed, still open or truncated, on disk or in object storage.
 
-A segment is an Arrow file, read as the stream that it is up to its footer. Metadata is read at once, and values when
-they are asked for: from a map of the file, or as ranges of bytes. All raise OSError where these cannot be read.
+A segment is an Arrow file, read as a stream up to its footer. Metadata is read at once. Values are read when they are
+needed, from a map of the file or as byte ranges. Every function raises OSError if the file cannot be read.
 """
 
 from __future__ import annotations

@@ -1,8 +1,8 @@
-"""Checksums of what is stored, each XXH3 of 64 bits as 16 hex digits.
+"""Checksums of stored data, each XXH3 of 64 bits as 16 hex digits.
 
-One for each column of a batch but the words, so that damage is known by its point: over the column's values as they lie
-in the file, row by row, little-endian, without offsets, padding or validity bits. Others cover what these leave out:
-the layout of the columns, what the run is, and the schema with the rest of the batch's metadata.
+Each column of a batch, except words, has its own, so that damage is reported by point. It covers the column's values as
+they lie in the file: row by row, little-endian, without offsets, padding or validity bits. Further checksums cover the
+rest: the layout of the columns, the facts of the run, and the schema with the batch's other metadata.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
-"""What a stored activation file says: its columns, its metadata, and the facts that both carry.
+"""The schema of a stored activation file: its columns, its metadata, and the facts in both.
 
-One row per captured token, with a `fixed_shape_tensor` column per point, named by the point; of attention patterns,
-whose rows grow, a `large_list` of each token's `[heads, tokens seen]`. `docs/format.md` describes all of it.
+A row is a captured token. Each point has a `fixed_shape_tensor` column named after it. Attention patterns, whose rows
+grow, have a `large_list` column with `[heads, tokens seen]` for each token. `docs/format.md` describes all of it.
 """
 
 from __future__ import annotations

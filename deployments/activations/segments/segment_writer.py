@@ -1,4 +1,4 @@
-"""One shard: an uncompressed Arrow IPC file of whole runs, and at its end at most one that is not finished."""
+"""Writes one shard: an uncompressed Arrow IPC file of complete runs, of which only the last may be unfinished."""
 
 from __future__ import annotations
 

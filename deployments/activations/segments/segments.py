@@ -1,4 +1,4 @@
-"""The whole runs of one segment, and whether it is sealed."""
+"""The complete runs of one segment, and whether it is sealed."""
 
 from __future__ import annotations
 

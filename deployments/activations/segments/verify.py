@@ -1,4 +1,4 @@
-"""Whether stored files are whole, and what can still be read of those that are not."""
+"""Verifies stored files, and finds what can still be read of damaged ones."""
 
 from __future__ import annotations
 

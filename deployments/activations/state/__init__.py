@@ -1,1 +1,1 @@
-"""What is kept besides runs, in one SQLite database: owners, pins, limits, profiles, nodes."""
+"""What a store keeps besides runs, in one SQLite database: owners, pins, limits, profiles, nodes."""

@@ -1,4 +1,4 @@
-"""Pins, owners and profiles of earlier versions, which were files: a store takes them over when it starts."""
+"""Takes over pins, owners and profiles of earlier versions, which were files, when a store starts."""
 
 from __future__ import annotations
 

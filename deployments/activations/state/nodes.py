@@ -1,4 +1,4 @@
-"""The nodes that keep runs on disks of their own, as the store's node knows them."""
+"""The nodes that keep runs on their own disks, as recorded by the store."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Which session is whose."""
+"""The owners of sessions."""
 
 from __future__ import annotations
 

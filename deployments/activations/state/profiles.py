@@ -1,4 +1,4 @@
-"""Profiles of capture and interventions that clients keep in a store, and which are models' defaults."""
+"""Profiles of capture and interventions that clients keep in a store, and the models' default profiles."""
 
 from __future__ import annotations
 

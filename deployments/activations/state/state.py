@@ -1,7 +1,7 @@
-"""What a store keeps besides runs, in one SQLite database: pins, limits, profiles, whose sessions are, and nodes.
+"""What a store keeps besides runs, in one SQLite database: pins, limits, profiles, owners and nodes.
 
-The catalogue's database is made again from the files of runs where it is lost; this one is not. The store's process
-alone writes it, and each change is durable when the call returns. Other processes of the machine see it at once.
+Unlike the catalogue, it cannot be rebuilt from files. Only the store's process writes it. Each change is durable when
+the call returns, and other processes of the machine see it at once.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""Readouts on disk: `<root>/.readouts/<name>.safetensors`, whose metadata say what it is. Each owner has own names."""
+"""Readouts on disk: `<root>/.readouts/<name>.safetensors` with the definition in the metadata. Names are per owner."""
 
 from __future__ import annotations
 

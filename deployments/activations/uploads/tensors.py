@@ -1,4 +1,4 @@
-"""Tensors that clients bring: safetensors files below `<root>/.tensors/`, each as it was sent, and single tensors."""
+"""Tensor files that clients upload, below `<root>/.tensors/`, and single tensors of them."""
 
 from __future__ import annotations
 

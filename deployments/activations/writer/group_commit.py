@@ -1,4 +1,4 @@
-"""Group commit: files are made durable beside what is written to them next, and then their runs are answered."""
+"""Group commit: one fsync per file makes many runs durable while the writer goes on; then their callers are answered."""
 
 from __future__ import annotations
 

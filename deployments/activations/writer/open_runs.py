@@ -1,4 +1,4 @@
-"""Runs that arrive in chunks: each has a shard to itself from its first chunk to its last."""
+"""Runs that arrive in chunks. Each has its own shard from its first chunk to its last."""
 
 from __future__ import annotations
 

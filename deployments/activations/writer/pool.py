@@ -1,4 +1,4 @@
-"""The shards of one writer that are open: taken by a run, or idle until the next run of their schema."""
+"""The open shards of one writer: each used by a run, or idle until the next run with its schema."""
 
 from __future__ import annotations
 

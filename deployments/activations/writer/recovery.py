@@ -1,6 +1,6 @@
-"""How a directory of runs is opened by the one process that keeps it; what a killed one left is put right.
+"""Opens a directory of runs for the one process that writes it, and repairs what a killed process left.
 
-Only files that no process holds are touched: writers of other nodes may be at work in the same directory.
+Only files that no process has locked are changed: writers of other nodes may use the same directory.
 """
 
 from __future__ import annotations

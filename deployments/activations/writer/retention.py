@@ -1,4 +1,4 @@
-"""Which sessions stay, whether there is room for more, and how a session is deleted."""
+"""Limits on sessions: which are deleted, whether there is room for more, and the deletion itself."""
 
 from __future__ import annotations
 

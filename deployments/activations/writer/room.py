@@ -1,4 +1,4 @@
-"""Whether a disk can take a run, found out before anything is computed for it."""
+"""Checks that the disk has room for a run before it is computed."""
 
 from __future__ import annotations
 

@@ -1,6 +1,6 @@
-"""Append runs to shards: one thread, group commit, and no answer before the bytes are on disk.
+"""The writer: appends runs to shards on one thread, with group commit. It answers only once the bytes are durable.
 
-<root>/<session_id>/<writer>-000001.arrow
+<root>/<session_id>/<writer>-000001.arrow` is a shard.
 """
 
 from __future__ import annotations
