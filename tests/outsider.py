@@ -1,6 +1,6 @@
-"""Run by test_two_nodes on a machine beside the cluster's: sends what an attacker would to every port that it finds.
+"""Run by test_two_nodes on a machine next to the cluster: attacks every port that it finds.
 
-Prints one JSON object: the ports, what HTTP answered, and what became of a pickled call with and without Ray's token.
+Prints one JSON object: the ports, HTTP's answers, and the results of a pickled call with and without Ray's token.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""The files for a cluster say what Ray and this project understand."""
+"""The files for a cluster are valid for Ray and for this project."""
 
 from __future__ import annotations
 

@@ -1,8 +1,9 @@
-"""The stairs: each part imports only what stands below it, and nothing goes round in a circle."""
+"""The layers: each part imports only parts below it, and no imports form a cycle."""
 
 from __future__ import annotations
 
 import ast
+import functools
 import subprocess
 import sys
 from graphlib import TopologicalSorter
@@ -11,8 +12,8 @@ from pathlib import Path
 import pytest
 
 ROOT = Path(__file__).parent.parent
-# From high to low. A module belongs to the longest prefix that fits.
-STAIRS = [
+# From high to low. A module belongs to its longest prefix here.
+LAYERS = [
     "benchmarks",
     "vitrine",
     "evals.compare",
@@ -74,10 +75,10 @@ STAIRS = [
     "deployments.tiles",
     "vitrine.points",
 ]
-# The evaluator reaches the server over HTTP, and stored files by their reader: of all that is below, it may use these.
+# The evaluator uses the server over HTTP and reads stored files. Of the server's code it may import only this.
 EVALS_MAY = {
     "evals",
-    *(stair for stair in STAIRS if stair.startswith("deployments.activations")),
+    *(layer for layer in LAYERS if layer.startswith("deployments.activations")),
     "deployments.clusters",
     "deployments.points",
     "deployments.readouts",
@@ -85,7 +86,7 @@ EVALS_MAY = {
     "deployments.options",
 }
 
-LIGHT = ("deployments.engine", "deployments.model", "deployments.places", "deployments.points")  # hold no Ray
+LIGHT = ("deployments.engine", "deployments.model", "deployments.places", "deployments.points")  # must not import Ray
 
 
 def modules() -> dict[str, Path]:
@@ -100,8 +101,9 @@ def modules() -> dict[str, Path]:
 MODULES = modules()
 
 
+@functools.cache
 def imports(name: str, only_at_import: bool = False) -> set[str]:
-    """Modules of the project that one imports; those under TYPE_CHECKING and in functions, too, unless told."""
+    """Modules of the project that a module imports, also under TYPE_CHECKING and, by default, in functions."""
     tree = ast.parse(MODULES[name].read_text())
     nodes = tree.body if only_at_import else list(ast.walk(tree))
     found = set()
@@ -115,8 +117,8 @@ def imports(name: str, only_at_import: bool = False) -> set[str]:
     return (found & set(MODULES)) - {name}
 
 
-def step(name: str) -> str:
-    fits = [prefix for prefix in STAIRS if name == prefix or name.startswith(prefix + ".")]
+def layer_of(name: str) -> str:
+    fits = [prefix for prefix in LAYERS if name == prefix or name.startswith(prefix + ".")]
     return max(fits, key=len) if fits else ""
 
 
@@ -124,29 +126,31 @@ def step(name: str) -> str:
 def test_imports_point_downward(name):
     if name == "deployments":
         return
-    assert step(name), f"{name} stands on no stair: add it to STAIRS"
+    assert layer_of(name), f"{name} is in no layer: add it to LAYERS"
     for imported in imports(name):
-        if step(imported):
-            assert STAIRS.index(step(name)) <= STAIRS.index(step(imported)), f"{name} imports {imported}, above it"
+        if layer_of(imported):
+            assert LAYERS.index(layer_of(name)) <= LAYERS.index(layer_of(imported)), (
+                f"{name} imports {imported}, above it"
+            )
 
 
-def test_no_imports_go_round():
+def test_no_imports_form_a_cycle():
     graph = {name: imports(name, only_at_import=True) for name in MODULES}
-    TopologicalSorter(graph).prepare()  # raises CycleError with the circle
+    TopologicalSorter(graph).prepare()  # raises CycleError with the cycle
 
 
-def test_the_evaluator_knows_the_server_by_http_only():
+def test_the_evaluator_uses_the_server_over_http_only():
     for name in MODULES:
         if name.split(".")[0] == "evals":
-            others = {step(imported) for imported in imports(name) if imported.split(".")[0] != "evals"}
+            others = {layer_of(imported) for imported in imports(name) if imported.split(".")[0] != "evals"}
             assert others - {""} <= EVALS_MAY, name
 
 
-def test_the_client_and_the_server_know_each_other_by_http_only():
+def test_client_and_server_use_each_other_over_http_only():
     for name in MODULES:
-        others = {step(imported) for imported in imports(name)} - {step(name), "vitrine.points"}
-        assert "vitrine" not in others or step(name) == "benchmarks", name
-        assert step(name) != "vitrine" or not others, name
+        others = {layer_of(imported) for imported in imports(name)} - {layer_of(name), "vitrine.points"}
+        assert "vitrine" not in others or layer_of(name) == "benchmarks", name
+        assert layer_of(name) != "vitrine" or not others, name
 
 
 @pytest.mark.parametrize("absent", ["torch", "ray", "pandas", "matplotlib", "pyarrow.dataset"])
@@ -155,8 +159,8 @@ def test_the_client_is_light(absent):
     subprocess.run([sys.executable, "-c", code], cwd=ROOT, check=True)
 
 
-@pytest.mark.parametrize("name", [name for name in sorted(MODULES) if step(name).startswith(LIGHT)])
-def test_the_engine_holds_no_ray(name):
+@pytest.mark.parametrize("name", [name for name in sorted(MODULES) if layer_of(name).startswith(LIGHT)])
+def test_the_engine_does_not_import_ray(name):
     tree = ast.parse(MODULES[name].read_text())
     tops = {node.module.split(".")[0] for node in ast.walk(tree) if isinstance(node, ast.ImportFrom) and node.module}
     tops |= {
@@ -181,7 +185,7 @@ def test_the_engine_holds_no_ray(name):
         ("serve_app.ingress", "torch"),
     ],
 )
-def test_a_part_does_without_what_it_is_to_do_without(imported, absent):
+def test_a_module_does_not_import_a_heavy_package(imported, absent):
     code = f"import sys, {imported}; sys.exit({absent!r} in sys.modules)"
     subprocess.run([sys.executable, "-c", code], cwd=ROOT, check=True)
 

@@ -1,4 +1,4 @@
-"""The lock files say by hash what is installed, and agree with constraints.txt and pyproject.toml."""
+"""The lock files pin versions by hash, and agree with constraints.txt and pyproject.toml."""
 
 from __future__ import annotations
 

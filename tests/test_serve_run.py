@@ -1,4 +1,4 @@
-"""`serve run serve_app:build_app name=value ...` on two cores, beside another application."""
+"""`serve run serve_app:build_app name=value ...` on two cores, next to another application."""
 
 from __future__ import annotations
 

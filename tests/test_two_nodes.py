@@ -1,4 +1,4 @@
-"""A cluster of two machines, started by the commands of cluster.yaml and serve_config.yaml, attacked from a third.
+"""A cluster of two machines, started with cluster.yaml and serve_config.yaml, and attacked from a third.
 
 The machines are network and process namespaces of this one. They need root.
 """

@@ -1,4 +1,4 @@
-"""Run by test_two_nodes on a machine beside the cluster's: a client of its server, whose answers are printed as JSON.
+"""Run by test_two_nodes on a machine next to the cluster: a client of its server that prints answers as JSON.
 
 Usage: two_nodes_client.py ROOT KEY record|look|download|read|delete [SESSION [RUN]]
 """

@@ -1,4 +1,4 @@
-"""A server that runs as long as the program."""
+"""A server that runs as long as the program that starts it."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The GPU's benchmark, at a size for a CPU: it agrees with transformers, and keeps what it promises."""
+"""The GPU benchmark at a size for a CPU: it agrees with transformers and writes its results."""
 
 from __future__ import annotations
 

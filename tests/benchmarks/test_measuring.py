@@ -1,4 +1,4 @@
-"""How ways are timed, and how what came of them is shown."""
+"""Timing of ways, and the tables of their results."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Each benchmark runs from end to end, on a model so small that its numbers say nothing."""
+"""Each benchmark runs from end to end on a tiny model, whose numbers mean nothing."""
 
 from __future__ import annotations
 

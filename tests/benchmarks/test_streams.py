@@ -1,4 +1,4 @@
-"""What is read from a stream, however its bytes are cut."""
+"""Streams are read correctly, however their bytes are split."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Small random models of many architectures, built from their configs, and the model that ships."""
+"""Small random models of many architectures, built from their configs, and the shipped model."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The server refuses to start where strangers could reach it, and says what to set."""
+"""The server refuses to start where other users could reach it, and says which option to set."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""An operator's mistake is refused by the option's name."""
+"""Invalid options are rejected by name."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""docs/options.md has every option as the server has it."""
+"""docs/options.md lists every option as the server defines it."""
 
 from __future__ import annotations
 

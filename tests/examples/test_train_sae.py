@@ -1,4 +1,4 @@
-"""The example's autoencoder finds directions that rows are made of, and becomes a readout."""
+"""The example's autoencoder finds the directions that rows consist of, and becomes a readout."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The keys of the application `keyed`, which tests of keys and of owners share."""
+"""The API keys of the application `keyed`, which tests of keys and of owners share."""
 
 from __future__ import annotations
 

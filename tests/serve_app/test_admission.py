@@ -1,4 +1,4 @@
-"""A replica whose places are taken says so in OpenAI's words, and serves again when they are free."""
+"""A full replica answers with OpenAI's error, and serves again when it has room."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""A file's prompts become stored runs, once each: through engines here, or through a server."""
+"""A file's prompts become stored runs, once each, by local engines or through a server."""
 
 from __future__ import annotations
 

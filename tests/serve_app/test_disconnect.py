@@ -1,4 +1,4 @@
-"""A client that goes away takes its request with it."""
+"""If a client disconnects, its request ends."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What one client lets a model write holds no other client up."""
+"""Whatever one client makes a model write, other clients are not delayed."""
 
 from __future__ import annotations
 

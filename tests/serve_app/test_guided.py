@@ -1,4 +1,4 @@
-"""Answers of a given form: JSON by a schema, calls that must be made, and what a template is told."""
+"""Answers of a given form: JSON by a schema, forced calls, and variables of the chat template."""
 
 from __future__ import annotations
 

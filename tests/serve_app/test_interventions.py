@@ -1,4 +1,4 @@
-"""Interventions over HTTP: what is steered is steered, what is not is not, and a run says what made it."""
+"""Interventions over HTTP: they change the steered request alone, and its run records them."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The logit lens over HTTP: each token's once, streamed or whole, beside everything else a request may ask for."""
+"""The logit lens over HTTP: once per token, streamed or whole, together with every other field."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Logprobs come in OpenAI's forms, each token's once, streamed or whole."""
+"""Logprobs in OpenAI's formats, once per token, streamed or whole."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""`/openapi.json` says what the server does: no request that it allows, or nearly, gets what it does not tell of."""
+"""`/openapi.json` describes the server: random requests by it, valid and nearly valid, get documented answers."""
 
 from __future__ import annotations
 

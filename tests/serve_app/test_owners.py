@@ -1,4 +1,4 @@
-"""Whose is what, over HTTP: what one key made no other reads, uses, fills, changes or evicts."""
+"""Owners over HTTP: data of one key is not read, used, filled, changed or evicted by another key."""
 
 from __future__ import annotations
 

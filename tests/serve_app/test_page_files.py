@@ -1,4 +1,4 @@
-"""The files of the page `/`: open to every browser, all of its own origin, and held to that by a policy."""
+"""The files of the page `/`: open to every browser, from the server alone, which a policy enforces."""
 
 from __future__ import annotations
 

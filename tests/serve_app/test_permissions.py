@@ -1,4 +1,4 @@
-"""What is written is for its user alone, unless the operator's directory lets others in."""
+"""Written files are readable by their user alone, unless the operator's directory allows more."""
 
 from __future__ import annotations
 

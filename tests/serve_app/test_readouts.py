@@ -1,4 +1,4 @@
-"""Readouts over HTTP: installed, listed, used by answers whole and streamed, refused by field."""
+"""Readouts over HTTP: installed, listed, used by whole and streamed answers, rejected by field."""
 
 from __future__ import annotations
 

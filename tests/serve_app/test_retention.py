@@ -1,4 +1,4 @@
-"""Over HTTP: quotas cost a request its activations, not its answer; pins hold; no path leads out of the store."""
+"""Over HTTP: a full quota costs a request its activations, not its answer; pins hold; no path leaves the store."""
 
 from __future__ import annotations
 

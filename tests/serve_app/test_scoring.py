@@ -1,4 +1,4 @@
-"""Prompts are repeated and scored as evaluation harnesses ask for it; the best of several sequences are picked."""
+"""Echoed and scored prompts, as evaluation harnesses request them, and the best of several sequences."""
 
 from __future__ import annotations
 

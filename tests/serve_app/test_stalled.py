@@ -1,4 +1,4 @@
-"""Clients that ask for downloads and do not read them cost little, and hold nobody up."""
+"""Clients that request downloads and do not read them cost little, and delay no other client."""
 
 from __future__ import annotations
 

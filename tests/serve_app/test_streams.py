@@ -1,4 +1,4 @@
-"""Many streams at once: none is cut, mixed with another, or out of order."""
+"""Many streams at once: none is truncated, mixed with another, or out of order."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The environment of the clients whose pins clash with this project's, and how they are run in it."""
+"""The environment of the clients whose pins conflict with this project's, and how to run scripts in it."""
 
 from __future__ import annotations
 

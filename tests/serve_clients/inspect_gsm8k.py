@@ -1,4 +1,4 @@
-"""inspect_ai solves 20 problems with a calculator over its OpenAI-compatible provider; prints what came of it."""
+"""inspect_ai solves 20 problems with a calculator over its OpenAI-compatible provider, and prints the results."""
 
 import json
 import os

@@ -1,4 +1,4 @@
-"""LangChain's ChatOpenAI in the ways it is used: the part named on the command line, its findings as JSON."""
+"""LangChain's ChatOpenAI in its usual ways: runs the part named on the command line and prints JSON."""
 
 import asyncio
 import functools

@@ -1,4 +1,4 @@
-"""The `openai` package in every way it is used: whole, streamed, async, parsed, with typed errors and retries."""
+"""The `openai` package in all its usual ways: whole, streamed, async, parsed, with typed errors and retries."""
 
 from __future__ import annotations
 

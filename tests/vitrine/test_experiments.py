@@ -1,4 +1,4 @@
-"""Lens, patching, sweeps and attention mean what they say, on the shipped model."""
+"""Lens, patching, sweeps and attention give the right results on the shipped model."""
 
 from __future__ import annotations
 

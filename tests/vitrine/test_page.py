@@ -1,4 +1,4 @@
-"""The examples of docs/client.md run as they are, but for the server's address."""
+"""The examples of docs/client.md run unchanged, except for the server's address."""
 
 from __future__ import annotations
 

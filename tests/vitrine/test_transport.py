@@ -1,4 +1,4 @@
-"""What the client does where a server is busy, breaks off or refuses."""
+"""The client if a server is busy, disconnects or rejects."""
 
 from __future__ import annotations
 

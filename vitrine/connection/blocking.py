@@ -1,4 +1,4 @@
-"""Blocking twins of asynchronous methods, for scripts and for notebooks, whose own event loop is running already."""
+"""Blocking versions of asynchronous methods, for scripts, and for notebooks, which run an event loop already."""
 
 from __future__ import annotations
 

@@ -1,7 +1,7 @@
-"""Imports early what httpx imports at its first request, since that fails once nnsight has been imported.
+"""Imports early what httpx imports at its first request, because that import fails after nnsight's.
 
-nnsight gives every object a method `save` (`nnsight.CONFIG.APP.PYMOUNT`), and anyio takes it for an attribute without a
-type of the classes that it defines. So it is taken away for as long as these are defined.
+nnsight gives every object a method `save` (`nnsight.CONFIG.APP.PYMOUNT`). anyio then sees it as an attribute without a
+type in the classes that it defines. So the method is removed while these are defined.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""Requests to one server: a bounded number at a time, sent again where that may help, downloads in pages."""
+"""Requests to one server: a bounded number at a time, retried when that may help; downloads in pages."""
 
 from __future__ import annotations
 

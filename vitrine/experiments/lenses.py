@@ -1,4 +1,4 @@
-"""The logit lens: what each layer's output would become as a token."""
+"""The logit lens: the tokens that each layer's output would predict."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Activation patching: a clean run's activations put into a corrupt one, place by place."""
+"""Activation patching: activations of a clean run replace those of a corrupt run, place by place."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The provider: inspect_ai's client of OpenAI-compatible servers with Vitrine's fields, and what they gave in the log.
+"""The model provider: inspect_ai's client for OpenAI-compatible servers, with Vitrine's fields in requests and logs.
 
 All imports of inspect_ai's private modules are here.
 """

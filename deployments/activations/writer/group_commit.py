@@ -1,4 +1,4 @@
-"""Group commit: one fsync per file makes many runs durable while the writer goes on; then their callers are answered."""
+"""Group commit: one fsync per file makes many runs durable while the writer goes on. Callers are then answered."""
 
 from __future__ import annotations
 

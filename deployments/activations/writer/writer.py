@@ -1,6 +1,6 @@
 """The writer: appends runs to shards on one thread, with group commit. It answers only once the bytes are durable.
 
-<root>/<session_id>/<writer>-000001.arrow` is a shard.
+A shard is `<root>/<session_id>/<writer>-000001.arrow`.
 """
 
 from __future__ import annotations

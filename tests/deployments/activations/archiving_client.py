@@ -1,4 +1,4 @@
-"""A head that archives, in a process of its own: `archiving_client.py ROOT ARCHIVE RUN` stores a run and waits."""
+"""A head node that archives, as its own process: `archiving_client.py ROOT ARCHIVE RUN` stores a run and waits."""
 
 from __future__ import annotations
 

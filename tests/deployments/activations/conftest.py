@@ -1,4 +1,4 @@
-"""Makers of runs and stores that the tests of this folder share."""
+"""Runs and stores that the tests of this folder share."""
 
 from __future__ import annotations
 

@@ -1,8 +1,8 @@
-"""Kill writers (-9) at random moments, again and again: `python -m tests.deployments.activations.kill_writers`.
+"""Kills writers with SIGKILL at random moments: `python -m tests.deployments.activations.kill_writers`.
 
-Each kill ends a writer under load, at a system call or at any time; the next writer goes on below the same root. After
-each kill a copy of what is left is looked through, as a store that starts would. Counts the runs that were answered as
-stored and are not listed, and the runs that are listed and cannot be read bit for bit. Ends with 1 where there are any.
+Each kill ends a writer under load, at a system call or at any time. The next writer uses the same directory. After each
+kill a copy of the directory is opened as by a store that starts. It counts runs that were answered as stored and are
+not listed, and runs that are listed and cannot be read bit for bit. Ends with 1 if there are any.
 """
 
 from __future__ import annotations

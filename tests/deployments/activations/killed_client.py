@@ -1,6 +1,6 @@
 """A client that stores runs by reference until it is killed: `killed_client.py ADDRESS ROOT PREFIX NOTES`.
 
-What it begins and what it is answered it notes in a file, durably, as killed_writer says it.
+It notes what it begins and which answers it gets in a file, durably, in the lines of killed_writer.
 """
 
 from __future__ import annotations

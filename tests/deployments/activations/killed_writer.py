@@ -1,7 +1,7 @@
 """A program that forks writers which are killed: `python killed_writer.py`, driven by test_killed.
 
-It loads all that a writer needs once, with no thread running, and forks for each job that it reads, as a line of JSON,
-from its standard input. What the child says, it says in lines on the standard output; `END` is the parent's.
+It loads everything that a writer needs once, without a second thread, and forks for each job, a line of JSON on its
+standard input. The child prints its progress in lines; the parent prints `END`.
 """
 
 from __future__ import annotations

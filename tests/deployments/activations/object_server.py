@@ -1,4 +1,4 @@
-"""A real server of S3's protocol on this machine, and one before it that fails some requests."""
+"""A real server of S3's protocol on this machine, and a proxy in front of it that fails some requests."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Sealed segments in a bucket, before a real server of S3's protocol."""
+"""Archiving sealed segments to a bucket, on a real server of S3's protocol."""
 
 from __future__ import annotations
 

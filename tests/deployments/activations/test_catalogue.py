@@ -1,4 +1,4 @@
-"""The catalogue of stored runs: what the files say, whatever became of its database, and by every filter."""
+"""The catalogue lists what the files contain, by every filter, whatever happens to its database."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Values that change on disk are found, and named by run and point; the rest is read."""
+"""Values that change on disk are found and named by run and point; the others are read."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Runs that reach the store while they are still being generated."""
+"""Runs that reach the store while they are generated."""
 
 from __future__ import annotations
 

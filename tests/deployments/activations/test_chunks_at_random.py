@@ -1,4 +1,4 @@
-"""Runs in chunks, in any order, through kills at any byte: what is finished is there, and nothing else."""
+"""Runs in chunks, in any order, with kills at any byte: exactly the finished runs are there."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Runs in chunks where something fails: the disk, the process, or a neighbour that is cut off."""
+"""Runs in chunks when something fails: the disk, the process, or another run in the same file."""
 
 from __future__ import annotations
 

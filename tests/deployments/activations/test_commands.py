@@ -1,4 +1,4 @@
-"""`python -m deployments.activations`: what people read, and one clear line where it is not possible."""
+"""`python -m deployments.activations`: its output, and one clear line for each error."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""How a replica finds who takes its runs: a store that starts late, and directories whose locks hold on one node."""
+"""How a replica finds the writer for its runs: a store that starts late, and locks that hold on one node only."""
 
 from __future__ import annotations
 

@@ -1,7 +1,7 @@
 """A session that an earlier version stored (commit 69a291a) is listed and read bit for bit.
 
-`stored_earlier/first-steps` holds its files: two sealed ones, and one whose server was killed in its second run.
-What the runs held lies beside it, as JSON and safetensors.
+`stored_earlier/first-steps` holds its files: two sealed ones, and one whose server was killed in its second run. The
+expected content of the runs is next to it, as JSON and safetensors.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""What is exported is what was stored, bit for bit, under the names that scripts look for; nothing is overwritten."""
+"""Exports equal the stored runs bit for bit, have the names that scripts expect, and overwrite nothing."""
 
 from __future__ import annotations
 

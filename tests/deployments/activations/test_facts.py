@@ -1,4 +1,4 @@
-"""What tells one store from another."""
+"""The identity of a store."""
 
 from __future__ import annotations
 

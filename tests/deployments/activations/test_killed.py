@@ -1,4 +1,4 @@
-"""Writers that are killed, at any system call and at any time: what was answered is there whole, and nothing else."""
+"""Writers that are killed at any system call and at any time: exactly the answered runs are there, complete."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""All of Ray killed at random moments, with clients on their way: what they were answered is there."""
+"""A whole Ray cluster is killed at random moments while clients store runs: all answered runs are there."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Writers on several nodes: into the store's directory, or into directories of their own."""
+"""Writers on several nodes, in the store's directory or in their own."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Whose is what, asked of the store itself: no key reads, fills, changes or evicts what is another's."""
+"""Owners in the store itself: no key reads, fills, changes or evicts data of another key."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Segments that lie elsewhere are read by ranges, also while they are still open, and never as a whole."""
+"""Segments in object storage are read by byte ranges, also while they are open, and never as a whole."""
 
 from __future__ import annotations
 

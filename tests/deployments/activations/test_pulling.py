@@ -1,4 +1,4 @@
-"""What a hostile server sends as a session is refused whole: nothing of it is kept for readers that trust it."""
+"""A malicious server's session is rejected as a whole: nothing of it is kept on disk."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Any range of a download can be asked for, and all of them are of the same file, or refused."""
+"""Any byte range of a download can be requested. All ranges are of the same file, or the request is rejected."""
 
 from __future__ import annotations
 

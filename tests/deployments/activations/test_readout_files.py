@@ -1,4 +1,4 @@
-"""Readouts on disk: kept by name and owner, found again, bounded."""
+"""Readouts on disk: stored by name and owner, found after a restart, bounded."""
 
 from __future__ import annotations
 

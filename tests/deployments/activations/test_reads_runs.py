@@ -1,4 +1,4 @@
-"""The reader of a store: it sees each run as soon as it is answered, and no file ends it, whatever is in it."""
+"""The reader of a store sees each run once it is answered, and no file can crash it."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What a store does at its start with what a killed one left_files, and what it leaves alone."""
+"""A store that starts repairs what a killed one left, and touches nothing else."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Quotas refuse what is too much and nothing else, age and pins decide who goes, and readers keep what they have."""
+"""Quotas reject only what exceeds them, age and pins decide which sessions are deleted, and readers keep open files."""
 
 from __future__ import annotations
 

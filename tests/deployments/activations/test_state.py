@@ -1,4 +1,4 @@
-"""Pins, owners, limits and profiles outlast crashes; readers see them, and those of earlier versions are taken over."""
+"""Pins, owners, limits and profiles survive crashes; readers see them; those of earlier versions are taken over."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Profiles stay as they were sent; a model has one default at most."""
+"""Profiles are stored unchanged; a model has at most one default."""
 
 from __future__ import annotations
 

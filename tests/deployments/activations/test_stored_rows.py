@@ -1,4 +1,4 @@
-"""Rows of a stored run come bit for bit, those that are asked for and no others."""
+"""Rows of a stored run are read bit for bit, and only those requested."""
 
 from __future__ import annotations
 

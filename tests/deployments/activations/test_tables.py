@@ -1,4 +1,4 @@
-"""Stored runs as tables that pandas, Polars, DuckDB and Ray Data compute with."""
+"""Stored runs as tables for pandas, Polars, DuckDB and Ray Data."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What clients' tensor files may hold, and that they stay as they were sent."""
+"""Which tensor files clients may upload; they are stored unchanged."""
 
 from __future__ import annotations
 

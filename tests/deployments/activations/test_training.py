@@ -1,4 +1,4 @@
-"""Every stored row reaches training once an epoch, with its own token and run, whatever the files' layout."""
+"""Training gets every stored row once per epoch, with its token and run, for any layout of files."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Reading an answer takes work in proportion to its length, whatever a model writes."""
+"""Reading an answer takes time in proportion to its length, whatever a model writes."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""A repeated prompt is the text that was sent, and its tokens stand where they are in it."""
+"""An echoed prompt is the text that was sent, and its token offsets are right."""
 
 from __future__ import annotations
 

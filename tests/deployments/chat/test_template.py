@@ -1,4 +1,4 @@
-"""Chats go in by the model's template, and tool calls come out in OpenAI's form."""
+"""Chats are rendered by the model's template, and tool calls are returned in OpenAI's format."""
 
 import copy
 import json

@@ -1,4 +1,4 @@
-"""A token's bytes are what it adds to a text, whatever kind of tokenizer wrote it."""
+"""A token's bytes are what it adds to a text, for every kind of tokenizer."""
 
 import pytest
 from hypothesis import given

@@ -1,4 +1,4 @@
-"""Tool calls of the common formats: read from text, learned from chat templates, and forced."""
+"""Tool calls in the common formats: parsed from text, derived from chat templates, and forced."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Jobs beside the engine: what becomes of them when their process, its host or their client goes."""
+"""Jobs next to a running engine: their outcome if their process, its host or their client ends."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What a client's code tries against the server and other clients, in each sandbox that this system can make."""
+"""Attacks of a client's code on the server and other clients, in each sandbox that this system supports."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Files of examples: three formats, fields that become tags, and lines that are broken."""
+"""Files of examples: three formats, fields that become tags, and broken lines."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Answers that are lost on the way: what is stored all the same is not stored again."""
+"""If an answer is lost but its runs were stored, they are not stored again."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Edits written by hand, in words of their own: as plain forward hooks, and as an nnsight trace."""
+"""Independent implementations of edits for comparison: as plain forward hooks, and as an nnsight trace."""
 
 from __future__ import annotations
 

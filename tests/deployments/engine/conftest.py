@@ -1,4 +1,4 @@
-"""What a request gets alone, the measure of what it gets in company; and hands to run an engine with."""
+"""What a request gets alone, to compare with what it gets in a batch; and helpers that run an engine."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What is captured is what a plain forward shows, for every token and whoever shares the batch."""
+"""Captured rows equal those of a plain forward, for every token and whatever else is in the batch."""
 
 from dataclasses import replace
 

@@ -1,4 +1,4 @@
-"""Edits in company: several of a row, of parts of it, of each token by itself, and none of a neighbour."""
+"""Edits in a batch: several of a row, of parts of it, of single tokens, and no effect on other requests."""
 
 from __future__ import annotations
 

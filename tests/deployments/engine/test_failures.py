@@ -1,4 +1,4 @@
-"""What fails with one request, or in a model's own code, ends no other request and not the engine."""
+"""A failure of one request, or in a model's code, ends no other request and does not end the engine."""
 
 from __future__ import annotations
 

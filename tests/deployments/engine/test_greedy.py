@@ -1,4 +1,4 @@
-"""Tokens and text do not depend on who shares the batch."""
+"""Tokens and text do not depend on the other requests in the batch."""
 
 import random
 

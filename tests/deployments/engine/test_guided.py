@@ -1,4 +1,4 @@
-"""A row under a grammar says what fits it and nothing else, whatever the batch, the seed and the settings."""
+"""Output under a grammar fits it, whatever the batch, the seed and the settings."""
 
 from __future__ import annotations
 

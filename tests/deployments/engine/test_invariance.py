@@ -1,4 +1,4 @@
-"""With `batch_invariant` a request has the same bits alone and in any company; without, it has not."""
+"""With `batch_invariant` a request gets the same bits alone and in any batch. Without it, it does not."""
 
 from __future__ import annotations
 

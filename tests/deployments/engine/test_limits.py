@@ -1,4 +1,4 @@
-"""The smallest, the largest and the broken: what a request may be, and what ends it alone."""
+"""The smallest, the largest and invalid requests, and errors that end a single request."""
 
 from dataclasses import replace
 

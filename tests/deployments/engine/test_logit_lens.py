@@ -1,4 +1,4 @@
-"""The lens of a layer is what a lone forward says whose last layer gives that layer's output."""
+"""A layer's lens equals the output of a plain forward in which the last layer returns that layer's output."""
 
 from __future__ import annotations
 

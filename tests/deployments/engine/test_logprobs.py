@@ -1,4 +1,4 @@
-"""Logprobs are those of the model's own distribution, each token's once."""
+"""Logprobs are of the model's own distribution, once per token."""
 
 import pytest
 import torch

@@ -1,4 +1,4 @@
-"""Where memory ends, as few requests as can be end with it, and the engine goes on."""
+"""When memory runs out, as few requests as possible end, and the engine goes on."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Which models are served, and that what cannot be served exactly is refused at load."""
+"""Which models are served; a model that cannot be served exactly is rejected when it is loaded."""
 
 import pytest
 import torch

@@ -1,4 +1,4 @@
-"""A process that really runs out of memory ends as few requests as can be, says why, and goes on."""
+"""A process that really runs out of memory ends as few requests as possible, reports why, and goes on."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""On every architecture, whatever comes and goes in whatever order, a request gets what it gets alone."""
+"""On every architecture, for any order of arrivals and ends, a request gets the same result as alone."""
 
 from __future__ import annotations
 

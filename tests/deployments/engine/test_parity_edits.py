@@ -1,4 +1,4 @@
-"""On every architecture each edit is the same edit by a plain hook and by nnsight, in prompts and decodes."""
+"""On every architecture each edit equals the same edit by a plain hook and by nnsight, in prompts and decodes."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Attention patterns are what transformers gives with `output_attentions`, whoever shares the batch."""
+"""Attention patterns equal transformers' `output_attentions`, whatever else is in the batch."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Penalties, bias and min_tokens change logits as transformers' processors and OpenAI's API say."""
+"""Penalties, bias and min_tokens change logits as transformers' processors and OpenAI's API do."""
 
 import pytest
 import torch

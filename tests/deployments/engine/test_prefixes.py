@@ -1,4 +1,4 @@
-"""Beginnings that requests have in common are run once; what is read, changed or another owner's is not shared."""
+"""Common prefixes of prompts are computed once. Those that are recorded, edited or another owner's are not shared."""
 
 from __future__ import annotations
 

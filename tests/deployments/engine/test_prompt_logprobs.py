@@ -1,4 +1,4 @@
-"""A prompt's own logprobs are a plain forward's, said once, and cost nobody else anything."""
+"""A prompt's logprobs equal a plain forward's, come once, and cost other requests nothing."""
 
 import pytest
 import torch

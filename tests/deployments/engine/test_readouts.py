@@ -1,4 +1,4 @@
-"""Readouts: values are the offline ones, gates act where they say, and company changes nothing."""
+"""Readouts in the engine: values equal those computed offline, gates open where they should, in any batch."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Beside sdpa, attention patterns of one request are eager attention's, and nobody else's values change by a bit."""
+"""Under sdpa, one request's attention patterns equal eager attention's, and other requests keep every bit."""
 
 from __future__ import annotations
 

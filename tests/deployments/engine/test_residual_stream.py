@@ -1,4 +1,4 @@
-"""`resid_mid`, the residual stream between attention and MLP: what is read there, and what a change of it does."""
+"""`resid_mid`, the residual stream between attention and MLP: recording and changing it."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Tokens are drawn from the distribution that transformers' own warpers give."""
+"""Tokens are drawn from the same distribution as with transformers' warpers."""
 
 import itertools
 

@@ -1,4 +1,4 @@
-"""Who runs when: lost slots, cancelled requests, and what the engine says of itself."""
+"""The scheduler: preemption, cancellation, and the engine's counters."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Text comes in whole characters and shows nothing of a stop string."""
+"""Text is streamed in whole characters, without any part of a stop string."""
 
 import pytest
 from hypothesis import example, given

@@ -1,4 +1,4 @@
-"""The engine on a thread of its own: any thread sends, one listens, `stop` ends it."""
+"""The engine on its own thread: any thread submits, one receives events, `stop` ends it."""
 
 import queue
 import threading

@@ -1,4 +1,4 @@
-"""A replica's table of readouts: bounded, those in use stay, and what is not there is refused by field."""
+"""A replica's cache of readouts: bounded, keeps those in use, and rejects unknown ones by field."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Rows of a stored run in place of a request's own: exact, paired token by token, or refused by the field."""
+"""Rows of a stored run replace a request's rows: exact, paired by token, or rejected by field."""
 
 from __future__ import annotations
 

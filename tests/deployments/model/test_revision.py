@@ -1,4 +1,4 @@
-"""A model's revision is another one where its files are, and the same where they lie elsewhere."""
+"""A model's revision depends on its files' content, not on their place."""
 
 from __future__ import annotations
 

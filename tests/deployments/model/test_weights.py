@@ -1,4 +1,4 @@
-"""Weights that other processes map: the same numbers, and nothing they do to them comes back."""
+"""Shared weights: other processes see the same numbers and cannot change them."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""A GGUF file becomes a directory with its very weights, once, or is refused with the reason."""
+"""A GGUF file becomes a directory with the same weights, once, or is rejected with the reason."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""A tokenizer out of a GGUF file splits every text as the one that the file was written from."""
+"""A tokenizer read from a GGUF file splits every text as the original does."""
 
 from __future__ import annotations
 

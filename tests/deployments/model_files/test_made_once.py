@@ -1,4 +1,4 @@
-"""What takes long to make is made once, and is whole or not there."""
+"""Directories that take long to make are made once, and are complete if they exist."""
 
 from __future__ import annotations
 

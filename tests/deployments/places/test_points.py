@@ -1,4 +1,4 @@
-"""Names of capture points, and that they mean what they say on each architecture."""
+"""Names of capture points refer to the right modules on each architecture."""
 
 import pytest
 import torch

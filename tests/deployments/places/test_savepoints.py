@@ -1,4 +1,4 @@
-"""A savepoint is a point of the model under a name of its own."""
+"""A savepoint gives a point of the model another name."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What a model is said to be made of is what it is made of."""
+"""The structure of a model as clients get it."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The `capture` field takes what the contract says and refuses the rest by name."""
+"""The `capture` field accepts what the contract documents and rejects the rest by name."""
 
 import pytest
 from pydantic import ValidationError

@@ -1,4 +1,4 @@
-"""The one definition of which tokens are meant."""
+"""The one definition of choices of tokens."""
 
 from __future__ import annotations
 

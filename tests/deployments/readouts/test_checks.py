@@ -1,4 +1,4 @@
-"""A file that is no readout is refused by the field that is at fault."""
+"""An invalid readout file is rejected with the field at fault."""
 
 from __future__ import annotations
 

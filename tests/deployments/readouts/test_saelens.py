@@ -1,4 +1,4 @@
-"""SAELens' directories become readouts, or are refused by what they say."""
+"""SAELens' directories become readouts, or are rejected with the reason."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""From options to an engine: what a name means, and why a model is not loaded."""
+"""From options to an engine: names of models, and the reasons why a model is not loaded."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What a request comes to, in numbers."""
+"""The metrics of a request."""
 
 from __future__ import annotations
 

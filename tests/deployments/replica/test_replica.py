@@ -1,4 +1,4 @@
-"""A replica tells Serve when its engine is dead or stuck, and leaves nothing behind when it goes."""
+"""A replica reports a dead or stuck engine to Serve, and leaves nothing running when it ends."""
 
 from __future__ import annotations
 

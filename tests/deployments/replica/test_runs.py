@@ -1,4 +1,4 @@
-"""What a request is told of its activations when the store cannot take them."""
+"""What an answer reports of its activations if the store cannot take them."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""While no replica runs, a request is refused at once instead of waiting for one."""
+"""While no replica runs, a request is rejected at once instead of waiting for one."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What serving actors are started with."""
+"""The options with which Serve starts the actors."""
 
 from __future__ import annotations
 

@@ -1,6 +1,6 @@
-"""Several models side by side: they come and go while the server runs, and none disturbs another.
+"""Several models: loaded and unloaded while the server runs, without effect on each other.
 
-A load takes seconds: tests that need the tiny model as it is share one.
+A load takes seconds: tests that need the unchanged tiny model share one.
 """
 
 from __future__ import annotations

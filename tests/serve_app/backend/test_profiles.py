@@ -1,4 +1,4 @@
-"""Profiles over HTTP: named ones are used by name, a default by everybody, and a run says what was done to it."""
+"""Profiles over HTTP: used by name or as default, and recorded with the run."""
 
 from __future__ import annotations
 

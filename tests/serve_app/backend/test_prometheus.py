@@ -1,4 +1,4 @@
-"""What operators see of the engine: Prometheus text that covers all nodes."""
+"""Metrics of the engine for operators: Prometheus text that covers all nodes."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""A body or query of any content costs little more than its bytes: all is bounded, and one error is told."""
+"""The cost of a body or query is bounded by its size, whatever it contains, and its first error is reported."""
 
 from __future__ import annotations
 

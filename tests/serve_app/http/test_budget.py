@@ -1,4 +1,4 @@
-"""What is sent at once holds no more than it may, and what waits goes on when there is room."""
+"""The memory of answers being sent is bounded; waiting answers go on when there is room."""
 
 from __future__ import annotations
 

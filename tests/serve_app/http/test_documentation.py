@@ -1,4 +1,4 @@
-"""The page `/docs`: everything on it comes from the server itself, and a policy keeps it so."""
+"""The page `/docs`: everything on it comes from the server, and a policy enforces that."""
 
 from __future__ import annotations
 

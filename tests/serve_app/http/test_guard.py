@@ -1,4 +1,4 @@
-"""What the guard lets pass: by Host, Origin, forwarding headers, keys and the type of a body."""
+"""Which requests are accepted, by Host, Origin, forwarding headers, keys and the type of the body."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""An operator's keys: who comes in, who may load models, and that nobody sees them."""
+"""An operator's API keys: who has access, who may load models, and that no key is shown."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Download links: good once, for a minute, for what they were made for, and for whom."""
+"""Download links work once, for a minute, for one download and one user."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""A page of a list is bounded by what its items name, too."""
+"""The size of a list's page is bounded, including its items' names."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""An unknown field of a body gets the nearest name that its object has."""
+"""An unknown field of a body is rejected with the nearest known name."""
 
 from __future__ import annotations
 

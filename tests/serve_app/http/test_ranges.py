@@ -1,4 +1,4 @@
-"""Downloads are answered in pages, as RFC 9110 says of ranges and preconditions."""
+"""Downloads in pages, with ranges and preconditions as in RFC 9110."""
 
 from __future__ import annotations
 

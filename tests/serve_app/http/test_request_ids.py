@@ -1,4 +1,4 @@
-"""Request ids: the client's or the server's, on the answer, in the logs and with what is recorded."""
+"""Request ids: the client's or the server's, in the answer, in the logs and in recorded runs."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""A client that runs programs in turn: a path a line comes in, what it printed goes out as a line of JSON."""
+"""A client that runs programs in turn: reads a path per line, prints the program's output as a line of JSON."""
 
 import contextlib
 import io

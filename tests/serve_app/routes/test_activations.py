@@ -1,4 +1,4 @@
-"""What a request records: durable when it answers, exact, and of every token."""
+"""Recording over HTTP: durable when it is answered, exact, and of every token."""
 
 from __future__ import annotations
 

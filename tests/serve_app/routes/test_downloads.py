@@ -1,4 +1,4 @@
-"""What was recorded comes over HTTP bit for bit, in every format, whole or as a failure."""
+"""Recorded runs are downloaded bit for bit, in every format, completely or with an error."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""nnsight's own client, unmodified, over the served model: what its guide shows works as it does without a server."""
+"""nnsight's own client, unmodified, with the served model: every example of its guide works as it does locally."""
 
 from __future__ import annotations
 

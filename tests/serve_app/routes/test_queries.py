@@ -1,4 +1,4 @@
-"""A query parameter that a route does not know is refused on every route, by its name."""
+"""Every route rejects an unknown query parameter by its name."""
 
 from __future__ import annotations
 

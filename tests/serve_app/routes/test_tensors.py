@@ -1,4 +1,4 @@
-"""Tensor files over HTTP: in and out as they are, refused by name, gone when deleted."""
+"""Tensor files over HTTP: stored unchanged, rejected by name, gone when deleted."""
 
 from __future__ import annotations
 

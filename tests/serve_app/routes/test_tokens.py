@@ -1,4 +1,4 @@
-"""Texts become tokens, and tokens texts, as the model's tokenizer and template have it."""
+"""Tokenizing and detokenizing, by the model's tokenizer and template."""
 
 from __future__ import annotations
 

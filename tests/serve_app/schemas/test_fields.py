@@ -1,4 +1,4 @@
-"""Every row of the table of fields in docs/http.md, shown by requests to the server."""
+"""Requests to the server show every row of the table of fields in docs/http.md."""
 
 from __future__ import annotations
 

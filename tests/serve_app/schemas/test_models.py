@@ -1,4 +1,4 @@
-"""What `/models/load` takes: names and data, nothing that is a path."""
+"""What `/models/load` accepts: names and data, no paths."""
 
 from __future__ import annotations
 

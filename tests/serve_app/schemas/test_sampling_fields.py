@@ -1,4 +1,4 @@
-"""Every sampling field of a request reaches the engine, with its meaning."""
+"""Every sampling field of a request has its effect in the engine."""
 
 from __future__ import annotations
 
