@@ -59,41 +59,41 @@ lock: $(VENV)/bin/python  ## write the files in locks/ anew, after a dependency 
 
 bench: bench-engine bench-serving bench-memory bench-catalogue bench-reading bench-writing bench-evaluating bench-collecting bench-experiments bench-page bench-attacks  ## all benchmarks, one after another
 
-bench-engine: $(VENV)/.ready-dev  ## the engine beside transformers and nnsight
+bench-engine: $(VENV)/.ready-dev  ## the engine compared with transformers and nnsight
 	HF_HUB_OFFLINE=1 $(BIN)/python -m benchmarks.engine
 
 bench-gpu: $(VENV)/.ready-dev  ## the engine alone on a GPU: parity with transformers, and speed
-	HF_HUB_OFFLINE=1 $(BIN)/python -m benchmarks.gpu
+	HF_HUB_OFFLINE=1 $(BIN)/python -m benchmarks.engine.gpu
 
-bench-serving: $(VENV)/.ready-dev  ## what HTTP costs, and transformers serve
+bench-serving: $(VENV)/.ready-dev  ## the cost of HTTP, and transformers serve
 	HF_HUB_OFFLINE=1 $(BIN)/python -m benchmarks.serving
 
 bench-memory: $(VENV)/.ready-dev  ## host memory while much is recorded
-	HF_HUB_OFFLINE=1 $(BIN)/python -m benchmarks.memory
+	HF_HUB_OFFLINE=1 $(BIN)/python -m benchmarks.engine.memory
 
 bench-catalogue: $(VENV)/.ready-dev  ## finding stored runs, 100,000 of them
-	$(BIN)/python -m benchmarks.catalogue
+	$(BIN)/python -m benchmarks.activations.catalogue
 
-bench-reading: $(VENV)/.ready-dev  ## stored rows for training beside a plain memory map
-	$(BIN)/python -m benchmarks.reading
+bench-reading: $(VENV)/.ready-dev  ## training batches compared with a plain memory map
+	$(BIN)/python -m benchmarks.activations.reading
 
-bench-writing: $(VENV)/.ready-dev  ## the activation store's writer beside the raw disk
-	$(BIN)/python -m benchmarks.writing
+bench-writing: $(VENV)/.ready-dev  ## the activation store's writer compared with the raw disk
+	$(BIN)/python -m benchmarks.activations.writing
 
 bench-evaluating: $(VENV)/.ready-dev  ## the evaluator beside the load generator
 	HF_HUB_OFFLINE=1 $(BIN)/python -m benchmarks.evaluating
 
-bench-collecting: $(VENV)/.ready-dev  ## collecting activations beside a script with transformers
-	HF_HUB_OFFLINE=1 $(BIN)/python -m benchmarks.collecting
+bench-collecting: $(VENV)/.ready-dev  ## collecting activations compared with a script with transformers
+	HF_HUB_OFFLINE=1 $(BIN)/python -m benchmarks.activations.collecting
 
-bench-experiments: $(VENV)/.ready-dev  ## patch grids and sweeps by the client beside the same forwards in the engine
-	HF_HUB_OFFLINE=1 $(BIN)/python -m benchmarks.experiments
+bench-experiments: $(VENV)/.ready-dev  ## patch grids and sweeps by the client compared with the engine
+	HF_HUB_OFFLINE=1 $(BIN)/python -m benchmarks.serving.experiments
 
 bench-page: $(VENV)/.ready-dev  ## the page in a browser: its first view, and scrolling
 	HF_HUB_OFFLINE=1 $(BIN)/python -m benchmarks.page
 
-bench-attacks: $(VENV)/.ready-dev  ## another client's latency beside attacks
-	HF_HUB_OFFLINE=1 $(BIN)/python -m benchmarks.attacks
+bench-attacks: $(VENV)/.ready-dev  ## another client's latency under attacks
+	HF_HUB_OFFLINE=1 $(BIN)/python -m benchmarks.serving.attacks
 
 $(VENV)/bin/python:
 	$(PYTHON) -c 'import sys; sys.exit(0 if sys.version_info >= (3, 11) else "Python 3.11 or newer is needed: make PYTHON=python3.11 ...")'

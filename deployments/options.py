@@ -111,7 +111,7 @@ class Options(BaseModel):
             `model` itself; of a path it is the last name, without `.gguf`.
         revision: The repository's branch, tag or commit.
         dtype: The weights' dtype; `auto` is the checkpoint's own. In 16 bits, a request's tokens may depend on the
-            requests beside it: use `float32` for experiments if the model is small enough. A processor without
+            other requests of its batch: use `float32` for experiments if the model is small enough. A processor without
             instructions for bfloat16 is several times slower in it than in `float32`.
         attention: How transformers computes attention; `auto` is its choice for the model. `sdpa` is faster. `eager`
             gives attention patterns also for architectures whose patterns cannot be recomputed.

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 
-from benchmarks import gpu
+from benchmarks.engine import gpu
 
 
 def test_it_agrees_with_transformers_and_keeps_its_findings(tmp_path):

@@ -51,7 +51,7 @@ def test_the_engine_is_measured_beside_its_peers(tmp_path):
 
 @pytest.mark.long
 def test_memory_is_watched_while_rows_go_to_disk(tmp_path):
-    _, found = run("memory", tmp_path / "memory", "--slow-disk=1e6", "--others=1")
+    _, found = run("engine.memory", tmp_path / "memory", "--slow-disk=1e6", "--others=1")
     case = found["cases"]["tiny, float32"]
     plain, slow = case["capture"], case["capture, slow disk, beside others"]
     assert list(plain["marks"]) == ["prompt in", "finished", "stored"]
@@ -64,7 +64,7 @@ def test_memory_is_watched_while_rows_go_to_disk(tmp_path):
 def test_reading_is_measured_beside_a_memory_map_and_leaves_no_rows(tmp_path):
     results = tmp_path / "results" / "reading"
     options = ["--bytes=2e7", "--shard-bytes=6000000", "--rounds=1", "--batch-size=100", f"--directory={tmp_path}"]
-    command = [sys.executable, "-m", "benchmarks.reading", *options, f"--results={results}"]
+    command = [sys.executable, "-m", "benchmarks.activations.reading", *options, f"--results={results}"]
     done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=300)
     found = json.loads(results.with_suffix(".json").read_text())
     assert done.returncode == bool(found["failed"]), done.stdout + done.stderr
@@ -97,7 +97,7 @@ def marked(process: psutil.Process, mark: str) -> bool:
 def test_writing_is_measured_beside_the_disk_and_leaves_nothing(tmp_path):
     results = tmp_path / "results" / "writing"
     options = ["--bytes=2e7", "--rounds=1", "--at-once=2", f"--directory={tmp_path}", f"--results={results}"]
-    command = [sys.executable, "-m", "benchmarks.writing", *options]
+    command = [sys.executable, "-m", "benchmarks.activations.writing", *options]
     done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=300)
     found = json.loads(results.with_suffix(".json").read_text())
     assert done.returncode == bool(found["failed"]), done.stdout + done.stderr

@@ -1,4 +1,4 @@
-"""Host memory while one request records both norms of 28 layers over 2,048 tokens: `python -m benchmarks.memory`.
+"""Host memory while a request records both norms of 28 layers, 2,048 tokens: `python -m benchmarks.engine.memory`.
 
 The rows go to disk as they do behind a server. Each scenario runs in a process of its own:
   no capture                       what generating alone takes

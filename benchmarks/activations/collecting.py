@@ -1,4 +1,4 @@
-"""Collecting activations beside a script that does the same with transformers: `python -m benchmarks.collecting`.
+"""Collecting activations compared with a script for transformers: `python -m benchmarks.activations.collecting`.
 
 Both run `--prompts` through the model and record the output of every layer (the script not of the last one, which
 transformers gives normalized), of each prompt's last token and of all of its tokens. The script is the one that a

@@ -1,4 +1,4 @@
-"""The catalogue of stored runs, 100,000 of them in 1,000 sessions: `python -m benchmarks.catalogue`.
+"""The catalogue of stored runs, 100,000 of them in 1,000 sessions: `python -m benchmarks.activations.catalogue`.
 
 Each run has three tags, one token and one small point. The files are written as the store writes them. It measures
 

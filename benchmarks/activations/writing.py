@@ -1,4 +1,4 @@
-"""The activation store's writer beside the raw disk: `python -m benchmarks.writing`.
+"""The activation store's writer compared with the raw disk: `python -m benchmarks.activations.writing`.
 
 Runs of six points in bfloat16 go to the store's own writer, each answered once it is durable. In the same turns as many
 bytes go by `write` to one file on the same disk, synced each time as many runs are written as end together.

@@ -1,4 +1,4 @@
-"""How much attacks slow down another client's short completion: `python -m benchmarks.attacks`.
+"""How much attacks slow down another client's short completion: `python -m benchmarks.serving.attacks`.
 
 One client asks for eight tokens again and again over a connection of its own. Meanwhile another process sends requests
 without a pause: in turn an attack, and an ordinary request of the same route and about the same size. An attack that is

@@ -1,4 +1,4 @@
-"""Reading stored rows for training beside a plain memory map of the same rows: `python -m benchmarks.reading`.
+"""Reading stored rows for training compared with a plain memory map: `python -m benchmarks.activations.reading`.
 
 A session of several points in bfloat16, written by the project's own writer, and the same rows in one raw file,
 `[points, rows, hidden]`. Both are read from disk before anything is timed, and so are in the system's page cache.

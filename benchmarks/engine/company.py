@@ -1,4 +1,4 @@
-"""What requests cost each other, in one process and without Ray: `python -m benchmarks.company`.
+"""What requests cost each other, in one process and without Ray: `python -m benchmarks.engine.company`.
 
 Ratios of rates in tokens of prompts and answers a second, of two engines whose steps take turns: the median of the
 rounds, the least and the largest.

@@ -1,4 +1,4 @@
-"""Cases in which the activation store's writer might become slow: `python -m benchmarks.cliffs`.
+"""Cases in which the activation store's writer might become slow: `python -m benchmarks.activations.cliffs`.
 
   one session    runs per second of 0.1 MB each, in one session
   sessions       the same, with one session per run

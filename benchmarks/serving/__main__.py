@@ -1,4 +1,4 @@
-"""Serving over HTTP beside the engine in process and `transformers serve`: `python -m benchmarks.serving`.
+"""Serving over HTTP compared with the engine alone and `transformers serve`: `python -m benchmarks.serving`.
 
 Starts its own Ray and servers as child processes and ends them. All ways run in turn; while one runs, the others
 stand idle. With --flags, this project's server is measured under each set of Ray Serve's environment variables that

@@ -1,12 +1,11 @@
-"""A patch grid and a steering sweep by the client beside the same forwards in the engine.
+"""A patch grid and a sweep by the client, and by the engine: `python -m benchmarks.serving.experiments`.
 
-`python -m benchmarks.experiments`. The grid patches every layer's output at each of a prompt's tokens, a forward each.
-The sweep writes 16 tokens with a vector added at every other layer, by each of five scales. The client asks a server of
-its own over HTTP. The engine in this process is handed the same requests, tokenized, with the rows and vectors that
-they name. Both are timed in turn, in float32; the one that waits does nothing. Rates are of the grid's forwards, and of
-the sweep's generated tokens.
+The grid patches every layer's output at each of a prompt's tokens, one forward each. The sweep generates 16 tokens with
+a vector added at every other layer, with each of five scales. The client uses its own server over HTTP. The engine in
+this process gets the same requests, tokenized, with their rows and vectors. Both are timed in turn, in float32, while
+the other is idle. Rates are forwards per second for the grid, and generated tokens per second for the sweep.
 
-Ends with 1 where the client's grid takes over 1.3 times as long as the engine's, or where they do not find the same.
+Ends with 1 if the client's grid takes over 1.3 times as long as the engine's, or if their results differ.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""What readouts cost, in one process and without Ray: `python -m benchmarks.readouts [MODEL]`.
+"""The cost of readouts, in one process and without Ray: `python -m benchmarks.engine.readouts [MODEL]`.
 
 Ratios of the rates with readouts to those without, whose steps take turns: the median of the rounds, the least and the
 largest. Beside them, the time that a sparse autoencoder takes beyond that of its product. MODEL is a directory; without

@@ -1,4 +1,4 @@
-"""The engine beside its peers, in one process and without Ray: `python -m benchmarks.engine`.
+"""The engine compared with its peers, in one process and without Ray: `python -m benchmarks.engine`.
 
 Parts:
   ways      tokens per second of the bare loop, transformers, nnsight and the engine, with and without capture

@@ -1,4 +1,4 @@
-"""The engine alone on a GPU, without Ray, beside transformers' `generate`: `python -m benchmarks.gpu`.
+"""The engine on a GPU, without Ray, compared with transformers' `generate`: `python -m benchmarks.engine.gpu`.
 
 Random weights of Qwen3-0.6B's and Qwen3-8B's shapes in bfloat16. Checks greedy tokens, logprobs, captured rows and
 steering against transformers, then measures tokens per second, and peak memory. `--size tiny` runs in float32 on a CPU.

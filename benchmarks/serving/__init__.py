@@ -1,0 +1,1 @@
+"""Benchmarks of a server over HTTP: its speed, attacks on it, and the client's experiments."""
