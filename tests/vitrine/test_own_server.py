@@ -14,7 +14,7 @@ pytestmark = pytest.mark.server
 
 
 @pytest.fixture(scope="module")
-def own(tmp_path_factory):
+def started(tmp_path_factory):
     """The server that the docstring of `serve` starts."""
     with pytest.MonkeyPatch.context() as patch:
         patch.delenv("RAY_ADDRESS", raising=False)
@@ -27,15 +27,15 @@ def own(tmp_path_factory):
         httpx.get(server.url)
 
 
-def test_nnsight_runs_at_a_server_that_the_client_started(own, monkeypatch):
+def test_nnsight_runs_at_a_server_that_the_client_started(started, monkeypatch):
     import nnsight
 
     monkeypatch.setattr(nnsight.CONFIG.APP, "REMOTE_LOGGING", False)
-    run("nnsight_model", vitrine.nnsight_model, {"vitrine": vitrine, "server": own})
+    run("nnsight_model", vitrine.nnsight_model, {"vitrine": vitrine, "server": started})
 
 
-def test_nnsight_generates_and_runs_sessions_there(own):
-    model = vitrine.nnsight_model(own)
+def test_nnsight_generates_and_runs_sessions_there(started):
+    model = vitrine.nnsight_model(started)
     with model.generate("Ann has 3 boxes", max_new_tokens=2, remote=True) as tracer:
         tokens = tracer.result.save()
     with model.session(remote=True):

@@ -53,8 +53,8 @@ def store(made, tmp_path):
 
 
 @pytest.fixture
-def command(store, capsys):
-    """`command("ls")`: the command's status, and what it printed and complained of."""
+def cli(store, capsys):
+    """`cli("ls")`: the command's status, and what it printed and complained of."""
 
     def run(*args, dir=store) -> tuple[int, str, str]:
         status = main([args[0], "--dir", str(dir), *map(str, args[1:])])
@@ -63,8 +63,8 @@ def command(store, capsys):
     return run
 
 
-def test_sessions_are_listed_with_what_they_take(command):
-    status, out, _ = command("ls")
+def test_sessions_are_listed_with_what_they_take(cli):
+    status, out, _ = cli("ls")
     heads, row = out.splitlines()
     assert status == 0
     assert heads.split() == ["session", "runs", "tokens", "size", "updated", "models"]
@@ -72,8 +72,8 @@ def test_sessions_are_listed_with_what_they_take(command):
     assert re.search(r"\d+\.\d KiB  2025-11-\d\d \d\d:\d\d:\d\d[+-]\d\d:\d\d  model$", row)
 
 
-def test_a_sessions_runs_are_listed_with_their_points(command):
-    status, out, _ = command("ls", "session")
+def test_a_sessions_runs_are_listed_with_their_points(cli):
+    status, out, _ = cli("ls", "session")
     heads, *rows = out.splitlines()
     assert status == 0
     assert heads.split() == ["run", "prompt", "tokens", "finish", "model", "sample", "created", "tags", "points"]
@@ -82,14 +82,14 @@ def test_a_sessions_runs_are_listed_with_their_points(command):
     assert re.search(line, rows[2])  # a terminal obeys none
 
 
-def test_a_look_beside_a_running_server_sees_its_runs_and_writes_nothing_of_its(command, store, make, made):
+def test_a_look_beside_a_running_server_sees_its_runs_and_writes_nothing_of_its(cli, store, make, made):
     writer = Writer(store, catalogue := Catalogue.rebuild(store))
     late = make("late", {OTHER: torch.ones(2, 3)}, session_id="late")
     writer.submit(late.facts, late.batches).result()
     before = {
         path.name: path.read_bytes() for path in store.glob(".catalogue.sqlite3*") if path.suffix != ".sqlite3-shm"
     }
-    assert [line.split()[0] for line in command("ls")[1].splitlines()] == ["session", "late", "session"]
+    assert [line.split()[0] for line in cli("ls")[1].splitlines()] == ["session", "late", "session"]
     after = {
         path.name: path.read_bytes() for path in store.glob(".catalogue.sqlite3*") if path.suffix != ".sqlite3-shm"
     }
@@ -110,10 +110,10 @@ def test_the_command_exports_to_every_format():
     assert get_args(Format) == FORMATS
 
 
-def test_an_export_says_what_it_wrote_and_refuses_to_overwrite(command, tmp_path):
-    assert command("export", tmp_path / "to", "--format", "npz", "--run", "r1", "--run", "r3")[0] == 0
+def test_an_export_says_what_it_wrote_and_refuses_to_overwrite(cli, tmp_path):
+    assert cli("export", tmp_path / "to", "--format", "npz", "--run", "r1", "--run", "r3")[0] == 0
     assert len(list((tmp_path / "to").iterdir())) == 2
-    status, out, complaint = command("export", tmp_path / "to", "--format", "npz")
+    status, out, complaint = cli("export", tmp_path / "to", "--format", "npz")
     assert (status, out) == (1, "")
     assert re.fullmatch(r"deployments\.activations: \S+activations_session_r1\.npz is there already.*\n", complaint)
 
@@ -131,21 +131,21 @@ def test_an_export_says_what_it_wrote_and_refuses_to_overwrite(command, tmp_path
         ("pull", "http://127.0.0.1:9", "session"),
     ],
 )
-def test_what_cannot_be_done_is_one_line_and_status_1(command, args):
-    status, out, complaint = command(*args)
+def test_what_cannot_be_done_is_one_line_and_status_1(cli, args):
+    status, out, complaint = cli(*args)
     assert (status, out) == (1, "")
     assert re.fullmatch(r"deployments\.activations: [^\n]+\n", complaint)
 
 
-def test_a_store_that_is_not_there_is_named(command, tmp_path):
+def test_a_store_that_is_not_there_is_named(cli, tmp_path):
     for command in (("ls",), ("ls", "s"), ("verify",), ("export", "x", "--format", "pt")):
-        status, _, complaint = command(*command, dir=tmp_path / "none")
+        status, _, complaint = cli(*command, dir=tmp_path / "none")
         assert status == 1
         assert str(tmp_path / "none") in complaint
 
 
-def test_whole_files_are_said_to_be_whole(command):
-    status, out, _ = command("verify")
+def test_whole_files_are_said_to_be_whole(cli):
+    status, out, _ = cli("verify")
     assert status == 0
     assert [line.split()[3:] for line in out.splitlines()[1:]] == [["whole", "2", "8"], ["whole", "1", "2"]]
 
@@ -170,13 +170,13 @@ def test_of_a_file_cut_anywhere_verify_says_what_load_can_still_read(store, made
     assert {("cut short", 1, (("r2", 2),)), ("open", 1, ()), ("open", 2, ()), ("whole", 2, ())} < seen
 
 
-def test_damage_within_a_sealed_file_is_found_and_named(command, store):
+def test_damage_within_a_sealed_file_is_found_and_named(cli, store):
     path = next(file.local for file in shards(store) if len(runs(file)) == 2)
     data = bytearray(path.read_bytes())
     start = next(whole_runs(path)).bytes  # where the second run begins
     data[start : start + 64] = b"\xff" * 64
     path.write_bytes(data)
-    status, out, complaint = command("verify", "session")
+    status, out, complaint = cli("verify", "session")
     assert status == 1
     assert "damaged" in out
     assert "batch 2 of 4 does not read" in out
@@ -213,10 +213,10 @@ def server(store):
         serving.shutdown()
 
 
-def test_a_pulled_session_is_the_servers_bit_for_bit(command, store, server, made, tmp_path, monkeypatch):
+def test_a_pulled_session_is_the_servers_bit_for_bit(cli, store, server, made, tmp_path, monkeypatch):
     monkeypatch.setenv("VITRINE_API_KEY", "sk-of-the-environment")
     url = f"http://127.0.0.1:{server.server_port}/v1/"
-    status, out, _ = command("pull", url, "session", "--run", "r1", "--points", POINT, dir=tmp_path / "laptop")
+    status, out, _ = cli("pull", url, "session", "--run", "r1", "--points", POINT, dir=tmp_path / "laptop")
     assert status == 0
     assert str(tmp_path / "laptop" / "session") in out
     path, key = server.seen
@@ -231,33 +231,33 @@ def test_a_pulled_session_is_the_servers_bit_for_bit(command, store, server, mad
         for name, value in one.points.items():
             left, right = (rows.values if isinstance(rows, Patterns) else rows for rows in (run[name], value))
             assert torch.equal(left.view(torch.uint8), right.view(torch.uint8))
-    assert command("ls", dir=tmp_path / "laptop")[1].splitlines()[1].split()[:3] == ["session", "3", "10"]
-    status, _, complaint = command("pull", url, "session", dir=tmp_path / "laptop")
+    assert cli("ls", dir=tmp_path / "laptop")[1].splitlines()[1].split()[:3] == ["session", "3", "10"]
+    status, _, complaint = cli("pull", url, "session", dir=tmp_path / "laptop")
     assert status == 1
     assert "is there already" in complaint
 
 
 @pytest.mark.parametrize("cut", [1, 8, 500, 1000])
-def test_of_an_answer_that_is_cut_off_nothing_is_kept(command, server, tmp_path, cut):
+def test_of_an_answer_that_is_cut_off_nothing_is_kept(cli, server, tmp_path, cut):
     server.cut = cut
-    status, _, complaint = command("pull", f"http://127.0.0.1:{server.server_port}", "session", dir=tmp_path / "laptop")
+    status, _, complaint = cli("pull", f"http://127.0.0.1:{server.server_port}", "session", dir=tmp_path / "laptop")
     assert status == 1
     assert "cut off" in complaint
     assert list((tmp_path / "laptop").iterdir()) == []
 
 
-def test_a_session_that_changes_between_two_pages_is_not_pulled(command, server, tmp_path):
+def test_a_session_that_changes_between_two_pages_is_not_pulled(cli, server, tmp_path):
     server.tags = iter(['"v1"', '"v1"', '"v2"'])
-    status, _, complaint = command("pull", f"http://127.0.0.1:{server.server_port}", "session", dir=tmp_path / "laptop")
+    status, _, complaint = cli("pull", f"http://127.0.0.1:{server.server_port}", "session", dir=tmp_path / "laptop")
     assert status == 1
     assert "changed while it was pulled, nothing of it is kept: pull it again" in complaint
     assert list((tmp_path / "laptop").iterdir()) == []
 
 
 @pytest.mark.parametrize("body", [b"<html>hello</html>", b"\xff\xff\xff\xff\x40\x00\x00\x00" + b"\xee" * 64])
-def test_an_answer_that_is_no_arrow_stream_is_said_to_be_none(command, server, tmp_path, body):
+def test_an_answer_that_is_no_arrow_stream_is_said_to_be_none(cli, server, tmp_path, body):
     server.body = body
-    status, _, complaint = command("pull", f"http://127.0.0.1:{server.server_port}", "session", dir=tmp_path / "laptop")
+    status, _, complaint = cli("pull", f"http://127.0.0.1:{server.server_port}", "session", dir=tmp_path / "laptop")
     assert status == 1
     assert "no Arrow stream" in complaint
     assert list((tmp_path / "laptop").iterdir()) == []

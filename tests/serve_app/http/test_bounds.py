@@ -118,7 +118,7 @@ MALFORMED = {
 
 
 @pytest.fixture
-def own() -> Iterator[Bodies]:
+def fresh_bodies() -> Iterator[Bodies]:
     """The app's reader of bodies, which no other test has used."""
     fresh = APP.state.bodies = Bodies()
     yield fresh
@@ -138,7 +138,7 @@ def post(path: str, *contents: bytes, kind: str = "application/json") -> list[ht
 
 
 @pytest.mark.parametrize(("path", "body", "param"), ATTACKS.values(), ids=ATTACKS)
-def test_a_body_of_many_mistakes_makes_few_errors_and_tells_one(own, path, body, param):
+def test_a_body_of_many_mistakes_makes_few_errors_and_tells_one(fresh_bodies, path, body, param):
     with pytest.raises(ValidationError) as caught:
         KINDS[path].model_validate(body)
     assert caught.value.error_count() <= 4  # one, or one for each branch of a union
@@ -149,7 +149,7 @@ def test_a_body_of_many_mistakes_makes_few_errors_and_tells_one(own, path, body,
 
 
 @pytest.mark.parametrize(("raw", "param"), MALFORMED.values(), ids=MALFORMED)
-def test_odd_json_is_refused(own, raw, param):
+def test_odd_json_is_refused(fresh_bodies, raw, param):
     [answer] = post(COMPLETIONS, raw)
     assert answer.status_code == 400, answer.text
     assert answer.json()["error"]["param"] == param
@@ -157,7 +157,7 @@ def test_odd_json_is_refused(own, raw, param):
 
 
 @pytest.mark.parametrize("kind", ["text/plain", "application/x-www-form-urlencoded", "multipart/form-data", ""])
-def test_a_body_that_a_page_may_send_unasked_is_refused_by_its_type(own, kind):
+def test_a_body_that_a_page_may_send_unasked_is_refused_by_its_type(fresh_bodies, kind):
     [answer] = post(COMPLETIONS, json.dumps(ASKED).encode(), kind=kind)
     assert answer.status_code == 400
     assert answer.json()["error"]["param"] == "Content-Type"
@@ -171,7 +171,7 @@ JSON_ROUTES = [
 ]
 
 
-def test_every_json_body_is_read_in_the_same_way(own):
+def test_every_json_body_is_read_in_the_same_way(fresh_bodies):
     assert {CHAT, COMPLETIONS, LOAD, DETOKENIZE, "/tokenize", "/models/unload", "/v1/interventions"} <= {*JSON_ROUTES}
     for path in JSON_ROUTES:
         [answer] = post(path, b'{"a": 1, "a": 2}')
@@ -182,19 +182,19 @@ TWO = [b"[" + b"[]," * 500_000 + b"[]]", json.dumps(ASKED | {"user": "x" * 200_0
 
 
 @pytest.mark.parametrize("raw", TWO, ids=["lists", "text"])
-def test_a_large_body_is_parsed_in_another_process(own, monkeypatch, raw):
+def test_a_large_body_is_parsed_in_another_process(fresh_bodies, monkeypatch, raw):
     def here(*_: Any) -> None:
         raise AssertionError("it was parsed on the event loop")
 
     monkeypatch.setattr(bodies, "parsed", here)
     [answer] = post(COMPLETIONS, raw)
     assert answer.status_code == 400
-    assert [process._process.pid != os.getpid() for process in own._idle] == [True]
+    assert [process._process.pid != os.getpid() for process in fresh_bodies._idle] == [True]
 
 
-def test_token_ids_come_from_the_other_process_as_an_array(own):
+def test_token_ids_come_from_the_other_process_as_an_array(fresh_bodies):
     ids = list(range(1 << 20))
-    found = asyncio.run(own.read(CompletionRequest, json.dumps(ASKED | {"prompt": ids}).encode(), None))
+    found = asyncio.run(fresh_bodies.read(CompletionRequest, json.dumps(ASKED | {"prompt": ids}).encode(), None))
     [prompt] = found.prompts
     assert isinstance(prompt, array)
     assert prompt.tolist() == ids
@@ -203,23 +203,23 @@ def test_token_ids_come_from_the_other_process_as_an_array(own):
 LARGE = json.dumps(SAID | {"messages": [{"role": "king", "content": "x" * 200_000}]}).encode()
 
 
-def test_a_process_that_dies_fails_its_body_alone_and_is_replaced(own):
+def test_a_process_that_dies_fails_its_body_alone_and_is_replaced(fresh_bodies):
     assert [answer.status_code for answer in post(CHAT, LARGE)] == [400]
-    os.kill(own._idle[0]._process.pid, signal.SIGKILL)
+    os.kill(fresh_bodies._idle[0]._process.pid, signal.SIGKILL)
     assert [answer.status_code for answer in post(CHAT, LARGE)] == [503]
     assert [answer.status_code for answer in post(CHAT, LARGE)] == [400]
 
 
-def test_a_body_that_takes_too_long_is_given_up_and_its_process_replaced(own, monkeypatch):
+def test_a_body_that_takes_too_long_is_given_up_and_its_process_replaced(fresh_bodies, monkeypatch):
     with monkeypatch.context() as patched:
         patched.setattr(bodies, "LIMIT_S", 0.0)
         [answer] = post(CHAT, LARGE)
         assert (answer.status_code, answer.json()["error"]["code"]) == (503, "timeout")
-    assert own._idle == []
+    assert fresh_bodies._idle == []
     assert [answer.status_code for answer in post(CHAT, LARGE)] == [400]
 
 
-def test_a_body_that_takes_too_much_memory_is_too_large_and_the_next_is_read(own, monkeypatch):
+def test_a_body_that_takes_too_much_memory_is_too_large_and_the_next_is_read(fresh_bodies, monkeypatch):
     monkeypatch.setattr(bodies, "MOST_MEMORY", 256 << 20)
     monkeypatch.setattr(bodies, "LIMIT_S", 300.0)  # it is memory that ends it
     [answer] = post(CHAT, b"[" + b"[]," * 4_000_000 + b"[]]")
@@ -227,11 +227,11 @@ def test_a_body_that_takes_too_much_memory_is_too_large_and_the_next_is_read(own
     assert [answer.status_code for answer in post(CHAT, LARGE)] == [400]
 
 
-def test_large_bodies_wait_for_a_process_and_too_many_are_refused(own, monkeypatch):
+def test_large_bodies_wait_for_a_process_and_too_many_are_refused(fresh_bodies, monkeypatch):
     monkeypatch.setattr(bodies, "MOST_WAITING", 2)
     statuses = [answer.status_code for answer in post(CHAT, *[LARGE] * 5, b"{}")]
     assert sorted(statuses) == [400, 400, 400, 400, 429, 429]
-    assert len(own._idle) <= bodies.PROCESSES
+    assert len(fresh_bodies._idle) <= bodies.PROCESSES
 
 
 class Held:
@@ -250,15 +250,15 @@ class Held:
     def close(self) -> None: ...
 
 
-def test_an_owner_has_one_body_in_work_and_others_pass_those_that_wait(own, monkeypatch):
+def test_an_owner_has_one_body_in_work_and_others_pass_those_that_wait(fresh_bodies, monkeypatch):
     began: list[bytes] = []
     may = threading.Event()
     monkeypatch.setattr(bodies, "_Process", lambda: Held(began, may))
     large = b" " * (bodies.MOST_AT_ONCE + 1)
 
     async def asked() -> list[Any]:
-        read = [own.read(CompletionRequest, large + b"a", "a") for _ in range(bodies.MOST_WAITING + 2)]
-        tasks = [asyncio.create_task(one) for one in (*read, own.read(CompletionRequest, large + b"b", "b"))]
+        read = [fresh_bodies.read(CompletionRequest, large + b"a", "a") for _ in range(bodies.MOST_WAITING + 2)]
+        tasks = [asyncio.create_task(one) for one in (*read, fresh_bodies.read(CompletionRequest, large + b"b", "b"))]
         await wait_until(lambda: len(began) == 2)
         may.set()
         return await asyncio.gather(*tasks, return_exceptions=True)
@@ -268,7 +268,7 @@ def test_an_owner_has_one_body_in_work_and_others_pass_those_that_wait(own, monk
     assert isinstance(other, CompletionRequest)
     refused = [found for found in many if isinstance(found, ApiError)]
     assert [error.status for error in refused] == [429]
-    assert len(own._waiting) == len(own._turns) == 0
+    assert len(fresh_bodies._waiting) == len(fresh_bodies._turns) == 0
 
 
 CALL = {"id": "c", "function": {"name": "f", "arguments": ""}}

@@ -138,8 +138,8 @@ def content(answer: httpx.Response) -> str:
 
 
 @pytest.fixture(scope="module")
-def said(served):
-    """`said(route, body)`: what is answered, of each body once."""
+def answered(served):
+    """`answered(route, body)`: the answer's content; each body is sent once."""
 
     @functools.cache
     def sent(route: str, body: str) -> str:
@@ -182,14 +182,14 @@ UNSHOWN = {("chat", "chat_template_kwargs")}
 
 
 @pytest.mark.parametrize(("route", "field"), [row for row in rows("supported") if row not in UNSHOWN])
-def test_a_supported_field_changes_the_answer(served, said, route, field):
+def test_a_supported_field_changes_the_answer(served, answered, route, field):
     without, with_it = example(route, field)
     if field in REQUIRED:
         del without[field]
         assert post(served, route, without).json()["error"]["param"] == field
         content(post(served, route, with_it))
     else:
-        assert content(post(served, route, with_it)) != said(route, without)
+        assert content(post(served, route, with_it)) != answered(route, without)
 
 
 def test_what_a_chats_template_is_told_is_in_its_prompt(another_app, tmp_path):
