@@ -58,7 +58,7 @@ def quiet_ray_data() -> None:
     context.enable_progress_bars = False
     context.print_on_execution_start = False
     for handler in logging.getLogger("ray.data").handlers:
-        # Ray's other one writes its log file, and what else is there is somebody else's.
+        # Ray's other handler writes its log file; further ones belong to the program.
         if isinstance(handler, logging.StreamHandler) and type(handler).__module__.startswith("ray."):
             handler.setLevel(logging.CRITICAL)
 

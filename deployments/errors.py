@@ -44,7 +44,7 @@ class RequestError(ValueError):
 
 
 class LoadError(RequestError):
-    """A model that cannot be loaded as it was asked for.
+    """A model cannot be loaded as requested.
 
     The only report of a replica that fails to start is its traceback, which Serve's status quotes: so the error's
     text is one line that `quoted` finds there and reads back.

@@ -38,7 +38,7 @@ def check_ray(options: Options) -> None:
 
 
 def check_http(options: Options, has_keys: bool, host: str | None) -> None:
-    """Refuse to answer HTTP requests of everybody, unless the operator says so.
+    """Refuse to answer HTTP requests of everybody, unless the operator allows it.
 
     Args:
         options: The operator's.
@@ -83,7 +83,7 @@ def make_private(file: Path) -> None:
     try:
         descriptor = os.open(file, os.O_RDONLY | os.O_NOFOLLOW)
     except OSError:
-        return  # missing, a link, or somebody else's
+        return  # missing, a link, or another user's
     try:
         found = os.fstat(descriptor)
         if stat.S_ISREG(found.st_mode) and found.st_uid == os.geteuid():

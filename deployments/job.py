@@ -39,16 +39,16 @@ class Job:
         stop_token_ids: Token ids that end a text.
         ignore_eos: Generate on behind the model's end tokens.
         logprobs: With each token say its logprob and those of so many likeliest tokens; None for neither.
-        echo: Begin each text with its prompt, and its logprobs with the prompt's, where they are asked for.
+        echo: Begin each text with its prompt, and its logprobs with the prompt's, if they are requested.
         ranked: Say with each choice how likely it was, for the best to be picked.
         token_ids: Say the token ids of prompt and answer.
         capture: What to record; None for nothing.
         interventions: What to change on the way; the first ones are the profile's.
         variants: What to change besides in each choice, `n` of them; empty where all are alike.
-        logit_lens: What to say of the layers with each token; None for nothing.
+        logit_lens: The layers and tokens to return with each token; None for none.
         readouts: Readouts whose values it wants.
         stop_when: The condition on them that ends an answer; None for none.
-        report: Whether to say what each intervention did.
+        report: Whether to return what each intervention did.
         profile: The profile that it uses; None for none.
         profiled: How many of its interventions are the profile's.
         profile_account: Who may read what these name: an admin, where the profile is a default.

@@ -9,7 +9,7 @@ from typing import Any, NamedTuple
 
 from deployments.engine.request import StopReason
 
-ENGINE_ENDED = "the replica's engine has ended; another takes its place: try again"  # a refusal's message
+ENGINE_ENDED = "the replica's engine has ended and is replaced: try again"  # a refusal's message
 
 
 class TokenText(NamedTuple):
@@ -55,7 +55,7 @@ class LayerTop(NamedTuple):
     Attributes:
         layer: Which, from 0.
         top: (token id, token, logprob) of the likeliest tokens, likeliest first. Plain tuples: there are many.
-        targets: (token id, token, logprob, rank) of the tokens that were asked for.
+        targets: (token id, token, logprob, rank) of the requested tokens.
     """
 
     layer: int
@@ -69,7 +69,7 @@ class TokenLayers(NamedTuple):
     Attributes:
         token: Its id.
         spelled: The token itself.
-        layers: Those asked for, in their order.
+        layers: Those requested, in their order.
         position: Of a prompt's token.
     """
 
@@ -85,7 +85,7 @@ class ReadoutValues:
 
     Attributes:
         name: The readout.
-        labels: What its values are of, where it says so.
+        labels: The labels of its values, if it has any.
         generated: Whether they are of generated tokens.
         index: Of each row's token, among the prompt's or the generated ones.
         values: Of each row; of an autoencoder those of `features`.

@@ -340,7 +340,7 @@ class Options(BaseModel):
         return Path(self.model).name.removesuffix(GGUF) or self.model
 
     def of_another(self, model: str, settings: dict[str, Any]) -> Options:
-        """The options of a model that is loaded beside this one: the same resources, and settings of its own.
+        """The options of another model that this server loads: the same resources, and its own settings.
 
         Args:
             model: Its name.
@@ -360,7 +360,7 @@ SETTINGS = {
     "num_replicas",
     "savepoints",
 }
-"""The options that say how one model is loaded."""
+"""The options for loading one model."""
 
 
 def mistakes(error: ValidationError) -> list[tuple[str, str]]:

@@ -170,7 +170,7 @@ def main(argv: Sequence[str] | None = None) -> dict[str, float]:
     parser.add_argument("--epochs", type=int, default=4)
     parser.add_argument("--batch-size", type=int, default=2048)
     parser.add_argument("--rate", type=float, default=1e-3, help="of learning (%(default)s)")
-    parser.add_argument("--model", help="the model, as the server calls it")
+    parser.add_argument("--model", help="the served model's id")
     parser.add_argument("--tokenizer", type=Path, help="a model's directory, to write the top tokens as text")
     given = parser.parse_args(argv)
     torch.manual_seed(0)

@@ -104,7 +104,7 @@ class Answer:
         Args:
             gathered: What the replica goes on to say.
             first: What it has said already.
-            usage: Whether a chunk of usage is asked for.
+            usage: Whether a chunk of usage is requested.
             request_id: What the client and the log call the request.
         """
         if usage:
@@ -164,18 +164,18 @@ class Answer:
         return best
 
     def _prompt_ids(self, told: AnswerChoice | Piece | End) -> dict[str, Any]:
-        """What a chat says once of its prompt's token ids, where they are asked for."""
+        """A chat's field with its prompt's token ids, if requested."""
         return {"prompt_token_ids": list(told.prompt_ids)} if self._kind == "chat" and told.prompt_ids else {}
 
     def _seen(self, told: AnswerChoice | Piece | End) -> dict[str, Any]:
-        """What a choice says of its tokens beyond OpenAI's: their ids and what layers make of them, where asked for."""
+        """A choice's fields besides OpenAI's: token ids and the logit lens, if requested."""
         end = told.end if isinstance(told, AnswerChoice) else told
         prompt = end.prompt_lens if isinstance(end, End) else ()
         lens = {} if told.lens is None else {"logit_lens": of_lens(told.lens, prompt)}
         return self._token_ids(told) | lens | of_readouts(told.readouts)
 
     def _token_ids(self, told: AnswerChoice | Piece | End) -> dict[str, Any]:
-        """What a choice says of its token ids, where they are asked for; a completion's says its prompt's, too."""
+        """A choice's token ids, if requested; in a completion also its prompt's."""
         said = {"token_ids": list(told.token_ids)} if told.token_ids or told.prompt_ids else {}
         if self._kind == "completion" and told.prompt_ids:
             said["prompt_token_ids"] = list(told.prompt_ids)
@@ -265,7 +265,7 @@ class Answer:
 
 
 def _norms(end: End) -> dict[str, Any]:
-    """What a choice says of the norms that interventions took as their unit."""
+    """A choice's field with the norms that interventions used as their unit."""
     return {"norms": [one._asdict() for one in end.norms]} if end.norms else {}
 
 
@@ -280,7 +280,7 @@ def _likeliness(choice: AnswerChoice) -> float:
 
 
 def _where(run: RunReport | None) -> dict[str, Any]:
-    """What a message or choice says of its own run."""
+    """The fields of a message or choice for its own run."""
     if run is None:
         return {}
     files = {name: point["uri"] for name, point in run.points.items() if "uri" in point}

@@ -119,7 +119,7 @@ def _run(options: Options) -> None:
 
 
 def _remove(serve_too: bool) -> None:
-    """Take the app, and the models loaded beside it, off a cluster that stays."""
+    """Remove the app, and the models that it loaded, from a cluster that stays."""
     if serve_too:
         serve.shutdown()  # type: ignore[no-untyped-call]
         return

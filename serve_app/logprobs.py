@@ -7,7 +7,7 @@ from typing import Any
 
 from deployments.messages import LayerTop, ScoredToken, TokenLayers, TokenLogprob, TokenText
 
-LEAST = -9999.0  # what OpenAI says of a token that is all but impossible; JSON has no -inf
+LEAST = -9999.0  # OpenAI's value for a token that is nearly impossible; JSON has no -inf
 
 
 def of_chat(tokens: Sequence[TokenLogprob]) -> dict[str, Any] | None:

@@ -17,12 +17,12 @@ FAILURES = {
     "A bad field; `param` is its path.": ApiError(
         400, "temperature: Input should be less than or equal to 2", "temperature", "invalid_value"
     ),
-    "No API key, or one that is none.": ApiError(401, "no valid API key", None, "invalid_api_key"),
-    "The key's role does not allow it, or it is another's.": ApiError(
+    "No API key, or an unknown one.": ApiError(401, "no valid API key", None, "invalid_api_key"),
+    "The key's role does not allow it, or the data is another key's.": ApiError(
         403, "needs the role admin", None, "insufficient_permissions"
     ),
     "No such thing.": ApiError(404, "the model 'other' is not served here", "model", "model_not_found"),
-    "The model is loaded otherwise, or stays.": ApiError(
+    "The model is loaded with other settings, or cannot be unloaded.": ApiError(
         409, "'m' is being loaded with other settings; try again when it is there", "model_id", "model_loading"
     ),
     "No longer known.": ApiError(410, "there is no job '5f2b' (any more)", "job_id", "job_not_found"),

@@ -10,7 +10,7 @@ from deployments.messages import End, ReadoutValues
 
 
 def of_readouts(parts: Iterable[ReadoutValues]) -> dict[str, Any]:
-    """What a choice or a chunk says of readouts; nothing where there is nothing.
+    """The fields of a choice or a chunk for readouts; empty if there are none.
 
     `first` says of which token of its phase the values begin; where rows are not of consecutive tokens, `index` lists
     the tokens besides. A value that is not finite is null.
@@ -45,7 +45,7 @@ def _finite(value: float) -> float | None:
 
 
 def of_edits(end: End) -> dict[str, Any]:
-    """What a choice says of interventions with gates or a report, and of the row that ended it."""
+    """The fields of a choice for gated or reported interventions, and for the row that ended it."""
     said: dict[str, Any] = {}
     if end.edits:
         said["report"] = [

@@ -19,7 +19,7 @@ _HOOK = re.compile(rf"(?:(?:blocks|layers)\.(\*|-?\d+)\.)?(?:attn\.)?(?:hook_)?(
 
 
 def canonical(name: str) -> str:
-    """A point's name in the server's words; one that is none of TransformerLens' as it is.
+    """The server's name of a point; names that are not TransformerLens' are unchanged.
 
     `blocks.3.hook_resid_post` is `layers.3.output`; `resid_post`, without a layer, is that of every layer.
     """

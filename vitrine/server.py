@@ -19,7 +19,7 @@ class AsyncServer(Attending, Lensing, Sweeping):
 
     Attributes:
         url: The server's address, without `/v1`.
-        model: The id of the model that is asked.
+        model: The id of the model that answers.
 
     Examples:
         >>> import asyncio
@@ -70,7 +70,7 @@ class Server:
 
     @property
     def model(self) -> str:
-        """The id of the model that is asked."""
+        """The id of the model that answers."""
         return self.asynchronous.model
 
     def close(self) -> None:

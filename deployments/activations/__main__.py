@@ -170,16 +170,16 @@ def _parser() -> argparse.ArgumentParser:
         return added
 
     def chosen(added: argparse.ArgumentParser) -> None:
-        added.add_argument("--run", dest="run_ids", action="append", default=[], help="a run alone; may be repeated")
-        added.add_argument("--points", action="append", default=[], help="points alone, apart by commas or repeated")
+        added.add_argument("--run", dest="run_ids", action="append", default=[], help="only this run; may be repeated")
+        added.add_argument("--points", action="append", default=[], help="only these, separated by commas or repeated")
 
     command("ls", _ls, "list the sessions, or the runs of one", "?")
-    command("verify", _verify, "read everything, and say what is whole and what can still be read", "?")
+    command("verify", _verify, "check all files, and list what is damaged and what can still be read", "?")
     added = command("export", _export, "write runs as files of another format")
     added.add_argument("to", type=Path, help="the directory for the files")
     added.add_argument("--format", choices=FORMATS, required=True)
     added.add_argument("--session", help="this session alone")
-    added.add_argument("--overwrite", action="store_true", help="write files anew that are there already")
+    added.add_argument("--overwrite", action="store_true", help="overwrite existing files")
     chosen(added)
     added = command("pull", _pull, "fetch a session from a server into the store's directory")
     added.add_argument("url", help="the server's address, http://host:8000")

@@ -13,24 +13,24 @@ from functools import cached_property
 from typing import Any, NamedTuple
 from urllib.parse import parse_qsl, urlsplit
 
-_SERVERS = ("endpoint_override", "blob_storage_authority", "dfs_storage_authority")  # settings that say which one
+_SERVERS = ("endpoint_override", "blob_storage_authority", "dfs_storage_authority")  # settings that identify it
 _SESSION_ID = re.compile(r"[A-Za-z0-9_-][A-Za-z0-9._-]{0,127}")
 
 
 class StoreError(Exception):
-    """Activations that could not be stored or deleted; the message says why and what to do."""
+    """Activations could not be stored or deleted; the message has the reason and what to do."""
 
 
 _ADVICE = {
     errno.ENOSPC: "free space on the disk, or delete sessions",
     errno.EDQUOT: "free space under the quota, or delete sessions",
     errno.EFBIG: "raise the limit on file sizes, or make shards smaller",
-    errno.EACCES: "let the server's user write there",
-    errno.EPERM: "let the server's user write there",
+    errno.EACCES: "give the server's user write permission there",
+    errno.EPERM: "give the server's user write permission there",
     errno.EROFS: "remount the file system for writing",
     errno.ENOENT: "put the directory back, or mount it again",
-    errno.ENOTDIR: "remove what stands where the session's directory belongs",
-    errno.ELOOP: "remove the link where the session's directory belongs",
+    errno.ENOTDIR: "remove the file that is in the place of the session's directory",
+    errno.ELOOP: "remove the link that is in the place of the session's directory",
     errno.ENOLCK: "mount the file system with locks",
     errno.ENOSYS: "mount the file system with locks",
     errno.EOPNOTSUPP: "take a file system that has locks",
@@ -40,9 +40,9 @@ _ADVICE = {
 
 
 def explain(root: object, error: Exception) -> StoreError:
-    """The error that says what failed below `root`, and what to do."""
+    """The StoreError for an error below `root`, with what to do."""
     advice = _ADVICE.get(
-        getattr(error, "errno", None) or 0, "see that it can be reached and written, then send the request again"
+        getattr(error, "errno", None) or 0, "check that it can be reached and written, then send the request again"
     )
     return StoreError(f"The activation store at {root} failed ({error}): {advice}.")
 

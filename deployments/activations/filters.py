@@ -7,7 +7,7 @@ from typing import NamedTuple
 
 from deployments.errors import RequestError
 
-IDLE_S = 60.0  # after which the plan of a download is dropped that no page is asked of: it keeps deleted files on disk
+IDLE_S = 60.0  # without a request, after which a download's plan is dropped: it keeps deleted files on disk
 
 
 class Filter(NamedTuple):
@@ -52,11 +52,11 @@ class DownloadInfo(NamedTuple):
 
 
 def download_changed() -> RequestError:
-    """What refuses a page of something else than the pages before it: 412."""
-    message = "it changed since its first page: begin again without If-Match; named runs change only when they move"
+    """The error 412 for a page of a download that changed since its first page."""
+    message = "it changed since its first page: begin again without If-Match; named runs change only if files move"
     return RequestError(message, "If-Match", "download_changed", 412)
 
 
 def file_gone(file: object, field: str | None = None) -> RequestError:
-    """What refuses to read a run whose file was taken away, though nobody deleted the run: 410."""
-    return RequestError(f"the file {file} of stored runs is gone, and what was in it", field, "file_gone", 410)
+    """The error 410 for a run whose file was removed although the run was not deleted."""
+    return RequestError(f"the file {file} of stored runs was removed, and its runs with it", field, "file_gone", 410)

@@ -19,13 +19,13 @@ class Retention:
     max_owner_sessions: int | None = None
 
     def described(self) -> str:
-        """The limits that there are, as the options are given."""
+        """The limits that are set, written as options."""
         held = {name: value for name, value in asdict(self).items() if value not in (None, False)}
         return ", ".join(f"{name}={value}" for name, value in held.items()) or "no limits"
 
     @property
     def of_all(self) -> Retention:
-        """Those that are not of owners: an application without keys knows of none."""
+        """The limits that are not per owner: an application without keys has no owners."""
         return replace(self, max_owner_bytes=None, max_owner_sessions=None)
 
     def with_owners_of(self, limits: Iterable[Retention]) -> Retention:

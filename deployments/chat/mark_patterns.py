@@ -30,7 +30,7 @@ Items = Sequence[tuple[Any, Any]]
 
 
 class UnsupportedPattern(ValueError):
-    """A pattern that RE2 cannot express; the text says what of it."""
+    """A pattern that RE2 cannot express; the message names the part."""
 
 
 class Translated(NamedTuple):

@@ -30,7 +30,7 @@ class AnswerReader:
     """Reads one answer as it is written; a malformed call is content, except for the parts that were sent already.
 
     It reads as transformers' `ResponseParser` does, which searches all that is undecided by expressions that backtrack,
-    with each piece of text anew. Here an undecided text has at most `MAX_MARK` characters, and RE2 reads it.
+    with each piece of text again. Here an undecided text has at most `MAX_MARK` characters, and RE2 reads it.
 
     Attributes:
         thinking: Whether the prompt has begun thoughts and left them open (True), or begun and ended them (False).

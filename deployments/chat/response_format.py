@@ -21,7 +21,7 @@ class ResponseFormats:
         """The grammar of the answers to one of a job's prompts; None where any text will do.
 
         Args:
-            job: What is asked.
+            job: The job.
             prompt: A chat's text.
 
         Raises:

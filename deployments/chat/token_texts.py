@@ -43,7 +43,7 @@ class TokenTexts:
     def seen(
         self, tokens: Sequence[int], asked: LensLayers, lens: Sequence[Sequence[LayerTokens]]
     ) -> list[TokenLayers]:
-        """Tokens and, for each, what comes of the layers that were asked for."""
+        """Tokens and, for each, the lens of the requested layers."""
 
         def layer(number: int, one: LayerTokens) -> LayerTop:
             top = tuple((id, self.of(id), logprob) for id, logprob in one.top)

@@ -27,7 +27,7 @@ POLL_S = 20.0  # the longest that a listener's call waits
 LISTENER_TIMEOUT_S = 60.0  # without a sign of life from its ingress after which a listener has gone
 RESULTS_BYTES = 1 << 30  # of all results together; the oldest of the owner with most bytes are removed first
 
-_NOBODY = "nobody listens by this id: subscribe first", "session_id", "session_not_found", 404
+_NOBODY = "no client is connected with this id: subscribe first", "session_id", "session_not_found", 404
 
 
 @dataclass(eq=False)
@@ -195,7 +195,7 @@ class Board:
             if job.ended and now - job.last_seen > KEEP_S:
                 del self._jobs[name]
             elif not job.ended and now - job.last_seen > JOB_TIMEOUT_S:
-                self._note(job, Update(name, "ERROR", "the replica that ran the job has gone: send it again"), [])
+                self._note(job, Update(name, "ERROR", "the replica that ran the job has ended: send the job again"), [])
         held = Counter[str | None]()
         for job in self._jobs.values():
             held[job.owner] += sum(map(len, job.result))

@@ -13,7 +13,7 @@ CHUNK = 1 << 20
 class Kind(Enum):
     """What a frame holds."""
 
-    JOB = b"J"  # JSON: limits and what is asked of the model
+    JOB = b"J"  # JSON: limits and settings of the model
     BLOCK = b"B"  # the client's pickled block
     LOG = b"L"  # text that the job printed
     RUNNING = b"R"  # nothing: the client's code begins

@@ -26,7 +26,7 @@ def main(control: socket.socket, weights_fd: int) -> None:
     from deployments.client_code.frames import Kind, receive, send
 
     torch.set_num_threads(1)
-    signal.signal(signal.SIGCHLD, signal.SIG_IGN)  # who ends is gone: nobody waits for it
+    signal.signal(signal.SIGCHLD, signal.SIG_IGN)  # ended children are reaped by the kernel
     _, body = receive(control)
     model = pickle.loads(body)  # noqa: S301 - the replica's own
     send(control, Kind.RUNNING, b"")

@@ -65,12 +65,12 @@ class CodeJob:
     """One `POST /request` of nnsight's remote protocol.
 
     Attributes:
-        id: Its id, which nobody can guess.
+        id: Its id, which cannot be guessed.
         blob: The pickled block, which nothing but the job's own process opens.
         compress: Whether block and result are compressed by zstd.
-        env: What is asked of the model: its attention implementation, a PEFT adapter.
+        env: Settings of the model: its attention implementation, a PEFT adapter.
         key: How the client names the model.
-        stream: Whether somebody hears at once what becomes of it.
+        stream: Whether a socket receives its updates.
     """
 
     id: str

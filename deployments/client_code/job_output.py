@@ -8,7 +8,7 @@ import threading
 
 from deployments.client_code.frames import Kind, send
 
-LINE_BYTES = 100  # that a printed line counts for beside its text: each is a message
+LINE_BYTES = 100  # that a printed line counts besides its text: each is a message
 LONGEST_LINE = 1 << 14  # characters that wait for a line's end
 
 
@@ -21,7 +21,7 @@ class ReplicaSocket:
 
     @property
     def sending(self) -> bool:
-        """Whether a message is on its way."""
+        """Whether a message is being sent."""
         return self._lock.locked()
 
     def send(self, kind: Kind, body: bytes) -> None:

@@ -83,7 +83,7 @@ class JobProcesses:
         try:
             send(ours, Kind.JOB, json.dumps(asked).encode())
             send(ours, Kind.BLOCK, job.blob)
-        except OSError:  # it has ended already; who listens to it learns so
+        except OSError:  # it has ended already; its listener gets the error
             logger.warning("the process of job %s ended at once", job.id)
         return process
 
@@ -104,7 +104,7 @@ class JobProcesses:
             try:
                 return self._ready_host().fork(to)
             except (OSError, EOFError):
-                logger.warning("the host of clients' jobs does not fork: another takes its place", exc_info=True)
+                logger.warning("the host process of clients' jobs does not fork and is replaced", exc_info=True)
                 self._end_host()  # its answers may come late, and belong to other questions
             try:
                 return self._ready_host().fork(to)

@@ -28,8 +28,8 @@ logger = logging.getLogger("ray.serve")
 
 LOG_BYTES = 1 << 20  # that a job may print
 STREAMED_BYTES = 1 << 20  # a result of at most so many goes with its message; a larger one is fetched
-HEARTBEAT_S = 1.0  # between signs of life to the board, which says whether anybody waits
-LOST_S = 30.0  # without an answer of the board after which nobody is taken to wait
+HEARTBEAT_S = 1.0  # between heartbeats to the board, whose answer is whether a client waits
+LOST_S = 30.0  # without an answer of the board after which no client is assumed to wait
 BOARD_S = 30.0  # the longest that the board is waited for
 GRACE_S = 2.0  # after its time a job may still say where it was
 SET_UP_S = 60.0  # before its time begins: the model is mapped then
@@ -84,7 +84,7 @@ def _sandbox(options: Options, gpu: bool, host: str | None) -> Sandbox:
 
 
 class CodeRunner:
-    """Runs clients' jobs over one model's weights, beside the engine."""
+    """Runs clients' jobs on one model's weights, in parallel with the engine."""
 
     def __init__(self, options: Options, model: JobModel, board: Any, limits: Limits) -> None:
         """Start the process that jobs are forked from.
@@ -229,7 +229,7 @@ class CodeRunner:
 
 @contextlib.asynccontextmanager
 async def _turn(lock: asyncio.Lock, gone: asyncio.Event) -> AsyncIterator[bool]:
-    """Wait for a turn, or until nobody waits for the job any more; whether it comes."""
+    """Wait for a turn, or until no client waits for the job; whether the turn came."""
     waiting = [asyncio.ensure_future(lock.acquire()), asyncio.ensure_future(gone.wait())]
     try:
         await asyncio.wait(waiting, return_when=asyncio.FIRST_COMPLETED)
@@ -244,7 +244,7 @@ async def _turn(lock: asyncio.Lock, gone: asyncio.Event) -> AsyncIterator[bool]:
 
 @contextlib.asynccontextmanager
 async def _alive(board: Any, job: CodeJob) -> AsyncIterator[asyncio.Event]:
-    """Give the board signs of life; the event is set when nobody waits for the job any more."""
+    """Send heartbeats to the board; the event is set when no client waits for the job any more."""
     gone = asyncio.Event()
 
     async def beat() -> None:

@@ -108,7 +108,7 @@ def best(gpu: bool) -> Sandbox:
         gpu: Whether the weights are on a GPU.
 
     Raises:
-        RuntimeError: Not even the least works; it says why.
+        RuntimeError: No sandbox works; the message has the reason.
     """
     least = Sandbox(on=True, landlock=landlock.version(), seccomp=seccomp.available(), gpu=gpu)
     candidates = [replace(least, namespaces=True, user_namespace=True), least]

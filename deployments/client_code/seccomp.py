@@ -14,7 +14,7 @@ from dataclasses import dataclass
 
 from deployments.client_code.kernel import ARM, KNOWN, PR_SET_PDEATHSIG, call
 
-# What is refused, by the numbers on x86-64 and on 64-bit ARM (None where it has no such call).
+# Refused calls, by their numbers on x86-64 and on 64-bit ARM (None where the call does not exist).
 REFUSED: dict[str, tuple[int, int | None]] = {
     # processes and programs; `clone` for a new process is refused by its arguments
     "fork": (57, None),
@@ -154,7 +154,7 @@ OWN_PROCESS_ONLY |= {"prlimit64": (302, 261), "sched_setaffinity": (203, 122)}
 ARCHITECTURE = 0xC00000B7 if ARM else 0xC000003E  # as the kernel passes it to a filter
 X32 = 0x40000000  # x86-64's calls with short pointers have numbers from here on
 
-# BPF: load a word of the call's description, compare, combine by AND, and say what becomes of the call.
+# BPF: load a word of the call's description, compare, combine by AND, and return the verdict on the call.
 LOAD, EQUAL, AT_LEAST, AND, RETURN = 0x20, 0x15, 0x35, 0x54, 0x06
 NUMBER, ARCH, ARGS = 0, 4, 16  # offsets in the description; arguments have 8 bytes, of which the low 4 come first
 ALLOW, ERRNO, KILL = 0x7FFF0000, 0x00050000, 0x80000000

@@ -73,7 +73,7 @@ class Bar:
         self._bar.close()
 
     def add(self, outcome: Outcome) -> None:
-        """Show what became of one more block."""
+        """Show the outcome of one more block."""
         for failure in outcome.failures:
             self._bar.write(f"deployments.collect: {failure}", file=sys.stderr)
         if outcome.tokens:

@@ -20,13 +20,13 @@ from deployments.errors import LoadError
 from deployments.options import GGUF, SETTINGS, Options, home, mistakes
 from deployments.points.token_choices import TokensError
 
-NEVER_S = 1e9  # an engine that serves nobody else may take its time
+NEVER_S = 1e9  # an engine that serves no one else has no latency to keep
 
 Data = str | os.PathLike[str] | Sequence[Mapping[str, Any]]
 
 
 class CollectError(Exception):
-    """A collection that ended early; the message says why. What was stored until then stays stored."""
+    """A collection ended early; the message has the reason. Runs that are stored stay."""
 
 
 class Collected(NamedTuple):
@@ -90,7 +90,7 @@ def collect(
         store: The store's directory or URI; by default the server's own default.
         actors: How many engines to load; by default one for each GPU, or one for each node without any.
         options: Further options of the model, as the server takes them.
-        progress: Called with what became of each block of examples.
+        progress: Called with the outcome of each block of examples.
 
     Raises:
         DataError: The data cannot be read, an argument means nothing, or the server refuses.
@@ -121,7 +121,7 @@ def collect(
 
 
 def _check_where(model: str | None, base_url: str | None, **of_engines: Any) -> None:
-    """Reject a collection without a model or a server, and options of engines beside a server.
+    """Reject a collection without a model or a server, and options of engines together with a server.
 
     Raises:
         DataError: With the option.

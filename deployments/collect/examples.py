@@ -171,7 +171,7 @@ def _example(row: Mapping[str, Any] | DataError, number: int, place: str, fields
     """A row as an example.
 
     Raises:
-        DataError: It is none; says why.
+        DataError: The row is not an example; the message has the reason.
     """
     if isinstance(row, DataError):
         raise row

@@ -103,7 +103,7 @@ class _Blocks(Datasource):
 
 
 class EngineActor:
-    """One engine, and what becomes of the blocks that it is given."""
+    """One engine, which runs blocks of examples."""
 
     def __init__(self, settings: Settings, options: Options) -> None:
         """Load the model.

@@ -111,7 +111,7 @@ def _number(name: str) -> int:
 
 
 class Collector:
-    """What one server is asked. Any thread may call."""
+    """Sends examples to one server. Safe to call from any thread."""
 
     def __init__(self, server: Server, settings: Settings) -> None:
         self._server = server
@@ -133,7 +133,7 @@ class Collector:
             after = page["runs"][-1]["run_id"]
 
     def collect(self, items: list[Example | Broken | None]) -> Outcome:
-        """Have examples run, and say what became of them."""
+        """Run examples on the server; returns the outcome."""
         outcome = Outcome(failures=[str(item) for item in items if isinstance(item, Broken)])
         outcome.already_stored = sum(item is None for item in items)
         if examples := [item for item in items if isinstance(item, Example)]:

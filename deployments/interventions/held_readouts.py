@@ -106,7 +106,7 @@ class HeldReadouts:
             message = f"the request's readouts take at least {own + size} bytes, and the server's limit is {self._most}"
             raise RequestError(message, field, "readouts_too_large")
         raise RequestError(
-            "there is no room now beside other requests' readouts: try again later", field, "server_busy", 429
+            "there is no room now next to other requests' readouts: try again later", field, "server_busy", 429
         )
 
     @property

@@ -155,6 +155,6 @@ class StoredTensors:
             message = f"the request's tensors and stored rows take {own} bytes, and the server's limit is {self._most}"
             raise RequestError(message, field, "rows_too_large")
         if own + sum(size for other, size in self._lent.items() if other != job) > self._most:
-            message = "there is no room now beside other requests' tensors and stored rows: try again later"
+            message = "there is no room now next to other requests' tensors and stored rows: try again later"
             raise RequestError(message, field, "server_busy", 429)
         self._lent[job] = own

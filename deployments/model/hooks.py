@@ -16,7 +16,7 @@ Readers = Mapping[Place, Sequence[int]]  # place of attention patterns -> segmen
 
 
 class Hooks:
-    """torch's forward hooks at the places that the forwards of late have visited.
+    """torch's forward hooks at the places that recent forwards have visited.
 
     An nnsight block over the whole batch reads the same values, but while one is open nnsight takes every module's
     call into its hands, read or not, which costs a small model's decode a twentieth and more; hooks cost the places
@@ -49,7 +49,7 @@ class Hooks:
             self._visit = None
 
     def rest(self) -> None:
-        """Take the hooks away: nobody reads."""
+        """Remove the hooks: no request records or edits."""
         self._stand_at(frozenset())
 
     def _stand_at(self, places: frozenset[Place]) -> None:

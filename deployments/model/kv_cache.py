@@ -153,7 +153,7 @@ class PagedCache(Cache):
             key_states: [1, kv_heads, rows, head_dim].
             value_states: [1, kv_heads, rows, features].
             layer_idx: The layer.
-            args: What some models pass beside them; unused.
+            args: Further arguments of some models; unused.
             kwargs: The same.
         """
         self._new = layer_idx, key_states, value_states

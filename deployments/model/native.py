@@ -27,7 +27,7 @@ logger = logging.getLogger(__name__)
 
 
 class Call(ctypes.Structure):
-    """What the kernel takes; `paged_attention.c` says what each field is."""
+    """What the kernel takes; `paged_attention.c` documents each field."""
 
     _fields_ = (
         *((name, ctypes.c_void_p) for name in ("query", "key", "value", "keys", "values", "out", "sinks")),
@@ -78,7 +78,7 @@ def _built(flags: tuple[str, ...]) -> Path:
     built = folder / f"attention-{name}.so"
     if not built.exists():
         folder.mkdir(parents=True, exist_ok=True, mode=0o700)
-        with tempfile.TemporaryDirectory(dir=folder) as scratch:  # whoever comes second replaces it by the same
+        with tempfile.TemporaryDirectory(dir=folder) as scratch:  # a second process replaces it by the same
             made = Path(scratch) / "attention.so"
             command = [compiler, *FLAGS, *flags, "-o", str(made), str(SOURCE), "-lm"]
             subprocess.run(command, check=True, capture_output=True, text=True, timeout=TIMEOUT_S)

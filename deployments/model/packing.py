@@ -19,7 +19,7 @@ OTHER_WINDOWS = ("window_size", "attention_chunk_size", "keep_window_size", "sli
 
 
 class UnsupportedModelError(ValueError):
-    """A model that this engine cannot serve exactly; the message says why."""
+    """This engine cannot serve the model exactly; the message has the reason."""
 
 
 class Model(Protocol):

@@ -9,7 +9,7 @@ from pathlib import Path
 from transformers.utils.hub import cached_file, extract_commit_hash
 
 logger = logging.getLogger(__name__)
-# What of a directory says how the model answers, and nothing of how it was trained, as `training_args.bin`.
+# Files of a directory that determine a model's answers; not those of its training, such as `training_args.bin`.
 FILES = (
     *("*.safetensors", "pytorch_model*.bin", "*.index.json", "config.json", "generation_config.json", "*.py"),
     *("tokenizer*", "vocab*", "merges*", "*.model", "special_tokens_map.json", "added_tokens.json"),
@@ -24,7 +24,7 @@ def revision_of(source: str, asked: str | None = None) -> str | None:
 
     Args:
         source: A directory or a repository of the hub.
-        asked: The repository's branch, tag or commit, where one was asked for.
+        asked: The requested branch, tag or commit of the repository, if any.
 
     Returns:
         The commit of a repository, 40 hex digits. Of a directory `sha256:` and a digest: of the names and sizes of

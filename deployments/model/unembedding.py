@@ -93,7 +93,7 @@ class Unembedding:
             return f"its layers cannot be left out of a forward: {type(error).__name__}: {error}"
         worst = relative_error(got, wanted)
         if not worst <= TOLERANCE.get(wanted.dtype, 1e-1):
-            return f"from what its last layer gives come logits that differ from its own by {worst:.1%} of their norm"
+            return f"logits computed from its last layer's output differ from its own by {worst:.1%} of their norm"
         return None
 
 

@@ -10,11 +10,11 @@ from pathlib import Path
 
 
 def made_once(directory: Path, make: Callable[[Path], None]) -> Path:
-    """A directory that is made where it is missing, by one process however many want it, and none is left half-made.
+    """A directory that is made if it is missing, by one process only, and never left incomplete.
 
     Args:
         directory: Where it will be.
-        make: Fills the empty directory that it gets, beside the other, whose name it takes when it is full.
+        make: Fills the empty directory that it gets; this is renamed to `directory` when it is complete.
 
     Raises:
         OSError: The disk refuses.

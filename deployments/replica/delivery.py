@@ -25,7 +25,7 @@ SLICE = 1024  # characters of a whole answer that are read at a time, which take
 
 
 class Delivery:
-    """The jobs on their way. Everything here is called on one event loop."""
+    """All running jobs. Call it on one event loop only."""
 
     def __init__(self, engine: Engine, token_texts: TokenTexts) -> None:
         self._engine = engine

@@ -42,7 +42,7 @@ def load_engine(options: Options) -> Engine:
         raise LoadError(str(error), "model_id", "unsupported_model") from error
     except Exception as error:  # of any library; each becomes a LoadError with a code
         if is_out_of_memory(error):
-            raise LoadError(f"there is no memory for it: {error}", None, "out_of_memory", 500) from error
+            raise LoadError(f"there is not enough memory for it: {error}", None, "out_of_memory", 500) from error
         if isinstance(error.__cause__, GatedRepoError):
             raise LoadError(str(error), "model_id", "model_gated", 403) from error
         # transformers says so, without an error number, that a repository, revision or file of it is not there, or

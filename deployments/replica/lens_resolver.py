@@ -14,7 +14,7 @@ NUMBERS_PER_ENTRY = 10  # numbers that an entry counts for: each is an object wi
 
 
 class LensResolver:
-    """One model's way from a lens asked for to its layers."""
+    """Resolves requests for the logit lens for one model."""
 
     def __init__(self, points: Points, tokenize: Callable[[str], list[int]], vocabulary: int, limit: int) -> None:
         """Take a model's points.
@@ -55,7 +55,7 @@ class LensResolver:
 
         Args:
             lens: As `of` gave it.
-            spec: What was asked for.
+            spec: The request's field.
             prompt: Tokens of the prompt.
             new: The most that are generated.
             ends: As `token_choices.placed` has it.

@@ -94,7 +94,7 @@ class ModelReplica:
         self._metrics = EngineMetrics(options.served_name)
         self._requests = RequestMetrics(options.served_name)
         self._described = {"created": int(time.time())} | description(options, self._model)
-        self._preparing = 0  # choices on their way to a ticket
+        self._preparing = 0  # choices that have no ticket yet
         self._loop: asyncio.AbstractEventLoop | None = None
         self._client_code = self._runner() if options.allow_client_code else None
 
@@ -287,7 +287,7 @@ class ModelReplica:
         limit = time.monotonic() + EXIT_S
         while len(self._delivery) and time.monotonic() < limit:
             time.sleep(0.05)
-        time.sleep(0.2)  # for the last answers on their way
+        time.sleep(0.2)  # the last answers are still being sent
         os._exit(1)
 
     def _on_loop(self, call: Callable[..., None], *args: Any) -> None:

@@ -28,7 +28,7 @@ from deployments.points.interventions import as_sent
 from deployments.replica.open_run import OpenRun, chosen_tokens, recordable
 
 PACKAGES = ("vitrine", "torch", "transformers", "nnsight", "pyarrow")
-ROOM_S = 30.0  # the longest that a request waits to hear whether its activations can be stored
+ROOM_S = 30.0  # the longest that a request waits for the store's answer that it has room
 
 
 class Runs:
@@ -41,7 +41,7 @@ class Runs:
             options: The operator's.
             model: The model that is recorded.
             token_texts: How its tokens are written.
-            store: The handle of who takes this node's runs: the activation store, or a writer of the node.
+            store: The actor that takes this node's runs: the activation store, or the node's writer.
             pool: Where rows are laid out, off the event loop.
         """
         self._options = options
@@ -100,7 +100,7 @@ class Runs:
             requests: As for `check`. The store is not asked where they would be answered without it.
 
         Raises:
-            RequestError: The store says why, or does not answer.
+            RequestError: The store has no room, with its reason, or does not answer.
         """
         capture, points = requests[0].capture, requests[0].points
         if capture is None or not capture.required or capture.destination == "inline":
@@ -147,7 +147,7 @@ class Runs:
         self._store.renew.remote(run.job.session_id, run.id)
 
     def abandon(self, run: OpenRun) -> None:
-        """Have the store forget a run that will not be finished."""
+        """Drop a run that will not be finished from the store."""
         self._store.abandon.remote(run.job.session_id, run.id)
 
     async def _put(self, run: OpenRun, captured: Captured, generated: Sequence[int]) -> Any:

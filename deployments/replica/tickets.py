@@ -19,7 +19,7 @@ if TYPE_CHECKING:  # Serve's controller and proxies import this module, and need
 
 @dataclass(eq=False)
 class RunningChoice:
-    """One sequence of a job on its way, and what it has to say next.
+    """One running sequence of a job, and its next message.
 
     Attributes:
         index: Which of the job's choices it is.
@@ -31,7 +31,7 @@ class RunningChoice:
         reasoning: Thoughts to say next.
         calls: Parts of tool calls to say next.
         scored: Tokens whose logprobs go with the next message.
-        lens: Tokens whose layers go with it, where they are asked for.
+        lens: Tokens whose layers go with it, if they are requested.
         token_ids: Token ids that go with the next message.
         prompt_ids: Those of the prompt, which go with the first.
         readouts: Rows of readouts that go with the next message.
@@ -81,7 +81,7 @@ class RunningChoice:
         return piece
 
     def take_tokens(self) -> dict[str, Any]:
-        """What a message says of the tokens read since the last, by its fields."""
+        """The fields of a message for the tokens since the last message."""
         taken = {
             "logprobs": tuple(self.scored),
             "token_ids": tuple(self.token_ids),
@@ -96,7 +96,7 @@ class RunningChoice:
 
 @dataclass(eq=False)
 class Ticket:
-    """A job on its way.
+    """A running job.
 
     Attributes:
         job: The job.

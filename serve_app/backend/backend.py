@@ -134,7 +134,7 @@ class Backend:
     async def admitted(self, job: Job) -> Job:
         """A job that may record into its session, which is its sender's from then on where it had no owner.
 
-        Where the store cannot admit it, the job says why: its answer is worth having without its activations.
+        If the store cannot admit it, the job has the reason, and runs without storing: the answer is still useful.
 
         Raises:
             RequestError: The session is another's; 403.

@@ -18,8 +18,8 @@ from serve_app.backend.served_model import Phase
 from serve_app.http.errors import ApiError
 from serve_app.schemas.models import LoadRequest
 
-POLL_S = 0.2  # how often Serve is asked how far a model is
-REMOVAL_S = 30.0  # what the deletion of a model may take beside the requests that it lets end
+POLL_S = 0.2  # between two looks at a model's status in Serve
+REMOVAL_S = 30.0  # what the deletion of a model may take besides the requests that it lets end
 
 
 class Loader:
@@ -38,7 +38,7 @@ class Loader:
         self._deletions: dict[str, asyncio.Task[None]] = {}
 
     async def load(self, asked: LoadRequest) -> dict[str, Any]:
-        """Load a model and say what is loaded, at once where it is already.
+        """Load a model, or return at once if it is loaded already; returns what is loaded.
 
         Who stops waiting does not stop the load.
 
@@ -101,7 +101,7 @@ class Loader:
     async def _deploy(self, asked: LoadRequest) -> None:
         """Deploy a model and wait until all its replicas serve; where that fails, delete it again.
 
-        All of it has one deadline. A deletion may go on behind it, and who wants the model next waits for that.
+        All of it has one deadline. A deletion may continue after it, and the next load of the model waits for that.
         """
         deadline = asyncio.get_running_loop().time() + self._options.load_timeout_s
         running: asyncio.Future[Any] | None = None
@@ -186,13 +186,13 @@ class Loader:
             return
         with self._models.going(model):
             await asyncio.to_thread(serve.delete, model.app, _blocking=False)
-            while model is not None and model.phase is Phase.UNLOADING:  # another ingress may load it anew
+            while model is not None and model.phase is Phase.UNLOADING:  # another ingress may load it again
                 await asyncio.sleep(POLL_S)
                 await self._models.refresh(limit_s=None)
                 model = self._models.get(model_id)
 
     async def _loaded(self, asked: LoadRequest) -> dict[str, Any]:
-        """What is loaded, where it is what was asked for.
+        """The loaded model, if it is the requested one.
 
         Raises:
             ApiError: 409, with the first setting that differs.
@@ -216,6 +216,6 @@ def reason(message: str) -> LoadError:
 
 
 def _retrieve(task: asyncio.Task[None]) -> None:
-    """Take the error of what nobody waits for any more, which asyncio would complain of."""
+    """Retrieve the error of a task without a caller, about which asyncio would warn."""
     if not task.cancelled():
         task.exception()

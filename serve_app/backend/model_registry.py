@@ -23,7 +23,7 @@ from serve_app.backend.served_model import PHASES, Phase, ServedModel
 from serve_app.http.errors import UNAVAILABLE, ApiError
 
 logger = logging.getLogger("ray.serve")
-CONTROLLER_S = 5.0  # the longest that a request waits for Serve's controller to say which models there are
+CONTROLLER_S = 5.0  # the longest that a request waits for Serve's controller to list the models
 
 
 class Models:
@@ -41,7 +41,7 @@ class Models:
         self._limit_s = options.request_timeout_s
         self._default = None
         self._models_dir = os.path.normpath(options.models_dir)
-        # What the model that the server starts with goes by beside its id.
+        # Other names of the model that the server starts with.
         directories = [options.model, os.path.expanduser(options.model), str(WEIGHTS) if options.model == DEMO else ""]
         self._directories = {os.path.normpath(path): options.served_name for path in directories if path}
         if options.model != NO_MODEL:
@@ -56,7 +56,7 @@ class Models:
         return self._prefix + model_id.replace("/", "--")
 
     def get(self, model_id: str) -> ServedModel | None:
-        """What is known of a model, in whatever phase; None where there is nothing."""
+        """A model in any phase; None if it is unknown."""
         return self._known.get(model_id)
 
     def is_default(self, model: ServedModel) -> bool:
@@ -138,7 +138,7 @@ class Models:
 
     @contextmanager
     def going(self, model: ServedModel) -> Iterator[None]:
-        """Send a model no more requests, whatever Serve says of it until it hears that the model goes."""
+        """Send a model no more requests, even before Serve's status shows that it is being deleted."""
         self._going.add(model.id)
         model.phase = Phase.UNLOADING
         try:
@@ -179,7 +179,7 @@ class Models:
             app = status.applications.get(model.app)
             phase = PHASES[app.status.value] if app else Phase.UNLOADING
             if model is self._default:
-                phase = Phase.LOADED  # what the operator asked for is to be there
+                phase = Phase.LOADED  # models of the operator's options must be there
             elif model.id in self._going:
                 if phase is Phase.UNLOADING:  # Serve has the request: its status is right from now on
                     self._going.discard(model.id)
@@ -199,7 +199,7 @@ class Models:
 
 
 async def _describe(model: ServedModel) -> dict[str, Any] | None:
-    """What a list says of one model; None where it cannot answer, which is no reason to list no other."""
+    """One model's entry in a list; None if it does not answer, so that the others are listed."""
     try:
         return await model.describe()
     except (ApiError, *UNAVAILABLE) as error:

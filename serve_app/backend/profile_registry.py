@@ -19,7 +19,7 @@ from serve_app.http.errors import UNAVAILABLE, ApiError
 
 logger = logging.getLogger("ray.serve")
 FRESH_S = 1.0  # for how long an ingress takes the default profiles as known
-PATIENCE_S = 1.0  # the longest that a request waits for the store to say whether they have changed
+PATIENCE_S = 1.0  # the longest that a request waits for the store's answer whether they have changed
 
 
 class Profiles:
@@ -88,7 +88,7 @@ class Profiles:
     async def applied(
         self, job: Job, name: str | None, model: str, capture: Capture | None, store_activations: bool | None
     ) -> Job:
-        """A job with what the profile says that its request uses.
+        """A job with the fields of the profile that its request uses.
 
         Args:
             job: As the request alone asks for it.

@@ -18,7 +18,7 @@ MOST_BYTES = 32 << 20  # of an exporter; Ray's own numbers of a node are under 1
 
 
 class NodeMetrics:
-    """The metrics of all nodes; who asks while they are read, or just after, gets what others got.
+    """The metrics of all nodes. Concurrent calls, and calls shortly after, share one result.
 
     Args:
         exporters: Finds the addresses of the nodes' exporters.

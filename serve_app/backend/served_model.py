@@ -42,7 +42,7 @@ logger = logging.getLogger("ray.serve")
 
 
 class Phase(Enum):
-    """Where a model is between being asked for and being gone."""
+    """The phase of a model, from the request to load it until it is unloaded."""
 
     LOADING = "loading"
     LOADED = "loaded"
@@ -62,14 +62,14 @@ PHASES = {
 
 
 class ServedModel:
-    """One model: a handle to its replicas, and what was last known of them.
+    """One model: a handle to its replicas, and their last known state.
 
     Attributes:
         id: What clients name it by.
         app: Its Serve application.
         phase: Whether it is served.
         replicas: How many replicas are in which of Serve's states.
-        message: What Serve says of it.
+        message: Serve's status message.
     """
 
     def __init__(self, id: str, app: str, limit_s: float) -> None:
@@ -107,7 +107,7 @@ class ServedModel:
 
         Args:
             phase: Where the model is.
-            app: What Serve says of its application, where there is one.
+            app: Its application's status in Serve, if there is one.
             asked: When it was asked.
         """
         deployment = app.deployments.get(DEPLOYMENT) if app else None  # gone while it is deleted

@@ -36,7 +36,7 @@ MOST_MEMORY = 2 << 30  # bytes of such a process
 class Bodies:
     """The processes that parse large bodies; each starts when it is needed first.
 
-    They read one body of an owner at a time, so that nobody waits for many of another's.
+    They read one body of an owner at a time, so that one owner cannot delay the others.
     """
 
     def __init__(self) -> None:
@@ -200,7 +200,7 @@ class JsonRoute(APIRoute):
                 body = error
             try:
                 return await handle(_Parsed(request, raw, body))
-            except RequestValidationError:  # it comes behind the refusals of who may not ask at all
+            except RequestValidationError:  # raised after the route's checks of keys and permissions
                 if isinstance(body, Exception):
                     raise body from None
                 raise

@@ -28,7 +28,7 @@ def without_ray(package: str) -> None:
 
 
 def answer(name: bytes, raw: bytes) -> bytes:
-    """The pickled object, or the `RequestError` that says why there is none."""
+    """The pickled object, or the `RequestError` with the reason."""
     from deployments.errors import RequestError
     from serve_app.http.parsing import parsed
 
@@ -50,7 +50,7 @@ def serve(asked: IO[bytes], answered: IO[bytes]) -> None:
 
 
 if __name__ == "__main__":
-    os.nice(10)  # who waits for a short answer goes first
+    os.nice(10)  # short answers go first
     most, (_, hard) = int(sys.argv[1]), resource.getrlimit(resource.RLIMIT_AS)
     resource.setrlimit(resource.RLIMIT_AS, (most if hard == resource.RLIM_INFINITY else min(most, hard), hard))
     without_ray("serve_app")

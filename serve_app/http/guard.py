@@ -21,7 +21,7 @@ from serve_app.http.keys import Caller, Keys, Role
 from serve_app.http.middleware import path_of
 
 HEALTH = "/health"  # load balancers ask for it by any name and without a key
-OPEN = frozenset({HEALTH, "/openapi.json"}) | documentation.PATHS | page_files.PATHS  # for browsers; nobody's data
+OPEN = frozenset({HEALTH, "/openapi.json"}) | documentation.PATHS | page_files.PATHS  # files for browsers, without data
 NO_KEY = (
     "no valid API key: send one of this server's as `Authorization: Bearer <key>`, nnsight's client as NDIF_API_KEY"
 )

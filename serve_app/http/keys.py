@@ -102,7 +102,7 @@ class Keys:
 
 
 def _entries(source: str, text: str) -> Iterator[tuple[bytes, Caller]]:
-    """Each key's digest, and who sends it. Errors name the line only, because it may hold a key."""
+    """Each key's digest, and its caller. Errors name the line only, because it may hold a key."""
     for number, line in enumerate(text.splitlines(), 1):
         for entry in line.split() if not line.lstrip().startswith("#") else ():
             who, _, key = entry.partition(":")

@@ -18,7 +18,7 @@ from serve_app.http.budget import Budget
 from serve_app.http.errors import ApiError
 
 LASTS_S = 60.0
-MOST = 64  # of an owner that nobody has used yet
+MOST = 64  # unused ones of an owner
 SENT_BYTES = 128 << 20  # of an owner's downloads that are sent at once, and the most of one
 
 
@@ -53,7 +53,7 @@ class Links:
         """The token of a new link.
 
         Raises:
-            ApiError: 429, its owner has too many that nobody has used.
+            ApiError: 429, its owner has too many unused ones.
         """
         self._drop_ended()
         owner = link.account.owner

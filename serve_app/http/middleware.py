@@ -100,7 +100,7 @@ class BodyLimits:
         return await refuse(scope, receive, send) if seen > most else None
 
     def _limit(self, scope: Scope) -> tuple[int, ApiError]:
-        """The most bytes of a request's body, and what is said of more."""
+        """The most bytes of a request's body, and the error for more."""
         if path_of(scope) == TENSORS and scope["method"] == "POST":
             most, what, code = self._max_tensor_file, "a tensor file", "tensor_too_large"
         elif path_of(scope) == READOUTS and scope["method"] == "POST":

@@ -39,7 +39,7 @@ class Download(NamedTuple):
 
 
 class RequestedRange(NamedTuple):
-    """The headers of a request that say which bytes of a download to send, and on what conditions."""
+    """The headers of a request for a part of a download: range and preconditions."""
 
     is_head: bool
     range: str | None
@@ -80,7 +80,7 @@ Ranged = Annotated[RequestedRange, Depends(_asked)]
 
 
 async def page(asked: RequestedRange, of: Download, media_type: str, headers: dict[str, str] | None = None) -> Response:
-    """Answer with the bytes that were asked for, at most `PAGE_BYTES`.
+    """Answer with the requested bytes, at most `PAGE_BYTES`.
 
     Args:
         asked: The request's headers.
@@ -90,7 +90,7 @@ async def page(asked: RequestedRange, of: Download, media_type: str, headers: di
 
     Raises:
         RequestError: 412, `If-Match` names another tag.
-        ApiError: 413, all of a larger download is asked for; 416, the range begins behind its end.
+        ApiError: 413, all of a larger download is requested; 416, the range begins after its end.
     """
     tag = f'"{of.tag}"'
     headers = {"Accept-Ranges": "bytes", "ETag": tag, **(headers or {})}

@@ -66,7 +66,7 @@ async def _choice(
     session_id: SessionId,
     run: Annotated[
         list[Names] | None,
-        Query(description="Ids of runs, repeated or apart by commas; all by default.", max_length=MOST_NAMES),
+        Query(description="Ids of runs, repeated or separated by commas; all by default.", max_length=MOST_NAMES),
     ] = None,
     points: Annotated[
         list[Names] | None, Query(description="Names of points, likewise; all by default.", max_length=MOST_NAMES)

@@ -51,7 +51,7 @@ async def model_structure(backend: AppBackend, model: Id | None = None) -> dict[
 
 @models.post("/load", responses=examples.LOADED | errors(409, 429))
 async def load_model(body: LoadRequest, backend: AppBackend) -> dict[str, Any]:
-    """Load a model beside the others; answer when it serves, at once if it does already."""
+    """Load a further model. Answers when it serves, at once if it does already."""
     return await backend.loader.load(body)
 
 

@@ -66,5 +66,5 @@ def _object(spec: str | None) -> dict[str, Any] | None:
     except (ValueError, RecursionError) as error:
         raise RequestError("no JSON", "spec", "invalid_json") from error
     if not isinstance(value, dict):
-        raise RequestError("a JSON object is needed", "spec")
+        raise RequestError("send a JSON object", "spec")
     return value

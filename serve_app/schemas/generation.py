@@ -24,7 +24,7 @@ from serve_app.schemas.tools import NamedTool, ResponseFormat, TemplateKwargs, T
 
 Stop = Annotated[str, Field(min_length=1, max_length=1024)]
 TokenIds = Annotated[
-    list[Annotated[int, Field(ge=-(2**31), lt=2**31)]],  # the replica says which of them its model has
+    list[Annotated[int, Field(ge=-(2**31), lt=2**31)]],  # the replica checks which of them its model has
     Field(min_length=1, max_length=MOST_TOKENS, fail_fast=True),
     AfterValidator(packed_ids),
 ]
@@ -181,19 +181,19 @@ class ChatRequest(Generation, IgnoredFields):
 
     @property
     def likeliest(self) -> int | None:
-        """How many likeliest tokens to score beside each token; None to score none."""
+        """How many of the likeliest tokens to return with each token; None for no logprobs."""
         return (self.top_logprobs or 0) if self.logprobs else None
 
     @property
     def limit(self) -> tuple[int | None, str]:
-        """The most new tokens, and which field says so."""
+        """The most new tokens, and the field that limits them."""
         if self.max_completion_tokens is not None:
             return self.max_completion_tokens, "max_completion_tokens"
         return self.max_tokens, "max_tokens"
 
     @property
     def callable_tools(self) -> list[dict[str, Any]] | None:
-        """The tools, unless the request says that none may be called."""
+        """The tools, unless the request forbids calls."""
         if not self.tools or self.tool_choice == "none":
             return None
         return [tool.model_dump(exclude_none=True) for tool in self.tools]

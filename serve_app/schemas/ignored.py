@@ -14,7 +14,7 @@ from serve_app.schemas.base import Name, UnreadObject
 # What would change the answer, if it meant anything here.
 REFUSED_WITH_REASON = {
     "audio": "answers are text; there is no audio",
-    "web_search_options": "this server searches no web",
+    "web_search_options": "this server does not search the web",
     "moderation": "this server moderates nothing",
     "functions": "is OpenAI's former name of tools: use those",
     "function_call": "is OpenAI's former name of tool_choice: use that",

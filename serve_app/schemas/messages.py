@@ -63,7 +63,7 @@ class ChatMessage(WireModel):
     tool_calls: list[ToolCall] | None = Field(default=None, max_length=MOST_CALLS, fail_fast=True)
     tool_call_id: Name | None = None
     reasoning_content: LongText | None = None
-    type: Literal["text"] | None = None  # lm_eval up to 0.4.9 says so of every message
+    type: Literal["text"] | None = None  # lm_eval up to 0.4.9 sends it with every message
     parsed: Unread = None  # `.parse()` of the openai package adds it
     refusal: LongText | None = None
     annotations: Annotations | None = None

@@ -99,7 +99,7 @@ class Transport:
             headers["If-Match"] = page.headers["ETag"]
 
     async def _answer(self, method: str, path: str, attempts: int = ATTEMPTS, **request: Any) -> httpx.Response:
-        """An answer of status 200 or 206: asked for again while the server is busy, and where a connection breaks."""
+        """An answer of status 200 or 206. Retries while the server is busy and after a broken connection."""
         end, lost = time.monotonic() + self.timeout, 0
         for pause in _pauses():
             try:

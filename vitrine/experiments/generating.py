@@ -14,10 +14,10 @@ MOST_VARIANTS = 64  # of a request
 
 
 class Generating(Transport):
-    """A server that is asked for texts.
+    """The part of `Server` that generates texts.
 
     Attributes:
-        model: The id of the model that is asked.
+        model: The id of the model that answers.
     """
 
     model: str

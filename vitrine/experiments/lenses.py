@@ -24,7 +24,7 @@ class Lens:
         positions: The tokens' positions.
         layers: The layers, from 0.
         top: By layer and position, the likeliest next tokens: (text, logprob), the likeliest first.
-        targets: The tokens whose logprobs and ranks were asked for.
+        targets: The tokens whose logprobs and ranks were requested.
         logprobs: Theirs, `[layers, positions, targets]`; nan where a layer's values are not finite.
         ranks: Theirs, from 1, `[layers, positions, targets]`; 0 where a layer's values are not finite.
 

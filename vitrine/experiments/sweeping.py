@@ -72,7 +72,7 @@ class Sweep:
 
 
 class Sweeping(Generating):
-    """A server that is asked for sweeps."""
+    """The part of `Server` that runs sweeps."""
 
     async def sweep(
         self,

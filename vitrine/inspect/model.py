@@ -23,7 +23,7 @@ class VitrineAPI(OpenAICompatibleAPI):
     """A model of a Vitrine server.
 
     Each output's `metadata` has `session_id`, `run_ids`, `status` (`stored` or `failed`), `activations_meta` as the
-    server gave it, and `readouts`, a list with an entry for each choice: what was asked for.
+    server gave it, and `readouts`, a list with an entry for each choice: as requested.
     """
 
     def __init__(
@@ -82,7 +82,7 @@ class VitrineAPI(OpenAICompatibleAPI):
 
     @property
     def _has_results(self) -> bool:
-        """Whether answers have fields beside OpenAI's."""
+        """Whether answers have fields besides OpenAI's."""
         return self._capture is not None or "readouts" in self._fields
 
     def auto_streamable(self, config: GenerateConfig) -> bool:
@@ -101,7 +101,7 @@ class VitrineAPI(OpenAICompatibleAPI):
         return output, call
 
     def _recorded(self, messages: int) -> dict[str, Any]:
-        """The fields that say what is recorded, and which call of the evaluation it is.
+        """The request's fields for what is recorded, and for the call's place in the evaluation.
 
         Args:
             messages: before the answer, and so the number of the answer's own.
@@ -121,7 +121,7 @@ class VitrineAPI(OpenAICompatibleAPI):
 
 
 def results(answer: Mapping[str, Any]) -> dict[str, Any]:
-    """What an answer has beside OpenAI's fields, as a log holds it.
+    """An answer's fields besides OpenAI's, as a log holds them.
 
     Args:
         answer: The body of a chat completion.

@@ -90,7 +90,7 @@ def recorded(source: Any) -> list[Mapping[str, Any]]:
     """The `runs` of an answer, or the one run or the runs that a source is.
 
     Raises:
-        ValueError: It stored nothing; the message says why.
+        ValueError: It stored nothing; the message has the reason.
     """
     if isinstance(source, Mapping) and "run_id" in source:
         return [source]

@@ -150,7 +150,7 @@ class ActivationReader:
                 with contextlib.suppress(RequestError):
                     if found := self._readings.find(choice, tag):
                         return found
-                self._on_nodes.flush()  # a node may not have told of a run yet
+                self._on_nodes.flush()  # a node may not have reported a run yet
             return self._readings.find(choice, tag)
 
         return await self._paged(choice, account, find)
@@ -163,7 +163,7 @@ class ActivationReader:
         return page
 
     def _find(self, run_id: str) -> Entry | None:
-        """A run, also one of which its node has not told yet."""
+        """A run, also one that its node has not reported yet."""
         return self._catalogue.find(run_id) or (self._on_nodes.flush() and self._catalogue.find(run_id)) or None
 
     async def _paged(self, choice: Choice, account: Account, look: Callable[[], _T]) -> _T | None:
@@ -238,7 +238,7 @@ def _asked(root: str, method: str, args: Sequence[Any], timeout_s: float, late: 
 
 
 def connect_reader(root: str, archive: str | None = None) -> Any:
-    """A handle to the reader of the store of `root`, a named actor as the store; made by whoever asks first."""
+    """A handle to the reader of the store of `root`, a named actor like the store; the first call starts it."""
     name = f"activation reader of {root}"
     reader = detached(ActivationReader, name, max_task_retries=1, max_concurrency=10_000, resources=ON_HEAD)
     return reader.remote(root, archive)

@@ -123,7 +123,7 @@ class ActivationStore(RunReceiver):
         return await asyncio.wrap_future(self._writing().ask(work))
 
     async def code(self) -> str:
-        """What tells the code that the store runs from another version's: it may be older than who asks."""
+        """The version of the code that the store runs, which may be older than the caller's."""
         return self._code
 
     # ---- sessions; an account that may not change one is answered as if there were none
@@ -169,7 +169,7 @@ class ActivationStore(RunReceiver):
         return Deleted(tuple(away)) if found or away else None
 
     async def _flush(self, session_id: str | None = None, fence: str | None = None) -> None:
-        """Have all nodes that answer tell of their runs, and delete what they are to, as `NodeWriter.flush`."""
+        """Make all nodes that answer report their runs and do their deletions, as `NodeWriter.flush`."""
         writers = await asyncio.to_thread(node_writers, self._asked)
         answers = [asyncio.wait_for(awaited(writer.flush.remote(session_id, fence)), _FLUSH_S) for writer in writers]
         for writer, said in zip(writers, await asyncio.gather(*answers, return_exceptions=True), strict=True):
@@ -216,7 +216,7 @@ class ActivationStore(RunReceiver):
         )
 
     async def join(self, node: Node) -> Reply:
-        """A node's writer, of an empty key in the store's own directory, tells of its runs from now on."""
+        """A node's writer reports its runs from now on; its key is empty if it writes in the store's own directory."""
         if not node.key:  # it may have stored runs before of which it had no time to tell
             await asyncio.to_thread(self._catalogue.look)
             return Reply(self._node_life(), {}, [], {})
@@ -244,7 +244,7 @@ class ActivationStore(RunReceiver):
         self._nodes.end_deletions(key, done)
 
     def _node_life(self) -> str:
-        """Another one where nodes have to tell again of all that they have."""
+        """Identifies what the store knows of nodes: if it changes, nodes report everything again."""
         return f"{self._holds} {self._catalogue.remade}"
 
     def _watch(self) -> None:
@@ -290,7 +290,7 @@ class ActivationStore(RunReceiver):
         await asyncio.to_thread(save_limits, self._root, self._life, retention)
         return await gone
 
-    # ---- what clients keep beside runs
+    # ---- clients' files and profiles
 
     async def kept(self, what: str, method: str, *args: Any) -> Any:
         """What a method of `tensors`, `readouts` or `profiles` gives, as in `kept("tensors", "read", id)`."""
@@ -320,7 +320,7 @@ def _watch(of: weakref.ref[ActivationStore]) -> None:
 
 
 def connect(root: str, archive: str | None = None, archive_cache_bytes: int = 64 << 30) -> Any:
-    """A handle to the actor that keeps `root`: one for all applications, made by whoever asks first.
+    """A handle to the actor that keeps `root`: one for all applications; the first call starts it.
 
     It is no Serve deployment: Serve stops all of an application at once, and this has to outlive requests that are
     finished then.

@@ -42,7 +42,7 @@ from deployments.activations.state.nodes import node_of
 from deployments.activations.state.owners import Owners, Record
 from deployments.activations.state.state import Pins
 
-UPLOADS = 8  # segments that are uploaded beside each other
+UPLOADS = 8  # segments that are uploaded at a time
 LOOK_S = 1.0  # between two looks for segments to upload
 PAUSES_S = (1.0, 300.0)  # before a failed upload is tried again: at first, doubled each time, and at the most
 MANY_PARTS = 256  # parts of the manifest, from which on they may become a snapshot
@@ -53,7 +53,7 @@ logger = logging.getLogger(__name__)
 
 
 class ArchiveError(OSError):
-    """The bucket cannot be written now; the message says why."""
+    """The bucket cannot be written now; the message has the reason."""
 
 
 class Archive:
@@ -140,7 +140,7 @@ class Archive:
         return bool(found)
 
     def delete(self, session_id: str) -> bool:
-        """Have the manifest say that a session, if it has segments, is deleted and listed no more; objects go later."""
+        """Note in the manifest that a session, if it has segments, is deleted; its objects are removed later."""
         with self._writing:
             self._check()
             # What is on a node alone is in no bucket, and stays there if the node has a later run.
@@ -195,7 +195,7 @@ class Archive:
         self._pauses.clear()
 
     def _upload_some(self) -> bool:
-        """Upload what is sealed, and have the manifest say so; false where there was nothing."""
+        """Upload sealed segments and add them to the manifest; false if there were none."""
         now = time.monotonic()
         paused = {segment for segment, (until, _) in self._pauses.items() if until > now}
         found = "SELECT uri, bytes FROM files WHERE sealed AND NOT archived AND rows IS NOT 0 ORDER BY id LIMIT ?"
@@ -226,7 +226,7 @@ class Archive:
             upload_sealed(path_of(uri), size, self._object(name_of(uri)))
 
     def _add(self, uris: Sequence[str]) -> None:
-        """Have the manifest say that segments are there, but for those whose session was deleted meanwhile."""
+        """Add segments to the manifest, except those whose session was deleted meanwhile."""
         with self._writing:
             self._check()
             known = {uri for uri in uris if self._catalogue.select("SELECT 1 FROM files WHERE uri = ?", uri)}

@@ -19,7 +19,7 @@ from deployments.activations.files.disk import NEW
 from deployments.activations.files.places import path_of
 from deployments.activations.state.nodes import node_of
 
-_FETCHES = 8  # segments that are fetched beside each other
+_FETCHES = 8  # segments that are fetched at a time
 
 
 class Cache:

@@ -21,7 +21,7 @@ from deployments.activations.files.places import Place
 
 FOLDER = ".claims"  # no session id begins with '.'
 EVERY_S = 10.0  # between two heartbeats
-STALE_S = 60.0  # without a heartbeat after which a claim is nobody's
+STALE_S = 60.0  # without a heartbeat after which a claim is void
 
 logger = logging.getLogger(__name__)
 

@@ -51,7 +51,7 @@ def segments_in(place: Place) -> list[File]:
 
 
 def at(place: Place) -> tuple[sqlite3.Connection | None, Place, str | None]:
-    """The manifest that tells of a place, the bucket that it is of, and the session that the place is, or None."""
+    """The manifest for a place, its bucket, and the session if the place is one, else None."""
     if (database := read_manifest(place)) is not None:
         return database, place, None
     above = place.above

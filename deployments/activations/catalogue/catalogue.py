@@ -82,7 +82,7 @@ class Catalogue(Queries):
 
     @classmethod
     def copied(cls, root: Path | Place) -> Catalogue:
-        """The catalogue of a directory or bucket in memory, whoever keeps its database; nothing is written."""
+        """The catalogue of a directory or bucket in memory, also of one that another process writes. Writes nothing."""
         if isinstance(root, Place):
             return cls(catalogue_of(root))
         catalogue = cls(copied(root))
@@ -176,7 +176,10 @@ class Catalogue(Queries):
                     logger.error("the catalogue of %s is not up to date until it can be written: %s", root, error)
                     self._again = time.monotonic() + _AGAIN_S
                     if otherwise is _NOTHING:
-                        raise StoreError(f"The catalogue cannot be written ({error}): make room, or let it.") from error
+                        raise StoreError(
+                            f"The catalogue cannot be written ({error}): free space on the disk, or give the server's "
+                            "user write permission."
+                        ) from error
                     return otherwise
                 logger.error("the catalogue of %s is made again of the files: %s", root, error)
             try:
@@ -190,7 +193,7 @@ class Catalogue(Queries):
                 raise explain(root, error) from error
 
     def _look(self, database: sqlite3.Connection) -> None:
-        """Read new and changed files; what cannot be read is tried again after a while, and stays as it is."""
+        """Read new and changed files; those that cannot be read are tried again later, and their entries stay."""
         assert self._root is not None
         self._again = time.monotonic() + _AGAIN_S
         try:
@@ -246,4 +249,4 @@ def _check_fault(database: sqlite3.Connection, error: sqlite3.Error) -> None:
         database.execute("SELECT 1 FROM files, runs LIMIT 1")
     except sqlite3.Error:
         return
-    raise StoreError(f"The catalogue cannot look for that: {error}.") from error
+    raise StoreError(f"The catalogue cannot run this query: {error}.") from error

@@ -89,7 +89,7 @@ def can_hold(root: Path) -> bool:
 
 
 def read_only(root: Path) -> sqlite3.Connection:
-    """A connection that reads a directory's database beside its writer; sqlite3.Error if it cannot be trusted."""
+    """A connection that reads a directory's database while it is written; sqlite3.Error if it cannot be trusted."""
     path = root / NAME
     inode = path.stat(follow_symlinks=False).st_ino
     database = sqlite3.connect(f"{path.as_uri()}?mode=ro", uri=True, isolation_level=None, check_same_thread=False)

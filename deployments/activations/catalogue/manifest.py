@@ -25,7 +25,7 @@ from deployments.activations.files.places import File, Place
 FOLDER = ".manifest"  # no session id begins with '.'
 Line = Mapping[str, Any]
 _PART, _SNAPSHOT, _SNAPSHOT_END = ".jsonl", "snapshot-", ".sqlite.zst"
-_AT_ONCE = 16  # objects that are fetched or removed beside each other
+_AT_ONCE = 16  # objects that are fetched or removed at a time
 _PIECE = 4 << 20
 _PART_BYTES = 16 << 20  # that are sent or fetched at once
 

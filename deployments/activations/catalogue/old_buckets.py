@@ -21,7 +21,7 @@ from deployments.activations.files.disk import DELETED
 from deployments.activations.files.places import DamagedError, File, Place
 
 _JOINED, _ARROW = ".joined", ".arrow"
-_AT_ONCE = 16  # objects that are read beside each other
+_AT_ONCE = 16  # objects that are read at a time
 
 logger = logging.getLogger(__name__)
 

@@ -25,15 +25,15 @@ from deployments.activations.files.places import Place
 from deployments.activations.files.sqlite import connected, transaction
 from deployments.options import home
 
-_PLACE = ("bytes", "rows", "first_row", "offset")  # what a line says of a run beside its facts
-_UNRESTORED = "pins and owners"  # beside the names of parts, until `restored`
+_PLACE = ("bytes", "rows", "first_row", "offset")  # a run's keys in a line, besides its facts
+_UNRESTORED = "pins and owners"  # a row among the names of parts, until `restored`
 _RUN = "run_id, created, model, sample_id, tags, tokens, bytes, rows, first_row, offset, facts"
 
 logger = logging.getLogger(__name__)
 
 
 def deletion(session_id: str, segments: Iterable[str], *, done: bool = False) -> Line:
-    """The line that says that a session's segments are deleted; `done` once their objects are removed as well."""
+    """The line for the deletion of a session's segments; `done` once their objects are removed as well."""
     return {"deleted": session_id, "segments": sorted(segments), "done": done, "at": time.time()}
 
 
@@ -43,7 +43,7 @@ def record(kind: str, session_id: str, value: Any) -> Line:
 
 
 def segment_line(database: sqlite3.Connection, uri: str) -> Line:
-    """The line that says that a file of the catalogue is in the bucket."""
+    """The line for a file of the catalogue that is in the bucket."""
     known = "SELECT id, bytes, rows, points FROM files WHERE uri = ?"
     id, size, rows, points = database.execute(known, (uri,)).fetchone()
     found = database.execute("SELECT bytes, rows, first_row, offset, facts FROM runs WHERE file = ?", (id,))
@@ -129,7 +129,7 @@ INSERT OR IGNORE INTO runs (session, file, {_RUN})
 
 
 def write_snapshot(catalogue: Path, to: Path, bases: Bases) -> set[str]:
-    """Copy what a catalogue's database says of the bucket; the names of the parts that the copy stands for."""
+    """Copy a catalogue's entries of the bucket; returns the names of the parts that the copy replaces."""
     kept = sqlite3.connect(f"{catalogue.as_uri()}?mode=ro", uri=True)
     with contextlib.closing(kept), contextlib.closing(connected(to)) as made:
         kept.backup(made)
@@ -160,7 +160,7 @@ def catch_up(database: sqlite3.Connection, manifest: Manifest, names: Collection
         database.execute("INSERT OR IGNORE INTO applied VALUES (?)", (_UNRESTORED,))
     if not names:
         lines = list[Line](old_buckets.lines(manifest.place))
-        if not kept_before(manifest.place).is_dir():  # nobody knows which sessions were pinned: all are
+        if not kept_before(manifest.place).is_dir():  # which sessions were pinned is unknown: pin all
             found = {line["segment"].partition("/")[0] for line in lines if "segment" in line}
             lines += [record("pin", session_id, True) for session_id in sorted(found)]
             if found:

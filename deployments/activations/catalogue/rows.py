@@ -72,7 +72,7 @@ def _sums(session_id: str, entries: Sequence[Entry]) -> Iterator[tuple[str, str,
 
 
 def facts_of(said: Mapping[str, Any]) -> RunFacts:
-    """A run's facts, without what a later version says of it."""
+    """A run's facts, without fields of later versions."""
     return RunFacts(**{name: said[name] for name in _FACTS & said.keys()})
 
 
@@ -94,7 +94,7 @@ def entries_of(found: Iterable[tuple[Any, ...]]) -> list[Entry]:
 
 
 def refresh(database: sqlite3.Connection, root: Path, bases: Bases | None = None) -> bool:
-    """Make the database say what the files say; false if some could not be read, which may be otherwise later.
+    """Bring the database up to date with the files; false if some could not be read now.
 
     With a bucket, a file that is gone and archived is one of the bucket's from then on, and back where it is there
     again.
@@ -146,7 +146,7 @@ def move(database: sqlite3.Connection, uri: str, to: str, modified_ns: int = 0) 
 def _settle(database: sqlite3.Connection, file: SessionFile, bases: Bases) -> SessionFile | None:
     """A file on the disk as it is to be read; None where nothing is: the bucket has it, or its session was deleted.
 
-    One whose name the bucket has, or had, for another file gets a new one: somebody copied it here, or changed it.
+    One whose name the bucket has, or had, for another file gets a new one: it was copied here, or changed.
     """
     uri, path, name = file.uri, file.file, name_of(file.uri)
     deleted = database.execute("SELECT at FROM deleted WHERE segment = ?", (name,)).fetchone()

@@ -99,7 +99,7 @@ def _make(path: Path, write: _Write, overwrite: bool) -> None:
     unfinished = path.with_name(f".{path.name}.part")
     try:
         write(unfinished)
-        _claim(path.parent, [path.name], overwrite)  # somebody else may have been quicker
+        _claim(path.parent, [path.name], overwrite)  # another process may have been faster
         if path.is_dir() and not path.is_symlink():
             shutil.rmtree(path)  # a directory with files in it cannot be replaced
         unfinished.replace(path)
@@ -162,7 +162,7 @@ def _write_parquet(schema: pa.Schema, files: Sequence[File], wanted: Wanted, pat
 
 
 def _write_hf(schema: pa.Schema, files: Sequence[File], wanted: Wanted, path: Path) -> None:
-    """The library writes datasets from what it maps: so the rows lie beside it once, until it is done."""
+    """The library writes datasets from mapped files, so the rows are on disk a second time until it is done."""
     import datasets
 
     rows = _rows(schema, files, wanted, Layout((torch.bfloat16,), nested=True))

@@ -20,7 +20,7 @@ from typing import NamedTuple
 
 from deployments.activations.facts import names_a_session
 
-# What begins so is on its way into the store or out of it. No session id begins with '.'.
+# Prefixes of names that are being added or removed. No session id begins with '.'.
 NEW = ".new-"  # a file that gets its name once it is whole
 PULLED = ".pull-"  # a directory that does
 DELETED = ".deleted-"  # a session's directory
@@ -96,7 +96,7 @@ def found(root: Path, folder: str) -> Iterator[os.DirEntry[str]]:
 
 
 def remove_unfinished(item: os.DirEntry[str]) -> None:
-    """Remove a file that was never answered, unless somebody is writing it."""
+    """Remove a file that was never answered, unless a process is writing it."""
     with contextlib.suppress(OSError):
         if item.is_file(follow_symlinks=False):
             file = os.open(item.path, os.O_WRONLY | os.O_NOFOLLOW)

@@ -27,7 +27,7 @@ ATTEMPTS = 5  # of each request to S3, with growing pauses
 
 
 class DamagedError(ValueError):
-    """Stored values are not those that were written; the message says which."""
+    """Stored values differ from what was written; the message names them."""
 
 
 class File:
@@ -225,12 +225,12 @@ def place_of(uri: str) -> Place:
         try:
             fs, path = _s3(uri)
         except (pa.ArrowException, TypeError) as error:
-            raise ValueError(f"{public} is no place for a store: {error}") from None
+            raise ValueError(f"{public} cannot be a store: {error}") from None
     else:
         try:
             fs, path = pafs.FileSystem.from_uri(uri)
         except pa.ArrowException as error:
-            raise ValueError(f"{public} is no place for a store: {error}; S3's are s3://bucket/prefix") from None
+            raise ValueError(f"{public} cannot be a store: {error}; S3's are s3://bucket/prefix") from None
     return Place(fs, path.rstrip("/"), public, store_id(uri))
 
 

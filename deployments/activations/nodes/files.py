@@ -24,7 +24,7 @@ from deployments.clusters import NAMESPACE, detached
 
 _UPLOAD_S = 3600.0  # that one segment's upload may take
 _ANSWER_S = 30.0  # that anything else may
-_FLUSH_S = 2.0  # that a node may take to tell of its latest runs
+_FLUSH_S = 2.0  # that a node may take to report its latest runs
 _PIECE = 8 << 20  # bytes that are read by one call
 
 
@@ -65,7 +65,7 @@ class SegmentReader:
 
 
 def serve_segments(root: str, node: str) -> Any:
-    """The reader of a node's own directory, made by whoever asks first; `node` is the node's id in Ray."""
+    """The reader of a node's own directory, started by the first call; `node` is the node's id in Ray."""
     on_it = NodeAffinitySchedulingStrategy(node, soft=False)
     options = {"max_task_retries": 1, "max_concurrency": 8, "scheduling_strategy": on_it}
     return detached(SegmentReader, _named(root, node), **options).remote(root)
@@ -122,7 +122,7 @@ class NodePlace(Place):
         self._ask_writer(uri, lambda writer: writer.remove.remote(name_of(uri)), _ANSWER_S)
 
     def flush(self) -> bool:
-        """Have nodes tell of the runs that they have not told of yet, those that answer soon; whether there are any."""
+        """Make the nodes that answer soon report their latest runs; whether there are any such nodes."""
         alive = [node for node in self._nodes.all().values() if self._nodes.is_alive(node)]
         asked = []
         for node in alive:

@@ -93,7 +93,7 @@ class RunReceiver(ABC):
 class Home(NamedTuple):
     """Where the store is: its node's id in Ray, its directory's `mark`, and its `hold` of the directory's lock.
 
-    `releases` says whether other nodes can be released while the cluster runs.
+    `releases`: whether other nodes can be released while the cluster runs.
     """
 
     node: str

@@ -29,7 +29,7 @@ from deployments.activations.writer.writer import Writer
 
 _OWN = ".node"  # in a directory that a node keeps for itself; no session id begins with '.'
 _ASK_S = 10.0  # that a run waits for a store that starts
-_JOIN_S = 10.0  # that the first runs wait for the store to say what the node is to delete
+_JOIN_S = 10.0  # that the first runs wait until the node has the store's list of deletions
 _FENCES = 10_000  # of deleted sessions, which are remembered
 
 logger = logging.getLogger(__name__)
@@ -138,7 +138,7 @@ class NodeWriter(RunReceiver):
             taken = can_hold(self._root)
         if taken and await self._home() == home:
             raise StoreError(
-                f"Locks on {self._root} hold on each node alone, and nodes that share it would cut off each other's "
+                f"Locks on {self._root} hold within each node only, and nodes that share it would damage each other's "
                 "files: mount it with locks that hold on all nodes (NFS 4 without local_lock, Lustre with flock), or "
                 "give the nodes directories that they do not share."
             )
@@ -149,7 +149,7 @@ class NodeWriter(RunReceiver):
             key = open_directory(self._root)
             write(self._root, ".", _OWN, b"A node of a cluster keeps this directory for itself.\n")
         catalogue = Catalogue.rebuild(self._root)
-        self._serve()  # before the store hears of the node
+        self._serve()  # before the node joins the store
         self._open(key, catalogue)
 
     def _serve(self) -> None:

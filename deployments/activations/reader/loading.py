@@ -119,7 +119,7 @@ def column_of(batches: Iterable[pa.RecordBatch | Batch], name: str) -> torch.Ten
 def _check(run: WholeRun, batches: Sequence[pa.RecordBatch], points: Sequence[str]) -> None:
     bad = dict[str, None]()
     if not run.intact:
-        raise DamagedError(f"run {run.facts.run_id}: what is said of it (its tags, for one) is not what was written")
+        raise DamagedError(f"run {run.facts.run_id}: its description (such as its tags) is not what was written")
     for batch, sums in zip(batches, run.sums, strict=True):
         bad |= dict.fromkeys(damaged(batch, {name: sums[name] for name in batch.schema.names if name in sums}))
     if bad:

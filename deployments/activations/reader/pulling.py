@@ -34,7 +34,7 @@ class PullError(Exception):
 
 
 class ChangedError(PullError):
-    """What was fetched changed before all of it was: nothing of it is kept, and another pull begins anew."""
+    """The session changed while it was fetched. Nothing of it is kept; pull it again."""
 
     def __init__(self) -> None:
         super().__init__("the session changed while it was pulled, nothing of it is kept: pull it again, or name runs")
@@ -64,9 +64,9 @@ def pull(
     if folder.exists():
         raise FileExistsError(f"{folder} is there already: take another directory, or delete it first")
     if not url.startswith(("http://", "https://")):
-        raise ValueError(f"{url!r} is no address of a server: it begins with http:// or https://")
+        raise ValueError(f"{url!r} is not a server's address: it must begin with http:// or https://")
     if api_key is not None and not fits_header(api_key):
-        raise ValueError("the API key has characters that no key has")
+        raise ValueError("the API key has characters other than printable ASCII")
     to.mkdir(parents=True, exist_ok=True)
     unfinished = Path(tempfile.mkdtemp(prefix=PULLED, dir=to))
     try:
@@ -150,7 +150,7 @@ def _keep(download: _Body, folder: Path) -> None:
             except (pa.ArrowException, ValueError, OSError) as error:
                 if isinstance(error, OSError) and error.errno:  # the disk's, not Arrow's
                     raise
-                raise PullError(f"{download.address} sent what is no Arrow stream: {error}") from error
+                raise PullError(f"{download.address} did not send an Arrow stream: {error}") from error
 
 
 def _seal(body: io.BufferedReader[Any], path: Path) -> None:
@@ -159,8 +159,8 @@ def _seal(body: io.BufferedReader[Any], path: Path) -> None:
     with pa.OSFile(str(path), "wb") as file, pa.ipc.new_file(file, stream.schema) as writer:
         for item in stream.iter_batches_with_custom_metadata():
             if not checksums.is_of_run(item.custom_metadata or {}):
-                raise PullError("what is said of a run is not what the server wrote: see its `verify`")
+                raise PullError("the description of a run is not what the server wrote: run `verify` there")
             sums = checksums.read(item.custom_metadata, stream.schema.names)
             if bad := checksums.damaged(item.batch, sums):
-                raise PullError(f"the values of {', '.join(bad)} are not those that the server wrote: see its `verify`")
+                raise PullError(f"values of {', '.join(bad)} are not those that the server wrote: run `verify` there")
             writer.write_batch(item.batch, custom_metadata=item.custom_metadata)

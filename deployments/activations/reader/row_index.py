@@ -181,7 +181,7 @@ class _Found:
 def _column(name: str, kind: PointType) -> Column:
     shape = tuple(size for size in kind.shape if size is not None)
     if len(shape) < len(kind.shape):
-        raise ValueError(f"points: {name} is an attention pattern, whose rows grow and fit no batch: use load")
+        raise ValueError(f"points: {name} is an attention pattern, whose rows grow and do not fit a batch: use load")
     return Column(shape, dtype_of(kind.dtype))
 
 

@@ -153,7 +153,7 @@ def _map(path: Path, least: int) -> torch.Tensor:
     """A file's bytes, uint8; without a descriptor, of which a process may have fewer than a store has files."""
     size = path.stat().st_size
     if size < least:
-        raise ValueError(f"{path} is shorter than when it was indexed: index the store anew")
+        raise ValueError(f"{path} is shorter than when it was indexed: index the store again")
     return torch.from_file(str(path), shared=False, size=size, dtype=torch.uint8)
 
 

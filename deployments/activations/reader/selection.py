@@ -32,7 +32,7 @@ class Wanted(NamedTuple):
     offsets: Mapping[File, int] | None = None
 
     def of(self, schema: pa.Schema) -> dict[str, PointType]:
-        """The wanted points of a file; RequestError if it does not say how many layers a negative one counts from."""
+        """The wanted points of a file; RequestError for a negative layer if the number of layers is not recorded."""
         types = point_types(schema)
         if self.points is None:
             return types

@@ -15,7 +15,7 @@ from deployments.activations.facts import RunFacts
 from deployments.activations.reader.row_index import Chosen, index_rows
 from deployments.activations.reader.row_reader import RowBatch, RowReader
 
-_PIECE = 256 << 10  # bytes of rows that stay together on their way into a window
+_PIECE = 256 << 10  # bytes of rows that enter a window together
 
 
 class ActivationRows(IterableDataset[RowBatch]):

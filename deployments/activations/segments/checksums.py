@@ -73,7 +73,7 @@ def of_batch(schema: bytes | memoryview, metadata: Mapping[str, str]) -> str:
 
 
 def is_of_run(metadata: Mapping[bytes, bytes]) -> bool:
-    """Whether what a batch says of its run is what was written, as far as is known."""
+    """Whether the facts of a run in a batch are those that were written, as far as checksums cover them."""
     said = metadata.get(RUN.encode())
     return said is None or said == of_run(metadata.get(b"run", b"")).encode()
 

@@ -97,7 +97,7 @@ class Shard:
         self._syncing = _Place(self.length, self.rows, self._sink.length)
 
     def sync(self) -> None:
-        """Make it and its name durable, while more is written; after an OSError nobody knows what is: `fall_back`."""
+        """Make it and its name durable, while more is written; after an OSError call `fall_back`."""
         os.fsync(self._sink.descriptor)
         if not self.is_named:
             with directory(self._path.parent) as folder:
@@ -155,8 +155,8 @@ class Shard:
         self._new_rows += sum(batch.num_rows for batch in batches)
 
     def _check_place(self) -> None:
-        """Raise OSError unless the file's name leads to it: else nobody could read what is in it."""
-        gone = FileNotFoundError(errno.ENOENT, "somebody removed the file or its directory", str(self._path))
+        """Raise OSError if the file's name no longer leads to it: its content would be lost."""
+        gone = FileNotFoundError(errno.ENOENT, "the file or its directory was removed", str(self._path))
         try:
             if not os.path.samestat(os.fstat(self._sink.descriptor), os.lstat(self._path)):
                 raise gone
@@ -167,7 +167,7 @@ class Shard:
         self.length, self.rows = length, rows
         self._batches = self._new_rows = 0
         if not rows:
-            return  # removed when it is closed: who reads it now loses nothing under their hands
+            return  # its space is freed when it is closed: open readers are not affected
         # Where even this fails, readers still know that the run at the end is not whole.
         with contextlib.suppress(OSError):
             os.truncate(self._sink.descriptor, length)
@@ -212,7 +212,7 @@ class _Sink:
                 held[at] = held[at][count:]
 
     def begin_at(self, length: int) -> None:
-        """Go on behind a place of the file, and forget what is held back."""
+        """Continue at a position of the file, and drop bytes that are held back."""
         self._held = []
         self.length = os.lseek(self.descriptor, length, os.SEEK_SET)
 

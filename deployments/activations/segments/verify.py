@@ -86,7 +86,7 @@ def _changed(batch: pa.RecordBatch, metadata: Mapping[bytes, bytes], facts: Batc
         described.append("layout")
     if said.keys() & {BATCH, LAYOUT}:
         is_same = said.get(BATCH) == checksums.of_batch(schema, said)
-    else:  # earlier versions wrote none; a name that nobody writes was another one
+    else:  # earlier versions wrote none; an unknown name is a damaged one
         is_same = said.keys() <= _KEYS
     return bad + (described or ([] if is_same else ["metadata"]))
 
@@ -179,17 +179,18 @@ def _look_through(found: Verified, file: DiskFile) -> None:
     if is_sealed(file):
         listed = footer(file).num_record_batches
         if batches < listed:
-            found.state, found.reason = "damaged", f"batch {batches} of {listed} does not read, nor what is behind it"
+            found.state, found.reason = "damaged", f"batch {batches} of {listed} and all after it cannot be read"
         elif rows_of:
             found.state, found.reason = "cut short", "a run has no end"
         elif is_summed and (at := _written_otherwise(file.local)) is not None:
             where = "the footer" if at >= end else begins[max(place for place in begins if place <= at)]
-            found.state, found.reason = "damaged", f"byte {at}, of {where}, is not as it was written; all runs read"
+            found.state = "damaged"
+            found.reason = f"byte {at}, of {where}, is not as it was written; all runs can be read"
     elif not batches:
         found.state, found.reason = "damaged", "no batch of an activation file can be read"
     elif rows_of or end != size:
         found.state = "cut short"
-        found.reason = "a run has no end" if end == size else f"the last {size - end} bytes are no whole batch"
+        found.reason = "a run has no end" if end == size else f"the last {size - end} bytes are not a complete batch"
     else:
         found.state = "open"
 

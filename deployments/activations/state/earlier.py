@@ -54,7 +54,7 @@ def _record(path: Path) -> tuple[Any, ...]:
         return tuple((_RECORD | json.loads(path.read_bytes()))[name] for name in _RECORD)
     except (ValueError, TypeError):
         logger.exception("%s cannot be read: admins alone may read the session", path)
-        return tuple((_RECORD | {"owner": ""}).values())  # nobody has this name
+        return tuple((_RECORD | {"owner": ""}).values())  # no owner has this name
 
 
 def _profiles(files: dict[str, Path]) -> Iterator[tuple[Any, ...]]:

@@ -39,7 +39,7 @@ class Deletion(NamedTuple):
 
 
 class Nodes(State):
-    """What is known of nodes, durable when it answers."""
+    """The table of nodes and their pending deletions. Each change is durable when the call returns."""
 
     def __init__(self, root: Path, read_only: bool = False) -> None:
         super().__init__(root, read_only)

@@ -19,7 +19,7 @@ _KEPT = "name, NULLIF(owner, ''), model, description, created, is_default"
 
 
 class _Kept(NamedTuple):
-    """What is known of a profile besides what it does; `created` is in Unix seconds."""
+    """A stored profile's record; `created` is in Unix seconds."""
 
     name: str
     owner: str | None
@@ -60,8 +60,8 @@ class StoredProfiles(State):
     def put(self, profile: Profile, account: Account = OPERATOR, most: int = MAX_PROFILES) -> dict[str, Any]:
         """Keep a profile, in the place of one of its name, and of the model's last default if it is one.
 
-        Durable when it returns; what `get` says of it. RequestError if it is too large, there are more than `most` of
-        an owner who is no admin, or one who is none changes defaults, which change what others are answered.
+        Durable when it returns, with what `get` returns. RequestError if it is too large, there are more than `most` of
+        an owner who is no admin, or an owner who is no admin changes a default, which affects other users.
         """
         body = profile.model_dump_json(by_alias=True, exclude_unset=True, exclude={"default"})
         if (size := len(body.encode())) > MAX_BYTES:
@@ -134,5 +134,5 @@ class StoredProfiles(State):
 
 
 def _defaults_are_admins() -> RequestError:
-    message = "a default changes what others are answered: that needs a key with the role admin"
+    message = "a default changes the answers of other users: that needs a key with the role admin"
     return RequestError(message, "default", "insufficient_permissions", 403)

@@ -92,7 +92,7 @@ class State:
             database.executemany(statement, rows)
 
     def version(self) -> tuple[int, ...]:
-        """Another one after each change, whoever made it."""
+        """Numbers that change with each change, by any process."""
         with self._connection() as database:
             return (*database.execute("PRAGMA data_version").fetchone(), database.total_changes) if database else (0, 0)
 

@@ -26,7 +26,7 @@ logger = logging.getLogger(__name__)
 
 
 class ClientFile(NamedTuple):
-    """One file; `about` is what answers say of it besides, `created` is in Unix seconds."""
+    """One file; `about` has further fields for answers, `created` is in Unix seconds."""
 
     name: str
     owner: str | None

@@ -44,7 +44,7 @@ class ReadoutFiles(ClientFiles):
         account: Account = OPERATOR,
         most_of_one: int | None = None,
     ) -> dict[str, Any]:
-        """Keep a readout, with what the spec says beside it; as `keep`. RequestError if it is none."""
+        """Store a readout with its spec, as `keep` does. RequestError if it is not a valid readout."""
         defined = define(data, spec)
         id = _id(defined)
         metadata = {"spec": _spec_json(defined.spec), _KEPT: json.dumps([id, defined.hidden, defined.size])}

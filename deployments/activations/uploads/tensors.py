@@ -61,11 +61,11 @@ def _about(types: dict[str, TensorType]) -> dict[str, Any]:
 def check(data: bytes) -> dict[str, TensorType]:
     """The tensors of a file that may be kept; RequestError names the tensor that may not."""
     if int.from_bytes(data[:8], "little") > MAX_HEADER_BYTES:
-        raise _refused(f"no safetensors file: its header would be longer than {MAX_HEADER_BYTES} bytes")
+        raise _refused(f"not a safetensors file: its header would be longer than {MAX_HEADER_BYTES} bytes")
     try:
         found = deserialize(data)  # type: ignore[no-untyped-call]
     except SafetensorError as error:
-        raise _refused(f"no whole safetensors file: {error}") from error
+        raise _refused(f"not a complete safetensors file: {error}") from error
     if not 1 <= len(found) <= MAX_TENSORS:
         raise _refused(f"a file holds 1 to {MAX_TENSORS} tensors, and this one {len(found)}")
     types = {name: _type(name, tensor["shape"], tensor["dtype"]) for name, tensor in found}
@@ -98,7 +98,7 @@ def pick(reference: str, data: bytes) -> torch.Tensor:
 
 def _type(name: str, shape: list[int], dtype: str) -> TensorType:
     if not 1 <= len(name) <= MAX_NAME or not name.isprintable():
-        raise _refused(f"{name[:MAX_NAME]!r} is no name of 1 to {MAX_NAME} printable characters")
+        raise _refused(f"{name[:MAX_NAME]!r} is not a name of 1 to {MAX_NAME} printable characters")
     if dtype not in DTYPES:
         known = ", ".join(DTYPES)
         raise _refused(f"{name!r} is of dtype {dtype}: tensors here are one of {known}")

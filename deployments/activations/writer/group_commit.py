@@ -14,7 +14,7 @@ from deployments.activations.files.disk import directory
 from deployments.activations.segments.segment_writer import Shard
 from deployments.activations.writer.open_runs import OpenRuns
 
-_SYNCS = 8  # files that are made durable at once: disks gather what they are asked for, and networks take their time
+_SYNCS = 8  # files that are synced at a time: disks merge requests, and network file systems have latency
 
 _Answer = tuple[Future[StoredRun], Entry]
 
@@ -67,7 +67,7 @@ class Commits:
         for shard in written:
             shard.begin_sync()
         new = any(not shard.is_named for shard in written)
-        root = self._threads.submit(_sync_root, self._root) if new else None  # once for all, before who waits for it
+        root = self._threads.submit(_sync_root, self._root) if new else None  # once, before callers are answered
         self._syncs = [_Sync(shard, self._threads.submit(_sync, shard, root), runs) for shard, runs in written.items()]
         for sync in self._syncs:
             sync.done.add_done_callback(lambda _: self._wake())
@@ -102,7 +102,7 @@ class Commits:
             self.end()
 
     def close(self) -> None:
-        """Wait for the disk, and end the threads; nobody is answered any more."""
+        """Wait for the disk, and end the threads; no further caller gets an answer."""
         self._threads.shutdown()
 
     def _fail(self, sync: _Sync, error: OSError) -> None:

@@ -134,7 +134,7 @@ class OpenRuns:
             self.abandon(name, reason)
 
     def renew(self, name: RunName) -> None:
-        """A run goes on, though nothing may come of it for now; one that is not open is no error."""
+        """Renew a run's lease: it goes on although no rows come now. A run that is not open is ignored."""
         if run := self._open.get(name):
             run.touched = time.monotonic()
             self._open.move_to_end(name)
@@ -144,14 +144,14 @@ class OpenRuns:
         self._finished.difference_update(RunName(run.session_id, run.run_id) for run in runs)
 
     def settle(self, shards: Iterable[Shard]) -> None:
-        """Abandon what has waited too long, and forget what need not be known; `shards` are yet to be synced."""
+        """Abandon runs past their lease, and drop records that are not needed; `shards` are not synced yet."""
         self._written.intersection_update(shard.session_id for shard in shards)
         now = time.monotonic()
         while self._lost and now - next(iter(self._lost.values()))[1] >= self._lease_s:
             self._lost.popitem(last=False)
         while self._open and now - next(iter(self._open.values())).touched >= self._lease_s:
             name = next(iter(self._open))
-            self.abandon(name, f"Run {name.run_id} was given up: nothing came of it for {self._lease_s:g} s.")
+            self.abandon(name, f"Run {name.run_id} was dropped: no rows of it came for {self._lease_s:g} s.")
 
     def _check(self, chunk: Chunk) -> None:
         name, run = chunk.name, self._open.get(chunk.name)
@@ -161,7 +161,7 @@ class OpenRuns:
             raise StoreError(f"Run {name.run_id} is stored already: give it another id")
         if run is None and chunk.part:
             raise StoreError(
-                f"Part {chunk.part} of run {name.run_id} came, but those before it are not here any more: "
+                f"Part {chunk.part} of run {name.run_id} came, but the parts before it are gone: "
                 "send the request again."
             )
         if run and not chunk.part:

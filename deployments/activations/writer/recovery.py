@@ -62,7 +62,7 @@ def _check_alone(root: Path) -> None:
         while not can_hold(root):
             if time.monotonic() > until:
                 raise StoreError(
-                    f"Another server keeps the activation store at {root}, and one server has a directory: stop it, or "
+                    f"Another server uses the activation store at {root}, and one server has a directory: stop it, or "
                     "give this one another activations_dir."
                 )
             time.sleep(0.1)

@@ -79,7 +79,7 @@ class SessionManager:
         self._total += size
 
     def recount(self) -> None:
-        """It is not known how many bytes files have: count them when it is asked next."""
+        """Count the bytes of files again at the next use."""
         self._until = 0.0
 
     def check(self, session_id: str, size: int, most: int = 0, stay: Set[str] = frozenset()) -> list[SessionSize]:
@@ -172,7 +172,7 @@ class SessionManager:
         return [] if age is None else [name for name, last in self._catalogue.last_runs() if last < now - age]
 
     def expire(self, old: Sequence[str], now: float) -> list[str]:
-        """Delete those of `old` whose last run is too old, and say which; where the disk refuses, they stay."""
+        """Delete those of `old` whose last run is too old; returns their ids. On a disk error they stay."""
         age = self.retention.max_session_age_s
         if age is None or not old:
             return []
@@ -219,7 +219,7 @@ class SessionManager:
         return True
 
     def may_delete(self, session_id: str, account: Account) -> bool:
-        """Whether a session may be deleted for somebody; RequestError if it is pinned."""
+        """Whether an account may delete a session; RequestError if it is pinned."""
         if self._may_change(session_id, account):
             self._pins.check(session_id)
             return True

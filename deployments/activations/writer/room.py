@@ -27,7 +27,7 @@ class Room:
         self._failed: OSError | None = None
 
     async def check(self, size: int) -> None:
-        """Raise StoreError where so many bytes cannot be written now; the message says why and what to do."""
+        """Raise StoreError if so many bytes cannot be written now; the message has the reason and what to do."""
         with explained(self._root):
             await asyncio.get_running_loop().run_in_executor(self._pool, self._check, size)
 

@@ -47,7 +47,7 @@ _SYNC_BYTES = 64 << 20  # an open run's bytes are fsynced in pieces of this size
 
 
 class _Request(NamedTuple):
-    """What the thread is asked for: in its turn, or `behind` the commits of its round."""
+    """A call for the thread: in its turn, or `behind` the commits of its round."""
 
     work: Callable[[], Any]
     future: Future[Any]
@@ -112,7 +112,7 @@ class Writer:
         """Queue a whole run, or its end behind `part` chunks; answered when it is durable. Raises as `append`."""
         if not batches and not part:
             raise StoreError(f"Run {run.run_id} has no rows: capture at least one token")
-        batch_metadata(run.run_id, 0, 1, run)  # what JSON cannot hold is the caller's to hear of
+        batch_metadata(run.run_id, 0, 1, run)  # raises for the caller what JSON cannot hold
         return self._put_chunk(Chunk(RunName(run.session_id, run.run_id), part, list(batches), run, (), fence=fence))
 
     def abandon(self, session_id: str, run_id: str) -> Future[None]:
@@ -177,7 +177,7 @@ class Writer:
 
     def _put_chunk(self, chunk: Chunk) -> Future[Any]:
         chunk.check()
-        sums = [described(batch) for batch in chunk.batches]  # here: beside what the writer's thread is at
+        sums = [described(batch) for batch in chunk.batches]  # here, in parallel with the writer's thread
         return self._put(partial(self._write, chunk._replace(sums=sums)))
 
     # ---- the thread
@@ -193,7 +193,7 @@ class Writer:
             self._fail_all()
 
     def _fail_all(self) -> None:
-        """Tell all who wait, and let nobody wait any more."""
+        """Fail all callers that wait, and refuse further ones."""
         with self._closing:
             self._closed = True
         self._queued()
@@ -201,7 +201,7 @@ class Writer:
         with contextlib.suppress(Exception):  # the error may come from these very files
             self._runs.abandon_those(lambda *_: True, "the writer has failed")
             self._pool.end()
-        self._failed = True  # who is told may ask another writer at once
+        self._failed = True  # a caller may use another writer at once
         for future in self._asked:
             if not future.done():
                 future.set_exception(StoreError("The activation store failed, its log says why: send it again"))
@@ -249,7 +249,7 @@ class Writer:
         return self._queued(first)
 
     def _queued(self, first: _Request | None = None) -> deque[_Request]:
-        """This request and all that are queued; somebody must hear of each, whatever happens."""
+        """This request and all that are queued; each must get a result or an error."""
         requests = deque([first] if first else [])
         while not self._queue.empty():  # this thread alone takes from it
             if request := self._queue.get():

@@ -156,7 +156,7 @@ def test_a_part_that_comes_behind_the_end_of_its_run_is_refused(long, open_sende
 def test_a_run_that_nothing_comes_of_is_given_up(long, open_sender):
     sender = open_sender(lease_s=0)
     sender.append(long, 0)
-    with pytest.raises(StoreError, match="given up: nothing came"):
+    with pytest.raises(StoreError, match="dropped: no rows of it came"):
         sender.append(long, 1)
     assert sender.files() == []
 

@@ -259,7 +259,7 @@ def test_an_answer_that_is_no_arrow_stream_is_said_to_be_none(cli, server, tmp_p
     server.body = body
     status, _, complaint = cli("pull", f"http://127.0.0.1:{server.server_port}", "session", dir=tmp_path / "laptop")
     assert status == 1
-    assert "no Arrow stream" in complaint
+    assert "did not send an Arrow stream" in complaint
     assert list((tmp_path / "laptop").iterdir()) == []
 
 

@@ -86,7 +86,7 @@ def test_a_directory_that_goes_with_its_node_is_refused_unless_it_is_archived(tm
 def test_a_second_server_on_a_directory_is_refused_and_a_directory_that_was_let_go_of_is_not(tmp_path, monkeypatch):
     monkeypatch.setattr(recovery, "_ENDING_S", 0.0)
     first = ActivationStore(str(tmp_path))
-    with pytest.raises(StoreError, match="Another server keeps the activation store at .*another activations_dir"):
+    with pytest.raises(StoreError, match="Another server uses the activation store at .*another activations_dir"):
         ActivationStore(str(tmp_path))
     first._writer.close()
     first._catalogue.close()
