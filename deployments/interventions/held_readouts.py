@@ -65,7 +65,7 @@ class HeldReadouts:
         """
         found = {}
         for name, field in _named(job).items():
-            known: Mapping[str, Any] | None = await self._store.kept.remote("readouts", "get", name, job.account)
+            known: Mapping[str, Any] | None = await self._store.client_data.remote("readouts", "get", name, job.account)
             if known is None:
                 raise RequestError(f"there is no readout {name!r}", field, "readout_not_found")
             if known["model"] != self._model:
@@ -77,7 +77,7 @@ class HeldReadouts:
 
     async def _one(self, job: Job, name: str, id: str, field: str) -> Readout:
         if id not in self._held:
-            data: bytes | None = await self._store.kept.remote("readouts", "read", name, job.account)
+            data: bytes | None = await self._store.client_data.remote("readouts", "read", name, job.account)
             if data is None:
                 raise RequestError(f"there is no readout {name!r}", field, "readout_not_found")
             self._make_room(len(data), job.id, field)

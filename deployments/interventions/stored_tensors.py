@@ -98,7 +98,7 @@ class StoredTensors:
         return FetchedTensors(tensors, rows)
 
     async def _tensor(self, reference: str, field: str, reader: Account) -> torch.Tensor:
-        data = await self._store.kept.remote("tensors", "read", split(reference)[0], reader)
+        data = await self._store.client_data.remote("tensors", "read", split(reference)[0], reader)
         if data is None:
             raise RequestError(f"there is no tensor {reference!r}", field, "tensor_not_found")
         try:

@@ -182,7 +182,9 @@ class Backend:
             ApiError: 503.
         """
         most, most_of_one = self._max_tensor_bytes
-        kept: dict[str, Any] = await stored(self._store.kept.remote("tensors", "put", data, most, account, most_of_one))
+        kept: dict[str, Any] = await stored(
+            self._store.client_data.remote("tensors", "put", data, most, account, most_of_one)
+        )
         return kept
 
     async def tensor_files(self, account: Account, limit: int, after: str | None) -> list[dict[str, Any]]:
@@ -191,7 +193,7 @@ class Backend:
         Raises:
             ApiError: 503.
         """
-        return await stored(self._store.kept.remote("tensors", "list", limit, after, account))  # type: ignore[no-any-return]
+        return await stored(self._store.client_data.remote("tensors", "list", limit, after, account))  # type: ignore[no-any-return]
 
     async def tensor_file(self, account: Account, tensor_id: str) -> Download:
         """A tensor file as it was sent.
@@ -199,13 +201,15 @@ class Backend:
         Raises:
             ApiError: 404; 503.
         """
-        known: dict[str, Any] | None = await stored(self._store.kept.remote("tensors", "get", tensor_id, account))
+        known: dict[str, Any] | None = await stored(
+            self._store.client_data.remote("tensors", "get", tensor_id, account)
+        )
         if known is None:
             raise _no_tensors(tensor_id)
 
         async def read(first: int, end: int) -> bytes:
             found: bytes | None = await stored(
-                self._store.kept.remote("tensors", "read", tensor_id, account, first, end)
+                self._store.client_data.remote("tensors", "read", tensor_id, account, first, end)
             )
             if found is None:
                 raise _no_tensors(tensor_id)
@@ -219,7 +223,7 @@ class Backend:
         Raises:
             ApiError: 404; 503.
         """
-        if not await stored(self._store.kept.remote("tensors", "delete", tensor_id, account)):
+        if not await stored(self._store.client_data.remote("tensors", "delete", tensor_id, account)):
             raise _no_tensors(tensor_id)
 
     async def keep_profile(self, account: Account, profile: Profile) -> dict[str, Any]:

@@ -45,7 +45,7 @@ class Profiles:
         Raises:
             ApiError: 503.
         """
-        return await stored(self._store.kept.remote("profiles", "list", limit, after, account))  # type: ignore[no-any-return]
+        return await stored(self._store.client_data.remote("profiles", "list", limit, after, account))  # type: ignore[no-any-return]
 
     async def get(self, account: Account, name: str, owner: str | None = None) -> dict[str, Any]:
         """One profile, as it was sent; an admin may name its owner.
@@ -53,7 +53,9 @@ class Profiles:
         Raises:
             ApiError: 404; 503.
         """
-        found: dict[str, Any] | None = await stored(self._store.kept.remote("profiles", "get", name, account, owner))
+        found: dict[str, Any] | None = await stored(
+            self._store.client_data.remote("profiles", "get", name, account, owner)
+        )
         if found is None:
             raise _none_such(name)
         return found
@@ -67,7 +69,9 @@ class Profiles:
         """
         plain = Profile.model_validate(profile.model_dump(by_alias=True, exclude_unset=True))
         try:
-            kept: dict[str, Any] = await stored(self._store.kept.remote("profiles", "put", plain, account, self._most))
+            kept: dict[str, Any] = await stored(
+                self._store.client_data.remote("profiles", "put", plain, account, self._most)
+            )
         finally:
             self._forget()
         return kept
@@ -80,7 +84,7 @@ class Profiles:
             ApiError: 404; 503.
         """
         try:
-            if not await stored(self._store.kept.remote("profiles", "delete", name, account, owner)):
+            if not await stored(self._store.client_data.remote("profiles", "delete", name, account, owner)):
                 raise _none_such(name)
         finally:
             self._forget()
@@ -122,7 +126,7 @@ class Profiles:
         """A profile, and whether it is a default."""
         if name == NONE:
             return None
-        found: dict[str, Any] | None = await stored(self._store.kept.remote("profiles", "get", name, account))
+        found: dict[str, Any] | None = await stored(self._store.client_data.remote("profiles", "get", name, account))
         if found is None:
             raise RequestError(f"there is no profile {name!r}", "intervention_profile", "profile_not_found")
         profile = _profile(found)
@@ -155,7 +159,7 @@ class Profiles:
     async def _ask(self) -> None:
         asked = time.monotonic()
         try:
-            news = await self._store.kept.remote("profiles", "defaults", self._version)
+            news = await self._store.client_data.remote("profiles", "defaults", self._version)
         except UNAVAILABLE as error:
             logger.warning("the activation store does not answer which profiles are defaults: %s", error)
             news = None

@@ -33,7 +33,7 @@ class Readouts:
             ApiError: Its model has no such point, or rows of another length there; 503.
         """
         kept: dict[str, Any] = await stored(
-            self._store.kept.remote("readouts", "put", data, spec, self._most, account, self._most_of_one)
+            self._store.client_data.remote("readouts", "put", data, spec, self._most, account, self._most_of_one)
         )
         model = self._models.get(kept["model"])
         if model and model.up:
@@ -41,7 +41,7 @@ class Readouts:
                 await model.check_readout(kept["point"], kept["hidden"])
             except ApiError as refused:
                 if refused.status == 400:  # the model was loaded after another of the name was installed, at the worst
-                    await stored(self._store.kept.remote("readouts", "delete", kept["name"], account))
+                    await stored(self._store.client_data.remote("readouts", "delete", kept["name"], account))
                 raise
         return kept
 
@@ -51,7 +51,7 @@ class Readouts:
         Raises:
             ApiError: 503.
         """
-        return await stored(self._store.kept.remote("readouts", "list", limit, after, account))  # type: ignore[no-any-return]
+        return await stored(self._store.client_data.remote("readouts", "list", limit, after, account))  # type: ignore[no-any-return]
 
     async def get(self, account: Account, name: str) -> dict[str, Any]:
         """One readout.
@@ -59,7 +59,7 @@ class Readouts:
         Raises:
             ApiError: 404; 503.
         """
-        found: dict[str, Any] | None = await stored(self._store.kept.remote("readouts", "get", name, account))
+        found: dict[str, Any] | None = await stored(self._store.client_data.remote("readouts", "get", name, account))
         if found is None:
             raise _none_such(name)
         return found
@@ -73,7 +73,9 @@ class Readouts:
         told = await self.get(account, name)
 
         async def read(first: int, end: int) -> bytes:
-            found: bytes | None = await stored(self._store.kept.remote("readouts", "read", name, account, first, end))
+            found: bytes | None = await stored(
+                self._store.client_data.remote("readouts", "read", name, account, first, end)
+            )
             if found is None:
                 raise _none_such(name)
             return found
@@ -86,7 +88,7 @@ class Readouts:
         Raises:
             ApiError: 404; 503.
         """
-        if not await stored(self._store.kept.remote("readouts", "delete", name, account)):
+        if not await stored(self._store.client_data.remote("readouts", "delete", name, account)):
             raise _none_such(name)
 
 

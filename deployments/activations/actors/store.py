@@ -104,8 +104,8 @@ class ActivationStore(RunReceiver):
         self._writer = self._begin_writer()
         self._deleting = asyncio.Lock()
         self._room = Room(self._root)
-        self._kept: dict[str, Any] = {"tensors": TensorFiles(self._root), "readouts": ReadoutFiles(self._root)}
-        self._kept["profiles"] = StoredProfiles(self._root)
+        self._client_data: dict[str, Any] = {"tensors": TensorFiles(self._root), "readouts": ReadoutFiles(self._root)}
+        self._client_data["profiles"] = StoredProfiles(self._root)
         self._files_pool = ThreadPoolExecutor(1, thread_name_prefix="small-files")  # one changes them at a time
         self._watcher: threading.Thread | None = None
         if self._nodes.all():
@@ -292,9 +292,9 @@ class ActivationStore(RunReceiver):
 
     # ---- clients' files and profiles
 
-    async def kept(self, what: str, method: str, *args: Any) -> Any:
-        """What a method of `tensors`, `readouts` or `profiles` gives, as in `kept("tensors", "read", id)`."""
-        call = functools.partial(getattr(self._kept[what], method), *args)
+    async def client_data(self, what: str, method: str, *args: Any) -> Any:
+        """Call a method of clients' `tensors`, `readouts` or `profiles`: `client_data("tensors", "read", id)`."""
+        call = functools.partial(getattr(self._client_data[what], method), *args)
         pool = self._files_pool if method in ("put", "delete") else None
         return await asyncio.get_running_loop().run_in_executor(pool, call)
 

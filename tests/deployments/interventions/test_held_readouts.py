@@ -34,10 +34,10 @@ class Store:
 
     def __init__(self, *names: str) -> None:
         self.fetched = list[str]()
-        self.kept = Method(self._kept)
+        self.client_data = Method(self._client_data)
         self._names = names
 
-    def _kept(self, what: str, method: str, name: str, _: Any) -> Any:
+    def _client_data(self, what: str, method: str, name: str, _: Any) -> Any:
         assert what == "readouts"
         if method == "get":
             return {"id": name, "model": "demo"} if name in self._names else None

@@ -250,12 +250,12 @@ def test_another_ingress_knows_of_a_default_within_a_second_and_asks_no_more_oft
 
     async def scene():
         assert await default(50) is None
-        assert store.asked == ["kept"]
+        assert store.asked == ["client_data"]
         await asyncio.to_thread(keep, "seen", model=MODEL, default=True, interventions=[HALF])
         assert await default() is None
         now[0] += profile_registry.FRESH_S + 0.01
         assert await default(50) == "seen"
-        assert store.asked == ["kept"] * 2
+        assert store.asked == ["client_data"] * 2
         await asyncio.to_thread(ask, "DELETE", "seen")
         now[0] += profile_registry.FRESH_S + 0.01
         assert await default() is None

@@ -57,9 +57,9 @@ def test_a_file_comes_back_as_it_was_sent(tensors, kept):
 
 def test_a_replica_finds_a_tensor_by_its_reference(kept):
     store = connect(str(home() / "activations"))
-    data = ray.get(store.kept.remote("tensors", "read", kept["id"]))
+    data = ray.get(store.client_data.remote("tensors", "read", kept["id"]))
     assert torch.equal(pick(f"{kept['id']}/half", data), TENSORS["half"])
-    assert ray.get(store.kept.remote("tensors", "read", "tensor-none")) is None
+    assert ray.get(store.client_data.remote("tensors", "read", "tensor-none")) is None
 
 
 def test_a_store_that_is_started_again_knows_the_files(tensors, kept, eventually):
