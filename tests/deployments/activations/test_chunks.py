@@ -176,7 +176,7 @@ def test_a_store_that_was_started_again_refuses_the_rest_of_a_run(long, open_sen
     open_sender().append(long, 0)
     sender = open_sender()
     for late in (lambda: sender.append(long, 1), lambda: sender.finish(long, 1)):
-        with pytest.raises(StoreError, match="those before it are not here"):
+        with pytest.raises(StoreError, match="the parts before it are gone"):
             late()
     sender.finish(long)
     assert sender.listed() == ["long"]

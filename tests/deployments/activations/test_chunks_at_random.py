@@ -144,7 +144,7 @@ class Chunks(RuleBasedStateMachine):
         self.start(new)
         for session, run_id, parts in lost:
             more = batch(session, run_id, torch.zeros(1, 3), 0)
-            with pytest.raises(StoreError, match="those before it are not here"):
+            with pytest.raises(StoreError, match="the parts before it are gone"):
                 self.writers[-1].append(session, run_id, parts, [more]).result()
 
     @invariant()

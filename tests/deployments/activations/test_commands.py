@@ -179,7 +179,7 @@ def test_damage_within_a_sealed_file_is_found_and_named(cli, store):
     status, out, complaint = cli("verify", "session")
     assert status == 1
     assert "damaged" in out
-    assert "batch 2 of 4 does not read" in out
+    assert "batch 2 of 4 and all after it cannot be read" in out
     assert "1 of 2 files are not whole" in complaint
 
 

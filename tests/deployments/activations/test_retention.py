@@ -104,7 +104,7 @@ def test_a_long_run_is_refused_at_the_chunk_that_is_too_much_and_others_go_on(ke
     writer.retain(Retention(max_session_bytes=RUN)).result()
     with pytest.raises(StoreError, match="quota of session session"):
         writer.submit(long.facts, long.batches[3:], 3).result()
-    with pytest.raises(StoreError, match="before it are not here"):
+    with pytest.raises(StoreError, match="before it are gone"):
         writer.append("session", "long", 3, [long.batches[3]]).result()
     store(writer, make("after"))  # what the long run had is free again
     writer.retain(Retention()).result()

@@ -289,7 +289,7 @@ def test_a_model_that_is_more_than_its_layers_says_is_refused_a_lens_and_nothing
 
     hf.model.register_forward_hook(more, with_kwargs=True)
     model = Model(hf, byte_tokenizer, "llama")
-    with pytest.raises(RequestError, match="logits that differ") as refused:
+    with pytest.raises(RequestError, match="differ from its own") as refused:
         Engine(model).generate([asking(model, "a", prompt(5))])
     assert (refused.value.field, refused.value.code) == ("logit_lens", "logit_lens_unsupported")
     (done,) = Engine(model).generate([Request("b", prompt(5), NEW)])
