@@ -3,11 +3,11 @@
 import { isAbort } from "./api.js";
 import { button, empty, errorNote, field, h, percent, quoted } from "./dom.js";
 import { layers, source } from "./forms.js";
-import { complete, continuing, isTooLarge, rows, rowsBody, span, stored, tokenized } from "./recompute.js";
+import { complete, continuing, isTooLarge, rows, rowsBody, span, stored, storedQuery, tokenized } from "./recompute.js";
 import { legend, onTheme, scale } from "./scales.js";
 import { asNumber, asText } from "./state.js";
+import { onLook } from "./tokens.js";
 import "./code.js";
-import "./tokens.js";
 
 const SMALL = 96; // pixels of a small picture
 const LARGE = 480;
@@ -46,8 +46,7 @@ export function view(app) {
     running?.abort();
     running = new AbortController();
     const { signal } = running;
-    const asked = from.read();
-    if (!recorded && !asked.ids && !asked.text) return from.box.focus();
+    const asked = recorded ? from.read() : from.asked();
     trouble.replaceChildren();
     [run.disabled, stop.hidden] = [true, false];
     try {
@@ -65,7 +64,6 @@ export function view(app) {
     } finally {
       [run.disabled, stop.hidden, status.textContent] = [false, true, ""];
     }
-    return null;
   }
 
   function explained(error) {
@@ -110,7 +108,7 @@ export function view(app) {
     const lengths = found[`${point}.lengths`].values;
     const start = (which, row) => (row * heads + which) * widest;
     pattern = { first: found.position.values[0], heads, at: (which, row) => values.subarray(start(which, row), start(which, row) + lengths[row]) };
-    code.note("The stored pattern", { method: "GET", path: `v1/activations/session/${recorded.session}/data`, query: { run: recorded.run, points: point, format: "safetensors" } });
+    code.note("The stored pattern", storedQuery(where, [point]));
   }
 
   function draw() {
@@ -118,60 +116,66 @@ export function view(app) {
     const strip = document.createElement("token-strip");
     strip.setAttribute("aria-label", "Tokens; the one you look at shows where it looks");
     strip.set(text.texts.map((one) => ({ text: one })));
-    const large = picture(head, count, LARGE);
+    const large = picture(head, count, LARGE, 2048);
+    const mark = h("div", { class: "mark" }); // the row of the token that is looked at
     const said = h("p", { class: "from", role: "status" });
     const title = h("h2", {}, `Layer ${layer.element.value}, head ${head}`);
     const smalls = span(0, pattern.heads).map((which) => {
-      const made = h("button", { type: "button", "aria-pressed": String(which === head), onclick: () => pick(which) }, picture(which, count, SMALL), `head ${which}`);
+      const made = h("button", { type: "button", "aria-pressed": String(which === head), onclick: () => pick(which) }, picture(which, count, SMALL, 2 * SMALL), `head ${which}`);
       return made;
     });
     function pick(which) {
       head = which;
       smalls.forEach((one, i) => one.setAttribute("aria-pressed", String(i === which)));
-      large.replaceWith(picture(which, count, LARGE, large));
+      picture(which, count, LARGE, 2048, large);
       title.textContent = `Layer ${layer.element.value}, head ${which}`;
       look(Math.max(strip.pinned, 0) || text.ids.length - 1);
       app.changed();
     }
     function look(at) {
       const row = at - pattern.first;
+      mark.hidden = row < 0;
       if (row < 0) return said.replaceChildren(`Token ${at} is before those that fit into an answer.`);
+      Object.assign(mark.style, { top: `${(100 * row) / count}%`, height: `${100 / count}%` });
       const shares = pattern.at(head, row);
       strip.colour((_, i) => (i < shares.length ? ATTENTION.colour(shares[i]) : null));
       const most = [...shares.keys()].sort((a, b) => shares[b] - shares[a]).slice(0, 3);
       return said.replaceChildren(`${quoted(text.texts[at])} (${at}) looks at ${most.map((i) => `${quoted(text.texts[i])} (${i}) ${percent(shares[i])}`).join(", ")}`);
     }
-    strip.addEventListener("look", ({ detail }) => strip.pinned < 0 && look(detail.index));
-    strip.addEventListener("pin", ({ detail }) => detail.index >= 0 && look(detail.index));
+    onLook(strip, (index) => index >= 0 && look(index));
     large.addEventListener("pointermove", (event) => {
       const row = Math.floor((event.offsetY / large.clientHeight) * count);
       if (strip.pinned < 0) look(Math.min(row, count - 1) + pattern.first);
     });
     const cut = pattern.first ? h("p", { class: "from" }, `The patterns of the last ${count} tokens: those of all ${text.ids.length} do not fit into an answer (max_inline_values).`) : null;
+    const figure = h("figure", {}, h("div", { class: "large" }, large, mark), h("figcaption", {}, "Down: the token that looks. Across: the tokens that it looks at."));
     shown.replaceChildren(
-      ...[cut, h("div", { class: "heads" }, ...smalls), title, legend(ATTENTION), said, h("div", { class: "beside" }, large, strip)].filter(Boolean),
+      ...[cut, h("div", { class: "heads" }, ...smalls), title, legend(ATTENTION), said, h("div", { class: "beside" }, figure, strip)].filter(Boolean),
     );
     look(text.ids.length - 1);
   }
 
-  /** A head as a picture, a row for each token that looks and a column for each that is looked at. */
-  function picture(which, count, size, canvas = h("canvas", { role: "img" })) {
+  /** A head as a picture of at most `most` squares a side: a row for each token that looks, a column for each looked at. */
+  function picture(which, count, size, most, canvas = h("canvas", { role: "img" })) {
     const total = text.ids.length;
+    const [width, height] = [Math.min(total, most), Math.min(count, most)];
+    Object.assign(canvas, { width, height });
     canvas.setAttribute("aria-label", `Head ${which}: rows are tokens, columns where they look`);
-    canvas.width = Math.min(total, 2048);
-    canvas.height = Math.min(count, 2048);
-    canvas.style.width = `${size}px`;
-    canvas.style.height = `${Math.max((size * count) / total, 8)}px`;
-    const context = canvas.getContext("2d");
-    const image = context.createImageData(canvas.width, canvas.height);
-    for (let y = 0; y < canvas.height; y++) {
-      const shares = pattern.at(which, Math.floor((y * count) / canvas.height));
-      for (let x = 0; x < canvas.width; x++) {
-        const share = shares[Math.floor((x * total) / canvas.width)] ?? 0;
-        image.data.set([...ATTENTION.rgb(share), 255], (y * canvas.width + x) * 4);
+    Object.assign(canvas.style, { width: `${size}px`, aspectRatio: `${total} / ${count}` });
+    const largest = new Float32Array(width * height); // of the shares that fall into a square
+    for (let row = 0; row < count; row++) {
+      const shares = pattern.at(which, row);
+      const start = Math.floor((row * height) / count) * width;
+      for (let i = 0; i < shares.length; i++) {
+        const at = start + Math.floor((i * width) / total);
+        if (shares[i] > largest[at]) largest[at] = shares[i];
       }
     }
-    context.putImageData(image, 0, 0);
+    const colours = Array.from({ length: 256 }, (_, i) => ATTENTION.rgb((i / 255) ** 2));
+    const image = new ImageData(width, height);
+    image.data.fill(255);
+    largest.forEach((share, at) => image.data.set(colours[Math.round(255 * Math.sqrt(Math.min(share, 1)))], 4 * at));
+    canvas.getContext("2d").putImageData(image, 0, 0);
     return canvas;
   }
 

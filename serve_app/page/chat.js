@@ -5,7 +5,7 @@ import { colouring } from "./colouring.js";
 import { button, check, empty, errorNote, field, h } from "./dom.js";
 import { sampling } from "./forms.js";
 import { asBool, asText } from "./state.js";
-import { details } from "./tokens.js";
+import { details, onLook } from "./tokens.js";
 import "./code.js";
 
 const LIKELIEST = 20; // tokens beside each, of which a chat may ask for so many
@@ -27,7 +27,7 @@ export function view(app) {
   const about = h("aside", { "aria-label": "Token" }, ...details());
   const code = document.createElement("request-code");
   const said = h("p", { class: "hidden", role: "status" });
-  const colours = colouring(app, { onchange: () => (recolour(), app.changed()) });
+  const colours = colouring(app, { code, onchange: () => (recolour(), app.changed()) });
   const form = h(
     "form",
     { class: "composer", noValidate: true, onsubmit: (event) => (event.preventDefault(), submit()) },
@@ -90,9 +90,9 @@ export function view(app) {
   async function submit() {
     const text = box.value;
     if (running || !text.trim()) return box.focus();
-    addTurn({ role: "user", content: text });
+    const asked = addTurn({ role: "user", content: text });
     box.value = "";
-    if (!(await answer())) {
+    if (!(await answer()) && turns.at(-1) === asked) {
       // What was typed is not lost: it stands in the box again.
       drop(turns.length - 1);
       if (!box.value) box.value = text;
@@ -130,8 +130,7 @@ export function view(app) {
     strip.colour(colours.atOnce(turn.answer));
     const thinks = h("p", { class: "wait" }, "Waiting for the model…");
     turn.element.append(thinks, strip);
-    strip.addEventListener("look", ({ detail }) => strip.pinned < 0 && look(turn, detail.index));
-    strip.addEventListener("pin", ({ detail }) => look(turn, detail.index));
+    onLook(strip, (index) => look(turn, index));
     begin();
     trouble.replaceChildren();
     try {
@@ -144,7 +143,7 @@ export function view(app) {
       end();
     }
     if (!strip.tokens.length && !turn.ended) {
-      drop(turns.length - 1);
+      if (turns.at(-1) === turn) drop(turns.length - 1);
       return false;
     }
     finish(turn);
@@ -206,7 +205,7 @@ export function view(app) {
         ids.length ? into("lens", "Lens grid") : null,
         ids.length ? into("attention", "Attention") : null,
         turn.run ? button("Stored run", () => app.open("runs", { session: turn.run.session_id, run: turn.run.run_id })) : null,
-        turn === turns.at(-1) ? button("Answer again", again) : null,
+        button("Answer again", again, { class: "again" }),
       ),
     );
     colour(turn);
@@ -238,7 +237,7 @@ export function view(app) {
 
   function look(turn, index) {
     const { strip, answer: of } = turn;
-    about.replaceChildren(...details(strip.tokens[index], of.offset + index, colours.scores(strip, index, of)).filter(Boolean));
+    about.replaceChildren(...details(strip.tokens[index], of.offset + index, colours.scores(strip, index, of)));
   }
 
   return {
@@ -271,7 +270,7 @@ export function view(app) {
       // A link never has the model work by itself: whoever opens it asks.
       if (turns.length) {
         const told = "This chat comes from a link, without its tokens.";
-        turns.at(-1).element.append(h("p", { class: "row under" }, h("span", {}, told), button("Answer again", again)));
+        turns.at(-1).element.append(h("p", { class: "row under" }, h("span", {}, told), button("Answer again", again, { class: "again" })));
       }
       arrange();
       welcome();

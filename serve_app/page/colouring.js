@@ -1,9 +1,9 @@
 // What the tokens of a text are coloured by: numbers of their own, of a captured point, or of a readout.
 
 import { isAbort } from "./api.js";
-import { choose, field, fill, h, newId, number, perFrame } from "./dom.js";
+import { button, choose, field, fill, h, newId, number, perFrame } from "./dom.js";
 import { fillTensors } from "./forms.js";
-import { readouts, rows, scores, span, storedRows, vector } from "./recompute.js";
+import { readouts, rows, rowsBody, scores, scoresBody, span, storedQuery, storedRows, vector } from "./recompute.js";
 import { legend, scale, SURE } from "./scales.js";
 import { COLUMN, columns, fitted, mostOf, scoreScale, unitOf, valueOf } from "./scores.js";
 import { asNumber, asText } from "./state.js";
@@ -19,11 +19,11 @@ const NAMES = [["none", "nothing"], ["probability"], ["entropy"], ["norm", "norm
 /**
  * Chooses how strips are coloured. `apply(strip, text)` colours one; `text` is all token ids `ids`, and which of them
  * are the strip's: from `offset` on, or at `positions`; besides, of a stored run `run` and `isWhole`, and `readouts`,
- * which came with the answer. `scores(strip, index, text)` are the numbers for the details.
+ * which came with the answer. `scores(strip, index, text)` are the numbers for the details. Requests that it makes are
+ * noted in `code`.
  */
-export function colouring(app, { stored = false, onchange = () => {} } = {}) {
-  const names = NAMES.filter(([value]) => !stored || !(value in OWN));
-  const by = choose(names.map(([value, text]) => [value, text ?? value]));
+export function colouring(app, { code, stored = false, onchange }) {
+  const by = choose(NAMES.map(([value, text]) => [value, text ?? value]));
   if (!stored) by.value = "probability";
   const points = h("datalist", { id: newId("points") });
   const point = stored ? choose([]) : h("input", { list: points.id, value: "layers.*.output", spellcheck: false });
@@ -36,9 +36,12 @@ export function colouring(app, { stored = false, onchange = () => {} } = {}) {
   const featureField = field("Feature", feature);
   const key = h("div");
   const trouble = h("div", { role: "status" });
+  const wait = h("p", { class: "wait", role: "status", hidden: true }, "Reading the values… ", button("Stop", restart));
   const held = new Map(); // by strip, `{ found, state, title, unit, ends }`, the last of which it is painted by
-  const element = h("div", { class: "row colouring" }, field("Colour by", by), pointField, directionField, readoutField, featureField, h("div", {}, key, trouble), points);
+  const element = h("div", { class: "row colouring" }, field("Colour by", by), pointField, directionField, readoutField, featureField, h("div", {}, key, wait, trouble), points);
   let installed = [];
+  let reading = new AbortController(); // of what is read for the colours that are chosen
+  let readers = 0;
   let live = null; // while an answer comes: the scale so far, and the most that it is made for
 
   const needs = () => ({ point: ["norm", "projection"].includes(by.value), direction: by.value === "projection", readout: by.value === "readout" });
@@ -55,6 +58,11 @@ export function colouring(app, { stored = false, onchange = () => {} } = {}) {
   }
   function tell(of) {
     key.replaceChildren(of ? legend(of) : "");
+  }
+  /** Stops what is read for other colours. */
+  function restart() {
+    reading.abort();
+    reading = new AbortController();
   }
   function begin() {
     arrange();
@@ -78,9 +86,13 @@ export function colouring(app, { stored = false, onchange = () => {} } = {}) {
 
   /** A number a token, and what to say of them is added to `notes`. */
   async function numbersOf(strip, text, model, signal, notes) {
-    if (by.value in OWN) return strip.tokens.map(OWN[by.value][0]);
+    if (by.value in OWN) {
+      if (stored && !strip.tokens.some(({ logprob }) => logprob !== undefined)) throw new Error("Probabilities are not stored with runs: press “Score the tokens now”.");
+      return strip.tokens.map(OWN[by.value][0]);
+    }
     const wanted = text.positions ?? span(text.offset, text.offset + strip.tokens.length);
     if (needs().readout) return readoutOf(strip, text, wanted, model, signal, notes);
+    code.note("The colour", text.run ? storedQuery(text.run, [point.value]) : { method: "POST", path: "v1/completions", body: rowsBody(model, text.ids, [point.value], wanted) });
     const found = text.run ? await storedRows(text.run, point.value, signal) : null;
     const some = found ? wanted.map((at) => found.rows[found.positions.indexOf(at)]) : Object.values(await rows(model, text.ids, [point.value], wanted, signal))[0];
     if (by.value === "norm") return some.map((row) => (row ? norm(row) : NaN));
@@ -97,20 +109,24 @@ export function colouring(app, { stored = false, onchange = () => {} } = {}) {
     const { name, column, linear, spec } = chosen();
     let some = text.readouts?.[name]?.rows;
     if (!some && linear && text.run?.points?.[COLUMN + name]) {
+      code.note("The colour", storedQuery(text.run, [COLUMN + name]));
       const found = await storedRows(text.run, COLUMN + name, signal);
       some = wanted.map((at) => found.rows[found.positions.indexOf(at)]);
     }
     if (!some) {
       if (text.isWhole === false) throw new Error("Not all tokens of the run are stored: the readout cannot be computed now.");
+      code.note("The colour", { method: "POST", path: "v1/completions", body: scoresBody(model, text.ids, spec, wanted) });
       some = await scores(model, text.ids, spec, wanted, signal);
       if (stored) notes.push("Computed now, with interventions left out.");
     }
     return strip.tokens.map((_, i) => valueOf(spec, some[i], column));
   }
 
-  async function apply(strip, text, signal) {
+  async function apply(strip, text) {
+    const { signal } = reading;
     trouble.replaceChildren();
     begin();
+    readers += 1;
     try {
       const model = text.run?.model ?? app.model();
       await know(model);
@@ -120,11 +136,9 @@ export function colouring(app, { stored = false, onchange = () => {} } = {}) {
         tell(null);
         return strip.colour(null);
       }
-      if (needs().point || needs().readout) trouble.replaceChildren(needs().point ? "Reading the point…" : "Reading the values…");
-      const said = trouble.firstChild;
+      wait.hidden = by.value in OWN;
       const notes = [];
       const found = await numbersOf(strip, text, model, signal, notes);
-      said?.remove();
       if (asked !== JSON.stringify(read())) return null; // another colour was chosen meanwhile
       if (notes.length) trouble.replaceChildren(...notes);
       const { title, unit } = scaleOf(found);
@@ -132,6 +146,9 @@ export function colouring(app, { stored = false, onchange = () => {} } = {}) {
       paintAll();
     } catch (error) {
       if (!isAbort(error)) trouble.replaceChildren(h("p", { class: "error" }, error.message));
+    } finally {
+      readers -= 1;
+      wait.hidden ||= !readers;
     }
     return null;
   }
@@ -153,17 +170,15 @@ export function colouring(app, { stored = false, onchange = () => {} } = {}) {
 
   function scaleOf(found) {
     const sound = found.filter(Number.isFinite);
-    const [low, high] = [Math.min(...sound), Math.max(...sound)];
     if (by.value in OWN) return OWN[by.value][1]();
-    if (by.value === "norm") return scale({ title: "norm", low, high });
+    if (by.value === "norm") return scale({ title: "norm", low: sound.reduce((a, b) => Math.min(a, b), Infinity), high: mostOf(sound) });
     if (needs().readout) return fitted(chosen().spec, chosen().column, sound);
     const most = mostOf(sound);
     return scale({ title: "projection", low: -most, high: most, signed: true });
   }
 
   by.addEventListener("change", begin);
-  by.addEventListener("change", onchange);
-  for (const one of [point, direction, readout, feature]) one.addEventListener("change", onchange);
+  for (const one of [by, point, direction, readout, feature]) one.addEventListener("change", () => (restart(), onchange()));
   begin();
 
   const read = () => ({ by: by.value, point: point.value, vector: direction.value, readout: readout.value, feature: feature.valueAsNumber || 0 });
@@ -217,14 +232,14 @@ export function colouring(app, { stored = false, onchange = () => {} } = {}) {
           // Room for the next ones, so that a long answer is seldom coloured as a whole.
           Object.assign(live, { most: 1.5 * most, of: scoreScale(live.spec, live.column, 1.5 * most) });
           tell(live.of);
-          strip.repaint(0, Infinity);
+          strip.repaint();
         } else strip.repaint(first, (index?.at(-1) ?? first + values.length - 1) + 1);
       }
     },
     read,
     write: (state = {}) => {
-      if (names.some(([value]) => value === state.by)) by.value = state.by;
-      if (!stored) point.value = asText(state.point, point.value);
+      if (NAMES.some(([value]) => value === state.by)) by.value = state.by;
+      if (!stored || [...point.options].some(({ value }) => value === state.point)) point.value = asText(state.point, point.value);
       if (state.vector) fill(direction, [[asText(state.vector)]]);
       if (state.readout) fill(readout, [[asText(state.readout)]]);
       feature.value = Math.max(0, Math.trunc(asNumber(state.feature, 0)));

@@ -18,7 +18,8 @@ export function comparison(place, one, two) {
     same += !differs;
     const texts = [a, b].map((token) => h("span", {}, token ? visible(token.text) : "–"));
     const said = h("span", { class: "hidden" });
-    cells.push({ position, differs, said, element: h("li", { class: differs ? "differs" : null }, ...texts, said) });
+    const value = h("small", { "aria-hidden": "true" });
+    cells.push({ position, differs, said, value, element: h("li", { class: differs ? "differs" : null }, ...texts, said, value) });
   }
   const point = choose([["", "tokens alone"], ...shared.map((name) => [name])]);
   const key = h("div");
@@ -48,11 +49,12 @@ export function comparison(place, one, two) {
   function draw() {
     const of = scale({ title: `1 – cosine at ${point.value}`, high: 1 });
     key.replaceChildren(apart.size ? legend(of) : "");
-    for (const { position, differs, element, said } of cells) {
+    for (const { position, differs, element, said, value } of cells) {
       const far = apart.get(position);
       paint(element, far === undefined ? null : of.colour(far));
       element.title = `token ${position}: ${differs ? "differs" : "the same"}${far === undefined ? "" : `, 1 – cosine ${far.toFixed(3)}`}`;
       said.textContent = element.title;
+      value.textContent = far === undefined ? "" : far.toFixed(2).replace(/^0/, "");
     }
   }
 

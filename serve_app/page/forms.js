@@ -32,7 +32,8 @@ export function sampling({ max = 200 } = {}) {
 
 /**
  * A text to look into: typed, as it stands or as a chat's message, with an answer behind it; or token ids of another
- * view. `read()` gives `{ text, chat, ids, count, ...sampling }`; with `ids` the text is only shown.
+ * view. `read()` gives `{ text, chat, ids, count, ...sampling }`; with `ids` the text is only shown. `asked()` gives the
+ * same, with the example as the text where none was typed.
  */
 export function source({ text, label = "Text", max = 24, answers = true, onchange = () => {} }) {
   const box = h("textarea", { rows: 2, spellcheck: false, placeholder: text });
@@ -59,10 +60,14 @@ export function source({ text, label = "Text", max = 24, answers = true, onchang
     answers ? h("details", {}, h("summary", {}, "Answer and sampling"), settings.element) : null,
   );
   element.addEventListener("input", onchange);
+  const read = () => ({ text: box.value, chat: asChat.checked, ...(ids ? { ids, count } : {}), ...settings.read() });
   return {
     element,
-    box,
-    read: () => ({ text: box.value, chat: asChat.checked, ...(ids ? { ids, count } : {}), ...settings.read() }),
+    read,
+    asked: () => {
+      if (!ids && !box.value) box.value = text;
+      return read();
+    },
     write: (state) => {
       box.value = asText(state.text);
       asChat.checked = asBool(state.chat, false);

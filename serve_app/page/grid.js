@@ -75,6 +75,7 @@ class LensGrid extends HTMLElement {
       this.#columns.set(position, column);
       this.inner.append(column);
     }
+    this.#mark();
     need(first, end);
   }
 
@@ -116,11 +117,16 @@ class LensGrid extends HTMLElement {
       if (left + WIDTH > this.body.scrollLeft + this.body.clientWidth) this.body.scrollLeft = left + WIDTH - this.body.clientWidth;
     }
     this.#place();
+    if (scrolls) this.#find(here, there)?.scrollIntoView({ block: "nearest", inline: "nearest" });
+  }
+
+  /** Marks where the keyboard is, as long as that is among the elements. */
+  #mark() {
     this.querySelector(".at")?.classList.remove("at");
-    const cell = this.#find(here, there);
+    const cell = this.#find(...this.#at);
     cell?.classList.add("at");
-    if (scrolls) cell?.scrollIntoView({ block: "nearest", inline: "nearest" });
-    this.body.setAttribute("aria-activedescendant", `${this.#stem}-${here}-${there}`);
+    if (cell) this.body.setAttribute("aria-activedescendant", cell.id);
+    else this.body.removeAttribute("aria-activedescendant");
   }
 
   #find = (position, row) => this.#columns.get(position)?.querySelector(`[data-row="${row}"]`);
@@ -130,6 +136,7 @@ class LensGrid extends HTMLElement {
     this.querySelector(".chosen")?.classList.remove("chosen");
     this.#chosen = this.#at = [position, row];
     this.#find(position, row)?.classList.add("chosen");
+    this.#mark();
     this.dispatchEvent(new CustomEvent("cell", { detail: { position, layer: this.#of.layers[row] } }));
   }
 

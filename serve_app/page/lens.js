@@ -6,7 +6,7 @@ import { source } from "./forms.js";
 import { complete, continuing, isTooLarge, lens, lensBody, tokenized } from "./recompute.js";
 import { legend, onTheme, rankScale, scale, SURE } from "./scales.js";
 import { asText } from "./state.js";
-import { details, ranking } from "./tokens.js";
+import { answerPane, ranking } from "./tokens.js";
 import "./code.js";
 import "./grid.js";
 
@@ -22,7 +22,7 @@ const BY = {
 };
 
 export function view(app) {
-  const from = source({ text: "The capital of France is", label: "Text", max: 24, onchange: app.changed });
+  const from = source({ text: "The capital of France is", label: "Text", max: 24, onchange: () => ((patched = null), app.changed()) });
   const run = h("button", { class: "main" }, "Read the layers");
   const stop = button("Stop", () => running?.abort(), { hidden: true });
   const by = choose(Object.entries(BY).map(([name, [title]]) => [name, title]));
@@ -41,6 +41,7 @@ export function view(app) {
   let wanted = [0, 0];
   let step = WINDOW;
   let patching = null;
+  let patched = null; // `{ from, to }`, cells as `{ position, layer }`: the patch that is shown, or that a link names
 
   const form = h(
     "form",
@@ -76,8 +77,7 @@ export function view(app) {
     running?.abort();
     running = new AbortController();
     const { signal } = running;
-    const asked = from.read();
-    if (!asked.ids && !asked.text) return from.box.focus();
+    const asked = from.asked();
     trouble.replaceChildren();
     result.replaceChildren();
     [run.disabled, stop.hidden] = [true, false];
@@ -87,12 +87,12 @@ export function view(app) {
       if (!asked.ids && asked.max_tokens) await goOn(asked, signal);
       await open();
       app.changed();
+      if ([patched?.from, patched?.to].every((cell) => cell?.position < text.ids.length)) patch(patched.from, patched.to);
     } catch (error) {
       if (!isAbort(error)) trouble.replaceChildren(errorNote(error, begin));
     } finally {
       [run.disabled, stop.hidden, status.textContent] = [false, true, ""];
     }
-    return null;
   }
 
   /** Has the model answer, and takes its tokens as part of the text. */
@@ -186,11 +186,13 @@ export function view(app) {
     patching?.abort();
     patching = new AbortController();
     const { signal } = patching;
+    patched = { from: source, to: target };
+    app.changed();
     const model = app.model();
     const point = (layer) => `layers.${layer}.output`;
     const title = `Layer ${source.layer} at ${quoted(text.texts[source.position])} (${source.position}) in the place of layer ${target.layer} at ${quoted(text.texts[target.position])} (${target.position})`;
     const prompt = text.ids.slice(0, Math.max(text.count, target.position + 1));
-    const strips = ["As it was", "Patched"].map((name) => pane(name));
+    const strips = ["As it was", "Patched"].map((name) => answerPane(name, about, "h3"));
     result.replaceChildren(h("h2", {}, title), legend(SURE), h("div", { class: "pair" }, ...strips.map(([made]) => made)), button("Stop", () => patching.abort()));
     result.scrollIntoView({ block: "nearest" });
     try {
@@ -217,14 +219,6 @@ export function view(app) {
     }
   }
 
-  function pane(name) {
-    const strip = document.createElement("token-strip");
-    strip.setAttribute("aria-label", `${name}: tokens of the answer`);
-    strip.colour((token) => SURE.colour(Math.exp(token.logprob)));
-    strip.addEventListener("look", ({ detail }) => about.replaceChildren(...details(strip.tokens[detail.index], detail.index).filter(Boolean)));
-    return [h("section", { "aria-label": name }, h("h3", {}, name), strip), strip];
-  }
-
   function compare(one, other) {
     const same = one.tokens.findIndex((token, i) => token.id !== other.tokens[i]?.id);
     const said = same < 0 && one.tokens.length === other.tokens.length ? "The answer stays the same." : `The answers part at token ${same < 0 ? one.tokens.length : same}.`;
@@ -236,13 +230,14 @@ export function view(app) {
     read: () => {
       const { ids, count, ...rest } = from.read();
       const whole = text ? { ids: text.ids, count: text.count } : ids ? { ids, count } : {};
-      return { ...rest, ...whole, by: by.value };
+      return { ...rest, ...whole, by: by.value, ...(patched ? { patch: patched } : {}) };
     },
     write: (state) => {
       from.write(state);
       if (Object.hasOwn(BY, asText(state.by))) by.value = state.by;
       colour = colours();
       text = null;
+      patched = [state.patch?.from, state.patch?.to].every(isCell) ? state.patch : null;
       held.replaceChildren(empty("Press “Read the layers”."));
       result.replaceChildren();
     },
@@ -252,3 +247,5 @@ export function view(app) {
     },
   };
 }
+
+const isCell = (cell) => [cell?.position, cell?.layer].every((one) => Number.isSafeInteger(one) && one >= 0);

@@ -41,6 +41,7 @@ const app = {
   changed: whenQuiet(() => history.replaceState(null, "", address())),
   /** Opens another view in a state, and has it begin, at a token. No link does the latter: it would have the model work. */
   open: async (name, state, at) => {
+    history.replaceState(null, "", address()); // whoever goes back finds this view as it was left
     history.pushState(null, "", links.written(name, { model: app.model(), ...state }));
     await show();
     await made.get(name)?.begin?.(at);
@@ -56,7 +57,7 @@ async function show() {
   const one = await activate(view in VIEWS ? view : "chat");
   if (!one) return;
   if (state.model && [...chooser.options].some(({ value }) => value === state.model)) chooser.value = state.model;
-  if (Object.keys(state).length) one.write(state);
+  if (Object.keys(state).length && location.hash !== address()) one.write(state);
   if (isKnown) await one.ready?.();
 }
 
@@ -101,7 +102,7 @@ function notice(name, ...said) {
   if (said[0] !== null) notices.append(h("div", { "data-name": name, class: "notice" }, ...said));
 }
 
-function askKey(wrong) {
+function askKey(label) {
   const input = h("input", { type: "password", autocomplete: "off", id: "key-input", required: true });
   const form = h(
     "form",
@@ -114,7 +115,7 @@ function askKey(wrong) {
         know();
       },
     },
-    h("label", { for: "key-input" }, wrong ? "The server does not know this API key. Another one:" : "The server asks for an API key:"),
+    h("label", { for: "key-input" }, label),
     input,
     h("button", {}, "Use it"),
     key.get() ? button("Forget it", () => (key.set(""), notice("key", null))) : null,
@@ -124,7 +125,7 @@ function askKey(wrong) {
 }
 
 let waiting = false;
-server.addEventListener("nokey", () => askKey(Boolean(key.get())));
+server.addEventListener("nokey", () => askKey(key.get() ? "The server does not know this API key. Another one:" : "The server asks for an API key:"));
 server.addEventListener("away", () => {
   if (waiting) return;
   waiting = true;
@@ -149,6 +150,7 @@ async function keepState(event) {
   if (event.metaKey || event.ctrlKey || event.shiftKey) return;
   event.preventDefault();
   const name = event.currentTarget.dataset.view;
+  history.replaceState(null, "", address());
   const state = made.get(name)?.read();
   history.pushState(null, "", state ? links.written(name, { ...state, model: app.model() }) : `#${name}`);
   const one = await activate(name);
@@ -156,7 +158,7 @@ async function keepState(event) {
 }
 
 addEventListener("popstate", show);
-document.getElementById("key").addEventListener("click", () => askKey(false));
+document.getElementById("key").addEventListener("click", () => askKey("API key of this server:"));
 document.getElementById("share").addEventListener("click", (event) => {
   history.replaceState(null, "", address());
   copy(location.href, event.currentTarget);

@@ -11,6 +11,7 @@ import "./code.js";
 const KEPT = 30; // tokens that are shown
 const AROUND = 10; // tokens of the text on each side of one
 const MOST_RUNS = 1000; // that the server lists at a time
+const NONE = "none is stored";
 const KINDS = { linear: "linear", sae: "sparse autoencoder" };
 
 export function view(app) {
@@ -107,7 +108,7 @@ export function view(app) {
     try {
       const { data } = await get("v1/activations/sessions", { model: one.model, limit: 100 });
       sessions.replaceChildren(...data.map(({ id }) => h("option", { value: id })));
-      session.placeholder = data.length ? data[0].id : "none is stored";
+      session.placeholder = data.length ? data[0].id : NONE;
     } catch (error) {
       if (error.status !== 401) trouble.replaceChildren(errorNote(error));
     }
@@ -127,8 +128,11 @@ export function view(app) {
 
   async function find() {
     clear();
-    if (!session.value) session.value = session.placeholder === "none is stored" ? "" : session.placeholder;
-    if (!session.value) return session.focus();
+    if (!session.value && session.placeholder === NONE) {
+      status.textContent = `No run of ${readout().model} is stored. A chat stores its activations where “Store activations with the answer” is checked.`;
+      return;
+    }
+    session.value ||= session.placeholder;
     app.changed();
     const mine = (running = new AbortController());
     trouble.replaceChildren();
@@ -141,7 +145,6 @@ export function view(app) {
     } finally {
       if (running === mine) [run.disabled, stop.hidden] = [false, true];
     }
-    return null;
   }
 
   /** Reads one run after another, and shows the largest values so far. */

@@ -128,10 +128,17 @@ async function inParts(positions, isOne, read) {
 
 export const isTooLarge = (error) => LIMITS.has(error?.code);
 
-/** One point of a stored run: the rows, or an attention pattern `[tokens, heads, widest]` with its lengths. */
-export async function stored({ session_id: session, run_id: run }, points, signal) {
-  const path = `v1/activations/session/${encodeURIComponent(session)}/data`;
-  return tensors(await bytes(path, { run, points, format: "safetensors" }, { signal }));
+/** The request for points of a stored run. */
+export const storedQuery = ({ session_id: session, run_id: run }, points) => ({
+  method: "GET",
+  path: `v1/activations/session/${encodeURIComponent(session)}/data`,
+  query: { run, points, format: "safetensors" },
+});
+
+/** Points of a stored run: the rows, or an attention pattern `[tokens, heads, widest]` with its lengths. */
+export async function stored(run, points, signal) {
+  const { path, query } = storedQuery(run, points);
+  return tensors(await bytes(path, query, { signal }));
 }
 
 /** The tokens that are stored of a run, by the smallest of its points. */

@@ -9,10 +9,11 @@ import { complete, rowsBody, storedTokens, tokenized } from "./recompute.js";
 import { onTheme } from "./scales.js";
 import { COLUMN } from "./scores.js";
 import { asText } from "./state.js";
-import { details } from "./tokens.js";
+import { details, onLook } from "./tokens.js";
 import "./code.js";
 
 const SHOWN = 50; // sessions or runs of a page
+const STORED = new Set(["norm", "projection"]); // colours that are read from a run
 const PATTERN = ".attention.weights";
 
 export function view(app) {
@@ -38,6 +39,7 @@ export function view(app) {
   let session = "";
   let run = "";
   let other = "";
+  let colour = {}; // of the run that is open
   let loaded = false;
   let reading = null;
   let repaint = () => {}; // what is open, after a change between dark and light
@@ -158,13 +160,12 @@ export function view(app) {
     strip.setAttribute("aria-label", "Tokens of the run");
     strip.set(tokens);
     const about = h("aside", { "aria-label": "Token" }, ...details());
-    const colours = colouring(app, { stored: true, onchange: () => recolour() });
+    const colours = colouring(app, { code, stored: true, onchange: () => ((colour = colours.read()), app.changed(), recolour()) });
     colours.setPoints(names.filter((name) => !name.endsWith(PATTERN) && !name.startsWith(COLUMN)));
+    colours.write(colour);
     const extra = h("div");
     const recolour = () => colours.apply(strip, { ids, run: facts, positions: of.positions, isWhole: of.isWhole });
-    const look = ({ detail }) => about.replaceChildren(...details(strip.tokens[detail.index], of.positions[detail.index] ?? "", colours.scores(strip, detail.index)).filter(Boolean));
-    strip.addEventListener("look", (event) => strip.pinned < 0 && look(event));
-    strip.addEventListener("pin", look);
+    onLook(strip, (index) => about.replaceChildren(...details(strip.tokens[index], of.positions[index] ?? "", colours.scores(strip, index))));
     const tags = Object.entries(facts.tags).map(([name, value]) => `${name}=${value}`).join(", ");
     const shapes = names.map((name) => [name, `[${facts.points[name].shape.map((one) => one ?? "…").join(", ")}]`, facts.points[name].dtype]);
     const parts = [
@@ -172,14 +173,15 @@ export function view(app) {
       h("p", { class: "from" }, `${facts.model}, ${time(facts.created)}, ${facts.prompt_tokens} + ${facts.tokens - facts.prompt_tokens} tokens${tags ? `, ${tags}` : ""}${of.isWhole ? "" : `; ${tokens.length} of them are stored`}`),
       of.served ? null : empty(`The model ${facts.model} is not served now, so that tokens show as their ids.`),
       h("p", { class: "row" }, ...downloads(session, facts.run_id, failed), button("Close", () => openSession(session))),
-      h("div", { class: "split" }, h("div", {}, colours.element, strip, extra, more(of, strip, extra)), about),
+      h("div", { class: "split" }, h("div", {}, colours.element, strip, extra, more(of, strip, extra, recolour)), about),
       h("details", {}, h("summary", {}, `Points: ${names.length}`), table("Points", ["Point", "Shape", "Dtype"], shapes)),
     ];
     opened.replaceChildren(...parts.filter(Boolean));
+    if (STORED.has(colour.by)) recolour(); // others would have the model work
   }
 
   /** The other views of a run: from what is stored, or by the request that would record it. */
-  function more(of, strip, extra) {
+  function more(of, strip, extra, recolour) {
     const { facts, names, ids } = of;
     const patterns = names.filter((name) => name.endsWith(PATTERN));
     const state = { ids, count: facts.prompt_tokens };
@@ -197,22 +199,23 @@ export function view(app) {
     }
     const score = { model: facts.model, prompt: ids, max_tokens: 0, echo: true, logprobs: 5, return_token_ids: true };
     parts.push(missing("The lens is not stored with runs.", able, "Read it from the model now", () => app.open("lens", state, facts.prompt_tokens)));
-    parts.push(missing("Probabilities are not stored with runs.", able, "Score the tokens now", () => rescore(score, strip, extra)));
+    parts.push(missing("Probabilities are not stored with runs.", able, "Score the tokens now", () => rescore(score, strip, extra, recolour)));
     code.note("To score its tokens", { method: "POST", path: "v1/completions", body: score });
     return h("div", {}, ...parts, why ? h("p", { class: "from" }, why) : null);
   }
 
   const missing = (text, able, title, act) => h("p", { class: "row" }, h("span", {}, text), button(title, act, { disabled: !able }));
 
-  async function rescore(body, strip, extra) {
+  async function rescore(body, strip, extra, recolour) {
     extra.replaceChildren(h("p", { class: "wait", role: "status" }, "Scoring…"));
     try {
       const scored = [];
       await complete(body, (tokens) => scored.push(...tokens));
       strip.set(strip.tokens.map((token, i) => ({ ...token, logprob: scored[i]?.logprob, top: scored[i]?.top })));
-      extra.replaceChildren(h("p", { class: "from" }, "Scored now, with interventions left out: details show each token’s probability."));
+      extra.replaceChildren(h("p", { class: "from" }, "Scored now, with interventions left out: tokens have probabilities to look at and to colour by."));
+      recolour();
     } catch (error) {
-      extra.replaceChildren(errorNote(error, () => rescore(body, strip, extra)));
+      extra.replaceChildren(errorNote(error, () => rescore(body, strip, extra, recolour)));
     }
   }
 
@@ -225,9 +228,10 @@ export function view(app) {
       await list();
       return wanted[0] ? openRun(...wanted) : null;
     },
-    read: () => ({ session, run, other, ...Object.fromEntries(Object.entries(filters).map(([name, input]) => [name, input.value])) }),
+    read: () => ({ session, run, other, colour, ...Object.fromEntries(Object.entries(filters).map(([name, input]) => [name, input.value])) }),
     write: (state) => {
       for (const [name, input] of Object.entries(filters)) if (name !== "model" || !session) input.value = name === "model" ? "" : asText(state[name]);
+      colour = state.colour ?? {};
       [session, run, other] = [state.session, state.run, state.other].map((one) => asText(one));
       loaded = false;
     },

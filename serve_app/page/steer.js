@@ -8,7 +8,7 @@ import { legend, SURE } from "./scales.js";
 import { columns } from "./scores.js";
 import { asNumber, asText } from "./state.js";
 import { norm } from "./tensors.js";
-import { details } from "./tokens.js";
+import { answerPane, details } from "./tokens.js";
 import "./code.js";
 
 const KINDS = [["prompts", "difference of two prompts"], ["probe", "a probe"], ["tensor", "a tensor on the server"], ["feature", "a feature of an autoencoder"]];
@@ -141,11 +141,10 @@ export function view(app) {
     running?.abort();
     running = new AbortController();
     const { signal } = running;
-    const asked = from.read();
-    if (!asked.text && !asked.ids) return from.box.focus();
+    const asked = from.asked();
     trouble.replaceChildren();
     [run.disabled, stop.hidden] = [true, false];
-    const panes = [pane("Default"), pane("Steered")];
+    const panes = ["Default", "Steered"].map((name) => answerPane(name, about));
     report = h("p", { class: "from", role: "status" }, "Making the direction…");
     result.replaceChildren(legend(SURE), h("div", { class: "pair" }, ...panes.map(([made]) => made)), report);
     try {
@@ -163,7 +162,6 @@ export function view(app) {
     } finally {
       [run.disabled, stop.hidden] = [false, true];
     }
-    return null;
   }
 
   /** By how much: the operations' unit and what they did, as the server reports it. */
@@ -176,16 +174,6 @@ export function view(app) {
   }
 
   const some = (all, most = 4) => all.slice(0, most).join("; ") + (all.length > most ? `, and at ${all.length - most} more points` : "");
-
-  function pane(name) {
-    const strip = document.createElement("token-strip");
-    strip.setAttribute("aria-label", `${name}: tokens of the answer`);
-    strip.colour((token) => SURE.colour(Math.exp(token.logprob)));
-    const look = ({ detail }) => about.replaceChildren(...details(strip.tokens[detail.index], detail.index).filter(Boolean));
-    strip.addEventListener("look", (event) => strip.pinned < 0 && look(event));
-    strip.addEventListener("pin", look);
-    return [h("section", { "aria-label": name }, h("h2", {}, name), strip), strip];
-  }
 
   return {
     element,

@@ -1,18 +1,23 @@
 // `<token-strip>`: an answer as its tokens, each of which can be looked at and pinned.
 
 import { h, named, newId, perFrame, percent, visible } from "./dom.js";
-import { onTheme, paint } from "./scales.js";
+import { onTheme, paint, SURE } from "./scales.js";
+
+const BLOCK = 200; // tokens of a block without a new line; as many again where no token begins with a space
 
 /**
  * A token: `{ text, id?, logprob?, top?: [{ text, logprob }], part? }`; `part` is "prompt" or "answer".
- * The strip is a list box: arrow keys go from token to token, Enter pins one.
+ * The strip is a list box: arrow keys go from token to token, Enter pins one. Its tokens lie in blocks of a paragraph
+ * each, so that the browser lays out the last one alone as tokens come.
  * Events: `look` (hovered or focused) and `pin`, each with `detail.index`.
  */
 class TokenStrip extends HTMLElement {
   tokens = [];
   pinned = -1;
   #at = -1; // where the keyboard is
-  #drawn = 0;
+  #drawn = []; // the elements
+  #block = null; // the last
+  #held = 0; // tokens of it
   #colour = null;
   #stem = newId("token");
   #leave = null;
@@ -28,24 +33,20 @@ class TokenStrip extends HTMLElement {
     this.onpointerover = (event) => this.#byPointer(event, (index) => this.#tell("look", index));
     this.onfocus = () => this.tokens.length && this.#go(this.#at < 0 ? Math.max(this.pinned, 0) : this.#at, false);
     this.onblur = () => this.#mark(this.#at, "at", false);
-    this.#leave = onTheme(() => this.repaint(0, this.#drawn));
-    this.repaint(0, this.#drawn);
+    this.#leave = onTheme(() => this.repaint());
+    this.repaint();
   }
 
   disconnectedCallback() {
     this.#leave?.();
   }
 
-  /** Takes away all tokens. */
-  clear() {
-    this.set([]);
-  }
-
   /** Shows these tokens in place of what was there. */
   set(tokens) {
     this.tokens = [];
     this.replaceChildren();
-    this.#drawn = 0;
+    this.#drawn = [];
+    this.#block = null;
     this.#at = this.pinned = -1;
     this.removeAttribute("aria-activedescendant");
     this.add(tokens);
@@ -61,38 +62,50 @@ class TokenStrip extends HTMLElement {
   colour(colours) {
     this.#colour = colours;
     this.#drawNew();
-    this.repaint(0, this.#drawn);
+    this.repaint();
   }
 
   /** Colours the tokens from `first` to before `last` anew, whose numbers have changed. */
-  repaint(first, last) {
-    for (let i = first; i < Math.min(last, this.#drawn); i++) paint(this.children[i], this.#colour?.(this.tokens[i], i));
+  repaint(first = 0, last = Infinity) {
+    for (let i = first; i < Math.min(last, this.#drawn.length); i++) paint(this.#drawn[i], this.#colour?.(this.tokens[i], i));
   }
 
   /** Pins a token; -1 for none. */
   pin(index, tells = true) {
     this.#drawNew();
     this.#mark(this.pinned, "pinned", false);
-    this.children[this.pinned]?.setAttribute("aria-selected", "false");
+    this.#drawn[this.pinned]?.setAttribute("aria-selected", "false");
     this.pinned = index;
     this.#mark(index, "pinned", true);
-    this.children[index]?.setAttribute("aria-selected", "true");
+    this.#drawn[index]?.setAttribute("aria-selected", "true");
     if (tells) this.#tell("pin", index);
   }
 
   #drawNew() {
-    const added = document.createDocumentFragment();
-    for (; this.#drawn < this.tokens.length; this.#drawn++) added.append(this.#token(this.#drawn));
-    this.append(added);
+    while (this.#drawn.length < this.tokens.length) {
+      const index = this.#drawn.length;
+      if (this.#beginsBlock(index)) {
+        this.#block = h("div", { role: "presentation" });
+        this.#held = 0;
+        this.append(this.#block);
+      }
+      this.#held += 1;
+      this.#drawn.push(this.#token(index));
+      this.#block.append(this.#drawn[index]);
+    }
+  }
+
+  #beginsBlock(index) {
+    if (!this.#block || this.tokens[index - 1].text.includes("\n")) return true;
+    return this.#held >= BLOCK && (/^\s/.test(this.tokens[index].text) || this.#held >= 2 * BLOCK);
   }
 
   #token(index) {
     const token = this.tokens[index];
     const share = token.logprob === undefined ? "" : `, ${percent(Math.exp(token.logprob))}`;
-    const made = h("span", { role: "option", class: token.part ?? "answer", id: `${this.#stem}-${index}`, "aria-selected": "false" });
+    const made = h("span", { role: "option", class: token.part ?? "answer", id: `${this.#stem}-${index}`, "aria-selected": "false", index });
     made.setAttribute("aria-label", `${named(token.text)}${share}`);
     made.textContent = visible(token.text);
-    if (token.text.includes("\n")) made.classList.add("line");
     paint(made, this.#colour?.(token, index));
     return made;
   }
@@ -111,11 +124,10 @@ class TokenStrip extends HTMLElement {
 
   /** How many tokens away the one is that stands below or above. */
   #line(way) {
-    const here = this.children[Math.max(this.#at, 0)];
-    if (!here) return 0;
-    for (let i = this.#at + way; i >= 0 && i < this.children.length; i += way) {
-      const other = this.children[i];
-      if (other.offsetTop !== here.offsetTop && (way > 0 ? other.offsetLeft + other.offsetWidth > here.offsetLeft : other.offsetLeft <= here.offsetLeft)) return i - this.#at;
+    const here = this.#drawn[Math.max(this.#at, 0)]?.getBoundingClientRect();
+    for (let i = this.#at + way; here && i >= 0 && i < this.#drawn.length; i += way) {
+      const other = this.#drawn[i].getBoundingClientRect();
+      if (other.top !== here.top && (way > 0 ? other.right > here.left : other.left <= here.left)) return i - this.#at;
     }
     return 0;
   }
@@ -126,18 +138,17 @@ class TokenStrip extends HTMLElement {
     this.#at = index;
     this.#mark(index, "at", true);
     this.setAttribute("aria-activedescendant", `${this.#stem}-${index}`);
-    if (scrolls) this.children[index].scrollIntoView({ block: "nearest" });
+    if (scrolls) this.#drawn[index].scrollIntoView({ block: "nearest" });
     this.#tell("look", index);
   }
 
   #mark(index, name, on) {
-    this.children[index]?.classList.toggle(name, on);
+    this.#drawn[index]?.classList.toggle(name, on);
   }
 
   #byPointer(event, act) {
-    const one = event.target.closest?.("[role=option]");
-    const index = one ? Array.prototype.indexOf.call(this.children, one) : -1;
-    if (index >= 0) act(index);
+    const index = event.target.closest?.("[role=option]")?.index;
+    if (index !== undefined) act(index);
   }
 
   #tell(kind, index) {
@@ -146,6 +157,21 @@ class TokenStrip extends HTMLElement {
 }
 
 customElements.define("token-strip", TokenStrip);
+
+/** A named section with an answer to come, coloured by probability, whose tokens are shown in `about`: `[section, strip]`. */
+export function answerPane(name, about, heading = "h2") {
+  const strip = document.createElement("token-strip");
+  strip.setAttribute("aria-label", `${name}: tokens of the answer`);
+  strip.colour((token) => SURE.colour(Math.exp(token.logprob)));
+  onLook(strip, (index) => about.replaceChildren(...details(strip.tokens[index], index)));
+  return [h("section", { "aria-label": name }, h(heading, {}, name), strip), strip];
+}
+
+/** Calls `act(index)` with the token that is looked at, and with the pinned one as long as there is one. */
+export function onLook(strip, act) {
+  strip.addEventListener("look", ({ detail }) => strip.pinned < 0 && act(detail.index));
+  strip.addEventListener("pin", ({ detail }) => act(detail.index));
+}
 
 /** The entropy of a token's distribution in bits, of its likeliest tokens with all others as one: at most what it is. */
 export function entropy(token) {
@@ -167,7 +193,7 @@ export function details(token, index, scores = []) {
   return [
     h("h2", { class: "token-name" }, named(token.text)),
     h("dl", {}, ...facts.flatMap(([name, value]) => [h("dt", {}, name), h("dd", {}, value)])),
-    token.top?.length ? ranking("Likeliest here", token.top, token.text) : null,
+    ...(token.top?.length ? [ranking("Likeliest here", token.top, token.text)] : []),
   ];
 }
 

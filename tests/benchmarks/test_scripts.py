@@ -120,4 +120,4 @@ def test_the_page_is_measured_in_a_browser(tmp_path):
     assert done.returncode == bool(found["failed"]), done.stdout + done.stderr
     views, coming, there = found["cases"]["page"].values()
     assert 0 < views["lowest"] <= views["median"] <= views["highest"]
-    assert coming["frames"] == there["frames"] > 100
+    assert min(coming["frames"], there["frames"]) > 100

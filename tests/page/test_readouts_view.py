@@ -104,12 +104,30 @@ def test_stopping_a_search_keeps_what_was_found_and_asks_for_no_more(opened, ins
     expect(page.get_by_text("Reading run 2 of 3")).to_be_visible(timeout=ANSWERED)
     found = page.get_by_role("table", name="The strongest tokens")
     expect(found).to_be_visible()
-    page.get_by_role("button", name="Stop").click()
+    with page.expect_event("requestfailed") as ended:
+        page.get_by_role("button", name="Stop").click()
+    assert ended.value.failure == "net::ERR_ABORTED"  # the server's slot is free
     expect(page.get_by_text("Stopped. Reading run 2 of 3")).to_be_visible()
     expect(page.get_by_role("button", name="Stop")).to_be_hidden()
     expect(page.get_by_role("button", name="Find the strongest tokens")).to_be_enabled()
     assert found.locator("tbody tr").count()
     assert len(asked) == 2
+
+
+def test_what_is_not_there_is_said_with_what_to_do(opened, installed):
+    page = opened("#readouts")
+    page.route("**/v1/activations/sessions*", lambda route: route.fulfill(json={"data": [], "has_more": False}))
+    page.get_by_role("button", name="page-sae").click()
+    expect(page.get_by_label("Session")).to_have_attribute("placeholder", "none is stored")
+    page.get_by_role("button", name="Find the strongest tokens").click()
+    expect(page.get_by_text(f"No run of {MODEL} is stored")).to_be_visible()
+    page.get_by_label("Session").fill("no-such-session")
+    page.get_by_role("button", name="Find the strongest tokens").click()
+    expect(page.get_by_text("The session no-such-session has no run")).to_be_visible()
+    page.route("**/v1/readouts*", lambda route: route.fulfill(json={"data": [], "has_more": False}))
+    page.reload()
+    expect(page.get_by_text("No readout is installed")).to_be_visible()
+    expect(page.get_by_text("python -m deployments.readouts add PROBE")).to_be_visible()
 
 
 def test_a_chat_is_coloured_by_a_readout_as_its_values_come_and_afterwards(opened, served, installed):

@@ -13,6 +13,7 @@ from deployments.options import NO_MODEL
 
 HOSTILE = "<script>document.title = 'ran'</script><img src=x onerror=\"document.title='ran'\">\u202egnp.\u2066 \u200b"
 KEY = "sk-page-4fJc0Vb1xT9q"
+MODEL = "vitrine-demo"
 CHAT = "**/v1/chat/completions"
 
 
@@ -59,6 +60,48 @@ def test_hostile_text_stays_text(obedient):
     page.wait_for_selector("html[data-ready]")
     assert page.title() == "Chat – Vitrine"
     assert is_as_wide_as_its_window(page)
+
+
+def test_hostile_text_stays_text_in_every_view(opened, served):
+    session, tags = "page-hostile", {"condition": HOSTILE}
+    capture = {"points": ["layers.1.output"], "mode": "trace", "tags": tags}
+    for _ in range(2):
+        body = {"model": MODEL, "prompt": HOSTILE, "capture": capture, "session_id": session}
+        assert httpx.post(f"{served.base_url}/completions", json=body, timeout=60).status_code == 200
+    page = opened("#lens", viewport={"width": 390, "height": 800})
+
+    def is_harmless(as_text: bool = True) -> None:
+        text = page.locator("main").text_content()
+        assert ("<script>" in text) or not as_text
+        assert "\u202e" not in text
+        assert page.locator("main img, main script").count() == 0
+        assert "ran" not in page.title()
+        assert is_as_wide_as_its_window(page)
+
+    for view, label, press, shown in (
+        ("Lens", "Text", "Read the layers", "lens-grid [role=gridcell]"),
+        ("Steer", "Prompt", "Answer with and without", "token-strip [role=option]"),
+        ("Attention", "Text", "Show the heads", "canvas"),
+    ):
+        page.get_by_role("link", name=view).click()
+        page.get_by_label(label, exact=True).fill(HOSTILE)
+        page.get_by_role("button", name=press).click()
+        expect(page.locator(f"main {shown}").first).to_be_visible(timeout=60_000)
+        is_harmless(as_text=view == "Attention")  # elsewhere tokens of their own have its parts
+    page.get_by_role("link", name="Stored runs").click()
+    page.get_by_role("button", name=session).click()
+    boxes = page.get_by_role("checkbox", name="Compare")
+    expect(boxes).to_have_count(2)
+    is_harmless()
+    page.get_by_role("button", name=re.compile("^run-")).first.click()
+    expect(page.get_by_role("listbox", name="Tokens of the run")).to_be_visible()
+    is_harmless()
+    page.get_by_role("button", name="Close").click()
+    for box in boxes.all():
+        box.check()
+    page.get_by_role("button", name="Compare the two").click()
+    expect(page.get_by_role("list", name="Tokens of both runs")).to_be_visible()
+    is_harmless()
 
 
 def test_ten_thousand_characters_without_a_space_break_no_layout(opened):

@@ -109,6 +109,73 @@ def test_a_patch_needs_no_mouse(opened):
     expect(page.locator(".patched [role=status]")).to_contain_text("answer", timeout=ANSWERED)
 
 
+def test_a_link_holds_a_patch(opened):
+    page = opened("#lens")
+    page.get_by_label("Text").fill(PROMPT)
+    page.get_by_role("button", name="Read the layers").click()
+    page.get_by_role("gridcell").last.drag_to(page.get_by_role("gridcell").nth(1))
+    said = page.locator(".patched [role=status]")
+    expect(said).to_contain_text("answer", timeout=ANSWERED)
+    page.get_by_role("button", name="Copy link").click()
+    other = opened(page.url[page.url.index("#") :])
+    expect(other.get_by_text("Press “Read the layers”")).to_be_visible()
+    other.get_by_role("button", name="Read the layers").click()
+    expect(other.locator(".patched [role=status]")).to_have_text(said.text_content(), timeout=ANSWERED)
+    assert other.locator(".patched h2").text_content() == page.locator(".patched h2").text_content()
+
+
+def test_going_back_finds_a_chat_with_its_tokens(opened):
+    page = opened()
+    ask(page)
+    count = options(page).count()
+    page.get_by_role("button", name="Lens grid").click()
+    expect(page.get_by_role("gridcell").last).to_be_visible()
+    page.go_back()
+    expect(options(page)).to_have_count(count)
+
+
+def test_an_example_is_read_where_no_text_was_typed(opened):
+    page = opened("#attention")
+    page.get_by_role("button", name="Show the heads").click()
+    expect(page.get_by_role("button", name="head 0")).to_be_visible(timeout=ANSWERED)
+    expect(page.get_by_label("Text")).to_have_value(re.compile("^When Mary and John"))
+
+
+def test_a_model_without_attention_patterns_says_what_to_start_it_with(opened):
+    page = opened("#attention")
+    refused = {"message": "it gives none", "code": "no_attention_patterns", "param": "capture.points"}
+    page.route("**/v1/completions", lambda route: route.fulfill(status=400, json={"error": refused}))
+    page.get_by_role("button", name="Show the heads").click()
+    expect(page.locator("main .error")).to_contain_text("Start the server with attention=eager")
+
+
+def test_a_long_answer_is_laid_out_in_blocks_and_painted_once(opened):
+    page = opened()
+    blocks, painted, first = page.evaluate(
+        r"""async () => {
+          await import("/page/tokens.js");
+          const strip = document.createElement("token-strip");
+          document.querySelector("main").replaceChildren(strip);
+          strip.colour(() => ({ ground: "red", ink: "white" }));
+          const frame = () => new Promise(requestAnimationFrame);
+          const word = (i) => ({ text: i % 90 ? " word" : ".\n" });
+          strip.add(Array.from({ length: 1000 }, (_, i) => word(i + 1)));
+          strip.add(Array.from({ length: 1000 }, () => ({ text: "x" })));
+          await frame(), await frame();
+          let painted = 0;
+          const look = new MutationObserver((seen) => (painted += seen.length));
+          look.observe(strip, { subtree: true, childList: true, attributes: true });
+          strip.add([{ text: "y" }]);
+          await frame(), await frame();
+          const blocks = [...strip.children].map((one) => one.childElementCount);
+          return [blocks, painted, strip.children[0].lastChild.textContent];
+        }"""
+    )
+    assert (sum(blocks), blocks[:2], first) == (2001, [90, 90], ".⏎")
+    assert max(blocks) <= 400
+    assert painted == 1  # a new element: the others stay as they are
+
+
 def test_both_answers_of_steering_begin_from_one_seed(opened):
     page = opened("#steer")
     page.get_by_label("Prompt").fill(PROMPT)
@@ -141,7 +208,7 @@ def test_attention_is_that_of_the_model(opened, served):
     )
 
 
-def test_a_stored_run_opens_from_what_is_stored_and_downloads(opened, served):
+def test_a_stored_run_opens_from_what_is_stored_and_downloads(opened, tmp_path):
     page = opened()
     page.get_by_label("Store activations").check()
     page.get_by_label("Points").fill("layers.1.output, layers.1.attention.weights")
@@ -151,6 +218,7 @@ def test_a_stored_run_opens_from_what_is_stored_and_downloads(opened, served):
     page.get_by_role("button", name="Stored run", exact=True).last.click()
     strip = options(page, "Tokens of the run")
     expect(strip.last).to_be_visible()
+    strip_length = strip.count()
     page.get_by_label("Colour by").last.select_option("norm")
     expect(page.locator("main .legend")).to_contain_text("norm")
     run = page.get_by_role("heading", level=2).first.text_content()
@@ -163,11 +231,22 @@ def test_a_stored_run_opens_from_what_is_stored_and_downloads(opened, served):
         assert begun.value.suggested_filename == f"{run}.safetensors"
         assert ("/v1/activations/download/" in begun.value.url) == (not too_large)
         held = load(begun.value.path().read_bytes())
-        assert len(held["layers.1.output"]) == strip.count()
+        assert len(held["layers.1.output"]) == strip_length
+    colour = page.get_by_label("Colour by").last
+    colour.select_option("probability")
+    expect(page.locator("main .error")).to_contain_text("Probabilities are not stored")
     page.get_by_role("button", name="Score the tokens now").click()
     expect(page.get_by_text("Scored now")).to_be_visible()
+    expect(strip.last).to_have_attribute("style", re.compile("background"))
+    colour.select_option("norm")
+    page.get_by_role("button", name="Copy link").click()
+    other = opened(page.url[page.url.index("#") :])
+    expect(options(other, "Tokens of the run").last).to_have_attribute("style", re.compile("background"))
     page.get_by_role("button", name="Attention, as stored").click()
     expect(page.get_by_role("heading", name="Layer 1, head 0")).to_be_visible()
+    subprocess.run([sys.executable, "-c", code(page, "The stored pattern")], cwd=tmp_path, check=True, timeout=60)
+    pattern = load((tmp_path / "run.safetensors").read_bytes())["layers.1.attention.weights"]
+    assert len(pattern) == strip_length
 
 
 def makes_no_link(route: Route) -> None:
@@ -256,22 +335,39 @@ def test_a_link_opens_a_view_as_it_was_and_asks_the_model_nothing(opened, served
     assert not [one for one in asked if one.startswith("POST")]
 
 
-def test_no_view_breaks_a_rule_of_accessibility(opened, accessible):
+def test_no_view_breaks_a_rule_of_accessibility(opened, accessible, served):
+    body = {"model": MODEL, "prompt": PROMPT, "capture": {"points": ["layers.1.output"]}, "session_id": "page-axe"}
+    assert httpx.post(f"{served.base_url}/completions", json=body, timeout=60).status_code == 200
     page = opened(color_scheme="light", viewport={"width": 1280, "height": 900}, bypass_csp=True)
     ask(page)
     options(page).nth(1).click()
     accessible(page, "chat")
     page.get_by_role("button", name="Lens grid").click()
-    expect(page.get_by_role("gridcell").last).to_have_attribute("aria-label", re.compile("%$"))
+    cell = page.get_by_role("gridcell").last
+    expect(cell).to_have_attribute("aria-label", re.compile("%$"))
+    cell.click()
+    page.get_by_role("button", name="Patch it there").click()
+    expect(page.locator(".patched [role=status]")).to_contain_text("answer", timeout=ANSWERED)
     accessible(page, "lens")
     page.get_by_role("link", name="Chat").click()
     page.get_by_role("button", name="Attention").click()
     expect(page.get_by_role("button", name="head 0")).to_be_visible()
     accessible(page, "attention")
-    for name in ("Steer", "Stored runs", "Readouts"):
-        page.get_by_role("link", name=name).click()
-        page.get_by_text("The requests as Python and curl").click()
-        accessible(page, name)
+    page.get_by_role("link", name="Steer").click()
+    page.get_by_role("button", name="Answer with and without").click()
+    expect(page.get_by_text("where rows are")).to_be_visible(timeout=ANSWERED)
+    accessible(page, "steer")
+    page.get_by_role("link", name="Stored runs").click()
+    accessible(page, "sessions")
+    page.get_by_role("button", name="page-axe").click()
+    page.get_by_role("button", name=re.compile("^run-")).click()
+    expect(options(page, "Tokens of the run").last).to_be_visible()
+    page.get_by_label("Colour by").last.select_option("probability")
+    expect(page.locator("main .error")).to_be_visible()
+    accessible(page, "a run")
+    page.get_by_role("link", name="Readouts").click()
+    page.get_by_text("The requests as Python and curl").click()
+    accessible(page, "readouts")
     page.get_by_role("button", name="API key").click()
     page.set_viewport_size({"width": 390, "height": 800})
     accessible(page, "narrow")

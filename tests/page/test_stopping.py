@@ -1,0 +1,151 @@
+"""Stop, in each view that has the model work: the server's slots are free, and what came stays."""
+
+from __future__ import annotations
+
+import json
+import re
+import socket
+from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager, suppress
+from threading import Thread
+from urllib.parse import urlsplit
+
+import pytest
+from playwright.sync_api import Page, Route, expect
+
+PROMPT = "Tom has 3 boxes"
+WITHIN_S = 3.0  # an answer that is not stopped takes far longer
+SLOTS = {"chat": 1, "lens": 1, "patch": 2, "steer": 2, "attention": 1}
+
+
+def without_end(route: Route) -> None:
+    """A request whose answer is as long as the model's context lets it be."""
+    body = route.request.post_data_json
+    if body.get("stream"):
+        most = "max_completion_tokens" if "messages" in body else "max_tokens"
+        body |= {"ignore_eos": True, most: 3500}
+    route.continue_(post_data=json.dumps(body))
+
+
+@contextmanager
+def way_to(root: str) -> Iterator[tuple[str, Callable[[], None]]]:
+    """Another address of a server, and what cuts all connections to it."""
+    listener = socket.create_server(("127.0.0.1", 0))
+    ends: list[socket.socket] = []
+
+    def carry(here: socket.socket, there: socket.socket) -> None:
+        with suppress(OSError):
+            while piece := here.recv(1 << 16):
+                there.sendall(piece)
+            there.shutdown(socket.SHUT_WR)
+
+    def serve() -> None:
+        with suppress(OSError):
+            while True:
+                near, _ = listener.accept()
+                far = socket.create_connection(("127.0.0.1", urlsplit(root).port))
+                ends.extend((near, far))
+                for pair in ((near, far), (far, near)):
+                    Thread(target=carry, args=pair, daemon=True).start()
+
+    def cut() -> None:
+        for end in ends:
+            with suppress(OSError):
+                end.shutdown(socket.SHUT_RDWR)
+
+    Thread(target=serve, daemon=True).start()
+    yield f"http://127.0.0.1:{listener.getsockname()[1]}", cut
+    listener.close()
+    cut()
+
+
+def begin(page: Page, view: str) -> None:
+    """Have the model answer in a view."""
+    if view == "chat":
+        page.get_by_label("Message", exact=True).fill(PROMPT)
+        page.keyboard.press("Enter")
+        return
+    page.get_by_label("Prompt" if view == "steer" else "Text").fill(PROMPT)
+    page.get_by_text("Answer and sampling").click()
+    page.get_by_label("Most new tokens").fill("0" if view == "patch" else "8")
+    name = {"steer": "Answer with and without", "attention": "Show the heads"}.get(view, "Read the layers")
+    page.get_by_role("button", name=name).click()
+    if view == "patch":
+        page.get_by_role("gridcell").last.click()
+        page.get_by_role("button", name="Patch it there").click()
+
+
+@pytest.mark.parametrize("view", SLOTS)
+def test_stop_frees_the_slots_of_a_view(opened, statistics, eventually, view):
+    beside_the_browser = ThreadPoolExecutor(1)  # Playwright's event loop runs in this thread
+
+    def running(wanted: int, limit_s: float) -> None:
+        eventually(lambda: beside_the_browser.submit(statistics).result()["running"], wanted.__eq__, limit_s)
+
+    running(0, 60)
+    page = opened(f"#{'lens' if view == 'patch' else view}")
+    page.route(re.compile("/v1/(chat/)?completions"), without_end)
+    begin(page, view)
+    running(SLOTS[view], 60)
+    stop = page.get_by_role("button", name="Stop")
+    stop.click()
+    running(0, WITHIN_S)
+    expect(stop).to_be_hidden()
+    assert page.locator(".error").count() == 0
+
+
+def test_stopping_what_is_read_for_a_colour_leaves_the_answer_as_it_is(opened):
+    page = opened()
+    page.get_by_label("Message", exact=True).fill(PROMPT)
+    page.keyboard.press("Enter")
+    expect(page.locator(".under")).to_be_visible()
+    page.route("**/v1/completions", lambda _: None)  # the values never come
+    page.get_by_label("Colour by").select_option("norm")
+    expect(page.get_by_text("Reading the values")).to_be_visible()
+    with page.expect_event("requestfailed") as ended:
+        page.get_by_role("button", name="Stop").click()
+    assert ended.value.failure == "net::ERR_ABORTED"
+    expect(page.get_by_text("Reading the values")).to_be_hidden()
+    page.get_by_label("Colour by").select_option("entropy")
+    expect(page.locator("main .legend")).to_contain_text("bits")
+
+
+def test_a_page_that_nobody_uses_asks_the_server_nothing(opened):
+    page = opened()
+    page.clock.install()
+    page.get_by_label("Message", exact=True).fill(PROMPT)
+    page.keyboard.press("Enter")
+    expect(page.locator(".under")).to_be_visible()
+    for name in ("Lens", "Steer", "Attention", "Stored runs", "Readouts"):
+        page.get_by_role("link", name=name).click()
+        page.wait_for_load_state("networkidle")
+    asked: list[str] = []
+    page.on("request", lambda request: asked.append(request.url))
+    page.clock.fast_forward("01:00:00")
+    page.evaluate("() => new Promise(requestIdleCallback)")
+    assert not asked
+
+
+def test_a_server_that_goes_away_within_an_answer_leaves_what_came(opened, served):
+    with way_to(served.root) as (root, cut):
+        page = opened(root=root)
+        page.route("**/v1/chat/completions", without_end)
+        box = page.get_by_label("Message", exact=True)
+        box.fill(PROMPT)
+        page.keyboard.press("Enter")
+        tokens = page.get_by_role("listbox").get_by_role("option")
+        expect(tokens.nth(3)).to_be_visible()
+        box.fill("What I typed meanwhile")
+        page.context.set_offline(True)
+        cut()
+        expect(page.locator("main .error")).to_contain_text("went away before the answer's end")
+        assert tokens.count() > 3
+        expect(page.get_by_text("this page looks again")).to_be_visible()
+        page.context.set_offline(False)
+        expect(page.get_by_text("this page looks again")).to_be_hidden()
+        expect(box).to_have_value("What I typed meanwhile")
+        page.unroute("**/v1/chat/completions")
+        page.get_by_role("button", name="Try again").click()
+        expect(page.locator(".under")).to_contain_text("the end of its answer")
+        expect(page.locator("article.user")).to_have_count(1)
