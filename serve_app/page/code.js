@@ -8,7 +8,7 @@ export function python(value, indent = "") {
   if (value === null) return "None";
   if (typeof value === "boolean") return value ? "True" : "False";
   if (typeof value === "number") return String(value);
-  if (typeof value === "string") return JSON.stringify(value).replace(HIDDEN, escaped);
+  if (typeof value === "string") return json(value);
   const inner = `${indent}    `;
   if (Array.isArray(value)) {
     if (value.every((one) => typeof one !== "object" || one === null)) return `[${value.map((one) => python(one)).join(", ")}]`;
@@ -20,6 +20,7 @@ export function python(value, indent = "") {
 
 const HIDDEN = /[\u007f-\u009f\u00ad\u061c\u180e\u200b-\u200f\u2028-\u202e\u2060-\u206f\ufeff]/g; // they would hide what code says
 const escaped = (one) => `\\u${one.charCodeAt(0).toString(16).padStart(4, "0")}`;
+const json = (value) => JSON.stringify(value).replace(HIDDEN, escaped);
 
 /** A request as a Python program with httpx. */
 export function asPython({ method, path, query, body }) {
@@ -46,7 +47,7 @@ export function asCurl({ method, path, query, body }) {
   const parts = [`curl -s ${method === "GET" || method === "POST" ? "" : `-X ${method} `}${shell(String(address(path, query)))}`];
   if (query?.format) parts.push(`-o run.${query.format}`);
   if (key.get()) parts.push('-H "Authorization: Bearer $VITRINE_API_KEY"');
-  if (body) parts.push("-H 'Content-Type: application/json'", `-d ${shell(JSON.stringify(body))}`);
+  if (body) parts.push("-H 'Content-Type: application/json'", `-d ${shell(json(body))}`);
   return parts.join(" \\\n  ");
 }
 

@@ -65,7 +65,7 @@ export function view(app) {
       return;
     }
     code.note("Readouts", { method: "GET", path: "v1/readouts", query: { limit: 1000 } });
-    const row = (one) => [button(one.name, () => open(one.name), { class: "link", "aria-pressed": String(one.name === name) }), KINDS[one.kind], one.model, one.point, String(one.values), (one.labels ?? []).join(", "), one.description ? h("span", { class: "words" }, one.description) : ""];
+    const row = (one) => [button(one.name, () => open(one.name), { class: "link", "aria-pressed": String(one.name === name) }), KINDS[one.kind], one.model, one.point, String(one.values), visible((one.labels ?? []).join(", ")), one.description ? h("span", { class: "words" }, visible(one.description)) : ""];
     const heads = ["Name", "Kind", "Model", "Point", "Values", "Labels", "Description"];
     held.replaceChildren(installed.length ? table("Installed readouts", heads, installed.map(row)) : howTo());
     opened.hidden = !readout();

@@ -3,7 +3,7 @@
 import { get, isAbort } from "./api.js";
 import { colouring } from "./colouring.js";
 import { comparison } from "./compare.js";
-import { button, choose, empty, errorNote, field, h, number, table } from "./dom.js";
+import { button, choose, empty, errorNote, field, h, number, table, visible } from "./dom.js";
 import { downloads } from "./downloads.js";
 import { complete, rowsBody, storedTokens, tokenized } from "./recompute.js";
 import { onTheme } from "./scales.js";
@@ -106,8 +106,7 @@ export function view(app) {
     const row = (one) => {
       const box = h("input", { type: "checkbox", "aria-label": `Compare ${one.run_id}`, onchange: () => (compare.disabled = [...boxes.values()].filter(({ checked }) => checked).length !== 2) });
       boxes.set(one.run_id, box);
-      const tags = Object.entries(one.tags).map(([name, value]) => `${name}=${value}`).join(", ");
-      return [box, button(one.run_id, () => openRun(one.run_id), { class: "link" }), time(one.created), one.model, `${one.prompt_tokens} + ${one.tokens - one.prompt_tokens}`, String(Object.keys(one.points).length), one.sample_id ?? "", tags, one.finish_reason ?? ""];
+      return [box, button(one.run_id, () => openRun(one.run_id), { class: "link" }), time(one.created), one.model, `${one.prompt_tokens} + ${one.tokens - one.prompt_tokens}`, String(Object.keys(one.points).length), visible(one.sample_id ?? ""), tagsOf(one), one.finish_reason ?? ""];
     };
     const heads = ["Compare", "Run", "Made", "Model", "Tokens", "Points", "Sample", "Tags", "End"];
     held.replaceChildren(
@@ -166,7 +165,7 @@ export function view(app) {
     const extra = h("div");
     const recolour = () => colours.apply(strip, { ids, run: facts, positions: of.positions, isWhole: of.isWhole });
     onLook(strip, (index) => about.replaceChildren(...details(strip.tokens[index], of.positions[index] ?? "", colours.scores(strip, index))));
-    const tags = Object.entries(facts.tags).map(([name, value]) => `${name}=${value}`).join(", ");
+    const tags = tagsOf(facts);
     const shapes = names.map((name) => [name, `[${facts.points[name].shape.map((one) => one ?? "…").join(", ")}]`, facts.points[name].dtype]);
     const parts = [
       h("h2", {}, facts.run_id),
@@ -239,6 +238,7 @@ export function view(app) {
 }
 
 const sent = (query) => Object.fromEntries(Object.entries(query).filter(([, value]) => value !== "" && value !== undefined));
+const tagsOf = ({ tags }) => visible(Object.entries(tags).map(([name, value]) => `${name}=${value}`).join(", "));
 const seconds = (text) => (text ? new Date(text).getTime() / 1000 : "");
 const time = (unix) => new Date(unix * 1000).toLocaleString();
 const size = (count) => (count < 1e6 ? `${number(count / 1e3)} kB` : count < 1e9 ? `${number(count / 1e6)} MB` : `${number(count / 1e9)} GB`);

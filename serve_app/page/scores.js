@@ -1,5 +1,6 @@
 // What a readout's values are called, and how they are coloured.
 
+import { visible } from "./dom.js";
 import { scale } from "./scales.js";
 
 export const COLUMN = "readouts."; // with which a stored run's columns of readouts begin
@@ -9,7 +10,7 @@ export const unitOf = ({ activation }) => UNITS[activation] ?? "activation";
 
 /** The values of a linear readout as `[column, name]`. */
 export function columns({ name, labels, values }) {
-  if (labels) return labels.map((label, i) => [i, `${name}: ${label}`]);
+  if (labels) return labels.map((label, i) => [i, `${name}: ${visible(label)}`]);
   return values === 1 ? [[0, name]] : Array.from({ length: values }, (_, i) => [i, `${name}: value ${i}`]);
 }
 
