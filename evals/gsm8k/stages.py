@@ -16,8 +16,8 @@ import pyarrow as pa
 import ray
 from tqdm import tqdm
 
-from deployments.demo_model.calculator import TOOL
 from evals.config import Config, EvalError, Mode
+from evals.gsm8k.checks import check
 from evals.gsm8k.options import in_ray_job
 from evals.gsm8k.progress import Progress
 from evals.gsm8k.screen import not_stored, render, where
@@ -27,7 +27,7 @@ from evals.results.provenance import MAY_DIFFER, Facts, changed, facts, sampled_
 from evals.results.results import Results, check_new, read_json, read_samples, write_views
 from evals.server.answers import RequestFailed
 from evals.server.server_process import serving, tail_of
-from evals.server.server_queries import first_model, refused, wait_healthy
+from evals.server.server_queries import first_model, wait_healthy
 from evals.serving_config import Stage
 from evals.task.few_shot import load_few_shot
 from evals.task.problems import load_problems, locate
@@ -151,29 +151,8 @@ def prepare(config: Config) -> Work:
     few_shot = load_few_shot(config, set(chosen.problems["id"].to_pylist()))
     prompts = Prompts(load_variants(config.variants, config.variants_file), few_shot, system=config.system)
     told = facts(config, prompts, path, chosen)
-    _check_room(config, told)
-    if "with-tools" in config.modes and config.tools == "native":
-        _check_tools(config, told)
+    check(config, told, prompts.messages(chosen.problems["question"][0].as_py(), config.variants[0]))
     return Work(config, chosen.problems, prompts, reward, told)
-
-
-def _check_room(config: Config, told: Facts) -> None:
-    """Refuse a limit of new tokens that no question fits beside: each answer would count as truncated."""
-    context = told["model"].get("max_model_len")
-    if isinstance(context, int) and config.max_tokens >= context:
-        raise EvalError(f"--max-tokens {config.max_tokens}: the model's context is {context} tokens with the question")
-
-
-def _check_tools(config: Config, told: Facts) -> None:
-    """Refuse tools that the model's template does not know, where the server is one that says so."""
-    if not told["server"].get("versions"):  # of another server each request may cost
-        return
-    messages = [{"role": "user", "content": "1 + 1?"}]
-    body = {"model": config.model, "messages": messages, "tools": [TOOL], "max_tokens": 1, "store_activations": False}
-    refusal = refused(f"{config.base_url}/chat/completions", body)
-    if refusal and refusal.get("param") == "tools":
-        hint = "--tools text offers the calculator in plain text; or choose --mode no-tools"
-        raise EvalError(f"{config.model}: {refusal.get('message')}: {hint}")
 
 
 def _results(work: Work) -> Results:

@@ -54,7 +54,7 @@ class FakeServer:
         self.structure: Body | None = None
         self.profiles: list[Body] | None = None  # of interventions; None without the route
         self.readouts: dict[str, Body] = {}  # by name, what it says of them
-        self.without_tools = False  # refuses tools, as a model does whose template knows none
+        self.refuses: dict[str, str] = {}  # by a field that it refuses, the place in it
         self.closed: Response | None = None  # what it answers to who asks for models
         self.retry_after = "0"
         self.modern = False  # refuses max_tokens, as OpenAI's newer models do
@@ -133,8 +133,8 @@ class FakeServer:
         if self.modern and "max_tokens" in body:
             message = "Unsupported parameter: 'max_tokens' is not supported with this model. Use another."
             return _error(400, message, param="max_tokens", code="unsupported_parameter")
-        if self.without_tools and "tools" in body:
-            return _error(400, "the chat template does not show how this model writes tool calls", param="tools")
+        for field in self.refuses.keys() & body.keys():
+            return _error(400, "not with this model", param=self.refuses[field])
         if label == "long":
             return _error(400, "max_tokens: too many", param="max_tokens", code="context_length_exceeded")
         if label == "refused" or (self.refused and self.refused in question):

@@ -83,6 +83,28 @@ def test_each_layer_and_scale_of_a_sweep_is_paired_to_none(
     assert evaluate(write_problems("", "[wrong]"), "--resume", *told) == 2
 
 
+def test_interventions_that_the_server_refuses_stop_a_run_before_the_first_sample(
+    server: FakeServer,
+    write_problems: Write,
+    evaluate: Callable[..., int],
+    tmp_path: Path,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    server.told = {"versions": {"vitrine": "0.1.0"}}
+    server.refuses = {"interventions": "interventions[0].vector"}
+    file = tmp_path / "calm.json"
+    file.write_text('[{"op": "add", "point": "layers.{layer}.output", "vector": "calm"}]')
+    dataset = write_problems("", "")
+    assert evaluate(dataset, "--interventions", str(file), "--sweep", "scale=-4,4", "layer=1,2") == 2
+    assert "--interventions at layer 1: interventions[0].vector: not with" in capsys.readouterr().err
+    assert [body["max_tokens"] for body in server.requests] == [1]
+    server.refuses = {}
+    assert evaluate(dataset, "--interventions", str(file), "--sweep", "scale=-4,4", "layer=1,2") == 0
+    assert [body["interventions"][0]["point"] for body in server.requests if body["max_tokens"] == 1] == [
+        f"layers.{layer}.output" for layer in (1, 1, 2)
+    ]
+
+
 def test_a_profile_that_becomes_the_default_stops_a_resume(
     server: FakeServer, write_problems: Write, evaluate: Callable[..., int], capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -126,6 +148,19 @@ def test_readouts_are_asked_kept_and_compared_with_the_outcome(
     assert "a run with other server.readouts" in capsys.readouterr().err
 
 
+def test_readouts_of_more_numbers_than_an_answer_may_have_are_refused_before_the_first_sample(
+    server: FakeServer, write_problems: Write, evaluate: Callable[..., int], capsys: pytest.CaptureFixture[str]
+) -> None:
+    server.told = {"options": {"max_inline_values": 100}}
+    server.readouts = {"truth": TRUTH, "moods": TRUTH | {"values": 4}}
+    dataset = write_problems("")
+    assert evaluate(dataset, "--readouts", "truth,moods", "--max-tokens", "21") == 2
+    assert "are 105 numbers, and the server's max_inline_values is 100" in (said := capsys.readouterr().err)
+    assert "or lower --max-tokens to 20" in said
+    assert not server.requests
+    assert evaluate(dataset, "--readouts", "truth,moods", "--max-tokens", "20") == 0
+
+
 def test_a_run_ends_once_too_many_samples_failed(
     server: FakeServer, write_problems: Write, evaluate: Callable[..., int], tmp_path: Path
 ) -> None:
@@ -137,7 +172,7 @@ def test_tools_that_the_template_does_not_know_are_refused_before_the_first_samp
     server: FakeServer, write_problems: Write, evaluate: Callable[..., int], capsys: pytest.CaptureFixture[str]
 ) -> None:
     server.told = {"versions": {"vitrine": "0.1.0"}}
-    server.without_tools = True
+    server.refuses = {"tools": "tools"}
     dataset = write_problems("")
     assert evaluate(dataset, "--mode", "with-tools") == 2
     assert "--tools text offers the calculator in plain text" in capsys.readouterr().err

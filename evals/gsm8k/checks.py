@@ -1,0 +1,70 @@
+"""What the server would refuse of every sample, found before the first one."""
+
+from typing import Any
+
+from deployments.demo_model.calculator import TOOL
+from evals.config import Config, EvalError
+from evals.results.provenance import Facts
+from evals.server.server_queries import refused
+from evals.task import steering
+
+
+def check(config: Config, told: Facts, messages: list[dict[str, Any]]) -> None:
+    """Returns if no option of the run is one that the server refuses whatever the question.
+
+    Args:
+        config: the options, with the model's name.
+        told: of `provenance.facts`.
+        messages: those of the first problem.
+
+    Raises:
+        EvalError: One is; the text names it and says what to do.
+    """
+    _check_room(config, told)
+    _check_readouts(config, told)
+    if told["server"].get("versions"):  # of another server each request may cost
+        _check_tools(config)
+        _check_interventions(config, messages)
+
+
+def _check_room(config: Config, told: Facts) -> None:
+    """Refuse a limit of new tokens that no question fits beside: each answer would count as truncated."""
+    context = told["model"].get("max_model_len")
+    if isinstance(context, int) and config.max_tokens >= context:
+        raise EvalError(f"--max-tokens {config.max_tokens}: the model's context is {context} tokens with the question")
+
+
+def _check_readouts(config: Config, told: Facts) -> None:
+    """Refuse readouts whose values at all new tokens are more numbers than the server puts into an answer."""
+    limit = (told["server"].get("options") or {}).get("max_inline_values")
+    width = sum(one.get("values") or 1 for one in (told["readouts"] or {}).values())  # numbers of a token
+    if isinstance(limit, int) and (count := width * config.max_tokens) > limit:
+        raise EvalError(
+            f"--readouts: {width} values of each of --max-tokens {config.max_tokens} are {count} numbers, and the "
+            f"server's max_inline_values is {limit}: name fewer readouts, or lower --max-tokens to {limit // width}"
+        )
+
+
+def _check_tools(config: Config) -> None:
+    """Refuse tools that the model's template does not know."""
+    if "with-tools" not in config.modes or config.tools != "native":
+        return
+    refusal = _refusal(config, [{"role": "user", "content": "1 + 1?"}], {"tools": [TOOL]})
+    if refusal.get("param") == "tools":
+        hint = "--tools text offers the calculator in plain text; or choose --mode no-tools"
+        raise EvalError(f"{config.model}: {refusal.get('message')}: {hint}")
+
+
+def _check_interventions(config: Config, messages: list[dict[str, Any]]) -> None:
+    """Refuse interventions that do not fit the model, or name a tensor that the server does not have, by layer."""
+    for cell in {cell.layer: cell for cell in steering.cells(config)}.values():
+        _, interventions = steering.find(config, cell.name)
+        refusal = _refusal(config, messages, {"interventions": interventions})
+        if str(refusal.get("param")).startswith("interventions"):
+            where = "" if cell.layer is None else f" at layer {cell.layer}"
+            raise EvalError(f"--interventions{where}: {refusal['param']}: {refusal.get('message')}")
+
+
+def _refusal(config: Config, messages: list[dict[str, Any]], fields: dict[str, Any]) -> dict[str, Any]:
+    body = {"model": config.model, "messages": messages, "max_tokens": 1, "store_activations": False}
+    return refused(f"{config.base_url}/chat/completions", body | fields) or {}
