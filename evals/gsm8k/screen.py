@@ -6,11 +6,12 @@ from typing import Any
 
 from evals.config import CONTROL
 from evals.gsm8k.options import in_ray_job
-from evals.results.tally import pair_name
+from evals.results.tally import pair_name, unswept
 from evals.scoring import RULES, Rule
 
 REASONS = 3  # told on the screen
 READOUTS = 20  # rows of them
+STAR, LEVEL = "*", 0.05
 COUNTED = ("invalid", "truncated", "timed_out", "failed")  # outcomes
 
 
@@ -22,8 +23,11 @@ def render(summary: dict[str, Any], directory: Path) -> str:
     lines += [_table(summary)]
     others = f"by the other rules, and on how many answers each agrees with {summary['rule']}"
     lines += ["", others, "", _rules(summary)]
-    if pairs := [_difference(pair) for pair in summary["paired"] if pair["difference"] is not None]:
+    plain = unswept(summary)
+    found = [pair for pair in summary["paired"] if pair["difference"] is not None and pair["b"] in plain]
+    if pairs := [_difference(pair) for pair in found]:
         lines += ["", "accuracy less that of the same problems otherwise, in points", "", aligned(pairs)]
+    lines += _sweep(summary)
     lines += _several(summary)
     lines += _readouts(summary["readouts"])
     if summary["not_paired"]:
@@ -44,7 +48,7 @@ def where(directory: Path) -> str:
 def _table(summary: dict[str, Any]) -> str:
     rows = [["", *heads(summary["rule"]), "tokens/s"]]
     modes = dict(summary["modes"])
-    for condition in summary["conditions"].values():
+    for condition in unswept(summary).values():
         row = [_name(condition["mode"], condition["variant"]), *columns(condition, summary["rule"])]
         mode = modes.pop(condition["mode"], None)  # its speed is of all its variants: said once
         rows.append([*row, number(mode["tokens_per_second"], ".0f") if mode else ""])
@@ -69,13 +73,33 @@ def _rules(summary: dict[str, Any]) -> str:
     rule = summary["rule"]
     others = [other for other in RULES if other != rule]
     rows = [["", *(head for other in others for head in (f"{other} ±SE", "95% interval", "agree"))]]
-    for c in summary["conditions"].values():
+    for c in unswept(summary).values():
         row = [_name(c["mode"], c["variant"])]
         for other in others:
             agree = f"{c['agreement'][pair_name(rule, other)]} of {c[other]['of']}"
             row += [score(c[other]), interval(c[other]["ci95"]), agree]
         rows.append(row)
     return aligned(rows)
+
+
+def _sweep(summary: dict[str, Any]) -> list[str]:
+    """Accuracy by layer and scale, with the difference to no steering, and a star where that is no chance."""
+    lines = ["", f"steered, and the difference in points: {STAR} p < {LEVEL} by Holm"] if summary["sweep"] else []
+    for of in summary["sweep"]:
+        scales = ["steered" if scale is None else f"scale {scale:g}" for scale in of["scales"]]
+        rows = [[_name(of["mode"], of["variant"]), *(head + "  " for head in scales)]]
+        for row in of["rows"]:
+            layer = "" if row["layer"] is None else f"layer {row['layer']}"
+            rows.append([layer, *map(_steered, row["cells"])])
+        lines += ["", aligned(rows)]
+    return lines
+
+
+def _steered(cell: dict[str, Any]) -> str:
+    if cell["difference"] is None:
+        return percent(cell["accuracy"]) + "  "
+    star = STAR if cell["p_holm"] is not None and cell["p_holm"] < LEVEL else " "
+    return f"{percent(cell['accuracy'])} {100 * cell['difference']:+5.1f} {star}"
 
 
 def _several(summary: dict[str, Any]) -> list[str]:

@@ -22,7 +22,7 @@ from evals.report.charts import SHARES, Scale, around_zero, histogram, lines, st
 from evals.report.page_data import blocks
 from evals.results import activation_stats
 from evals.results.results import read_json, scored_earlier
-from evals.results.tally import OUTCOMES, PAIRS, pair_name
+from evals.results.tally import OUTCOMES, PAIRS, pair_name, unswept
 from evals.scoring import RULES
 
 NAME = "report.html"
@@ -76,7 +76,7 @@ def report_context(directory: Path) -> Record:
         EvalError: the directory holds no finished run.
     """
     summary, config = finished(directory), read_json(directory / "config.json")
-    conditions = summary["conditions"]
+    conditions, plain = summary["conditions"], unswept(summary)
     stats_file = directory / activation_stats.NAME
     stats = read_json(stats_file) if stats_file.exists() else None
     sites = activation_stats.sites(stats["points"]) if stats else {}
@@ -87,12 +87,16 @@ def report_context(directory: Path) -> Record:
         "others": [rule for rule in RULES if rule != summary["rule"]],
         "pairs": [(a, b, pair_name(a, b)) for a, b in PAIRS],
         "config": config,
-        "modes": {mode: [c for c in conditions.values() if c["mode"] == mode] for mode in summary["modes"]},
+        "plain": plain,
+        "modes": {mode: [c for c in plain.values() if c["mode"] == mode] for mode in summary["modes"]},
         "variants": list(dict.fromkeys(c["variant"] for c in conditions.values())),
         "kinds": OUTCOMES,
         "shares": SHARES,
         "differences": _differences(summary["paired"], conditions),
         "difference_scale": _difference_scale(summary["paired"]),
+        "most_steered": max(
+            (abs(p["difference"] or 0) for p in summary["paired"] if p["kind"] == "steering"), default=0
+        ),
         "outcomes": {key: stacked(c["outcomes"]) for key, c in conditions.items()},
         "lengths": histogram(directory, "completion_tokens", _usual(conditions, "completion_tokens_per_sample")),
         "latencies": histogram(directory, "latency_s", _usual(conditions, "latency_s")),

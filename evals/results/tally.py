@@ -115,6 +115,12 @@ class ConditionTally:
         return {"most": most, "pass_at": {str(k): pass_at(k, hits, of) for k in ks}, "majority": majority}
 
 
+def unswept(summary: dict[str, Any]) -> dict[str, Any]:
+    """The conditions of a summary without those of a sweep, which its heat map shows."""
+    steered = {pair["b"] for pair in summary["paired"] if pair["kind"] == "steering"} if summary.get("sweep") else ()
+    return {key: condition for key, condition in summary["conditions"].items() if key not in steered}
+
+
 def pair_name(a: Rule, b: Rule) -> str:
     """What a pair of rules is called in summary.json, whichever is named first."""
     return ", ".join(sorted((a, b), key=RULES.index))

@@ -84,6 +84,21 @@ def test_a_direction_is_kept_in_a_file(acts, tmp_path):
     assert loaded.points == POINTS
 
 
+def test_the_server_takes_a_direction_as_a_tensor_file(server, client, tmp_path):
+    acts = server.collect(["Ann has 3 boxes", "Tom ran"], "layers.*.output", labels=[1, 0])
+    direction = vitrine.difference_of_means(acts)
+    direction.save(tmp_path / "it.safetensors")
+    headers = {"content-type": "application/octet-stream"}
+    file = client.post(
+        "/tensors", cast_to=object, content=(tmp_path / "it.safetensors").read_bytes(), options={"headers": headers}
+    )
+    steer = direction.at(3) * 4
+    named = steer.operation | {"vector": f"{file['id']}/layers.3.output"}
+    assert server.generate("Tom has", max_tokens=8, interventions=[named]) == server.generate(
+        "Tom has", max_tokens=8, steer=steer
+    )
+
+
 def test_another_safetensors_file_is_no_direction(tmp_path):
     from safetensors.numpy import save_file
 

@@ -123,7 +123,9 @@ class Direction:
         return Steer(self.points[place], self.values[place], tokens=tokens, unit=unit)
 
     def save(self, path: str | Path) -> None:
-        """Write a safetensors file, which holds `values` and, in its metadata, the points.
+        """Write a safetensors file with a tensor for each point, named as the point.
+
+        With up to 64 points it is also a tensor file of the server, docs/http.md, whose tensors interventions name.
 
         Examples:
             >>> acts = server.collect(["Ann has 3", "Tom ran"], "resid_post", labels=[1, 0])
@@ -131,7 +133,8 @@ class Direction:
         """
         from safetensors.numpy import save_file
 
-        save_file({"values": np.ascontiguousarray(self.values)}, path, {"points": json.dumps(self.points)})
+        vectors = {point: np.ascontiguousarray(row) for point, row in zip(self.points, self.values, strict=True)}
+        save_file(vectors, path, {"points": json.dumps(self.points)})
 
     @classmethod
     def load(cls, path: str | Path) -> Direction:
@@ -150,10 +153,10 @@ class Direction:
         from safetensors import safe_open
 
         with safe_open(path, "numpy") as file:
-            points = (file.metadata() or {}).get("points")
-            if points is None or "values" not in file.keys():  # noqa: SIM118 - it is no dict
+            points = json.loads((file.metadata() or {}).get("points", "[]"))
+            if not points or {*points} != {*file.keys()}:
                 raise ValueError(f"{path} was not written by Direction.save")
-            return cls(file.get_tensor("values"), json.loads(points))
+            return cls(np.stack([file.get_tensor(point) for point in points]), points)
 
 
 def difference_of_means(acts: Activations, positive: Any = 1) -> Direction:

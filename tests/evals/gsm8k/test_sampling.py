@@ -62,7 +62,11 @@ def test_a_run_is_extended_by_problems_and_epochs(
 
 
 def test_each_layer_and_scale_of_a_sweep_is_paired_to_none(
-    server: FakeServer, write_problems: Write, evaluate: Callable[..., int], tmp_path: Path
+    server: FakeServer,
+    write_problems: Write,
+    evaluate: Callable[..., int],
+    tmp_path: Path,
+    capsys: pytest.CaptureFixture[str],
 ) -> None:
     file = tmp_path / "calm.json"
     file.write_text('[{"op": "add", "point": "layers.{layer}.output", "vector": "calm"}]')
@@ -79,6 +83,9 @@ def test_each_layer_and_scale_of_a_sweep_is_paired_to_none(
     assert sweep["rows"][0]["cells"][0]["difference"] == 0.0
     assert sweep["rows"][0]["cells"][1]["difference"] is None
     assert "Steering by layer and scale" in (tmp_path / "results" / "report.html").read_text()
+    said = capsys.readouterr().out
+    assert "layer 2   50.0%  +0.0      50.0%    50.0%  +0.0" in said
+    assert "control_layer2" not in said  # a row for each cell would hide the variants
     file.write_text('[{"op": "zero", "point": "layers.{layer}.output"}]')
     assert evaluate(write_problems("", "[wrong]"), "--resume", *told) == 2
 
