@@ -1,8 +1,9 @@
 """The evaluator beside the load generator of the serving benchmark: `python -m benchmarks.evaluating`.
 
-Both send the same bodies to this project's server, which serves the model that ships, `--requests` at a time, without
-and with activations collected. The evaluator's tokens per second are those that its summary says, the generator's are
-taken from the first request's start to the last answer's end, each in a process of its own.
+Both send the same bodies to this project's server, which serves the model that ships or that of `--weights`,
+`--requests` at a time, without and with activations collected. The evaluator's tokens per second are those that its
+summary says, the generator's are taken from the first request's start to the last answer's end, each in a process of
+its own.
 
 Ends with 1 where the evaluator makes less than 0.95 of the generator's tokens per second, or where their texts differ.
 """
@@ -112,10 +113,12 @@ def main(arguments: list[str] | None = None) -> int:
     terminate_as_interrupt()
     parser = settings.parser(__doc__, "benchmark-evaluating")
     parser.add_argument("--problems", type=int, default=200, help="of those that ship, in each turn")
+    parser.add_argument("--weights", type=Path, default=WEIGHTS, help="a model's directory, if not the one that ships")
     parser.set_defaults(new_tokens=256)
     options = parser.parse_args(arguments)
-    findings, title = Findings(options), f"{DEMO}, float32"
-    with tempfile.TemporaryDirectory(prefix="vt-evals-") as place, servers.vitrine(WEIGHTS) as server:
+    findings, title = Findings(options), f"{DEMO if options.weights == WEIGHTS else options.weights.name}, float32"
+    served = servers.vitrine(options.weights, options=["dtype=float32"])
+    with tempfile.TemporaryDirectory(prefix="vt-evals-") as place, served as server:
         directory = Path(place)
         ways = [
             load(LOAD, server, options, captured=False),

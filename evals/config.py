@@ -58,6 +58,7 @@ class Config(ServingConfig):
     max_tokens: Count = 512  # per turn
     max_turns: Count = 12
     interventions: tuple[dict[str, Any], ...] = ()
+    steer: tuple[str, ...] = ()  # variants; all without it
     sweep: dict[Literal["layer", "scale"], tuple[Annotated[Number, Field(ge=-MOST, le=MOST)], ...]] = {}
     readouts: tuple[ReadoutName, ...] = Field((), max_length=MOST_READOUTS)
     tools: Literal["native", "text"] = "native"
@@ -85,6 +86,11 @@ class Config(ServingConfig):
     wait_healthy: Annotated[Number, Field(ge=0.0)] = 0.0  # seconds
 
     @property
+    def steered(self) -> tuple[str, ...]:
+        """The variants that are also asked with the interventions."""
+        return (self.steer or self.variants) if self.interventions else ()
+
+    @property
     def modes(self) -> tuple[Mode, ...]:
         """The modes to run, in order."""
         return ("no-tools", "with-tools") if self.mode == "both" else (self.mode,)
@@ -103,7 +109,7 @@ class Config(ServingConfig):
             raise ValueError("must be an address like http://127.0.0.1:8000/v1")
         return value.rstrip("/")
 
-    @field_validator("points", "sites", "variants", "readouts", mode="before")
+    @field_validator("points", "sites", "variants", "steer", "readouts", mode="before")
     @classmethod
     def _split_names(cls, value: object) -> object:
         return tuple(part.strip() for part in value.split(",")) if isinstance(value, str) else value
@@ -186,8 +192,10 @@ class Config(ServingConfig):
                 "--points, --layers, --sites, --tokens, --transfer-activations and --inline-activations need "
                 "--collect-activations"
             )
-        if self.sweep and not self.interventions:
-            raise ValueError("--sweep needs --interventions")
+        if (self.sweep or self.steer) and not self.interventions:
+            raise ValueError("--sweep and --steer need --interventions")
+        if unknown := [name for name in self.steer if name not in self.variants]:
+            raise ValueError(f"--steer {unknown[0]}: not among --variants {','.join(self.variants)}")
         swept = any("{layer}" in str(value) for one in self.interventions for value in one.values())
         if swept != ("layer" in self.sweep):
             raise ValueError("--sweep layer=... and {layer} in a point of --interventions go together")

@@ -149,7 +149,7 @@ def _paired(conditions: Conditions, config: Config) -> list[dict[str, Any]]:
 
 
 def _sweep(conditions: Conditions, paired: list[dict[str, Any]], config: Config) -> list[dict[str, Any]]:
-    """Of each mode and variant, the accuracy by layer (rows) and scale (columns); scale 0 is not steered."""
+    """Of each mode and steered variant, the accuracy by layer (rows) and scale (columns); scale 0 is not steered."""
     if not config.sweep:
         return []
     differences = {pair["b"]: pair for pair in paired if pair["kind"] == "steering"}
@@ -157,7 +157,7 @@ def _sweep(conditions: Conditions, paired: list[dict[str, Any]], config: Config)
     if "scale" in config.sweep:
         scales = [*sorted({*config.sweep["scale"], 0.0})]
     found = []
-    for mode, variant in product(config.modes, config.variants):
+    for mode, variant in product(config.modes, config.steered):
         names = {(cell.layer, cell.scale): cell.name for cell in cells(config) if cell.variant == variant}
         rows = []
         for layer in layers(config):

@@ -27,11 +27,9 @@ def layers(config: Config) -> list[int | None]:
 
 
 def cells(config: Config) -> Iterator[Cell]:
-    """The steered conditions of all variants. A scale of 0 changes nothing, so it is the variant itself."""
-    if not config.interventions:
-        return
+    """The steered conditions. A scale of 0 changes nothing, so it is the variant itself."""
     scales: list[float | None] = [float(scale) for scale in config.sweep.get("scale", ()) if scale] or [None]
-    for variant, layer, scale in product(config.variants, layers(config), scales):
+    for variant, layer, scale in product(config.steered, layers(config), scales):
         parts = [f"layer{layer}"] * (layer is not None) + [f"scale{scale:g}"] * (scale is not None)
         name = "_".join([variant, *(parts or ["steered"])])
         yield Cell(variant, name.replace(".", "p").replace("+", ""), layer, scale)

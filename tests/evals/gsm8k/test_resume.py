@@ -2,6 +2,7 @@
 
 import importlib
 import json
+import os
 import signal
 import subprocess
 import sys
@@ -19,6 +20,7 @@ from evals.gsm8k.__main__ import main
 from evals.task.rewards import SHIPPED
 
 Write = Callable[..., Path]
+ROOT = Path(__file__).parents[3]
 LABELS = ["", "[wrong]", "[invalid]", "", "", "[wait]", "[wait]", "", "", ""]
 MEASURED = ("latency_s", "modes", "times", "session_id")
 
@@ -118,6 +120,21 @@ def test_a_worker_that_dies_costs_what_it_had_in_flight_and_the_number_of_worker
     assert sum(server.attempts.values()) <= 2 + 15 + 7, "the other worker's eight problems are asked for once"
     assert main([*where, "--workers", "1", "--results-dir", str(tmp_path / "one")]) == 0
     assert counted(tmp_path / "two") == counted(tmp_path / "one")
+
+
+def test_a_node_that_dies_costs_what_its_worker_had_in_flight(tmp_path: Path) -> None:
+    # In a process of its own, since this one may have joined the tests' shared cluster.
+    script = Path(__file__).with_name("two_nodes.py")
+    env = {name: value for name, value in os.environ.items() if name != "RAY_ADDRESS"}
+    env |= {"PYTHONPATH": str(ROOT), "RAY_AUTH_MODE": "disabled"}
+    done = subprocess.run(
+        [sys.executable, script, str(tmp_path)], env=env, capture_output=True, text=True, timeout=300, cwd=ROOT
+    )
+    assert done.returncode == 0, done.stdout + done.stderr
+    (said,) = (json.loads(line) for line in done.stdout.splitlines() if line.startswith("{"))  # beside Ray's lines
+    assert said == {"status": 0, "attempts": [1] * 30 + [2] * 2}, done.stderr
+    counts = summary(tmp_path / "results")["counts"]
+    assert (counts["samples"], counts["failed"], counts["missing"]) == (32, 0, 0)
 
 
 def test_an_interrupted_run_leaves_valid_results_and_goes_on(

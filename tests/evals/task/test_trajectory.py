@@ -236,6 +236,8 @@ def test_a_sweep_steers_each_layer_with_each_scale(tmp_path: Path) -> None:
     config = parse_args(["--model", "fake/model", *told])
     names = [f"control_layer{layer}_scale{scale}" for layer in (8, 12) for scale in ("-4", "4p5")]
     assert steering.asked(config) == ("control", *names)
+    beside = parse_args(["--model", "fake/model", *told, "--variants", "control,calm", "--steer", "control"])
+    assert steering.asked(beside) == ("control", "calm", *names)
     sample, (body,) = talk([{"content": "#### 5"}], *told, mode="no-tools")
     expected = {"op": "add", "point": "layers.12.output", "vector": "calm-12", "scale": 4.5}
     assert (sample.variant, body["interventions"]) == (names[-1], [expected])
