@@ -174,7 +174,7 @@ class Config(ServingConfig):
         except ValueError as error:
             raise ValueError(f"a weight is a number: {error}") from None
 
-    @field_validator("variants", "points", "sites", "readouts")
+    @field_validator("variants", "steer", "points", "sites", "readouts")
     @classmethod
     def _refuse_repeats(cls, names: tuple[str, ...]) -> tuple[str, ...]:
         if len(set(names)) < len(names):

@@ -38,6 +38,7 @@ from evals.gsm8k.options import flag, parse_args, results_path
         (["--dataset", "~nobody-of-this-name/x.jsonl"], "--dataset"),
         (["--config", "~nobody-of-this-name/x.yaml"], "--config"),
         (["--session-id", "a/b"], "--session-id"),
+        (["--steer", "control"], "need --interventions"),
         (["--mode", "some"], "--mode"),
         (["--layers", "1,x", "--sites", "mlp.output", "--collect-activations"], "--layers"),
         (["--layers", "1", "--collect-activations"], "--sites"),
