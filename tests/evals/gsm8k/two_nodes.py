@@ -7,6 +7,7 @@ import sys
 import threading
 import time
 from pathlib import Path
+from typing import Any
 
 import psutil
 import ray
@@ -21,7 +22,7 @@ SLOTS = 2  # of each worker
 
 
 def run(folder: Path) -> None:
-    cluster = Cluster(initialize_head=True, head_node_args={"num_cpus": 1}, connect=True)
+    cluster: Any = Cluster(initialize_head=True, head_node_args={"num_cpus": 1}, connect=True)
     other = cluster.add_node(num_cpus=1)
     # Each worker gets every other problem: first some that are answered at once, then some that wait.
     rows = [
