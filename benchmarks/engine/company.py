@@ -77,8 +77,12 @@ def main() -> None:
         some = [max(1, lengths[i % len(lengths)] // scale) for i in range(max(2, count // scale))]
         return prompts.requests(some, max(1, new // scale), beginning // scale)
 
-    decoding = lambda: of(32, [32], 64)  # noqa: E731
-    filling = lambda: of(8, [512], 1)  # noqa: E731
+    def decoding() -> list[Request]:
+        return of(32, [32], 64)
+
+    def filling() -> list[Request]:
+        return of(8, [512], 1)
+
     cases: dict[str, tuple[Engine, Callable[[], list[Request]], Callable[[], list[Request]]]] = {
         "mixed lengths": (engines[0], lambda: of(16, [32, 1500], 64), lambda: of(16, [766], 64)),
         "shared": (engines[0], lambda: of(32, [32], 32, beginning=1000), lambda: of(32, [1032], 32)),
