@@ -157,9 +157,14 @@ class Config(ServingConfig):
             return value
         try:
             pairs = [str(word).split("=") for word in words]
-            return {name: [float(number) for number in numbers.split(",")] for name, numbers in pairs}
+            found = {name: [float(number) for number in numbers.split(",")] for name, numbers in pairs}
         except ValueError:
             raise ValueError("write it as scale=-4,0,4 layer=8,12") from None
+        if repeated := [name for name, numbers in found.items() if len(set(numbers)) < len(numbers)]:
+            raise ValueError(f"a {repeated[0]} appears twice")
+        if found.get("scale") == [0]:
+            raise ValueError("a scale of 0 changes nothing: name another one beside it")
+        return found
 
     @field_validator("rewards", mode="before")
     @classmethod
@@ -196,7 +201,7 @@ class Config(ServingConfig):
             raise ValueError("--sweep and --steer need --interventions")
         if unknown := [name for name in self.steer if name not in self.variants]:
             raise ValueError(f"--steer {unknown[0]}: not among --variants {','.join(self.variants)}")
-        swept = any("{layer}" in str(value) for one in self.interventions for value in one.values())
+        swept = "{layer}" in str(self.interventions)
         if swept != ("layer" in self.sweep):
             raise ValueError("--sweep layer=... and {layer} in a point of --interventions go together")
         if self.split != "test" and self.dataset != HUB_DATASET:

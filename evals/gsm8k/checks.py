@@ -39,9 +39,10 @@ def _check_readouts(config: Config, told: Facts) -> None:
     limit = (told["server"].get("options") or {}).get("max_inline_values")
     width = sum(one.get("values") or 1 for one in (told["readouts"] or {}).values())  # numbers of a token
     if isinstance(limit, int) and (count := width * config.max_tokens) > limit:
+        lower = f", or lower --max-tokens to {limit // width}" if limit >= width else ""
         raise EvalError(
             f"--readouts: {width} values of each of --max-tokens {config.max_tokens} are {count} numbers, and the "
-            f"server's max_inline_values is {limit}: name fewer readouts, or lower --max-tokens to {limit // width}"
+            f"server's max_inline_values is {limit}: name fewer readouts{lower}"
         )
 
 
@@ -56,13 +57,17 @@ def _check_tools(config: Config) -> None:
 
 
 def _check_interventions(config: Config, messages: list[dict[str, Any]]) -> None:
-    """Refuse interventions that do not fit the model, or name a tensor that the server does not have, by layer."""
+    """Refuse interventions that do not fit the model, or name a tensor that the server does not have, by layer.
+
+    Which tokens they change is not checked: that depends on the question, its variant and the answer's length.
+    """
     for cell in {cell.layer: cell for cell in steering.cells(config)}.values():
         _, interventions = steering.find(config, cell.name)
         refusal = _refusal(config, messages, {"interventions": interventions})
-        if str(refusal.get("param")).startswith("interventions"):
+        param = str(refusal.get("param"))
+        if param.startswith("interventions") and ".tokens" not in param:
             where = "" if cell.layer is None else f" at layer {cell.layer}"
-            raise EvalError(f"--interventions{where}: {refusal['param']}: {refusal.get('message')}")
+            raise EvalError(f"--interventions{where}: {param}: {refusal.get('message')}")
 
 
 def _refusal(config: Config, messages: list[dict[str, Any]], fields: dict[str, Any]) -> dict[str, Any]:

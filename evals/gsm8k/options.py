@@ -172,7 +172,7 @@ def _parser() -> argparse.ArgumentParser:
     )
     option("--variants", "prompt variants, comma separated: control,frustration,... (default: control)")
     option("--variants-file", "a YAML file of variants; without it evals/variants.yaml")
-    option("--interventions", "a YAML or JSON file with a list of interventions: each variant is asked steered, too")
+    option("--interventions", "a YAML or JSON file with a list of interventions, with which variants are asked, too")
     option("--steer", "the variants that are asked steered, comma separated; without it all")
     parser.add_argument("--sweep", nargs="+", help="layers and scales of them, as scale=-4,0,4 layer=8,12")
     option("--readouts", "linear readouts of the server, comma separated: their values, and AUROC against the outcome")

@@ -3,6 +3,7 @@
 A steered condition is a variant of its own, named after the variant whose prompt it has: `control_layer8_scale-4`.
 """
 
+import json
 from collections.abc import Iterator
 from itertools import product
 from typing import Any, NamedTuple
@@ -47,10 +48,10 @@ def find(config: Config, name: str) -> tuple[str, list[dict[str, Any]]]:
 
 
 def _filled(intervention: dict[str, Any], cell: Cell) -> dict[str, Any]:
-    filled = {
-        name: value.replace(LAYER, str(cell.layer)) if isinstance(value, str) and cell.layer is not None else value
-        for name, value in intervention.items()
-    }
+    filled: dict[str, Any] = intervention
+    if cell.layer is not None:
+        filled = json.loads(json.dumps(intervention).replace(LAYER, str(cell.layer)))
+    filled = dict(filled)
     if cell.scale is not None and intervention.get("op") in ("add", "scale"):
         filled["scale" if intervention["op"] == "add" else "factor"] = cell.scale
     return filled

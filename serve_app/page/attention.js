@@ -129,7 +129,7 @@ export function view(app) {
       smalls.forEach((one, i) => one.setAttribute("aria-pressed", String(i === which)));
       picture(which, count, LARGE, 2048, large);
       title.textContent = `Layer ${layer.element.value}, head ${which}`;
-      look(Math.max(strip.pinned, 0) || text.ids.length - 1);
+      look(strip.pinned >= 0 ? strip.pinned : text.ids.length - 1);
       app.changed();
     }
     function look(at) {
@@ -145,7 +145,7 @@ export function view(app) {
     onLook(strip, (index) => index >= 0 && look(index));
     large.addEventListener("pointermove", (event) => {
       const row = Math.floor((event.offsetY / large.clientHeight) * count);
-      if (strip.pinned < 0) look(Math.min(row, count - 1) + pattern.first);
+      if (strip.pinned < 0) look(Math.max(0, Math.min(row, count - 1)) + pattern.first);
     });
     const cut = pattern.first ? h("p", { class: "from" }, `The patterns of the last ${count} tokens: those of all ${text.ids.length} do not fit into an answer (max_inline_values).`) : null;
     const figure = h("figure", {}, h("div", { class: "large" }, large, mark), h("figcaption", {}, "Down: the token that looks. Across: the tokens that it looks at."));

@@ -37,6 +37,7 @@ export function colouring(app, { code, stored = false, onchange }) {
   const key = h("div");
   const trouble = h("div", { role: "status" });
   const wait = h("p", { class: "wait", role: "status", hidden: true }, "Reading the values… ", button("Stop", restart));
+  const forgotten = new WeakSet(); // strips that are shown no more
   const held = new Map(); // by strip, `{ found, state, title, unit, ends }`, the last of which it is painted by
   const element = h("div", { class: "row colouring" }, field("Colour by", by), pointField, directionField, readoutField, featureField, h("div", {}, key, wait, trouble), points);
   let installed = [];
@@ -139,7 +140,7 @@ export function colouring(app, { code, stored = false, onchange }) {
       wait.hidden = by.value in OWN;
       const notes = [];
       const found = await numbersOf(strip, text, model, signal, notes);
-      if (asked !== JSON.stringify(read())) return null; // another colour was chosen meanwhile
+      if (asked !== JSON.stringify(read()) || forgotten.has(strip)) return null; // another colour, or another answer
       if (notes.length) trouble.replaceChildren(...notes);
       const { title, unit } = scaleOf(found);
       held.set(strip, { found, state: asked, title, unit: needs().readout ? unitOf(chosen().spec) : unit });
@@ -195,7 +196,7 @@ export function colouring(app, { code, stored = false, onchange }) {
     },
     setPoints: (found) => fill(point, found.map((name) => [name])),
     /** Forgets a strip that is not shown any more. */
-    forget: (strip) => held.delete(strip),
+    forget: (strip) => (held.delete(strip), forgotten.add(strip)),
     /** What a request asks for, so that values of a linear readout come with its answer. */
     asked: () => (needs().readout && chosen().linear ? [chosen().name] : []),
     scores: (strip, index, text) => {

@@ -22,7 +22,7 @@ const BY = {
 };
 
 export function view(app) {
-  const from = source({ text: "The capital of France is", label: "Text", max: 24, onchange: () => ((patched = null), app.changed()) });
+  const from = source({ text: "The capital of France is", label: "Text", max: 24, onchange: () => ((patched = null), (isStale = true), app.changed()) });
   const run = h("button", { class: "main" }, "Read the layers");
   const stop = button("Stop", () => running?.abort(), { hidden: true });
   const by = choose(Object.entries(BY).map(([name, [title]]) => [name, title]));
@@ -36,6 +36,7 @@ export function view(app) {
   const code = document.createElement("request-code");
   let running = null;
   let text = null; // { ids, texts, count }
+  let isStale = false; // whether another text was typed since
   let cells = []; // by position, `{ layers }`, the lens of a token
   let reads = null; // the request under way for columns in view
   let wanted = [0, 0];
@@ -75,6 +76,7 @@ export function view(app) {
 
   async function begin() {
     running?.abort();
+    patching?.abort();
     running = new AbortController();
     const { signal } = running;
     const asked = from.asked();
@@ -84,6 +86,7 @@ export function view(app) {
     try {
       status.textContent = "Writing the text as tokens…";
       text = await tokenized(app.model(), asked, signal);
+      isStale = false;
       if (!asked.ids && asked.max_tokens) await goOn(asked, signal);
       await open();
       app.changed();
@@ -229,10 +232,11 @@ export function view(app) {
     element,
     read: () => {
       const { ids, count, ...rest } = from.read();
-      const whole = text ? { ids: text.ids, count: text.count } : ids ? { ids, count } : {};
+      const whole = text && !isStale ? { ids: text.ids, count: text.count } : ids ? { ids, count } : {};
       return { ...rest, ...whole, by: by.value, ...(patched ? { patch: patched } : {}) };
     },
     write: (state) => {
+      patching?.abort();
       from.write(state);
       if (Object.hasOwn(BY, asText(state.by))) by.value = state.by;
       colour = colours();

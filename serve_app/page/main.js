@@ -20,6 +20,7 @@ const nav = document.getElementById("nav");
 const chooser = document.getElementById("model");
 const made = new Map(); // by name, a view that was opened: it stays as it is while another is looked at
 const structures = new Map();
+const writes = new Map(); // by name, how often an entry of the history has set the view's state
 let shown = null;
 let models = [];
 let isKnown = false; // whether the server has told its models: it may have none
@@ -38,10 +39,10 @@ const app = {
     return structures.get(model);
   },
   /** Puts the view's state into the address, a moment after the last change. */
-  changed: whenQuiet(() => history.replaceState(null, "", address())),
+  changed: whenQuiet(() => keep()),
   /** Opens another view in a state, and has it begin, at a token. No link does the latter: it would have the model work. */
   open: async (name, state, at) => {
-    history.replaceState(null, "", address()); // whoever goes back finds this view as it was left
+    keep(); // whoever goes back finds this view as it was left
     history.pushState(null, "", links.written(name, { model: app.model(), ...state }));
     await show();
     await made.get(name)?.begin?.(at);
@@ -49,6 +50,8 @@ const app = {
 };
 
 const address = () => links.written(shown, { ...made.get(shown)?.read(), model: app.model() });
+const lineage = (name) => `${performance.timeOrigin} ${writes.get(name) ?? 0}`; // the same until the view is set anew
+const keep = () => history.replaceState(lineage(shown), "", address());
 
 /** Shows the view that the address names, in the state that it holds. */
 async function show() {
@@ -57,7 +60,12 @@ async function show() {
   const one = await activate(view in VIEWS ? view : "chat");
   if (!one) return;
   if (state.model && [...chooser.options].some(({ value }) => value === state.model)) chooser.value = state.model;
-  if (Object.keys(state).length && location.hash !== address()) one.write(state);
+  const wentOn = history.state === lineage(shown); // since it was left here
+  if (Object.keys(state).length && !wentOn && location.hash !== address()) {
+    one.write(state);
+    writes.set(shown, (writes.get(shown) ?? 0) + 1);
+    history.replaceState(lineage(shown), "", location.href);
+  }
   if (isKnown) await one.ready?.();
 }
 
@@ -150,9 +158,9 @@ async function keepState(event) {
   if (event.metaKey || event.ctrlKey || event.shiftKey) return;
   event.preventDefault();
   const name = event.currentTarget.dataset.view;
-  history.replaceState(null, "", address());
+  keep();
   const state = made.get(name)?.read();
-  history.pushState(null, "", state ? links.written(name, { ...state, model: app.model() }) : `#${name}`);
+  history.pushState(lineage(name), "", state ? links.written(name, { ...state, model: app.model() }) : `#${name}`);
   const one = await activate(name);
   if (isKnown) await one?.ready?.();
 }
@@ -160,7 +168,7 @@ async function keepState(event) {
 addEventListener("popstate", show);
 document.getElementById("key").addEventListener("click", () => askKey("API key of this server:"));
 document.getElementById("share").addEventListener("click", (event) => {
-  history.replaceState(null, "", address());
+  keep();
   copy(location.href, event.currentTarget);
 });
 chooser.addEventListener("change", () => {

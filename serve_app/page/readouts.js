@@ -133,6 +133,10 @@ export function view(app) {
       return;
     }
     session.value ||= session.placeholder;
+    if (!session.value) {
+      status.textContent = "Name a session: the server has not listed any yet.";
+      return;
+    }
     app.changed();
     const mine = (running = new AbortController());
     trouble.replaceChildren();

@@ -134,6 +134,30 @@ def test_going_back_finds_a_chat_with_its_tokens(opened):
     expect(options(page)).to_have_count(count)
 
 
+def test_going_back_finds_an_answer_that_came_meanwhile(opened):
+    page = opened()
+    page.get_by_label("Message", exact=True).fill(QUESTION)
+    page.keyboard.press("Enter")
+    expect(options(page).first).to_be_visible(timeout=ANSWERED)
+    page.get_by_role("link", name="Attention").click()
+    page.go_back()
+    expect(page.get_by_role("button", name="Answer again")).to_be_visible(timeout=ANSWERED)
+    assert options(page).count() > 1
+
+
+def test_ids_of_a_text_that_was_typed_over_are_in_no_link(opened):
+    page = opened("#lens")
+    page.get_by_label("Text").fill(PROMPT)
+    page.get_by_role("button", name="Read the layers").click()
+    expect(page.get_by_role("gridcell").last).to_be_visible(timeout=ANSWERED)
+    page.get_by_label("Text").fill("Ann reads.")
+    page.get_by_role("button", name="Copy link").click()
+    other = opened(page.url[page.url.index("#") :])
+    other.get_by_role("button", name="Read the layers").click()
+    expect(other.get_by_role("rowheader").first).to_be_visible(timeout=ANSWERED)
+    assert not any("Tom" in text for text in other.get_by_role("rowheader").all_text_contents())
+
+
 def test_an_example_is_read_where_no_text_was_typed(opened):
     page = opened("#attention")
     page.get_by_role("button", name="Show the heads").click()
