@@ -10,10 +10,12 @@ from dataclasses import dataclass
 from deployments.engine.capture_budget import CaptureBudget
 from deployments.engine.kv_memory import KvMemory, pages_for
 from deployments.engine.sequence import Sequence
+from deployments.model.kv_cache import PAGE
 
 MIN_PROMPT_TOKENS = 32  # of a forward: with no memory for these, a request cannot be served
 MOST_OVERTAKING = 64  # later sequences that are taken in before one that does not fit yet
 MOST_BLOCKED = 16  # that do not fit: a step looks at no others behind them
+MOST_LOOKUPS = 2  # of beginnings whose pages others hold, in one step: each takes time in proportion to its length
 RECOVERY_FORWARDS = 64  # forwards without a failure after which limits are doubled again
 
 
@@ -72,6 +74,7 @@ class Scheduler:
         self._memory = memory
         self._capture_budget = capture_budget
         self._packs = packs
+        self._blocked: list[Sequence] = []  # those that found too few pages when this step looked
         self._good = 0
         self._turn = 0
         self._suspects: list[list[Sequence]] = []  # groups of a forward that failed, each to run by itself
@@ -164,7 +167,8 @@ class Scheduler:
         # Those under way will want these, too.
         promised = sum(max(0, pages_for(seq.need) - len(seq.kv.pages)) for seq in self.running)
         reserved = self._capture_budget.reserved(self.running)
-        blocked = 0  # that find too few pages
+        self._blocked = []
+        lookups = 0
         turn = True  # of who holds rows until its end: none overtakes another
         for seq in self.waiting:
             reserve = seq.recording.reserve if seq.recording else 0
@@ -175,15 +179,14 @@ class Scheduler:
             if count >= self.max_sequences:
                 break
             pages = pages_for(seq.need)
-            if count and promised + pages > self._memory.available:
+            left = self._memory.available - promised
+            if count and pages - seq.unshared // PAGE <= left < pages and lookups < MOST_LOOKUPS:
                 pages -= self._memory.held(seq.token_ids, seq.unshared, seq.request.owner)
-            if count and promised + pages > self._memory.available:
-                if seq in self._back or seq.overtaken >= MOST_OVERTAKING:
+                lookups += 1
+            if count and pages > left:
+                if seq in self._back or seq.overtaken >= MOST_OVERTAKING or len(self._blocked) >= MOST_BLOCKED:
                     break  # what others give back is for this one
-                blocked += 1
-                if blocked > MOST_BLOCKED:
-                    break
-                turn = turn and not reserve
+                self._blocked.append(seq)
                 continue
             promised += pages
             fitting.append(seq)
@@ -212,8 +215,8 @@ class Scheduler:
             seq.cached = shared
         if seq.recording:
             seq.recording.rows = max(seq.recording.rows, shared)
-        if self.waiting[0] is not seq:
-            self.waiting[0].overtaken += 1
+        for other in self._blocked:
+            other.overtaken += other.arrival < seq.arrival
         self.waiting.remove(seq)
         self._back.pop(seq, None)
         self.running.append(seq)

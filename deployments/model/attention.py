@@ -126,31 +126,31 @@ def _attend(
     else:
         out = _by_torch(cache.packed, layer, query, key, value, weighting)
     shown = module.__dict__.get(ROWS)  # an attribute that is missing would cost a search of torch's
-    patterns = None if shown is None else _shown_patterns(cache.packed, shown, layer, query, value.shape[3], weighting)
+    patterns = None if shown is None else _shown_patterns(cache.packed, shown, layer, query, weighting)
     return out[None], patterns
 
 
 def _shown_patterns(
-    packed: Packed, shown: Sequence[int], layer: Any, query: torch.Tensor, features: int, weighting: _Weighting
+    packed: Packed, shown: Sequence[int], layer: Any, query: torch.Tensor, weighting: _Weighting
 ) -> list[torch.Tensor]:
     """Of each segment that is shown, its patterns [heads, tokens, keys]."""
 
-    def pattern(segment: Segment, first: int) -> torch.Tensor:
-        keys, _ = _gathered(layer, segment, features)
-        queries = query[:, :, first : first + segment.count].contiguous()
+    def pattern(segment: Segment, first: int, keys: torch.Tensor) -> torch.Tensor:
+        queries = query[:, :, first : first + segment.count].clone(memory_format=torch.contiguous_format)
         return _patterns(queries, keys[None], _reads(segment, weighting.window, query.device), weighting)[0]
 
     patterns = []
     for index in shown:
         segment, first = packed.segments[index], packed.firsts[index]
+        keys = _gathered_keys(layer, segment)
         if not _running.batch_invariant:
-            patterns.append(pattern(segment, first))
+            patterns.append(pattern(segment, first, keys))
             continue
         stop = segment.start + segment.count
         patterns.append(query.new_zeros(query.shape[1], segment.count, stop))
         for row in range(segment.count):
             own = Segment(segment.kv, segment.start + row, 1)
-            patterns[-1][:, row, : own.start + 1] = pattern(own, first + row)[:, 0]
+            patterns[-1][:, row, : own.start + 1] = pattern(own, first + row, keys[:, : own.start + 1])[:, 0]
     return patterns
 
 
@@ -241,10 +241,20 @@ def _alike(singles: Sequence[tuple[int, Segment]]) -> Iterator[list[tuple[int, S
 def _gathered(layer: Any, segment: Segment, width: int) -> tuple[torch.Tensor, torch.Tensor]:
     """A sequence's keys [kv_heads, keys, head_dim] and values [kv_heads, keys, features] up to a segment's end."""
     stop = segment.start + segment.count
-    pages = torch.tensor(segment.kv.pages[: -(-stop // PAGE)], device=layer.keys.device)
-    keys = layer.keys[pages].permute(1, 0, 3, 2).flatten(1, 2)[:, :stop]
-    values = layer.values[pages].transpose(0, 1).flatten(1, 2)[:, :stop, :width]
-    return keys, values
+    values = layer.values[_pages(layer, segment)].transpose(0, 1).flatten(1, 2)[:, :stop, :width]
+    return _gathered_keys(layer, segment), values
+
+
+def _gathered_keys(layer: Any, segment: Segment) -> torch.Tensor:
+    """A sequence's keys [kv_heads, keys, head_dim] up to a segment's end; each head's lie at a multiple of a page."""
+    keys = layer.keys[_pages(layer, segment)].permute(1, 0, 3, 2).flatten(1, 2)
+    return keys[:, : segment.start + segment.count]
+
+
+def _pages(layer: Any, segment: Segment) -> torch.Tensor:
+    """The pages of a sequence up to a segment's end."""
+    stop = segment.start + segment.count
+    return torch.tensor(segment.kv.pages[: -(-stop // PAGE)], device=layer.keys.device)
 
 
 def _reads(segment: Segment, window: int, device: torch.device) -> torch.Tensor:

@@ -14,9 +14,9 @@ import numpy as np
 import torch
 from transformers.cache_utils import Cache, DynamicCache
 
-PAGE = 16  # positions; the kernel's vectors are as wide
+PAGE = 16  # positions: one, two or four of the kernel's vectors
 LANES = 16  # a page's values are padded to a multiple of these features
-UNIT_ROWS = 8  # rows of a sequence that the kernel takes at once
+UNIT_ROWS = 24  # rows of a sequence that a thread takes at once: they divide into groups of 6 and of 8 vectors
 
 
 @dataclass(eq=False)

@@ -19,6 +19,8 @@ from evals.gsm8k.options import flag, parse_args, results_path
     ("argv", "says"),
     [
         (["--nope"], "--nope"),
+        (["--sweep", "layer=8,8"], "appears twice"),
+        (["--sweep", "scale=0"], "changes nothing"),
         (["--sample", "3"], "--sample"),  # no abbreviations
         (["--samples", "0"], "--samples"),
         (["--parallel", "many"], "--parallel"),
