@@ -39,6 +39,7 @@ export function view(app) {
   let session = "";
   let run = "";
   let other = "";
+  let listed = ""; // the session whose runs stand in the list
   let colour = {}; // of the run that is open
   let loaded = false;
   let reading = null;
@@ -69,7 +70,7 @@ export function view(app) {
   const list = () => (session ? openSession(session) : listSessions());
 
   function listSessions(after = "") {
-    session = run = other = "";
+    session = run = other = listed = "";
     app.changed();
     opened.replaceChildren();
     return reads(async (signal) => {
@@ -94,6 +95,16 @@ export function view(app) {
     return reads((signal) => showSession(after, signal));
   }
 
+  /** Leaves the list as it is, with what is checked, where there is one. */
+  function close() {
+    if (listed !== session) return openSession(session);
+    reading?.abort();
+    run = other = "";
+    repaint = () => {};
+    opened.replaceChildren();
+    return app.changed();
+  }
+
   async function showSession(after, signal) {
     const query = { ...filled(), session, limit: SHOWN, after };
     const { data, has_more: more } = await get("v1/activations/runs", query, signal);
@@ -109,6 +120,7 @@ export function view(app) {
       return [box, button(one.run_id, () => openRun(one.run_id), { class: "link" }), time(one.created), one.model, `${one.prompt_tokens} + ${one.tokens - one.prompt_tokens}`, String(Object.keys(one.points).length), visible(one.sample_id ?? ""), tagsOf(one), one.finish_reason ?? ""];
     };
     const heads = ["Compare", "Run", "Made", "Model", "Tokens", "Points", "Sample", "Tags", "End"];
+    listed = session;
     held.replaceChildren(
       h("p", { class: "row" }, button("All sessions", () => listSessions()), h("strong", {}, session), ...downloads(session, "", failed)),
       data.length ? table(`Runs of ${session}`, heads, data.map(row)) : empty("No run fits the filters."),
@@ -171,7 +183,7 @@ export function view(app) {
       h("h2", {}, facts.run_id),
       h("p", { class: "from" }, `${facts.model}, ${time(facts.created)}, ${facts.prompt_tokens} + ${facts.tokens - facts.prompt_tokens} tokens${tags ? `, ${tags}` : ""}${of.isWhole ? "" : `; ${tokens.length} of them are stored`}`),
       of.served ? null : empty(`The model ${facts.model} is not served now, so that tokens show as their ids.`),
-      h("p", { class: "row" }, ...downloads(session, facts.run_id, failed), button("Close", () => openSession(session))),
+      h("p", { class: "row" }, ...downloads(session, facts.run_id, failed), button("Close", close)),
       h("div", { class: "split" }, h("div", {}, colours.element, strip, extra, more(of, strip, extra, recolour)), about),
       h("details", {}, h("summary", {}, `Points: ${names.length}`), table("Points", ["Point", "Shape", "Dtype"], shapes)),
     ];

@@ -185,12 +185,12 @@ def test_sessions_are_listed_shown_and_deleted_with_their_files(served):
 
 
 def test_sessions_are_paged(served):
-    for name in ("page-a", "page-b", "page-c"):
+    for name in ("paged-a", "paged-b", "paged-c"):
         chat(served, store_activations=True, session_id=name, max_tokens=1)
     page = httpx.get(
-        f"{served.base_url}/activations/sessions", params={"limit": 2, "after": "page-"}, timeout=60
+        f"{served.base_url}/activations/sessions", params={"limit": 2, "after": "paged-"}, timeout=60
     ).json()
-    assert [session["id"] for session in page["data"]] == ["page-a", "page-b"]
+    assert [session["id"] for session in page["data"]] == ["paged-a", "paged-b"]
     assert page["has_more"]
 
 
