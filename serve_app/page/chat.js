@@ -83,7 +83,7 @@ export function view(app) {
   function drop(from) {
     for (const turn of turns.splice(from)) {
       turn.element.remove();
-      colours.forget(turn.strip);
+      if (turn.strip) colours.forget(turn.strip);
     }
   }
 

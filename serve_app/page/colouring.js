@@ -196,7 +196,10 @@ export function colouring(app, { code, stored = false, onchange }) {
     },
     setPoints: (found) => fill(point, found.map((name) => [name])),
     /** Forgets a strip that is not shown any more. */
-    forget: (strip) => (held.delete(strip), forgotten.add(strip)),
+    forget: (strip) => {
+      held.delete(strip);
+      forgotten.add(strip);
+    },
     /** What a request asks for, so that values of a linear readout come with its answer. */
     asked: () => (needs().readout && chosen().linear ? [chosen().name] : []),
     scores: (strip, index, text) => {
