@@ -247,7 +247,7 @@ def _gathered(layer: Any, segment: Segment, width: int) -> tuple[torch.Tensor, t
 
 def _gathered_keys(layer: Any, segment: Segment) -> torch.Tensor:
     """A sequence's keys [kv_heads, keys, head_dim] up to a segment's end; each head's lie at a multiple of a page."""
-    keys = layer.keys[_pages(layer, segment)].permute(1, 0, 3, 2).flatten(1, 2)
+    keys: torch.Tensor = layer.keys[_pages(layer, segment)].permute(1, 0, 3, 2).flatten(1, 2)
     return keys[:, : segment.start + segment.count]
 
 
