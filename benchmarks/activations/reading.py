@@ -160,16 +160,6 @@ def same(folder: Path, rows: int) -> bool:
     return at == rows
 
 
-def show(measured: dict[str, Measured], found: dict[str, Spread]) -> None:
-    """Rates and ratios."""
-    lines = [
-        [name, f"{way.rate:,.0f}", f"{min(way.rates):,.0f} - {max(way.rates):,.0f}"] for name, way in measured.items()
-    ]
-    print(report.table("", ["", "MB/s", "range"], lines))
-    lines = [[name, f"{each.median:.2f}", f"{each.lowest:.2f} - {each.highest:.2f}"] for name, each in found.items()]
-    print(report.table("", ["ratio", "median", "range"], lines), flush=True)
-
-
 def main(arguments: list[str] | None = None) -> int:
     """Measure, show, keep."""
     terminate_as_interrupt()
@@ -193,7 +183,7 @@ def main(arguments: list[str] | None = None) -> int:
             findings.failed.append("the rows that were read are not those that were written")
         measured = in_turn(ways(folder, rows, options), options.rounds, lambda _: None)
     found = {f"{each.of} / {each.to}": ratio(measured, each) for each in (*REQUIRED, *REPORTED)}
-    show(measured, found)
+    report.show_rates(measured, found)
     for each in REQUIRED:
         name = f"{each.of} / {each.to}"
         if found[name].median < MIN_RATIO:

@@ -17,6 +17,8 @@ import torch
 matplotlib.use("Agg")  # no screen is needed
 from matplotlib import pyplot
 
+from benchmarks.common.measuring import Measured, Spread
+
 PACKAGES = ("torch", "transformers", "nnsight", "ray", "pyarrow")
 
 
@@ -95,3 +97,13 @@ def write(path: Path, found: Mapping[str, Any]) -> None:
     """Keep the numbers."""
     path.parent.mkdir(parents=True, exist_ok=True)
     path.write_text(json.dumps(found, indent=2) + "\n")
+
+
+def show_rates(measured: dict[str, Measured], found: dict[str, Spread]) -> None:
+    """Print rates in MB/s, and ratios of rates, each with its range."""
+    lines = [
+        [name, f"{way.rate:,.0f}", f"{min(way.rates):,.0f} - {max(way.rates):,.0f}"] for name, way in measured.items()
+    ]
+    print(table("", ["", "MB/s", "range"], lines))
+    lines = [[name, f"{each.median:.2f}", f"{each.lowest:.2f} - {each.highest:.2f}"] for name, each in found.items()]
+    print(table("", ["ratio", "median", "range"], lines), flush=True)

@@ -48,10 +48,8 @@ def find(config: Config, name: str) -> tuple[str, list[dict[str, Any]]]:
 
 
 def _filled(intervention: dict[str, Any], cell: Cell) -> dict[str, Any]:
-    filled: dict[str, Any] = intervention
-    if cell.layer is not None:
-        filled = json.loads(json.dumps(intervention).replace(LAYER, str(cell.layer)))
-    filled = dict(filled)
+    text = json.dumps(intervention)
+    filled: dict[str, Any] = json.loads(text if cell.layer is None else text.replace(LAYER, str(cell.layer)))
     if cell.scale is not None and intervention.get("op") in ("add", "scale"):
         filled["scale" if intervention["op"] == "add" else "factor"] = cell.scale
     return filled
