@@ -91,6 +91,7 @@ def test_a_lens_reads_every_layer_and_a_cell_is_dragged_onto_another_token(opene
     assert '"op":"replace","point":"layers.1.output","tokens":{"positions":[1]}' in body
     page.get_by_label("Colour by").select_option("rank")
     expect(page.locator(".legend").first).to_contain_text("above 1000")
+    expect(row.last).to_have_attribute("aria-label", re.compile(r"rank \d+$"))
     ranks = [one["targets"][0]["rank"] for one in found[-1]["layers"]]
     labels = [cell.get_attribute("aria-label") or "" for cell in row.all()]
     assert [int(label.rpartition("rank ")[2]) for label in labels] == ranks
@@ -303,9 +304,9 @@ def test_two_runs_are_compared_token_by_token_in_light_and_dark(opened, served, 
     expect(tokens.first).to_contain_text("1 – cosine 0.000")
     light = tokens.first.evaluate("one => one.style.backgroundColor")
     page.emulate_media(color_scheme="dark")
-    assert tokens.first.evaluate("one => one.style.backgroundColor") != light
+    expect(tokens.first).not_to_have_css("background-color", light)
     page.emulate_media(color_scheme="light")
-    assert tokens.first.evaluate("one => one.style.backgroundColor") == light
+    expect(tokens.first).to_have_css("background-color", light)
     accessible(page, "compare")
 
 

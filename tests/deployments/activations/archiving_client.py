@@ -1,11 +1,11 @@
-"""A head node that archives, as its own process: `archiving_client.py ROOT ARCHIVE RUN` stores a run and waits."""
+"""A head node that archives, as its own process: `python -m ...archiving_client ROOT ARCHIVE RUN` stores a run and waits."""
 
 from __future__ import annotations
 
 import sys
 from pathlib import Path
 
-from conftest import _make, open_head
+from tests.deployments.activations.conftest import _make, open_head
 
 head = open_head(Path(sys.argv[1]), sys.argv[2])
 made = _make(sys.argv[3])

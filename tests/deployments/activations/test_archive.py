@@ -120,9 +120,10 @@ def test_a_new_directory_does_not_start_without_its_bucket(bucket, head):
 
 def test_a_head_killed_between_upload_and_manifest_uploads_again_and_lists_the_run_once(bucket, head, make, tmp_path):
     bucket.server.fails = lambda method, path: method == "PUT" and ".jsonl" in path and bool(bucket.objects())
-    script = Path(__file__).with_name("archiving_client.py")
-    command = [sys.executable, str(script), str(tmp_path / "head"), bucket.uri(""), "r"]
-    with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True) as client:
+    command = [sys.executable, "-m", "tests.deployments.activations.archiving_client"]
+    command += [str(tmp_path / "head"), bucket.uri(""), "r"]
+    root = Path(__file__).parents[3]
+    with subprocess.Popen(command, cwd=root, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True) as client:
         try:
             assert client.stdout.readline() == "sealed\n"
             until(lambda: ("PUT", ".jsonl") in {(method, path[-6:]) for method, path in bucket.server.requests[-20:]})
