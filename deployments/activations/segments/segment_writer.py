@@ -7,7 +7,7 @@ import errno
 import os
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any, BinaryIO, NamedTuple
 
 import pyarrow as pa
 
@@ -18,7 +18,6 @@ from deployments.activations.segments.checksums import BATCH, described, of_batc
 from deployments.activations.segments.schema import batch_metadata, empty_batch, free_batch, point_types
 
 VERSION = "pyarrow"  # of a footer's metadata
-_PIECES = 512  # that are written by one call; systems take 1,024
 
 Batches = Sequence[pa.RecordBatch]
 Sums = Sequence[Mapping[str, str]]  # of each batch, the checksums of its columns
@@ -27,34 +26,41 @@ Sums = Sequence[Mapping[str, str]]  # of each batch, the checksums of its column
 class Shard:
     """One Arrow IPC file of a session, appended to by this process alone.
 
-    It has `rows` and, up to the end of the last whole run, `length` bytes, the footer included once `sealed`; a
-    `broken` one takes no more runs.
+    It has `rows` and, up to the end of the last whole run, `length` bytes, the footer included once it has `ended`,
+    which is durable once it is `sealed`. One that has ended or is `broken` takes no more runs.
     """
 
     def __init__(self, root: Path, session_id: str, name: str, schema: pa.Schema) -> None:
         self.session_id, self.schema = session_id, schema
         self.rows = self.length = 0
-        self.broken = self.sealed = False
+        self.broken = self.ended = False
         self._path = root / session_id / name
         self._points = point_types(schema)
         self._batches = self._new_rows = 0  # of the run that is not finished
-        self._sink = _Sink(_create(root, session_id, name))
+        self._descriptor, self._end = _create(root, session_id, name), 0
         self.is_named = False  # whether its name is durable
         self._said = schema.serialize().to_pybytes()  # as it lies in the file
+        # Arrow writes to the file itself: a call of Python for each buffer would wait for the lock of the interpreter.
+        self._sink = pa.OSFile(f"/dev/fd/{self._descriptor}", "ab")
         self._writer = new_file(self._sink, schema)  # writes nothing before the first batch
-        self._synced = self._syncing = _Place(0, 0, 0)
+        self._synced = self._syncing = _Place(0, 0, 0, False)
         self._modified_ns: int | None = None
         self._rewound = False
 
     @property
     def unsynced(self) -> int:
         """Bytes written since the last `begin_sync`."""
-        return self._sink.length - self._syncing.written
+        return self._end - self._syncing.written
+
+    @property
+    def sealed(self) -> bool:
+        """Whether all of it is durable, the footer included."""
+        return self._synced.ended
 
     @property
     def size(self) -> int:
         """Bytes in the file, those of a run that is not finished included."""
-        return self._sink.length
+        return self._end
 
     def facts(self) -> StoredFile:
         """The file as far as it is durable."""
@@ -69,10 +75,10 @@ class Shard:
         # The facts need a batch to stand on.
         batches = batches or [empty_batch(self.schema)]
         self._write(batches, batch_metadata(run.run_id, self._batches, len(batches), run), sums)
-        size = self._sink.length - self.length
+        size = self._end - self.length
         entry = Entry(run, self._path.as_uri(), self.rows, self._new_rows, size, self._points, self.length)
         self.rows += self._new_rows
-        self.length = self._sink.length
+        self.length = self._end
         self._batches = self._new_rows = 0
         return entry
 
@@ -81,7 +87,7 @@ class Shard:
         if self._batches and not self.broken:
             self._cut(self.length, self.rows)
             self._rewound = True
-            self.broken = not self.rows or self._sink.length != self.length
+            self.broken = not self.rows or self._end != self.length
 
     @property
     def in_place(self) -> bool:
@@ -94,16 +100,16 @@ class Shard:
 
     def begin_sync(self) -> None:
         """What is written by now is what `sync` makes durable."""
-        self._syncing = _Place(self.length, self.rows, self._sink.length)
+        self._syncing = _Place(self.length, self.rows, self._end, self.ended)
 
     def sync(self) -> None:
         """Make it and its name durable, while more is written; after an OSError call `fall_back`."""
-        os.fsync(self._sink.descriptor)
+        os.fsync(self._descriptor)
         if not self.is_named:
             with directory(self._path.parent) as folder:
                 os.fsync(folder)
         self._check_place()
-        self._modified_ns = os.fstat(self._sink.descriptor).st_mtime_ns
+        self._modified_ns = os.fstat(self._descriptor).st_mtime_ns
 
     def end_sync(self) -> None:
         """It is durable."""
@@ -112,41 +118,51 @@ class Shard:
 
     def fall_back(self) -> None:
         """It cannot be made durable: take no more runs, and end with those that were before."""
-        self.broken = True
+        self.broken, self.ended = True, False
         self._cut(self._synced.length, self._synced.rows)
+
+    def end(self) -> None:
+        """Write the footer behind its runs, which the next sync makes durable; without it, a broken one is left."""
+        try:
+            if self._rewound:  # the writer's footer would list what was taken away
+                seal(self._descriptor, self._path, self.schema, self.length)
+            else:
+                self._writer.close()
+            self.length = self._end = os.fstat(self._descriptor).st_size
+            self.ended = True
+        except (OSError, pa.ArrowException):
+            self.broken = True
+            self._cut(self.length, self.rows)
 
     def close(self) -> None:
         """Seal the file, or remove it if no run is in it. A broken one reads as a stream as it is."""
         self.rewind()
+        runs = self._synced
+        if not self.broken and not self.ended:
+            self.end()
         try:
-            if not self.broken:
-                if self._rewound:  # the writer's footer would list what was taken away
-                    self._sink.length = seal(self._sink.descriptor, self._path, self.schema, self.length)
-                else:
-                    self._writer.close()
-                    self._sink.flush()
-                os.fsync(self._sink.descriptor)
-                self.length, self.sealed = self._sink.length, True
+            if self.ended and not self.sealed:
+                os.fsync(self._descriptor)
+                self._modified_ns = os.fstat(self._descriptor).st_mtime_ns
                 self.begin_sync()
                 self.end_sync()
-                self._modified_ns = os.fstat(self._sink.descriptor).st_mtime_ns
-        except (OSError, pa.ArrowException):  # its runs are durable all the same; only the footer is missing
-            self._cut(self.length, self.rows)
+        except OSError:  # its runs are durable all the same; only the footer is missing
+            self._cut(runs.length, runs.rows)
         with contextlib.suppress(OSError):  # what counts was fsynced before
             try:
                 if not self.rows:
                     self._path.unlink()
             finally:
-                os.close(self._sink.descriptor)
+                os.close(self._descriptor)
+                self._sink.close()
 
     def _write(self, batches: Batches, metadata: Sequence[dict[str, str]], sums: Sums) -> None:
         try:
             for number, (batch, facts) in enumerate(zip(batches, metadata, strict=True)):
                 said = {**facts, **(sums[number] if sums else described(batch))}
-                first = not self._sink.length
-                rows = free_batch(batch) if first else batch
+                rows = batch if self._end or number else free_batch(batch)
                 self._writer.write_batch(rows, custom_metadata=said | {BATCH: of_batch(self._said, said)})
-                self._sink.flush()
+            self._end = os.fstat(self._descriptor).st_size
         except (OSError, pa.ArrowException):
             self.broken = True
             self._cut(self.length, self.rows)
@@ -158,7 +174,7 @@ class Shard:
         """Raise OSError if the file's name no longer leads to it: its content would be lost."""
         gone = FileNotFoundError(errno.ENOENT, "the file or its directory was removed", str(self._path))
         try:
-            if not os.path.samestat(os.fstat(self._sink.descriptor), os.lstat(self._path)):
+            if not os.path.samestat(os.fstat(self._descriptor), os.lstat(self._path)):
                 raise gone
         except (FileNotFoundError, NotADirectoryError):
             raise gone from None
@@ -170,8 +186,8 @@ class Shard:
             return  # its space is freed when it is closed: open readers are not affected
         # Where even this fails, readers still know that the run at the end is not whole.
         with contextlib.suppress(OSError):
-            os.truncate(self._sink.descriptor, length)
-            self._sink.begin_at(length)
+            os.truncate(self._descriptor, length)
+            self._end = length
             self._syncing = self._syncing._replace(written=min(self._syncing.written, length))
 
 
@@ -181,43 +197,27 @@ class _Place(NamedTuple):
     length: int  # bytes of whole runs
     rows: int  # of whole runs
     written: int  # bytes, those of a run that is not finished included
+    ended: bool  # with a footer
 
 
-class _Sink:
-    """What Arrow writes to: the pieces of a batch are written by one call, without the first `written` bytes."""
+class _Rest:
+    """What Arrow writes to where a file is there already: all behind its first `length` bytes goes to its end."""
 
     closed = False
 
-    def __init__(self, descriptor: int, written: int = 0) -> None:
-        self.descriptor, self.length, self._written = descriptor, 0, written
-        self._held: list[memoryview] = []
+    def __init__(self, file: BinaryIO, length: int) -> None:
+        self._file, self._there, self.length = file, length, 0
 
     def write(self, data: bytes) -> None:
         view = memoryview(data).cast("B")
-        passed = min(len(view), max(0, self._written - self.length))
+        self._file.write(view[max(0, self._there - self.length) :])
         self.length += len(view)
-        if passed < len(view):
-            self._held.append(view[passed:])
 
     def flush(self) -> None:
-        """Write what is held back."""
-        held, self._held = self._held, []
-        at = 0
-        while at < len(held):
-            count = os.writev(self.descriptor, held[at : at + _PIECES])
-            while at < len(held) and count >= len(held[at]):
-                count -= len(held[at])
-                at += 1
-            if count:  # the disk took some of a piece
-                held[at] = held[at][count:]
-
-    def begin_at(self, length: int) -> None:
-        """Continue at a position of the file, and drop bytes that are held back."""
-        self._held = []
-        self.length = os.lseek(self.descriptor, length, os.SEEK_SET)
+        self._file.flush()
 
     def close(self) -> None:
-        """The shard closes its descriptor itself."""
+        """The file is closed by who opened it."""
 
 
 def new_file(sink: Any, schema: pa.Schema) -> Any:
@@ -226,17 +226,17 @@ def new_file(sink: Any, schema: pa.Schema) -> Any:
     return pa.ipc.new_file(sink, schema, metadata={VERSION: version, BATCH: of_batch(b"", {VERSION: version})})
 
 
-def seal(descriptor: int, path: Path, schema: pa.Schema, length: int) -> int:
-    """Write a footer behind `length` bytes, and return the new length; ArrowInvalid if another Arrow wrote the file."""
-    sink = _Sink(descriptor, written=length)
-    writer = new_file(sink, schema)
-    for batch in batches_of(path):
-        writer.write_batch(batch.select(), custom_metadata=batch.metadata)
-    if sink.length != length:
-        raise pa.ArrowInvalid(f"{path} does not read back as it was written")
-    writer.close()
-    sink.flush()
-    return sink.length
+def seal(descriptor: int, path: Path, schema: pa.Schema, length: int) -> None:
+    """Write a footer behind `length` bytes; ArrowInvalid if another version of Arrow wrote the file."""
+    os.lseek(descriptor, length, os.SEEK_SET)
+    with open(descriptor, "wb", closefd=False) as file:
+        rest = _Rest(file, length)
+        writer = new_file(rest, schema)
+        for batch in batches_of(path):
+            writer.write_batch(batch.select(), custom_metadata=batch.metadata)
+        if rest.length != length:
+            raise pa.ArrowInvalid(f"{path} does not read back as it was written")
+        writer.close()
 
 
 def _create(root: Path, session_id: str, name: str) -> int:

@@ -91,8 +91,10 @@ class OpenRuns:
         try:
             self._manager.check_fence(name.session_id, chunk.fence)
             before = self._open[name].bytes if name in self._open else 0
-            size = sum(batch.nbytes for batch in chunk.batches)
-            self._manager.make_room(name.session_id, size, chunk.most - before)
+            size = 0
+            if self._manager.retention.has_quotas:
+                size = sum(batch.nbytes for batch in chunk.batches)
+                self._manager.make_room(name.session_id, size, chunk.most - before)
             self._written.add(name.session_id)
             if chunk.part == 0:
                 self._open[name] = OpenRun(self._pool.take(name.session_id, chunk.batches[0].schema))

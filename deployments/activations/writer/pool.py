@@ -8,7 +8,7 @@ import time
 from collections import Counter, OrderedDict
 from collections.abc import Callable, Collection
 from concurrent.futures import Future, ThreadPoolExecutor
-from itertools import count
+from itertools import count, islice
 from pathlib import Path
 
 import pyarrow as pa
@@ -42,6 +42,7 @@ class Pool:
         self._root, self._mount, self._catalogue, self._wake = root, Mount(root), catalogue, wake
         self._shard_bytes, self._open_shards, self._idle_s = shard_bytes, open_shards, idle_s
         self._taken: set[Shard] = set()
+        self._seen: set[Shard] = set()  # in their place, in this round
         self._idle: OrderedDict[Shard, float] = OrderedDict()  # since when, the longest first
         self._closing: dict[Shard, Future[None]] = {}  # the longest first
         self._seals = ThreadPoolExecutor(_SEALS, thread_name_prefix="activation-seal")
@@ -61,7 +62,7 @@ class Pool:
             if shard.session_id == session_id
             and shard.schema.equals(schema, check_metadata=True)
             and not self._spent(shard)
-            and shard.in_place  # the store of another node may have deleted it
+            and self._is_in_place(shard)
         )
         shard = next(fitting, None)
         if shard:
@@ -72,13 +73,27 @@ class Pool:
         self._taken.add(shard)
         return shard
 
+    def _is_in_place(self, shard: Shard) -> bool:
+        """Whether a file is where it was, looked at once a round: the store of another node may have deleted it."""
+        if shard not in self._seen and shard.in_place:
+            self._seen.add(shard)
+        return shard in self._seen
+
     def give_back(self, shard: Shard) -> None:
         """The run is finished, or taken away."""
         self._taken.remove(shard)
         self._idle[shard] = time.monotonic()
 
+    def end_surplus(self, written: Collection[Shard]) -> None:
+        """End those of `written`, which are to be synced, that are too many: one sync then seals them as well."""
+        surplus = max(0, len(self._idle) + len(self._taken) - self._open_shards)
+        for shard in list(islice(self._idle, surplus)):
+            if shard in written and not self._spent(shard):
+                shard.end()
+
     def settle(self, unsynced: Collection[Shard]) -> None:
         """Close in the background what is full, broken, idle for too long or too many, but not `unsynced` ones."""
+        self._seen.clear()
         self._tell()
         now = time.monotonic()
         for shard, since in [item for item in self._idle.items() if item[0] not in unsynced]:
@@ -115,11 +130,11 @@ class Pool:
         return sizes
 
     def _spent(self, shard: Shard) -> bool:
-        return shard.broken or shard.length >= self._shard_bytes
+        return shard.broken or shard.ended or shard.length >= self._shard_bytes
 
     def _close(self, shard: Shard) -> None:
         del self._idle[shard]
-        if not shard.rows:  # nothing waits for the disk
+        if not shard.rows or shard.sealed:  # nothing waits for the disk
             shard.close()
             return
         self._closing[shard] = self._seals.submit(shard.close)

@@ -162,7 +162,6 @@ def _set_aside(path: Path, folder: int, offset: int) -> None:
 
 def _seal(file: int, path: Path, schema: pa.Schema, end: int) -> None:
     os.truncate(file, end)
-    os.lseek(file, end, os.SEEK_SET)
     try:
         seal(file, path, schema, end)
         os.fsync(file)
