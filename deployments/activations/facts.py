@@ -6,7 +6,7 @@ import errno
 import hashlib
 import json
 import re
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field, fields
 from functools import cached_property
@@ -189,11 +189,6 @@ class Note(NamedTuple):
     session_id: str
     entries: Sequence[Entry]
     file: StoredFile
-
-
-def page(names: Iterable[str], limit: int, after: str | None) -> list[str]:
-    """Up to `limit` names in their order, beginning behind `after`."""
-    return sorted(name for name in names if after is None or name > after)[:limit]
 
 
 def names_a_session(name: str) -> bool:
