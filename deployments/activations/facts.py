@@ -113,6 +113,11 @@ class RunFacts:
     text: str | None = None
     batch_invariant: bool = False  # whether its bits are the same in any company, on the same machine and versions
 
+    @classmethod
+    def of(cls, said: Mapping[str, Any]) -> RunFacts:
+        """The facts that `as_json` wrote, without fields of later versions."""
+        return cls(**{item.name: said[item.name] for item in fields(cls) if item.name in said})
+
     @cached_property
     def as_json(self) -> str:
         """All of it, as it is stored, made once for all writes; TypeError if it holds what JSON cannot."""

@@ -10,7 +10,7 @@ import json
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, fields
 from functools import lru_cache
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
 import pyarrow as pa
@@ -135,24 +135,19 @@ def to_patterns(column: pa.LargeListArray, kind: PointType, first: int) -> Patte
 
 def shard_facts(schema: pa.Schema) -> ShardFacts:
     """What the runs of a file with this schema share; ValueError if `to_batch` did not make it."""
-    facts = json.loads(_text(schema))
+    facts = _said(schema)
     return ShardFacts(**{item.name: facts[item.name] for item in fields(ShardFacts) if item.name in facts})
 
 
 def owner(schema: pa.Schema) -> tuple[str, str]:
     """The session and the model whose rows a file with this schema holds."""
-    return _owner(_text(schema))
-
-
-@lru_cache(256)  # the same few schemas come with every batch
-def _owner(text: bytes) -> tuple[str, str]:
-    facts = json.loads(text)
+    facts = _said(schema)
     return facts["session_id"], facts["model"]
 
 
 def point_types(schema: pa.Schema) -> dict[str, PointType]:
     """Each point's feature shape and dtype; ValueError if `to_batch` did not make the schema."""
-    facts = json.loads(_text(schema))
+    facts = _said(schema)
     names = [name for name in schema.names if name not in COLUMNS]
     try:
         heads, dtypes = facts.get("heads", {}), facts["dtypes"]
@@ -162,11 +157,17 @@ def point_types(schema: pa.Schema) -> dict[str, PointType]:
         raise ValueError("Not a Vitrine activation schema: its points are not described") from error
 
 
-def _text(schema: pa.Schema) -> bytes:
+def _said(schema: pa.Schema) -> Mapping[str, Any]:
     metadata: dict[bytes, bytes] = schema.metadata or {}
     if _METADATA_KEY not in metadata:
         raise ValueError("Not a Vitrine activation schema: its metadata has no 'vitrine'")
-    return metadata[_METADATA_KEY]
+    return _parsed(metadata[_METADATA_KEY])
+
+
+@lru_cache(64)  # the same few schemas come with every batch
+def _parsed(text: bytes) -> Mapping[str, Any]:
+    found: Mapping[str, Any] = json.loads(text)
+    return found
 
 
 def free_batch(batch: pa.RecordBatch) -> pa.RecordBatch:
@@ -197,8 +198,6 @@ def batch_facts(metadata: Mapping[bytes, bytes] | None) -> BatchFacts:
         run_id, number = metadata[b"run_id"].decode(), int(metadata[b"batch"])
         if b"run" not in metadata:
             return BatchFacts(run_id, number, None, None)
-        known = {item.name for item in fields(RunFacts)}
-        run = {name: value for name, value in json.loads(metadata[b"run"]).items() if name in known}
-        return BatchFacts(run_id, number, RunFacts(**run), int(metadata[b"batches"]))
+        return BatchFacts(run_id, number, RunFacts.of(json.loads(metadata[b"run"])), int(metadata[b"batches"]))
     except (KeyError, TypeError, AttributeError) as error:
         raise ValueError("Not a Vitrine activation batch: its metadata names no run") from error
