@@ -62,6 +62,12 @@ class RowIndex:
         """Bytes of a row in all columns."""
         return sum(column.width for column in self.columns.values())
 
+    @property
+    def ends(self) -> np.ndarray:
+        """As `offsets`, the byte behind a block's values of a column."""
+        widths = np.array([column.width for column in self.columns.values()])
+        return self.offsets + widths[:, None] * np.diff(self.starts)
+
 
 def index_rows(
     source: str | os.PathLike[str],
