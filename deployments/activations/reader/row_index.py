@@ -6,6 +6,7 @@ import math
 import os
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
+from itertools import chain, groupby
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -13,7 +14,6 @@ import numpy as np
 import torch
 
 from deployments.activations.facts import PointType, RunFacts
-from deployments.activations.files.places import File
 from deployments.activations.reader.selection import Wanted, checked
 from deployments.activations.reader.sources import chosen
 from deployments.activations.reader.stored_rows import positions_of
@@ -96,9 +96,12 @@ def index_rows(
         raise ValueError(f"source: {elsewhere} is in a bucket, and rows are read out of a map: copy it to a disk first")
     named, recorded = list(dict.fromkeys(points)), set[str]()
     found = _Found(named, runs is not None)
-    for run in checked(files, Wanted(session, None if runs is None else set(runs))):
-        recorded |= set(run.types)
-        found.add(run, choice)
+    wanted = Wanted(session, None if runs is None else set(runs))
+    for _, of_file in groupby(checked(files, wanted), key=lambda run: run.file):
+        recorded |= set((first := next(of_file)).types)
+        if found.has_all(first):  # all runs of a file have the same points
+            for run in chain([first], of_file):
+                found.add(run, choice)
     if found.lacking and runs is not None and found.blocks:
         raise ValueError(found.lacking)
     Wanted(points=named).check((), recorded)
@@ -116,22 +119,15 @@ class _Found:
         self.blocks = list[_Block]()
         self._points, self._known = points, False  # as they were named, until a file has them all
         self._are_named = are_named  # whether each run has to have the points
-        self._file: File | None = None
-        self._takes = False  # whether that file's runs have all points: all have the same
         self._columns: dict[str, Column] = {}
         self._paths, self._runs = list[Path](), list[RunFacts]()
 
     def add(self, run: WholeRun, choice: TokenChoice) -> None:
-        """Add a run's rows of such tokens, if it has all of the points."""
-        if run.file is not self._file:
-            self._file, self._takes = run.file, self._has_all(run)
-            if self._takes and run.file.local:
-                self._paths.append(run.file.local)
-        if self._takes:
-            self._runs.append(replace(run.facts, interventions=[], text=None))
-            positions = positions_of(run, choice, "tokens")
-            for batch in run.batches:
-                self._add(batch, positions)
+        """Add the rows of such tokens of a run that has all of the points."""
+        self._runs.append(replace(run.facts, interventions=[], text=None))
+        positions = positions_of(run, choice, "tokens")
+        for batch in run.batches:
+            self._add(batch, positions)
 
     def index(self) -> RowIndex:
         """All of it."""
@@ -141,7 +137,8 @@ class _Found:
         starts = np.concatenate([[0], np.cumsum(rows)])
         return RowIndex(self._paths, self._runs, self._columns, file, run, generated, starts, offsets.T.copy())
 
-    def _has_all(self, run: WholeRun) -> bool:
+    def has_all(self, run: WholeRun) -> bool:
+        """Whether the runs of a file, of which this is the first, have all of the points; ValueError on a misfit."""
         lacking = [name for name in self._points if name not in run.types]
         if not self._known:
             chosen = {name: Wanted(points=[name]).of(run.batches[0].schema) for name in self._points}
@@ -163,6 +160,7 @@ class _Found:
                     "choose runs of one model and dtype, by session or runs"
                 )
         self._columns = columns
+        self._paths += [run.file.local] if run.file.local else []
         return True
 
     def _add(self, batch: Batch, positions: Sequence[int]) -> None:
