@@ -18,7 +18,7 @@ from deployments.activations.reader.selection import Wanted, checked
 from deployments.activations.reader.sources import chosen
 from deployments.activations.reader.stored_rows import positions_of
 from deployments.activations.segments.batches import Batch
-from deployments.activations.segments.schema import PHASES, dtype_of
+from deployments.activations.segments.schema import DTYPES, PHASES
 from deployments.activations.segments.segments import WholeRun
 from deployments.points.token_choices import TokenChoice, check
 
@@ -186,7 +186,7 @@ def _column(name: str, kind: PointType) -> Column:
     shape = tuple(size for size in kind.shape if size is not None)
     if len(shape) < len(kind.shape):
         raise ValueError(f"points: {name} is an attention pattern, whose rows grow and do not fit a batch: use load")
-    return Column(shape, dtype_of(kind.dtype))
+    return Column(shape, DTYPES[kind.dtype])
 
 
 def blocks_between(starts: np.ndarray, first: int, end: int) -> Iterator[tuple[int, int, int]]:

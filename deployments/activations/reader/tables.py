@@ -15,7 +15,7 @@ from torch.utils.dlpack import from_dlpack
 from deployments.activations.facts import PointType
 from deployments.activations.reader.selection import Wanted, checked
 from deployments.activations.reader.sources import chosen
-from deployments.activations.segments.schema import dtype_of
+from deployments.activations.segments.schema import DTYPES
 from deployments.activations.segments.segments import WholeRun
 from deployments.points.names import COLUMNS
 
@@ -135,7 +135,7 @@ def record_batches(run: WholeRun, names: Sequence[str], layout: Layout) -> Itera
 def _array(column: Any, kind: PointType | None, layout: Layout) -> pa.Array:
     if kind is None:
         return column.cast(pa.string()) if layout.nested and pa.types.is_dictionary(column.type) else column
-    dtype = dtype_of(kind.dtype)
+    dtype = DTYPES[kind.dtype]
     if layout.tensors:
         return column
     rows = column.storage if isinstance(column, pa.ExtensionArray) else column
