@@ -69,12 +69,7 @@ class ClientFiles(ABC):
                 try:
                     id, about = self.described(Path(item.path))
                     stat = item.stat()
-                except (
-                    OSError,
-                    ValueError,
-                    KeyError,
-                    SafetensorError,
-                ):  # one bad file must not keep others from being served
+                except (OSError, ValueError, KeyError, SafetensorError):  # others are served all the same
                     logger.exception("%s cannot be read and is not listed", item.path)
                     continue
                 file = ClientFile(match[1], match[2], id, stat.st_size, stat.st_mtime, about)
