@@ -6,7 +6,6 @@ needed, from a map of the file or as byte ranges. Every function raises OSError 
 
 from __future__ import annotations
 
-import io
 import mmap
 import os
 from collections.abc import Iterable, Iterator, Mapping, Sequence
@@ -192,12 +191,14 @@ def _of_stream(file: File, opened: Bytes, stream: _Stream, offset: int) -> Itera
         return  # a message that the end of the file cuts off: nothing behind it counts
 
 
-class _Stream(io.RawIOBase):
+class _Stream:
     """A file object from which Arrow reads a segment's stream: metadata is copied, and values are not.
 
     Values are views of the map; where there is none, blank memory that takes no pages, except for the ranges of the
     next batch's values in `filled`. `short`: the last read went beyond the end; `closes`: it ended the stream.
     """
+
+    closed = False
 
     def __init__(self, opened: Bytes) -> None:
         self._opened = opened
@@ -248,6 +249,9 @@ class _Stream(io.RawIOBase):
 
     def readable(self) -> bool:
         return True
+
+    def close(self) -> None:
+        """The file is closed by the one who opened it."""
 
 
 @lru_cache(64)
