@@ -114,7 +114,8 @@ class _Compared:
 
     def write(self, data: Any) -> None:
         view = memoryview(data).cast("B")
-        self.same = self._file.read(len(view)) == view and self.same
+        for piece in (view[at : at + _CHUNK] for at in range(0, len(view), _CHUNK)):
+            self.same = self._file.read(len(piece)) == piece and self.same
 
     def flush(self) -> None: ...
 
