@@ -103,7 +103,8 @@ def write_safetensors(found: Tensors, file: IO[bytes]) -> None:
 def write_npz(found: Tensors, file: IO[bytes]) -> None:
     """Write what `numpy.load` reads. bfloat16 becomes float32, as numpy has none; the facts give points' own dtypes."""
     # numpy makes one array after the other, and dates all to 1980-01-01: the same runs give the same bytes.
-    np.savez(file, **{member.name: member for member in found.members}, **found.facts)
+    arrays: dict[str, Any] = {member.name: member for member in found.members} | found.facts
+    np.savez(file, **arrays)
 
 
 def write_pt(found: Tensors, file: IO[bytes]) -> None:
