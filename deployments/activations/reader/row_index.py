@@ -66,7 +66,8 @@ class RowIndex:
     def ends(self) -> np.ndarray:
         """As `offsets`, the byte behind a block's values of a column."""
         widths = np.array([column.width for column in self.columns.values()])
-        return self.offsets + widths[:, None] * np.diff(self.starts)
+        ends: np.ndarray = self.offsets + widths[:, None] * np.diff(self.starts)
+        return ends
 
 
 def index_rows(
@@ -91,18 +92,17 @@ def index_rows(
     if isinstance(points, str) or not points:
         raise ValueError("points: name at least one, as a list")
     choice = check(tokens)
-    files, runs = chosen(source, session, runs)
+    files, wanted = chosen(source, session, runs)
     if elsewhere := next((file for file in files if file.local is None), None):
         raise ValueError(f"source: {elsewhere} is in a bucket, and rows are read out of a map: copy it to a disk first")
     named, recorded = list(dict.fromkeys(points)), set[str]()
-    found = _Found(named, runs is not None)
-    wanted = Wanted(session, None if runs is None else set(runs))
+    found = _Found(named, wanted.runs is not None)
     for _, of_file in groupby(checked(files, wanted), key=lambda run: run.file):
         recorded |= set((first := next(of_file)).types)
         if found.has_all(first):  # all runs of a file have the same points
             for run in chain([first], of_file):
                 found.add(run, choice)
-    if found.lacking and runs is not None and found.blocks:
+    if found.lacking and wanted.runs is not None and found.blocks:
         raise ValueError(found.lacking)
     Wanted(points=named).check((), recorded)
     return found.index()
